@@ -1,0 +1,41 @@
+# make demo    environment, embedded data set, five minutes of training, a text sample and a loss plot
+# make test    environment, linter, whole test suite
+# Both need Python 3.11+, a C++ compiler and a package index; neither needs a GPU.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# One thread a test process; two processes by default.
+JOBS ?= 2
+
+.PHONY: demo test lint data env clean
+
+env: $(VENV)/.installed
+$(VENV)/.installed: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit("nanonorm needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+	touch $@
+
+data: data/stdlib/meta.json
+data/stdlib/meta.json: data/stdlib/prepare.py $(VENV)/.installed
+	$(BIN)/python data/stdlib/prepare.py
+
+demo: env data
+	$(BIN)/python train.py config/demo.py
+	$(BIN)/python sample.py out/demo --prompt="def " --max_new_tokens=300
+	$(BIN)/python report.py out/demo --plot=out/demo/loss.png
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+
+test: lint data
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis

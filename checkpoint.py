@@ -1,0 +1,147 @@
+"""Checkpoints: atomic save, safe load, resume; and `load_model(spec)`, the one front door to a trained model.
+
+A checkpoint is a dict of tensors and plain values: format, step, config (every key of the run), meta (tokenizer),
+model (uncompiled weights and norm state), optimizer, scaler, best_val_loss. The random streams and the data position
+of a run are functions of (seed, step, rank), so `step` restores them.
+"""
+
+import os
+import pickle
+import zipfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from configurator import Overrides
+from errors import UserError
+from model import GPT, GPTConfig
+
+FORMAT = 1
+LAST, BEST = "ckpt_last.pt", "ckpt_best.pt"
+# Keys of the model that may differ between a checkpoint and the run that resumes it: they decide no tensor.
+FREE_KEYS = {"dropout", "init", "init_std"}
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, torn, no checkpoint at all, or of another model."""
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write, fsync, rename: after a crash at any moment `path` holds the old checkpoint or the new one."""
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        with open(partial, "wb") as file:
+            torch.save({"format": FORMAT, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must reach the disk too
+        os.fsync(folder)
+        os.close(folder)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); the one before is untouched") from None
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The dict that save_checkpoint wrote, on the CPU. Raises CheckpointError for torn and foreign files.
+
+    Only tensors and plain values are unpickled (weights_only), and the archive's checksums are compared first:
+    a flipped bit in a tensor would otherwise load without a word.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            torn = archive.testzip()
+        if torn:
+            raise CheckpointError(f"{path}: checksum of {torn} is wrong, the file is torn: use another checkpoint")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such checkpoint: check the path") from None
+    except pickle.UnpicklingError:
+        raise CheckpointError(f"{path}: holds more than tensors and plain values: not a nanonorm checkpoint") from None
+    except (zipfile.BadZipFile, OSError, RuntimeError, EOFError, ValueError):
+        raise CheckpointError(f"{path}: torn, or not a checkpoint at all: use another checkpoint") from None
+    if not isinstance(state, dict) or not {"model", "config", "step"} <= state.keys():
+        raise CheckpointError(f"{path}: a PyTorch file, but not a nanonorm checkpoint")
+    if state.get("format", FORMAT) != FORMAT:
+        raise CheckpointError(f"{path}: checkpoint format {state['format']}, this program reads {FORMAT}: update it")
+    return state
+
+
+def find_checkpoint(out_dir: Path, resume: str) -> tuple[dict[str, Any], Path, str] | None:
+    """(state, path, note) of the checkpoint to resume from, or None to start afresh.
+
+    resume: "auto" takes the last checkpoint, or the best one if the last is torn, and says so in the note; "never"
+    refuses to overwrite a run; anything else is a path.
+    """
+    if resume not in ("auto", "never"):
+        return read_checkpoint(Path(resume)), Path(resume), ""
+    present = [out_dir / name for name in (LAST, BEST) if (out_dir / name).exists()]
+    if resume == "never" and present:
+        raise CheckpointError(f"{out_dir} holds a run already: choose another out_dir, remove it, or --resume=auto")
+    complaints = []
+    for path in present:
+        try:
+            return read_checkpoint(path), path, "; ".join(complaints)
+        except CheckpointError as error:
+            complaints.append(str(error))
+    if complaints:
+        raise CheckpointError("; ".join(complaints) + "; to start afresh, choose another out_dir")
+    return None
+
+
+def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
+    """The model's part of a saved config. Keys that an older config lacks have their defaults: norm_type is layer."""
+    overrides = Overrides(GPTConfig)
+    for field in fields(GPTConfig):
+        if field.name in saved:
+            overrides.set(field.name, saved[field.name], str(path))
+    return overrides.build()
+
+
+def check_same_model(saved: dict[str, Any], config: GPTConfig, path: Path) -> None:
+    """Raise CheckpointError naming the first key in which a checkpoint's model differs from the run's."""
+    theirs = model_config(saved, path)
+    for field in fields(GPTConfig):
+        then, now = getattr(theirs, field.name), getattr(config, field.name)
+        if then != now and field.name not in FREE_KEYS:
+            raise CheckpointError(
+                f"{path} is of another model: {field.name}={then!r} there, {now!r} here: use its config, or another "
+                "out_dir"
+            )
+
+
+def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], path: Path, free: str = "") -> list[str]:
+    """Copy `weights` into `model`; names of parameters that kept their initial values (only names that contain
+    `free` may). Raises CheckpointError naming the first tensor that does not fit."""
+    own = model.state_dict()
+    for name, tensor in weights.items():
+        if name in own and own[name].shape != tensor.shape:
+            raise CheckpointError(f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here")
+    kept, extra = own.keys() - weights.keys(), weights.keys() - own.keys()
+    for name in sorted(kept | extra):
+        if not (free and free in name):
+            raise CheckpointError(f"{path}: {name} is {'missing' if name in kept else 'not part of this model'}")
+    model.load_state_dict(weights, strict=False)
+    return sorted(kept)
+
+
+def load_model(spec: str) -> GPT:
+    """The model of a run folder (its best checkpoint) or checkpoint file: float32 on the CPU, in eval mode.
+
+    `model.meta` says which tokenizer its data had.
+    """
+    path = Path(spec)
+    if path.is_dir():
+        names = [name for name in (BEST, LAST) if (path / name).exists()]
+        if not names:
+            raise CheckpointError(f"{spec}: no {BEST} and no {LAST} in this folder: is it a run folder?")
+        path = path / names[0]
+    state = read_checkpoint(path)
+    model = GPT(model_config(state["config"], path))
+    load_weights(model, state["model"], path)
+    model.meta = state.get("meta", {})
+    return model.eval()

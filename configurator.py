@@ -1,0 +1,230 @@
+"""Config files and command line -> one typed, frozen dataclass.
+
+    python X.py [config files ...] [--key=value ...]
+
+Later words win over earlier ones. A config file has Python syntax but is never executed: it may hold a docstring
+and assignments `key = value` of literals, arithmetic on them, and names assigned before. Names that begin with an
+underscore are private to the file; every other name must be a key of the dataclass.
+
+The dataclass declares its keys with `key(default, help, choices)`. Allowed types: bool, int, float, str, `T | None`
+(None is written `auto`) and `float | tuple[float, ...]` (a tuple is written `1.0,1.1,0.9`).
+"""
+
+import ast
+import dataclasses
+import difflib
+import math
+import operator
+import types
+import typing
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from errors import ConfigError
+
+T = TypeVar("T")
+
+ARITHMETIC = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.UAdd: operator.pos, ast.USub: operator.neg,
+}  # fmt: skip
+MAX_NUMBER = 1e30  # no setting is larger; it also keeps `9**9**9` from running for ever
+
+
+def key(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that is a config key: its default, one line of help, and the allowed strings if few."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+
+
+# ---------------------------------------------------------------------------------------------------- config files
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """Names and values that a config file assigns, private names left out. Nothing in it is executed.
+
+    Raises ConfigError with file and line for everything that is not an assignment of a literal or arithmetic.
+    """
+    try:
+        source = Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read ({error.strerror}): check the path") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config file {path} is not UTF-8 text: is it a config file at all?") from None
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not valid syntax ({error.msg}); write `key = value`") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes, thousands of nested brackets
+        raise ConfigError(f"{path}: cannot be parsed ({type(error).__name__}); write `key = value`") from None
+    names: dict[str, Any] = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str):
+            continue  # a docstring
+        if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1
+                and isinstance(statement.targets[0], ast.Name)):  # fmt: skip
+            _refuse(path, statement)
+        try:
+            names[statement.targets[0].id] = _evaluate(statement.value, names, path)
+        except RecursionError:
+            _refuse(path, statement)
+    return {name: value for name, value in names.items() if not name.startswith("_")}
+
+
+def _refuse(path: str | Path, node: ast.AST, why: str = "") -> NoReturn:
+    """Config files hold assignments and nothing else."""
+    what = why or f"`{type(node).__name__}` is not allowed: only `key = value` with literals and arithmetic is"
+    raise ConfigError(f"{path}:{getattr(node, 'lineno', '?')}: {what}")
+
+
+def _evaluate(node: ast.AST, names: dict[str, Any], path: str | Path) -> Any:
+    """Value of a literal expression; arithmetic on numbers only."""
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str() | None):
+            return node.value
+        case ast.Name():
+            if node.id not in names:
+                _refuse(path, node, f"name {node.id!r} is not assigned above this line")
+            return names[node.id]
+        case ast.Tuple() | ast.List():
+            return tuple(_evaluate(element, names, path) for element in node.elts)
+        case ast.UnaryOp(operand=operand, op=op):
+            operands = [_evaluate(operand, names, path)]
+        case ast.BinOp(left=left, right=right, op=op):
+            operands = [_evaluate(left, names, path), _evaluate(right, names, path)]
+        case _:
+            _refuse(path, node)
+    if type(op) not in ARITHMETIC or not all(_is_number(value) for value in operands):
+        _refuse(path, node, "arithmetic is on numbers only, with + - * / // % **")
+    if isinstance(op, ast.Pow) and abs(operands[1]) > 100:
+        _refuse(path, node, "exponent beyond 100")
+    try:
+        value = ARITHMETIC[type(op)](*operands)
+    except (ArithmeticError, ValueError) as error:
+        _refuse(path, node, str(error))
+    if not _is_number(value) or abs(value) > MAX_NUMBER:
+        _refuse(path, node, "the result is not a number of reasonable size")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MAX_NUMBER
+
+
+# ---------------------------------------------------------------------------------------------- types and overrides
+
+
+def _type_name(annotation: Any) -> str:
+    if annotation is types.NoneType:
+        return "auto"
+    if typing.get_origin(annotation) is types.UnionType:
+        return " | ".join(_type_name(part) for part in typing.get_args(annotation))
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def _coerce(value: Any, annotation: Any) -> Any:
+    """`value` as `annotation`, or ValueError. No silent narrowing: 1.5 is no int, 1 is no bool, nan is no number."""
+    if typing.get_origin(annotation) is types.UnionType:
+        for part in typing.get_args(annotation):
+            try:
+                return _coerce(value, part)
+            except ValueError:
+                continue
+    elif annotation is types.NoneType and (value is None or value == "auto"):
+        return None
+    elif typing.get_origin(annotation) is tuple and isinstance(value, tuple | list):
+        return tuple(_coerce(element, typing.get_args(annotation)[0]) for element in value)
+    elif annotation is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    elif annotation in (bool, int, str) and type(value) is annotation:
+        return value
+    raise ValueError
+
+
+def _from_text(text: str, annotation: Any) -> Any:
+    """The value a command-line text stands for, or ValueError."""
+    if typing.get_origin(annotation) is types.UnionType:
+        for part in typing.get_args(annotation):
+            try:
+                return _from_text(text, part)
+            except ValueError:
+                continue
+        raise ValueError
+    if typing.get_origin(annotation) is tuple:
+        element = typing.get_args(annotation)[0]
+        return tuple(_from_text(word, element) for word in text.strip("()").split(",") if word.strip())
+    if annotation is bool:
+        return {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else text
+    if annotation in (int, float):
+        return annotation(text)
+    return text
+
+
+class Overrides:
+    """Collects settings for the dataclass `cls`, checks name, type and choices of each, builds the instance."""
+
+    def __init__(self, cls: type[T]):
+        self.cls = cls
+        self.types = typing.get_type_hints(cls)
+        self.fields = {field.name: field for field in dataclasses.fields(cls)}
+        self.values: dict[str, Any] = {}
+
+    def set(self, name: str, value: Any, origin: str, is_text: bool = False) -> None:
+        """Set key `name`; `is_text` for command-line text. Raises ConfigError that names key, type and origin."""
+        if name not in self.fields:
+            near = difflib.get_close_matches(name, self.fields, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "--help lists all keys"
+            raise ConfigError(f"{origin}: unknown key {name!r}: {hint}")
+        annotation, choices = self.types[name], self.fields[name].metadata.get("choices", ())
+        try:
+            value = _coerce(_from_text(value, annotation) if is_text else value, annotation)
+        except (ValueError, OverflowError):
+            wanted = _type_name(annotation)
+            raise ConfigError(f"{origin}: {name} wants {wanted}, got {value!r}") from None
+        if choices and value not in choices:
+            raise ConfigError(f"{origin}: {name} is one of {', '.join(choices)}; got {value!r}")
+        self.values[name] = value
+
+    def build(self) -> Any:
+        return self.cls(**self.values)
+
+
+def parse_args(cls: type[T], argv: list[str], doc: str = "", spec: bool = False) -> tuple[T, str]:
+    """(config, model spec) from command-line words; the spec is "" for programs that take none.
+
+    With `spec`, the first word that is neither a config file (*.py) nor --key=value is the model to work on.
+    `--help` prints `doc` and every key, and exits 0. Raises ConfigError.
+    """
+    overrides, model = Overrides(cls), ""
+    for word in argv:
+        if word in ("--help", "-h"):
+            print(help_text(cls, doc))
+            raise SystemExit(0)
+        if word.startswith("-"):
+            name, equals, text = word.removeprefix("--").partition("=")
+            if not equals or not word.startswith("--"):
+                raise ConfigError(f"{word}: settings are written --key=value")
+            overrides.set(name, text, word, is_text=True)
+        elif word.endswith(".py"):
+            for name, value in read_config_file(word).items():
+                overrides.set(name, value, word)
+        elif spec and not model:
+            model = word
+        else:
+            raise ConfigError(f"{word!r} is neither a config file (*.py) nor --key=value")
+    if spec and not model:
+        raise ConfigError("name a model first: a run folder or a checkpoint file (--help says more)")
+    return overrides.build(), model
+
+
+def help_text(cls: type, doc: str) -> str:
+    """Every key of `cls` with type, default and one line, below `doc`."""
+    hints = typing.get_type_hints(cls)
+    lines = [doc.strip(), "", "Keys (--key=value on the command line, key = value in a config file):"]
+    for field in dataclasses.fields(cls):
+        choices = field.metadata.get("choices", ())
+        kind = "|".join(choices) if choices else _type_name(hints[field.name])
+        default = "auto" if field.default is None else repr(field.default)
+        lines.append(f"  --{field.name}={default}  ({kind})")
+        lines.append(f"        {field.metadata.get('help', '')}")
+    return "\n".join(lines)

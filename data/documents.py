@@ -1,0 +1,102 @@
+"""Text files -> documents: jsonl, jsonl.xz, parquet and txt. Whatever is in a file, a document is text that can be used
+or a reason why it is skipped; only a file that cannot be read at all is an error.
+"""
+
+import json
+import lzma
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.shards import DataError
+from errors import ConfigError
+
+FORMATS = (".jsonl", ".jsonl.xz", ".parquet", ".txt")
+EMPTY, BROKEN, NO_TEXT, REPLACED = "empty", "broken JSON", 'no "text"', "invalid UTF-8, replaced"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin a UTF-8 file with it
+
+
+class Document(NamedTuple):
+    """One record of the input. `problem` is why it is skipped, or "" or REPLACED for one that is used."""
+
+    text: str
+    problem: str
+
+
+def checked(text: Any) -> Document:
+    """A document from bytes or str as it was found in a file. Bytes that are no UTF-8 become U+FFFD."""
+    if not isinstance(text, str | bytes):
+        return Document("", NO_TEXT)
+    problem = ""
+    try:
+        if isinstance(text, bytes):
+            text = text.decode()
+        else:
+            text.encode()  # JSON can spell half a surrogate pair, "\\ud800", which is no text either
+    except UnicodeDecodeError:
+        text, problem = text.decode(errors="replace"), REPLACED
+    except UnicodeEncodeError:
+        text, problem = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), REPLACED
+    return Document(text, problem) if text and not text.isspace() else Document("", EMPTY)
+
+
+def parse_line(line: bytes) -> Document:
+    """The document of one JSON line."""
+    whole = checked(line)
+    try:
+        row = json.loads(whole.text)
+    except (ValueError, RecursionError):
+        return Document("", BROKEN)
+    document = checked(row.get("text") if isinstance(row, dict) else None)
+    return document if document.problem else Document(document.text, whole.problem)
+
+
+def read_jsonl(path: Path) -> Iterator[Document]:
+    with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
+        try:
+            for line in lines:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+                if not line.isspace():
+                    yield parse_line(line)
+        except (EOFError, lzma.LZMAError) as error:
+            raise DataError(f"{path}: truncated or damaged .xz file ({error}): fetch it again") from None
+
+
+def read_parquet(path: Path) -> Iterator[Document]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{path}: parquet files need pyarrow: pip install pyarrow") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if "text" not in file.schema_arrow.names:
+                raise DataError(f"{path}: no column 'text', only {', '.join(file.schema_arrow.names)}")
+            for batch in file.iter_batches(columns=["text"], batch_size=256):
+                # As binary, because pyarrow would stop at the first invalid UTF-8.
+                yield from map(checked, batch.column(0).cast(pyarrow.large_binary()).to_pylist())
+    except pyarrow.ArrowException as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path}: not a parquet file with a text column, or damaged ({reason})") from None
+
+
+def read_files(paths: list[Path]) -> Iterator[Document]:
+    """The documents of all files, in order."""
+    for path in paths:
+        if path.suffix == ".parquet":
+            yield from read_parquet(path)
+        elif path.suffix == ".txt":
+            yield checked(path.read_bytes().removeprefix(BYTE_ORDER_MARK))
+        else:
+            yield from read_jsonl(path)
+
+
+def input_files(text: str) -> list[Path]:
+    """The files that a comma-separated list names. Raises UserError for one that cannot be an input."""
+    paths = [Path(word) for word in text.split(",") if word]
+    for path in paths:
+        if not path.name.endswith(FORMATS):
+            raise ConfigError(f"{path}: the name of an input file ends in one of {', '.join(FORMATS)}")
+        if not path.is_file():
+            raise DataError(f"no file {path}: check the path (in a list of several, no path may hold a comma)")
+    return paths

@@ -1,0 +1,110 @@
+"""Token shards on disk: a 1 KiB header, then uint16 tokens, little-endian. The format of llm.c's .bin files.
+
+    header: 256 int32 = [20240520 (magic), 1 (version), number of tokens, 0, ...]
+    files:  NAME_{train,val}_000000.bin, and meta.json beside them: {"tokenizer": ..., "vocab_size": ...}
+
+nanoGPT's headerless `train.bin` and `val.bin` are read too. The end-of-text token goes before each document.
+"""
+
+import json
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from errors import UserError
+
+MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
+HEADER_BYTES = 4 * HEADER_INTS
+NUMBERED = re.compile(r"(?P<name>.+)_(?P<split>train|val)_(?P<number>\d{6})\.bin")
+
+
+class DataError(UserError):
+    """A data folder or shard is missing, torn, of another format, or does not fit the run."""
+
+
+def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
+    """Write, fsync, rename: after a crash at any moment `path` holds the old content or the new, never a part."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    """Write 1-D integer `tokens`, each in [0, 65535], as a shard, atomically."""
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) <= 65535:
+        raise DataError(f"{path}: token ids must lie in 0..65535 to be stored as uint16")
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = MAGIC, VERSION, len(tokens)
+    write_bytes_atomically(path, header.tobytes(), tokens.astype("<u2").tobytes())
+
+
+def open_shard(path: Path) -> np.ndarray:
+    """Memory-mapped uint16 tokens (n,) of one shard. Raises DataError if it is torn or no shard."""
+    size = path.stat().st_size
+    header = np.fromfile(path, dtype="<i4", count=min(3, size // 4))
+    if len(header) == 3 and header[0] == MAGIC:
+        if header[1] != VERSION:
+            raise DataError(f"{path}: shard version {header[1]}, this program reads {VERSION}: prepare the data again")
+        count = int(header[2])
+        if size != HEADER_BYTES + 2 * count:
+            raise DataError(
+                f"{path}: truncated or overlong shard: its header promises {count} tokens, the file has room for "
+                f"{max(0, size - HEADER_BYTES) // 2}: prepare or copy it again"
+            )
+        offset = HEADER_BYTES
+    elif path.name in ("train.bin", "val.bin"):  # nanoGPT's form, known by its name alone
+        if size % 2:
+            raise DataError(f"{path}: odd number of bytes, so not uint16 tokens: prepare or copy it again")
+        count, offset = size // 2, 0
+    else:
+        found = int(header[0]) if len(header) else "nothing"
+        raise DataError(f"{path}: wrong magic number {found}, a shard begins with {MAGIC}: is it another kind of file?")
+    if not count:
+        raise DataError(f"{path}: holds no tokens: prepare the data again")
+    return np.memmap(path, dtype="<u2", mode="r", offset=offset, shape=(count,))
+
+
+def find_shards(data_dir: str | Path, split: str) -> list[Path]:
+    """Shard files of `split` ("train" or "val") in `data_dir`, in order. Raises DataError if there is none."""
+    folder = Path(data_dir)
+    names = {path: NUMBERED.fullmatch(path.name) for path in sorted(folder.glob("*.bin"))}
+    shards = [path for path, match in names.items() if match and match["split"] == split]
+    if not shards and (folder / f"{split}.bin").is_file():
+        return [folder / f"{split}.bin"]
+    if not shards:
+        script = folder / "prepare.py"
+        remedy = f"run `python {script}`" if script.is_file() else "prepare the data, or set data_dir"
+        raise DataError(f"no {split} shards in {folder}: {remedy}")
+    if len({names[path]["name"] for path in shards}) > 1:
+        raise DataError(f"{folder} holds shards of several data sets: keep one data set per folder")
+    numbers = [int(names[path]["number"]) for path in shards]
+    for before, after in pairwise(numbers):
+        if after != before + 1:
+            raise DataError(f"{folder}: {split} shard {before + 1:06d} is missing: prepare or copy it again")
+    return shards
+
+
+def write_meta(folder: Path, meta: dict) -> None:
+    """Write meta.json: {"tokenizer": "gpt2" | "bytes" | "chars", "vocab_size": int, ...}."""
+    write_bytes_atomically(folder / "meta.json", json.dumps(meta, ensure_ascii=False).encode())
+
+
+def read_meta(data_dir: str | Path) -> dict:
+    """Content of meta.json, or {} where a data folder has none (nanoGPT's headerless shards)."""
+    path = Path(data_dir) / "meta.json"
+    if not path.is_file():
+        return {}
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        if not 0 < int(meta["vocab_size"]) <= 65536 or not isinstance(meta["tokenizer"], str):
+            raise ValueError
+    except (ValueError, TypeError, KeyError):
+        raise DataError(f"{path}: wants tokenizer and vocab_size as JSON: prepare the data again") from None
+    return meta

@@ -1,0 +1,56 @@
+"""The embedded data set: byte-level shards of the Python standard library that runs this script. No download.
+
+    python data/stdlib/prepare.py
+
+About 10 MB of real text on every machine (tests and code tables left out): one document a source file, the
+end-of-text token before each. About every 40th file, chosen by a hash of its name, is validation data.
+"""
+
+import sys
+import sysconfig
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from data.shards import DataError, write_meta, write_shard
+from data.tokenizers import END_OF_TEXT, byte_tokenizer
+from errors import run_program
+
+# Beside tests and installed packages: `encodings`, whose files are mostly tables of code points, not text.
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "encodings"}
+
+
+def documents(root: Path) -> dict[str, list[bytes]]:
+    """Source files below `root` as bytes, by split, in the order of their names."""
+    splits: dict[str, list[bytes]] = {"train": [], "val": []}
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        name = path.relative_to(root)
+        if not LEFT_OUT.intersection(name.parts):
+            split = "val" if zlib.crc32(name.as_posix().encode()) % 40 == 0 else "train"
+            splits[split].append(path.read_bytes())
+    return splits
+
+
+def main(argv: list[str]) -> None:
+    if argv:
+        print(__doc__)
+        return
+    folder, root = Path(__file__).resolve().parent, Path(sysconfig.get_paths()["stdlib"])
+    tokenizer = byte_tokenizer()
+    end_of_text = tokenizer.encode_single_token(END_OF_TEXT)
+    for split, texts in documents(root).items():
+        if not texts:
+            raise DataError(f"no Python sources in {root}: is this Python's standard library packed into an archive?")
+        # A byte is its own token id, so the bytes themselves are the tokens (a test compares with the tokenizer).
+        pieces = [np.frombuffer(text, dtype=np.uint8).astype(np.uint16) for text in texts]
+        tokens = np.concatenate([part for piece in pieces for part in (np.array([end_of_text], np.uint16), piece)])
+        write_shard(folder / f"stdlib_{split}_000000.bin", tokens)
+        print(f"{split}: {len(texts)} files, {len(tokens):,} tokens")
+    write_meta(folder, {"tokenizer": "bytes", "vocab_size": tokenizer.n_vocab})
+
+
+if __name__ == "__main__":
+    run_program(main)

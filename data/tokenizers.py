@@ -1,0 +1,49 @@
+"""The tokenizers that meta.json names: GPT-2 BPE, single bytes, single characters. All have encode and decode."""
+
+import tiktoken
+
+from data.shards import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def byte_tokenizer() -> tiktoken.Encoding:
+    """256 byte tokens and one end-of-text token (id 256), in tiktoken's own terms."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    return tiktoken.Encoding("bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256})
+
+
+class CharTokenizer:
+    """One token per character of a fixed alphabet, in sorted order; the alphabet is part of meta.json."""
+
+    def __init__(self, chars: str):
+        self.chars = chars
+        self.ids = {char: index for index, char in enumerate(chars)}
+        self.n_vocab = len(chars)
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        try:
+            return [self.ids[char] for char in text]
+        except KeyError as error:
+            raise DataError(f"character {error.args[0]!r} is not in this model's alphabet of {self.n_vocab}") from None
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self.chars[token] for token in tokens)
+
+
+def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer:
+    """The tokenizer of a data folder or checkpoint. Raises DataError if it is unknown or cannot be had."""
+    name = meta.get("tokenizer")
+    if name == "chars":
+        return CharTokenizer(meta["chars"])
+    if name == "bytes":
+        return byte_tokenizer()
+    if name == "gpt2":
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except Exception as error:  # tiktoken downloads it at first use and raises whatever its HTTP library does
+            raise DataError(
+                f"the GPT-2 tokenizer could not be downloaded ({type(error).__name__}): connect once, or point "
+                "TIKTOKEN_CACHE_DIR at a folder that has it"
+            ) from None
+    raise DataError(f"unknown tokenizer {name!r}: this data has no usable meta.json; prepare it again")

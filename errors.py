@@ -1,0 +1,32 @@
+"""Errors meant for people: one line that names the thing and the remedy, and an exit code."""
+
+import os
+import sys
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """Something the user can put right. Shown as one line; the program exits with `exit_code`."""
+
+    exit_code = 1
+    on_every_rank = False  # every process of a run raises it alike, so rank 0 speaks for all
+
+
+class ConfigError(UserError):
+    """A setting is unknown, of the wrong type, or contradicts another one."""
+
+    exit_code = 2
+    on_every_rank = True
+
+
+def run_program(main: Callable[[list[str]], int | None]) -> None:
+    """Run `main(argv)` as a program: user errors become one line on stderr and an exit code."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        if not (error.on_every_rank and int(os.environ.get("RANK", 0))):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # `python X.py --help | head` is no failure of ours
+        sys.stderr.close()
+        sys.exit(0)

@@ -1,0 +1,163 @@
+"""The norms themselves, in plain PyTorch. Every one is an add-and-norm with the same face:
+
+    forward(x, delta, inv_rms) -> (y, x, inv_rms)
+
+    x        residual stream (B, T, C)
+    delta    what the sublayer before produced (B, T, C), or None; it is added to x first
+    y        what the next sublayer reads (B, T, C)
+    inv_rms  1 / RMS (B, T, G), G = norm_groups: the statistic handed on, or None. float64 if x is, else float32
+
+A norm that computes a statistic ignores the one that comes in and hands on its own; a norm that shares uses the one
+that comes in. Which norm sits where is decided in norms.py.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Handover = tuple[nn.Parameter, nn.Parameter]  # (from, to): `to` has taken over the role, and the optimiser state
+
+
+class Norm(nn.Module):
+    """Adds delta, then normalises: subclasses give `normalize`. Gain (and bias) are (C,), float32 by default."""
+
+    def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False):
+        super().__init__()
+        self.channels, self.eps = channels, eps
+        self.weight = nn.Parameter(torch.ones(channels)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(channels)) if affine and bias else None
+        self.anchor: nn.Module | None = None  # taper.ScaleAnchor, where the plan wants one
+
+    def forward(
+        self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if delta is not None:
+            x = x + delta
+        if self.anchor is not None:
+            self.anchor(x)
+        y, inv_rms = self.normalize(x, inv_rms)
+        return y, x, inv_rms
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(y, statistic handed on) for the residual stream x, delta already added."""
+        raise NotImplementedError
+
+    def set_step(self, step: int, max_iters: int) -> list[Handover]:
+        """Called before training step `step` (from 1) on every rank: schedules move, statistics settle."""
+        return self.anchor.set_step(step, max_iters) if self.anchor is not None else []
+
+    def aux_loss(self) -> Tensor | float:
+        """This norm's part of the objective in the forward pass just done (0 for most)."""
+        return self.anchor.loss if self.anchor is not None else 0.0
+
+    def affine(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gain and bias in the precision of the statistics, then one rounding to `dtype`."""
+        if self.weight is not None:
+            y = y * self.weight
+        if self.bias is not None:
+            y = y + self.bias
+        return y.to(dtype)
+
+
+class LayerNorm(Norm):
+    """(x - mean) / sqrt(var + eps) * gain + bias; Ba et al. 2016."""
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
+        return F.layer_norm(x, (self.channels,), self.weight, self.bias, self.eps), None
+
+
+class RMSNorm(Norm):
+    """x / sqrt(mean(x^2) + eps) * gain (+ bias); Zhang & Sennrich 2019, with its partial and group variants.
+
+    fraction = p takes the mean over the first max(1, floor(p C)) channels only (partial RMSNorm);
+    groups = G gives each of G equal channel groups a statistic of its own (group RMSNorm).
+    """
+
+    def __init__(
+        self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False,
+        fraction: float = 1.0, groups: int = 1,
+    ):  # fmt: skip
+        super().__init__(channels, eps, affine, bias)
+        self.groups = groups
+        self.counted = max(1, int(channels // groups * fraction))
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
+        inv_rms = inverse_rms(x, self.eps, self.groups, self.counted)  # (B, T, G)
+        return self.affine(scale_groups(x, inv_rms), x.dtype), inv_rms
+
+
+class SharedRMSNorm(Norm):
+    """CoupledNorm's shared position: h * inv_rms / alpha * gain, with the statistic of an earlier position.
+
+    Loretz & Hochreiter 2026, equation 6; alpha from section 5.3. With `detach` the shared statistic is a constant in
+    backward (section 4.3: "a scalar constant"), which then needs no reduction over channels for x.
+    """
+
+    def __init__(
+        self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False,
+        alpha: float = 1.0, detach: bool = True,
+    ):  # fmt: skip
+        super().__init__(channels, eps, affine, bias)
+        self.alpha, self.detach = alpha, detach
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
+        scale = (inv_rms.detach() if self.detach else inv_rms) / self.alpha  # (B, T, G)
+        return self.affine(scale_groups(x, scale), x.dtype), inv_rms
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm(x * silu(z)) * gain, Mamba-2's order; RMSNorm(x) * gain * silu(z) with norm_before_gate.
+
+    x and z are (..., C). With groups, each of `groups` equal channel groups has its own statistic.
+    """
+
+    def __init__(self, channels: int, eps: float = 1e-5, norm_before_gate: bool = False, groups: int = 1):
+        super().__init__()
+        self.eps, self.groups, self.norm_before_gate = eps, groups, norm_before_gate
+        self.weight = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        wide = statistics_dtype(x)
+        gate = F.silu(z.to(wide))
+        h = x.to(wide) if self.norm_before_gate else x.to(wide) * gate
+        y = scale_groups(h, inverse_rms(h, self.eps, self.groups)) * self.weight
+        return (y * gate if self.norm_before_gate else y).to(x.dtype)
+
+
+class CenteredLinear(nn.Linear):
+    """Column-based weight centring (CBWC, equation 7): V = W - mean of W over outputs; the bias likewise.
+
+    Its output has zero mean over channels for every input, so that RMSNorm on a sum of such outputs is LayerNorm.
+    The parameters W stay uncentred, as in the LayerNorm model; weight decay acts on W (appendix C.4).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias - self.bias.mean()
+        return F.linear(x, self.weight - self.weight.mean(0, keepdim=True), bias)
+
+
+def center(x: Tensor) -> Tensor:
+    """x (..., C) minus its mean over channels: CBWC's one auxiliary centring, after the embeddings."""
+    return x - x.mean(-1, keepdim=True)
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """float64 for float64 input, else float32: a square overflows float16 beyond 255."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def inverse_rms(x: Tensor, eps: float, groups: int = 1, counted: int | None = None) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the first `counted` channels of each group: (..., C) -> (..., groups)."""
+    x = x.to(statistics_dtype(x))
+    if groups > 1:
+        x = x.unflatten(-1, (groups, -1))  # (..., C) -> (..., G, C / G)
+    mean_square = x[..., :counted].square().mean(-1, keepdim=groups == 1)
+    return torch.rsqrt(mean_square + eps)
+
+
+def scale_groups(x: Tensor, scale: Tensor) -> Tensor:
+    """x (..., C) times scale (..., G), one number per channel group; computed in the precision of `scale`."""
+    groups, x = scale.shape[-1], x.to(scale.dtype)
+    if groups == 1:
+        return x * scale
+    return (x.unflatten(-1, (groups, -1)) * scale.unsqueeze(-1)).flatten(-2)

@@ -1,0 +1,65 @@
+"""Learning-rate schedule, AdamW, and the guarded update: a step that is not finite is never applied."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+def learning_rate(
+    step: int, schedule: str, warmup: int, max_iters: int, highest: float, lowest: float, wsd_decay: float
+) -> float:
+    """Learning rate of `step` (1 .. max_iters): linear warm-up, then cosine, wsd or constant; never zero at first.
+
+    wsd (warm-up, stable, decay): constant, then linear over the last `wsd_decay` share of all steps.
+    """
+    if step <= warmup:
+        return highest * step / warmup
+    if schedule == "constant":
+        return highest
+    start = max(warmup, round((1 - wsd_decay) * max_iters)) if schedule == "wsd" else warmup
+    over = min(1.0, max(0, step - start) / max(1, max_iters - start))  # share of the decay that is over
+    height = 1 - over if schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * over))
+    return lowest + height * (highest - lowest)
+
+
+def make_optimizer(
+    model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """Fused AdamW; weight decay on tensors of two dimensions or more, that is not on gains and biases."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr, betas, eps, fused=True)
+
+
+@torch.no_grad()
+def guarded_update(
+    optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, parameters: list[nn.Parameter],
+    clip: float, loss_is_bad: Tensor,
+) -> Tensor:  # fmt: skip
+    """Clip to global gradient norm `clip` (0: not) and update, unless something is not finite.
+
+    That is decided on the device. Returns (1 + number of parameters,): the global norm, then each gradient's norm.
+    """
+    scaler.unscale_(optimizer)
+    gradients = [parameter.grad for parameter in parameters]
+    norms = torch.stack(torch._foreach_norm(gradients)).to(loss_is_bad.dtype)
+    total = torch.linalg.vector_norm(norms)
+    if clip:
+        torch._foreach_mul_(gradients, (clip / (total + 1e-6)).clamp(max=1.0))
+    if scaler.is_enabled():
+        scaler.step(optimizer)  # float16: leaves out a step with infinite gradients and lowers the scale
+        scaler.update()
+    else:
+        # Fused AdamW reads this flag on the device, so the host need not wait to learn whether the step is sound.
+        optimizer.found_inf = (~torch.isfinite(total) | (loss_is_bad > 0)).float()
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return torch.cat([total.view(1), norms])
+
+
+def carry_state(optimizer: torch.optim.Optimizer, source: nn.Parameter, target: nn.Parameter) -> None:
+    """`target` takes over the role of `source`: it gets a copy of its moments too."""
+    optimizer.state[target] = {name: value.clone() for name, value in optimizer.state[source].items()}

@@ -1,0 +1,63 @@
+"""The processes of a run: torchrun's environment, or a single process."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Place of this process among all, and its device."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def start(cls, device: str, micro_batches: int) -> "Ranks":
+        """Join the process group that torchrun announces. `device` is auto, cpu, cuda or mps."""
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if micro_batches % world_size:
+            raise ConfigError(
+                f"gradient_accumulation_steps={micro_batches} counts over all ranks, and {world_size} ranks do not "
+                "divide it: change one of them"
+            )
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+        if device == "auto":
+            device = next(kind for kind in there if there[kind])
+        if not there[device]:
+            raise ConfigError(f"device={device}: PyTorch finds no such device here: use --device=cpu")
+        place = torch.device(device)
+        if device == "cuda":
+            place = torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(place)
+            torch.set_float32_matmul_precision("high")  # TF32 where a run computes in float32
+        if "RANK" in os.environ:
+            dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        return cls(rank, world_size, place)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, number: float) -> bool:
+        """Have all ranks the same number?"""
+        bounds = torch.tensor([number, -number], device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        return bool(bounds.sum() == 0)

@@ -1,0 +1,62 @@
+"""Generate text from a trained model.
+
+    python sample.py out/demo --prompt="def " --max_new_tokens=300
+    python sample.py out/demo/ckpt_last.pt --prompt=FILE:prompt.txt --temperature=0
+
+The first word is the model: a run folder (its best checkpoint) or a checkpoint file.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoint import load_model
+from configurator import key, parse_args
+from data.tokenizers import load_tokenizer
+from errors import ConfigError, run_program
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Keys of sample.py."""
+
+    prompt: str = key("\n", "text to continue, or FILE:path")
+    num_samples: int = key(1, "how many continuations")
+    max_new_tokens: int = key(500, "length of each, tokens")
+    temperature: float = key(0.8, "0 is greedy; below 1 sharpens, above 1 flattens")
+    top_k: int = key(200, "sample among this many likeliest tokens (0: all)")
+    seed: int = key(1337, "of the random stream")
+    device: str = key("auto", "auto: cuda if there is one", ("auto", "cpu", "cuda", "mps"))
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.max_new_tokens < 1 or self.temperature < 0 or self.top_k < 0:
+            raise ConfigError("num_samples and max_new_tokens want 1 or more, temperature and top_k 0 or more")
+
+
+def main(argv: list[str]) -> None:
+    config, spec = parse_args(SampleConfig, argv, __doc__, spec=True)
+    text = config.prompt
+    if text.startswith("FILE:"):
+        try:
+            text = Path(text.removeprefix("FILE:")).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"prompt={text}: cannot be read as text ({type(error).__name__})") from None
+    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind)
+    model = load_model(spec).to(device)
+    tokenizer = load_tokenizer(model.meta)
+    tokens = tokenizer.encode_ordinary(text)
+    if not tokens:
+        raise ConfigError("prompt is empty: give at least one character")
+    prompt = torch.tensor([tokens], device=device)  # (1, T)
+    stream = torch.Generator(device).manual_seed(config.seed)
+    for number in range(config.num_samples):
+        if number:
+            print("-" * 80)
+        sequence = model.generate(prompt, config.max_new_tokens, config.temperature, config.top_k, stream)
+        print(tokenizer.decode(sequence[0].tolist()))
+
+
+if __name__ == "__main__":
+    run_program(main)

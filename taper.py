@@ -1,0 +1,182 @@
+"""TaperNorm: a norm that a gate turns, during training, into a fixed scaling that can be folded into weights.
+
+Kanavalau, Amo Alonso & Lall 2026. With the gate g, the norm's gain gamma and a second gain gamma~:
+
+    y = g * norm(h) + (1 - g) * c * h * gamma~
+
+Three phases: "warm" (g = 1; statistics are collected), "blend" (g falls along a cosine), "fixed" (g = 0, a linear
+map). The phase is a Python attribute, so that torch.compile makes one graph for each; g is a 0-dim buffer, so that
+its movement recompiles nothing.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from norm_layers import Handover, LayerNorm, Norm, center, inverse_rms, statistics_dtype
+
+EMA_DECAY = 0.99  # per optimiser step
+
+
+class TaperSchedule:
+    """Gate g(k): 1 up to the warm-up's end, a half cosine, 0 from the taper's end on. Numbers below 1 are shares."""
+
+    def __init__(self, warmup: float, end: float):
+        self.warmup, self.end = warmup, end
+
+    def at(self, step: int, max_iters: int) -> tuple[str, float]:
+        """(phase, gate) of training step `step`. At least one warm step collects the statistics."""
+        warmup = max(1, round(self.warmup * max_iters if self.warmup < 1 else self.warmup))
+        end = max(warmup + 1, round(self.end * max_iters if self.end < 1 else self.end))
+        if step <= warmup:
+            return "warm", 1.0
+        if step >= end:
+            return "fixed", 0.0
+        return "blend", 0.5 * (1 + math.cos(math.pi * (step - warmup) / (end - warmup)))
+
+
+class StepMean(nn.Module):
+    """Exponential moving average, over steps, of a vector's mean over all tokens of a step.
+
+    Micro-batches add to a sum; `update` forms the mean over micro-batches and ranks and moves the average once a step.
+    So the value is the same on any number of ranks, and rank 0's checkpoint is everybody's.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(size + 1), persistent=False)  # last element: number of tokens
+        self.register_buffer("average", torch.zeros(size))
+        self.register_buffer("weight", torch.zeros(()))  # 1 - decay^n: what bias correction divides by
+
+    @torch.no_grad()
+    def add(self, values: Tensor) -> None:
+        """values: (tokens, size)."""
+        self.sum[:-1] += values.sum(0)
+        self.sum[-1] += values.shape[0]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Settle the step. Without tokens (right after a resume) nothing moves; no host synchronisation."""
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self.sum)
+        rate = (1 - EMA_DECAY) * (self.sum[-1] > 0)
+        self.average.lerp_(self.sum[:-1] / self.sum[-1].clamp(min=1), rate)
+        self.weight.lerp_(torch.ones_like(self.weight), rate)
+        self.sum.zero_()
+
+    def value(self) -> Tensor:
+        """Bias-corrected average (size,)."""
+        return self.average / self.weight.clamp(min=1e-12)
+
+
+class TaperNorm(Norm):
+    """`base` (RMSNorm or LayerNorm, with gain gamma) blended into c * h * gamma~ (h centred for LayerNorm; + bias).
+
+    Calibration at the warm-up's end: c* = E[|h gamma|^2 / r] / E[|h gamma|^2], from the per-channel averages
+    A = E[h^2 / r] and B = E[h^2], so that it is right for the gamma of that moment; and gamma~ <- gamma.
+    """
+
+    def __init__(self, base: Norm, schedule: TaperSchedule):
+        super().__init__(base.channels, base.eps, affine=False)
+        self.base, self.schedule = base, schedule
+        self.centers = isinstance(base, LayerNorm)
+        self.weight_tilde = None if base.weight is None else nn.Parameter(torch.ones(base.channels))
+        self.moments = StepMean(2 * base.channels)  # A and B
+        self.register_buffer("gate", torch.ones(()))
+        self.register_buffer("scale", torch.ones(()))  # c
+        self.register_buffer("calibrated", torch.zeros((), dtype=torch.bool))
+        self.phase = "warm"
+        self.register_load_state_dict_post_hook(TaperNorm._restore_phase)
+
+    def _restore_phase(self, _incompatible_keys: object) -> None:
+        self.phase = "warm" if not self.calibrated else "fixed" if self.gate == 0 else "blend"
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
+        h = x.to(statistics_dtype(x))
+        if self.centers:
+            h = center(h)
+        if self.phase == "warm":
+            if self.training:
+                self._collect(h.detach())
+            return keep_in_graph(self.base.normalize(x, None)[0], self.weight_tilde), None
+        y = h * (self.scale if self.weight_tilde is None else self.scale * self.weight_tilde)
+        if self.base.bias is not None:
+            y = y + self.base.bias
+        if self.phase == "fixed":
+            return keep_in_graph(y.to(x.dtype), self.base.weight), None
+        return (self.gate * self.base.normalize(x, None)[0] + (1 - self.gate) * y).to(x.dtype), None
+
+    def _collect(self, h: Tensor) -> None:
+        inv_r = inverse_rms(h, self.eps)  # (B, T, 1)
+        square = h.square()
+        self.moments.add(torch.cat([square * inv_r, square], -1).flatten(0, -2))
+
+    @torch.no_grad()
+    def set_step(self, step: int, max_iters: int) -> list[Handover]:
+        handovers = super().set_step(step, max_iters)
+        if self.phase == "warm":
+            self.moments.update()
+        self.phase, gate = self.schedule.at(step, max_iters)
+        self.gate.fill_(gate)
+        if self.phase != "warm" and not self.calibrated:
+            handovers += self._calibrate()
+        return handovers
+
+    def _calibrate(self) -> list[Handover]:
+        a, b = self.moments.average.chunk(2)  # bias correction cancels in the ratio
+        gamma_square = 1.0 if self.base.weight is None else self.base.weight.square()
+        self.scale.copy_((gamma_square * a).sum() / (gamma_square * b).sum())
+        self.calibrated.fill_(True)
+        if self.weight_tilde is None:
+            return []
+        self.weight_tilde.copy_(self.base.weight)
+        return [(self.base.weight, self.weight_tilde)]
+
+
+class ScaleAnchor(nn.Module):
+    """Scale loss weight * E[(s(h) - target)^2], s the RMS (or, centred, the standard deviation) of each token.
+
+    The target is a bias-corrected average of E[s] over the warm steps, frozen when the taper starts.
+    """
+
+    def __init__(self, schedule: TaperSchedule, weight: float, eps: float, centers: bool):
+        super().__init__()
+        self.schedule, self.weight, self.eps, self.centers = schedule, weight, eps, centers
+        self.target = StepMean(1)
+        self.frozen = False
+        self.loss: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> None:
+        self.loss = 0.0
+        if not self.training:
+            return
+        h = x.to(statistics_dtype(x))
+        s = 1 / inverse_rms(center(h) if self.centers else h, self.eps)  # (B, T, 1)
+        if self.frozen:
+            self.loss = self.weight * (s - self.target.value()).square().mean()
+        else:
+            self.target.add(s.detach().flatten(0, -2))
+
+    def set_step(self, step: int, max_iters: int) -> list[Handover]:
+        if not self.frozen:
+            self.target.update()
+        self.frozen = self.schedule.at(step, max_iters)[0] != "warm"
+        return []
+
+
+class _KeepInGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(parameter)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.zeros_like(ctx.saved_tensors[0])
+
+
+def keep_in_graph(y: Tensor, parameter: Tensor | None) -> Tensor:
+    """y, with a zero gradient for a parameter that this phase leaves out: DDP waits for one from each parameter."""
+    return y if parameter is None or not torch.is_grad_enabled() else _KeepInGraph.apply(y, parameter)

@@ -1,0 +1,355 @@
+"""Train a GPT under any of five normalisations.
+
+    python train.py config/demo.py                                       one process, CPU or GPU
+    python train.py config/demo.py --norm_type=rms --out_dir=out/rms     change any key
+    torchrun --standalone --nproc_per_node=8 train.py config/coupled.py  8 GPUs of one machine, DDP
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/coupled.py
+
+A run writes config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.txt into out_dir. The same command
+resumes it. SIGTERM and Ctrl-C finish the step, save, and exit 0.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import signal
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checkpoint import (
+    BEST,
+    LAST,
+    CheckpointError,
+    check_same_model,
+    find_checkpoint,
+    load_model,
+    load_weights,
+    save_checkpoint,
+)
+from configurator import key, parse_args
+from data.shards import DataError, read_meta
+from data.tokenizers import load_tokenizer
+from dataloader import Blocks, TrainLoader, eval_batches
+from errors import ConfigError, UserError, run_program
+from model import GPT, GPTConfig
+from optim import carry_state, guarded_update, learning_rate, make_optimizer
+from ranks import Ranks
+from runlog import RunLog, StepReport, Throughput, environment, peak_flops
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_SKIPPED = 20  # float16: so many steps in a row with infinite gradients are no matter of the loss scale any more
+
+
+@dataclass(frozen=True)
+class TrainConfig(GPTConfig):
+    """Every key of a training run; the defaults are nanoGPT's for GPT-2 124M."""
+
+    vocab_size: int = key(0, "rows of the embedding (0: the data's vocabulary, up to a multiple of 64)")
+    out_dir: str = key("out/run", "run folder")
+    data_dir: str = key("data/fineweb_edu", "folder with token shards")
+    init_from: str = key("", "start from the weights of this run folder or checkpoint ('': from scratch)")
+    resume: str = key("auto", "auto: continue the run in out_dir if there is one; never; or a checkpoint's path")
+    max_iters: int = key(600000, "optimiser steps")
+    batch_size: int = key(12, "sequences in a micro-batch")
+    gradient_accumulation_steps: int = key(40, "micro-batches in a step, over all ranks")
+    learning_rate: float = key(6e-4, "highest learning rate")
+    min_lr: float = key(6e-5, "lowest learning rate, at the end of the schedule")
+    warmup_iters: int = key(2000, "steps of linear warm-up; the first is not zero")
+    lr_schedule: str = key("cosine", "wsd: constant, then linear decay", ("cosine", "wsd", "constant"))
+    wsd_decay: float = key(0.2, "wsd: share of max_iters that the decay takes")
+    weight_decay: float = key(0.1, "AdamW's, on tensors of two dimensions or more")
+    beta1: float = key(0.9, "AdamW's")
+    beta2: float = key(0.95, "AdamW's")
+    adam_eps: float = key(1e-8, "AdamW's")
+    grad_clip: float = key(1.0, "largest global gradient norm (0: no clipping)")
+    eval_interval: int = key(2000, "steps between evaluations")
+    eval_tokens: int = key(2_097_152, "tokens of the val shards that val_loss is over, always the same")
+    log_interval: int = key(10, "steps between log lines")
+    checkpoint_interval: int = key(0, "steps between checkpoints (0: at every evaluation)")
+    sample_tokens: int = key(300, "length of the text sample at the end (0: none)")
+    seed: int = key(1337, "of initial weights, data order and dropout")
+    device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
+    dtype: str = key("auto", "of the computation; weights are float32 (auto: bfloat16 on CUDA)", ("auto", *DTYPES))
+    compile: bool | None = key(None, "torch.compile (auto: on CUDA)")
+    wandb: str = key("off", "log to Weights & Biases too", ("off", "online", "offline"))
+    wandb_project: str = key("nanonorm", "Weights & Biases project")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_iters", "batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("checkpoint_interval", "warmup_iters", "eval_tokens", "sample_tokens", "grad_clip", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: must not be negative")
+        if self.seed >= 1 << 32:
+            raise ConfigError(f"seed={self.seed}: must be below 2**32")
+        if not (self.learning_rate > 0 and 0 <= self.min_lr <= self.learning_rate):
+            raise ConfigError(f"want 0 <= min_lr ({self.min_lr}) <= learning_rate ({self.learning_rate}), above 0")
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, blocks: Blocks, batches: list[list[int]], ranks: Ranks, autocast: Callable) -> float:
+    """Mean loss (nats per token) over the evaluation batches, which are dealt out to the ranks.
+
+    Every batch's loss is kept apart and summed in one order, so the value does not depend on the number of ranks. No
+    random stream is drawn from, and norms collect no statistics.
+    """
+    model.eval()
+    wide = torch.float32 if ranks.device.type == "mps" else torch.float64
+    losses = torch.zeros(len(batches), dtype=wide, device=ranks.device)
+    for number in range(ranks.rank, len(batches), ranks.world_size):
+        x, y = (part.to(ranks.device) for part in blocks.batch(batches[number]))
+        with autocast():
+            losses[number] = model(x, y)[0]
+    model.train()
+    tokens = torch.tensor([len(batch) for batch in batches], dtype=torch.float64)
+    return float((ranks.sum(losses).cpu().double() * tokens).sum() / tokens.sum())
+
+
+class NonFiniteError(UserError):
+    """A loss or a gradient became NaN or infinite."""
+
+    on_every_rank = True
+
+
+class Trainer:
+    """One training run: set up by the constructor, done by `run`."""
+
+    def __init__(self, config: TrainConfig):
+        self.stop_signal = ""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self.ranks = ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
+        self.out_dir = Path(config.out_dir)
+
+        # Data
+        self.meta = read_meta(config.data_dir)
+        n_vocab = self.meta.get("vocab_size", 0)
+        rows = config.vocab_size or -(-n_vocab // 64) * 64 or 50304  # without meta.json: nanoGPT's GPT-2 shards
+        self.config = config = dataclasses.replace(config, vocab_size=rows, n_vocab=config.n_vocab or n_vocab)
+        train, val = (Blocks(config.data_dir, split, config.block_size, n_vocab or rows) for split in ("train", "val"))
+        self.val, self.val_batches = val, eval_batches(val, config.batch_size, config.eval_tokens)
+        self.loader = TrainLoader(train, config.batch_size, config.gradient_accumulation_steps, config.seed)
+        self.tokens_per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
+
+        # Precision: weights are float32 (float64 only if all is), low precision comes by autocast
+        dtype = DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if ranks.on_cuda else "float32"]
+        low = dtype in (torch.bfloat16, torch.float16)
+        self.autocast = (lambda: torch.autocast(ranks.device.type, dtype)) if low else contextlib.nullcontext
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
+        self.peak_flops = peak_flops(ranks.device) if low else None
+
+        # Model and optimiser
+        self.model = GPT(config, config.seed)
+        self.step, self.best, self.skipped = 0, math.inf, 0
+        resumed, notes = find_checkpoint(self.out_dir, config.resume), []
+        if config.init_from and resumed is None:
+            notes = [self._init_from(config.init_from)]
+        self.model.to(ranks.device, torch.float64 if dtype == torch.float64 else torch.float32).train()
+        self.optimizer = make_optimizer(
+            self.model, config.learning_rate, (config.beta1, config.beta2), config.adam_eps, config.weight_decay
+        )
+        if resumed is not None:
+            notes = self._resume(*resumed)
+        if not ranks.agree(self.step):
+            raise CheckpointError(f"ranks found different checkpoints in {self.out_dir}: it must be a shared folder")
+        self.compiled = torch.compile(self.model) if config.compile or (config.compile is None and ranks.on_cuda) \
+            else self.model  # fmt: skip
+        self.parallel = self.compiled
+        if dist.is_initialized():
+            # Norms reduce their statistics over ranks themselves: DDP must not copy rank 0's over the others'.
+            self.parallel = DistributedDataParallel(
+                self.compiled, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+        self.names = [name for name, _ in self.model.named_parameters()]
+        self.parameters = list(self.model.parameters())
+        self._open_log(resumed is not None, notes)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.stop_signal = signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+
+    def _init_from(self, spec: str) -> str:
+        new = load_weights(self.model, load_model(spec).state_dict(), Path(spec), free="norm")
+        return f"weights of {spec}" + (f"; {len(new)} norm tensors are new" if new else "")
+
+    def _resume(self, state: dict, path: Path, note: str) -> list[str]:
+        """Restore everything; what to tell about it."""
+        check_same_model(state["config"], self.config, path)
+        load_weights(self.model, state["model"], path)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.step, self.best = state["step"], state["best_val_loss"]
+        now = json.loads(json.dumps(dataclasses.asdict(self.config)))
+        then = json.loads(json.dumps(state["config"]))
+        both = sorted(now.keys() & then.keys())
+        changed = [f"{name} {then[name]} -> {now[name]}" for name in both if now[name] != then[name]]
+        notes = [f"not usable: {note}"] if note else []
+        notes += [f"resuming from {path}, after step {self.step}"]
+        return notes + ([f"changed since then: {', '.join(changed)}"] if changed else [])
+
+    def _open_log(self, resumed: bool, notes: list[str]) -> None:
+        config = dataclasses.asdict(self.config)
+        if self.ranks.is_main:
+            try:
+                self.out_dir.mkdir(parents=True, exist_ok=True)
+                (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+            except OSError as error:
+                raise UserError(f"out_dir={self.out_dir}: cannot be written ({error.strerror})") from None
+        self.log = RunLog(self.out_dir, config, self.config.max_iters, self.ranks.is_main)
+        start = {"n_params": self.model.num_params(), "norm_plan": str(self.model.plan)}
+        start |= {"world_size": self.ranks.world_size, "tokens_per_step": self.tokens_per_step}
+        start |= environment(self.ranks.device)
+        self.log.open(self.step if resumed else None, start)
+        self.log.say(f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
+                     f"{self.tokens_per_step:,} tokens a step")  # fmt: skip
+        for note in notes:
+            self.log.say(note)
+
+    # ---------------------------------------------------------------------------------------------------- the loop
+
+    def run(self) -> None:
+        config, ranks = self.config, self.ranks
+        if self.step >= config.max_iters:
+            self.log.say(f"finished already: step {self.step} of max_iters={config.max_iters}")
+            return self.log.close("finished already", step=self.step)
+        self.clock = Throughput(self.tokens_per_step)
+        self._next_step()
+        if self.step == 0:
+            self._evaluate()
+        batches = self.loader.batches(self.step + 1, ranks.rank, ranks.world_size, pin=ranks.on_cuda)
+        reports: deque[StepReport] = deque()
+        reason = ""
+        self.clock.restart()
+        while not reason and self.step < config.max_iters:
+            self.step += 1
+            reports.append(self._train_step(batches))
+            self._next_step()
+            due_eval = self.step % config.eval_interval == 0 or self.step == config.max_iters
+            due_save = due_eval or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
+            # On a GPU a report is read when the next step is queued, so that the GPU never waits for the host.
+            in_flight = 1 if ranks.on_cuda and not due_save else 0
+            while len(reports) > in_flight or (reason and reports):
+                reason = self._handle(reports.popleft()) or reason
+            if due_eval:
+                self._evaluate()
+            if due_save or reason:
+                self._save(LAST)
+                self.clock.restart()
+        if not reason:
+            self._sample()
+        self.log.say(reason or f"done: best val loss {self.best:.4f}")
+        self.log.close(reason or "done", step=self.step, tok_per_s=self.clock.steady())
+
+    def _next_step(self) -> None:
+        """The schedules of the norms move on; optimiser state follows a parameter's role."""
+        for source, target in self.model.set_step(self.step + 1, self.config.max_iters):
+            carry_state(self.optimizer, source, target)
+
+    def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepReport:
+        """Forward and backward of this rank's micro-batches, then the update. Nothing here waits for the device."""
+        config, ranks = self.config, self.ranks
+        lr = learning_rate(self.step, config.lr_schedule, config.warmup_iters, config.max_iters, config.learning_rate,
+                           config.min_lr, config.wsd_decay)  # fmt: skip
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # Dropout's random stream is a function of (seed, step, rank): nothing can disturb it, no resume lose it.
+        torch.manual_seed(zlib.crc32(f"{config.seed} {self.step} {ranks.rank}".encode()))
+        micro_batches = config.gradient_accumulation_steps // ranks.world_size
+        losses = 0.0
+        for micro in range(micro_batches):
+            x, y = (part.to(ranks.device, non_blocking=True) for part in next(batches))
+            last = micro == micro_batches - 1
+            with contextlib.nullcontext() if last or not dist.is_initialized() else self.parallel.no_sync():
+                with self.autocast():
+                    pair = torch.stack(self.parallel(x, y))  # loss and auxiliary loss
+                # Micro-batches have equally many tokens, so the mean of their means is the mean over tokens.
+                self.scaler.scale(pair.sum() / micro_batches).backward()
+            losses = losses + pair.detach() / micro_batches
+        # One small reduction a step: both losses, a wish to stop, and whose loss is not finite
+        shared = torch.zeros(3 + ranks.world_size, dtype=losses.dtype, device=ranks.device)
+        shared[:2] = losses / ranks.world_size
+        shared[2] = float(bool(self.stop_signal))
+        shared[3 + ranks.rank] = ~torch.isfinite(losses.sum())
+        ranks.sum(shared)
+        norms = guarded_update(self.optimizer, self.scaler, self.parameters, config.grad_clip, shared[3:].sum())
+        return StepReport(self.step, lr, torch.cat([shared, norms]))
+
+    def _handle(self, report: StepReport) -> str:
+        """Log a step; why to stop after it, or "". Raises NonFiniteError."""
+        loss, aux, stops, *values = report.read()
+        bad_ranks, (grad_norm, *norms) = values[: self.ranks.world_size], values[self.ranks.world_size :]
+        self.clock.tick()
+        self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
+        culprit = ""
+        if any(bad_ranks):
+            culprit = f"the loss on rank {next(rank for rank, bad in enumerate(bad_ranks) if bad)}"
+        elif self.skipped >= (MAX_SKIPPED if self.scaler.is_enabled() else 1):
+            names = [name for name, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)]
+            culprit = f"the gradient of {names[0]}" if names else "the global gradient norm"
+        if culprit:
+            reason = f"step {report.step}: {culprit} is not finite"
+            self.log.close(reason, step=report.step)
+            raise NonFiniteError(f"{reason}; it was not applied and the last checkpoint in {self.out_dir} is good: "
+                                 "lower learning_rate, or look at the data of that step")  # fmt: skip
+        if report.step % self.config.log_interval == 0 or report.step in (1, self.config.max_iters):
+            speed, mfu = self.clock.window(), None
+            if speed and self.peak_flops:
+                mfu = speed * self.model.flops_per_token() / (self.peak_flops * self.ranks.world_size)
+            more = {"aux_loss": aux} if aux else {}
+            self.log.step(step=report.step, loss=loss, lr=report.lr, grad_norm=grad_norm, tok_per_s=speed, mfu=mfu,
+                          tokens=report.step * self.tokens_per_step, **more)  # fmt: skip
+        return f"stopped by {self.stop_signal or 'a signal'} after step {self.step}" if stops else ""
+
+    def _evaluate(self) -> None:
+        val_loss = evaluate(self.compiled, self.val, self.val_batches, self.ranks, self.autocast)
+        self.log.event("eval", step=self.step, val_loss=val_loss)
+        self.log.say(f"step {self.step}  val loss {val_loss:.4f}")
+        if self.step and val_loss < self.best:
+            self.best = val_loss
+            self._save(BEST)
+
+    def _save(self, name: str) -> None:
+        if not self.ranks.is_main:
+            return
+        save_checkpoint(self.out_dir / name, {
+            "step": self.step, "config": dataclasses.asdict(self.config), "meta": self.meta,
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(), "best_val_loss": self.best,
+        })  # fmt: skip
+
+    def _sample(self) -> None:
+        """samples.txt: how the model continues the first tokens of the val shards."""
+        if not (self.ranks.is_main and self.config.sample_tokens):
+            return
+        try:
+            tokenizer = load_tokenizer(self.meta)
+        except DataError as error:
+            return self.log.say(f"no text sample: {error}")
+        prompt = torch.from_numpy(self.val[0][: min(32, self.config.block_size)])[None].to(self.ranks.device)
+        stream = torch.Generator(self.ranks.device).manual_seed(self.config.seed)
+        tokens = self.model.eval().generate(prompt, self.config.sample_tokens, 0.8, 200, stream)[0].tolist()
+        path = self.out_dir / "samples.txt"
+        path.write_text(tokenizer.decode(tokens) + "\n", encoding="utf-8")
+        self.log.say(f"a sample of its text is in {path}")
+
+
+def main(argv: list[str]) -> None:
+    config, _ = parse_args(TrainConfig, argv, __doc__)
+    Trainer(config).run()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_program(main)
