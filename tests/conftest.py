@@ -1,0 +1,166 @@
+"""Fixtures: tiny shards, and `launch`, which runs train.py's main in fresh processes, as torchrun would.
+
+Processes are forked from a server that has imported torch already, so that a test can start dozens of runs, kill
+them with real signals, and still be done in seconds.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["train"])
+
+torch.set_num_threads(1)
+
+TINY = ("--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=2", "--eval_tokens=512",
+        "--gradient_accumulation_steps=4", "--max_iters=40", "--warmup_iters=5", "--learning_rate=1e-2",
+        "--eval_interval=1000", "--log_interval=1", "--sample_tokens=0", "--device=cpu")  # fmt: skip
+
+
+def offline_data(name: str) -> Path:
+    """A file or folder of the offline data, or a skip that says why."""
+    root = Path(os.environ.get("NANONORM_DATA", ROOT.parent / "shared" / "data"))
+    if not (root / name).exists():
+        pytest.skip(f"offline data {name} is not here: set NANONORM_DATA")
+    return root / name
+
+
+def write_tiny_shards(folder: Path, train: int = 20000, val: int = 2000, vocab: int = 60) -> Path:
+    """Shards of a learnable sequence (each token depends on the one before, with noise)."""
+    from data.shards import write_meta, write_shard
+
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.RandomState(0)
+    for split, count in (("train", train), ("val", val)):
+        noise = random.randint(0, 3, count)
+        write_shard(folder / f"tiny_{split}_000000.bin", np.cumsum(1 + noise) % vocab)
+    write_meta(folder, {"tokenizer": "chars", "vocab_size": vocab, "chars": "".join(chr(48 + i) for i in range(vocab))})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_shards(tmp_path_factory.mktemp("tiny"))
+
+
+def _child(argv: list[str], env: dict[str, str], output: str, patch: tuple[str, dict] | None) -> None:
+    """In the child: like `python train.py ...` with stdout and stderr in a file. `patch` names a fault to inject."""
+    os.environ.update(env)
+    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    sys.argv = ["train.py", *argv]
+    torch.set_num_threads(1)
+    import faults
+
+    import train
+    from errors import run_program
+
+    if patch is not None:
+        getattr(faults, patch[0])(**patch[1])
+    run_program(train.main)
+
+
+class Job:
+    """One run of train.py on `ranks` processes."""
+
+    def __init__(self, argv: tuple[str, ...], ranks: int, output: Path, patch: tuple[str, dict] | None):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.outputs = [output.with_suffix(f".{rank}.txt") for rank in range(ranks)]
+        self.processes = []
+        for rank in range(ranks):
+            env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            if ranks > 1:
+                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+            job = FORKS.Process(target=_child, args=(list(argv), env, str(self.outputs[rank]), patch))
+            job.start()
+            self.processes.append(job)
+
+    def wait(self, timeout: float = 120) -> list[int]:
+        """Exit codes of all ranks; a rank that hangs fails the test."""
+        end = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.1, end - time.monotonic()))
+        hanging = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+        assert not hanging, f"ranks {hanging} hang: {self.text()}"
+        return [process.exitcode for process in self.processes]
+
+    def signal_at(self, out_dir: Path, step: int, number: int, timeout: float = 120) -> None:
+        """Send signal `number` to all ranks once log.jsonl shows `step`."""
+        end = time.monotonic() + timeout
+        while not any(record.get("step") == step for record in steps_of(out_dir)):
+            assert time.monotonic() < end and self.processes[0].is_alive(), f"never came to step {step}: {self.text()}"
+            time.sleep(0.002)
+        for process in self.processes:
+            os.kill(process.pid, number)
+
+    def text(self) -> str:
+        return "\n".join(path.read_text() for path in self.outputs if path.exists())
+
+
+@pytest.fixture
+def launch(tmp_path: Path):
+    """launch(*argv, ranks=1, patch=None) -> Job. Paths in argv are as on the command line."""
+    jobs: list[Job] = []
+
+    def start(*argv: object, ranks: int = 1, patch: tuple[str, dict] | None = None) -> Job:
+        job = Job(tuple(map(str, argv)), ranks, tmp_path / f"job{len(jobs)}", patch)
+        jobs.append(job)
+        return job
+
+    yield start
+    for job in jobs:
+        for process in job.processes:
+            if process.is_alive():
+                process.kill()
+
+
+@pytest.fixture
+def train_ok(launch):
+    """train_ok(*argv, ranks=1): run to the end, which must be exit code 0 on all ranks."""
+
+    def run(*argv: object, ranks: int = 1, patch: tuple[str, dict] | None = None) -> Job:
+        job = launch(*argv, ranks=ranks, patch=patch)
+        assert set(job.wait()) == {0}, job.text()
+        return job
+
+    return run
+
+
+def records(out_dir: Path) -> list[dict]:
+    """Events of log.jsonl; a line being written at this moment is left out."""
+    path = out_dir / "log.jsonl"
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def steps_of(out_dir: Path) -> list[dict]:
+    return [record for record in records(out_dir) if record["event"] == "step"]
+
+
+def losses(out_dir: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in steps_of(out_dir)}
+
+
+def val_losses(out_dir: Path) -> dict[int, float]:
+    return {record["step"]: record["val_loss"] for record in records(out_dir) if record["event"] == "eval"}

@@ -1,0 +1,430 @@
+"""configurator.py: the command line and config files.
+
+    python -m pytest tests/test_configurator.py
+
+Most tests feed it something wrong: what is right is used by every other test.
+"""
+
+import ast
+import builtins
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from configurator import MAX_NUMBER, help_text, key, parse_args, read_config_file
+from errors import ConfigError, run_program
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    n_layer: int = key(12, "number of blocks")
+    dropout: float = key(0.0, "dropout probability")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Base):
+    bias: bool = key(False, "biases everywhere")
+    norm_type: str = key("layer", "normalisation", ("layer", "rms"))
+    out_dir: str = key("out", "folder")
+    attn_bias: bool | None = key(None, "biases in attention")
+    n_kv: int | None = key(None, "key and value heads")
+    name: str | None = key(None, "a text or auto")
+    alpha: float | tuple[float, ...] = key(1.0, "one number or several")
+    scaling: tuple[float, ...] = key((), "several numbers")
+
+
+def parse(*argv: str) -> Config:
+    return parse_args(Config, list(argv))[0]
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(source: str | bytes, name: str = "config.py") -> str:
+        path = tmp_path / name
+        path.write_bytes(source if isinstance(source, bytes) else source.encode())
+        return str(path)
+
+    return write
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+
+def test_defaults_types_and_inheritance():
+    assert parse() == Config()
+    config = parse("--n_layer=3", "--dropout=1", "--bias=true", "--norm_type=rms", "--out_dir=a=b")
+    assert config == Config(n_layer=3, dropout=1.0, bias=True, norm_type="rms", out_dir="a=b")
+    assert type(config.dropout) is float
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.n_layer = 4
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("n_layers", "n_layer"), ("drop_out", "dropout"), ("Bias", "bias")])
+def test_unknown_key_names_the_nearest(typed, meant, config_file):
+    with pytest.raises(ConfigError, match=f"'{typed}'.*did you mean {meant}\\?"):
+        parse(f"--{typed}=1")
+    with pytest.raises(ConfigError, match=f"config.py.*'{typed}'.*did you mean {meant}\\?"):
+        parse(config_file(f"{typed} = 1"))
+    with pytest.raises(ConfigError, match="--help lists all keys"):
+        parse("--zzzzzz=1")
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--n_layer=1.5", "--n_layer=1e3", "--n_layer=", "--n_layer=True", "--n_layer=twelve", "--n_layer=" + "9" * 5000,
+     "--bias=1", "--bias=yes", "--bias=", "--dropout=nan", "--dropout=inf", "--dropout=-inf", "--dropout=1e999",
+     "--dropout=0.1,0.2", "--dropout=x", "--attn_bias=2", "--n_kv=none", "--alpha=1,x", "--alpha=nan", "--alpha=1,inf",
+     "--scaling=x"],
+)  # fmt: skip
+def test_wrong_type_on_the_command_line_names_key_and_type(word):
+    name = word[2:].partition("=")[0]
+    wanted = {"n_layer": "int", "bias": "bool", "dropout": "float", "attn_bias": "bool | auto", "n_kv": "int | auto",
+              "alpha": "float | tuple", "scaling": "tuple"}[name]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        parse(word)
+    assert f"{name} wants {wanted}" in str(caught.value).replace("[float, ...]", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [("n_layer = 1.5", "int"), ("n_layer = True", "int"), ("n_layer = '3'", "int"), ("n_layer = None", "int"),
+     ("n_layer = (1,)", "int"), ("bias = 1", "bool"), ("bias = 'true'", "bool"), ("dropout = '0.1'", "float"),
+     ("dropout = True", "float"), ("out_dir = 1", "str"), ("alpha = (1.0, '2')", "float"), ("alpha = True", "float"),
+     ("n_kv = 2.0", "int")],
+)  # fmt: skip
+def test_wrong_type_in_a_file_names_file_key_and_type(line, wanted, config_file):
+    with pytest.raises(ConfigError, match=rf"config\.py: {line.split()[0]} wants .*{wanted}"):
+        parse(config_file(line))
+
+
+def test_choices(config_file):
+    for word in ("--norm_type=batch", config_file("norm_type = 'batch'")):
+        with pytest.raises(ConfigError, match="norm_type is one of layer, rms; got 'batch'"):
+            parse(word)
+
+
+def test_auto_is_none_and_numbers_are_one_or_several(config_file):
+    auto = parse("--attn_bias=auto", "--n_kv=auto", "--name=auto")
+    assert (auto.attn_bias, auto.n_kv, auto.name) == (None, None, None)
+    assert (parse("--attn_bias=false").attn_bias, parse("--n_kv=2").n_kv, parse("--name=x").name) == (False, 2, "x")
+    file = config_file("attn_bias = None\nn_kv = 'auto'\nname = 'auto'\nalpha = [1, 2.5]\nscaling = (1,)")
+    assert parse(file) == Config(alpha=(1.0, 2.5), scaling=(1.0,))
+    assert parse("--alpha=2").alpha == 2.0
+    assert parse("--alpha=1,2.5").alpha == parse("--alpha=(1, 2.5)").alpha == (1.0, 2.5)
+    assert parse("--scaling=8,1").scaling == (8.0, 1.0)
+
+
+def test_later_words_win(config_file):
+    first, second = config_file("n_layer = 1\nout_dir = 'x'", "first.py"), config_file("n_layer = 2", "second.py")
+    assert parse(first, second) == Config(n_layer=2, out_dir="x")
+    assert parse(second, first).n_layer == 1
+    assert parse("--n_layer=3", first).n_layer == 1
+    assert parse(first, "--n_layer=3", "--n_layer=4").n_layer == 4
+
+
+@pytest.mark.parametrize("word", ["--n_layer", "-n_layer=3", "n_layer=3", "-", "--", "--=", "", "config.txt", "--=3"])
+def test_words_that_are_no_settings(word):
+    with pytest.raises(ConfigError):
+        parse(word)
+
+
+def test_model_spec():
+    assert parse_args(Config, ["out/run", "--n_layer=3"], spec=True) == (Config(n_layer=3), "out/run")
+    with pytest.raises(ConfigError, match="neither a config file"):
+        parse_args(Config, ["out/run", "out/other"], spec=True)
+    with pytest.raises(ConfigError, match="name a model"):
+        parse_args(Config, [], spec=True)
+
+
+def test_help_lists_every_key_with_type_default_and_a_line(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_args(Config, ["--n_layer=3", "--help"], "What it does.")
+    assert not caught.value.code
+    text = capsys.readouterr().out
+    assert text.startswith("What it does.") and text.strip() == help_text(Config, "What it does.").strip()
+    for field in dataclasses.fields(Config):
+        default = "auto" if field.default is None else repr(field.default)
+        assert f"--{field.name}={default}  (" in text and field.metadata["help"] in text
+    for kind in ("(int)", "(float)", "(bool)", "(layer|rms)", "(str)", "(bool | auto)", "(int | auto)"):
+        assert kind in text
+
+
+def test_user_errors_exit_2_with_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x.py", "--n_layers=3"])
+    with pytest.raises(SystemExit) as caught:
+        run_program(lambda argv: parse(*argv) and None)
+    assert caught.value.code == ConfigError.exit_code == 2
+    assert capsys.readouterr().err == "error: --n_layers=3: unknown key 'n_layers': did you mean n_layer?\n"
+
+
+# ---------------------------------------------------------------------------------------------------- config files
+
+
+def test_what_a_file_may_hold(config_file):
+    source = '''"""What it reproduces."""
+_tokens = 2**19          # private: arithmetic on literals
+_per_step = 8 * 1024
+n_layer = _tokens // _per_step % 60 + 1
+dropout = -(1 - 1.5) / 2
+bias = True
+out_dir = "out/" "run"   # Python joins literals by itself
+alpha = (_tokens, -1, +0.5)
+n_kv = n_layer
+'''
+    assert parse(config_file(source)) == Config(
+        n_layer=5, dropout=0.25, bias=True, out_dir="out/run", alpha=(524288.0, -1.0, 0.5), n_kv=5
+    )
+    assert read_config_file(config_file("")) == {}
+    assert read_config_file(config_file("﻿n_layer = 1\r\n")) == {"n_layer": 1}  # a byte order mark
+
+
+REFUSED = {
+    "import": "import os",
+    "from import": "from os import system",
+    "call": "n_layer = int('3')",
+    "call alone": "print(1)",
+    "import call": "out_dir = __import__('os').getcwd()",
+    "attribute": "n_layer = (3).real",
+    "attribute target": "_a = 1\n_a.b = 2",
+    "lambda": "n_layer = lambda: 3",
+    "list comprehension": "alpha = [i for i in (1, 2)]",
+    "generator": "alpha = (i for i in (1, 2))",
+    "dict": "_a = {1: 2}",
+    "set": "_a = {1, 2}",
+    "subscript": "_a = (1, 2)\nn_layer = _a[0]",
+    "subscript target": "_a = (1, 2)\n_a[0] = 3",
+    "f-string": "out_dir = f'{1}'",
+    "f-string of a call": "out_dir = f'{print(1)}'",
+    "bytes": "out_dir = b'x'",
+    "complex": "dropout = 1j",
+    "ellipsis": "n_layer = ...",
+    "power tower": "n_layer = 9**9**9",
+    "power by steps": "_a = 9**99\n_b = _a**99",
+    "root of a negative": "dropout = (-8) ** 0.5",
+    "string times": "out_dir = 'x' * 10**9",
+    "string plus": "out_dir = 'x' + 'y'",
+    "format": "out_dir = '%s' % 3",
+    "tuple times": "alpha = (1,) * 10**9",
+    "bool arithmetic": "n_layer = True + 1",
+    "none arithmetic": "n_layer = -None",
+    "division by zero": "dropout = 1 / 0",
+    "modulo zero": "n_layer = 1 % 0",
+    "float overflow": "dropout = 1e300 * 1e300",
+    "infinite literal": "dropout = 1e999",
+    "huge integer": "n_layer = 0x" + "f" * 10000,
+    "huge integer for a bool": "bias = 0x" + "f" * 10000,
+    "nested tuple": "_a = (1, (2, 3))",
+    "shift": "n_layer = 1 << 40",
+    "bitwise": "n_layer = ~3",
+    "not": "bias = not True",
+    "comparison": "bias = 1 < 2",
+    "and": "bias = True and False",
+    "conditional": "n_layer = 1 if True else 2",
+    "unknown name": "n_layer = depth",
+    "name of a builtin": "n_layer = len",
+    "used before": "n_layer = _a\n_a = 3",
+    "star": "alpha = (*(1, 2),)",
+    "walrus": "n_layer = (_a := 3)",
+    "chained": "n_layer = _a = 3",
+    "unpacking": "n_layer, _a = 3, 4",
+    "augmented": "_a = 1\n_a += 2",
+    "annotated": "n_layer: int = 3",
+    "del": "_a = 1\ndel _a",
+    "if": "if True:\n    n_layer = 3",
+    "while": "while True: pass",
+    "with": "with open('x') as _f: pass",
+    "try": "try:\n    n_layer = 3\nfinally:\n    pass",
+    "def": "def f(): pass",
+    "class": "class n_layer: pass",
+    "decorator": "@print\ndef f(): pass",
+    "assert": "assert 1",
+    "raise": "raise SystemExit",
+    "global": "global n_layer",
+    "match": "match 1:\n    case _: pass",
+    "number alone": "3",
+    "await": "n_layer = await f",
+    "pass": "pass",
+}
+
+
+@pytest.mark.parametrize("source", REFUSED.values(), ids=REFUSED.keys())
+def test_refused_with_file_and_line(source, config_file):
+    with pytest.raises(ConfigError) as caught:
+        parse(config_file("# a comment line\n" + source))
+    line = 2 if source.startswith(("if", "try", "match", "while", "with", "@", "def")) else 2 + source.count("\n")
+    if source.startswith("n_layer = _a\n"):
+        line = 2
+    assert f"config.py:{line}: " in str(caught.value) or source.startswith("@")
+    assert len(str(caught.value)) < 500
+
+
+def test_not_a_config_file_at_all(config_file, tmp_path):
+    with pytest.raises(ConfigError, match="missing.py cannot be read"):
+        parse(str(tmp_path / "missing.py"))
+    with pytest.raises(ConfigError, match=r"folder\.py cannot be read"):
+        (tmp_path / "folder.py").mkdir()
+        parse(str(tmp_path / "folder.py"))
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        parse(config_file(b"out_dir = '\xff\xfe'"))
+    with pytest.raises(ConfigError, match=r"config\.py"):
+        parse(config_file(b"n_layer = 3\0"))
+    with pytest.raises(ConfigError, match=r"config\.py:2: not valid syntax"):
+        parse(config_file("n_layer = 3\nn_layer = = 4"))
+    with pytest.raises(ConfigError, match=r"config\.py:1: not valid syntax"):
+        parse(config_file("# coding: rot13\n\n".replace("\n\n", "\n") * 0 + "n_layer 3"))
+
+
+DEEP = {
+    "parentheses": lambda n: "(" * n + "1" + ")" * n,
+    "lists": lambda n: "[" * n + "1" + "]" * n,
+    "signs": lambda n: "-" * n + "1",
+    "not": lambda n: "not " * n + "1",
+    "sums": lambda n: "1" + "+1" * n,
+    "powers": lambda n: "1" + "**1" * n,
+    "attributes": lambda n: "a" + ".b" * n,
+    "calls": lambda n: "f(" * n + ")" * n,
+}
+
+
+@pytest.mark.parametrize("shape", DEEP)
+@pytest.mark.parametrize("depth", [90, 900, 3000, 100_000])
+def test_very_deep_nesting(shape, depth, config_file):
+    file = config_file(f"_deep = {DEEP[shape](depth)}\nn_layer = 3")
+    try:
+        assert parse(file).n_layer == 3  # sums and signs that Python itself can follow
+    except ConfigError as error:
+        assert "config.py" in str(error) and len(str(error)) < 500
+
+
+def test_a_file_cannot_make_a_value_that_explodes(config_file):
+    """Each line doubles: printed in an error message, the last would have 2^60 elements."""
+    lines = ["_0 = (1, 1)"] + [f"_{i} = (_{i - 1}, _{i - 1})" for i in range(1, 60)]
+    with pytest.raises(ConfigError, match=r"config\.py:2: "):
+        parse(config_file("\n".join(lines) + "\nout_dir = _59"))
+
+
+# --------------------------------------------------------------------------------------------------------- fuzzing
+
+FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def no_side_effects(monkeypatch, tmp_path):
+    """A check that nothing was executed: no dangerous builtin was called, no sentinel file appeared."""
+    sentinel, called = tmp_path / "sentinel", []
+    monkeypatch.setenv("SENTINEL", str(sentinel))
+    monkeypatch.chdir(tmp_path)
+    for name in ("eval", "exec"):
+        monkeypatch.setattr(builtins, name, lambda *_, name=name, **__: called.append(name))
+    for name in ("system", "popen", "remove", "execv"):
+        monkeypatch.setattr(os, name, lambda *_, name=name, **__: called.append(name))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: called.append("Popen"))
+
+    def check() -> None:
+        assert not called and not sentinel.exists()
+
+    return check
+
+
+def only_config_errors(source: bytes, path: Path) -> None:
+    path.write_bytes(source)
+    try:
+        values = read_config_file(path)
+        assert all(type(value) in (bool, int, float, str, tuple, type(None)) for value in values.values())
+        parse(str(path))
+    except ConfigError as error:
+        assert str(error)
+
+
+ATTACK = "__import__('os').system('touch \"$SENTINEL\"')"
+ATOMS = st.sampled_from(
+    [ATTACK, "1", "0", "-1", "2.5", "1e300", "1e999", "True", "None", "'text'", "b'x'", "f'{print(1)}'", "...", "1j",
+     "n_layer", "_a", "os", "print", "eval", "__builtins__", "open('sentinel', 'w')", "9**9**9", "0x" + "f" * 5000,
+     "'x'.__class__.__mro__"]
+)  # fmt: skip
+EXPRESSIONS = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.tuples(st.sampled_from(["+", "-", "*", "/", "//", "%", "**", "@", "<<", "|", " and ", "==", " if 1 else "]),
+                  inner, inner).map(lambda parts: f"({parts[1]}{parts[0]}{parts[2]})"),
+        st.tuples(inner, inner).map(lambda parts: f"{parts[0]}({parts[1]})"),
+        st.tuples(inner, inner).map(lambda parts: f"{parts[0]}[{parts[1]}]"),
+        st.tuples(inner, inner).map(lambda parts: f"({parts[0]}, {parts[1]})"),
+        inner.map(lambda part: f"(lambda: {part})()"),
+        inner.map(lambda part: f"[{part} for _ in (1,)]"),
+        inner.map(lambda part: f"f'{{{part}}}'" if "'" not in part else f"-{part}"),
+        inner.map(lambda part: f"{part}.real"),
+        inner.map(lambda part: f"(_w := {part})"),
+    ),
+    max_leaves=6,
+)  # fmt: skip
+STATEMENTS = st.one_of(
+    st.tuples(st.sampled_from([field.name for field in dataclasses.fields(Config)] + ["_a", "_b", "unknown"]),
+              EXPRESSIONS).map(lambda parts: f"{parts[0]} = {parts[1]}"),
+    EXPRESSIONS,
+    EXPRESSIONS.map(lambda part: f"@{part}\ndef f(x={part}): pass"),
+    EXPRESSIONS.map(lambda part: f"n_layer: {part} = {part}"),
+    EXPRESSIONS.map(lambda part: f"if {part}: n_layer = 1"),
+    EXPRESSIONS.map(lambda part: f"class C({part}): pass"),
+    EXPRESSIONS.map(lambda part: f"import os\n{part}"),
+    st.sampled_from(["'''docstring'''", "from os import *", "del n_layer", "global x", "_a = _a", "\t", "\0", "\\"]),
+)  # fmt: skip
+
+
+@FUZZ
+@given(st.lists(STATEMENTS, max_size=5).map("\n".join))
+def test_generated_python_never_runs(no_side_effects, tmp_path, source):
+    only_config_errors(source.encode(), tmp_path / "fuzz.py")
+    no_side_effects()
+
+
+@FUZZ
+@given(st.one_of(st.text().map(lambda text: text.encode("utf-8", "surrogatepass")), st.binary(),
+                 st.text("()[]{}'\"\\=+-*/%_ \n\t01ean,.#:").map(str.encode)))  # fmt: skip
+def test_arbitrary_bytes_never_run(no_side_effects, tmp_path, source):
+    only_config_errors(source, tmp_path / "fuzz.py")
+    no_side_effects()
+
+
+@FUZZ
+@given(st.sampled_from([field.name for field in dataclasses.fields(Config)]), st.text())
+def test_arbitrary_values_on_the_command_line(name, text):
+    try:
+        value = getattr(parse(f"--{name}={text}"), name)
+    except ConfigError as error:
+        assert name in str(error)
+    else:
+        assert isinstance(value, str) or "\n" not in repr(value)
+
+
+@FUZZ
+@given(st.text())
+def test_arbitrary_words(no_side_effects, tmp_path, text):
+    for word in (text, f"--{text}", f"{text}.py"):
+        try:
+            parse(word)
+        except (ConfigError, SystemExit) as error:
+            assert isinstance(error, ConfigError) or word in ("--help", "-h")
+    no_side_effects()
+
+
+NUMBERS = st.one_of(st.integers(-(10**6), 10**6), st.floats(-1e6, 1e6))
+
+
+@FUZZ
+@given(NUMBERS, NUMBERS, st.sampled_from(["+", "-", "*", "/", "//", "%"]))
+def test_arithmetic_is_pythons(tmp_path, left, right, op):
+    path = tmp_path / "sum.py"
+    path.write_text(f"dropout = {left!r} {op} {right!r}")
+    try:
+        found = read_config_file(path)["dropout"]
+    except ConfigError:
+        assert right == 0 or abs(left / right) > MAX_NUMBER
+    else:
+        assert found == eval(compile(ast.parse(f"{left!r} {op} {right!r}", mode="eval"), "", "eval"))

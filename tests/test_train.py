@@ -1,0 +1,177 @@
+"""train.py itself, run in fresh processes: equality of norms, resume, evaluation, ranks, faults.
+
+    python -m pytest tests/test_train.py
+"""
+
+import signal
+
+import pytest
+import torch
+from conftest import TINY, losses, records, steps_of, val_losses
+
+NORM_TYPES = ("layer", "rms", "coupled", "cbwc", "taper")
+TAPER_KEYS = ("--taper_warmup=10", "--taper_end=30", "--taper_final=True", "--taper_anchor=0.1")
+
+
+def keys_of(norm_type: str) -> tuple[str, ...]:
+    """The taper of these runs lasts from step 10 to step 30, so that a kill at step 20 falls into its decay."""
+    return (f"--norm_type={norm_type}", *(TAPER_KEYS if norm_type == "taper" else ()))
+
+
+def weights(path) -> dict[str, torch.Tensor]:
+    return torch.load(path / "ckpt_last.pt", weights_only=True)["model"]
+
+
+def same_weights(a, b) -> bool:
+    left, right = weights(a), weights(b)
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_cbwc_trains_as_layer_and_rms_does_not(train_ok, tiny_data, tmp_path, bias):
+    """200 float64 steps with weight decay, clipping, accumulation and a tied head."""
+    for norm_type in ("layer", "cbwc", "rms"):
+        train_ok(*TINY, "--max_iters=200", "--dtype=float64", f"--bias={bias}", f"--norm_type={norm_type}",
+                 f"--data_dir={tiny_data}", f"--out_dir={tmp_path / norm_type}")  # fmt: skip
+    layer, cbwc, rms = (losses(tmp_path / name) for name in ("layer", "cbwc", "rms"))
+    assert len(layer) == 200 and layer[200] < 0.8 * layer[1]
+    assert max(abs(layer[step] - cbwc[step]) for step in layer) <= 1e-12
+    assert max(abs(layer[step] - rms[step]) for step in layer) > 1e-3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, ranks):
+    """40 steps in one go; with SIGTERM and resume; with SIGKILL and resume from an earlier checkpoint."""
+
+    def words(name: str) -> tuple[str, ...]:
+        return (*TINY, *keys_of(norm_type), "--checkpoint_interval=6", "--eval_interval=15", "--dropout=0.1",
+                f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}")  # fmt: skip
+
+    train_ok(*words("whole"), ranks=ranks)
+    whole = losses(tmp_path / "whole")
+    assert sorted(whole) == list(range(1, 41))
+
+    job = launch(*words("term"), ranks=ranks, patch=("slow_steps", {"seconds": 0.02}))
+    job.signal_at(tmp_path / "term", 20, signal.SIGTERM)
+    assert set(job.wait()) == {0}, job.text()
+    end = records(tmp_path / "term")[-1]
+    assert end["event"] == "end" and "SIGTERM" in end["reason"] and 20 <= end["step"] < 40
+
+    job = launch(*words("kill"), ranks=ranks, patch=("slow_steps", {"seconds": 0.02}))
+    job.signal_at(tmp_path / "kill", 21, signal.SIGKILL)
+    assert set(job.wait()) == {-9}
+    assert torch.load(tmp_path / "kill" / "ckpt_last.pt", weights_only=True)["step"] == 18
+
+    for name in ("term", "kill"):
+        train_ok(*words(name), ranks=ranks)
+        assert sum(record["event"] == "resume" for record in records(tmp_path / name)) == 1
+        assert losses(tmp_path / name) == whole
+        assert val_losses(tmp_path / name) == val_losses(tmp_path / "whole")
+        assert same_weights(tmp_path / name, tmp_path / "whole")
+
+
+def test_evaluation_is_neutral(train_ok, tiny_data, tmp_path):
+    """Evaluating every 5 steps or never changes no training loss, dropout included."""
+    for norm_type in ("layer", "taper"):
+        for interval in (5, 1000):
+            train_ok(*TINY, *keys_of(norm_type), "--dropout=0.2", f"--eval_interval={interval}",
+                     f"--data_dir={tiny_data}", f"--out_dir={tmp_path / norm_type / str(interval)}")  # fmt: skip
+        often, never = (losses(tmp_path / norm_type / name) for name in ("5", "1000"))
+        assert len(often) == 40 and often == never
+        assert len(val_losses(tmp_path / norm_type / "5")) == 9
+
+
+@pytest.mark.parametrize("norm_type", ["coupled", "taper"])
+def test_world_size_invariance(train_ok, tiny_data, tmp_path, norm_type):
+    """1, 2 and 4 ranks at equal tokens a step: the same samples, losses within 1e-5, the same validation set."""
+    samples, runs = {}, {}
+    for ranks in (1, 2, 4):
+        out = tmp_path / str(ranks)
+        # A calm learning rate: a violent taper amplifies the last bit of a sum to 0.1 within 30 steps.
+        train_ok(*TINY, *keys_of(norm_type), "--max_iters=100", "--eval_interval=50", "--learning_rate=1e-3",
+                 f"--data_dir={tiny_data}", f"--out_dir={out}", ranks=ranks,
+                 patch=("record_samples", {"path": str(tmp_path / f"ids{ranks}")}))  # fmt: skip
+        lines = [line for rank in range(ranks) for line in (tmp_path / f"ids{ranks}.{rank}").read_text().splitlines()]
+        samples[ranks] = sorted(line for line in lines if int(line.split()[0]) <= 100)
+        runs[ranks] = losses(out), val_losses(out)
+    assert len(samples[1]) == 400 and samples[1] == samples[2] == samples[4]
+    for ranks in (2, 4):
+        assert max(abs(runs[1][0][step] - runs[ranks][0][step]) for step in runs[1][0]) <= 1e-5
+        assert runs[ranks][1].keys() == runs[1][1].keys() == {0, 50, 100}
+        assert runs[ranks][1][0] == runs[1][1][0]  # before training: the very same sum, in the same order
+
+
+def test_norm_types_share_weights_and_data(train_ok, tiny_data, tmp_path):
+    """Runs that differ in norm_type start from the same non-norm weights and see the same samples."""
+    seen, start = {}, {}
+    for norm_type in NORM_TYPES:
+        train_ok(*TINY, f"--norm_type={norm_type}", "--max_iters=1", "--learning_rate=1e-30", "--min_lr=0",
+                 "--bias=True", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / norm_type}",
+                 patch=("record_samples", {"path": str(tmp_path / norm_type) + ".ids"}))  # fmt: skip
+        seen[norm_type] = (tmp_path / f"{norm_type}.ids.0").read_text().splitlines()[:4]
+        start[norm_type] = {name: w for name, w in weights(tmp_path / norm_type).items() if "norm" not in name}
+    assert len(seen["layer"]) == 4
+    for norm_type in NORM_TYPES[1:]:
+        assert seen[norm_type] == seen["layer"]
+        assert start[norm_type].keys() == start["layer"].keys()
+        assert all(torch.equal(w, start["layer"][name]) for name, w in start[norm_type].items())
+
+
+@pytest.mark.parametrize(("ranks", "bad_rank"), [(1, 0), (2, 1)])
+def test_nan_loss_stops_all_ranks_and_keeps_the_checkpoint(launch, tiny_data, tmp_path, ranks, bad_rank):
+    out = tmp_path / "run"
+    words = (*TINY, "--checkpoint_interval=5", f"--data_dir={tiny_data}", f"--out_dir={out}")
+    job = launch(*words, ranks=ranks, patch=("nan_loss", {"rank": bad_rank, "step": 7}))
+    assert set(job.wait()) == {1}
+    errors = [line for line in job.text().splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and f"step 7: the loss on rank {bad_rank} is not finite" in errors[0]
+    assert torch.load(out / "ckpt_last.pt", weights_only=True)["step"] == 5
+    assert max(losses(out)) == 6 and "step 7" in records(out)[-1]["reason"]
+    job = launch(*words, ranks=ranks)  # without the fault, the run goes on from the good checkpoint
+    assert set(job.wait()) == {0} and max(losses(out)) == 40
+
+
+def test_nan_gradient_is_named(launch, tiny_data, tmp_path):
+    job = launch(*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}",
+                 patch=("nan_gradient", {"name": "blocks.1.mlp.up.weight", "step": 3}))  # fmt: skip
+    assert job.wait() == [1]
+    assert "step 3: the gradient of blocks.1.mlp.up.weight is not finite" in job.text()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_trains(train_ok, tiny_data, tmp_path, dtype):
+    train_ok(*TINY, f"--dtype={dtype}", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / dtype}")
+    assert losses(tmp_path / dtype)[40] < 0.8 * losses(tmp_path / dtype)[1]
+
+
+def test_log_format(train_ok, tiny_data, tmp_path):
+    train_ok(*TINY, "--eval_interval=20", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    log = records(tmp_path / "run")
+    assert log[0]["event"] == "start"
+    assert {"config", "git", "versions", "device", "n_params", "norm_plan"} <= log[0].keys()
+    assert [r["step"] for r in log if r["event"] == "eval"] == [0, 20, 40]
+    step = steps_of(tmp_path / "run")[-1]
+    assert {"step", "loss", "lr", "grad_norm", "tokens", "tok_per_s", "mfu"} <= step.keys()
+    assert step["tokens"] == 40 * 2 * 4 * 16 and step["mfu"] is None and step["tok_per_s"] > 0
+    assert steps_of(tmp_path / "run")[0]["tok_per_s"] is None  # warm-up
+    assert log[-1] == {"event": "end", "reason": "done", "step": 40, "tok_per_s": log[-1]["tok_per_s"]}
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"config.json", "log.jsonl", "ckpt_last.pt", "ckpt_best.pt"} <= names
+
+
+def test_finished_run_is_left_alone_and_longer_run_goes_on(train_ok, tiny_data, tmp_path):
+    words = (*TINY, "--lr_schedule=constant", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    train_ok(*words)
+    before = losses(tmp_path / "run")
+    assert "finished already" in train_ok(*words).text() and losses(tmp_path / "run") == before
+    text = train_ok(*words, "--max_iters=45").text()
+    assert "changed since then: max_iters 40 -> 45" in text and sorted(losses(tmp_path / "run")) == list(range(1, 46))
+
+
+def test_init_from_turns_rms_into_taper(train_ok, tiny_data, tmp_path):
+    train_ok(*TINY, "--norm_type=rms", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'rms'}")
+    train_ok(*TINY, "--norm_type=rms", "--max_iters=1", f"--init_from={tmp_path / 'rms'}", f"--data_dir={tiny_data}",
+             f"--out_dir={tmp_path / 'again'}")  # fmt: skip
+    final = val_losses(tmp_path / "rms")[40]
+    assert val_losses(tmp_path / "again")[0] == pytest.approx(final, abs=1e-6)
