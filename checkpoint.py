@@ -7,6 +7,7 @@ of a run are functions of (seed, step, rank), so `step` restores them.
 
 import os
 import pickle
+import re
 import zipfile
 from dataclasses import fields
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+import hf
 from configurator import Overrides
 from errors import UserError
 from model import GPT, GPTConfig
 
 FORMAT = 1
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")
 LAST, BEST = "ckpt_last.pt", "ckpt_best.pt"
 # Keys of the model that may differ between a checkpoint and the run that resumes it: they decide no tensor.
 FREE_KEYS = {"dropout", "init", "init_std"}
@@ -130,15 +133,22 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], path: Path,
 
 
 def load_model(spec: str) -> GPT:
-    """The model of a run folder (its best checkpoint) or checkpoint file: float32 on the CPU, in eval mode.
+    """The model that `spec` names, on the CPU, in eval mode; `model.meta` says which tokenizer it has.
 
-    `model.meta` says which tokenizer its data had.
+    A spec is a run folder (its best checkpoint), a checkpoint file, a Hugging Face folder or hub name (owner/name),
+    or `random:` and a published shape (hf.SHAPES). Raises CheckpointError or hf.HFError.
     """
+    if spec.startswith("random:"):
+        return hf.random_model(spec.removeprefix("random:"))
     path = Path(spec)
+    if not path.exists() and HUB_NAME.fullmatch(spec):
+        return hf.load_hf(hf.resolve_hub(spec))
     if path.is_dir():
         names = [name for name in (BEST, LAST) if (path / name).exists()]
+        if not names and any(path.glob("*.safetensors*")):
+            return hf.load_hf(path)
         if not names:
-            raise CheckpointError(f"{spec}: no {BEST} and no {LAST} in this folder: is it a run folder?")
+            raise CheckpointError(f"{spec}: no {BEST}, no {LAST} and no safetensors in this folder: check the path")
         path = path / names[0]
     state = read_checkpoint(path)
     model = GPT(model_config(state["config"], path))

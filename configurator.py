@@ -46,11 +46,13 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     Raises ConfigError with file and line for everything that is not an assignment of a literal or arithmetic.
     """
     try:
-        source = Path(path).read_bytes().decode("utf-8")
+        source = Path(path).read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read ({error.strerror}): check the path") from None
-    except UnicodeDecodeError:
+    except UnicodeDecodeError:  # a ValueError, as is the next
         raise ConfigError(f"config file {path} is not UTF-8 text: is it a config file at all?") from None
+    except ValueError:
+        raise ConfigError(f"config file {str(path)!r} is no possible path: check it") from None
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
@@ -80,14 +82,21 @@ def _refuse(path: str | Path, node: ast.AST, why: str = "") -> NoReturn:
 def _evaluate(node: ast.AST, names: dict[str, Any], path: str | Path) -> Any:
     """Value of a literal expression; arithmetic on numbers only."""
     match node:
-        case ast.Constant(value=bool() | int() | float() | str() | None):
+        case ast.Constant(value=bool() | str() | None):
+            return node.value
+        case ast.Constant(value=int() | float()):
+            if not _is_number(node.value):
+                _refuse(path, node, "not a number of reasonable size")
             return node.value
         case ast.Name():
             if node.id not in names:
                 _refuse(path, node, f"name {node.id!r} is not assigned above this line")
             return names[node.id]
         case ast.Tuple() | ast.List():
-            return tuple(_evaluate(element, names, path) for element in node.elts)
+            elements = tuple(_evaluate(element, names, path) for element in node.elts)
+            if any(isinstance(element, tuple) for element in elements):  # sixty doublings would fill any memory
+                _refuse(path, node, "a tuple holds no tuples")
+            return elements
         case ast.UnaryOp(operand=operand, op=op):
             operands = [_evaluate(operand, names, path)]
         case ast.BinOp(left=left, right=right, op=op):
@@ -125,6 +134,8 @@ def _type_name(annotation: Any) -> str:
 def _coerce(value: Any, annotation: Any) -> Any:
     """`value` as `annotation`, or ValueError. No silent narrowing: 1.5 is no int, 1 is no bool, nan is no number."""
     if typing.get_origin(annotation) is types.UnionType:
+        if value == "auto" and types.NoneType in typing.get_args(annotation):  # also where text is allowed
+            return None
         for part in typing.get_args(annotation):
             try:
                 return _coerce(value, part)

@@ -80,7 +80,8 @@ def _shape(base: dict, hidden: int, inner: int, layers: int, heads: int, **more:
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": dict(model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12),
+    "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12,
+             "n_head": 12},
     "qwen3-0.6b": _shape(QWEN3, 1024, 3072, 28, 16),
     "qwen3-1.7b": _shape(QWEN3, 2048, 6144, 28, 16),
     "qwen3-8b": _shape(QWEN3, 4096, 12288, 36, 32, tie_word_embeddings=False),

@@ -53,7 +53,7 @@ def open_shard(path: Path) -> np.ndarray:
         if header[1] != VERSION:
             raise DataError(f"{path}: shard version {header[1]}, this program reads {VERSION}: prepare the data again")
         count = int(header[2])
-        if size != HEADER_BYTES + 2 * count:
+        if count < 0 or size != HEADER_BYTES + 2 * count:
             raise DataError(
                 f"{path}: truncated or overlong shard: its header promises {count} tokens, the file has room for "
                 f"{max(0, size - HEADER_BYTES) // 2}: prepare or copy it again"
@@ -82,7 +82,7 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
         script = folder / "prepare.py"
         remedy = f"run `python {script}`" if script.is_file() else "prepare the data, or set data_dir"
         raise DataError(f"no {split} shards in {folder}: {remedy}")
-    if len({names[path]["name"] for path in shards}) > 1:
+    if len({match["name"] for match in names.values() if match}) > 1:
         raise DataError(f"{folder} holds shards of several data sets: keep one data set per folder")
     numbers = [int(names[path]["number"]) for path in shards]
     for before, after in pairwise(numbers):
@@ -103,8 +103,10 @@ def read_meta(data_dir: str | Path) -> dict:
         return {}
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        if not 0 < int(meta["vocab_size"]) <= 65536 or not isinstance(meta["tokenizer"], str):
+        if type(meta["vocab_size"]) is not int or not 0 < meta["vocab_size"] <= 65536:
             raise ValueError
-    except (ValueError, TypeError, KeyError):
+        if not isinstance(meta["tokenizer"], str):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise DataError(f"{path}: wants tokenizer and vocab_size as JSON: prepare the data again") from None
     return meta

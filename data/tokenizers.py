@@ -1,4 +1,7 @@
-"""The tokenizers that meta.json names: GPT-2 BPE, single bytes, single characters. All have encode and decode."""
+"""The tokenizers that data and checkpoints name: GPT-2 BPE, single bytes, single characters, a Hugging Face one.
+
+All have encode_ordinary(text) -> ids, decode(ids) -> text, and n_vocab.
+"""
 
 import tiktoken
 
@@ -31,13 +34,36 @@ class CharTokenizer:
         return "".join(self.chars[token] for token in tokens)
 
 
-def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer:
+class HFTokenizer:
+    """The tokenizer.json of a Hugging Face folder, without its special tokens."""
+
+    def __init__(self, folder: str):
+        try:
+            from tokenizers import Tokenizer
+
+            self.tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+        except ImportError:
+            raise DataError(f"the tokenizer of {folder} needs a package: pip install tokenizers") from None
+        except Exception as error:  # the library raises plain Exceptions
+            raise DataError(f"{folder}/tokenizer.json cannot be read ({error}): download it again") from None
+        self.n_vocab = self.tokenizer.get_vocab_size()
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenizer:
     """The tokenizer of a data folder or checkpoint. Raises DataError if it is unknown or cannot be had."""
     name = meta.get("tokenizer")
-    if name == "chars":
+    if name == "chars" and isinstance(meta.get("chars"), str):
         return CharTokenizer(meta["chars"])
     if name == "bytes":
         return byte_tokenizer()
+    if name == "hf":
+        return HFTokenizer(meta["path"])
     if name == "gpt2":
         try:
             return tiktoken.get_encoding("gpt2")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.shards import DataError, write_meta, write_shard
 from data.tokenizers import END_OF_TEXT, byte_tokenizer
-from errors import run_program
+from errors import ConfigError, run_program
 
 # Beside tests and installed packages: `encodings`, whose files are mostly tables of code points, not text.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "encodings"}
@@ -35,9 +35,11 @@ def documents(root: Path) -> dict[str, list[bytes]]:
 
 
 def main(argv: list[str]) -> None:
-    if argv:
+    if argv and argv[0] in ("--help", "-h"):
         print(__doc__)
         return
+    if argv:
+        raise ConfigError(f"{argv[0]}: this script takes no settings")
     folder, root = Path(__file__).resolve().parent, Path(sysconfig.get_paths()["stdlib"])
     tokenizer = byte_tokenizer()
     end_of_text = tokenizer.encode_single_token(END_OF_TEXT)

@@ -1,0 +1,33 @@
+"""The 0.2 M parameter character-level GPT of the chapter "RMSNorm replaces LayerNorm" (mygpt), on Tiny Shakespeare.
+
+2,000 steps at a constant learning rate without clipping, about a minute on one CPU core. `repro/mygpt.sh` runs it for
+layer and rms, in both initialisations. The chapter does not print batch size, learning rate, optimiser or number of
+heads: 32, 1e-3, AdamW at PyTorch's defaults and 4 are taken here.
+"""
+
+out_dir = "out/mygpt"
+data_dir = "data/shakespeare_char"
+
+vocab_size = 65
+n_layer = 4
+n_head = 4
+n_embd = 64
+block_size = 64
+bias = True
+attn_bias = False
+init = "torch"  # unit-normal embeddings, hence a first loss near 41; init = "gpt2" is the other one
+
+max_iters = 2000
+batch_size = 32
+gradient_accumulation_steps = 1
+learning_rate = 1e-3
+lr_schedule = "constant"
+min_lr = 1e-3
+warmup_iters = 0
+weight_decay = 0.01
+beta2 = 0.999
+grad_clip = 0.0
+
+eval_interval = 500
+eval_tokens = 110000
+log_interval = 50

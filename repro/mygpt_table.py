@@ -1,0 +1,53 @@
+"""Table of the four mygpt runs beside the chapter's figures: `python repro/mygpt_table.py RUNS TARGET`.
+
+Copies each run's log.jsonl into TARGET and writes TARGET/README.md from them.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+STEPS = (1, 500, 1000, 1500, 2000)
+# Printed in the chapter, sections 24.8 and 24.9 (training loss of one batch, on an Apple GPU).
+CHAPTER = {
+    "layer": (207296, (41.0367, 2.5944, 2.3529, 2.1795, 2.0785)),
+    "rms": (206720, (41.2164, 2.5935, 2.3517, 2.1689, 2.0752)),
+}
+
+
+def row(name: str, params: int, losses: tuple[float, ...], val: str) -> str:
+    return f"| {name} | {params:,} | " + " | ".join(f"{loss:.4f}" for loss in losses) + f" | {val} |"
+
+
+def main(runs: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    lines = ["| run | parameters | " + " | ".join(f"step {step}" for step in STEPS) + " | val loss at 2000 |",
+             "| --- " * (len(STEPS) + 3) + "|"]  # fmt: skip
+    lines += [row(f"chapter, {norm}", *CHAPTER[norm], "not given") for norm in CHAPTER]
+    findings = []
+    for init in ("torch", "gpt2"):
+        final = {}
+        for norm in CHAPTER:
+            source = runs / f"{init}-{norm}" / "log.jsonl"
+            log = [json.loads(line) for line in source.read_text().splitlines()]
+            shutil.copyfile(source, target / f"{init}-{norm}.jsonl")
+            losses = {record["step"]: record["loss"] for record in log if record["event"] == "step"}
+            val = [record["val_loss"] for record in log if record["event"] == "eval"][-1]
+            final[norm] = losses[2000], val
+            lines.append(row(f"init={init}, {norm}", log[0]["n_params"], tuple(losses[s] for s in STEPS), f"{val:.4f}"))
+        apart = [f"{abs(a / b - 1):.2%}" for a, b in zip(final["layer"], final["rms"], strict=True)]
+        findings.append(f"- init={init}: the last training losses of layer and rms are {apart[0]} apart, their val "
+                        f"losses {apart[1]}.")  # fmt: skip
+    start = log[0]
+    about = (f"Training loss of single batches, nats per character. {start['device']}, torch "
+             f"{start['versions']['torch']}, commit {start['git']}; made by `repro/mygpt.sh`.")  # fmt: skip
+    note = ("The chapter trains on the whole text and does not print batch size, learning rate, optimiser or number "
+            "of heads, so its later losses are a neighbourhood, not a target; parameters and first loss are.")  # fmt: skip
+    text = "\n".join(["# LayerNorm and RMSNorm on Tiny Shakespeare", "", about, note, "", *lines, "", *findings, ""])
+    (target / "README.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,527 @@
+"""TaperNorm and its scale anchor: schedule, calibration, phases, statistics over ranks, resuming.
+
+    python -m pytest tests/test_taper.py
+
+In float64 unless a test says otherwise.
+"""
+
+import copy
+import math
+import os
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import FORKS
+
+from model import GPT, GPTConfig
+from norm_layers import LayerNorm, RMSNorm
+from optim import carry_state, make_optimizer
+from taper import EMA_DECAY, ScaleAnchor, StepMean, TaperNorm, TaperSchedule
+
+SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, init_std=0.2, norm_type="taper",
+                  taper_warmup=3.0, taper_end=7.0)  # fmt: skip
+PHASES = {"warm": 2, "blend": 5, "fixed": 8}  # a training step in each, with SHAPE's schedule
+BASES = ["rms", "layer"]
+ITERS = 10  # max_iters
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def close(actual, expected, tolerance=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@torch.no_grad()
+def shake(module):
+    """float64, and gains and biases away from 1 and 0: the same way for the same role."""
+    module.double()
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 1:
+            seed = zlib.crc32(name.replace("base.", "").encode())
+            parameter += 0.3 * draw(*parameter.shape, seed=seed)
+    return module
+
+
+def taper(base, eps=0.1, warmup=3, end=7):
+    norm = LayerNorm(16, eps, bias=True) if base == "layer" else RMSNorm(16, eps)
+    return shake(TaperNorm(norm, TaperSchedule(warmup, end)))
+
+
+def gpt(**keys):
+    return shake(GPT(replace(SHAPE, **keys)))
+
+
+TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5))
+IDX, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
+
+
+def train_to(model, step, lr=1e-2):
+    """The optimiser, when `model` has been trained up to the beginning of `step`, as the training loop does it."""
+    optimizer = make_optimizer(model.train(), lr, (0.9, 0.95), 1e-8, 0.1)
+    for now in range(1, step + 1):
+        for source, target in model.set_step(now, ITERS):
+            carry_state(optimizer, source, target)
+        if now == step:
+            return optimizer
+        loss, aux = model(IDX, TARGETS)
+        (loss + aux).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def step_of(norm, step):
+    """Move a norm to `step` as if it had been trained from step 1 on, on fixed data."""
+    norm.train()
+    for now in range(1, step + 1):
+        norm.set_step(now, ITERS)
+        if now < step:
+            norm(draw(2, 5, 16, seed=now))
+    return norm
+
+
+# ------------------------------------------------------------------------------------------------- the schedule
+
+
+@pytest.mark.parametrize(("step", "phase", "gate"), [
+    (1, "warm", 1.0), (20, "warm", 1.0),
+    (21, "blend", 0.5 * (1 + math.cos(math.pi / 60))), (40, "blend", 0.75), (50, "blend", 0.5), (60, "blend", 0.25),
+    (79, "blend", 0.5 * (1 + math.cos(math.pi * 59 / 60))), (80, "fixed", 0.0), (1000, "fixed", 0.0),
+])  # fmt: skip
+@pytest.mark.parametrize(("warmup", "end", "max_iters"), [(20, 80, 100), (0.2, 0.8, 100), (0.05, 80, 400)])
+def test_gate(step, phase, gate, warmup, end, max_iters):
+    """Steps, shares of max_iters, or one of each: the same schedule."""
+    assert TaperSchedule(warmup, end).at(step, max_iters) == (phase, pytest.approx(gate, abs=1e-12))
+
+
+def test_gate_falls_and_one_step_at_least_is_warm():
+    gates = [TaperSchedule(0.1, 0.75).at(step, 1000)[1] for step in range(1, 1001)]
+    assert gates == sorted(gates, reverse=True)
+    assert gates.count(1.0) == 100 and gates.count(0.0) == 251
+    assert TaperSchedule(0.0, 0.5).at(1, 10)[0] == "warm" and TaperSchedule(0.0, 0.5).at(2, 10)[0] == "blend"
+
+
+# ------------------------------------------------------------------------------------------------- the three phases
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_warm_is_the_base_norm_bit_for_bit(base):
+    norm, plain = step_of(taper(base), 2), shake(LayerNorm(16, 0.1, bias=True) if base == "layer" else RMSNorm(16, 0.1))
+    x, delta = draw(2, 5, 16), draw(2, 5, 16, seed=1)
+    y, stream, handed_on = norm(x, delta)
+    assert torch.equal(y, plain(x, delta)[0]) and torch.equal(stream, x + delta) and handed_on is None
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_warm_model_trains_as_its_base_bit_for_bit(base):
+    """Three steps of AdamW: losses and all shared gradients."""
+    plain = {name: getattr(GPTConfig(), name) for name in ("norm_type", "taper_warmup", "taper_end")}
+    models = gpt(taper_base=base, bias=True), gpt(**plain | {"norm_type": base}, bias=True)
+    optimizers = [make_optimizer(model, 1e-2, (0.9, 0.95), 1e-8, 0.1) for model in models]
+    for step in range(1, 4):
+        losses, gradients = [], []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.set_step(step, ITERS)
+            losses.append(model(IDX, TARGETS)[0])
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+            gradients.append({name.replace("base.", ""): p.grad for name, p in model.named_parameters()})
+        assert torch.equal(*losses)
+        assert gradients[0].keys() - gradients[1].keys() == {
+            f"blocks.{i}.norm{j}.weight_tilde" for i in range(2) for j in (1, 2)
+        }
+        assert all(torch.equal(gradient, gradients[0][name]) for name, gradient in gradients[1].items())
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_blend_and_fixed_are_their_formulas(base):
+    """y = g norm(h) + (1 - g) c h gamma~, then c h gamma~ alone; h centred, and + bias, for a LayerNorm base."""
+    norm, h = taper(base), draw(2, 5, 16, seed=9) + 0.5
+    step_of(norm, 5)
+    with torch.no_grad():
+        norm.weight_tilde += 0.2 * draw(16, seed=3)  # gamma~ has been trained on since
+    c, gamma, gamma_tilde = norm.scale, norm.base.weight, norm.weight_tilde
+    centred = h - h.mean(-1, keepdim=True) if base == "layer" else h
+    bias = norm.base.bias if base == "layer" else 0.0
+    normed = centred / (centred.square().mean(-1, keepdim=True) + 0.1).sqrt() * gamma + bias
+    fixed = c * centred * gamma_tilde + bias
+    assert (normed - fixed).abs().max() > 0.1
+    close(norm.gate, torch.tensor(0.5, dtype=torch.float64))
+    close(norm(h)[0], 0.5 * normed + 0.5 * fixed)
+    norm.set_step(8, ITERS)
+    close(norm(h)[0], fixed)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_fixed_is_linear(base):
+    """Additive and homogeneous once the bias is taken off; no other phase is."""
+    a, b = draw(2, 5, 16), draw(2, 5, 16, seed=1)
+    for step, linear in ((2, False), (5, False), (8, True)):
+        norm = step_of(taper(base), step)
+        bias = norm.base.bias if base == "layer" else 0.0
+
+        def apply(x, norm=norm, bias=bias):
+            return norm(x)[0] - bias
+
+        error = max((apply(a + b) - apply(a) - apply(b)).abs().max(), (apply(-3.5 * a) + 3.5 * apply(a)).abs().max())
+        assert error <= 1e-12 if linear else error > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("base", BASES)
+def test_low_precision(base, phase, dtype):
+    norm, x = step_of(taper(base), PHASES[phase]).float().eval(), (1e4 * draw(2, 5, 16)).to(dtype)
+    with torch.no_grad():
+        norm.scale.fill_(1e-4)
+    y = norm(x)[0]
+    exact = copy.deepcopy(norm).double()(x.double())[0]
+    assert y.dtype == dtype and y.isfinite().all()
+    assert (y.double() - exact).abs().max() <= 16 * torch.finfo(dtype).eps
+
+
+# ------------------------------------------------------------------------------------------------- calibration
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_c_is_the_least_squares_optimum_for_the_gain_of_that_moment(base):
+    """The objective E|h gamma / r - c h gamma|^2, computed directly on the collected data, step means weighted as the
+    moving average weighs them. gamma moves after collecting, as the last warm step moves it."""
+    norm = taper(base)
+    data = [(1 + step) * draw(4, 6, 16, seed=step) * torch.linspace(0.2, 3, 16) for step in range(3)]
+    for step, h in enumerate(data, start=1):
+        norm.set_step(step, ITERS)
+        norm(h)
+    old_gain = norm.base.weight.detach().clone()
+    with torch.no_grad():
+        norm.base.weight.mul_(torch.linspace(3, 0.3, 16))
+    norm.set_step(4, ITERS)
+
+    def objective(c, gain):
+        total = 0.0
+        for step, h in enumerate(data):
+            centred = h - h.mean(-1, keepdim=True) if base == "layer" else h
+            r = (centred.square().mean(-1, keepdim=True) + 0.1).sqrt()
+            error = centred * gain / r - c * centred * gain
+            total += EMA_DECAY ** (2 - step) * error.square().sum(-1).mean()
+        return total.item()
+
+    gain, c = norm.base.weight.detach(), norm.scale.item()
+    assert objective(c, gain) < min(objective(1.01 * c, gain), objective(0.99 * c, gain))
+    low, middle, high = (objective(c + d, gain) for d in (-0.1, 0, 0.1))  # a parabola in c
+    assert 0.1 * (low - high) / (2 * (low + high - 2 * middle)) == pytest.approx(0, abs=1e-6 * c)
+    # With the gain as it was when the data were collected, c would be another one: so the test can fail.
+    assert objective(c, old_gain) > min(objective(1.01 * c, old_gain), objective(0.99 * c, old_gain))
+
+
+def test_without_gains_there_is_only_c():
+    norm = TaperNorm(RMSNorm(16, 0.1, affine=False), TaperSchedule(1, 3)).double()
+    h = draw(4, 6, 16) * 3
+    norm.set_step(1, ITERS)
+    norm(h)
+    assert norm.set_step(2, ITERS) == [] and list(norm.parameters()) == []
+    r = (h.square().mean(-1) + 0.1).sqrt()
+    close(norm.scale, (h.square().sum(-1) / r).mean() / h.square().sum(-1).mean())
+    norm.set_step(3, ITERS)
+    close(norm(h)[0], norm.scale * h)
+
+
+def test_gamma_tilde_takes_over_gain_and_optimiser_state():
+    model = gpt(bias=True, taper_base="layer")
+    optimizer = train_to(model, 3)
+    loss, aux = model(IDX, TARGETS)
+    (loss + aux).backward()
+    optimizer.step()
+    norms = [norm for norm in model.norms() if isinstance(norm, TaperNorm)]
+    assert len(norms) == 4
+    for norm in norms:  # weight_tilde has been in the graph all the while, with gradient zero
+        assert optimizer.state[norm.weight_tilde]["exp_avg"].abs().max() == 0
+    handovers = model.set_step(4, ITERS)
+    assert [(id(source), id(target)) for source, target in handovers] == [
+        (id(norm.base.weight), id(norm.weight_tilde)) for norm in norms
+    ]
+    for source, target in handovers:
+        carry_state(optimizer, source, target)
+        assert torch.equal(source, target) and source.data_ptr() != target.data_ptr()
+        for name, value in optimizer.state[source].items():
+            assert torch.equal(optimizer.state[target][name], value) and value.abs().max() > 0
+            assert optimizer.state[target][name].data_ptr() != value.data_ptr()
+    for step in range(5, ITERS):
+        assert model.set_step(step, ITERS) == []  # once only
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("final", [False, True])
+def test_every_parameter_gets_a_gradient_in_every_phase(base, final):
+    """DDP waits for a gradient of each. Those that a phase leaves out get zero, the others do not."""
+    idle = {"warm": "weight_tilde", "blend": "none of them", "fixed": "base.weight"}
+    for phase, step in PHASES.items():
+        model = gpt(taper_base=base, taper_final=final, taper_anchor=0.1, bias=True)
+        train_to(model, step)
+        loss, aux = model(IDX, TARGETS)
+        (loss + aux).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, (phase, name)
+            assert (parameter.grad.abs().max() == 0) == name.endswith(idle[phase]), (phase, name)
+
+
+# ------------------------------------------------------------------------------------------------- the statistics
+
+
+def average_of(*micro_batches_of_steps):
+    mean = StepMean(5).double()
+    for micro_batches in micro_batches_of_steps:
+        for values in micro_batches:
+            mean.add(values)
+        mean.update()
+    return mean
+
+
+def test_step_mean_is_a_bias_corrected_average_of_step_means():
+    first, second = draw(8, 5) + 1, draw(20, 5, seed=1) - 3
+    mean, decay = average_of([first], [second]), EMA_DECAY
+    weighted = (1 - decay) * (decay * first.mean(0) + second.mean(0))
+    close(mean.average, weighted, 1e-8)  # the rate is a float32
+    close(mean.value(), weighted / (1 - decay**2), 1e-7)
+    close(average_of([first]).value(), first.mean(0))
+
+
+@pytest.mark.parametrize("sizes", [[24], [12, 12], [6] * 4, [1] * 24, [1, 20, 3]], ids=str)
+def test_step_mean_does_not_depend_on_micro_batches(sizes):
+    steps = [draw(24, 5, seed=seed) + seed for seed in range(3)]
+    mean, whole = average_of(*(step.split(sizes) for step in steps)), average_of(*([step] for step in steps))
+    close(mean.value(), whole.value())
+    assert torch.equal(mean.weight, whole.weight)
+
+
+def test_step_mean_without_tokens_does_not_move():
+    mean = average_of([draw(8, 5)], [draw(8, 5, seed=1)])
+    before = copy.deepcopy(mean.state_dict())
+    mean.update()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in mean.state_dict().items())
+    assert set(before) == {"average", "weight"}  # a half-finished sum is no part of a checkpoint
+
+
+def rank_main(rank, folder):
+    """One of two ranks: half of each step's tokens, three steps of a whole taper model's statistics and the anchor."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.save(statistics_of(slice(2 * rank, 2 * rank + 2)), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def statistics_of(rows):
+    """State of the norms of a model that has seen `rows` of three steps' sequences, in micro-batches of one row."""
+    model = gpt(taper_anchor=0.1).float()
+    for step in range(1, 4):
+        model.set_step(step, ITERS)
+        data = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(step))[rows]
+        for row in data.split(1):
+            model(row[:, :-1], row[:, 1:])
+    model.set_step(4, ITERS)
+    return {name: tensor for name, tensor in model.state_dict().items() if "norm" in name}
+
+
+def test_two_ranks_are_one(tmp_path):
+    jobs = [FORKS.Process(target=rank_main, args=(rank, str(tmp_path))) for rank in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+    assert [job.exitcode for job in jobs] == [0, 0]
+    first, second, alone = torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"), statistics_of(slice(0, 4))
+    assert sum(name.endswith("scale") for name in alone) == 4 and "norm_f.anchor.target.average" in alone
+    for name, tensor in alone.items():
+        assert torch.equal(first[name], second[name]), name
+        close(first[name], tensor, 1e-6)
+    half = statistics_of(slice(0, 2))  # one rank's own half is not enough: so the test can fail
+    assert any((half[name] - alone[name]).abs().max() > 1e-3 for name in alone if name.endswith("scale"))
+
+
+def test_eval_collects_nothing():
+    model = gpt(taper_anchor=0.1)
+    train_to(model, 2)
+    before = copy.deepcopy(dict(model.named_buffers()))
+    model.eval()
+    with torch.no_grad():
+        model(IDX, TARGETS)
+        model(IDX)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    model.train()(IDX, TARGETS)
+    moved = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
+    assert moved == {f"blocks.{i}.norm{j}.moments.sum" for i in range(2) for j in (1, 2)} | {"norm_f.anchor.target.sum"}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("base", BASES)
+def test_resuming_at_a_checkpoint_moves_nothing_and_goes_on_alike(base, phase):
+    """A checkpoint is taken after set_step for the next step; the resumed run calls set_step for that step again."""
+    keys = {"taper_base": base, "taper_final": True, "taper_anchor": 0.1, "bias": True}
+    straight, resumed = gpt(**keys), gpt(**keys)
+    train_to(straight, PHASES[phase])
+    state = copy.deepcopy(straight.state_dict())
+    resumed.load_state_dict(state)
+    resumed.train()
+    assert resumed.set_step(PHASES[phase], ITERS) == []
+    assert all(torch.equal(tensor, state[name]) for name, tensor in resumed.state_dict().items())
+    for step in range(PHASES[phase], ITERS):
+        pairs = []
+        for model in (straight, resumed):
+            pairs.append(model(IDX, TARGETS))
+            handovers = model.set_step(step + 1, ITERS)
+        assert torch.equal(torch.stack(pairs[0]), torch.stack(pairs[1]))
+        assert bool(handovers) == (step == 3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("base", BASES)
+def test_a_state_dict_restores_the_phase(base, phase, training):
+    model, loaded = gpt(taper_base=base, taper_final=True), gpt(taper_base=base, taper_final=True).train(training)
+    train_to(model, PHASES[phase])
+    loaded.load_state_dict(model.state_dict())
+    for norm, other in zip(model.norms(), loaded.norms(), strict=True):
+        assert norm.phase == other.phase == phase
+        assert torch.equal(norm.gate, other.gate) and torch.equal(norm.scale, other.scale)
+        assert (norm.scale == 1) == (phase == "warm")
+    model.train(training)
+    assert torch.equal(loaded(IDX), model(IDX))
+
+
+# ------------------------------------------------------------------------------------------------- the scale anchor
+
+
+def scales(h, base, eps=0.1):
+    centred = h - h.mean(-1, keepdim=True) if base == "layer" else h
+    return (centred.square().mean(-1) + eps).sqrt()
+
+
+def anchor(base, weight=0.3):
+    return ScaleAnchor(TaperSchedule(3, 7), weight, 0.1, centers=base == "layer").double()
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_anchor_target_is_bias_corrected_and_frozen_when_the_taper_starts(base):
+    norm, means = anchor(base), []
+    for step in range(1, 9):
+        norm.set_step(step, ITERS)
+        h = step * draw(4, 6, 16, seed=step) + 0.5
+        for micro_batch in h.split(2):
+            norm(micro_batch)
+        assert torch.is_tensor(norm.loss) == (step > 3)  # no loss before the target is fixed
+        means.append(scales(h, base).mean())
+    weights = torch.tensor([EMA_DECAY ** (2 - k) for k in range(3)], dtype=torch.float64)
+    expected = (weights * torch.stack(means[:3])).sum() / weights.sum()
+    close(norm.target.value(), expected.view(1), 1e-6)
+    assert abs(expected - means[0]) > 0.1 and abs(expected - means[-1]) > 0.1
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_anchor_loss_and_gradient(base):
+    """weight * mean (s - t)^2; its gradient 2 weight / N * (s - t) * h / (C s), h centred for layer."""
+    norm, h = anchor(base), draw(4, 6, 16, seed=1).requires_grad_()
+    norm(3 * draw(4, 6, 16) + 1)
+    norm.set_step(4, ITERS)
+    norm(h)
+    target, s = norm.target.value(), scales(h, base)
+    close(norm.loss, 0.3 * (s - target).square().mean())
+    norm.loss.backward()
+    with torch.no_grad():
+        centred = h - h.mean(-1, keepdim=True) if base == "layer" else h
+        close(h.grad, 2 * 0.3 / 24 * ((s - target) / s)[..., None] * centred / 16)
+        assert h.grad.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("phase", PHASES)
+def test_anchor_in_a_model(phase, final):
+    """It weighs the stream before the final norm, whichever norm that is; in training only, and only after warm-up."""
+    model, streams = gpt(taper_anchor=0.3, taper_final=final), []
+    assert [norm.anchor is not None for norm in model.norms()] == [False] * 4 + [True]
+    train_to(model, PHASES[phase])
+    model.norm_f.register_forward_hook(lambda module, args, output: streams.append(output[1]))
+    aux = model(IDX, TARGETS)[1]
+    if phase == "warm":
+        assert aux == 0
+    else:
+        s = scales(streams[0], "rms", SHAPE.norm_eps)
+        close(aux, 0.3 * (s - model.norm_f.anchor.target.value()).square().mean())
+        assert aux > 1e-6
+    assert model.eval()(IDX, TARGETS)[1] == 0
+
+
+def test_no_anchor_without_weight():
+    model = gpt(taper_final=True)
+    train_to(model, PHASES["fixed"])
+    assert all(norm.anchor is None for norm in model.norms())
+    assert model(IDX, TARGETS)[1] == 0
+    assert not any("anchor" in name for name in model.state_dict())
+
+
+def radial_gradient(model):
+    """<gradient, h> for 24 tokens, h the stream before the final norm; their logits and targets.
+
+    The target of every other token is the likeliest one, that of the rest the unlikeliest.
+    """
+    h = draw(24, 16, seed=2).requires_grad_()
+    logits = model.norm_f(h.unsqueeze(0))[0][0] @ model.wte.weight.T  # (24, V)
+    targets = torch.where(torch.arange(24) % 2 == 0, logits.argmax(-1), logits.argmin(-1))
+    F.cross_entropy(logits, targets, reduction="sum").backward()
+    return (h.grad * h).sum(-1).detach(), logits.detach(), targets
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_proposition_4_1_a_final_norm_takes_the_radial_gradient(base):
+    for step in PHASES.values():
+        model = gpt(taper_base=base, norm_eps=0.0)
+        train_to(model, step)
+        radial, _, _ = radial_gradient(model)
+        close(radial, torch.zeros_like(radial))
+
+
+def test_proposition_4_2_without_one_a_right_token_pushes_outwards():
+    model = gpt(taper_final=True, norm_eps=0.0)
+    train_to(model, PHASES["fixed"], lr=1e-3)
+    radial, logits, targets = radial_gradient(model)
+    at_target = logits.gather(1, targets[:, None])[:, 0]
+    others = logits.scatter(1, targets[:, None], -math.inf).max(-1).values
+    margin, p = at_target - others, logits.softmax(-1).gather(1, targets[:, None])[:, 0]
+    right = margin > 0
+    assert right.sum() == 12
+    assert (radial[right] <= -(1 - p[right]) * margin[right] + 1e-12).all() and (radial[right] < 0).all()
+    assert (radial[~right] > 0).all()  # the unlikeliest token pulls inwards
+
+
+# ------------------------------------------------------------------------------------------------- compilation
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_three_graphs_and_none_for_a_gate_that_moves(base):
+    graphs = []
+
+    def counting(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    model, eager = (gpt(n_layer=1, taper_base=base, taper_anchor=0.1) for _ in range(2))
+    compiled, counts = torch.compile(model, backend=counting, fullgraph=True), []
+    for step in range(1, 10):
+        pairs = []
+        for this, call in ((model, compiled), (eager, eager)):
+            this.set_step(step, ITERS)
+            pairs.append(torch.stack(call(IDX, TARGETS)))
+            pairs[-1].sum().backward()
+        close(*pairs)
+        counts.append(len(graphs))
+    assert counts == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
+        close(parameter.grad, other.grad)
