@@ -122,8 +122,9 @@ def main(argv: list[str]) -> None:
     ratios = {f"{slow} / {fast}": dataclasses.asdict(paired_ratio(times[slow], times[fast])) for slow, fast in pairs}
     for name, ratio in ratios.items():
         print(f"time of {name}: {ratio['mean']:.4f}  (95 % CI {ratio['low']:.4f} .. {ratio['high']:.4f})")
-    record = {"ratios": ratios, "seconds": times, "threads": torch.get_num_threads(),
-              "config": dataclasses.asdict(config) | {"nanogpt": "", "out": ""}} | environment(torch.device("cpu"))  # fmt: skip
+    settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("nanogpt", "out")}
+    record = {"ratios": ratios, "seconds": times, "threads": torch.get_num_threads(), "config": settings}
+    record |= environment(torch.device("cpu"))
     if config.out:
         try:
             Path(config.out).parent.mkdir(parents=True, exist_ok=True)

@@ -42,8 +42,10 @@ def main(runs: Path, target: Path) -> None:
     start = log[0]
     about = (f"Training loss of single batches, nats per character. {start['device']}, torch "
              f"{start['versions']['torch']}, commit {start['git']}; made by `repro/mygpt.sh`.")  # fmt: skip
-    note = ("The chapter trains on the whole text and does not print batch size, learning rate, optimiser or number "
-            "of heads, so its later losses are a neighbourhood, not a target; parameters and first loss are.")  # fmt: skip
+    note = (
+        "The chapter draws random windows from the whole text; here 90 % of it is training data, in blocks, each once "
+        "an epoch. So its later losses are a neighbourhood, not a target; parameters and first loss are."
+    )
     text = "\n".join(["# LayerNorm and RMSNorm on Tiny Shakespeare", "", about, note, "", *lines, "", *findings, ""])
     (target / "README.md").write_text(text)
     print(text)
