@@ -96,6 +96,12 @@ class TrainLoader:
                 ahead.append(reader.submit(load, position))
 
 
+def bytes_per_token(blocks: Blocks, batches: list[list[int]], lengths: np.ndarray) -> float:
+    """Mean length of the evaluation's target tokens: nats per token / (ln 2 * this) is bits per byte."""
+    totals = [lengths[blocks[index][1:]].sum() for batch in batches for index in batch]
+    return float(sum(totals)) / (len(totals) * blocks.block_size)
+
+
 def eval_batches(blocks: Blocks, batch_size: int, eval_tokens: int) -> list[list[int]]:
     """Block numbers of each evaluation batch: the first eval_tokens of the split, in order, for every run alike."""
     count = min(len(blocks), max(1, eval_tokens // blocks.block_size))

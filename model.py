@@ -258,7 +258,7 @@ class GPT(nn.Module):
         if targets is None:
             return F.linear(x, head)[..., :n_vocab]
         loss = cross_entropy(x.flatten(0, 1), head, targets.flatten(), n_vocab)
-        return loss, sum((norm.aux_loss() for norm in self.norms()), start=loss.new_zeros(()))
+        return loss, loss.new_zeros(()) + sum(norm.aux_loss() for norm in self.norms())
 
     def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Normalised output of the last block (B, T, C) for token ids (B, T); with a cache, idx continues it."""

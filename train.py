@@ -37,8 +37,8 @@ from checkpoint import (
 )
 from configurator import key, parse_args
 from data.shards import DataError, read_meta
-from data.tokenizers import load_tokenizer
-from dataloader import Blocks, TrainLoader, eval_batches
+from data.tokenizers import load_tokenizer, token_bytes
+from dataloader import Blocks, TrainLoader, bytes_per_token, eval_batches
 from errors import ConfigError, UserError, run_program
 from model import GPT, GPTConfig
 from optim import carry_state, guarded_update, learning_rate, make_optimizer
@@ -142,6 +142,8 @@ class Trainer:
         self.loader = TrainLoader(train, config.batch_size, config.gradient_accumulation_steps, config.seed)
         self.tokens_per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
 
+        self.bytes_per_token = self._bytes_per_token() if ranks.is_main else 0.0
+
         # Precision: weights are float32 (float64 only if all is), low precision comes by autocast
         dtype = DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if ranks.on_cuda else "float32"]
         low = dtype in (torch.bfloat16, torch.float16)
@@ -174,6 +176,13 @@ class Trainer:
         self.names = [name for name, _ in self.model.named_parameters()]
         self.parameters = list(self.model.parameters())
         self._open_log(resumed is not None, notes)
+
+    def _bytes_per_token(self) -> float:
+        """Of the evaluation's text; 0 where the data does not say how to decode it."""
+        try:
+            return bytes_per_token(self.val, self.val_batches, token_bytes(load_tokenizer(self.meta)))
+        except DataError:
+            return 0.0
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.stop_signal = signal.Signals(number).name
@@ -313,8 +322,10 @@ class Trainer:
 
     def _evaluate(self) -> None:
         val_loss = evaluate(self.compiled, self.val, self.val_batches, self.ranks, self.autocast)
-        self.log.event("eval", step=self.step, val_loss=val_loss)
-        self.log.say(f"step {self.step}  val loss {val_loss:.4f}")
+        bits = {"bits_per_byte": val_loss / (math.log(2) * self.bytes_per_token)} if self.bytes_per_token else {}
+        self.log.event("eval", step=self.step, val_loss=val_loss, **bits)
+        shown = f" nats per token, {bits['bits_per_byte']:.4f} bits per byte" if bits else ""
+        self.log.say(f"step {self.step}  val loss {val_loss:.4f}{shown}")
         if self.step and val_loss < self.best:
             self.best = val_loss
             self._save(BEST)

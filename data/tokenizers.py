@@ -3,6 +3,7 @@
 All have encode_ordinary(text) -> ids, decode(ids) -> text, and n_vocab.
 """
 
+import numpy as np
 import tiktoken
 
 from data.shards import DataError
@@ -53,6 +54,17 @@ class HFTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def token_bytes(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer) -> np.ndarray:
+    """Length in UTF-8 bytes of each token (n_vocab,); the end-of-text token stands for no text, so 0."""
+    if isinstance(tokenizer, HFTokenizer):
+        raise DataError("the tokens of a Hugging Face tokenizer have no lengths in bytes here")
+    if isinstance(tokenizer, CharTokenizer):
+        return np.array([len(char.encode()) for char in tokenizer.chars])
+    special = {tokenizer.encode_single_token(name) for name in tokenizer.special_tokens_set}
+    return np.array([0 if token in special else len(tokenizer.decode_single_token_bytes(token))
+                     for token in range(tokenizer.n_vocab)])  # fmt: skip
 
 
 def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenizer:

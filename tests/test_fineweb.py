@@ -128,7 +128,20 @@ def test_max_tokens(tmp_path, limit):
     source = write_jsonl(tmp_path / "a.jsonl", some_texts(60))
     run(tmp_path / "all", "--local", source)
     run(tmp_path / "out", "--local", source, f"--max_tokens={limit}")
-    assert tokens_of(tmp_path / "out").tolist() == tokens_of(tmp_path / "all")[:limit].tolist()
+    expected = tokens_of(tmp_path / "all")[:limit].tolist()
+    assert tokens_of(tmp_path / "out").tolist() == expected
+    max(find_shards(tmp_path / "out", "train")).unlink()
+    run(tmp_path / "out", "--local", source, f"--max_tokens={limit}")  # a resume stops at the same token
+    assert tokens_of(tmp_path / "out").tolist() == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 50])
+def test_documents_end_anywhere_in_a_shard(tmp_path, gpt2, size):
+    texts = ["one", "two words", "", "three words here", "x " * size]
+    run(tmp_path / "out", "--local", write_jsonl(tmp_path / "a.jsonl", texts), shard_tokens=size)
+    expected = [token for text in texts if text for token in [END, *gpt2.encode_ordinary(text)]]
+    assert tokens_of(tmp_path / "out").tolist() == expected
+    assert {len(open_shard(path)) for path in find_shards(tmp_path / "out", "train")[:-1]} <= {size}
 
 
 def test_the_hub_is_read_by_the_same_code(tmp_path, monkeypatch):

@@ -1,0 +1,863 @@
+"""The model against an independent one, decoding, the loss, the optimiser, checkpoints.
+
+    python -m pytest tests/test_model.py
+
+In float64 unless a test says otherwise.
+"""
+
+import math
+import os
+import pickle
+import zlib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import model as model_file
+from checkpoint import (
+    BEST,
+    LAST,
+    CheckpointError,
+    check_same_model,
+    find_checkpoint,
+    load_model,
+    model_config,
+    read_checkpoint,
+    save_checkpoint,
+)
+from errors import ConfigError, UserError
+from model import GPT, GPTConfig, KVCache, cross_entropy, sample_token
+from norms import NORM_TYPES
+from optim import guarded_update, learning_rate, make_optimizer
+
+SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=12, n_layer=2, n_head=2, n_embd=16, init_std=0.2, bias=True)
+NORMS = {name: {} for name in NORM_TYPES} | {
+    "rms": {"norm_groups": 2, "rms_fraction": 0.5}, "coupled": {"coupled_alpha": 1.1, "coupled_span": 2},
+    "taper": {"taper_warmup": 2.0, "taper_end": 6.0, "taper_final": True, "taper_anchor": 0.1},
+}  # fmt: skip
+LLAMA = {"position": "rope", "activation": "swiglu", "qk_norm": True, "n_kv_head": 1, "tie_embeddings": False}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(*shape, seed=0, below=32):
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(actual, expected, tolerance=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@torch.no_grad()
+def shake(module):
+    """float64, and gains and biases away from 1 and 0."""
+    module.double()
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 1:
+            parameter += 0.3 * draw(*parameter.shape, seed=zlib.crc32(name.encode()))
+    return module
+
+
+def gpt(norm_type="layer", **keys):
+    """A small model; a taper is half way through its blend, with calibrated scales."""
+    model = shake(GPT(replace(SHAPE, norm_type=norm_type, **NORMS[norm_type] | keys)))
+    for step in range(1, 5 if norm_type == "taper" else 1):
+        model.set_step(step, 10)
+        model(tokens(2, 12, seed=step))
+    return model
+
+
+# ------------------------------------------------------------------------------------------------- sizes and weights
+
+
+CHAPTER = GPTConfig(vocab_size=65, n_embd=64, n_layer=4, n_head=4, block_size=64, bias=True, attn_bias=False)
+
+
+@pytest.mark.parametrize(("norm_type", "parameters"), [("layer", 207_296), ("rms", 206_720)])
+def test_number_of_parameters(norm_type, parameters):
+    """Embeddings 65 C + 64 C; a block 4 C^2 + 8 C^2 + 5 C; 9 norms of 2 C (layer) or C (rms); C = 64."""
+    model = GPT(replace(CHAPTER, norm_type=norm_type))
+    C, norm = 64, {"layer": 2, "rms": 1}[norm_type]
+    assert model.num_params() == 129 * C + 4 * (12 * C * C + 5 * C) + 9 * norm * C == parameters
+
+
+def test_norm_types_start_from_the_same_weights():
+    """Same seed, same names: bit for bit. Another seed: every one of them is another."""
+    def weights(norm_type, seed):
+        model = GPT(replace(SHAPE, norm_type=norm_type, qk_norm=True, tie_embeddings=False), seed)
+        return {name: tensor for name, tensor in model.named_parameters() if "norm" not in name}
+
+    expected, other = weights("layer", 3), weights("layer", 4)
+    for norm_type in NORM_TYPES:
+        same = weights(norm_type, 3)
+        assert same.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in same.items())
+    drawn = [name for name in expected if not name.endswith("bias")]
+    assert len(drawn) == 3 + 4 * 2 and not any(torch.equal(expected[name], other[name]) for name in drawn)
+    assert len({expected[name].flatten()[0].item() for name in drawn}) == len(drawn)  # no two share a stream
+
+
+WIDE = GPTConfig(vocab_size=96, block_size=96, n_layer=8, n_head=2, n_embd=96, bias=True, tie_embeddings=False)
+
+
+def is_like(tensor, std, spread=1.0):
+    """Mean 0 and standard deviation `std`, to five standard errors. `spread`: that of x^2 over std^2, per sqrt(2)."""
+    count = tensor.numel()
+    return abs(tensor.mean()) < 5 * std / count**0.5 and abs(tensor.std() / std - 1) < 5 * spread / (2 * count) ** 0.5
+
+
+def test_init_gpt2():
+    for name, tensor in GPT(replace(WIDE, init_std=0.05)).named_parameters():
+        if name.endswith("bias"):
+            assert not tensor.any()
+        elif "norm" in name:
+            assert (tensor == 1).all()
+        else:
+            assert is_like(tensor, 0.05 / 16**0.5 if name.endswith(("proj.weight", "down.weight")) else 0.05), name
+
+
+def test_init_torch():
+    """Embeddings unit normal, linears and their biases uniform within 1 / sqrt(inputs): PyTorch's own defaults."""
+    model = GPT(replace(WIDE, init="torch"))
+    assert is_like(model.wte.weight, 1.0) and is_like(model.wpe.weight, 1.0)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            bound = module.in_features**-0.5
+            for tensor in module.parameters():
+                assert tensor.abs().max() <= bound, name
+                assert is_like(tensor, bound / 3**0.5), name
+    # The same distribution as PyTorch's: equal largest values to 1 %.
+    theirs = nn.Linear(96, 384)
+    assert model.blocks[0].mlp.up.weight.abs().max() == pytest.approx(theirs.weight.abs().max().item(), rel=0.01)
+
+
+# ------------------------------------------------------------------------------------------------- the reference
+
+
+def reference_logits(model, idx):
+    """GPT-2, written straight down from its state dict: loops over blocks, einsum, an explicit mask."""
+    w, config = model.state_dict(), model.config
+    B, T = idx.shape
+    H, D = config.n_head, config.n_embd // config.n_head
+
+    def linear(x, name):
+        y = torch.einsum("bti,oi->bto", x, w[name + ".weight"])
+        return y + w[name + ".bias"] if name + ".bias" in w else y
+
+    def norm(x, name):
+        mean = x.sum(-1, keepdim=True) / config.n_embd
+        variance = ((x - mean) ** 2).sum(-1, keepdim=True) / config.n_embd
+        y = (x - mean) / torch.sqrt(variance + 1e-5) * w[name + ".weight"]
+        return y + w[name + ".bias"] if name + ".bias" in w else y
+
+    def gelu(x):
+        if config.activation == "gelu_tanh":
+            return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+    x = w["wte.weight"][idx] + w["wpe.weight"][:T]
+    for block in range(config.n_layer):
+        at = f"blocks.{block}."
+        q, k, v = linear(norm(x, at + "norm1"), at + "attn.qkv").view(B, T, 3, H, D).unbind(2)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(D)
+        future = torch.arange(T)[None, :] > torch.arange(T)[:, None]
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True)) * ~future
+        weights = weights / weights.sum(-1, keepdim=True)
+        mixed = torch.einsum("bhij,bjhd->bihd", weights, v).reshape(B, T, H * D)
+        x = x + linear(mixed, at + "attn.proj")
+        x = x + linear(gelu(linear(norm(x, at + "norm2"), at + "mlp.up")), at + "mlp.down")
+    head = w["wte.weight"] if config.tie_embeddings else w["lm_head.weight"]
+    return torch.einsum("btc,vc->btv", norm(x, "norm_f"), head)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_gpt2_shape_is_gpt2(bias, activation, tied):
+    model = gpt(bias=bias, activation=activation, tie_embeddings=tied, n_vocab=0, n_head=4)
+    idx = tokens(3, 12, below=40)
+    close(model(idx), reference_logits(model, idx))
+    close(model(idx[:, :5]), reference_logits(model, idx[:, :5]))
+    other = gpt(bias=bias, activation={"gelu": "gelu_tanh", "gelu_tanh": "gelu"}[activation], tie_embeddings=tied,
+                n_vocab=0, n_head=4)  # fmt: skip
+    assert (other(idx) - reference_logits(model, idx)).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_causal(norm_type, shape):
+    model, idx = gpt(norm_type, **shape).eval(), tokens(2, 12)
+    changed = idx.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 32
+    before, after = model(idx), model(changed)
+    close(after[:, :7], before[:, :7])
+    assert ((after - before)[:, 7:].abs().amax((0, 2)) > 1e-6).all()
+
+
+# ------------------------------------------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_cached_generation_is_uncached_also_beyond_block_size(norm_type):
+    model, idx = gpt(norm_type).eval(), tokens(3, 5)
+    cached, plain = (model.generate(idx, 30, temperature=0, use_cache=cache) for cache in (True, False))
+    assert cached.shape == (3, 35) and torch.equal(cached, plain) and torch.equal(cached[:, :5], idx)
+    # The first token beyond the context is predicted from the context's later half alone.
+    assert torch.equal(cached[:, 13], model(cached[:, 7:13])[:, -1].argmax(-1))
+    assert torch.equal(cached[:, 12], model(cached[:, :12])[:, -1].argmax(-1))
+
+
+def test_generation_from_a_prompt_beyond_block_size():
+    model, idx = gpt().eval(), tokens(2, 40)
+    expected = model.generate(idx[:, -12:], 3, temperature=0)
+    assert torch.equal(model.generate(idx, 3, temperature=0)[:, 40:], expected[:, 12:])
+
+
+@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("pieces", [[12], [5, 7], [1] * 12, [3, 1, 4, 1, 3]], ids=str)
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@torch.no_grad()
+def test_prefill_in_pieces_is_one_pass(norm_type, pieces, shape):
+    model, idx = gpt(norm_type, **shape).eval(), tokens(2, 12)
+    cache = KVCache(model.config, 2, 100, model.wte.weight)
+    parts = [model(piece, cache=cache) for piece in idx.split(pieces, dim=1)]
+    close(torch.cat(parts, 1), model(idx))
+    assert cache.filled == cache.blocks.shape[4] == 12  # never room for more than block_size
+    with pytest.raises(ValueError, match="block_size=12"):
+        model(idx[:, :1], cache=cache)
+
+
+def test_temperature_zero_and_top_k():
+    logits = draw(4, 20)
+    stream = torch.Generator().manual_seed(0)
+    best = logits.argmax(-1, keepdim=True)
+    assert torch.equal(sample_token(logits, 0, 0, stream), best)
+    assert torch.equal(sample_token(logits, 5.0, 1, stream), best)
+    likeliest = logits.topk(3).indices.sort().values
+    for top_k, allowed in ((3, likeliest), (0, torch.arange(20).expand(4, 20)), (50, torch.arange(20).expand(4, 20))):
+        drawn = torch.cat([sample_token(logits, 100.0, top_k, stream) for _ in range(600)], 1)  # (4, 600)
+        for row in range(4):
+            assert torch.equal(drawn[row].unique(), allowed[row])
+
+
+def test_sampling_follows_the_softmax_at_its_temperature():
+    logits = draw(1, 4).expand(20_000, 4)
+    drawn = sample_token(logits, 0.7, 0, torch.Generator().manual_seed(0))
+    p = torch.exp(logits[0] / 0.7) / torch.exp(logits[0] / 0.7).sum()
+    counted = drawn.flatten().bincount(minlength=4) / 20_000
+    assert ((counted - p).abs() < 5 * (p * (1 - p) / 20_000).sqrt()).all()
+
+
+# ------------------------------------------------------------------------------------------------- padding and loss
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_padded_vocabulary(tied):
+    """Rows beyond n_vocab: no logits, no samples, no part in the loss, no gradient."""
+    model, idx, targets = gpt(tie_embeddings=tied), tokens(3, 12), tokens(3, 12, seed=1)
+    head = model.wte.weight if tied else model.lm_head.weight
+    with torch.no_grad():
+        head[32:] += 50 * draw(8, 16, seed=2)  # would dominate everything, if it counted
+    logits = model(idx)
+    assert logits.shape == (3, 12, 32)
+    loss, _ = model(idx, targets)
+    log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
+    close(loss, -log_p.gather(2, targets[..., None]).mean())
+    loss.backward()
+    assert (head.grad[32:] == 0).all() and (head.grad[:32].abs().amax(1) > 0).all()
+    sampled = model.eval().generate(idx[:, :4], 200, temperature=1e6, generator=torch.Generator().manual_seed(0))
+    assert sampled[:, 4:].unique().tolist() == list(range(32))
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("chunks", [2, 3, 7, 36])
+@pytest.mark.parametrize("tied", [True, False])
+def test_chunked_loss_is_the_plain_loss(tied, chunks, ignored, monkeypatch):
+    """Loss and all gradients; 36 tokens, in chunks that need not divide them; some targets left out (-1)."""
+    idx, targets = tokens(3, 12), tokens(3, 12, seed=1)
+    if ignored:
+        targets[0] = -1  # a whole chunk, and single tokens
+        targets[2, ::3] = -1
+    plain, chunked = gpt(tie_embeddings=tied), gpt(tie_embeddings=tied)
+    loss = plain(idx, targets)[0]
+    kept = targets >= 0
+    close(loss, F.cross_entropy(plain(idx)[kept], targets[kept]))
+    (2.5 * loss).backward()
+    monkeypatch.setattr(model_file, "LOGITS_BYTES", -(-4 * 36 * 40 // chunks))
+    split_loss = chunked(idx, targets)[0]
+    assert "_ChunkedCrossEntropy" in [step[0].name() for step in split_loss.grad_fn.next_functions][0]
+    close(split_loss, loss)
+    (2.5 * split_loss).backward()
+    for (name, parameter), other in zip(chunked.named_parameters(), plain.parameters(), strict=True):
+        close(parameter.grad, other.grad)
+        assert parameter.grad.abs().max() > 0, name
+    with torch.no_grad():
+        close(chunked(idx, targets)[0], loss)
+
+
+def test_chunked_loss_under_autocast(monkeypatch):
+    """bfloat16 products, float32 weights: losses and gradients agree within what bfloat16 can show."""
+    results = {}
+    for limit in (1 << 29, 700):
+        monkeypatch.setattr(model_file, "LOGITS_BYTES", limit)
+        model = gpt().float()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = model(tokens(3, 12), tokens(3, 12, seed=1))
+        loss.backward()
+        results[limit] = loss, [parameter.grad for parameter in model.parameters()]
+    (plain, gradients), (chunked, others) = results.values()
+    assert chunked.dtype == plain.dtype == torch.float32 and "Div" in chunked.grad_fn.name()
+    close(chunked, plain, 1e-5)
+    for gradient, other in zip(gradients, others, strict=True):
+        assert other.dtype == torch.float32
+        assert (other - gradient).norm() <= 0.02 * gradient.norm()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operator returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_training_never_makes_all_logits_at_once(chunks, monkeypatch):
+    monkeypatch.setattr(model_file, "LOGITS_BYTES", 4 * 384 * 512 // chunks)
+    model = GPT(replace(SHAPE, vocab_size=512, n_vocab=500, block_size=128, n_layer=1))
+    with LargestTensor() as seen:
+        loss, aux = model(tokens(3, 128), tokens(3, 128, seed=1))
+        (loss + aux).backward()
+    if chunks == 1:
+        assert seen.largest >= 384 * 500  # the instrument sees them where they are
+    else:
+        assert 48 * 500 <= seen.largest < 384 * 500 // 4
+
+
+# ------------------------------------------------------------------------------------------------- compiled, dropout
+
+
+@pytest.mark.parametrize(("norm_type", "shape"), [*((name, {}) for name in NORM_TYPES), ("coupled", LLAMA)])
+def test_compiles_without_a_graph_break(norm_type, shape):
+    torch._dynamo.reset()
+    model, eager = (gpt(norm_type, n_layer=1, **shape) for _ in range(2))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    idx, targets = tokens(3, 12), tokens(3, 12, seed=1)
+    pairs = [torch.stack(call(idx, targets)) for call in (compiled, eager)]
+    close(*pairs)
+    for pair in pairs:
+        pair.sum().backward()
+    for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
+        close(parameter.grad, other.grad)
+
+
+def test_a_chunked_loss_compiles(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(model_file, "LOGITS_BYTES", 700)
+    model, eager = (gpt("rms", n_layer=1) for _ in range(2))
+    idx, targets = tokens(3, 12), tokens(3, 12, seed=1)
+    losses = [torch.compile(model, fullgraph=True, backend="aot_eager")(idx, targets)[0], eager(idx, targets)[0]]
+    close(*losses)
+    for loss in losses:
+        loss.backward()
+    for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
+        close(parameter.grad, other.grad)
+
+
+def test_dropout_in_training_only():
+    plain, idx = gpt(), tokens(3, 12)
+    model = gpt(dropout=0.5)
+    assert not torch.equal(model(idx), model(idx))
+    assert torch.equal(model.eval()(idx), plain(idx))
+    torch.manual_seed(0)
+    first = model.train()(idx)
+    torch.manual_seed(0)
+    assert torch.equal(model(idx), first)
+
+
+@pytest.mark.parametrize("place", ["embeddings", "attention", "both sublayers"])
+def test_dropout_is_everywhere(place):
+    """With all but one of the places silenced, two passes still differ."""
+    model, idx = gpt(dropout=0.5), tokens(3, 12)
+    if place != "embeddings":
+        model.dropout.p = 0.0
+    for block in model.blocks:
+        if place != "attention":
+            block.attn.dropout = 0.0
+        if place != "both sublayers":
+            block.dropout.p = 0.0
+    assert not torch.equal(model(idx), model(idx))
+
+
+# ------------------------------------------------------------------------------------------------- counts and refusals
+
+
+@pytest.mark.parametrize(("keys", "weights", "attention"), [
+    ({}, 2 * (16 * 48 + 16 * 16 + 2 * 16 * 64) + 40 * 16, 2 * 2 * 8),
+    ({"tie_embeddings": False}, 2 * (16 * 48 + 16 * 16 + 2 * 16 * 64) + 40 * 16, 2 * 2 * 8),
+    (LLAMA, 2 * (16 * 32 + 16 * 16 + 3 * 16 * 64) + 40 * 16, 2 * 2 * 8),  # one key and value head; gate, up, down
+    ({"head_dim": 6, "n_inner": 10}, 2 * (16 * 36 + 12 * 16 + 2 * 16 * 10) + 40 * 16, 2 * 2 * 6),
+], ids=["tied", "untied", "llama", "head_dim"])  # fmt: skip
+def test_flops_per_token(keys, weights, attention):
+    """6 per weight in a product, and 12 L H D T for attention: the head counts once, embeddings that are read do not."""
+    assert gpt(**keys).flops_per_token() == 6 * weights + 12 * attention * 12
+
+
+def test_flops_of_gpt2_124m():
+    """85 M weights in blocks and 38.6 M in the head; PaLM's formula gives 0.86 GFLOP a token at 1024."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig())
+    assert model.flops_per_token() == 6 * (12 * 12 * 768**2 + 50304 * 768) + 12 * 12 * 768 * 1024
+
+
+@pytest.mark.parametrize(("keys", "words"), [
+    ({"n_embd": 30, "n_head": 4}, ["n_embd=30", "n_head=4"]),
+    ({"n_head": 4, "n_kv_head": 3}, ["n_head=4", "n_kv_head=3"]),
+    ({"n_kv_head": -1}, ["n_kv_head=-1"]),
+    ({"position": "rope", "head_dim": 7}, ["rope", "7"]),
+    ({"rope_scaling": (8.0, 1.0, 4.0)}, ["rope_scaling"]),
+    ({"vocab_size": 30, "n_vocab": 31}, ["vocab_size=30", "n_vocab=31"]),
+    ({"n_vocab": -1}, ["n_vocab=-1"]),
+    ({"vocab_size": 0, "n_vocab": 0}, ["vocab_size=0"]),
+    ({"dropout": 1.0}, ["dropout=1.0"]),
+    ({"dropout": -0.1}, ["dropout=-0.1"]),
+    ({"dropout": float("nan")}, ["dropout=nan"]),
+    ({"n_layer": 0}, ["n_layer=0"]),
+    ({"n_head": 0}, ["n_head=0"]),
+    ({"n_embd": -16}, ["n_embd=-16"]),
+    ({"block_size": 0}, ["block_size=0"]),
+    ({"n_inner": -1}, ["n_inner=-1"]),
+    ({"init_std": -0.02}, ["init_std=-0.02"]),
+], ids=str)  # fmt: skip
+def test_bad_shapes_are_refused(keys, words):
+    with pytest.raises(ConfigError) as error:
+        GPT(replace(SHAPE, **keys))
+    assert [word for word in words if word not in str(error.value)] == []
+    assert error.value.exit_code == 2
+
+
+def test_a_context_that_is_too_long_is_refused():
+    with pytest.raises(ValueError, match="13 tokens do not fit block_size=12"):
+        gpt()(tokens(1, 13))
+
+
+# ------------------------------------------------------------------------------------------------- learning rate
+
+
+def rates(schedule, warmup=10, max_iters=100, highest=6e-4, lowest=6e-5, wsd_decay=0.2):
+    """Learning rates of steps 1 .. max_iters; index 0 is not used."""
+    return [math.nan] + [learning_rate(step, schedule, warmup, max_iters, highest, lowest, wsd_decay)
+                         for step in range(1, max_iters + 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 100])
+def test_warmup(schedule, warmup):
+    rate = rates(schedule, warmup)
+    for step in range(1, warmup + 1):
+        assert rate[step] == pytest.approx(6e-4 * step / warmup, rel=1e-12)
+    assert min(rate[1:]) > 0 and max(rate[1:]) <= 6e-4
+    if 0 < warmup < 100:
+        assert rate[warmup] == max(rate[1:]) == 6e-4
+
+
+def test_cosine():
+    rate = rates("cosine")
+    assert rate[100] == pytest.approx(6e-5, rel=1e-12) and rate[55] == pytest.approx((6e-4 + 6e-5) / 2, rel=1e-12)
+    assert rate[40] == pytest.approx(6e-5 + 0.75 * (6e-4 - 6e-5), rel=1e-12)  # a third of the way: cos 60 degrees
+    assert rate[10:] == sorted(rate[10:], reverse=True)
+
+
+def test_wsd():
+    rate = rates("wsd")
+    assert set(rate[10:81]) == {6e-4}
+    for step in range(81, 101):
+        assert rate[step] == pytest.approx(6e-4 - (step - 80) / 20 * (6e-4 - 6e-5), rel=1e-12)
+    assert rates("wsd", wsd_decay=1.0)[55] == pytest.approx((6e-4 + 6e-5) / 2)  # the decay never begins in the warm-up
+
+
+def test_constant():
+    assert set(rates("constant")[10:]) == {6e-4}
+
+
+# ------------------------------------------------------------------------------------------------- optimiser
+
+
+def optimizer_of(model, lr=1e-2):
+    return make_optimizer(model, lr, (0.9, 0.95), 1e-8, 0.1)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_weight_decay_is_for_matrices(norm_type):
+    model = gpt(norm_type)
+    decay = {id(p): group["weight_decay"] for group in optimizer_of(model).param_groups for p in group["params"]}
+    assert len(decay) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        assert decay[id(parameter)] == (0.1 if parameter.dim() >= 2 else 0.0), name
+        assert (parameter.dim() >= 2) == (name.endswith("weight") and "norm" not in name), name
+
+
+def test_adamw_is_adamw():
+    """One update, by hand (Loshchilov & Hutter): decoupled decay, then the bias-corrected step."""
+    model = nn.Linear(3, 2).double()
+    optimizer = optimizer_of(model)
+    weight, bias = (p.detach().clone() for p in model.parameters())
+    model.weight.grad, model.bias.grad = 1e-9 * draw(2, 3), 1e-9 * draw(2, seed=1)
+    g, g_bias = model.weight.grad.clone(), model.bias.grad.clone()
+    step_with(optimizer, model)
+    close(model.weight.detach(), weight * (1 - 1e-2 * 0.1) - 1e-2 * g / (g.abs() + 1e-8))
+    close(model.bias.detach(), bias - 1e-2 * g_bias / (g_bias.abs() + 1e-8))
+
+
+def step_with(optimizer, model, clip=0.0, bad=0.0, scaler=None):
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    return guarded_update(optimizer, scaler, list(model.parameters()), clip, torch.tensor(bad, dtype=torch.float64))
+
+
+def everything(model, optimizer):
+    """Copies of all weights, all moments and all step counts, by name."""
+    state = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        state |= {f"{name} {key}": value.clone() for key, value in optimizer.state[parameter].items()}
+    return state
+
+
+def backward(model, seed):
+    model(tokens(3, 12, seed=seed), tokens(3, 12, seed=seed + 1))[0].backward()
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
+@pytest.mark.parametrize("fault", ["nan gradient", "inf gradient", "nan loss"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_step_that_is_not_finite_is_not_applied(fault, clip, scaled):
+    """Weights, moments and step counts stay bit for bit, and the run goes on as if that step had never been."""
+    if scaled and fault == "nan loss":
+        pytest.skip("with loss scaling, a loss that is not finite shows in the gradients")
+    model, other = gpt(), gpt()
+    optimizer, optimizer_other = optimizer_of(model), optimizer_of(other)
+    for this, its in ((model, optimizer), (other, optimizer_other)):
+        backward(this, 1)
+        step_with(its, this, clip)
+    before = everything(model, optimizer)
+    assert len(before) == 4 * len(list(model.parameters()))
+    backward(model, 2)
+    if fault != "nan loss":
+        model.blocks[1].mlp.up.weight.grad[3, 4] = float(fault.split()[0])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scaled)
+    scaler.scale(torch.zeros(()))  # the scaler makes its scale when it first meets a loss
+    norms = step_with(optimizer, model, clip, bad=float(fault == "nan loss"), scaler=scaler)
+    assert norms.isfinite().all() == (fault == "nan loss")
+    after = everything(model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for this, its in ((model, optimizer), (other, optimizer_other)):
+        backward(this, 3)
+        step_with(its, this, clip)
+    expected = everything(other, optimizer_other)
+    assert all(torch.equal(value, expected[name]) for name, value in everything(model, optimizer).items())
+    assert not torch.equal(expected["wte.weight"], before["wte.weight"])
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
+def test_clipping_and_the_norms_reported(clip):
+    model = gpt()
+    optimizer = optimizer_of(model)
+    backward(model, 1)
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    total = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    reported = step_with(optimizer, model, clip)
+    close(reported, torch.stack([total, *(gradient.norm() for gradient in gradients)]))  # before clipping
+    factor = clip / (total + 1e-6) if clip and clip < total else 1.0
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        close(optimizer.state[parameter]["exp_avg"], 0.1 * factor * gradient)  # (1 - beta1) times what was applied
+    applied = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in model.parameters()]).norm() / 0.1
+    assert applied == pytest.approx(clip if 0 < clip < total else total.item(), rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def trained():
+    """(model, optimizer, what train.py saves of them)"""
+    model = gpt("coupled").float()
+    model.meta = {"tokenizer": "bytes"}
+    optimizer = optimizer_of(model)
+    backward(model, 1)
+    optimizer.step()
+    return model, optimizer, {
+        "step": 7, "config": asdict(model.config) | {"learning_rate": 1e-3}, "meta": model.meta,
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}, "best_val_loss": 1.5,
+    }  # fmt: skip
+
+
+def same_state(state, other):
+    """Equal dicts of dicts, lists, tensors and plain values; equal tensors are equal bit for bit, and in type."""
+    if isinstance(state, torch.Tensor):
+        return isinstance(other, torch.Tensor) and state.dtype == other.dtype and torch.equal(state, other)
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(same_state(value, other[key]) for key, value in state.items())
+    if isinstance(state, list | tuple):
+        return len(state) == len(other) and all(map(same_state, state, other))
+    return state == other
+
+
+def test_round_trip(trained, tmp_path):
+    model, optimizer, state = trained
+    save_checkpoint(tmp_path / LAST, state)
+    back = read_checkpoint(tmp_path / LAST)
+    assert same_state(back, {"format": 1, **state})
+    assert [path.name for path in tmp_path.iterdir()] == [LAST]
+    loaded = load_model(str(tmp_path / LAST))
+    assert loaded.config == model.config and loaded.meta == model.meta and not loaded.training
+    assert torch.equal(loaded(tokens(2, 12)), model(tokens(2, 12)))
+    again = optimizer_of(loaded)
+    again.load_state_dict(back["optimizer"])
+    assert same_state(again.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("moment", ["write", "replace"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("boom"), KeyboardInterrupt()])
+def test_a_crash_while_saving_leaves_the_old_file(trained, tmp_path, monkeypatch, moment, error):
+    state, path = trained[2], tmp_path / LAST
+    save_checkpoint(path, state)
+    old, save = path.read_bytes(), torch.save
+
+    def half(data, file):
+        save(data, file)
+        file.seek(len(old) // 2)
+        file.truncate()
+        raise error
+
+    def fail(*words):
+        raise error
+
+    monkeypatch.setattr(*((torch, "save", half) if moment == "write" else (os, "replace", fail)))
+    with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)) as caught:
+        save_checkpoint(path, state | {"step": 8})
+    if isinstance(error, OSError):
+        assert str(path) in str(caught.value) and "No space left" in str(caught.value)
+        assert [path.name for path in tmp_path.iterdir()] == [LAST]
+    assert path.read_bytes() == old
+    monkeypatch.undo()
+    save_checkpoint(path, state | {"step": 9})  # and what is left of it is not in the way
+    assert read_checkpoint(path)["step"] == 9 and [path.name for path in tmp_path.iterdir()] == [LAST]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk(trained, tmp_path):
+    path = tmp_path / LAST
+    save_checkpoint(path, trained[2])
+    old = path.read_bytes()
+    (tmp_path / (LAST + ".tmp")).symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match="No space left"):
+        save_checkpoint(path, trained[2] | {"step": 8})
+    assert path.read_bytes() == old
+
+
+def test_truncated_at_any_length(trained, tmp_path):
+    path = tmp_path / LAST
+    save_checkpoint(path, trained[2])
+    whole = path.read_bytes()
+    for length in {0, 1, 4, *range(0, len(whole), len(whole) // 50), len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=LAST):
+            read_checkpoint(path)
+
+
+def test_a_flipped_byte_in_a_tensor(trained, tmp_path):
+    """Each of some tensors, first, middle and last byte: torch.load alone would not notice."""
+    path = tmp_path / LAST
+    save_checkpoint(path, trained[2])
+    whole, weights = path.read_bytes(), trained[2]["model"]
+    for name in ("wte.weight", "blocks.1.mlp.down.weight", "norm_f.weight"):
+        raw = weights[name].numpy().tobytes()
+        start = whole.find(raw)
+        assert start >= 0 and whole.count(raw) == 1
+        for place in (start, start + len(raw) // 2, start + len(raw) - 1):
+            torn = bytearray(whole)
+            torn[place] ^= 0x10
+            path.write_bytes(torn)
+            assert not torch.equal(torch.load(path, weights_only=True)["model"][name], weights[name])
+            with pytest.raises(CheckpointError, match="torn"):
+                read_checkpoint(path)
+
+
+def test_a_flipped_byte_anywhere(trained, tmp_path):
+    """Refused in words, or harmless (in padding): never another state, never another exception."""
+    path = tmp_path / LAST
+    save_checkpoint(path, trained[2])
+    whole, refused = path.read_bytes(), 0
+    directory = whole.rfind(b"PK\x01\x02", 0, len(whole) // 2)  # the archive's directory is hit more densely
+    places = [*range(0, len(whole), len(whole) // 150), *range(max(directory, len(whole) - 4000), len(whole), 11)]
+    for place in places:
+        torn = bytearray(whole)
+        torn[place] ^= 0xFF
+        path.write_bytes(torn)
+        try:
+            assert same_state(read_checkpoint(path), {"format": 1, **trained[2]}), place
+        except CheckpointError:
+            refused += 1
+    assert refused > len(places) // 2
+
+
+class Malice:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_foreign_pickle_is_never_executed(trained, tmp_path):
+    mark, path = tmp_path / "executed", tmp_path / LAST
+    torch.save({**trained[2], "meta": Malice(mark)}, path)
+    with pytest.raises(CheckpointError, match="more than tensors and plain values"):
+        read_checkpoint(path)
+    torch.save({**trained[2], "meta": Malice(mark)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=LAST):
+        read_checkpoint(path)
+    path.write_bytes(pickle.dumps(Malice(mark)))
+    with pytest.raises(CheckpointError, match=LAST):
+        load_model(str(path))
+    assert not mark.exists()
+    pickle.loads(path.read_bytes())
+    assert mark.exists()  # so it was malicious
+
+
+@pytest.mark.parametrize("content", [b"", b"hello\n" * 100, b"PK\x05\x06" + 18 * b"\0"], ids=["empty", "text", "zip"])
+def test_not_a_checkpoint_at_all(content, tmp_path):
+    (tmp_path / LAST).write_bytes(content)
+    with pytest.raises(CheckpointError, match="torn, or not a checkpoint"):
+        read_checkpoint(tmp_path / LAST)
+
+
+@pytest.mark.parametrize("change", [
+    lambda state: [1, 2], lambda state: state["model"], lambda state: {"model": {}, "config": {}},
+], ids=["list", "weights", "no step"])  # fmt: skip
+def test_a_pytorch_file_that_is_no_checkpoint(change, trained, tmp_path):
+    torch.save(change(trained[2]), tmp_path / LAST)
+    with pytest.raises(CheckpointError, match="not a nanonorm checkpoint"):
+        read_checkpoint(tmp_path / LAST)
+
+
+def test_another_format_is_refused(trained, tmp_path):
+    torch.save({"format": 2, **trained[2]}, tmp_path / LAST)
+    with pytest.raises(CheckpointError, match="format 2, this program reads 1"):
+        read_checkpoint(tmp_path / LAST)
+
+
+def test_a_config_without_norm_type_is_layer(tmp_path):
+    """Checkpoints from before there were norm types: only the keys of the shape."""
+    model = gpt("layer")
+    shape = {name: getattr(SHAPE, name) for name in ("vocab_size", "n_vocab", "block_size", "n_layer", "n_head",
+                                                     "n_embd", "bias")}  # fmt: skip
+    save_checkpoint(tmp_path / LAST, {"step": 1, "config": shape, "model": model.float().state_dict()})
+    loaded = load_model(str(tmp_path))
+    assert loaded.config.norm_type == "layer" and str(loaded.plan) == "LL LL L"
+    assert torch.equal(loaded(tokens(2, 12)), model(tokens(2, 12)))
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"n_layer": 3}, ["n_layer=2 there, 3 here"]), ({"n_embd": 32}, ["n_embd=16 there, 32 here"]),
+    ({"norm_type": "rms", "coupled_alpha": 1.0, "coupled_span": 1}, ["norm_type='coupled' there, 'rms' here"]),
+    ({"coupled_span": 1}, ["coupled_span=2 there, 1 here"]), ({"bias": False}, ["bias=True there, False here"]),
+])  # fmt: skip
+def test_another_model_names_the_key(change, words, trained):
+    model, path = trained[0], Path("run") / LAST
+    saved = asdict(model.config)
+    check_same_model(saved, model.config, path)
+    check_same_model(saved, replace(model.config, dropout=0.1, init="torch", init_std=0.01), path)  # decide no tensor
+    with pytest.raises(CheckpointError) as error:
+        check_same_model(saved, replace(model.config, **change), path)
+    assert all(word in str(error.value) for word in [*words, str(path)])
+
+
+def test_a_tensor_of_another_shape_is_named(trained, tmp_path):
+    state = trained[2]
+    for change, word in (({"norm_f.weight": torch.ones(3)}, "norm_f.weight is (3,) there, (16,) here"),
+                         ({"extra": torch.ones(3)}, "extra is not part of this model")):  # fmt: skip
+        save_checkpoint(tmp_path / LAST, state | {"model": state["model"] | change})
+        with pytest.raises(CheckpointError) as error:
+            load_model(str(tmp_path))
+        assert word in str(error.value)
+    less = {name: tensor for name, tensor in state["model"].items() if name != "norm_f.weight"}
+    save_checkpoint(tmp_path / LAST, state | {"model": less})
+    with pytest.raises(CheckpointError, match=r"norm_f\.weight is missing"):
+        load_model(str(tmp_path))
+
+
+def test_find_checkpoint(trained, tmp_path):
+    state = trained[2]
+    assert find_checkpoint(tmp_path, "auto") is None and find_checkpoint(tmp_path, "never") is None
+    save_checkpoint(tmp_path / LAST, state)
+    save_checkpoint(tmp_path / BEST, state | {"step": 5})
+    found, path, note = find_checkpoint(tmp_path, "auto")
+    assert (found["step"], path, note) == (7, tmp_path / LAST, "")
+    found, path, note = find_checkpoint(tmp_path, str(tmp_path / BEST))
+    assert (found["step"], path, note) == (5, tmp_path / BEST, "")
+    with pytest.raises(CheckpointError, match="resume=auto"):
+        find_checkpoint(tmp_path, "never")
+
+    (tmp_path / LAST).write_bytes((tmp_path / LAST).read_bytes()[:1000])  # torn: the best one, and it says so
+    found, path, note = find_checkpoint(tmp_path, "auto")
+    assert (found["step"], path) == (5, tmp_path / BEST) and LAST in note and "torn" in note
+    with pytest.raises(CheckpointError, match="torn"):
+        find_checkpoint(tmp_path, str(tmp_path / LAST))
+    (tmp_path / BEST).write_bytes(b"")
+    with pytest.raises(CheckpointError) as error:  # both torn: it does not start afresh over them
+        find_checkpoint(tmp_path, "auto")
+    assert LAST in str(error.value) and BEST in str(error.value)
+    (tmp_path / LAST).unlink()
+    with pytest.raises(CheckpointError, match=BEST):
+        find_checkpoint(tmp_path, "never")
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        find_checkpoint(tmp_path, str(tmp_path / "nowhere.pt"))
+
+
+def test_load_model(trained, tmp_path):
+    model, _, state = trained
+    with pytest.raises(CheckpointError, match=f"no {BEST}, no {LAST}"):
+        load_model(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"nowhere\.pt: no such checkpoint"):
+        load_model(str(tmp_path / "nowhere.pt"))
+    with pytest.raises(UserError):
+        load_model("nowhere")
+    save_checkpoint(tmp_path / LAST, state)
+    with torch.no_grad():
+        expected = model(tokens(2, 12))
+        assert torch.equal(load_model(str(tmp_path))(tokens(2, 12)), expected)
+        save_checkpoint(tmp_path / BEST, state | {"model": {k: 2 * v for k, v in state["model"].items()}})
+        assert not torch.equal(load_model(str(tmp_path))(tokens(2, 12)), expected)  # a folder's best one
+        assert torch.equal(load_model(str(tmp_path / LAST))(tokens(2, 12)), expected)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_every_norm_type_loads_from_its_checkpoint(norm_type, tmp_path):
+    model = gpt(norm_type).float().eval()
+    save_checkpoint(tmp_path / LAST, {"step": 4, "config": asdict(model.config), "model": model.state_dict()})
+    assert model_config(read_checkpoint(tmp_path / LAST)["config"], tmp_path) == model.config
+    assert torch.equal(load_model(str(tmp_path))(tokens(2, 12)), model(tokens(2, 12)))
+
+
+def test_loss_of_nothing_but_ignored_targets_leaves_no_trace():
+    """0 / 0: not a number, as PyTorch's own, so that the guarded update leaves the step out."""
+    x, head, targets = draw(4, 16), draw(40, 16), torch.full((4,), -1)
+    assert cross_entropy(x, head, targets, 32).isnan()

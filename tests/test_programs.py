@@ -1,0 +1,119 @@
+"""sample.py, report.py, the configs and the README's claims about them.
+
+    python -m pytest tests/test_programs.py
+"""
+
+import ast
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY, records, val_losses
+
+import report
+import sample
+from configurator import parse_args, read_config_file
+from data.tokenizers import CharTokenizer, byte_tokenizer, token_bytes
+from errors import ConfigError, UserError
+from model import GPT
+from train import TrainConfig
+
+
+@pytest.fixture
+def run(train_ok, tiny_data, tmp_path) -> Path:
+    train_ok(*TINY, "--norm_type=taper", "--eval_interval=20", "--sample_tokens=30", f"--data_dir={tiny_data}",
+             f"--out_dir={tmp_path / 'run'}")  # fmt: skip
+    return tmp_path / "run"
+
+
+def test_sample_continues_the_prompt(run, capsys):
+    """Deterministic by seed; several samples; the run's own sample begins with val text."""
+    sample.main([str(run), "--prompt=579", "--max_new_tokens=20", "--num_samples=2", "--device=cpu"])
+    text = capsys.readouterr().out
+    assert text.startswith("579") and len(text.split("-" * 80)) == 2 and len(text.split("\n")[0]) == 23
+    sample.main([str(run / "ckpt_last.pt"), "--prompt=579", "--max_new_tokens=20", "--num_samples=2", "--device=cpu"])
+    assert capsys.readouterr().out == text  # the last step was the best, too
+    assert len((run / "samples.txt").read_text().strip()) == 16 + 30
+
+
+def test_sample_refuses_what_it_cannot_do(run, tmp_path):
+    with pytest.raises(UserError, match="alphabet"):
+        sample.main([str(run), "--prompt=~"])
+    with pytest.raises(ConfigError, match="empty"):
+        sample.main([str(run), "--prompt="])
+    with pytest.raises(UserError, match="no such checkpoint"):
+        sample.main([str(tmp_path / "nowhere")])
+    with pytest.raises(ConfigError, match="name a model"):
+        sample.main([])
+
+
+def test_report_draws_a_png(run, tmp_path, capsys):
+    report.main([str(run), f"--plot={tmp_path / 'loss.png'}"])
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with open(run / "log.jsonl", "a") as log:
+        log.write('{"event": "st')  # torn by a kill
+    assert len(report.read_log(run)) == len(records(run))
+    with pytest.raises(UserError, match="run folder"):
+        report.main([str(tmp_path)])
+    with pytest.raises(ConfigError, match="--plt=x"):
+        report.main([str(run), "--plt=x"])
+
+
+def test_bits_per_byte(run):
+    """One character of this data is one byte, so bits per byte are nats per token over ln 2."""
+    for record in records(run):
+        if record["event"] == "eval":
+            assert record["bits_per_byte"] == pytest.approx(record["val_loss"] / math.log(2), rel=1e-12)
+    assert np.array_equal(token_bytes(byte_tokenizer()), [1] * 256 + [0])
+    assert token_bytes(CharTokenizer("aé€")).tolist() == [1, 2, 3]
+    assert val_losses(run)[40] < val_losses(run)[0]
+
+
+def test_the_five_recipes_differ_in_norm_type_and_names_alone():
+    configs = {name: read_config_file(ROOT / "config" / f"{name}.py")
+               for name in ("layer", "rms", "coupled", "cbwc", "taper")}  # fmt: skip
+    for name, values in configs.items():
+        assert values.pop("norm_type") == name and name in values.pop("out_dir")
+        assert values == configs["layer"]
+    config, _ = parse_args(TrainConfig, [str(ROOT / "config" / "coupled.py")])
+    assert config.batch_size * config.gradient_accumulation_steps * config.block_size == 491_520
+    assert (config.learning_rate, config.min_lr, config.warmup_iters) == (6e-4, 6e-5, 2000)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.name)
+def test_every_config_is_valid_and_says_what_it_is(path):
+    config, _ = parse_args(TrainConfig, [str(path)])
+    assert config.out_dir.startswith("out/") and ast.get_docstring(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize(("name", "millions"), [("demo", 0.84), ("small", 30.1), ("coupled", 124.4)])
+def test_model_sizes(name, millions):
+    config, _ = parse_args(TrainConfig, [str(ROOT / "config" / f"{name}.py")])
+    rows = {"demo": 320}.get(name, 50304)
+    model = GPT(dataclasses.replace(config, vocab_size=rows))
+    assert model.num_params() / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+@pytest.mark.parametrize("program", ["train.py", "sample.py", "report.py", "bench_train.py"])
+def test_help(program):
+    """--help exits 0 and shows how the program is called; for train.py it lists every key."""
+    result = subprocess.run([sys.executable, ROOT / program, "--help"], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and f"python {program}" in result.stdout
+    if program == "train.py":
+        for field in dataclasses.fields(TrainConfig):
+            assert re.search(rf"--{field.name}=.*\(.+\)\n +\S", result.stdout), field.name
+
+
+def test_results_come_from_measurements():
+    """Committed tables lie beside the logs that they were made from."""
+    for name in ("torch-layer", "torch-rms", "gpt2-layer", "gpt2-rms"):
+        log = (ROOT / "results" / "cpu" / "mygpt" / f"{name}.jsonl").read_text().splitlines()
+        start, end = json.loads(log[0]), [json.loads(line) for line in log if '"step"' in line][-1]
+        assert start["git"] and start["versions"]["torch"] and end["step"] == 2000
+        assert start["n_params"] == (207_296 if name.endswith("layer") else 206_720)
