@@ -67,6 +67,8 @@ class GPTConfig(NormConfig):
             raise ConfigError(f"vocab_size={self.vocab_size} is smaller than n_vocab={self.n_vocab}: raise it")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout}: wants a probability below 1")
+        if not self.init_std >= 0:
+            raise ConfigError(f"init_std={self.init_std}: must not be negative")
 
     @property
     def kv_heads(self) -> int:

@@ -16,8 +16,8 @@ n_embd = 128
 block_size = 128
 
 max_iters = 500
-batch_size = 16
-gradient_accumulation_steps = 4  # 8,192 tokens a step
+batch_size = 10
+gradient_accumulation_steps = 4  # 5,120 tokens a step
 learning_rate = 3e-3
 min_lr = 3e-4
 warmup_iters = 50

@@ -7,7 +7,6 @@ Needs the GPT-2 tokenizer of the offline data, and skips without it.
 
 import json
 import lzma
-import os
 import random
 import signal
 import subprocess
@@ -441,44 +440,32 @@ def test_a_crash_at_each_write(tmp_path, monkeypatch, step):
         assert contents(out) == contents(tmp_path / "whole")
 
 
-def alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_killed_three_times_at_random_moments(tmp_path):
     """SIGKILL to the parent only: its tokenising processes must go too, and the result be that of an unbroken run."""
-    texts = [*some_texts(3000), "y" * 100_000, *some_texts(3000, seed=1)]
-    source = write_jsonl(tmp_path / "a.jsonl.xz", texts)
+    texts = [*some_texts(2000), "y" * 50_000, *some_texts(2000, seed=1)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
     val = write_jsonl(tmp_path / "v.jsonl", some_texts(500, seed=2))
-    words = ["--local", str(source), "--val", str(val), "--shard_tokens=10000", "--processes=2"]
+    words = ["--local", str(source), "--val", str(val), "--shard_tokens=8000", "--processes=2"]
     whole, out = tmp_path / "whole", tmp_path / "out"
-    run(whole, "--local", source, "--val", val, shard_tokens=10000)
+    run(whole, "--local", source, "--val", val, shard_tokens=8000)
     total, choose = len(contents(whole)), random.Random()
     assert total > 50
     command = [sys.executable, str(ROOT / "data" / "fineweb_edu" / "prepare.py"), *words, f"--out_dir={out}"]
     kept: dict[Path, int] = {}
     for number in (1, 2, 3):
-        process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         goal = len(kept) + choose.randint(1, total // 5)
         while process.poll() is None and len(list(out.glob("*.bin"))) < goal:
             time.sleep(0.001)
         time.sleep(choose.uniform(0, 0.01))
         process.send_signal(signal.SIGKILL)
-        text = process.communicate()[0].decode()
+        text = process.communicate(timeout=10)[0].decode()  # ends when the last process that can write there has
         assert process.returncode == -signal.SIGKILL, f"kill {number} of 3 came too late: {text}"
         for path, written in kept.items():
             assert path.stat().st_mtime_ns == written, f"{path.name} was made again"
         kept = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
-        end = time.monotonic() + 10
-        while alive(process.pid):
-            assert time.monotonic() < end, "tokenising processes outlive their parent"
-            time.sleep(0.01)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
     assert contents(out) == contents(whole)
-    assert done.stdout.splitlines()[-1] == "6,501 documents; skipped: none"
+    assert done.stdout.splitlines()[-1] == "4,501 documents; skipped: none"

@@ -1,0 +1,1 @@
+"""Token shards, tokenizers, and one folder with a prepare script for each data set."""
