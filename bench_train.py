@@ -132,7 +132,7 @@ def main(argv: list[str]) -> None:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise UserError(f"out={config.out}: cannot be written ({error.strerror})") from None
-    print(json.dumps({name: ratios[name] for name in ratios}))
+    print(json.dumps(ratios))
 
 
 if __name__ == "__main__":

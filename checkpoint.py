@@ -26,6 +26,9 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")
 LAST, BEST = "ckpt_last.pt", "ckpt_best.pt"
 # Keys of the model that may differ between a checkpoint and the run that resumes it: they decide no tensor.
 FREE_KEYS = {"dropout", "init", "init_std"}
+# Keys that change what the same tensors compute.
+SAME_FUNCTION = ("n_head", "n_kv_head", "head_dim", "activation", "position", "rope_theta", "rope_scaling", "norm_eps")
+NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f)\..*"  # tensors of the 2L + 1 norms
 
 
 class CheckpointError(UserError):
@@ -67,7 +70,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except Exception:  # a foreign pickle can fail in any way
         raise CheckpointError(f"{path}: torn, or not a checkpoint at all: use another checkpoint") from None
     if torn:
-        raise CheckpointError(f"{path}: checksum of {torn} is wrong, the file is torn: use another checkpoint")
+        raise CheckpointError(f"{path}: {torn} in it is damaged, the file is torn: use another checkpoint")
     if not isinstance(state, dict) or not {"model", "config", "step"} <= state.keys():
         raise CheckpointError(f"{path}: a PyTorch file, but not a nanonorm checkpoint")
     if state.get("format", FORMAT) != FORMAT:
@@ -82,7 +85,10 @@ def find_checkpoint(out_dir: Path, resume: str) -> tuple[dict[str, Any], Path, s
     refuses to overwrite a run; anything else is a path.
     """
     if resume not in ("auto", "never"):
-        return read_checkpoint(Path(resume)), Path(resume), ""
+        path, log = Path(resume), out_dir / "log.jsonl"
+        if log.exists() and path.resolve().parent != out_dir.resolve():
+            raise CheckpointError(f"{out_dir} holds another run than {path}: choose another out_dir")
+        return read_checkpoint(path), path, ""
     present = [out_dir / name for name in (LAST, BEST) if (out_dir / name).exists()]
     if resume == "never" and present:
         raise CheckpointError(f"{out_dir} holds a run already: choose another out_dir, remove it, or --resume=auto")
@@ -106,31 +112,33 @@ def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
     return overrides.build()
 
 
-def check_same_model(saved: dict[str, Any], config: GPTConfig, path: Path) -> None:
-    """Raise CheckpointError naming the first key in which a checkpoint's model differs from the run's."""
+def check_same_model(saved: dict[str, Any], config: GPTConfig, path: Path, keys: tuple[str, ...] = ()) -> None:
+    """Raise CheckpointError naming the first of `keys` (all that matter) in which a saved model differs from ours."""
     theirs = model_config(saved, path)
-    for field in fields(GPTConfig):
-        then, now = getattr(theirs, field.name), getattr(config, field.name)
-        if then != now and field.name not in FREE_KEYS:
+    for name in keys or [field.name for field in fields(GPTConfig) if field.name not in FREE_KEYS]:
+        then, now = getattr(theirs, name), getattr(config, name)
+        if then != now:
             raise CheckpointError(
-                f"{path} is of another model: {field.name}={then!r} there, {now!r} here: use its config, or another "
-                "out_dir"
+                f"{path} is of another model: {name}={then!r} there, {now!r} here: use its settings, or another out_dir"
             )
 
 
-def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], path: Path, free: str = "") -> list[str]:
-    """Copy `weights` into `model`; names of parameters that kept their initial values (only names that contain
-    `free` may). Raises CheckpointError naming the first tensor that does not fit."""
+def load_weights(
+    model: nn.Module, weights: dict[str, torch.Tensor], path: Path, free: str = ""
+) -> tuple[list[str], list[str]]:
+    """Copy `weights` into `model`: (tensors that kept their initial values, weights that found no place).
+
+    Only names that match the pattern `free` may be among those. Raises CheckpointError naming what does not fit.
+    """
     own = model.state_dict()
     for name, tensor in weights.items():
         if name in own and own[name].shape != tensor.shape:
             raise CheckpointError(f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here")
-    kept, extra = own.keys() - weights.keys(), weights.keys() - own.keys()
-    for name in sorted(kept | extra):
-        if not (free and free in name):
-            raise CheckpointError(f"{path}: {name} is {'missing' if name in kept else 'not part of this model'}")
-    model.load_state_dict(weights, strict=False)
-    return sorted(kept)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    for name in sorted({*missing, *unexpected}):
+        if not (free and re.fullmatch(free, name)):
+            raise CheckpointError(f"{path}: {name} is {'missing' if name in missing else 'not part of this model'}")
+    return missing, unexpected
 
 
 def load_model(spec: str) -> GPT:

@@ -148,6 +148,8 @@ def _coerce(value: Any, annotation: Any) -> Any:
     elif annotation is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
     elif annotation in (bool, int, str) and type(value) is annotation:
+        if annotation is int and abs(value) >= 1 << 48:  # no setting is as large, and tensors cannot be
+            raise ValueError
         return value
     raise ValueError
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data.shards import DataError, find_shards, open_shard
@@ -56,10 +57,15 @@ class Blocks:
                 "vocab_size belongs to another tokenizer"
             )
 
-    def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and next-token targets, int64 (len(indices), block_size) each."""
+    def batch(self, indices: list[int], rows: int = 0) -> tuple[Tensor, Tensor]:
+        """Inputs and next-token targets, int64 (max(rows, len(indices)), block_size) each.
+
+        Rows beyond the indices have targets -1, which the loss leaves out: so a compiled model sees one shape only.
+        """
         blocks = torch.from_numpy(np.stack([self[index] for index in indices]))  # (B, block_size + 1)
-        return blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
+        x, y = blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
+        missing = max(0, rows - len(indices))
+        return F.pad(x, (0, 0, 0, missing)), F.pad(y, (0, 0, 0, missing), value=-1)
 
 
 @lru_cache(maxsize=2)

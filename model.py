@@ -61,8 +61,11 @@ class GPTConfig(NormConfig):
             raise ConfigError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: change one")
         if self.position == "rope" and self.head_channels % 2:
             raise ConfigError(f"rope rotates pairs of channels: a head has {self.head_channels}, make it even")
-        if len(self.rope_scaling) not in (0, 4):
-            raise ConfigError("rope_scaling wants factor,low_freq_factor,high_freq_factor,original_length")
+        scaling = self.rope_scaling or (1.0, 1.0, 4.0, 1.0)
+        if len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]:
+            raise ConfigError("rope_scaling wants factor,low_freq_factor,high_freq_factor,original_length, all above 0")
+        if self.rope_theta <= 0:
+            raise ConfigError(f"rope_theta={self.rope_theta}: must be above 0")
         if self.n_vocab < 0 or 0 < self.vocab_size < self.n_vocab:
             raise ConfigError(f"vocab_size={self.vocab_size} is smaller than n_vocab={self.n_vocab}: raise it")
         if not 0 <= self.dropout < 1:

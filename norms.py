@@ -60,7 +60,10 @@ class NormConfig:
             raise ConfigError(f"rms_fraction={self.rms_fraction}: wants a share above 0 and up to 1")
         if self.norm_groups < 1 or self.coupled_first < 0 or self.coupled_span < 0:
             raise ConfigError("norm_groups must be at least 1, coupled_first and coupled_span at least 0")
-        if (self.taper_warmup < 1) == (self.taper_end < 1) and not 0 <= self.taper_warmup < self.taper_end:
+        if self.taper_end == 1:
+            raise ConfigError("taper_end=1: is it a step or the whole run? Give a later step, or a share below 1")
+        same_unit = (self.taper_warmup < 1) == (self.taper_end < 1)
+        if self.taper_warmup < 0 or self.taper_end <= 0 or (same_unit and self.taper_warmup >= self.taper_end):
             raise ConfigError(f"taper_warmup={self.taper_warmup} must come before taper_end={self.taper_end}")
         if self.taper_anchor < 0:
             raise ConfigError(f"taper_anchor={self.taper_anchor}: the weight of a loss must not be negative")
@@ -202,7 +205,7 @@ class DynamicTanh(Norm):
     """tanh(alpha x) * gain + bias: no statistic at all; Zhu et al. 2025, with their alpha of 0.5 at the start."""
 
     def __init__(self, config: NormConfig, site: Site):
-        super().__init__(site.channels, config.norm_eps, config.norm_affine, bias=True)
+        super().__init__(site.channels, config.norm_eps, config.norm_affine, site.bias)
         self.alpha = nn.Parameter(torch.full((1,), 0.5))
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:

@@ -10,6 +10,16 @@ from torch import Tensor
 from errors import ConfigError
 
 
+def find_device(name: str) -> torch.device:
+    """The device called auto (the first there is of cuda, mps, cpu), cuda, mps or cpu. Raises ConfigError."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind in there if there[kind])
+    if not there[name]:
+        raise ConfigError(f"device={name}: PyTorch finds no such device here: use --device=cpu")
+    return torch.device(name)
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Place of this process among all, and its device."""
@@ -27,18 +37,16 @@ class Ranks:
                 f"gradient_accumulation_steps={micro_batches} counts over all ranks, and {world_size} ranks do not "
                 "divide it: change one of them"
             )
-        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-        if device == "auto":
-            device = next(kind for kind in there if there[kind])
-        if not there[device]:
-            raise ConfigError(f"device={device}: PyTorch finds no such device here: use --device=cpu")
-        place = torch.device(device)
-        if device == "cuda":
-            place = torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        place = find_device(device)
+        if place.type == "cuda":
+            local = int(os.environ.get("LOCAL_RANK", 0))
+            if local >= torch.cuda.device_count():
+                raise ConfigError(f"rank {rank} finds no GPU, there are {torch.cuda.device_count()}: start fewer ranks")
+            place = torch.device("cuda", local)
             torch.cuda.set_device(place)
             torch.set_float32_matmul_precision("high")  # TF32 where a run computes in float32
         if "RANK" in os.environ:
-            dist.init_process_group("nccl" if device == "cuda" else "gloo")
+            dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
         return cls(rank, world_size, place)
 
     @property

@@ -47,11 +47,14 @@ def labels(starts: list[dict]) -> list[str]:
 def plot_losses(runs: list[Path], target: Path) -> None:
     """Validation and training loss over training tokens, one colour a run."""
     logs = [read_log(run) for run in runs]
+    validation: list[float] = []  # losses of all runs, for the scale
     figure, axes = plt.subplots(figsize=(7.2, 4.5), layout="constrained")
     for index, (log, label) in enumerate(zip(logs, labels([log[0] for log in logs]), strict=True)):
         (color, marker), per_step = STYLES[index % len(STYLES)], log[0]["tokens_per_step"] / 1e6
         steps = [(r["step"] * per_step, r["loss"]) for r in log if r["event"] == "step" and r["loss"] is not None]
         evals = [(r["step"] * per_step, r["val_loss"]) for r in log if r["event"] == "eval"]
+        evals = [(tokens, loss) for tokens, loss in evals if loss is not None]
+        validation.extend(loss for _, loss in evals)
         axes.plot(*zip(*steps, strict=True), color=color, alpha=0.25, linewidth=1) if steps else None
         if evals:
             axes.plot(*zip(*evals, strict=True), color=color, marker=marker, markersize=5, linewidth=1.8,
@@ -59,11 +62,15 @@ def plot_losses(runs: list[Path], target: Path) -> None:
     tokenizer_unit = "byte" if all(log[0]["config"]["n_vocab"] == 257 for log in logs) else "token"
     axes.set(xlabel="training tokens (millions)", ylabel=f"loss (nats per {tokenizer_unit})",
              title="Validation loss (points) and training loss (faint)")  # fmt: skip
-    lowest = min(r["val_loss"] for log in logs for r in log if r["event"] == "eval")
-    axes.set_ylim(lowest - 0.15, lowest + 2.5)
+    if not validation:
+        raise UserError(f"{runs[0]}: no evaluation yet: nothing to draw")
+    axes.set_ylim(min(validation) - 0.15, min(validation) + 2.5)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(target, dpi=150)
+    try:
+        figure.savefig(target, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"plot={target}: cannot be written ({error})") from None
     plt.close(figure)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -30,18 +31,21 @@ class RunLog:
         if not self.active:
             return
         try:
-            if resume_step is not None and self.path.exists():
+            if self.path.exists() and resume_step is None:
+                self.path.replace(self.path.with_name("log.jsonl.old"))  # of a run that left no checkpoint
+            elif self.path.exists():
                 self._cut_back(resume_step)
-            self.file = open(self.path, "w" if resume_step is None else "a", encoding="utf-8")
+            is_new = not self.path.exists()
+            self.file = open(self.path, "a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror})") from None
         if self.config["wandb"] != "off":
             self.wandb = _start_wandb(self.config)
         if sys.stderr.isatty():
             self.bar = tqdm(total=self.max_iters, initial=resume_step or 0, unit="step", dynamic_ncols=True)
-        if resume_step is None:
+        if is_new:
             self.event("start", config=self.config, **start)
-        else:
+        if resume_step is not None:
             self.event("resume", step=resume_step)
 
     def _cut_back(self, step: int) -> None:
@@ -50,9 +54,10 @@ class RunLog:
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:
+                step_of = record.get("step", 0)
+            except (ValueError, AttributeError):
                 break
-            if record.get("step", 0) <= step and record.get("event") != "end":
+            if step_of <= step and record.get("event") != "end":
                 kept.append(line + "\n")
         cut = self.path.with_name("log.jsonl.tmp")
         cut.write_text("".join(kept), encoding="utf-8")
@@ -118,9 +123,18 @@ def _start_wandb(config: dict[str, Any]) -> Any:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to place a measurement: commit, versions, device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({_processor()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
     return {"git": _git_commit(), "versions": versions, "device": name}
+
+
+def _processor() -> str:
+    """Model name and number of cores of the CPU."""
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def _git_commit() -> str | None:
@@ -154,7 +168,10 @@ class StepReport:
 
 
 # Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity).
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+PEAK_FLOPS = {
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+    "L40S": 362e12, "RTX 4090": 165e12,
+}  # fmt: skip
 
 
 def peak_flops(device: torch.device) -> float | None:

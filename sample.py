@@ -15,6 +15,7 @@ from checkpoint import load_model
 from configurator import key, parse_args
 from data.tokenizers import load_tokenizer
 from errors import ConfigError, run_program
+from ranks import find_device
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,13 @@ class SampleConfig:
     temperature: float = key(0.8, "0 is greedy; below 1 sharpens, above 1 flattens")
     top_k: int = key(200, "sample among this many likeliest tokens (0: all)")
     seed: int = key(1337, "of the random stream")
-    device: str = key("auto", "auto: cuda if there is one", ("auto", "cpu", "cuda", "mps"))
+    device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1 or self.max_new_tokens < 1 or self.temperature < 0 or self.top_k < 0:
-            raise ConfigError("num_samples and max_new_tokens want 1 or more, temperature and top_k 0 or more")
+        if self.num_samples < 1 or self.max_new_tokens < 1 or self.top_k < 0:
+            raise ConfigError("num_samples and max_new_tokens want 1 or more, top_k 0 or more")
+        if not (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3) or not 0 <= self.seed < 1 << 32:
+            raise ConfigError("temperature wants 0 (greedy) or 0.001 to 1000, seed 0 to 2**32 - 1")
 
 
 def main(argv: list[str]) -> None:
@@ -42,8 +45,7 @@ def main(argv: list[str]) -> None:
             text = Path(text.removeprefix("FILE:")).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"prompt={text}: cannot be read as text ({type(error).__name__})") from None
-    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind)
+    device = find_device(config.device)
     model = load_model(spec).to(device)
     tokenizer = load_tokenizer(model.meta)
     tokens = tokenizer.encode_ordinary(text)

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from errors import ConfigError
 from norm_layers import Handover, LayerNorm, Norm, center, inverse_rms, statistics_dtype
 
 EMA_DECAY = 0.99  # per optimiser step
+PHASES = ("warm", "blend", "fixed")
 
 
 class TaperSchedule:
@@ -115,14 +117,25 @@ class TaperNorm(Norm):
 
     @torch.no_grad()
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
-        handovers = super().set_step(step, max_iters)
-        if self.phase == "warm":
-            self.moments.update()
+        handovers, before = super().set_step(step, max_iters), self.phase
         self.phase, gate = self.schedule.at(step, max_iters)
+        if PHASES.index(self.phase) < PHASES.index(before):
+            raise ConfigError(
+                f"the taper would run backwards: this model is in its {before!r} phase, step {step} of {max_iters} is "
+                f"{self.phase!r}: give taper_warmup and taper_end in steps, or keep max_iters"
+            )
+        if before == "warm":
+            self.moments.update()
+            if self.phase != "warm":
+                handovers += self._calibrate()
         self.gate.fill_(gate)
-        if self.phase != "warm" and not self.calibrated:
-            handovers += self._calibrate()
         return handovers
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *words: object) -> None:
+        for name in ("weight", "bias"):  # of a model with the plain norm: its gain is the base's
+            if f"{prefix}{name}" in state_dict:
+                state_dict[f"{prefix}base.{name}"] = state_dict.pop(f"{prefix}{name}")
+        super()._load_from_state_dict(state_dict, prefix, *words)
 
     def _calibrate(self) -> list[Handover]:
         a, b = self.moments.average.chunk(2)  # bias correction cancels in the ratio

@@ -28,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import (
     BEST,
     LAST,
+    NORM_NAMES,
+    SAME_FUNCTION,
     CheckpointError,
     check_same_model,
     find_checkpoint,
@@ -85,12 +87,18 @@ class TrainConfig(GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_iters", "batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
+        counts = ("max_iters", "batch_size", "gradient_accumulation_steps", "eval_interval", "eval_tokens")
+        for name in (*counts, "log_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("checkpoint_interval", "warmup_iters", "eval_tokens", "sample_tokens", "grad_clip", "seed"):
+        for name in ("checkpoint_interval", "warmup_iters", "sample_tokens", "grad_clip", "seed", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must not be negative")
+        for name in ("beta1", "beta2", "wsd_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
+        if self.adam_eps <= 0:
+            raise ConfigError(f"adam_eps={self.adam_eps}: must be above 0")
         if self.seed >= 1 << 32:
             raise ConfigError(f"seed={self.seed}: must be below 2**32")
         if not (self.learning_rate > 0 and 0 <= self.min_lr <= self.learning_rate):
@@ -108,7 +116,7 @@ def evaluate(model: nn.Module, blocks: Blocks, batches: list[list[int]], ranks: 
     wide = torch.float32 if ranks.device.type == "mps" else torch.float64
     losses = torch.zeros(len(batches), dtype=wide, device=ranks.device)
     for number in range(ranks.rank, len(batches), ranks.world_size):
-        x, y = (part.to(ranks.device) for part in blocks.batch(batches[number]))
+        x, y = (part.to(ranks.device) for part in blocks.batch(batches[number], rows=len(batches[0])))
         with autocast():
             losses[number] = model(x, y)[0]
     model.train()
@@ -136,7 +144,10 @@ class Trainer:
         self.meta = read_meta(config.data_dir)
         n_vocab = self.meta.get("vocab_size", 0)
         rows = config.vocab_size or -(-n_vocab // 64) * 64 or 50304  # without meta.json: nanoGPT's GPT-2 shards
-        self.config = config = dataclasses.replace(config, vocab_size=rows, n_vocab=config.n_vocab or n_vocab)
+        if 0 < config.n_vocab < n_vocab:
+            raise ConfigError(f"n_vocab={config.n_vocab}: the data's vocabulary has {n_vocab} tokens: leave it at 0")
+        n_vocab = config.n_vocab or n_vocab
+        self.config = config = dataclasses.replace(config, vocab_size=rows, n_vocab=n_vocab)
         train, val = (Blocks(config.data_dir, split, config.block_size, n_vocab or rows) for split in ("train", "val"))
         self.val, self.val_batches = val, eval_batches(val, config.batch_size, config.eval_tokens)
         self.loader = TrainLoader(train, config.batch_size, config.gradient_accumulation_steps, config.seed)
@@ -165,8 +176,10 @@ class Trainer:
             notes = self._resume(*resumed)
         if not ranks.agree(self.step):
             raise CheckpointError(f"ranks found different checkpoints in {self.out_dir}: it must be a shared folder")
-        self.compiled = torch.compile(self.model) if config.compile or (config.compile is None and ranks.on_cuda) \
-            else self.model  # fmt: skip
+        self.compiled = self.model
+        if config.compile or (config.compile is None and ranks.on_cuda):
+            torch._dynamo.config.recompile_limit = 32  # training and evaluation, in each of a taper's three phases
+            self.compiled = torch.compile(self.model, dynamic=False)
         self.parallel = self.compiled
         if dist.is_initialized():
             # Norms reduce their statistics over ranks themselves: DDP must not copy rank 0's over the others'.
@@ -175,7 +188,9 @@ class Trainer:
             )
         self.names = [name for name, _ in self.model.named_parameters()]
         self.parameters = list(self.model.parameters())
-        self._open_log(resumed is not None, notes)
+        self.log = RunLog(self.out_dir, dataclasses.asdict(config), config.max_iters, ranks.is_main)
+        if self.step < config.max_iters:
+            self._open_log(resumed is not None, notes)
 
     def _bytes_per_token(self) -> float:
         """Of the evaluation's text; 0 where the data does not say how to decode it."""
@@ -185,19 +200,33 @@ class Trainer:
             return 0.0
 
     def _on_signal(self, number: int, frame: object) -> None:
+        # Launchers and schedulers send SIGTERM more than once; a second Ctrl-C means it.
+        if number == signal.SIGINT and self.stop_signal:
+            signal.signal(number, signal.SIG_DFL)
         self.stop_signal = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
 
     def _init_from(self, spec: str) -> str:
-        new = load_weights(self.model, load_model(spec).state_dict(), Path(spec), free="norm")
-        return f"weights of {spec}" + (f"; {len(new)} norm tensors are new" if new else "")
+        """Start from another model's weights; only its norms may be of another type, and its padding smaller."""
+        source = load_model(spec)
+        check_same_model(dataclasses.asdict(source.config), self.config, Path(spec), SAME_FUNCTION)
+        weights, own = source.state_dict(), self.model.state_dict()
+        for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
+            more = len(own[name]) - len(weights[name])  # padded rows: no token reads them
+            weights[name] = torch.nn.functional.pad(weights[name], (0, 0, 0, max(0, more)))
+        new, dropped = load_weights(self.model, weights, Path(spec), free=NORM_NAMES)
+        counts = f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new" if new or dropped else ""
+        return f"weights of {spec}{counts}"
 
     def _resume(self, state: dict, path: Path, note: str) -> list[str]:
         """Restore everything; what to tell about it."""
         check_same_model(state["config"], self.config, path)
         load_weights(self.model, state["model"], path)
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(setting)  # betas and weight decay are the config's, not the checkpoint's
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
         self.step, self.best = state["step"], state["best_val_loss"]
         now = json.loads(json.dumps(dataclasses.asdict(self.config)))
         then = json.loads(json.dumps(state["config"]))
@@ -215,7 +244,6 @@ class Trainer:
                 (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
             except OSError as error:
                 raise UserError(f"out_dir={self.out_dir}: cannot be written ({error.strerror})") from None
-        self.log = RunLog(self.out_dir, config, self.config.max_iters, self.ranks.is_main)
         start = {"n_params": self.model.num_params(), "norm_plan": str(self.model.plan)}
         start |= {"world_size": self.ranks.world_size, "tokens_per_step": self.tokens_per_step}
         start |= environment(self.ranks.device)
@@ -229,9 +257,8 @@ class Trainer:
 
     def run(self) -> None:
         config, ranks = self.config, self.ranks
-        if self.step >= config.max_iters:
-            self.log.say(f"finished already: step {self.step} of max_iters={config.max_iters}")
-            return self.log.close("finished already", step=self.step)
+        if self.step >= config.max_iters:  # and nothing of the run is touched
+            return self.log.say(f"finished already: step {self.step} of max_iters={config.max_iters}")
         self.clock = Throughput(self.tokens_per_step)
         self._next_step()
         if self.step == 0:
@@ -309,8 +336,9 @@ class Trainer:
         if culprit:
             reason = f"step {report.step}: {culprit} is not finite"
             self.log.close(reason, step=report.step)
-            raise NonFiniteError(f"{reason}; it was not applied and the last checkpoint in {self.out_dir} is good: "
-                                 "lower learning_rate, or look at the data of that step")  # fmt: skip
+            saved = (self.out_dir / LAST).exists()
+            kept = f"the last checkpoint in {self.out_dir} is good" if saved else "and there is no checkpoint yet"
+            raise NonFiniteError(f"{reason}; it was not applied, {kept}: lower learning_rate, or look at the data")
         if report.step % self.config.log_interval == 0 or report.step in (1, self.config.max_iters):
             speed, mfu = self.clock.window(), None
             if speed and self.peak_flops:

@@ -47,8 +47,11 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 def open_shard(path: Path) -> np.ndarray:
     """Memory-mapped uint16 tokens (n,) of one shard. Raises DataError if it is torn or no shard."""
-    size = path.stat().st_size
-    header = np.fromfile(path, dtype="<i4", count=min(3, size // 4))
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=min(3, size // 4))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}): prepare or copy it again") from None
     if len(header) == 3 and header[0] == MAGIC:
         if header[1] != VERSION:
             raise DataError(f"{path}: shard version {header[1]}, this program reads {VERSION}: prepare the data again")

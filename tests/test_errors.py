@@ -36,6 +36,12 @@ def complaint(launch, tiny_data, tmp_path):
     (["--norm_type=coupled", "--norm_plan=sR Rs R"], ["position 0"]),
     (["--n_embd=33"], ["n_embd=33", "n_head=2"]),
     (["--gradient_accumulation_steps=0"], ["gradient_accumulation_steps"]),
+    (["--beta2=1.0"], ["beta2"]),
+    (["--weight_decay=-1"], ["weight_decay"]),
+    (["--n_vocab=10"], ["n_vocab=10", "60"]),
+    (["--position=rope", "--rope_theta=0"], ["rope_theta"]),
+    (["--norm_type=taper", "--taper_end=1"], ["taper_end"]),
+    (["--n_embd=99999999999999999999999"], ["n_embd"]),
     (["--vocab_size=50"], ["vocab_size=50", "60"]),
     (["--device=cuda"] if not torch.cuda.is_available() else ["--device=mps"], ["device"]),
 ])  # fmt: skip

@@ -233,14 +233,15 @@ def test_the_common_face(name):
     assert norm.aux_loss() == 0.0 and norm.set_step(1, 10) == []
 
 
-def test_dynamic_tanh():
-    norm, x = DynamicTanh(NormConfig(norm_type="dyt"), Site(0, False, 16, False)).double(), 2 * draw(2, 5, 16)
+@pytest.mark.parametrize("bias", [False, True])
+def test_dynamic_tanh(bias):
+    norm, x = DynamicTanh(NormConfig(norm_type="dyt"), Site(0, False, 16, bias)).double(), 2 * draw(2, 5, 16)
     close(norm(x)[0], torch.tanh(0.5 * x))  # Zhu et al.: alpha starts at 0.5, gain at 1, bias at 0
-    shake(norm)
-    weight, bias, alpha = (p.detach() for p in (norm.weight, norm.bias, norm.alpha))
-    assert alpha.shape == (1,) and alpha != 0.5
-    e = torch.exp(2 * alpha * x)
-    close(norm(x)[0], (e - 1) / (e + 1) * weight + bias)
+    parameters = {name: parameter.detach() for name, parameter in shake(norm).named_parameters()}
+    assert parameters.keys() == {"weight", "alpha"} | ({"bias"} if bias else set())
+    assert parameters["alpha"].shape == (1,) and parameters["alpha"] != 0.5
+    e = torch.exp(2 * parameters["alpha"] * x)
+    close(norm(x)[0], (e - 1) / (e + 1) * parameters["weight"] + parameters.get("bias", 0.0))
 
 
 def test_qk_norm_commutes_with_rotation_where_the_gain_is_equal_within_each_pair():
@@ -469,6 +470,8 @@ def test_unknown_norm_type_names_the_nearest(typed, hint):
     ("layer", {"norm_eps": float("nan")}, ["norm_eps"]),
     ("taper", {"taper_warmup": 0.8}, ["taper_warmup=0.8", "taper_end=0.75"]),
     ("taper", {"taper_warmup": 200.0, "taper_end": 100.0}, ["taper_warmup", "taper_end"]),
+    ("taper", {"taper_warmup": -0.1}, ["taper_warmup"]),
+    ("taper", {"taper_end": 1.0}, ["taper_end=1"]),
     ("taper", {"taper_anchor": -0.1}, ["taper_anchor"]),
 ])  # fmt: skip
 def test_refused(norm_type, keys, words):

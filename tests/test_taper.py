@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import FORKS
 
+from errors import ConfigError
 from model import GPT, GPTConfig
 from norm_layers import LayerNorm, RMSNorm
 from optim import carry_state, make_optimizer
@@ -185,6 +186,12 @@ def test_low_precision(base, phase, dtype):
     exact = copy.deepcopy(norm).double()(x.double())[0]
     assert y.dtype == dtype and y.isfinite().all()
     assert (y.double() - exact).abs().max() <= 16 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("reached", "asked"), [(5, 3), (8, 5), (8, 1)])
+def test_a_taper_never_runs_backwards(reached, asked):
+    with pytest.raises(ConfigError, match="backwards"):
+        step_of(taper("rms"), reached).set_step(asked, ITERS)
 
 
 # ------------------------------------------------------------------------------------------------- calibration
