@@ -190,7 +190,9 @@ class Trainer:
         self.parameters = list(self.model.parameters())
         self.log = RunLog(self.out_dir, dataclasses.asdict(config), config.max_iters, ranks.is_main)
         if self.step < config.max_iters:
-            self._open_log(resumed is not None, notes)
+            self._open_log(resumed is not None)
+        for note in notes:
+            self.log.say(note)
 
     def _bytes_per_token(self) -> float:
         """Of the evaluation's text; 0 where the data does not say how to decode it."""
@@ -236,7 +238,7 @@ class Trainer:
         notes += [f"resuming from {path}, after step {self.step}"]
         return notes + ([f"changed since then: {', '.join(changed)}"] if changed else [])
 
-    def _open_log(self, resumed: bool, notes: list[str]) -> None:
+    def _open_log(self, resumed: bool) -> None:
         config = dataclasses.asdict(self.config)
         if self.ranks.is_main:
             try:
@@ -250,8 +252,6 @@ class Trainer:
         self.log.open(self.step if resumed else None, start)
         self.log.say(f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
                      f"{self.tokens_per_step:,} tokens a step")  # fmt: skip
-        for note in notes:
-            self.log.say(note)
 
     # ---------------------------------------------------------------------------------------------------- the loop
 
