@@ -1,4 +1,4 @@
-# make demo    environment, embedded data set, five minutes of training, a text sample and a loss plot
+# make demo    environment, embedded data set, some minutes of training, a text sample and a loss plot
 # make test    environment, linter, whole test suite
 # Both need Python 3.11+, a C++ compiler and a package index; neither needs a GPU.
 

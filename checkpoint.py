@@ -9,11 +9,12 @@ import os
 import pickle
 import re
 import zipfile
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hf
@@ -164,3 +165,19 @@ def load_model(spec: str) -> GPT:
     load_weights(model, state["model"], path)
     model.meta = state.get("meta", {})
     return model.eval()
+
+
+def init_from(model: GPT, spec: str) -> str:
+    """Give `model` the weights of the model that `spec` names; a sentence about it.
+
+    Only the norms may be of another type, and the padded vocabulary smaller. Raises CheckpointError otherwise.
+    """
+    source = load_model(spec)
+    check_same_model(asdict(source.config), model.config, Path(spec), SAME_FUNCTION)
+    weights, own = source.state_dict(), model.state_dict()
+    for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
+        more = len(own[name]) - len(weights[name])  # padded rows: no token reads them
+        weights[name] = F.pad(weights[name], (0, 0, 0, max(0, more)))
+    new, dropped = load_weights(model, weights, Path(spec), free=NORM_NAMES)
+    counts = f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new" if new or dropped else ""
+    return f"weights of {spec}{counts}"

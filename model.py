@@ -144,9 +144,10 @@ class Attention(nn.Module):
 
     def forward(self, y: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
         B, T, _ = y.shape
-        groups = [self.heads, self.kv_heads, self.kv_heads]
-        qkv = self.qkv(y).view(B, T, sum(groups), self.head_dim).transpose(1, 2)  # (B, H + 2 H_kv, T, head_dim)
-        q, k, v = qkv.split(groups, dim=1)
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        # Split before the heads are moved: backward then joins the three gradients in the layout that the linear reads.
+        parts = self.qkv(y).split([n * self.head_dim for n in heads], dim=-1)  # (B, T, H head_dim) and twice H_kv
+        q, k, v = (part.view(B, T, -1, self.head_dim).transpose(1, 2) for part in parts)  # (B, H, T, head_dim)
         if self.q_norm is not None:
             q, k = self.q_norm(q)[0], self.k_norm(k)[0]
         if rope is not None:

@@ -64,7 +64,7 @@ def plot_losses(runs: list[Path], target: Path) -> None:
              title="Validation loss (points) and training loss (faint)")  # fmt: skip
     if not validation:
         raise UserError(f"{runs[0]}: no evaluation yet: nothing to draw")
-    axes.set_ylim(min(validation) - 0.15, min(validation) + 2.5)
+    axes.set_ylim(min(validation) - 0.15, min(validation) + 1.3)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     try:

@@ -28,12 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import (
     BEST,
     LAST,
-    NORM_NAMES,
-    SAME_FUNCTION,
     CheckpointError,
     check_same_model,
     find_checkpoint,
-    load_model,
+    init_from,
     load_weights,
     save_checkpoint,
 )
@@ -167,7 +165,7 @@ class Trainer:
         self.step, self.best, self.skipped = 0, math.inf, 0
         resumed, notes = find_checkpoint(self.out_dir, config.resume), []
         if config.init_from and resumed is None:
-            notes = [self._init_from(config.init_from)]
+            notes = [init_from(self.model, config.init_from)]
         self.model.to(ranks.device, torch.float64 if dtype == torch.float64 else torch.float32).train()
         self.optimizer = make_optimizer(
             self.model, config.learning_rate, (config.beta1, config.beta2), config.adam_eps, config.weight_decay
@@ -206,18 +204,6 @@ class Trainer:
         if number == signal.SIGINT and self.stop_signal:
             signal.signal(number, signal.SIG_DFL)
         self.stop_signal = signal.Signals(number).name
-
-    def _init_from(self, spec: str) -> str:
-        """Start from another model's weights; only its norms may be of another type, and its padding smaller."""
-        source = load_model(spec)
-        check_same_model(dataclasses.asdict(source.config), self.config, Path(spec), SAME_FUNCTION)
-        weights, own = source.state_dict(), self.model.state_dict()
-        for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
-            more = len(own[name]) - len(weights[name])  # padded rows: no token reads them
-            weights[name] = torch.nn.functional.pad(weights[name], (0, 0, 0, max(0, more)))
-        new, dropped = load_weights(self.model, weights, Path(spec), free=NORM_NAMES)
-        counts = f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new" if new or dropped else ""
-        return f"weights of {spec}{counts}"
 
     def _resume(self, state: dict, path: Path, note: str) -> list[str]:
         """Restore everything; what to tell about it."""
