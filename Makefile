@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 # One thread a test process; two processes by default.
 JOBS ?= 2
 
+PROMPT = class Parser:\n    def __init__(self, name, value=None):\n        self.name = name\n\n    def
+
 .PHONY: demo test lint data env clean
 
 env: $(VENV)/.installed
@@ -28,7 +30,7 @@ data/stdlib/meta.json: data/stdlib/prepare.py $(VENV)/.installed
 
 demo: env data
 	$(BIN)/python train.py config/demo.py
-	$(BIN)/python sample.py out/demo --prompt="def " --max_new_tokens=300
+	$(BIN)/python sample.py out/demo --prompt="$$(printf '$(PROMPT)')" --num_samples=2 --max_new_tokens=250 --temperature=0.7
 	$(BIN)/python report.py out/demo --plot=out/demo/loss.png
 
 lint: $(VENV)/.installed-dev

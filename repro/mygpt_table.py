@@ -16,15 +16,15 @@ CHAPTER = {
 }
 
 
-def row(name: str, params: int, losses: tuple[float, ...], val: str) -> str:
-    return f"| {name} | {params:,} | " + " | ".join(f"{loss:.4f}" for loss in losses) + f" | {val} |"
+def row(name: str, params: int, losses: tuple[float, ...], val: str, commit: str) -> str:
+    return f"| {name} | {params:,} | " + " | ".join(f"{loss:.4f}" for loss in losses) + f" | {val} | {commit} |"
 
 
 def main(runs: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    lines = ["| run | parameters | " + " | ".join(f"step {step}" for step in STEPS) + " | val loss at 2000 |",
-             "| --- " * (len(STEPS) + 3) + "|"]  # fmt: skip
-    lines += [row(f"chapter, {norm}", *CHAPTER[norm], "not given") for norm in CHAPTER]
+    lines = ["| run | parameters | " + " | ".join(f"step {step}" for step in STEPS) + " | val loss at 2000 | commit |",
+             "| --- " * (len(STEPS) + 4) + "|"]  # fmt: skip
+    lines += [row(f"chapter, {norm}", *CHAPTER[norm], "not given", "") for norm in CHAPTER]
     findings = []
     for init in ("torch", "gpt2"):
         final = {}
@@ -35,13 +35,17 @@ def main(runs: Path, target: Path) -> None:
             losses = {record["step"]: record["loss"] for record in log if record["event"] == "step"}
             val = [record["val_loss"] for record in log if record["event"] == "eval"][-1]
             final[norm] = losses[2000], val
-            lines.append(row(f"init={init}, {norm}", log[0]["n_params"], tuple(losses[s] for s in STEPS), f"{val:.4f}"))
+            at_steps, commit = tuple(losses[step] for step in STEPS), log[0]["git"]
+            short = commit[:7] + commit[40:]  # + where the tree had uncommitted changes
+            lines.append(row(f"init={init}, {norm}", log[0]["n_params"], at_steps, f"{val:.4f}", short))
         apart = [f"{abs(a / b - 1):.2%}" for a, b in zip(final["layer"], final["rms"], strict=True)]
         findings.append(f"- init={init}: the last training losses of layer and rms are {apart[0]} apart, their val "
                         f"losses {apart[1]}.")  # fmt: skip
     start = log[0]
-    about = (f"Training loss of single batches, nats per character. {start['device']}, torch "
-             f"{start['versions']['torch']}, commit {start['git']}; made by `repro/mygpt.sh`.")  # fmt: skip
+    about = (
+        f"Training loss of single batches, nats per character. {start['device']}, torch {start['versions']['torch']}; "
+        "made by `repro/mygpt.sh`. A + behind a commit: with uncommitted changes."
+    )
     note = (
         "The chapter draws random windows from the whole text; here 90 % of it is training data, in blocks, each once "
         "an epoch. So its later losses are a neighbourhood, not a target; parameters and first loss are."
