@@ -56,7 +56,7 @@ class TrainConfig(GPTConfig):
     vocab_size: int = key(0, "rows of the embedding (0: the data's vocabulary, up to a multiple of 64)")
     out_dir: str = key("out/run", "run folder")
     data_dir: str = key("data/fineweb_edu", "folder with token shards")
-    init_from: str = key("", "start from the weights of this run folder or checkpoint ('': from scratch)")
+    init_from: str = key("", "start from the weights of this model: run, checkpoint, Hugging Face name ('': scratch)")
     resume: str = key("auto", "auto: continue the run in out_dir if there is one; never; or a checkpoint's path")
     max_iters: int = key(600000, "optimiser steps")
     batch_size: int = key(12, "sequences in a micro-batch")
