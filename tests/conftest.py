@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -164,3 +165,23 @@ def losses(out_dir: Path) -> dict[int, float]:
 
 def val_losses(out_dir: Path) -> dict[int, float]:
     return {record["step"]: record["val_loss"] for record in records(out_dir) if record["event"] == "eval"}
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Standard normal numbers, always the same for a seed."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@torch.no_grad()
+def shake(module: torch.nn.Module) -> torch.nn.Module:
+    """float64, and gains and biases away from 1 and 0: the same way for the same role (a taper's base or a norm)."""
+    module.double()
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 1:
+            seed = zlib.crc32(name.replace("base.", "").encode())
+            parameter += 0.3 * draw(*parameter.shape, seed=seed)
+    return module

@@ -9,7 +9,6 @@ import math
 import os
 import pickle
 import zipfile
-import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from conftest import close, draw, shake
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,26 +47,8 @@ NORMS = {name: {} for name in NORM_TYPES} | {
 LLAMA = {"position": "rope", "activation": "swiglu", "qk_norm": True, "n_kv_head": 1, "tie_embeddings": False}
 
 
-def draw(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def tokens(*shape, seed=0, below=32):
     return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def close(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
-@torch.no_grad()
-def shake(module):
-    """float64, and gains and biases away from 1 and 0."""
-    module.double()
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 1:
-            parameter += 0.3 * draw(*parameter.shape, seed=zlib.crc32(name.encode()))
-    return module
 
 
 def gpt(norm_type="layer", **keys):

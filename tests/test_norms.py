@@ -6,12 +6,12 @@ In float64 unless a test says otherwise. References are PyTorch's own, or writte
 """
 
 import inspect
-import zlib
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import close, draw, shake
 from torch import nn
 
 import norm_layers
@@ -22,24 +22,6 @@ from norms import NORM_TYPES, DynamicTanh, NormConfig, NormPlan, NormType, Site,
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=4, n_head=2, n_embd=16, init_std=0.2)
 L = SHAPE.n_layer
-
-
-def draw(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def close(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
-@torch.no_grad()
-def shake(module):
-    """float64, and gains and biases away from 1 and 0: the same way for the same name."""
-    module.double()
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 1:
-            parameter += 0.3 * draw(*parameter.shape, seed=zlib.crc32(name.encode()))
-    return module
 
 
 def gpt(norm_type, **keys):

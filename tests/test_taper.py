@@ -8,7 +8,6 @@ In float64 unless a test says otherwise.
 import copy
 import math
 import os
-import zlib
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import FORKS
+from conftest import FORKS, close, draw, shake
 
 from errors import ConfigError
 from model import GPT, GPTConfig
@@ -29,25 +28,6 @@ SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, i
 PHASES = {"warm": 2, "blend": 5, "fixed": 8}  # a training step in each, with SHAPE's schedule
 BASES = ["rms", "layer"]
 ITERS = 10  # max_iters
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def close(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
-@torch.no_grad()
-def shake(module):
-    """float64, and gains and biases away from 1 and 0: the same way for the same role."""
-    module.double()
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 1:
-            seed = zlib.crc32(name.replace("base.", "").encode())
-            parameter += 0.3 * draw(*parameter.shape, seed=seed)
-    return module
 
 
 def taper(base, eps=0.1, warmup=3, end=7):
