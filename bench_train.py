@@ -4,7 +4,8 @@
     python bench_train.py --nanogpt=../nanoGPT --rounds=20 --out=results/cpu/nanogpt/steps.jsonl
 
 Arms: our `layer` model and nanoGPT's, eager and compiled, and a second copy of our eager arm (A/A). A step is what each
-project's training loop does with a batch: forward, backward, clipping, its own AdamW. All arms see the same batches.
+project's training loop does with a batch: forward, backward, clipping, its own AdamW. All arms see the same batches and
+the memory allocator's settings of our train.py (they help nanoGPT as much as us).
 The last line of output is JSON: ratio > 1 means that ours is faster.
 """
 
@@ -22,6 +23,7 @@ from configurator import key, parse_args
 from errors import ConfigError, UserError, run_program
 from model import GPT, GPTConfig
 from optim import guarded_update, make_optimizer
+from ranks import keep_freed_memory
 from runlog import environment
 from stats import paired_ratio, paired_times
 
@@ -100,6 +102,7 @@ def import_nanogpt(folder: Path):
 
 def main(argv: list[str]) -> None:
     config, _ = parse_args(BenchConfig, argv, __doc__)
+    keep_freed_memory()
     torch.manual_seed(0)
     tokens = torch.randint(config.vocab_size, (config.batch_size, config.block_size + 1))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -47,13 +47,17 @@ def guarded_update(
     gradients = [parameter.grad for parameter in parameters]
     norms = torch.stack(torch._foreach_norm(gradients)).to(loss_is_bad.dtype)
     total = torch.linalg.vector_norm(norms)
-    if clip:
-        torch._foreach_mul_(gradients, (clip / (total + 1e-6)).clamp(max=1.0))
+    shrink = ((total + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(total)
+    # Fused AdamW can divide by a float32 grad_scale as it reads the gradients, which saves clipping a pass of its own.
+    in_kernel = shrink.dtype == torch.float32 and not scaler.is_enabled()
+    if not in_kernel:
+        torch._foreach_div_(gradients, shrink)
     if scaler.is_enabled():
         scaler.step(optimizer)  # float16: leaves out a step with infinite gradients and lowers the scale
         scaler.update()
     else:
-        # Fused AdamW reads this flag on the device, so the host need not wait to learn whether the step is sound.
+        # It reads found_inf on the device too, so the host need not wait to learn whether the step is sound.
+        optimizer.grad_scale = shrink if in_kernel else None
         optimizer.found_inf = (~torch.isfinite(total) | (loss_is_bad > 0)).float()
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
