@@ -5,6 +5,7 @@ every block once, in a new order seeded by (seed, epoch). Sample s of a run is b
 so resuming at step N needs no other state than N, and evaluation cannot disturb it.
 """
 
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -56,6 +57,14 @@ class Blocks:
                 f"{path}: token id {highest} is beyond the vocabulary of {self.vocab_size}: the shard is corrupt, or "
                 "vocab_size belongs to another tokenizer"
             )
+
+    def fingerprint(self) -> str:
+        """Names the tokens, for telling runs on different data apart: count and checksum of each shard's two ends."""
+        checksum = 0
+        for shard in self.shards:
+            for part in (shard[: 1 << 19], shard[-(1 << 19) :]):
+                checksum = zlib.crc32(part.tobytes(), checksum)
+        return f"{self.paths[0].name}:{sum(map(len, self.shards))}:{checksum:08x}"
 
     def batch(self, indices: list[int], rows: int = 0) -> tuple[Tensor, Tensor]:
         """Inputs and next-token targets, int64 (max(rows, len(indices)), block_size) each.

@@ -259,12 +259,23 @@ class GPT(nn.Module):
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         x = self.hidden(idx, cache)  # (B, T, C)
-        head = self.wte.weight if self.lm_head is None else self.lm_head.weight  # (V, C)
-        n_vocab = self.config.n_vocab or self.config.vocab_size
         if targets is None:
-            return F.linear(x, head)[..., :n_vocab]
-        loss = cross_entropy(x.flatten(0, 1), head, targets.flatten(), n_vocab)
+            return self.logits(x)
+        loss = cross_entropy(x.flatten(0, 1), self.head_weight(), targets.flatten(), self.n_vocab)
         return loss, loss.new_zeros(()) + sum(norm.aux_loss() for norm in self.norms())
+
+    @property
+    def n_vocab(self) -> int:
+        """Tokens that exist; rows of the embedding beyond are padding."""
+        return self.config.n_vocab or self.config.vocab_size
+
+    def head_weight(self) -> Tensor:
+        """Weight (V, C) of the output head."""
+        return self.wte.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (..., n_vocab) of normalised hidden states (..., C)."""
+        return F.linear(hidden, self.head_weight())[..., : self.n_vocab]
 
     def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Normalised output of the last block (B, T, C) for token ids (B, T); with a cache, idx continues it."""

@@ -39,8 +39,11 @@ class Ranks:
     device: torch.device
 
     @classmethod
-    def start(cls, device: str, micro_batches: int) -> "Ranks":
-        """Join the process group that torchrun announces. `device` is auto, cpu, cuda or mps."""
+    def start(cls, device: str, micro_batches: int = 0) -> "Ranks":
+        """Join the process group that torchrun announces. `device` is auto, cpu, cuda or mps.
+
+        Raises ConfigError if `micro_batches` cannot be dealt out evenly.
+        """
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if micro_batches % world_size:
             raise ConfigError(
@@ -74,6 +77,11 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.world_size > 1:
+            dist.barrier()
 
     def agree(self, number: float) -> bool:
         """Have all ranks the same number?"""

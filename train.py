@@ -16,13 +16,13 @@ import math
 import signal
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import (
@@ -36,10 +36,11 @@ from checkpoint import (
     save_checkpoint,
 )
 from configurator import key, parse_args
-from data.shards import DataError, read_meta
-from data.tokenizers import load_tokenizer, token_bytes
-from dataloader import Blocks, TrainLoader, bytes_per_token, eval_batches
+from data.shards import read_meta
+from dataloader import Blocks, TrainLoader
 from errors import ConfigError, UserError, run_program
+from evaluation import Evaluator
+from hellaswag import ITEMS_FILE
 from model import GPT, GPTConfig
 from optim import carry_state, guarded_update, learning_rate, make_optimizer
 from ranks import Ranks
@@ -80,6 +81,14 @@ class TrainConfig(GPTConfig):
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
     dtype: str = key("auto", "of the computation; weights are float32 (auto: bfloat16 on CUDA)", ("auto", *DTYPES))
     compile: bool | None = key(None, "torch.compile (auto: on CUDA)")
+    hellaswag: str = key("off", "score HellaSwag at the end: off, auto (downloads the items), or a file of items")
+    hellaswag_interval: int = key(0, "steps between further HellaSwag scores (0: at the end alone)")
+    hellaswag_items: int = key(0, "score this many items, spread evenly over the file (0: all)")
+    delta_train_loss: float = key(0.0, "equivalence margin for report.py, nats per token, declared now (0: none)")
+    delta_val_loss: float = key(0.0, "equivalence margin, nats per token (0: none)")
+    delta_hellaswag_acc: float = key(0.0, "equivalence margin, share of items (0: none)")
+    delta_hellaswag_acc_norm: float = key(0.0, "equivalence margin, share of items (0: none)")
+    delta_tok_per_s: float = key(0.0, "equivalence margin, share of the baseline's throughput (0: none)")
     wandb: str = key("off", "log to Weights & Biases too", ("off", "online", "offline"))
     wandb_project: str = key("nanonorm", "Weights & Biases project")
 
@@ -89,9 +98,13 @@ class TrainConfig(GPTConfig):
         for name in (*counts, "log_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("checkpoint_interval", "warmup_iters", "sample_tokens", "grad_clip", "seed", "weight_decay"):
+        not_negative = ("checkpoint_interval", "warmup_iters", "sample_tokens", "grad_clip", "seed", "weight_decay",
+                        "hellaswag_interval", "hellaswag_items")  # fmt: skip
+        for name in (*not_negative, *(field.name for field in dataclasses.fields(self) if "delta_" in field.name)):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must not be negative")
+        if self.hellaswag_interval % self.eval_interval:
+            raise ConfigError(f"hellaswag_interval={self.hellaswag_interval}: wants a multiple of eval_interval")
         for name in ("beta1", "beta2", "wsd_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
@@ -101,25 +114,6 @@ class TrainConfig(GPTConfig):
             raise ConfigError(f"seed={self.seed}: must be below 2**32")
         if not (self.learning_rate > 0 and 0 <= self.min_lr <= self.learning_rate):
             raise ConfigError(f"want 0 <= min_lr ({self.min_lr}) <= learning_rate ({self.learning_rate}), above 0")
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, blocks: Blocks, batches: list[list[int]], ranks: Ranks, autocast: Callable) -> float:
-    """Mean loss (nats per token) over the evaluation batches, which are dealt out to the ranks.
-
-    Every batch's loss is kept apart and summed in one order, so the value does not depend on the number of ranks. No
-    random stream is drawn from, and norms collect no statistics.
-    """
-    model.eval()
-    wide = torch.float32 if ranks.device.type == "mps" else torch.float64
-    losses = torch.zeros(len(batches), dtype=wide, device=ranks.device)
-    for number in range(ranks.rank, len(batches), ranks.world_size):
-        x, y = (part.to(ranks.device) for part in blocks.batch(batches[number], rows=len(batches[0])))
-        with autocast():
-            losses[number] = model(x, y)[0]
-    model.train()
-    tokens = torch.tensor([len(batch) for batch in batches], dtype=torch.float64)
-    return float((ranks.sum(losses).cpu().double() * tokens).sum() / tokens.sum())
 
 
 class NonFiniteError(UserError):
@@ -147,11 +141,9 @@ class Trainer:
         n_vocab = config.n_vocab or n_vocab
         self.config = config = dataclasses.replace(config, vocab_size=rows, n_vocab=n_vocab)
         train, val = (Blocks(config.data_dir, split, config.block_size, n_vocab or rows) for split in ("train", "val"))
-        self.val, self.val_batches = val, eval_batches(val, config.batch_size, config.eval_tokens)
         self.loader = TrainLoader(train, config.batch_size, config.gradient_accumulation_steps, config.seed)
         self.tokens_per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
-
-        self.bytes_per_token = self._bytes_per_token() if ranks.is_main else 0.0
+        self.data_id = f"{train.fingerprint()} {val.fingerprint()}"
 
         # Precision: weights are float32 (float64 only if all is), low precision comes by autocast
         dtype = DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if ranks.on_cuda else "float32"]
@@ -159,6 +151,7 @@ class Trainer:
         self.autocast = (lambda: torch.autocast(ranks.device.type, dtype)) if low else contextlib.nullcontext
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
         self.peak_flops = peak_flops(ranks.device) if low else None
+        self.evaluator = Evaluator(config, val, self.meta, ranks, self.autocast)
 
         # Model and optimiser
         self.model = GPT(config, config.seed)
@@ -191,13 +184,6 @@ class Trainer:
             self._open_log(resumed is not None)
         for note in notes:
             self.log.say(note)
-
-    def _bytes_per_token(self) -> float:
-        """Of the evaluation's text; 0 where the data does not say how to decode it."""
-        try:
-            return bytes_per_token(self.val, self.val_batches, token_bytes(load_tokenizer(self.meta)))
-        except DataError:
-            return 0.0
 
     def _on_signal(self, number: int, frame: object) -> None:
         # Launchers and schedulers send SIGTERM more than once; a second Ctrl-C means it.
@@ -233,7 +219,7 @@ class Trainer:
             except OSError as error:
                 raise UserError(f"out_dir={self.out_dir}: cannot be written ({error.strerror})") from None
         start = {"n_params": self.model.num_params(), "norm_plan": str(self.model.plan)}
-        start |= {"world_size": self.ranks.world_size, "tokens_per_step": self.tokens_per_step}
+        start |= {"world_size": self.ranks.world_size, "tokens_per_step": self.tokens_per_step, "data": self.data_id}
         start |= environment(self.ranks.device)
         self.log.open(self.step if resumed else None, start)
         self.log.say(f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
@@ -268,10 +254,12 @@ class Trainer:
             if due_save or reason:
                 self._save(LAST)
                 self.clock.restart()
-        if not reason:
-            self._sample()
-        self.log.say(reason or f"done: best val loss {self.best:.4f}")
-        self.log.close(reason or "done", step=self.step, tok_per_s=self.clock.steady())
+        if not reason and ranks.is_main and config.sample_tokens:
+            self.log.say(self.evaluator.write_sample(self.model, self.out_dir / "samples.txt"))
+        speed = self.clock.steady()
+        done = f"done: best val loss {self.best:.4f}" + (f", {speed / 1000:.1f} k tokens/s" if speed else "")
+        self.log.say(reason or done)
+        self.log.close(reason or "done", step=self.step, tok_per_s=speed)
 
     def _next_step(self) -> None:
         """The schedules of the norms move on; optimiser state follows a parameter's role."""
@@ -335,14 +323,21 @@ class Trainer:
         return f"stopped by {self.stop_signal or 'a signal'} after step {self.step}" if stops else ""
 
     def _evaluate(self) -> None:
-        val_loss = evaluate(self.compiled, self.val, self.val_batches, self.ranks, self.autocast)
-        bits = {"bits_per_byte": val_loss / (math.log(2) * self.bytes_per_token)} if self.bytes_per_token else {}
-        self.log.event("eval", step=self.step, val_loss=val_loss, **bits)
-        shown = f" nats per token, {bits['bits_per_byte']:.4f} bits per byte" if bits else ""
+        last = self.step == self.config.max_iters
+        val_loss = self.evaluator.val_loss(self.compiled)
+        bits = self.evaluator.bits_per_byte(val_loss)
+        self.log.event("eval", step=self.step, val_loss=val_loss, **({"bits_per_byte": bits} if bits else {}))
+        shown = f" nats per token, {bits:.4f} bits per byte" if bits else ""
         self.log.say(f"step {self.step}  val loss {val_loss:.4f}{shown}")
         if self.step and val_loss < self.best:
             self.best = val_loss
             self._save(BEST)
+        # Before the checkpoint of this step, so that a run which is killed here scores again when it resumes.
+        scores = self.evaluator.hellaswag(self.model, self.step, last)
+        if scores is not None and self.ranks.is_main:
+            self.log.event("hellaswag", step=self.step, **scores.summary())
+            self.log.say(f"step {self.step}  HellaSwag {scores}")
+            scores.write(self.out_dir / ITEMS_FILE)
 
     def _save(self, name: str) -> None:
         if not self.ranks.is_main:
@@ -352,21 +347,6 @@ class Trainer:
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(), "best_val_loss": self.best,
         })  # fmt: skip
-
-    def _sample(self) -> None:
-        """samples.txt: how the model continues the first tokens of the val shards."""
-        if not (self.ranks.is_main and self.config.sample_tokens):
-            return
-        try:
-            tokenizer = load_tokenizer(self.meta)
-        except DataError as error:
-            return self.log.say(f"no text sample: {error}")
-        prompt = torch.from_numpy(self.val[0][: min(32, self.config.block_size)])[None].to(self.ranks.device)
-        stream = torch.Generator(self.ranks.device).manual_seed(self.config.seed)
-        tokens = self.model.eval().generate(prompt, self.config.sample_tokens, 0.8, 200, stream)[0].tolist()
-        path = self.out_dir / "samples.txt"
-        path.write_text(tokenizer.decode(tokens) + "\n", encoding="utf-8")
-        self.log.say(f"a sample of its text is in {path}")
 
 
 def main(argv: list[str]) -> None:

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Seeds x norm types: one run folder for each, ready for report.py.
+#
+#   ./sweep.sh config/small.py [config files ...] [--key=value ...]
+#   ARMS="rms coupled 'coupled --coupled_span=2'" SEEDS="8 9 10" NPROC=8 ./sweep.sh config/small.py
+#
+#   ARMS       norm types, each with any norm keys behind it   (layer rms coupled cbwc taper)
+#   SEEDS      (8 9 10 11 12 13 14 15)
+#   OUT        folder of the run folders                       (out/ and the name of the first config file)
+#   HELLASWAG  off, auto (downloads the items) or their file   (auto)
+#   KEEP       copy each finished run's config, log and HellaSwag items here, and skip the runs that are here already
+#   NPROC      processes a run, through torchrun               (1)
+#
+# All arms of a seed run one after the other, beginning with another arm each time, so that a drift of the machine hits
+# all alike. Run it again after an interruption: finished runs are skipped, the broken one goes on where it stopped.
+# Each run's output is in its folder's train.txt. Exits 1 if a run failed; the others are done all the same.
+set -euo pipefail
+cd "$(dirname "$0")"
+if [ $# = 0 ] || [ "$1" = --help ] || [ "$1" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+OUT=${OUT:-out/$(basename "$1" .py)}
+KEEP=${KEEP:-}
+NPROC=${NPROC:-1}
+mapfile -t arms < <(xargs -n1 printf '%s\n' <<<"${ARMS:-layer rms coupled cbwc taper}")
+read -ra seeds <<<"${SEEDS:-8 9 10 11 12 13 14 15}"
+launcher=("$PYTHON")
+[ "$NPROC" = 1 ] || launcher+=(-m torch.distributed.run --standalone --nproc_per_node="$NPROC")
+
+child= failed=0 number=0 total=$((${#arms[@]} * ${#seeds[@]}))
+stop() { [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; echo "stopped; run it again to go on"; exit 130; }
+trap stop INT TERM
+
+for round in "${!seeds[@]}"; do
+  for turn in "${!arms[@]}"; do
+    arm=${arms[(turn + round) % ${#arms[@]}]} seed=${seeds[round]}
+    name=${arm// --/+}-$seed number=$((number + 1))
+    run=$OUT/$name label="[$number/$total] $name"
+    if [ -n "$KEEP" ] && [ -f "$KEEP/$name/log.jsonl" ]; then echo "$label: in $KEEP already"; continue; fi
+    if grep -qs '"event": "end", "reason": "done"' "$run/log.jsonl"; then
+      echo "$label: done already"
+    else
+      mkdir -p "$run"
+      start=$SECONDS status=0
+      # shellcheck disable=SC2086  # an arm is several words
+      "${launcher[@]}" train.py "$@" --norm_type=$arm --seed="$seed" --out_dir="$run" \
+        --hellaswag="${HELLASWAG:-auto}" >"$run/train.txt" 2>&1 &
+      child=$!
+      wait "$child" || status=$?
+      child=
+      last=$(tail -n 1 "$run/train.txt")
+      case $status:$last in
+        0:stopped*) echo "$label: $last"; stop ;;
+        0:*) echo "$label: $last  ($((SECONDS - start)) s)" ;;
+        *) echo "$label: FAILED with exit code $status: $last"; failed=1; [ "$status" != 2 ] || exit 2; continue ;;
+      esac
+    fi
+    if [ -n "$KEEP" ]; then
+      mkdir -p "$KEEP/$name.part"
+      for file in config.json log.jsonl hellaswag.jsonl; do
+        [ ! -f "$run/$file" ] || cp "$run/$file" "$KEEP/$name.part/"
+      done
+      mv "$KEEP/$name.part" "$KEEP/$name"
+    fi
+  done
+done
+exit $failed
