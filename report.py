@@ -1,93 +1,228 @@
-"""Loss curves of one or more runs, as a PNG. Reads only what the runs wrote.
+"""Run folders -> curves, tables, statistics, verdicts. Reads only what the runs wrote.
 
-    python report.py out/demo                          writes out/demo/loss.png
-    python report.py out/layer out/rms out/coupled --plot=loss.png
+    python report.py out/demo                                    loss curve of one run or more: out/demo/loss.png
+    python report.py out/small --baseline=rms                    every run folder in out/small: report.md, report.csv,
+                                                                 seeds.csv and plots, into out/small
+    python report.py runs/ --baseline=rms --delta.val_loss=0.002 --out=results/mine
+    python report.py --published                                 CoupledNorm's Table 1, from its printed numbers
 
-Each curve is one run: validation loss as a line with points, training loss faint behind it.
+An arm is a norm type with its norm keys ("coupled --coupled_span=2"); arms are compared with the baseline by seed.
+The margins of equivalence are those that the runs declared (train.py's delta_* keys); one that is given here,
+--delta.METRIC=NUMBER, is labelled post hoc. Metrics: val_loss, train_loss, hellaswag_acc, hellaswag_acc_norm, tok_per_s
+(its margin is a share). Other keys: --out=DIR, --plot=FILE (the loss curves of runs without a baseline).
 """
 
-import contextlib
-import json
+import csv
+import io
 from pathlib import Path
+from typing import Any
 
-import matplotlib
+import numpy as np
 
+import published
+from comparison import EQUAL_TIME, Row, compare, exchange_rate, pair, usable
+from data.shards import write_bytes_atomically
 from errors import ConfigError, UserError, run_program
+from plots import Arms, plot_differences, plot_loss
+from runs import METRICS, by_arm, find_runs
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+HOW = """\
+Mean and SD are over seeds; SD is the standard deviation, never the standard error. A difference is arm less baseline at
+the same seed. The verdict comes from the Holm-adjusted paired t interval (it leaves out zero: better or worse) and from
+TOST within the margin, Holm-adjusted too (equivalent); all else is inconclusive, and no p value above 0.05 means "the
+same". The sign-flip permutation test and the BCa bootstrap stand beside and decide nothing. HellaSwag differences are
+paired item by item within each seed, and their error counts both seeds and items as samples. Detectable: the smallest
+true difference that these seeds find with 80 % power, corrected for the number of arms; needed: seeds that find the
+margin (without one, the observed difference). tok_per_s is compared as a ratio. val_loss_equal_time is the loss that an
+arm would have after its baseline's time instead of its tokens."""
 
-# Okabe & Ito's colours, told apart under every common colour blindness; markers for black and white.
-STYLES = list(zip(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"], "osD^vPX"))
+
+# --------------------------------------------------------------------------------------------------------------- tables
 
 
-def read_log(run: Path) -> list[dict]:
-    """Events of a run's log.jsonl; a last line torn by a kill is left out."""
-    path = run / "log.jsonl" if run.is_dir() else run
+def markdown(header: list[str], rows: list[list[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    return "n/a" if value is None or not np.isfinite(value) else f"{value:.{digits}f}"
+
+
+def verdict_table(rows: list[Row]) -> str:
+    header = ["metric", "arm", "seeds", "difference", "Holm 95 % interval", "p", "p Holm", "p TOST (margin)",
+              "p sign-flip", "BCa 95 %", "detectable", "needed", "verdict"]  # fmt: skip
+    table = []
+    for row in rows:
+        v = row.verdict
+        tost = f"{v.p_tost:.3g} ({row.show(row.delta, sign=False)}, {row.delta_kind})" if row.delta else "no margin"
+        table.append([row.metric.name, f"`{row.arm}`", len(row.seeds), row.show(row.estimate.mean),
+                      row.show_interval(v.interval), f"{v.p:.3g}", f"{v.p_holm:.3g}", tost, f"{row.sign_flip:.3g}",
+                      row.show_interval(row.bootstrap), row.show(row.detectable, sign=False),
+                      row.needed or "> 10,000", f"**{v.word}**"])  # fmt: skip
+    return markdown(header, table)
+
+
+def seed_table(arms: Arms, metric: str) -> str:
+    """Values of one metric: seeds down, arms across, mean and SD below."""
+    values = {arm: {seed: run.metrics.get(metric) for seed, run in runs.items()} for arm, runs in arms.items()}
+    digits = 0 if metric == "tok_per_s" else 4
+    table = [[seed, *(number(values[arm].get(seed), digits) for arm in arms)]
+             for seed in sorted({seed for runs in arms.values() for seed in runs})]  # fmt: skip
+    there = {arm: [value for value in its.values() if value is not None] for arm, its in values.items()}
+    table.append(["mean", *(number(np.mean(its) if its else None, digits) for its in there.values())])
+    table.append(["SD", *(number(np.std(its, ddof=1) if len(its) > 1 else None, digits) for its in there.values())])
+    return markdown(["seed", *(f"`{arm}`" for arm in arms)], table)
+
+
+def equal_time_text(rows: list[Row], arms: Arms, baseline: str) -> str:
+    """What throughput is worth: the exchange rate, and losses at equal tokens and equal time side by side."""
+    rates = [rate for run in arms[baseline].values() if (rate := exchange_rate(run)) is not None]
+    timed = [row for row in rows if row.metric is EQUAL_TIME]
+    if not rates or not timed:
+        return "No run has throughput and enough evaluations to compare at equal time."
+    rate = float(np.mean(rates))
+    table = []
+    for row in timed:
+        tokens, speed = (next(r for r in rows if r.arm == row.arm and r.metric is METRICS[name])
+                         for name in ("val_loss", "tok_per_s"))  # fmt: skip
+        table.append([f"`{row.arm}`", tokens.show(tokens.estimate.mean), speed.show(speed.estimate.mean),
+                      f"{-rate * speed.estimate.mean:+.4f}", row.show(row.estimate.mean)])  # fmt: skip
+    return (
+        f"Exchange rate, from the later half of the `{baseline}` curves: 1 % more tokens buy {rate * np.log(1.01):.5f} "
+        "nats per token (the learning rate's decay is in it, so rather less).\n\n"
+        + markdown(["arm", "val loss at equal tokens", "throughput", "worth, nats", "val loss at equal time"], table)
+    )
+
+
+def report_text(arms: Arms, rows: list[Row], baseline: str, left_out: list[str], plots: list[Path]) -> str:
+    every = [run for runs in arms.values() for run in runs.values()]
+
+    def distinct(values) -> str:
+        return ", ".join(sorted({str(value) for value in values}))
+
+    sizes = distinct(f"{run.start['n_params']:,}" for run in every)
+    commits = distinct(str(run.start["git"])[:7] + str(run.start["git"])[40:] for run in every)
+    parts = [
+        f"# Norm types against `{baseline}`",
+        f"{len(every)} runs, {len(arms)} arms. Device: {distinct(run.start['device'] for run in every)}; torch "
+        f"{distinct(run.start['versions']['torch'] for run in every)}; commit {commits}; "
+        f"{sizes} parameters; "
+        f"{distinct(f'{int(run.curve[-1, 0]):,}' for run in every)} training tokens a run.",
+        *(f"![{plot.stem}]({plot.name})" for plot in plots),
+        "## Verdicts", *(verdict_sentences(rows) or ["No arm has two seeds in common with the baseline."]),
+        verdict_table(rows) if rows else "", HOW,
+        "## Equal tokens, equal time", equal_time_text(rows, arms, baseline), "## Seed by seed",
+    ]  # fmt: skip
+    for name, metric in METRICS.items():
+        if any(name in run.metrics for run in every):
+            parts += [f"### {name} ({metric.unit})", seed_table(arms, name)]
+    if left_out:
+        parts += ["## Left out", "\n".join(f"- {line}" for line in left_out)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def verdict_sentences(rows: list[Row]) -> list[str]:
+    metrics = dict.fromkeys(row.metric for row in rows)
+    return ["\n".join([f"{metric.name}:", "", *(f"- {row.sentence()}" for row in rows if row.metric is metric)])
+            for metric in metrics]  # fmt: skip
+
+
+def csv_text(header: list[str], rows: list[list[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    return text.getvalue()
+
+
+def verdict_csv(rows: list[Row]) -> str:
+    header = ["metric", "arm", "baseline", "n_seeds", "mean_difference", "sd_difference", "standard_error", "low_holm",
+              "high_holm", "p_t", "p_holm", "p_tost", "delta", "delta_kind", "p_sign_flip", "low_bca", "high_bca",
+              "detectable", "seeds_needed", "is_log_ratio", "verdict"]  # fmt: skip
+    return csv_text(header, [
+        [row.metric.name, row.arm, row.baseline, len(row.seeds), row.estimate.mean, row.sd, row.estimate.se,
+         *row.verdict.interval, row.verdict.p, row.verdict.p_holm, row.verdict.p_tost, row.delta, row.delta_kind,
+         row.sign_flip, *row.bootstrap, row.detectable, row.needed, row.metric.relative, row.verdict.word]
+        for row in rows
+    ])  # fmt: skip
+
+
+def seeds_csv(arms: Arms) -> str:
+    rows = [[arm, seed, *(run.metrics.get(name) for name in METRICS)]
+            for arm, runs in arms.items() for seed, run in sorted(runs.items())]  # fmt: skip
+    return csv_text(["arm", "seed", *METRICS], rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- program
+
+
+def parse(argv: list[str]) -> tuple[list[Path], dict[str, str], dict[str, float]]:
+    """(run folders, settings, post-hoc margins). Raises ConfigError."""
+    folders, settings, deltas = [], {}, {}
+    for word in argv:
+        name, _, text = word.removeprefix("--").partition("=")
+        if not word.startswith("-"):
+            folders.append(Path(word))
+        elif name in ("baseline", "out", "plot") and text:
+            settings[name] = text
+        elif name.startswith("delta."):
+            metric = name.removeprefix("delta.")
+            try:
+                deltas[metric] = float(text)
+            except ValueError:
+                deltas[metric] = -1.0
+            if metric not in METRICS or not 0 < deltas[metric] < np.inf:
+                raise ConfigError(f"{word}: wants a margin above 0 for one of {', '.join(METRICS)}")
+        else:
+            raise ConfigError(f"{word}: report.py knows --baseline=ARM, --delta.METRIC=NUMBER, --out=DIR, --plot=FILE")
+    if not folders:
+        raise ConfigError("name one run folder or more (--help says more)")
+    if deltas and "baseline" not in settings:
+        raise ConfigError("a margin needs a comparison: give --baseline=ARM")
+    return folders, settings, deltas
+
+
+def write_report(arms: Arms, baseline: str, deltas: dict[str, float], out: Path) -> str:
+    """Everything into `out`; the verdicts as text."""
+    arms, left_out = usable(arms)
+    pairs, unpaired = pair(arms, baseline)
+    rows = compare(pairs, baseline, deltas)
+    arms = {baseline: arms[baseline], **{arm: arms[arm] for arm in pairs}}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines[:-1]]
+        out.mkdir(parents=True, exist_ok=True)
+        plots = [plot_loss(arms, out / "loss_tokens.png", "tokens", baseline)]
+        plots += [plot_loss(arms, out / "loss_time.png", "time")]
+        plots += [plot_differences(rows, out / "differences.png")] if rows else []
+        texts = {"report.md": report_text(arms, rows, baseline, left_out + unpaired, plots),
+                 "report.csv": verdict_csv(rows), "seeds.csv": seeds_csv(arms)}  # fmt: skip
+        for name, text in texts.items():
+            write_bytes_atomically(out / name, text.encode())
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): is {run} a run folder?") from None
-    except ValueError:
-        raise UserError(f"{path}: not a log.jsonl: name run folders") from None
-    with contextlib.suppress(ValueError, IndexError):
-        records.append(json.loads(lines[-1]))
-    if not records or records[0].get("event") != "start":
-        raise UserError(f"{path}: does not begin with a start event: is it a run's log?")
-    return records
-
-
-def labels(starts: list[dict]) -> list[str]:
-    """Names of the runs: their norm types if these differ, else their folders."""
-    types = [start["config"]["norm_type"] for start in starts]
-    return types if len(set(types)) == len(types) else [start["config"]["out_dir"] for start in starts]
-
-
-def plot_losses(runs: list[Path], target: Path) -> None:
-    """Validation and training loss over training tokens, one colour a run."""
-    logs = [read_log(run) for run in runs]
-    validation: list[float] = []  # losses of all runs, for the scale
-    figure, axes = plt.subplots(figsize=(7.2, 4.5), layout="constrained")
-    for index, (log, label) in enumerate(zip(logs, labels([log[0] for log in logs]), strict=True)):
-        (color, marker), per_step = STYLES[index % len(STYLES)], log[0]["tokens_per_step"] / 1e6
-        steps = [(r["step"] * per_step, r["loss"]) for r in log if r["event"] == "step" and r["loss"] is not None]
-        evals = [(r["step"] * per_step, r["val_loss"]) for r in log if r["event"] == "eval"]
-        evals = [(tokens, loss) for tokens, loss in evals if loss is not None]
-        validation.extend(loss for _, loss in evals)
-        axes.plot(*zip(*steps, strict=True), color=color, alpha=0.25, linewidth=1) if steps else None
-        if evals:
-            axes.plot(*zip(*evals, strict=True), color=color, marker=marker, markersize=5, linewidth=1.8,
-                      label=f"{label}  (ends at {evals[-1][1]:.3f})")  # fmt: skip
-    tokenizer_unit = "byte" if all(log[0]["config"]["n_vocab"] == 257 for log in logs) else "token"
-    axes.set(xlabel="training tokens (millions)", ylabel=f"loss (nats per {tokenizer_unit})",
-             title="Validation loss (points) and training loss (faint)")  # fmt: skip
-    if not validation:
-        raise UserError(f"{runs[0]}: no evaluation yet: nothing to draw")
-    axes.set_ylim(min(validation) - 0.15, min(validation) + 1.3)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    try:
-        figure.savefig(target, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"plot={target}: cannot be written ({error})") from None
-    plt.close(figure)
+        raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
+    return "\n\n".join(verdict_sentences(rows) + [f"Left out: {line}" for line in left_out + unpaired])
 
 
 def main(argv: list[str]) -> None:
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return
-    plots = [word.removeprefix("--plot=") for word in argv if word.startswith("--plot=")]
-    runs = [Path(word) for word in argv if not word.startswith("--plot=")]
-    unknown = [word for word in argv if word.startswith("-") and not word.startswith("--plot=")]
-    if unknown:
-        raise ConfigError(f"{unknown[0]}: unknown key; report.py knows --plot=FILE")
-    if not runs:
-        raise ConfigError("name one run folder or more")
-    target = Path(plots[-1]) if plots else runs[0] / "loss.png"
-    plot_losses(runs, target)
-    print(f"wrote {target}")
+    if argv[0].partition("=")[0] == "--published":
+        return published.main(argv)
+    folders, settings, deltas = parse(argv)
+    runs = find_runs(folders)
+    if "baseline" not in settings:
+        target = Path(settings.get("plot", (folders[0] if folders[0].is_dir() else Path(".")) / "loss.png"))
+        print(f"wrote {plot_loss(named(runs), target)}")
+        return
+    out = Path(settings.get("out", folders[0]))
+    print(write_report(by_arm(runs), settings["baseline"], deltas, out))
+    print(f"\nwrote report.md, report.csv, seeds.csv and plots into {out}")
+
+
+def named(runs: list) -> Arms:
+    """Runs for curves alone: seeds of one arm together, unless two runs are the same arm and seed."""
+    if len({(run.arm, run.seed) for run in runs}) == len(runs):
+        return by_arm(runs)
+    return {run.config["out_dir"]: {run.seed: run} for run in runs}
 
 
 if __name__ == "__main__":

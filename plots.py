@@ -1,0 +1,134 @@
+"""Pictures of runs: loss curves with seed bands, over tokens or time, and paired differences with their intervals."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from comparison import Row
+from errors import UserError
+from runs import Run
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+# Okabe & Ito's colours, told apart under every common colour blindness; markers for black and white.
+STYLES = list(zip(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"], "osD^vPX"))
+Arms = dict[str, dict[int, Run]]
+
+
+def style(index: int) -> dict:
+    color, marker = STYLES[index % len(STYLES)]
+    return {"color": color, "marker": marker, "markersize": 4.5}
+
+
+def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens (n,) and val losses (runs, n), of the evaluations that all these runs share."""
+    shared = sorted(set.intersection(*(set(run.curve[:, 0]) for run in runs)))
+    return np.array(shared), np.array([[dict(run.curve)[tokens] for tokens in shared] for run in runs])
+
+
+def save(figure: plt.Figure, target: Path) -> Path:
+    try:
+        figure.savefig(target, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{target}: cannot be written ({error})") from None
+    finally:
+        plt.close(figure)
+    return target
+
+
+def loss_unit(arms: Arms) -> str:
+    every = [run for runs in arms.values() for run in runs.values()]
+    return "nats per byte" if all(run.config["n_vocab"] == 257 for run in every) else "nats per token"
+
+
+def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = "") -> Path:
+    """Val loss of every arm: mean over seeds with a band of one SD; training loss faint where there is one seed.
+
+    With a baseline, a panel below shows each arm's paired difference to it, which the bands above would hide.
+    """
+    below = bool(baseline) and over == "tokens" and any(len(arms[baseline].keys() & runs) > 1 for runs in arms.values())
+    figure, axes = plt.subplots(1 + below, figsize=(7.5, 7.5 if below else 4.6), layout="constrained", sharex=True,
+                                squeeze=False, height_ratios=[3, 2] if below else [1])  # fmt: skip
+    top, lowest, all_losses = axes[0, 0], np.inf, []
+    for index, (arm, runs) in enumerate(arms.items()):
+        tokens, losses = curves(list(runs.values()))
+        if not losses.size:
+            continue
+        speed = np.mean([run.metrics.get("tok_per_s", np.nan) for run in runs.values()])
+        x = tokens / 1e6 if over == "tokens" else tokens / speed / 60
+        mean, sd = losses.mean(0), losses.std(0, ddof=1) if len(losses) > 1 else np.zeros(len(x))
+        label = f"{arm}: {mean[-1]:.3f}" + (f" (SD {sd[-1]:.3f}, {len(losses)} seeds)" if len(losses) > 1 else "")
+        top.plot(x, mean, label=label, linewidth=1.6, **style(index))
+        top.fill_between(x, mean - sd, mean + sd, color=STYLES[index % len(STYLES)][0], alpha=0.18, linewidth=0)
+        if len(runs) == 1 and over == "tokens":
+            run = next(iter(runs.values()))
+            steps = [(step["step"] * run.start["tokens_per_step"] / 1e6, step["loss"]) for step in run.steps]
+            top.plot(*zip(*steps), color=STYLES[index % len(STYLES)][0], alpha=0.25, linewidth=1) if steps else None
+        lowest = min(lowest, np.nanmin(losses))
+        all_losses.append(losses[:, 1:])
+    if not np.isfinite(lowest):
+        raise UserError("no evaluation yet: nothing to draw")
+    later = np.concatenate([losses.ravel() for losses in all_losses]) if all_losses else np.array([])
+    high = np.quantile(later, 0.9) if later.size else lowest + 1.0
+    top.set_ylim(lowest - 0.1 * (high - lowest) - 0.02, high + 0.1 * (high - lowest) + 0.02)
+    top.set(ylabel=f"val loss ({loss_unit(arms)})", title="Validation loss: mean over seeds, band of one SD")
+    top.legend(frameon=False, fontsize=9, title="arm: last value")
+    if below:
+        plot_loss_differences(axes[1, 0], arms, baseline)
+    axes[-1, 0].set_xlabel("training tokens (millions)" if over == "tokens" else "training time (minutes)")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    return save(figure, target)
+
+
+def plot_loss_differences(axis: plt.Axes, arms: Arms, baseline: str) -> None:
+    """Each arm's val loss less the baseline's at the same seed and step: mean and the range of the seeds."""
+    span = 0.0
+    for index, (arm, runs) in enumerate(arms.items()):
+        seeds = sorted(runs.keys() & arms[baseline].keys())
+        if arm == baseline or not seeds:
+            continue
+        tokens, both = curves([runs[seed] for seed in seeds] + [arms[baseline][seed] for seed in seeds])
+        difference = both[: len(seeds)] - both[len(seeds) :]
+        x, color = tokens / 1e6, STYLES[index % len(STYLES)][0]
+        axis.plot(x, difference.mean(0), linewidth=1.6, **style(index))
+        axis.fill_between(x, difference.min(0), difference.max(0), color=color, alpha=0.18, linewidth=0)
+        span = max(span, np.abs(difference[:, len(x) // 4 :]).max())
+    axis.axhline(0, color="black", linewidth=1)
+    axis.set_ylim(-1.1 * span or -1, 1.1 * span or 1)
+    axis.set(ylabel=f"val loss less that of {baseline}", title="Paired by seed: mean, band from lowest to highest seed")
+
+
+def plot_differences(rows: list[Row], target: Path) -> Path:
+    """One panel a metric: every seed's difference, the mean with its Holm-adjusted interval, the margin shaded."""
+    metrics = list(dict.fromkeys(row.metric for row in rows))
+    arms = list(dict.fromkeys(row.arm for row in rows))
+    columns = min(2, len(metrics))
+    lines = -(-len(metrics) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(5.2 * columns, (0.9 + 0.55 * len(arms)) * lines + 0.3),
+                                layout="constrained", squeeze=False)  # fmt: skip
+    for axis in axes.flat[len(metrics) :]:
+        axis.set_visible(False)
+    for axis, metric in zip(axes.flat, metrics):
+        factor = 100 if metric.relative else 1
+        for row in (row for row in rows if row.metric is metric):
+            y, low, high = -arms.index(row.arm), *row.verdict.interval
+            kind = style(arms.index(row.arm) + 1)  # the baseline has the first style in the curves
+            axis.plot(row.differences * factor, np.full(len(row.seeds), y - 0.22), ".", color=kind["color"], alpha=0.5)
+            axis.plot([low * factor, high * factor], [y, y], color=kind["color"], linewidth=2.2)
+            axis.plot(row.estimate.mean * factor, y, linestyle="", **{**kind, "markersize": 8})
+            axis.annotate(row.verdict.word, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9)
+            if row.delta:
+                axis.axvspan(-row.delta * factor, row.delta * factor, color="gray", alpha=0.08, linewidth=0)
+        sense = "left" if metric.lower_is_better else "right"
+        unit = "per cent" if metric.relative else metric.unit
+        axis.axvline(0, color="black", linewidth=1)
+        axis.set_yticks([-i for i in range(len(arms))], arms)
+        axis.set_ylim(-len(arms) + 0.4, 0.6)
+        axis.set(title=f"{metric.name}: better to the {sense}", xlabel=f"difference to {rows[0].baseline} ({unit})")
+        axis.grid(axis="x", alpha=0.3)
+    return save(figure, target)
+
+

@@ -1,0 +1,174 @@
+"""What finished runs wrote, read back: run folders -> arms, metrics, pairs. Nothing here knows a model.
+
+An arm is the set of all norm keys; runs pair by seed, and only if they differ in nothing else but their names.
+"""
+
+import contextlib
+import json
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from errors import UserError
+from norms import NormConfig
+
+NORM_KEYS = {field.name: field.default for field in fields(NormConfig) if field.default is not MISSING}
+NAMES = {"out_dir", "resume", "wandb", "wandb_project"}  # settings that do nothing to a result
+LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a run. Differences of a `relative` one are of logarithms, shown as per cent."""
+
+    name: str
+    unit: str
+    lower_is_better: bool
+    relative: bool = False
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("val_loss", "nats per token", True),
+        Metric("train_loss", "nats per token", True),
+        Metric("hellaswag_acc", "share of items", False),
+        Metric("hellaswag_acc_norm", "share of items", False),
+        Metric("tok_per_s", "tokens/s", False, relative=True),
+    )
+}
+
+
+class Run:
+    """One run: its config, the events of its log, its HellaSwag items."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.events = read_log(path)
+        self.start = self.events[0]
+        self.config: dict[str, Any] = self.start["config"]
+
+    @property
+    def seed(self) -> int:
+        return self.config["seed"]
+
+    @cached_property
+    def arm(self) -> str:
+        """The norm type and every norm key that is not at its default, as sweep.sh takes it."""
+        other = {name: self.config.get(name, default) for name, default in NORM_KEYS.items() if name != "norm_type"}
+        words = [f"--{name}={value}" for name, value in other.items() if json_value(NORM_KEYS[name]) != value]
+        return " ".join([self.config["norm_type"], *words])
+
+    @cached_property
+    def curve(self) -> np.ndarray:
+        """Validation losses (n, 2): training tokens, nats per token."""
+        evals = [(e["step"], e["val_loss"]) for e in self.events if e["event"] == "eval" and e["val_loss"] is not None]
+        return np.array([(step * self.start["tokens_per_step"], loss) for step, loss in evals]).reshape(-1, 2)
+
+    @cached_property
+    def steps(self) -> list[dict]:
+        return [event for event in self.events if event["event"] == "step" and event["loss"] is not None]
+
+    def problem(self) -> str:
+        """Why the run cannot be compared, or ""."""
+        if not any(e["event"] == "eval" and e["step"] == self.config["max_iters"] for e in self.events):
+            last = self.steps[-1]["step"] if self.steps else 0
+            return f"stopped at step {last} of {self.config['max_iters']}"
+        return "" if self.curve[-1:, 0].sum() == self.config["max_iters"] * self.start["tokens_per_step"] else \
+            "its last val loss is not finite"  # fmt: skip
+
+    @cached_property
+    def items(self) -> dict[str, np.ndarray]:
+        """HellaSwag: rule -> which items were right, bool (m,); and "item", their numbers. Empty if not scored."""
+        path = self.path / "hellaswag.jsonl"
+        if not self.path.is_dir() or not path.exists():
+            return {}
+        try:
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            right = {rule: np.array([row[f"{rule}_choice"] == row["label"] for row in rows]) for rule in RULES}
+            return {**right, "item": np.array([row["item"] for row in rows])}
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: damaged: remove it and run `python hellaswag.py {self.path}`") from None
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Metric name -> value, of those that the run measured."""
+        first = (1 - LAST_PART) * self.config["max_iters"]
+        losses = [step["loss"] for step in self.steps if step["step"] > first]
+        seconds = [1 / step["tok_per_s"] for step in self.steps if step["tok_per_s"]]
+        found = {"val_loss": float(self.curve[-1, 1])}
+        found |= {"train_loss": float(np.mean(losses))} if losses else {}
+        found |= {f"hellaswag_{rule}": float(self.items[rule].mean()) for rule in RULES if self.items}
+        return found | ({"tok_per_s": float(1 / np.mean(seconds))} if seconds else {})
+
+
+RULES = ("acc", "acc_norm")
+
+
+def json_value(value: Any) -> Any:
+    """A config value as JSON gives it back."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def read_log(run: Path) -> list[dict]:
+    """Events of a run's log.jsonl (or of a log file); a last line torn by a kill is left out. Raises UserError."""
+    path = run / "log.jsonl" if run.is_dir() else run
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines[:-1]]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): is {run} a run folder?") from None
+    except ValueError:
+        raise UserError(f"{path}: not a log.jsonl: name run folders") from None
+    with contextlib.suppress(ValueError, IndexError):
+        records.append(json.loads(lines[-1]))
+    if not records or not isinstance(records[0], dict) or records[0].get("event") != "start":
+        raise UserError(f"{path}: does not begin with a start event: is it a run's log?")
+    return records
+
+
+def find_runs(paths: list[Path]) -> list[Run]:
+    """The runs that paths name: run folders, log files, or folders that hold run folders at any depth."""
+    runs = []
+    for path in paths:
+        if path.is_dir() and not (path / "log.jsonl").exists():
+            inside = sorted(log.parent for log in path.rglob("log.jsonl"))
+            if not inside:
+                raise UserError(f"{path}: no run folder in it: name run folders, or the folder that holds them")
+            runs.extend(map(Run, inside))
+        else:
+            runs.append(Run(path))
+    return runs
+
+
+def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
+    """arm -> seed -> run. Raises UserError if two runs have the same arm and seed."""
+    arms: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        other = arms.setdefault(run.arm, {}).setdefault(run.seed, run)
+        if other is not run:
+            raise UserError(f"{other.path} and {run.path}: both are {run.arm}, seed {run.seed}: name one of them")
+    return arms
+
+
+def difference_in_settings(run: Run, baseline: Run) -> str:
+    """The first thing beside norms and names in which two runs differ, or ""."""
+    for name in sorted({*run.config, *baseline.config} - NAMES - NORM_KEYS.keys()):
+        here, there = run.config.get(name), baseline.config.get(name)
+        if here != there:
+            return f"{name}={here} against {there}"
+    for name in ("data", "world_size", "device"):
+        if run.start.get(name) != baseline.start.get(name):
+            return f"{name}: {run.start.get(name)} against {baseline.start.get(name)}"
+    here, there = (r.start["versions"]["torch"] for r in (run, baseline))
+    return "" if here == there else f"torch {here} against {there}"
+
+
+def item_differences(run: Run, baseline: Run, rule: str) -> np.ndarray | None:
+    """Right (1) less right (1) on each HellaSwag item (m,); None unless both scored the same items."""
+    if not run.items or not baseline.items or not np.array_equal(run.items["item"], baseline.items["item"]):
+        return None
+    return run.items[rule].astype(float) - baseline.items[rule].astype(float)

@@ -1,0 +1,259 @@
+"""report.py: from run folders to pairs, verdicts, tables and pictures; and the published table.
+
+    python -m pytest tests/test_report.py
+
+Most run folders here are written by `write_run`, with losses of known difference; test_sweep.py reports on real ones.
+"""
+
+import csv
+import dataclasses
+import json
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import report
+from comparison import EQUAL_TIME, at_equal_time, compare, exchange_rate, margin, pair, usable
+from errors import ConfigError, UserError
+from runs import METRICS, by_arm, find_runs, item_differences
+from train import TrainConfig
+
+SEEDS = range(8, 16)
+
+
+def write_run(folder: Path, norm_type: str, seed: int, extra: float = 0.0, speed: float = 1000.0, until: int = 100,
+              items: float | None = None, start: dict | None = None, **keys) -> Path:  # fmt: skip
+    """A run folder of 100 steps whose losses are a power law, noise by seed, noise by run, and `extra`."""
+    run = folder / f"{norm_type}{''.join(f'+{k}={v}' for k, v in keys.items())}-{seed}"
+    run.mkdir(parents=True)
+    config = dataclasses.asdict(TrainConfig(norm_type=norm_type, seed=seed, out_dir=str(run), max_iters=100, **keys))
+    first = {"event": "start", "config": config, "git": "0" * 40, "versions": {"torch": "2.13.0"}, "device": "cpu"}
+    first |= {"n_params": 1, "norm_plan": "", "tokens_per_step": 100, "world_size": 1, "data": "x", **(start or {})}
+    own = np.random.RandomState(zlib.crc32(run.name.encode()))
+    noise = 0.02 * np.random.RandomState(seed).randn() + 0.002 * own.randn()
+    events = [first, {"event": "eval", "step": 0, "val_loss": 5.0}]
+    for step in range(10, until + 1, 10):
+        loss = 1 + 4 * step**-0.5 + noise + extra
+        measured = speed * (1 + 0.01 * own.randn())
+        events.append({"event": "step", "step": step, "loss": loss + 0.01, "tok_per_s": measured})
+        events.append({"event": "eval", "step": step, "val_loss": loss})
+    (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    if items is not None:
+        write_items(run, own.rand(200) < items)
+    return run
+
+
+def write_items(run: Path, right: np.ndarray) -> None:
+    chosen = [{"acc_choice": int(not r), "acc_norm_choice": int(not r)} for r in right]
+    rows = [{"item": item, "label": 0, **choices} for item, choices in enumerate(chosen)]
+    (run / "hellaswag.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    """rms; layer, 0.1 worse; coupled, the same and 5 % faster; taper, 0.1 better."""
+    arms = (("rms", 0, 1000), ("layer", 0.1, 1000), ("coupled", 0, 1050), ("taper", -0.1, 1000))
+    for seed in SEEDS:
+        for norm_type, extra, speed in arms:
+            write_run(tmp_path, norm_type, seed, extra, speed, items=0.3, delta_val_loss=0.01)
+    return tmp_path
+
+
+def rows_of(folder: Path, baseline: str = "rms", **deltas: float) -> dict[tuple[str, str], object]:
+    arms, _ = usable(by_arm(find_runs([folder])))
+    return {(row.metric.name, row.arm): row for row in compare(pair(arms, baseline)[0], baseline, deltas)}
+
+
+def test_verdicts_and_sentences(sweep):
+    rows = rows_of(sweep)
+    words = {arm: rows["val_loss", arm].verdict.word for arm in ("layer", "coupled", "taper")}
+    assert words == {"layer": "worse", "coupled": "equivalent", "taper": "better"}
+    assert rows["tok_per_s", "coupled"].verdict.word == "better"
+    assert rows["hellaswag_acc", "taper"].verdict.word == "inconclusive"
+    assert rows["val_loss", "layer"].delta_kind == "declared"
+    for row in rows.values():
+        assert row.sentence().startswith(f"{row.arm}: {row.verdict.word}: ") and "rms over 8 seeds" in row.sentence()
+    assert "no margin was declared" in rows["train_loss", "coupled"].sentence() or \
+        rows["train_loss", "coupled"].verdict.word != "inconclusive"  # fmt: skip
+
+
+def test_files_are_written_and_agree(sweep, tmp_path, capsys):
+    out = tmp_path / "report"
+    report.main([str(sweep), "--baseline=rms", f"--out={out}"])
+    assert "taper: better" in capsys.readouterr().out
+    text = (out / "report.md").read_text()
+    for heading in ("## Verdicts", "## Equal tokens, equal time", "### val_loss (nats per token)", "| SD |"):
+        assert heading in text
+    table = list(csv.DictReader((out / "report.csv").open()))
+    assert len(table) == 3 * (len(METRICS) + 1)
+    found = {(row["metric"], row["arm"]): row for row in table}
+    for name, row in rows_of(sweep).items():
+        assert found[name]["verdict"] == row.verdict.word
+        assert float(found[name]["mean_difference"]) == row.estimate.mean
+    seeds = list(csv.DictReader((out / "seeds.csv").open()))
+    values = {(row["arm"], int(row["seed"])): float(row["val_loss"]) for row in seeds}
+    assert values == {(run.arm, run.seed): run.metrics["val_loss"] for run in find_runs([sweep])}
+    for name in ("loss_tokens", "loss_time", "differences"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_margin_given_now_is_post_hoc(sweep, capsys):
+    row = rows_of(sweep, val_loss=0.05)["val_loss", "coupled"]
+    assert (row.delta, row.delta_kind) == (0.05, "post hoc") and "post hoc" in row.sentence()
+    report.main([str(sweep), "--baseline=rms", "--delta.val_loss=0.05"])
+    assert "post hoc" in (sweep / "report.md").read_text()
+    relative = margin(METRICS["tok_per_s"], [], {"tok_per_s": 0.02})
+    assert relative == (pytest.approx(np.log(1.02)), "post hoc")
+
+
+def test_margins_that_differ_between_runs_are_refused(tmp_path):
+    for seed, delta in ((8, 0.01), (9, 0.02)):
+        for norm_type in ("rms", "layer"):
+            write_run(tmp_path, norm_type, seed, delta_val_loss=delta)
+    with pytest.raises(UserError, match="different delta_val_loss"):
+        rows_of(tmp_path)
+
+
+def test_too_small_a_set_is_inconclusive_and_says_what_is_missing(tmp_path):
+    for seed in (8, 9, 10):
+        write_run(tmp_path, "rms", seed, delta_val_loss=0.001)
+        write_run(tmp_path, "layer", seed, extra=0.003 * (seed - 9), delta_val_loss=0.001)
+    row = rows_of(tmp_path)["val_loss", "layer"]
+    assert row.verdict.word == "inconclusive"
+    assert f"takes {row.needed} seeds, {row.needed - 3} more" in row.sentence() and row.needed > 3
+
+
+def test_norm_keys_make_arms(tmp_path):
+    for seed in (8, 9):
+        write_run(tmp_path, "rms", seed)
+        write_run(tmp_path, "coupled", seed)
+        write_run(tmp_path, "coupled", seed, coupled_span=2)
+    assert list(by_arm(find_runs([tmp_path]))) == ["coupled --coupled_span=2", "coupled", "rms"]
+    assert ("val_loss", "coupled --coupled_span=2") in rows_of(tmp_path)
+
+
+def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path):
+    for seed in (8, 9, 10):
+        write_run(tmp_path, "rms", seed)
+    write_run(tmp_path, "layer", 8)
+    write_run(tmp_path, "layer", 9, learning_rate=1e-3)
+    write_run(tmp_path, "layer", 10, start={"data": "y"})
+    write_run(tmp_path, "layer", 11)
+    pairs, left_out = pair(by_arm(find_runs([tmp_path])), "rms")
+    assert [run.seed for run, _ in pairs["layer"]] == [8]
+    for line in ("layer, seed 9: not paired: learning_rate=0.001 against 0.0006",
+                 "layer, seed 11: not paired: rms has no such seed"):  # fmt: skip
+        assert any(line in found for found in left_out)
+    assert any("data: y against x" in line for line in left_out)
+
+
+def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
+    for seed in (8, 9, 10):
+        write_run(tmp_path, "rms", seed)
+        write_run(tmp_path, "layer", seed, until=60 if seed == 9 else 100)
+    report.main([str(tmp_path), "--baseline=rms"])
+    assert "layer, seed 9: stopped at step 60 of 100" in capsys.readouterr().out
+    assert rows_of(tmp_path)["val_loss", "layer"].seeds == [8, 10]
+
+
+def test_one_seed_gives_curves_and_no_verdict(tmp_path, capsys):
+    write_run(tmp_path, "rms", 8)
+    write_run(tmp_path, "layer", 8)
+    report.main([str(tmp_path), "--baseline=rms"])
+    assert "No arm has two seeds" in (tmp_path / "report.md").read_text()
+    assert not (tmp_path / "differences.png").exists()
+
+
+def test_equal_time_is_worth_the_exchange_rate(tmp_path):
+    """On L = 1 + 4 s^-1/2 the later half falls by about 2 s^-1/2 nats per e-fold of tokens."""
+    base, fast = (find_runs([write_run(tmp_path, name, 8, speed=speed)])[0]
+                  for name, speed in (("rms", 1000.0), ("taper", 1100.0)))  # fmt: skip
+    rate = exchange_rate(base)
+    assert 2 * 100**-0.5 < rate < 2 * 60**-0.5
+    gain = np.log(fast.metrics["tok_per_s"] / base.metrics["tok_per_s"])
+    assert at_equal_time(fast, base) == pytest.approx(fast.metrics["val_loss"] - rate * gain)
+    assert EQUAL_TIME.lower_is_better
+
+
+def test_hellaswag_is_paired_item_by_item(tmp_path):
+    """Two models that agree on most items differ with less error than their own accuracies have."""
+    for seed in SEEDS:
+        for name in ("rms", "layer"):
+            run = write_run(tmp_path, name, seed, items=0.3)
+            right = np.random.RandomState(seed).rand(1000) < 0.3
+            right[:20] |= name == "layer"
+            write_items(run, right)
+    a, b = find_runs([tmp_path / "layer-8", tmp_path / "rms-8"])
+    assert item_differences(a, b, "acc").sum() == 20 - b.items["acc"][:20].sum()
+    row = rows_of(tmp_path)["hellaswag_acc", "layer"]
+    assert row.verdict.word == "better" and row.estimate.se < 0.5 * (0.3 * 0.7 / 1000) ** 0.5
+    (tmp_path / "layer-8" / "hellaswag.jsonl").write_text('{"item": 0}\n')
+    with pytest.raises(UserError, match="damaged"):
+        rows_of(tmp_path)
+
+
+@pytest.mark.parametrize(("argv", "error"), [
+    ([], None), (["--baseline=rms"], "name one run folder"), (["x", "--base=rms"], "--baseline=ARM"),
+    (["x", "--delta.val_loss=0.1"], "needs a comparison"), (["x", "--baseline=rms", "--delta.val_loss=-1"], "above 0"),
+    (["x", "--baseline=rms", "--delta.speed=1"], "val_loss, train_loss"), (["nowhere"], "cannot be read"),
+])  # fmt: skip
+def test_bad_words(argv, error, capsys):
+    if error is None:
+        report.main(argv)
+        assert "--published" in capsys.readouterr().out
+    else:
+        with pytest.raises(UserError, match=error):
+            report.main(argv)
+
+
+def test_bad_folders(tmp_path):
+    with pytest.raises(UserError, match="no run folder in it"):
+        report.main([str(tmp_path), "--baseline=rms"])
+    run = write_run(tmp_path, "rms", 8)
+    with pytest.raises(ConfigError, match="the arms with finished runs are 'rms'"):
+        report.main([str(tmp_path), "--baseline=layer"])
+    with pytest.raises(UserError, match="both are rms, seed 8"):
+        report.main([str(run), str(run), "--baseline=rms"])
+    (run / "log.jsonl").write_text("[1]\n")
+    with pytest.raises(UserError, match="start event"):
+        report.main([str(run)])
+
+
+# ------------------------------------------------------------------------------------------------- the published table
+
+
+def published(path: Path | None = None) -> dict:
+    word = "--published" if path is None else f"--published={path}"
+    job = subprocess.run([sys.executable, "report.py", word], cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(job.stdout.splitlines()[-1])
+
+
+def test_published_table_supports_no_gain():
+    """Throughput t = 1.43, p = 0.17, -0.27 % ... +1.35 %; equal losses are not shown within 0.001 (TOST p = 0.074)."""
+    found = published()
+    speed = found["train_throughput"]
+    assert (round(speed["t"], 2), round(speed["p"], 2), speed["verdict"]) == (1.43, 0.17, "inconclusive")
+    assert [round(100 * bound, 2) for bound in speed["ci_relative"]] == [-0.27, 1.35]
+    assert round(found["train_loss"]["p_tost"], 3) == 0.074 and found["train_loss"]["verdict"] == "inconclusive"
+    assert found["hellaswag"]["p"] < 0.05 < found["hellaswag"]["p_holm"]
+
+
+def test_published_verdicts_come_from_the_file(tmp_path):
+    text = (ROOT / "repro" / "coupled_table1.csv").read_text()
+    changed = tmp_path / "table.csv"
+    faster = text.replace("443.0,3.3,445.4", "443.0,3.3,455.4")
+    changed.write_text(faster.replace("3.096,0.0012,3.096,0.0014", "3.096,0.0002,3.096,0.0002"))
+    found = published(changed)
+    assert found["train_throughput"]["verdict"] == "better" and found["train_loss"]["verdict"] == "equivalent"
+    changed.write_text(text.replace("443.0", "many"))
+    with pytest.raises(UserError, match="not a table"):
+        report.main([f"--published={changed}"])
+    with pytest.raises(UserError, match="cannot be read"):
+        report.main([f"--published={tmp_path / 'none.csv'}"])
+    with pytest.raises(ConfigError, match="stands alone"):
+        report.main(["--published", "--baseline=rms"])

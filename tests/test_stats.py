@@ -1,0 +1,176 @@
+"""Statistics against scipy and against cases with known answers.
+
+    python -m pytest tests/test_stats.py
+"""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+
+from stats import (
+    ALPHA,
+    Estimate,
+    bca_interval,
+    crossed,
+    decide,
+    detectable_effect,
+    holm,
+    paired,
+    paired_ratio,
+    power_of_t,
+    seeds_needed,
+    sign_flip_p,
+    welch,
+)
+
+SAMPLE = np.array([0.3, -0.1, 0.5, 0.2, 0.9, -0.4, 0.35, 0.05])
+
+
+def draws(seed: int, *shape: int) -> np.ndarray:
+    return np.random.RandomState(seed).randn(*shape)
+
+
+def test_paired_is_scipys_t_test():
+    reference = scipy_stats.ttest_1samp(SAMPLE, 0.0)
+    estimate = paired(SAMPLE)
+    assert estimate.p_value() == pytest.approx(reference.pvalue, rel=1e-12)
+    for alpha in (0.05, 0.0125):
+        expected = reference.confidence_interval(1 - alpha)
+        assert estimate.interval(alpha) == pytest.approx((expected.low, expected.high), rel=1e-12)
+
+
+def test_tost_is_the_larger_of_two_one_sided_tests():
+    for delta in (0.1, 0.5, 1.0):
+        below = scipy_stats.ttest_1samp(SAMPLE, -delta, alternative="greater").pvalue
+        above = scipy_stats.ttest_1samp(SAMPLE, delta, alternative="less").pvalue
+        assert paired(SAMPLE).tost(delta) == pytest.approx(max(below, above), rel=1e-12)
+
+
+def test_welch_is_scipys_test_on_samples():
+    a, b = draws(0, 9), 0.4 + 2 * draws(1, 7)
+    reference = scipy_stats.ttest_ind(b, a, equal_var=False)
+    estimate = welch(a.mean(), a.std(ddof=1), 9, b.mean(), b.std(ddof=1), 7)
+    assert (estimate.p_value(), estimate.df) == pytest.approx((reference.pvalue, reference.df), rel=1e-12)
+    assert estimate.mean / estimate.se == pytest.approx(reference.statistic, rel=1e-12)
+
+
+def test_sign_flip_is_scipys_permutation_test():
+    reference = scipy_stats.permutation_test((SAMPLE,), np.mean, permutation_type="samples", n_resamples=np.inf)
+    assert sign_flip_p(SAMPLE) == pytest.approx(reference.pvalue, rel=1e-12)
+    assert sign_flip_p(np.ones(8)) == 2 / 2**8  # only all + and all - are as extreme
+    assert sign_flip_p(np.zeros(8)) == 1.0
+    many = 0.15 + draws(2, 60)
+    assert sign_flip_p(many) == pytest.approx(scipy_stats.ttest_1samp(many, 0).pvalue, abs=0.02)
+
+
+def test_bootstrap_is_scipys_bca():
+    low, high = bca_interval(SAMPLE)
+    assert low < SAMPLE.mean() < high
+    again = scipy_stats.bootstrap((SAMPLE,), np.mean, method="BCa", rng=np.random.default_rng(0)).confidence_interval
+    assert (low, high) == (again.low, again.high)
+    assert all(math.isnan(bound) for bound in bca_interval(np.ones(5)))
+
+
+def test_holm():
+    """The worked example of Holm's method, ties and order; scipy has no Holm to compare with."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert holm([0.02]) == [0.02]
+
+
+def test_power_is_that_of_simulated_tests():
+    for effect, n, alpha in ((1.0, 8, 0.05), (2.0, 8, 0.0125), (0.5, 20, 0.05)):
+        samples = effect + draws(3, 20000, n)
+        found = (scipy_stats.ttest_1samp(samples, 0, axis=1).pvalue < alpha).mean()
+        assert power_of_t(effect, 1.0, n, alpha) == pytest.approx(found, abs=0.012)
+
+
+def test_detectable_effect_and_seeds_agree():
+    for n in (3, 8, 30):
+        effect = detectable_effect(2.0, n, 0.01)
+        assert power_of_t(effect, 2.0, n, 0.01) == pytest.approx(0.8, abs=1e-6)
+        assert seeds_needed(effect * 1.0001, 2.0, 0.01) == n
+    assert seeds_needed(0.001, 1.0) is None and seeds_needed(0.0, 1.0) is None
+    assert seeds_needed(0.1, 0.0) == 2
+
+
+def test_crossed_error_covers_seeds_and_items():
+    """The error of the mean of a seeds x items table, against simulation; each source alone; no item effect at all."""
+
+    def table(seed: int, by_seed: float, by_item: float, rest: float) -> np.ndarray:
+        random = np.random.RandomState(seed)
+        return by_seed * random.randn(8, 1) + by_item * random.randn(1, 200) + rest * random.randn(8, 200)
+
+    for sources in ((0.05, 0.3, 1.0), (0.1, 0.0, 1.0), (0.0, 1.0, 0.2)):
+        estimates = [crossed(table(seed, *sources)) for seed in range(400)]
+        truth = np.std([estimate.mean for estimate in estimates])
+        assert np.mean([estimate.se for estimate in estimates]) == pytest.approx(truth, rel=0.12)
+    same = np.tile(SAMPLE[:, None], (1, 5))
+    assert crossed(same).se == pytest.approx(paired(SAMPLE).se)
+
+
+def test_identical_pairs_are_equal_and_no_more():
+    nothing = Estimate(0.0, 0.0, 7)
+    assert nothing.p_value() == 1.0 and nothing.interval() == (0.0, 0.0)
+    assert decide([nothing], 0.01, True)[0].word == "equivalent"
+    assert decide([nothing], 0.0, True)[0].word == "inconclusive"
+    assert decide([Estimate(-0.1, 0.0, 7)], 0.01, True)[0].word == "better"
+
+
+def test_interval_and_adjusted_p_always_agree():
+    """The Holm-adjusted interval leaves out zero exactly where the adjusted p is below ALPHA."""
+    for seed in range(200):
+        estimates = [paired(row) for row in draws(seed, 4, 8) + np.array([[0.0], [0.5], [1.0], [1.5]])]
+        for verdict in decide(estimates, 0.0, True):
+            low, high = verdict.interval
+            assert (low > 0 or high < 0) == (verdict.p_holm < ALPHA)
+
+
+def test_same_arms_are_seldom_called_different():
+    """A/A: four arms that are the baseline again; "better" in at most 5 % of 1,000 sets."""
+    words = []
+    for seed in range(1000):
+        base, arms = draws(seed, 8), draws(10_000 + seed, 4, 8)
+        words.append([verdict.word for verdict in decide([paired(arm - base) for arm in arms], 0.5, True)])
+    assert np.mean(["better" in arms for arms in words]) <= 0.05
+    assert np.mean(["better" in arms or "worse" in arms for arms in words]) <= 0.07
+
+
+def test_a_planted_effect_is_found():
+    """Twice the SD of the paired differences, 8 seeds, 4 arms of which one has it: found in at least 95 %."""
+    found = []
+    for seed in range(1000):
+        differences = draws(seed, 4, 8)
+        differences[2] -= 2.0
+        found.append(decide([paired(arm) for arm in differences], 0.0, True)[2].word)
+    assert np.mean([word == "better" for word in found]) >= 0.95
+    assert "worse" not in found
+
+
+def test_equivalence_wants_evidence():
+    """A tight set within the margin is equivalent, a wide one is not, and no margin gives no equivalence."""
+    tight, wide = 0.001 * draws(0, 8), 0.05 * draws(0, 8)
+    for differences, delta, word in ((tight, 0.01, "equivalent"), (wide, 0.01, "inconclusive"),
+                                     (tight, 0.0, "inconclusive")):  # fmt: skip
+        assert decide([paired(differences)], delta, True)[0].word == word
+    # The margin is missed as often as TOST allows when the true difference lies on it.
+    wrong = [decide([paired(0.01 + 0.004 * draws(seed, 8))], 0.01, True)[0].p_tost < ALPHA for seed in range(1000)]
+    assert 0.02 < np.mean(wrong) <= 0.065
+
+
+def test_higher_is_better_turns_the_words():
+    higher = [paired(0.5 + 0.01 * SAMPLE)]
+    assert decide(higher, 0.0, lower_is_better=False)[0].word == "better"
+    assert decide(higher, 0.0, lower_is_better=True)[0].word == "worse"
+
+
+def test_paired_ratio():
+    ratio = paired_ratio([2.0, 4.2, 8.8], [1.0, 2.0, 4.0])
+    logs = np.log([2.0, 2.1, 2.2])
+    reference = scipy_stats.ttest_1samp(logs, 0).confidence_interval()
+    assert (ratio.mean, ratio.low, ratio.high) == pytest.approx(tuple(np.exp([logs.mean(), *reference])))
+    for wrong in (([1.0], [1.0]), ([1.0, 2.0], [1.0])):
+        with pytest.raises(ValueError):
+            paired_ratio(*wrong)
