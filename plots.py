@@ -109,19 +109,20 @@ def plot_differences(rows: list[Row], target: Path) -> Path:
     lines = -(-len(metrics) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(5.2 * columns, (0.9 + 0.55 * len(arms)) * lines + 0.3),
                                 layout="constrained", squeeze=False)  # fmt: skip
+    figure.suptitle("Dots: seeds. Marker and line: mean, Holm-adjusted 95 % interval. Gray: the margin.", size=10)
     for axis in axes.flat[len(metrics) :]:
         axis.set_visible(False)
     for axis, metric in zip(axes.flat, metrics):
-        factor = 100 if metric.relative else 1
-        for row in (row for row in rows if row.metric is metric):
+        factor, its = 100 if metric.relative else 1, [row for row in rows if row.metric is metric]
+        if delta := its[0].delta * factor:
+            axis.axvspan(-delta, delta, color="gray", alpha=0.15, linewidth=0)
+        for row in its:
             y, low, high = -arms.index(row.arm), *row.verdict.interval
             kind = style(arms.index(row.arm) + 1)  # the baseline has the first style in the curves
             axis.plot(row.differences * factor, np.full(len(row.seeds), y - 0.22), ".", color=kind["color"], alpha=0.5)
             axis.plot([low * factor, high * factor], [y, y], color=kind["color"], linewidth=2.2)
             axis.plot(row.estimate.mean * factor, y, linestyle="", **{**kind, "markersize": 8})
             axis.annotate(row.verdict.word, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9)
-            if row.delta:
-                axis.axvspan(-row.delta * factor, row.delta * factor, color="gray", alpha=0.08, linewidth=0)
         sense = "left" if metric.lower_is_better else "right"
         unit = "per cent" if metric.relative else metric.unit
         axis.axvline(0, color="black", linewidth=1)

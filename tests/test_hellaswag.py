@@ -1,0 +1,214 @@
+"""HellaSwag: the rule against a naive loop, ranks and batch sizes, chance, lm-evaluation-harness, bad input.
+
+    python -m pytest tests/test_hellaswag.py
+"""
+
+import dataclasses
+import json
+import lzma
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, TINY, losses, offline_data, records, val_losses, write_tiny_shards
+
+from checkpoint import save_checkpoint
+from data.shards import DataError
+from data.tokenizers import byte_tokenizer
+from errors import UserError
+from hellaswag import evaluate_hellaswag, items_file, load_items, main, make_rows, score_rows
+from model import GPT, GPTConfig
+from ranks import Ranks
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+WORDS = ["the", "a", "man", "woman", "dog", "runs", "sits", "jumps", "over", "under", "table", "house", "slowly"]
+
+
+def write_items(path: Path, count: int) -> Path:
+    """Random items; the label is the longest ending, so that no rule is right by chance alone."""
+    random = np.random.RandomState(0)
+    items = []
+    for number in range(count):
+        endings = [" ".join(random.choice(WORDS, random.randint(1, 9))) for _ in range(4)]
+        label = int(np.argmax([len(ending) for ending in endings]))
+        items.append({"ind": 3 * number, "ctx": " ".join(random.choice(WORDS, random.randint(2, 20))),
+                      "endings": endings, "label": label})  # fmt: skip
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return path
+
+
+def tiny_gpt(block_size: int = 128) -> GPT:
+    """A byte-level GPT with weights large enough to have opinions."""
+    config = GPTConfig(vocab_size=264, n_vocab=257, n_layer=2, n_head=2, n_embd=16, block_size=block_size, init_std=0.3)
+    return GPT(config, seed=1).eval()
+
+
+def save_run(folder: Path) -> Path:
+    folder.mkdir()
+    model = tiny_gpt()
+    save_checkpoint(folder / "ckpt_last.pt", {"step": 1, "config": dataclasses.asdict(model.config), "model":
+                                              model.state_dict(), "meta": {"tokenizer": "bytes"}})  # fmt: skip
+    (folder / "log.jsonl").write_text("")
+    return folder
+
+
+@torch.no_grad()
+def naive(model: GPT, item: dict) -> tuple[int, int]:
+    """The rule, one ending at a time, as its definition reads."""
+    encode, sums, means = byte_tokenizer().encode_ordinary, [], []
+    for ending in item["endings"]:
+        context, tokens = encode(item["ctx"]), encode(" " + ending)
+        ids = (context + tokens)[-(model.config.block_size + 1) :]
+        log_p = F.log_softmax(model(torch.tensor([ids[:-1]]))[0], -1)
+        each = [-log_p[position - 1, ids[position]].item() for position in range(len(ids) - len(tokens), len(ids))]
+        sums.append(sum(each))
+        means.append(sum(each) / len(each))
+    return int(np.argmin(sums)), int(np.argmin(means))
+
+
+@pytest.mark.parametrize("block_size", [256, 60])  # with 60, most texts lose their beginning
+def test_equals_a_naive_loop_on_200_items(tmp_path, block_size):
+    items, model = load_items(str(write_items(tmp_path / "items.jsonl", 200))), tiny_gpt(block_size)
+    scores = evaluate_hellaswag(model, byte_tokenizer(), items, ALONE, batch_size=24)
+    assert [(i["acc_choice"], i["acc_norm_choice"]) for i in scores.items] == [naive(model, item) for item in items]
+    assert [i["item"] for i in scores.items] == [3 * number for number in range(200)]
+    choices = np.array([[i["acc_choice"], i["acc_norm_choice"], i["label"]] for i in scores.items])
+    share = (choices[:, 0] == choices[:, 2]).mean()
+    assert scores.accuracy("acc") == (share, pytest.approx(np.std(choices[:, 0] == choices[:, 2], ddof=1) / 200**0.5))
+    assert (choices[:, 0] != choices[:, 1]).any()  # the two rules are not one
+
+
+def run_hellaswag(run: Path, items: Path, out: Path, ranks: int, batch_size: int) -> tuple[dict, str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    words = [str(run), f"--data={items}", f"--out={out}", f"--batch_size={batch_size}", "--device=cpu"]
+    job = subprocess.run([sys.executable, *launcher, "hellaswag.py", *words], cwd=ROOT, capture_output=True, text=True,
+                         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    return json.loads(job.stdout.splitlines()[-1]), out.read_text()
+
+
+def test_ranks_and_batch_size_change_nothing(tmp_path):
+    run, items = save_run(tmp_path / "run"), write_items(tmp_path / "items.jsonl", 60)
+    found = [run_hellaswag(run, items, tmp_path / f"{ranks}-{size}.jsonl", ranks, size)
+             for ranks, size in ((1, 64), (1, 1), (2, 64), (2, 1))]  # fmt: skip
+    assert all(each == found[0] for each in found[1:])
+    assert found[0][0]["n_items"] == 60 and len(found[0][1].splitlines()) == 60
+
+
+def test_an_untrained_model_is_at_chance():
+    """Within three standard errors of 25 % on all 10,042 items, by both rules."""
+    path = offline_data("hellaswag/hellaswag_val.jsonl.xz")
+    config = GPTConfig(vocab_size=257, n_layer=1, n_head=1, n_embd=16, block_size=64)
+    items = load_items(str(path))
+    scores = evaluate_hellaswag(GPT(config), byte_tokenizer(), items, ALONE, batch_size=512)
+    assert len(items) == 10042
+    for rule in ("acc", "acc_norm"):
+        share, error = scores.accuracy(rule)
+        assert abs(share - 0.25) < 3 * error, (rule, share)
+
+
+def test_lm_evaluation_harness_agrees_on_acc(tmp_path):
+    """The same items and model through lm-evaluation-harness, ending by ending; its acc_norm divides by bytes."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+    from hf import import_transformers, load_hf
+
+    transformers = import_transformers()
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token=alphabet[0],
+                                                     pad_token=alphabet[0])  # fmt: skip
+    torch.manual_seed(0)
+    shape = transformers.GPT2Config(vocab_size=256, n_positions=256, n_embd=32, n_layer=2, n_head=2, bos_token_id=0,
+                                    eos_token_id=0, initializer_range=0.3)  # fmt: skip
+    theirs = transformers.GPT2LMHeadModel(shape).eval()
+    theirs.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ours = load_hf(tmp_path)
+    items = load_items(str(write_items(tmp_path / "items.jsonl", 40)))
+    rows = make_rows(items, tokenizer_of(ours), 256)
+    with torch.no_grad():
+        scores = -score_rows(ours, rows, torch.device("cpu"))
+    harness = HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=4, max_length=256, device="cpu")
+    requests = [Instance("loglikelihood", {}, (item["ctx"], " " + ending), 0) for item in items
+                for ending in item["endings"]]  # fmt: skip
+    expected = torch.tensor([log_p for log_p, _ in harness.loglikelihood(requests, disable_tqdm=True)])
+    torch.testing.assert_close(scores, expected.double(), rtol=1e-4, atol=1e-4)
+    chosen = [item["acc_choice"] for item in evaluate_hellaswag(ours, tokenizer_of(ours), items, ALONE).items]
+    assert chosen == expected.view(-1, 4).argmax(1).tolist()
+
+
+def tokenizer_of(model: GPT):
+    from data.tokenizers import load_tokenizer
+
+    return load_tokenizer(model.meta)
+
+
+def test_training_scores_it_and_is_not_disturbed(train_ok, tmp_path):
+    """With scores every 20 steps and without: the same losses; the log has the scores, the folder the last items."""
+    data = write_tiny_shards(tmp_path / "data", vocab=200)
+    (data / "meta.json").write_text(json.dumps({"tokenizer": "bytes", "vocab_size": 257}))
+    items = write_items(tmp_path / "items.jsonl", 12)
+    arguments = (*TINY, "--eval_interval=20", "--dropout=0.1", f"--data_dir={data}")
+    scoring = (f"--hellaswag={items}", "--hellaswag_interval=20", "--hellaswag_items=10")
+    train_ok(*arguments, f"--out_dir={tmp_path / 'without'}")
+    train_ok(*arguments, *scoring, f"--out_dir={tmp_path / 'with'}")
+    train_ok(*arguments, *scoring, f"--out_dir={tmp_path / 'two'}", ranks=2)
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    assert val_losses(tmp_path / "with") == val_losses(tmp_path / "without")
+    scores = [record for record in records(tmp_path / "with") if record["event"] == "hellaswag"]
+    assert [record["step"] for record in scores] == [20, 40] and scores[0]["n_items"] == 10
+    assert len((tmp_path / "with" / "hellaswag.jsonl").read_text().splitlines()) == 10
+    assert (tmp_path / "two" / "hellaswag.jsonl").read_text() == (tmp_path / "with" / "hellaswag.jsonl").read_text()
+
+
+def test_items_are_spread_evenly(tmp_path):
+    path = write_items(tmp_path / "items.jsonl", 10)
+    assert [item["item"] // 3 for item in load_items(str(path), 4)] == [0, 2, 5, 7]
+    packed = tmp_path / "items.jsonl.xz"
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    assert load_items(str(packed)) == load_items(str(path))
+
+
+def test_bad_items_are_named(tmp_path):
+    good = write_items(tmp_path / "items.jsonl", 3).read_text()
+    bad = tmp_path / "bad.jsonl"
+    for line in ("{", '{"ctx": "a", "endings": ["b"], "label": 0}', '{"ctx": "a", "endings": [1, 2, 3, 4], "label": 0}',
+                 '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 7}', "[]"):  # fmt: skip
+        bad.write_text(good + line + "\n")
+        with pytest.raises(DataError, match=r"bad.jsonl:4: no HellaSwag item"):
+            load_items(str(bad))
+    bad.write_text("")
+    with pytest.raises(DataError, match="holds 0 items"):
+        load_items(str(bad))
+    with pytest.raises(DataError, match="11 were wanted"):
+        load_items(str(tmp_path / "items.jsonl"), 11)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_items(str(tmp_path / "none.jsonl"))
+    torn = tmp_path / "torn.jsonl.xz"
+    torn.write_bytes(lzma.compress(good.encode())[:-20])
+    with pytest.raises(DataError, match="cannot be read"):
+        load_items(str(torn))
+    with pytest.raises(DataError, match="without context"):
+        make_rows([{"item": 5, "ctx": "", "endings": ["", "", "", ""], "label": 0}], byte_tokenizer(), 8)
+
+
+def test_bad_models_and_places(tmp_path):
+    items, run = write_items(tmp_path / "items.jsonl", 3), save_run(tmp_path / "run")
+    with pytest.raises(UserError, match="cannot be written"):
+        main([str(run), f"--data={items}", f"--out={tmp_path / 'no' / 'folder.jsonl'}", "--device=cpu"])
+    assert items_file(str(run)) == items_file(str(run / "ckpt_last.pt")) == run / "hellaswag.jsonl"
+    assert items_file("random:gpt2") is None
+    broken = tiny_gpt()
+    broken.norm_f.weight.data.fill_(float("nan"))
+    with pytest.raises(DataError, match="not finite"):
+        evaluate_hellaswag(broken, byte_tokenizer(), load_items(str(items)), ALONE)

@@ -1,0 +1,102 @@
+"""sweep.sh with real runs: arms and seeds, killed and continued, failed runs, what is kept; then report.py on them.
+
+    python -m pytest tests/test_sweep.py
+"""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY, records, write_tiny_shards
+from test_hellaswag import write_items
+
+import report
+
+ARMS = "rms 'coupled --coupled_span=2'"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = write_tiny_shards(tmp_path_factory.mktemp("sweep") / "data", vocab=200)
+    (folder / "meta.json").write_text(json.dumps({"tokenizer": "bytes", "vocab_size": 257}))
+    write_items(folder / "items.jsonl", 12)
+    return folder
+
+
+def start(data: Path, out: Path, *words: str, **env: str) -> subprocess.Popen:
+    settings = {"ARMS": ARMS, "SEEDS": "1 2", "OUT": str(out), "HELLASWAG": str(data / "items.jsonl"),
+                "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **env}  # fmt: skip
+    command = ["./sweep.sh", "config/demo.py", *TINY, f"--data_dir={data}", "--checkpoint_interval=10", *words]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **settings}, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+
+
+def finish(job: subprocess.Popen, code: int = 0) -> list[str]:
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == code, output
+    return output.splitlines()
+
+
+def table(folder: Path, out: Path) -> list[dict]:
+    """seeds.csv of a sweep, without the throughput."""
+    report.main([str(folder), "--baseline=rms", f"--out={out}"])
+    return [{k: v for k, v in row.items() if k != "tok_per_s"} for row in csv.DictReader((out / "seeds.csv").open())]
+
+
+@pytest.mark.xdist_group("sweep")
+def test_a_killed_sweep_ends_with_the_same_table(data, tmp_path):
+    """Killed by SIGTERM in one run and, with the training process, by SIGKILL in another; what is done stays done."""
+    whole = finish(start(data, tmp_path / "whole"))
+    assert [line.split(":")[0] for line in whole] == ["[1/4] rms-1", "[2/4] coupled+coupled_span=2-1",
+                                                      "[3/4] coupled+coupled_span=2-2", "[4/4] rms-2"]  # fmt: skip
+    broken, keep = tmp_path / "broken", tmp_path / "keep"
+
+    def kill_at(run: str, step: int, number: int) -> None:
+        job = start(data, broken, KEEP=str(keep))
+        end = time.monotonic() + 120
+        while not any(record.get("step") == step for record in records(broken / run)):
+            assert time.monotonic() < end and job.poll() is None
+            time.sleep(0.005)
+        if number == signal.SIGKILL:
+            os.killpg(job.pid, number)
+            job.wait()
+        else:
+            job.send_signal(number)
+            assert finish(job, 130)[-1].startswith("stopped")
+
+    kill_at("coupled+coupled_span=2-1", 15, signal.SIGTERM)
+    assert (keep / "rms-1" / "hellaswag.jsonl").exists() and not (keep / "coupled+coupled_span=2-1").exists()
+    kill_at("coupled+coupled_span=2-2", 25, signal.SIGKILL)
+    (broken / "rms-1" / "log.jsonl").unlink()  # kept, so not looked at again
+    rest = finish(start(data, broken, KEEP=str(keep)))
+    assert "[1/4] rms-1: in " in rest[0] and "done: best val loss" in rest[2]
+    assert table(keep, tmp_path / "b") == table(tmp_path / "whole", tmp_path / "a")
+    assert "resume" in [record["event"] for record in records(keep / "coupled+coupled_span=2-2")]
+    assert len(table(keep, tmp_path / "c")) == 4
+    again = finish(start(data, tmp_path / "whole"))
+    assert all(line.endswith("done already") for line in again)
+
+
+@pytest.mark.xdist_group("sweep")
+def test_a_failed_run_does_not_stop_the_others(data, tmp_path):
+    """A run whose folder cannot be used fails, is named, and the sweep goes on and exits 1."""
+    bad = tmp_path / "out" / "rms-1"
+    bad.mkdir(parents=True)
+    (bad / "ckpt_last.pt").write_text("torn")
+    lines = finish(start(data, tmp_path / "out", ARMS="rms layer", SEEDS="1"), 1)
+    assert "rms-1: FAILED with exit code 1: error:" in lines[0] and "torn" in lines[0]
+    assert "layer-1: done: best val loss" in lines[1]
+
+
+@pytest.mark.xdist_group("sweep")
+def test_a_wrong_setting_stops_at_once(data, tmp_path):
+    lines = finish(start(data, tmp_path / "out", "--n_layers=3"), 2)
+    assert len(lines) == 1 and "n_layer" in lines[0]
+    help_text = subprocess.run(["./sweep.sh"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "ARMS" in help_text and "set -euo" not in help_text
