@@ -73,7 +73,9 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
     later = np.concatenate([losses.ravel() for losses in all_losses]) if all_losses else np.array([])
     high = np.quantile(later, 0.9) if later.size else lowest + 1.0
     top.set_ylim(lowest - 0.1 * (high - lowest) - 0.02, high + 0.1 * (high - lowest) + 0.02)
-    top.set(ylabel=f"val loss ({loss_unit(arms)})", title="Validation loss: mean over seeds, band of one SD")
+    several = any(len(runs) > 1 for runs in arms.values())
+    title = "Validation loss: mean over seeds, band of one SD" if several else "Validation loss (training loss faint)"
+    top.set(ylabel=f"val loss ({loss_unit(arms)})", title=title)
     top.legend(frameon=False, fontsize=9, title="arm: last value")
     if below:
         plot_loss_differences(axes[1, 0], arms, baseline)
