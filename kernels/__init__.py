@@ -2,7 +2,7 @@
 
     reference.py   what each function computes, in plain PyTorch, forward and backward: also float64, also inductor
     row_norm.py    Triton: RMSNorm, add + RMSNorm, LayerNorm     shared_rms.py  CoupledNorm's shared position
-    taper_norm.py  Triton: TaperNorm's blend                      activation.py  activations with the norm's scale inside
+    taper.py       Triton: TaperNorm's blend                      activation.py  activations with the norm's scale inside
     rows.py        what the Triton kernels share                  binding.py     Triton kernels as PyTorch operators
     aot.py         `python -m kernels.aot`: registers, spills and instructions of every kernel, without a GPU
 
