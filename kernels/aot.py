@@ -1,6 +1,6 @@
 """Compile every kernel for GPUs that are not here, and count what matters in the machine code.
 
-    python -m kernels.aot                                      # all kernels, channels and architectures: a minute or two
+    python -m kernels.aot                                      # all kernels, channels, architectures: some minutes
     python -m kernels.aot --sm=90 --channels=768 --out=aot.md  # some of them; the table as a file too
 
 The launchers run on tensors without memory, and each launch they make is compiled as on a GPU, with ptxas,
@@ -118,8 +118,8 @@ def measure(code: bytes, shared: int) -> dict[str, int]:
         return len(re.findall(pattern, assembly.stdout))
 
     def widest(instruction: str) -> int:
-        found = re.findall(rf"\b{instruction}\.E[.\w]*", assembly.stdout)
-        return max([int(width.group(1)) if (width := re.search(r"\.(128|64)\b", word)) else 32 for word in found] or [0])
+        found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly.stdout)
+        return max([next((bits for bits in (128, 64) if f".{bits}" in word), 32) for word in found] or [0])
 
     return dict(zip(COLUMNS, (
         registers, stack, shared, widest("LDG"), widest("STG"), count(r"\bSHFL\b"), count(r"\bBAR\b"),
@@ -160,7 +160,8 @@ def main(argv: list[str]) -> int:
     doubles = [record for record in records if record["FP64"]]
     for record in spills + doubles:
         print(f"{'float64 arithmetic' if record in doubles else 'spill'}: {record}")
-    print(json.dumps({"triton": triton.__version__, "spills": len(spills), "float64": len(doubles), "kernels": records}))
+    summary = {"triton": triton.__version__, "spills": len(spills), "float64": len(doubles), "kernels": records}
+    print(json.dumps(summary))
     return 1 if spills or doubles else 0
 
 

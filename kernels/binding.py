@@ -108,7 +108,7 @@ def _layer_gradient(ctx, dy, _mean, _inv_std):
 layer_norm = operator(reference.layer_norm, row_norm.layer_norm, _layer_setup, _layer_gradient)
 
 
-# ------------------------------------------------------------------------------------------- CoupledNorm, the activation
+# ------------------------------------------------------------------------------------------ CoupledNorm, the activation
 
 
 def _shared_setup(ctx, inputs, output):
