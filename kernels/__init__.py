@@ -1,0 +1,129 @@
+"""Norms and activations of a GPT as fused kernels: functional, forward and backward, chosen by plain dispatch.
+
+    reference.py   what each function computes, in plain PyTorch, forward and backward: also float64, also inductor
+    row_norm.py    Triton: RMSNorm, add + RMSNorm, LayerNorm    shared_rms.py  CoupledNorm's shared position
+    taper.py       Triton: TaperNorm's blend                     activation.py  activations, the norm's scale inside
+    rows.py        what the Triton kernels share                 binding.py     Triton kernels as PyTorch operators
+    aot.py         `python -m kernels.aot`: registers, spills and instructions of every kernel, without a GPU
+
+x is (..., C) in float16, bfloat16, float32 or float64; gains and biases are (C,) of any of these types, or None.
+Statistics and maths are in float32 (float64 for float64); results have the type of x. Nothing is written in place.
+`mode` says which implementation runs:
+
+    auto     Triton for CUDA tensors in eager mode, plain PyTorch elsewhere and under torch.compile
+    torch    plain PyTorch
+    triton   Triton; an error where that cannot be. float64 has no kernels and always runs in PyTorch
+"""
+
+import torch
+from torch import Tensor
+
+from errors import UserError
+from kernels import reference
+
+try:
+    from kernels import binding
+except ModuleNotFoundError as error:  # Triton has no wheels for macOS and Windows
+    if error.name != "triton":
+        raise
+    binding = None
+
+MODES = ("auto", "torch", "triton")
+
+
+def implementation(x: Tensor, mode: str = "auto"):
+    """The module whose functions are to run on x: binding (Triton) or reference. Raises UserError."""
+    if mode == "torch" or x.dtype == torch.float64:
+        return reference
+    if mode == "auto":
+        # Inductor fuses the plain formula with its neighbours, and cannot look into an operator. That it is then
+        # the faster one under torch.compile is an estimate from counted bytes, until a GPU has been asked.
+        return binding if x.is_cuda and binding is not None and not torch.compiler.is_compiling() else reference
+    if mode != "triton":
+        raise UserError(f"kernels={mode!r}: it is one of {', '.join(MODES)}")
+    if binding is None:
+        raise UserError("kernels=triton, but Triton is not installed: pip install triton, or kernels=auto")
+    if not x.is_cuda and not binding.INTERPRETED:
+        raise UserError(f"kernels=triton on {x.device.type}: Triton needs a GPU (or TRITON_INTERPRET=1); kernels=auto")
+    return binding
+
+
+def fits(x: Tensor, *vectors: Tensor | None, add: Tensor | None = None, statistic: Tensor | None = None) -> None:
+    """Raises UserError unless the vectors are (C,), `add` is like x, `statistic` one number a row: a kernel would
+    read beyond anything smaller."""
+    for vector in vectors:
+        if vector is not None and vector.shape != x.shape[-1:]:
+            raise UserError(f"a gain or bias of shape {tuple(vector.shape)} for {x.shape[-1]} channels: give one each")
+    if add is not None and add.shape != x.shape:
+        raise UserError(f"{tuple(add.shape)} cannot be added to {tuple(x.shape)} here: expand it first")
+    if statistic is not None and statistic.shape != (*x.shape[:-1], 1):
+        raise UserError(f"a statistic of shape {tuple(statistic.shape)} for {tuple(x.shape)}: give one number a row")
+
+
+def rms_norm(
+    x: Tensor, w: Tensor | None, eps: float, b: Tensor | None = None, groups: int = 1, counted: int | None = None,
+    mode: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y, inv_rms): y = x * inv_rms * w + b, inv_rms (..., groups) = 1 / sqrt(mean(x^2) + eps).
+
+    The mean is over the first `counted` channels of each group (None: all). Both outputs are differentiable.
+    Zhang & Sennrich 2019, equation 4.
+    """
+    fits(x, w, b)
+    return implementation(x, mode).rms_norm(x, w, b, eps, groups, counted or x.shape[-1] // groups)
+
+
+def add_rms_norm(
+    x: Tensor, a: Tensor, w: Tensor | None, eps: float, b: Tensor | None = None, groups: int = 1,
+    counted: int | None = None, mode: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, h, inv_rms): h = x + a, and rms_norm of h as rounded. a is (..., C) like x, of any type."""
+    fits(x, w, b, add=a)
+    return implementation(x, mode).add_rms_norm(x, a, w, b, eps, groups, counted or x.shape[-1] // groups)
+
+
+def layer_norm(
+    x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, mode: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, inv_std): y = (x - mean) * inv_std * w + b; mean and inv_std (..., 1) carry no gradient.
+
+    Ba et al. 2016, with the biased variance and eps inside the root.
+    """
+    fits(x, w, b)
+    return implementation(x, mode).layer_norm(x, w, b, eps)
+
+
+def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto") -> Tensor:
+    """h * inv_rms * w, with a statistic (..., 1) from elsewhere, a constant; Loretz & Hochreiter 2026, equation 6."""
+    fits(h, w, statistic=inv_rms)
+    return implementation(h, mode).shared_rms_scale(h, inv_rms, w)
+
+
+def add_shared_rms_scale(
+    x: Tensor, a: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """(y, h): h = x + a, y = h * inv_rms * w, with inv_rms (..., 1) a constant."""
+    fits(x, w, add=a, statistic=inv_rms)
+    return implementation(x, mode).add_shared_rms_scale(x, a, inv_rms, w)
+
+
+def scaled_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str, mode: str = "auto") -> Tensor:
+    """act(z * inv_rms + b), inv_rms (..., 1) a constant; kind is gelu, gelu_tanh, relu2 or swiglu.
+
+    z is (..., F); for swiglu (..., 2 F), gate then up, and the result silu(gate) * up is (..., F).
+    """
+    fits(z, b, statistic=inv_rms)
+    if kind not in reference.KINDS:
+        raise UserError(f"activation {kind!r}: it is one of {', '.join(reference.KINDS)}")
+    return implementation(z, mode).scaled_activation(z, inv_rms, b, kind)
+
+
+def taper_norm(
+    h: Tensor, w: Tensor | None, w_tilde: Tensor | None, gate_c: Tensor, eps: float, mode: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """(y, inv_rms): y = g * h * inv_rms * w + (1 - g) * c * h * w_tilde; gate_c (2,) is g, c on h's device.
+
+    gate_c and inv_rms (..., 1) carry no gradient. Kanavalau, Amo Alonso & Lall 2026.
+    """
+    fits(h, w, w_tilde)
+    return implementation(h, mode).taper_norm(h, w, w_tilde, gate_c, eps)

@@ -1,0 +1,133 @@
+"""The MLP's activation with the norm's statistic paid inside: act(z inv + b), for a gain folded into the projection.
+
+No reduction over channels; only the bias' gradient sums, over rows. Functions have the signatures of
+kernels/reference.py. KIND is gelu, gelu_tanh, relu2 or swiglu; swiglu reads z (..., 2 F): gate, then up.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels import rows
+from kernels.rows import load, load_vector, store, store_partial, tile
+
+WIDEST = 1024  # columns of a tile
+
+
+@triton.jit
+def argument(Z, B, row, col, first, inv, z_stride, mask, F: tl.constexpr):
+    """What the activation is applied to: z inv + b, at columns first + col of z."""
+    u = load(Z, row, first + col, z_stride, mask) * inv[:, None]
+    if B is not None:
+        u += load_vector(B + first, col, F)
+    return u
+
+
+@triton.jit
+def tanh_argument(u):
+    """gelu_tanh(u) = u sigmoid(this)."""
+    return 1.5957691216057308 * (u + 0.044715 * u * u * u)  # 2 sqrt(2 / pi)
+
+
+@triton.jit
+def value(u, KIND: tl.constexpr):
+    """gelu, gelu_tanh, relu2, or swiglu's silu, at u."""
+    if KIND == "gelu":
+        return 0.5 * u * (1.0 + tl.erf(u * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        return u * tl.sigmoid(tanh_argument(u))
+    elif KIND == "relu2":
+        positive = tl.where(u < 0.0, 0.0, u)  # a NaN stays one, as in PyTorch
+        return positive * positive
+    else:
+        return u * tl.sigmoid(u)
+
+
+@triton.jit
+def slope(u, KIND: tl.constexpr):
+    """Derivative of `value` at u."""
+    if KIND == "gelu":
+        return 0.5 * (1.0 + tl.erf(u * 0.7071067811865476)) + u * tl.exp(-0.5 * u * u) * 0.3989422804014327
+    elif KIND == "gelu_tanh":
+        sigma = tl.sigmoid(tanh_argument(u))
+        return sigma + u * sigma * (1.0 - sigma) * 1.5957691216057308 * (1.0 + 0.134145 * u * u)
+    elif KIND == "relu2":
+        return 2.0 * tl.where(u < 0.0, 0.0, u)
+    else:
+        sigma = tl.sigmoid(u)
+        return sigma * (1.0 + u * (1.0 - sigma))
+
+
+@triton.jit
+def forward_kernel(
+    Z, INV, B, Y, n_rows, z_stride, F: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One tile of y, F channels wide in all."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = row < n_rows
+    mask = valid[:, None] & (col < F)[None, :]
+    inv = tl.load(INV + row, mask=valid, other=0.0)
+    y = value(argument(Z, B, row, col, 0, inv, z_stride, mask, F), KIND)
+    if KIND == "swiglu":
+        y = y * argument(Z, B, row, col, F, inv, z_stride, mask, F)
+    store(Y, row, col, F, y, mask)
+
+
+@triton.jit
+def backward_kernel(
+    DY, Z, INV, B, DZ, DB, n_rows, chunk, dy_stride, z_stride,
+    F: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dz = dy act'(u) inv for a chunk of rows, u formed again from z; DB takes sums of dy act'(u)."""
+    col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    width: tl.constexpr = 2 * F if KIND == "swiglu" else F
+    db = tl.zeros((ROWS, COLUMNS), tl.float32)
+    db_up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    begin = tl.program_id(0) * chunk
+    for start in range(begin, tl.minimum(begin + chunk, n_rows), ROWS):
+        row = start + tl.arange(0, ROWS)
+        valid = row < n_rows
+        mask = valid[:, None] & (col < F)[None, :]
+        inv = tl.load(INV + row, mask=valid, other=0.0)
+        dy = load(DY, row, col, dy_stride, mask)
+        u = argument(Z, B, row, col, 0, inv, z_stride, mask, F)
+        du = dy * slope(u, KIND)
+        if KIND == "swiglu":
+            du = du * argument(Z, B, row, col, F, inv, z_stride, mask, F)
+            du_up = dy * value(u, KIND)
+            store(DZ, row, F + col, width, du_up * inv[:, None], mask)
+            db_up += du_up
+        store(DZ, row, col, width, du * inv[:, None], mask)
+        db += du
+    if DB is not None:
+        store_partial(DB, tl.program_id(0), col, F, width, db)
+        if KIND == "swiglu":
+            store_partial(DB + F, tl.program_id(0), col, F, width, db_up)
+
+
+def scaled_activation(z, inv_rms, b, kind):
+    z_rows, channels = rows.as_rows(z), z.shape[-1] // (2 if kind == "swiglu" else 1)
+    n_rows = z_rows.shape[0]
+    y = rows.empty((*z.shape[:-1], channels), z.dtype, z.device)
+    shape = tile(channels, rows.FORWARD, WIDEST)
+    with rows.on_device(z):
+        forward_kernel[(triton.cdiv(n_rows, shape.rows), triton.cdiv(channels, shape.columns))](
+            z_rows, inv_rms.contiguous(), rows.vector(b), y, n_rows, z_rows.stride(0), F=channels, KIND=kind,
+            ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
+        )  # fmt: skip
+    return y
+
+
+def scaled_activation_backward(dy, z, inv_rms, b, kind):
+    dy, z_rows = rows.as_rows(dy), rows.as_rows(z)
+    n_rows, channels = dy.shape
+    shape = tile(channels, rows.BACKWARD, WIDEST)
+    column_tiles = triton.cdiv(channels, shape.columns)
+    n_programs, chunk = rows.chunks(n_rows, shape.rows, column_tiles, z.device)
+    dz, db = rows.empty(z.shape, z.dtype, z.device), rows.partial_sums(n_programs, b)
+    with rows.on_device(z):
+        backward_kernel[(n_programs, column_tiles)](
+            dy, z_rows, inv_rms.contiguous(), rows.vector(b), dz, db, n_rows, chunk, dy.stride(0), z_rows.stride(0),
+            F=channels, KIND=kind, ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
+        )  # fmt: skip
+    return dz, rows.sum_partials(db, b, z)

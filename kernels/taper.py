@@ -1,0 +1,131 @@
+"""TaperNorm's blend g RMSNorm(h) + (1 - g) c h w_tilde in one pass, forward and backward.
+
+Gate g and scale c are read from device memory, so that a moving gate neither recompiles nor waits for the host.
+Functions have the signatures of kernels/reference.py. Long rows as in row_norm.py, whose dots they use.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import rows
+from kernels.row_norm import dots_kernel
+from kernels.rows import load, load_vector, store, store_partial, tile
+
+
+@triton.jit
+def write(Y, W, WT, h, inv, gate, rest, row, col, mask, C: tl.constexpr):
+    """y = g (h inv w) + rest (h w_tilde), rest = (1 - g) c."""
+    normed = h * inv[:, None]
+    if W is not None:
+        normed = normed * load_vector(W, col, C)
+    if WT is not None:
+        h = h * load_vector(WT, col, C)
+    store(Y, row, col, C, gate * normed + rest * h, mask)
+
+
+@triton.jit
+def forward_kernel(
+    X, W, WT, GATE_C, Y, INV, n_rows, x_stride, eps, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """WT is w_tilde; GATE_C holds g, c."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    gate = tl.load(GATE_C)
+    rest = (1.0 - gate) * tl.load(GATE_C + 1)
+    if COLUMNS >= C:
+        col = tl.arange(0, COLUMNS)
+        mask = (row < n_rows)[:, None] & (col < C)[None, :]
+        h = load(X, row, col, x_stride, mask)
+        inv = tl.rsqrt(tl.sum(h * h, 1) / C + tl.cast(eps, tl.float32))
+        write(Y, W, WT, h, inv, gate, rest, row, col, mask, C)
+    else:
+        square = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, C, COLUMNS):
+            col = start + tl.arange(0, COLUMNS)
+            mask = (row < n_rows)[:, None] & (col < C)[None, :]
+            h = load(X, row, col, x_stride, mask)
+            square += h * h
+        inv = tl.rsqrt(tl.sum(square, 1) / C + tl.cast(eps, tl.float32))
+        for start in range(0, C, COLUMNS):
+            col = start + tl.arange(0, COLUMNS)
+            mask = (row < n_rows)[:, None] & (col < C)[None, :]
+            h = load(X, row, col, x_stride, mask)
+            write(Y, W, WT, h, inv, gate, rest, row, col, mask, C)
+    tl.store(INV + row, inv, mask=row < n_rows)
+
+
+@triton.jit
+def backward_kernel(
+    DY, X, W, WT, GATE_C, INV, DOT, DX, DW, DWT, n_rows, chunk, dy_stride, x_stride,
+    C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of rows, one tile of columns. DOT = <dy w, v> is given where a row has several tiles."""
+    col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    gate = tl.load(GATE_C)
+    rest = (1.0 - gate) * tl.load(GATE_C + 1)
+    if W is not None:
+        w = load_vector(W, col, C)
+    if WT is not None:
+        wt = load_vector(WT, col, C)
+    dw = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dwt = tl.zeros((ROWS, COLUMNS), tl.float32)
+    begin = tl.program_id(0) * chunk
+    for start in range(begin, tl.minimum(begin + chunk, n_rows), ROWS):
+        row = start + tl.arange(0, ROWS)
+        valid = row < n_rows
+        mask = valid[:, None] & (col < C)[None, :]
+        inv = tl.load(INV + row, mask=valid, other=0.0)
+        h = load(X, row, col, x_stride, mask)
+        dy = load(DY, row, col, dy_stride, mask)
+        v = h * inv[:, None]
+        u = dy
+        fixed = dy
+        if W is not None:
+            dw += dy * v
+            u = dy * w
+        if WT is not None:
+            dwt += dy * h
+            fixed = dy * wt
+        dot = tl.load(DOT + row, mask=valid, other=0.0) if DOT is not None else tl.sum(u * v, 1)
+        normed = (u - v * (dot / C)[:, None]) * inv[:, None]
+        store(DX, row, col, C, gate * normed + rest * fixed, mask)
+    if W is not None:
+        store_partial(DW, tl.program_id(0), col, C, C, gate * dw)
+    if WT is not None:
+        store_partial(DWT, tl.program_id(0), col, C, C, rest * dwt)
+
+
+def taper_norm(h, w, w_tilde, gate_c, eps):
+    x = rows.as_rows(h)
+    n_rows, channels = x.shape
+    y = rows.empty(h.shape, h.dtype, h.device)
+    inv_rms = rows.empty((*h.shape[:-1], 1), torch.float32, h.device)
+    shape = tile(channels, rows.FORWARD)
+    with rows.on_device(h):
+        forward_kernel[(triton.cdiv(n_rows, shape.rows),)](
+            x, rows.vector(w), rows.vector(w_tilde), gate_c.float().contiguous(), y, inv_rms, n_rows, x.stride(0), eps,
+            C=channels, ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
+        )  # fmt: skip
+    return y, inv_rms
+
+
+def taper_norm_backward(dy, h, w, w_tilde, gate_c, inv_rms):
+    dy, x, w, w_tilde = rows.as_rows(dy), rows.as_rows(h), rows.vector(w), rows.vector(w_tilde)
+    n_rows, channels = x.shape
+    shape = tile(channels, rows.BACKWARD)
+    column_tiles = triton.cdiv(channels, shape.columns)
+    n_programs, chunk = rows.chunks(n_rows, shape.rows, column_tiles, h.device)
+    dx = rows.empty(h.shape, h.dtype, h.device)
+    dw, dwt, dot = rows.partial_sums(n_programs, w), rows.partial_sums(n_programs, w_tilde), None
+    with rows.on_device(h):
+        if column_tiles > 1:
+            dot = rows.empty(inv_rms.shape, torch.float32, h.device)
+            dots_kernel[(triton.cdiv(n_rows, shape.rows), 1)](
+                dy, x, w, None, inv_rms, dot, None, n_rows, dy.stride(0), x.stride(0), C=channels, GROUPS=1,
+                ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
+            )  # fmt: skip
+        backward_kernel[(n_programs, column_tiles)](
+            dy, x, w, w_tilde, gate_c.float().contiguous(), inv_rms, dot, dx, dw, dwt, n_rows, chunk, dy.stride(0),
+            x.stride(0), C=channels, ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
+        )  # fmt: skip
+    return dx, rows.sum_partials(dw, w, h), rows.sum_partials(dwt, w_tilde, h)
