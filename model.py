@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from configurator import key
 from errors import ConfigError
+from kernels.reference import activate
 from norm_layers import Handover, Norm, RMSNorm
 from norms import NormConfig, NormPlan
 
@@ -177,16 +178,6 @@ class MLP(nn.Module):
         return self.down(activate(self.up(y), self.activation))
 
 
-def activate(z: Tensor, kind: str) -> Tensor:
-    """The MLP's activation; for swiglu z is (..., 2 inner): gate, then up."""
-    if kind == "swiglu":
-        gate, up = z.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    if kind == "relu2":
-        return F.relu(z).square()
-    return F.gelu(z, approximate="tanh" if kind == "gelu_tanh" else "none")
-
-
 class Block(nn.Module):
     """Attention and MLP, each behind an add-and-norm; `delta` is what the sublayer before still has to add."""
 
@@ -223,6 +214,9 @@ class GPT(nn.Module):
             cos, sin = rope_tables(config)
             self.register_buffer("rope_cos", cos, persistent=False)
             self.register_buffer("rope_sin", sin, persistent=False)
+        for module in self.modules():
+            if isinstance(module, Norm):
+                module.kernels = config.kernels
         self.meta: dict = {}  # tokenizer and vocabulary of the data it was trained on
         self.init_weights(seed)
 

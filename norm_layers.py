@@ -1,4 +1,4 @@
-"""The norms themselves, in plain PyTorch. Every one is an add-and-norm with the same face:
+"""The norms themselves; their maths is in kernels/. Every one is an add-and-norm with the same face:
 
     forward(x, delta, inv_rms) -> (y, x, inv_rms)
 
@@ -15,11 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels import add_rms_norm, add_shared_rms_scale, layer_norm, rms_norm, shared_rms_scale
+from kernels.reference import affine, inverse_rms, scale_groups, statistics_dtype
+
 Handover = tuple[nn.Parameter, nn.Parameter]  # (from, to): `to` has taken over the role, and the optimiser state
 
 
 class Norm(nn.Module):
     """Adds delta, then normalises: subclasses give `normalize`. Gain (and bias) are (C,), float32 by default."""
+
+    kernels = "auto"  # which implementation runs (kernels/): GPT sets it on all its norms
 
     def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False):
         super().__init__()
@@ -32,15 +37,24 @@ class Norm(nn.Module):
         self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if delta is not None:
-            x = x + delta
+            y, x, inv_rms = self.add_and_normalize(x, delta, inv_rms)
+        else:
+            y, inv_rms = self.normalize(x, inv_rms)
         if self.anchor is not None:
             self.anchor(x)
-        y, inv_rms = self.normalize(x, inv_rms)
         return y, x, inv_rms
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(y, statistic handed on) for the residual stream x, delta already added."""
         raise NotImplementedError
+
+    def add_and_normalize(
+        self, x: Tensor, delta: Tensor, inv_rms: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(y, x + delta, statistic handed on); norms whose kernel adds as well do it in one pass."""
+        x = x + delta
+        y, inv_rms = self.normalize(x, inv_rms)
+        return y, x, inv_rms
 
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
         """Called before training step `step` (from 1) on every rank: schedules move, statistics settle."""
@@ -52,18 +66,14 @@ class Norm(nn.Module):
 
     def affine(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """Gain and bias in the precision of the statistics, then one rounding to `dtype`."""
-        if self.weight is not None:
-            y = y * self.weight
-        if self.bias is not None:
-            y = y + self.bias
-        return y.to(dtype)
+        return affine(y, self.weight, self.bias, dtype)
 
 
 class LayerNorm(Norm):
     """(x - mean) / sqrt(var + eps) * gain + bias; Ba et al. 2016."""
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
-        return F.layer_norm(x, (self.channels,), self.weight, self.bias, self.eps), None
+        return layer_norm(x, self.weight, self.bias, self.eps, self.kernels)[0], None
 
 
 class RMSNorm(Norm):
@@ -82,8 +92,10 @@ class RMSNorm(Norm):
         self.counted = max(1, int(channels // groups * fraction))
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
-        inv_rms = inverse_rms(x, self.eps, self.groups, self.counted)  # (B, T, G)
-        return self.affine(scale_groups(x, inv_rms), x.dtype), inv_rms
+        return rms_norm(x, self.weight, self.eps, self.bias, self.groups, self.counted, self.kernels)
+
+    def add_and_normalize(self, x: Tensor, delta: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return add_rms_norm(x, delta, self.weight, self.eps, self.bias, self.groups, self.counted, self.kernels)
 
 
 class SharedRMSNorm(Norm):
@@ -94,15 +106,22 @@ class SharedRMSNorm(Norm):
     """
 
     def __init__(
-        self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False,
-        alpha: float = 1.0, detach: bool = True,
-    ):  # fmt: skip
-        super().__init__(channels, eps, affine, bias)
+        self, channels: int, eps: float = 1e-5, affine: bool = True, alpha: float = 1.0, detach: bool = True
+    ):
+        super().__init__(channels, eps, affine)
         self.alpha, self.detach = alpha, detach
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
-        scale = (inv_rms.detach() if self.detach else inv_rms) / self.alpha  # (B, T, G)
-        return self.affine(scale_groups(x, scale), x.dtype), inv_rms
+        scale = inv_rms / self.alpha  # (B, T, 1)
+        if self.detach:
+            return shared_rms_scale(x, scale, self.weight, self.kernels), inv_rms
+        return self.affine(x.to(scale.dtype) * scale, x.dtype), inv_rms
+
+    def add_and_normalize(self, x: Tensor, delta: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.detach:
+            return super().add_and_normalize(x, delta, inv_rms)
+        y, h = add_shared_rms_scale(x, delta, inv_rms / self.alpha, self.weight, self.kernels)
+        return y, h, inv_rms
 
 
 class GatedRMSNorm(nn.Module):
@@ -139,25 +158,3 @@ class CenteredLinear(nn.Linear):
 def center(x: Tensor) -> Tensor:
     """x (..., C) minus its mean over channels: CBWC's one auxiliary centring, after the embeddings."""
     return x - x.mean(-1, keepdim=True)
-
-
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    """float64 for float64 input, else float32: a square overflows float16 beyond 255."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def inverse_rms(x: Tensor, eps: float, groups: int = 1, counted: int | None = None) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the first `counted` channels of each group: (..., C) -> (..., groups)."""
-    x = x.to(statistics_dtype(x))
-    if groups > 1:
-        x = x.unflatten(-1, (groups, -1))  # (..., C) -> (..., G, C / G)
-    mean_square = x[..., :counted].square().mean(-1, keepdim=groups == 1)
-    return torch.rsqrt(mean_square + eps)
-
-
-def scale_groups(x: Tensor, scale: Tensor) -> Tensor:
-    """x (..., C) times scale (..., G), one number per channel group; computed in the precision of `scale`."""
-    groups, x = scale.shape[-1], x.to(scale.dtype)
-    if groups == 1:
-        return x * scale
-    return (x.unflatten(-1, (groups, -1)) * scale.unsqueeze(-1)).flatten(-2)

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from errors import ConfigError
-from norm_layers import Handover, LayerNorm, Norm, center, inverse_rms, statistics_dtype
+from kernels import taper_norm
+from kernels.reference import inverse_rms, statistics_dtype
+from norm_layers import Handover, LayerNorm, Norm, center
 
 EMA_DECAY = 0.99  # per optimiser step
 PHASES = ("warm", "blend", "fixed")
@@ -103,6 +105,9 @@ class TaperNorm(Norm):
             if self.training:
                 self._collect(h.detach())
             return keep_in_graph(self.base.normalize(x, None)[0], self.weight_tilde), None
+        if self.phase == "blend" and not self.centers and self.base.bias is None:
+            gate_c = torch.stack((self.gate, self.scale))
+            return taper_norm(x, self.base.weight, self.weight_tilde, gate_c, self.eps, self.kernels)[0], None
         y = h * (self.scale if self.weight_tilde is None else self.scale * self.weight_tilde)
         if self.base.bias is not None:
             y = y + self.base.bias

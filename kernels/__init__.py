@@ -1,9 +1,9 @@
 """Norms and activations of a GPT as fused kernels: functional, forward and backward, chosen by plain dispatch.
 
     reference.py   what each function computes, in plain PyTorch, forward and backward: also float64, also inductor
-    row_norm.py    Triton: RMSNorm, add + RMSNorm, LayerNorm     shared_rms.py  CoupledNorm's shared position
-    taper_norm.py  Triton: TaperNorm's blend                      activation.py  activations with the norm's scale inside
-    rows.py        what the Triton kernels share                  binding.py     Triton kernels as PyTorch operators
+    row_norm.py    Triton: RMSNorm, add + RMSNorm, LayerNorm    shared_rms.py  CoupledNorm's shared position
+    taper.py       Triton: TaperNorm's blend                     activation.py  activations, the norm's scale inside
+    rows.py        what the Triton kernels share                 binding.py     Triton kernels as PyTorch operators
     aot.py         `python -m kernels.aot`: registers, spills and instructions of every kernel, without a GPU
 
 x is (..., C) in float16, bfloat16, float32 or float64; gains and biases are (C,) of any of these types, or None.
@@ -79,7 +79,7 @@ def layer_norm(
 
 
 def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto") -> Tensor:
-    """h * inv_rms * w with a statistic (..., 1) computed elsewhere, a constant: Loretz & Hochreiter 2026, equation 6."""
+    """h * inv_rms * w, with a statistic (..., 1) from elsewhere, a constant; Loretz & Hochreiter 2026, equation 6."""
     return implementation(h, mode).shared_rms_scale(h, inv_rms, w)
 
 

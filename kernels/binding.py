@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import activation, reference, row_norm, shared_rms, taper_norm
+from kernels import activation, reference, row_norm, shared_rms, taper
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = not isinstance(row_norm.forward_kernel, triton.JITFunction)  # TRITON_INTERPRET=1 when it was imported
@@ -55,7 +55,7 @@ rms_norm_backward = operator(reference.rms_norm_backward, row_norm.rms_norm_back
 layer_norm_backward = operator(reference.layer_norm_backward, row_norm.layer_norm_backward)
 shared_rms_scale_backward = operator(reference.shared_rms_scale_backward, shared_rms.shared_rms_scale_backward)
 scaled_activation_backward = operator(reference.scaled_activation_backward, activation.scaled_activation_backward)
-taper_norm_backward = operator(reference.taper_norm_backward, taper_norm.taper_norm_backward)
+taper_norm_backward = operator(reference.taper_norm_backward, taper.taper_norm_backward)
 
 
 # -------------------------------------------------------------------------------------------------------------- RMSNorm
@@ -108,7 +108,7 @@ def _layer_gradient(ctx, dy, _mean, _inv_std):
 layer_norm = operator(reference.layer_norm, row_norm.layer_norm, _layer_setup, _layer_gradient)
 
 
-# ------------------------------------------------------------------------------------------- CoupledNorm, the activation
+# ------------------------------------------------------------------------------------------ CoupledNorm, the activation
 
 
 def _shared_setup(ctx, inputs, output):
@@ -170,4 +170,4 @@ def _taper_gradient(ctx, dy, _inv_rms):
     return dh, _wanted(dw, w), _wanted(dw_tilde, w_tilde), None, None
 
 
-taper_norm = operator(reference.taper_norm, taper_norm.taper_norm, _taper_setup, _taper_gradient)
+taper_norm = operator(reference.taper_norm, taper.taper_norm, _taper_setup, _taper_gradient)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# ------------------------------------------------------------------------------------------------------ shared maths
+# --------------------------------------------------------------------------------------------------------- shared maths
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
@@ -156,7 +156,7 @@ def shared_rms_scale_backward(
     return out.to(h.dtype), _sum_rows(q * h.to(q.dtype), w)
 
 
-# ----------------------------------------------------------------------------------------------------- scaled activation
+# ---------------------------------------------------------------------------------------------------- scaled activation
 
 
 def activate(z: Tensor, kind: str) -> Tensor:

@@ -143,20 +143,14 @@ def backward_kernel(
         if W is not None:
             dw += u * v
             u = u * w
-        if DOT is not None:
-            dot = tl.load(DOT + statistic, mask=valid, other=0.0)
-        else:
-            dot = tl.sum(u * v, 1)
+        dot = tl.load(DOT + statistic, mask=valid, other=0.0) if DOT is not None else tl.sum(u * v, 1)
         if DS is not None:
             dot += inv * tl.load(DS + statistic, mask=valid, other=0.0)
         through = v * (dot / COUNTED)[:, None]
         if COUNTED < C:
             through = tl.where((col < COUNTED)[None, :], through, 0.0)
         if MEAN is not None:
-            if SUM is not None:
-                total = tl.load(SUM + row, mask=valid, other=0.0)
-            else:
-                total = tl.sum(u, 1)
+            total = tl.load(SUM + row, mask=valid, other=0.0) if SUM is not None else tl.sum(u, 1)
             through += (total / C)[:, None]
         dx = (u - through) * inv[:, None]
         if DH is not None:

@@ -63,6 +63,10 @@ def backward_kernel(
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     gate = tl.load(GATE_C)
     rest = (1.0 - gate) * tl.load(GATE_C + 1)
+    if W is not None:
+        w = load_vector(W, col, C)
+    if WT is not None:
+        wt = load_vector(WT, col, C)
     dw = tl.zeros((ROWS, COLUMNS), tl.float32)
     dwt = tl.zeros((ROWS, COLUMNS), tl.float32)
     begin = tl.program_id(0) * chunk
@@ -78,14 +82,11 @@ def backward_kernel(
         fixed = dy
         if W is not None:
             dw += dy * v
-            u = dy * load_vector(W, col, C)
+            u = dy * w
         if WT is not None:
             dwt += dy * h
-            fixed = dy * load_vector(WT, col, C)
-        if DOT is not None:
-            dot = tl.load(DOT + row, mask=valid, other=0.0)
-        else:
-            dot = tl.sum(u * v, 1)
+            fixed = dy * wt
+        dot = tl.load(DOT + row, mask=valid, other=0.0) if DOT is not None else tl.sum(u * v, 1)
         normed = (u - v * (dot / C)[:, None]) * inv[:, None]
         store(DX, row, col, C, gate * normed + rest * fixed, mask)
     if W is not None:

@@ -1,0 +1,169 @@
+"""Compile every kernel for GPUs that are not here, and count what matters in the machine code.
+
+    python -m kernels.aot                                      # all kernels, channels, architectures: some minutes
+    python -m kernels.aot --sm=90 --channels=768 --out=aot.md  # some of them; the table as a file too
+
+The launchers run on tensors without memory, and each launch they make is compiled as on a GPU, with ptxas,
+cuobjdump and nvdisasm out of Triton's wheel. Columns: registers a thread; stack bytes; shared memory bytes a program;
+bits of the widest load and store of global memory; instructions that shuffle between threads (SHFL), wait for other
+warps (BAR), move spilled registers (spill), compute in float64 (FP64).
+
+The last line of output is JSON. Exit code 1 if a kernel spills or computes in float64.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from configurator import key, parse_args
+from errors import ConfigError, UserError, run_program
+from kernels import activation, binding, row_norm, shared_rms, taper
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+ROWS = 65536
+COLUMNS = ("registers", "stack", "shared", "load bits", "store bits", "SHFL", "BAR", "spill", "FP64")
+
+
+@dataclass(frozen=True)
+class AotConfig:
+    """Keys of kernels/aot.py."""
+
+    sm: tuple[float, ...] | float = key((80, 90, 100), "architectures: compute capability times ten")
+    channels: tuple[float, ...] | float = key((768, 1024, 2048, 4096, 8192, 16384), "C, the length of a row")
+    out: str = key("", "write the table to this Markdown file")
+
+
+def cases(channels: int) -> Iterator[tuple[str, Callable]]:
+    """(name, launch) of every operator at C channels: bfloat16 activations, float32 gains, as in training."""
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, x2, w = tensor(ROWS, channels), tensor(ROWS, 2 * channels), tensor(channels, dtype=torch.float32)
+    w2, s, gate_c = (tensor(*shape, dtype=torch.float32) for shape in ((2 * channels,), (ROWS, 1), (2,)))
+    C, eps = channels, 1e-5
+    yield "rms_norm", lambda: row_norm.rms_norm(x, w, None, eps, 1, C)
+    yield "rms_norm_backward", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C)
+    yield "add_rms_norm", lambda: row_norm.add_rms_norm(x, x, w, None, eps, 1, C)
+    yield "add_rms_norm_backward", lambda: row_norm.rms_norm_backward(x, x, None, x, w, None, s, C)
+    yield "layer_norm", lambda: row_norm.layer_norm(x, w, w, eps)
+    yield "layer_norm_backward", lambda: row_norm.layer_norm_backward(x, x, w, w, s, s)
+    yield "shared_rms_scale", lambda: shared_rms.shared_rms_scale(x, s, w)
+    yield "shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w)
+    yield "add_shared_rms_scale", lambda: shared_rms.add_shared_rms_scale(x, x, s, w)
+    yield "add_shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, x, x, s, w)
+    yield "taper_norm", lambda: taper.taper_norm(x, w, w, gate_c, eps)
+    yield "taper_norm_backward", lambda: taper.taper_norm_backward(x, x, w, w, gate_c, s)
+    for kind in ("gelu", "gelu_tanh", "relu2", "swiglu"):
+        z, b = (x2, w2) if kind == "swiglu" else (x, w)
+        yield f"{kind}", lambda z=z, b=b, kind=kind: activation.scaled_activation(z, s, b, kind)
+        yield f"{kind}_backward", lambda z=z, b=b, kind=kind: activation.scaled_activation_backward(x, z, s, b, kind)
+
+
+def launches(launch: Callable) -> list[tuple[triton.JITFunction, tuple, dict]]:
+    """(kernel, arguments, keywords) of every kernel that `launch` would start; nothing is started."""
+    made: list[tuple[triton.JITFunction, tuple, dict]] = []
+
+    def record(kernel, *arguments, grid, warmup, **keywords):
+        made.append((kernel, arguments, keywords))
+
+    with mock.patch.object(triton.JITFunction, "run", record):
+        launch()
+    return made
+
+
+def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict, sm: int) -> tuple[bytes, int]:
+    """(machine code, shared memory in bytes), specialised to its arguments as Triton does on a GPU."""
+    signature, constants, attributes = {}, {}, {}
+    given = dict(zip(kernel.arg_names, arguments)) | {k: v for k, v in keywords.items() if k in kernel.arg_names}
+    for place, name in enumerate(kernel.arg_names):
+        value = given[name]
+        if value is None or name in keywords or (isinstance(value, int) and value == 1):
+            signature[name], constants[(place,)] = "constexpr", value
+            continue
+        signature[name] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "fp32"
+        if isinstance(value, int):
+            signature[name] = "i32" if value < 2**31 else "i64"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": keywords["num_warps"]}
+    compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    return compiled.asm["cubin"], compiled.metadata.shared
+
+
+def measure(code: bytes, shared: int) -> dict[str, int]:
+    """The table's columns for one kernel's machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        usage, assembly = (
+            subprocess.run([str(TOOLS / words[0]), *words[1:], file.name], capture_output=True, text=True, check=True)
+            for words in (("cuobjdump", "-res-usage"), ("nvdisasm",))
+        )
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups())
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, assembly.stdout))
+
+    def widest(instruction: str) -> int:
+        found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly.stdout)
+        return max([next((bits for bits in (128, 64) if f".{bits}" in word), 32) for word in found] or [0])
+
+    return dict(zip(COLUMNS, (
+        registers, stack, shared, widest("LDG"), widest("STG"), count(r"\bSHFL\b"), count(r"\bBAR\b"),
+        count(r"\b(?:LDL|STL)\b"), count(r"\b(?:DADD|DMUL|DFMA|DSETP|DMNMX)\b|\.F64\b|64H\b"),
+    )))  # fmt: skip
+
+
+def integers(value: float | tuple[float, ...], name: str) -> list[int]:
+    values = value if isinstance(value, tuple) else (value,)
+    if not values or any(number != int(number) or number < 1 for number in values):
+        raise ConfigError(f"{name} wants whole numbers above 0, separated by commas")
+    return [int(number) for number in values]
+
+
+def table(records: list[dict]) -> str:
+    """Markdown."""
+    head = ("operator", "kernel", "C", "sm", *COLUMNS)
+    lines = [head, ["---"] * len(head)] + [[str(record[name]) for name in head] for record in records]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(argv: list[str]) -> int:
+    config, _ = parse_args(AotConfig, argv, __doc__)
+    if binding.INTERPRETED:
+        raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
+    records = []
+    for sm in integers(config.sm, "sm"):
+        for channels in integers(config.channels, "channels"):
+            for name, launch in cases(channels):
+                for kernel, arguments, keywords in launches(launch):
+                    record = {"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm}
+                    records.append(record | measure(*compile_launch(kernel, arguments, keywords, sm)))
+    text = table(records)
+    print(text)
+    if config.out:
+        Path(config.out).write_text(f"triton {triton.__version__}\n\n{text}\n", encoding="utf-8")
+    spills = [record for record in records if record["stack"] or record["spill"]]
+    doubles = [record for record in records if record["FP64"]]
+    for record in spills + doubles:
+        print(f"{'float64 arithmetic' if record in doubles else 'spill'}: {record}")
+    summary = {"triton": triton.__version__, "spills": len(spills), "float64": len(doubles), "kernels": records}
+    print(json.dumps(summary))
+    return 1 if spills or doubles else 0
+
+
+if __name__ == "__main__":
+    run_program(main)
