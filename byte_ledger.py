@@ -1,31 +1,28 @@
 """How many bytes the norms and residual adds of a block move through GPU memory in training, counted without a GPU.
 
-    python byte_ledger.py                                      # d = 768, 65,536 tokens: every norm type
+    python byte_ledger.py --n_embd=768 --tokens=65536          # every norm type; the last line is JSON
     python byte_ledger.py --n_embd=2048 --n_head=16 --tokens=16384
-    python byte_ledger.py --out=results/cpu/bytes              # README.md and ledger.jsonl
+    python byte_ledger.py --out=results/cpu/bytes              # README.md and ledger.jsonl too
 
-Inductor generates the code that it would run on an H200 (cuda_codegen.py) from real Blocks of model.py, and that code is
-read. Two views, both forward + backward, in bytes per token and block:
+Inductor generates the code that it would run on an H200 (cuda_codegen.py) from real Blocks of model.py, and that code
+is read. Three figures, each forward + backward, in bytes per token and block:
 
-    block   one block alone, with opaque neighbours: the stream comes in whole, and what closes the block, adding the
-            MLP's output, is not ours. One residual add and two norms.
-    stack   three blocks less two: what one more block costs in a deep model. Two residual adds and two norms.
+    one block   a block alone, bfloat16. Its last product takes the closing residual add into its epilogue.
+    in a stack  three blocks less two, bfloat16: what one more block costs a deep model. Two adds and two norms.
+    autocast    in a stack, with train.py's precision: float32 stream and weights, bfloat16 products.
 
 Counted: every tensor that a generated kernel loads or stores, once for each (a second load of it in the same kernel
 comes from the cache), work spaces, and the residual that an addmm reads for its epilogue. Not counted: kernels that
-touch a tensor wider than the stream (queries, keys and values together, the MLP's hidden layer: they are attention's and
-the MLP's), what matrix products and attention's core move besides, and kernels on weights, except where they touch a
-gain or its gradient. A product's result is written by the product and read by us. It is a count of bytes, not a time.
-
-Precision `bfloat16` has a bfloat16 stream and linears with float32 gains; `autocast` is train.py's: float32 stream and
-weights, bfloat16 products. The last line is JSON.
+touch a tensor wider than the stream (queries, keys and values together, the MLP's hidden layer: they are attention's
+and the MLP's), what matrix products and attention's core move besides, and kernels on weights, except where they touch
+a gain or its gradient; of one block alone, the read of the closing residual, which all have. Attention's core is
+opaque, as on a GPU. Gains are float32. It is a count of bytes, not a time.
 """
 
 import ast
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -121,7 +118,7 @@ class _Reader(ast.NodeVisitor):
         elif called == "reinterpret_tensor":
             found = ast.literal_eval(node.args[1])
         if needed and found is None:
-            raise UserError(f"generated code not understood at {ast.unparse(node)!r}: byte_ledger.py is for another torch")
+            raise UserError(f"generated code not understood at {ast.unparse(node)!r}: it is another torch's")
         return found
 
 
@@ -131,7 +128,7 @@ def _called(node: ast.expr) -> str:
 
 
 def _pointers(source: str) -> list[tuple[int, int] | None]:
-    """For each argument of a Triton kernel: (bytes an element, crossings: 1 if loaded + 1 if stored); None for numbers."""
+    """For each argument of a Triton kernel: (bytes an element, crossings: loaded + stored); None for numbers."""
     function = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
     decorators = (node for line in function.decorator_list for node in ast.walk(line) if isinstance(node, ast.Dict))
     signature = next(ast.literal_eval(value) for node in decorators for key, value in zip(node.keys, node.values)
@@ -161,12 +158,6 @@ def attention_core_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tu
     raise NotImplementedError("stands for attention in graphs that never run")
 
 
-@torch.library.custom_op("nanonorm_ledger::next_block", mutates_args=())
-def next_block(x: Tensor, delta: Tensor) -> Tensor:
-    """What comes after the last block: opaque; it adds delta to x, so both have the same gradient."""
-    raise NotImplementedError("stands for the next block in graphs that never run")
-
-
 def _heads_last(x: Tensor) -> Tensor:
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
@@ -177,8 +168,6 @@ attention_core.register_autograd(
     lambda ctx, grad: attention_core_backward(grad, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
-next_block.register_fake(lambda x, delta: torch.empty_like(x))
-next_block.register_autograd(lambda ctx, grad: (grad, grad))
 
 
 class Stack(nn.Module):
@@ -190,35 +179,131 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(config, plan, index) for index in range(config.n_layer))
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B T, C): in two dimensions, where inductor moves the closing add into the product before it."""
         delta, inv_rms = None, None
         for block in self.blocks:
             x, delta, inv_rms = block(x, delta, inv_rms, None, None)
-        return next_block(x, delta)
+        return x.flatten(0, 1) + delta.flatten(0, 1)
 
 
-def norm_launches(config: GPTConfig, tokens: int, precision: str) -> list[list[Launch]]:
-    """[forward, backward]: the launches of norms and residual adds in a stack of blocks, `tokens` tokens in all.
+def stack_launches(config: GPTConfig, tokens: int, autocast: bool = False) -> list[Launch]:
+    """Forward and backward launches of norms and residual adds in config.n_layer blocks, `tokens` tokens in all.
 
     Raises UserError where cuda_codegen does not support the installation.
     """
-    batch = tokens // config.block_size
-    stack = Stack(config)
-    low = precision == "bfloat16"
+    stack, low = Stack(config), not autocast
     for module in stack.modules():
         if low and isinstance(module, nn.Linear):
             module.bfloat16()
-    x = torch.empty(batch, config.block_size, config.n_embd, dtype=torch.bfloat16 if low else torch.float32)
+    x = torch.empty(tokens // config.block_size, config.block_size, config.n_embd,
+                    dtype=torch.bfloat16 if low else torch.float32, requires_grad=True)  # fmt: skip
     attend = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attention_core(q, k, v))
-    with attend, torch.autocast("cpu", torch.bfloat16, enabled=not low):
-        sources = cuda_code(stack, [x.requires_grad_()])
-    return [[launch for launch in launches(code, batch, config.block_size) if launch.is_of_norms(config.n_embd)]
-            for code in sources]  # fmt: skip
+    with attend, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        sources = cuda_code(stack, [x])
+    found = [launch for code in sources for launch in launches(code, *x.shape[:2])]
+    return [launch for launch in found if launch.is_of_norms(config.n_embd)]
 
 
-def bytes_per_token(config: GPTConfig, tokens: int, precision: str = "bfloat16", blocks: int = 1) -> float:
-    """Forward + backward bytes per token of the norms and residual adds of `blocks` blocks; see the head of the file."""
-    found = norm_launches(dataclasses.replace(config, n_layer=blocks), tokens, precision)
-    return sum(launch.bytes_moved for phase in found for launch in phase) / tokens
+def bytes_of_one_block(config: GPTConfig, tokens: int) -> float:
+    """Bytes per token of a block alone."""
+    found = stack_launches(dataclasses.replace(config, n_layer=1), tokens)
+    closing = [launch for launch in found if launch.name == "addmm"][-1]  # the MLP comes after attention
+    return (sum(launch.bytes_moved for launch in found) - closing.bytes_moved) / tokens
+
+
+def bytes_in_a_stack(config: GPTConfig, tokens: int, autocast: bool = False) -> float:
+    """Bytes per token that one more block adds to a stack."""
+    three, two = (sum(launch.bytes_moved for launch in
+                      stack_launches(dataclasses.replace(config, n_layer=blocks), tokens, autocast))
+                  for blocks in (3, 2))  # fmt: skip
+    return (three - two) / tokens
 
 
 # --------------------------------------------------------------------------------------------------------- the program
+
+ARMS = {
+    "layer": {}, "rms": {}, "coupled": {}, "coupled, full gradient": {"coupled_grad": "full"}, "cbwc": {},
+    "rms, no gains": {"norm_affine": False}, "coupled, no gains": {"norm_affine": False},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LedgerConfig(GPTConfig):
+    """Keys of byte_ledger.py: a model's shape, and how many tokens it sees at once."""
+
+    tokens: int = key(65536, "tokens of a micro-batch; a multiple of block_size")
+    out: str = key("", "write README.md and ledger.jsonl into this folder")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm_type != "layer":
+            raise ConfigError("norm_type: the ledger goes through all of them, leave it out")
+        if self.tokens < self.block_size or self.tokens % self.block_size:
+            raise ConfigError(f"tokens={self.tokens}: must be a multiple of block_size={self.block_size}")
+        if self.tokens == self.block_size:
+            raise ConfigError("tokens: give two sequences or more, so that rows can be told from channels")
+        if self.inner <= self.n_embd or self.dropout:
+            raise ConfigError("n_inner must be above n_embd, and dropout 0: else norms cannot be told from the MLP")
+
+
+def count(config: LedgerConfig, arm: str) -> dict[str, float]:
+    """The three figures of one arm, bytes per token and block."""
+    shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
+    shape = GPTConfig(**shape | {"norm_type": arm.split(",")[0], **ARMS[arm]})
+    return {
+        "one block": bytes_of_one_block(shape, config.tokens),
+        "in a stack": bytes_in_a_stack(shape, config.tokens),
+        "autocast": bytes_in_a_stack(shape, config.tokens, autocast=True),
+    }
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Markdown, in kB (1000 bytes) per token and block; in brackets the difference from rms."""
+    columns = list(next(iter(rows.values())))
+    lines = ["| norms | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
+    for arm, row in rows.items():
+        cells = (f"{row[name] / 1000:.1f} ({(row[name] - rows['rms'][name]) / 1000:+.1f})" for name in columns)
+        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    config, _ = parse_args(LedgerConfig, argv, __doc__)
+    rows = {}
+    for arm in ARMS:
+        rows[arm] = count(config, arm)
+        print(f"{arm}: " + ", ".join(f"{name} {value:,.0f}" for name, value in rows[arm].items()), flush=True)
+    print(table(rows))
+    if config.out:
+        write(Path(config.out), config, rows)
+    print(json.dumps(rows))
+
+
+def write(folder: Path, config: LedgerConfig, rows: dict[str, dict[str, float]]) -> None:
+    """README.md and ledger.jsonl, one line an arm."""
+    place = environment(torch.device("cpu"))
+    import triton
+
+    shape = {name: getattr(config, name) for name in ("n_embd", "n_head", "inner", "block_size", "tokens")}
+    size = f"d = {config.n_embd}, {config.tokens:,} tokens"
+    lines = [json.dumps({"norms": arm, "bytes_per_token": row, **shape, **place}) for arm, row in rows.items()]
+    command = f"python byte_ledger.py --n_embd={config.n_embd} --n_head={config.n_head} --tokens={config.tokens}"
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    text = f"""# Bytes that the norms of a block move in training
+
+kB per token and block, forward + backward; in brackets the difference from `rms`. {size}.
+Counted in the code that inductor generates for an H200, without one; {versions}, commit {place["git"]}.
+Made by `{command} --out={config.out}`, which says at its head what is counted and what the columns are.
+
+{table(rows)}
+"""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "ledger.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "README.md").write_text(text)
+    except OSError as error:
+        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
+
+
+if __name__ == "__main__":
+    run_program(main)

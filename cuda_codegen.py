@@ -50,18 +50,20 @@ def cuda_code(function: Callable[..., Tensor | tuple], inputs: Sequence[Tensor])
     """
     if reason := supported():
         raise UserError(f"inductor's CUDA code cannot be generated here: it {reason}")
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
     sources: dict[bool, str] = {}
 
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Tensor], is_backward=False, **_):
-        results = [node.meta["val"] if isinstance(node, fx.Node) else node for node in graph.graph.output_node().args[0]]
+        outputs = graph.graph.output_node().args[0]
+        results = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
         sources[is_backward] = _lower(graph, example_inputs, is_backward)
         return _unfilled(results)
 
     torch._dynamo.reset()  # a function seen before would not be traced again
-    with config.patch(force_disable_caches=True, fx_graph_cache=False, compile_threads=1):
+    with config.patch(fx_graph_cache=False, compile_threads=1), functorch_config.patch(enable_autograd_cache=False):
         compiled = torch.compile(function, backend=functools.partial(compile_fx, inner_compile=inner_compile),
                                  fullgraph=True, dynamic=False)  # fmt: skip
         results = torch.utils._pytree.tree_leaves(compiled(*inputs))
