@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from configurator import key
 from errors import ConfigError
-from kernels.reference import activate
+from kernels.reference import KINDS, activate
 from norm_layers import Handover, Norm, RMSNorm
 from norms import NormConfig, NormPlan
 
@@ -35,7 +35,7 @@ class GPTConfig(NormConfig):
     n_embd: int = key(768, "channels of the residual stream")
     head_dim: int = key(0, "channels of a head (0: n_embd / n_head)")
     n_inner: int = key(0, "hidden channels of the MLP (0: 4 n_embd, or 8/3 n_embd up to a multiple of 64 for swiglu)")
-    activation: str = key("gelu", "of the MLP", ("gelu", "gelu_tanh", "relu2", "swiglu"))
+    activation: str = key("gelu", "of the MLP", KINDS)
     position: str = key("learned", "learned positions are added to the embeddings, rope rotates queries and keys",
                         ("learned", "rope"))  # fmt: skip
     rope_theta: float = key(10000.0, "rope: base of the wavelengths")

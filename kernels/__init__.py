@@ -48,6 +48,18 @@ def implementation(x: Tensor, mode: str = "auto"):
     return binding
 
 
+def fits(x: Tensor, *vectors: Tensor | None, add: Tensor | None = None, statistic: Tensor | None = None) -> None:
+    """Raises UserError unless the vectors are (C,), `add` is like x, `statistic` one number a row: a kernel would
+    read beyond anything smaller."""
+    for vector in vectors:
+        if vector is not None and vector.shape != x.shape[-1:]:
+            raise UserError(f"a gain or bias of shape {tuple(vector.shape)} for {x.shape[-1]} channels: give one each")
+    if add is not None and add.shape != x.shape:
+        raise UserError(f"{tuple(add.shape)} cannot be added to {tuple(x.shape)} here: expand it first")
+    if statistic is not None and statistic.shape != (*x.shape[:-1], 1):
+        raise UserError(f"a statistic of shape {tuple(statistic.shape)} for {tuple(x.shape)}: give one number a row")
+
+
 def rms_norm(
     x: Tensor, w: Tensor | None, eps: float, b: Tensor | None = None, groups: int = 1, counted: int | None = None,
     mode: str = "auto",
@@ -57,6 +69,7 @@ def rms_norm(
     The mean is over the first `counted` channels of each group (None: all). Both outputs are differentiable.
     Zhang & Sennrich 2019, equation 4.
     """
+    fits(x, w, b)
     return implementation(x, mode).rms_norm(x, w, b, eps, groups, counted or x.shape[-1] // groups)
 
 
@@ -65,6 +78,7 @@ def add_rms_norm(
     counted: int | None = None, mode: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, h, inv_rms): h = x + a, and rms_norm of h as rounded. a is (..., C) like x, of any type."""
+    fits(x, w, b, add=a)
     return implementation(x, mode).add_rms_norm(x, a, w, b, eps, groups, counted or x.shape[-1] // groups)
 
 
@@ -75,11 +89,13 @@ def layer_norm(
 
     Ba et al. 2016, with the biased variance and eps inside the root.
     """
+    fits(x, w, b)
     return implementation(x, mode).layer_norm(x, w, b, eps)
 
 
 def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto") -> Tensor:
     """h * inv_rms * w, with a statistic (..., 1) from elsewhere, a constant; Loretz & Hochreiter 2026, equation 6."""
+    fits(h, w, statistic=inv_rms)
     return implementation(h, mode).shared_rms_scale(h, inv_rms, w)
 
 
@@ -87,6 +103,7 @@ def add_shared_rms_scale(
     x: Tensor, a: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """(y, h): h = x + a, y = h * inv_rms * w, with inv_rms (..., 1) a constant."""
+    fits(x, w, add=a, statistic=inv_rms)
     return implementation(x, mode).add_shared_rms_scale(x, a, inv_rms, w)
 
 
@@ -95,6 +112,9 @@ def scaled_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str, m
 
     z is (..., F); for swiglu (..., 2 F), gate then up, and the result silu(gate) * up is (..., F).
     """
+    fits(z, b, statistic=inv_rms)
+    if kind not in reference.KINDS:
+        raise UserError(f"activation {kind!r}: it is one of {', '.join(reference.KINDS)}")
     return implementation(z, mode).scaled_activation(z, inv_rms, b, kind)
 
 
@@ -105,4 +125,5 @@ def taper_norm(
 
     gate_c and inv_rms (..., 1) carry no gradient. Kanavalau, Amo Alonso & Lall 2026.
     """
+    fits(h, w, w_tilde)
     return implementation(h, mode).taper_norm(h, w, w_tilde, gate_c, eps)

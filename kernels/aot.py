@@ -110,7 +110,7 @@ def measure(code: bytes, shared: int) -> dict[str, int]:
         file.flush()
         usage, assembly = (
             subprocess.run([str(TOOLS / words[0]), *words[1:], file.name], capture_output=True, text=True, check=True)
-            for words in (("cuobjdump", "-res-usage"), ("nvdisasm",))
+            for words in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c", "-ndf"))
         )
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups())
 

@@ -37,13 +37,14 @@ def operator(compute: Callable, kernel: Callable, setup: Callable | None = None,
     op = torch.library.custom_op(f"nanonorm::{compute.__name__}", run, mutates_args=(), schema=schema)
     op.register_fake(plain)
     if gradient is not None:
-
-        def setup_context(ctx, inputs, output):
-            ctx.set_materialize_grads(False)  # None for an output that nobody used: the kernel then skips it
-            setup(ctx, inputs, output)
-
-        op.register_autograd(gradient, setup_context=setup_context)
+        op.register_autograd(gradient, setup_context=setup)
     return op
+
+
+def _save(ctx, *tensors: Tensor | None) -> None:
+    """For operators of several outputs: the gradient of one that nobody used is None, and the kernel skips it."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
 
 
 def _wanted(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
@@ -63,7 +64,7 @@ taper_norm_backward = operator(reference.taper_norm_backward, taper.taper_norm_b
 
 def _rms_setup(ctx, inputs, output):
     x, w, b, _, _, ctx.counted = inputs
-    ctx.save_for_backward(x, w, b, output[1])
+    _save(ctx, x, w, b, output[1])
 
 
 def _rms_gradient(ctx, dy, ds):
@@ -76,7 +77,7 @@ def _rms_gradient(ctx, dy, ds):
 def _add_rms_setup(ctx, inputs, output):
     x, a, w, b, _, _, ctx.counted = inputs
     ctx.dtypes = x.dtype, a.dtype
-    ctx.save_for_backward(output[1], w, b, output[2])
+    _save(ctx, output[1], w, b, output[2])
 
 
 def _add_rms_gradient(ctx, dy, dh, ds):
@@ -125,7 +126,7 @@ def _shared_gradient(ctx, dy):
 def _add_shared_setup(ctx, inputs, output):
     x, a, inv_rms, w = inputs
     ctx.dtypes = x.dtype, a.dtype
-    ctx.save_for_backward(output[1], inv_rms, w)
+    _save(ctx, output[1], inv_rms, w)
 
 
 def _add_shared_gradient(ctx, dy, dh):

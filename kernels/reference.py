@@ -159,6 +159,9 @@ def shared_rms_scale_backward(
 # ---------------------------------------------------------------------------------------------------- scaled activation
 
 
+KINDS = ("gelu", "gelu_tanh", "relu2", "swiglu")
+
+
 def activate(z: Tensor, kind: str) -> Tensor:
     """The MLP's activation: gelu, gelu_tanh, relu2 or swiglu; for swiglu z is (..., 2 F): gate, then up."""
     if kind == "swiglu":

@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+# Triton decides when it is imported: without a GPU its kernels run in the interpreter, on CPU tensors.
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
+
 ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train"])

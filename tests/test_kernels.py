@@ -1,0 +1,331 @@
+"""Every kernel against float64, over all shapes, layouts, types and contents that can go wrong.
+
+    python -m pytest tests/test_kernels.py
+
+Without a GPU the kernels run in Triton's interpreter (conftest.py), and the axes below are combined pairwise: any two
+values of any two axes meet, for each operator. With a GPU it is the full product.
+"""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import draw
+
+import kernels
+from kernels import binding, rows
+
+ON_GPU = torch.cuda.is_available() and not binding.INTERPRETED
+DEVICE = "cuda" if ON_GPU else "cpu"
+EPS = 1e-5
+# Relative L2 error. The interpreter truncates when it rounds to bfloat16.
+TOLERANCE = {torch.float32: 3e-7, torch.float16: 5e-4, torch.bfloat16: 2.5e-3 if ON_GPU else 5e-3}
+ELEMENTS = rows.ELEMENTS
+GUARD = 64  # elements on either side of every output, which must stay as they are
+
+AXES = {
+    "C": (17, 1, 96, 127, 499, 500, 768, 1000, 1023, 1600, 4096, 4097, 8191, 8193),
+    "rows": (7, 64, 1, 0),
+    "dtype": (torch.float32, torch.float16, torch.bfloat16),
+    "dims": (2, 3),
+    "layout": ("contiguous", "strided", "transposed", "expanded"),
+    "grad_layout": ("contiguous", "strided", "transposed", "expanded"),
+    "weights": ("same", "other", "none"),
+    "content": ("normal", "zeros", "scaled", "inf"),
+}
+
+
+def pairwise(axes):
+    """Few combinations of the axes' values in which every pair of values of two axes occurs. Greedy, deterministic;
+    where it makes no difference an axis takes its first value."""
+    missing = {
+        ((first, a), (second, b))
+        for first, second in itertools.combinations(axes, 2) for a in axes[first] for b in axes[second]
+    }  # fmt: skip
+    order = {pair: place for place, pair in enumerate(sorted(missing, key=str))}
+    while missing:
+        case = dict(min(missing, key=order.__getitem__))
+        for name in axes:
+            if name not in case:
+                counts = [
+                    sum(bool({((name, value), met), (met, (name, value))} & missing) for met in case.items())
+                    for value in axes[name]
+                ]  # of pairs not met before, with each value
+                case[name] = axes[name][counts.index(max(counts))]
+        case = {name: case[name] for name in axes}
+        missing -= set(itertools.combinations(case.items(), 2))
+        yield SimpleNamespace(**case)
+
+
+CASES = [SimpleNamespace(**dict(zip(AXES, values))) for values in itertools.product(*AXES.values())] if ON_GPU \
+    else list(pairwise(AXES))  # fmt: skip
+
+
+def test_the_cases_cover_all_pairs():
+    cases = list(pairwise(AXES))
+    for first, second in itertools.combinations(AXES, 2):
+        met = {(getattr(case, first), getattr(case, second)) for case in cases}
+        assert met == set(itertools.product(AXES[first], AXES[second]))
+    assert len(cases) < 120
+
+
+# ---------------------------------------------------------------------------------------------- operators and float64
+
+
+def exact_rms(t, h, groups=1, counted=None):
+    parts = h.unflatten(-1, (groups, -1))
+    inv = (parts[..., :counted].square().mean(-1, keepdim=True) + EPS).rsqrt()
+    return gain_and_bias((parts * inv).flatten(-2), t), inv.squeeze(-1)
+
+
+def exact_layer(t):
+    centred = t.x - t.x.mean(-1, keepdim=True)
+    return (gain_and_bias(centred * (centred.square().mean(-1, keepdim=True) + EPS).rsqrt(), t),)
+
+
+def gain_and_bias(y, t):
+    y = y if t.w is None else y * t.w
+    return y if t.b is None else y + t.b
+
+
+def exact_activation(t, kind):
+    u = t.x * t.s if t.b is None else t.x * t.s + t.b
+    if kind == "swiglu":
+        gate, up = u.chunk(2, -1)
+        return (F.silu(gate) * up,)
+    tanh = "tanh" if kind == "gelu_tanh" else "none"
+    return (F.relu(u) ** 2 if kind == "relu2" else F.gelu(u, approximate=tanh),)
+
+
+def exact_taper(t):
+    gate, c = t.gate_c
+    plain = t.x if t.wt is None else t.x * t.wt
+    return (gate * exact_rms(t, t.x)[0] + (1 - gate) * c * plain,)
+
+
+def quarter(C):
+    return max(1, C // 4)
+
+
+def groups_of(C):
+    return next(n for n in (8, 5, 4, 3, 2, 1) if C % n == 0)
+
+
+# name: (inputs, the operator, the same in float64). With "a" among the inputs, t.h is the kernel's rounded x + a.
+OPERATORS = {
+    "rms": ("xw", lambda t: kernels.rms_norm(t.x, t.w, EPS, mode="triton"), lambda t: exact_rms(t, t.x)),
+    "rms_bias": ("xwb", lambda t: kernels.rms_norm(t.x, t.w, EPS, t.b, mode="triton"), lambda t: exact_rms(t, t.x)),
+    "partial": ("xw", lambda t: kernels.rms_norm(t.x, t.w, EPS, counted=quarter(t.C), mode="triton"),
+                lambda t: exact_rms(t, t.x, counted=quarter(t.C))),
+    "group": ("xwb", lambda t: kernels.rms_norm(t.x, t.w, EPS, t.b, groups_of(t.C), mode="triton"),
+              lambda t: exact_rms(t, t.x, groups_of(t.C))),
+    "add_rms": ("xaw", lambda t: kernels.add_rms_norm(t.x, t.a, t.w, EPS, mode="triton"),
+                lambda t: (exact_rms(t, t.h)[0], t.h, exact_rms(t, t.h)[1])),
+    "layer": ("xw", lambda t: kernels.layer_norm(t.x, t.w, None, EPS, mode="triton")[:1], exact_layer),
+    "layer_bias": ("xwb", lambda t: kernels.layer_norm(t.x, t.w, t.b, EPS, mode="triton")[:1], exact_layer),
+    "shared": ("xw", lambda t: (kernels.shared_rms_scale(t.x, t.s, t.w, mode="triton"),),
+               lambda t: (gain_and_bias(t.x * t.s, t),)),
+    "add_shared": ("xaw", lambda t: kernels.add_shared_rms_scale(t.x, t.a, t.s, t.w, mode="triton"),
+                   lambda t: (gain_and_bias(t.h * t.s, t), t.h)),
+    "taper": ("xwv", lambda t: kernels.taper_norm(t.x, t.w, t.wt, t.gate_c, EPS, mode="triton")[:1], exact_taper),
+} | {
+    kind: ("xb", lambda t, kind=kind: (kernels.scaled_activation(t.x, t.s, t.b, kind, mode="triton"),),
+           lambda t, kind=kind: exact_activation(t, kind))
+    for kind in ("gelu", "gelu_tanh", "relu2", "swiglu")
+}  # fmt: skip
+
+
+def laid_out(case, width, layout, seed, dtype):
+    """(rows, width), or (..., rows / ..., width) in three dimensions, with the strides of `layout`."""
+    n = case.rows
+    flat = {
+        "contiguous": lambda: draw(n, width, seed=seed),
+        "strided": lambda: draw(2 * n, width + 16, seed=seed)[::2, :width],
+        "transposed": lambda: draw(width, n, seed=seed).t(),
+        "expanded": lambda: draw(1, width, seed=seed).expand(n, width),
+    }[layout]()
+    x = torch.empty_strided(flat.shape, flat.stride(), dtype=dtype, device=DEVICE)
+    if layout == "strided":  # a view of something larger
+        x = torch.zeros(2 * n, width + 16, dtype=dtype, device=DEVICE)[::2, :width]
+    if layout == "expanded":
+        x = flat[:1].to(DEVICE, dtype).expand(n, width)
+    else:
+        x.copy_(flat)
+        with_content(x, case.content)
+    return x.unflatten(0, (4, -1) if n == 64 else (n, -1) if n else (0, 3)) if case.dims == 3 else x
+
+
+def with_content(x, content):
+    x[::3] *= {"zeros": 0.0, "scaled": 1e4}.get(content, 1.0)
+    if content == "inf" and len(x):
+        x[-1, 0] = -torch.inf
+        x[0, -1] = torch.inf
+
+
+def inputs_of(name, case):
+    """Namespace of x, a, w, b, wt (None where the operator or the case has none), s, gate_c."""
+    wanted, C = OPERATORS[name][0], case.C
+    width = 2 * C if name == "swiglu" else C
+    other = torch.bfloat16 if case.dtype == torch.float32 else torch.float32
+    kind = other if case.weights == "other" else case.dtype
+    t = SimpleNamespace(C=C, a=None, w=None, b=None, wt=None)
+    t.x = laid_out(case, width, case.layout, 0, case.dtype)
+    if "a" in wanted:
+        t.a = laid_out(case, width, case.grad_layout, 1, kind)
+    if case.weights != "none":
+        for letter, field, seed in (("w", "w", 2), ("b", "b", 3), ("v", "wt", 4)):
+            if letter in wanted:
+                setattr(t, field, draw(width, seed=seed).to(DEVICE, kind))
+    square = t.x.double() if t.a is None else t.x.double() + t.a.double()
+    t.s = (square.square().mean(-1, keepdim=True) + EPS).rsqrt().float()
+    t.gate_c = torch.tensor([0.3, 0.01], device=DEVICE)
+    leaves(t)
+    return t
+
+
+DIFFERENTIABLE = ("x", "a", "w", "b", "wt")
+
+
+def leaves(t, fields=DIFFERENTIABLE):
+    return [tensor.requires_grad_() for field in fields if (tensor := getattr(t, field)) is not None]
+
+
+def upstream(case, outputs):
+    """Gradients for the outputs, in the layout of the case."""
+    plain = SimpleNamespace(**vars(case) | {"content": "normal"})
+    return [laid_out(plain, y.shape[-1], case.grad_layout, 10 + i, y.dtype) for i, y in enumerate(outputs)]
+
+
+def in_double(t, h):
+    """The same inputs as float64 leaves; h, if the operator adds, is one itself: what the kernel rounded it to."""
+    twin = SimpleNamespace(**vars(t))
+    for field in (*DIFFERENTIABLE, "s", "gate_c"):
+        value = getattr(t, field)
+        setattr(twin, field, None if value is None else value.detach().double().contiguous())
+    twin.h = None if h is None else h.detach().double().requires_grad_()
+    return twin
+
+
+def check(actual, expected, what, floor=0.0):
+    """Same NaN and inf; elsewhere the relative L2 error that the type allows, or absolutely `floor`."""
+    assert actual.shape == expected.shape, what
+    wide = actual.double()
+    assert torch.equal(wide.isnan(), expected.isnan()), f"{what}: NaN where the reference has none, or the reverse"
+    assert torch.equal(wide.isinf(), expected.isinf()), f"{what}: inf"
+    finite = expected.isfinite()
+    error, size = (wide - expected)[finite], expected[finite]
+    if floor:  # and the rounding of the result itself
+        over = (error.abs() - torch.finfo(actual.dtype).eps * size.abs()).max() if error.numel() else 0.0
+        assert over <= floor, f"{what}: absolute error {over:.2e}, allowed {floor:.2e}"
+    else:
+        tolerance = TOLERANCE[actual.dtype]
+        if error.numel() < 64 and not ON_GPU:  # too few to average over the truncation to bfloat16
+            tolerance = max(tolerance, torch.finfo(actual.dtype).eps)
+        assert error.norm() <= tolerance * size.norm(), f"{what}: {error.norm() / size.norm():.2e}"
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Outputs begin as NaN between guards; a kernel that leaves out an element or writes outside is found out."""
+    made = []
+
+    def empty(shape, dtype, device):
+        size = torch.Size(shape).numel()
+        base = torch.full((size + 2 * GUARD,), torch.nan, dtype=dtype, device=device)
+        base[:GUARD] = base[size + GUARD :] = 7.0
+        made.append(base)
+        return base[GUARD : size + GUARD].view(shape)
+
+    monkeypatch.setattr(rows, "empty", empty)
+    if not ON_GPU:  # the interpreter's time is for programs, not for elements: fewer and taller tiles
+        monkeypatch.setattr(rows, "ELEMENTS", 16384)
+    yield
+    for base in made:
+        assert (base[:GUARD] == 7).all() and (base[-GUARD:] == 7).all(), "written outside of an output"
+
+
+def run(name, t, case):
+    """(outputs, gradients of the inputs that there are, upstream gradients)"""
+    outputs = OPERATORS[name][1](t)
+    grads = upstream(case, outputs)
+    return outputs, torch.autograd.grad(outputs, leaves(t), grads), grads
+
+
+def check_case(name, case):
+    t = inputs_of(name, case)
+    before = [tensor.detach().clone() for tensor in leaves(t)]
+    outputs, gradients, grads = run(name, t, case)
+    kept = [grad.clone() for grad in grads]
+    adds = t.a is not None
+    twin = in_double(t, outputs[1] if adds else None)
+    roots = [twin.h, *leaves(twin, ("w", "b", "wt"))] if adds else leaves(twin)
+    expected = OPERATORS[name][2](twin)
+    wide = torch.autograd.grad(expected, roots, [grad.double() for grad in grads])
+    wide = (wide[0], wide[0], *wide[1:]) if adds else wide
+    floors = allowed_at_one_channel(t, grads) if case.C == 1 and case.rows and name in WITH_STATISTIC else {}
+    for i, (actual, exact) in enumerate(zip(outputs, expected, strict=True)):
+        if not (adds and i == 1):
+            check(actual.detach(), exact.detach(), f"{case}: output {i}")
+    if adds:
+        check(outputs[1].detach(), t.x.detach().double() + t.a.detach().double(), f"{case}: h")
+    for field, actual, exact in zip(leaves_of(t), gradients, wide, strict=True):
+        assert actual.dtype == getattr(t, field).dtype
+        check(actual, exact, f"{case}: gradient of {field}", floors.get(field, 0.0))
+    for tensor, old in [*zip(leaves(t), before), *zip(grads, kept)]:
+        assert torch.equal(tensor, old), f"{case}: an input was written to"
+    return outputs, gradients
+
+
+def leaves_of(t):
+    return [field for field in DIFFERENTIABLE if getattr(t, field) is not None]
+
+
+WITH_STATISTIC = ("rms", "rms_bias", "partial", "group", "add_rms", "layer", "layer_bias", "taper")
+
+
+def allowed_at_one_channel(t, grads):
+    """With C = 1, y is x's sign: its gradient is a small difference of large terms, one sum stands for a whole gain,
+    and a relative error says nothing. Allowed is 1e-6 of the largest term."""
+    largest = {"x": grads[0] * t.s if t.w is None else grads[0] * t.s * t.w, "w": grads[0]}
+    if grads[-1] is not grads[0]:  # the gradient of inv_rms has its own term
+        largest["x"] = largest["x"].abs() + grads[-1].abs() * t.s**2
+    return {field: 1e-6 * float(term.detach().abs().max()) for field, term in largest.items()}
+
+
+@pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_against_float64(name, dtype):
+    for case in CASES:
+        if case.dtype == dtype:
+            check_case(name, case)
+
+
+def plain_case(C, n_rows, **changes):
+    case = {axis: values[0] for axis, values in AXES.items()} | {"C": C, "rows": n_rows} | changes
+    return SimpleNamespace(**case)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_tiles_of_the_size_a_gpu_gets(name, monkeypatch):
+    monkeypatch.setattr(rows, "ELEMENTS", ELEMENTS)
+    for C in (96, 768, 4097):
+        check_case(name, plain_case(C, 33))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("n_programs", [1, 3, 1000])
+def test_any_number_of_multiprocessors(name, n_programs, monkeypatch):
+    """More programs than rows, and one for all rows: the guards see a write outside."""
+    monkeypatch.setattr(rows, "ELEMENTS", 512)
+    monkeypatch.setattr(rows, "programs", lambda device: n_programs)
+    check_case(name, plain_case(96, 64))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_identical_bits_on_repeat(name):
+    case = plain_case(1000, 64)
+    first, second = (run(name, inputs_of(name, case), case) for _ in range(2))
+    for a, b in zip(first[0] + first[1], second[0] + second[1], strict=True):
+        assert torch.equal(a, b)

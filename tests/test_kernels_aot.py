@@ -1,0 +1,107 @@
+"""The machine code of every kernel, compiled without a GPU.
+
+    python -m pytest tests/test_kernels_aot.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from kernels import aot
+
+if not all((aot.TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdisasm")):
+    pytest.skip("Triton came without NVIDIA's tools", allow_module_level=True)
+
+CHANNELS = (768, 1024, 2048, 4096, 8192, 16384)
+
+
+def run_aot(*words):
+    """The program as a user starts it: never in the interpreter."""
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "kernels.aot", *words]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("sm", "channels"), [(90, CHANNELS), (80, (768, 16384)), (100, (768, 16384))], ids=str)
+def test_no_spills_wide_loads_no_shuffles_where_nothing_is_reduced(sm, channels, tmp_path):
+    done = run_aot(f"--sm={sm}", f"--channels={','.join(map(str, channels))}", f"--out={tmp_path / 'aot.md'}")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    found = {(record["operator"], record["kernel"], record["C"]): record for record in summary["kernels"]}
+    assert {C for _, _, C in found} == set(channels) and {record["sm"] for record in found.values()} == {sm}
+    assert (tmp_path / "aot.md").read_text().count("\n| rms_norm |") == len(channels)
+    for (operator, kernel, C), record in found.items():
+        assert record["stack"] == record["spill"] == record["FP64"] == 0, record
+        assert record["load bits"] == 128, record
+        assert record["store bits"] == 128 or kernel == "dots_kernel", record
+        coupled = operator.startswith(("shared", "add_shared"))
+        if coupled or operator.startswith(("gelu", "relu2", "swiglu")):
+            assert record["SHFL"] == 0, record
+        elif "backward" not in operator or C <= 8192:  # else the sums come from a kernel of their own
+            assert record["SHFL"] > 0, record
+        if coupled and "backward" in operator:
+            rival = found[(operator.replace("shared_rms_scale", "rms_norm"), "backward_kernel", C)]
+            assert record["registers"] <= rival["registers"], (record, rival)
+
+
+def test_every_operator_is_compiled():
+    from kernels import binding
+
+    names = {name for name, _ in aot.cases(768)}
+    operators = {name for name, value in vars(binding).items() if hasattr(value, "_opoverload")}
+    kinds = {"scaled_activation": "gelu", "scaled_activation_backward": "gelu_backward"}
+    assert {kinds.get(name, name) for name in operators} <= names
+
+
+def test_a_spill_and_float64_arithmetic_are_reported_and_exit_1(tmp_path):
+    """The check itself: a kernel with float64 arithmetic and one with far too much in registers."""
+    program = tmp_path / "bad.py"
+    program.write_text(BAD)
+    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(program)], env=env, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    by_name = {record["operator"]: record for record in summary["kernels"]}
+    assert by_name["double"]["FP64"] > 0 and by_name["double"]["spill"] == 0
+    assert by_name["hoard"]["spill"] > 0 and by_name["hoard"]["FP64"] == 0
+    assert summary["spills"] == summary["float64"] == 1
+
+
+BAD = """
+import sys, torch, triton, triton.language as tl
+from errors import run_program
+from kernels import aot
+
+@triton.jit
+def double(X, Y, C: tl.constexpr):
+    col = tl.arange(0, C)
+    tl.store(Y + col, (tl.load(X + col).to(tl.float64) * 1.1).to(tl.float32))
+
+@triton.jit
+def hoard(X, Y, C: tl.constexpr):
+    col = tl.arange(0, C)
+    x = tl.load(X + col)
+    tl.store(Y + col, x / tl.sum(x, 0))
+
+def cases(channels):
+    x = torch.empty(65536, device="meta")
+    yield "double", lambda: double[(1,)](x, x, C=1024, num_warps=4)
+    yield "hoard", lambda: hoard[(1,)](x, x, C=65536, num_warps=4)
+
+aot.cases = cases
+sys.argv = ["aot", "--sm=90", "--channels=768"]
+run_program(aot.main)
+"""
+
+
+def test_wrong_settings_are_refused():
+    for words in (("--sm=9.5",), ("--channels=0",)):
+        done = run_aot(*words)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-m", "kernels.aot"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "unset" in done.stderr
