@@ -88,6 +88,7 @@ def test_what_is_read_from_generated_source():
     assert again == scaled
     assert [launch.is_of_norms(16) for launch in (scaled, residual, reduced)] == [True] * 3
     assert not hidden.is_of_norms(16)  # touches 64 numbers a token: the MLP's
+    assert not dataclasses.replace(reduced, widths=(1, 1)).is_of_norms(16)  # and one number: the loss
     assert gains.is_of_norms(16) and not weights.is_of_norms(16)  # no tokens: counts only where a gain is touched
 
 
