@@ -36,12 +36,13 @@ class Norm(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if delta is not None and self.anchor is None:
+            return self.add_and_normalize(x, delta, inv_rms)
         if delta is not None:
-            y, x, inv_rms = self.add_and_normalize(x, delta, inv_rms)
-        else:
-            y, inv_rms = self.normalize(x, inv_rms)
+            x = x + delta
         if self.anchor is not None:
             self.anchor(x)
+        y, inv_rms = self.normalize(x, inv_rms)
         return y, x, inv_rms
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -215,9 +215,10 @@ def taper_norm(
     gate_c (2,) holds the gate g and the scale c, both constants. inv_rms carries no gradient.
     """
     gate, c = gate_c.unbind()
-    x, inv_rms = h.to(statistics_dtype(h)), inverse_rms(h, eps)
-    normed = affine(x * inv_rms, w, None, x.dtype)
-    y = gate * normed + (1 - gate) * (x * (c if w_tilde is None else c * w_tilde))
+    x = h.to(statistics_dtype(h))
+    fixed = x * (c if w_tilde is None else c * w_tilde)
+    inv_rms = inverse_rms(x, eps)
+    y = gate * affine(x * inv_rms, w, None, x.dtype) + (1 - gate) * fixed
     return y.to(h.dtype), inv_rms.detach()
 
 
