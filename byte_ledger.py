@@ -14,9 +14,9 @@ is read. Three figures, each forward + backward, in bytes per token and block:
 Counted: every tensor that a generated kernel loads or stores, once for each (a second load of it in the same kernel
 comes from the cache), work spaces, and the residual that an addmm reads for its epilogue. Not counted: kernels that
 touch a tensor wider than the stream (queries, keys and values together, the MLP's hidden layer: they are attention's
-and the MLP's) or none as wide (the loss), what matrix products and attention's core move besides, and kernels on weights, except where they touch
-a gain or its gradient; of one block alone, the read of the closing residual, which all have. Attention's core is
-opaque, as on a GPU. Gains are float32. It is a count of bytes, not a time.
+and the MLP's) or none as wide (the loss); what matrix products and attention's core move besides; kernels on weights,
+except where they touch a gain or its gradient; of one block alone, the read of the closing residual, which all have.
+Attention's core is opaque, as on a GPU. Gains are float32. It is a count of bytes, not a time.
 """
 
 import ast
