@@ -17,8 +17,9 @@ import dataclasses
 import importlib.metadata
 import json
 import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -124,45 +125,56 @@ def gpu_seconds(call: Callable[[], None]) -> float:
 
 
 def measure(config: "BenchConfig", name: str, channels: int, device: torch.device) -> list[dict[str, Any]]:
-    """Records of one operator at one size, forward and backward."""
+    """Records of one operator at one size, forward and backward. Raises UserError where our own kernel is wrong."""
     torch._dynamo.reset()
     case = Case(OPERATORS[name], config.rows, channels, DTYPES[config.dtype], device)
     arms, missing = arms_of(name, device, config.compiled if config.compiled is not None else device.type == "cuda")
     ours = next(iter(arms))
     for arm in [arm for arm in arms if arm != "unscaled"]:
-        try:
+        with others_may_fail(arm, arms, missing):
             error = case.error(arms[arm])
-            reason = f"wrong, relative error {error:.2g}" if error > WRONG else ""
-        except Exception as failure:  # another library's limits are no failure of this program
-            if arm == ours:
-                raise
-            reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
-        if reason and arm == ours:
-            raise UserError(f"{name} at C = {channels}: our own {arm} is {reason}: nothing to time before it is right")
-        if reason:
-            missing.append(f"{arm}: {reason}")
-            del arms[arm]
-    return [record(config, name, channels, phase, case, arms, device) | {"missing": missing}
-            for phase in ("forward", "backward")]  # fmt: skip
+            if error > WRONG and arm == ours:
+                raise UserError(f"{name} at C = {channels}: our own {arm} is wrong (error {error:.2g}): mend it first")
+            if error > WRONG:
+                raise ValueError(f"wrong, relative error {error:.2g}")
+    return [record(config, name, channels, phase, case, arms, missing, device) for phase in ("forward", "backward")]
 
 
-def record(config, name: str, channels: int, phase: str, case: Case, arms: dict, device) -> dict[str, Any]:
+@contextlib.contextmanager
+def others_may_fail(arm: str, arms: dict[str, Function], missing: list[str]) -> Iterator[None]:
+    """An arm that fails within is taken out, and the reason noted; but not the first one, which is ours."""
+    try:
+        yield
+    except Exception as failure:  # another library's limits are no failure of this program
+        if arm == next(iter(arms)):
+            raise
+        missing.append(f"{arm}: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}")
+        del arms[arm]
+
+
+def record(
+    config: "BenchConfig", name: str, channels: int, phase: str, case: Case, arms: dict[str, Function],
+    missing: list[str], device: torch.device,
+) -> dict[str, Any]:  # fmt: skip
     """One operator, size and phase, measured: shares of copy bandwidth, and every arm's time over ours."""
-    calls = {arm: runner(case, function, phase, device) for arm, function in arms.items()}
-    calls["copy"] = captured(case.copy, torch.cuda.Stream()) if device.type == "cuda" else case.copy
-    for call in calls.values():
-        call()
-    times = paired_times(calls, config.rounds, measure=gpu_seconds if device.type == "cuda" else seconds)
+    on_gpu, calls = device.type == "cuda", {}
+    for arm in list(arms):
+        with others_may_fail(arm, arms, missing):
+            call = runner(case, arms[arm], phase, device)
+            call()
+            calls[arm] = call
+    calls["copy"] = captured(case.copy, torch.cuda.Stream()) if on_gpu else case.copy
+    times = paired_times(calls, config.rounds, measure=gpu_seconds if on_gpu else seconds)
     middle = {arm: median(values) / len(case.sets) for arm, values in times.items()}
     bandwidth = 2 * case.copies[0].nbytes / middle.pop("copy")
-    fewest = case.bytes[phase == "backward"]
-    ours = next(iter(arms))
+    fewest, ours = case.bytes[phase == "backward"], next(iter(arms))
     return {
         "operator": name, "phase": phase, "channels": channels, "rows": config.rows, "dtype": config.dtype,
         "fewest_bytes": fewest, "copy_bytes_per_s": bandwidth, "seconds": middle, "ours": ours,
         "share": {arm: fewest / value / bandwidth for arm, value in middle.items()},
         "time_over_ours": {arm: dataclasses.asdict(paired_ratio(times[arm], times[ours]))
-                           for arm in arms if arm != ours},
+                           for arm in middle if arm != ours},
+        "missing": list(missing),
     }  # fmt: skip
 
 
@@ -217,8 +229,8 @@ def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("channels")
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), fontsize=9)
-    figure.suptitle(title, y=0, va="bottom", fontsize=8)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize=9)
+    figure.suptitle(title, fontsize=10)
     figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -274,6 +286,7 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(0)
     place = environment(device)
     place["versions"] |= versions()
+    place["load_average"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     records = []
     bar = tqdm(total=len(config.names) * len(config.channels), unit="case", disable=not sys.stderr.isatty())
     with torch._functorch.config.patch(donated_buffer=False):  # else compiled backwards run only once
@@ -296,7 +309,8 @@ def report(config: BenchConfig, records: list[dict[str, Any]]) -> str:
                     if getattr(config, field.name) != field.default)  # fmt: skip
     copy = median(row["copy_bytes_per_s"] for row in records) / 1e9
     where = "CUDA graphs, cold L2 cache" if row["ours"] == "triton" else (
-        f"{torch.get_num_threads()} CPU threads; Triton kernels cannot run here: `reference` is ours")  # fmt: skip
+        f"{torch.get_num_threads()} CPU threads, load average {row['load_average']} at the start; Triton kernels "
+        "cannot run here: `reference` is ours")  # fmt: skip
     lines = [
         "# Kernels beside PyTorch's own and other people's", "",
         f"{row['device']}; {', '.join(f'{name} {version}' for name, version in row['versions'].items())}; commit "

@@ -78,15 +78,25 @@ def test_what_is_wrong_or_fails_is_not_timed(monkeypatch):
     def broken(x, w):
         raise RuntimeError("no kernel image\nand much more")
 
+    calls = []
+
+    def once(x, w):
+        calls.append(x)
+        if len(calls) > 1:  # right, but cannot be captured in a graph
+            raise RuntimeError("stream is capturing")
+        return plain(x, w)
+
     arms = {"reference": OPERATORS["rms_norm"].ours("torch"), "torch": plain, "Liger": without_gain,
-            "quack": broken, "flash-attn": poisoned}  # fmt: skip
+            "quack": broken, "flash-attn": poisoned, "compiled": once}  # fmt: skip
     monkeypatch.setattr(bench_kernels, "arms_of", lambda *_: (dict(arms), []))
     config = BenchConfig(rows=8, rounds=2, dtype="float32")
     for row in bench_kernels.measure(config, "rms_norm", 16, CPU):
         assert set(row["share"]) == {"reference", "torch"}
-        failed, wrong, nan = sorted(row["missing"], key=lambda reason: "wrong" in reason)
+        wrong, failed, nan, late = row["missing"]
+        assert wrong.startswith("Liger: ValueError: wrong, relative error")
         assert failed == "quack: RuntimeError: no kernel image"
-        assert wrong.startswith("Liger: wrong, relative error") and nan == "flash-attn: wrong, relative error inf"
+        assert nan == "flash-attn: ValueError: wrong, relative error inf"
+        assert late == "compiled: RuntimeError: stream is capturing"
     arms["reference"] = without_gain
     with pytest.raises(UserError, match="rms_norm at C = 16: our own reference is wrong"):
         bench_kernels.measure(config, "rms_norm", 16, CPU)
