@@ -293,9 +293,13 @@ def write(folder: Path, config: LedgerConfig, rows: dict[str, dict[str, float]])
 
 kB per token and block, forward + backward; in brackets the difference from `rms`. {size}.
 Counted in the code that inductor generates for an H200, without one; {versions}, commit {place["git"]}.
-Made by `{command} --out={config.out}`, which says at its head what is counted and what the columns are.
+Made by `{command} --out={config.out}`; what is counted stands at the head of that program.
 
 {table(rows)}
+
+- one block: a bfloat16 block alone, closed by a product that adds the residual itself
+- in a stack: what one more block costs a deep bfloat16 model
+- autocast: in a stack, with train.py's precision (float32 stream and weights, bfloat16 products)
 """
     try:
         folder.mkdir(parents=True, exist_ok=True)
