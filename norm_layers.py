@@ -113,7 +113,7 @@ class SharedRMSNorm(Norm):
         self.alpha, self.detach = alpha, detach
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
-        scale = inv_rms / self.alpha  # (B, T, 1)
+        scale = self.scale(inv_rms)
         if self.detach:
             return shared_rms_scale(x, scale, self.weight, self.kernels), inv_rms
         return self.affine(x.to(scale.dtype) * scale, x.dtype), inv_rms
@@ -121,8 +121,12 @@ class SharedRMSNorm(Norm):
     def add_and_normalize(self, x: Tensor, delta: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if not self.detach:
             return super().add_and_normalize(x, delta, inv_rms)
-        y, h = add_shared_rms_scale(x, delta, inv_rms / self.alpha, self.weight, self.kernels)
+        y, h = add_shared_rms_scale(x, delta, self.scale(inv_rms), self.weight, self.kernels)
         return y, h, inv_rms
+
+    def scale(self, inv_rms: Tensor) -> Tensor:
+        """What x is multiplied by (B, T, 1); alpha = 1 costs no kernel."""
+        return inv_rms if self.alpha == 1 else inv_rms / self.alpha
 
 
 class GatedRMSNorm(nn.Module):

@@ -193,18 +193,24 @@ def paired_ratio(numerator: list[float], denominator: list[float]) -> Ratio:
     return Ratio(*(float(np.exp(value)) for value in (estimate.mean, *estimate.interval())), len(numerator))
 
 
+def seconds(arm: Callable[[], None]) -> float:
+    """Wall-clock seconds of one call."""
+    start = perf_counter()
+    arm()
+    return perf_counter() - start
+
+
 def paired_times(
-    arms: dict[str, Callable[[], None]], rounds: int, seed: int = 0, after_round: Callable[[], None] | None = None
-) -> dict[str, list[float]]:
-    """Seconds of each arm in each round; in every round all arms run once, in a new random order, so that a drift of
-    the machine hits all alike."""
+    arms: dict[str, Callable[[], None]], rounds: int, seed: int = 0, after_round: Callable[[], None] | None = None,
+    measure: Callable[[Callable[[], None]], float] = seconds,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Seconds of each arm in each round, as `measure` tells them; in every round all arms run once, in a new random
+    order, so that a drift of the machine hits all alike."""
     order, times = np.random.RandomState(seed), {name: [] for name in arms}
     for _ in range(rounds):
         for index in order.permutation(len(arms)):
             name = list(arms)[index]
-            start = perf_counter()
-            arms[name]()
-            times[name].append(perf_counter() - start)
+            times[name].append(measure(arms[name]))
         if after_round is not None:
             after_round()
     return times

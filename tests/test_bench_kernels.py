@@ -1,0 +1,208 @@
+"""bench_kernels.py: what it times, what it refuses to time, and what it writes. Nothing here asserts a time.
+
+    python -m pytest tests/test_bench_kernels.py
+"""
+
+import contextlib
+import inspect
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+import bench_arms
+import bench_kernels
+from bench_arms import OPERATORS, arms_of, make_inputs
+from bench_kernels import BenchConfig, Case
+from errors import ConfigError, UserError
+from stats import paired_times
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+TINY = ["--rows=8", "--channels=16,24", "--rounds=2", "--dtype=float32", "--device=cpu"]
+
+
+def test_a_run_on_a_cpu_writes_table_plot_and_records(tmp_path, capsys):
+    folder = tmp_path / "new" / "kernels"
+    bench_kernels.main([*TINY, f"--out={folder}"])
+    output = capsys.readouterr().out
+    assert output.startswith("no GPU: PyTorch references")
+    summary = json.loads(output.splitlines()[-1])
+    records = [json.loads(line) for line in (folder / "kernels.jsonl").read_text().splitlines()]
+    expected = [(name, size, phase) for name in OPERATORS for size in (16, 24) for phase in ("forward", "backward")]
+    for rows in (summary, records):
+        assert [(row["operator"], row["channels"], row["phase"]) for row in rows] == expected
+    for row in records:
+        arms = {"reference", "torch"} | ({"unscaled"} if row["operator"] == "scaled_activation" else set())
+        assert set(row["share"]) == set(row["seconds"]) == arms and row["ours"] == "reference"
+        for arm in arms:
+            share = row["fewest_bytes"] / row["seconds"][arm] / row["copy_bytes_per_s"]
+            assert row["share"][arm] == pytest.approx(share) and share > 0
+        assert set(row["time_over_ours"]) == arms - {"reference"} and row["missing"] == []
+        assert row["versions"]["torch"] == torch.__version__ and "git" in row and "device" in row
+    readme = (folder / "README.md").read_text()
+    assert readme.count("\n| rms_norm |") == 4 and "Triton kernels cannot run here" in readme
+    assert (folder / "kernels.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("name", "forward", "backward"), [
+    # (8, 16) tensors of 2 bytes that cannot be spared, and the statistics of 8 rows
+    ("rms_norm", 2 * 256 + 32, 3 * 256 + 32), ("layer_norm", 2 * 256 + 64, 3 * 256 + 64),
+    ("add_rms_norm", 4 * 256 + 32, 4 * 256 + 32), ("shared_rms_scale", 2 * 256 + 32, 3 * 256 + 32),
+    ("add_shared_rms_scale", 4 * 256 + 32, 4 * 256 + 32), ("scaled_activation", 2 * 256 + 32, 3 * 256 + 32),
+    ("taper_norm", 2 * 256 + 32, 3 * 256 + 32),
+])  # fmt: skip
+def test_fewest_bytes(name, forward, backward):
+    assert Case(OPERATORS[name], 8, 16, torch.bfloat16, CPU).bytes == [forward, backward]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_ours_and_the_plain_formula_agree(name, dtype):
+    case = Case(OPERATORS[name], 64, 48, dtype, CPU)
+    assert case.error(OPERATORS[name].ours("torch")) <= 4 * torch.finfo(dtype).eps
+    wanted = [value for value in case.sets[0] if value.requires_grad]
+    assert {value.shape for value in wanted} <= {(64, 48), (48,)} and len(wanted) >= 1
+
+
+def test_what_is_wrong_or_fails_is_not_timed(monkeypatch):
+    plain = OPERATORS["rms_norm"].plain
+
+    def without_gain(x, w):
+        return plain(x, torch.ones_like(w)) + 0 * w
+
+    def poisoned(x, w):
+        return plain(x, w) * torch.where(w > 0, 1, torch.nan)
+
+    def broken(x, w):
+        raise RuntimeError("no kernel image\nand much more")
+
+    calls = []
+
+    def once(x, w):
+        calls.append(x)
+        if len(calls) > 1:  # right, but cannot be captured in a graph
+            raise RuntimeError("stream is capturing")
+        return plain(x, w)
+
+    arms = {"reference": OPERATORS["rms_norm"].ours("torch"), "torch": plain, "Liger": without_gain,
+            "quack": broken, "flash-attn": poisoned, "compiled": once}  # fmt: skip
+    monkeypatch.setattr(bench_kernels, "arms_of", lambda *_: (dict(arms), []))
+    config = BenchConfig(rows=8, rounds=2, dtype="float32")
+    for row in bench_kernels.measure(config, "rms_norm", 16, CPU):
+        assert set(row["share"]) == {"reference", "torch"}
+        wrong, failed, nan, late = row["missing"]
+        assert wrong.startswith("Liger: ValueError: wrong, relative error")
+        assert failed == "quack: RuntimeError: no kernel image"
+        assert nan == "flash-attn: ValueError: wrong, relative error inf"
+        assert late == "compiled: RuntimeError: stream is capturing"
+    arms["reference"] = without_gain
+    with pytest.raises(UserError, match="rms_norm at C = 16: our own reference is wrong"):
+        bench_kernels.measure(config, "rms_norm", 16, CPU)
+
+
+def test_other_libraries_take_part_where_they_are_installed(monkeypatch):
+    for module in ("liger_kernel", "quack", "flash_attn"):
+        monkeypatch.setitem(sys.modules, module, None)  # what Python does for a missing module
+    arms, missing = arms_of("rms_norm", CUDA, compiled=False)
+    assert list(arms) == ["triton", "reference", "torch"]
+    assert [reason.split(":")[0] for reason in missing] == ["Liger", "quack", "flash-attn"]
+    assert arms_of("taper_norm", CUDA, compiled=False)[1] == []  # they have no such operator
+    fake = types.SimpleNamespace(rmsnorm=lambda x, w, eps, residual=None, prenorm=False: (x, w, eps, residual, prenorm))
+    monkeypatch.setitem(sys.modules, "quack", fake)
+    assert arms_of("rms_norm", CUDA, False)[0]["quack"]("x", "w") == ("x", "w", 1e-5, None, False)
+    assert arms_of("add_rms_norm", CUDA, False)[0]["quack"]("x", "a", "w") == ("x", "w", 1e-5, "a", True)
+    assert "quack" not in arms_of("rms_norm", CPU, False)[0]  # they need a GPU
+
+
+def test_liger_is_called_as_it_wants():
+    functional = pytest.importorskip("liger_kernel.transformers.functional", reason="liger-kernel is not installed")
+    for name, wanted in (("liger_rms_norm", ["X", "W", "eps"]), ("liger_layer_norm", ["X", "W", "B", "eps"]),
+                         ("liger_fused_add_rms_norm", ["X", "R", "W", "eps"])):  # fmt: skip
+        names = list(inspect.signature(getattr(functional, name)).parameters)
+        assert names[: len(wanted)] == wanted and ("in_place" in names or name == "liger_layer_norm")
+
+
+class FakeGraph:
+    """A CUDA graph that a CPU can play: runs what was captured, once at capture and at every replay."""
+
+    replays = 0
+
+    def replay(self):
+        FakeGraph.replays += 1
+
+
+class FakeEvent:
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = FakeGraph.replays
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1000.0 * (end.at - self.at)
+
+
+def test_the_gpus_path_up_to_the_gpu(monkeypatch):
+    """Streams, graphs and events replaced: every phase is captured after a warm-up, replayed and timed once a call."""
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    graph_context = contextlib.contextmanager(lambda graph, stream: (yield))
+    for name, value in {"Stream": lambda: stream, "stream": contextlib.nullcontext, "CUDAGraph": FakeGraph,
+                        "current_stream": lambda: stream, "synchronize": lambda: None, "Event": FakeEvent,
+                        "graph": graph_context}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    case, calls = Case(OPERATORS["add_rms_norm"], 8, 16, torch.float32, CPU), []
+
+    def arm(x, a, w):
+        calls.append(x)
+        return OPERATORS["add_rms_norm"].plain(x, a, w)
+
+    forward = bench_kernels.runner(case, arm, "forward", CUDA)
+    assert len(calls) == 3 and [output.shape for output in forward.__self__.outputs[0]] == [(8, 16), (8, 16)]
+    backward = bench_kernels.runner(case, arm, "backward", CUDA)
+    assert len(calls) == 4  # once, outside the graph
+    assert [gradient.shape for gradient in backward.__self__.outputs[0]] == [(8, 16), (8, 16), (16,)]
+    assert bench_kernels.gpu_seconds(forward) == 1.0
+    times = paired_times({"forward": forward, "backward": backward}, 3, measure=bench_kernels.gpu_seconds)
+    assert times == {"forward": [1.0] * 3, "backward": [1.0] * 3}
+
+
+def test_inputs_are_constants_or_leaves():
+    x, a, s, w, g = make_inputs("xaswg", 8, 16, torch.bfloat16, CPU)
+    assert [value.requires_grad for value in (x, a, s, w, g)] == [True, True, False, True, False]
+    assert s.shape == (8, 1) and g.shape == (2,) and s.dtype == g.dtype == torch.float32 and s.min() > 0
+    assert x.dtype == w.dtype == torch.bfloat16 and bench_arms.EPS > 0
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--ops=rmsnorm"], "'rmsnorm' is none of rms_norm"), (["--rounds=1"], "rounds"), (["--channels=0"], "channels"),
+    (["--channels=1.5"], "channels"), (["--rows=0"], "rows"), (["--dtype=int8"], "dtype is one of"),
+    (["--channel=8"], "did you mean channels"),
+])  # fmt: skip
+def test_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        bench_kernels.main(words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_cuda_is_refused():
+    with pytest.raises(ConfigError, match="no GPU here"):
+        BenchConfig(device="cuda")
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        bench_kernels.main([*TINY, "--ops=rms_norm", f"--out={tmp_path / 'file'}"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA graphs, Triton kernels")
+def test_a_run_on_a_gpu(tmp_path):
+    bench_kernels.main(["--rows=4096", "--channels=768", "--rounds=3", f"--out={tmp_path}"])
+    records = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
+    assert {row["ours"] for row in records} == {"triton"}
+    assert all({"triton", "reference", "torch", "compiled"} <= set(row["share"]) for row in records)

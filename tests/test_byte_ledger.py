@@ -1,0 +1,206 @@
+"""The byte ledger: how it counts, and what it says of this repository's norms.
+
+    python -m pytest tests/test_byte_ledger.py
+
+Inductor is told of a GPU that is not there, and remembers some of it: what generates code runs in a child process.
+"""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from conftest import FORKS, ROOT
+
+import byte_ledger
+import cuda_codegen
+import norms
+from byte_ledger import launches
+from errors import ConfigError, UserError
+from model import GPTConfig
+from norm_layers import Norm, SharedRMSNorm
+
+TOKENS = 65536
+needs_codegen = pytest.mark.skipif(bool(cuda_codegen.supported()), reason=cuda_codegen.supported() or "can run")
+
+
+def in_child(function, *args):
+    with FORKS.Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+# ------------------------------------------------------------------------------------------------------- how it counts
+
+# What inductor writes, cut to what counts: x * gain in place over (4, 8, 16), a reduction that uses a work space.
+SOURCE = """
+triton_poi = async_compile.triton('triton_poi', '''
+@triton_heuristics.pointwise(size_hints={'x': 512}, triton_meta={'signature':
+    {'in_out_ptr0': '*bf16', 'in_ptr0': '*fp32', 'xnumel': 'i32', 'XBLOCK': 'constexpr'}})
+@triton.jit
+def triton_poi(in_out_ptr0, in_ptr0, xnumel, XBLOCK : tl.constexpr):
+    tmp0 = tl.load(in_out_ptr0 + (x0), xmask).to(tl.float32)
+    tmp1 = tl.load(in_ptr0 + (x1), xmask)
+    tmp2 = tl.load(in_ptr0 + (x1), xmask, eviction_policy='evict_last')
+    tl.store(in_out_ptr0 + (x0), tmp0 * tmp1, xmask)
+''', device_str='cuda')
+triton_per = async_compile.triton('triton_per', '''
+@triton_heuristics.persistent_reduction(triton_meta={'signature':
+    {'in_ptr0': '*bf16', 'out_ptr0': '*fp32', 'ws_ptr': '*fp32', 'xnumel': 'i32'}})
+@triton.jit
+def triton_per(in_ptr0, out_ptr0, ws_ptr, xnumel):
+    tmp0 = tl.load(in_ptr0 + (x0), xmask).to(tl.float32)
+    tl.store(out_ptr0 + (x1), tmp0, xmask)
+    tl.store(ws_ptr + (x2), tmp0, xmask)
+''', device_str='cuda')
+
+class Runner:
+    def call(self, args):
+        primals_1, primals_2, primals_3, primals_4 = args
+        args.clear()
+        assert_size_stride(primals_1, (4, 8, 16), (128, 16, 1))
+        assert_size_stride(primals_2, (16, ), (1, ))
+        assert_size_stride(primals_3, (16, 16), (16, 1))
+        assert_size_stride(primals_4, (32, 64), (64, 1))
+        with torch.cuda._DeviceGuard(0):
+            buf0 = reinterpret_tensor(primals_1, (32, 16), (16, 1), 0); del primals_1  # reuse
+            triton_poi.run(buf0, primals_2, 512, stream=stream0)
+            buf1 = empty_strided_cuda((32, 16), (16, 1), torch.bfloat16)
+            extern_kernels.addmm(buf0, buf0, reinterpret_tensor(primals_3, (16, 16), (1, 16), 0), out=buf1)
+            extern_kernels.addmm(primals_2, buf0, primals_3, out=buf1)
+            buf2 = empty_strided_cuda((4, 8, 1), (8, 1, 32), torch.float32)
+            workspace_0 = empty_strided_cuda((48, ), (1, ), torch.float32)
+            triton_per.run(buf1, buf2, workspace_0, 32, stream=stream0)
+            buf3 = buf1; del buf1  # reuse
+            triton_poi.run(buf3, primals_2, 512, stream=stream0)
+            triton_poi.run(primals_4, primals_2, 2048, stream=stream0)
+            triton_poi.run(primals_3, primals_2, 256, stream=stream0)
+            triton_poi.run(primals_3, primals_3, 256, stream=stream0)
+"""
+
+
+def test_what_is_read_from_generated_source():
+    scaled, residual, reduced, again, hidden, gains, weights = launches(SOURCE, batch=4, tokens=8)
+    assert scaled.bytes_moved == 2 * 512 * 2 + 16 * 4  # loaded and stored; the gain once, though loaded twice
+    assert (scaled.name, scaled.widths, scaled.others) == ("triton_poi", (16,), (16,))
+    assert (residual.name, residual.bytes_moved, residual.widths) == ("addmm", 512 * 2, (16,))
+    assert reduced.bytes_moved == 512 * 2 + 32 * 4 + 2 * 48 * 4  # the work space is written here and read by a sum
+    assert reduced.widths == (16, 1) and reduced.others == (48,)
+    assert again == scaled
+    assert [launch.is_of_norms(16) for launch in (scaled, residual, reduced)] == [True] * 3
+    assert not hidden.is_of_norms(16)  # touches 64 numbers a token: the MLP's
+    assert not dataclasses.replace(reduced, widths=(1, 1)).is_of_norms(16)  # and one number: the loss
+    assert gains.is_of_norms(16) and not weights.is_of_norms(16)  # no tokens: counts only where a gain is touched
+
+
+def test_a_buffer_of_unknown_shape_is_an_error_not_a_zero():
+    with pytest.raises(UserError, match="buf0"):
+        launches(SOURCE.replace("buf0 = reinterpret", "buf9 = reinterpret"), 4, 8)
+
+
+def count_an_add() -> list[list[tuple[int, tuple[int, ...]]]]:
+    x, delta = (torch.empty(8, 512, 768, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    sources = cuda_codegen.cuda_code(lambda x, delta: (x + delta).relu(), [x, delta])
+    return [[(launch.bytes_moved, launch.widths) for launch in launches(code, 8, 512)] for code in sources]
+
+
+@needs_codegen
+def test_an_add_with_relu_moves_what_it_must():
+    forward, backward = in_child(count_an_add)
+    stream = 8 * 512 * 768 * 2
+    (moved, widths), = forward
+    # Two inputs and the sum; backward wants to know where the sum was positive: one byte an element, or the sum itself.
+    assert 3 * stream <= moved <= 3.5 * stream and widths[:3] == (768, 768, 768)
+    (moved, widths), = backward
+    assert 2.5 * stream <= moved <= 3 * stream and set(widths) == {768}
+
+
+def test_another_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(cuda_codegen, "TORCH", "1.2")
+    with pytest.raises(UserError, match=rf"torch 1\.2, this is {torch.__version__.split('+')[0]}"):
+        cuda_codegen.cuda_code(torch.relu, [torch.ones(2)])
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--norm_type=rms"], "norm_type"), (["--tokens=1000"], "multiple of block_size=1024"),
+    (["--tokens=0"], "tokens=0"), (["--tokens=1024"], "two sequences"), (["--n_inner=768"], "n_inner"),
+    (["--dropout=0.1"], "dropout"), (["--n_embd=700"], "n_head"), (["--token=2048"], "did you mean tokens"),
+])  # fmt: skip
+def test_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        byte_ledger.main(words)
+
+
+# -------------------------------------------------------------------------------------------- what it says of the norms
+
+
+class NaivelyDetached(SharedRMSNorm):
+    """The shared position as one would write it first: autograd of h * inv_rms.detach() * gain."""
+
+    def normalize(self, x, inv_rms):
+        return self.affine(x.to(inv_rms.dtype) * inv_rms.detach(), x.dtype), inv_rms
+
+    add_and_normalize = Norm.add_and_normalize
+
+
+def figures() -> dict[str, tuple[float, float]]:
+    """(alone, in a stack) of each norm, bytes per token and block."""
+    found = {}
+    for name in ("layer", "rms", "coupled", "naive"):
+        if name == "naive":
+            norms.SharedRMSNorm = NaivelyDetached
+        config = GPTConfig(norm_type="coupled" if name == "naive" else name)
+        found[name] = byte_ledger.bytes_of_one_block(config, TOKENS), byte_ledger.bytes_in_a_stack(config, TOKENS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ledger():
+    return in_child(figures)
+
+
+@needs_codegen
+def test_one_block_of_each_norm(ledger):
+    alone = {name: figure for name, (figure, _) in ledger.items()}
+    assert alone["coupled"] <= 23_500
+    assert alone["rms"] == pytest.approx(26_500, abs=100)
+    assert alone["layer"] == pytest.approx(29_600, abs=100)
+    assert alone["naive"] > alone["rms"] > alone["coupled"]
+
+
+@needs_codegen
+def test_one_more_block_of_a_deep_model(ledger):
+    """There RMSNorm's gain gradient rides along with its row reduction, and coupled's needs a pass of its own."""
+    deep = {name: figure for name, (_, figure) in ledger.items()}
+    least = 16 * 768 * 2  # two adds and norms, four streams forward and four backward each
+    assert least <= deep["rms"] <= 1.02 * least
+    assert deep["coupled"] <= 26_500
+    assert deep["naive"] > deep["coupled"] + 4_000
+
+
+@needs_codegen
+def test_the_table_in_results_is_todays(ledger):
+    records = [json.loads(line) for line in (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()]
+    recorded = {record["norms"]: record["bytes_per_token"] for record in records}
+    for name in ("layer", "rms", "coupled"):
+        assert (recorded[name]["one block"], recorded[name]["in a stack"]) == pytest.approx(ledger[name], rel=1e-3)
+
+
+def run_program(folder: str) -> None:
+    byte_ledger.ARMS = {"rms": {}}
+    byte_ledger.main([f"--out={folder}", "--n_embd=64", "--n_head=2", "--block_size=256", "--tokens=8192"])
+
+
+@needs_codegen
+def test_the_program_writes_its_table(tmp_path):
+    in_child(run_program, str(tmp_path / "new" / "bytes"))
+    record = json.loads((tmp_path / "new/bytes/ledger.jsonl").read_text())
+    assert record["n_embd"] == 64 and record["versions"]["torch"] == torch.__version__
+    row = record["bytes_per_token"]
+    assert 14 * 64 * 2 < row["one block"] < row["autocast"] < 100 * 64 * 2
+    assert f"| rms | {row['one block'] / 1000:.1f} (+0.0) |" in (tmp_path / "new/bytes/README.md").read_text()
+
+
+def test_every_arm_is_a_config():
+    for arm, keys in byte_ledger.ARMS.items():
+        GPTConfig(norm_type=arm.split(",")[0], **keys)
+    assert {field.name for field in dataclasses.fields(byte_ledger.LedgerConfig)} > {"tokens", "n_embd"}
