@@ -10,15 +10,18 @@ One item:  {"ctx": "A man is sitting on a roof. he", "label": 3,
 
 The context and " " + ending are tokenised apart. acc chooses the ending with the lowest summed loss, acc_norm the one
 with the lowest mean loss per ending token. (lm-evaluation-harness divides by bytes for its acc_norm, so only its acc is
-comparable item by item.) A text longer than the model's context loses its beginning. GPT-2 124M, raw items: acc 0.286,
-acc_norm 0.296. Writes one line per item (choices, label) as JSONL; the last line of output is JSON.
+comparable item by item.) A text longer than the model's context loses its beginning; how many did is counted. GPT-2
+124M, raw items: acc 0.286, acc_norm 0.296. Writes one line per item (choices, label) as JSONL; the last line of output
+is JSON. For a run folder the best checkpoint is scored, while training scores its last weights.
 """
 
+import http.client
 import json
 import lzma
 import math
 import sys
 import urllib.request
+import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -52,10 +55,10 @@ class HellaSwagConfig:
 
     data: str = key("", "file of items, jsonl or jsonl.xz ('': downloaded once into data/hellaswag)")
     items: int = key(0, "score this many items, spread evenly over the file (0: all)")
-    batch_size: int = key(BATCH_SIZE, "endings scored at once; the result does not depend on it")
+    batch_size: int = key(BATCH_SIZE, "endings scored at once")
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
     dtype: str = key("auto", "of the computation (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16"))
-    out: str = key("", f"file for per-item results ('': {ITEMS_FILE} beside a run's checkpoints, else none)")
+    out: str = key("", f"file for per-item results ('': a run's {ITEMS_FILE} if it has none yet, else no file)")
 
     def __post_init__(self) -> None:
         if self.items < 0 or self.batch_size < 1:
@@ -103,7 +106,7 @@ def download() -> Path:
                 content = response.read()
             STORED.parent.mkdir(parents=True, exist_ok=True)
             write_bytes_atomically(STORED, content)
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise DataError(f"{URL}: {error}: fetch it by hand and pass --data=FILE") from None
     return STORED
 
@@ -113,10 +116,12 @@ def download() -> Path:
 
 @dataclass(frozen=True)
 class Row:
-    """One ending to score: token ids of context and ending, of which the last `n_ending` are the ending's."""
+    """One ending to score: token ids of context and ending, of which the last `n_ending` are the ending's; `cut` if the
+    whole text did not fit."""
 
     ids: list[int]
     n_ending: int
+    cut: bool
 
 
 def make_rows(items: list[dict[str, Any]], tokenizer: Any, block_size: int) -> list[Row]:
@@ -130,7 +135,7 @@ def make_rows(items: list[dict[str, Any]], tokenizer: Any, block_size: int) -> l
             n_ending = min(len(tokens), len(ids) - 1)  # the first token of all has nothing before it
             if n_ending < 1:
                 raise DataError(f"HellaSwag item {item['item']}: an ending without context or text: check the file")
-            rows.append(Row(ids, n_ending))
+            rows.append(Row(ids, n_ending, len(context) + len(tokens) > len(ids)))
     return rows
 
 
@@ -155,6 +160,8 @@ class Scores:
     """Per-item results and what they come to."""
 
     items: list[dict[str, int]]  # item, acc_choice, acc_norm_choice, label
+    texts_cut: float  # share of the texts that were longer than the model's context
+    items_id: str  # checksum of the items, to tell versions apart
 
     def accuracy(self, rule: str) -> tuple[float, float]:
         """(share of items where `rule` (acc or acc_norm) chose the label, its standard error)."""
@@ -163,13 +170,14 @@ class Scores:
 
     def __str__(self) -> str:
         both = ((rule, *self.accuracy(rule)) for rule in ("acc", "acc_norm"))
-        return ", ".join(f"{rule} {share:.4f} +- {error:.4f}" for rule, share, error in both)
+        shown = ", ".join(f"{rule} {share:.4f} +- {error:.4f}" for rule, share, error in both)
+        return shown + (f", {self.texts_cut:.0%} of the texts cut" if self.texts_cut else "")
 
     def summary(self) -> dict[str, float]:
         found = {rule: self.accuracy(rule) for rule in ("acc", "acc_norm")}
         pairs = [(name, share) for rule, (value, error) in found.items() for name, share in
                  ((rule, value), (f"{rule}_stderr", error))]  # fmt: skip
-        return {**dict(pairs), "n_items": len(self.items)}
+        return {**dict(pairs), "n_items": len(self.items), "texts_cut": self.texts_cut, "items_id": self.items_id}
 
     def write(self, path: Path) -> None:
         lines = "".join(json.dumps(item) + "\n" for item in self.items)
@@ -206,8 +214,10 @@ def evaluate_hellaswag(
         raise DataError("HellaSwag: the model's losses are not finite: is this a good checkpoint?")
     lengths = np.array([row.n_ending for row in rows])
     acc, acc_norm = losses.reshape(-1, 4).argmin(1), (losses / lengths).reshape(-1, 4).argmin(1)
-    return Scores([{"item": item["item"], "acc_choice": int(a), "acc_norm_choice": int(n), "label": item["label"]}
-                   for item, a, n in zip(items, acc, acc_norm, strict=True)])  # fmt: skip
+    results = [{"item": item["item"], "acc_choice": int(a), "acc_norm_choice": int(n), "label": item["label"]}
+               for item, a, n in zip(items, acc, acc_norm, strict=True)]  # fmt: skip
+    checksum = f"{zlib.crc32(json.dumps(items).encode()):08x}"
+    return Scores(results, sum(row.cut for row in rows) / len(rows), checksum)
 
 
 def items_file(spec: str) -> Path | None:
@@ -231,7 +241,7 @@ def main(argv: list[str]) -> None:
     scores = evaluate_hellaswag(model, tokenizer, items, ranks, config.batch_size, autocast)
     if ranks.is_main:
         target = Path(config.out) if config.out else items_file(spec)
-        if target is not None:
+        if target is not None and (config.out or not target.exists()):  # training's own, of the last step, stays
             scores.write(target)
         print(f"{scores} (standard errors; {len(items):,} items)")
         print(json.dumps({"spec": spec, **scores.summary()}))

@@ -85,9 +85,22 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
     return save(figure, target)
 
 
+def compress(axis: plt.Axes, samples: list[np.ndarray], which: str) -> None:
+    """Limits that hold all samples; beyond the usual spread the scale is logarithmic, where one arm is far off."""
+    spans = [np.abs(sample).max() for sample in samples if sample.size]
+    usual, widest = np.median(spans), max(spans)
+    if widest > 5 * usual > 0:
+        scale = getattr(axis, f"set_{which}scale")
+        scale("symlog", linthresh=1.5 * usual, linscale=2)
+        getattr(axis, f"{which}axis").set_major_formatter("{x:g}")
+    low, high = min(sample.min() for sample in samples), max(sample.max() for sample in samples)
+    room = 0.1 * max(high - low, usual)
+    getattr(axis, f"set_{which}lim")(min(low, 0) - room, max(high, 0) + room)
+
+
 def plot_loss_differences(axis: plt.Axes, arms: Arms, baseline: str) -> None:
     """Each arm's val loss less the baseline's at the same seed and step: mean and the range of the seeds."""
-    span = 0.0
+    later = []  # differences after the first quarter, where the curves have settled
     for index, (arm, runs) in enumerate(arms.items()):
         seeds = sorted(runs.keys() & arms[baseline].keys())
         if arm == baseline or not seeds:
@@ -97,9 +110,9 @@ def plot_loss_differences(axis: plt.Axes, arms: Arms, baseline: str) -> None:
         x, color = tokens / 1e6, STYLES[index % len(STYLES)][0]
         axis.plot(x, difference.mean(0), linewidth=1.6, **style(index))
         axis.fill_between(x, difference.min(0), difference.max(0), color=color, alpha=0.18, linewidth=0)
-        span = max(span, np.abs(difference[:, len(x) // 4 :]).max())
+        later.append(difference[:, len(x) // 4 :])
     axis.axhline(0, color="black", linewidth=1)
-    axis.set_ylim(-1.1 * span or -1, 1.1 * span or 1)
+    compress(axis, later, "y")
     axis.set(ylabel=f"val loss less that of {baseline}", title="Paired by seed: mean, band from lowest to highest seed")
 
 
@@ -115,16 +128,17 @@ def plot_differences(rows: list[Row], target: Path) -> Path:
     for axis in axes.flat[len(metrics) :]:
         axis.set_visible(False)
     for axis, metric in zip(axes.flat, metrics):
-        factor, its = 100 if metric.relative else 1, [row for row in rows if row.metric is metric]
-        if delta := its[0].delta * factor:
-            axis.axvspan(-delta, delta, color="gray", alpha=0.15, linewidth=0)
+        its = [row for row in rows if row.metric is metric]
+        shown = (lambda x: 100 * np.expm1(x)) if metric.relative else (lambda x: np.asarray(x))
+        if delta := its[0].delta:
+            axis.axvspan(*shown(np.array([-delta, delta])), color="gray", alpha=0.15, linewidth=0)
         for row in its:
-            y, low, high = -arms.index(row.arm), *row.verdict.interval
+            y = -arms.index(row.arm)
             kind = style(arms.index(row.arm) + 1)  # the baseline has the first style in the curves
-            axis.plot(row.differences * factor, np.full(len(row.seeds), y - 0.22), ".", color=kind["color"], alpha=0.5)
-            axis.plot([low * factor, high * factor], [y, y], color=kind["color"], linewidth=2.2)
-            axis.plot(row.estimate.mean * factor, y, linestyle="", **{**kind, "markersize": 8})
-            axis.annotate(row.verdict.word, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9)
+            axis.plot(shown(row.differences), np.full(len(row.seeds), y - 0.22), ".", color=kind["color"], alpha=0.5)
+            axis.plot(shown(np.array(row.verdict.interval)), [y, y], color=kind["color"], linewidth=2.2)
+            axis.plot(shown(row.estimate.mean), y, linestyle="", **{**kind, "markersize": 8})
+            axis.annotate(row.word, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9)
         sense = "left" if metric.lower_is_better else "right"
         unit = "per cent" if metric.relative else metric.unit
         axis.axvline(0, color="black", linewidth=1)
@@ -132,6 +146,7 @@ def plot_differences(rows: list[Row], target: Path) -> Path:
         axis.set_ylim(-len(arms) + 0.4, 0.6)
         axis.set(title=f"{metric.name}: better to the {sense}", xlabel=f"difference to {rows[0].baseline} ({unit})")
         axis.grid(axis="x", alpha=0.3)
+        compress(axis, [shown(row.differences) for row in its], "x")
     return save(figure, target)
 
 

@@ -27,14 +27,17 @@ from plots import Arms, plot_differences, plot_loss
 from runs import METRICS, by_arm, find_runs
 
 HOW = """\
-Mean and SD are over seeds; SD is the standard deviation, never the standard error. A difference is arm less baseline at
-the same seed. The verdict comes from the Holm-adjusted paired t interval (it leaves out zero: better or worse) and from
-TOST within the margin, Holm-adjusted too (equivalent); all else is inconclusive, and no p value above 0.05 means "the
-same". The sign-flip permutation test and the BCa bootstrap stand beside and decide nothing. HellaSwag differences are
-paired item by item within each seed, and their error counts both seeds and items as samples. Detectable: the smallest
-true difference that these seeds find with 80 % power, corrected for the number of arms; needed: seeds that find the
-margin (without one, the observed difference). tok_per_s is compared as a ratio. val_loss_equal_time is the loss that an
-arm would have after its baseline's time instead of its tokens."""
+Mean and SD are over seeds; SD is the standard deviation, never the standard error. train_loss is the mean over the
+logged steps of the last tenth of a run. A difference is arm less baseline at the same seed. The verdict comes from
+the Holm-adjusted paired t interval (it leaves out zero: better or worse) and from TOST within the margin, Holm-
+adjusted too (equivalent); all else is inconclusive, and no p value above 0.05 means "the same". The Holm interval
+belongs to the step at which Holm tested that arm; beside it stands the plain 95 % t interval. Arms are corrected for,
+metrics are not: val_loss is the one to decide by. The sign-flip permutation test and the BCa bootstrap stand beside
+and decide nothing. HellaSwag differences are paired item by item within each seed, and their t error counts both
+seeds and items as samples; sign-flip and bootstrap count seeds alone there. Detectable: the smallest true difference
+that these seeds find with 80 % power, corrected for the number of arms; needed: seeds that come to a verdict, of a
+difference or of equivalence, if the true difference is the observed one. tok_per_s is compared as a ratio.
+val_loss_equal_time is the loss that an arm would have after its baseline's time instead of its tokens."""
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -50,16 +53,17 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def verdict_table(rows: list[Row]) -> str:
-    header = ["metric", "arm", "seeds", "difference", "Holm 95 % interval", "p", "p Holm", "p TOST (margin)",
-              "p sign-flip", "BCa 95 %", "detectable", "needed", "verdict"]  # fmt: skip
+    header = ["metric", "arm", "seeds", "difference", "SD", "95 % interval", "Holm interval", "p", "p Holm",
+              "p TOST (margin)", "p sign-flip", "BCa 95 %", "detectable", "needed", "verdict"]  # fmt: skip
     table = []
     for row in rows:
         v = row.verdict
         tost = f"{v.p_tost:.3g} ({row.show(row.delta, sign=False)}, {row.delta_kind})" if row.delta else "no margin"
         table.append([row.metric.name, f"`{row.arm}`", len(row.seeds), row.show(row.estimate.mean),
+                      row.show(row.sd, sign=False), row.show_interval(row.estimate.interval()),
                       row.show_interval(v.interval), f"{v.p:.3g}", f"{v.p_holm:.3g}", tost, f"{row.sign_flip:.3g}",
                       row.show_interval(row.bootstrap), row.show(row.detectable, sign=False),
-                      row.needed or "> 10,000", f"**{v.word}**"])  # fmt: skip
+                      row.needed or "n/a", f"**{row.word}**"])  # fmt: skip
     return markdown(header, table)
 
 
@@ -135,13 +139,14 @@ def csv_text(header: list[str], rows: list[list[Any]]) -> str:
 
 
 def verdict_csv(rows: list[Row]) -> str:
-    header = ["metric", "arm", "baseline", "n_seeds", "mean_difference", "sd_difference", "standard_error", "low_holm",
-              "high_holm", "p_t", "p_holm", "p_tost", "delta", "delta_kind", "p_sign_flip", "low_bca", "high_bca",
-              "detectable", "seeds_needed", "is_log_ratio", "verdict"]  # fmt: skip
+    header = ["metric", "arm", "baseline", "n_seeds", "mean_difference", "sd_difference", "standard_error", "low",
+              "high", "low_holm", "high_holm", "p_t", "p_holm", "p_tost", "delta", "delta_kind", "p_sign_flip",
+              "low_bca", "high_bca", "detectable", "seeds_needed", "is_log_ratio", "verdict"]  # fmt: skip
     return csv_text(header, [
         [row.metric.name, row.arm, row.baseline, len(row.seeds), row.estimate.mean, row.sd, row.estimate.se,
-         *row.verdict.interval, row.verdict.p, row.verdict.p_holm, row.verdict.p_tost, row.delta, row.delta_kind,
-         row.sign_flip, *row.bootstrap, row.detectable, row.needed, row.metric.relative, row.verdict.word]
+         *row.estimate.interval(), *row.verdict.interval, row.verdict.p, row.verdict.p_holm, row.verdict.p_tost,
+         row.delta, row.delta_kind,
+         row.sign_flip, *row.bootstrap, row.detectable, row.needed, row.metric.relative, row.word]
         for row in rows
     ])  # fmt: skip
 
@@ -183,22 +188,25 @@ def parse(argv: list[str]) -> tuple[list[Path], dict[str, str], dict[str, float]
 
 def write_report(arms: Arms, baseline: str, deltas: dict[str, float], out: Path) -> str:
     """Everything into `out`; the verdicts as text."""
-    arms, left_out = usable(arms)
+    arms, left_out, diverged = usable(arms)
     pairs, unpaired = pair(arms, baseline)
-    rows = compare(pairs, baseline, deltas)
-    arms = {baseline: arms[baseline], **{arm: arms[arm] for arm in pairs}}
+    rows, lacking = compare(pairs, baseline, deltas, diverged)
+    left_out += unpaired + lacking
+    # Means and curves are of the runs that are compared, so that they tell the same story as the differences.
+    used = {base.seed: base for its in pairs.values() for _, base in its} or arms[baseline]
+    arms = {baseline: used, **{arm: {run.seed: run for run, _ in its} for arm, its in pairs.items() if its}}
     try:
         out.mkdir(parents=True, exist_ok=True)
         plots = [plot_loss(arms, out / "loss_tokens.png", "tokens", baseline)]
         plots += [plot_loss(arms, out / "loss_time.png", "time")]
         plots += [plot_differences(rows, out / "differences.png")] if rows else []
-        texts = {"report.md": report_text(arms, rows, baseline, left_out + unpaired, plots),
+        texts = {"report.md": report_text(arms, rows, baseline, left_out, plots),
                  "report.csv": verdict_csv(rows), "seeds.csv": seeds_csv(arms)}  # fmt: skip
         for name, text in texts.items():
             write_bytes_atomically(out / name, text.encode())
     except OSError as error:
         raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
-    return "\n\n".join(verdict_sentences(rows) + [f"Left out: {line}" for line in left_out + unpaired])
+    return "\n\n".join(verdict_sentences(rows) + [f"Left out: {line}" for line in left_out])
 
 
 def main(argv: list[str]) -> None:

@@ -26,8 +26,9 @@ class RunLog:
         self.file, self.bar, self.wandb = None, None, None
         self.max_iters = max_iters
 
-    def open(self, resume_step: int | None, start: dict[str, Any]) -> None:
-        """Begin a new log, or cut an old one back to the checkpoint at `resume_step` and go on."""
+    def open(self, resume_step: int | None, start: dict[str, Any], changed: list[str]) -> None:
+        """Begin a new log, or cut an old one back to the checkpoint at `resume_step` and go on, noting what settings
+        have changed since."""
         if not self.active:
             return
         try:
@@ -46,7 +47,7 @@ class RunLog:
         if is_new:
             self.event("start", config=self.config, **start)
         if resume_step is not None:
-            self.event("resume", step=resume_step)
+            self.event("resume", step=resume_step, **({"changed": changed} if changed else {}))
 
     def _cut_back(self, step: int) -> None:
         """Drop what was logged after the checkpoint (and a last line torn by a kill); atomic."""

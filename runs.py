@@ -58,9 +58,12 @@ class Run:
     @cached_property
     def arm(self) -> str:
         """The norm type and every norm key that is not at its default, as sweep.sh takes it."""
-        other = {name: self.config.get(name, default) for name, default in NORM_KEYS.items() if name != "norm_type"}
-        words = [f"--{name}={value}" for name, value in other.items() if json_value(NORM_KEYS[name]) != value]
-        return " ".join([self.config["norm_type"], *words])
+        words = [self.config["norm_type"]]
+        for name, default in NORM_KEYS.items():
+            value = self.config.get(name, default)
+            if name != "norm_type" and _plain(value) != _plain(default):
+                words.append(f"--{name}={_text(value)}")
+        return " ".join(words)
 
     @cached_property
     def curve(self) -> np.ndarray:
@@ -74,22 +77,33 @@ class Run:
 
     def problem(self) -> str:
         """Why the run cannot be compared, or ""."""
-        if not any(e["event"] == "eval" and e["step"] == self.config["max_iters"] for e in self.events):
-            last = self.steps[-1]["step"] if self.steps else 0
-            return f"stopped at step {last} of {self.config['max_iters']}"
-        return "" if self.curve[-1:, 0].sum() == self.config["max_iters"] * self.start["tokens_per_step"] else \
-            "its last val loss is not finite"  # fmt: skip
+        resumes = [event.get("changed", []) for event in self.events if event["event"] == "resume"]
+        if changed := [change for changes in resumes for change in changes if change.split()[0] not in NAMES]:
+            return f"resumed with other settings ({', '.join(changed)})"
+        if self.diverged:
+            return next(e["reason"] for e in self.events if e["event"] == "end")
+        last = max((e["step"] for e in self.events if e["event"] == "eval"), default=0)
+        if last < self.config["max_iters"]:
+            return f"not finished: last evaluation at step {last} of {self.config['max_iters']}"
+        finite = len(self.curve) and self.curve[-1, 0] == last * self.start["tokens_per_step"]
+        return "" if finite else "its last val loss is not finite"
+
+    @property
+    def diverged(self) -> bool:
+        """Did a loss or gradient become infinite or NaN?"""
+        return any(e["event"] == "end" and "not finite" in e["reason"] for e in self.events)
 
     @cached_property
     def items(self) -> dict[str, np.ndarray]:
-        """HellaSwag: rule -> which items were right, bool (m,); and "item", their numbers. Empty if not scored."""
+        """HellaSwag: rule -> which items were right, bool (m,); "item" -> (number, label) of each, (m, 2). Empty if it
+        was not scored."""
         path = self.path / "hellaswag.jsonl"
         if not self.path.is_dir() or not path.exists():
             return {}
         try:
             rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             right = {rule: np.array([row[f"{rule}_choice"] == row["label"] for row in rows]) for rule in RULES}
-            return {**right, "item": np.array([row["item"] for row in rows])}
+            return {**right, "item": np.array([(row["item"], row["label"]) for row in rows])}
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: damaged: remove it and run `python hellaswag.py {self.path}`") from None
 
@@ -108,9 +122,15 @@ class Run:
 RULES = ("acc", "acc_norm")
 
 
-def json_value(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """A config value as JSON gives it back."""
     return list(value) if isinstance(value, tuple) else value
+
+
+def _text(value: Any) -> str:
+    """A config value as the command line takes it."""
+    words = [str(part) for part in value] if isinstance(value, tuple | list) else [str(value)]
+    return repr(",".join(words)) if " " in words[0] else ",".join(words)
 
 
 def read_log(run: Path) -> list[dict]:
@@ -135,7 +155,7 @@ def find_runs(paths: list[Path]) -> list[Run]:
     runs = []
     for path in paths:
         if path.is_dir() and not (path / "log.jsonl").exists():
-            inside = sorted(log.parent for log in path.rglob("log.jsonl"))
+            inside = sorted(log.parent for log in path.rglob("log.jsonl") if log.parent.suffix != ".part")
             if not inside:
                 raise UserError(f"{path}: no run folder in it: name run folders, or the folder that holds them")
             runs.extend(map(Run, inside))
@@ -154,9 +174,9 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
     return arms
 
 
-def difference_in_settings(run: Run, baseline: Run) -> str:
-    """The first thing beside norms and names in which two runs differ, or ""."""
-    for name in sorted({*run.config, *baseline.config} - NAMES - NORM_KEYS.keys()):
+def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -> str:
+    """The first thing beside norms, names and the keys `but` in which two runs differ, or ""."""
+    for name in sorted({*run.config, *baseline.config} - NAMES - NORM_KEYS.keys() - {*but}):
         here, there = run.config.get(name), baseline.config.get(name)
         if here != there:
             return f"{name}={here} against {there}"

@@ -89,10 +89,10 @@ def sign_flip_p(differences: np.ndarray, draws: int = 100_000) -> float:
 
 def bca_interval(differences: np.ndarray) -> tuple[float, float]:
     """Bias-corrected and accelerated bootstrap interval (95 %) of the mean; Efron 1987. nan where it is not defined."""
-    if len(differences) < 2 or np.ptp(differences) == 0:
+    if len(differences) < 4 or np.ptp(differences) == 0:  # of fewer it would only repeat the extremes
         return float("nan"), float("nan")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # very few pairs: scipy warns and gives nan
+        warnings.simplefilter("ignore")  # all resamples on one side: scipy warns and gives nan
         found = stats.bootstrap((differences,), np.mean, n_resamples=9999, method="BCa", confidence_level=1 - ALPHA,
                                 rng=np.random.default_rng(0)).confidence_interval  # fmt: skip
     return float(found.low), float(found.high)
@@ -123,18 +123,31 @@ def detectable_effect(sd: float, n: int, alpha: float = ALPHA) -> float:
     return high
 
 
-def seeds_needed(effect: float, sd: float, alpha: float = ALPHA, most: int = 10_000) -> int | None:
-    """Fewest pairs that find a true difference `effect` with 80 % power; None if that takes more than `most`."""
+def power_of_tost(mean: float, delta: float, sd: float, n: int, alpha: float) -> float:
+    """Chance that TOST places a true difference `mean` within (-delta, delta); at least this (Bonferroni's bound)."""
+    critical, root = stats.t.isf(alpha, n - 1), n**0.5 / sd
+    sides = (np.nan_to_num(stats.nct.sf(critical, n - 1, (delta + sign * mean) * root)) for sign in (1, -1))
+    return float(max(0.0, sum(sides) - 1))
+
+
+def seeds_needed(mean: float, delta: float, sd: float, alpha: float = ALPHA, most: int = 10_000) -> int | None:
+    """Fewest pairs that come to a verdict with 80 % power if the true difference is `mean`: that it is not zero, or
+    (delta > 0) that it lies within the margin. None if that takes more than `most`."""
     if sd == 0:
         return 2
-    low, high = 2, 2
-    while effect > 0 and high <= most and power_of_t(effect, sd, high, alpha) < POWER:
-        low, high = high, high * 2
-    if effect <= 0 or high > most:
-        return None
+
+    def enough(n: int) -> bool:
+        within = abs(mean) < delta and power_of_tost(mean, delta, sd, n, alpha) >= POWER
+        return within or power_of_t(mean, sd, n, alpha) >= POWER
+
+    high = 2
+    while not enough(high):
+        if (high := high * 2) > most:
+            return None
+    low = high // 2 + 1 if high > 2 else 2
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if power_of_t(effect, sd, middle, alpha) >= POWER else (middle + 1, high)
+        low, high = (low, middle) if enough(middle) else (middle + 1, high)
     return high
 
 
@@ -143,7 +156,8 @@ def seeds_needed(effect: float, sd: float, alpha: float = ALPHA, most: int = 10_
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision about one arm. `interval` is the Holm-adjusted t interval: it leaves out 0 just if p_holm < ALPHA."""
+    """Decision about one arm. `interval` is the t interval at the level of Holm's step: it leaves out 0 just if p_holm
+    < ALPHA. It goes with this one test; all arms' intervals together cover less than 95 %."""
 
     word: str  # better, worse, equivalent, inconclusive
     p: float

@@ -16,25 +16,34 @@
 # Each run's output is in its folder's train.txt. Exits 1 if a run failed; the others are done all the same.
 set -euo pipefail
 cd "$(dirname "$0")"
+die() { echo "error: $1" >&2; exit 2; }
 if [ $# = 0 ] || [ "$1" = --help ] || [ "$1" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
 
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${OUT:-out/$(basename "$1" .py)}
 KEEP=${KEEP:-}
 NPROC=${NPROC:-1}
-mapfile -t arms < <(xargs -n1 printf '%s\n' <<<"${ARMS:-layer rms coupled cbwc taper}")
+[ -f "$1" ] || die "$1: the first word is a config file"
+# xargs splits words as a shell would, quotes included, and runs nothing of them.
+list=$(xargs -n1 printf '%s\n' <<<"${ARMS:-layer rms coupled cbwc taper}") || die "ARMS: a quote is not closed"
+mapfile -t arms <<<"$list"
+[ "$(sort <<<"$list" | uniq -d)" = "" ] || die "ARMS: an arm stands there twice"
 read -ra seeds <<<"${SEEDS:-8 9 10 11 12 13 14 15}"
+for seed in "${seeds[@]}"; do [[ $seed =~ ^[0-9]+$ ]] || die "SEEDS: $seed is no seed: give numbers with blanks between"; done
 launcher=("$PYTHON")
 [ "$NPROC" = 1 ] || launcher+=(-m torch.distributed.run --standalone --nproc_per_node="$NPROC")
 
 child= failed=0 number=0 total=$((${#arms[@]} * ${#seeds[@]}))
 stop() { [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; echo "stopped; run it again to go on"; exit 130; }
-trap stop INT TERM
+trap stop INT TERM HUP
 
 for round in "${!seeds[@]}"; do
   for turn in "${!arms[@]}"; do
     arm=${arms[(turn + round) % ${#arms[@]}]} seed=${seeds[round]}
-    name=${arm// --/+}-$seed number=$((number + 1))
+    words=$(xargs -n1 printf '%s\n' <<<"$arm") || die "ARMS: a quote is not closed in: $arm"
+    mapfile -t keys <<<"$words"  # the norm type, then its keys
+    name=$(IFS=+; echo "${keys[*]}")
+    name=${name//+--/+} name=${name// /_}-$seed number=$((number + 1))
     run=$OUT/$name label="[$number/$total] $name"
     if [ -n "$KEEP" ] && [ -f "$KEEP/$name/log.jsonl" ]; then echo "$label: in $KEEP already"; continue; fi
     if grep -qs '"event": "end", "reason": "done"' "$run/log.jsonl"; then
@@ -42,13 +51,13 @@ for round in "${!seeds[@]}"; do
     else
       mkdir -p "$run"
       start=$SECONDS status=0
-      # shellcheck disable=SC2086  # an arm is several words
-      "${launcher[@]}" train.py "$@" --norm_type=$arm --seed="$seed" --out_dir="$run" \
+      "${launcher[@]}" train.py "$@" --norm_type="${keys[0]}" "${keys[@]:1}" --seed="$seed" --out_dir="$run" \
         --hellaswag="${HELLASWAG:-auto}" >"$run/train.txt" 2>&1 &
       child=$!
       wait "$child" || status=$?
       child=
-      last=$(tail -n 1 "$run/train.txt")
+      # torchrun prints its own report below the error of a rank.
+      last=$(grep -a '^error:' "$run/train.txt" | tail -n 1) && [ "$status" != 0 ] || last=$(tail -n 1 "$run/train.txt")
       case $status:$last in
         0:stopped*) echo "$label: $last"; stop ;;
         0:*) echo "$label: $last  ($((SECONDS - start)) s)" ;;
@@ -56,6 +65,7 @@ for round in "${!seeds[@]}"; do
       esac
     fi
     if [ -n "$KEEP" ]; then
+      rm -rf "$KEEP/$name.part" "${KEEP:?}/$name"
       mkdir -p "$KEEP/$name.part"
       for file in config.json log.jsonl hellaswag.jsonl; do
         [ ! -f "$run/$file" ] || cp "$run/$file" "$KEEP/$name.part/"

@@ -155,7 +155,7 @@ class Trainer:
 
         # Model and optimiser
         self.model = GPT(config, config.seed)
-        self.step, self.best, self.skipped = 0, math.inf, 0
+        self.step, self.best, self.skipped, self.changed = 0, math.inf, 0, []
         resumed, notes = find_checkpoint(self.out_dir, config.resume), []
         if config.init_from and resumed is None:
             notes = [init_from(self.model, config.init_from)]
@@ -205,10 +205,10 @@ class Trainer:
         now = json.loads(json.dumps(dataclasses.asdict(self.config)))
         then = json.loads(json.dumps(state["config"]))
         both = sorted(now.keys() & then.keys())
-        changed = [f"{name} {then[name]} -> {now[name]}" for name in both if now[name] != then[name]]
+        self.changed = [f"{name} {then[name]} -> {now[name]}" for name in both if now[name] != then[name]]
         notes = [f"not usable: {note}"] if note else []
         notes += [f"resuming from {path}, after step {self.step}"]
-        return notes + ([f"changed since then: {', '.join(changed)}"] if changed else [])
+        return notes + ([f"changed since then: {', '.join(self.changed)}"] if self.changed else [])
 
     def _open_log(self, resumed: bool) -> None:
         config = dataclasses.asdict(self.config)
@@ -221,7 +221,7 @@ class Trainer:
         start = {"n_params": self.model.num_params(), "norm_plan": str(self.model.plan)}
         start |= {"world_size": self.ranks.world_size, "tokens_per_step": self.tokens_per_step, "data": self.data_id}
         start |= environment(self.ranks.device)
-        self.log.open(self.step if resumed else None, start)
+        self.log.open(self.step if resumed else None, start, self.changed)
         self.log.say(f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
                      f"{self.tokens_per_step:,} tokens a step")  # fmt: skip
 
@@ -329,15 +329,15 @@ class Trainer:
         self.log.event("eval", step=self.step, val_loss=val_loss, **({"bits_per_byte": bits} if bits else {}))
         shown = f" nats per token, {bits:.4f} bits per byte" if bits else ""
         self.log.say(f"step {self.step}  val loss {val_loss:.4f}{shown}")
-        if self.step and val_loss < self.best:
-            self.best = val_loss
-            self._save(BEST)
-        # Before the checkpoint of this step, so that a run which is killed here scores again when it resumes.
+        # Before any checkpoint of this step, so that a run which is killed here scores again when it resumes.
         scores = self.evaluator.hellaswag(self.model, self.step, last)
         if scores is not None and self.ranks.is_main:
             self.log.event("hellaswag", step=self.step, **scores.summary())
             self.log.say(f"step {self.step}  HellaSwag {scores}")
             scores.write(self.out_dir / ITEMS_FILE)
+        if self.step and val_loss < self.best:
+            self.best = val_loss
+            self._save(BEST)
 
     def _save(self, name: str) -> None:
         if not self.ranks.is_main:

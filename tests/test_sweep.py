@@ -17,6 +17,7 @@ from conftest import ROOT, TINY, records, write_tiny_shards
 from test_hellaswag import write_items
 
 import report
+from runs import find_runs
 
 ARMS = "rms 'coupled --coupled_span=2'"
 
@@ -95,8 +96,22 @@ def test_a_failed_run_does_not_stop_the_others(data, tmp_path):
 
 
 @pytest.mark.xdist_group("sweep")
+def test_keys_with_blanks_and_two_processes(data, tmp_path):
+    """An arm's keys may hold blanks, in quotes; NPROC=2 goes through torchrun."""
+    arms = """layer "coupled  --norm_plan='Rs Rs R' --coupled_alpha=1.5" """
+    lines = finish(start(data, tmp_path / "out", ARMS=arms, SEEDS="1", NPROC="2"))
+    assert "[2/2] coupled+norm_plan=Rs_Rs_R+coupled_alpha=1.5-1: done" in lines[1]
+    [run] = [run for run in find_runs([tmp_path / "out"]) if run.config["norm_type"] == "coupled"]
+    assert run.arm == "coupled --norm_plan='Rs Rs R' --coupled_alpha=1.5" and run.start["world_size"] == 2
+
+
+@pytest.mark.xdist_group("sweep")
 def test_a_wrong_setting_stops_at_once(data, tmp_path):
     lines = finish(start(data, tmp_path / "out", "--n_layers=3"), 2)
     assert len(lines) == 1 and "n_layer" in lines[0]
+    wrong = (("ARMS", "rms 'coupled", "quote is not closed"), ("ARMS", "rms rms", "stands there twice"),
+             ("SEEDS", "1,2", "1,2 is no seed"))  # fmt: skip
+    for name, value, error in wrong:
+        assert any(error in line for line in finish(start(data, tmp_path / "out", **{name: value}), 2))
     help_text = subprocess.run(["./sweep.sh"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "ARMS" in help_text and "set -euo" not in help_text
