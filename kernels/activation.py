@@ -109,7 +109,7 @@ def scaled_activation(z, inv_rms, b, kind):
     z_rows, channels = rows.as_rows(z), z.shape[-1] // (2 if kind == "swiglu" else 1)
     n_rows = z_rows.shape[0]
     y = rows.empty((*z.shape[:-1], channels), z.dtype, z.device)
-    shape = tile(channels, WIDEST)
+    shape = tile(channels, rows.FORWARD, WIDEST)
     with rows.on_device(z):
         forward_kernel[(triton.cdiv(n_rows, shape.rows), triton.cdiv(channels, shape.columns))](
             z_rows, inv_rms.contiguous(), rows.vector(b), y, n_rows, z_rows.stride(0), F=channels, KIND=kind,
@@ -121,7 +121,7 @@ def scaled_activation(z, inv_rms, b, kind):
 def scaled_activation_backward(dy, z, inv_rms, b, kind):
     dy, z_rows = rows.as_rows(dy), rows.as_rows(z)
     n_rows, channels = dy.shape
-    shape = tile(channels, WIDEST)
+    shape = tile(channels, rows.BACKWARD, WIDEST)
     column_tiles = triton.cdiv(channels, shape.columns)
     n_programs, chunk = rows.chunks(n_rows, shape.rows, column_tiles, z.device)
     dz, db = rows.empty(z.shape, z.dtype, z.device), rows.partial_sums(n_programs, b)

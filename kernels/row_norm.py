@@ -176,7 +176,7 @@ def _forward(
     h = None if a is None else rows.empty(x.shape, dtype, x.device)
     inv = rows.empty((*x.shape[:-1], groups), torch.float32, x.device)
     mean = rows.empty((*x.shape[:-1], 1), torch.float32, x.device) if center else None
-    shape = tile(channels)
+    shape = tile(channels, rows.FORWARD)
     with rows.on_device(x):
         forward_kernel[(triton.cdiv(n_rows, shape.rows), groups)](
             x_rows, a_rows, rows.vector(w), rows.vector(b), y, h, mean, inv, n_rows, x_rows.stride(0),
@@ -195,7 +195,7 @@ def _backward(
     dh = None if dh is None else rows.as_rows(dh)
     ds = None if ds is None else ds.contiguous()
     n_rows, channels, w = x_rows.shape[0], x.shape[-1] // groups, rows.vector(w)
-    shape = tile(channels)
+    shape = tile(channels, rows.BACKWARD)
     column_tiles = triton.cdiv(channels, shape.columns)
     n_programs, chunk = rows.chunks(n_rows, shape.rows, groups * column_tiles, x.device)
     dx = rows.empty(x.shape, x.dtype, x.device)

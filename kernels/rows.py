@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 WHOLE = 8192  # widest row that one tile holds; an untiled backward of 16384 columns spills registers
-ELEMENTS = 2048  # of a tile, or more where one row is longer: 16 a thread, two 128-bit loads of bfloat16
-PROGRAMS_PER_SM = 8  # of a backward kernel: enough loads in flight, and few partial sums
+THREADS = 128  # of a program, or more where a row is long
+FORWARD, BACKWARD = 16, 8  # elements a thread: one or two 128-bit loads of bfloat16. Backward kernels hold more of them
+PROGRAMS_PER_SM = 8  # of a backward kernel: all resident at 64 registers a thread, and few partial sums
 
 
 class Tile(NamedTuple):
@@ -26,11 +27,11 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(columns: int, widest: int = WHOLE) -> Tile:
-    """The tile for rows of `columns` elements, at most `widest` at a time."""
+def tile(columns: int, each: int, widest: int = WHOLE) -> Tile:
+    """The tile for rows of `columns` elements, at most `widest` at a time and `each` a thread."""
     width = min(triton.next_power_of_2(columns), widest)
-    rows = max(1, ELEMENTS // width)
-    return Tile(rows, width, min(16, max(1, rows * width // 512)))
+    rows = max(1, THREADS * each // width)
+    return Tile(rows, width, min(16, max(1, rows * width // (32 * each))))
 
 
 @functools.cache
@@ -68,8 +69,8 @@ def partial_sums(n_programs: int, like: Tensor | None) -> Tensor | None:
 
 
 def sum_partials(partials: Tensor | None, like: Tensor | None, x: Tensor) -> Tensor:
-    """(programs, C) -> (C,) in the parameter's type; without a parameter a tensor without elements."""
-    return x.new_empty(0) if partials is None else partials.sum(0).to(like.dtype)
+    """(programs, C) -> (C,) in the parameter's type; without a parameter a tensor without elements, as in reference."""
+    return x.new_empty(0, dtype=torch.float32) if partials is None else partials.sum(0).to(like.dtype)
 
 
 def vector(parameter: Tensor | None) -> Tensor | None:

@@ -66,7 +66,7 @@ def _forward(x: Tensor, a: Tensor | None, inv_rms: Tensor, w: Tensor | None) -> 
     dtype = x.dtype if a is None else torch.promote_types(x.dtype, a.dtype)
     y = rows.empty(x.shape, dtype, x.device)
     h = None if a is None else rows.empty(x.shape, dtype, x.device)
-    shape = tile(channels, WIDEST)
+    shape = tile(channels, rows.FORWARD, WIDEST)
     with rows.on_device(x):
         forward_kernel[(triton.cdiv(n_rows, shape.rows), triton.cdiv(channels, shape.columns))](
             x_rows, a_rows, inv_rms.contiguous(), rows.vector(w), y, h, n_rows, x_rows.stride(0),
@@ -87,7 +87,7 @@ def add_shared_rms_scale(x, a, inv_rms, w):
 def shared_rms_scale_backward(dy, dh, h, inv_rms, w):
     dy, h_rows, dh = rows.as_rows(dy), rows.as_rows(h), None if dh is None else rows.as_rows(dh)
     n_rows, channels = h_rows.shape
-    shape = tile(channels, WIDEST)
+    shape = tile(channels, rows.BACKWARD, WIDEST)
     column_tiles = triton.cdiv(channels, shape.columns)
     n_programs, chunk = rows.chunks(n_rows, shape.rows, column_tiles, h.device)
     dx, dw = rows.empty(h.shape, h.dtype, h.device), rows.partial_sums(n_programs, w)

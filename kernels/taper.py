@@ -100,7 +100,7 @@ def taper_norm(h, w, w_tilde, gate_c, eps):
     n_rows, channels = x.shape
     y = rows.empty(h.shape, h.dtype, h.device)
     inv_rms = rows.empty((*h.shape[:-1], 1), torch.float32, h.device)
-    shape = tile(channels)
+    shape = tile(channels, rows.FORWARD)
     with rows.on_device(h):
         forward_kernel[(triton.cdiv(n_rows, shape.rows),)](
             x, rows.vector(w), rows.vector(w_tilde), gate_c.float().contiguous(), y, inv_rms, n_rows, x.stride(0), eps,
@@ -112,7 +112,7 @@ def taper_norm(h, w, w_tilde, gate_c, eps):
 def taper_norm_backward(dy, h, w, w_tilde, gate_c, inv_rms):
     dy, x, w, w_tilde = rows.as_rows(dy), rows.as_rows(h), rows.vector(w), rows.vector(w_tilde)
     n_rows, channels = x.shape
-    shape = tile(channels)
+    shape = tile(channels, rows.BACKWARD)
     column_tiles = triton.cdiv(channels, shape.columns)
     n_programs, chunk = rows.chunks(n_rows, shape.rows, column_tiles, h.device)
     dx = rows.empty(h.shape, h.dtype, h.device)

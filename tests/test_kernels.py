@@ -22,7 +22,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 EPS = 1e-5
 # Relative L2 error. The interpreter truncates when it rounds to bfloat16.
 TOLERANCE = {torch.float32: 3e-7, torch.float16: 5e-4, torch.bfloat16: 2.5e-3 if ON_GPU else 5e-3}
-ELEMENTS = rows.ELEMENTS
+THREADS = rows.THREADS
 GUARD = 64  # elements on either side of every output, which must stay as they are
 
 AXES = {
@@ -59,8 +59,15 @@ def pairwise(axes):
         yield SimpleNamespace(**case)
 
 
-CASES = [SimpleNamespace(**dict(zip(AXES, values))) for values in itertools.product(*AXES.values())] if ON_GPU \
-    else list(pairwise(AXES))  # fmt: skip
+def full_product(axes):
+    """Every combination; dimensions and both layouts move together, else there would be a million."""
+    forms = [(2, layout, layout) for layout in axes["layout"]] + [(3, layout, layout) for layout in axes["layout"]]
+    others = {name: values for name, values in axes.items() if name not in ("dims", "layout", "grad_layout")}
+    for form, *values in itertools.product(forms, *others.values()):
+        yield SimpleNamespace(**dict(zip(("dims", "layout", "grad_layout"), form)), **dict(zip(others, values)))
+
+
+CASES = list(pairwise(AXES)) + (list(full_product(AXES)) if ON_GPU else [])
 
 
 def test_the_cases_cover_all_pairs():
@@ -240,7 +247,7 @@ def poisoned(monkeypatch):
 
     monkeypatch.setattr(rows, "empty", empty)
     if not ON_GPU:  # the interpreter's time is for programs, not for elements: fewer and taller tiles
-        monkeypatch.setattr(rows, "ELEMENTS", 16384)
+        monkeypatch.setattr(rows, "THREADS", 2048)
     yield
     for base in made:
         assert (base[:GUARD] == 7).all() and (base[-GUARD:] == 7).all(), "written outside of an output"
@@ -309,7 +316,7 @@ def plain_case(C, n_rows, **changes):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_tiles_of_the_size_a_gpu_gets(name, monkeypatch):
-    monkeypatch.setattr(rows, "ELEMENTS", ELEMENTS)
+    monkeypatch.setattr(rows, "THREADS", THREADS)
     for C in (96, 768, 4097):
         check_case(name, plain_case(C, 33))
 
@@ -318,7 +325,7 @@ def test_tiles_of_the_size_a_gpu_gets(name, monkeypatch):
 @pytest.mark.parametrize("n_programs", [1, 3, 1000])
 def test_any_number_of_multiprocessors(name, n_programs, monkeypatch):
     """More programs than rows, and one for all rows: the guards see a write outside."""
-    monkeypatch.setattr(rows, "ELEMENTS", 512)
+    monkeypatch.setattr(rows, "THREADS", 64)
     monkeypatch.setattr(rows, "programs", lambda device: n_programs)
     check_case(name, plain_case(96, 64))
 
