@@ -69,8 +69,8 @@ def partial_sums(n_programs: int, like: Tensor | None) -> Tensor | None:
 
 
 def sum_partials(partials: Tensor | None, like: Tensor | None, x: Tensor) -> Tensor:
-    """(programs, C) -> (C,) in the parameter's type; without a parameter a tensor without elements."""
-    return x.new_empty(0) if partials is None else partials.sum(0).to(like.dtype)
+    """(programs, C) -> (C,) in the parameter's type; without a parameter a tensor without elements, as in reference."""
+    return x.new_empty(0, dtype=torch.float32) if partials is None else partials.sum(0).to(like.dtype)
 
 
 def vector(parameter: Tensor | None) -> Tensor | None:

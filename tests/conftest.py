@@ -12,6 +12,8 @@ import socket
 import sys
 import time
 import zlib
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,14 @@ import torch
 
 # Triton decides when it is imported: without a GPU its kernels run in the interpreter, on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
+if find_spec("triton") and version("triton").startswith("3.6"):  # its interpreter does not count with numpy 2.4
+    from triton.runtime import interpreter
+
+    def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")

@@ -90,20 +90,23 @@ def test_opcheck(name):
     ))  # fmt: skip
 
 
-def backward_arguments():
-    x, dy, dh, w, b = (draw(*shape, seed=i, dtype=torch.float32).to(DEVICE)
+def backward_arguments(dtype=torch.float32):
+    x, dy, dh, w, b = (draw(*shape, seed=i, dtype=dtype).to(DEVICE)
                        for i, shape in enumerate([(3, 10)] * 3 + [(10,)] * 2))  # fmt: skip
     s, gate_c = draw(3, 1, seed=9, dtype=torch.float32).abs().to(DEVICE), torch.tensor([0.3, 1.7], device=DEVICE)
     return {
-        "rms_norm_backward": (dy, dh, s, x, w, b, s, 7), "layer_norm_backward": (dy, x, w, None, s, s),
+        "rms_norm_backward": (dy, dh, s, x, w, b, s, 7),
+        "layer_norm_backward": (dy, x, w, None, s.neg(), s),
         "shared_rms_scale_backward": (dy, dh, x, s, w), "taper_norm_backward": (dy, x, w, None, gate_c, s),
         "scaled_activation_backward": (dy, x, s, b, "gelu"),
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", backward_arguments())
-def test_opcheck_of_the_backward(name):
-    torch.library.opcheck(operator(name), backward_arguments()[name], test_utils=("test_schema", "test_faketensor"))
+def test_opcheck_of_the_backward(name, dtype):
+    given = backward_arguments(dtype)[name]
+    torch.library.opcheck(operator(name), given, test_utils=("test_schema", "test_faketensor"))
 
 
 # ----------------------------------------------------------------------------------------------------- the coupled path
