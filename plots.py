@@ -94,7 +94,7 @@ def compress(axis: plt.Axes, samples: list[np.ndarray], which: str) -> None:
         scale("symlog", linthresh=1.5 * usual, linscale=2)
         getattr(axis, f"{which}axis").set_major_formatter("{x:g}")
     low, high = min(sample.min() for sample in samples), max(sample.max() for sample in samples)
-    room = 0.1 * max(high - low, usual)
+    room = 0.1 * max(high - low, usual) or 1.0
     getattr(axis, f"set_{which}lim")(min(low, 0) - room, max(high, 0) + room)
 
 
