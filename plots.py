@@ -93,9 +93,11 @@ def compress(axis: plt.Axes, samples: list[np.ndarray], which: str) -> None:
         scale = getattr(axis, f"set_{which}scale")
         scale("symlog", linthresh=1.5 * usual, linscale=2)
         getattr(axis, f"{which}axis").set_major_formatter("{x:g}")
+    else:
+        axis.locator_params(axis=which, nbins=6)
     low, high = min(sample.min() for sample in samples), max(sample.max() for sample in samples)
-    room = 0.1 * max(high - low, usual) or 1.0
-    getattr(axis, f"set_{which}lim")(min(low, 0) - room, max(high, 0) + room)
+    room = 0.15 * usual or 1.0
+    getattr(axis, f"set_{which}lim")(1.2 * min(low, 0) - room, 1.2 * max(high, 0) + room)
 
 
 def plot_loss_differences(axis: plt.Axes, arms: Arms, baseline: str) -> None:
@@ -146,7 +148,7 @@ def plot_differences(rows: list[Row], target: Path) -> Path:
         axis.set_ylim(-len(arms) + 0.4, 0.6)
         axis.set(title=f"{metric.name}: better to the {sense}", xlabel=f"difference to {rows[0].baseline} ({unit})")
         axis.grid(axis="x", alpha=0.3)
-        compress(axis, [shown(row.differences) for row in its], "x")
+        compress(axis, [shown(np.append(row.differences, row.verdict.interval)) for row in its], "x")
     return save(figure, target)
 
 
