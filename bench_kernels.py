@@ -106,11 +106,13 @@ def runner(case: Case, arm: Function, phase: str, device: torch.device) -> Calla
 
 
 def captured(work: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """`work` as a CUDA graph; its outputs stay alive, so that no two calls write to the same memory."""
+    """`work` as a CUDA graph. A replay reads and writes the memory of the capture, whatever lies there by then: so the
+    graph keeps what `work` reads (forward's saved tensors, for a backward) and what it wrote."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         graph.outputs = work()
+    graph.kept = work
     return graph.replay
 
 

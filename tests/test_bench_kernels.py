@@ -4,10 +4,12 @@
 """
 
 import contextlib
+import gc
 import inspect
 import json
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -155,16 +157,20 @@ def test_the_gpus_path_up_to_the_gpu(monkeypatch):
                         "current_stream": lambda: stream, "synchronize": lambda: None, "Event": FakeEvent,
                         "graph": graph_context}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    case, calls = Case(OPERATORS["add_rms_norm"], 8, 16, torch.float32, CPU), []
+    case, calls, made = Case(OPERATORS["add_rms_norm"], 8, 16, torch.float32, CPU), [], []
 
     def arm(x, a, w):
         calls.append(x)
-        return OPERATORS["add_rms_norm"].plain(x, a, w)
+        outputs = OPERATORS["add_rms_norm"].plain(x, a, w)
+        made.extend(weakref.ref(output) for output in outputs)
+        return outputs
 
     forward = bench_kernels.runner(case, arm, "forward", CUDA)
     assert len(calls) == 3 and [output.shape for output in forward.__self__.outputs[0]] == [(8, 16), (8, 16)]
     backward = bench_kernels.runner(case, arm, "backward", CUDA)
     assert len(calls) == 4  # once, outside the graph
+    gc.collect()
+    assert all(output() is not None for output in made[-2:])  # a replay reads what this forward saved
     assert [gradient.shape for gradient in backward.__self__.outputs[0]] == [(8, 16), (8, 16), (16,)]
     assert bench_kernels.gpu_seconds(forward) == 1.0
     times = paired_times({"forward": forward, "backward": backward}, 3, measure=bench_kernels.gpu_seconds)
