@@ -3,8 +3,9 @@
     python bench_kernels.py --out=results/h200/kernels                         # all operators, on the GPU that is here
     python bench_kernels.py --ops=rms_norm,add_rms_norm --channels=768,2048 --dtype=float16
 
-Fewest possible bytes / time, as a share of the bandwidth of a plain copy in the same run: 100 % is as fast as memory
-allows. Medians; all arms take turns in a new random order each round (stats.paired_times).
+Share of copy bandwidth: the time of a plain copy that moves the fewest bytes the operator can do with, over the arm's
+own; 100 % is as fast as memory allows. All arms and the copy take turns in a new random order each round, and every
+figure is the median of the rounds' ratios (stats.median_ratio). Gains are float32, as in training.
 
 On a GPU: every call has its own inputs and outputs, more than the L2 cache holds, so that it finds a cold cache; calls
 are captured in CUDA graphs, so that no time of the host counts; other libraries (Liger-Kernel, quack, flash-attention)
@@ -14,6 +15,7 @@ there the PyTorch references are timed against PyTorch's own functions. The last
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -30,11 +32,11 @@ import torch._functorch.config
 from torch import Tensor
 from tqdm import tqdm
 
-from bench_arms import OPERATORS, Function, Operator, arms_of, make_inputs
+from bench_arms import OPERATORS, UNSCALED, Function, Operator, arms_of, make_inputs
 from configurator import key, parse_args
 from errors import ConfigError, UserError, run_program
 from runlog import environment
-from stats import paired_ratio, paired_times, seconds
+from stats import median_ratio, paired_times, seconds
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 TRAFFIC = 1 << 30  # bytes that one timing moves at least, by rotating over so many sets of inputs
@@ -54,7 +56,7 @@ class Case:
         self.sets = [make_inputs(operator.inputs, rows, channels, dtype, device) for _ in range(count)]
         outputs = _several(operator.plain(*self.sets[0]))
         self.gradients = [[torch.randn_like(output) for output in outputs] for _ in range(count)]
-        self.copies = [torch.empty_like(inputs[0], requires_grad=False) for inputs in self.sets]
+        self.copies = [torch.zeros(2, max(self.bytes) // 2, dtype=torch.uint8, device=device) for _ in range(count)]
         self.plain = operator.plain
 
     def forward(self, arm: Function) -> list[tuple[Tensor, ...]]:
@@ -67,10 +69,12 @@ class Case:
                                     retain_graph=True)
                 for inputs, output, gradients in zip(self.sets, outputs, self.gradients)]  # fmt: skip
 
-    def copy(self) -> None:
-        """What memory can do: reads and writes one stream for every set."""
-        for inputs, target in zip(self.sets, self.copies):
-            target.copy_(inputs[0].detach())
+    def copy(self, phase: str) -> None:
+        """What memory can do: for every set, moves as many bytes as the operator must, half of them read, half written.
+        As many, so that launching costs a copy no larger share of its time than it costs the arms."""
+        half = self.bytes[phase == "backward"] // 2
+        for source, target in self.copies:
+            target[:half].copy_(source[:half])
 
     def error(self, arm: Function) -> float:
         """Largest relative L2 distance of outputs and gradients of the first set from the plain formula's."""
@@ -132,7 +136,7 @@ def measure(config: "BenchConfig", name: str, channels: int, device: torch.devic
     case = Case(OPERATORS[name], config.rows, channels, DTYPES[config.dtype], device)
     arms, missing = arms_of(name, device, config.compiled if config.compiled is not None else device.type == "cuda")
     ours = next(iter(arms))
-    for arm in [arm for arm in arms if arm != "unscaled"]:
+    for arm in [arm for arm in arms if arm != UNSCALED]:
         with others_may_fail(arm, arms, missing):
             error = case.error(arms[arm])
             if error > WRONG and arm == ours:
@@ -165,17 +169,17 @@ def record(
             call = runner(case, arms[arm], phase, device)
             call()
             calls[arm] = call
-    calls["copy"] = captured(case.copy, torch.cuda.Stream()) if on_gpu else case.copy
+    copy = functools.partial(case.copy, phase)
+    calls["copy"] = captured(copy, torch.cuda.Stream()) if on_gpu else copy
     times = paired_times(calls, config.rounds, measure=gpu_seconds if on_gpu else seconds)
     middle = {arm: median(values) / len(case.sets) for arm, values in times.items()}
-    bandwidth = 2 * case.copies[0].nbytes / middle.pop("copy")
     fewest, ours = case.bytes[phase == "backward"], next(iter(arms))
+    bandwidth = fewest / middle.pop("copy")
     return {
         "operator": name, "phase": phase, "channels": channels, "rows": config.rows, "dtype": config.dtype,
         "fewest_bytes": fewest, "copy_bytes_per_s": bandwidth, "seconds": middle, "ours": ours,
-        "share": {arm: fewest / value / bandwidth for arm, value in middle.items()},
-        "time_over_ours": {arm: dataclasses.asdict(paired_ratio(times[arm], times[ours]))
-                           for arm in middle if arm != ours},
+        "share": {arm: median_ratio(times["copy"], times[arm])["median"] for arm in middle},
+        "time_over_ours": {arm: median_ratio(times[arm], times[ours]) for arm in middle if arm != ours},
         "missing": list(missing),
     }  # fmt: skip
 
@@ -189,9 +193,9 @@ def table(records: list[dict[str, Any]]) -> str:
     lines = ["| operator | C | phase | " + " | ".join(arms) + " | best other / ours |",
              "| --- " * (len(arms) + 4) + "|"]  # fmt: skip
     for row in records:
-        rivals = {arm: ratio for arm, ratio in row["time_over_ours"].items() if arm != "unscaled"}
-        best = min(rivals, key=lambda arm: rivals[arm]["mean"])
-        ratio = "{mean:.3f} ({low:.3f} .. {high:.3f})".format(**rivals[best])
+        rivals = {arm: ratio for arm, ratio in row["time_over_ours"].items() if arm != UNSCALED}
+        best = min(rivals, key=lambda arm: rivals[arm]["median"])
+        ratio = "{median:.3f} ({low:.3f} .. {high:.3f})".format(**rivals[best])
         shares = (f"{row['share'][arm]:.0%}" if arm in row["share"] else "" for arm in arms)
         lines.append(f"| {row['operator']} | {row['channels']} | {row['phase']} | " + " | ".join(shares)
                      + f" | {best}: {ratio} |")  # fmt: skip
@@ -200,7 +204,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; markers tell them apart in print.
 LOOKS = dict(zip(
-    ("triton", "reference", "torch", "compiled", "Liger", "quack", "flash-attn", "unscaled"),
+    ("triton", "reference", "torch", "compiled", "Liger", "quack", "flash-attn", UNSCALED),
     (("#D55E00", "o"), ("#0072B2", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
      ("#000000", "X"), ("#999999", "*")),
 ))  # fmt: skip
@@ -248,8 +252,8 @@ class BenchConfig:
     ops: str = key("all", f"operators, separated by commas: {', '.join(OPERATORS)}")
     channels: tuple[float, ...] = key((768.0, 1024.0, 2048.0, 4096.0, 8192.0), "sizes C, separated by commas")
     rows: int = key(65536, "rows (tokens)")
-    dtype: str = key("bfloat16", "of activations and gains; maths is in float32", tuple(DTYPES))
-    rounds: int = key(50, "rounds; in each, every arm is timed once")
+    dtype: str = key("bfloat16", "of activations; gains, statistics and maths are in float32", tuple(DTYPES))
+    rounds: int = key(50, "rounds, at least 6; in each, every arm is timed once")
     compiled: bool | None = key(None, "time torch.compile of the references too (auto: on a GPU)")
     device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
     out: str = key("", "write README.md, kernels.jsonl and kernels.png into this folder")
@@ -258,8 +262,8 @@ class BenchConfig:
         unknown = [name for name in self.names if name not in OPERATORS]
         if unknown:
             raise ConfigError(f"ops: {unknown[0]!r} is none of {', '.join(OPERATORS)}")
-        if self.rounds < 2 or self.rows < 1 or not self.channels:
-            raise ConfigError("rounds must be at least 2, rows at least 1, channels at least one size")
+        if self.rounds < 6 or self.rows < 1 or not self.channels:
+            raise ConfigError("rounds must be at least 6, rows at least 1, channels at least one size")
         if any(size < 1 or size % 1 for size in self.channels):
             raise ConfigError(f"channels={self.channels}: wants whole numbers from 1 on")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -317,9 +321,10 @@ def report(config: BenchConfig, records: list[dict[str, Any]]) -> str:
         "# Kernels beside PyTorch's own and other people's", "",
         f"{row['device']}; {', '.join(f'{name} {version}' for name, version in row['versions'].items())}; commit "
         f"{row['git']}. {row['rows']:,} rows, {row['dtype']}; {where}.", "",
-        f"Shares: fewest possible bytes / median time, of the bandwidth of a copy in the same rounds (median "
-        f"{copy:,.0f} GB/s). Last column: the fastest of the others, its time over ours, with a 95 % interval "
-        "(above 1: ours is faster).", "", f"Made by `python bench_kernels.py {made}`.", "", table(records), "",
+        f"Shares: time of a copy that moves the fewest bytes the operator can do with ({copy:,.0f} GB/s), over the "
+        "arm's. Last column: the fastest of the others, its time over ours, with a 95 % interval (above 1: ours is "
+        f"faster); `{UNSCALED}` computes less and is left out of it. Both are medians of {config.rounds} rounds' "
+        "ratios.", "", f"Made by `python bench_kernels.py {made}`.", "", table(records), "",
     ]  # fmt: skip
     return "\n".join([*lines, *(f"- not timed: {reason}" for reason in missing)]) + "\n"
 

@@ -207,6 +207,19 @@ def paired_ratio(numerator: list[float], denominator: list[float]) -> Ratio:
     return Ratio(*(float(np.exp(value)) for value in (estimate.mean, *estimate.interval())), len(numerator))
 
 
+def median_ratio(numerator: list[float], denominator: list[float]) -> dict[str, float]:
+    """Median of the pairs' ratios, with a 95 % interval: {median, low, high}. One slow round in many moves neither.
+
+    The interval is the sign test's: it ends at two of the sorted ratios and presumes nothing of their distribution.
+    Raises ValueError below six pairs, which give none.
+    """
+    if len(numerator) != len(denominator) or len(numerator) < 6:
+        raise ValueError("a median's interval wants paired measurements, six pairs or more")
+    ratios = np.sort(np.array(numerator) / np.array(denominator))
+    left_out = int(stats.binom.ppf(0.025, len(ratios), 0.5))  # from each end, one more would be too many
+    return {"median": float(np.median(ratios)), "low": float(ratios[left_out - 1]), "high": float(ratios[-left_out])}
+
+
 def seconds(arm: Callable[[], None]) -> float:
     """Wall-clock seconds of one call."""
     start = perf_counter()

@@ -17,6 +17,7 @@ from stats import (
     decide,
     detectable_effect,
     holm,
+    median_ratio,
     paired,
     paired_ratio,
     paired_times,
@@ -196,3 +197,18 @@ def test_paired_ratio():
     for wrong in (([1.0], [1.0]), ([1.0, 2.0], [1.0])):
         with pytest.raises(ValueError):
             paired_ratio(*wrong)
+
+
+def test_median_ratio_covers_the_median_and_shrugs_off_slow_rounds():
+    covered = 0
+    for sample in draws(3, 400, 15):
+        ratio = median_ratio(list(np.exp(sample)), [1.0] * 15)
+        assert ratio["low"] <= ratio["median"] <= ratio["high"]
+        covered += ratio["low"] <= 1 <= ratio["high"]
+    exact = 1 - 2 * scipy_stats.binom.cdf(3, 15, 0.5)  # 0.965: the third from each end, and beyond, are left out
+    assert exact >= 0.95 and abs(covered / 400 - exact) < 0.03
+    steady, upset = [2.0] * 20, [2.0] * 17 + [900.0] * 3
+    assert median_ratio(upset, [1.0] * 20) == median_ratio(steady, [1.0] * 20) == dict(median=2.0, low=2.0, high=2.0)
+    for wrong in (([1.0] * 5, [1.0] * 5), ([1.0] * 6, [1.0] * 7)):
+        with pytest.raises(ValueError, match="six"):
+            median_ratio(*wrong)
