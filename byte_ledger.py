@@ -43,6 +43,14 @@ from runlog import environment
 SIZES = {"fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "fp16": 2, "bf16": 2, "i1": 1, "i8": 1, "u8": 1}  # bytes an element
 
 
+# Calls that move bytes out of sight, and those of them that are not the norms' (see the head of this file).
+OPAQUE = ("torch.ops.", "extern_kernels.")
+UNCOUNTED = (
+    "extern_kernels.mm", "extern_kernels.addmm", "extern_kernels.bmm", "torch.ops.nanonorm_ledger.attention_core",
+    "torch.ops.aten._scaled_dot_product_",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch in the generated code: a kernel, or the residual operand of an addmm."""
@@ -90,7 +98,11 @@ class _Reader(ast.NodeVisitor):
         kernel = called.removesuffix(".run")
         if called == "assert_size_stride" and isinstance(node.args[0], ast.Name):
             self.shapes[node.args[0].id] = ast.literal_eval(node.args[1])
-        elif kernel != called and kernel in self.kernels:
+        elif called.startswith(OPAQUE) and not called.startswith(UNCOUNTED):
+            raise UserError(f"{called} is opaque to inductor: the bytes that it moves cannot be counted")
+        elif kernel != called:
+            if kernel not in self.kernels:
+                raise UserError(f"{kernel} is no Triton kernel of the generated code: its bytes cannot be counted")
             uses = zip(node.args, self.kernels[kernel])
             self.note(kernel, [(self.shape(value, True), *use) for value, use in uses if use])
         elif called == "extern_kernels.addmm" and len(shape := self.shape(node.args[0], True)) > 1:
@@ -128,7 +140,10 @@ def _called(node: ast.expr) -> str:
 
 
 def _pointers(source: str) -> list[tuple[int, int] | None]:
-    """For each argument of a Triton kernel: (bytes an element, crossings: loaded + stored); None for numbers."""
+    """For each argument of a Triton kernel: (bytes an element, crossings: loaded + stored); None for numbers.
+
+    Raises UserError for a pointer that is used in another way than by tl.load and tl.store, and so would count nothing.
+    """
     function = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
     decorators = (node for line in function.decorator_list for node in ast.walk(line) if isinstance(node, ast.Dict))
     signature = next(ast.literal_eval(value) for node in decorators for key, value in zip(node.keys, node.values)
@@ -140,6 +155,9 @@ def _pointers(source: str) -> list[tuple[int, int] | None]:
                 crossings[name].add(_called(node))
     if "ws_ptr" in crossings:
         crossings["ws_ptr"].add("sum")  # partial sums over tokens: a torch sum after the launch reads them again
+    for name, ways in crossings.items():
+        if signature[name].startswith("*") and not ways - {"sum"}:
+            raise UserError(f"{function.name} neither loads nor stores {name} plainly: its bytes cannot be counted")
     return [(SIZES[signature[argument.arg][1:]], len(crossings[argument.arg]))
             if signature[argument.arg].startswith("*") else None for argument in function.args.args]  # fmt: skip
 
@@ -238,6 +256,8 @@ class LedgerConfig(GPTConfig):
         super().__post_init__()
         if self.norm_type != "layer":
             raise ConfigError("norm_type: the ledger goes through all of them, leave it out")
+        if self.kernels == "triton":
+            raise ConfigError("kernels=triton: inductor does not see into those, nothing could be counted; remove it")
         if self.tokens < self.block_size or self.tokens % self.block_size:
             raise ConfigError(f"tokens={self.tokens}: must be a multiple of block_size={self.block_size}")
         if self.tokens == self.block_size:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from configurator import key
 from errors import ConfigError
 from kernels.reference import KINDS, activate
-from norm_layers import Handover, Norm, RMSNorm
+from norm_layers import Handover, Norm
 from norms import NormConfig, NormPlan
 
 LOGITS_BYTES = 1 << 29  # float32 logits beyond this size are never materialised at once in training
@@ -140,8 +140,7 @@ class Attention(nn.Module):
         width = self.heads * self.head_dim
         self.qkv = nn.Linear(config.n_embd, width + 2 * self.kv_heads * self.head_dim, bias=bias)
         self.proj = plan.residual_linear(width, config.n_embd, bias)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps, config.norm_affine) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps, config.norm_affine) if config.qk_norm else None
+        self.q_norm, self.k_norm = plan.qk_norm(self.head_dim), plan.qk_norm(self.head_dim)
 
     def forward(self, y: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
         B, T, _ = y.shape
@@ -214,9 +213,6 @@ class GPT(nn.Module):
             cos, sin = rope_tables(config)
             self.register_buffer("rope_cos", cos, persistent=False)
             self.register_buffer("rope_sin", sin, persistent=False)
-        for module in self.modules():
-            if isinstance(module, Norm):
-                module.kernels = config.kernels
         self.meta: dict = {}  # tokenizer and vocabulary of the data it was trained on
         self.init_weights(seed)
 

@@ -131,7 +131,20 @@ class NormPlan:
     def norm(self, position: int) -> Norm:
         """The norm at `position` (0 .. 2L)."""
         site = Site(position, position == len(self.letters) - 1, self.channels, self.bias)
-        return self.type.builders[self.letters[position]](self.config, site)
+        return self._on_its_kernels(self.type.builders[self.letters[position]](self.config, site))
+
+    def qk_norm(self, head_dim: int) -> Norm | None:
+        """The norm of queries or keys, over the channels of a head; None without qk_norm."""
+        if not self.config.qk_norm:
+            return None
+        return self._on_its_kernels(RMSNorm(head_dim, self.config.norm_eps, self.config.norm_affine))
+
+    def _on_its_kernels(self, norm: Norm) -> Norm:
+        """`norm`, and the norms within it (a taper's base), told which implementation runs."""
+        for module in norm.modules():
+            if isinstance(module, Norm):
+                module.kernels = self.config.kernels
+        return norm
 
     def residual_linear(self, in_features: int, out_features: int, bias: bool) -> nn.Linear:
         """A linear whose output is added to the residual stream."""
