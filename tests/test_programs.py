@@ -60,8 +60,9 @@ def test_report_draws_a_png(run, tmp_path, capsys):
     with open(run / "log.jsonl", "a") as log:
         log.write('{"event": "st')  # torn by a kill
     assert len(read_log(run)) == len(records(run))
-    with pytest.raises(UserError, match="run folder"):
-        report.main([str(tmp_path)])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no run folder in it"):
+        report.main([str(tmp_path / "empty")])
     with pytest.raises(ConfigError, match="--plt=x"):
         report.main([str(run), "--plt=x"])
 
