@@ -131,6 +131,45 @@ def test_the_coupled_gradient_is_the_detached_one_and_not_the_full_one(mode):
     assert (detached[0] - full[0]).norm() > 1e-2 * full[0].norm()
 
 
+def penalty(x, w, scale):
+    """|d loss / d x|^2, whose gradient is a second derivative; the statistic depends on x."""
+    s = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    (gradient,) = torch.autograd.grad(scale(x * x.cos(), s, w).square().sum(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+@pytest.mark.parametrize("gain", [True, False], ids=["gain", "no gain"])
+def test_the_statistic_is_a_constant_in_second_derivatives_too(gain):
+    x, w = draw(5, 24).requires_grad_(), draw(24, seed=1).requires_grad_() if gain else None
+    leaves = (x, w) if gain else (x,)
+
+    def plain(h, s, w):
+        return h * s if w is None else h * s * w
+
+    def second(scale):
+        return torch.autograd.grad(penalty(x, w, scale), leaves)
+
+    detached, full = second(lambda h, s, w: plain(h, s.detach(), w)), second(plain)
+    for scale in (reference.shared_rms_scale, lambda h, s, w: reference.add_shared_rms_scale(h, 0 * h, s, w)[0]):
+        for mine, exact in zip(second(scale), detached, strict=True):
+            assert (mine - exact).norm() <= 1e-12 * exact.norm()
+    assert (detached[0] - full[0]).norm() > 1e-2 * full[0].norm()
+
+
+def test_the_shared_scale_in_function_transforms():
+    h, s, w = draw(5, 24), draw(5, 1, seed=1).abs(), draw(24, seed=2)
+
+    def loss(scale):
+        return lambda h, s, w: scale(h, s, w).square().sum()
+
+    mine, plain = loss(reference.shared_rms_scale), loss(lambda h, s, w: h * s * w)
+    for actual, exact in zip(torch.func.grad(mine, (0, 2))(h, s, w), torch.func.grad(plain, (0, 2))(h, s, w)):
+        close(actual, exact)
+    each = [torch.func.vmap(torch.func.grad(f, (0, 2)), (0, 0, None))(h[:, None], s[:, None], w) for f in (mine, plain)]
+    for actual, exact in zip(*each):
+        close(actual, exact)
+
+
 def test_the_gradient_through_inv_rms_is_there_for_those_who_do_not_detach():
     x = draw(5, 24, dtype=torch.float32).to(DEVICE).requires_grad_()
     kernels.rms_norm(x, None, EPS, mode="triton")[1].sum().backward()
