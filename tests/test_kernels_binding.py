@@ -223,8 +223,20 @@ def test_without_triton_or_gpu_auto_works_and_triton_says_what_to_do(prelude, me
     (lambda x, w: kernels.add_rms_norm(x, x[:1], w, EPS, mode="triton"), "1, 8"),
     (lambda x, w: kernels.shared_rms_scale(x, w, w, mode="triton"), "8"),
     (lambda x, w: kernels.scaled_activation(x, x[:, :1], w, "tanh", mode="triton"), "tanh"),
-], ids=["gain", "add", "statistic", "kind"])  # fmt: skip
-def test_shapes_that_do_not_fit_are_refused_before_a_kernel_reads_beyond_them(call, names):
+    (lambda x, w: kernels.rms_norm(x, w, EPS, groups=3, mode="triton"), "groups=3 for 8"),
+    (lambda x, w: kernels.add_rms_norm(x, x, w, EPS, groups=0, mode="triton"), "groups=0"),
+    (lambda x, w: kernels.rms_norm(x, w, EPS, counted=9, mode="triton"), "counted=9"),
+    (lambda x, w: kernels.add_rms_norm(x, x, w, EPS, groups=2, counted=5, mode="triton"), "counted=5"),
+    (lambda x, w: kernels.rms_norm(x, w, EPS, counted=0, mode="triton"), "counted=0"),
+    (lambda x, w: kernels.scaled_activation(x[:, :7], x[:, :1], w[:7], "swiglu", mode="triton"), "swiglu of 7"),
+    (lambda x, w: kernels.taper_norm(x, w, w, w[:1], EPS, mode="triton"), "gate_c"),
+    (lambda x, w: kernels.taper_norm(x, w, w, w[:2, None], EPS, mode="triton"), "gate_c"),
+    (lambda x, w: kernels.shared_rms_scale(x, x[:, :1].bfloat16(), w, mode="triton"), "bfloat16 statistic"),
+    (lambda x, w: kernels.scaled_activation(x, x[:, :1].double(), w, "gelu", mode="triton"), "float64 statistic"),
+    (lambda x, w: kernels.add_rms_norm(x, x.double(), w, EPS, mode="triton"), "float64"),
+    (lambda x, w: kernels.add_shared_rms_scale(x, x.double(), x[:, :1], w, mode="triton"), "float64"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_before_a_kernel_reads_beyond_it(call, names):
     with pytest.raises(UserError, match=names):
         call(draw(5, 8, dtype=torch.float32).to(DEVICE), draw(8, dtype=torch.float32).to(DEVICE))
 
