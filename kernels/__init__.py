@@ -12,7 +12,10 @@ Statistics and maths are in float32 (float64 for float64); results have the type
 
     auto     Triton for CUDA tensors in eager mode, plain PyTorch elsewhere and under torch.compile
     torch    plain PyTorch
-    triton   Triton; an error where that cannot be. float64 has no kernels and always runs in PyTorch
+    triton   Triton; an error without Triton or a GPU. float64 has no kernels and always runs in PyTorch
+
+A mode is about these functions alone. In every mode some norms are plain PyTorch: a shared position with
+coupled_grad=full, dyt, taper's fixed phase, and the blending itself of a taper over LayerNorm or with a bias.
 """
 
 import torch
@@ -36,8 +39,8 @@ def implementation(x: Tensor, mode: str = "auto"):
     if mode == "torch" or x.dtype == torch.float64:
         return reference
     if mode == "auto":
-        # Inductor fuses the plain formula with its neighbours, and cannot look into an operator. That it is then
-        # the faster one under torch.compile is an estimate from counted bytes, until a GPU has been asked.
+        # Inductor fuses the plain formula with its neighbours, and cannot look into an operator. Whether it is then
+        # the faster one under torch.compile is not yet measured.
         return binding if x.is_cuda and binding is not None and not torch.compiler.is_compiling() else reference
     if mode != "triton":
         raise UserError(f"kernels={mode!r}: it is one of {', '.join(MODES)}")
