@@ -91,7 +91,7 @@ class Row:
         verdict, n, word = self.verdict, len(self.seeds), self.word
         unit = "" if self.metric.relative else f" {self.metric.unit}"
         amount = f"{self.arm}: {word}: {self.show(self.estimate.mean)}{unit} against {self.baseline} over {n} seeds"
-        inside = f"interval {self.show_interval(verdict.interval)}"
+        inside = f"Holm interval {self.show_interval(verdict.interval)}"
         bound = f"the {self.delta_kind} margin of {self.show(self.delta, sign=False)}"
         if self.no_verdict:
             return f"{amount}, {inside}; {self.no_verdict}."
@@ -129,13 +129,18 @@ def usable(arms: dict[str, dict[int, Run]]) -> tuple[dict[str, dict[int, Run]], 
     return {arm: runs for arm, runs in kept.items() if runs}, left_out, diverged
 
 
-def pair(arms: dict[str, dict[int, Run]], baseline: str) -> tuple[dict[str, list[tuple[Run, Run]]], list[str]]:
+def pair(
+    arms: dict[str, dict[int, Run]], baseline: str, unusable: tuple[str, ...] = ()
+) -> tuple[dict[str, list[tuple[Run, Run]]], list[str]]:
     """arm -> (run, baseline run) of each common seed, in order; and a line about each run that has no pair.
 
-    Raises UserError if the baseline's own runs differ in more than the seed: they are several experiments.
+    Raises UserError if the baseline has no runs (`unusable` says why), or if its own runs differ in more than the seed:
+    they are several experiments.
     """
     if baseline not in arms:
-        raise ConfigError(f"baseline={baseline!r}: the arms with finished runs are {', '.join(map(repr, arms))}")
+        there = ", ".join(map(repr, arms)) or "none"
+        why = "".join(f"; {line}" for line in unusable)
+        raise ConfigError(f"baseline={baseline!r}: the arms with usable runs are {there}{why}")
     left_out, pairs = [], {}
     first = next(iter(arms[baseline].values()))
     for run in arms[baseline].values():
@@ -235,7 +240,7 @@ class Measured:
             ours, items = np.mean(self.values), len(self.by_item[0])
             best = max(ours, ours - np.mean(self.differences))
             if best < CHANCE + 2 * (CHANCE * (1 - CHANCE) / items) ** 0.5:
-                return "both are at chance, so neither a difference nor equality would mean anything"
+                return f"neither can be told from chance on {items} items, so nothing follows from a difference or none"
         return ""
 
 

@@ -1,6 +1,6 @@
 """HellaSwag: which of four endings continues a text? Zellers et al. 2019; 10,042 validation items, chance is 25 %.
 
-    python hellaswag.py out/small-rms-8                     downloads the items once (data/hellaswag/)
+    python hellaswag.py out/small/rms-8                     downloads the items once (data/hellaswag/)
     python hellaswag.py openai-community/gpt2 --data=hellaswag_val.jsonl.xz
     torchrun --standalone --nproc_per_node=8 hellaswag.py out/gpt2
 
@@ -45,7 +45,7 @@ from ranks import Ranks
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 STORED = Path(__file__).resolve().parent / "data" / "hellaswag" / "hellaswag_val.jsonl"
-ITEMS_FILE = "hellaswag.jsonl"  # in a run folder: per-item results of the last evaluation
+ITEMS_FILE = "hellaswag.jsonl"  # in a run folder: per-item results
 BATCH_SIZE = 64
 
 
@@ -58,7 +58,7 @@ class HellaSwagConfig:
     batch_size: int = key(BATCH_SIZE, "endings scored at once")
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
     dtype: str = key("auto", "of the computation (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16"))
-    out: str = key("", f"file for per-item results ('': a run's {ITEMS_FILE} if it has none yet, else no file)")
+    out: str = key("", f"file for per-item results ('': a run's {ITEMS_FILE}, unless it has one or `items` is set)")
 
     def __post_init__(self) -> None:
         if self.items < 0 or self.batch_size < 1:
@@ -80,7 +80,7 @@ def load_items(path: str = "", count: int = 0) -> list[dict[str, Any]]:
             for number, line in enumerate(lines, 1):
                 items.append(check_item(json.loads(line), number - 1))
     except (OSError, EOFError, lzma.LZMAError) as error:
-        raise DataError(f"{source}: cannot be read ({error}): give the items by --data=FILE") from None
+        raise DataError(f"{source}: cannot be read ({error}): it should be a file of HellaSwag items") from None
     except (ValueError, KeyError, TypeError):
         raise DataError(
             f"{source}:{number}: no HellaSwag item; wants JSON with ctx, four endings and a label from 0 to 3"
@@ -107,7 +107,8 @@ def download() -> Path:
             STORED.parent.mkdir(parents=True, exist_ok=True)
             write_bytes_atomically(STORED, content)
         except (OSError, http.client.HTTPException) as error:
-            raise DataError(f"{URL}: {error}: fetch it by hand and pass --data=FILE") from None
+            raise DataError(f"{URL}: {error}: fetch it by hand and name the file (hellaswag.py --data=FILE, train.py "
+                            "--hellaswag=FILE, sweep.sh HELLASWAG=FILE)") from None  # fmt: skip
     return STORED
 
 
@@ -241,8 +242,10 @@ def main(argv: list[str]) -> None:
     scores = evaluate_hellaswag(model, tokenizer, items, ranks, config.batch_size, autocast)
     if ranks.is_main:
         target = Path(config.out) if config.out else items_file(spec)
-        if target is not None and (config.out or not target.exists()):  # training's own, of the last step, stays
+        # What training wrote about its last step stays, and a trial on some items is not the run's score.
+        if target is not None and (config.out or not (target.exists() or config.items)):
             scores.write(target)
+            print(f"wrote {target}")
         print(f"{scores} (standard errors; {len(items):,} items)")
         print(json.dumps({"spec": spec, **scores.summary()}))
     if dist.is_initialized():

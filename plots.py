@@ -40,7 +40,7 @@ def save(figure: plt.Figure, target: Path) -> Path:
 
 def loss_unit(arms: Arms) -> str:
     every = [run for runs in arms.values() for run in runs.values()]
-    return "nats per byte" if all(run.config["n_vocab"] == 257 for run in every) else "nats per token"
+    return "nats per token" + (", a token is a byte" if all(run.config["n_vocab"] == 257 for run in every) else "")
 
 
 def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = "") -> Path:
@@ -56,7 +56,7 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
         tokens, losses = curves(list(runs.values()))
         if not losses.size:
             continue
-        speed = np.mean([run.metrics.get("tok_per_s", np.nan) for run in runs.values()])
+        speed = 1 / np.mean([1 / run.metrics.get("tok_per_s", np.nan) for run in runs.values()])  # of the mean time
         x = tokens / 1e6 if over == "tokens" else tokens / speed / 60
         mean, sd = losses.mean(0), losses.std(0, ddof=1) if len(losses) > 1 else np.zeros(len(x))
         label = f"{arm}: {mean[-1]:.3f}" + (f" (SD {sd[-1]:.3f}, {len(losses)} seeds)" if len(losses) > 1 else "")
@@ -94,7 +94,7 @@ def compress(axis: plt.Axes, samples: list[np.ndarray], which: str) -> None:
         scale("symlog", linthresh=1.5 * usual, linscale=2)
         getattr(axis, f"{which}axis").set_major_formatter("{x:g}")
     else:
-        axis.locator_params(axis=which, nbins=6)
+        axis.locator_params(axis=which, nbins=4)
     low, high = min(sample.min() for sample in samples), max(sample.max() for sample in samples)
     room = 0.15 * usual or 1.0
     getattr(axis, f"set_{which}lim")(1.2 * min(low, 0) - room, 1.2 * max(high, 0) + room)
@@ -126,7 +126,9 @@ def plot_differences(rows: list[Row], target: Path) -> Path:
     lines = -(-len(metrics) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(5.2 * columns, (0.9 + 0.55 * len(arms)) * lines + 0.3),
                                 layout="constrained", squeeze=False)  # fmt: skip
-    figure.suptitle("Dots: seeds. Marker and line: mean, Holm-adjusted 95 % interval. Gray: the margin.", size=10)
+    margins = " and ".join(dict.fromkeys(f"{row.delta_kind} margin" for row in rows if row.delta))
+    gray = f" Gray: the {margins}." if margins else ""
+    figure.suptitle(f"Dots: seeds. Marker and line: mean, Holm-adjusted 95 % interval.{gray}", size=10)
     for axis in axes.flat[len(metrics) :]:
         axis.set_visible(False)
     for axis, metric in zip(axes.flat, metrics):

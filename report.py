@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import gmean
 
 import published
 from comparison import EQUAL_TIME, Row, compare, exchange_rate, pair, usable
@@ -27,17 +28,18 @@ from plots import Arms, plot_differences, plot_loss
 from runs import METRICS, by_arm, find_runs
 
 HOW = """\
-Mean and SD are over seeds; SD is the standard deviation, never the standard error. train_loss is the mean over the
-logged steps of the last tenth of a run. A difference is arm less baseline at the same seed. The verdict comes from
-the Holm-adjusted paired t interval (it leaves out zero: better or worse) and from TOST within the margin, Holm-
-adjusted too (equivalent); all else is inconclusive, and no p value above 0.05 means "the same". The Holm interval
-belongs to the step at which Holm tested that arm; beside it stands the plain 95 % t interval. Arms are corrected for,
-metrics are not: val_loss is the one to decide by. The sign-flip permutation test and the BCa bootstrap stand beside
-and decide nothing. HellaSwag differences are paired item by item within each seed, and their t error counts both
-seeds and items as samples; sign-flip and bootstrap count seeds alone there. Detectable: the smallest true difference
-that these seeds find with 80 % power, corrected for the number of arms; needed: seeds that come to a verdict, of a
-difference or of equivalence, if the true difference is the observed one. tok_per_s is compared as a ratio.
-val_loss_equal_time is the loss that an arm would have after its baseline's time instead of its tokens."""
+Mean (of tok_per_s the geometric one) and SD are over seeds; SD is the standard deviation, never the standard error.
+train_loss is the mean over the logged steps of the last tenth of a run. A difference is arm less baseline at the same
+seed. The verdict comes from the Holm-adjusted paired t interval (it leaves out zero: better or worse) and from TOST
+within the margin, Holm- adjusted too (equivalent); all else is inconclusive, and no p value above 0.05 means "the
+same". The Holm interval belongs to the step at which Holm tested that arm; beside it stands the plain 95 % t
+interval. Arms are corrected for, metrics are not: val_loss is the one to decide by. The sign-flip permutation test
+and the BCa bootstrap stand beside and decide nothing. HellaSwag differences are paired item by item within each seed,
+and their t error counts both seeds and items as samples; sign-flip and bootstrap count seeds alone there. Detectable:
+the smallest true difference that these seeds find with 80 % power, corrected for the number of arms; needed: seeds
+that come to a verdict, of a difference or of equivalence, if the true difference is the observed one. tok_per_s is
+compared as a ratio. val_loss_equal_time is the loss that an arm would have after its baseline's time instead of its
+tokens."""
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -74,7 +76,8 @@ def seed_table(arms: Arms, metric: str) -> str:
     table = [[seed, *(number(values[arm].get(seed), digits) for arm in arms)]
              for seed in sorted({seed for runs in arms.values() for seed in runs})]  # fmt: skip
     there = {arm: [value for value in its.values() if value is not None] for arm, its in values.items()}
-    table.append(["mean", *(number(np.mean(its) if its else None, digits) for its in there.values())])
+    mean = gmean if METRICS[metric].relative else np.mean
+    table.append(["mean", *(number(mean(its) if its else None, digits) for its in there.values())])
     table.append(["SD", *(number(np.std(its, ddof=1) if len(its) > 1 else None, digits) for its in there.values())])
     return markdown(["seed", *(f"`{arm}`" for arm in arms)], table)
 
@@ -189,7 +192,7 @@ def parse(argv: list[str]) -> tuple[list[Path], dict[str, str], dict[str, float]
 def write_report(arms: Arms, baseline: str, deltas: dict[str, float], out: Path) -> str:
     """Everything into `out`; the verdicts as text."""
     arms, left_out, diverged = usable(arms)
-    pairs, unpaired = pair(arms, baseline)
+    pairs, unpaired = pair(arms, baseline, tuple(left_out))
     rows, lacking = compare(pairs, baseline, deltas, diverged)
     left_out += unpaired + lacking
     # Means and curves are of the runs that are compared, so that they tell the same story as the differences.

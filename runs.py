@@ -136,17 +136,20 @@ def _text(value: Any) -> str:
 def read_log(run: Path) -> list[dict]:
     """Events of a run's log.jsonl (or of a log file); a last line torn by a kill is left out. Raises UserError."""
     path = run / "log.jsonl" if run.is_dir() else run
+    records, lines = [], []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines[:-1]]
+        for line in lines[:-1]:
+            records.append(json.loads(line))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): is {run} a run folder?") from None
     except ValueError:
-        raise UserError(f"{path}: not a log.jsonl: name run folders") from None
+        where = f"{path}:{len(records) + 1}: no JSON, so no run's log, or a damaged one"
+        raise UserError(f"{where}: name run folders, and move a damaged one away or train it again") from None
     with contextlib.suppress(ValueError, IndexError):
         records.append(json.loads(lines[-1]))
     if not records or not isinstance(records[0], dict) or records[0].get("event") != "start":
-        raise UserError(f"{path}: does not begin with a start event: is it a run's log?")
+        raise UserError(f"{path}: does not begin with a start event: no run's log, or damaged: leave it out")
     return records
 
 

@@ -13,7 +13,8 @@
 #
 # All arms of a seed run one after the other, beginning with another arm each time, so that a drift of the machine hits
 # all alike. Run it again after an interruption: finished runs are skipped, the broken one goes on where it stopped.
-# Each run's output is in its folder's train.txt. Exits 1 if a run failed; the others are done all the same.
+# Each run's output is in its folder's train.txt. Exits 1 if a run failed (the others are done all the same), 2 at once
+# if a setting is wrong, 130 if it was stopped.
 set -euo pipefail
 cd "$(dirname "$0")"
 die() { echo "error: $1" >&2; exit 2; }
@@ -23,15 +24,38 @@ PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 OUT=${OUT:-out/$(basename "$1" .py)}
 KEEP=${KEEP:-}
 NPROC=${NPROC:-1}
-[ -f "$1" ] || die "$1: the first word is a config file"
+[ -f "$1" ] || die "$1: no such file; the first word is a config file"
 # xargs splits words as a shell would, quotes included, and runs nothing of them.
-list=$(xargs -n1 printf '%s\n' <<<"${ARMS:-layer rms coupled cbwc taper}") || die "ARMS: a quote is not closed"
+list=$(xargs -n1 printf '%s\n' <<<"${ARMS:-layer rms coupled cbwc taper}" 2>/dev/null) || die "ARMS: a quote is not closed"
 mapfile -t arms <<<"$list"
 [ "$(sort <<<"$list" | uniq -d)" = "" ] || die "ARMS: an arm stands there twice"
 read -ra seeds <<<"${SEEDS:-8 9 10 11 12 13 14 15}"
+[ "$(printf '%s\n' "${seeds[@]}" | sort | uniq -d)" = "" ] || die "SEEDS: a seed stands there twice"
 for seed in "${seeds[@]}"; do [[ $seed =~ ^[0-9]+$ ]] || die "SEEDS: $seed is no seed: give numbers with blanks between"; done
 launcher=("$PYTHON")
 [ "$NPROC" = 1 ] || launcher+=(-m torch.distributed.run --standalone --nproc_per_node="$NPROC")
+
+split() {  # an arm into keys: the norm type, then its settings
+  local words
+  words=$(xargs -n1 printf '%s\n' <<<"$1" 2>/dev/null) || die "ARMS: a quote is not closed in: $1"
+  mapfile -t keys <<<"$words"
+}
+
+# A wrong key in the last arm should not wait until all others have trained.
+check=()
+for arm in "${arms[@]}"; do split "$arm"; check+=("::" --norm_type="${keys[0]}" "${keys[@]:1}"); done
+"$PYTHON" -c '
+import sys
+from configurator import parse_args
+from errors import run_program
+from train import TrainConfig
+
+def main(words):
+    marks = [i for i, word in enumerate(words) if word == "::"] + [len(words)]
+    for start, end in zip(marks, marks[1:]):
+        parse_args(TrainConfig, words[: marks[0]] + words[start + 1 : end])
+
+run_program(main)' "$@" "${check[@]}" || exit 2
 
 child= failed=0 number=0 total=$((${#arms[@]} * ${#seeds[@]}))
 stop() { [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; echo "stopped; run it again to go on"; exit 130; }
@@ -40,8 +64,7 @@ trap stop INT TERM HUP
 for round in "${!seeds[@]}"; do
   for turn in "${!arms[@]}"; do
     arm=${arms[(turn + round) % ${#arms[@]}]} seed=${seeds[round]}
-    words=$(xargs -n1 printf '%s\n' <<<"$arm") || die "ARMS: a quote is not closed in: $arm"
-    mapfile -t keys <<<"$words"  # the norm type, then its keys
+    split "$arm"
     name=$(IFS=+; echo "${keys[*]}")
     name=${name//+--/+} name=${name// /_}-$seed number=$((number + 1))
     run=$OUT/$name label="[$number/$total] $name"

@@ -12,7 +12,10 @@ Statistics and maths are in float32 (float64 for float64); results have the type
 
     auto     Triton for CUDA tensors in eager mode, plain PyTorch elsewhere and under torch.compile
     torch    plain PyTorch
-    triton   Triton; an error where that cannot be. float64 has no kernels and always runs in PyTorch
+    triton   Triton; an error without Triton or a GPU. float64 has no kernels and always runs in PyTorch
+
+A mode is about these functions alone. In every mode some norms are plain PyTorch: a shared position with
+coupled_grad=full, dyt, taper's fixed phase, and the blending itself of a taper over LayerNorm or with a bias.
 """
 
 import torch
@@ -36,8 +39,8 @@ def implementation(x: Tensor, mode: str = "auto"):
     if mode == "torch" or x.dtype == torch.float64:
         return reference
     if mode == "auto":
-        # Inductor fuses the plain formula with its neighbours, and cannot look into an operator. That it is then
-        # the faster one under torch.compile is an estimate from counted bytes, until a GPU has been asked.
+        # Inductor fuses the plain formula with its neighbours, and cannot look into an operator. Whether it is then
+        # the faster one under torch.compile is not yet measured.
         return binding if x.is_cuda and binding is not None and not torch.compiler.is_compiling() else reference
     if mode != "triton":
         raise UserError(f"kernels={mode!r}: it is one of {', '.join(MODES)}")
@@ -56,8 +59,22 @@ def fits(x: Tensor, *vectors: Tensor | None, add: Tensor | None = None, statisti
             raise UserError(f"a gain or bias of shape {tuple(vector.shape)} for {x.shape[-1]} channels: give one each")
     if add is not None and add.shape != x.shape:
         raise UserError(f"{tuple(add.shape)} cannot be added to {tuple(x.shape)} here: expand it first")
+    if add is not None and add.dtype == torch.float64 != x.dtype:
+        raise UserError(f"a float64 tensor cannot be added to {x.dtype} here: convert one of them first")
     if statistic is not None and statistic.shape != (*x.shape[:-1], 1):
         raise UserError(f"a statistic of shape {tuple(statistic.shape)} for {tuple(x.shape)}: give one number a row")
+    if statistic is not None and statistic.dtype != reference.statistics_dtype(x):
+        raise UserError(f"a {statistic.dtype} statistic for {x.dtype}: give it in {reference.statistics_dtype(x)}")
+
+
+def count(x: Tensor, groups: int, counted: int | None) -> int:
+    """The channels of each group that the mean is over. Raises UserError unless groups divide C and hold `counted`."""
+    if groups < 1 or x.shape[-1] % groups:
+        raise UserError(f"groups={groups} for {x.shape[-1]} channels: give a number that divides them")
+    of = x.shape[-1] // groups
+    if counted is not None and not 1 <= counted <= of:
+        raise UserError(f"counted={counted} for groups of {of} channels: give a number from 1 to {of}, or None for all")
+    return of if counted is None else counted
 
 
 def rms_norm(
@@ -70,7 +87,7 @@ def rms_norm(
     Zhang & Sennrich 2019, equation 4.
     """
     fits(x, w, b)
-    return implementation(x, mode).rms_norm(x, w, b, eps, groups, counted or x.shape[-1] // groups)
+    return implementation(x, mode).rms_norm(x, w, b, eps, groups, count(x, groups, counted))
 
 
 def add_rms_norm(
@@ -79,7 +96,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, h, inv_rms): h = x + a, and rms_norm of h as rounded. a is (..., C) like x, of any type."""
     fits(x, w, b, add=a)
-    return implementation(x, mode).add_rms_norm(x, a, w, b, eps, groups, counted or x.shape[-1] // groups)
+    return implementation(x, mode).add_rms_norm(x, a, w, b, eps, groups, count(x, groups, counted))
 
 
 def layer_norm(
@@ -115,6 +132,8 @@ def scaled_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str, m
     fits(z, b, statistic=inv_rms)
     if kind not in reference.KINDS:
         raise UserError(f"activation {kind!r}: it is one of {', '.join(reference.KINDS)}")
+    if kind == "swiglu" and z.shape[-1] % 2:
+        raise UserError(f"swiglu of {z.shape[-1]} channels: give an even number, gate and up side by side")
     return implementation(z, mode).scaled_activation(z, inv_rms, b, kind)
 
 
@@ -126,4 +145,6 @@ def taper_norm(
     gate_c and inv_rms (..., 1) carry no gradient. Kanavalau, Amo Alonso & Lall 2026.
     """
     fits(h, w, w_tilde)
+    if gate_c.shape != (2,):
+        raise UserError(f"gate_c of shape {tuple(gate_c.shape)}: give two numbers, the gate and c")
     return implementation(h, mode).taper_norm(h, w, w_tilde, gate_c, eps)

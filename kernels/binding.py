@@ -52,6 +52,11 @@ def _wanted(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else gradient
 
 
+def _of_the_summands(ctx, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradient of h = x + a, for x and for a, each in its own type."""
+    return tuple(None if dh is None else dh.to(dtype) for dtype in ctx.dtypes)
+
+
 rms_norm_backward = operator(reference.rms_norm_backward, row_norm.rms_norm_backward)
 layer_norm_backward = operator(reference.layer_norm_backward, row_norm.layer_norm_backward)
 shared_rms_scale_backward = operator(reference.shared_rms_scale_backward, shared_rms.shared_rms_scale_backward)
@@ -67,11 +72,20 @@ def _rms_setup(ctx, inputs, output):
     _save(ctx, x, w, b, output[1])
 
 
-def _rms_gradient(ctx, dy, ds):
+def _rms_gradients(ctx, dy, dh, ds):
+    """(dx, dw, db) for the gradients of y, of the stream x itself and of inv_rms; None for one that nobody used."""
     x, w, b, inv_rms = ctx.saved_tensors
-    dy = torch.zeros_like(x) if dy is None else dy
-    dx, dw, db = rms_norm_backward(dy, None, ds, x, w, b, inv_rms, ctx.counted)
-    return dx, _wanted(dw, w), _wanted(db, b), None, None, None
+    if dy is not None:
+        dx, dw, db = rms_norm_backward(dy, dh, ds, x, w, b, inv_rms, ctx.counted)
+        return dx, _wanted(dw, w), _wanted(db, b)
+    if ds is not None:  # zeros for dy would be a pass more, and NaN in rows with an inf
+        through = reference.inverse_rms_backward(ds, x, inv_rms, ctx.counted)
+        dh = through if dh is None else dh + through
+    return dh, None, None
+
+
+def _rms_gradient(ctx, dy, ds):
+    return *_rms_gradients(ctx, dy, None, ds), None, None, None
 
 
 def _add_rms_setup(ctx, inputs, output):
@@ -81,10 +95,8 @@ def _add_rms_setup(ctx, inputs, output):
 
 
 def _add_rms_gradient(ctx, dy, dh, ds):
-    h, w, b, inv_rms = ctx.saved_tensors
-    dy = torch.zeros_like(h) if dy is None else dy
-    dh, dw, db = rms_norm_backward(dy, dh, ds, h, w, b, inv_rms, ctx.counted)
-    return *(dh.to(dtype) for dtype in ctx.dtypes), _wanted(dw, w), _wanted(db, b), None, None, None
+    dh, dw, db = _rms_gradients(ctx, dy, dh, ds)
+    return *_of_the_summands(ctx, dh), dw, db, None, None, None
 
 
 rms_norm = operator(reference.rms_norm, row_norm.rms_norm, _rms_setup, _rms_gradient)
@@ -131,9 +143,10 @@ def _add_shared_setup(ctx, inputs, output):
 
 def _add_shared_gradient(ctx, dy, dh):
     h, inv_rms, w = ctx.saved_tensors
-    dy = torch.zeros_like(h) if dy is None else dy
+    if dy is None:
+        return *_of_the_summands(ctx, dh), None, None
     dh, dw = shared_rms_scale_backward(dy, dh, h, inv_rms, w)
-    return *(dh.to(dtype) for dtype in ctx.dtypes), None, _wanted(dw, w)
+    return *_of_the_summands(ctx, dh), None, _wanted(dw, w)
 
 
 def _activation_setup(ctx, inputs, output):

@@ -95,6 +95,12 @@ def rms_norm_backward(
     return dx.to(x.dtype), _sum_rows(dy * v, w), _sum_rows(dy, b)
 
 
+def inverse_rms_backward(ds: Tensor, x: Tensor, inv_rms: Tensor, counted: int) -> Tensor:
+    """dx for the gradient ds (..., G) of inv_rms alone: -x s^3 ds / n in the n counted channels of each group."""
+    dx = scale_groups(x, -ds * inv_rms**3 / counted).unflatten(-1, (inv_rms.shape[-1], -1))
+    return F.pad(dx[..., :counted], (0, dx.shape[-1] - counted)).flatten(-2).to(x.dtype)
+
+
 def layer_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, inv_std), y = (x - mean) * inv_std * w + b; Ba et al. 2016. The statistics carry no gradient."""
     wide = statistics_dtype(x)
@@ -123,15 +129,22 @@ class SharedRMSScale(torch.autograd.Function):
     This saves h alone, in its own type, and the backward reads no more than it must: (dy * s) * w and (dy * s) * h.
     """
 
+    generate_vmap_rule = True  # for torch.func
+
     @staticmethod
-    def forward(ctx, h: Tensor, inv_rms: Tensor, w: Tensor | None) -> Tensor:
-        ctx.save_for_backward(h, inv_rms, w)
+    def forward(h: Tensor, inv_rms: Tensor, w: Tensor | None) -> Tensor:
         return affine(h.to(inv_rms.dtype) * inv_rms, w, None, h.dtype)
 
     @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, Tensor | None]:
-        dh, dw = shared_rms_scale_backward(dy, None, *ctx.saved_tensors)
-        return dh, None, None if ctx.saved_tensors[2] is None else dw
+        h, inv_rms, w = ctx.saved_tensors
+        # This is differentiable too, and the statistic is a constant in a second derivative as well.
+        dh, dw = shared_rms_scale_backward(dy, None, h, inv_rms.detach(), w)
+        return dh, None, None if w is None else dw
 
 
 def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None) -> Tensor:
@@ -214,7 +227,7 @@ def taper_norm(
 
     gate_c (2,) holds the gate g and the scale c, both constants. inv_rms carries no gradient.
     """
-    gate, c = gate_c.unbind()
+    gate, c = gate_c.detach().unbind()
     x = h.to(statistics_dtype(h))
     fixed = x * (c if w_tilde is None else c * w_tilde)
     inv_rms = inverse_rms(x, eps)

@@ -22,6 +22,7 @@ from configurator import parse_args, read_config_file
 from data.tokenizers import CharTokenizer, byte_tokenizer, token_bytes
 from errors import ConfigError, UserError
 from model import GPT
+from runs import read_log
 from train import TrainConfig
 
 
@@ -58,9 +59,10 @@ def test_report_draws_a_png(run, tmp_path, capsys):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     with open(run / "log.jsonl", "a") as log:
         log.write('{"event": "st')  # torn by a kill
-    assert len(report.read_log(run)) == len(records(run))
-    with pytest.raises(UserError, match="run folder"):
-        report.main([str(tmp_path)])
+    assert len(read_log(run)) == len(records(run))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no run folder in it"):
+        report.main([str(tmp_path / "empty")])
     with pytest.raises(ConfigError, match="--plt=x"):
         report.main([str(run), "--plt=x"])
 
@@ -100,7 +102,7 @@ def test_model_sizes(name, millions):
     assert model.num_params() / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-@pytest.mark.parametrize("program", ["train.py", "sample.py", "report.py", "bench_train.py"])
+@pytest.mark.parametrize("program", ["train.py", "sample.py", "report.py", "bench_train.py", "hellaswag.py"])
 def test_help(program):
     """--help exits 0 and shows how the program is called; for train.py it lists every key."""
     result = subprocess.run([sys.executable, ROOT / program, "--help"], capture_output=True, text=True, timeout=120)

@@ -212,6 +212,8 @@ def test_diverged_seeds_take_the_verdict_with_them(sweep):
     row = rows_of(sweep)["val_loss", "taper"]
     assert row.verdict.word == "better" and row.word == "inconclusive"
     assert "4 of 8 seeds diverged" in row.sentence()
+    with pytest.raises(ConfigError, match="usable runs are 'rms'; taper, seed 8: step 100: the loss"):
+        pair({"rms": {}}, "taper", ("taper, seed 8: step 100: the loss on rank 0 is not finite",))
 
 
 def test_a_run_that_resumed_with_other_settings_is_left_out(sweep, tmp_path, capsys):
@@ -287,10 +289,13 @@ def test_bad_folders(tmp_path):
     with pytest.raises(UserError, match="no run folder in it"):
         report.main([str(tmp_path), "--baseline=rms"])
     run = write_run(tmp_path, "rms", 8)
-    with pytest.raises(ConfigError, match="the arms with finished runs are 'rms'"):
+    with pytest.raises(ConfigError, match="the arms with usable runs are 'rms'"):
         report.main([str(tmp_path), "--baseline=layer"])
     with pytest.raises(UserError, match="both are rms, seed 8"):
         report.main([str(run), str(run), "--baseline=rms"])
+    (run / "log.jsonl").write_text('{"event": "start"}\n{"event\n{}\n')
+    with pytest.raises(UserError, match=r"log\.jsonl:2: no JSON"):
+        report.main([str(run)])
     (run / "log.jsonl").write_text("[1]\n")
     with pytest.raises(UserError, match="start event"):
         report.main([str(run)])

@@ -110,7 +110,8 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
     lines = finish(start(data, tmp_path / "out", "--n_layers=3"), 2)
     assert len(lines) == 1 and "n_layer" in lines[0]
     wrong = (("ARMS", "rms 'coupled", "quote is not closed"), ("ARMS", "rms rms", "stands there twice"),
-             ("SEEDS", "1,2", "1,2 is no seed"))  # fmt: skip
+             ("SEEDS", "1,2", "1,2 is no seed"), ("ARMS", "rms copled", "did you mean coupled"),
+             ("SEEDS", "1 1", "stands there twice"))  # fmt: skip
     for name, value, error in wrong:
         assert any(error in line for line in finish(start(data, tmp_path / "out", **{name: value}), 2))
     help_text = subprocess.run(["./sweep.sh"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
