@@ -123,7 +123,7 @@ def scaled_activation_backward(dy, z, inv_rms, b, kind):
     n_rows, channels = dy.shape
     shape = tile(channels, rows.BACKWARD, WIDEST)
     column_tiles = triton.cdiv(channels, shape.columns)
-    n_programs, chunk = rows.chunks(n_rows, shape.rows, column_tiles, z.device)
+    n_programs, chunk = rows.chunks(n_rows, shape, column_tiles, z.device)
     dz, db = rows.empty(z.shape, z.dtype, z.device), rows.partial_sums(n_programs, b)
     with rows.on_device(z):
         backward_kernel[(n_programs, column_tiles)](

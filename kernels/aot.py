@@ -5,12 +5,14 @@
 
 The launchers run on tensors without memory, and each launch they make is compiled as on a GPU, with ptxas,
 cuobjdump and nvdisasm out of Triton's wheel. Columns: registers a thread; stack bytes; shared memory bytes a program;
-bits of the widest load and store of global memory; instructions that shuffle between threads (SHFL), wait for other
-warps (BAR), move spilled registers (spill), compute in float64 (FP64).
+bits of the widest load and store of global memory, and how many loads are of fewer bits than 128 (a row's statistics
+are); instructions that shuffle between threads (SHFL), wait for other warps (BAR), move spilled registers (spill),
+compute in float64 (FP64).
 
 The last line of output is JSON. Exit code 1 if a kernel spills or computes in float64.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -32,7 +34,7 @@ from kernels import activation, binding, row_norm, shared_rms, taper
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 ROWS = 65536
-COLUMNS = ("registers", "stack", "shared", "load bits", "store bits", "SHFL", "BAR", "spill", "FP64")
+COLUMNS = ("registers", "stack", "shared", "load bits", "store bits", "narrow loads", "SHFL", "BAR", "spill", "FP64")
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,18 @@ class AotConfig:
     """Keys of kernels/aot.py."""
 
     sm: tuple[float, ...] | float = key((80, 90, 100), "architectures: compute capability times ten")
-    channels: tuple[float, ...] | float = key((768, 1024, 2048, 4096, 8192, 16384), "C, the length of a row")
+    channels: tuple[float, ...] | float = key((768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first")
     out: str = key("", "write the table to this Markdown file")
 
 
-def cases(channels: int) -> Iterator[tuple[str, Callable]]:
-    """(name, launch) of every operator at C channels: bfloat16 activations, float32 gains, as in training."""
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
-    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
 
-    x, x2, w = tensor(ROWS, channels), tensor(ROWS, 2 * channels), tensor(channels, dtype=torch.float32)
-    w2, s, gate_c = (tensor(*shape, dtype=torch.float32) for shape in ((2 * channels,), (ROWS, 1), (2,)))
+def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable]]:
+    """(name, launch) of every operator at C channels: activations in `dtype`, float32 gains, as in training."""
+    x, x2 = meta(ROWS, channels, dtype=dtype), meta(ROWS, 2 * channels, dtype=dtype)
+    w, w2, s, gate_c = meta(channels), meta(2 * channels), meta(ROWS, 1), meta(2)
     C, eps = channels, 1e-5
     yield "rms_norm", lambda: row_norm.rms_norm(x, w, None, eps, 1, C)
     yield "rms_norm_backward", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C)
@@ -69,6 +71,24 @@ def cases(channels: int) -> Iterator[tuple[str, Callable]]:
         z, b = (x2, w2) if kind == "swiglu" else (x, w)
         yield f"{kind}", lambda z=z, b=b, kind=kind: activation.scaled_activation(z, s, b, kind)
         yield f"{kind}_backward", lambda z=z, b=b, kind=kind: activation.scaled_activation_backward(x, z, s, b, kind)
+
+
+def variants(channels: int) -> Iterator[tuple[str, Callable]]:
+    """What training meets more rarely: a float32 stream (train.py's autocast), a bias, a gradient of the statistic, no
+    gains."""
+    for name, launch in cases(channels, torch.float32):
+        yield f"{name}, float32", launch
+    x, w, s, C, eps = meta(ROWS, channels, dtype=torch.bfloat16), meta(channels), meta(ROWS, 1), channels, 1e-5
+    yield "rms_norm, bias", lambda: row_norm.rms_norm(x, w, w, eps, 1, C)
+    yield "rms_norm_backward, bias", lambda: row_norm.rms_norm_backward(x, None, None, x, w, w, s, C)
+    yield "rms_norm_backward, ds", lambda: row_norm.rms_norm_backward(x, None, s, x, w, None, s, C)
+    yield "add_rms_norm_backward, bias, ds", lambda: row_norm.rms_norm_backward(x, x, s, x, w, w, s, C)
+    yield "rms_norm, no gain", lambda: row_norm.rms_norm(x, None, None, eps, 1, C)
+    yield "rms_norm_backward, no gain", lambda: row_norm.rms_norm_backward(x, None, None, x, None, None, s, C)
+    yield "layer_norm_backward, no gain", lambda: row_norm.layer_norm_backward(x, x, None, None, s, s)
+    yield "shared_rms_scale, no gain", lambda: shared_rms.shared_rms_scale(x, s, None)
+    yield "shared_rms_scale_backward, no gain", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, None)
+    yield "taper_norm_backward, no gain", lambda: taper.taper_norm_backward(x, x, None, None, meta(2), s)
 
 
 def launches(launch: Callable) -> list[tuple[triton.JITFunction, tuple, dict]]:
@@ -117,12 +137,13 @@ def measure(code: bytes, shared: int) -> dict[str, int]:
     def count(pattern: str) -> int:
         return len(re.findall(pattern, assembly.stdout))
 
-    def widest(instruction: str) -> int:
+    def widths(instruction: str) -> list[int]:
         found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly.stdout)
-        return max([next((bits for bits in (128, 64) if f".{bits}" in word), 32) for word in found] or [0])
+        return [next((bits for bits in (128, 64) if f".{bits}" in word), 32) for word in found] or [0]
 
     return dict(zip(COLUMNS, (
-        registers, stack, shared, widest("LDG"), widest("STG"), count(r"\bSHFL\b"), count(r"\bBAR\b"),
+        registers, stack, shared, max(widths("LDG")), max(widths("STG")), sum(bits < 128 for bits in widths("LDG")),
+        count(r"\bSHFL\b"), count(r"\bBAR\b"),
         count(r"\b(?:LDL|STL)\b"), count(r"\b(?:DADD|DMUL|DFMA|DSETP|DMNMX)\b|\.F64\b|64H\b"),
     )))  # fmt: skip
 
@@ -147,8 +168,8 @@ def main(argv: list[str]) -> int:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     records = []
     for sm in integers(config.sm, "sm"):
-        for channels in integers(config.channels, "channels"):
-            for name, launch in cases(channels):
+        for place, channels in enumerate(integers(config.channels, "channels")):
+            for name, launch in itertools.chain(cases(channels), variants(channels) if place == 0 else ()):
                 for kernel, arguments, keywords in launches(launch):
                     record = {"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm}
                     records.append(record | measure(*compile_launch(kernel, arguments, keywords, sm)))

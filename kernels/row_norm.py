@@ -197,7 +197,7 @@ def _backward(
     n_rows, channels, w = x_rows.shape[0], x.shape[-1] // groups, rows.vector(w)
     shape = tile(channels, rows.BACKWARD)
     column_tiles = triton.cdiv(channels, shape.columns)
-    n_programs, chunk = rows.chunks(n_rows, shape.rows, groups * column_tiles, x.device)
+    n_programs, chunk = rows.chunks(n_rows, shape, groups * column_tiles, x.device)
     dx = rows.empty(x.shape, x.dtype, x.device)
     dw, db = rows.partial_sums(n_programs, w), rows.partial_sums(n_programs, b)
     dot = total = None

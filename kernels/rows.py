@@ -16,7 +16,8 @@ from torch import Tensor
 WHOLE = 8192  # widest row that one tile holds; an untiled backward of 16384 columns spills registers
 THREADS = 128  # of a program, or more where a row is long
 FORWARD, BACKWARD = 16, 8  # elements a thread: one or two 128-bit loads of bfloat16. Backward kernels hold more of them
-PROGRAMS_PER_SM = 8  # of a backward kernel: all resident at 64 registers a thread, and few partial sums
+WARPS_PER_SM = 32  # of a backward kernel, in all its programs: all resident at 64 registers a thread (84: 24 of them)
+LEAST = 4  # rows of a backward program: one leaves a row of float32 partial sums, as many bytes as two bfloat16 rows
 
 
 class Tile(NamedTuple):
@@ -35,21 +36,22 @@ def tile(columns: int, each: int, widest: int = WHOLE) -> Tile:
 
 
 @functools.cache
-def programs(device: torch.device) -> int:
-    """Programs that a backward kernel is spread over. The CPU's number is for the interpreter: several rows each."""
+def programs(device: torch.device, warps: int) -> int:
+    """Programs of `warps` warps that a backward kernel is spread over. The CPU's number is for the interpreter."""
     if device.type != "cuda":
         return 4
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, WARPS_PER_SM // warps) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def chunks(n_rows: int, rows: int, beside: int, device: torch.device) -> tuple[int, int]:
-    """(programs, rows of each) that cover n_rows with tiles of `rows`; `beside` programs share each chunk of rows.
+def chunks(n_rows: int, shape: Tile, beside: int, device: torch.device) -> tuple[int, int]:
+    """(programs, rows of each) that cover n_rows with tiles of `shape`; `beside` programs share each chunk of rows.
 
-    Never more programs than tiles, so that short inputs leave few partial sums on however large a device.
+    Never fewer than LEAST rows each, so that short inputs leave few partial sums on however large a device.
     """
-    tiles = triton.cdiv(n_rows, rows)
-    each = max(1, triton.cdiv(tiles, max(1, programs(device) // beside)))
-    return triton.cdiv(tiles, each), each * rows
+    tiles = triton.cdiv(n_rows, shape.rows)
+    spread = triton.cdiv(tiles, max(1, programs(device, shape.warps) // beside))
+    each = max(triton.cdiv(LEAST, shape.rows), spread)
+    return triton.cdiv(tiles, each), each * shape.rows
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -49,9 +49,12 @@ def backward_kernel(
         row = start + tl.arange(0, ROWS)
         valid = row < n_rows
         mask = valid[:, None] & (col < C)[None, :]
-        dx = load(DY, row, col, dy_stride, mask) * tl.load(INV + row, mask=valid, other=0.0)[:, None]
+        dx = load(DY, row, col, dy_stride, mask)  # long loads before the short one: else float32 spills on sm_90
         if W is not None:
-            dw += dx * load(H, row, col, h_stride, mask)
+            h = load(H, row, col, h_stride, mask)
+        dx = dx * tl.load(INV + row, mask=valid, other=0.0)[:, None]
+        if W is not None:
+            dw += dx * h
             dx = dx * w
         if DH is not None:
             dx += load(DH, row, col, dh_stride, mask)
@@ -89,7 +92,7 @@ def shared_rms_scale_backward(dy, dh, h, inv_rms, w):
     n_rows, channels = h_rows.shape
     shape = tile(channels, rows.BACKWARD, WIDEST)
     column_tiles = triton.cdiv(channels, shape.columns)
-    n_programs, chunk = rows.chunks(n_rows, shape.rows, column_tiles, h.device)
+    n_programs, chunk = rows.chunks(n_rows, shape, column_tiles, h.device)
     dx, dw = rows.empty(h.shape, h.dtype, h.device), rows.partial_sums(n_programs, w)
     with rows.on_device(h):
         backward_kernel[(n_programs, column_tiles)](

@@ -114,7 +114,7 @@ def taper_norm_backward(dy, h, w, w_tilde, gate_c, inv_rms):
     n_rows, channels = x.shape
     shape = tile(channels, rows.BACKWARD)
     column_tiles = triton.cdiv(channels, shape.columns)
-    n_programs, chunk = rows.chunks(n_rows, shape.rows, column_tiles, h.device)
+    n_programs, chunk = rows.chunks(n_rows, shape, column_tiles, h.device)
     dx = rows.empty(h.shape, h.dtype, h.device)
     dw, dwt, dot = rows.partial_sums(n_programs, w), rows.partial_sums(n_programs, w_tilde), None
     with rows.on_device(h):

@@ -383,7 +383,7 @@ def test_tiles_of_the_size_a_gpu_gets(name, monkeypatch):
 def test_any_number_of_multiprocessors(name, n_programs, monkeypatch):
     """More programs than rows, and one for all rows: the guards see a write outside."""
     monkeypatch.setattr(rows, "THREADS", 64)
-    monkeypatch.setattr(rows, "programs", lambda device: n_programs)
+    monkeypatch.setattr(rows, "programs", lambda device, warps: n_programs)
     check_case(name, plain_case(96, 64))
 
 
