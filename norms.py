@@ -33,7 +33,7 @@ class NormConfig:
     norm_eps: float = key(1e-5, "added to the mean square, inside the root")
     norm_affine: bool = key(True, "norms have learned gains (and biases, where type and `bias` have them)")
     qk_norm: bool = key(False, "RMSNorm on queries and keys, over the channels of each head")
-    kernels: str = key("auto", "norms by Triton or plain PyTorch (auto: Triton on a GPU, unless compiled; see kernels/)", MODES)
+    kernels: str = key("auto", "norms by Triton or plain PyTorch (auto: Triton on a GPU unless compiled)", MODES)
     rms_fraction: float = key(1.0, "rms: share of the channels, from the first on, that the RMS is taken over")
     norm_groups: int = key(1, "rms: number of channel groups that are normalised independently")
     coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
