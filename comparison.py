@@ -1,6 +1,7 @@
 """Arms against a baseline: pairs, estimates, verdicts, and a sentence for each verdict."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -34,7 +35,6 @@ class Row:
     delta: float
     delta_kind: str  # declared, post hoc, or "" for none
     seeds: list[int]
-    values: np.ndarray  # (n,) of the arm
     differences: np.ndarray  # (n,) paired by seed
     estimate: Estimate
     verdict: Verdict
@@ -52,13 +52,13 @@ class Row:
         """Standard deviation of the seeds' differences."""
         return float(self.differences.std(ddof=1))
 
-    @property
+    @cached_property
     def detectable(self) -> float:
         """Smallest true difference that this many seeds find with 80 % power, all arms corrected for."""
         scale = self.estimate.se * len(self.seeds) ** 0.5  # the SD, or more where items are part of the error
         return detectable_effect(scale, len(self.seeds), ALPHA / self.n_arms) if scale else 0.0
 
-    @property
+    @cached_property
     def needed(self) -> int | None:
         """Seeds that come to a verdict with 80 % power if the true difference is the observed one.
 
@@ -68,11 +68,11 @@ class Row:
             return None
         return seeds_needed(self.estimate.mean, self.delta, self.sd, ALPHA / self.n_arms)
 
-    @property
+    @cached_property
     def sign_flip(self) -> float:
         return sign_flip_p(self.differences)
 
-    @property
+    @cached_property
     def bootstrap(self) -> tuple[float, float]:
         return bca_interval(self.differences)
 
@@ -211,7 +211,7 @@ def compare(
         estimates = [measured.estimate() for measured in found.values()]
         verdicts = decide(estimates, delta, metric.lower_is_better)
         for (arm, measured), estimate, verdict in zip(found.items(), estimates, verdicts, strict=True):
-            row = Row(metric, arm, baseline, delta, kind, measured.seeds, np.array(measured.values),
+            row = Row(metric, arm, baseline, delta, kind, measured.seeds,
                       np.array(measured.differences), estimate, verdict, len(found),
                       diverged.get(arm, "") or measured.caution(metric, run))  # fmt: skip
             rows.append(row)

@@ -24,7 +24,7 @@ Handover = tuple[nn.Parameter, nn.Parameter]  # (from, to): `to` has taken over 
 class Norm(nn.Module):
     """Adds delta, then normalises: subclasses give `normalize`. Gain (and bias) are (C,), float32 by default."""
 
-    kernels = "auto"  # which implementation runs (kernels/): GPT sets it on all its norms
+    kernels = "auto"  # which implementation runs (kernels/): the norm plan sets it
 
     def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False):
         super().__init__()

@@ -25,21 +25,20 @@ OUT=${OUT:-out/$(basename "$1" .py)}
 KEEP=${KEEP:-}
 NPROC=${NPROC:-1}
 [ -f "$1" ] || die "$1: no such file; the first word is a config file"
-# xargs splits words as a shell would, quotes included, and runs nothing of them.
-list=$(xargs -n1 printf '%s\n' <<<"${ARMS:-layer rms coupled cbwc taper}" 2>/dev/null) || die "ARMS: a quote is not closed"
-mapfile -t arms <<<"$list"
-[ "$(sort <<<"$list" | uniq -d)" = "" ] || die "ARMS: an arm stands there twice"
+split() {  # words into keys, as a shell would, quotes included; xargs runs nothing of them
+  local words
+  words=$(xargs -n1 printf '%s\n' <<<"$1" 2>/dev/null) || die "ARMS: a quote is not closed in: $1"
+  mapfile -t keys <<<"$words"
+}
+
+split "${ARMS:-layer rms coupled cbwc taper}"
+arms=("${keys[@]}")
+[ "$(printf '%s\n' "${arms[@]}" | sort | uniq -d)" = "" ] || die "ARMS: an arm stands there twice"
 read -ra seeds <<<"${SEEDS:-8 9 10 11 12 13 14 15}"
 [ "$(printf '%s\n' "${seeds[@]}" | sort | uniq -d)" = "" ] || die "SEEDS: a seed stands there twice"
 for seed in "${seeds[@]}"; do [[ $seed =~ ^[0-9]+$ ]] || die "SEEDS: $seed is no seed: give numbers with blanks between"; done
 launcher=("$PYTHON")
 [ "$NPROC" = 1 ] || launcher+=(-m torch.distributed.run --standalone --nproc_per_node="$NPROC")
-
-split() {  # an arm into keys: the norm type, then its settings
-  local words
-  words=$(xargs -n1 printf '%s\n' <<<"$1" 2>/dev/null) || die "ARMS: a quote is not closed in: $1"
-  mapfile -t keys <<<"$words"
-}
 
 # A wrong key in the last arm should not wait until all others have trained.
 check=()

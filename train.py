@@ -143,7 +143,6 @@ class Trainer:
         train, val = (Blocks(config.data_dir, split, config.block_size, n_vocab or rows) for split in ("train", "val"))
         self.loader = TrainLoader(train, config.batch_size, config.gradient_accumulation_steps, config.seed)
         self.tokens_per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
-        self.data_id = f"{train.fingerprint()} {val.fingerprint()}"
 
         # Precision: weights are float32 (float64 only if all is), low precision comes by autocast
         dtype = DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if ranks.on_cuda else "float32"]
@@ -219,7 +218,9 @@ class Trainer:
             except OSError as error:
                 raise UserError(f"out_dir={self.out_dir}: cannot be written ({error.strerror})") from None
         start = {"n_params": self.model.num_params(), "norm_plan": str(self.model.plan)}
-        start |= {"world_size": self.ranks.world_size, "tokens_per_step": self.tokens_per_step, "data": self.data_id}
+        start |= {"world_size": self.ranks.world_size, "tokens_per_step": self.tokens_per_step}
+        if self.ranks.is_main:  # the only one that logs it
+            start["data"] = f"{self.loader.blocks.fingerprint()} {self.evaluator.blocks.fingerprint()}"
         start |= environment(self.ranks.device)
         self.log.open(self.step if resumed else None, start, self.changed)
         self.log.say(f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
