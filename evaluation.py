@@ -17,6 +17,7 @@ from dataloader import Blocks, bytes_per_token, eval_batches
 from hellaswag import Scores, download, evaluate_hellaswag, load_items
 from model import GPT
 from ranks import Ranks
+from rms_stats import RMSStats, measure
 
 
 class Evaluator:
@@ -60,6 +61,12 @@ class Evaluator:
         model.train()
         tokens = torch.tensor([len(batch) for batch in self.batches], dtype=torch.float64)
         return float((self.ranks.sum(losses).cpu().double() * tokens).sum() / tokens.sum())
+
+    def rms_stats(self, model: GPT) -> RMSStats:
+        """Size and drift of the residual stream at every norm position, on the first evaluation batch."""
+        x, _ = self.blocks.batch(self.batches[0])
+        with self.autocast():
+            return measure(model, x.to(self.ranks.device))
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """`val_loss` in bits per byte of text; None where the data does not say how to decode it."""

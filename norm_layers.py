@@ -103,14 +103,20 @@ class SharedRMSNorm(Norm):
     """CoupledNorm's shared position: h * inv_rms / alpha * gain, with the statistic of an earlier position.
 
     Loretz & Hochreiter 2026, equation 6; alpha from section 5.3. With `detach` the shared statistic is a constant in
-    backward (section 4.3: "a scalar constant"), which then needs no reduction over channels for x.
+    backward (section 4.3: "a scalar constant"), which then needs no reduction over channels for x. If `calibrated`,
+    alpha is a buffer, which rms_stats.calibrate sets to the measured drift.
     """
 
     def __init__(
-        self, channels: int, eps: float = 1e-5, affine: bool = True, alpha: float = 1.0, detach: bool = True
-    ):
+        self, channels: int, eps: float = 1e-5, affine: bool = True, alpha: float = 1.0, detach: bool = True,
+        calibrated: bool = False,
+    ):  # fmt: skip
         super().__init__(channels, eps, affine)
-        self.alpha, self.detach = alpha, detach
+        self.detach = detach
+        if calibrated:
+            self.register_buffer("alpha", torch.tensor(float(alpha)))
+        else:
+            self.alpha = float(alpha)
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
         scale = self.scale(inv_rms)
@@ -126,7 +132,7 @@ class SharedRMSNorm(Norm):
 
     def scale(self, inv_rms: Tensor) -> Tensor:
         """What x is multiplied by (B, T, 1); alpha = 1 costs no kernel."""
-        return inv_rms if self.alpha == 1 else inv_rms / self.alpha
+        return inv_rms if isinstance(self.alpha, float) and self.alpha == 1 else inv_rms / self.alpha
 
 
 class GatedRMSNorm(nn.Module):

@@ -39,6 +39,7 @@ class NormConfig:
     coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
     coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all; the last group may be shorter)")
     coupled_alpha: float | tuple[float, ...] = key(1.0, "coupled: y = h * inv_rms / alpha * gain; 1 or 2L+1 numbers")
+    coupled_calibrate: int = key(0, "coupled: steps between settings of alpha to the measured drift (0: alpha stays)")
     coupled_grad: str = key("detach", "coupled: gradient through the shared statistic", ("detach", "full"))
     coupled_impl: str = key("scale", "coupled: arrangement of the arithmetic", ("scale",))
     taper_base: str = key("rms", "taper: the norm that is tapered away", ("rms", "layer"))
@@ -60,8 +61,8 @@ class NormConfig:
             raise ConfigError(f"norm_eps={self.norm_eps}: must not be negative")
         if not 0 < self.rms_fraction <= 1:
             raise ConfigError(f"rms_fraction={self.rms_fraction}: wants a share above 0 and up to 1")
-        if self.norm_groups < 1 or self.coupled_first < 0 or self.coupled_span < 0:
-            raise ConfigError("norm_groups must be at least 1, coupled_first and coupled_span at least 0")
+        if self.norm_groups < 1 or min(self.coupled_first, self.coupled_span, self.coupled_calibrate) < 0:
+            raise ConfigError("norm_groups must be at least 1; coupled_first, _span and _calibrate at least 0")
         if self.taper_end == 1:
             raise ConfigError("taper_end=1: is it a step or the whole run? Give a later step, or a share below 1")
         same_unit = (self.taper_warmup < 1) == (self.taper_end < 1)
@@ -195,7 +196,8 @@ def rms_norm_with_bias(config: NormConfig, site: Site) -> Norm:
 def shared_norm(config: NormConfig, site: Site) -> Norm:
     alpha = config.coupled_alpha
     return SharedRMSNorm(site.channels, config.norm_eps, config.norm_affine, detach=config.coupled_grad == "detach",
-                         alpha=alpha[site.position] if isinstance(alpha, tuple) else alpha)  # fmt: skip
+                         alpha=alpha[site.position] if isinstance(alpha, tuple) else alpha,
+                         calibrated=config.coupled_calibrate > 0)  # fmt: skip
 
 
 def taper_norm(config: NormConfig, site: Site) -> Norm:
@@ -229,7 +231,8 @@ class DynamicTanh(Norm):
 
 BASE_LETTER = {"rms": "R", "layer": "L"}
 RMS_KEYS = ("rms_fraction", "norm_groups")
-COUPLED_KEYS = ("coupled_first", "coupled_span", "coupled_alpha", "coupled_grad", "coupled_impl")
+COUPLED_KEYS = ("coupled_first", "coupled_span", "coupled_alpha", "coupled_calibrate", "coupled_grad",
+                "coupled_impl")  # fmt: skip
 TAPER_KEYS = ("taper_base", "taper_warmup", "taper_end", "taper_final", "taper_anchor")
 TAPER_NORMS = {"T": taper_norm, "R": rms_norm, "L": layer_norm}
 

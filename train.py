@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import rms_stats
 from checkpoint import (
     BEST,
     LAST,
@@ -235,6 +236,7 @@ class Trainer:
         self.clock = Throughput(self.tokens_per_step)
         self._next_step()
         if self.step == 0:
+            self._calibrate()
             self._evaluate()
         batches = self.loader.batches(self.step + 1, ranks.rank, ranks.world_size, pin=ranks.on_cuda)
         reports: deque[StepReport] = deque()
@@ -244,6 +246,8 @@ class Trainer:
             self.step += 1
             reports.append(self._train_step(batches))
             self._next_step()
+            if config.coupled_calibrate and self.step % config.coupled_calibrate == 0:
+                self._calibrate()
             due_eval = self.step % config.eval_interval == 0 or self.step == config.max_iters
             due_save = due_eval or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
             # On a GPU a report is read when the next step is queued, so that the GPU never waits for the host.
@@ -266,6 +270,13 @@ class Trainer:
         """The schedules of the norms move on; optimiser state follows a parameter's role."""
         for source, target in self.model.set_step(self.step + 1, self.config.max_iters):
             carry_state(self.optimizer, source, target)
+
+    def _calibrate(self) -> None:
+        """Shared positions with coupled_calibrate set alpha by a training batch, the same one on any number of ranks."""
+        if self.config.coupled_calibrate:
+            x, _ = self.loader.blocks.batch(self.loader.sample_ids(self.step + 1, 0))
+            with self.autocast():
+                rms_stats.calibrate(self.model, x.to(self.ranks.device))
 
     def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepReport:
         """Forward and backward of this rank's micro-batches, then the update. Nothing here waits for the device."""
@@ -330,6 +341,7 @@ class Trainer:
         self.log.event("eval", step=self.step, val_loss=val_loss, **({"bits_per_byte": bits} if bits else {}))
         shown = f" nats per token, {bits:.4f} bits per byte" if bits else ""
         self.log.say(f"step {self.step}  val loss {val_loss:.4f}{shown}")
+        self.log.event("rms", step=self.step, **self.evaluator.rms_stats(self.model).record())
         # Before any checkpoint of this step, so that a run which is killed here scores again when it resumes.
         scores = self.evaluator.hellaswag(self.model, self.step, last)
         if scores is not None and self.ranks.is_main:
