@@ -272,7 +272,7 @@ class Trainer:
             carry_state(self.optimizer, source, target)
 
     def _calibrate(self) -> None:
-        """Shared positions with coupled_calibrate set alpha by a training batch, the same one on any number of ranks."""
+        """Set alpha of shared positions (coupled_calibrate) by a training batch, the same on any number of ranks."""
         if self.config.coupled_calibrate:
             x, _ = self.loader.blocks.batch(self.loader.sample_ids(self.step + 1, 0))
             with self.autocast():
