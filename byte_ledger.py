@@ -240,7 +240,8 @@ def bytes_in_a_stack(config: GPTConfig, tokens: int, autocast: bool = False) -> 
 # --------------------------------------------------------------------------------------------------------- the program
 
 ARMS = {
-    "layer": {}, "rms": {}, "coupled": {}, "coupled, full gradient": {"coupled_grad": "full"}, "cbwc": {},
+    "layer": {}, "rms": {}, "coupled": {}, "coupled, fold": {"coupled_impl": "fold"},
+    "coupled, full gradient": {"coupled_grad": "full"}, "cbwc": {},
     "rms, no gains": {"norm_affine": False}, "coupled, no gains": {"norm_affine": False},
 }  # fmt: skip
 
