@@ -10,7 +10,7 @@ train.py's model, and that code is read. Figures are forward + backward, in byte
     one block        a bfloat16 block alone. Its last product takes the closing residual add into its epilogue.
     bfloat16 stream  train.py's model with residual=autocast, three blocks less two: what one more block costs it
     copied           the same, if each addmm copies its residual operand before it adds the product: BLAS can read it in
-                     an epilogue, but PyTorch's CUDA addmm (through 2.9 at least) copies, which is two crossings more
+                     an epilogue, but PyTorch's CUDA addmm copies (ATen/native/cuda/Blas.cpp), which is two crossings more
     float32 stream   train.py's model as it is by default: float32 stream and weights, bfloat16 products
 
 Counted: every tensor that a generated kernel loads or stores, once for each (a second load of it in the same kernel
@@ -278,7 +278,8 @@ def count(config: LedgerConfig, arm: str) -> dict[str, float]:
     shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
     shape = GPTConfig(**shape | {"norm_type": arm.split(",")[0], "vocab_size": 64, "n_vocab": 0, **ARMS[arm]})
     row = {"one block": bytes_of_one_block(shape, config.tokens)}
-    for stream, crossings in {"autocast": {"bfloat16 stream": 1, "copied": 3}, "float32": {"float32 stream": 1}}.items():
+    columns = {"autocast": {"bfloat16 stream": 1, "copied": 3}, "float32": {"float32 stream": 1}}  # addmm crossings
+    for stream, crossings in columns.items():
         three, two = (launches_of_training(dataclasses.replace(shape, residual=stream, n_layer=blocks), config.tokens)
                       for blocks in (3, 2))  # fmt: skip
         row |= {name: (total(three, times) - total(two, times)) / config.tokens for name, times in crossings.items()}
