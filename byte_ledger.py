@@ -9,8 +9,8 @@ train.py's model, and that code is read. Figures are forward + backward, in byte
 
     one block        a bfloat16 block alone. Its last product takes the closing residual add into its epilogue.
     bfloat16 stream  train.py's model with residual=autocast, three blocks less two: what one more block costs it
-    copied           the same, if each addmm copies its residual operand before it adds the product: BLAS can read it in
-                     an epilogue, but PyTorch's CUDA addmm copies (ATen/native/cuda/Blas.cpp), which is two crossings more
+    copied           the same, if each addmm copies its residual operand before it adds the product, which is two
+                     crossings more: BLAS could read it in an epilogue, but PyTorch's CUDA addmm copies it (ATen)
     float32 stream   train.py's model as it is by default: float32 stream and weights, bfloat16 products
 
 Counted: every tensor that a generated kernel loads or stores, once for each (a second load of it in the same kernel

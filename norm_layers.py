@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from kernels import add_rms_norm, add_shared_rms_scale, layer_norm, rms_norm, shared_rms_scale
 from kernels.reference import affine, inverse_rms, scale_groups, statistics_dtype
 
-# Tokens a channel from which on folding moves fewer bytes. It saves 3.5 C bytes a token (2.7 kB at C = 768: the "copied"
-# column of byte_ledger.py) and costs, in backward, one more read of the 4 C^2 float32 weights that it folds.
+# Tokens a channel from which on folding moves fewer bytes. It saves 3.5 C bytes a token (2.7 kB at C = 768, the column
+# "copied" of byte_ledger.py) and costs, in backward, one more read of the 4 C^2 float32 weights that it folds.
 FOLD_PAYS = 16 / 3.5
 
 Handover = tuple[nn.Parameter, nn.Parameter]  # (from, to): `to` has taken over the role, and the optimiser state
