@@ -72,8 +72,7 @@ class BenchConfig(TrainConfig):
 
 def all_arms(config: BenchConfig) -> list[Arm]:
     """The arms of the list, the controls it lacks, and the second copy of its first. Raises ConfigError."""
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
-    common = TrainConfig(**{name: getattr(config, name) for name in names} | {"norm_type": "layer"})
+    common = TrainConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)})
     arms = parse_arms(config.arms, common)
     if not arms:
         raise ConfigError("arms: name one or more, e.g. --arms='rms; coupled'")
