@@ -1,6 +1,6 @@
 """Training steps per second of any list of arms, in one process, in randomised paired rounds.
 
-    python bench_train.py config/rms.py --arms="rms; coupled; coupled kernels=triton" --rounds=40 --out=out/speed
+    python bench_train.py config/rms.py --arms="rms; coupled; coupled coupled_impl=fold" --rounds=40 --out=out/speed
     python bench_train.py config/rms.py --arms="coupled; coupled coupled_span=2; coupled compile=False"
     python bench_train.py config/shakespeare_char.py --dropout=0 --batch_size=12 --vocab_size=65 --controls=False \\
         --nanogpt=../nanoGPT --arms="layer; layer compile=False; nanogpt; nanogpt compile=False"
@@ -112,7 +112,7 @@ def prepare(arm: Arm, batches: list[Batch], device: torch.device, nanogpt: str) 
 
 
 def count_bytes(arm: Arm) -> tuple[float | None, str]:
-    """(bytes that norms and residual adds of a block more move for a token in training, why there is no such figure)."""
+    """(bytes that the norms and residual adds of a block move for a token in training, why there is no figure)."""
     tokens = max(2, arm.config.batch_size) * arm.config.block_size
     try:
         three, two = (launches_of_training(dataclasses.replace(arm.config, n_layer=blocks, vocab_size=64, n_vocab=0),
