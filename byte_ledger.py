@@ -25,6 +25,7 @@ import ast
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -232,9 +233,13 @@ def bytes_of_one_block(config: GPTConfig, tokens: int) -> float:
     return (total(found) - total([closing])) / tokens
 
 
-def launches_of_training(config: GPTConfig, tokens: int) -> list[Launch]:
-    """The launches of train.py's model, under the autocast that train.py uses on a GPU."""
+def launches_of_training(
+    config: GPTConfig, tokens: int, alter: Callable[[nn.ModuleList], None] = lambda blocks: None
+) -> list[Launch]:
+    """The launches of train.py's model, under the autocast that train.py uses on a GPU; `alter` may change its blocks
+    first."""
     model = GPT(config)
+    alter(model.blocks)
     model.wte.requires_grad_(False)  # their gradients are atomic adds, which have no bytes to count: no norm's business
     if model.wpe is not None:
         model.wpe.requires_grad_(False)
