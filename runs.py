@@ -75,6 +75,13 @@ class Run:
     def steps(self) -> list[dict]:
         return [event for event in self.events if event["event"] == "step" and event["loss"] is not None]
 
+    @cached_property
+    def stream(self) -> dict[str, np.ndarray]:
+        """At the last evaluation: size, drift and spread of the residual stream at each norm position, (2L + 1,) each
+        (rms_stats.py). Empty in logs that do not have them."""
+        last = next((event for event in reversed(self.events) if event["event"] == "rms"), {})
+        return {name: np.array(last[name]) for name in ("rms", "drift", "spread") if name in last}
+
     def problem(self) -> str:
         """Why the run cannot be compared, or ""."""
         resumes = [event.get("changed", []) for event in self.events if event["event"] == "resume"]
