@@ -16,7 +16,8 @@ from errors import UserError
 from norms import NormConfig
 
 NORM_KEYS = {field.name: field.default for field in fields(NormConfig) if field.default is not MISSING}
-NAMES = {"out_dir", "resume", "wandb", "wandb_project"}  # settings that do nothing to a result
+# Settings that do nothing to a result. HellaSwag is scored beside training, and compared only on the same items.
+NAMES = {"out_dir", "resume", "wandb", "wandb_project", "hellaswag", "hellaswag_interval", "hellaswag_items"}
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 
 
