@@ -56,39 +56,41 @@ def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[
     w, w2, s, gate_c = meta(channels), meta(2 * channels), meta(ROWS, 1), meta(2)
     C, eps = channels, 1e-5
     yield "rms_norm", lambda: row_norm.rms_norm(x, w, None, eps, 1, C)
-    yield "rms_norm_backward", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C)
+    yield "rms_norm_backward", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, True)
     yield "add_rms_norm", lambda: row_norm.add_rms_norm(x, x, w, None, eps, 1, C)
-    yield "add_rms_norm_backward", lambda: row_norm.rms_norm_backward(x, x, None, x, w, None, s, C)
+    yield "add_rms_norm_backward", lambda: row_norm.rms_norm_backward(x, x, None, x, w, None, s, C, True)
     yield "layer_norm", lambda: row_norm.layer_norm(x, w, w, eps)
-    yield "layer_norm_backward", lambda: row_norm.layer_norm_backward(x, x, w, w, s, s)
+    yield "layer_norm_backward", lambda: row_norm.layer_norm_backward(x, x, w, w, s, s, True)
     yield "shared_rms_scale", lambda: shared_rms.shared_rms_scale(x, s, w)
-    yield "shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w)
+    yield "shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, True)
     yield "add_shared_rms_scale", lambda: shared_rms.add_shared_rms_scale(x, x, s, w)
-    yield "add_shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, x, x, s, w)
+    yield "add_shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, x, x, s, w, True)
     yield "taper_norm", lambda: taper.taper_norm(x, w, w, gate_c, eps)
-    yield "taper_norm_backward", lambda: taper.taper_norm_backward(x, x, w, w, gate_c, s)
+    yield "taper_norm_backward", lambda: taper.taper_norm_backward(x, x, w, w, gate_c, s, True)
     for kind in ("gelu", "gelu_tanh", "relu2", "swiglu"):
-        z, b = (x2, w2) if kind == "swiglu" else (x, w)
-        yield f"{kind}", lambda z=z, b=b, kind=kind: activation.scaled_activation(z, s, b, kind)
-        yield f"{kind}_backward", lambda z=z, b=b, kind=kind: activation.scaled_activation_backward(x, z, s, b, kind)
+        given = (x2, s, w2, kind) if kind == "swiglu" else (x, s, w, kind)
+        yield f"{kind}", lambda given=given: activation.scaled_activation(*given)
+        yield f"{kind}_backward", lambda given=given: activation.scaled_activation_backward(x, *given, True)
 
 
 def variants(channels: int) -> Iterator[tuple[str, Callable]]:
     """What training meets more rarely: a float32 stream (train.py's autocast), a bias, a gradient of the statistic, no
-    gains."""
+    gains, frozen gains."""
     for name, launch in cases(channels, torch.float32):
         yield f"{name}, float32", launch
     x, w, s, C, eps = meta(ROWS, channels, dtype=torch.bfloat16), meta(channels), meta(ROWS, 1), channels, 1e-5
     yield "rms_norm, bias", lambda: row_norm.rms_norm(x, w, w, eps, 1, C)
-    yield "rms_norm_backward, bias", lambda: row_norm.rms_norm_backward(x, None, None, x, w, w, s, C)
-    yield "rms_norm_backward, ds", lambda: row_norm.rms_norm_backward(x, None, s, x, w, None, s, C)
-    yield "add_rms_norm_backward, bias, ds", lambda: row_norm.rms_norm_backward(x, x, s, x, w, w, s, C)
+    yield "rms_norm_backward, bias", lambda: row_norm.rms_norm_backward(x, None, None, x, w, w, s, C, True)
+    yield "rms_norm_backward, ds", lambda: row_norm.rms_norm_backward(x, None, s, x, w, None, s, C, True)
+    yield "add_rms_norm_backward, bias, ds", lambda: row_norm.rms_norm_backward(x, x, s, x, w, w, s, C, True)
     yield "rms_norm, no gain", lambda: row_norm.rms_norm(x, None, None, eps, 1, C)
-    yield "rms_norm_backward, no gain", lambda: row_norm.rms_norm_backward(x, None, None, x, None, None, s, C)
-    yield "layer_norm_backward, no gain", lambda: row_norm.layer_norm_backward(x, x, None, None, s, s)
+    yield "rms_norm_backward, no gain", lambda: row_norm.rms_norm_backward(x, None, None, x, None, None, s, C, True)
+    yield "rms_norm_backward, frozen", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, False)
+    yield "layer_norm_backward, no gain", lambda: row_norm.layer_norm_backward(x, x, None, None, s, s, True)
     yield "shared_rms_scale, no gain", lambda: shared_rms.shared_rms_scale(x, s, None)
-    yield "shared_rms_scale_backward, no gain", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, None)
-    yield "taper_norm_backward, no gain", lambda: taper.taper_norm_backward(x, x, None, None, meta(2), s)
+    yield "shared_rms_scale_backward, no gain", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, None, True)
+    yield "shared_rms_scale_backward, frozen", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, False)
+    yield "taper_norm_backward, no gain", lambda: taper.taper_norm_backward(x, x, None, None, meta(2), s, True)
 
 
 def launches(launch: Callable) -> list[tuple[triton.JITFunction, tuple, dict]]:

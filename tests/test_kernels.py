@@ -381,6 +381,21 @@ def plain_case(C, n_rows, **changes):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
+def test_frozen_gains_and_biases_are_not_summed(name, monkeypatch):
+    """And the gradients of the rest are the same bits."""
+    case, sums = plain_case(96, 7, given="all"), []
+    _, expected, _ = run(name, inputs_of(name, case), case)
+    monkeypatch.setattr(rows, "sum_partials", lambda partials, like, x: sums.append(partials) or x.new_empty(0))
+    t = inputs_of(name, case)
+    for field in {"w", "b", "wt"} & {*leaves_of(t)}:
+        getattr(t, field).requires_grad_(False)
+    outputs = OPERATORS[name][1](t)
+    actual = gradients_of(outputs, upstream(case, outputs), [tensor for tensor in (t.x, t.a) if tensor is not None])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected))
+    assert sums and set(sums) == {None}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
 def test_tiles_of_the_size_a_gpu_gets(name, monkeypatch):
     monkeypatch.setattr(rows, "THREADS", THREADS)
     for C in (96, 768, 4097):
