@@ -16,6 +16,7 @@ import itertools
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python kernels/aot.py`
+
 from configurator import key, parse_args
 from errors import ConfigError, UserError, run_program
 from kernels import activation, binding, row_norm, shared_rms, taper
@@ -34,6 +37,7 @@ from kernels import activation, binding, row_norm, shared_rms, taper
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 ROWS = 65536
+ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)  # with bfloat16 that Triton compiles for; another one aborts in LLVM
 COLUMNS = ("registers", "stack", "shared", "load bits", "store bits", "narrow loads", "SHFL", "BAR", "spill", "FP64")
 
 
@@ -41,9 +45,15 @@ COLUMNS = ("registers", "stack", "shared", "load bits", "store bits", "narrow lo
 class AotConfig:
     """Keys of kernels/aot.py."""
 
-    sm: tuple[float, ...] | float = key((80, 90, 100), "architectures: compute capability times ten")
-    channels: tuple[float, ...] | float = key((768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first")
+    sm: tuple[int, ...] = key((80, 90, 100), f"compute capabilities times ten: {', '.join(map(str, ARCHITECTURES))}")
+    channels: tuple[int, ...] = key((768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first")
     out: str = key("", "write the table to this Markdown file")
+
+    def __post_init__(self) -> None:
+        if not self.sm or not {*self.sm} <= {*ARCHITECTURES}:
+            raise ConfigError(f"sm: give some of {', '.join(map(str, ARCHITECTURES))}, separated by commas")
+        if not self.channels or min(self.channels) < 1:
+            raise ConfigError("channels: give whole numbers from 1 on, separated by commas")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -150,13 +160,6 @@ def measure(code: bytes, shared: int) -> dict[str, int]:
     )))  # fmt: skip
 
 
-def integers(value: float | tuple[float, ...], name: str) -> list[int]:
-    values = value if isinstance(value, tuple) else (value,)
-    if not values or any(number != int(number) or number < 1 for number in values):
-        raise ConfigError(f"{name} wants whole numbers above 0, separated by commas")
-    return [int(number) for number in values]
-
-
 def table(records: list[dict]) -> str:
     """Markdown."""
     head = ("operator", "kernel", "C", "sm", *COLUMNS)
@@ -169,8 +172,8 @@ def main(argv: list[str]) -> int:
     if binding.INTERPRETED:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     records = []
-    for sm in integers(config.sm, "sm"):
-        for place, channels in enumerate(integers(config.channels, "channels")):
+    for sm in config.sm:
+        for place, channels in enumerate(config.channels):
             for name, launch in itertools.chain(cases(channels), variants(channels) if place == 0 else ()):
                 for kernel, arguments, keywords in launches(launch):
                     record = {"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm}
@@ -178,7 +181,10 @@ def main(argv: list[str]) -> int:
     text = table(records)
     print(text)
     if config.out:
-        Path(config.out).write_text(f"triton {triton.__version__}\n\n{text}\n", encoding="utf-8")
+        try:
+            Path(config.out).write_text(f"triton {triton.__version__}\n\n{text}\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"out={config.out}: cannot be written ({error.strerror})") from None
     spills = [record for record in records if record["stack"] or record["spill"]]
     doubles = [record for record in records if record["FP64"]]
     for record in spills + doubles:
