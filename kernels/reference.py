@@ -104,7 +104,7 @@ def inverse_rms_backward(ds: Tensor, x: Tensor, inv_rms: Tensor, counted: int) -
 
 def layer_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, inv_std), y = (x - mean) * inv_std * w + b; Ba et al. 2016. The statistics carry no gradient."""
-    wide = statistics_dtype(x)
+    wide = statistics_dtype(x)  # a copy in eager mode, but a CPU kernel on 16 bits leaves its statistics in 16 bits
     w, b = (None if p is None else p.to(wide) for p in (w, b))
     y, mean, inv_std = torch.native_layer_norm(x.to(wide), x.shape[-1:], w, b, eps)
     return y.to(x.dtype), mean.detach(), inv_std.detach()
