@@ -156,6 +156,8 @@ def measure(config: BenchConfig, device: torch.device) -> tuple[list[dict[str, A
         except torch.OutOfMemoryError:
             raise UserError(f"arm {arm.name}: the GPU's memory is too small for {len(arms)} arms at "
                             f"batch_size={config.batch_size}: lower it") from None  # fmt: skip
+        except KeyboardInterrupt:
+            raise UserError("interrupted before the first round: there is nothing to compare") from None
     times = time_rounds(steps, config, device)
     with torch.device("meta"):
         flops = GPT(arms[0].config).flops_per_token()

@@ -282,12 +282,16 @@ def test_bytes_of_an_arm_are_those_of_its_blocks():
     assert nothing is None and remark.startswith("bytes of rms kernels=triton: ") and "\n" not in remark
 
 
-def test_too_small_a_gpu_is_told(monkeypatch):
+@pytest.mark.parametrize(("failure", "message"), [
+    (torch.OutOfMemoryError("CUDA"), r"arm rms: the GPU's memory is too small for 4 arms at batch_size=2: lower it"),
+    (KeyboardInterrupt(), "interrupted before the first round"),
+])  # fmt: skip
+def test_what_goes_wrong_before_the_first_round(failure, message, monkeypatch):
     def fails(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise failure
 
     monkeypatch.setattr(bench_train, "build_step", fails)
-    with pytest.raises(UserError, match=r"arm rms: the GPU's memory is too small for 4 arms at batch_size=2: lower it"):
+    with pytest.raises(UserError, match=message):
         bench_train.measure(config_of("--arms=rms"), CPU)
 
 
