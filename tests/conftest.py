@@ -33,7 +33,7 @@ if find_spec("triton") and version("triton").startswith("3.6"):  # its interpret
 
 ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train"])
+FORKS.set_forkserver_preload(["train", "sharded", "torch.distributed.fsdp"])
 
 torch.set_num_threads(1)
 
