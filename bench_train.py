@@ -118,7 +118,7 @@ def count_bytes(arm: Arm) -> tuple[float | None, str]:
     try:
         three, two = (launches_of_training(dataclasses.replace(arm.config, n_layer=blocks, vocab_size=64, n_vocab=0),
                                            tokens, arm.strip) for blocks in (3, 2))  # fmt: skip
-        return (total(three) - total(two)) / tokens, ""
+        return (total(three, 3) - total(two, 3)) / tokens, ""  # the residual of an addmm copied, as PyTorch's does
     except Exception as error:  # inductor's private interfaces are another torch's, or the norm is opaque to them
         return None, f"bytes of {arm.name}: {(str(error).splitlines() or [type(error).__name__])[0]}"
 
@@ -158,18 +158,20 @@ def measure(config: BenchConfig, device: torch.device) -> tuple[list[dict[str, A
                             f"batch_size={config.batch_size}: lower it") from None  # fmt: skip
         except KeyboardInterrupt:
             raise UserError("interrupted before the first round: there is nothing to compare") from None
+    counted = {}
+    for arm in arms:  # before the rounds, so that what an interrupt leaves of those can be shown
+        if config.ledger and is_compiled(arm.config, device) and not arm.is_nanogpt and not arm.name.endswith(AGAIN):
+            counted[arm.name], remark = count_bytes(arm)
+            remarks += [remark] if remark else []
     times = time_rounds(steps, config, device)
     with torch.device("meta"):
         flops = GPT(arms[0].config).flops_per_token()
-    peak, records = peak_flops(device), []
+    peak, records = peak_flops(device) if Precision(config.dtype, device).is_low else None, []
     for arm in arms:
-        countable = is_compiled(arm.config, device) and not arm.is_nanogpt and not arm.name.endswith(AGAIN)
-        counted, remark = count_bytes(arm) if config.ledger and countable else (None, "")
-        remarks += [remark] if remark else []
         speed = tokens_per_step(config) / median(times[arm.name])
         records.append({
             "arm": arm.name, "tokens_per_s": speed, "mfu": speed * flops / peak if peak else None,
-            "norm_bytes_per_token": counted, **facts[arm.name],
+            "norm_bytes_per_token": counted.get(arm.name), **facts[arm.name],
             "speed_over": {base: dataclasses.asdict(paired_ratio(times[base], times[arm.name]))
                            for base in baselines(arms) if base != arm.name},
             "seconds": times[arm.name],
@@ -260,7 +262,6 @@ def main(argv: list[str]) -> None:
     if ranks.device.type == "cpu":
         faster_float32_products(config.n_embd, config.head_channels)
     place = environment(ranks.device) | {"threads": torch.get_num_threads()}
-    place["float32_products"] = torch.get_float32_matmul_precision()
     place["dtype"] = str(Precision(config.dtype, ranks.device).dtype).removeprefix("torch.")
     place["load_average"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     records, remarks = measure(config, ranks.device)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from kernels import add_rms_norm, add_shared_rms_scale, layer_norm, rms_norm, shared_rms_scale
 from kernels.reference import affine, inverse_rms, scale_groups, statistics_dtype
 
-# Tokens a channel from which on folding moves fewer bytes. It saves 3.5 C bytes a token (2.7 kB at C = 768, the column
-# "copied" of byte_ledger.py) and costs, in backward, one more read of the 4 C^2 float32 weights that it folds.
+# Tokens a channel from which on a compiled step moves fewer bytes if it folds. With a bfloat16 stream that saves 3.5 C
+# bytes a token (2.7 kB at C = 768, the column "copied" of byte_ledger.py; a float32 stream saves more) and costs, in
+# backward, one more read of the 4 C^2 float32 weights that it folds.
 FOLD_PAYS = 16 / 3.5
 
 Handover = tuple[nn.Parameter, nn.Parameter]  # (from, to): `to` has taken over the role, and the optimiser state
@@ -117,7 +118,8 @@ class SharedRMSNorm(Norm):
 
     impl is "scale" or "fold" (section 4.3 in training): y is the stream itself and the scaling is left as a debt, the
     gain for the input projection's weight, the scale for after the product. Nothing but the residual add is left here,
-    and that the attention output projection can do in its epilogue. "auto" folds where it moves fewer bytes.
+    and that the attention output projection can do in its epilogue. "auto" folds where it moves fewer bytes: compiled
+    and with many tokens (in eager mode the folded weight is written out, and nothing fuses).
     """
 
     def __init__(
@@ -133,7 +135,8 @@ class SharedRMSNorm(Norm):
 
     def folds(self, x: Tensor) -> bool:
         """Is the scaling of a stream x (B, T, C) left to the projection?"""
-        return self.impl == "fold" or (self.impl == "auto" and x.numel() > FOLD_PAYS * self.channels**2)
+        pays = torch.compiler.is_compiling() and x.numel() > FOLD_PAYS * self.channels**2
+        return self.impl == "fold" or (self.impl == "auto" and pays)
 
     def debt(self, x: Tensor, inv_rms: Tensor) -> tuple[Tensor | None, Tensor] | None:
         return (self.weight, self.scale(inv_rms)) if self.folds(x) else None
@@ -156,6 +159,12 @@ class SharedRMSNorm(Norm):
             return super().add_and_normalize(x, delta, inv_rms)
         y, h = add_shared_rms_scale(x, delta, self.scale(inv_rms), self.weight, self.kernels)
         return y, h, inv_rms
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *words: object) -> None:
+        if f"{prefix}alpha" in state_dict and isinstance(self.alpha, float) and self.weight is not None:
+            theirs = state_dict.pop(f"{prefix}alpha")  # of a calibrated model: absorbed into the gain
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * (self.alpha / theirs)
+        super()._load_from_state_dict(state_dict, prefix, *words)
 
     def scale(self, inv_rms: Tensor) -> Tensor:
         """What x is multiplied by (B, T, 1); alpha = 1 costs no kernel."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from kernels.reference import inverse_rms
 from norm_layers import SharedRMSNorm
-from parallel import gather_root
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,8 @@ def measure(model: nn.Module, idx: Tensor) -> RMSStats:
 
     handles = [norm.register_forward_hook(note) for norm in model.norms()]
     was_training = model.training
-    gather_root(model)
     try:
-        model.eval().hidden(idx)
+        model.eval()(idx, idx)  # with targets, as in training: FSDP's hooks run, and no whole logits are made
     finally:
         model.train(was_training)
         for handle in handles:
@@ -58,6 +56,7 @@ def calibrate(model: nn.Module, idx: Tensor) -> RMSStats:
     (coupled_calibrate); the statistics before that."""
     stats = measure(model, idx)
     for norm, drift in zip(model.norms(), stats.drift, strict=True):
-        if isinstance(norm, SharedRMSNorm) and isinstance(norm.alpha, Tensor):
+        # A model that has just gone wrong keeps its alpha: the next loss will tell, and name the step.
+        if isinstance(norm, SharedRMSNorm) and isinstance(norm.alpha, Tensor) and drift.isfinite() and drift > 0:
             norm.alpha.fill_(drift)
     return stats

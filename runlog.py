@@ -68,7 +68,7 @@ class RunLog:
         """One line of log.jsonl. Floats keep all their digits; what is not finite becomes null."""
         if not self.active or self.file is None:
             return
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        clean = {k: [_finite(part) for part in v] if isinstance(v, list) else _finite(v) for k, v in values.items()}
         self.file.write(json.dumps({"event": event, **clean}) + "\n")
         self.file.flush()
         if self.wandb is not None and event in ("step", "eval"):
@@ -110,6 +110,10 @@ class RunLog:
             self.file = None
 
 
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _start_wandb(config: dict[str, Any]) -> Any:
     try:
         import wandb
@@ -126,7 +130,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to place a measurement: commit, versions, device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({_processor()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-    return {"git": _git_commit(), "versions": versions, "device": name}
+    products = torch.get_float32_matmul_precision()
+    return {"git": _git_commit(), "versions": versions, "device": name, "float32_products": products}
 
 
 def _processor() -> str:

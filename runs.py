@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 
 from errors import UserError
+from model import GPTConfig
 from norms import NormConfig
 
 NORM_KEYS = {field.name: field.default for field in fields(NormConfig) if field.default is not MISSING}
 # Settings that do nothing to a result. HellaSwag is scored beside training, and compared only on the same items.
-NAMES = {"out_dir", "resume", "wandb", "wandb_project", "hellaswag", "hellaswag_interval", "hellaswag_items"}
+NAMES = {"out_dir", "resume", "wandb", "wandb_project", "parallel",
+         "hellaswag", "hellaswag_interval", "hellaswag_items"}  # fmt: skip
+# What a run did whose program did not have the key yet
+BEFORE = {field.name: field.default for field in fields(GPTConfig) if field.default is not MISSING}
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 
 
@@ -81,7 +85,7 @@ class Run:
         """At the last evaluation: size, drift and spread of the residual stream at each norm position, (2L + 1,) each
         (rms_stats.py). Empty in logs that do not have them."""
         last = next((event for event in reversed(self.events) if event["event"] == "rms"), {})
-        return {name: np.array(last[name]) for name in ("rms", "drift", "spread") if name in last}
+        return {name: np.array(last[name], dtype=float) for name in ("rms", "drift", "spread") if name in last}
 
     def problem(self) -> str:
         """Why the run cannot be compared, or ""."""
@@ -188,12 +192,13 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
 def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -> str:
     """The first thing beside norms, names and the keys `but` in which two runs differ, or ""."""
     for name in sorted({*run.config, *baseline.config} - NAMES - NORM_KEYS.keys() - {*but}):
-        here, there = run.config.get(name), baseline.config.get(name)
+        here, there = (_plain(r.config.get(name, BEFORE.get(name))) for r in (run, baseline))
         if here != there:
             return f"{name}={here} against {there}"
-    for name in ("data", "world_size", "device"):
-        if run.start.get(name) != baseline.start.get(name):
-            return f"{name}: {run.start.get(name)} against {baseline.start.get(name)}"
+    for name, before in {"data": None, "world_size": None, "device": None, "float32_products": "highest"}.items():
+        here, there = (r.start.get(name, before) for r in (run, baseline))
+        if here != there:
+            return f"{name}: {here} against {there}"
     here, there = (r.start["versions"]["torch"] for r in (run, baseline))
     return "" if here == there else f"torch {here} against {there}"
 

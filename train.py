@@ -112,6 +112,9 @@ class TrainConfig(GPTConfig):
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
         if self.adam_eps <= 0:
             raise ConfigError(f"adam_eps={self.adam_eps}: must be above 0")
+        if self.coupled_impl != "scale" and self.dtype == "float16":
+            raise ConfigError(f"coupled_impl={self.coupled_impl} multiplies the stream as it is, which can be beyond "
+                              "float16: use coupled_impl=scale, or dtype=bfloat16")  # fmt: skip
         if self.seed >= 1 << 32:
             raise ConfigError(f"seed={self.seed}: must be below 2**32")
         if not (self.learning_rate > 0 and 0 <= self.min_lr <= self.learning_rate):
@@ -160,7 +163,9 @@ class Trainer:
         if config.init_from and resumed is None:
             notes = [init_from(self.model, config.init_from)]
         self.model.to(self.precision.weights).train()
-        if config.parallel == "fsdp" and dist.is_initialized():
+        if config.parallel == "fsdp" and not dist.is_initialized():
+            raise ConfigError("parallel=fsdp shares the model out over ranks: start it with torchrun")
+        if config.parallel == "fsdp":
             shard(self.model, ranks.device)
         else:
             self.model.to(ranks.device)

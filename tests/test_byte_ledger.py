@@ -18,7 +18,7 @@ import norms
 from byte_ledger import launches
 from errors import ConfigError, UserError
 from model import GPT, GPTConfig
-from norm_layers import Norm, SharedRMSNorm
+from norm_layers import FOLD_PAYS, Norm, SharedRMSNorm
 
 TOKENS = 65536
 needs_codegen = pytest.mark.skipif(bool(cuda_codegen.supported()), reason=cuda_codegen.supported() or "can run")
@@ -212,6 +212,8 @@ def test_fold_in_the_step_of_training(ledger):
     fold, rms = ledger["coupled, fold"], ledger["rms"]
     assert fold["bfloat16 stream"] <= 17_600 < 0.71 * rms["bfloat16 stream"]
     assert fold["copied"] == pytest.approx(fold["bfloat16 stream"] + 2 * 2 * 2 * 768)  # two addmm, two crossings each
+    saved = ledger["coupled"]["bfloat16 stream"] - fold["copied"]
+    assert pytest.approx(16 * 768 / saved, rel=0.02) == FOLD_PAYS  # 16 C^2 bytes more, once, for so many less a token
     assert fold["copied"] < rms["copied"] == rms["bfloat16 stream"]  # rms has no addmm
     assert fold["float32 stream"] < ledger["coupled"]["float32 stream"] - 5_000
 

@@ -11,8 +11,9 @@ from conftest import TINY, close, losses, shake
 
 from errors import ConfigError
 from model import GPT, GPTConfig
-from norm_layers import FOLD_PAYS, SharedRMSNorm
+from norm_layers import SharedRMSNorm
 from norms import NormConfig
+from train import TrainConfig
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=4, n_head=2, n_embd=16, init_std=0.2, norm_type="coupled")
 TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5))
@@ -47,6 +48,9 @@ def same_gradients(ours: dict, theirs: dict, tolerance: float = 1e-12) -> None:
 @pytest.mark.parametrize("keys", CASES, ids=str)
 def test_fold_is_scale_in_loss_and_every_gradient(keys):
     scale, fold = gpt(**keys), gpt(**keys, coupled_impl="fold")
+    for name, buffer in scale.named_buffers():
+        if name.endswith("alpha"):
+            buffer.fill_(1.3)
     fold.load_state_dict(scale.state_dict())  # the same tensors under the same names
     shared = [norm for norm in fold.norms() if isinstance(norm, SharedRMSNorm)]
     assert sum(norm.impl == "fold" for norm in shared) == SHAPE.n_layer - keys.get("coupled_first", 0)
@@ -71,11 +75,39 @@ def test_generation_is_the_same():
 
 def test_auto_folds_where_there_are_many_tokens_to_a_channel():
     norm = SharedRMSNorm(16, impl="auto")
-    many, few = torch.ones(1, int(16 * FOLD_PAYS) + 1, 16), torch.ones(1, int(16 * FOLD_PAYS), 16)
-    scale = {x.shape: torch.full((*x.shape[:2], 1), 2.0) for x in (many, few)}
-    assert norm.debt(many, scale[many.shape]) is not None and norm.debt(few, scale[few.shape]) is None
-    assert torch.equal(norm(many, None, scale[many.shape])[0], many)
-    assert torch.equal(norm(few, None, scale[few.shape])[0], 2 * few)
+
+    def forward(x):
+        scale = torch.full((*x.shape[:2], 1), 2.0)
+        return norm(x, None, scale)[0], norm.debt(x, scale) is not None
+
+    compiled = torch.compile(forward, backend="eager", fullgraph=True, dynamic=False)
+    for tokens, run, folds in ((80, compiled, True), (60, compiled, False), (80, forward, False)):
+        y, has_debt = run(torch.ones(1, tokens, 16))
+        assert has_debt == folds and torch.equal(y, torch.full_like(y, 1.0 if folds else 2.0))
+
+
+@pytest.mark.parametrize("impl", ["scale", "fold"])
+def test_the_stream_in_autocasts_precision(impl):
+    """residual=autocast: a bfloat16 stream under bfloat16 autocast, and a loss near float64's; else nothing."""
+    exact = gpt(coupled_impl=impl)(IDX, TARGETS)[0]
+    found = {}
+    for residual in ("float32", "autocast"):
+        model = gpt(coupled_impl=impl, residual=residual).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            x = model.dropout(model.wte(IDX).to(torch.bfloat16 if residual == "autocast" else torch.float32))
+            stream = model.blocks[0](x, None, None, None, None)[0]
+            found[residual] = model(IDX, TARGETS)[0]
+        assert stream.dtype == x.dtype
+        found[residual].backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        assert abs(found[residual].item() - exact.item()) < 0.02 * exact.item()
+        assert torch.equal(model(IDX, TARGETS)[0], gpt(coupled_impl=impl).float()(IDX, TARGETS)[0])
+    assert found["float32"] != found["autocast"]
+
+
+def test_float16_is_refused():
+    with pytest.raises(ConfigError, match="coupled_impl=fold multiplies the stream as it is"):
+        TrainConfig(norm_type="coupled", coupled_impl="fold", dtype="float16")
 
 
 def test_only_the_mlp_pays_debts():

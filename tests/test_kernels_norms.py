@@ -21,6 +21,8 @@ VARIANTS = {
     "layer": {}, "layer with biases": {"norm_type": "layer", "bias": True}, "rms": {}, "coupled": {},
     "partial": {"norm_type": "rms", "rms_fraction": 0.5}, "group": {"norm_type": "rms", "norm_groups": 4},
     "coupled alpha": {"norm_type": "coupled", "coupled_alpha": 1.1},
+    "coupled fold": {"norm_type": "coupled", "coupled_impl": "fold"},
+    "coupled fold swiglu": {"norm_type": "coupled", "coupled_impl": "fold", "activation": "swiglu", "bias": True},
     "coupled full": {"norm_type": "coupled", "coupled_grad": "full"}, "without gains": {"norm_affine": False},
     "cbwc": {"bias": True}, "taper": {}, "taper layer": {"norm_type": "taper", "taper_base": "layer"}, "dyt": {},
 }  # fmt: skip

@@ -20,7 +20,7 @@ from conftest import ROOT
 import report
 from comparison import EQUAL_TIME, at_equal_time, compare, exchange_rate, margin, pair, usable
 from errors import ConfigError, UserError
-from runs import METRICS, by_arm, find_runs, item_differences
+from runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
 from train import TrainConfig
 
 SEEDS = range(8, 16)
@@ -118,6 +118,18 @@ def test_the_stream_is_drawn_where_runs_measured_it(sweep, tmp_path):
     assert (tmp_path / "with" / "stream.png").read_bytes().startswith(b"\x89PNG")
     assert "![stream]" in (tmp_path / "with" / "report.md").read_text()
     assert not (tmp_path / "without" / "stream.png").exists()
+
+
+def test_runs_of_before_a_key_existed_are_comparable(tmp_path):
+    old = find_runs([ROOT / "results/cpu/table1/runs/rms-8"])[0]
+    new = write_run(tmp_path, "rms", 8)
+    lines = (new / "log.jsonl").read_text().splitlines()
+    start = {**old.start, "config": {**json.loads(lines[0])["config"], **old.config}}
+    for key, value, message in (("residual", "float32", ""), ("parallel", "fsdp", ""),
+                                ("residual", "autocast", "residual=autocast against float32")):  # fmt: skip
+        start["config"][key] = value
+        (new / "log.jsonl").write_text("\n".join([json.dumps(start), *lines[1:]]) + "\n")
+        assert difference_in_settings(find_runs([new])[0], old) == message
 
 
 def test_a_margin_given_now_is_post_hoc(sweep, capsys):

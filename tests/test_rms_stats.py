@@ -72,15 +72,22 @@ def test_calibrated_alpha_is_the_drift_of_the_uncalibrated_model():
     for position, norm in enumerate(model.norms()):
         if position % (2 * L):
             close(norm.alpha, drift[position])
-    # Absorbed into the gains, it is the same function without a buffer.
-    plain = gpt(coupled_span=0)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("alpha")}
-    plain.load_state_dict(weights)
+    # Loaded into a model without calibration, alpha is absorbed into the gains: the same function without a buffer.
+    for alpha in (1.0, 1.5):
+        plain = gpt(coupled_span=0, coupled_alpha=alpha)
+        plain.load_state_dict(model.state_dict())
+        close(plain(IDX), model(IDX))
+    with pytest.raises(RuntimeError, match="alpha"):  # no gain could take it
+        gpt(coupled_span=0, norm_affine=False).load_state_dict(model.state_dict())
+
+
+def test_a_model_gone_wrong_keeps_its_alpha():
+    model = gpt(coupled_span=0, coupled_calibrate=1)
     with torch.no_grad():
-        for mine, its in zip(model.norms(), plain.norms(), strict=True):
-            if hasattr(mine, "alpha"):
-                its.weight /= mine.alpha
-    close(model(IDX), plain(IDX))
+        model.blocks[1].mlp.down.weight[0, 0] = torch.inf
+    stats = calibrate(model, IDX)
+    assert not stats.drift.isfinite().all()
+    assert all(norm.alpha.isfinite() for norm in model.norms() if hasattr(norm, "alpha"))
 
 
 def test_a_fixed_alpha_stays():
