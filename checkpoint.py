@@ -50,22 +50,29 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
     if ranks is not None and not ranks.is_main:
         return
     partial = path.with_name(path.name + ".tmp")
+    shards = path.with_name(state["shards"]["folder"]) if "shards" in state else None
     try:
+        if shards is not None:
+            sync_folder(shards)
         with open(partial, "wb") as file:
             torch.save({"format": FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-        folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must reach the disk too
-        os.fsync(folder)
-        os.close(folder)
-        named = state.get("shards", {}).get("folder")
+        sync_folder(path.parent)  # the rename itself must reach the disk too
         for old in path.parent.glob(f"{path.stem}.shards-*"):  # of the one before, or of a save that did not end
-            if old.name != named:
+            if old != shards:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(f"{path}: cannot be written ({error.strerror}); the one before is untouched") from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Until the names in `folder` are on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
 
 
 def read_checkpoint(path: Path, whole: bool = True) -> dict[str, Any]:

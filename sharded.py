@@ -63,9 +63,11 @@ def write_shards(path: Path, state: dict[str, Any], ranks: Ranks) -> dict[str, A
 
 def check_shards(path: Path, shards: dict[str, Any]) -> None:
     """Raise CheckpointError unless every file that `shards` of the checkpoint `path` names is there and whole."""
-    folder = _folder(path, shards)
-    for name, (size, crc) in shards["files"].items():
-        file = folder / Path(name).name
+    try:
+        files = {_folder(path, shards) / Path(name).name: (size, crc) for name, (size, crc) in shards["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(f"{path}: a PyTorch file, but not a nanonorm checkpoint") from None
+    for file, (size, crc) in files.items():
         if not file.exists():
             raise CheckpointError(f"{path}: its shard {file} is missing: copy it too, or use another checkpoint")
         if file.stat().st_size != size or _size_and_sum(file)[1] != crc:

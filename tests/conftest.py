@@ -45,7 +45,8 @@ if find_spec("triton"):
 
 ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train", "sharded", "torch.distributed.fsdp"])
+# What a run imports sooner or later (AdamW imports dynamo): two seconds that each process would take again
+FORKS.set_forkserver_preload(["train", "sharded", "torch.distributed.fsdp", "torch._dynamo"])
 
 torch.set_num_threads(1)
 

@@ -92,7 +92,7 @@ def bad_share(rank: int, step: int, name: str, value: float) -> None:
 
     def poisoned(self, batches):
         def update(optimizer, scaler, parameters, *words):
-            if self.step == step and self.ranks.rank == rank:
+            if self.step == step and rank in (None, self.ranks.rank):
                 share(parameters[self.names.index(name)].grad).view(-1)[0] = value
             return guarded_update(optimizer, scaler, parameters, *words)
 
