@@ -64,6 +64,10 @@ class Report:
         return (f"{table}\n\n{self.model}: {self.total} LayerNorm calls; foldable: {self.strict} strict, {self.untied} "
                 f"untied, {self.practical} practical" + (f" ({gain})" if self.inserted else ""))  # fmt: skip
 
+    def by(self, rules: str) -> "Report":
+        """The same graph by other rules: exact or paper."""
+        return _report(self.analysis.graph, self.inputs, rules)
+
     def to_json(self) -> str:
         names = ("model", "rules", "total", "strict", "untied", "practical", "inserted", "worth")
         return json.dumps({name: getattr(self, name) for name in names} | {"rows": [asdict(r) for r in self.rows]},
@@ -76,15 +80,19 @@ def analyze(model: nn.Module, example_inputs: Inputs, rules: str = "exact") -> R
     example_inputs: positional (tuple) or keyword (dict) arguments; their shapes and the branches that the model takes
     on them are those of the analysis. Raises FoldError if the model cannot be exported.
     """
+    return _report(Graph(model, example_inputs), example_inputs, rules)
+
+
+def _report(graph: Graph, inputs: Inputs, rules: str) -> Report:
     if rules not in ("exact", "paper"):
         raise FoldError(f"rules={rules!r}: it is exact or paper")
-    analysis = Analysis(Graph(model, example_inputs), rules == "paper")
+    analysis = Analysis(graph, rules == "paper")
     strict, untied, _, practical = (len(choice.norms) for choice in analysis.ways.values())
     inserted = len(analysis.ways["no gain"].centrings())
     rows = [Row(norm.name, verdict, tuple(sources), reason)
             for norm in analysis.norms for verdict, sources, reason in [analysis.verdict(norm)]]  # fmt: skip
-    return Report(type(model).__name__, rules, len(rows), strict, untied, practical, inserted,
-                  practical - strict > inserted, rows, example_inputs, analysis)  # fmt: skip
+    return Report(type(graph.model).__name__, rules, len(rows), strict, untied, practical, inserted,
+                  practical - strict > inserted, rows, inputs, analysis)  # fmt: skip
 
 
 def fold(
