@@ -72,7 +72,10 @@ class Analysis:
 
     def __init__(self, graph: Graph, paper: bool = False):
         self.graph, self.paper, self.training = graph, paper, graph.model.training
-        self.norms = [self._norm(node, *found) for node in graph.nodes if (found := norm_input(node)) is not None]
+        self.norms: list[Norm] = []
+        for node in graph.nodes:
+            if (found := norm_input(node)) is not None:
+                self.norms.append(self._norm(node, *found))
         swaps = defaultdict(set)
         for norm in self.norms:
             swaps[norm.key].add(norm.swap)
@@ -86,6 +89,8 @@ class Analysis:
         name = path or describe(node)
         if len(calls) > 1 and path:
             name += f" (call {calls.index(self.graph.call(node)) + 1})"
+        if any(norm.name == name for norm in self.norms):  # two norms in one call of one module
+            name += f" ({node.name})"
         norm = Norm(node, line, name, refused, find_swap(self.graph, node))
         if refused:
             return norm
