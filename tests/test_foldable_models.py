@@ -4,13 +4,20 @@ Small configurations (repro/fold_models.py) whose gains, biases and means are al
 The first six have the full number of layers of the paper's Table 3. More are in results/fold/.
 """
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 pytest.importorskip("transformers")
 
-from foldable import analyze, fold
+import transformers
+
+from certificate import randomize
+from fold_modules import FoldedNorm
+from foldable import analyze, fold, parametrize_cbwc
 from repro.fold_models import TABLE3, build
 
 # name -> ((total, strict, untied, practical, inserted), (folded, inserted) by fold(untie=True, insert=True))
@@ -59,3 +66,46 @@ def test_architecture(name):
     if name in TABLE3:
         paper = report.by("paper")
         assert (paper.total, paper.strict, paper.practical) == TABLE3[name]
+
+
+def gpt2(train: bool = False) -> tuple[nn.Module, dict]:
+    """GPT-2 with a tied head, two layers, no dropout, in float64."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=16, vocab_size=50, resid_pdrop=0,
+                                     embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).double().train(train)
+    randomize(model)
+    return model, {"input_ids": torch.randint(3, 50, (4, 8)), "use_cache": False}
+
+
+def test_cbwc_trains_gpt2_as_layer_norm_does():
+    """Appendix H.4: 50 AdamW steps with weight decay and clipping; the tied head stays tied."""
+    model, inputs = gpt2(train=True)
+    cbwc = parametrize_cbwc(model, analyze(model, inputs))
+    assert sum(isinstance(module, FoldedNorm) for module in cbwc.modules()) == 5
+    trajectories = []
+    for net in (copy.deepcopy(model), cbwc):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1)
+        losses = []
+        for _ in range(50):
+            loss = net(**inputs, labels=inputs["input_ids"]).loss
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        trajectories.append(torch.tensor(losses))
+        if net is cbwc:
+            assert sum(p.numel() for p in net.parameters()) == sum(p.numel() for p in model.parameters())
+    assert trajectories[0][-1] < trajectories[0][0] - 1
+    torch.testing.assert_close(*trajectories, rtol=0, atol=1e-10)
+
+
+def test_untied_model_survives_save_pretrained(tmp_path):
+    model, inputs = gpt2()
+    untied, certificate = fold(model.eval(), analyze(model, inputs), untie=True)
+    assert certificate.ok and certificate.folded == 5 and model.config.tie_word_embeddings
+    untied.save_pretrained(tmp_path)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64).eval()  # LayerNorms again
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-11)
