@@ -13,12 +13,10 @@ from torch.utils._pytree import tree_map
 
 pytest.importorskip("transformers")
 
-import transformers
-
 from certificate import randomize
 from fold_modules import FoldedNorm
 from foldable import analyze, fold, parametrize_cbwc
-from repro.fold_models import TABLE3, build
+from repro.fold_models import TABLE3, build, hf
 
 # name -> ((total, strict, untied, practical, inserted), (folded, inserted) by fold(untie=True, insert=True))
 EXPECTED = {
@@ -71,9 +69,9 @@ def test_architecture(name):
 def gpt2(train: bool = False) -> tuple[nn.Module, dict]:
     """GPT-2 with a tied head, two layers, no dropout, in float64."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=16, vocab_size=50, resid_pdrop=0,
+    config = hf.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=16, vocab_size=50, resid_pdrop=0,
                                      embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config).double().train(train)
+    model = hf.GPT2LMHeadModel(config).double().train(train)
     randomize(model)
     return model, {"input_ids": torch.randint(3, 50, (4, 8)), "use_cache": False}
 
@@ -106,6 +104,6 @@ def test_untied_model_survives_save_pretrained(tmp_path):
     untied, certificate = fold(model.eval(), analyze(model, inputs), untie=True)
     assert certificate.ok and certificate.folded == 5 and model.config.tie_word_embeddings
     untied.save_pretrained(tmp_path)
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64).eval()  # LayerNorms again
+    loaded = hf.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64).eval()  # LayerNorms again
     with torch.no_grad():
         torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-11)
