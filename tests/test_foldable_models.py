@@ -32,7 +32,7 @@ EXPECTED = {
     "olmo": ((5, 5, 5, 5, 0), (5, 0)),  # norms without gains, in float32 inside
     "xglm": ((5, 5, 5, 5, 0), (5, 0)),  # sinusoidal positions in a buffer
     "albert": ((5, 1, 1, 5, 4), (1, 0)),  # one layer, called again and again
-    "fnet": ((5, 1, 1, 5, 6), (1, 0)),
+    "fnet": ((5, 1, 1, 3, 2), (1, 0)),  # Fourier transforms
     "mbart": ((14, 2, 2, 14, 2), (14, 2)),  # encoder and decoder
     "whisper": ((12, 7, 7, 12, 1), (12, 1)),  # GELU in the stem
     "wav2vec2": ((8, 2, 2, 7, 1), (7, 1)),
@@ -40,7 +40,7 @@ EXPECTED = {
     "dinov2": ((5, 5, 5, 5, 0), (5, 0)),  # LayerScale
     "beit": ((5, 5, 5, 5, 0), (5, 0)),
     "swin": ((11, 6, 6, 6, 0), (6, 0)),  # windows; patch merging joins channels
-    "swinv2": ((11, 10, 10, 11, 2), (10, 0)),
+    "swinv2": ((11, 10, 10, 10, 0), (10, 0)),
     "convnext": ((7, 1, 1, 1, 0), (1, 0)),  # depthwise convolutions
     "segformer": ((14, 4, 4, 14, 2), (14, 2)),
     "clip": ((11, 6, 6, 6, 0), (6, 0)),  # the picture's last states are an output
