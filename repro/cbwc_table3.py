@@ -69,7 +69,7 @@ def readme(records: list[dict], where: dict) -> str:
                          f"| {r['strict']} | {r['untied']} | {r['practical']} ({r['inserted']}) |")  # fmt: skip
     lines += ["", "All models. `folded` is what `fold(untie=True, insert=True)` did: centrings only where they fold "
               "more norms than they are.", "", "| model | norms | strict | untied | practical (inserted) | worth it "
-              "| folded (inserted) | float64 error | what stands in the way of others |",
+              "| folded (inserted) | float64 error | what stands in the way, for one |",
               "| --- " * 9 + "|"]  # fmt: skip
     for r in records:
         why = r["refusals"][0] if r["refusals"] else ""
