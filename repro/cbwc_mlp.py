@@ -203,8 +203,8 @@ def study_centering(config: MLPConfig) -> tuple[list[dict], str]:
     about = (
         f"Input norms at the end of training, geometric mean over {config.seeds} seeds; RMS / LN paired by seed, with "
         "its 95 % t interval. Last input: of the last linear. All layers: the geometric mean over the linears but the "
-        "first. Over training: the largest by the smallest norm of the last input, over epochs. Layers with RMS > LN: in "
-        "every seed. Last loss: training loss of the last epoch, mean over seeds."
+        "first. Over training: the largest by the smallest norm of the last input, over epochs. Layers with RMS > LN: "
+        "in every seed. Last loss: training loss of the last epoch, mean over seeds."
     )
     return records, "\n".join([about, "", *lines])
 
