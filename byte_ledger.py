@@ -4,12 +4,14 @@
     python byte_ledger.py --n_embd=2048 --n_head=16 --tokens=16384
     python byte_ledger.py --out=results/cpu/bytes              # README.md and ledger.jsonl too
 
-Inductor generates the code that it would run on an H200 (cuda_codegen.py) from real Blocks of model.py, and that code
-is read. Three figures, each forward + backward, in bytes per token and block:
+Inductor generates the code that it would run on an H200 (cuda_codegen.py) from the Blocks of model.py and from
+train.py's model, and that code is read. Figures are forward + backward, in bytes per token and block:
 
-    one block   a block alone, bfloat16. Its last product takes the closing residual add into its epilogue.
-    in a stack  three blocks less two, bfloat16: what one more block costs a deep model. Two adds and two norms.
-    autocast    in a stack, with train.py's precision: float32 stream and weights, bfloat16 products.
+    one block        a bfloat16 block alone. Its last product takes the closing residual add into its epilogue.
+    bfloat16 stream  train.py's model with residual=autocast, three blocks less two: what one more block costs it
+    copied           the same, if each addmm copies its residual operand before it adds the product, which is two
+                     crossings more: BLAS could read it in an epilogue, but PyTorch's CUDA addmm copies it (ATen)
+    float32 stream   train.py's model as it is by default: float32 stream and weights, bfloat16 products
 
 Counted: every tensor that a generated kernel loads or stores, once for each (a second load of it in the same kernel
 comes from the cache), work spaces, and the residual that an addmm reads for its epilogue. Not counted: kernels that
@@ -23,6 +25,7 @@ import ast
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -34,7 +37,7 @@ from torch import Tensor, nn
 from configurator import key, parse_args
 from cuda_codegen import cuda_code
 from errors import ConfigError, UserError, run_program
-from model import Block, GPTConfig
+from model import GPT, Block, GPTConfig
 from norms import NormPlan
 from runlog import environment
 
@@ -188,59 +191,68 @@ attention_core.register_autograd(
 )
 
 
-class Stack(nn.Module):
-    """The first `config.n_layer` blocks of a GPT, on a stream x (B, T, C) that is not an embedding's output."""
+class LoneBlock(nn.Module):
+    """The first block of a GPT, bfloat16, on a stream x (B, T, C) that is not an embedding's output."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
-        self.blocks = nn.ModuleList(Block(config, plan, index) for index in range(config.n_layer))
+        self.block = Block(config, plan, 0)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B T, C): in two dimensions, where inductor moves the closing add into the product before it."""
-        delta, inv_rms = None, None
-        for block in self.blocks:
-            x, delta, inv_rms = block(x, delta, inv_rms, None, None)
+        x, delta, _ = self.block(x, None, None, None, None)
         return x.flatten(0, 1) + delta.flatten(0, 1)
 
 
-def stack_launches(config: GPTConfig, tokens: int, autocast: bool = False) -> list[Launch]:
-    """Forward and backward launches of norms and residual adds in config.n_layer blocks, `tokens` tokens in all.
+def norm_launches(model: nn.Module, inputs: list[Tensor], channels: int) -> list[Launch]:
+    """Forward and backward launches of norms and residual adds of a compiled training step, model(*inputs).
 
     Raises UserError where cuda_codegen does not support the installation.
     """
-    stack, low = Stack(config), not autocast
-    for module in stack.modules():
-        if low and isinstance(module, nn.Linear):
-            module.bfloat16()
-    x = torch.empty(tokens // config.block_size, config.block_size, config.n_embd,
-                    dtype=torch.bfloat16 if low else torch.float32, requires_grad=True)  # fmt: skip
     attend = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attention_core(q, k, v))
-    with attend, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        sources = cuda_code(stack, [x])
-    found = [launch for code in sources for launch in launches(code, *x.shape[:2])]
-    return [launch for launch in found if launch.is_of_norms(config.n_embd)]
+    with attend:
+        sources = cuda_code(model, inputs)
+    found = [launch for code in sources for launch in launches(code, *inputs[0].shape[:2])]
+    return [launch for launch in found if launch.is_of_norms(channels)]
+
+
+def total(found: list[Launch], addmm_crossings: int = 1) -> int:
+    return sum(launch.bytes_moved * (addmm_crossings if launch.name == "addmm" else 1) for launch in found)
 
 
 def bytes_of_one_block(config: GPTConfig, tokens: int) -> float:
     """Bytes per token of a block alone."""
-    found = stack_launches(dataclasses.replace(config, n_layer=1), tokens)
+    x = torch.empty(tokens // config.block_size, config.block_size, config.n_embd, dtype=torch.bfloat16,
+                    requires_grad=True)  # fmt: skip
+    found = norm_launches(LoneBlock(config), [x], config.n_embd)
     closing = [launch for launch in found if launch.name == "addmm"][-1]  # the MLP comes after attention
-    return (sum(launch.bytes_moved for launch in found) - closing.bytes_moved) / tokens
+    return (total(found) - total([closing])) / tokens
 
 
-def bytes_in_a_stack(config: GPTConfig, tokens: int, autocast: bool = False) -> float:
-    """Bytes per token that one more block adds to a stack."""
-    three, two = (sum(launch.bytes_moved for launch in
-                      stack_launches(dataclasses.replace(config, n_layer=blocks), tokens, autocast))
-                  for blocks in (3, 2))  # fmt: skip
-    return (three - two) / tokens
+def launches_of_training(
+    config: GPTConfig, tokens: int, alter: Callable[[nn.ModuleList], None] = lambda blocks: None
+) -> list[Launch]:
+    """The launches of train.py's model, under the autocast that train.py uses on a GPU; `alter` may change its blocks
+    first."""
+    model = GPT(config)
+    alter(model.blocks)
+    model.wte.requires_grad_(False)  # their gradients are atomic adds, which have no bytes to count: no norm's business
+    if model.wpe is not None:
+        model.wpe.requires_grad_(False)
+    idx = torch.zeros(tokens // config.block_size, config.block_size, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        return norm_launches(model, [idx, idx], config.n_embd)
 
 
 # --------------------------------------------------------------------------------------------------------- the program
 
 ARMS = {
-    "layer": {}, "rms": {}, "coupled": {}, "coupled, full gradient": {"coupled_grad": "full"}, "cbwc": {},
+    "layer": {}, "rms": {}, "coupled": {}, "coupled, fold": {"coupled_impl": "fold"},
+    "coupled, full gradient": {"coupled_grad": "full"}, "cbwc": {},
     "rms, no gains": {"norm_affine": False}, "coupled, no gains": {"norm_affine": False},
 }  # fmt: skip
 
@@ -267,14 +279,16 @@ class LedgerConfig(GPTConfig):
 
 
 def count(config: LedgerConfig, arm: str) -> dict[str, float]:
-    """The three figures of one arm, bytes per token and block."""
+    """The figures of one arm, bytes per token and block."""
     shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
-    shape = GPTConfig(**shape | {"norm_type": arm.split(",")[0], **ARMS[arm]})
-    return {
-        "one block": bytes_of_one_block(shape, config.tokens),
-        "in a stack": bytes_in_a_stack(shape, config.tokens),
-        "autocast": bytes_in_a_stack(shape, config.tokens, autocast=True),
-    }
+    shape = GPTConfig(**shape | {"norm_type": arm.split(",")[0], "vocab_size": 64, "n_vocab": 0, **ARMS[arm]})
+    row = {"one block": bytes_of_one_block(shape, config.tokens)}
+    columns = {"autocast": {"bfloat16 stream": 1, "copied": 3}, "float32": {"float32 stream": 1}}  # addmm crossings
+    for stream, crossings in columns.items():
+        three, two = (launches_of_training(dataclasses.replace(shape, residual=stream, n_layer=blocks), config.tokens)
+                      for blocks in (3, 2))  # fmt: skip
+        row |= {name: (total(three, times) - total(two, times)) / config.tokens for name, times in crossings.items()}
+    return row
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
@@ -318,8 +332,9 @@ Made by `{command} --out={config.out}`; what is counted stands at the head of th
 {table(rows)}
 
 - one block: a bfloat16 block alone, closed by a product that adds the residual itself
-- in a stack: what one more block costs a deep bfloat16 model
-- autocast: in a stack, with train.py's precision (float32 stream and weights, bfloat16 products)
+- bfloat16 stream: what one more block costs train.py's model with residual=autocast
+- copied: the same, with an addmm that copies its residual operand first, as PyTorch's does
+- float32 stream: what one more block costs train.py's model by default
 """
     try:
         folder.mkdir(parents=True, exist_ok=True)

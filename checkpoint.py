@@ -26,7 +26,7 @@ FORMAT = 1
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")
 LAST, BEST = "ckpt_last.pt", "ckpt_best.pt"
 # Keys of the model that may differ between a checkpoint and the run that resumes it: they decide no tensor.
-FREE_KEYS = {"dropout", "init", "init_std", "kernels"}
+FREE_KEYS = {"dropout", "init", "init_std", "kernels", "residual", "coupled_impl"}
 # Keys that change what the same tensors compute.
 SAME_FUNCTION = ("n_head", "n_kv_head", "head_dim", "activation", "position", "rope_theta", "rope_scaling", "norm_eps")
 NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f)\..*"  # tensors of the 2L + 1 norms

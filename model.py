@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from configurator import key
 from errors import ConfigError
+from kernels import scaled_activation
 from kernels.reference import KINDS, activate
 from norm_layers import Handover, Norm
 from norms import NormConfig, NormPlan
@@ -43,6 +44,8 @@ class GPTConfig(NormConfig):
     tie_embeddings: bool = key(True, "the output head shares the embedding's weights")
     bias: bool = key(False, "biases in linears, LayerNorm and cbwc")
     attn_bias: bool | None = key(None, "biases in attention's linears (auto: as `bias`)")
+    residual: str = key("float32", "precision of the residual stream under autocast: float32, or autocast's own",
+                        ("float32", "autocast"))  # fmt: skip
     dropout: float = key(0.0, "dropout probability, during training")
     init: str = key("gpt2", "normal with init_std, or PyTorch's own layer defaults (unit-normal embeddings)",
                     ("gpt2", "torch"))  # fmt: skip
@@ -169,12 +172,17 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig, plan: NormPlan):
         super().__init__()
-        self.activation = config.activation
+        self.activation, self.kernels = config.activation, config.kernels
         self.up = nn.Linear(config.n_embd, config.inner * (2 if self.activation == "swiglu" else 1), bias=config.bias)
         self.down = plan.residual_linear(config.inner, config.n_embd, config.bias)
 
-    def forward(self, y: Tensor) -> Tensor:
-        return self.down(activate(self.up(y), self.activation))
+    def forward(self, y: Tensor, debt: tuple[Tensor | None, Tensor] | None = None) -> Tensor:
+        if debt is None:
+            return self.down(activate(self.up(y), self.activation))
+        gain, scale = debt  # of the norm before: W (y s g) + b = s (W diag(g)) y + b
+        weight = self.up.weight if gain is None else (self.up.weight * gain).to(self.up.weight.dtype)
+        z = F.linear(y, weight)
+        return self.down(scaled_activation(z, scale, self.up.bias, self.activation, self.kernels))
 
 
 class Block(nn.Module):
@@ -190,7 +198,7 @@ class Block(nn.Module):
         y, x, inv_rms = self.norm1(x, delta, inv_rms)
         delta = self.dropout(self.attn(y, rope, cache))
         y, x, inv_rms = self.norm2(x, delta, inv_rms)
-        delta = self.dropout(self.mlp(y))
+        delta = self.dropout(self.mlp(y, self.norm2.debt(x, inv_rms)))
         return x, delta, inv_rms
 
 
@@ -277,6 +285,8 @@ class GPT(nn.Module):
             x = x + self.wpe.weight[start : start + T]
         else:
             rope = self.rope_cos[start : start + T], self.rope_sin[start : start + T]
+        if self.config.residual == "autocast" and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         x, delta, inv_rms = self.dropout(self.plan.embed(x)), None, None
         for block in self.blocks:
             x, delta, inv_rms = block(x, delta, inv_rms, rope, cache)

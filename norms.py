@@ -42,7 +42,8 @@ class NormConfig:
     coupled_alpha: float | tuple[float, ...] = key(1.0, "coupled: y = h * inv_rms / alpha * gain; 1 or 2L+1 numbers")
     coupled_calibrate: int = key(0, "coupled: steps between settings of alpha to the measured drift (0: alpha stays)")
     coupled_grad: str = key("detach", "coupled: gradient through the shared statistic", ("detach", "full"))
-    coupled_impl: str = key("scale", "coupled: arrangement of the arithmetic", ("scale",))
+    coupled_impl: str = key("scale", "coupled: the same function by other arithmetic (norm_layers.py)",
+                            ("scale", "fold", "auto"))  # fmt: skip
     taper_base: str = key("rms", "taper: the norm that is tapered away", ("rms", "layer"))
     taper_warmup: float = key(0.1, "taper: full norm up to this step (below 1: share of max_iters)")
     taper_end: float = key(0.75, "taper: norm gone from this step on (below 1: share of max_iters)")
@@ -58,12 +59,14 @@ class NormConfig:
             for name in row.keys:
                 if other != self.norm_type and getattr(self, name) != _default(name):
                     raise ConfigError(f"{name} is a key of norm_type={other}, this is {self.norm_type}: remove one")
+        if self.coupled_impl != "scale" and self.coupled_grad != "detach":
+            raise ConfigError(f"coupled_impl={self.coupled_impl} wants coupled_grad=detach: change one of them")
         if not self.norm_eps >= 0:
             raise ConfigError(f"norm_eps={self.norm_eps}: must not be negative")
         if not 0 < self.rms_fraction <= 1:
             raise ConfigError(f"rms_fraction={self.rms_fraction}: wants a share above 0 and up to 1")
         if self.norm_groups < 1 or min(self.coupled_first, self.coupled_span, self.coupled_calibrate) < 0:
-            raise ConfigError("norm_groups must be at least 1; coupled_first, _span and _calibrate at least 0")
+            raise ConfigError("want norm_groups >= 1, and coupled_first, coupled_span, coupled_calibrate >= 0")
         if self.taper_end == 1:
             raise ConfigError("taper_end=1: is it a step or the whole run? Give a later step, or a share below 1")
         same_unit = (self.taper_warmup < 1) == (self.taper_end < 1)
@@ -198,7 +201,8 @@ def shared_norm(config: NormConfig, site: Site) -> Norm:
     alpha = config.coupled_alpha
     return SharedRMSNorm(site.channels, config.norm_eps, config.norm_affine, detach=config.coupled_grad == "detach",
                          alpha=alpha[site.position] if isinstance(alpha, tuple) else alpha,
-                         calibrated=config.coupled_calibrate > 0)  # fmt: skip
+                         calibrated=config.coupled_calibrate > 0,
+                         impl=config.coupled_impl if site.position % 2 else "scale")  # fmt: skip
 
 
 def taper_norm(config: NormConfig, site: Site) -> Norm:

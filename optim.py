@@ -1,9 +1,48 @@
-"""Learning-rate schedule, AdamW, and the guarded update: a step that is not finite is never applied."""
+"""The parts of a training step: precision, learning-rate schedule, forward and backward of a micro-batch, AdamW, and
+the guarded update: a step that is not finite is never applied."""
 
+import contextlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Precision:
+    """What a run on `device` computes in; `name` is one of DTYPES, or auto: bfloat16 on CUDA, else float32.
+
+    Weights are float32 (float64 only if all is), low precision comes by autocast; float16 scales its loss.
+    """
+
+    def __init__(self, name: str, device: torch.device):
+        on_cuda = device.type == "cuda"
+        self.dtype = DTYPES[name if name != "auto" else "bfloat16" if on_cuda else "float32"]
+        self.is_low = self.dtype in (torch.bfloat16, torch.float16)
+        self.weights = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.device = device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Forward passes run within; does nothing in float32 and float64."""
+        return torch.autocast(self.device.type, self.dtype) if self.is_low else contextlib.nullcontext()
+
+
+def micro_step(
+    forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], x: Tensor, y: Tensor, precision: Precision,
+    micro_batches: int,
+) -> Tensor:  # fmt: skip
+    """Forward and backward of one of `micro_batches` micro-batches x, y (B, T); gradients add up in the parameters.
+
+    Returns its part (2,) of the step's loss and auxiliary loss. Nothing here waits for the device.
+    """
+    with precision.autocast():
+        pair = torch.stack(forward(x, y))  # loss and auxiliary loss
+    # Micro-batches have equally many tokens, so the mean of their means is the mean over tokens.
+    precision.scaler.scale(pair.sum() / micro_batches).backward()
+    return pair.detach() / micro_batches
 
 
 def learning_rate(

@@ -43,11 +43,10 @@ from errors import ConfigError, UserError, run_program
 from evaluation import Evaluator
 from hellaswag import ITEMS_FILE
 from model import GPT, GPTConfig
-from optim import carry_state, guarded_update, learning_rate, make_optimizer
+from optim import DTYPES, Precision, carry_state, guarded_update, learning_rate, make_optimizer, micro_step
 from ranks import Ranks
 from runlog import RunLog, StepReport, Throughput, environment, peak_flops
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SKIPPED = 20  # float16: so many steps in a row with infinite gradients are no matter of the loss scale any more
 
 
@@ -145,13 +144,10 @@ class Trainer:
         self.loader = TrainLoader(train, config.batch_size, config.gradient_accumulation_steps, config.seed)
         self.tokens_per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
 
-        # Precision: weights are float32 (float64 only if all is), low precision comes by autocast
-        dtype = DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if ranks.on_cuda else "float32"]
-        low = dtype in (torch.bfloat16, torch.float16)
-        self.autocast = (lambda: torch.autocast(ranks.device.type, dtype)) if low else contextlib.nullcontext
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
-        self.peak_flops = peak_flops(ranks.device) if low else None
-        self.evaluator = Evaluator(config, val, self.meta, ranks, self.autocast)
+        self.precision = Precision(config.dtype, ranks.device)
+        self.scaler = self.precision.scaler
+        self.peak_flops = peak_flops(ranks.device) if self.precision.is_low else None
+        self.evaluator = Evaluator(config, val, self.meta, ranks, self.precision.autocast)
 
         # Model and optimiser
         self.model = GPT(config, config.seed)
@@ -159,7 +155,7 @@ class Trainer:
         resumed, notes = find_checkpoint(self.out_dir, config.resume), []
         if config.init_from and resumed is None:
             notes = [init_from(self.model, config.init_from)]
-        self.model.to(ranks.device, torch.float64 if dtype == torch.float64 else torch.float32).train()
+        self.model.to(ranks.device, self.precision.weights).train()
         self.optimizer = make_optimizer(
             self.model, config.learning_rate, (config.beta1, config.beta2), config.adam_eps, config.weight_decay
         )
@@ -277,7 +273,7 @@ class Trainer:
         """Set alpha of shared positions (coupled_calibrate) by a training batch, the same on any number of ranks."""
         if self.config.coupled_calibrate:
             x, _ = self.loader.blocks.batch(self.loader.sample_ids(self.step + 1, 0))
-            with self.autocast():
+            with self.precision.autocast():
                 rms_stats.calibrate(self.model, x.to(self.ranks.device))
 
     def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepReport:
@@ -295,11 +291,7 @@ class Trainer:
             x, y = (part.to(ranks.device, non_blocking=True) for part in next(batches))
             last = micro == micro_batches - 1
             with contextlib.nullcontext() if last or not dist.is_initialized() else self.parallel.no_sync():
-                with self.autocast():
-                    pair = torch.stack(self.parallel(x, y))  # loss and auxiliary loss
-                # Micro-batches have equally many tokens, so the mean of their means is the mean over tokens.
-                self.scaler.scale(pair.sum() / micro_batches).backward()
-            losses = losses + pair.detach() / micro_batches
+                losses = losses + micro_step(self.parallel, x, y, self.precision, micro_batches)
         # One small reduction a step: both losses, a wish to stop, and whose loss is not finite
         shared = torch.zeros(3 + ranks.world_size, dtype=losses.dtype, device=ranks.device)
         shared[:2] = losses / ranks.world_size

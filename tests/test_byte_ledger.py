@@ -17,7 +17,7 @@ import cuda_codegen
 import norms
 from byte_ledger import launches
 from errors import ConfigError, UserError
-from model import GPTConfig
+from model import GPT, GPTConfig
 from norm_layers import Norm, SharedRMSNorm
 
 TOKENS = 65536
@@ -184,18 +184,30 @@ def test_one_block_of_each_norm(ledger):
     assert alone["rms"] == pytest.approx(26_500, abs=100)
     assert alone["layer"] == pytest.approx(29_600, abs=100)
     assert alone["naive"] > alone["rms"] > alone["coupled"]
+    assert alone["coupled, fold"] <= 13_500
 
 
 @one_worker
 @needs_codegen
 def test_one_more_block_of_a_deep_model(ledger):
     """There RMSNorm's gain gradient rides along with its row reduction, and coupled's needs a pass of its own."""
-    deep = {arm: row["in a stack"] for arm, row in ledger.items()}
+    deep = {arm: row["bfloat16 stream"] for arm, row in ledger.items()}
     least = 16 * 768 * 2  # two adds and norms, four streams forward and four backward each
     assert least <= deep["rms"] <= 1.02 * least
     assert deep["rms"] < deep["coupled"] <= 26_500  # so says the README
     assert deep["naive"] > deep["coupled"] + 4_000
-    assert ledger["coupled"]["autocast"] < ledger["rms"]["autocast"]
+    assert ledger["coupled"]["float32 stream"] < ledger["rms"]["float32 stream"]
+
+
+@one_worker
+@needs_codegen
+def test_fold_in_the_step_of_training(ledger):
+    """norm2 is gone: two addmm take its adds, and what is left are norm1, its backward and passes over weights."""
+    fold, rms = ledger["coupled, fold"], ledger["rms"]
+    assert fold["bfloat16 stream"] <= 17_600 < 0.71 * rms["bfloat16 stream"]
+    assert fold["copied"] == pytest.approx(fold["bfloat16 stream"] + 2 * 2 * 2 * 768)  # two addmm, two crossings each
+    assert fold["copied"] < rms["copied"] == rms["bfloat16 stream"]  # rms has no addmm
+    assert fold["float32 stream"] < ledger["coupled"]["float32 stream"] - 5_000
 
 
 @one_worker
@@ -219,13 +231,13 @@ def test_the_program_writes_its_table(tmp_path):
     record = json.loads((tmp_path / "new/bytes/ledger.jsonl").read_text())
     assert record["n_embd"] == 64 and record["versions"]["torch"] == torch.__version__
     row = record["bytes_per_token"]
-    assert 14 * 64 * 2 < row["one block"] < row["autocast"] < 100 * 64 * 2
+    assert 14 * 64 * 2 < row["one block"] < row["float32 stream"] < 100 * 64 * 2
     assert f"| rms | {row['one block'] / 1000:.1f} (+0.0) |" in (tmp_path / "new/bytes/README.md").read_text()
 
 
 def test_the_kernels_key_reaches_every_norm():
-    stack = byte_ledger.Stack(GPTConfig(norm_type="taper", kernels="torch", qk_norm=True, n_layer=2))
-    assert {part.kernels for part in stack.modules() if isinstance(part, Norm)} == {"torch"}
+    model = GPT(GPTConfig(norm_type="taper", kernels="torch", qk_norm=True, n_layer=2, n_embd=24, vocab_size=64))
+    assert {part.kernels for part in model.modules() if isinstance(part, Norm)} == {"torch"}
 
 
 def test_every_arm_is_a_config():

@@ -1,0 +1,108 @@
+"""coupled_impl=fold: the same function as scale, by other arithmetic.
+
+    python -m pytest tests/test_coupled_fold.py
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TINY, close, losses, shake
+
+from errors import ConfigError
+from model import GPT, GPTConfig
+from norm_layers import FOLD_PAYS, SharedRMSNorm
+from norms import NormConfig
+
+SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=4, n_head=2, n_embd=16, init_std=0.2, norm_type="coupled")
+TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5))
+IDX, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
+LLAMA = {"position": "rope", "activation": "swiglu", "n_kv_head": 1, "tie_embeddings": False}
+CASES = [
+    {}, {"bias": True}, {"activation": "gelu_tanh", "bias": True}, {"activation": "relu2"}, LLAMA,
+    {**LLAMA, "bias": True, "qk_norm": True}, {"coupled_span": 2}, {"coupled_span": 0, "coupled_alpha": 1.3},
+    {"coupled_first": 1, "norm_affine": False}, {"coupled_calibrate": 5, "coupled_span": 3},
+]  # fmt: skip
+
+
+def gpt(**keys) -> GPT:
+    return shake(GPT(replace(SHAPE, **keys)))
+
+
+def loss_and_gradients(model, **compilation):
+    forward = torch.compile(model, **compilation) if compilation else model
+    loss, _ = forward(IDX, TARGETS)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def same_gradients(ours: dict, theirs: dict, tolerance: float = 1e-12) -> None:
+    """Relative to the global gradient norm."""
+    size = torch.stack([gradient.norm() for gradient in theirs.values()]).norm()
+    assert ours.keys() == theirs.keys() and size > 0.1
+    for name in theirs:
+        assert (ours[name] - theirs[name]).norm() <= tolerance * size, name
+
+
+@pytest.mark.parametrize("keys", CASES, ids=str)
+def test_fold_is_scale_in_loss_and_every_gradient(keys):
+    scale, fold = gpt(**keys), gpt(**keys, coupled_impl="fold")
+    fold.load_state_dict(scale.state_dict())  # the same tensors under the same names
+    shared = [norm for norm in fold.norms() if isinstance(norm, SharedRMSNorm)]
+    assert sum(norm.impl == "fold" for norm in shared) == SHAPE.n_layer - keys.get("coupled_first", 0)
+    (loss, gradients), (loss_scale, gradients_scale) = loss_and_gradients(fold), loss_and_gradients(scale)
+    close(loss, loss_scale)
+    same_gradients(gradients, gradients_scale)
+
+
+def test_fold_compiles_to_one_graph_with_the_same_gradients():
+    torch._dynamo.reset()
+    plain, compiled = gpt(bias=True), gpt(bias=True, coupled_impl="fold")
+    loss, gradients = loss_and_gradients(compiled, backend="aot_eager", fullgraph=True)
+    loss_plain, gradients_plain = loss_and_gradients(plain)
+    close(loss, loss_plain)
+    same_gradients(gradients, gradients_plain)
+
+
+def test_generation_is_the_same():
+    idx = IDX[:, :3]
+    assert torch.equal(gpt().generate(idx, 12, 0), gpt(coupled_impl="fold").generate(idx, 12, 0))
+
+
+def test_auto_folds_where_there_are_many_tokens_to_a_channel():
+    norm = SharedRMSNorm(16, impl="auto")
+    many, few = torch.ones(1, int(16 * FOLD_PAYS) + 1, 16), torch.ones(1, int(16 * FOLD_PAYS), 16)
+    scale = {x.shape: torch.full((*x.shape[:2], 1), 2.0) for x in (many, few)}
+    assert norm.debt(many, scale[many.shape]) is not None and norm.debt(few, scale[few.shape]) is None
+    assert torch.equal(norm(many, None, scale[many.shape])[0], many)
+    assert torch.equal(norm(few, None, scale[few.shape])[0], 2 * few)
+
+
+def test_only_the_mlp_pays_debts():
+    norms = list(gpt(coupled_span=0, coupled_impl="fold").norms())
+    assert [norm.impl for norm in norms[1:-1]] == ["fold", "scale"] * (SHAPE.n_layer - 1) + ["fold"]
+
+
+def test_fold_has_no_gradient_through_the_statistic():
+    with pytest.raises(ConfigError, match="coupled_impl=fold wants coupled_grad=detach"):
+        NormConfig(norm_type="coupled", coupled_impl="fold", coupled_grad="full")
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 200), (2, 40)])
+def test_training_is_the_same_and_checkpoints_are_interchangeable(train_ok, tiny_data, tmp_path, ranks, steps):
+    """float64 steps through train.py with accumulation; half of them in one form, the rest in the other."""
+
+    def run(name: str, impl: str, steps: int) -> None:
+        train_ok(*TINY, f"--max_iters={steps}", "--dtype=float64", "--bias=True", "--norm_type=coupled",
+                 "--lr_schedule=constant", f"--coupled_impl={impl}", f"--data_dir={tiny_data}",
+                 f"--out_dir={tmp_path / name}", ranks=ranks)  # fmt: skip
+
+    run("scale", "scale", steps)
+    run("both", "scale", steps // 2)
+    run("both", "fold", steps)
+    run("fold", "fold", steps)
+    scale, fold, both = (losses(tmp_path / name) for name in ("scale", "fold", "both"))
+    assert len(scale) == steps and scale[steps] < 0.95 * scale[1]
+    assert scale.keys() == fold.keys() == both.keys()
+    assert max(abs(scale[step] - fold[step]) for step in scale) <= 1e-10
+    assert max(abs(scale[step] - both[step]) for step in scale) <= 1e-10
