@@ -1,0 +1,242 @@
+"""A model as a graph of ATen operations: parameters by name, what centring one of them would reach, who owns it.
+
+The graph is that of torch.export, functionalised: in-place operations, functions and modules all look alike, a shared
+parameter is one node with all its uses, and every call of a module is there.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from certificate import Inputs
+from errors import UserError
+from fold_axes import Feeds, Line, aligned, argument, describe, feeds, forwards, ignores, is_norm, module_path, shape
+
+
+class FoldError(UserError):
+    """The model cannot be analysed, or a report does not belong to it."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Source:
+    """Parameters that are centred together, by name: along `axis`, in blocks. With `scale`, that gain is merged into
+    them first (LayerScale)."""
+
+    parameters: tuple[tuple[str, int], ...]  # name, axis
+    block: int
+    scale: str = ""
+
+    def __str__(self) -> str:
+        return " and ".join([*(name for name, _ in self.parameters), *([self.scale] if self.scale else [])])
+
+
+@dataclass
+class Demand:
+    """What has to have zero mean for a line to have zero mean."""
+
+    lines: set[Line] = field(default_factory=set)  # every line on the way
+    sources: dict[Line, Source] = field(default_factory=dict)  # where the way ends in parameters
+    failures: dict[Line, str] = field(default_factory=dict)  # where it ends in something else -> why
+    keep: set[str] = field(default_factory=set)  # parameters whose values it relies on
+
+    @property
+    def nodes(self) -> set[Node]:
+        return {line.node for line in self.lines}
+
+
+class Graph:
+    """The graph of `model` run on `inputs`, in the mode the model is in. Raises FoldError if it cannot be exported."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs):
+        self.model = model
+        self.structured: set[str] = set()  # paths of modules that return something else than one tensor
+        program = self._export(inputs)
+        self.nodes = list(program.graph.nodes)
+        self.calls = defaultdict(set)  # module path -> its calls
+        for node in self.nodes:
+            for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
+                self.calls[path].add(key)
+        signature = program.graph_signature
+        targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        mutated = {*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()}
+        self.names = {node: targets[node.name] for node in self.nodes
+                      if node.op == "placeholder" and targets.get(node.name) not in {None, *mutated}}  # fmt: skip
+        by_name = {node.name: node for node in self.nodes if node.op == "placeholder"}
+        self.user_inputs = [by_name.get(name) for name in signature.user_inputs]
+        self.arguments = self._arguments(inputs)
+        self.values = dict(model.named_parameters(remove_duplicate=False)) | dict(
+            model.named_buffers(remove_duplicate=False)
+        )
+        self.aliases = defaultdict(list)  # id of a tensor -> all its names
+        for name, value in self.values.items():
+            self.aliases[id(value)].append(name)
+        self._reached: dict[Any, str] = {}
+
+    def _export(self, inputs: Inputs) -> torch.export.ExportedProgram:
+        args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+
+        def note(path: str, output: Any) -> None:
+            if not isinstance(output, Tensor):
+                self.structured.add(path)
+
+        hooks = [module.register_forward_hook(lambda _, __, output, path=path: note(path, output))
+                 for path, module in self.model.named_modules()]  # fmt: skip
+        try:
+            return torch.export.export(self.model, args, kwargs, strict=False).run_decompositions({})
+        except Exception as error:  # whatever a model's forward and the exporter may raise
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise FoldError(f"{type(self.model).__name__} cannot be exported with these inputs ({first}): leave out "
+                            "caches (use_cache=False) and branches on values") from error  # fmt: skip
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _arguments(self, inputs: Inputs) -> dict[int, tuple[int, str]]:
+        """Number of a leaf among all inputs -> (position, name) of the argument, where the argument is that leaf."""
+        parameters = list(inspect.signature(self.model.forward).parameters)
+        given = list(enumerate(inputs)) if isinstance(inputs, tuple) else list(inputs.items())
+        found, leaf = {}, 0
+        for key, value in given:
+            name = parameters[min(key, len(parameters) - 1)] if isinstance(key, int) else key
+            if isinstance(value, Tensor) and name in parameters:
+                found[leaf] = (parameters.index(name), name)
+            leaf += len(tree_leaves(value))
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ backwards
+
+    def demand(self, start: Line, paper: bool = False) -> Demand:
+        """Follow a line back to everything that feeds it. `paper`: by the rules of the paper's table (foldable.py)."""
+        demand, todo = Demand(), [(start, None)]
+        while todo:
+            line, user = todo.pop()
+            if line in demand.lines:
+                continue
+            demand.lines.add(line)
+            if line.node in self.names:
+                if paper and not (user and str(user.target).startswith(("aten.linear", "aten.addmm", "aten.conv",
+                                                                        "aten.mm", "aten.matmul"))):  # fmt: skip
+                    demand.failures[line] = f"{self.names[line.node]} is no weight of a linear layer"
+                else:
+                    demand.sources[line] = Source(((self.names[line.node], line.axis),), line.block)
+                continue
+            found = feeds(line)
+            if found.spoils and (gain := self._gain(line)) is not None:
+                value = self.values[self.names[gain]]
+                if paper:
+                    found = Feeds()
+                elif bool((value == value.flatten()[0]).all()):
+                    demand.keep.add(self.names[gain])
+                    found = Feeds(found.inputs)
+            if found.spoils and (scaled := self._layer_scale(line)):
+                demand.sources[line] = scaled
+            elif found.spoils:
+                demand.failures[line] = found.spoils
+            else:
+                todo += [(below, line.node) for below in found.inputs]
+        return demand
+
+    def _gain(self, line: Line) -> Node | None:
+        """The gain of the norm whose output this is."""
+        node = line.node.args[0] if "getitem" in str(line.node.target) else line.node
+        gain = argument(node, 2) if is_norm(node) else None
+        return gain if gain in self.names else None
+
+    def _layer_scale(self, line: Line) -> Source | None:
+        """Parameter gain times the output of a linear or convolution: the gain merges into the weights, if none of
+        them is used anywhere else."""
+        if str(line.node.target) != "aten.mul.Tensor":
+            return None
+        for x, gain in (line.node.args, line.node.args[::-1]):
+            at, gain_at = aligned(x, line), aligned(gain, line)
+            while gain_at is not None and gain_at.node not in self.names and len(gain_at.node.users) == 1:
+                below = feeds(gain_at)
+                gain_at = below.inputs[0] if len(below.inputs) == 1 and not below.spoils else None
+            if at is None or gain_at is None or gain_at.node not in self.names:
+                continue
+            size = shape(gain_at.node)
+            if size.count(1) != len(size) - 1 or size[gain_at.axis] != line.block or len(gain_at.node.users) != 1:
+                continue
+            below = self.demand(at)
+            parameters = [(source, leaf) for leaf, source in below.sources.items() if not source.scale]
+            if not below.failures and not below.keep and len(parameters) == len(below.sources) and all(
+                len(part.node.users) == 1 and shape(part.node)[part.axis] == line.block for part in below.lines
+            ):  # fmt: skip
+                merged = tuple(source.parameters[0] for source, _ in parameters)
+                return Source(merged, line.block, self.names[gain_at.node])
+        return None
+
+    # ------------------------------------------------------------------------------------------------------- forwards
+
+    def shows(self, line: Line, edges: Collection[Node] | None = None) -> str:
+        """Where a constant on the blocks of this line would show (the operation, in words); "" if nowhere.
+
+        With `edges`, only these users of the line's node get it. Appendix D.2.
+        """
+        users = [user for user in line.node.users if edges is None or user in edges]
+        key = (line, frozenset(users))
+        if key not in self._reached:
+            self._reached[key] = self._search(line, users)
+        return self._reached[key]
+
+    def _search(self, line: Line, users: list[Node]) -> str:
+        todo, done = [(line, user) for user in users], set()
+        while todo:
+            at, user = todo.pop()
+            if (at, user) in done:
+                continue
+            done.add((at, user))
+            if user.op == "output":
+                return "the model's output"
+            if ignores(user, at):
+                continue
+            onwards = forwards(user, at)
+            if onwards is None:
+                return describe(user)
+            todo += [(out, next_user) for out in onwards for next_user in out.node.users]
+        return ""
+
+    # ---------------------------------------------------------------------------------------------- modules and names
+
+    def owners(self, parameter: Node, users: Collection[Node]) -> set[str]:
+        """Names under which these users read a parameter: those of the module they belong to, or of its children."""
+        names, found = self.aliases[id(self.values[self.names[parameter]])], set()
+        for user in users:
+            path = module_path(user)
+            prefix = f"{path}." if path else ""
+            own = [name for name in names if name.rpartition(".")[0] == path]
+            found.update(own or [name for name in names if name.startswith(prefix)] or names)
+        return found
+
+    def argument(self, node: Node) -> tuple[int, str] | None:
+        """(position, name) of a tensor that is an argument of the model; None if it is part of one."""
+        return self.arguments.get(self.user_inputs.index(node))
+
+    def call(self, node: Node) -> str:
+        """The module call that a node belongs to: unlike a path, another one each time the module is called."""
+        return next(reversed(node.meta.get("nn_module_stack", {})), "")
+
+    def returned_by(self, node: Node) -> str | None:
+        """Path of a module that is called once and returns this node's tensor and nothing else; None if there is none.
+
+        A copy of the same value (dropout in eval mode) will do.
+        """
+        while True:
+            stack = node.meta.get("nn_module_stack", {})
+            for key, (path, _) in reversed(stack.items()):
+                outside = all(key not in user.meta.get("nn_module_stack", {}) for user in node.users)
+                if path and outside and path not in self.structured and len(self.calls[path]) == 1:
+                    return path
+            copies = [user for user in node.users if str(user.target) in ("aten.clone.default", "aten.alias.default")]
+            if len(node.users) != 1 or not copies:
+                return None
+            node = copies[0]
