@@ -16,17 +16,21 @@ import shlex
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fold
+import foldable
+import hf
 from certificate import Certificate, certify
-from checkpoint import BEST, load_model, save_checkpoint
+from checkpoint import BEST, HUB_NAME, LAST, load_model, save_checkpoint
 from configurator import key, parse_args
 from data.shards import write_bytes_atomically
 from data.tokenizers import load_tokenizer
 from errors import ConfigError, UserError, run_program
+from foldable import Report
 from model import GPT
 
 WINDOWS, LENGTH = 32, 256  # of text, at most; every second one calibrates, the others judge
@@ -103,6 +107,44 @@ def sample_tokens(model: GPT, config: ConvertConfig) -> Tensor:
     return windows[torch.linspace(0, len(windows) - 1, min(WINDOWS, len(windows) // 2 * 2)).long()]
 
 
+# ---------------------------------------------------------------------------------------------------------- analysis
+
+
+def analyze(spec: str, seed: int) -> Report:
+    """foldable.py's verdicts on the LayerNorms of a model: of ours, or of a Hugging Face folder of any architecture,
+    as transformers computes it."""
+    folder = hf.resolve_hub(spec) if not Path(spec).exists() and HUB_NAME.fullmatch(spec) else Path(spec)
+    if not (folder / "config.json").exists() or (folder / BEST).exists() or (folder / LAST).exists():
+        model = load_model(spec)
+        return foldable.analyze(model, (random_tokens(model, seed),))
+    transformers = hf.import_transformers()
+    name = (hf.read_config(folder).get("architectures") or ["AutoModel"])[0]
+    if not hasattr(transformers, name):
+        raise ConfigError(f"{spec}: transformers has no {name}: is it a newer model, or one with code of its own?")
+    try:
+        model = getattr(transformers, name).from_pretrained(folder).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{spec}: transformers cannot load it ({str(error).strip().splitlines()[0]})") from None
+    return foldable.analyze(model, example_inputs(model, seed))
+
+
+def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
+    """Random inputs of a transformers model, without a cache: token ids or images, as its main input asks."""
+    config, generator, name = model.config, torch.Generator().manual_seed(seed), model.main_input_name
+    if name == "input_ids":
+        ids = torch.randint(config.get_text_config().vocab_size, (2, 16), generator=generator)
+        more = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
+        return {name: ids, **more, **({"use_cache": False} if getattr(config, "use_cache", False) else {})}
+    if name == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        return {name: torch.randn(2, config.num_channels, height, width, generator=generator)}
+    raise ConfigError(f"{type(model).__name__} reads {name}: call foldable.analyze with inputs of your own")
+
+
+# ------------------------------------------------------------------------------------------------------------ program
+
+
 def write(out: Path, model: GPT, certificate: Certificate) -> None:
     """A run folder without a run: checkpoint (weights alone), config.json, certificate.json."""
     config = asdict(model.config)
@@ -125,6 +167,11 @@ def changed_keys(before: GPT, after: GPT) -> str:
 
 def main(argv: list[str]) -> None:
     config, spec = parse_args(ConvertConfig, argv, __doc__, spec=True)
+    if config.analyze:
+        report = analyze(spec, config.seed)
+        print(report)
+        print(json.dumps(json.loads(report.to_json()) | {"spec": spec}))
+        return
     model = load_model(spec)
     after, certificate = convert(model, config)
     print(certificate)

@@ -255,6 +255,23 @@ def test_a_hugging_face_gpt2_becomes_rms(tmp_path):
     assert (after(idx) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+def test_analyze_prints_verdicts(saved, tmp_path, capsys):
+    """Of our checkpoints, and of any architecture in a Hugging Face folder; nothing is converted."""
+    convert.main([str(saved(norm_type="layer", n_layer=1, tie_embeddings=False)), "--analyze"])
+    printed = capsys.readouterr().out
+    told = json.loads(printed.splitlines()[-1])
+    assert (told["total"], told["strict"]) == (3, 3) and "blocks.0.norm2  strict" in printed
+    transformers = import_transformers_or_skip()
+    shape = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=50, **shape))
+    vit = transformers.ViTModel(transformers.ViTConfig(image_size=32, **shape))
+    for name, model, total, strict in (("bert", bert, 5, 1), ("vit", vit, 5, 5)):
+        shake(model).float().save_pretrained(tmp_path / name)
+        convert.main([str(tmp_path / name), "--analyze"])
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (told["total"], told["strict"]) == (total, strict)
+
+
 def import_transformers_or_skip():
     try:
         return import_transformers()
