@@ -102,7 +102,7 @@ def test_model_sizes(name, millions):
     assert model.num_params() / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-PROGRAMS = ["train.py", "sample.py", "report.py", "bench_train.py", "hellaswag.py", "convert.py"]
+PROGRAMS = ["train.py", "sample.py", "report.py", "bench_train.py", "hellaswag.py", "convert.py", "bench_fold.py"]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
