@@ -3,13 +3,15 @@
     python repro/cbwc_classify.py --out=results/cpu/cbwc_classify
 
 After section 5.3 of the CBWC paper (AG News, a small Transformer), with data that every machine has: which of eight
-packages of Python's standard library do 64 bytes come from? About every fourth file, chosen by a hash of its name, is
-test data. The GPT's hidden states are averaged over the text, its head's first eight rows give the classes. Runs pair
-by seed (initial weights, texts, dropout); verdicts are report.py's: paired t interval with Holm, TOST within margins
-declared here. Finished runs in --out are not run again. The last line of output is JSON.
+packages of Python's standard library do 32 words come from? A word is a row of letters, its token a hash. About every
+fourth file, chosen by a hash of its name, is test data. The GPT's hidden states are averaged over the text, its head's
+first eight rows give the classes. Runs pair by seed (initial weights, texts, dropout); verdicts are report.py's: paired
+t interval with Holm, TOST within margins declared here. Finished runs in --out are not run again. The last line of
+output is JSON.
 """
 
 import json
+import re
 import sys
 import sysconfig
 import zlib
@@ -33,15 +35,15 @@ from stats import decide, paired, seeds_needed
 
 PACKAGES = ("idlelib", "asyncio", "email", "tkinter", "xml", "multiprocessing", "unittest", "importlib")
 ARMS = ("layer", "rms", "cbwc")
-Texts = list[Tensor]  # of each package: all its bytes, one file after the other
+Texts = list[Tensor]  # of each package: all its tokens, one file after the other
 
 
 @dataclass(frozen=True)
 class ClassifyConfig(GPTConfig):
     """Keys of cbwc_classify.py; the model is small enough for a CPU core."""
 
-    vocab_size: int = key(256, "bytes")
-    block_size: int = key(64, "bytes of a text")
+    vocab_size: int = key(4096, "tokens that words are hashed to")
+    block_size: int = key(32, "words of a text")
     n_layer: int = key(2, "number of blocks")
     n_head: int = key(2, "query heads")
     n_embd: int = key(48, "channels of the residual stream")
@@ -62,8 +64,8 @@ class ClassifyConfig(GPTConfig):
             raise ConfigError("seeds, max_iters, batch_size and test_texts want 2 or more")
 
 
-def read_packages() -> dict[str, Texts]:
-    """Bytes of the packages' sources, by split."""
+def read_packages(vocab: int) -> dict[str, Texts]:
+    """Tokens of the packages' sources, by split."""
     root, splits = Path(sysconfig.get_paths()["stdlib"]), {"train": [], "test": []}
     for package in PACKAGES:
         content = {"train": b"", "test": b""}
@@ -72,14 +74,15 @@ def read_packages() -> dict[str, Texts]:
             if not {"test", "tests", "idle_test"} & {*name.parts}:
                 content["train" if zlib.crc32(name.as_posix().encode()) % 4 else "test"] += path.read_bytes()
         for split, texts in splits.items():
-            if len(content[split]) < 1024:
+            words = re.findall(rb"[a-z]+", content[split].lower())
+            if len(words) < 1024:
                 raise UserError(f"{package}: no sources of it in {root}: this Python lacks a part of its library")
-            texts.append(torch.frombuffer(bytearray(content[split]), dtype=torch.uint8).long())
+            texts.append(torch.tensor([zlib.crc32(word) % vocab for word in words]))
     return splits
 
 
 def draw(texts: Texts, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(byte ids (count, length), packages (count,)): packages equally likely, then a place in the package."""
+    """(token ids (count, length), packages (count,)): packages equally likely, then a place in the package."""
     targets = torch.randint(len(texts), (count,), generator=generator)
     share = torch.rand(count, generator=generator, dtype=torch.float64)
     starts = [int(s * (len(texts[t]) - length)) for s, t in zip(share.tolist(), targets.tolist())]
@@ -150,7 +153,7 @@ def main(argv: list[str]) -> None:
             if first["config"] != settings:
                 raise ConfigError(f"{target} was made with other settings: choose another out")
             about = first
-        data = read_packages()
+        data = read_packages(config.vocab_size)
         for seed in range(1, config.seeds + 1):
             for arm in ARMS:
                 if not any((r["arm"], r["seed"]) == (arm, seed) for r in records):
