@@ -42,9 +42,9 @@ HF_SHAPES = {
 class BenchConfig:
     """Keys of bench_fold.py."""
 
-    lengths: tuple[float, ...] = key((256, 1024), "tokens of a sequence, several (an image has its own)")
+    lengths: tuple[int, ...] = key((256, 1024), "tokens of a sequence, several (an image has its own)")
     batch: int = key(2, "sequences in a pass")
-    modes: str = key("eager", "eager, compiled, graph (CUDA), several with commas")
+    modes: tuple[str, ...] = key(("eager",), "eager, compiled, graph (CUDA); several")
     rounds: int = key(20, "paired rounds; in each, every arm does one pass")
     sequential: int = key(0, "passes of each arm by the paper's protocol (0: none)")
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
@@ -54,8 +54,8 @@ class BenchConfig:
     def __post_init__(self) -> None:
         if self.rounds < 6 or self.batch < 1 or min(self.lengths, default=0) < 1 or self.sequential < 0:
             raise ConfigError("rounds wants 6 or more, batch and every length 1 or more, sequential 0 or more")
-        if unknown := set(self.modes.split(",")) - {*MODES}:
-            raise ConfigError(f"modes={self.modes}: {unknown.pop()!r} is none of {', '.join(MODES)}")
+        if unknown := [mode for mode in self.modes if mode not in MODES]:
+            raise ConfigError(f"modes: {unknown[0]!r} is none of {', '.join(MODES)}")
 
 
 def make_pair(spec: str, config: BenchConfig) -> tuple[nn.Module, nn.Module, int]:
@@ -71,7 +71,7 @@ def make_pair(spec: str, config: BenchConfig) -> tuple[nn.Module, nn.Module, int
     transformers, (family, shape) = hf.import_transformers(), HF_SHAPES[name]
     settings = getattr(transformers, family).config_class(**shape)
     for positions in {"n_positions", "max_position_embeddings"} & {*vars(settings), *settings.attribute_map}:
-        setattr(settings, positions, max(2048, int(max(config.lengths))))
+        setattr(settings, positions, max(2048, *config.lengths))
     torch.manual_seed(0)
     before = getattr(transformers, family)(settings).eval()
     report = foldable.analyze(before, inputs(before, 2, 16, torch.float32))
@@ -172,19 +172,18 @@ def show(record: dict) -> str:
 def main(argv: list[str]) -> None:
     config, spec = parse_args(BenchConfig, argv, __doc__, spec=True)
     device = find_device(config.device)
-    modes = config.modes.split(",")
-    if "graph" in modes and device.type != "cuda":
+    if "graph" in config.modes and device.type != "cuda":
         raise ConfigError("modes=graph: CUDA graphs need a CUDA device: leave it out")
     dtype = DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"]
     before, after, folded = make_pair(spec, config)
     models = {"before": before.to(device, dtype), "after": after.to(device, dtype)}
-    lengths = [0] if getattr(before, "main_input_name", "") == "pixel_values" else list(map(int, config.lengths))
+    lengths = [0] if getattr(before, "main_input_name", "") == "pixel_values" else config.lengths
     about = {"spec": spec, "folded": folded, "dtype": str(dtype).removeprefix("torch."),
              "threads": torch.get_num_threads(), **environment(device)}  # fmt: skip
     print(f"{spec}: {folded} norms folded, {about['dtype']}, batch {config.batch}, {about['device']}")
     summary = []
     for length in lengths:
-        for mode in modes:
+        for mode in config.modes:
             try:
                 record = measure(models, config, mode, length, dtype)
             except torch.cuda.OutOfMemoryError:

@@ -250,7 +250,7 @@ class BenchConfig:
     """Keys of bench_kernels.py."""
 
     ops: str = key("all", f"operators, separated by commas: {', '.join(OPERATORS)}")
-    channels: tuple[float, ...] = key((768.0, 1024.0, 2048.0, 4096.0, 8192.0), "sizes C, separated by commas")
+    channels: tuple[int, ...] = key((768, 1024, 2048, 4096, 8192), "sizes C, separated by commas")
     rows: int = key(65536, "rows (tokens)")
     dtype: str = key("bfloat16", "of activations; gains, statistics and maths are in float32", tuple(DTYPES))
     rounds: int = key(50, "rounds, at least 6; in each, every arm is timed once")
@@ -264,8 +264,8 @@ class BenchConfig:
             raise ConfigError(f"ops: {unknown[0]!r} is none of {', '.join(OPERATORS)}")
         if self.rounds < 6 or self.rows < 1 or not self.channels:
             raise ConfigError("rounds must be at least 6, rows at least 1, channels at least one size")
-        if any(size < 1 or size % 1 for size in self.channels):
-            raise ConfigError(f"channels={self.channels}: wants whole numbers from 1 on")
+        if min(self.channels) < 1:
+            raise ConfigError(f"channels={_word(self.channels)}: wants whole numbers from 1 on")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device=cuda, but torch sees no GPU here: leave it out to time the references")
 
@@ -292,13 +292,13 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(0)
     place = environment(device)
     place["versions"] |= versions()
-    place["load_average"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    place["load_average"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     records = []
     bar = tqdm(total=len(config.names) * len(config.channels), unit="case", disable=not sys.stderr.isatty())
     with torch._functorch.config.patch(donated_buffer=False):  # else compiled backwards run only once
         for name in config.names:
             for channels in config.channels:
-                records += [row | place for row in measure(config, name, int(channels), device)]
+                records += [row | place for row in measure(config, name, channels, device)]
                 bar.update()
     bar.close()
     text = report(config, records)
@@ -330,7 +330,7 @@ def report(config: BenchConfig, records: list[dict[str, Any]]) -> str:
 
 
 def _word(value: object) -> str:
-    return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def write(folder: Path, records: list[dict[str, Any]], text: str) -> None:

@@ -10,10 +10,11 @@ an A/A arm, a second copy of the first: how far its ratio is from 1 tells what t
 (a clone of karpathy/nanoGPT), upstream's model and optimiser take part.
 
 A step is what train.py does with gradient_accumulation_steps micro-batches: forward, backward, clipping, AdamW, the
-norms' schedules; nanoGPT's is its own. Batches are random tokens, the same for all, on the device beforehand. All keys
-of train.py are taken, so that its config files serve; those of data, schedule and evaluation do nothing here. In each
-round all arms take turns in a new random order. Ratios are geometric means of the rounds' with 95 % t intervals, each
-on its own; above 1 the arm is faster. Ctrl-C ends the measurement and keeps the rounds so far. The last line is JSON.
+norms' schedules; nanoGPT's is its own. What train.py sets for the whole process (memory, float32 products) serves all
+arms alike. Batches are random tokens, the same for all, on the device beforehand. All keys of train.py are taken, so
+that its config files serve; those of data, schedule and evaluation do nothing here. In each round all arms take turns
+in a new random order. Ratios are geometric means of the rounds' with 95 % t intervals, each on its own; above 1 the arm
+is faster. Ctrl-C ends the measurement and keeps the rounds so far. The last line is JSON.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from errors import ConfigError, UserError, run_program
 from model import GPT
 from optim import Precision
 from plots import plt, save, style
-from ranks import Ranks
+from ranks import Ranks, faster_float32_products
 from runlog import environment, peak_flops
 from stats import paired_ratio, paired_times, seconds
 from train import TrainConfig
@@ -155,6 +156,8 @@ def measure(config: BenchConfig, device: torch.device) -> tuple[list[dict[str, A
         except torch.OutOfMemoryError:
             raise UserError(f"arm {arm.name}: the GPU's memory is too small for {len(arms)} arms at "
                             f"batch_size={config.batch_size}: lower it") from None  # fmt: skip
+        except KeyboardInterrupt:
+            raise UserError("interrupted before the first round: there is nothing to compare") from None
     times = time_rounds(steps, config, device)
     with torch.device("meta"):
         flops = GPT(arms[0].config).flops_per_token()
@@ -254,7 +257,10 @@ def main(argv: list[str]) -> None:
     ranks = Ranks.start(config.device)
     if ranks.world_size > 1:
         raise ConfigError("bench_train.py is one process: start it without torchrun")
+    if ranks.device.type == "cpu":
+        faster_float32_products(config.n_embd, config.head_channels)
     place = environment(ranks.device) | {"threads": torch.get_num_threads()}
+    place["float32_products"] = torch.get_float32_matmul_precision()
     place["dtype"] = str(Precision(config.dtype, ranks.device).dtype).removeprefix("torch.")
     place["load_average"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     records, remarks = measure(config, ranks.device)

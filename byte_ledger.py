@@ -25,7 +25,7 @@ import ast
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -278,16 +278,20 @@ class LedgerConfig(GPTConfig):
             raise ConfigError("n_inner must be above n_embd, and dropout 0: else norms cannot be told from the MLP")
 
 
-def count(config: LedgerConfig, arm: str) -> dict[str, float]:
-    """The figures of one arm, bytes per token and block."""
+# Of a stack, for each precision of the residual stream: its figures, and the crossings that an addmm counts for.
+STACKS = {"autocast": {"bfloat16 stream": 1, "copied": 3}, "float32": {"float32 stream": 1}}
+
+
+def count(config: LedgerConfig, arm: str, stacks: Sequence[str] = tuple(STACKS)) -> dict[str, float]:
+    """The figures of one arm, bytes per token and block: of one block, and of stacks with these residual streams."""
     shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
     shape = GPTConfig(**shape | {"norm_type": arm.split(",")[0], "vocab_size": 64, "n_vocab": 0, **ARMS[arm]})
     row = {"one block": bytes_of_one_block(shape, config.tokens)}
-    columns = {"autocast": {"bfloat16 stream": 1, "copied": 3}, "float32": {"float32 stream": 1}}  # addmm crossings
-    for stream, crossings in columns.items():
+    for stream in stacks:
         three, two = (launches_of_training(dataclasses.replace(shape, residual=stream, n_layer=blocks), config.tokens)
                       for blocks in (3, 2))  # fmt: skip
-        row |= {name: (total(three, times) - total(two, times)) / config.tokens for name, times in crossings.items()}
+        for name, crossings in STACKS[stream].items():
+            row[name] = (total(three, crossings) - total(two, crossings)) / config.tokens
     return row
 
 

@@ -7,7 +7,7 @@ and assignments `key = value` of literals, arithmetic on them, and names assigne
 underscore are private to the file; every other name must be a key of the dataclass.
 
 The dataclass declares its keys with `key(default, help, choices)`. Allowed types: bool, int, float, str, `T | None`
-(None is written `auto`) and `float | tuple[float, ...]` (a tuple is written `1.0,1.1,0.9`).
+(None is written `auto`) and `tuple[T, ...]`, alone or as `T | tuple[T, ...]` (a tuple is written `1.0,1.1,0.9`).
 """
 
 import ast

@@ -154,3 +154,22 @@ def plot_differences(rows: list[Row], target: Path) -> Path:
     return save(figure, target)
 
 
+def plot_stream(arms: Arms, target: Path) -> Path:
+    """The residual stream at every norm position after training: its size, its drift from the statistic that the
+    position uses, and that drift's spread over tokens, which no scalar can compensate. Geometric means over seeds."""
+    panels = {"rms": "RMS of the stream", "drift": "drift: RMS / RMS shared", "spread": "SD of log drift over tokens"}
+    figure, axes = plt.subplots(3, figsize=(7.5, 8.5), layout="constrained", sharex=True)
+    for index, (arm, runs) in enumerate(arms.items()):
+        streams = [run.stream for run in runs.values() if run.stream]
+        for axis, name in zip(axes, panels if streams else ()):
+            rows = np.array([stream[name] for stream in streams])  # (seeds, 2L + 1)
+            if name == "rms" or rows.std():  # without shared positions there is no drift
+                mean = rows.mean(0) if name == "spread" else np.exp(np.log(rows).mean(0))
+                axis.plot(np.arange(rows.shape[1]) / 2, mean, label=arm, linewidth=1.6, **style(index))
+    for axis, (name, label) in zip(axes, panels.items()):
+        axis.set(ylabel=label, yscale="linear" if name == "spread" else "log")
+        axis.grid(alpha=0.3)
+    axes[0].set_title("Residual stream at every norm position, last evaluation")
+    axes[0].legend(frameon=False, fontsize=9)
+    axes[-1].set_xlabel("block (whole: before attention, half: before the MLP, last: final norm)")
+    return save(figure, target)

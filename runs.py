@@ -16,7 +16,8 @@ from errors import UserError
 from norms import NormConfig
 
 NORM_KEYS = {field.name: field.default for field in fields(NormConfig) if field.default is not MISSING}
-NAMES = {"out_dir", "resume", "wandb", "wandb_project"}  # settings that do nothing to a result
+# Settings that do nothing to a result. HellaSwag is scored beside training, and compared only on the same items.
+NAMES = {"out_dir", "resume", "wandb", "wandb_project", "hellaswag", "hellaswag_interval", "hellaswag_items"}
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 
 
@@ -74,6 +75,13 @@ class Run:
     @cached_property
     def steps(self) -> list[dict]:
         return [event for event in self.events if event["event"] == "step" and event["loss"] is not None]
+
+    @cached_property
+    def stream(self) -> dict[str, np.ndarray]:
+        """At the last evaluation: size, drift and spread of the residual stream at each norm position, (2L + 1,) each
+        (rms_stats.py). Empty in logs that do not have them."""
+        last = next((event for event in reversed(self.events) if event["event"] == "rms"), {})
+        return {name: np.array(last[name]) for name in ("rms", "drift", "spread") if name in last}
 
     def problem(self) -> str:
         """Why the run cannot be compared, or ""."""

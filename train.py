@@ -44,7 +44,7 @@ from evaluation import Evaluator
 from hellaswag import ITEMS_FILE
 from model import GPT, GPTConfig
 from optim import DTYPES, Precision, carry_state, guarded_update, learning_rate, make_optimizer, micro_step
-from ranks import Ranks
+from ranks import Ranks, faster_float32_products
 from runlog import RunLog, StepReport, Throughput, environment, peak_flops
 
 MAX_SKIPPED = 20  # float16: so many steps in a row with infinite gradients are no matter of the loss scale any more
@@ -130,6 +130,8 @@ class Trainer:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.ranks = ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
+        if ranks.device.type == "cpu":
+            faster_float32_products(config.n_embd, config.head_channels)
         self.out_dir = Path(config.out_dir)
 
         # Data

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kernels import rows
-from kernels.rows import load, load_vector, store, store_partial, tile
+from kernels.rows import load, load_vector, store, store_partial
 
 WIDEST = 1024  # columns of a tile
 
@@ -106,28 +106,24 @@ def backward_kernel(
 
 
 def scaled_activation(z, inv_rms, b, kind):
-    z_rows, channels = rows.as_rows(z), z.shape[-1] // (2 if kind == "swiglu" else 1)
-    n_rows = z_rows.shape[0]
-    y = rows.empty((*z.shape[:-1], channels), z.dtype, z.device)
-    shape = tile(channels, rows.FORWARD, WIDEST)
+    channels = z.shape[-1] // (2 if kind == "swiglu" else 1)
+    y, z = rows.empty((*z.shape[:-1], channels), z.dtype, z.device), rows.as_rows(z)
+    work = rows.split(z, channels, rows.FORWARD, WIDEST)
     with rows.on_device(z):
-        forward_kernel[(triton.cdiv(n_rows, shape.rows), triton.cdiv(channels, shape.columns))](
-            z_rows, inv_rms.contiguous(), rows.vector(b), y, n_rows, z_rows.stride(0), F=channels, KIND=kind,
-            ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
-        )  # fmt: skip
+        forward_kernel[(work.row_tiles, work.column_tiles)](
+            z, inv_rms.contiguous(), rows.vector(b), y, z.shape[0], rows.stride(z), F=channels, KIND=kind, **work.meta
+        )
     return y
 
 
-def scaled_activation_backward(dy, z, inv_rms, b, kind):
-    dy, z_rows = rows.as_rows(dy), rows.as_rows(z)
-    n_rows, channels = dy.shape
-    shape = tile(channels, rows.BACKWARD, WIDEST)
-    column_tiles = triton.cdiv(channels, shape.columns)
-    n_programs, chunk = rows.chunks(n_rows, shape, column_tiles, z.device)
-    dz, db = rows.empty(z.shape, z.dtype, z.device), rows.partial_sums(n_programs, b)
+def scaled_activation_backward(dy, z, inv_rms, b, kind, gains):
+    dz, channels = rows.empty(z.shape, z.dtype, z.device), dy.shape[-1]
+    dy, z = rows.as_rows(dy), rows.as_rows(z)
+    work = rows.split(z, channels, rows.BACKWARD, WIDEST)
+    db = rows.partial_sums(work.programs, b, gains)
     with rows.on_device(z):
-        backward_kernel[(n_programs, column_tiles)](
-            dy, z_rows, inv_rms.contiguous(), rows.vector(b), dz, db, n_rows, chunk, dy.stride(0), z_rows.stride(0),
-            F=channels, KIND=kind, ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
+        backward_kernel[(work.programs, work.column_tiles)](
+            dy, z, inv_rms.contiguous(), rows.vector(b), dz, db, z.shape[0], work.chunk, rows.stride(dy),
+            rows.stride(z), F=channels, KIND=kind, **work.meta,
         )  # fmt: skip
     return dz, rows.sum_partials(db, b, z)

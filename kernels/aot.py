@@ -16,6 +16,7 @@ import itertools
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python kernels/aot.py`
+
 from configurator import key, parse_args
 from errors import ConfigError, UserError, run_program
 from kernels import activation, binding, row_norm, shared_rms, taper
@@ -34,6 +37,7 @@ from kernels import activation, binding, row_norm, shared_rms, taper
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 ROWS = 65536
+ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)  # with bfloat16 that Triton compiles for; another one aborts in LLVM
 COLUMNS = ("registers", "stack", "shared", "load bits", "store bits", "narrow loads", "SHFL", "BAR", "spill", "FP64")
 
 
@@ -41,9 +45,15 @@ COLUMNS = ("registers", "stack", "shared", "load bits", "store bits", "narrow lo
 class AotConfig:
     """Keys of kernels/aot.py."""
 
-    sm: tuple[float, ...] | float = key((80, 90, 100), "architectures: compute capability times ten")
-    channels: tuple[float, ...] | float = key((768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first")
+    sm: tuple[int, ...] = key((80, 90, 100), f"compute capabilities times ten: {', '.join(map(str, ARCHITECTURES))}")
+    channels: tuple[int, ...] = key((768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first")
     out: str = key("", "write the table to this Markdown file")
+
+    def __post_init__(self) -> None:
+        if not self.sm or not {*self.sm} <= {*ARCHITECTURES}:
+            raise ConfigError(f"sm: give some of {', '.join(map(str, ARCHITECTURES))}, separated by commas")
+        if not self.channels or min(self.channels) < 1:
+            raise ConfigError("channels: give whole numbers from 1 on, separated by commas")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -56,39 +66,41 @@ def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[
     w, w2, s, gate_c = meta(channels), meta(2 * channels), meta(ROWS, 1), meta(2)
     C, eps = channels, 1e-5
     yield "rms_norm", lambda: row_norm.rms_norm(x, w, None, eps, 1, C)
-    yield "rms_norm_backward", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C)
+    yield "rms_norm_backward", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, True)
     yield "add_rms_norm", lambda: row_norm.add_rms_norm(x, x, w, None, eps, 1, C)
-    yield "add_rms_norm_backward", lambda: row_norm.rms_norm_backward(x, x, None, x, w, None, s, C)
+    yield "add_rms_norm_backward", lambda: row_norm.rms_norm_backward(x, x, None, x, w, None, s, C, True)
     yield "layer_norm", lambda: row_norm.layer_norm(x, w, w, eps)
-    yield "layer_norm_backward", lambda: row_norm.layer_norm_backward(x, x, w, w, s, s)
+    yield "layer_norm_backward", lambda: row_norm.layer_norm_backward(x, x, w, w, s, s, True)
     yield "shared_rms_scale", lambda: shared_rms.shared_rms_scale(x, s, w)
-    yield "shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w)
+    yield "shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, True)
     yield "add_shared_rms_scale", lambda: shared_rms.add_shared_rms_scale(x, x, s, w)
-    yield "add_shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, x, x, s, w)
+    yield "add_shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, x, x, s, w, True)
     yield "taper_norm", lambda: taper.taper_norm(x, w, w, gate_c, eps)
-    yield "taper_norm_backward", lambda: taper.taper_norm_backward(x, x, w, w, gate_c, s)
+    yield "taper_norm_backward", lambda: taper.taper_norm_backward(x, x, w, w, gate_c, s, True)
     for kind in ("gelu", "gelu_tanh", "relu2", "swiglu"):
-        z, b = (x2, w2) if kind == "swiglu" else (x, w)
-        yield f"{kind}", lambda z=z, b=b, kind=kind: activation.scaled_activation(z, s, b, kind)
-        yield f"{kind}_backward", lambda z=z, b=b, kind=kind: activation.scaled_activation_backward(x, z, s, b, kind)
+        given = (x2, s, w2, kind) if kind == "swiglu" else (x, s, w, kind)
+        yield f"{kind}", lambda given=given: activation.scaled_activation(*given)
+        yield f"{kind}_backward", lambda given=given: activation.scaled_activation_backward(x, *given, True)
 
 
 def variants(channels: int) -> Iterator[tuple[str, Callable]]:
     """What training meets more rarely: a float32 stream (train.py's autocast), a bias, a gradient of the statistic, no
-    gains."""
+    gains, frozen gains."""
     for name, launch in cases(channels, torch.float32):
         yield f"{name}, float32", launch
     x, w, s, C, eps = meta(ROWS, channels, dtype=torch.bfloat16), meta(channels), meta(ROWS, 1), channels, 1e-5
     yield "rms_norm, bias", lambda: row_norm.rms_norm(x, w, w, eps, 1, C)
-    yield "rms_norm_backward, bias", lambda: row_norm.rms_norm_backward(x, None, None, x, w, w, s, C)
-    yield "rms_norm_backward, ds", lambda: row_norm.rms_norm_backward(x, None, s, x, w, None, s, C)
-    yield "add_rms_norm_backward, bias, ds", lambda: row_norm.rms_norm_backward(x, x, s, x, w, w, s, C)
+    yield "rms_norm_backward, bias", lambda: row_norm.rms_norm_backward(x, None, None, x, w, w, s, C, True)
+    yield "rms_norm_backward, ds", lambda: row_norm.rms_norm_backward(x, None, s, x, w, None, s, C, True)
+    yield "add_rms_norm_backward, bias, ds", lambda: row_norm.rms_norm_backward(x, x, s, x, w, w, s, C, True)
     yield "rms_norm, no gain", lambda: row_norm.rms_norm(x, None, None, eps, 1, C)
-    yield "rms_norm_backward, no gain", lambda: row_norm.rms_norm_backward(x, None, None, x, None, None, s, C)
-    yield "layer_norm_backward, no gain", lambda: row_norm.layer_norm_backward(x, x, None, None, s, s)
+    yield "rms_norm_backward, no gain", lambda: row_norm.rms_norm_backward(x, None, None, x, None, None, s, C, True)
+    yield "rms_norm_backward, frozen", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, False)
+    yield "layer_norm_backward, no gain", lambda: row_norm.layer_norm_backward(x, x, None, None, s, s, True)
     yield "shared_rms_scale, no gain", lambda: shared_rms.shared_rms_scale(x, s, None)
-    yield "shared_rms_scale_backward, no gain", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, None)
-    yield "taper_norm_backward, no gain", lambda: taper.taper_norm_backward(x, x, None, None, meta(2), s)
+    yield "shared_rms_scale_backward, no gain", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, None, True)
+    yield "shared_rms_scale_backward, frozen", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, False)
+    yield "taper_norm_backward, no gain", lambda: taper.taper_norm_backward(x, x, None, None, meta(2), s, True)
 
 
 def launches(launch: Callable) -> list[tuple[triton.JITFunction, tuple, dict]]:
@@ -148,13 +160,6 @@ def measure(code: bytes, shared: int) -> dict[str, int]:
     )))  # fmt: skip
 
 
-def integers(value: float | tuple[float, ...], name: str) -> list[int]:
-    values = value if isinstance(value, tuple) else (value,)
-    if not values or any(number != int(number) or number < 1 for number in values):
-        raise ConfigError(f"{name} wants whole numbers above 0, separated by commas")
-    return [int(number) for number in values]
-
-
 def table(records: list[dict]) -> str:
     """Markdown."""
     head = ("operator", "kernel", "C", "sm", *COLUMNS)
@@ -167,8 +172,8 @@ def main(argv: list[str]) -> int:
     if binding.INTERPRETED:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     records = []
-    for sm in integers(config.sm, "sm"):
-        for place, channels in enumerate(integers(config.channels, "channels")):
+    for sm in config.sm:
+        for place, channels in enumerate(config.channels):
             for name, launch in itertools.chain(cases(channels), variants(channels) if place == 0 else ()):
                 for kernel, arguments, keywords in launches(launch):
                     record = {"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm}
@@ -176,7 +181,10 @@ def main(argv: list[str]) -> int:
     text = table(records)
     print(text)
     if config.out:
-        Path(config.out).write_text(f"triton {triton.__version__}\n\n{text}\n", encoding="utf-8")
+        try:
+            Path(config.out).write_text(f"triton {triton.__version__}\n\n{text}\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"out={config.out}: cannot be written ({error.strerror})") from None
     spills = [record for record in records if record["stack"] or record["spill"]]
     doubles = [record for record in records if record["FP64"]]
     for record in spills + doubles:

@@ -47,9 +47,14 @@ def _save(ctx, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _wanted(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
+def _gains(ctx, *places: int) -> bool:
+    """Does one of the inputs at these places, gains and biases, want a gradient? They are not summed if frozen."""
+    return any(ctx.needs_input_grad[place] for place in places)
+
+
+def _wanted(gradient: Tensor) -> Tensor | None:
     """Operators return a tensor without elements where autograd wants None."""
-    return None if parameter is None else gradient
+    return gradient if gradient.numel() else None
 
 
 def _of_the_summands(ctx, dh: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -72,12 +77,12 @@ def _rms_setup(ctx, inputs, output):
     _save(ctx, x, w, b, output[1])
 
 
-def _rms_gradients(ctx, dy, dh, ds):
+def _rms_gradients(ctx, dy, dh, ds, gains):
     """(dx, dw, db) for the gradients of y, of the stream x itself and of inv_rms; None for one that nobody used."""
     x, w, b, inv_rms = ctx.saved_tensors
     if dy is not None:
-        dx, dw, db = rms_norm_backward(dy, dh, ds, x, w, b, inv_rms, ctx.counted)
-        return dx, _wanted(dw, w), _wanted(db, b)
+        dx, dw, db = rms_norm_backward(dy, dh, ds, x, w, b, inv_rms, ctx.counted, gains)
+        return dx, _wanted(dw), _wanted(db)
     if ds is not None:  # zeros for dy would be a pass more, and NaN in rows with an inf
         through = reference.inverse_rms_backward(ds, x, inv_rms, ctx.counted)
         dh = through if dh is None else dh + through
@@ -85,7 +90,7 @@ def _rms_gradients(ctx, dy, dh, ds):
 
 
 def _rms_gradient(ctx, dy, ds):
-    return *_rms_gradients(ctx, dy, None, ds), None, None, None
+    return *_rms_gradients(ctx, dy, None, ds, _gains(ctx, 1, 2)), None, None, None
 
 
 def _add_rms_setup(ctx, inputs, output):
@@ -95,7 +100,7 @@ def _add_rms_setup(ctx, inputs, output):
 
 
 def _add_rms_gradient(ctx, dy, dh, ds):
-    dh, dw, db = _rms_gradients(ctx, dy, dh, ds)
+    dh, dw, db = _rms_gradients(ctx, dy, dh, ds, _gains(ctx, 2, 3))
     return *_of_the_summands(ctx, dh), dw, db, None, None, None
 
 
@@ -114,8 +119,8 @@ def _layer_setup(ctx, inputs, output):
 
 def _layer_gradient(ctx, dy, _mean, _inv_std):
     x, w, b, mean, inv_std = ctx.saved_tensors
-    dx, dw, db = layer_norm_backward(dy, x, w, b, mean, inv_std)
-    return dx, _wanted(dw, w), _wanted(db, b), None
+    dx, dw, db = layer_norm_backward(dy, x, w, b, mean, inv_std, _gains(ctx, 1, 2))
+    return dx, _wanted(dw), _wanted(db), None
 
 
 layer_norm = operator(reference.layer_norm, row_norm.layer_norm, _layer_setup, _layer_gradient)
@@ -131,8 +136,8 @@ def _shared_setup(ctx, inputs, output):
 
 def _shared_gradient(ctx, dy):
     h, inv_rms, w = ctx.saved_tensors
-    dh, dw = shared_rms_scale_backward(dy, None, h, inv_rms, w)
-    return dh, None, _wanted(dw, w)
+    dh, dw = shared_rms_scale_backward(dy, None, h, inv_rms, w, _gains(ctx, 2))
+    return dh, None, _wanted(dw)
 
 
 def _add_shared_setup(ctx, inputs, output):
@@ -145,8 +150,8 @@ def _add_shared_gradient(ctx, dy, dh):
     h, inv_rms, w = ctx.saved_tensors
     if dy is None:
         return *_of_the_summands(ctx, dh), None, None
-    dh, dw = shared_rms_scale_backward(dy, dh, h, inv_rms, w)
-    return *_of_the_summands(ctx, dh), None, _wanted(dw, w)
+    dh, dw = shared_rms_scale_backward(dy, dh, h, inv_rms, w, _gains(ctx, 3))
+    return *_of_the_summands(ctx, dh), None, _wanted(dw)
 
 
 def _activation_setup(ctx, inputs, output):
@@ -156,8 +161,8 @@ def _activation_setup(ctx, inputs, output):
 
 def _activation_gradient(ctx, dy):
     z, inv_rms, b = ctx.saved_tensors
-    dz, db = scaled_activation_backward(dy, z, inv_rms, b, ctx.kind)
-    return dz, None, _wanted(db, b), None
+    dz, db = scaled_activation_backward(dy, z, inv_rms, b, ctx.kind, _gains(ctx, 2))
+    return dz, None, _wanted(db), None
 
 
 shared_rms_scale = operator(reference.shared_rms_scale, shared_rms.shared_rms_scale, _shared_setup, _shared_gradient)
@@ -180,8 +185,8 @@ def _taper_setup(ctx, inputs, output):
 
 def _taper_gradient(ctx, dy, _inv_rms):
     h, w, w_tilde, gate_c, inv_rms = ctx.saved_tensors
-    dh, dw, dw_tilde = taper_norm_backward(dy, h, w, w_tilde, gate_c, inv_rms)
-    return dh, _wanted(dw, w), _wanted(dw_tilde, w_tilde), None, None
+    dh, dw, dw_tilde = taper_norm_backward(dy, h, w, w_tilde, gate_c, inv_rms, _gains(ctx, 1, 2))
+    return dh, _wanted(dw), _wanted(dw_tilde), None, None
 
 
 taper_norm = operator(reference.taper_norm, taper.taper_norm, _taper_setup, _taper_gradient)

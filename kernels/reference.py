@@ -5,7 +5,8 @@ gradients written out, term by term as the Triton kernels compute them.
 
 Shapes: x (..., C), gains and biases (C,) or None, statistics (..., 1), or (..., G) with G channel groups.
 Statistics and all maths are in float32, in float64 where x is; a result is rounded once, to the type of x.
-A gradient that nobody wants comes back as a tensor without elements, because an operator cannot return None.
+Backward functions leave out the gradients of gains and biases unless `gains` is set. A gradient that nobody wants comes
+back as a tensor without elements, because an operator cannot return None.
 """
 
 import math
@@ -48,9 +49,9 @@ def affine(y: Tensor, w: Tensor | None, b: Tensor | None, dtype: torch.dtype) ->
     return y.to(dtype)
 
 
-def _sum_rows(terms: Tensor, like: Tensor | None) -> Tensor:
-    """Gradient of a (C,) parameter from its terms (..., C), in the parameter's type; nothing for None."""
-    return terms.new_empty(0) if like is None else terms.flatten(0, -2).sum(0).to(like.dtype)
+def _sum_rows(terms: Tensor, like: Tensor | None, wanted: bool) -> Tensor:
+    """Gradient of a (C,) parameter from its terms (..., C), in the parameter's type; nothing if it is not wanted."""
+    return terms.new_empty(0) if like is None or not wanted else terms.flatten(0, -2).sum(0).to(like.dtype)
 
 
 # ------------------------------------------------------------------------------------------------ RMSNorm and LayerNorm
@@ -75,7 +76,7 @@ def add_rms_norm(
 
 def rms_norm_backward(
     dy: Tensor, dh: Tensor | None, ds: Tensor | None, x: Tensor, w: Tensor | None, b: Tensor | None,
-    inv_rms: Tensor, counted: int,
+    inv_rms: Tensor, counted: int, gains: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dw, db) for the gradients dy of y, ds of inv_rms and dh of the residual stream x itself.
 
@@ -92,7 +93,7 @@ def rms_norm_backward(
     dx = scale_groups(u - through, inv_rms)
     if dh is not None:
         dx = dx + dh
-    return dx.to(x.dtype), _sum_rows(dy * v, w), _sum_rows(dy, b)
+    return dx.to(x.dtype), _sum_rows(dy * v, w, gains), _sum_rows(dy, b, gains)
 
 
 def inverse_rms_backward(ds: Tensor, x: Tensor, inv_rms: Tensor, counted: int) -> Tensor:
@@ -103,20 +104,20 @@ def inverse_rms_backward(ds: Tensor, x: Tensor, inv_rms: Tensor, counted: int) -
 
 def layer_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, inv_std), y = (x - mean) * inv_std * w + b; Ba et al. 2016. The statistics carry no gradient."""
-    wide = statistics_dtype(x)
+    wide = statistics_dtype(x)  # a copy in eager mode, but a CPU kernel on 16 bits leaves its statistics in 16 bits
     w, b = (None if p is None else p.to(wide) for p in (w, b))
     y, mean, inv_std = torch.native_layer_norm(x.to(wide), x.shape[-1:], w, b, eps)
     return y.to(x.dtype), mean.detach(), inv_std.detach()
 
 
 def layer_norm_backward(
-    dy: Tensor, x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, inv_std: Tensor
+    dy: Tensor, x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, inv_std: Tensor, gains: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db). With v = (x - mean) inv_std and u = dy w: dx = inv_std (u - mean(u) - v mean(u v))."""
     dy, v = dy.to(inv_std.dtype), (x.to(inv_std.dtype) - mean) * inv_std
     u = dy if w is None else dy * w
     dx = inv_std * (u - u.mean(-1, keepdim=True) - v * (u * v).mean(-1, keepdim=True))
-    return dx.to(x.dtype), _sum_rows(dy * v, w), _sum_rows(dy, b)
+    return dx.to(x.dtype), _sum_rows(dy * v, w, gains), _sum_rows(dy, b, gains)
 
 
 # ------------------------------------------------------------------------------------------------- the coupled position
@@ -143,8 +144,9 @@ class SharedRMSScale(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, Tensor | None]:
         h, inv_rms, w = ctx.saved_tensors
         # This is differentiable too, and the statistic is a constant in a second derivative as well.
-        dh, dw = shared_rms_scale_backward(dy, None, h, inv_rms.detach(), w)
-        return dh, None, None if w is None else dw
+        gains = ctx.needs_input_grad[2]
+        dh, dw = shared_rms_scale_backward(dy, None, h, inv_rms.detach(), w, gains)
+        return dh, None, dw if gains else None
 
 
 def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None) -> Tensor:
@@ -159,14 +161,14 @@ def add_shared_rms_scale(x: Tensor, a: Tensor, inv_rms: Tensor, w: Tensor | None
 
 
 def shared_rms_scale_backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, inv_rms: Tensor, w: Tensor | None
+    dy: Tensor, dh: Tensor | None, h: Tensor, inv_rms: Tensor, w: Tensor | None, gains: bool
 ) -> tuple[Tensor, Tensor]:
     """(dh, dw): no reduction over C. dh is (dy * s) * w plus the gradient of the residual stream itself."""
     q = dy.to(inv_rms.dtype) * inv_rms
     out = q if w is None else q * w
     if dh is not None:
         out = out + dh
-    return out.to(h.dtype), _sum_rows(q * h.to(q.dtype), w)
+    return out.to(h.dtype), _sum_rows(q * h.to(q.dtype), w, gains)
 
 
 # ---------------------------------------------------------------------------------------------------- scaled activation
@@ -192,7 +194,7 @@ def scaled_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str) -
 
 
 def scaled_activation_backward(
-    dy: Tensor, z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str
+    dy: Tensor, z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str, gains: bool
 ) -> tuple[Tensor, Tensor]:
     """(dz, db), the activation's input formed again from z."""
     dy, u = dy.to(inv_rms.dtype), z.to(inv_rms.dtype) * inv_rms
@@ -203,7 +205,7 @@ def scaled_activation_backward(
         du = torch.cat([dy * up * sigma * (1 + gate * (1 - sigma)), dy * gate * sigma], -1)
     else:
         du = dy * activation_slope(u, kind)
-    return (du * inv_rms).to(z.dtype), _sum_rows(du, b)
+    return (du * inv_rms).to(z.dtype), _sum_rows(du, b, gains)
 
 
 def activation_slope(u: Tensor, kind: str) -> Tensor:
@@ -236,7 +238,7 @@ def taper_norm(
 
 
 def taper_norm_backward(
-    dy: Tensor, h: Tensor, w: Tensor | None, w_tilde: Tensor | None, gate_c: Tensor, inv_rms: Tensor
+    dy: Tensor, h: Tensor, w: Tensor | None, w_tilde: Tensor | None, gate_c: Tensor, inv_rms: Tensor, gains: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dh, dw, dw_tilde): RMSNorm's gradient weighted by g, the fixed scaling's by (1 - g) c."""
     gate, rest = gate_c[0], (1 - gate_c[0]) * gate_c[1]
@@ -244,4 +246,5 @@ def taper_norm_backward(
     u = dy if w is None else dy * w
     fixed = dy if w_tilde is None else dy * w_tilde
     dh = gate * (inv_rms * (u - v * (u * v).mean(-1, keepdim=True))) + rest * fixed
-    return dh.to(h.dtype), _sum_rows(gate * (dy * v), w), _sum_rows(rest * (dy * h.to(dy.dtype)), w_tilde)
+    dw, dw_tilde = _sum_rows(gate * (dy * v), w, gains), _sum_rows(rest * (dy * h.to(dy.dtype)), w_tilde, gains)
+    return dh.to(h.dtype), dw, dw_tilde

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import rows
-from kernels.rows import load, load_sum, load_vector, store, store_partial, tile
+from kernels.rows import load, load_sum, load_vector, store, store_partial
 
 
 @triton.jit
@@ -140,8 +140,9 @@ def backward_kernel(
         u = load(DY, row, first + col, dy_stride, mask)
         if DB is not None:
             db += u
-        if W is not None:
+        if DW is not None:
             dw += u * v
+        if W is not None:
             u = u * w
         dot = tl.load(DOT + statistic, mask=valid, other=0.0) if DOT is not None else tl.sum(u * v, 1)
         if DS is not None:
@@ -156,7 +157,7 @@ def backward_kernel(
         if DH is not None:
             dx += load(DH, row, first + col, dh_stride, mask)
         store(DX, row, first + col, C * GROUPS, dx, mask)
-    if W is not None:
+    if DW is not None:
         store_partial(DW + first, tl.program_id(0), col, C, C * GROUPS, dw)
     if DB is not None:
         store_partial(DB + first, tl.program_id(0), col, C, C * GROUPS, db)
@@ -169,50 +170,48 @@ def _forward(
     x: Tensor, a: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float, groups: int, counted: int, center: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """(y, h or None, mean or None, inv)"""
-    x_rows, a_rows = rows.as_rows(x), None if a is None else rows.as_rows(a)
-    n_rows, channels = x_rows.shape[0], x.shape[-1] // groups
-    dtype = x.dtype if a is None else torch.promote_types(x.dtype, a.dtype)
-    y = rows.empty(x.shape, dtype, x.device)
-    h = None if a is None else rows.empty(x.shape, dtype, x.device)
+    (y, h), channels = rows.outputs(x, a), x.shape[-1] // groups
     inv = rows.empty((*x.shape[:-1], groups), torch.float32, x.device)
     mean = rows.empty((*x.shape[:-1], 1), torch.float32, x.device) if center else None
-    shape = tile(channels, rows.FORWARD)
+    x, a = rows.as_rows(x), rows.as_rows(a)
+    work = rows.split(x, channels, rows.FORWARD)
     with rows.on_device(x):
-        forward_kernel[(triton.cdiv(n_rows, shape.rows), groups)](
-            x_rows, a_rows, rows.vector(w), rows.vector(b), y, h, mean, inv, n_rows, x_rows.stride(0),
-            0 if a is None else a_rows.stride(0), eps, C=channels, COUNTED=counted, GROUPS=groups,
-            ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
+        forward_kernel[(work.row_tiles, groups)](
+            x, a, rows.vector(w), rows.vector(b), y, h, mean, inv, x.shape[0], rows.stride(x), rows.stride(a), eps,
+            C=channels, COUNTED=counted, GROUPS=groups, **work.meta,
         )  # fmt: skip
     return y, h, mean, inv
 
 
+def row_sums(
+    dy: Tensor, x: Tensor, w: Tensor | None, mean: Tensor | None, inv: Tensor, channels: int, work: rows.Work
+) -> tuple[Tensor | None, Tensor | None]:
+    """(<u, v>, sum(u) or None) of rows that are too long for one tile; (None, None) for others."""
+    if work.column_tiles == 1:
+        return None, None
+    dot = rows.empty(inv.shape, torch.float32, x.device)
+    total = None if mean is None else rows.empty(mean.shape, torch.float32, x.device)
+    dots_kernel[(work.row_tiles, inv.shape[-1])](
+        dy, x, w, mean, inv, dot, total, x.shape[0], rows.stride(dy), rows.stride(x), C=channels,
+        GROUPS=inv.shape[-1], **work.meta,
+    )  # fmt: skip
+    return dot, total
+
+
 def _backward(
     dy: Tensor, dh: Tensor | None, ds: Tensor | None, x: Tensor, w: Tensor | None, b: Tensor | None,
-    mean: Tensor | None, inv: Tensor, counted: int,
+    mean: Tensor | None, inv: Tensor, counted: int, gains: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    groups = inv.shape[-1]
-    dy, x_rows = rows.as_rows(dy), rows.as_rows(x)
-    dh = None if dh is None else rows.as_rows(dh)
+    dx, groups, channels = rows.empty(x.shape, x.dtype, x.device), inv.shape[-1], x.shape[-1] // inv.shape[-1]
+    dy, dh, x, w = rows.as_rows(dy), rows.as_rows(dh), rows.as_rows(x), rows.vector(w)
     ds = None if ds is None else ds.contiguous()
-    n_rows, channels, w = x_rows.shape[0], x.shape[-1] // groups, rows.vector(w)
-    shape = tile(channels, rows.BACKWARD)
-    column_tiles = triton.cdiv(channels, shape.columns)
-    n_programs, chunk = rows.chunks(n_rows, shape, groups * column_tiles, x.device)
-    dx = rows.empty(x.shape, x.dtype, x.device)
-    dw, db = rows.partial_sums(n_programs, w), rows.partial_sums(n_programs, b)
-    dot = total = None
+    work = rows.split(x, channels, rows.BACKWARD, groups=groups)
+    dw, db = (rows.partial_sums(work.programs, parameter, gains) for parameter in (w, b))
     with rows.on_device(x):
-        if column_tiles > 1:
-            dot = rows.empty(inv.shape, torch.float32, x.device)
-            total = None if mean is None else rows.empty(mean.shape, torch.float32, x.device)
-            dots_kernel[(triton.cdiv(n_rows, shape.rows), groups)](
-                dy, x_rows, w, mean, inv, dot, total, n_rows, dy.stride(0), x_rows.stride(0), C=channels,
-                GROUPS=groups, ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
-            )  # fmt: skip
-        backward_kernel[(n_programs, groups, column_tiles)](
-            dy, dh, ds, x_rows, w, mean, inv, dot, total, dx, dw, db, n_rows, chunk, dy.stride(0),
-            0 if dh is None else dh.stride(0), x_rows.stride(0), C=channels, COUNTED=counted, GROUPS=groups,
-            ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
+        dot, total = row_sums(dy, x, w, mean, inv, channels, work)
+        backward_kernel[(work.programs, groups, work.column_tiles)](
+            dy, dh, ds, x, w, mean, inv, dot, total, dx, dw, db, x.shape[0], work.chunk, rows.stride(dy),
+            rows.stride(dh), rows.stride(x), C=channels, COUNTED=counted, GROUPS=groups, **work.meta,
         )  # fmt: skip
     return dx, rows.sum_partials(dw, w, x), rows.sum_partials(db, b, x)
 
@@ -227,8 +226,8 @@ def add_rms_norm(x, a, w, b, eps, groups, counted):
     return y, h, inv_rms
 
 
-def rms_norm_backward(dy, dh, ds, x, w, b, inv_rms, counted):
-    return _backward(dy, dh, ds, x, w, b, None, inv_rms, counted)
+def rms_norm_backward(dy, dh, ds, x, w, b, inv_rms, counted, gains):
+    return _backward(dy, dh, ds, x, w, b, None, inv_rms, counted, gains)
 
 
 def layer_norm(x, w, b, eps):
@@ -236,5 +235,5 @@ def layer_norm(x, w, b, eps):
     return y, mean, inv_std
 
 
-def layer_norm_backward(dy, x, w, b, mean, inv_std):
-    return _backward(dy, None, None, x, w, b, mean, inv_std, x.shape[-1])
+def layer_norm_backward(dy, x, w, b, mean, inv_std, gains):
+    return _backward(dy, None, None, x, w, b, mean, inv_std, x.shape[-1], gains)

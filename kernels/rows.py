@@ -28,6 +28,16 @@ class Tile(NamedTuple):
     warps: int
 
 
+class Work(NamedTuple):
+    """How a kernel's work is split: tiles down and across, or programs that walk down `chunk` rows each."""
+
+    row_tiles: int
+    column_tiles: int
+    programs: int
+    chunk: int
+    meta: dict[str, int]  # of every launch: the tile's shape and the warps on it
+
+
 def tile(columns: int, each: int, widest: int = WHOLE) -> Tile:
     """The tile for rows of `columns` elements, at most `widest` at a time and `each` a thread."""
     width = min(triton.next_power_of_2(columns), widest)
@@ -54,8 +64,18 @@ def chunks(n_rows: int, shape: Tile, beside: int, device: torch.device) -> tuple
     return triton.cdiv(tiles, each), each * shape.rows
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """(..., C) -> (rows, C) with unit stride along C: a view where there is one, else a copy."""
+def split(x: Tensor, channels: int, each: int, widest: int = WHOLE, groups: int = 1) -> Work:
+    """The work on x (rows, ...) in tiles of `each` elements a thread, at most `widest` of the `channels` across."""
+    shape = tile(channels, each, widest)
+    row_tiles, column_tiles = triton.cdiv(x.shape[0], shape.rows), triton.cdiv(channels, shape.columns)
+    meta = {"ROWS": shape.rows, "COLUMNS": shape.columns, "num_warps": shape.warps}
+    return Work(row_tiles, column_tiles, *chunks(x.shape[0], shape, groups * column_tiles, x.device), meta)
+
+
+def as_rows(x: Tensor | None) -> Tensor | None:
+    """(..., C) -> (rows, C) with unit stride along C: a view where there is one, else a copy. None for None."""
+    if x is None:
+        return None
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
@@ -65,13 +85,24 @@ def empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def partial_sums(n_programs: int, like: Tensor | None) -> Tensor | None:
-    """(programs, C) float32 for the gradient of a (C,) parameter; None for None."""
-    return None if like is None else empty((n_programs, like.shape[0]), torch.float32, like.device)
+def stride(x: Tensor | None) -> int:
+    """Elements from one row of x (rows, C) to the next; of no consequence for None."""
+    return 0 if x is None else x.stride(0)
+
+
+def outputs(x: Tensor, a: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(y, h) for a kernel to fill, of the type of h = x + a; without a there is no h."""
+    dtype = x.dtype if a is None else torch.promote_types(x.dtype, a.dtype)
+    return empty(x.shape, dtype, x.device), None if a is None else empty(x.shape, dtype, x.device)
+
+
+def partial_sums(n_programs: int, like: Tensor | None, wanted: bool) -> Tensor | None:
+    """(programs, C) float32 for the gradient of a (C,) parameter; None if there is none, or it is not wanted."""
+    return None if like is None or not wanted else empty((n_programs, like.shape[0]), torch.float32, like.device)
 
 
 def sum_partials(partials: Tensor | None, like: Tensor | None, x: Tensor) -> Tensor:
-    """(programs, C) -> (C,) in the parameter's type; without a parameter a tensor without elements, as in reference."""
+    """(programs, C) -> (C,) in the parameter's type; for None a tensor without elements, as in reference."""
     return x.new_empty(0, dtype=torch.float32) if partials is None else partials.sum(0).to(like.dtype)
 
 

@@ -5,13 +5,12 @@ tiled freely, and no thread waits for another (section 4.3 of Loretz & Hochreite
 sums, over rows, within a thread. Functions have the signatures of kernels/reference.py.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels import rows
-from kernels.rows import load, load_sum, load_vector, store, store_partial, tile
+from kernels.rows import load, load_sum, load_vector, store, store_partial
 
 WIDEST = 1024  # columns of a tile; narrow, because nothing is gained by wide ones
 
@@ -50,31 +49,28 @@ def backward_kernel(
         valid = row < n_rows
         mask = valid[:, None] & (col < C)[None, :]
         dx = load(DY, row, col, dy_stride, mask)  # long loads before the short one: else float32 spills on sm_90
-        if W is not None:
+        if DW is not None:
             h = load(H, row, col, h_stride, mask)
         dx = dx * tl.load(INV + row, mask=valid, other=0.0)[:, None]
-        if W is not None:
+        if DW is not None:
             dw += dx * h
+        if W is not None:
             dx = dx * w
         if DH is not None:
             dx += load(DH, row, col, dh_stride, mask)
         store(DX, row, col, C, dx, mask)
-    if W is not None:
+    if DW is not None:
         store_partial(DW, tl.program_id(0), col, C, C, dw)
 
 
 def _forward(x: Tensor, a: Tensor | None, inv_rms: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    x_rows, a_rows = rows.as_rows(x), None if a is None else rows.as_rows(a)
-    n_rows, channels = x_rows.shape
-    dtype = x.dtype if a is None else torch.promote_types(x.dtype, a.dtype)
-    y = rows.empty(x.shape, dtype, x.device)
-    h = None if a is None else rows.empty(x.shape, dtype, x.device)
-    shape = tile(channels, rows.FORWARD, WIDEST)
+    (y, h), channels = rows.outputs(x, a), x.shape[-1]
+    x, a = rows.as_rows(x), rows.as_rows(a)
+    work = rows.split(x, channels, rows.FORWARD, WIDEST)
     with rows.on_device(x):
-        forward_kernel[(triton.cdiv(n_rows, shape.rows), triton.cdiv(channels, shape.columns))](
-            x_rows, a_rows, inv_rms.contiguous(), rows.vector(w), y, h, n_rows, x_rows.stride(0),
-            0 if a is None else a_rows.stride(0), C=channels, ROWS=shape.rows, COLUMNS=shape.columns,
-            num_warps=shape.warps,
+        forward_kernel[(work.row_tiles, work.column_tiles)](
+            x, a, inv_rms.contiguous(), rows.vector(w), y, h, x.shape[0], rows.stride(x), rows.stride(a), C=channels,
+            **work.meta,
         )  # fmt: skip
     return y, h
 
@@ -87,17 +83,14 @@ def add_shared_rms_scale(x, a, inv_rms, w):
     return _forward(x, a, inv_rms, w)
 
 
-def shared_rms_scale_backward(dy, dh, h, inv_rms, w):
-    dy, h_rows, dh = rows.as_rows(dy), rows.as_rows(h), None if dh is None else rows.as_rows(dh)
-    n_rows, channels = h_rows.shape
-    shape = tile(channels, rows.BACKWARD, WIDEST)
-    column_tiles = triton.cdiv(channels, shape.columns)
-    n_programs, chunk = rows.chunks(n_rows, shape, column_tiles, h.device)
-    dx, dw = rows.empty(h.shape, h.dtype, h.device), rows.partial_sums(n_programs, w)
+def shared_rms_scale_backward(dy, dh, h, inv_rms, w, gains):
+    dx, channels = rows.empty(h.shape, h.dtype, h.device), h.shape[-1]
+    dy, dh, h = rows.as_rows(dy), rows.as_rows(dh), rows.as_rows(h)
+    work = rows.split(h, channels, rows.BACKWARD, WIDEST)
+    dw = rows.partial_sums(work.programs, w, gains)
     with rows.on_device(h):
-        backward_kernel[(n_programs, column_tiles)](
-            dy, dh, h_rows, inv_rms.contiguous(), rows.vector(w), dx, dw, n_rows, chunk, dy.stride(0),
-            0 if dh is None else dh.stride(0), h_rows.stride(0), C=channels, ROWS=shape.rows, COLUMNS=shape.columns,
-            num_warps=shape.warps,
+        backward_kernel[(work.programs, work.column_tiles)](
+            dy, dh, h, inv_rms.contiguous(), rows.vector(w), dx, dw, h.shape[0], work.chunk, rows.stride(dy),
+            rows.stride(dh), rows.stride(h), C=channels, **work.meta,
         )  # fmt: skip
     return dx, rows.sum_partials(dw, w, h)

@@ -1,7 +1,7 @@
 """TaperNorm's blend g RMSNorm(h) + (1 - g) c h w_tilde in one pass, forward and backward.
 
 Gate g and scale c are read from device memory, so that a moving gate neither recompiles nor waits for the host.
-Functions have the signatures of kernels/reference.py. Long rows as in row_norm.py, whose dots they use.
+Functions have the signatures of kernels/reference.py. Long rows as in row_norm.py, whose sums they use.
 """
 
 import torch
@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from kernels import rows
-from kernels.row_norm import dots_kernel
-from kernels.rows import load, load_vector, store, store_partial, tile
+from kernels.row_norm import row_sums
+from kernels.rows import load, load_vector, store, store_partial
 
 
 @triton.jit
@@ -80,52 +80,45 @@ def backward_kernel(
         v = h * inv[:, None]
         u = dy
         fixed = dy
-        if W is not None:
+        if DW is not None:
             dw += dy * v
+        if W is not None:
             u = dy * w
-        if WT is not None:
+        if DWT is not None:
             dwt += dy * h
+        if WT is not None:
             fixed = dy * wt
         dot = tl.load(DOT + row, mask=valid, other=0.0) if DOT is not None else tl.sum(u * v, 1)
         normed = (u - v * (dot / C)[:, None]) * inv[:, None]
         store(DX, row, col, C, gate * normed + rest * fixed, mask)
-    if W is not None:
+    if DW is not None:
         store_partial(DW, tl.program_id(0), col, C, C, gate * dw)
-    if WT is not None:
+    if DWT is not None:
         store_partial(DWT, tl.program_id(0), col, C, C, rest * dwt)
 
 
 def taper_norm(h, w, w_tilde, gate_c, eps):
-    x = rows.as_rows(h)
-    n_rows, channels = x.shape
-    y = rows.empty(h.shape, h.dtype, h.device)
+    y, channels = rows.empty(h.shape, h.dtype, h.device), h.shape[-1]
     inv_rms = rows.empty((*h.shape[:-1], 1), torch.float32, h.device)
-    shape = tile(channels, rows.FORWARD)
-    with rows.on_device(h):
-        forward_kernel[(triton.cdiv(n_rows, shape.rows),)](
-            x, rows.vector(w), rows.vector(w_tilde), gate_c.float().contiguous(), y, inv_rms, n_rows, x.stride(0), eps,
-            C=channels, ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
+    x = rows.as_rows(h)
+    work = rows.split(x, channels, rows.FORWARD)
+    with rows.on_device(x):
+        forward_kernel[(work.row_tiles,)](
+            x, rows.vector(w), rows.vector(w_tilde), gate_c.float().contiguous(), y, inv_rms, x.shape[0],
+            rows.stride(x), eps, C=channels, **work.meta,
         )  # fmt: skip
     return y, inv_rms
 
 
-def taper_norm_backward(dy, h, w, w_tilde, gate_c, inv_rms):
+def taper_norm_backward(dy, h, w, w_tilde, gate_c, inv_rms, gains):
+    dx, channels = rows.empty(h.shape, h.dtype, h.device), h.shape[-1]
     dy, x, w, w_tilde = rows.as_rows(dy), rows.as_rows(h), rows.vector(w), rows.vector(w_tilde)
-    n_rows, channels = x.shape
-    shape = tile(channels, rows.BACKWARD)
-    column_tiles = triton.cdiv(channels, shape.columns)
-    n_programs, chunk = rows.chunks(n_rows, shape, column_tiles, h.device)
-    dx = rows.empty(h.shape, h.dtype, h.device)
-    dw, dwt, dot = rows.partial_sums(n_programs, w), rows.partial_sums(n_programs, w_tilde), None
-    with rows.on_device(h):
-        if column_tiles > 1:
-            dot = rows.empty(inv_rms.shape, torch.float32, h.device)
-            dots_kernel[(triton.cdiv(n_rows, shape.rows), 1)](
-                dy, x, w, None, inv_rms, dot, None, n_rows, dy.stride(0), x.stride(0), C=channels, GROUPS=1,
-                ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
-            )  # fmt: skip
-        backward_kernel[(n_programs, column_tiles)](
-            dy, x, w, w_tilde, gate_c.float().contiguous(), inv_rms, dot, dx, dw, dwt, n_rows, chunk, dy.stride(0),
-            x.stride(0), C=channels, ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps,
+    work = rows.split(x, channels, rows.BACKWARD)
+    dw, dwt = (rows.partial_sums(work.programs, gain, gains) for gain in (w, w_tilde))
+    with rows.on_device(x):
+        dot, _ = row_sums(dy, x, w, None, inv_rms, channels, work)
+        backward_kernel[(work.programs, work.column_tiles)](
+            dy, x, w, w_tilde, gate_c.float().contiguous(), inv_rms, dot, dx, dw, dwt, x.shape[0], work.chunk,
+            rows.stride(dy), rows.stride(x), C=channels, **work.meta,
         )  # fmt: skip
     return dx, rows.sum_partials(dw, w, h), rows.sum_partials(dwt, w_tilde, h)

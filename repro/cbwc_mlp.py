@@ -45,8 +45,8 @@ class MLPConfig:
     out: str = key("out/cbwc_mlp", "folder for results")
     width: int = key(256, "neurons of a hidden layer")
     depth: int = key(6, "training: number of linear layers")
-    plain_depths: tuple[float, ...] = key((6, 15, 35), "centering: depths without residual connections")
-    residual_depths: tuple[float, ...] = key((65, 100), "centering: depths with residual connections")
+    plain_depths: tuple[int, ...] = key((6, 15, 35), "centering: depths without residual connections")
+    residual_depths: tuple[int, ...] = key((65, 100), "centering: depths with residual connections")
     epochs: int = key(40, "passes over the images")
     images: int = key(2560, "number of images")
     batch_size: int = key(256, "images in a step")
@@ -183,7 +183,7 @@ def plot_training(records: list[dict], target: Path) -> None:
 
 def study_centering(config: MLPConfig) -> tuple[list[dict], str]:
     """Records of the inputs of every linear after each epoch, and a table of them."""
-    shapes = [(int(d), False) for d in config.plain_depths] + [(int(d), True) for d in config.residual_depths]
+    shapes = [(depth, False) for depth in config.plain_depths] + [(depth, True) for depth in config.residual_depths]
     records = []
     for depth, residual in shapes:
         for seed in range(config.seeds):

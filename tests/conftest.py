@@ -22,14 +22,26 @@ import torch
 
 # Triton decides when it is imported: without a GPU its kernels run in the interpreter, on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
-if find_spec("triton") and version("triton").startswith("3.6"):  # its interpreter does not count with numpy 2.4
+if find_spec("triton"):
+    from triton.language import bfloat16, float32
     from triton.runtime import interpreter
 
-    def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+    def cast_as_a_gpu(builder, source, target, cast=interpreter.InterpreterBuilder.cast_impl):
+        """Triton's interpreter truncates float32 to bfloat16; a GPU rounds to the nearest, ties to even, as PyTorch."""
+        if (source.dtype.scalar, target.scalar) != (float32, bfloat16):
+            return cast(builder, source, target)
+        rounded = torch.from_numpy(np.array(source.data)).bfloat16().view(torch.uint16).numpy()
+        return interpreter.TensorHandle(rounded, bfloat16)
 
-    interpreter._patch_lang_tensor = patch_tensor
+    interpreter.InterpreterBuilder.cast_impl = cast_as_a_gpu
+
+    if version("triton").startswith("3.6"):  # its interpreter does not count with numpy 2.4
+
+        def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
+            patch(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+        interpreter._patch_lang_tensor = patch_tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")

@@ -44,7 +44,7 @@ def test_a_record_of_our_model(checkpoint, tmp_path, capsys):
 
 
 def test_both_arms_compute_the_same(checkpoint):
-    before, after, _ = make_pair(checkpoint, BenchConfig(lengths=(16.0,)))
+    before, after, _ = make_pair(checkpoint, BenchConfig(lengths=(16,)))
     x = inputs(before, 2, 16, torch.float32)
     assert all(isinstance(norm, RMSNorm) for norm in after.norms())
     assert (before(*x) - after(*x)).abs().max() < 2e-6 * before(*x).abs().max()
@@ -57,7 +57,7 @@ def test_shapes_of_transformers(monkeypatch):
         pytest.skip(str(error))
     tiny = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50}
     monkeypatch.setitem(bench_fold.HF_SHAPES, "gpt2", ("GPT2LMHeadModel", tiny))
-    before, after, folded = make_pair("hf:gpt2", BenchConfig(lengths=(3000.0,)))
+    before, after, folded = make_pair("hf:gpt2", BenchConfig(lengths=(3000,)))
     assert folded == 3 and before.config.n_positions == 3000
     x = inputs(before, 2, 16, torch.float32)
     assert not any(isinstance(module, torch.nn.LayerNorm) for module in after.modules())

@@ -14,6 +14,7 @@ from conftest import ROOT, TINY
 
 import bench_train
 import cuda_codegen
+import ranks
 import train_arms
 from bench_train import AGAIN, BenchConfig, all_arms, count_bytes, make_batches, time_rounds
 from configurator import parse_args
@@ -281,12 +282,16 @@ def test_bytes_of_an_arm_are_those_of_its_blocks():
     assert nothing is None and remark.startswith("bytes of rms kernels=triton: ") and "\n" not in remark
 
 
-def test_too_small_a_gpu_is_told(monkeypatch):
+@pytest.mark.parametrize(("failure", "message"), [
+    (torch.OutOfMemoryError("CUDA"), r"arm rms: the GPU's memory is too small for 4 arms at batch_size=2: lower it"),
+    (KeyboardInterrupt(), "interrupted before the first round"),
+])  # fmt: skip
+def test_what_goes_wrong_before_the_first_round(failure, message, monkeypatch):
     def fails(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise failure
 
     monkeypatch.setattr(bench_train, "build_step", fails)
-    with pytest.raises(UserError, match=r"arm rms: the GPU's memory is too small for 4 arms at batch_size=2: lower it"):
+    with pytest.raises(UserError, match=message):
         bench_train.measure(config_of("--arms=rms"), CPU)
 
 
@@ -317,6 +322,37 @@ def test_auto_is_bfloat16_on_cuda_and_float32_elsewhere():
         with found.autocast():
             product = torch.ones(2, 2) @ torch.ones(2, 2)
         assert product.dtype == (torch.bfloat16 if low else torch.float32)
+
+
+@pytest.mark.parametrize(("cpu", "channels", "expected"), [
+    ("vendor_id : AuthenticAMD\nflags : avx2 avx512f", 128, "medium"),
+    ("vendor_id : AuthenticAMD\nflags : avx2 avx512f", 127, "highest"),  # attention's products are too small
+    ("vendor_id : AuthenticAMD\nflags : avx2", 128, "highest"),
+    ("vendor_id : AuthenticAMD\nflags : avx2 avx512f amx_bf16", 128, "highest"),  # it would round to bfloat16
+    ("vendor_id : GenuineIntel\nflags : avx2 avx512f", 128, "highest"),
+])  # fmt: skip
+def test_who_gets_onednns_products(cpu, channels, expected, monkeypatch):
+    monkeypatch.setattr(ranks, "Path", lambda name: types.SimpleNamespace(read_text=lambda encoding: cpu))
+    try:
+        ranks.faster_float32_products(channels, 64)
+        assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_float32_products_stay_exact():
+    """All three products of a linear, at this CPU's setting; bfloat16 would be off by 3e-3."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        ranks.faster_float32_products(1024, 64)
+        for rows, inputs, outputs in ((7, 5, 3), (64, 128, 512), (300, 1024, 96), (513, 257, 1027)):
+            x, w, dy = (torch.randn(shape, generator=generator)
+                        for shape in ((rows, inputs), (outputs, inputs), (rows, outputs)))  # fmt: skip
+            for a, b in ((x, w.t()), (dy, w), (dy.t(), x), (x.expand(2, -1, -1), w.t().expand(2, -1, -1))):
+                exact = a.double() @ b.double()
+                assert (a @ b - exact).norm() <= 2e-6 * exact.norm()
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_the_commands_of_the_docstring_are_valid(upstream, monkeypatch):

@@ -60,13 +60,14 @@ def only_differentiable(name, outputs):
     return tuple(output for place, output in enumerate(outputs) if place not in constant_outputs(name))
 
 
-@pytest.mark.parametrize("without", ["nothing", "parameters"])
+@pytest.mark.parametrize("without", ["nothing", "parameters", "their gradients"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_written_out_gradients_are_those_of_the_function(name, without):
     """In float64 an operator is the reference with its written-out backward."""
     given = arguments()[name]
-    if without == "parameters":
-        given = tuple(None if isinstance(v, torch.Tensor) and v.dim() == 1 and len(v) > 2 else v for v in given)
+    if without != "nothing":
+        instead = {"parameters": lambda parameter: None, "their gradients": torch.Tensor.detach}[without]
+        given = tuple(instead(v) if isinstance(v, torch.Tensor) and v.dim() == 1 and len(v) > 2 else v for v in given)
     places = [place for place, value in enumerate(given) if isinstance(value, torch.Tensor) and value.requires_grad]
 
     def function(*tensors):
@@ -79,6 +80,16 @@ def test_written_out_gradients_are_those_of_the_function(name, without):
     plain = getattr(reference, name.split()[0])(*given)
     for mine, theirs in zip(only_differentiable(name, operator(name)(*given)), only_differentiable(name, plain)):
         close(mine, theirs)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_frozen_gains_are_not_summed_in_plain_pytorch(wanted, monkeypatch):
+    seen, sum_rows = [], reference._sum_rows
+    monkeypatch.setattr(reference, "_sum_rows", lambda terms, like, wanted: seen.append(wanted) or sum_rows(
+        terms, like, wanted))  # fmt: skip
+    h, w = draw(3, 10).requires_grad_(), draw(10, seed=1).requires_grad_(wanted)
+    kernels.shared_rms_scale(h, draw(3, 1, seed=2), w, mode="torch").sum().backward()
+    assert seen == [wanted] and h.grad is not None and (w.grad is not None) == wanted
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -95,10 +106,10 @@ def backward_arguments(dtype=torch.float32):
                        for i, shape in enumerate([(3, 10)] * 3 + [(10,)] * 2))  # fmt: skip
     s, gate_c = draw(3, 1, seed=9, dtype=torch.float32).abs().to(DEVICE), torch.tensor([0.3, 1.7], device=DEVICE)
     return {
-        "rms_norm_backward": (dy, dh, s, x, w, b, s, 7),
-        "layer_norm_backward": (dy, x, w, None, s.neg(), s),
-        "shared_rms_scale_backward": (dy, dh, x, s, w), "taper_norm_backward": (dy, x, w, None, gate_c, s),
-        "scaled_activation_backward": (dy, x, s, b, "gelu"),
+        "rms_norm_backward": (dy, dh, s, x, w, b, s, 7, True),
+        "layer_norm_backward": (dy, x, w, None, s.neg(), s, True),
+        "shared_rms_scale_backward": (dy, dh, x, s, w, True), "taper_norm_backward": (dy, x, w, None, gate_c, s, True),
+        "scaled_activation_backward": (dy, x, s, b, "gelu", True),
     }  # fmt: skip
 
 

@@ -3,10 +3,13 @@
     python -m pytest tests/test_kernels_norms.py
 """
 
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+import torch._inductor.config
 from conftest import shake
 
 from kernels import binding
@@ -46,13 +49,17 @@ def step(model, forward=None):
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def same(actual, expected):
+    """Loss and gradients, but for the order of sums."""
+    assert abs(actual[0] - expected[0]) <= 2e-6 * abs(expected[0])
+    for parameter, gradient in expected[1].items():
+        assert (actual[1][parameter] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), parameter
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_gpt_on_the_kernels_is_the_gpt_in_plain_pytorch(name):
     expected, actual = (step(model_of(name, kernels=mode)) for mode in ("torch", "triton"))
-    assert abs(actual[0] - expected[0]) <= 2e-6 * abs(expected[0])
-    for parameter, gradient in expected[1].items():
-        error = (actual[1][parameter] - gradient).norm()
-        assert error <= 1e-5 * max(gradient.norm(), 1e-3), parameter
+    same(actual, expected)
 
 
 @pytest.mark.parametrize("mode", ["torch", "triton"])
@@ -64,9 +71,20 @@ def test_one_graph_without_breaks(name, mode):
     model.zero_grad()
     torch._dynamo.reset()
     actual = step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    assert abs(actual[0] - expected[0]) <= 2e-6 * abs(expected[0])
-    for parameter, gradient in expected[1].items():
-        assert (actual[1][parameter] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), parameter
+    same(actual, expected)
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="inductor wants a C++ compiler")
+@torch._inductor.config.patch(compile_threads=1)
+def test_inductor_takes_the_operators_as_they_are():
+    """It generates code for what is around them, forward and backward: C++, where there is no GPU."""
+    model = model_of("coupled", kernels="triton", n_layer=1)
+    expected = step(model)
+    model.zero_grad()
+    actual, code = torch._inductor.utils.run_and_get_code(step, model, torch.compile(model, fullgraph=True))
+    for name in ("rms_norm", "add_shared_rms_scale", "rms_norm_backward", "shared_rms_scale_backward"):
+        assert any(f"nanonorm.{name}.default" in text for text in code), name
+    same(actual, expected)
 
 
 @pytest.mark.parametrize("mode", ["torch", "triton"])

@@ -105,6 +105,21 @@ def test_files_are_written_and_agree(sweep, tmp_path, capsys):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_stream_is_drawn_where_runs_measured_it(sweep, tmp_path):
+    last = {"event": "rms", "step": 100, "rms": [0.1, 0.2, 0.3], "drift": [1.0, 2.0, 1.0], "spread": [0.0, 0.1, 0.0]}
+    first = {**last, "step": 0, "rms": [9.0, 9.0, 9.0]}
+    report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'without'}"])
+    for seed in SEEDS:
+        with (sweep / f"coupled-{seed}" / "log.jsonl").open("a") as log:
+            log.write(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+    runs = find_runs([sweep / "coupled-8", sweep / "rms-8"])
+    assert runs[0].stream["rms"].tolist() == [0.1, 0.2, 0.3] and not runs[1].stream
+    report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'with'}"])
+    assert (tmp_path / "with" / "stream.png").read_bytes().startswith(b"\x89PNG")
+    assert "![stream]" in (tmp_path / "with" / "report.md").read_text()
+    assert not (tmp_path / "without" / "stream.png").exists()
+
+
 def test_a_margin_given_now_is_post_hoc(sweep, capsys):
     row = rows_of(sweep, val_loss=0.05)["val_loss", "coupled"]
     assert (row.delta, row.delta_kind) == (0.05, "post hoc") and "post hoc" in row.sentence()

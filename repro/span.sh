@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# One statistic for 1, 2, 3 or all blocks: the future work that CoupledNorm's paper names (Loretz & Hochreiter 2026).
+#
+#   repro/span.sh   0.84 M parameters, byte level, 4 blocks, seeds 8 to 15: the settings of `repro/table1.sh cpu`, whose
+#                   rms and coupled runs stand beside. 32 runs of four minutes on a free CPU core
+#
+# alpha of every shared position is set to the measured drift every 10 steps (coupled_calibrate). Without that, two
+# blocks train badly and all of them diverge: results/cpu/span/uncalibrated.
+# Runs that results/ holds already are not run again. Further words go to train.py.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/span} KEEP=${KEEP:-results/cpu/span/runs}
+calibrated=--coupled_calibrate=10
+export ARMS="${ARMS:-"'coupled $calibrated' 'coupled --coupled_span=2 $calibrated' 'coupled --coupled_span=3 $calibrated' 'coupled --coupled_span=0 $calibrated'"}"
+[ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py
+./sweep.sh config/table1_cpu.py "$@"
+"$PYTHON" report.py "$KEEP" results/cpu/table1/runs/{rms,coupled}-* --baseline=rms --out="$(dirname "$KEEP")"
