@@ -3,8 +3,9 @@
     python repro/cbwc_mlp.py --study=training --out=results/cpu/cbwc_training     appendix H.4.1: one trajectory
     python repro/cbwc_mlp.py --study=centering --out=results/cpu/cbwc_centering   appendix F: what centring does
 
-training: depth 6, width 256, 40 epochs, batches of 256, learning rate 0.01, from the same weights. W are the weights of
-the LayerNorm model, V those of the CBWC model: they stay together up to rounding, those of plain RMSNorm do not.
+training: depth 6, width 256, 40 epochs, batches of 256, learning rate 0.01, from the same weights: how far do V, the
+weights of the CBWC model, come from W, those of the LayerNorm model? A LayerNorm model that starts one rounding error
+away ("nudged") shows how far rounding alone takes two runs apart, plain RMSNorm what a real difference does.
 centering: input mean and norm of each linear, for LayerNorm and RMSNorm, plain and residual, over several seeds.
 The images are not CIFAR's (no download): ten classes of smooth random fields, a random mixture of other fields on top,
 noise, pixels in 0 .. 1, so with a mean that is not zero. A residual block is h + relu(norm(linear(h))).
@@ -15,7 +16,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,8 @@ from runlog import environment
 from stats import paired_ratio
 
 IMAGE, CLASSES = (3, 16, 16), 10
-ARMS = {"layer": (nn.Linear, LayerNorm), "rms": (nn.Linear, RMSNorm), "cbwc": (CenteredLinear, RMSNorm)}
+ARMS = {"layer": (nn.Linear, LayerNorm), "cbwc": (CenteredLinear, RMSNorm), "nudged": (nn.Linear, LayerNorm),
+        "rms": (nn.Linear, RMSNorm)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,24 +141,37 @@ def study_training(config: MLPConfig) -> tuple[list[dict], str]:
     for dtype in ("float64", "float32"):
         for optimizer in ("sgd", "adamw"):
             models = {arm: MLP(arm, config.depth, config.width, seed=0).to(getattr(torch, dtype)) for arm in ARMS}
+            nudge(models["nudged"])
             runs = {arm: train(model, config, 0, optimizer) for arm, model in models.items()}
             for epoch, losses in enumerate(zip(*runs.values()), 1):
                 records.append({
                     "dtype": dtype, "optimizer": optimizer, "epoch": epoch, "loss": dict(zip(runs, losses)),
-                    "apart": {arm: max_apart(models[arm], models["layer"]) for arm in ("cbwc", "rms")},
+                    "apart": {arm: max_apart(models[arm], models["layer"]) for arm in ARMS},
                     "largest_weight": max(float(p.detach().abs().max()) for p in models["layer"].parameters()),
                 })  # fmt: skip
             print(json.dumps(records[-1]))
     plot_training(records, Path(config.out) / "apart.png")
-    lines = ["| type | optimiser | CBWC: max of V - W | plain RMSNorm | largest weight | loss, LN | CBWC | RMS |",
-             "| --- " * 8 + "|"]  # fmt: skip
+    arms = list(ARMS)
+    header = ["type", "optimiser", *(f"apart: {arm}" for arm in arms[1:]), "largest weight"]
+    header += [f"loss: {arm}" for arm in arms]
+    lines = [row(header), row(["---"] * len(header))]
     for last in (r for r in records if r["epoch"] == config.epochs):
         same = [r["apart"] for r in records if all(r[name] == last[name] for name in ("dtype", "optimizer"))]
-        apart = [f"{max(apart[arm] for apart in same):.1e}" for arm in ("cbwc", "rms")]
-        losses = [f"{last['loss'][arm]:.6f}" for arm in ("layer", "cbwc", "rms")]
+        apart = [f"{max(apart[arm] for apart in same):.1e}" for arm in arms[1:]]
+        losses = [f"{last['loss'][arm]:.6f}" for arm in arms]
         lines.append(row([last["dtype"], last["optimizer"], *apart, f"{last['largest_weight']:.2f}", *losses]))
-    about = "Largest difference of any parameter to the LayerNorm model's, over all epochs; training loss of the last."
+    about = (
+        "Apart: largest difference of any parameter to the LayerNorm model's, over all epochs (cbwc: of V to W; "
+        "nudged: LayerNorm that started one rounding error away). Loss: of training, in the last epoch."
+    )
     return records, "\n".join([about, "", *lines])
+
+
+@torch.no_grad()
+def nudge(model: nn.Module) -> None:
+    """Move every other column of the first linear's weights by one rounding error."""
+    weight = model.linears[0].weight
+    weight[:, ::2] *= 1 + torch.finfo(weight.dtype).eps
 
 
 def max_apart(one: nn.Module, other: nn.Module) -> float:
@@ -167,10 +182,10 @@ def max_apart(one: nn.Module, other: nn.Module) -> float:
 def plot_training(records: list[dict], target: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharey=True)
     for axis, optimizer in zip(axes, ("sgd", "adamw")):
-        for number, (dtype, arm) in enumerate([("float64", "cbwc"), ("float32", "cbwc"), ("float64", "rms")]):
+        for number, (arm, dtype) in enumerate(product(("cbwc", "nudged", "rms"), ("float64", "float32"))):
             curve = [r for r in records if (r["dtype"], r["optimizer"]) == (dtype, optimizer)]
             axis.semilogy([r["epoch"] for r in curve], [r["apart"][arm] for r in curve], label=f"{arm}, {dtype}",
-                          **style(number))  # fmt: skip
+                          markevery=4, **style(number))  # fmt: skip
         axis.set(title=optimizer, xlabel="epoch")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("largest difference to LayerNorm's weights")
