@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,17 @@ def passes(model: nn.Module, x: dict[str, Tensor] | tuple[Tensor], mode: str) ->
     return run
 
 
+def clocked(arm: Callable[[], None], spent: list[float]) -> Callable[[], None]:
+    """`arm`, which also notes the processor's seconds (all threads): on a busy CPU they tell more than the clock's."""
+
+    def run() -> None:
+        start = process_time()
+        arm()
+        spent.append(process_time() - start)
+
+    return run
+
+
 def sequential(arms: dict[str, Callable[[], None]], count: int) -> dict[str, float]:
     """Mean seconds of `count` passes of each arm, one arm after the other, each after as many passes to warm up."""
     means = {}
@@ -141,16 +152,19 @@ def measure(models: dict[str, nn.Module], config: BenchConfig, mode: str, length
         arm()
         arm()
     arms["before again"] = arms["before"]
-    times = paired_times(arms, config.rounds)
+    spent = {name: [] for name in arms}
+    times = paired_times({name: clocked(arm, spent[name]) for name, arm in arms.items()}, config.rounds)
     medians = {name: sorted(its)[len(its) // 2] for name, its in times.items()}
     record = {
-        "mode": mode, "length": length, "batch": config.batch, "rounds": config.rounds, "seconds": times,
+        "mode": mode, "length": length, "batch": config.batch, "rounds": config.rounds,
+        "seconds": times, "processor_seconds": spent,
         "ms": {name: 1e3 * median for name, median in medians.items()},
         "tok_per_s": {name: config.batch * length / median for name, median in medians.items()},
     }  # fmt: skip
     for title, slow, fast in (("before / after", "before", "after"), ("A/A", "before", "before again")):
         record[title] = {"mean": asdict(paired_ratio(times[slow], times[fast])),
-                         "median": median_ratio(times[slow], times[fast])}  # fmt: skip
+                         "median": median_ratio(times[slow], times[fast]),
+                         "processor": asdict(paired_ratio(spent[slow], spent[fast]))}  # fmt: skip
     if config.sequential and mode == "eager":
         means = sequential({name: arms[name] for name in ("before", "after")}, config.sequential)
         record["sequential"] = means | {"saved": 1 - means["after"] / means["before"]}
@@ -161,9 +175,11 @@ def show(record: dict) -> str:
     """One line for people."""
     ratios = []
     for title in ("before / after", "A/A"):
-        ratio, median = record[title]["mean"], record[title]["median"]
-        ratios.append(f"{title} {ratio['mean']:.4f} ({ratio['low']:.4f} .. {ratio['high']:.4f}), median "
-                      f"{median['median']:.4f} ({median['low']:.4f} .. {median['high']:.4f})")  # fmt: skip
+        median = record[title]["median"]
+        shown = {name: "{mean:.4f} ({low:.4f} .. {high:.4f})".format(**record[title][name])
+                 for name in ("mean", "processor")}  # fmt: skip
+        ratios.append(f"{title} {shown['mean']}, median {median['median']:.4f} ({median['low']:.4f} .. "
+                      f"{median['high']:.4f}), processor time {shown['processor']}")  # fmt: skip
     paper = f"; one after the other, {record['sequential']['saved']:+.1%} saved" if "sequential" in record else ""
     times = f"{record['ms']['before']:.2f} ms before, {record['ms']['after']:.2f} ms after"
     return f"{record['mode']}, length {record['length']}: {times}; {'; '.join(ratios)}{paper}"
