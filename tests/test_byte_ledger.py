@@ -179,7 +179,7 @@ def ledger():
     return in_child(figures)
 
 
-one_worker = pytest.mark.xdist_group("byte ledger")  # the figures take a minute: once is enough (with --dist loadgroup)
+one_worker = pytest.mark.xdist_group("byte ledger")  # the figures take 100 s of a core: once, with --dist loadgroup
 
 
 @one_worker

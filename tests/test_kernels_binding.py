@@ -113,11 +113,12 @@ def backward_arguments(dtype=torch.float32):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("gains", [True, False], ids=["gains", "frozen"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", backward_arguments())
-def test_opcheck_of_the_backward(name, dtype):
-    given = backward_arguments(dtype)[name]
-    torch.library.opcheck(operator(name), given)
+def test_opcheck_of_the_backward(name, dtype, gains):
+    *given, _ = backward_arguments(dtype)[name]
+    torch.library.opcheck(operator(name), (*given, gains))
 
 
 # ----------------------------------------------------------------------------------------------------- the coupled path
