@@ -8,16 +8,17 @@ import inspect
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from certificate import Inputs
 from errors import UserError
-from fold_axes import Feeds, Line, aligned, argument, describe, feeds, forwards, ignores, is_norm, module_path, shape
+from fold_axes import Feeds, Line, aligned, argument, describe, ignores, is_norm, module_path, shape
+from fold_rules import feeds, forwards
 
 
 class FoldError(UserError):
@@ -43,14 +44,14 @@ class Source:
 class Demand:
     """What has to have zero mean for a line to have zero mean."""
 
-    lines: set[Line] = field(default_factory=set)  # every line on the way
+    below: dict[Line, tuple[Line, ...]] = field(default_factory=dict)  # every line on the way -> what feeds it
     sources: dict[Line, Source] = field(default_factory=dict)  # where the way ends in parameters
     failures: dict[Line, str] = field(default_factory=dict)  # where it ends in something else -> why
     keep: set[str] = field(default_factory=set)  # parameters whose values it relies on
 
     @property
-    def nodes(self) -> set[Node]:
-        return {line.node for line in self.lines}
+    def lines(self) -> Collection[Line]:
+        return self.below.keys()
 
 
 class Graph:
@@ -59,7 +60,11 @@ class Graph:
     def __init__(self, model: nn.Module, inputs: Inputs):
         self.model = model
         self.structured: set[str] = set()  # paths of modules that return something else than one tensor
+        self.arguments: dict[str, list[tuple]] = {}  # path -> (position, name, shape) of the tensors a module takes
         program = self._export(inputs)
+        for node in reversed(program.graph.nodes):  # checks of shapes and types, and what only they use
+            if not node.users and str(node.target).startswith("aten._assert"):
+                program.graph.erase_node(node)
         self.nodes = list(program.graph.nodes)
         self.calls = defaultdict(set)  # module path -> its calls
         for node in self.nodes:
@@ -70,9 +75,7 @@ class Graph:
         mutated = {*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()}
         self.names = {node: targets[node.name] for node in self.nodes
                       if node.op == "placeholder" and targets.get(node.name) not in {None, *mutated}}  # fmt: skip
-        by_name = {node.name: node for node in self.nodes if node.op == "placeholder"}
-        self.user_inputs = [by_name.get(name) for name in signature.user_inputs]
-        self.arguments = self._arguments(inputs)
+        self.inputs = {node for node in self.nodes if node.op == "placeholder" and node.name in signature.user_inputs}
         self.values = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
         )
@@ -84,11 +87,15 @@ class Graph:
     def _export(self, inputs: Inputs) -> torch.export.ExportedProgram:
         args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
 
-        def note(path: str, output: Any) -> None:
+        def note(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             if not isinstance(output, Tensor):
                 self.structured.add(path)
+            names = list(inspect.signature(module.forward).parameters)
+            given = [*zip(names, args), *kwargs.items()]
+            self.arguments[path] = [(names.index(name), name, tuple(value.shape)) for name, value in given
+                                    if name in names and isinstance(value, Tensor)]  # fmt: skip
 
-        hooks = [module.register_forward_hook(lambda _, __, output, path=path: note(path, output))
+        hooks = [module.register_forward_hook(partial(note, path), with_kwargs=True)
                  for path, module in self.model.named_modules()]  # fmt: skip
         try:
             return torch.export.export(self.model, args, kwargs, strict=False).run_decompositions({})
@@ -100,18 +107,6 @@ class Graph:
             for hook in hooks:
                 hook.remove()
 
-    def _arguments(self, inputs: Inputs) -> dict[int, tuple[int, str]]:
-        """Number of a leaf among all inputs -> (position, name) of the argument, where the argument is that leaf."""
-        parameters = list(inspect.signature(self.model.forward).parameters)
-        given = list(enumerate(inputs)) if isinstance(inputs, tuple) else list(inputs.items())
-        found, leaf = {}, 0
-        for key, value in given:
-            name = parameters[min(key, len(parameters) - 1)] if isinstance(key, int) else key
-            if isinstance(value, Tensor) and name in parameters:
-                found[leaf] = (parameters.index(name), name)
-            leaf += len(tree_leaves(value))
-        return found
-
     # ------------------------------------------------------------------------------------------------------ backwards
 
     def demand(self, start: Line, paper: bool = False) -> Demand:
@@ -121,7 +116,7 @@ class Graph:
             line, user = todo.pop()
             if line in demand.lines:
                 continue
-            demand.lines.add(line)
+            demand.below[line] = ()
             if line.node in self.names:
                 if paper and not (user and str(user.target).startswith(("aten.linear", "aten.addmm", "aten.conv",
                                                                         "aten.mm", "aten.matmul"))):  # fmt: skip
@@ -142,6 +137,7 @@ class Graph:
             elif found.spoils:
                 demand.failures[line] = found.spoils
             else:
+                demand.below[line] = found.inputs
                 todo += [(below, line.node) for below in found.inputs]
         return demand
 
@@ -217,10 +213,6 @@ class Graph:
             found.update(own or [name for name in names if name.startswith(prefix)] or names)
         return found
 
-    def argument(self, node: Node) -> tuple[int, str] | None:
-        """(position, name) of a tensor that is an argument of the model; None if it is part of one."""
-        return self.arguments.get(self.user_inputs.index(node))
-
     def call(self, node: Node) -> str:
         """The module call that a node belongs to: unlike a path, another one each time the module is called."""
         return next(reversed(node.meta.get("nn_module_stack", {})), "")
@@ -240,3 +232,16 @@ class Graph:
             if len(node.users) != 1 or not copies:
                 return None
             node = copies[0]
+
+    def taken_by(self, node: Node) -> tuple[str, tuple[int, str]] | None:
+        """(path, (position, name)) of the argument by which a module, called once, takes this node's tensor, which
+        nobody else uses; the path of the whole model is ""."""
+        stacks = [user.meta.get("nn_module_stack", {}) for user in node.users]
+        keys = [key for key in stacks[0] if all(key in stack for stack in stacks)] if stacks else []
+        for key in keys:
+            path = stacks[0][key][0]
+            if key in node.meta.get("nn_module_stack", {}) or (not path and node not in self.inputs):
+                continue
+            fitting = [argument[:2] for argument in self.arguments.get(path, ()) if argument[2] == shape(node)]
+            return (path, fitting[0]) if len(fitting) == 1 and len(self.calls[path]) == 1 else None
+        return None

@@ -32,7 +32,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Insertion:
-    """A centring: of what module `path` returns, or (path "") of the model's argument `argument` (position, name)."""
+    """A centring of what module `path` returns, or of its argument (position, name); "" is the whole model."""
 
     path: str
     axis: int
@@ -77,7 +77,7 @@ class FoldedNorm(nn.Module):
 
 
 class Center:
-    """Hook that centres what a module returns, or one argument of the model."""
+    """Hook that centres what a module returns, or one of its arguments."""
 
     def __init__(self, insertion: Insertion):
         self.axis, self.block, self.argument = insertion.axis, insertion.block, insertion.argument
@@ -167,10 +167,11 @@ def _swap_and_insert(plan: Plan, model: nn.Module) -> None:
                 if child is old:
                     setattr(parent, name, new)
     for insertion in plan.insertions:
+        module = model.get_submodule(insertion.path)
         if insertion.argument is None:
-            model.get_submodule(insertion.path).register_forward_hook(Center(insertion))
+            module.register_forward_hook(Center(insertion))
         else:
-            model.register_forward_pre_hook(Center(insertion), with_kwargs=True)
+            module.register_forward_pre_hook(Center(insertion), with_kwargs=True)
 
 
 def _centered_once(weight: Tensor, gain: Tensor | None, axis: int, block: int) -> Tensor:

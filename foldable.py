@@ -20,17 +20,14 @@ cannot be centred, and nothing is checked forwards. On trained weights that is n
 
 import copy
 import json
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from torch import nn
-from torch.fx import Node
 
 from certificate import TOLERANCE, Certificate, Inputs, certify
-from fold_axes import Line, describe, forwards, module_path, norm_input
-from fold_graph import Demand, FoldError, Graph
-from fold_modules import Insertion, Plan, Swap, carry_out, find_swap, reparametrize
+from fold_choice import Analysis
+from fold_graph import FoldError, Graph
+from fold_modules import carry_out, reparametrize
 
 
 @dataclass(frozen=True)
@@ -41,34 +38,6 @@ class Row:
     verdict: str  # strict, untied, inserted, refused; "no gain": inserting centrings would cost as much as it folds
     sources: tuple[str, ...]  # what is centred, and after which operations a centring is inserted
     reason: str
-
-
-@dataclass
-class Norm:
-    """What is known of one call of a norm."""
-
-    node: Node
-    line: Line
-    name: str
-    refused: str  # why it can never be folded
-    swap: Swap | str  # how it is swapped, or why `fold` cannot
-    demand: Demand
-    obstacles: dict[Line, str] = field(default_factory=dict)  # what has no zero mean -> why
-    untie: dict[Line, tuple[str, ...]] = field(default_factory=dict)  # obstacles that go: names to be given a copy
-    points: dict[Line, tuple[Line, ...]] = field(default_factory=dict)  # obstacles that go: where to centre
-
-    def folds(self, untie: bool = False, insert: bool = False) -> bool:
-        """On its own."""
-        return not self.refused and all(
-            (untie and line in self.untie) or (insert and line in self.points) for line in self.obstacles
-        )
-
-    def centrings(self, untie: bool = False) -> set[Line]:
-        """Where centrings would be inserted for it."""
-        return {at for line in self.obstacles if not (untie and line in self.untie) for at in self.points.get(line, ())}
-
-    def reason(self) -> str:
-        return self.refused or next((why for line, why in self.obstacles.items() if line not in self.points), "")
 
 
 @dataclass
@@ -85,7 +54,7 @@ class Report:
     worth: bool  # they fold more norms than they are
     rows: list[Row]
     inputs: Inputs = field(repr=False)
-    analysis: "Analysis" = field(repr=False)
+    analysis: Analysis = field(repr=False)
 
     def __str__(self) -> str:
         lines = [("norm", "verdict", "reason"), *((row.name, row.verdict, row.reason) for row in self.rows)]
@@ -95,205 +64,35 @@ class Report:
         return (f"{table}\n\n{self.model}: {self.total} LayerNorm calls; foldable: {self.strict} strict, {self.untied} "
                 f"untied, {self.practical} practical" + (f" ({gain})" if self.inserted else ""))  # fmt: skip
 
+    def by(self, rules: str) -> "Report":
+        """The same graph by other rules: exact or paper."""
+        return _report(self.analysis.graph, self.inputs, rules)
+
     def to_json(self) -> str:
         names = ("model", "rules", "total", "strict", "untied", "practical", "inserted", "worth")
         return json.dumps({name: getattr(self, name) for name in names} | {"rows": [asdict(r) for r in self.rows]},
                           indent=1)  # fmt: skip
 
 
-def analyze(model: nn.Module, example_inputs: Inputs | dict[str, Any], rules: str = "exact") -> Report:
+def analyze(model: nn.Module, example_inputs: Inputs, rules: str = "exact") -> Report:
     """Find the foldable norms of `model`, in the mode (train or eval) it is in. The model is not changed.
 
     example_inputs: positional (tuple) or keyword (dict) arguments; their shapes and the branches that the model takes
     on them are those of the analysis. Raises FoldError if the model cannot be exported.
     """
+    return _report(Graph(model, example_inputs), example_inputs, rules)
+
+
+def _report(graph: Graph, inputs: Inputs, rules: str) -> Report:
     if rules not in ("exact", "paper"):
         raise FoldError(f"rules={rules!r}: it is exact or paper")
-    analysis = Analysis(Graph(model, example_inputs), rules == "paper")
-    norms = analysis.norms
-    strict = analysis.chosen()
-    practical = analysis.closed([norm for norm in norms if norm.folds(insert=True)])
-    if rules == "exact":
-        practical = analysis.closed([norm for norm in practical if not analysis.is_own_centring(norm, practical)])
-    inserted = {at for norm in practical for at in norm.centrings()}
-    return Report(
-        type(model).__name__, rules, len(norms), len(strict), len(analysis.chosen(untie=True)), len(practical),
-        len(inserted), len(practical) - len(strict) > len(inserted), analysis.rows(practical), example_inputs, analysis,
-    )  # fmt: skip
-
-
-class Analysis:
-    """The norms of a graph, with what each needs."""
-
-    def __init__(self, graph: Graph, paper: bool = False):
-        self.graph, self.paper, self.training = graph, paper, graph.model.training
-        self.norms = [self._norm(node, *found) for node in graph.nodes if (found := norm_input(node)) is not None]
-        self._check_calls()
-
-    def _norm(self, node: Node, line: Line, refused: str) -> Norm:
-        path = module_path(node)
-        calls = sorted(self.graph.calls[path]) if path else []
-        name = path or describe(node)
-        if len(calls) > 1:
-            name += f" (call {calls.index(self.graph.call(node)) + 1})"
-        norm = Norm(node, line, name, refused, find_swap(self.graph, node), Demand())
-        if refused:
-            return norm
-        norm.demand = demand = self.graph.demand(line, self.paper)
-        nodes = demand.nodes | {node}
-        for at, why in demand.failures.items():
-            self._obstacle(norm, at, why, nodes)
-        if not self.paper:
-            for at, source in demand.sources.items():
-                if shown := self.graph.shows(at):
-                    if self._is_zero(at):
-                        demand.keep.add(self.graph.names[at.node])
-                    else:
-                        name = min(self.graph.owners(at.node, nodes & set(at.node.users)), default=str(source))
-                        self._obstacle(norm, at, f"centring {name} would show in {shown}", nodes)
-        return norm
-
-    def _obstacle(self, norm: Norm, at: Line, why: str, nodes: Collection[Node]) -> None:
-        """Something without zero mean: can it be untied, can a centring be inserted behind it?"""
-        norm.obstacles[at] = why
-        users = [user for user in at.node.users if user in nodes]
-        if at.node in self.graph.names and not self.paper and not self.graph.shows(at, users):
-            mine = self.graph.owners(at.node, users)
-            others = self.graph.owners(at.node, [user for user in at.node.users if user not in users])
-            if not mine & others:
-                norm.untie[at] = tuple(sorted(mine))
-        norm.points[at] = tuple(self._points(norm, at, nodes))
-
-    def _points(self, norm: Norm, at: Line, nodes: Collection[Node]) -> set[Line]:
-        """The first lines behind an obstacle where a centring on the way to the norm would not show elsewhere."""
-        found, todo, done = set(), [at], set()
-        while todo:
-            at = todo.pop()
-            if at.node not in self.graph.names and (self.paper or not self.graph.shows(at, nodes)):
-                found.add(at)
-            elif at not in done:
-                done.add(at)
-                onwards = (line for user in at.node.users if user in nodes for line in forwards(user, at) or [])
-                todo += [line for line in onwards if line in norm.demand.lines]
-        return found
-
-    def _is_zero(self, line: Line) -> bool:
-        """A bias that nobody has moved yet needs no centring; whoever relies on that must say so."""
-        return not self.graph.values[self.graph.names[line.node]].any() if line.node in self.graph.names else False
-
-    def _check_calls(self) -> None:
-        """A module can be swapped only where all its calls are calls of one and the same foldable norm."""
-        for norm in self.norms:
-            others = [n for n in self.norms if isinstance(n.swap, Swap) and isinstance(norm.swap, Swap)
-                      and n.swap.path == norm.swap.path]  # fmt: skip
-            if any(other.swap != norm.swap for other in others):
-                norm.swap = f"{norm.swap.path} is called on inputs of several kinds"
-
-    def closed(self, norms: list[Norm]) -> list[Norm]:
-        """Of these norms, those whose module is called by no other norm."""
-        while True:
-            chosen = {norm.node for norm in norms}
-            bad = {self.key(norm) for norm in self.norms if norm.node not in chosen}
-            kept = [norm for norm in norms if self.key(norm) not in bad]
-            if len(kept) == len(norms):
-                return kept
-            norms = kept
-
-    @staticmethod
-    def key(norm: Norm) -> Any:
-        return norm.swap.path if isinstance(norm.swap, Swap) else norm.node
-
-    def is_own_centring(self, norm: Norm, norms: list[Norm]) -> bool:
-        """Would all that feeds this norm go through one centring, which is of use for no other norm?"""
-        inserted = norm.centrings()
-        alone = inserted == {norm.line} or norm.demand.sources.keys() <= norm.obstacles.keys()
-        others = set().union(*(other.centrings() for other in norms if other is not norm))
-        return len(inserted) == 1 and alone and not inserted & others
-
-    def chosen(self, untie: bool = False, insert: bool = False, trained: bool = False) -> list[Norm]:
-        """The norms to fold. Centrings are inserted only where they fold more than they are.
-
-        With `insert`, a set of norms is wanted that has as many more members than it needs centrings as possible. By
-        Koenig's theorem these are the norms that alternating paths reach from the norms which a maximum matching of
-        norms with centrings leaves out. `trained`: nothing may rely on values that training moves.
-        """
-        able = [norm for norm in self.norms if not (trained and norm.demand.keep)]
-        free = self.closed([norm for norm in able if norm.folds(untie)])
-        if not insert:
-            return free
-        can = self.closed([norm for norm in able if norm.folds(untie, insert) and isinstance(norm.swap, Swap)
-                           and all(self.insertion(at) for at in norm.centrings(untie))])  # fmt: skip
-        needs = {i: norm.centrings(untie) for i, norm in enumerate(can)}
-        taken: dict[Line, int] = {}
-
-        def match(i: int, seen: set[Line]) -> bool:
-            for at in needs[i] - seen:
-                seen.add(at)
-                if at not in taken or match(taken[at], seen):
-                    taken[at] = i
-                    return True
-            return False
-
-        left = [i for i in needs if not match(i, set())]
-        reached, todo = set(left), list(left)
-        while todo:
-            for at in needs[todo.pop()]:
-                if (other := taken[at]) not in reached:
-                    reached.add(other)
-                    todo.append(other)
-        return self.closed([norm for i, norm in enumerate(can) if i in reached or norm in free])
-
-    def insertion(self, at: Line) -> Insertion | None:
-        """Where in the modules a centring behind a line goes: behind a module, or in front of the model."""
-        if self.graph.shows(at):  # a hook cannot choose between users
-            return None
-        if at.node in self.graph.user_inputs:
-            argument = self.graph.argument(at.node)
-            return argument and Insertion("", at.axis, at.block, argument)
-        path = self.graph.returned_by(at.node)
-        return None if path is None else Insertion(path, at.axis, at.block)
-
-    def plan(self, untie: bool = False, insert: bool = False, trained: bool = False) -> tuple[Plan, list[Norm]]:
-        """What to change, and the norms that are folded by it."""
-        norms = [norm for norm in self.chosen(untie, insert, trained) if isinstance(norm.swap, Swap)]
-        sources, untied, points = {}, {}, {}
-        for norm in norms:
-            for at, source in norm.demand.sources.items():
-                if at not in norm.obstacles:
-                    if not (len(source.parameters) == 1 and source.parameters[0][0] in norm.demand.keep):
-                        sources[source] = None
-                elif untie and at in norm.untie:
-                    untied.setdefault((source, norm.untie[at]))
-            points |= dict.fromkeys(norm.centrings(untie))
-        keep = {name for norm in norms for name in norm.demand.keep}
-        swaps = list(dict.fromkeys(norm.swap for norm in norms))
-        return Plan(list(sources), list(untied), swaps, [self.insertion(at) for at in points], keep), norms
-
-    def rows(self, practical: list[Norm]) -> list[Row]:
-        """Verdicts, the strictest that holds."""
-        ways = [("strict", self.chosen()), ("untied", self.chosen(untie=True)), ("inserted", self.chosen(insert=True)),
-                ("no gain", practical)]  # fmt: skip
-        found = []
-        for norm in self.norms:
-            verdict = next((name for name, norms in ways if norm in norms), "refused")
-            sources = [str(source) for at, source in norm.demand.sources.items() if at not in norm.obstacles]
-            sources += [f"centring behind {describe(at.node)}" for at in sorted(norm.centrings(), key=str)]
-            found.append(Row(norm.name, verdict, tuple(dict.fromkeys(sources)), self._reason(norm, verdict)))
-        return found
-
-    def _reason(self, norm: Norm, verdict: str) -> str:
-        why = norm.reason()
-        obstacle = next(iter(norm.obstacles.values()), "")
-        if verdict == "refused" and not why:
-            why = obstacle if norm.obstacles else "another call of the same module cannot be folded"
-        text = {
-            "strict": f"centred parameters ({len(norm.demand.sources)}) give its input zero mean",
-            "untied": f"{obstacle}: a copy of its own is centred",
-            "inserted": f"{obstacle}: one centring serves several norms",
-            "no gain": f"{obstacle}: centrings would be as many as the norms they fold",
-            "refused": why,
-        }[verdict]
-        return text + (f"; fold leaves it: {norm.swap}" if isinstance(norm.swap, str) and verdict != "refused" else "")
+    analysis = Analysis(graph, rules == "paper")
+    strict, untied, _, practical = (len(choice.norms) for choice in analysis.ways.values())
+    inserted = len(analysis.ways["no gain"].centrings())
+    rows = [Row(norm.name, verdict, tuple(sources), reason)
+            for norm in analysis.norms for verdict, sources, reason in [analysis.verdict(norm)]]  # fmt: skip
+    return Report(type(graph.model).__name__, rules, len(rows), strict, untied, practical, inserted,
+                  practical - strict > inserted, rows, inputs, analysis)  # fmt: skip
 
 
 def fold(

@@ -1,0 +1,87 @@
+"""Where to insert centrings: a smallest cut.
+
+Lines without zero mean (obstacles) spoil every norm that they reach. A centring on a line stops them there and costs 1;
+giving up a norm costs 1, too. The cheapest mixture of both is a minimum cut between obstacles and norms.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Hashable
+
+NEVER = 10**9  # the price of what is not for sale
+START, END = "start", "end"
+
+
+def cheapest_cut(
+    onwards: dict[Hashable, Collection[Hashable]], obstacles: Collection[Hashable], ends: dict[Hashable, int],
+    may_cut: Callable[[Hashable], bool],
+) -> tuple[set[Hashable], set[Hashable]]:  # fmt: skip
+    """(lines to cut, ends that no obstacle reaches any more).
+
+    onwards   line -> the lines that it feeds
+    ends      line -> what giving it up costs (NEVER: must not be given up)
+    may_cut   may this line be cut, at a cost of 1?
+
+    Of several cheapest cuts the one nearest to the ends is taken, so an end is kept only if that is cheaper.
+    """
+    edges: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)  # node -> node -> what may still flow
+    for line in onwards.keys() | {below for fed in onwards.values() for below in fed} | set(obstacles) | ends.keys():
+        edges[line, "in"][line, "out"] = 1 if may_cut(line) else NEVER
+        for fed in onwards.get(line, ()):
+            edges[line, "out"][fed, "in"] = NEVER
+    for line in obstacles:
+        edges[START][line, "in"] = NEVER
+    for line, cost in ends.items():
+        edges[line, "out"][END] = cost
+    for node in list(edges):
+        for other in edges[node]:
+            edges[other].setdefault(node, 0)
+    while path := _path(edges):
+        flow = min(edges[a][b] for a, b in path)
+        for a, b in path:
+            edges[a][b] -= flow
+            edges[b][a] += flow
+    reaches_end = _reaching(edges, END)
+    cut = {line for line in onwards.keys() | ends.keys() | set(obstacles)
+           if (line, "in") not in reaches_end and (line, "out") in reaches_end}  # fmt: skip
+    return cut, {line for line in ends if (line, "out") in reaches_end}
+
+
+def reachable(
+    onwards: dict[Hashable, Collection[Hashable]], obstacles: Collection[Hashable], may_cut: Callable[[Hashable], bool]
+) -> set[Hashable]:
+    """All lines that obstacles reach whatever is cut."""
+    found, todo = set(), list(obstacles)
+    while todo:
+        line = todo.pop()
+        if line not in found and not may_cut(line):
+            found.add(line)
+            todo += onwards.get(line, ())
+    return found
+
+
+def _path(edges: dict) -> list[tuple]:
+    """A shortest path from START to END on which something may still flow, as edges."""
+    came, todo = {START: None}, deque([START])
+    while todo and END not in came:
+        node = todo.popleft()
+        for other, room in edges[node].items():
+            if room > 0 and other not in came:
+                came[other] = node
+                todo.append(other)
+    path, node = [], END
+    while came.get(node) is not None:
+        path.append((came[node], node))
+        node = came[node]
+    return path
+
+
+def _reaching(edges: dict, goal: Hashable) -> set[Hashable]:
+    """All nodes from which something may still flow to the goal."""
+    found, todo = {goal}, [goal]
+    while todo:
+        node = todo.pop()
+        for other in edges[node]:
+            if other not in found and edges[other].get(node, 0) > 0:
+                found.add(other)
+                todo.append(other)
+    return found

@@ -1,0 +1,106 @@
+"""The paper's Table 3 beside ours, and the same counts for many more architectures, each with a certificate.
+
+    python repro/cbwc_table3.py --out=results/fold                      everything: README.md, models.jsonl
+    python repro/cbwc_table3.py --rules=paper --models=gpt2,bert,bloom  counts by the paper's rules alone, on the screen
+
+Models have random weights, small widths and, for the table, the full number of layers; gains, biases and means are
+moved away from their initial values. Every fold is checked in float64 on given and fresh inputs and weights.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from configurator import key, parse_args
+from errors import ConfigError, run_program
+from foldable import analyze, fold
+from repro.fold_models import MODELS, TABLE3, build
+from runlog import environment
+
+COUNTS = ("total", "strict", "untied", "practical", "inserted")
+
+
+@dataclass(frozen=True)
+class Table3Config:
+    """Keys of cbwc_table3.py."""
+
+    models: str = key("", "names of models, separated by commas ('': all)")
+    rules: str = key("exact", "exact: count both ways and fold; paper: only count, by the paper's rules",
+                     ("exact", "paper"))  # fmt: skip
+    out: str = key("", "folder for README.md and models.jsonl ('': the screen alone)")
+
+
+def measure(name: str, rules: str) -> dict:
+    """Counts by our rules and by the paper's; the fold with everything that is worth it, and its error."""
+    model, inputs = build(name)
+    start = time.process_time()
+    report = analyze(model, inputs)
+    paper = report.by("paper")
+    record = {"model": name, "class": report.model, "paper_rules": {c: getattr(paper, c) for c in COUNTS}}
+    if rules == "paper":
+        return record
+    _, certificate = fold(model, report, untie=True, insert=True)
+    refused = sorted({row.reason for row in report.rows if row.verdict in ("refused", "no gain")}, key=len)
+    return record | {
+        **{c: getattr(report, c) for c in COUNTS}, "worth": report.worth, "ok": certificate.ok,
+        "folded": certificate.folded, "inserted_by_fold": certificate.inserted, "max_rel": certificate.max_rel,
+        "refusals": refused[:3], "cpu_seconds": round(time.process_time() - start, 1),
+    }  # fmt: skip
+
+
+def readme(records: list[dict], where: dict) -> str:
+    """Both tables as Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    lines = ["# Which LayerNorms fold", "", __doc__.splitlines()[0], "",
+             f"Made by `repro/cbwc_table3.sh` at commit {where['git']}; {where['device']}; {versions}.", "",
+             "| model | norms | paper: strict, practical | by its rules: strict, practical | ours: strict | untied | "
+             "practical (inserted) |", "| --- " * 7 + "|"]  # fmt: skip
+    for r in records:
+        if r["model"] in TABLE3:
+            total, strict, practical = TABLE3[r["model"]]
+            rules = r["paper_rules"]
+            lines.append(f"| {r['model']} | {total} | {strict}, {practical} | {rules['strict']}, {rules['practical']} "
+                         f"| {r['strict']} | {r['untied']} | {r['practical']} ({r['inserted']}) |")  # fmt: skip
+    lines += ["", "All models. `folded` is what `fold(untie=True, insert=True)` did: centrings only where they fold "
+              "more norms than they are.", "", "| model | norms | strict | untied | practical (inserted) | worth it "
+              "| folded (inserted) | float64 error | what stands in the way of others |",
+              "| --- " * 9 + "|"]  # fmt: skip
+    for r in records:
+        why = r["refusals"][0] if r["refusals"] else ""
+        lines.append(f"| {r['class']} | {r['total']} | {r['strict']} | {r['untied']} | {r['practical']} "
+                     f"({r['inserted']}) | {'yes' if r['worth'] else 'no'} | {r['folded']} ({r['inserted_by_fold']}) | "
+                     f"{r['max_rel']:.0e} | {why} |")  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> None:
+    config, _ = parse_args(Table3Config, argv, __doc__)
+    everything = [*TABLE3, *(name for name in MODELS if name not in TABLE3)]
+    names = config.models.split(",") if config.models else everything
+    if unknown := set(names) - set(everything):
+        raise ConfigError(f"models={unknown.pop()}: it is one of {', '.join(everything)}")
+    if config.out:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+    stored = Path(config.out) / "models.jsonl" if config.out else None
+    records = {}
+    if stored and stored.exists() and config.models:
+        records = {record["model"]: record for record in map(json.loads, stored.read_text().splitlines())}
+    for name in names:
+        record = measure(name, config.rules)
+        print(json.dumps(record), flush=True)
+        records[name] = record
+        if stored:
+            stored.write_text("".join(json.dumps(records[n]) + "\n" for n in everything if n in records))
+    if config.out and config.rules == "exact":
+        ordered = [records[name] for name in everything if name in records]
+        (Path(config.out) / "README.md").write_text(readme(ordered, environment(torch.device("cpu"))))
+
+
+if __name__ == "__main__":
+    run_program(main)

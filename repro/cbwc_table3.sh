@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Table 3 of "Enjoy Your Layer Normalization" beside our counts, and the same for many more architectures.
+# Writes results/fold/. A few minutes on two CPU cores; needs transformers.
+#
+#   repro/cbwc_table3.sh [--key=value ...]        --rules=paper --models=gpt2,bert prints the paper's counts alone
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+"$PYTHON" repro/cbwc_table3.py --out=results/fold "$@"

@@ -1,0 +1,61 @@
+"""foldable.py on architectures of transformers: counts, and folds that are exact on random weights.
+
+Small configurations (repro/fold_models.py) whose gains, biases and means are all moved away from their initial values.
+The first six have the full number of layers of the paper's Table 3. More are in results/fold/.
+"""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+pytest.importorskip("transformers")
+
+from foldable import analyze, fold
+from repro.fold_models import TABLE3, build
+
+# name -> ((total, strict, untied, practical, inserted), (folded, inserted) by fold(untie=True, insert=True))
+EXPECTED = {
+    "gpt2_lm": ((25, 0, 25, 25, 1), (25, 0)),  # the head is tied
+    "opt_lm": ((25, 0, 25, 25, 1), (25, 0)),
+    "bert": ((25, 1, 1, 25, 24), (1, 0)),  # post-norm: 24 centrings would fold 24 norms
+    "vit": ((25, 25, 25, 25, 0), (25, 0)),  # class token and positions are centred as parameters
+    "phi": ((25, 25, 25, 25, 0), (25, 0)),
+    "bloom": ((6, 1, 1, 6, 1), (6, 1)),  # a norm behind the embedding
+    "gpt_neox": ((5, 5, 5, 5, 0), (5, 0)),  # parallel residuals
+    "falcon": ((5, 5, 5, 5, 0), (5, 0)),  # two norms of one input
+    "stablelm": ((17, 17, 17, 17, 0), (17, 0)),  # a norm for each head of queries and keys
+    "olmo": ((5, 5, 5, 5, 0), (5, 0)),  # norms without gains, in float32 inside
+    "xglm": ((5, 5, 5, 5, 0), (5, 0)),  # sinusoidal positions in a buffer
+    "albert": ((5, 1, 1, 5, 4), (1, 0)),  # one layer, called again and again
+    "fnet": ((5, 1, 1, 5, 6), (1, 0)),
+    "mbart": ((14, 2, 2, 14, 2), (14, 2)),  # encoder and decoder
+    "whisper": ((12, 7, 7, 12, 1), (12, 1)),  # GELU in the stem
+    "wav2vec2": ((8, 2, 2, 7, 1), (7, 1)),
+    "ast": ((5, 5, 5, 5, 0), (5, 0)),
+    "dinov2": ((5, 5, 5, 5, 0), (5, 0)),  # LayerScale
+    "beit": ((5, 5, 5, 5, 0), (5, 0)),
+    "swin": ((11, 6, 6, 6, 0), (6, 0)),  # windows; patch merging joins channels
+    "swinv2": ((11, 10, 10, 11, 2), (10, 0)),
+    "convnext": ((7, 1, 1, 1, 0), (1, 0)),  # depthwise convolutions
+    "segformer": ((14, 4, 4, 14, 2), (14, 2)),
+    "clip": ((11, 6, 6, 6, 0), (6, 0)),  # the picture's last states are an output
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_architecture(name):
+    counts, done = EXPECTED[name]
+    model, inputs = build(name)
+    model, inputs = model.float(), tree_map(lambda x: x.float() if torch.is_tensor(x) and x.is_floating_point() else x,
+                                            inputs)  # fmt: skip
+    report = analyze(model, inputs)
+    found = report.total, report.strict, report.untied, report.practical, report.inserted
+    assert found == counts, str(report)
+    assert report.worth == (report.practical - report.strict > report.inserted)
+    certificate = fold(model, report, untie=True, insert=True)[1]
+    assert certificate.ok and (certificate.folded, certificate.inserted) == done, str(certificate)
+    assert certificate.max_rel <= 1e-13 and certificate.checks[-1].max_rel <= 2e-6, str(certificate)
+    assert certificate.checks[-1].dtype == "float32" and len(certificate.refusals) == report.total - done[0]
+    if name in TABLE3:
+        paper = report.by("paper")
+        assert (paper.total, paper.strict, paper.practical) == TABLE3[name]
