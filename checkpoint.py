@@ -1,15 +1,19 @@
 """Checkpoints: atomic save, safe load, resume; and `load_model(spec)`, the one front door to a trained model.
 
+    python checkpoint.py out/run                  a run of --parallel=fsdp: make each of its checkpoints one file
+
 A checkpoint is a dict of tensors and plain values: format, step, config (every key of the run), meta (tokenizer),
 model (uncompiled weights and norm state), optimizer, scaler, best_val_loss. The random streams and the data position
-of a run are functions of (seed, step, rank), so `step` restores them.
+of a run are functions of (seed, step, rank), so `step` restores them. A run under FSDP leaves the tensors in a folder
+beside the file (sharded.py); every program reads both forms.
 """
 
 import os
 import pickle
 import re
+import shutil
 import zipfile
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import hf
-from configurator import Overrides
-from errors import UserError
+from configurator import Overrides, parse_args
+from errors import CheckpointError, run_program
 from model import GPT, GPTConfig
+from parallel import is_sharded
+from ranks import Ranks
 
 FORMAT = 1
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")
@@ -32,12 +38,17 @@ SAME_FUNCTION = ("n_head", "n_kv_head", "head_dim", "activation", "position", "r
 NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f)\..*"  # tensors of the 2L + 1 norms
 
 
-class CheckpointError(UserError):
-    """A checkpoint is missing, torn, no checkpoint at all, or of another model."""
+def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = None) -> None:
+    """Write, fsync, rename: after a crash at any moment `path` holds the old checkpoint or the new one.
 
+    Of several `ranks` the main one writes; where the model is sharded, each writes its share.
+    """
+    if any(map(is_sharded, state["model"].values())):
+        from sharded import write_shards  # DCP takes a second to import
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write, fsync, rename: after a crash at any moment `path` holds the old checkpoint or the new one."""
+        state = write_shards(path, state, ranks)
+    if ranks is not None and not ranks.is_main:
+        return
     partial = path.with_name(path.name + ".tmp")
     try:
         with open(partial, "wb") as file:
@@ -48,14 +59,19 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must reach the disk too
         os.fsync(folder)
         os.close(folder)
+        named = state.get("shards", {}).get("folder")
+        for old in path.parent.glob(f"{path.stem}.shards-*"):  # of the one before, or of a save that did not end
+            if old.name != named:
+                shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(f"{path}: cannot be written ({error.strerror}); the one before is untouched") from None
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, whole: bool = True) -> dict[str, Any]:
     """The dict that save_checkpoint wrote, on the CPU. Raises CheckpointError for torn and foreign files.
 
+    Shards are checked too, and read unless not `whole`: then `model` and the optimiser's state may be missing.
     Only tensors and plain values are unpickled (weights_only), and the archive's checksums are compared first:
     a flipped bit in a tensor would otherwise load without a word.
     """
@@ -72,10 +88,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: torn, or not a checkpoint at all: use another checkpoint") from None
     if torn:
         raise CheckpointError(f"{path}: {torn} in it is damaged, the file is torn: use another checkpoint")
-    if not isinstance(state, dict) or not {"model", "config", "step"} <= state.keys():
+    if not isinstance(state, dict) or not ({"config", "step"} <= state.keys() and state.keys() & {"model", "shards"}):
         raise CheckpointError(f"{path}: a PyTorch file, but not a nanonorm checkpoint")
     if state.get("format", FORMAT) != FORMAT:
         raise CheckpointError(f"{path}: checkpoint format {state['format']}, this program reads {FORMAT}: update it")
+    if "shards" in state:
+        from sharded import check_shards, read_state  # DCP takes a second to import
+
+        check_shards(path, state["shards"])
+        state = read_state(path, state) if whole else state
     return state
 
 
@@ -83,20 +104,20 @@ def find_checkpoint(out_dir: Path, resume: str) -> tuple[dict[str, Any], Path, s
     """(state, path, note) of the checkpoint to resume from, or None to start afresh.
 
     resume: "auto" takes the last checkpoint, or the best one if the last is torn, and says so in the note; "never"
-    refuses to overwrite a run; anything else is a path.
+    refuses to overwrite a run; anything else is a path. A sharded state is not whole: `place_state` completes it.
     """
     if resume not in ("auto", "never"):
         path, log = Path(resume), out_dir / "log.jsonl"
         if log.exists() and path.resolve().parent != out_dir.resolve():
             raise CheckpointError(f"{out_dir} holds another run than {path}: choose another out_dir")
-        return read_checkpoint(path), path, ""
+        return read_checkpoint(path, whole=False), path, ""
     present = [out_dir / name for name in (LAST, BEST) if (out_dir / name).exists()]
     if resume == "never" and present:
         raise CheckpointError(f"{out_dir} holds a run already: choose another out_dir, remove it, or --resume=auto")
     complaints = []
     for path in present:
         try:
-            return read_checkpoint(path), path, "; ".join(complaints)
+            return read_checkpoint(path, whole=False), path, "; ".join(complaints)
         except CheckpointError as error:
             complaints.append(str(error))
     if complaints:
@@ -181,3 +202,34 @@ def init_from(model: GPT, spec: str) -> str:
     new, dropped = load_weights(model, weights, Path(spec), free=NORM_NAMES)
     counts = f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new" if new or dropped else ""
     return f"weights of {spec}{counts}"
+
+
+def place_state(
+    path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """`state` of find_checkpoint made whole, its tensors sharded like those of `model` and `optimizer`, or not."""
+    if "shards" not in state and not is_sharded(model):
+        return state
+    from sharded import place_state  # DCP takes a second to import
+
+    return place_state(path, state, model, optimizer)
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """checkpoint.py has no keys."""
+
+
+def main(argv: list[str]) -> None:
+    _, spec = parse_args(ConvertConfig, argv, __doc__, spec=True)
+    folder = Path(spec)
+    paths = [folder / name for name in (LAST, BEST) if (folder / name).exists()] if folder.is_dir() else [folder]
+    if not paths:
+        raise CheckpointError(f"{spec}: no {LAST} and no {BEST} in this folder: check the path")
+    for path in paths:
+        save_checkpoint(path, read_checkpoint(path))
+        print(f"{path} is one file")
+
+
+if __name__ == "__main__":
+    run_program(main)

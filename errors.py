@@ -19,6 +19,10 @@ class ConfigError(UserError):
     on_every_rank = True
 
 
+class CheckpointError(UserError):
+    """A checkpoint is missing, torn, no checkpoint at all, or of another model."""
+
+
 def run_program(main: Callable[[list[str]], int | None]) -> None:
     """Run `main(argv)` as a program: user errors become one line on stderr and an exit code."""
     try:

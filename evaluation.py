@@ -16,6 +16,7 @@ from data.tokenizers import load_tokenizer, token_bytes
 from dataloader import Blocks, bytes_per_token, eval_batches
 from hellaswag import Scores, download, evaluate_hellaswag, load_items
 from model import GPT
+from parallel import gather_root
 from ranks import Ranks
 from rms_stats import RMSStats, measure
 
@@ -53,11 +54,11 @@ class Evaluator:
         model.eval()
         wide = torch.float32 if self.ranks.device.type == "mps" else torch.float64
         losses = torch.zeros(len(self.batches), dtype=wide, device=self.ranks.device)
-        for number in range(self.ranks.rank, len(self.batches), self.ranks.world_size):
+        for number, counts in self.ranks.deal(range(len(self.batches))):
             indices = self.batches[number]
             x, y = (part.to(self.ranks.device) for part in self.blocks.batch(indices, rows=len(self.batches[0])))
             with self.autocast():
-                losses[number] = model(x, y)[0]
+                losses[number] = model(x, y)[0] * counts
         model.train()
         tokens = torch.tensor([len(batch) for batch in self.batches], dtype=torch.float64)
         return float((self.ranks.sum(losses).cpu().double() * tokens).sum() / tokens.sum())
@@ -77,15 +78,18 @@ class Evaluator:
         interval = self.config.hellaswag_interval
         if not self.items or not (last or (interval and step and step % interval == 0)):
             return None
+        gather_root(model)
         return evaluate_hellaswag(model, self.tokenizer, self.items, self.ranks, autocast=self.autocast)
 
     def write_sample(self, model: GPT, path: Path) -> str:
-        """A file with how the model continues the first tokens of the val shards; a sentence about it."""
+        """A file with how the model continues the first tokens of the val shards; a sentence about it. All ranks
+        generate, since FSDP needs them; the main one writes."""
         if self.tokenizer is None:
             return f"no text sample: {self.no_tokenizer}"
         prompt: Tensor = torch.from_numpy(self.blocks[0][: min(32, self.config.block_size)])[None]  # (1, T)
         device = self.ranks.device
         stream = torch.Generator(device).manual_seed(self.config.seed)
         tokens = model.eval().generate(prompt.to(device), self.config.sample_tokens, 0.8, 200, stream)[0].tolist()
-        path.write_text(self.tokenizer.decode(tokens) + "\n", encoding="utf-8")
+        if self.ranks.is_main:
+            path.write_text(self.tokenizer.decode(tokens) + "\n", encoding="utf-8")
         return f"a sample of its text is in {path}"

@@ -199,14 +199,14 @@ def evaluate_hellaswag(
     rows = make_rows(items, tokenizer, model.config.block_size)
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row].ids))  # longest first: memory fails at once
     batches = [order[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    mine = batches[ranks.rank :: ranks.world_size]
+    mine = list(ranks.deal(batches))
     wide = torch.float32 if ranks.device.type == "mps" else torch.float64
     losses = torch.zeros(len(rows), dtype=torch.float64)
-    with tqdm(total=sum(map(len, mine)), unit="ending", desc="HellaSwag", leave=False,
+    with tqdm(total=sum(len(batch) for batch, _ in mine), unit="ending", desc="HellaSwag", leave=False,
               disable=not (ranks.is_main and sys.stderr.isatty())) as bar:  # fmt: skip
-        for batch in mine:
+        for batch, counts in mine:
             with autocast():
-                losses[batch] = score_rows(model, [rows[row] for row in batch], ranks.device)
+                losses[batch] = score_rows(model, [rows[row] for row in batch], ranks.device) * counts
             bar.update(len(batch))
     # Each row was scored by one rank, the others add zero: the sum is the same on any number of ranks.
     losses = ranks.sum(losses.to(ranks.device, wide)).cpu().double().numpy()

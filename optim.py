@@ -6,7 +6,10 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from parallel import is_sharded, share
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -83,8 +86,12 @@ def guarded_update(
     That is decided on the device. Returns (1 + number of parameters,): the global norm, then each gradient's norm.
     """
     scaler.unscale_(optimizer)
-    gradients = [parameter.grad for parameter in parameters]
+    gradients = [share(parameter.grad) for parameter in parameters]
     norms = torch.stack(torch._foreach_norm(gradients)).to(loss_is_bad.dtype)
+    if is_sharded(parameters[0]):  # each rank has the norms of its shares
+        squares = norms.double().square()  # which can be beyond float32
+        dist.all_reduce(squares)
+        norms = squares.sqrt().to(norms.dtype)
     total = torch.linalg.vector_norm(norms)
     shrink = ((total + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(total)
     # Fused AdamW can divide by a float32 grad_scale as it reads the gradients, which saves clipping a pass of its own.

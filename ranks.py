@@ -3,8 +3,10 @@
 import ctypes
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,6 +90,13 @@ class Ranks:
     @property
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    def deal(self, items: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
+        """(item, does it count) for this rank's part of `items`, equally many on every rank: one that runs out does the
+        first item again, for nothing, because under FSDP all ranks must take part in each forward."""
+        for start in range(0, len(items), self.world_size):
+            counts = start + self.rank < len(items)
+            yield items[start + self.rank if counts else 0], counts
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""

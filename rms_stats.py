@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kernels.reference import inverse_rms
 from norm_layers import SharedRMSNorm
+from parallel import gather_root
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class RMSStats:
 
 @torch.no_grad()
 def measure(model: nn.Module, idx: Tensor) -> RMSStats:
-    """Statistics of a GPT (model.py) on tokens idx (B, T), dropout off."""
+    """Statistics of a GPT (model.py) on tokens idx (B, T), dropout off. Under FSDP all ranks must call it."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def note(norm: nn.Module, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
@@ -41,6 +42,7 @@ def measure(model: nn.Module, idx: Tensor) -> RMSStats:
 
     handles = [norm.register_forward_hook(note) for norm in model.norms()]
     was_training = model.training
+    gather_root(model)
     try:
         model.eval().hidden(idx)
     finally:

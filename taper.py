@@ -19,6 +19,7 @@ from errors import ConfigError
 from kernels import taper_norm
 from kernels.reference import inverse_rms, statistics_dtype
 from norm_layers import Handover, LayerNorm, Norm, center
+from parallel import whole
 
 EMA_DECAY = 0.99  # per optimiser step
 PHASES = ("warm", "blend", "fixed")
@@ -144,7 +145,7 @@ class TaperNorm(Norm):
 
     def _calibrate(self) -> list[Handover]:
         a, b = self.moments.average.chunk(2)  # bias correction cancels in the ratio
-        gamma_square = 1.0 if self.base.weight is None else self.base.weight.square()
+        gamma_square = 1.0 if self.base.weight is None else whole(self.base.weight).square()
         self.scale.copy_((gamma_square * a).sum() / (gamma_square * b).sum())
         self.calibrated.fill_(True)
         if self.weight_tilde is None:

@@ -3,13 +3,13 @@
     python train.py config/demo.py                                       one process, CPU or GPU
     python train.py config/demo.py --norm_type=rms --out_dir=out/rms     change any key
     torchrun --standalone --nproc_per_node=8 train.py config/coupled.py  8 GPUs of one machine, DDP
+    torchrun --standalone --nproc_per_node=8 train.py config/coupled.py --parallel=fsdp       for larger models
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/coupled.py
 
 A run writes config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.txt into out_dir. The same command
 resumes it. SIGTERM and Ctrl-C finish the step, save, and exit 0.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import rms_stats
 from checkpoint import (
@@ -34,6 +33,7 @@ from checkpoint import (
     find_checkpoint,
     init_from,
     load_weights,
+    place_state,
     save_checkpoint,
 )
 from configurator import key, parse_args
@@ -44,6 +44,7 @@ from evaluation import Evaluator
 from hellaswag import ITEMS_FILE
 from model import GPT, GPTConfig
 from optim import DTYPES, Precision, carry_state, guarded_update, learning_rate, make_optimizer, micro_step
+from parallel import accumulate, is_sharded, replicate, shard
 from ranks import Ranks, faster_float32_products
 from runlog import RunLog, StepReport, Throughput, environment, peak_flops
 
@@ -80,6 +81,7 @@ class TrainConfig(GPTConfig):
     seed: int = key(1337, "of initial weights, data order and dropout")
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
     dtype: str = key("auto", "of the computation; weights are float32 (auto: bfloat16 on CUDA)", ("auto", *DTYPES))
+    parallel: str = key("ddp", "on several ranks: each holds the whole model, or fsdp: a share", ("ddp", "fsdp"))
     compile: bool | None = key(None, "torch.compile (auto: on CUDA)")
     hellaswag: str = key("off", "score HellaSwag at the end: off, auto (downloads the items), or a file of items")
     hellaswag_interval: int = key(0, "steps between further HellaSwag scores (0: at the end alone)")
@@ -157,7 +159,11 @@ class Trainer:
         resumed, notes = find_checkpoint(self.out_dir, config.resume), []
         if config.init_from and resumed is None:
             notes = [init_from(self.model, config.init_from)]
-        self.model.to(ranks.device, self.precision.weights).train()
+        self.model.to(self.precision.weights).train()
+        if config.parallel == "fsdp" and dist.is_initialized():
+            shard(self.model, ranks.device)
+        else:
+            self.model.to(ranks.device)
         self.optimizer = make_optimizer(
             self.model, config.learning_rate, (config.beta1, config.beta2), config.adam_eps, config.weight_decay
         )
@@ -169,12 +175,8 @@ class Trainer:
         if config.compile or (config.compile is None and ranks.on_cuda):
             torch._dynamo.config.recompile_limit = 32  # training and evaluation, in each of a taper's three phases
             self.compiled = torch.compile(self.model, dynamic=False)
-        self.parallel = self.compiled
-        if dist.is_initialized():
-            # Norms reduce their statistics over ranks themselves: DDP must not copy rank 0's over the others'.
-            self.parallel = DistributedDataParallel(
-                self.compiled, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+        replicated = dist.is_initialized() and not is_sharded(self.model)
+        self.parallel = replicate(self.compiled) if replicated else self.compiled
         self.names = [name for name, _ in self.model.named_parameters()]
         self.parameters = list(self.model.parameters())
         self.log = RunLog(self.out_dir, dataclasses.asdict(config), config.max_iters, ranks.is_main)
@@ -194,6 +196,7 @@ class Trainer:
         if "optimizer" not in state:
             raise CheckpointError(f"{path} holds weights alone: choose another out_dir, and --init_from={path}")
         check_same_model(state["config"], self.config, path)
+        state = place_state(path, state, self.model, self.optimizer)
         load_weights(self.model, state["model"], path)
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
@@ -259,7 +262,7 @@ class Trainer:
             if due_save or reason:
                 self._save(LAST)
                 self.clock.restart()
-        if not reason and ranks.is_main and config.sample_tokens:
+        if not reason and config.sample_tokens:
             self.log.say(self.evaluator.write_sample(self.model, self.out_dir / "samples.txt"))
         speed = self.clock.steady()
         done = f"done: best val loss {self.best:.4f}" + (f", {speed / 1000:.1f} k tokens/s" if speed else "")
@@ -291,8 +294,7 @@ class Trainer:
         losses = 0.0
         for micro in range(micro_batches):
             x, y = (part.to(ranks.device, non_blocking=True) for part in next(batches))
-            last = micro == micro_batches - 1
-            with contextlib.nullcontext() if last or not dist.is_initialized() else self.parallel.no_sync():
+            with accumulate(self.parallel, last=micro == micro_batches - 1):
                 losses = losses + micro_step(self.parallel, x, y, self.precision, micro_batches)
         # One small reduction a step: both losses, a wish to stop, and whose loss is not finite
         shared = torch.zeros(3 + ranks.world_size, dtype=losses.dtype, device=ranks.device)
@@ -349,13 +351,11 @@ class Trainer:
             self._save(BEST)
 
     def _save(self, name: str) -> None:
-        if not self.ranks.is_main:
-            return
         save_checkpoint(self.out_dir / name, {
             "step": self.step, "config": dataclasses.asdict(self.config), "meta": self.meta,
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(), "best_val_loss": self.best,
-        })  # fmt: skip
+        }, self.ranks)  # fmt: skip
 
 
 def main(argv: list[str]) -> None:

@@ -45,7 +45,7 @@ if find_spec("triton"):
 
 ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train"])
+FORKS.set_forkserver_preload(["train", "sharded", "torch.distributed.fsdp"])
 
 torch.set_num_threads(1)
 

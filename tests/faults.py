@@ -1,10 +1,13 @@
 """Faults that tests inject into a training process, before it starts."""
 
+import functools
 import os
 
 import torch
 
+import sharded
 import train
+from parallel import share
 
 
 def nan_loss(rank: int, step: int) -> None:
@@ -81,3 +84,36 @@ def record_samples(path: str) -> None:
                 yield batch
 
     train.TrainLoader.batches = recorded
+
+
+def bad_share(rank: int, step: int, name: str, value: float) -> None:
+    """On `rank` alone, its share of a parameter's gradient begins with `value` at `step`."""
+    original = train.Trainer._train_step
+
+    def poisoned(self, batches):
+        def update(optimizer, scaler, parameters, *words):
+            if self.step == step and self.ranks.rank == rank:
+                share(parameters[self.names.index(name)].grad).view(-1)[0] = value
+            return guarded_update(optimizer, scaler, parameters, *words)
+
+        train.guarded_update = update
+        return original(self, batches)
+
+    guarded_update, train.Trainer._train_step = train.guarded_update, poisoned
+
+
+def die_in_save(step: int) -> None:
+    """The process dies when the shards of the checkpoint of `step` are written and nothing names them yet."""
+    original = train.Trainer._save
+
+    def fatal(self, name):
+        if self.step == step:
+            sharded._size_and_sum = lambda path: os._exit(9)
+        original(self, name)
+
+    train.Trainer._save = fatal
+
+
+def compile_with(backend: str) -> None:
+    """torch.compile uses another backend: what dynamo traces is the same, and no C++ is compiled."""
+    torch.compile = functools.partial(torch.compile, backend=backend)
