@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from fold_axes import Line, describe, module_path, norm_input
-from fold_cut import NEVER, cheapest_cut, reachable
+from fold_cut import cheapest_cut
 from fold_graph import Demand, Graph, Source
 from fold_modules import Insertion, Plan, Swap, find_swap
 
@@ -123,7 +123,7 @@ class Analysis:
 
     def choose(
         self, untie: bool = False, insert: bool = False, trained: bool = False, hooks: bool = False,
-        everything: bool = False,
+        at_no_loss: bool = False,
     ) -> Choice:  # fmt: skip
         """The norms to fold. Centrings are inserted only where they fold more norms than they are.
 
@@ -131,7 +131,7 @@ class Analysis:
         insert      centrings may be inserted
         trained     nothing may rely on values that training moves
         hooks       only centrings and swaps that can be written into the modules
-        everything  every norm that can be folded at all, at whatever price
+        at_no_loss  centrings also where they fold as many norms as they are
         """
         norms = [norm for norm in self.norms if not norm.refused and not (trained and norm.demand.keep)
                  and not (hooks and isinstance(norm.swap, str))]  # fmt: skip
@@ -145,9 +145,7 @@ class Analysis:
                 obstacles |= {at for at in norm.obstacles if not (untie and at in norm.untie)}
                 ends[norm.line] += 1
             may_cut = self._may_cut(norms, hooks) if insert else _never
-            if everything:
-                ends = dict.fromkeys(ends.keys() - reachable(onwards, obstacles, may_cut), NEVER)
-            cut, kept = cheapest_cut(onwards, obstacles, ends, may_cut)
+            cut, kept = cheapest_cut(onwards, obstacles, ends, may_cut, at_no_loss)
             left = [norm for norm in norms if norm.line in kept or not self._spoilt(norm, obstacles)]
             if len(left) == len(norms):
                 return Choice(norms, cut)
@@ -220,7 +218,7 @@ class Analysis:
     def ways(self) -> dict[str, Choice]:
         """Verdict -> what is folded that way; the strictest comes first."""
         return {"strict": self.choose(), "untied": self.choose(untie=True), "inserted": self.choose(insert=True),
-                "no gain": self.choose(insert=True, everything=True)}  # fmt: skip
+                "no gain": self.choose(insert=True, at_no_loss=True)}  # fmt: skip
 
     def verdict(self, norm: Norm) -> tuple[str, list[str], str]:
         """(verdict, what gives its input zero mean, the reason in one sentence)."""

@@ -1,7 +1,8 @@
 """Where to insert centrings: a smallest cut.
 
 Lines without zero mean (obstacles) spoil every norm that they reach. A centring on a line stops them there and costs 1;
-giving up a norm costs 1, too. The cheapest mixture of both is a minimum cut between obstacles and norms.
+giving up a norm costs 1, too. The cheapest mixture of both is a minimum cut between obstacles and norms (Ford and
+Fulkerson).
 """
 
 from collections import defaultdict, deque
@@ -13,15 +14,14 @@ START, END = "start", "end"
 
 def cheapest_cut(
     onwards: dict[Hashable, Collection[Hashable]], obstacles: Collection[Hashable], ends: dict[Hashable, int],
-    may_cut: Callable[[Hashable], bool],
+    may_cut: Callable[[Hashable], bool], at_no_loss: bool = False,
 ) -> tuple[set[Hashable], set[Hashable]]:  # fmt: skip
     """(lines to cut, ends that no obstacle reaches any more).
 
-    onwards   line -> the lines that it feeds
-    ends      line -> what giving it up costs (NEVER: must not be given up)
-    may_cut   may this line be cut, at a cost of 1?
-
-    Of several cheapest cuts the one nearest to the ends is taken, so an end is kept only if that is cheaper.
+    onwards     line -> the lines that it feeds
+    ends        line -> what giving it up costs: how many norms it is the input of
+    may_cut     may this line be cut, at a cost of 1?
+    at_no_loss  keep ends also where that costs as much as giving them up; else only where it is cheaper
     """
     edges: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)  # node -> node -> what may still flow
     for line in onwards.keys() | {below for fed in onwards.values() for below in fed} | set(obstacles) | ends.keys():
@@ -40,23 +40,13 @@ def cheapest_cut(
         for a, b in path:
             edges[a][b] -= flow
             edges[b][a] += flow
-    reaches_end = _reaching(edges, END)
-    cut = {line for line in onwards.keys() | ends.keys() | set(obstacles)
-           if (line, "in") not in reaches_end and (line, "out") in reaches_end}  # fmt: skip
-    return cut, {line for line in ends if (line, "out") in reaches_end}
-
-
-def reachable(
-    onwards: dict[Hashable, Collection[Hashable]], obstacles: Collection[Hashable], may_cut: Callable[[Hashable], bool]
-) -> set[Hashable]:
-    """All lines that obstacles reach whatever is cut."""
-    found, todo = set(), list(obstacles)
-    while todo:
-        line = todo.pop()
-        if line not in found and not may_cut(line):
-            found.add(line)
-            todo += onwards.get(line, ())
-    return found
+    if at_no_loss:  # of several cheapest cuts, the one nearest to the obstacles
+        safe = edges.keys() - _connected(edges, START, lambda a, b: edges[a][b])
+    else:  # the one nearest to the ends
+        safe = _connected(edges, END, lambda a, b: edges[b][a])
+    lines = onwards.keys() | ends.keys() | set(obstacles)
+    cut = {line for line in lines if (line, "in") not in safe and (line, "out") in safe}
+    return cut, {line for line in ends if (line, "out") in safe}
 
 
 def _path(edges: dict) -> list[tuple]:
@@ -75,13 +65,13 @@ def _path(edges: dict) -> list[tuple]:
     return path
 
 
-def _reaching(edges: dict, goal: Hashable) -> set[Hashable]:
-    """All nodes from which something may still flow to the goal."""
-    found, todo = {goal}, [goal]
+def _connected(edges: dict, start: Hashable, room: Callable[[Hashable, Hashable], int]) -> set[Hashable]:
+    """All nodes that are connected to `start` by edges with room."""
+    found, todo = {start}, [start]
     while todo:
         node = todo.pop()
         for other in edges[node]:
-            if other not in found and edges[other].get(node, 0) > 0:
+            if other not in found and room(node, other) > 0:
                 found.add(other)
                 todo.append(other)
     return found

@@ -141,6 +141,8 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
         for name in names:
             module, attribute = _owner(model, name)
             setattr(module, attribute, new)
+        if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+            model.config.tie_word_embeddings = False  # or loading a saved copy would tie the head to it
     _swap_and_insert(plan, model)
 
 

@@ -12,7 +12,8 @@ the difference (appendix D.2). Three counts:
 
     strict      nothing is added to the model
     untied      a parameter that is used elsewhere, too (a tied head), gets a centred copy of its own
-    practical   centrings are inserted where zero mean is lost: `inserted` of them, and worth it only if more norms fold
+    practical   centrings are inserted where zero mean is lost: `inserted` of them, no more than the norms that they
+                fold, and worth it only if fewer
 
 rules="paper" counts as the paper's Table 3 does: every LayerNorm's output has zero mean, embeddings and parameters
 cannot be centred, and nothing is checked forwards. On trained weights that is not exact; it cannot be folded.

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,6 +24,7 @@ from errors import run_program
 from fold_graph import Graph
 from fold_modules import carry_out
 from foldable import analyze, fold
+from hf import import_transformers
 from runlog import environment
 
 
@@ -38,6 +38,7 @@ class TimeConfig:
 
 def main(argv: list[str]) -> None:
     config, _ = parse_args(TimeConfig, argv, __doc__)
+    hf = import_transformers()
     hf.logging.set_verbosity_error()
     model = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=config.layers)).eval()
     inputs = {"input_ids": torch.randint(0, 50257, (1, 16)), "use_cache": False}
