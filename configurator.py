@@ -206,7 +206,7 @@ def parse_args(cls: type[T], argv: list[str], doc: str = "", spec: bool = False)
     """(config, model spec) from command-line words; the spec is "" for programs that take none.
 
     With `spec`, the first word that is neither a config file (*.py) nor --key=value is the model to work on.
-    `--help` prints `doc` and every key, and exits 0. Raises ConfigError.
+    `--key` alone sets a bool to True. `--help` prints `doc` and every key, and exits 0. Raises ConfigError.
     """
     overrides, model = Overrides(cls), ""
     for word in argv:
@@ -215,9 +215,9 @@ def parse_args(cls: type[T], argv: list[str], doc: str = "", spec: bool = False)
             raise SystemExit(0)
         if word.startswith("-"):
             name, equals, text = word.removeprefix("--").partition("=")
-            if not equals or not word.startswith("--"):
+            if not word.startswith("--") or not (equals or overrides.types.get(name) is bool):
                 raise ConfigError(f"{word}: settings are written --key=value")
-            overrides.set(name, text, word, is_text=True)
+            overrides.set(name, text if equals else "true", word, is_text=True)
         elif word.endswith(".py"):
             for name, value in read_config_file(word).items():
                 overrides.set(name, value, word)

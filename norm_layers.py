@@ -80,6 +80,13 @@ class Norm(nn.Module):
         return affine(y, self.weight, self.bias, dtype)
 
 
+class NoNorm(Norm):
+    """The residual stream as it is: a position that has lost its norm."""
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
+        return x, None
+
+
 class LayerNorm(Norm):
     """(x - mean) / sqrt(var + eps) * gain + bias; Ba et al. 2016."""
 

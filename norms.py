@@ -1,7 +1,7 @@
 """The norm plan: which norm sits at each of the 2L + 1 norm positions of a GPT with L blocks.
 
 Position 2i is before attention of block i, 2i + 1 before its MLP, 2L is the final norm. One letter a position:
-R computes an RMS statistic, s shares the one before, L LayerNorm, T taper, D Dynamic Tanh.
+R computes an RMS statistic, s shares the one before, L LayerNorm, T taper, D Dynamic Tanh, I nothing at all.
 
     coupled, 4 blocks, coupled_first=1:   RR Rs Rs Rs R
     coupled, 4 blocks, coupled_span=2:    Rs ss Rs ss R
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from configurator import key
 from errors import ConfigError
 from kernels import MODES
-from norm_layers import CenteredLinear, LayerNorm, Norm, RMSNorm, SharedRMSNorm, center
+from norm_layers import CenteredLinear, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
 from taper import ScaleAnchor, TaperNorm, TaperSchedule
 
 
@@ -28,7 +28,7 @@ from taper import ScaleAnchor, TaperNorm, TaperSchedule
 class NormConfig:
     """Keys that decide the norm plan. A key of one norm type is refused when another type is chosen."""
 
-    norm_type: str = key("layer", "normalisation: layer, rms, coupled, cbwc, taper, dyt")
+    norm_type: str = key("layer", "normalisation: layer, rms, coupled, cbwc, taper, dyt, none")
     norm_plan: str = key("", "a plan as printed, e.g. 'Rs Rs R': overrides the shorthands of the norm type")
     norm_eps: float = key(1e-5, "added to the mean square, inside the root")
     norm_affine: bool = key(True, "norms have learned gains (and biases, where type and `bias` have them)")
@@ -36,6 +36,7 @@ class NormConfig:
     kernels: str = key("auto", "norms by Triton or plain PyTorch (auto: Triton on a GPU unless compiled)", MODES)
     rms_fraction: float = key(1.0, "rms: share of the channels, from the first on, that the RMS is taken over")
     norm_groups: int = key(1, "rms: number of channel groups that are normalised independently")
+    rms_bias: bool = key(False, "rms: norms have LayerNorm's bias, where the model has biases")
     coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
     coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all; the last group may be shorter)")
     coupled_alpha: float | tuple[float, ...] = key(1.0, "coupled: y = h * inv_rms / alpha * gain; 1 or 2L+1 numbers")
@@ -187,8 +188,8 @@ def layer_norm(config: NormConfig, site: Site) -> Norm:
 
 
 def rms_norm(config: NormConfig, site: Site) -> Norm:
-    return RMSNorm(site.channels, config.norm_eps, config.norm_affine, fraction=config.rms_fraction,
-                   groups=config.norm_groups)  # fmt: skip
+    return RMSNorm(site.channels, config.norm_eps, config.norm_affine, site.bias and config.rms_bias,
+                   config.rms_fraction, config.norm_groups)  # fmt: skip
 
 
 def rms_norm_with_bias(config: NormConfig, site: Site) -> Norm:
@@ -222,6 +223,10 @@ def anchored(builder: Builder) -> Builder:
     return build
 
 
+def no_norm(config: NormConfig, site: Site) -> Norm:
+    return NoNorm(site.channels, affine=False)
+
+
 class DynamicTanh(Norm):
     """tanh(alpha x) * gain + bias: no statistic at all; Zhu et al. 2025, with their alpha of 0.5 at the start."""
 
@@ -234,7 +239,7 @@ class DynamicTanh(Norm):
 
 
 BASE_LETTER = {"rms": "R", "layer": "L"}
-RMS_KEYS = ("rms_fraction", "norm_groups")
+RMS_KEYS = ("rms_fraction", "norm_groups", "rms_bias")
 COUPLED_KEYS = ("coupled_first", "coupled_span", "coupled_alpha", "coupled_calibrate", "coupled_grad",
                 "coupled_impl")  # fmt: skip
 TAPER_KEYS = ("taper_base", "taper_warmup", "taper_end", "taper_final", "taper_anchor")
@@ -247,4 +252,5 @@ NORM_TYPES = {
     "cbwc": NormType(uniform("R"), {"R": rms_norm_with_bias}, (), CenteredLinear, center),
     "taper": NormType(taper_letters, {name: anchored(norm) for name, norm in TAPER_NORMS.items()}, TAPER_KEYS),
     "dyt": NormType(uniform("D"), {"D": DynamicTanh}),
+    "none": NormType(uniform("I"), {"I": no_norm, "R": rms_norm, "L": layer_norm}),  # a taper's folded form
 }

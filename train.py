@@ -198,6 +198,8 @@ class Trainer:
 
     def _resume(self, state: dict, path: Path, note: str) -> list[str]:
         """Restore everything; what to tell about it."""
+        if "optimizer" not in state:
+            raise CheckpointError(f"{path} holds weights alone: choose another out_dir, and --init_from={path}")
         check_same_model(state["config"], self.config, path)
         state = place_state(path, state, self.model, self.optimizer)
         load_weights(self.model, state["model"], path)

@@ -125,6 +125,13 @@ def test_later_words_win(config_file):
     assert parse(first, "--n_layer=3", "--n_layer=4").n_layer == 4
 
 
+def test_a_bool_alone_is_true():
+    assert parse("--bias").bias is True and parse("--bias", "--bias=false").bias is False
+    for word in ("-bias", "--attn_bias"):  # bool | None is no bool
+        with pytest.raises(ConfigError, match="--key=value"):
+            parse(word)
+
+
 @pytest.mark.parametrize("word", ["--n_layer", "-n_layer=3", "n_layer=3", "-", "--", "--=", "", "config.txt", "--=3"])
 def test_words_that_are_no_settings(word):
     with pytest.raises(ConfigError):

@@ -17,7 +17,7 @@ from torch import nn
 import norm_layers
 from errors import ConfigError
 from model import GPT, GPTConfig, rope_tables, rotate
-from norm_layers import CenteredLinear, GatedRMSNorm, LayerNorm, Norm, RMSNorm, SharedRMSNorm, center
+from norm_layers import CenteredLinear, GatedRMSNorm, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
 from norms import NORM_TYPES, DynamicTanh, NormConfig, NormPlan, NormType, Site, uniform
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=4, n_head=2, n_embd=16, init_std=0.2)
@@ -195,7 +195,7 @@ def test_the_statistic_is_not_rounded_to_the_inputs_type():
 def all_norms():
     config = NormConfig(norm_type="dyt")
     return {"layer": LayerNorm(16), "rms": RMSNorm(16), "group": RMSNorm(16, groups=2), "shared": SharedRMSNorm(16),
-            "dyt": DynamicTanh(config, Site(0, False, 16, False))}  # fmt: skip
+            "none": NoNorm(16, affine=False), "dyt": DynamicTanh(config, Site(0, False, 16, False))}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", all_norms())
@@ -211,8 +211,18 @@ def test_the_common_face(name):
         assert not torch.equal(norm(x, delta, 2 * incoming)[0], y)
     else:
         assert torch.equal(norm(x, delta, 2 * incoming)[0], y)
-        assert (handed_on is None) == (name in ("layer", "dyt"))
+        assert (handed_on is None) == (name in ("layer", "dyt", "none"))
     assert norm.aux_loss() == 0.0 and norm.set_step(1, 10) == []
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_rms_bias(bias):
+    """LayerNorm's bias, only where it is asked for and the model has biases."""
+    plain, biased = (gpt("rms", bias=bias, rms_bias=rms_bias) for rms_bias in (False, True))
+    names = {f"blocks.{i}.norm{k}.bias" for i in range(L) for k in (1, 2)} | {"norm_f.bias"}
+    assert biased.state_dict().keys() - plain.state_dict().keys() == (names if bias else set())
+    norm, x = biased.norm_f, draw(2, 5, 16)
+    close(norm(x)[0], x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + (norm.bias if bias else 0))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -387,7 +397,7 @@ def test_a_printed_plan_parses_back_to_the_same_model(norm_type, keys):
 
 @pytest.mark.parametrize(("norm_type", "keys", "printed"), [
     ("layer", {}, "LL LL LL LL L"), ("rms", {}, "RR RR RR RR R"), ("cbwc", {}, "RR RR RR RR R"),
-    ("dyt", {}, "DD DD DD DD D"), ("taper", {}, "TT TT TT TT R"),
+    ("dyt", {}, "DD DD DD DD D"), ("none", {}, "II II II II I"), ("taper", {}, "TT TT TT TT R"),
     ("taper", {"taper_base": "layer"}, "TT TT TT TT L"), ("taper", {"taper_final": True}, "TT TT TT TT T"),
 ])  # fmt: skip
 def test_printed_plans_of_the_other_types(norm_type, keys, printed):
@@ -401,7 +411,7 @@ def test_layer_is_the_default():
 NOT_THE_DEFAULT = {
     "rms_fraction": 0.5, "norm_groups": 2, "coupled_first": 1, "coupled_span": 2, "coupled_alpha": 1.1,
     "coupled_calibrate": 10, "coupled_grad": "full", "coupled_impl": "fold", "taper_base": "layer", "taper_warmup": 0.2,
-    "taper_end": 0.9, "taper_final": True, "taper_anchor": 0.1,
+    "taper_end": 0.9, "taper_final": True, "taper_anchor": 0.1, "rms_bias": True,
 }  # fmt: skip
 FOREIGN_KEYS = [(norm_type, owner, name) for norm_type in NORM_TYPES for owner, row in NORM_TYPES.items()
                 for name in row.keys if owner != norm_type]  # fmt: skip

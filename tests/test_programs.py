@@ -102,7 +102,10 @@ def test_model_sizes(name, millions):
     assert model.num_params() / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-@pytest.mark.parametrize("program", ["train.py", "sample.py", "report.py", "bench_train.py", "hellaswag.py"])
+PROGRAMS = ["train.py", "sample.py", "report.py", "bench_train.py", "hellaswag.py", "convert.py", "bench_fold.py"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_help(program):
     """--help exits 0 and shows how the program is called; for train.py it lists every key."""
     result = subprocess.run([sys.executable, ROOT / program, "--help"], capture_output=True, text=True, timeout=120)

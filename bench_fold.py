@@ -1,0 +1,225 @@
+"""What folding LayerNorm into RMSNorm saves: time of a forward pass before and after, side by side in one process.
+
+    python bench_fold.py random:gpt2 --lengths=256,1024 --batch=2 --out=results/cpu/fold/fold.jsonl
+    python bench_fold.py hf:bert --lengths=64,256,1024,4096,16384 --batch=4 --modes=eager,compiled,graph
+
+The first word is a model of ours (load_model's specs, converted by fold.to_rms) or a shape that transformers has
+(hf:gpt2, hf:bert, vit, opt, bloom, phi; random weights, folded by foldable.fold). Arms: before, after, and before again
+(A/A), in randomised paired rounds. --sequential=50 adds the CBWC paper's protocol (appendix G.3): 50 passes to warm up,
+then 50 passes of one arm after the other, eager. That also measures whatever the machine did meanwhile, so it stands
+beside the paired ratio, not in its place. A ratio above 1 means that folding made it faster. The last line is JSON.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter, process_time
+
+import torch
+from torch import Tensor, nn
+
+import fold
+import foldable
+import hf
+from checkpoint import load_model
+from configurator import key, parse_args
+from errors import ConfigError, UserError, run_program
+from ranks import find_device
+from runlog import environment
+from stats import median_ratio, paired_ratio, paired_times
+
+MODES = ("eager", "compiled", "graph")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What the published models have where transformers' defaults are others; positions are as many as are asked for.
+HF_SHAPES = {
+    "gpt2": ("GPT2LMHeadModel", {}), "bert": ("BertModel", {}), "vit": ("ViTModel", {}), "phi": ("PhiForCausalLM", {}),
+    "opt": ("OPTForCausalLM", {}), "bloom": ("BloomForCausalLM", {"hidden_size": 1024, "n_layer": 24, "n_head": 16}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Keys of bench_fold.py."""
+
+    lengths: tuple[int, ...] = key((256, 1024), "tokens of a sequence, several (an image has its own)")
+    batch: int = key(2, "sequences in a pass")
+    modes: tuple[str, ...] = key(("eager",), "eager, compiled, graph (CUDA); several")
+    rounds: int = key(20, "paired rounds; in each, every arm does one pass")
+    sequential: int = key(0, "passes of each arm by the paper's protocol (0: none)")
+    device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
+    dtype: str = key("auto", "of the weights (auto: bfloat16 on CUDA)", ("auto", *DTYPES))
+    out: str = key("", "append the measurements to this JSONL file")
+
+    def __post_init__(self) -> None:
+        if self.rounds < 6 or self.batch < 1 or min(self.lengths, default=0) < 1 or self.sequential < 0:
+            raise ConfigError("rounds wants 6 or more, batch and every length 1 or more, sequential 0 or more")
+        if unknown := [mode for mode in self.modes if mode not in MODES]:
+            raise ConfigError(f"modes: {unknown[0]!r} is none of {', '.join(MODES)}")
+
+
+def make_pair(spec: str, config: BenchConfig) -> tuple[nn.Module, nn.Module, int]:
+    """(model before, model after, norms folded), in eval mode, on the CPU."""
+    if not spec.startswith("hf:"):
+        before = load_model(spec)
+        if max(config.lengths) > before.config.block_size:
+            raise ConfigError(f"{spec} reads {before.config.block_size} tokens at most: give smaller lengths")
+        return before, fold.to_rms(before), len(before.plan.letters)
+    name = spec.removeprefix("hf:")
+    if name not in HF_SHAPES:
+        raise ConfigError(f"{spec}: the shapes are {', '.join(f'hf:{shape}' for shape in HF_SHAPES)}")
+    transformers, (family, shape) = hf.import_transformers(), HF_SHAPES[name]
+    settings = getattr(transformers, family).config_class(**shape)
+    for positions in {"n_positions", "max_position_embeddings"} & {*vars(settings), *settings.attribute_map}:
+        setattr(settings, positions, max(2048, *config.lengths))
+    torch.manual_seed(0)
+    before = getattr(transformers, family)(settings).eval()
+    report = foldable.analyze(before, inputs(before, 2, 16, torch.float32))
+    after, certificate = foldable.fold(before, report, untie=True, insert=report.worth)
+    if not certificate.ok:
+        raise UserError(f"{spec}: {certificate}")
+    return before, after, certificate.folded
+
+
+def inputs(model: nn.Module, batch: int, length: int, dtype: torch.dtype) -> dict[str, Tensor] | tuple[Tensor]:
+    """Random token ids (batch, length), or images (batch, channels, height, width), as the model's main input asks."""
+    generator, device = torch.Generator().manual_seed(length), next(model.parameters()).device
+    settings, name = model.config, getattr(model, "main_input_name", "")
+    if name == "pixel_values":
+        shape = batch, settings.num_channels, settings.image_size, settings.image_size
+        return {name: torch.randn(shape, generator=generator).to(device, dtype)}
+    ids = torch.randint(settings.vocab_size, (batch, length), generator=generator).to(device)
+    return {name: ids, **({"use_cache": False} if hasattr(settings, "use_cache") else {})} if name else (ids,)
+
+
+def passes(model: nn.Module, x: dict[str, Tensor] | tuple[Tensor], mode: str) -> Callable[[], None]:
+    """One forward pass of `model` on x, as a function of nothing; it returns when the device is done."""
+    forward = torch.compile(model, dynamic=False) if mode == "compiled" else model
+    cuda = next(model.parameters()).is_cuda
+
+    def call() -> None:
+        forward(*x) if isinstance(x, tuple) else forward(**x)
+
+    if mode == "graph":
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):  # first allocations belong to no graph
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+        call = graph.replay
+
+    @torch.inference_mode()
+    def run() -> None:
+        call()
+        if cuda:
+            torch.cuda.synchronize()
+
+    return run
+
+
+def clocked(arm: Callable[[], None], spent: list[float]) -> Callable[[], None]:
+    """`arm`, which also notes the processor's seconds (all threads): on a busy CPU they tell more than the clock's."""
+
+    def run() -> None:
+        start = process_time()
+        arm()
+        spent.append(process_time() - start)
+
+    return run
+
+
+def sequential(arms: dict[str, Callable[[], None]], count: int) -> dict[str, float]:
+    """Mean seconds of `count` passes of each arm, one arm after the other, each after as many passes to warm up."""
+    means = {}
+    for name, arm in arms.items():
+        for _ in range(count):
+            arm()
+        start = perf_counter()
+        for _ in range(count):
+            arm()
+        means[name] = (perf_counter() - start) / count
+    return means
+
+
+def measure(models: dict[str, nn.Module], config: BenchConfig, mode: str, length: int, dtype: torch.dtype) -> dict:
+    """One record: times, ratios with intervals, tokens/s."""
+    with torch.no_grad():
+        x = inputs(models["before"], config.batch, length, dtype)
+        arms = {name: passes(model, x, mode) for name, model in models.items()}
+    for arm in arms.values():  # compilation, first allocations
+        arm()
+        arm()
+    arms["before again"] = arms["before"]
+    spent = {name: [] for name in arms}
+    times = paired_times({name: clocked(arm, spent[name]) for name, arm in arms.items()}, config.rounds)
+    medians = {name: sorted(its)[len(its) // 2] for name, its in times.items()}
+    record = {
+        "mode": mode, "length": length, "batch": config.batch, "rounds": config.rounds,
+        "seconds": times, "processor_seconds": spent,
+        "ms": {name: 1e3 * median for name, median in medians.items()},
+        "tok_per_s": {name: config.batch * length / median for name, median in medians.items()},
+    }  # fmt: skip
+    for title, slow, fast in (("before / after", "before", "after"), ("A/A", "before", "before again")):
+        record[title] = {"mean": asdict(paired_ratio(times[slow], times[fast])),
+                         "median": median_ratio(times[slow], times[fast]),
+                         "processor": asdict(paired_ratio(spent[slow], spent[fast]))}  # fmt: skip
+    if config.sequential and mode == "eager":
+        means = sequential({name: arms[name] for name in ("before", "after")}, config.sequential)
+        record["sequential"] = means | {"saved": 1 - means["after"] / means["before"]}
+    return record
+
+
+def show(record: dict) -> str:
+    """One line for people."""
+    ratios = []
+    for title in ("before / after", "A/A"):
+        median = record[title]["median"]
+        shown = {name: "{mean:.4f} ({low:.4f} .. {high:.4f})".format(**record[title][name])
+                 for name in ("mean", "processor")}  # fmt: skip
+        ratios.append(f"{title} {shown['mean']}, median {median['median']:.4f} ({median['low']:.4f} .. "
+                      f"{median['high']:.4f}), processor time {shown['processor']}")  # fmt: skip
+    paper = f"; one after the other, {record['sequential']['saved']:+.1%} saved" if "sequential" in record else ""
+    times = f"{record['ms']['before']:.2f} ms before, {record['ms']['after']:.2f} ms after"
+    return f"{record['mode']}, length {record['length']}: {times}; {'; '.join(ratios)}{paper}"
+
+
+def main(argv: list[str]) -> None:
+    config, spec = parse_args(BenchConfig, argv, __doc__, spec=True)
+    device = find_device(config.device)
+    if "graph" in config.modes and device.type != "cuda":
+        raise ConfigError("modes=graph: CUDA graphs need a CUDA device: leave it out")
+    dtype = DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"]
+    before, after, folded = make_pair(spec, config)
+    models = {"before": before.to(device, dtype), "after": after.to(device, dtype)}
+    lengths = [0] if getattr(before, "main_input_name", "") == "pixel_values" else config.lengths
+    about = {"spec": spec, "folded": folded, "dtype": str(dtype).removeprefix("torch."),
+             "threads": torch.get_num_threads(), **environment(device)}  # fmt: skip
+    print(f"{spec}: {folded} norms folded, {about['dtype']}, batch {config.batch}, {about['device']}")
+    summary = []
+    for length in lengths:
+        for mode in config.modes:
+            try:
+                record = measure(models, config, mode, length, dtype)
+            except torch.cuda.OutOfMemoryError:
+                print(f"{mode}, length {length}: out of memory")
+                continue
+            print(show(record), flush=True)
+            summary.append({"mode": mode, "length": record["length"], **record["before / after"]["mean"]})
+            if config.out:
+                append(Path(config.out), about | record)
+    print(json.dumps({"spec": spec, "folded": folded, "ratios": summary}))
+
+
+def append(path: Path, record: dict) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise UserError(f"out={path}: cannot be written ({error.strerror})") from None
+
+
+if __name__ == "__main__":
+    run_program(main)

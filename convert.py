@@ -1,0 +1,189 @@
+"""Convert a model to another normalisation, with a certificate of what that did to its function.
+
+    python convert.py out/layer --to=rms --out=out/layer-rms              LayerNorm or cbwc -> RMSNorm: exact
+    python convert.py out/taper --to=folded --out=out/taper-folded        norms tapered away -> weights: exact
+    python convert.py out/rms --to=coupled --inexact --out=out/rms-coupled    RMSNorm -> CoupledNorm, alpha calibrated
+    python convert.py out/layer --analyze                                 which LayerNorms can become RMSNorm, and why
+
+The first word is the model: a run folder, a checkpoint file, a Hugging Face folder or hub name, or random:gpt2 and the
+like. A conversion is done again on float64 copies, with the given and with random weights; what is not exact is
+refused without --inexact. DIR gets a checkpoint that every program reads (train.py by --init_from), config.json and
+certificate.json; without --out nothing is written. The last line of output is JSON.
+"""
+
+import json
+import shlex
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fold
+import foldable
+import hf
+from certificate import Certificate, certify
+from checkpoint import BEST, HUB_NAME, LAST, load_model, save_checkpoint
+from configurator import key, parse_args
+from data.shards import write_bytes_atomically
+from data.tokenizers import load_tokenizer
+from errors import ConfigError, UserError, run_program
+from foldable import Report
+from model import GPT
+
+WINDOWS, LENGTH = 32, 256  # of text, at most; every second one calibrates, the others judge
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """Keys of convert.py."""
+
+    to: str = key("", "what to convert to", ("rms", "folded", "coupled"))
+    out: str = key("", "new folder for the converted model ('': check only)")
+    inexact: bool = key(False, "allow a conversion that changes the model's function")
+    analyze: bool = key(False, "print a verdict on every LayerNorm and convert nothing")
+    norm_plan: str = key("", "coupled: the plan to convert to, e.g. 'RR Rs R' ('': Rs in every block)")
+    text: str = key("", "coupled: file of text for alpha and KL ('': text that the model writes itself)")
+    seed: int = key(0, "of random tokens")
+
+    def __post_init__(self) -> None:
+        if bool(self.to) == self.analyze:
+            raise ConfigError("say what to do: --to=rms, folded or coupled; or --analyze")
+        if self.to != "coupled" and (self.norm_plan or self.text):
+            raise ConfigError("norm_plan and text are keys of --to=coupled: remove them")
+        if self.out and any(Path(self.out).glob("*")):
+            raise ConfigError(f"out={self.out}: there is something in it: choose a new folder")
+
+
+# ------------------------------------------------------------------------------------------------------- conversions
+
+
+def convert(model: GPT, config: ConvertConfig) -> tuple[GPT, Certificate]:
+    """The converted model and its certificate. Raises FoldError for a model that the conversion does not fit, and for
+    one that is not exact and not allowed to be."""
+    tokens, exact = random_tokens(model, config.seed), True
+    if config.to == "rms":
+        rewrite = fold.to_rms
+    elif config.to == "folded":
+        rewrite, exact = partial(fold.to_folded, exact=not config.inexact), not config.inexact
+    elif model.config.norm_type == "coupled":
+        rewrite = fold.absorb_alpha
+    else:
+        if not config.inexact:
+            raise fold.FoldError("--to=coupled changes this model's function: add --inexact to have it all the same")
+        tokens, exact = sample_tokens(model, config), False
+        rewrite, tokens = partial(fold.to_coupled, plan=config.norm_plan, idx=tokens[::2]), tokens[1::2]
+    what = f"{model.config.norm_type} -> {config.to}"
+    after, certificate = certify(model, rewrite, (tokens,), what=what, random_weights=exact, logits=lambda out: out)
+    if not certificate.ok and not config.inexact:
+        raise fold.FoldError(f"{what} is not exact ({certificate.reason}): --inexact writes it all the same")
+    before, now = model.plan.letters, after.plan.letters
+    folded = {"rms": len(now), "folded": before.count("T"), "coupled": now.count("s")}[config.to]
+    return after, replace(certificate, folded=folded)
+
+
+def random_tokens(model: GPT, seed: int) -> Tensor:
+    """Token ids (2, T), T at most 64."""
+    shape = 2, min(model.config.block_size, 64)
+    return torch.randint(model.n_vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sample_tokens(model: GPT, config: ConvertConfig) -> Tensor:
+    """Token ids (N, T), N even and at most WINDOWS, T at most LENGTH: of the text file, or what the model writes."""
+    length = min(model.config.block_size, LENGTH)
+    if not config.text:
+        start = torch.randint(model.n_vocab, (WINDOWS, 1), generator=torch.Generator().manual_seed(config.seed))
+        return model.generate(start, length - 1, generator=torch.Generator().manual_seed(config.seed))
+    try:
+        text = Path(config.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"text={config.text}: cannot be read as text ({type(error).__name__})") from None
+    ids = torch.tensor(load_tokenizer(model.meta).encode_ordinary(text))
+    windows = ids[: len(ids) // length * length].view(-1, length)  # (N, T)
+    if len(windows) < 2:
+        raise ConfigError(f"text={config.text}: {len(ids)} tokens, two windows of {length} are needed: give more text")
+    return windows[torch.linspace(0, len(windows) - 1, min(WINDOWS, len(windows) // 2 * 2)).long()]
+
+
+# ---------------------------------------------------------------------------------------------------------- analysis
+
+
+def analyze(spec: str, seed: int) -> Report:
+    """foldable.py's verdicts on the LayerNorms of a model: of ours, or of a Hugging Face folder of any architecture,
+    as transformers computes it."""
+    folder = hf.resolve_hub(spec) if not Path(spec).exists() and HUB_NAME.fullmatch(spec) else Path(spec)
+    if not (folder / "config.json").exists() or (folder / BEST).exists() or (folder / LAST).exists():
+        model = load_model(spec)
+        return foldable.analyze(model, (random_tokens(model, seed),))
+    transformers = hf.import_transformers()
+    name = (hf.read_config(folder).get("architectures") or ["AutoModel"])[0]
+    if not hasattr(transformers, name):
+        raise ConfigError(f"{spec}: transformers has no {name}: is it a newer model, or one with code of its own?")
+    try:
+        model = getattr(transformers, name).from_pretrained(folder).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{spec}: transformers cannot load it ({str(error).strip().splitlines()[0]})") from None
+    return foldable.analyze(model, example_inputs(model, seed))
+
+
+def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
+    """Random inputs of a transformers model, without a cache: token ids or images, as its main input asks."""
+    config, generator, name = model.config, torch.Generator().manual_seed(seed), model.main_input_name
+    if name == "input_ids":
+        ids = torch.randint(config.get_text_config().vocab_size, (2, 16), generator=generator)
+        more = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
+        return {name: ids, **more, **({"use_cache": False} if getattr(config, "use_cache", False) else {})}
+    if name == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        return {name: torch.randn(2, config.num_channels, height, width, generator=generator)}
+    raise ConfigError(f"{type(model).__name__} reads {name}: call foldable.analyze with inputs of your own")
+
+
+# ------------------------------------------------------------------------------------------------------------ program
+
+
+def write(out: Path, model: GPT, certificate: Certificate) -> None:
+    """A run folder without a run: checkpoint (weights alone), config.json, certificate.json."""
+    config = asdict(model.config)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomically(out / "config.json", (json.dumps(config, indent=1) + "\n").encode())
+        write_bytes_atomically(out / "certificate.json", (certificate.to_json() + "\n").encode())
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
+    save_checkpoint(out / BEST, {"step": 0, "config": config, "meta": model.meta, "model": model.state_dict()})
+
+
+def changed_keys(before: GPT, after: GPT) -> str:
+    """The keys in which two models differ, as the command line takes them."""
+    new, old = asdict(after.config), asdict(before.config)
+    words = {name: ",".join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in new.items()
+             if value != old[name]}  # fmt: skip
+    return " ".join(f"--{name}={shlex.quote(word)}" for name, word in words.items())
+
+
+def main(argv: list[str]) -> None:
+    config, spec = parse_args(ConvertConfig, argv, __doc__, spec=True)
+    if config.analyze:
+        report = analyze(spec, config.seed)
+        print(report)
+        print(json.dumps(json.loads(report.to_json()) | {"spec": spec}))
+        return
+    model = load_model(spec)
+    after, certificate = convert(model, config)
+    print(certificate)
+    if config.out:
+        write(Path(config.out), after, certificate)
+        print(f"wrote {config.out}; to train on: --init_from={config.out} {changed_keys(model, after)}")
+    judged = certificate.checks[0]
+    print(json.dumps({
+        "spec": spec, "to": config.to, "out": config.out, "ok": certificate.ok, "max_rel": certificate.max_rel,
+        "kl": judged.kl, "argmax_agreement": judged.argmax_agreement, "folded": certificate.folded,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,176 @@
+"""Text classification with dropout on, where CBWC + RMSNorm is not LayerNorm any more: LayerNorm, RMSNorm, CBWC.
+
+    python repro/cbwc_classify.py --out=results/cpu/cbwc_classify
+
+After section 5.3 of the CBWC paper (AG News, a small Transformer), with data that every machine has: which of eight
+packages of Python's standard library do 32 words come from? A word is a row of letters, its token a hash. About every
+fourth file, chosen by a hash of its name, is test data. The GPT's hidden states are averaged over the text, its head's
+first eight rows give the classes. Runs pair by seed (initial weights, texts, dropout); verdicts are report.py's: paired
+t interval with Holm, TOST within margins declared here. Finished runs in --out are not run again. The last line of
+output is JSON.
+"""
+
+import json
+import re
+import sys
+import sysconfig
+import zlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from configurator import key, parse_args
+from data.shards import write_bytes_atomically
+from errors import ConfigError, UserError, run_program
+from model import GPT, GPTConfig
+from optim import learning_rate, make_optimizer
+from runlog import environment
+from stats import decide, paired, seeds_needed
+
+PACKAGES = ("idlelib", "asyncio", "email", "tkinter", "xml", "multiprocessing", "unittest", "importlib")
+ARMS = ("layer", "rms", "cbwc")
+Texts = list[Tensor]  # of each package: all its tokens, one file after the other
+
+
+@dataclass(frozen=True)
+class ClassifyConfig(GPTConfig):
+    """Keys of cbwc_classify.py; the model is small enough for a CPU core."""
+
+    vocab_size: int = key(4096, "tokens that words are hashed to")
+    block_size: int = key(32, "words of a text")
+    n_layer: int = key(2, "number of blocks")
+    n_head: int = key(2, "query heads")
+    n_embd: int = key(48, "channels of the residual stream")
+    bias: bool = key(True, "biases in linears and norms")
+    dropout: float = key(0.1, "dropout probability, during training")
+    out: str = key("out/cbwc_classify", "folder for results")
+    seeds: int = key(6, "runs of each arm, seeds 1, 2, ...")
+    max_iters: int = key(300, "optimiser steps")
+    batch_size: int = key(32, "texts in a step")
+    learning_rate: float = key(2e-3, "highest; a cosine takes it to a tenth after 50 steps of warm-up")
+    test_texts: int = key(1024, "texts that test loss and accuracy are over, the same for every run")
+    delta_loss: float = key(0.02, "equivalence margin, nats per text, declared before the runs")
+    delta_accuracy: float = key(0.01, "equivalence margin, share of texts")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.seeds, self.max_iters, self.batch_size, self.test_texts) < 2:
+            raise ConfigError("seeds, max_iters, batch_size and test_texts want 2 or more")
+
+
+def read_packages(vocab: int) -> dict[str, Texts]:
+    """Tokens of the packages' sources, by split."""
+    root, splits = Path(sysconfig.get_paths()["stdlib"]), {"train": [], "test": []}
+    for package in PACKAGES:
+        content = {"train": b"", "test": b""}
+        for path in sorted((root / package).rglob("*.py")):
+            name = path.relative_to(root)
+            if not {"test", "tests", "idle_test"} & {*name.parts}:
+                content["train" if zlib.crc32(name.as_posix().encode()) % 4 else "test"] += path.read_bytes()
+        for split, texts in splits.items():
+            words = re.findall(rb"[a-z]+", content[split].lower())
+            if len(words) < 1024:
+                raise UserError(f"{package}: no sources of it in {root}: this Python lacks a part of its library")
+            texts.append(torch.tensor([zlib.crc32(word) % vocab for word in words]))
+    return splits
+
+
+def draw(texts: Texts, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(token ids (count, length), packages (count,)): packages equally likely, then a place in the package."""
+    targets = torch.randint(len(texts), (count,), generator=generator)
+    share = torch.rand(count, generator=generator, dtype=torch.float64)
+    starts = [int(s * (len(texts[t]) - length)) for s, t in zip(share.tolist(), targets.tolist())]
+    return torch.stack([texts[t][s : s + length] for s, t in zip(starts, targets.tolist())]), targets
+
+
+def classify(model: GPT, ids: Tensor) -> Tensor:
+    """Logits of the packages: (B, T) -> (B, packages)."""
+    return F.linear(model.hidden(ids).mean(1), model.head_weight()[: len(PACKAGES)])
+
+
+def run(config: ClassifyConfig, arm: str, seed: int, data: dict[str, Texts]) -> dict:
+    """Train one model; its test loss (nats per text), accuracy and training loss of the last tenth."""
+    model = GPT(replace(config, norm_type=arm), seed).train()
+    optimizer = make_optimizer(model, config.learning_rate, (0.9, 0.95), 1e-8, 0.1)
+    stream, losses = torch.Generator().manual_seed(seed), []
+    for step in range(1, config.max_iters + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, "cosine", 50, config.max_iters, config.learning_rate,
+                                        config.learning_rate / 10, 0.2)  # fmt: skip
+        torch.manual_seed(zlib.crc32(f"{seed} {step}".encode()))  # dropout's stream
+        ids, targets = draw(data["train"], config.batch_size, config.block_size, stream)
+        loss = F.cross_entropy(classify(model, ids), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    ids, targets = draw(data["test"], config.test_texts, config.block_size, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = torch.cat([classify(model.eval(), part) for part in ids.split(256)])
+    accuracy = (logits.argmax(-1) == targets).double().mean()
+    return {"arm": arm, "seed": seed, "loss": float(F.cross_entropy(logits, targets)), "accuracy": float(accuracy),
+            "train_loss": float(np.mean(losses[-max(1, config.max_iters // 10) :]))}  # fmt: skip
+
+
+def report(records: list[dict], config: ClassifyConfig) -> str:
+    """Means and verdicts against LayerNorm, as Markdown."""
+    lines = ["| arm | test loss | SD | accuracy | SD | training loss |", "| --- " * 6 + "|"]
+    values = {arm: sorted((r for r in records if r["arm"] == arm), key=lambda r: r["seed"]) for arm in ARMS}
+    for arm, its in values.items():
+        loss, accuracy, training = (np.array([r[name] for r in its]) for name in ("loss", "accuracy", "train_loss"))
+        cells = f"{loss.mean():.4f} | {loss.std(ddof=1):.4f} | {accuracy.mean():.2%} | {accuracy.std(ddof=1):.2%}"
+        lines.append(f"| {arm} | {cells} | {training.mean():.4f} |")
+    lines += ["", "| metric | arm, less layer | difference | Holm interval | p Holm | p TOST (margin) | verdict "
+              "| seeds for a verdict |", "| --- " * 8 + "|"]  # fmt: skip
+    for name, delta, lower in (("loss", config.delta_loss, True), ("accuracy", config.delta_accuracy, False)):
+        differences = {arm: np.array([a[name] - b[name] for a, b in zip(values[arm], values["layer"], strict=True)])
+                       for arm in ARMS[1:]}  # fmt: skip
+        verdicts = decide([paired(d) for d in differences.values()], delta, lower)
+        for (arm, d), verdict in zip(differences.items(), verdicts):
+            needed = seeds_needed(d.mean(), delta, d.std(ddof=1), 0.025) or "more than 10,000"
+            low, high = verdict.interval
+            lines.append(f"| {name} | {arm} | {d.mean():+.4f} | {low:+.4f} … {high:+.4f} | {verdict.p_holm:.2g} | "
+                         f"{verdict.p_tost:.2g} ({delta}) | {verdict.word} | {needed} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    config, _ = parse_args(ClassifyConfig, argv, __doc__)
+    out, about = Path(config.out), environment(torch.device("cpu"))
+    target, records = out / "records.jsonl", []
+    settings = {name: value for name, value in asdict(config).items() if name not in ("out", "seeds", "rope_scaling")}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            first, *records = map(json.loads, target.read_text(encoding="utf-8").splitlines())
+            if first["config"] != settings:
+                raise ConfigError(f"{target} was made with other settings: choose another out")
+            about = first
+        data = read_packages(config.vocab_size)
+        for seed in range(1, config.seeds + 1):
+            for arm in ARMS:
+                if not any((r["arm"], r["seed"]) == (arm, seed) for r in records):
+                    records.append(run(config, arm, seed, data))
+                    print(json.dumps(records[-1]), flush=True)
+                    lines = [json.dumps({**about, "config": settings}), *map(json.dumps, records)]
+                    write_bytes_atomically(target, ("\n".join(lines) + "\n").encode())
+        table = report([r for r in records if r["seed"] <= config.seeds], config)
+        versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+        made = f"`repro/cbwc_classify.sh`: {about['device']}, {versions}, commit {about['git'][:7]}."
+        text = f"# Text classification with dropout {config.dropout}\n\n{made}\n\n{table}\n"
+        write_bytes_atomically(out / "README.md", text.encode())
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
+    print(table)
+    print(json.dumps({"records": len(records), "out": str(out)}))
+
+
+if __name__ == "__main__":
+    run_program(main)

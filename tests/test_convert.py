@@ -1,0 +1,279 @@
+"""fold.py and convert.py: what is exact is exact in float64, what is not is refused, and what is written can be used.
+
+    python -m pytest tests/test_convert.py
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TINY, losses, records, shake
+
+import convert
+import fold
+import sample
+from certificate import certify
+from checkpoint import CheckpointError, load_model, save_checkpoint
+from errors import ConfigError
+from hf import import_transformers
+from model import GPT, GPTConfig
+from norm_layers import CenteredLinear, LayerNorm, NoNorm, RMSNorm
+
+SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=12, n_layer=3, n_head=2, n_embd=16, init_std=0.2)
+LLAMA = {"position": "rope", "activation": "swiglu", "qk_norm": True, "n_kv_head": 1}
+SHAPES = {"gpt2": {}, "biases": {"bias": True}, "no biases in attention": {"bias": True, "attn_bias": False},
+          "untied": {"tie_embeddings": False}, "untied, biases": {"tie_embeddings": False, "bias": True},
+          "no gains": {"norm_affine": False}, "llama": LLAMA, "llama, biases": {**LLAMA, "bias": True}}  # fmt: skip
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(32, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gpt(steps=0, **keys):
+    """A small float64 model whose gains and biases are not 1 and 0. A taper is at `steps` of its schedule 2 .. 6."""
+    taper = {"taper_warmup": 2.0, "taper_end": 6.0} if keys.get("norm_type") == "taper" else {}
+    model = shake(GPT(replace(SHAPE, **taper | keys)))
+    for step in range(1, steps + 1):
+        model.set_step(step, 10)
+        model(tokens(2, 12, seed=step))
+    for norm in model.norms():
+        if getattr(norm, "weight_tilde", None) is not None:
+            norm.weight_tilde.data *= 1.2  # and not what the base has
+    return model.eval()
+
+
+def certified(model, rewrite, **options):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    after, certificate = certify(model, rewrite, (tokens(2, 12),), logits=lambda out: out, **options)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())  # as it was
+    return after, certificate
+
+
+# ------------------------------------------------------------------------------------------------------------ rewrites
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("norm_type", ["layer", "cbwc"])
+def test_layer_norm_becomes_rms_norm(norm_type, shape):
+    model = gpt(norm_type=norm_type, **SHAPES[shape])
+    after, certificate = certified(model, fold.to_rms)
+    assert certificate.ok and certificate.max_rel < 1e-13
+    assert after.config.norm_type == "rms" and not after.config.tie_embeddings
+    assert all(isinstance(norm, RMSNorm) for norm in after.norms())
+    assert (after.norm_f.bias is None) == (model.norm_f.bias is None)
+    assert not any(isinstance(module, CenteredLinear) for module in after.modules())
+    assert torch.equal(after.lm_head.weight, model.head_weight())
+    assert after.wte.weight.mean(-1).abs().max() < 1e-16 and model.wte.weight.mean(-1).abs().max() > 1e-2
+    replaced = certified(model, lambda m: fold.rebuild(m, after.config, fold.untied(m)))[1]
+    assert not replaced.ok and replaced.max_rel > 1e-2  # RMSNorm alone is another function
+
+
+@pytest.mark.parametrize("base", ["rms", "layer"])
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_taper_at_gate_0_becomes_nothing(base, final, shape):
+    model = gpt(steps=7, norm_type="taper", taper_base=base, taper_final=final, **SHAPES[shape])
+    after, certificate = certified(model, fold.to_folded)
+    assert certificate.ok and certificate.max_rel < 1e-13
+    norms = list(after.norms())
+    assert all(isinstance(norm, NoNorm) and not list(norm.parameters()) for norm in norms[:-1])
+    assert str(after.plan) == "II II II " + ("I" if final else "R" if base == "rms" else "L")
+    assert type(norms[-1]) is (NoNorm if final else RMSNorm if base == "rms" else LayerNorm)
+    assert after.config.tie_embeddings == (model.config.tie_embeddings and not final)
+
+
+def test_a_plan_with_tapers_here_and_there():
+    model = gpt(steps=7, norm_type="taper", taper_base="layer", bias=True, attn_bias=False, norm_plan="LT TL RT L")
+    after, certificate = certified(model, fold.to_folded)
+    assert certificate.ok and str(after.plan) == "LI IL RI L"
+    model = gpt(steps=7, norm_type="taper", taper_base="layer", bias=True, norm_plan="LT TL RT T")
+    with pytest.raises(fold.FoldError, match="LT TL RT T: the final taper's bias"):
+        fold.to_folded(model)
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_taper_whose_gate_is_open_is_refused(steps):
+    model = gpt(steps=steps, norm_type="taper")
+    with pytest.raises(fold.FoldError, match=r"position 0: its gate is at .*train to the end"):
+        fold.to_folded(model)
+    if steps:  # half way its scaling is known, and can be had if one wants it
+        certificate = certified(model, lambda m: fold.to_folded(m, exact=False), random_weights=False)[1]
+        assert not certificate.ok and certificate.checks[0].kl > 1e-6
+    else:
+        with pytest.raises(fold.FoldError):
+            fold.to_folded(model, exact=False)
+
+
+@pytest.mark.parametrize("keys", [{"coupled_alpha": 1.3}, {"coupled_calibrate": 2}, {"coupled_span": 0}, LLAMA],
+                         ids=lambda keys: next(iter(keys)))  # fmt: skip
+def test_alpha_goes_into_the_gains(keys):
+    model = gpt(norm_type="coupled", **{"coupled_alpha": (1.0, 1.2, 1.0, 0.7, 1.0, 2.0, 1.0)} | keys)
+    after, certificate = certified(model, fold.absorb_alpha)
+    assert certificate.ok and certificate.max_rel < 1e-13
+    assert after.config.coupled_alpha == 1.0 and {norm.alpha for norm in after.norms() if hasattr(norm, "alpha")} == {1}
+    assert not torch.equal(after.blocks[0].norm2.weight, model.blocks[0].norm2.weight)
+
+
+@pytest.mark.parametrize("plan", ["", "RR Rs ss R"])
+def test_calibrated_alpha_brings_coupled_nearer_to_rms(plan):
+    model = gpt(norm_type="rms")
+    after, certificate = certified(model, lambda m: fold.to_coupled(m, plan, tokens(8, 12)), random_weights=False)
+    assert str(after.plan) == (plan or "Rs Rs Rs R") and not certificate.ok
+    again = fold.to_coupled(model, plan, tokens(8, 12))
+    assert after.config.coupled_alpha == again.config.coupled_alpha and len(after.config.coupled_alpha) == 7
+    assert all((alpha == 1) == (letter == "R") for alpha, letter in zip(after.config.coupled_alpha, after.plan.letters))
+    plain = replace(after.config, coupled_alpha=1.0)
+    without = certified(model, lambda m: fold.rebuild(m, plain, fold.wide_state(m)), random_weights=False)[1]
+    assert certificate.checks[0].kl < 0.9 * without.checks[0].kl
+
+
+@pytest.mark.parametrize(("rewrite", "accepted"), [
+    (fold.to_rms, {"layer", "cbwc"}), (fold.to_folded, set()), (fold.absorb_alpha, {"coupled"}),
+    (lambda model: fold.to_coupled(model, "", tokens(2, 12)), {"rms"}),
+], ids=["rms", "folded", "alpha", "coupled"])  # fmt: skip
+def test_what_does_not_fit_is_refused(rewrite, accepted):
+    for norm_type in ("layer", "rms", "coupled", "cbwc", "dyt", "none"):
+        model = gpt(norm_type=norm_type)
+        if norm_type in accepted:
+            rewrite(model)
+        else:
+            with pytest.raises(fold.FoldError, match=f"norm_type={norm_type}"):
+                rewrite(model)
+
+
+@pytest.mark.parametrize("keys", [{"norm_groups": 2}, {"rms_fraction": 0.5}, {"rms_bias": True, "bias": True}], ids=str)
+def test_variants_of_rms_are_not_coupled(keys):
+    with pytest.raises(fold.FoldError, match="whole and without biases"):
+        fold.to_coupled(gpt(norm_type="rms", **keys), "", tokens(2, 12))
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """saved(**keys) -> path of a checkpoint."""
+
+    def save(steps=0, **keys):
+        model, path = gpt(steps, **keys).float(), tmp_path / f"{keys['norm_type']}.pt"
+        chars = "".join(chr(48 + i) for i in range(32))
+        meta = {"tokenizer": "chars", "vocab_size": 32, "chars": chars}
+        save_checkpoint(path, {"step": steps, "config": vars(model.config), "meta": meta, "model": model.state_dict()})
+        return path
+
+    return save
+
+
+@pytest.mark.parametrize(("to", "source", "words"), [
+    ("rms", {"norm_type": "layer", "bias": True}, []), ("rms", {"norm_type": "cbwc"}, []),
+    ("folded", {"norm_type": "taper", "steps": 7}, []), ("folded", {"norm_type": "taper", "steps": 4}, ["--inexact"]),
+    ("coupled", {"norm_type": "rms"}, ["--inexact"]), ("coupled", {"norm_type": "coupled", "coupled_alpha": 1.2}, []),
+])  # fmt: skip
+def test_what_is_written_is_the_converted_model(to, source, words, saved, tmp_path, capsys):
+    path, out = saved(**source), tmp_path / "out"
+    convert.main([str(path), f"--to={to}", f"--out={out}", *words])
+    printed = capsys.readouterr().out.splitlines()
+    told, certificate = json.loads(printed[-1]), json.loads((out / "certificate.json").read_text())
+    assert told["ok"] == certificate["ok"] == (words == [])
+    assert certificate["checks"][-1]["dtype"] == "float32" and certificate["environment"]["versions"]
+    assert certificate["folded"] == {"rms": 7, "folded": 6, "coupled": 3}[to]
+    before, after, idx = load_model(str(path)), load_model(str(out)), tokens(2, 12, seed=5)
+    difference = (before(idx) - after(idx)).abs().max() / before(idx).abs().max()
+    assert difference < 2e-6 if told["ok"] else difference > 1e-5
+    assert ("wte.weight" in certificate["parameters"]) == (to == "rms")
+    sample.main([str(out), "--prompt=579", "--max_new_tokens=5", "--device=cpu"])
+    assert capsys.readouterr().out.startswith("579")
+    with pytest.raises(ConfigError, match="something in it"):
+        convert.main([str(path), f"--to={to}", f"--out={out}"])
+
+
+def test_text_calibrates_and_judges(saved, tmp_path, capsys):
+    path, text = saved(norm_type="rms"), tmp_path / "text.txt"
+    text.write_text("0123456789:;<=>?@ABCDEFGHIJKLMNO" * 20)
+    convert.main([str(path), "--to=coupled", "--inexact", f"--text={text}", "--norm_plan=RR Rs Rs R"])
+    printed = capsys.readouterr().out
+    assert json.loads(printed.splitlines()[-1])["kl"] > 0 and "KL" in printed
+    text.write_text("0123")
+    with pytest.raises(ConfigError, match="give more text"):
+        convert.main([str(path), "--to=coupled", "--inexact", f"--text={text}"])
+
+
+@pytest.mark.parametrize("broken", ["wte.weight", "wpe.weight", "blocks.1.attn.proj.bias", "blocks.2.mlp.down.weight"])
+def test_a_mistake_is_found_and_nothing_written(broken, saved, tmp_path, monkeypatch):
+    """One tensor that is not centred: the random weights of the certificate show it."""
+    path, centered = saved(norm_type="layer", bias=True), fold.center_stream
+
+    def forget(weights):
+        kept = weights[broken]
+        centered(weights)
+        weights[broken] = kept
+
+    monkeypatch.setattr(fold, "center_stream", forget)
+    with pytest.raises(fold.FoldError, match="layer -> rms is not exact"):
+        convert.main([str(path), "--to=rms", f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [
+    [], ["--to=rms"], ["--to=rms", "--analyze"], ["--to=layer"], ["--to=rms", "--text=x"],
+    ["--to=coupled"], ["--to=rms", "--out"],
+])  # fmt: skip
+def test_refusals(words, saved):
+    with pytest.raises(ConfigError):
+        convert.main([str(saved(norm_type="rms")), *words])
+
+
+def test_training_goes_on_from_a_converted_run(train_ok, launch, tiny_data, tmp_path):
+    """train.py --init_from reads it, with the loss where it was; it does not take it for a run to resume."""
+    words = (*TINY, f"--data_dir={tiny_data}", "--bias=True", "--eval_interval=40")
+    train_ok(*words, f"--out_dir={tmp_path / 'run'}")
+    convert.main([str(tmp_path / "run"), "--to=rms", f"--out={tmp_path / 'rms'}"])
+    keys = ("--norm_type=rms", "--rms_bias", "--tie_embeddings=False")
+    train_ok(*words, *keys, "--max_iters=10", f"--init_from={tmp_path / 'rms'}", f"--out_dir={tmp_path / 'tuned'}")
+    ends = [[e["val_loss"] for e in records(tmp_path / name) if e["event"] == "eval"] for name in ("run", "tuned")]
+    assert ends[1][0] == pytest.approx(ends[0][-1], abs=1e-5)
+    assert losses(tmp_path / "tuned")[10] < losses(tmp_path / "run")[1]
+    job = launch(*words, *keys, f"--out_dir={tmp_path / 'rms'}")
+    assert job.wait() == [CheckpointError.exit_code] and "--init_from" in job.text() and "Traceback" not in job.text()
+
+
+def test_a_hugging_face_gpt2_becomes_rms(tmp_path):
+    transformers = import_transformers_or_skip()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=67, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.2 * torch.randn_like(parameter) + 0.05 * (parameter.dim() > 1)
+    theirs.save_pretrained(tmp_path / "gpt2")
+    convert.main([str(tmp_path / "gpt2"), "--to=rms", f"--out={tmp_path / 'rms'}"])
+    idx, after = tokens(2, 30), load_model(str(tmp_path / "rms"))
+    expected = theirs(idx).logits
+    assert after.config.norm_type == "rms" and after.config.rms_bias
+    assert (after(idx) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_analyze_prints_verdicts(saved, tmp_path, capsys):
+    """Of our checkpoints, and of any architecture in a Hugging Face folder; nothing is converted."""
+    convert.main([str(saved(norm_type="layer", n_layer=1, tie_embeddings=False)), "--analyze"])
+    printed = capsys.readouterr().out
+    told = json.loads(printed.splitlines()[-1])
+    assert (told["total"], told["strict"]) == (3, 3) and "blocks.0.norm2  strict" in printed
+    transformers = import_transformers_or_skip()
+    shape = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=50, **shape))
+    vit = transformers.ViTModel(transformers.ViTConfig(image_size=32, **shape))
+    for name, model, total, strict in (("bert", bert, 5, 1), ("vit", vit, 5, 5)):
+        shake(model).float().save_pretrained(tmp_path / name)
+        convert.main([str(tmp_path / name), "--analyze"])
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (told["total"], told["strict"]) == (total, strict)
+
+
+def import_transformers_or_skip():
+    try:
+        return import_transformers()
+    except Exception as error:
+        pytest.skip(str(error))
