@@ -7,9 +7,9 @@
 A step is a chain of launches, each one function of kernels/decode_reference.py (or of decode_triton.py, on a GPU).
 Launches per block, with or without QK-norm, rotary positions and biases:
 
-    plain   norm, qkv, heads, attention, proj, add + norm, up, activation, down          9
-    paper   norm, qkv, heads, attention, proj + add, up, scale + activation, down + add  8   (7 where both share)
-    fused   qkv, heads, attention, proj + add, up + activation, down + add               6
+    plain   add + norm, qkv, heads, attention, proj, add + norm, up, activation, down     9
+    paper   add + norm, qkv, heads, attention, proj + add, up, scale + activation, down   8
+    fused   qkv, heads, attention, proj + add, up + activation, down + add                6
 
 In `fused` a norm is part of the product behind it: the gain is in the weight, the sum of squares is taken in the loop
 over x that the product runs anyway (or the statistic is shared, or there is none), the scale is in the epilogue. Tokens
@@ -61,19 +61,17 @@ def enter_fused(ops: Ops, entry: Entry, x: Tensor, delta: None, inv_rms: Tensor 
 # What a projection into the stream does: (x, what the next norm still has to add).
 
 
-def leave_plain(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def leave_library(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    if part.adds:
+        return ops.matmul_add(a, part.weight, x), None
     return x, ops.matmul(a, part.weight, part.bias)
-
-
-def leave_paper(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    return ops.matmul_add(a, part.weight, x), part.pending
 
 
 def leave_fused(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, None]:
     return ops.project(a, part.weight, part.bias, x), None
 
 
-STYLES = {"plain": (enter_library, leave_plain), "paper": (enter_library, leave_paper),
+STYLES = {"plain": (enter_library, leave_library), "paper": (enter_library, leave_library),
           "fused": (enter_fused, leave_fused)}  # fmt: skip
 
 
@@ -94,8 +92,7 @@ def decode_logits(ops: Ops, packed: PackedGPT, caches: list, token: Tensor, pos:
     for block, cache in zip(packed.blocks, caches, strict=True):
         x, delta, inv_rms = decode_block(ops, packed, block, cache, pos, x, delta, inv_rms)
     if last:
-        x, delta, inv_rms = (None if part is None else part if part.dim() == 1 else part[:, -1:]
-                             for part in (x, delta, inv_rms))  # fmt: skip
+        x, delta, inv_rms = (None if part is None else part[:, -1:] for part in (x, delta, inv_rms))
     enter, _ = STYLES[packed.level]
     logits, debt, _, _ = enter(ops, packed.head, x, delta, inv_rms)
     return logits if debt is None else ops.scale(logits, debt)

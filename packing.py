@@ -37,7 +37,7 @@ class Entry:
     statistic: str = ""  # of a folded norm: own, shared, none
     eps: float = 0.0  # for an own statistic
     kind: str = ""  # activation behind the projection, or none
-    offset: Tensor | None = None  # (N,), see `defer_biases`
+    offset: Tensor | None = None  # (N,): the product of biases that the stream lacks, see `defer_biases`
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Exit:
 
     weight: Tensor
     bias: Tensor | None
-    pending: Tensor | None = None  # (C,), see `defer_biases`
+    adds: bool = False  # the residual add is in the product, because no norm launch follows that could do it
 
 
 @dataclass
@@ -156,17 +156,15 @@ def remains(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, bool]:
 
 
 def defer_biases(packed: PackedGPT) -> None:
-    """Where products add the residual themselves (addmm), a bias of theirs has no place left. The stream goes on
-    without such biases: the next norm that is a module adds the sum (`pending`), and a folded one behind whose product
-    the stream is only scaled adds its product with the sum (`offset`) before scaling."""
+    """Where no norm launch follows, the library's product adds the residual itself (addmm), and a bias has no place
+    left. The stream goes on without it: a folded norm, behind whose product the stream is only scaled, adds the bias'
+    own product (`offset`) before scaling, and the next projection whose output a norm adds has it in its bias."""
     pending: Tensor | None = None
-    exits = iter(packed.exits)
-    for entry in packed.entries:
-        if entry.norm is not None:
-            pending = None
+    for leaving, entry in zip(packed.exits, packed.entries[1:], strict=True):
+        leaving.adds = entry.norm is None
+        if leaving.bias is not None:
+            pending = leaving.bias.double() if pending is None else pending + leaving.bias.double()
+        if not leaving.adds:
+            leaving.bias, pending = None if pending is None else pending.to(packed.dtype), None
         elif pending is not None:
-            entry.offset = (entry.weight.double() @ pending.double()).to(entry.weight.dtype)
-        if (leaving := next(exits, None)) is not None:
-            if leaving.bias is not None:
-                pending = leaving.bias if pending is None else pending + leaving.bias
-            leaving.pending = pending
+            entry.offset = (entry.weight.double() @ pending).to(packed.dtype)

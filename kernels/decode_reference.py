@@ -40,8 +40,8 @@ def embed(token: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor
 
 
 def norm(module: torch.nn.Module, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None) -> tuple:
-    """(y, x + delta, inv_rms) of an add-and-norm (norm_layers.py); delta (B, T, C), or a vector (C,)."""
-    return module(x, None if delta is None else delta.expand_as(x), inv_rms)
+    """(y, x + delta, inv_rms) of an add-and-norm (norm_layers.py); delta (B, T, C) or None."""
+    return module(x, delta, inv_rms)
 
 
 def heads(
