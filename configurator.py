@@ -215,6 +215,8 @@ def parse_args(cls: type[T], argv: list[str], doc: str = "", spec: bool = False)
             raise SystemExit(0)
         if word.startswith("-"):
             name, equals, text = word.removeprefix("--").partition("=")
+            if not equals and overrides.types.get(name) is bool:  # a switch: --ledger is --ledger=true
+                equals, text = "=", "true"
             if not equals or not word.startswith("--"):
                 raise ConfigError(f"{word}: settings are written --key=value")
             overrides.set(name, text, word, is_text=True)

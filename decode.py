@@ -163,6 +163,14 @@ class Decoder:
             self.step()
         return self.out[:, : idx.shape[1] + new_tokens].clone()
 
+    def storages(self) -> dict[int, int]:
+        """{address: bytes} of the memory that a step holds: packed weights, which arms may share, and the cache."""
+        packed = self.packed
+        parts = [getattr(part, name) for part in (*packed.entries, *packed.exits) for name in ("weight", "bias")]
+        parts += [packed.wte, packed.wpe, *(packed.rope or ()), *(part for cache in self.caches for part in cache)]
+        storages = [part.untyped_storage() for part in parts if part is not None]
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
     def _compute(self) -> None:
         self.logits = decode_logits(self.ops, self.packed, self.caches, self.token, self.pos)
         self.ops.greedy(self.logits, self.token, self.pos, self.out)

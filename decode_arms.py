@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import ConfigError
+from decode import Decoder
+from errors import ConfigError, UserError
 from model import GPT, GPTConfig
 from norm_layers import Norm
 from norms import NORM_TYPES, NormPlan
@@ -109,3 +110,53 @@ def run_taper(model: GPT, idx: Tensor) -> None:
     model.set_step(1, 10)
     model.hidden(idx)
     model.set_step(10, 10)
+
+
+# ------------------------------------------------------------------------------------------------------- before timing
+
+WRONG = 1.5  # an arm whose error against float64 is so many times that of its unfused definition computes something else
+
+
+@torch.no_grad()
+def exact_logits(model: GPT, idx: Tensor) -> Tensor:
+    """Logits (B, T, n_vocab) in float64, whatever the model's type; one block at a time, so that large models fit."""
+    T = idx.shape[1]
+    x, rope = model.wte(idx).double(), None
+    if model.wpe is not None:
+        x = x + model.wpe.weight[:T].double()
+    else:
+        rope = model.rope_cos[:T].double(), model.rope_sin[:T].double()
+    x, delta, inv_rms = model.plan.embed(x), None, None
+    for block in model.blocks:
+        x, delta, inv_rms = copy.deepcopy(block).double()(x, delta, inv_rms, rope, None)
+    y = copy.deepcopy(model.norm_f).double()(x, delta, inv_rms)[0]
+    return y @ model.head_weight()[: model.n_vocab].double().T
+
+
+@torch.no_grad()
+def check_arm(model: GPT, decoder: Decoder, idx: Tensor, tokens: int) -> dict[str, Any]:
+    """Decodes `tokens` tokens behind prompts idx (B, T) and compares: logits with float64, tokens with generate's.
+
+    {"error", "error_unfused": root mean square, relative, over the new tokens' logits; "same_tokens": how many agree
+    before the first that differs}, for the first and the last sequence. Tokens may differ only where float64 has a tie
+    within the errors. Raises UserError for an arm that computes something else.
+    """
+    T, rows = idx.shape[1], sorted({0, len(idx) - 1})
+    logits = [decoder.prefill(idx)[rows].clone()]
+    for _ in range(tokens - 1):
+        logits.append(decoder.step()[rows].clone())
+    out = decoder.out[rows, : T + tokens].clone()
+    exact, found = exact_logits(model, out[:, :-1])[:, T - 1 :], torch.cat(logits, 1).double()
+    unfused = model(out[:, :-1])[:, T - 1 :].double()
+    size, (error, error_unfused) = exact.std(), (rms_error(part, exact) for part in (found, unfused))
+    if not error <= WRONG * error_unfused + 1e-12 * size:
+        raise UserError(f"logits are {error / size:.2g} off float64, the unfused model's {error_unfused / size:.2g}")
+    gap = exact.max(-1).values - exact.gather(-1, out[:, T:, None]).squeeze(-1)  # (rows, tokens)
+    if gap.max() > 2 * max((part - exact).abs().max() for part in (found, unfused)):
+        raise UserError(f"a token was taken that float64 puts {gap.max():.3g} below the best: the step is wrong")
+    same = (model.generate(idx[rows], tokens, temperature=0)[:, T:] == out[:, T:]).int().cumprod(1).sum(1).min()
+    return {"error": (error / size).item(), "error_unfused": (error_unfused / size).item(), "same_tokens": same.item()}
+
+
+def rms_error(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).square().mean().sqrt()

@@ -61,7 +61,7 @@ class LaunchLedger(TorchDispatchMode):
             self.launches.append(name)
         self.products += name in PRODUCTS
         if self.inside and self.products > 1 and self.inside != "attend":
-            raise RuntimeError(f"{self.inside} holds {self.products} matrix products: no kernel does that in one launch")
+            raise RuntimeError(f"{self.inside} holds {self.products} matrix products: no launch does that")
         return operation(*args, **(kwargs or {}))
 
 

@@ -131,6 +131,8 @@ def shared_project(x: Tensor, inv_rms: Tensor, weight: Tensor, bias: Tensor | No
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x weight^T with the accumulators not yet rounded."""
     wide = statistics_dtype(x)
+    if x.is_cuda and x.dtype != wide:  # without a wide copy of the weights
+        return torch.mm(x.flatten(0, -2), weight.T, out_dtype=wide).unflatten(0, x.shape[:-1])
     return F.linear(x.to(wide), weight.to(wide))
 
 
