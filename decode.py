@@ -113,8 +113,9 @@ class Decoder:
         if length > config.block_size:
             raise ValueError(f"length={length} is beyond the model's block_size={config.block_size}: make it shorter")
         self.packed, self.length, self.ops = packed, length, ops or best_ops(packed, compiled)
-        shape = (2, batch, config.kv_heads, length, config.head_channels)
-        self.caches = [torch.zeros(shape, dtype=packed.dtype, device=device).unbind() for _ in packed.blocks]
+        shape = (batch, config.kv_heads, length, config.head_channels)
+        self.caches = [tuple(torch.zeros(shape, dtype=packed.dtype, device=device) for _ in range(2))
+                       for _ in packed.blocks]  # fmt: skip
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.pos = torch.zeros(1, dtype=torch.int64, device=device)
         self.out = torch.zeros(batch, length + 1, dtype=torch.int64, device=device)
@@ -135,7 +136,7 @@ class Decoder:
         self.out.zero_()
         self.out[:, :T] = idx
         self.pos.fill_(T - 1)
-        decode_reference.greedy(self.logits, self.token, self.pos, self.out)
+        decode_reference.take(*decode_reference.best(self.logits), self.token, self.pos, self.out)
         self.filled = T
         return self.logits
 
@@ -173,14 +174,14 @@ class Decoder:
 
     def _compute(self) -> None:
         self.logits = decode_logits(self.ops, self.packed, self.caches, self.token, self.pos)
-        self.ops.greedy(self.logits, self.token, self.pos, self.out)
+        self.ops.take(*self.ops.best(self.logits), self.token, self.pos, self.out)
 
     def _build(self) -> None:
         """Compiles and captures the step at the first call. A capture needs a few calls before, which are undone."""
 
         def compute(token: Tensor, pos: Tensor) -> Tensor:
             logits = decode_logits(self.ops, self.packed, self.caches, token, pos)
-            self.ops.greedy(logits, token, pos, self.out)
+            self.ops.take(*self.ops.best(logits), token, pos, self.out)
             return logits
 
         function = torch.compile(compute, fullgraph=True, dynamic=False) if self.compiled else compute
@@ -202,6 +203,13 @@ class Decoder:
 
 
 def best_ops(packed: PackedGPT, compiled: bool) -> Ops:
-    """The launches for this device: our own kernels on a GPU, where `plain` and `paper` take those for heads and
-    attention alone and leave the rest to torch.compile."""
-    return decode_reference
+    """The launches for this device and type: our own kernels on a GPU where there is Triton, else plain PyTorch."""
+    if not packed.wte.is_cuda or packed.dtype == torch.float64:
+        return decode_reference
+    try:
+        from kernels import decode_triton
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return decode_reference
+    return decode_triton.COMPILED if compiled else decode_triton.FUSED

@@ -114,7 +114,7 @@ def run_taper(model: GPT, idx: Tensor) -> None:
 
 # ------------------------------------------------------------------------------------------------------- before timing
 
-WRONG = 1.5  # an arm whose error against float64 is so many times that of its unfused definition computes something else
+WRONG = 1.5  # an arm whose error is so many times that of its unfused definition computes something else
 
 
 @torch.no_grad()

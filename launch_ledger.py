@@ -27,8 +27,8 @@ from kernels import decode_reference
 from model import GPT
 from packing import PackedGPT, pack
 
-LAUNCHES = ("embed", "norm", "heads", "attend", "greedy", "matmul", "matmul_add", "activation", "scale", "project",
-            "norm_project", "shared_project")  # fmt: skip
+LAUNCHES = ("embed", "norm", "heads", "attend", "best", "take", "matmul", "matmul_add", "activation", "scale",
+            "project", "norm_project", "shared_project")  # fmt: skip
 PRODUCTS = {"mm", "addmm", "bmm"}
 FREE = {"empty", "empty_like", "detach", "_unsafe_view", "lift_fresh"}
 
@@ -71,7 +71,7 @@ def step_launches(packed: PackedGPT, batch: int, length: int) -> Counter:
     decoder, ledger = Decoder(packed, batch, length), LaunchLedger()
     with ledger:
         logits = decode_logits(ledger.ops, packed, decoder.caches, decoder.token, decoder.pos)
-        ledger.ops.greedy(logits, decoder.token, decoder.pos, decoder.out)
+        ledger.ops.take(*ledger.ops.best(logits), decoder.token, decoder.pos, decoder.out)
     return Counter(ledger.launches)
 
 

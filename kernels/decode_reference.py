@@ -79,9 +79,14 @@ def attend(q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor) -> Tensor:
     return a.transpose(1, 2).flatten(2)
 
 
-def greedy(logits: Tensor, token: Tensor, pos: Tensor, out: Tensor) -> None:
-    """Takes the likeliest token of logits (B, 1, V): into token (B, 1), into out (B, length) behind pos; pos + 1."""
-    token.copy_(logits.argmax(-1))
+def best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest logits (B, n) of logits (B, 1, V) and their tokens (B, n), for one or more parts of the vocabulary."""
+    return logits[:, -1].max(-1, keepdim=True)
+
+
+def take(values: Tensor, tokens: Tensor, token: Tensor, pos: Tensor, out: Tensor) -> None:
+    """The token of the largest value goes into token (B, 1) and, behind pos, into out (B, length); pos + 1."""
+    token.copy_(tokens.gather(1, values.argmax(-1, keepdim=True)))
     pos.add_(1)
     out.index_copy_(1, pos, token)
 
