@@ -15,6 +15,7 @@ Folding is done in float64 and rounded once, to the type of the weights. Centred
 cannot fold (LayerNorm: use its cbwc form; partial and group RMSNorm; dyt; a taper under way) stays a module.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -131,6 +132,9 @@ def enter(norm: Norm, weight: Tensor, bias: Tensor | None, folding: tuple[str, .
     """The entry of `norm` and the linear behind it; folded if what would remain of the norm is in `folding`."""
     statistic, scale, shift, centers = remains(norm)
     if statistic not in folding:
+        if isinstance(norm, SharedRMSNorm) and norm.impl != "scale":  # it would leave its scaling to the MLP
+            norm = copy.copy(norm)
+            norm.impl = "scale"
         return Entry(weight, bias, norm, kind=kind)
     wide = weight.double()
     if shift is not None:
