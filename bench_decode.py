@@ -73,7 +73,7 @@ class BenchConfig:
     ledger: bool = key(False, "only count launches and predict times")
     trace: bool = key(False, "only trace one step of each arm, with the profiler, into `out`")
     last_token: bool = key(False, "only TaperNorm's protocol: logits of the last token, about 30 M parameters")
-    out: str = key("", "write README.md, decode.jsonl and decode.png into this folder, beside what is there")
+    out: str = key("", "write README.md, decode.jsonl and decode.png (ledger.jsonl) into this folder, to what is there")
 
     def __post_init__(self) -> None:
         find_arms(self.arms)
@@ -235,6 +235,8 @@ def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
     print(f"{spec}, batch {ledger['batch']}: floor {floor:.3f} ms/token at {speed:g} TB/s, {config.launch_us:g} us a "
           "launch. A prediction, not a measurement.\n")  # fmt: skip
     print(ledger_table(ledger))
+    if config.out:
+        decode_report.write_ledger(Path(config.out), ledger)
     return ledger
 
 

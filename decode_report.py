@@ -124,6 +124,41 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
         raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
 
 
+def write_ledger(folder: Path, ledger: dict[str, Any]) -> None:
+    """Adds a ledger to a folder: ledger.jsonl, and README.md with one table for all models."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = folder / "ledger.jsonl"
+        old = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+        every = [one for one in old if (one["model"], one["batch"]) != (ledger["model"], ledger["batch"])] + [ledger]
+        lines.write_text("".join(json.dumps(one) + "\n" for one in every), encoding="utf-8")
+        (folder / "README.md").write_text(ledgers(every), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
+
+
+def ledgers(every: list[dict[str, Any]]) -> str:
+    """Markdown: arms down, models across; launches per block (of norms), predicted ms/token and share of the floor."""
+    names = list(dict.fromkeys(name for ledger in every for name in ledger["arms"]))
+    heads = [f"{one['model'].removeprefix('random:')}, batch {one['batch']}" for one in every]
+    lines = ["# Launches of a decoding step, and the time they predict", "",
+             "Counted by `python bench_decode.py MODEL --ledger`, with no GPU. A cell: launches per block (of norms), "
+             f"then floor + launches x {every[0]['launch_us']:g} us in ms/token, and the floor's share of it. The "
+             f"floor: every matrix once and {every[0]['context']} tokens' keys and values, at "
+             f"{every[0]['bandwidth'] / 1e12:g} TB/s. "
+             "Predictions, not measurements.", "",
+             f"| arm | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]  # fmt: skip
+    for name in names:
+        cells = []
+        for one in every:
+            row = one["arms"].get(name)
+            cells.append("" if row is None else (
+                f"{row['launches_per_block']} ({row['norm_launches_per_block']}): {row['predicted_ms_per_token']:.3f}, "
+                f"{one['floor_ms_per_token'] / row['predicted_ms_per_token']:.0%}"))  # fmt: skip
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def place(record: dict[str, Any]) -> tuple:
     return record["model"], record["batch"], record["dtype"], record["device"]
 
