@@ -184,7 +184,7 @@ class Decoder:
             self.ops.take(*self.ops.best(logits), token, pos, self.out)
             return logits
 
-        function = torch.compile(compute, fullgraph=True, dynamic=False) if self.compiled else compute
+        function = compiled_alone(compute) if self.compiled else compute
         if not self.graph:
             self._step = lambda: setattr(self, "logits", function(self.token, self.pos))
             return
@@ -200,6 +200,13 @@ class Decoder:
             self.logits = function(self.token, self.pos)
         self._step = graph.replay
         self.rewind(filled)
+
+
+def compiled_alone(function: Callable) -> Callable:
+    """torch.compile with a cache of its own. Compiled versions are kept by code object, which all closures of one
+    function share: arms would search each other's at every call, and together run into dynamo's limit."""
+    function.__code__ = function.__code__.replace()
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def best_ops(packed: PackedGPT, compiled: bool) -> Ops:

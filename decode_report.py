@@ -37,7 +37,8 @@ def card(record: dict[str, Any]) -> str:
     lines = [
         f"{record['model']}: {weights}, stored as {record['norm_type']}, {record['dtype']}; "
         f"{record['prompt_tokens']} prompt tokens ({record['prompt']}), {record['tokens']} decoded greedily, "
-        f"{record['rounds']} rounds",
+        f"{record['rounds']} rounds"
+        f"{', process time' if record['clock'] == 'cpu_seconds' else ''}",
         f"{record['device']}; {versions}; commit {record['git']}",
         f"{record['threads']} CPU threads, load average {record['load_average']} at the start",
         f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} GB/s (a copy's): "

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import Decoder, decode_logits
+from decode import Decoder, compiled_alone, decode_logits
 from decode_arms import with_norms
 from errors import UserError
 from kernels import decode_reference
@@ -42,7 +42,7 @@ def forward_call(packed: PackedGPT, idx: Tensor, mode: str) -> Callable[[], None
     if mode == "eager":
         return waiting(compute, idx)
     if not idx.is_cuda:
-        return waiting(torch.compile(compute, fullgraph=True, dynamic=False), idx)
+        return waiting(compiled_alone(compute), idx)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -137,9 +137,10 @@ def _launch(x, weight, bias, residual, inv_rms, eps, kind):
                 *words, N=N, K=K, OWN=own, KIND=kind, OUT=outputs, IN=inputs, STAGES=3, num_warps=4
             )
         else:
-            tall = min(64, max(16, triton.next_power_of_2(n_rows)))
+            tall = min(128, max(16, triton.next_power_of_2(n_rows)))
+            inputs = 128 if tall <= 32 else 64  # four stages of x and W in shared memory
             matrix_kernel[(triton.cdiv(N, 16), triton.cdiv(n_rows, tall))](
-                *words, n_rows, N=N, K=K, OWN=own, KIND=kind, ROWS=tall, OUT=16, IN=128, STAGES=4, num_warps=4
+                *words, n_rows, N=N, K=K, OWN=own, KIND=kind, ROWS=tall, OUT=16, IN=inputs, STAGES=4, num_warps=4
             )
     return y, taken
 
