@@ -46,7 +46,8 @@ def cuda_code(function: Callable[..., Tensor | tuple], inputs: Sequence[Tensor])
     """Source of the (forward, backward) modules that inductor would run on a GPU for `function(*inputs)`.
 
     function: a module or function with one graph; parameters and inputs on the CPU, contents unused. Every output that
-    has a gradient gets one of its own shape. Raises UserError where torch or triton do not fit.
+    has a gradient gets one of its own shape; where none has (torch.no_grad), backward is "". Raises UserError where
+    torch or triton do not fit.
     """
     if reason := supported():
         raise UserError(f"inductor's CUDA code cannot be generated here: it {reason}")
@@ -68,8 +69,9 @@ def cuda_code(function: Callable[..., Tensor | tuple], inputs: Sequence[Tensor])
                                  fullgraph=True, dynamic=False)  # fmt: skip
         results = torch.utils._pytree.tree_leaves(compiled(*inputs))
         differentiable = [value for value in results if isinstance(value, Tensor) and value.requires_grad]
-        torch.autograd.backward(differentiable, [torch.empty_like(value) for value in differentiable])
-    return sources[False], sources[True]
+        if differentiable:
+            torch.autograd.backward(differentiable, [torch.empty_like(value) for value in differentiable])
+    return sources[False], sources.get(True, "")
 
 
 def _unfilled(like: list) -> Callable[[list], list]:

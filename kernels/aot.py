@@ -35,7 +35,7 @@ from errors import ConfigError, UserError, run_program
 from kernels import activation, binding, row_norm, shared_rms, taper
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
 ROWS = 65536
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)  # with bfloat16 that Triton compiles for; another one aborts in LLVM
 COLUMNS = ("registers", "stack", "shared", "load bits", "store bits", "narrow loads", "SHFL", "BAR", "spill", "FP64")
@@ -130,7 +130,7 @@ def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict,
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": keywords["num_warps"]}
+    options = {name: keywords[name] for name in ("num_warps", "num_stages") if name in keywords}
     compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     return compiled.asm["cubin"], compiled.metadata.shared
 

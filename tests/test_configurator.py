@@ -55,6 +55,7 @@ def config_file(tmp_path):
 
 def test_defaults_types_and_inheritance():
     assert parse() == Config()
+    assert parse("--bias").bias and not parse("--bias", "--bias=false").bias  # a bare switch is true
     config = parse("--n_layer=3", "--dropout=1", "--bias=true", "--norm_type=rms", "--out_dir=a=b")
     assert config == Config(n_layer=3, dropout=1.0, bias=True, norm_type="rms", out_dir="a=b")
     assert type(config.dropout) is float

@@ -1,0 +1,284 @@
+"""Time of a decoded token under several norms and levels of fusion: all arms in one process, in paired rounds.
+
+    python bench_decode.py random:qwen3-0.6b --batch=1,2,4,8,16,32,64,128 --out=results/h200/decode
+    python bench_decode.py random:gpt2 --arms=A,B,C,D,E,L,M --tokens=16 --out=results/cpu/decode
+    python bench_decode.py random:qwen3-8b --ledger                    # count launches, predict; no GPU, no memory
+    python bench_decode.py random:qwen3-1.7b --batch=8 --trace --out=results/h200/trace
+    python bench_decode.py --last_token --out=results/h200/taper       # TaperNorm's protocol
+
+The model is a run folder, a checkpoint, a Hugging Face folder or name, or `random:` and a published shape, whose random
+weights are never zeros. Arms (decode_arms.py): A rms, B coupled (the paper's fusion), C rms_fused, D coupled_fused,
+E taper_folded, L layer, M layer_fused; all from the same weights. B/A is the paper's claim; D/A mixes fusion with the
+shared statistic, so D/C, which does not, always stands beside it.
+
+Greedy decoding of `tokens` tokens behind the prompt; an end token does not end it. Before timing, every arm's logits
+are compared with float64, and its tokens with those of its own unfused definition. Then every arm decodes once a
+round, in random order; a second A (A/A) shows what the method makes of nothing. Ratios are medians of the rounds'
+ratios with a 95 % interval; above 1, the first is faster. Prefill is timed apart. With one thread on a CPU it is the
+process's own time that is taken, which other work on the machine moves less. The last line is JSON.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import decode_peers
+import decode_report
+from checkpoint import load_model
+from configurator import key, parse_args
+from decode import Decoder
+from decode_arms import Arm, check_arm, find_arms, with_norms
+from decode_trace import trace_arms
+from errors import ConfigError, UserError, run_program
+from last_token import bench_last_token
+from launch_ledger import block_launches, floor_bytes, ledger_table, make_ledger, shape_on_meta
+from model import GPT
+from packing import pack
+from ranks import find_device
+from runlog import environment
+from stats import median_ratio, paired_times, seconds
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TWIN = "A/A"  # a second copy of the first arm
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Keys of bench_decode.py."""
+
+    arms: str = key("A,B,C,D", "arms, by letter or name, separated by commas")
+    batch: tuple[float, ...] | float = key(1.0, "sequences decoded at once; several sizes, separated by commas")
+    prompt: str = key("Who was Alan Turing?", "the same for every sequence")
+    tokens: int = key(128, "tokens to decode, at least 2")
+    rounds: int = key(40, "rounds, at least 6; in each, every arm decodes once")
+    coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
+    coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all)")
+    coupled_alpha: float = key(1.0, "coupled: the shared statistic is divided by this")
+    peers: bool = key(True, "time Hugging Face's generate too, where transformers is installed")
+    compiled: bool = key(True, "arms around the library's products go through torch.compile; on a CPU all arms do")
+    device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
+    dtype: str = key("auto", "of weights and activations (auto: bfloat16 on a GPU, float32 on a CPU)", tuple(DTYPES))
+    bandwidth: float = key(0.0, "bytes/s for the floor (0: a copy's, measured; for the ledger an H200's 4.3e12)")
+    launch_us: float = key(1.3, "ledger: microseconds of a launch within a CUDA graph")
+    context: int = key(80, "ledger: tokens in the cache")
+    ledger: bool = key(False, "only count launches and predict times")
+    trace: bool = key(False, "only trace one step of each arm, with the profiler, into `out`")
+    last_token: bool = key(False, "only TaperNorm's protocol: logits of the last token, about 30 M parameters")
+    out: str = key("", "write README.md, decode.jsonl and decode.png (ledger.jsonl) into this folder, to what is there")
+
+    def __post_init__(self) -> None:
+        find_arms(self.arms)
+        if self.tokens < 2 or self.rounds < 6 or self.context < 1:
+            raise ConfigError("tokens must be at least 2, rounds at least 6, context at least 1")
+        if any(size < 1 or size % 1 for size in self.batches) or not self.batches:
+            raise ConfigError(f"batch={self.batch}: wants whole numbers from 1 on")
+        if self.coupled_alpha <= 0 or self.bandwidth < 0 or self.launch_us < 0:
+            raise ConfigError("coupled_alpha must be above 0, bandwidth and launch_us not below")
+        if self.trace and not self.out:
+            raise ConfigError("trace: say where the traces go, --out=FOLDER")
+
+    @property
+    def batches(self) -> list[int]:
+        return [int(size) for size in (self.batch if isinstance(self.batch, tuple) else (self.batch,))]
+
+    @property
+    def norm_keys(self) -> dict[str, dict[str, Any]]:
+        """Keys of a norm type that an arm puts on a model of another type."""
+        return {"coupled": {"coupled_first": self.coupled_first, "coupled_span": self.coupled_span,
+                            "coupled_alpha": self.coupled_alpha}}  # fmt: skip
+
+
+def load(config: BenchConfig, spec: str, device: torch.device) -> GPT:
+    """The model in the bench's type on `device`, in eval mode; random weights are drawn there."""
+    dtype = DTYPES[config.dtype] or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    with torch.device(device if spec.startswith("random:") else "cpu"):
+        model = load_model(spec)
+    return model.to(device=device, dtype=dtype)
+
+
+def prompt_ids(config: BenchConfig, model: GPT, device: torch.device) -> tuple[Tensor, str]:
+    """((1, T) token ids, a word on where they come from). A shape without a tokenizer gets arbitrary ids."""
+    from data.tokenizers import load_tokenizer
+
+    try:
+        ids, origin = load_tokenizer(model.meta).encode_ordinary(config.prompt), "the prompt's tokens"
+    except (UserError, KeyError):
+        ids, origin = [(7919 * (i + 1)) % model.n_vocab for i in range(5)], "arbitrary ids: no tokenizer"
+    if not 0 < len(ids) <= model.config.block_size - config.tokens:
+        room = model.config.block_size
+        raise ConfigError(f"a prompt of {len(ids)} tokens and tokens={config.tokens} do not fit block_size={room}")
+    return torch.tensor([ids], device=device), origin
+
+
+# ------------------------------------------------------------------------------------------------------------- timing
+
+
+def decoding(decoder: Decoder, filled: int, steps: int, synchronize: Callable[[], None]) -> Callable[[], None]:
+    """A call that decodes `steps` tokens behind a prompt of `filled` that is in the cache already."""
+
+    def run() -> None:
+        decoder.rewind(filled)
+        for _ in range(steps):
+            decoder.step()
+        synchronize()
+
+    return run
+
+
+def cpu_seconds(arm: Callable[[], None]) -> float:
+    """Seconds that this process computed in one call, whatever else the machine did meanwhile."""
+    start = process_time()
+    arm()
+    return process_time() - start
+
+
+def prefilling(decoder: Decoder, idx: Tensor, synchronize: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        decoder.prefill(idx)
+        synchronize()
+
+    return run
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes/s, read and written, of a large copy: the best of several."""
+    size = 1 << (30 if device.type == "cuda" else 27)
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    sync = synchronizer(device)
+
+    def copy() -> None:
+        target.copy_(source)
+        sync()
+
+    return 2 * size / min(paired_times({"copy": copy}, 20)["copy"][2:])
+
+
+def synchronizer(device: torch.device) -> Callable[[], None]:
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: float) -> dict[str, Any]:
+    """The record of one batch size: checks, times, ratios."""
+    device = model.wte.weight.device
+    prompt, origin = prompt_ids(config, model, device)
+    idx, sync = prompt.expand(batch, -1).contiguous(), synchronizer(device)
+    filled, steps, length = idx.shape[1], config.tokens - 1, idx.shape[1] + config.tokens - 1
+    decoders, rows, floor = {}, {}, 0
+    arms = find_arms(config.arms)
+    for arm in arms:
+        twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
+        packed = pack(twin, arm.level)
+        compiled = config.compiled and (arm.level != "fused" or device.type != "cuda")
+        decoders[arm.name] = Decoder(packed, batch, length, compiled=compiled)
+        row = rows[arm.name] = check_arm(twin, decoders[arm.name], idx, config.tokens)
+        launches = block_launches(packed, 1, 2)
+        row |= {"launches_per_block": launches.total(), "norm_launches_per_block": launches["norm"]}
+        row["memory_mb"] = 1e-6 * sum(decoders[arm.name].storages().values())
+        floor = floor_bytes(packed, batch, filled + config.tokens // 2)
+        if TWIN not in decoders:
+            decoders[TWIN] = Decoder(packed, batch, length, compiled=compiled)
+            decoders[TWIN].generate(idx, config.tokens)
+    calls = {name: decoding(decoder, filled, steps, sync) for name, decoder in decoders.items()}
+    missing: list[str] = []
+    if config.peers:
+        calls |= decode_peers.arms(spec, model, idx, config.tokens, config.compiled, missing)
+    for call in calls.values():  # warm-up: memory, clocks
+        call()
+    bar = tqdm(total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty())
+    clock = cpu_seconds if device.type == "cpu" and torch.get_num_threads() == 1 else seconds
+    times = paired_times(calls, config.rounds, after_round=bar.update, measure=clock)
+    bar.close()
+    for name in decode_peers.NAMES:  # generate reads the prompt too: taken off, round by round
+        if name in times:
+            whole, prefill = times[name], times.pop(f"{name} prefill")
+            times[name] = [max(a - b, 1e-9) for a, b in zip(whole, prefill)]
+            rows[name] = {}
+    prefills = paired_times({name: prefilling(decoders[name], idx, sync) for name in rows if name in decoders},
+                            config.rounds, measure=clock)  # fmt: skip
+    rows[TWIN] = {}
+    for name, row in rows.items():
+        row["ms_per_token"] = 1e3 * median(times[name]) / steps
+        row["tokens_per_s"] = batch * 1e3 / row["ms_per_token"]
+        row["share_of_floor"] = floor / bandwidth / (median(times[name]) / steps)
+        if name in prefills:
+            row["prefill_ms"] = 1e3 * median(prefills[name])
+    return {
+        "model": spec, "batch": batch, "prompt_tokens": filled, "prompt": origin, "tokens": config.tokens,
+        "rounds": config.rounds, "clock": clock.__name__, "dtype": str(model.wte.weight.dtype).removeprefix("torch."),
+        "norm_type": model.config.norm_type, "random_weights": spec.startswith("random:"),
+        "floor_bytes": floor, "bandwidth": bandwidth, "floor_ms_per_token": 1e3 * floor / bandwidth,
+        "arms": rows, "speed_ups": speed_ups(times, arms), "missing": missing,
+        "seconds": times,
+    }  # fmt: skip
+
+
+def speed_ups(times: dict[str, list[float]], arms: list[Arm]) -> dict[str, dict[str, float]]:
+    """Speed-up "X/Y": time of Y over time of X, for the pairs that mean something and are there."""
+    first = arms[0].name
+    pairs = [("coupled", "rms"), ("coupled_fused", "rms"), ("coupled_fused", "rms_fused"), ("rms_fused", "rms"),
+             ("taper_folded", "rms"), ("taper_folded", "rms_fused"), ("rms", "layer"), ("layer_fused", "layer"),
+             (TWIN, first)]  # fmt: skip
+    pairs += [(arm.name, peer) for arm in arms for peer in decode_peers.NAMES]
+    return {f"{x}/{y}": median_ratio(times[y], times[x]) for x, y in pairs if x in times and y in times}
+
+
+# --------------------------------------------------------------------------------------------------------- the program
+
+
+def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
+    dtype = DTYPES[config.dtype] or torch.bfloat16
+    model = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype)
+    ledger = make_ledger(model, spec, find_arms(config.arms), config.batches[0], config.context,
+                         config.bandwidth or 4.3e12, config.launch_us, config.norm_keys)  # fmt: skip
+    floor, speed = ledger["floor_ms_per_token"], ledger["bandwidth"] / 1e12
+    print(f"{spec}, batch {ledger['batch']}: floor {floor:.3f} ms/token at {speed:g} TB/s, {config.launch_us:g} us a "
+          "launch. A prediction, not a measurement.\n")  # fmt: skip
+    print(ledger_table(ledger))
+    if config.out:
+        decode_report.write_ledger(Path(config.out), ledger)
+    return ledger
+
+
+def main(argv: list[str]) -> None:
+    wants_model = not any(word in ("--last_token", "--last_token=true") for word in argv)
+    config, spec = parse_args(BenchConfig, argv, __doc__, spec=wants_model)
+    if config.ledger:
+        print(json.dumps(run_ledger(config, spec)))
+        return
+    torch.manual_seed(0)
+    device = find_device(config.device)
+    place = environment(device) | {"clocks": decode_report.clocks(device), "threads": torch.get_num_threads()}
+    place["load_average"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    if config.last_token:
+        print(json.dumps(bench_last_token(config, device, place)))
+        return
+    model = load(config, spec, device)
+    if config.trace:
+        print(json.dumps(trace_arms(config, spec, model, prompt_ids(config, model, device)[0])))
+        return
+    bandwidth = config.bandwidth or copy_bandwidth(device)
+    records = []
+    for batch in config.batches:
+        records.append(place | measure(config, spec, model, batch, bandwidth))
+        if batch == config.batches[0]:
+            print(decode_report.card(records[0]))
+        print(decode_report.table(records[-1]), "\n", flush=True)
+    if config.out:
+        decode_report.write(Path(config.out), records, config)
+    slim = [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+    print(json.dumps({"model": spec, "batches": slim, "config": dataclasses.asdict(config)}))
+
+
+if __name__ == "__main__":
+    run_program(main)

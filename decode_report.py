@@ -1,0 +1,168 @@
+"""What bench_decode.py shows: the card, the table, and the picture in the manner of the paper's Figure 2."""
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from errors import UserError
+
+ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
+# Okabe and Ito's colours, told apart by colour-blind readers; markers tell them apart in print.
+LOOKS = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
+         ("#000000", "X"))  # fmt: skip
+PANELS = (("coupled/rms", "B/A: the paper's claim"), ("coupled_fused/rms", "D/A: all fused, against compiled RMSNorm"),
+          ("coupled_fused/rms_fused", "D/C: the shared statistic alone"))  # fmt: skip
+
+
+def clocks(device: torch.device) -> str:
+    """Clocks and power state as the driver tells them; empty without it."""
+    if device.type != "cuda":
+        return ""
+    names = "clocks.sm,clocks.max.sm,clocks.mem,power.limit,persistence_mode"
+    try:
+        words = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", f"--id={device.index or 0}"]
+        return f"{names}: {subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()}"
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def card(record: dict[str, Any]) -> str:
+    """Where and on what a record was measured, several lines."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    weights = "random weights (not trained, not zeros)" if record["random_weights"] else "its own weights"
+    lines = [
+        f"{record['model']}: {weights}, stored as {record['norm_type']}, {record['dtype']}; "
+        f"{record['prompt_tokens']} prompt tokens ({record['prompt']}), {record['tokens']} decoded greedily, "
+        f"{record['rounds']} rounds"
+        f"{', process time' if record['clock'] == 'cpu_seconds' else ''}",
+        f"{record['device']}; {versions}; commit {record['git']}",
+        f"{record['threads']} CPU threads, load average {record['load_average']} at the start",
+        f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} GB/s (a copy's): "
+        f"{record['floor_ms_per_token']:.3f} ms at batch {record['batch']}",
+    ]
+    return "\n".join([*lines, record["clocks"]] if record["clocks"] else lines)
+
+
+def table(record: dict[str, Any]) -> str:
+    """Markdown: every arm's time, then the ratios."""
+    lines = [f"batch {record['batch']}", "",
+             "| arm | ms/token | tok/s | share of floor | prefill ms | launches (norms) per block | memory MB | error "
+             "(unfused) | tokens as unfused |", "| --- " * 9 + "|"]  # fmt: skip
+    for name, row in record["arms"].items():
+        cells = [f"{row['ms_per_token']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['share_of_floor']:.0%}", *[""] * 5]
+        if "prefill_ms" in row:  # one of ours, and not its second copy
+            cells[3:] = [f"{row['prefill_ms']:.2f}", f"{row['launches_per_block']} ({row['norm_launches_per_block']})",
+                         f"{row['memory_mb']:,.0f}", f"{row['error']:.2g} ({row['error_unfused']:.2g})",
+                         f"{row['same_tokens']} of {record['tokens']}"]  # fmt: skip
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "| speed-up | median | 95 % interval |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {ratio['median']:.4f} | {ratio['low']:.4f} .. {ratio['high']:.4f} |"
+              for name, ratio in record["speed_ups"].items()]  # fmt: skip
+    return "\n".join([*lines, *(f"- not timed: {reason}" for reason in record["missing"])])
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Speed-up over batch size, a line for each model; bars are 95 % intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [panel for panel in PANELS if any(panel[0] in record["speed_ups"] for record in records)]
+    if not panels:
+        return
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), squeeze=False)
+    for axis, (name, title) in zip(axes[0], panels):
+        for (model, dtype), (color, marker) in zip(dict.fromkeys((r["model"], r["dtype"]) for r in records), LOOKS * 9):
+            rows = sorted((r for r in records if (r["model"], r["dtype"]) == (model, dtype) and name in r["speed_ups"]),
+                          key=lambda r: r["batch"])  # fmt: skip
+            ratios = [row["speed_ups"][name] for row in rows]
+            middle = [ratio["median"] for ratio in ratios]
+            bars = [[abs(ratio[end] - ratio["median"]) for ratio in ratios] for end in ("low", "high")]
+            axis.errorbar([row["batch"] for row in rows], middle, bars, color=color, marker=marker, capsize=3,
+                          label=f"{model.removeprefix('random:')}, {dtype}")  # fmt: skip
+        axis.axhline(1, color="black", linewidth=1)
+        axis.set_xscale("log", base=2)
+        sizes = sorted({record["batch"] for record in records})
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.set(title=title, xlabel="batch size")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("speed-up")
+    axes[0, 0].legend(frameon=False, fontsize=9)
+    figure.suptitle(records[0]["device"], fontsize=10)
+    figure.set_layout_engine("constrained")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
+    """Adds records to a results folder; one of the same model, batch, type and device takes the old one's place."""
+    made = " ".join(f"--{field.name}={_word(getattr(config, field.name))}" for field in dataclasses.fields(config)
+                    if getattr(config, field.name) != field.default)  # fmt: skip
+    for record in records:
+        record["command"] = f"python bench_decode.py {record['model']} {made}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = folder / "decode.jsonl"
+        old = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+        places = {place(record) for record in records}
+        every = [record for record in old if place(record) not in places] + records
+        lines.write_text("".join(json.dumps(record) + "\n" for record in every), encoding="utf-8")
+        plot(every, folder / "decode.png")
+        text = ["# A decoded token, by norm and by fusion", "", f"Speed-ups are medians over paired rounds. {ALONE}"]
+        for model, dtype in dict.fromkeys((record["model"], record["dtype"]) for record in every):
+            its = [record for record in every if (record["model"], record["dtype"]) == (model, dtype)]
+            text += ["", f"## {model}, {dtype}", "", *(f"- {line}" for line in card(its[0]).splitlines()),
+                     f"- made by `{its[0]['command']}`"]  # fmt: skip
+            text += [part for record in its for part in ("", table(record))]
+        picture = ["", "![Speed-up over batch size](decode.png)"] if (folder / "decode.png").exists() else []
+        (folder / "README.md").write_text("\n".join([*text, *picture]) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
+
+
+def write_ledger(folder: Path, ledger: dict[str, Any]) -> None:
+    """Adds a ledger to a folder: ledger.jsonl, and README.md with one table for all models."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = folder / "ledger.jsonl"
+        old = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+        every = [one for one in old if (one["model"], one["batch"]) != (ledger["model"], ledger["batch"])] + [ledger]
+        lines.write_text("".join(json.dumps(one) + "\n" for one in every), encoding="utf-8")
+        (folder / "README.md").write_text(ledgers(every), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
+
+
+def ledgers(every: list[dict[str, Any]]) -> str:
+    """Markdown: arms down, models across; launches per block (of norms), predicted ms/token and share of the floor."""
+    names = list(dict.fromkeys(name for ledger in every for name in ledger["arms"]))
+    heads = [f"{one['model'].removeprefix('random:')}, batch {one['batch']}" for one in every]
+    lines = ["# Launches of a decoding step, and the time they predict", "",
+             "Counted by `python bench_decode.py MODEL --ledger`, with no GPU. A cell: launches per block (of norms), "
+             f"then floor + launches x {every[0]['launch_us']:g} us in ms/token, and the floor's share of it. The "
+             f"floor: every matrix once and {every[0]['context']} tokens' keys and values, at "
+             f"{every[0]['bandwidth'] / 1e12:g} TB/s. "
+             "Predictions, not measurements.", "",
+             f"| arm | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]  # fmt: skip
+    for name in names:
+        cells = []
+        for one in every:
+            row = one["arms"].get(name)
+            cells.append("" if row is None else (
+                f"{row['launches_per_block']} ({row['norm_launches_per_block']}): {row['predicted_ms_per_token']:.3f}, "
+                f"{one['floor_ms_per_token'] / row['predicted_ms_per_token']:.0%}"))  # fmt: skip
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def place(record: dict[str, Any]) -> tuple:
+    return record["model"], record["batch"], record["dtype"], record["device"]
+
+
+def _word(value: object) -> str:
+    return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,106 @@
+"""The decoding kernels compiled for a GPU that is not here, for every matrix of the published shapes.
+
+    python -m kernels.decode_aot                        # batch 1 and 8, sm_90: registers, spills, widths of loads
+    python -m kernels.decode_aot --batch=64 --sm=100
+
+Columns, JSON line and exit code are those of `python -m kernels.aot`; C is the number of inputs of a product, of a
+head's channels, or of a row. Loads that go to shared memory ahead of use (LDGSTS) are not among the load bits.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from configurator import key, parse_args
+from errors import UserError, run_program
+from kernels import aot, binding, decode_attention, decode_project
+from kernels.aot import meta
+from kernels.decode_reference import Debt
+
+# outputs x inputs of qkv, up (inner), proj and down, as in hf.SHAPES, and the activation
+SHAPES = {
+    "gpt2": ((2304, 768), (3072, 768), (768, 768), (768, 3072), "gelu_tanh", 50257, (12, 12, 64)),
+    "qwen3-0.6b": ((4096, 1024), (3072, 1024), (1024, 2048), (1024, 3072), "swiglu", 151936, (16, 8, 128)),
+    "qwen3-8b": ((6144, 4096), (12288, 4096), (4096, 4096), (4096, 12288), "swiglu", 151936, (32, 8, 128)),
+    "llama3.2-3b": ((5120, 3072), (8192, 3072), (3072, 3072), (3072, 8192), "swiglu", 128256, (24, 8, 128)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AotConfig:
+    """Keys of kernels/decode_aot.py."""
+
+    batch: int = key(0, "sequences decoded at once (0: 1, and 8)")
+    sm: int = key(90, "compute capability times ten")
+    shapes: str = key(",".join(SHAPES), "shapes, separated by commas")
+    out: str = key("", "write the table to this Markdown file")
+
+
+def cases(name: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, int, Callable]]:
+    """(launch's name, C, launch) of a step of the fused arms, and of the heads that `paper` owes its scale to."""
+    qkv, up, proj, down, kind, vocabulary, (n_heads, kv_heads, channels) = SHAPES[name]
+
+    def x(size: int) -> torch.Tensor:
+        return meta(batch, 1, size, dtype=dtype)
+
+    def weight(sizes: tuple[int, int], copies: int = 1) -> torch.Tensor:
+        return meta(copies * sizes[0], sizes[1], dtype=dtype)
+
+    def vector(size: int) -> torch.Tensor | None:
+        return meta(size, dtype=dtype) if name == "gpt2" else None
+
+    inv_rms, project, copies = meta(batch, 1, 1), decode_project, 2 if kind == "swiglu" else 1
+    yield "qkv", qkv[1], lambda: project.norm_project(x(qkv[1]), weight(qkv), vector(qkv[0]), 1e-6)
+    for word, matrix in (("proj", proj), ("down", down)):
+        yield word, matrix[1], lambda m=matrix: project.project(x(m[1]), weight(m), vector(m[0]), x(m[0]))
+    bias = vector(up[0])
+    yield "up", up[1], lambda: project.norm_project(x(up[1]), weight(up, copies), bias, 1e-6, kind)
+    yield "up shared", up[1], lambda: project.shared_project(x(up[1]), inv_rms, weight(up, copies), bias, kind)
+    head = (vocabulary, qkv[1])
+    yield "head", qkv[1], lambda: project.norm_project(x(qkv[1]), weight(head), None, 1e-6)
+    cache = [meta(batch, kv_heads, 256, channels, dtype=dtype) for _ in range(2)]
+    pos, token = meta(1, dtype=torch.int64), meta(batch, 1, dtype=torch.int64)
+    rope = None if name == "gpt2" else (meta(256, channels), meta(256, channels))
+    gains = [meta(channels, dtype=dtype) if name.startswith("qwen3") else None] * 2
+    z, q = x((n_heads + 2 * kv_heads) * channels), meta(batch, n_heads, 1, channels, dtype=dtype)
+    for word, debt in (("heads", None), ("heads debt", Debt(inv_rms, vector(z.shape[-1]), vector(z.shape[-1])))):
+        yield word, channels, lambda d=debt: decode_attention.heads(z, d, cache, pos, rope, *gains, 1e-6)
+    yield "attend", channels, lambda: decode_attention.attend(q, cache, pos)
+    wpe = meta(256, qkv[1], dtype=dtype) if name == "gpt2" else None
+    yield "embed", qkv[1], lambda: decode_attention.embed(token, pos, weight(head), wpe)
+    yield "best", vocabulary, lambda: decode_attention.best(x(vocabulary))
+    parts = decode_attention.PARTS
+    found = meta(batch, parts), meta(batch, parts, dtype=torch.int64)
+    yield "take", parts, lambda: decode_attention.take(*found, token, pos, meta(batch, 257, dtype=torch.int64))
+
+
+def main(argv: list[str]) -> int:
+    config, _ = parse_args(AotConfig, argv, __doc__)
+    if binding.INTERPRETED:
+        raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
+    records = []
+    for name in config.shapes.split(","):
+        if name not in SHAPES:
+            raise UserError(f"shapes: {name!r} is none of {', '.join(SHAPES)}")
+        for batch in (config.batch,) if config.batch else (1, 8):
+            for word, size, launch in cases(name, batch):
+                for kernel, arguments, keywords in aot.launches(launch):
+                    record = {"operator": f"{name} {word}, batch {batch}", "kernel": kernel.__name__, "C": size}
+                    code, shared = aot.compile_launch(kernel, arguments, keywords, config.sm)
+                    records.append(record | {"sm": config.sm} | aot.measure(code, shared))
+    print(aot.table(records))
+    if config.out:
+        Path(config.out).write_text(f"triton {triton.__version__}\n\n{aot.table(records)}\n", encoding="utf-8")
+    spills = [record for record in records if record["stack"] or record["spill"]]
+    doubles = [record for record in records if record["FP64"]]
+    summary = {"triton": triton.__version__, "spills": len(spills), "float64": len(doubles), "kernels": records}
+    print(json.dumps(summary))
+    return 1 if spills or doubles else 0
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,197 @@
+"""Triton: what a decoding step does between its products, for one new token of every sequence.
+
+heads: QK-norm, rotary positions and the write into the cache; attend: attention to the cache up to the position, which
+is read from the device; embed, best and take: the ends of a step. Functions are those of kernels/decode_reference.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import rows
+from kernels.decode_reference import Debt
+
+KEYS = 64  # of an attention program at a time
+PARTS = 32  # of the vocabulary, each searched by its own program
+
+
+@triton.jit
+def load_paid(Z, INV, OFFSET, BIAS, row, first, col, mask, width):
+    """Channels first + col of a row of z in float32, its debt paid."""
+    z = tl.load(Z + row * width + first + col, mask=mask, other=0.0).to(tl.float32)
+    if INV is not None:
+        if OFFSET is not None:
+            z += tl.load(OFFSET + first + col, mask=mask, other=0.0).to(tl.float32)
+        z = z * tl.load(INV + row)
+        if BIAS is not None:
+            z += tl.load(BIAS + first + col, mask=mask, other=0.0).to(tl.float32)
+    return z
+
+
+@triton.jit
+def load_gain(GAIN, col, mask):
+    return tl.load(GAIN + col, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def heads_kernel(
+    Z, INV, OFFSET, BIAS, Q, K, V, POS, COS, SIN, Q_GAIN, K_GAIN, eps, length,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence: a query, a key or a value."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    col = tl.arange(0, WIDE)
+    mask, half = col < D, D // 2
+    other = tl.where(col < half, col + half, col - half)  # the channel that this one turns with
+    width = (HEADS + 2 * KV_HEADS) * D
+    z = load_paid(Z, INV, OFFSET, BIAS, row, head * D, col, mask, width)
+    partner = load_paid(Z, INV, OFFSET, BIAS, row, head * D, other, mask, width)
+    pos = tl.load(POS)
+    if head < HEADS + KV_HEADS:
+        if Q_GAIN is not None:
+            inv = tl.rsqrt(tl.sum(z * z, 0) / D + tl.cast(eps, tl.float32))
+            of_query = head < HEADS
+            gain = tl.where(of_query, load_gain(Q_GAIN, col, mask), load_gain(K_GAIN, col, mask))
+            partner_gain = tl.where(of_query, load_gain(Q_GAIN, other, mask), load_gain(K_GAIN, other, mask))
+            z, partner = z * inv * gain, partner * inv * partner_gain
+        if COS is not None:
+            cos = tl.load(COS + pos * D + col, mask=mask, other=0.0)
+            sin = tl.load(SIN + pos * D + col, mask=mask, other=0.0)
+            z = z * cos + tl.where(col < half, -partner, partner) * sin
+    if head < HEADS:
+        tl.store(Q + (row * HEADS + head) * D + col, z.to(Q.dtype.element_ty), mask=mask)
+    elif head < HEADS + KV_HEADS:
+        place = ((row * KV_HEADS + head - HEADS) * length + pos) * D
+        tl.store(K + place + col, z.to(K.dtype.element_ty), mask=mask)
+    else:
+        place = ((row * KV_HEADS + head - HEADS - KV_HEADS) * length + pos) * D
+        tl.store(V + place + col, z.to(V.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def attend_kernel(
+    Q, K, V, POS, A, scale, length, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """One query head of one sequence: softmax over the keys, taken in one pass with a running maximum."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    col = tl.arange(0, WIDE)
+    channel = col < D
+    q = tl.load(Q + (row * HEADS + head) * D + col, mask=channel, other=0.0).to(tl.float32)
+    q = q * tl.cast(scale, tl.float32)
+    first = (row * KV_HEADS + head // (HEADS // KV_HEADS)).to(tl.int64) * length
+    count = tl.load(POS).to(tl.int32) + 1
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    a = tl.zeros((WIDE,), tl.float32)
+    for start in range(0, count, KEYS):
+        key = start + tl.arange(0, KEYS)
+        mask = (key < count)[:, None] & channel[None, :]
+        place = (first + key)[:, None] * D + col[None, :]
+        k = tl.load(K + place, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(V + place, mask=mask, other=0.0).to(tl.float32)
+        score = tl.where(key < count, tl.sum(k * q[None, :], 1), float("-inf"))
+        before, largest = largest, tl.maximum(largest, tl.max(score, 0))
+        weight = tl.exp(score - largest)
+        shrink = tl.exp(before - largest)
+        total = total * shrink + tl.sum(weight, 0)
+        a = a * shrink + tl.sum(weight[:, None] * v, 0)
+    tl.store(A + (row * HEADS + head) * D + col, (a / total).to(A.dtype.element_ty), mask=channel)
+
+
+@triton.jit
+def embed_kernel(TOKEN, POS, WTE, WPE, X, C: tl.constexpr, WIDE: tl.constexpr):
+    row, col = tl.program_id(0), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    mask = col < C
+    x = tl.load(WTE + tl.load(TOKEN + row) * C + col, mask=mask, other=0.0)
+    if WPE is not None:
+        x = (x.to(tl.float32) + tl.load(WPE + tl.load(POS) * C + col, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+    tl.store(X + row * C + col, x, mask=mask)
+
+
+@triton.jit
+def best_kernel(Z, VALUES, TOKENS, V, part, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """The largest logit of one part of the vocabulary; of equal ones the first."""
+    row, first = tl.program_id(0), tl.program_id(1) * part
+    end = tl.minimum(first + part, V)
+    largest = tl.full((WIDE,), float("-inf"), tl.float32)
+    token = tl.full((WIDE,), 0, tl.int32) + first
+    for start in range(first, end, WIDE):
+        col = start + tl.arange(0, WIDE)
+        z = tl.load(Z + row.to(tl.int64) * V + col, mask=col < end, other=float("-inf")).to(tl.float32)
+        token = tl.where(z > largest, col, token)
+        largest = tl.maximum(z, largest)
+    top = tl.max(largest, 0)
+    place = row * PARTS + tl.program_id(1)
+    tl.store(VALUES + place, top)
+    tl.store(TOKENS + place, tl.min(tl.where(largest == top, token, V), 0))
+
+
+@triton.jit
+def take_kernel(VALUES, TOKENS, TOKEN, POS, OUT, n_rows, length, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """One program for all sequences, so that the position moves once."""
+    pos = tl.load(POS) + 1
+    row, part = tl.arange(0, ROWS), tl.arange(0, PARTS)
+    valid = row < n_rows
+    place = row[:, None] * PARTS + part[None, :]
+    value = tl.load(VALUES + place, mask=valid[:, None], other=0.0)
+    token = tl.load(TOKENS + place, mask=valid[:, None], other=0)
+    token = tl.min(tl.where(value == tl.max(value, 1)[:, None], token, 2147483647), 1)
+    tl.store(TOKEN + row, token, mask=valid)
+    tl.store(OUT + row * length + pos, token, mask=valid)
+    tl.debug_barrier()
+    tl.store(POS, pos)
+
+
+def heads(
+    z: Tensor, debt: Debt | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
+    q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    k_cache, v_cache = cache
+    batch, kv_heads, length, channels = k_cache.shape
+    n_heads = z.shape[-1] // channels - 2 * kv_heads
+    q = rows.empty((batch, n_heads, 1, channels), k_cache.dtype, z.device)
+    inv_rms, offset, bias = debt or (None, None, None)
+    cos, sin = rope or (None, None)
+    with rows.on_device(z):
+        heads_kernel[(batch, n_heads + 2 * kv_heads)](
+            z, inv_rms, offset, bias, q, k_cache, v_cache, pos, cos, sin, q_gain, k_gain, eps, length, HEADS=n_heads,
+            KV_HEADS=kv_heads, D=channels, WIDE=triton.next_power_of_2(channels), num_warps=1,
+        )  # fmt: skip
+    return q
+
+
+def attend(q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor) -> Tensor:
+    batch, n_heads, _, channels = q.shape
+    a = rows.empty((batch, 1, n_heads * channels), q.dtype, q.device)
+    with rows.on_device(q):
+        attend_kernel[(batch, n_heads)](
+            q, *cache, pos, a, channels**-0.5, cache[0].shape[2], HEADS=n_heads, KV_HEADS=cache[0].shape[1],
+            D=channels, WIDE=triton.next_power_of_2(channels), KEYS=KEYS, num_warps=4,
+        )  # fmt: skip
+    return a
+
+
+def embed(token: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor:
+    batch, channels = token.shape[0], wte.shape[1]
+    x = rows.empty((batch, 1, channels), wte.dtype, wte.device)
+    with rows.on_device(wte):
+        embed_kernel[(batch, triton.cdiv(channels, 1024))](token, pos, wte, wpe, x, C=channels, WIDE=1024, num_warps=4)
+    return x
+
+
+def best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    batch, size = logits.shape[0], logits.shape[-1]
+    values = rows.empty((batch, PARTS), torch.float32, logits.device)
+    tokens = rows.empty((batch, PARTS), torch.int64, logits.device)
+    with rows.on_device(logits):
+        best_kernel[(batch, PARTS)](logits, values, tokens, size, triton.cdiv(size, PARTS), PARTS=PARTS, WIDE=1024,
+                                    num_warps=4)  # fmt: skip
+    return values, tokens
+
+
+def take(values: Tensor, tokens: Tensor, token: Tensor, pos: Tensor, out: Tensor) -> None:
+    with rows.on_device(values):
+        take_kernel[(1,)](values, tokens, token, pos, out, len(token), out.shape[1], PARTS=PARTS,
+                          ROWS=triton.next_power_of_2(len(token)), num_warps=4)  # fmt: skip

@@ -1,0 +1,56 @@
+"""The launches of a decoding step on a GPU, as the two namespaces that decode.py chooses from.
+
+    FUSED     our Triton kernels, called as they are: a CUDA graph takes the launching away
+    COMPILED  for a step that goes through torch.compile: heads and attention by our kernels, as operators that inductor
+              calls and cannot look into; it makes the rest, and the library multiplies
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from kernels import decode_attention, decode_project, decode_reference
+from kernels.decode_reference import Debt
+
+REFERENCE = {name: value for name, value in vars(decode_reference).items() if not name.startswith("_")}
+OWN = {name: getattr(decode_attention, name) for name in ("embed", "heads", "attend", "best", "take")}
+OWN |= {name: getattr(decode_project, name) for name in ("project", "norm_project", "shared_project")}
+
+
+@torch.library.custom_op("nanonorm::decode_heads", mutates_args=("k_cache", "v_cache"))
+def heads_operator(
+    z: Tensor, inv_rms: Tensor | None, offset: Tensor | None, bias: Tensor | None, k_cache: Tensor, v_cache: Tensor,
+    pos: Tensor, cos: Tensor | None, sin: Tensor | None, q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    debt = None if inv_rms is None else Debt(inv_rms.contiguous(), offset, bias)
+    rope = None if cos is None else (cos, sin)
+    return decode_attention.heads(z.contiguous(), debt, (k_cache, v_cache), pos, rope, q_gain, k_gain, eps)
+
+
+@heads_operator.register_fake
+def _(z, inv_rms, offset, bias, k_cache, v_cache, pos, cos, sin, q_gain, k_gain, eps):
+    batch, kv_heads, _, channels = k_cache.shape
+    return z.new_empty((batch, z.shape[-1] // channels - 2 * kv_heads, 1, channels), dtype=k_cache.dtype)
+
+
+@torch.library.custom_op("nanonorm::decode_attend", mutates_args=())
+def attend_operator(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tensor:
+    return decode_attention.attend(q, (k_cache, v_cache), pos)
+
+
+@attend_operator.register_fake
+def _(q, k_cache, v_cache, pos):
+    return q.new_empty((q.shape[0], 1, q.shape[1] * q.shape[3]))
+
+
+def heads(z, debt, cache, pos, rope, q_gain, k_gain, eps):
+    return heads_operator(z, *(debt or (None, None, None)), *cache, pos, *(rope or (None, None)), q_gain, k_gain, eps)
+
+
+def attend(q, cache, pos):
+    return attend_operator(q, *cache, pos)
+
+
+FUSED = SimpleNamespace(**REFERENCE | OWN)
+COMPILED = SimpleNamespace(**REFERENCE | {"heads": heads, "attend": attend})

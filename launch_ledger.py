@@ -1,0 +1,129 @@
+"""What a decoding step costs, counted without a GPU: its launches, the bytes it must read, the time they predict.
+
+A step is written as one function per launch (kernels/decode_reference.py). Here the step runs once, on tensors without
+memory if need be, under a TorchDispatchMode which sees every operation of PyTorch: those inside a launch function are
+one launch, and a launch that held two matrix products would be none, so that is refused; any operation outside that
+computes is a launch of its own. What one more block costs is the difference of two depths.
+
+    predicted time of a step = bytes that must be read / bandwidth + launches * time of a launch
+
+The bytes are the same for all arms: every weight once, and the keys and values up to the context. It is a bound and a
+model, not a measurement.
+"""
+
+import functools
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf
+from decode import Decoder, decode_logits
+from decode_arms import Arm, with_norms
+from kernels import decode_reference
+from model import GPT
+from packing import PackedGPT, pack
+
+LAUNCHES = ("embed", "norm", "heads", "attend", "best", "take", "matmul", "matmul_add", "activation", "scale",
+            "project", "norm_project", "shared_project")  # fmt: skip
+PRODUCTS = {"mm", "addmm", "bmm"}
+FREE = {"empty", "empty_like", "detach", "_unsafe_view", "lift_fresh"}
+
+
+class LaunchLedger(TorchDispatchMode):
+    """Counts launches. `ops` are the launch functions, to be given to a step that runs inside `with ledger:`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[str] = []
+        self.inside, self.products = "", 0
+        self.ops = SimpleNamespace(**{name: self.counted(name) for name in LAUNCHES})
+
+    def counted(self, name: str):
+        function = getattr(decode_reference, name)
+
+        @functools.wraps(function)
+        def launch(*words, **keywords):
+            self.launches.append(name)
+            self.inside, self.products = name, 0
+            result = function(*words, **keywords)
+            self.inside = ""
+            return result
+
+        return launch
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation._schema.name.split("::")[1]
+        if not self.inside and not operation.is_view and name not in FREE:
+            self.launches.append(name)
+        self.products += name in PRODUCTS
+        if self.inside and self.products > 1 and self.inside != "attend":
+            raise RuntimeError(f"{self.inside} holds {self.products} matrix products: no launch does that")
+        return operation(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def step_launches(packed: PackedGPT, batch: int, length: int) -> Counter:
+    """Launches of one decoding step by name, for `batch` sequences and a cache of `length` tokens."""
+    decoder, ledger = Decoder(packed, batch, length), LaunchLedger()
+    with ledger:
+        logits = decode_logits(ledger.ops, packed, decoder.caches, decoder.token, decoder.pos)
+        ledger.ops.take(*ledger.ops.best(logits), decoder.token, decoder.pos, decoder.out)
+    return Counter(ledger.launches)
+
+
+def block_launches(packed: PackedGPT, batch: int, length: int) -> Counter:
+    """Launches that the last block adds to a step: those of L blocks less those of L - 1."""
+    shorter = PackedGPT(**{**vars(packed), "blocks": packed.blocks[:-1]})
+    return step_launches(packed, batch, length) - step_launches(shorter, batch, length)
+
+
+def floor_bytes(packed: PackedGPT, batch: int, context: int) -> int:
+    """Bytes that one step must read: every matrix once, and `context` keys and values of every sequence."""
+    config = packed.config
+    matrices = [part.weight for part in (*packed.entries, *packed.exits)]
+    keys = 2 * config.n_layer * config.kv_heads * config.head_channels * batch * context
+    return sum(matrix.numel() * matrix.element_size() for matrix in matrices) + keys * packed.dtype.itemsize
+
+
+def shape_on_meta(spec: str, dtype: torch.dtype) -> GPT | None:
+    """The model of a `random:` spec without memory, since a count needs no weights; None for any other spec."""
+    if not spec.startswith("random:"):
+        return None
+    with torch.device("meta"):
+        return GPT(hf.shape_config(spec.removeprefix("random:"))).to(dtype).eval()
+
+
+def make_ledger(
+    model: GPT, name: str, arms: list[Arm], batch: int, context: int, bandwidth: float, launch_us: float,
+    keys: dict[str, Any], calibration: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The ledger of `arms` as a dict for JSON. bandwidth in bytes/s; a step gives each sequence one token."""
+    device, rows, floor = model.wte.weight.device, {}, 0.0
+    idx = torch.zeros(1, 8, dtype=torch.int64, device=device) if calibration is None else calibration
+    for arm in arms:
+        packed = pack(with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {})), arm.level)
+        of_step, of_block = step_launches(packed, batch, context), block_launches(packed, batch, context)
+        floor = 1e3 * floor_bytes(packed, batch, context) / bandwidth
+        rows[arm.name] = {
+            "launches_per_block": of_block.total(), "norm_launches_per_block": of_block["norm"],
+            "launches_per_step": of_step.total(), "block": dict(of_block),
+            "predicted_ms_per_token": floor + 1e-3 * launch_us * of_step.total(),
+        }  # fmt: skip
+    return {"model": name, "batch": batch, "context": context, "bandwidth": bandwidth, "launch_us": launch_us,
+            "arms": rows, "floor_ms_per_token": floor}  # fmt: skip
+
+
+def ledger_table(ledger: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = ["| arm | launches per block | of norms | launches per step | predicted ms/token | share of floor |",
+             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    floor = ledger["floor_ms_per_token"]
+    for name, row in ledger["arms"].items():
+        lines.append(f"| {name} | {row['launches_per_block']} | {row['norm_launches_per_block']} | "
+                     f"{row['launches_per_step']} | {row['predicted_ms_per_token']:.3f} | "
+                     f"{floor / row['predicted_ms_per_token']:.0%} |")  # fmt: skip
+    return "\n".join(lines)

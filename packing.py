@@ -1,0 +1,174 @@
+"""Exact packing of a GPT's weights for decoding: norms fold into the projections that read them.
+
+A norm y = (x - m) * s * g + b in front of a linear W, c is one linear on x itself, scaled by the statistic s:
+
+    W y + c = s * W' x + c',   W' = W diag(g) P,   c' = c + W b        P: identity, or centring where a mean is taken
+
+so a norm leaves behind nothing but s (Loretz & Hochreiter 2026, section 4.3, for the shared position; the same algebra
+serves every other). Which norms fold is the fusion level's choice:
+
+    plain     none: norms stay modules, as in training
+    paper     positions that share a statistic; 1 / alpha goes along with the gain
+    fused     also RMSNorm (the reader computes the statistic), and a finished taper (no statistic is left)
+
+Folding is done in float64 and rounded once, to the type of the weights. Centred linears (cbwc) are stored centred. What
+cannot fold (LayerNorm: use its cbwc form; partial and group RMSNorm; dyt; a taper under way) stays a module.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model import GPT, GPTConfig
+from norm_layers import CenteredLinear, Norm, RMSNorm, SharedRMSNorm, center
+from taper import TaperNorm
+
+LEVELS = {"plain": (), "paper": ("shared",), "fused": ("own", "shared", "none")}
+
+
+@dataclass
+class Entry:
+    """A norm position and the projection that reads it. weight (N, C), bias (N,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+    norm: Norm | None  # None: folded
+    statistic: str = ""  # of a folded norm: own, shared, none
+    eps: float = 0.0  # for an own statistic
+    kind: str = ""  # activation behind the projection, or none
+    offset: Tensor | None = None  # (N,): the product of biases that the stream lacks, see `defer_biases`
+
+
+@dataclass
+class Exit:
+    """A projection that writes into the residual stream. weight (C, K), bias (C,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adds: bool = False  # the residual add is in the product, because no norm launch follows that could do it
+
+
+@dataclass
+class PackedBlock:
+    """One block: qkv and up read the stream, proj and down write it; gains (head_dim,) of QK-norm."""
+
+    qkv: Entry
+    proj: Exit
+    up: Entry
+    down: Exit
+    q_gain: Tensor | None
+    k_gain: Tensor | None
+
+
+@dataclass
+class PackedGPT:
+    """Everything that a decoding step reads. wte (V, C), wpe (T, C) or None, rope tables (T, head_dim) or None."""
+
+    config: GPTConfig
+    level: str
+    wte: Tensor
+    wpe: Tensor | None
+    rope: tuple[Tensor, Tensor] | None  # cos and sin, in float32, in float64 for a float64 model
+    blocks: list[PackedBlock]
+    head: Entry  # the final norm and the n_vocab rows that exist
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.wte.dtype
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Those of the 2L + 1 norm positions, in order."""
+        return [entry for block in self.blocks for entry in (block.qkv, block.up)] + [self.head]
+
+    @property
+    def exits(self) -> list[Exit]:
+        return [part for block in self.blocks for part in (block.proj, block.down)]
+
+
+@torch.no_grad()
+def pack(model: GPT, level: str) -> PackedGPT:
+    """`model` for decoding, at a fusion level (a key of LEVELS). Tensors that nothing is folded into are shared."""
+    folding, wide = LEVELS[level], torch.float64 if model.wte.weight.dtype == torch.float64 else torch.float32
+    blocks = [
+        PackedBlock(
+            enter(block.norm1, *weights(block.attn.qkv), folding), Exit(*weights(block.attn.proj)),
+            enter(block.norm2, *weights(block.mlp.up), folding, block.mlp.activation), Exit(*weights(block.mlp.down)),
+            *(None if norm is None else gain(norm) for norm in (block.attn.q_norm, block.attn.k_norm)),
+        )
+        for block in model.blocks
+    ]  # fmt: skip
+    wte, wpe = (None if table is None else embedding(model, table.weight.detach()) for table in (model.wte, model.wpe))
+    rope = None if model.wpe is not None else (model.rope_cos.to(wide), model.rope_sin.to(wide))
+    head = enter(model.norm_f, model.head_weight().detach()[: model.n_vocab], None, folding)
+    packed = PackedGPT(model.config, level, wte, wpe, rope, blocks, head)
+    if level == "paper":
+        defer_biases(packed)
+    return packed
+
+
+def embedding(model: GPT, table: Tensor) -> Tensor:
+    """A table (n, C) as it acts: cbwc centres the sum of the embeddings, which is linear, so each table may be."""
+    return table if model.plan.type.embed is None else model.plan.embed(table.double()).to(table.dtype)
+
+
+def weights(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """(weight, bias) of a linear as it acts: centred over outputs if it is a CenteredLinear."""
+    weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+    if isinstance(linear, CenteredLinear):
+        weight = center(weight.T.double()).T.to(weight.dtype).contiguous()
+        bias = None if bias is None else center(bias.double()).to(bias.dtype)
+    return weight, bias
+
+
+def gain(norm: Norm) -> Tensor:
+    """Gain (C,) of a norm, ones where it has none."""
+    return torch.ones(norm.channels) if norm.weight is None else norm.weight.detach()
+
+
+def enter(norm: Norm, weight: Tensor, bias: Tensor | None, folding: tuple[str, ...], kind: str = "") -> Entry:
+    """The entry of `norm` and the linear behind it; folded if what would remain of the norm is in `folding`."""
+    statistic, scale, shift, centers = remains(norm)
+    if statistic not in folding:
+        if isinstance(norm, SharedRMSNorm) and norm.impl != "scale":  # it would leave its scaling to the MLP
+            norm = copy.copy(norm)
+            norm.impl = "scale"
+        return Entry(weight, bias, norm, kind=kind)
+    wide = weight.double()
+    if shift is not None:
+        constant = wide @ shift.double()
+        bias = (constant if bias is None else bias.double() + constant).to(weight.dtype)
+    if scale is not None:
+        wide = wide * scale
+    if centers:
+        wide = center(wide)
+    return Entry(wide.to(weight.dtype), bias, None, statistic, norm.eps, kind)
+
+
+def remains(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, bool]:
+    """(statistic, gain (C,), bias (C,), does it centre?) of a norm; the statistic is "module" where it cannot fold."""
+    if isinstance(norm, TaperNorm) and norm.phase == "fixed":
+        tilde = 1.0 if norm.weight_tilde is None else norm.weight_tilde.double()
+        return "none", (norm.scale.double() * tilde).expand(norm.channels), norm.base.bias, norm.centers
+    if isinstance(norm, SharedRMSNorm):
+        return "shared", gain(norm).double() / norm.alpha, None, False
+    if isinstance(norm, RMSNorm) and norm.groups == 1 and norm.counted == norm.channels:
+        return "own", None if norm.weight is None else norm.weight.double(), norm.bias, False
+    return "module", None, None, False
+
+
+def defer_biases(packed: PackedGPT) -> None:
+    """Where no norm launch follows, the library's product adds the residual itself (addmm), and a bias has no place
+    left. The stream goes on without it: a folded norm, behind whose product the stream is only scaled, adds the bias'
+    own product (`offset`) before scaling, and the next projection whose output a norm adds has it in its bias."""
+    pending: Tensor | None = None
+    for leaving, entry in zip(packed.exits, packed.entries[1:], strict=True):
+        leaving.adds = entry.norm is None
+        if leaving.bias is not None:
+            pending = leaving.bias.double() if pending is None else pending + leaving.bias.double()
+        if not leaving.adds:
+            leaving.bias, pending = None if pending is None else pending.to(packed.dtype), None
+        elif pending is not None:
+            entry.offset = (entry.weight.double() @ pending).to(packed.dtype)

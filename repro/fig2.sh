@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# CoupledNorm's Figure 2 (Loretz & Hochreiter 2026, section 5.1): speed-up of decoding over batch size, for the paper's
+# five shapes with random weights, and what the paper does not show beside it: exact RMSNorm fused as far (D/C).
+# On a GPU with 80 GB or more. Writes results/h200/decode/ (or OUT). Not timed yet.
+#
+#   repro/fig2.sh [--key=value ...]         MODELS="random:qwen3-0.6b path/to/Qwen3-0.6B" for others
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+models=${MODELS:-random:qwen3-0.6b random:qwen3-1.7b random:qwen3-8b random:llama3.2-1b random:llama3.2-3b}
+for model in $models; do
+  "$PYTHON" bench_decode.py "$model" --arms=A,B,C,D,E --batch=1,2,4,8,16,32,64,128 \
+    --out="${OUT:-results/h200/decode}" "$@"
+done

@@ -1,0 +1,145 @@
+"""The Triton kernels of a decoding step against their PyTorch references, in the interpreter or on a GPU.
+
+    python -m pytest tests/test_decode_kernels.py
+"""
+
+import pytest
+import torch
+from conftest import draw
+from test_decode import decoded, make, prompt
+
+pytest.importorskip("triton", reason="Triton has no wheels for this platform")
+
+from decode import Decoder
+from kernels import binding, decode_attention, decode_project, decode_reference, decode_triton, rows
+from kernels.decode_reference import Debt
+from packing import pack
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if not binding.INTERPRETED and DEVICE.type == "cpu":
+    pytest.skip("no GPU, and TRITON_INTERPRET is off", allow_module_level=True)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter truncates bfloat16
+
+
+def tensor(*shape, seed=0, dtype=torch.float32):
+    return draw(*shape, seed=seed, dtype=dtype).to(DEVICE)
+
+
+def near(actual, expected):
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    scale = expected.double().abs().max()
+    assert ((actual.double() - expected.double()).abs().max() / scale).item() <= TOLERANCE.get(expected.dtype, 0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Outputs begin as NaN: what a kernel leaves out shows."""
+
+    def empty(shape, dtype, device):
+        return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=device)
+
+    monkeypatch.setattr(rows, "empty", empty)
+
+
+@pytest.mark.parametrize("n_rows", (1, 3, 20))
+@pytest.mark.parametrize("sizes", [(24, 40), (7, 300), (33, 256)], ids=str)
+@pytest.mark.parametrize("kind", ("", "gelu", "gelu_tanh", "relu2", "swiglu"))
+def test_products(n_rows, sizes, kind):
+    N, K = sizes
+    dtype = torch.float16 if n_rows == 3 else torch.float32
+    wide = 2 * N if kind == "swiglu" else N
+    x, weight = tensor(n_rows, 1, K, dtype=dtype), tensor(wide, K, seed=1, dtype=dtype) / K**0.5
+    bias, residual = tensor(wide, seed=2, dtype=dtype), tensor(n_rows, 1, N, seed=3, dtype=dtype)
+    inv_rms = tensor(n_rows, 1, 1, seed=4).abs() + 0.5
+    for b, r in ((bias, residual), (None, None)):
+        near(decode_project.project(x, weight, b, r, kind), decode_reference.project(x, weight, b, r, kind))
+    for b in (bias, None):
+        near(decode_project.shared_project(x, inv_rms, weight, b, kind),
+             decode_reference.shared_project(x, inv_rms, weight, b, kind))  # fmt: skip
+        ours, plain = (of.norm_project(x, weight, b, 1e-2, kind) for of in (decode_project, decode_reference))
+        near(ours[0], plain[0])
+        near(ours[1], plain[1])
+
+
+def test_more_rows_than_a_tile():
+    x, weight = tensor(130, 1, 32), tensor(20, 32, seed=1)
+    ours, plain = (of.norm_project(x, weight, None, 1e-5) for of in (decode_project, decode_reference))
+    near(ours[0], plain[0])
+    near(ours[1], plain[1])
+
+
+@pytest.mark.parametrize("channels", (8, 12))
+@pytest.mark.parametrize("case", ("plain", "rope", "norm", "rope norm debt", "debt bias"))
+def test_heads_and_attention(case, channels):
+    B, H, G, length, at = 2, 4, 2, 9, 5
+    z = tensor(B, 1, (H + 2 * G) * channels)
+    rope = (tensor(length, channels, seed=1).cos(), tensor(length, channels, seed=1).sin()) if "rope" in case else None
+    gains = [tensor(channels, seed=seed) if "norm" in case else None for seed in (2, 3)]
+    debt = None
+    if "debt" in case:
+        vectors = [tensor(z.shape[-1], seed=seed) if "bias" in case else None for seed in (4, 5)]
+        debt = Debt(tensor(B, 1, 1, seed=6).abs() + 0.5, *vectors)
+    pos, found = torch.tensor([at], device=DEVICE), []
+    for of in (decode_attention, decode_reference):
+        cache = tensor(B, G, length, channels, seed=7), tensor(B, G, length, channels, seed=8)
+        q = of.heads(z, debt, cache, pos, rope, *gains, 1e-6)
+        found.append((q, *cache, of.attend(q, cache, pos)))
+    for ours, plain in zip(*found, strict=True):
+        near(ours, plain)
+    untouched = torch.arange(length, device=DEVICE) != at
+    assert torch.equal(found[0][1][:, :, untouched], tensor(B, G, length, channels, seed=7)[:, :, untouched])
+
+
+def test_attention_over_several_tiles_of_keys():
+    B, H, D, length = 1, 2, 8, 2 * decode_attention.KEYS + 40
+    q, cache = 3 * tensor(B, H, 1, D), (tensor(B, H, length, D, seed=1), tensor(B, H, length, D, seed=2))
+    for at in (0, decode_attention.KEYS - 1, decode_attention.KEYS, 2 * decode_attention.KEYS + 7):
+        pos = torch.tensor([at], device=DEVICE)
+        near(decode_attention.attend(q, cache, pos), decode_reference.attend(q, cache, pos))
+
+
+@pytest.mark.parametrize("size", (61, 3000))
+def test_the_ends_of_a_step(size):
+    B, C = 3, 20
+    token, pos = torch.tensor([[1], [0], [60]], device=DEVICE), torch.tensor([4], device=DEVICE)
+    wte, wpe = tensor(size, C), tensor(9, C, seed=1)
+    for table in (None, wpe):
+        near(decode_attention.embed(token, pos, wte, table), decode_reference.embed(token, pos, wte, table))
+    logits = tensor(B, 1, size, seed=2).round(decimals=1)  # with ties: the first of equals is taken
+    found = []
+    for of in (decode_attention, decode_reference):
+        state = token.clone(), pos.clone(), torch.zeros(B, 9, dtype=torch.int64, device=DEVICE)
+        of.take(*of.best(logits), *state)
+        found.append(state)
+    for ours, plain in zip(*found, strict=True):
+        assert torch.equal(ours, plain)
+    assert found[0][1].item() == 5 and torch.equal(found[0][0], logits.argmax(-1))
+
+
+@pytest.mark.parametrize(("shape", "norm"), [("gpt2-bias", "coupled"), ("qwen3", "rms"), ("llama", "coupled-span"),
+                                             ("gpt2-bias", "cbwc"), ("qwen3", "taper")], ids=str)  # fmt: skip
+def test_a_whole_step_of_kernels(shape, norm):
+    """Two steps by our kernels alone, as on a GPU, against those by PyTorch: logits, then the tokens."""
+    model, idx = make(shape, norm).float().to(DEVICE), prompt(3).to(DEVICE)
+    for batch in (1, 3):
+        logits = []
+        for ops in (decode_triton.FUSED, decode_reference):
+            decoder = Decoder(pack(model, "fused"), batch, 10, ops=ops, graph=False)
+            decoder.prefill(idx[:batch])
+            logits.append(torch.cat([decoder.step().clone() for _ in range(2)] + [decoder.out.float()[:, None]], 2))
+        near(*logits)
+
+
+def test_operators_for_compiled_steps():
+    """Inductor sees heads and attention as operators that write the cache; a step of them computes the same."""
+    model, idx = make("qwen3", "coupled").float().to(DEVICE), prompt(1, 9)
+    expected = decoded(model, "paper", idx.to(DEVICE), 7)
+    decoder = Decoder(pack(model, "paper"), 1, 9, ops=decode_triton.COMPILED, graph=False)
+    decoder.prefill(idx[:, :7].to(DEVICE))
+    for i in (7, 8):
+        decoder.out[:, i] = idx[:, i]
+        decoder.rewind(i)
+        near(decoder.step(), expected[:, i - 6 : i - 5])
+    z, cache = tensor(1, 1, 8 * 16), (tensor(1, 2, 9, 16), tensor(1, 2, 9, 16))
+    words = (z, None, None, None, *cache, decoder.pos - 1, None, None, None, None, 1e-6)
+    torch.library.opcheck(decode_triton.heads_operator, words, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,165 @@
+"""The launch ledger: launches per block of every arm and shape, floors, predictions; the arms' weights.
+
+    python -m pytest tests/test_launch_ledger.py
+"""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+from test_decode import definition, distance, make, prompt
+
+import cuda_codegen
+import hf
+from bench_decode import BenchConfig, main, run_ledger
+from decode import Decoder, decode_logits
+from decode_arms import ARMS, check_arm, exact_logits, find_arms, with_norms
+from errors import ConfigError, UserError
+from kernels import decode_reference
+from launch_ledger import LaunchLedger, block_launches, floor_bytes, step_launches
+from model import GPT
+from packing import pack
+
+PER_BLOCK = {"rms": (9, 2), "coupled": (8, 1), "rms_fused": (6, 0), "coupled_fused": (6, 0), "taper_folded": (6, 0),
+             "layer": (9, 2), "layer_fused": (6, 0)}  # fmt: skip
+FLOORS = {"qwen3-0.6b": 0.279, "qwen3-1.7b": 0.802, "qwen3-8b": 3.52, "llama3.2-1b": 0.575, "llama3.2-3b": 1.50}
+
+
+def shallow(name: str, layers: int = 3) -> GPT:
+    """A published shape with few blocks, without memory."""
+    with torch.device("meta"):
+        return GPT(dataclasses.replace(hf.shape_config(name), n_layer=layers)).bfloat16().eval()
+
+
+@pytest.mark.parametrize("name", hf.SHAPES)
+def test_launches_per_block(name):
+    model, idx = shallow(name), torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    for arm in ARMS.values():
+        packed = pack(with_norms(model, arm.norm_type, idx), arm.level)
+        block = block_launches(packed, 1, 16)
+        assert (block.total(), block["norm"]) == PER_BLOCK[arm.name], (arm, block)
+        norms = 0 if arm.level == "fused" else 1  # the final one
+        ends = {"embed", "best", "take"} | ({"matmul", "norm"} if norms else {"norm_project"})
+        assert set(step_launches(packed, 1, 16)) == set(block) | ends
+
+
+def test_blocks_that_keep_or_share_more():
+    """coupled_first blocks cost what rms does; a block that shares at both positions has no norm launch at all."""
+    model = shallow("qwen3-0.6b")
+    for keys, expected in (({"coupled_first": 3}, (9, 2)), ({"coupled_first": 1, "coupled_span": 2}, (7, 0))):
+        block = block_launches(pack(with_norms(model, "coupled", **keys), "paper"), 1, 16)
+        assert (block.total(), block["norm"]) == expected
+
+
+def test_biases_cost_no_launch():
+    for norm in ("rms", "coupled", "coupled-span", "layer", "cbwc"):
+        for level in ("plain", "paper", "fused"):
+            counts = [step_launches(pack(make(shape, norm), level), 1, 8) for shape in ("gpt2", "gpt2-bias")]
+            assert counts[0] == counts[1], (norm, level)
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_floors(name):
+    """The bytes of an independent count: every matrix once, and the keys and values of 80 tokens."""
+    shape = hf.shape_config(name)
+    packed = pack(shallow(name), "plain")
+    per_block = (floor_bytes(packed, 1, 80) - shape.vocab_size * shape.n_embd * 2) / 3
+    floor = per_block * shape.n_layer + shape.vocab_size * shape.n_embd * 2
+    assert 1e3 * floor / 4.3e12 == pytest.approx(FLOORS[name], rel=5e-3)
+
+
+CALLS = re.compile(r"^\s+(?:\w+ = )?(triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.\w+\.[\w.]+)\(", re.MULTILINE)
+
+
+@pytest.mark.skipif(bool(cuda_codegen.supported()), reason=f"cuda_codegen {cuda_codegen.supported()}")
+@pytest.mark.parametrize("shape", ("gpt2-bias", "qwen3"))
+@pytest.mark.parametrize("norm", ("rms", "coupled", "layer"))
+def test_inductor_launches_what_the_ledger_counts(shape, norm):
+    """The code that torch.compile generates for an H200: kernels and library calls of a block, by difference."""
+    pytest.importorskip("triton", reason="Triton has no wheels for this platform")
+    from kernels import decode_triton
+
+    level, counts = "paper" if norm == "coupled" else "plain", []
+    packed = pack(make(shape, norm).bfloat16(), level)
+    for layers in (2, 3):
+        part = dataclasses.replace(packed, blocks=packed.blocks[:layers])
+        decoder = Decoder(part, 1, 16)
+
+        def step(token, pos, part=part, decoder=decoder):
+            return decode_logits(decode_triton.COMPILED, part, decoder.caches, token, pos)
+
+        with torch.no_grad():
+            code, _ = cuda_codegen.cuda_code(step, (decoder.token, decoder.pos))
+        counts.append(len(CALLS.findall(code)))
+    assert counts[1] - counts[0] == block_launches(packed, 1, 16).total() == PER_BLOCK[norm][0]
+
+
+def test_a_launch_cannot_hold_two_products_and_loose_work_is_counted():
+    x, weight = torch.ones(1, 1, 4), torch.ones(4, 4)
+    ledger = LaunchLedger()
+    with ledger:
+        ledger.ops.matmul(x, weight, None)
+        x * 2  # outside of every launch function: a launch of its own
+        x.view(4).unsqueeze(0)  # no work
+    assert ledger.launches == ["matmul", "mul"]
+    two = decode_reference.activation
+    decode_reference.activation = lambda z, debt, kind: z @ weight @ weight
+    try:
+        with pytest.raises(RuntimeError, match="2 matrix products"), LaunchLedger() as faulty:
+            faulty.ops.activation(x[0], None, "")
+    finally:
+        decode_reference.activation = two
+
+
+def test_ledger_of_the_program(capsys):
+    config = BenchConfig(arms="A,B,C,D", ledger=True, dtype="bfloat16")
+    ledger = run_ledger(config, "random:gpt2")
+    assert ledger["model"] == "random:gpt2" and ledger["floor_ms_per_token"] == pytest.approx(0.0581, rel=0.01)
+    rows = ledger["arms"]
+    assert {name: (row["launches_per_block"], row["norm_launches_per_block"]) for name, row in rows.items()} == {
+        name: PER_BLOCK[name] for name in ("rms", "coupled", "rms_fused", "coupled_fused")}  # fmt: skip
+    for row in rows.values():
+        expected = ledger["floor_ms_per_token"] + 1.3e-3 * row["launches_per_step"]
+        assert row["predicted_ms_per_token"] == pytest.approx(expected)
+    assert rows["coupled"]["launches_per_step"] == rows["rms"]["launches_per_step"] - 12
+    assert json.loads(json.dumps(ledger)) == ledger and "| coupled | 8 | 1 |" in capsys.readouterr().out
+
+
+def test_wrong_settings_are_refused():
+    for words in (("--arms=A,Z",), ("--batch=0",), ("--tokens=1",), ("--trace",), ("--rounds=5",)):
+        with pytest.raises(ConfigError):
+            main(["random:gpt2", *words])
+    assert [arm.letter for arm in find_arms("D,rms,D,A")] == ["D", "A"]
+
+
+# ------------------------------------------------------------------------------------------------------- arms' weights
+
+
+@pytest.mark.parametrize("shape", ("gpt2-bias", "qwen3"))
+def test_arms_share_all_but_their_norms(shape):
+    model, idx = make(shape, "layer" if shape == "gpt2-bias" else "rms"), prompt(2, 12)
+    before = definition(model, idx, 12)
+    for norm in ("rms", "coupled", "layer", "cbwc", "taper"):
+        twin = with_norms(model, norm, idx)
+        assert twin.blocks[0].attn.qkv.weight is model.blocks[0].attn.qkv.weight
+        assert torch.equal(twin.blocks[1].norm1.state_dict().get("weight", model.blocks[1].norm1.weight),
+                           model.blocks[1].norm1.weight)  # fmt: skip
+        if norm == "cbwc" and shape == "gpt2-bias":  # the same function as layer
+            assert distance(definition(twin, idx, 12), before) < 1e-13
+        elif norm != model.config.norm_type:
+            assert distance(definition(twin, idx, 12), before) > 1e-3
+    assert torch.equal(definition(model, idx, 12), before)  # and the model itself is untouched
+
+
+def test_exact_logits_and_the_check_before_timing():
+    model, idx = make("llama", "coupled", init_std=0.3), prompt(1)
+    out = model.generate(idx, 6, temperature=0)
+    assert distance(exact_logits(model.float(), out), make("llama", "coupled", init_std=0.3)(out)) < 1e-5
+    found = check_arm(model, Decoder(pack(model, "fused"), 1, 20), idx, 6)
+    assert found["same_tokens"] == 6 and 0 < found["error"] < 1.5 * found["error_unfused"] < 1e-5
+    wrong = pack(model, "fused")
+    wrong.blocks[2].up.eps = wrong.blocks[2].qkv.eps = 1.0
+    with pytest.raises(UserError, match="off float64"):
+        check_arm(model, Decoder(wrong, 1, 20), idx, 6)
