@@ -8,7 +8,7 @@ A step is a chain of launches, each one function of kernels/decode_reference.py 
 Launches per block, with or without QK-norm, rotary positions and biases:
 
     plain   add + norm, qkv, heads, attention, proj, add + norm, up, activation, down     9
-    paper   add + norm, qkv, heads, attention, proj + add, up, scale + activation, down   8
+    paper   norm, qkv, heads, attention, proj + add, up, scale + activation, down + add   8
     fused   qkv, heads, attention, proj + add, up + activation, down + add                6
 
 In `fused` a norm is part of the product behind it: the gain is in the weight, the sum of squares is taken in the loop
@@ -38,7 +38,7 @@ def enter_library(ops: Ops, entry: Entry, x: Tensor, delta: Tensor | None, inv_r
         z = ops.matmul(y, entry.weight, entry.bias)
     else:
         z = ops.matmul(x, entry.weight, None)
-        debt = Debt(inv_rms, entry.offset, entry.bias)
+        debt = Debt(inv_rms, entry.bias)
     if entry.kind:
         z, debt = ops.activation(z, debt, entry.kind), None
     return z, debt, x, inv_rms
@@ -61,17 +61,22 @@ def enter_fused(ops: Ops, entry: Entry, x: Tensor, delta: None, inv_rms: Tensor 
 # What a projection into the stream does: (x, what the next norm still has to add).
 
 
-def leave_library(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    if part.adds:
-        return ops.matmul_add(a, part.weight, x), None
+def leave_plain(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return x, ops.matmul(a, part.weight, part.bias)
+
+
+def leave_paper(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, None]:
+    """addmm has room for one summand: with a bias besides, the product is our own."""
+    if part.bias is None:
+        return ops.matmul_add(a, part.weight, x), None
+    return ops.project(a, part.weight, part.bias, x), None
 
 
 def leave_fused(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, None]:
     return ops.project(a, part.weight, part.bias, x), None
 
 
-STYLES = {"plain": (enter_library, leave_library), "paper": (enter_library, leave_library),
+STYLES = {"plain": (enter_library, leave_plain), "paper": (enter_library, leave_paper),
           "fused": (enter_fused, leave_fused)}  # fmt: skip
 
 

@@ -38,7 +38,6 @@ class Entry:
     statistic: str = ""  # of a folded norm: own, shared, none
     eps: float = 0.0  # for an own statistic
     kind: str = ""  # activation behind the projection, or none
-    offset: Tensor | None = None  # (N,): the product of biases that the stream lacks, see `defer_biases`
 
 
 @dataclass
@@ -47,7 +46,6 @@ class Exit:
 
     weight: Tensor
     bias: Tensor | None
-    adds: bool = False  # the residual add is in the product, because no norm launch follows that could do it
 
 
 @dataclass
@@ -103,10 +101,7 @@ def pack(model: GPT, level: str) -> PackedGPT:
     wte, wpe = (None if table is None else embedding(model, table.weight.detach()) for table in (model.wte, model.wpe))
     rope = None if model.wpe is not None else (model.rope_cos.to(wide), model.rope_sin.to(wide))
     head = enter(model.norm_f, model.head_weight().detach()[: model.n_vocab], None, folding)
-    packed = PackedGPT(model.config, level, wte, wpe, rope, blocks, head)
-    if level == "paper":
-        defer_biases(packed)
-    return packed
+    return PackedGPT(model.config, level, wte, wpe, rope, blocks, head)
 
 
 def embedding(model: GPT, table: Tensor) -> Tensor:
@@ -157,18 +152,3 @@ def remains(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, bool]:
     if isinstance(norm, RMSNorm) and norm.groups == 1 and norm.counted == norm.channels:
         return "own", None if norm.weight is None else norm.weight.double(), norm.bias, False
     return "module", None, None, False
-
-
-def defer_biases(packed: PackedGPT) -> None:
-    """Where no norm launch follows, the library's product adds the residual itself (addmm), and a bias has no place
-    left. The stream goes on without it: a folded norm, behind whose product the stream is only scaled, adds the bias'
-    own product (`offset`) before scaling, and the next projection whose output a norm adds has it in its bias."""
-    pending: Tensor | None = None
-    for leaving, entry in zip(packed.exits, packed.entries[1:], strict=True):
-        leaving.adds = entry.norm is None
-        if leaving.bias is not None:
-            pending = leaving.bias.double() if pending is None else pending + leaving.bias.double()
-        if not leaving.adds:
-            leaving.bias, pending = None if pending is None else pending.to(packed.dtype), None
-        elif pending is not None:
-            entry.offset = (entry.weight.double() @ pending).to(packed.dtype)

@@ -67,7 +67,7 @@ def cases(name: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Iterato
     rope = None if name == "gpt2" else (meta(256, channels), meta(256, channels))
     gains = [meta(channels, dtype=dtype) if name.startswith("qwen3") else None] * 2
     z, q = x((n_heads + 2 * kv_heads) * channels), meta(batch, n_heads, 1, channels, dtype=dtype)
-    for word, debt in (("heads", None), ("heads debt", Debt(inv_rms, vector(z.shape[-1]), vector(z.shape[-1])))):
+    for word, debt in (("heads", None), ("heads debt", Debt(inv_rms, vector(z.shape[-1])))):
         yield word, channels, lambda d=debt: decode_attention.heads(z, d, cache, pos, rope, *gains, 1e-6)
     yield "attend", channels, lambda: decode_attention.attend(q, cache, pos)
     wpe = meta(256, qkv[1], dtype=dtype) if name == "gpt2" else None

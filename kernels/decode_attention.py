@@ -17,12 +17,10 @@ PARTS = 32  # of the vocabulary, each searched by its own program
 
 
 @triton.jit
-def load_paid(Z, INV, OFFSET, BIAS, row, first, col, mask, width):
+def load_paid(Z, INV, BIAS, row, first, col, mask, width):
     """Channels first + col of a row of z in float32, its debt paid."""
     z = tl.load(Z + row * width + first + col, mask=mask, other=0.0).to(tl.float32)
     if INV is not None:
-        if OFFSET is not None:
-            z += tl.load(OFFSET + first + col, mask=mask, other=0.0).to(tl.float32)
         z = z * tl.load(INV + row)
         if BIAS is not None:
             z += tl.load(BIAS + first + col, mask=mask, other=0.0).to(tl.float32)
@@ -36,7 +34,7 @@ def load_gain(GAIN, col, mask):
 
 @triton.jit
 def heads_kernel(
-    Z, INV, OFFSET, BIAS, Q, K, V, POS, COS, SIN, Q_GAIN, K_GAIN, eps, length,
+    Z, INV, BIAS, Q, K, V, POS, COS, SIN, Q_GAIN, K_GAIN, eps, length,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence: a query, a key or a value."""
@@ -45,8 +43,8 @@ def heads_kernel(
     mask, half = col < D, D // 2
     other = tl.where(col < half, col + half, col - half)  # the channel that this one turns with
     width = (HEADS + 2 * KV_HEADS) * D
-    z = load_paid(Z, INV, OFFSET, BIAS, row, head * D, col, mask, width)
-    partner = load_paid(Z, INV, OFFSET, BIAS, row, head * D, other, mask, width)
+    z = load_paid(Z, INV, BIAS, row, head * D, col, mask, width)
+    partner = load_paid(Z, INV, BIAS, row, head * D, other, mask, width)
     pos = tl.load(POS)
     if head < HEADS + KV_HEADS:
         if Q_GAIN is not None:
@@ -152,11 +150,11 @@ def heads(
     batch, kv_heads, length, channels = k_cache.shape
     n_heads = z.shape[-1] // channels - 2 * kv_heads
     q = rows.empty((batch, n_heads, 1, channels), k_cache.dtype, z.device)
-    inv_rms, offset, bias = debt or (None, None, None)
+    inv_rms, bias = debt or (None, None)
     cos, sin = rope or (None, None)
     with rows.on_device(z):
         heads_kernel[(batch, n_heads + 2 * kv_heads)](
-            z, inv_rms, offset, bias, q, k_cache, v_cache, pos, cos, sin, q_gain, k_gain, eps, length, HEADS=n_heads,
+            z, inv_rms, bias, q, k_cache, v_cache, pos, cos, sin, q_gain, k_gain, eps, length, HEADS=n_heads,
             KV_HEADS=kv_heads, D=channels, WIDE=triton.next_power_of_2(channels), num_warps=1,
         )  # fmt: skip
     return q

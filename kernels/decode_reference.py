@@ -15,10 +15,9 @@ from kernels.reference import activate, inverse_rms, statistics_dtype
 
 
 class Debt(NamedTuple):
-    """What a raw product z still owes: (z + offset) * inv_rms + bias. inv_rms (B, T, 1), offset and bias (N,)."""
+    """What a raw product z still owes: z * inv_rms + bias. inv_rms (B, T, 1), bias (N,) or None."""
 
     inv_rms: Tensor
-    offset: Tensor | None
     bias: Tensor | None
 
 
@@ -27,7 +26,7 @@ def pay(z: Tensor, debt: Debt | None) -> Tensor:
     z = z.to(statistics_dtype(z))
     if debt is None:
         return z
-    z = (z if debt.offset is None else z + debt.offset) * debt.inv_rms
+    z = z * debt.inv_rms
     return z if debt.bias is None else z + debt.bias
 
 
@@ -100,7 +99,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def matmul_add(a: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    """x + a weight^T with the library's addmm: the residual add in the product's epilogue."""
+    """x + a weight^T with the library's addmm: the residual add in the product's epilogue. On a GPU, x is written."""
     return torch.addmm(x.flatten(0, 1), a.flatten(0, 1), weight.T).view_as(x)
 
 

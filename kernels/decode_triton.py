@@ -1,8 +1,8 @@
 """The launches of a decoding step on a GPU, as the two namespaces that decode.py chooses from.
 
     FUSED     our Triton kernels, called as they are: a CUDA graph takes the launching away
-    COMPILED  for a step that goes through torch.compile: heads and attention by our kernels, as operators that inductor
-              calls and cannot look into; it makes the rest, and the library multiplies
+    COMPILED  for a step that goes through torch.compile: heads, attention and what adds to the stream, as operators
+              that inductor calls and cannot look into; it makes the rest, and the library multiplies
 """
 
 from types import SimpleNamespace
@@ -20,16 +20,16 @@ OWN |= {name: getattr(decode_project, name) for name in ("project", "norm_projec
 
 @torch.library.custom_op("nanonorm::decode_heads", mutates_args=("k_cache", "v_cache"))
 def heads_operator(
-    z: Tensor, inv_rms: Tensor | None, offset: Tensor | None, bias: Tensor | None, k_cache: Tensor, v_cache: Tensor,
-    pos: Tensor, cos: Tensor | None, sin: Tensor | None, q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
+    z: Tensor, inv_rms: Tensor | None, bias: Tensor | None, k_cache: Tensor, v_cache: Tensor, pos: Tensor,
+    cos: Tensor | None, sin: Tensor | None, q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    debt = None if inv_rms is None else Debt(inv_rms.contiguous(), offset, bias)
+    debt = None if inv_rms is None else Debt(inv_rms.contiguous(), bias)
     rope = None if cos is None else (cos, sin)
     return decode_attention.heads(z.contiguous(), debt, (k_cache, v_cache), pos, rope, q_gain, k_gain, eps)
 
 
 @heads_operator.register_fake
-def _(z, inv_rms, offset, bias, k_cache, v_cache, pos, cos, sin, q_gain, k_gain, eps):
+def _(z, inv_rms, bias, k_cache, v_cache, pos, cos, sin, q_gain, k_gain, eps):
     batch, kv_heads, _, channels = k_cache.shape
     return z.new_empty((batch, z.shape[-1] // channels - 2 * kv_heads, 1, channels), dtype=k_cache.dtype)
 
@@ -45,12 +45,44 @@ def _(q, k_cache, v_cache, pos):
 
 
 def heads(z, debt, cache, pos, rope, q_gain, k_gain, eps):
-    return heads_operator(z, *(debt or (None, None, None)), *cache, pos, *(rope or (None, None)), q_gain, k_gain, eps)
+    return heads_operator(z, *(debt or (None, None)), *cache, pos, *(rope or (None, None)), q_gain, k_gain, eps)
 
 
 def attend(q, cache, pos):
     return attend_operator(q, *cache, pos)
 
 
+@torch.library.custom_op("nanonorm::decode_matmul_add", mutates_args=("x",))
+def add_operator(x: Tensor, a: Tensor, weight: Tensor) -> None:
+    """In place: with another result than its operand, ATen's addmm on CUDA begins with a copy, one more launch."""
+    x.flatten(0, 1).addmm_(a.flatten(0, 1), weight.T)
+
+
+@add_operator.register_fake
+def _(x, a, weight):
+    return None
+
+
+@torch.library.custom_op("nanonorm::decode_project", mutates_args=())
+def project_operator(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return decode_project.project(x.contiguous(), weight, bias, residual.contiguous())
+
+
+@project_operator.register_fake
+def _(x, weight, bias, residual):
+    return residual.new_empty(residual.shape)
+
+
+def project(x, weight, bias, residual):
+    return project_operator(x, weight, bias, residual)
+
+
+def matmul_add(a, weight, x):
+    add_operator(x, a, weight)
+    return x
+
+
+OWN["matmul_add"] = matmul_add
 FUSED = SimpleNamespace(**REFERENCE | OWN)
-COMPILED = SimpleNamespace(**REFERENCE | {"heads": heads, "attend": attend})
+OPERATORS = {"heads": heads, "attend": attend, "matmul_add": matmul_add, "project": project}
+COMPILED = SimpleNamespace(**REFERENCE | OPERATORS)
