@@ -42,7 +42,8 @@ def measure(name: str, rules: str) -> dict:
     start = time.process_time()
     report = analyze(model, inputs)
     paper = report.by("paper")
-    record = {"model": name, "class": report.model, "paper_rules": {c: getattr(paper, c) for c in COUNTS}}
+    record = {"model": name, "class": report.model, "git": environment(torch.device("cpu"))["git"],
+              "paper_rules": {c: getattr(paper, c) for c in COUNTS}}  # fmt: skip
     if rules == "paper":
         return record
     _, certificate = fold(model, report, untie=True, insert=True)
@@ -58,7 +59,8 @@ def readme(records: list[dict], where: dict) -> str:
     """Both tables as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     lines = ["# Which LayerNorms fold", "", __doc__.splitlines()[0], "",
-             f"Made by `repro/cbwc_table3.sh` at commit {where['git']}; {where['device']}; {versions}.", "",
+             "Made by `repro/cbwc_table3.sh`; the commit of each line is in models.jsonl. "
+             f"{where['device']}; {versions}.", "",
              "| model | norms | paper: strict, practical | by its rules: strict, practical | ours: strict | untied | "
              "practical (inserted) |", "| --- " * 7 + "|"]  # fmt: skip
     for r in records:
