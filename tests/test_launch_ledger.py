@@ -176,4 +176,5 @@ def test_the_readme_says_what_the_ledger_does():
                  f"{one['floor_ms_per_token'] / one['arms'][arm.name]['predicted_ms_per_token']:.0%}"
                  for one in every if one["model"] != "random:gpt2"]  # fmt: skip
         launches, norms = PER_BLOCK[arm.name]
-        assert f"| {arm.letter} `{arm.name}` |" in readme and f"| {launches} ({norms}) | {' | '.join(cells)} |" in readme
+        row = next(line for line in readme.splitlines() if line.startswith(f"| {arm.letter} `{arm.name}` |"))
+        assert row.endswith(f"| {launches} ({norms}) | {' | '.join(cells)} |")
