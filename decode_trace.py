@@ -15,7 +15,7 @@ from packing import PackedGPT, pack
 
 # What a kernel is, by its name: the first match counts. Names are inductor's, Triton's, cuBLAS', ATen's and ours.
 CLASSES = (
-    ("product", ("gemv", "gemm", "splitk", "cutlass", "xmma", "wgmma", "nvjet", "mm", "project", "linear", "dot")),
+    ("product", ("gemv", "gemm", "splitk", "cutlass", "xmma", "wgmma", "nvjet", "mm", "vector_kernel", "matrix_kernel", "linear")),
     ("attention", ("attend", "attention", "flash", "fmha", "softmax")),
     ("heads", ("heads", "rope", "index_put", "index_copy")),
     ("norm", ("norm", "rsqrt", "_red_", "_per_", "mean_pow")),

@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from conftest import ROOT
 from test_decode import definition, distance, make, prompt
 
 import cuda_codegen
@@ -163,3 +164,17 @@ def test_exact_logits_and_the_check_before_timing():
     wrong.blocks[2].up.eps = wrong.blocks[2].qkv.eps = 1.0
     with pytest.raises(UserError, match="off float64"):
         check_arm(model, Decoder(wrong, 1, 20), idx, 6)
+
+
+def test_the_readme_says_what_the_ledger_does():
+    """The table of the README, from results/cpu/launches, which the program wrote."""
+    every = [json.loads(line) for line in (ROOT / "results/cpu/launches/ledger.jsonl").read_text().splitlines()]
+    assert len(every) == len(hf.SHAPES)
+    readme = (ROOT / "README.md").read_text()
+    for arm in find_arms("A,B,C,D"):
+        cells = [f"{one['arms'][arm.name]['predicted_ms_per_token']:.3f}, "
+                 f"{one['floor_ms_per_token'] / one['arms'][arm.name]['predicted_ms_per_token']:.0%}"
+                 for one in every if one["model"] != "random:gpt2"]  # fmt: skip
+        launches, norms = PER_BLOCK[arm.name]
+        row = next(line for line in readme.splitlines() if line.startswith(f"| {arm.letter} `{arm.name}` |"))
+        assert row.endswith(f"| {launches} ({norms}) | {' | '.join(cells)} |")
