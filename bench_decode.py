@@ -251,7 +251,7 @@ def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    wants_model = not any(word in ("--last_token", "--last_token=true") for word in argv)
+    wants_model = not any(word.lower() in ("--last_token", "--last_token=true") for word in argv)
     config, spec = parse_args(BenchConfig, argv, __doc__, spec=wants_model)
     if config.ledger:
         print(json.dumps(run_ledger(config, spec)))

@@ -25,6 +25,9 @@ def shard(model: nn.Module, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)
+    with torch.no_grad():  # FSDP2 takes what runs first for the root of all, and that may be a block (gather_root)
+        model.eval()(torch.zeros(1, 1, dtype=torch.long, device=device))
+    model.train().reshard()
 
 
 def is_sharded(part: nn.Module | Tensor) -> bool:

@@ -85,6 +85,17 @@ def test_equals_ddp(train_ok, spaced_data, tmp_path, arm):
     assert all((models[0][name].double() - models[1][name].double()).abs().max() < 1e-4 for name in models[0])
 
 
+def test_calibrated_and_folded_equals_ddp(train_ok, tiny_data, tmp_path):
+    """What reads hidden states before the first step, and a weight folded with another one."""
+    for parallel in ("ddp", "fsdp"):
+        train_ok(*FSDP, "--norm_type=coupled", "--coupled_impl=fold", "--coupled_calibrate=5", "--max_iters=10",
+                 f"--parallel={parallel}", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / parallel}",
+                 ranks=2)  # fmt: skip
+    assert apart(losses(tmp_path / "ddp"), losses(tmp_path / "fsdp")) <= 1e-6
+    alphas = [load_model(str(tmp_path / parallel)).blocks[1].norm2.alpha for parallel in ("ddp", "fsdp")]
+    assert alphas[0] != 1 and abs(alphas[0] - alphas[1]) <= 1e-6
+
+
 def test_cbwc_equals_layer_in_float64(train_ok, tiny_data, tmp_path):
     for norm_type in ("layer", "cbwc"):
         train_ok(*FSDP, f"--norm_type={norm_type}", "--dtype=float64", f"--data_dir={tiny_data}",
@@ -129,11 +140,12 @@ def test_a_run_goes_on_under_the_other_on_any_number_of_ranks(train_ok, tiny_dat
     assert apart(losses(tmp_path / "whole"), losses(tmp_path / "run")) <= 1e-5
 
 
-def test_compiled(train_ok, tiny_data, tmp_path):
+def test_compiled(launch, tiny_data, tmp_path):
     for compiled in (False, True):
-        train_ok(*FSDP, f"--compile={compiled}", "--n_layer=1", "--max_iters=4", f"--data_dir={tiny_data}",
-                 f"--out_dir={tmp_path / str(compiled)}", ranks=2,
-                 patch=("compile_with", {"backend": "aot_eager"}))  # fmt: skip
+        job = launch(*FSDP, f"--compile={compiled}", "--n_layer=1", "--max_iters=3", f"--data_dir={tiny_data}",
+                     f"--out_dir={tmp_path / str(compiled)}", ranks=2,
+                     patch=("compile_with", {"backend": "aot_eager"}))  # fmt: skip
+        assert set(job.wait(300)) == {0}, job.text()  # dynamo takes its time
     assert apart(losses(tmp_path / "True"), losses(tmp_path / "False")) <= 1e-6
     assert apart(val_losses(tmp_path / "True"), val_losses(tmp_path / "False")) <= 1e-6
 
