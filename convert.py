@@ -3,12 +3,14 @@
     python convert.py out/layer --to=rms --out=out/layer-rms              LayerNorm or cbwc -> RMSNorm: exact
     python convert.py out/taper --to=folded --out=out/taper-folded        norms tapered away -> weights: exact
     python convert.py out/rms --to=coupled --inexact --out=out/rms-coupled    RMSNorm -> CoupledNorm, alpha calibrated
+    python convert.py out/coupled --to=decode                             does its packed form decode the same?
     python convert.py out/layer --analyze                                 which LayerNorms can become RMSNorm, and why
 
 The first word is the model: a run folder, a checkpoint file, a Hugging Face folder or hub name, or random:gpt2 and the
 like. A conversion is done again on float64 copies, with the given and with random weights; what is not exact is
 refused without --inexact. DIR gets a checkpoint that every program reads (train.py by --init_from), config.json and
-certificate.json; without --out nothing is written. The last line of output is JSON.
+certificate.json; without --out nothing is written. --to=decode has no --out: decode.py packs a model when it loads it.
+The last line of output is JSON.
 """
 
 import json
@@ -29,9 +31,12 @@ from checkpoint import BEST, HUB_NAME, LAST, load_model, save_checkpoint
 from configurator import key, parse_args
 from data.shards import write_bytes_atomically
 from data.tokenizers import load_tokenizer
+from decode import decode_logits
 from errors import ConfigError, UserError, run_program
 from foldable import Report
+from kernels import decode_reference
 from model import GPT
+from packing import pack
 
 WINDOWS, LENGTH = 32, 256  # of text, at most; every second one calibrates, the others judge
 
@@ -40,7 +45,7 @@ WINDOWS, LENGTH = 32, 256  # of text, at most; every second one calibrates, the 
 class ConvertConfig:
     """Keys of convert.py."""
 
-    to: str = key("", "what to convert to", ("rms", "folded", "coupled"))
+    to: str = key("", "what to convert to", ("rms", "folded", "coupled", "decode"))
     out: str = key("", "new folder for the converted model ('': check only)")
     inexact: bool = key(False, "allow a conversion that changes the model's function")
     analyze: bool = key(False, "print a verdict on every LayerNorm and convert nothing")
@@ -50,7 +55,9 @@ class ConvertConfig:
 
     def __post_init__(self) -> None:
         if bool(self.to) == self.analyze:
-            raise ConfigError("say what to do: --to=rms, folded or coupled; or --analyze")
+            raise ConfigError("say what to do: --to=rms, folded, coupled or decode; or --analyze")
+        if self.to == "decode" and self.out:
+            raise ConfigError(f"out={self.out}: decode.py packs a model when it loads it, there is no file: remove it")
         if self.to != "coupled" and (self.norm_plan or self.text):
             raise ConfigError("norm_plan and text are keys of --to=coupled: remove them")
         if self.out and any(Path(self.out).glob("*")):
@@ -60,7 +67,29 @@ class ConvertConfig:
 # ------------------------------------------------------------------------------------------------------- conversions
 
 
-def convert(model: GPT, config: ConvertConfig) -> tuple[GPT, Certificate]:
+class DecodeForm(nn.Module):
+    """What decode.py runs, fully fused, with the face of a model: token ids (B, T) -> logits (B, T, n_vocab)."""
+
+    def __init__(self, model: GPT):
+        super().__init__()
+        self.packed = pack(model, "fused")
+
+    def forward(self, idx: Tensor) -> Tensor:
+        packed, (batch, length) = self.packed, idx.shape
+        shape = batch, packed.config.kv_heads, length, packed.config.head_channels
+        caches = [tuple(packed.wte.new_zeros(shape) for _ in range(2)) for _ in packed.blocks]
+        return decode_logits(decode_reference, packed, caches, idx, torch.arange(length, device=idx.device))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The packed weights, for the certificate: entries and exits in the order of the step."""
+        found = {"wte.weight": self.packed.wte, "wpe.weight": self.packed.wpe}
+        for kind, parts in (("entry", self.packed.entries), ("exit", self.packed.exits)):
+            for index, part in enumerate(parts):
+                found |= {f"{kind}.{index}.weight": part.weight, f"{kind}.{index}.bias": part.bias}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certificate]:
     """The converted model and its certificate. Raises FoldError for a model that the conversion does not fit, and for
     one that is not exact and not allowed to be."""
     tokens, exact = random_tokens(model, config.seed), True
@@ -68,6 +97,8 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT, Certificate]:
         rewrite = fold.to_rms
     elif config.to == "folded":
         rewrite, exact = partial(fold.to_folded, exact=not config.inexact), not config.inexact
+    elif config.to == "decode":
+        rewrite = DecodeForm
     elif model.config.norm_type == "coupled":
         rewrite = fold.absorb_alpha
     else:
@@ -79,8 +110,11 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT, Certificate]:
     after, certificate = certify(model, rewrite, (tokens,), what=what, random_weights=exact, logits=lambda out: out)
     if not certificate.ok and not config.inexact:
         raise fold.FoldError(f"{what} is not exact ({certificate.reason}): --inexact writes it all the same")
-    before, now = model.plan.letters, after.plan.letters
-    folded = {"rms": len(now), "folded": before.count("T"), "coupled": now.count("s")}[config.to]
+    if isinstance(after, DecodeForm):
+        folded = sum(entry.norm is None for entry in after.packed.entries)
+    else:
+        before, now = model.plan.letters, after.plan.letters
+        folded = {"rms": len(now), "folded": before.count("T"), "coupled": now.count("s")}[config.to]
     return after, replace(certificate, folded=folded)
 
 

@@ -9,7 +9,7 @@ serves every other). Which norms fold is the fusion level's choice:
 
     plain     none: norms stay modules, as in training
     paper     positions that share a statistic; 1 / alpha goes along with the gain
-    fused     also RMSNorm (the reader computes the statistic), and a finished taper (no statistic is left)
+    fused     also RMSNorm (the reader computes the statistic), and a finished taper or no norm (no statistic is left)
 
 Folding is done in float64 and rounded once, to the type of the weights. Centred linears (cbwc) are stored centred. What
 cannot fold (LayerNorm: use its cbwc form; partial and group RMSNorm; dyt; a taper under way) stays a module.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from model import GPT, GPTConfig
-from norm_layers import CenteredLinear, Norm, RMSNorm, SharedRMSNorm, center
+from norm_layers import CenteredLinear, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
 from taper import TaperNorm
 
 LEVELS = {"plain": (), "paper": ("shared",), "fused": ("own", "shared", "none")}
@@ -147,6 +147,8 @@ def remains(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, bool]:
     if isinstance(norm, TaperNorm) and norm.phase == "fixed":
         tilde = 1.0 if norm.weight_tilde is None else norm.weight_tilde.double()
         return "none", (norm.scale.double() * tilde).expand(norm.channels), norm.base.bias, norm.centers
+    if isinstance(norm, NoNorm):
+        return "none", None, None, False
     if isinstance(norm, SharedRMSNorm):
         return "shared", gain(norm).double() / norm.alpha, None, False
     if isinstance(norm, RMSNorm) and norm.groups == 1 and norm.counted == norm.channels:

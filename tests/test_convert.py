@@ -189,6 +189,20 @@ def test_what_is_written_is_the_converted_model(to, source, words, saved, tmp_pa
         convert.main([str(path), f"--to={to}", f"--out={out}"])
 
 
+@pytest.mark.parametrize(("keys", "folded"), [
+    ({"norm_type": "rms"}, 7), ({"norm_type": "cbwc", "bias": True}, 7), ({"norm_type": "layer", "bias": True}, 0),
+    ({"norm_type": "coupled", "coupled_alpha": 1.2}, 7), ({"norm_type": "taper", "steps": 7}, 7),
+    ({"norm_type": "rms", **LLAMA}, 7), ({"norm_type": "none", "norm_plan": "II II II R"}, 7),
+], ids=str)  # fmt: skip
+def test_decode_form_is_certified(keys, folded, saved, tmp_path, capsys):
+    path = saved(**keys)
+    convert.main([str(path), "--to=decode"])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["ok"] and told["max_rel"] < 1e-13 and told["folded"] == folded
+    with pytest.raises(ConfigError, match="there is no file"):
+        convert.main([str(path), "--to=decode", f"--out={tmp_path / 'out'}"])
+
+
 def test_text_calibrates_and_judges(saved, tmp_path, capsys):
     path, text = saved(norm_type="rms"), tmp_path / "text.txt"
     text.write_text("0123456789:;<=>?@ABCDEFGHIJKLMNO" * 20)
