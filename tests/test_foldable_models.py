@@ -20,6 +20,8 @@ from repro.fold_models import TABLE3, build, hf
 
 # name -> ((total, strict, untied, practical, inserted), (folded, inserted) by fold(untie=True, insert=True))
 EXPECTED = {
+    "gpt2": ((25, 25, 25, 25, 0), (25, 0)),
+    "opt": ((25, 25, 25, 25, 0), (25, 0)),
     "gpt2_lm": ((25, 0, 25, 25, 1), (25, 0)),  # the head is tied
     "opt_lm": ((25, 0, 25, 25, 1), (25, 0)),
     "bert": ((25, 1, 1, 25, 24), (1, 0)),  # post-norm: 24 centrings would fold 24 norms
