@@ -15,13 +15,14 @@ from packing import PackedGPT, pack
 
 # What a kernel is, by its name: the first match counts. Names are inductor's, Triton's, cuBLAS', ATen's and ours.
 CLASSES = (
-    ("product", ("gemv", "gemm", "splitk", "cutlass", "xmma", "wgmma", "nvjet", "mm", "vector_kernel", "matrix_kernel", "linear")),
     ("attention", ("attend", "attention", "flash", "fmha", "softmax")),
-    ("heads", ("heads", "rope", "index_put", "index_copy")),
     ("norm", ("norm", "rsqrt", "_red_", "_per_", "mean_pow")),
     ("activation", ("silu", "gelu", "activation", "sigmoid", "relu", "tanh")),
+    ("product", ("gemv", "gemm", "splitk", "cutlass", "xmma", "wgmma", "nvjet", "mm", "linear", "vector_kernel",
+                 "matrix_kernel")),
+    ("heads", ("heads", "rope", "index_put", "index_copy")),
     ("other", ("",)),
-)
+)  # fmt: skip
 COLOURS = {"norm": "#0072B2", "product": "#D55E00", "activation": "#F0E442", "attention": "#009E73", "heads": "#CC79A7",
            "other": "#999999"}  # fmt: skip
 
