@@ -14,17 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from certificate import Inputs
-from errors import UserError
+from errors import FoldError
 from fold_axes import Feeds, Line, aligned, argument, describe, ignores, is_norm, module_path, shape
 from fold_rules import feeds, forwards
-
-
-class FoldError(UserError):
-    """The model cannot be analysed, or a report does not belong to it."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -62,6 +57,11 @@ class Graph:
         self.structured: set[str] = set()  # paths of modules that return something else than one tensor
         self.arguments: dict[str, list[tuple]] = {}  # path -> (position, name, shape) of the tensors a module takes
         program = self._export(inputs)
+        for node in program.graph.nodes:
+            if any(not isinstance(size, int) for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)
+                   for size in x.shape):  # fmt: skip
+                raise FoldError(f"{type(model).__name__} has a tensor whose size depends on values ({describe(node)}): "
+                                "analyze a part of it that has none")  # fmt: skip
         for node in reversed(program.graph.nodes):  # checks of shapes and types, and what only they use
             if not node.users and str(node.target).startswith("aten._assert"):
                 program.graph.erase_node(node)

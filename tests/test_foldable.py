@@ -13,7 +13,7 @@ from conftest import draw
 from torch import nn
 
 from certificate import randomize, run
-from fold_graph import FoldError
+from errors import FoldError
 from fold_modules import FoldedNorm
 from foldable import analyze, fold, parametrize_cbwc
 
@@ -293,6 +293,13 @@ def test_what_cannot_be_exported():
     model = net(lambda m, x: m.out(m.ln(x)) if x.sum() > 0 else x)
     with pytest.raises(FoldError, match="cannot be exported"):
         analyze(model, (draw(2, C),))
+
+
+def test_sizes_that_depend_on_values():
+    model = net(lambda m, x: m.out(m.ln(m.a(x)[x[..., 0] > 0])))
+    with pytest.raises(FoldError, match="size depends on values") as error:
+        analyze(model, (draw(2, 4, C),))
+    assert "\n" not in str(error.value)
 
 
 def test_paper_rules_count_what_is_not_exact():
