@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from certificate import Inputs
 from errors import FoldError
-from fold_axes import Feeds, Line, aligned, argument, describe, ignores, is_norm, module_path, shape
+from fold_axes import Feeds, Line, aligned, describe, ignores, module_path, shape
 from fold_rules import feeds, forwards
 
 
@@ -125,12 +125,12 @@ class Graph:
                     demand.sources[line] = Source(((self.names[line.node], line.axis),), line.block)
                 continue
             found = feeds(line)
-            if found.spoils and (gain := self._gain(line)) is not None:
-                value = self.values[self.names[gain]]
+            if found.gain in self.names:
+                value = self.values[self.names[found.gain]]
                 if paper:
                     found = Feeds()
                 elif bool((value == value.flatten()[0]).all()):
-                    demand.keep.add(self.names[gain])
+                    demand.keep.add(self.names[found.gain])
                     found = Feeds(found.inputs)
             if found.spoils and (scaled := self._layer_scale(line)):
                 demand.sources[line] = scaled
@@ -140,12 +140,6 @@ class Graph:
                 demand.below[line] = found.inputs
                 todo += [(below, line.node) for below in found.inputs]
         return demand
-
-    def _gain(self, line: Line) -> Node | None:
-        """The gain of the norm whose output this is."""
-        node = line.node.args[0] if "getitem" in str(line.node.target) else line.node
-        gain = argument(node, 2) if is_norm(node) else None
-        return gain if gain in self.names else None
 
     def _layer_scale(self, line: Line) -> Source | None:
         """Parameter gain times the output of a linear or convolution: the gain merges into the weights, if none of

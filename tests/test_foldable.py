@@ -163,6 +163,25 @@ def test_refused(name):
     assert not any(isinstance(module, FoldedNorm) for module in after.modules())
 
 
+def initial(forward, **parts) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(forward, **parts).double().eval()
+
+
+OTHER_AXES = {  # uniform gains of a norm say nothing about any line but its own
+    "groups of positions": initial(lambda m, x: m.out(m.ln2(m.norm(x))), norm=nn.GroupNorm(2, 4)),
+    "two axes": initial(lambda m, x: m.out(m.ln2(m.norm(x))), norm=nn.LayerNorm([4, C])),
+    "positions": initial(lambda m, x: m.norm(m.ln(x).transpose(1, 2)), norm=nn.LayerNorm(4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_AXES)
+def test_uniform_gains_along_another_axis(name):
+    report = analyze(OTHER_AXES[name], (draw(2, 4, C),))
+    assert counts(report)[1:3] == (0, 0) and "keep a zero mean" in report.rows[-1].reason, str(report)
+    assert fold(OTHER_AXES[name], report)[1].folded == 0
+
+
 def test_rms_norm_is_no_layer_norm():
     model = net(lambda m, x: m.out(m.rms(m.a(x))), rms=nn.RMSNorm(C))
     assert analyze(model, (draw(2, C),)).total == 0
