@@ -49,6 +49,12 @@ class Demand:
         return self.below.keys()
 
 
+def _normed(line: Line) -> bool:
+    """Is this the output of a norm? Only its bias feeds it, yet it is more than its bias."""
+    node = line.node.args[0] if "getitem" in str(line.node.target) else line.node
+    return "_norm" in str(node.target)
+
+
 class Graph:
     """The graph of `model` run on `inputs`, in the mode the model is in. Raises FoldError if it cannot be exported."""
 
@@ -143,7 +149,7 @@ class Graph:
 
     def _layer_scale(self, line: Line) -> Source | None:
         """Parameter gain times the output of a linear or convolution: the gain merges into the weights, if none of
-        them is used anywhere else."""
+        them is used anywhere else, and nothing but them is scaled by it."""
         if str(line.node.target) != "aten.mul.Tensor":
             return None
         for x, gain in (line.node.args, line.node.args[::-1]):
@@ -158,7 +164,8 @@ class Graph:
                 continue
             below = self.demand(at)
             parameters = [(source, leaf) for leaf, source in below.sources.items() if not source.scale]
-            if not below.failures and not below.keep and len(parameters) == len(below.sources) and all(
+            leaves = {part for part, fed in below.below.items() if not fed}
+            if parameters and leaves == {leaf for _, leaf in parameters} and not any(map(_normed, below.lines)) and all(
                 len(part.node.users) == 1 and shape(part.node)[part.axis] == line.block for part in below.lines
             ):  # fmt: skip
                 merged = tuple(source.parameters[0] for source, _ in parameters)

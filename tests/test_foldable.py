@@ -163,6 +163,24 @@ def test_refused(name):
     assert not any(isinstance(module, FoldedNorm) for module in after.modules())
 
 
+NO_LAYER_SCALE = {  # a gain on what has no weights, or not only weights, to merge it into
+    "norm": lambda m, x: m.out(m.ln(m.gain * m.plain(x) + m.a(x))),
+    "norm and linear": lambda m, x: m.out(m.ln(m.gain * (m.plain(x) + m.a(x)))),
+    "norm with a bias": lambda m, x: m.out(m.ln(m.gain * F.layer_norm(x, (C,), None, m.bias))),
+    "centring": lambda m, x: m.out(m.ln(m.gain * (x - x.mean(-1, keepdim=True)))),
+}
+
+
+@pytest.mark.parametrize("name", NO_LAYER_SCALE)
+def test_gain_that_merges_into_nothing(name):
+    model = net(NO_LAYER_SCALE[name], gain=nn.Parameter(torch.rand(C)), bias=nn.Parameter(torch.randn(C)),
+                plain=nn.LayerNorm(C, elementwise_affine=False))  # fmt: skip
+    report = analyze(model, (draw(2, 4, C),))
+    assert counts(report)[1:3] == (0, 0) and "another factor" in report.rows[-1].reason, str(report)
+    certificate = fold(model, report, untie=True, insert=True)[1]
+    assert certificate.ok and certificate.folded == 0
+
+
 def initial(forward, **parts) -> nn.Module:
     torch.manual_seed(0)
     return Net(forward, **parts).double().eval()
