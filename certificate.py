@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from errors import FoldError
 from runlog import environment
 
 TOLERANCE = 1e-12  # float64, relative to the largest output; a wrong conversion is off by 1e-4 and more
@@ -202,7 +203,11 @@ def touched(before: nn.Module, after: nn.Module) -> dict[str, dict[str, str | No
 def _check(weights: str, inputs: str, before: Any, after: Any, logits: Callable[[Any], Tensor | None]) -> Check:
     """Largest differences over all floating-point tensors of two outputs. NaNs, infinities in other places and other
     shapes are infinitely far apart."""
-    pairs = list(zip(_floats(before), _floats(after), strict=True))
+    first, second = _floats(before), _floats(after)
+    if len(first) != len(second):
+        raise FoldError(f"the model returned {len(first)} floating-point tensors, the converted one {len(second)}: "
+                        "nothing can be compared")  # fmt: skip
+    pairs = list(zip(first, second))
     differences, relative = [0.0], [0.0]
     for a, b in pairs:
         if a.shape != b.shape or a.isnan().any() or not torch.equal(a.isfinite(), b.isfinite()):
@@ -215,7 +220,7 @@ def _check(weights: str, inputs: str, before: Any, after: Any, logits: Callable[
             differences.append(float((a - b).abs().max()))
             relative.append(differences[-1] / max(float(a.abs().max()), torch.finfo(torch.float64).tiny))
     if not pairs:
-        raise ValueError("the model's output holds no floating-point tensor: nothing can be compared")
+        raise FoldError("the model's output holds no floating-point tensor: nothing can be compared")
     kl = agreement = None
     first, second = logits(before), logits(after)
     if first is not None:

@@ -19,6 +19,10 @@ class ConfigError(UserError):
     on_every_rank = True
 
 
+class FoldError(ConfigError):
+    """A conversion does not fit this model, or the model cannot be analysed or checked."""
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, torn, no checkpoint at all, or of another model."""
 

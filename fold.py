@@ -21,7 +21,7 @@ from torch import Tensor
 
 import rms_stats
 from checkpoint import NORM_NAMES
-from errors import ConfigError
+from errors import FoldError
 from model import GPT, GPTConfig
 from norm_layers import SharedRMSNorm, center
 from norms import NORM_TYPES
@@ -30,10 +30,6 @@ from taper import TaperNorm
 Convert = Callable[[GPT], GPT]
 Weights = dict[str, Tensor]
 ALPHA_PASSES = 3  # alpha of a position depends on those before it
-
-
-class FoldError(ConfigError):
-    """The rewrite does not fit this model."""
 
 
 def to_rms(model: GPT) -> GPT:

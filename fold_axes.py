@@ -28,6 +28,7 @@ class Feeds:
 
     inputs: tuple[Line, ...] = ()
     spoils: str = ""
+    gain: Node | None = None  # of a norm along this very line: only this spoils, and not if it is one number for all
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
@@ -73,10 +74,6 @@ def aligned(x: Any, line: Line) -> Line | None:
 
 
 # --------------------------------------------------------------------------------------------------------------- norms
-
-
-def is_norm(node: Node) -> bool:
-    return str(node.target).startswith(("aten.layer_norm", "aten.native_layer_norm", "aten.group_norm"))
 
 
 def norm_input(node: Node) -> tuple[Line, str] | None:

@@ -14,17 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from certificate import Inputs
-from errors import UserError
-from fold_axes import Feeds, Line, aligned, argument, describe, ignores, is_norm, module_path, shape
+from errors import FoldError
+from fold_axes import Feeds, Line, aligned, describe, ignores, module_path, shape
 from fold_rules import feeds, forwards
-
-
-class FoldError(UserError):
-    """The model cannot be analysed, or a report does not belong to it."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,12 @@ class Demand:
         return self.below.keys()
 
 
+def _normed(line: Line) -> bool:
+    """Is this the output of a norm? Only its bias feeds it, yet it is more than its bias."""
+    node = line.node.args[0] if "getitem" in str(line.node.target) else line.node
+    return "_norm" in str(node.target)
+
+
 class Graph:
     """The graph of `model` run on `inputs`, in the mode the model is in. Raises FoldError if it cannot be exported."""
 
@@ -62,6 +63,11 @@ class Graph:
         self.structured: set[str] = set()  # paths of modules that return something else than one tensor
         self.arguments: dict[str, list[tuple]] = {}  # path -> (position, name, shape) of the tensors a module takes
         program = self._export(inputs)
+        for node in program.graph.nodes:
+            if any(not isinstance(size, int) for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)
+                   for size in x.shape):  # fmt: skip
+                raise FoldError(f"{type(model).__name__} has a tensor whose size depends on values ({describe(node)}): "
+                                "analyze a part of it that has none")  # fmt: skip
         for node in reversed(program.graph.nodes):  # checks of shapes and types, and what only they use
             if not node.users and str(node.target).startswith("aten._assert"):
                 program.graph.erase_node(node)
@@ -125,12 +131,12 @@ class Graph:
                     demand.sources[line] = Source(((self.names[line.node], line.axis),), line.block)
                 continue
             found = feeds(line)
-            if found.spoils and (gain := self._gain(line)) is not None:
-                value = self.values[self.names[gain]]
+            if found.gain in self.names:
+                value = self.values[self.names[found.gain]]
                 if paper:
                     found = Feeds()
                 elif bool((value == value.flatten()[0]).all()):
-                    demand.keep.add(self.names[gain])
+                    demand.keep.add(self.names[found.gain])
                     found = Feeds(found.inputs)
             if found.spoils and (scaled := self._layer_scale(line)):
                 demand.sources[line] = scaled
@@ -141,15 +147,9 @@ class Graph:
                 todo += [(below, line.node) for below in found.inputs]
         return demand
 
-    def _gain(self, line: Line) -> Node | None:
-        """The gain of the norm whose output this is."""
-        node = line.node.args[0] if "getitem" in str(line.node.target) else line.node
-        gain = argument(node, 2) if is_norm(node) else None
-        return gain if gain in self.names else None
-
     def _layer_scale(self, line: Line) -> Source | None:
         """Parameter gain times the output of a linear or convolution: the gain merges into the weights, if none of
-        them is used anywhere else."""
+        them is used anywhere else, and nothing but them is scaled by it."""
         if str(line.node.target) != "aten.mul.Tensor":
             return None
         for x, gain in (line.node.args, line.node.args[::-1]):
@@ -164,7 +164,8 @@ class Graph:
                 continue
             below = self.demand(at)
             parameters = [(source, leaf) for leaf, source in below.sources.items() if not source.scale]
-            if not below.failures and not below.keep and len(parameters) == len(below.sources) and all(
+            leaves = {part for part, fed in below.below.items() if not fed}
+            if parameters and leaves == {leaf for _, leaf in parameters} and not any(map(_normed, below.lines)) and all(
                 len(part.node.users) == 1 and shape(part.node)[part.axis] == line.block for part in below.lines
             ):  # fmt: skip
                 merged = tuple(source.parameters[0] for source, _ in parameters)

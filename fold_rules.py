@@ -323,12 +323,12 @@ def _conv(line: Line) -> Feeds | None:
 
 @rule("layer_norm.default")
 def _layer_norm(line: Line) -> Feeds | None:
-    """Zero mean already if it has no gain, or one gain for all: foldable.py looks at the values."""
+    """Zero mean already if it has no gain, or one gain for all: fold_graph.py looks at the values."""
     x, sizes, weight, bias = (argument(line.node, i) for i in range(4))
     if len(sizes) != 1 or line.axis != len(shape(x)) - 1 or line.block != sizes[0]:
         return None
     spoils = "" if weight is None else f"the gains of {describe(line.node)} make a mean"
-    return Feeds(() if bias is None else (Line(bias, 0, line.block),), spoils)
+    return Feeds(() if bias is None else (Line(bias, 0, line.block),), spoils, weight)
 
 
 # ----------------------------------------------------------------------------------------------------------- forwards

@@ -26,8 +26,9 @@ from dataclasses import asdict, dataclass, field, replace
 from torch import nn
 
 from certificate import TOLERANCE, Certificate, Inputs, certify
+from errors import FoldError
 from fold_choice import Analysis
-from fold_graph import FoldError, Graph
+from fold_graph import Graph
 from fold_modules import carry_out, reparametrize
 
 

@@ -9,6 +9,7 @@ from conftest import draw
 from torch import nn
 
 from certificate import certify, fresh_inputs, randomize, run, tensor_hash
+from errors import FoldError
 
 
 class Head(nn.Module):
@@ -100,8 +101,17 @@ def test_fresh_inputs():
 
 
 def test_output_without_numbers():
-    with pytest.raises(ValueError, match="nothing can be compared"):
+    with pytest.raises(FoldError, match="no floating-point tensor: nothing can be compared"):
         certify(nn.Identity(), copy.deepcopy, (torch.tensor([1, 2]),))
+
+
+def test_another_number_of_outputs():
+    class Twice(Head):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (super().forward(x)["logits"],) * 2
+
+    with pytest.raises(FoldError, match="1 floating-point tensors, the converted one 2"):
+        certify(Head(), lambda model: Twice().to(model.head.weight), (draw(3, 8, dtype=torch.float32),))
 
 
 def test_casts_are_widened():

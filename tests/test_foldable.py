@@ -13,7 +13,7 @@ from conftest import draw
 from torch import nn
 
 from certificate import randomize, run
-from fold_graph import FoldError
+from errors import FoldError
 from fold_modules import FoldedNorm
 from foldable import analyze, fold, parametrize_cbwc
 
@@ -163,6 +163,43 @@ def test_refused(name):
     assert not any(isinstance(module, FoldedNorm) for module in after.modules())
 
 
+NO_LAYER_SCALE = {  # a gain on what has no weights, or not only weights, to merge it into
+    "norm": lambda m, x: m.out(m.ln(m.gain * m.plain(x) + m.a(x))),
+    "norm and linear": lambda m, x: m.out(m.ln(m.gain * (m.plain(x) + m.a(x)))),
+    "norm with a bias": lambda m, x: m.out(m.ln(m.gain * F.layer_norm(x, (C,), None, m.bias))),
+    "centring": lambda m, x: m.out(m.ln(m.gain * (x - x.mean(-1, keepdim=True)))),
+}
+
+
+@pytest.mark.parametrize("name", NO_LAYER_SCALE)
+def test_gain_that_merges_into_nothing(name):
+    model = net(NO_LAYER_SCALE[name], gain=nn.Parameter(torch.rand(C)), bias=nn.Parameter(torch.randn(C)),
+                plain=nn.LayerNorm(C, elementwise_affine=False))  # fmt: skip
+    report = analyze(model, (draw(2, 4, C),))
+    assert counts(report)[1:3] == (0, 0) and "another factor" in report.rows[-1].reason, str(report)
+    certificate = fold(model, report, untie=True, insert=True)[1]
+    assert certificate.ok and certificate.folded == 0
+
+
+def initial(forward, **parts) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(forward, **parts).double().eval()
+
+
+OTHER_AXES = {  # uniform gains of a norm say nothing about any line but its own
+    "groups of positions": initial(lambda m, x: m.out(m.ln2(m.norm(x))), norm=nn.GroupNorm(2, 4)),
+    "two axes": initial(lambda m, x: m.out(m.ln2(m.norm(x))), norm=nn.LayerNorm([4, C])),
+    "positions": initial(lambda m, x: m.norm(m.ln(x).transpose(1, 2)), norm=nn.LayerNorm(4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_AXES)
+def test_uniform_gains_along_another_axis(name):
+    report = analyze(OTHER_AXES[name], (draw(2, 4, C),))
+    assert counts(report)[1:3] == (0, 0) and "keep a zero mean" in report.rows[-1].reason, str(report)
+    assert fold(OTHER_AXES[name], report)[1].folded == 0
+
+
 def test_rms_norm_is_no_layer_norm():
     model = net(lambda m, x: m.out(m.rms(m.a(x))), rms=nn.RMSNorm(C))
     assert analyze(model, (draw(2, C),)).total == 0
@@ -293,6 +330,13 @@ def test_what_cannot_be_exported():
     model = net(lambda m, x: m.out(m.ln(x)) if x.sum() > 0 else x)
     with pytest.raises(FoldError, match="cannot be exported"):
         analyze(model, (draw(2, C),))
+
+
+def test_sizes_that_depend_on_values():
+    model = net(lambda m, x: m.out(m.ln(m.a(x)[x[..., 0] > 0])))
+    with pytest.raises(FoldError, match="size depends on values") as error:
+        analyze(model, (draw(2, 4, C),))
+    assert "\n" not in str(error.value)
 
 
 def test_paper_rules_count_what_is_not_exact():
