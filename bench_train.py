@@ -159,6 +159,8 @@ def measure(config: BenchConfig, device: torch.device) -> tuple[list[dict[str, A
         except KeyboardInterrupt:
             raise UserError("interrupted before the first round: there is nothing to compare") from None
     counted = {}
+    if config.ledger and not any(is_compiled(arm.config, device) for arm in arms):
+        remarks.append("the norms' bytes are counted in compiled code, and no arm is compiled")
     for arm in arms:  # before the rounds, so that what an interrupt leaves of those can be shown
         if config.ledger and is_compiled(arm.config, device) and not arm.is_nanogpt and not arm.name.endswith(AGAIN):
             counted[arm.name], remark = count_bytes(arm)

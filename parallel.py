@@ -3,6 +3,7 @@ share of weights, gradients and optimiser state (PyTorch's FSDP2). Both compute 
 precision comes by autocast, and norms reduce their statistics over ranks themselves.
 """
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -37,7 +38,9 @@ def is_sharded(part: nn.Module | Tensor) -> bool:
 
 def replicate(model: nn.Module) -> nn.Module:
     """`model` behind DDP. Norms settle their statistics alike on all ranks: DDP must not copy rank 0's over them."""
-    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    with warnings.catch_warnings():  # of torch 2.13, whose new name for it 2.11 does not know
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def accumulate(model: nn.Module, last: bool) -> AbstractContextManager:
