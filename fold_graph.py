@@ -156,7 +156,8 @@ class Graph:
             at, gain_at = aligned(x, line), aligned(gain, line)
             while gain_at is not None and gain_at.node not in self.names and len(gain_at.node.users) == 1:
                 below = feeds(gain_at)
-                gain_at = below.inputs[0] if len(below.inputs) == 1 and not below.spoils else None
+                single = len(below.inputs) == 1 and not below.spoils and not _normed(gain_at)
+                gain_at = below.inputs[0] if single else None
             if at is None or gain_at is None or gain_at.node not in self.names:
                 continue
             size = shape(gain_at.node)
