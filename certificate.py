@@ -58,6 +58,7 @@ class Certificate:
     inserted: int = 0
     refusals: dict[str, str] = field(default_factory=dict)  # what was left as it was -> why
     parameters: dict[str, dict[str, str | None]] = field(default_factory=dict)  # name -> hash before, hash after
+    kept: list[str] = field(default_factory=list)  # not randomised: it is exact for their present values alone
     environment: dict[str, Any] = field(default_factory=dict)
     reason: str = ""  # why it is not ok
 
@@ -67,6 +68,8 @@ class Certificate:
         for check in self.checks:
             kl = "" if check.kl is None else f", KL {check.kl:.1e}, argmax agrees {check.argmax_agreement:.2%}"
             lines.append(f"  {check.dtype}, {check.weights} weights, {check.inputs} inputs: {check.max_rel:.1e}{kl}")
+        if self.kept:
+            lines.append(f"  only for the present values of {', '.join(self.kept)}")
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -109,7 +112,7 @@ def certify(
                             f"{tolerance:.0e} is allowed")  # fmt: skip
     certificate = Certificate(
         what, ok, worst.max_abs, worst.max_rel, tolerance, checks, folded, inserted, refusals or {},
-        touched(model, after), environment(_device(model)), reason,
+        touched(model, after), sorted(keep) if random_weights else [], environment(_device(model)), reason,
     )  # fmt: skip
     return after, certificate
 
