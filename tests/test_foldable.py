@@ -250,6 +250,25 @@ def test_pre_norm_encoder():
     torch.testing.assert_close(run(after, {"src": x}), run(model, (x,)), rtol=0, atol=1e-12)  # by name, too
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_encoder_calls_its_folded_norms(grad):
+    """torch's fast path, taken without gradients, passes over the norms of a layer."""
+    model, x = stack(norm_first=True), draw(2, 4, C)
+    after, called = fold(model, analyze(model, (x,)), insert=True)[0], []
+    for module in after.modules():
+        if isinstance(module, FoldedNorm):
+            forward = module.forward  # not a hook: hooks switch the fast path off
+
+            def count(*args, forward=forward):
+                called.append(forward)
+                return forward(*args)
+
+            module.forward = count
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(after(x), model(x), rtol=0, atol=1e-12)
+    assert len(called) == 7
+
+
 def test_centrings_that_gain_nothing_are_not_inserted():
     model, x = stack(final=False), draw(2, 4, C)
     report = analyze(model, (x,))
