@@ -14,7 +14,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from errors import FoldError
 from runlog import environment
 
 TOLERANCE = 1e-12  # float64, relative to the largest output; a wrong conversion is off by 1e-4 and more
+OWN_TOLERANCE = 2e-6  # float32, likewise; in other types as many units of rounding: 17 eps
 SEED = 5489
 
 Inputs = tuple | dict[str, Any]  # positional or keyword arguments of the model
@@ -49,15 +50,17 @@ class Certificate:
     """What was converted, how far before and after are apart, and what was touched."""
 
     what: str
-    ok: bool  # every float64 check is within the tolerance
+    ok: bool  # every float64 check is within the tolerance, and that in the model's own dtype within own_tolerance
     max_abs: float  # of the worst float64 check
     max_rel: float
     tolerance: float
+    own_tolerance: float | None  # None: the model is in float64
     checks: list[Check]  # in float64; then one in the model's own dtype, if it is another
     folded: int = 0
     inserted: int = 0
     refusals: dict[str, str] = field(default_factory=dict)  # what was left as it was -> why
     parameters: dict[str, dict[str, str | None]] = field(default_factory=dict)  # name -> hash before, hash after
+    kept: list[str] = field(default_factory=list)  # not randomised: it is exact for their present values alone
     environment: dict[str, Any] = field(default_factory=dict)
     reason: str = ""  # why it is not ok
 
@@ -67,6 +70,8 @@ class Certificate:
         for check in self.checks:
             kl = "" if check.kl is None else f", KL {check.kl:.1e}, argmax agrees {check.argmax_agreement:.2%}"
             lines.append(f"  {check.dtype}, {check.weights} weights, {check.inputs} inputs: {check.max_rel:.1e}{kl}")
+        if self.kept:
+            lines.append(f"  only for the present values of {', '.join(self.kept)}")
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -101,15 +106,20 @@ def certify(
             checks.append(_check(weights, source, run(wide, x), run(converted, x), logits))
     del wide, converted
     worst = max(checks, key=lambda check: check.max_rel)
-    if any(parameter.is_floating_point() and parameter.dtype != torch.float64 for parameter in model.parameters()):
+    reasons = [] if worst.max_rel <= tolerance else [
+        f"off by {worst.max_rel:.1e} with {worst.weights} weights on {worst.inputs} inputs, {tolerance:.0e} is allowed"]
+    own_tolerance = None
+    if own := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float64}:
+        coarsest = max(own, key=lambda dtype: torch.finfo(dtype).eps)
+        own_tolerance = OWN_TOLERANCE * torch.finfo(coarsest).eps / torch.finfo(torch.float32).eps
         outputs = (run(m, inputs, widen=False) for m in (model, after))
-        checks = [*checks, _check("given", "given", *outputs, logits)]
-    ok = worst.max_rel <= tolerance
-    reason = "" if ok else (f"off by {worst.max_rel:.1e} with {worst.weights} weights on {worst.inputs} inputs, "
-                            f"{tolerance:.0e} is allowed")  # fmt: skip
+        checks = [*checks, replace(_check("given", "given", *outputs, logits), dtype=_name(coarsest))]
+        if not checks[-1].max_rel <= own_tolerance:
+            reasons.append(f"off by {checks[-1].max_rel:.1e} in {_name(coarsest)}, {own_tolerance:.0e} is allowed")
+    ok, reason = not reasons, "; ".join(reasons)
     certificate = Certificate(
-        what, ok, worst.max_abs, worst.max_rel, tolerance, checks, folded, inserted, refusals or {},
-        touched(model, after), environment(_device(model)), reason,
+        what, ok, worst.max_abs, worst.max_rel, tolerance, own_tolerance, checks, folded, inserted, refusals or {},
+        touched(model, after), sorted(keep) if random_weights else [], environment(_device(model)), reason,
     )  # fmt: skip
     return after, certificate
 
@@ -227,8 +237,12 @@ def _check(weights: str, inputs: str, before: Any, after: Any, logits: Callable[
         log_p, log_q = first.double().log_softmax(-1), second.double().log_softmax(-1)
         terms = torch.where(log_p.isinf(), 0.0, log_p.exp() * (log_p - log_q))
         kl, agreement = float(terms.sum(-1).mean()), float((first.argmax(-1) == second.argmax(-1)).double().mean())
-    return Check(weights, inputs, str(pairs[0][0].dtype).removeprefix("torch."), max(differences), max(relative), kl,
+    return Check(weights, inputs, _name(pairs[0][0].dtype), max(differences), max(relative), kl,
                  agreement)  # fmt: skip
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _logits(output: Any) -> Tensor | None:

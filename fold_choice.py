@@ -105,14 +105,15 @@ class Analysis:
         return norm
 
     def _unsafe(self, norm: Norm, at: Line, source: Source, shown: str) -> None:
-        """A source that something else would feel: nothing to do if it is 0 anyway; perhaps it can be untied."""
+        """A source that something else would feel: nothing to do if it is and stays 0; perhaps it can be untied."""
         name = str(source)
         if at.node in self.graph.names:
             users = [user for user in at.node.users if user in norm.nodes()]
             mine = self.graph.owners(at.node, users)
             others = self.graph.owners(at.node, [user for user in at.node.users if user not in users])
             name = min(mine)
-            if not self.graph.values[self.graph.names[at.node]].any():
+            value = self.graph.values[self.graph.names[at.node]]
+            if self.graph.stays(value) and not value.any():
                 norm.demand.keep.add(self.graph.names[at.node])
                 return
             if not mine & others and not self.graph.shows(at, users):

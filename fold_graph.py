@@ -56,10 +56,13 @@ def _normed(line: Line) -> bool:
 
 
 class Graph:
-    """The graph of `model` run on `inputs`, in the mode the model is in. Raises FoldError if it cannot be exported."""
+    """The graph of `model` run on `inputs`, in the mode the model is in. Raises FoldError if it cannot be exported.
 
-    def __init__(self, model: nn.Module, inputs: Inputs):
-        self.model = model
+    trained     its parameters will move: none but frozen ones may be relied upon to have the values that they have
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs, trained: bool = True):
+        self.model, self.trained = model, trained
         self.structured: set[str] = set()  # paths of modules that return something else than one tensor
         self.arguments: dict[str, list[tuple]] = {}  # path -> (position, name, shape) of the tensors a module takes
         program = self._export(inputs)
@@ -135,7 +138,7 @@ class Graph:
                 value = self.values[self.names[found.gain]]
                 if paper:
                     found = Feeds()
-                elif bool((value == value.flatten()[0]).all()):
+                elif self.stays(value) and bool((value == value.flatten()[0]).all()):
                     demand.keep.add(self.names[found.gain])
                     found = Feeds(found.inputs)
             if found.spoils and (scaled := self._layer_scale(line)):
@@ -147,6 +150,10 @@ class Graph:
                 todo += [(below, line.node) for below in found.inputs]
         return demand
 
+    def stays(self, value: Tensor) -> bool:
+        """May a fold rely on the present value of this parameter or buffer?"""
+        return not (self.trained and value.requires_grad)
+
     def _layer_scale(self, line: Line) -> Source | None:
         """Parameter gain times the output of a linear or convolution: the gain merges into the weights, if none of
         them is used anywhere else, and nothing but them is scaled by it."""
@@ -156,7 +163,8 @@ class Graph:
             at, gain_at = aligned(x, line), aligned(gain, line)
             while gain_at is not None and gain_at.node not in self.names and len(gain_at.node.users) == 1:
                 below = feeds(gain_at)
-                gain_at = below.inputs[0] if len(below.inputs) == 1 and not below.spoils else None
+                single = len(below.inputs) == 1 and not below.spoils and not _normed(gain_at)
+                gain_at = below.inputs[0] if single else None
             if at is None or gain_at is None or gain_at.node not in self.names:
                 continue
             size = shape(gain_at.node)

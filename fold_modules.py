@@ -168,6 +168,13 @@ def _swap_and_insert(plan: Plan, model: nn.Module) -> None:
             for name, child in list(parent.named_children()):
                 if child is old:
                     setattr(parent, name, new)
+    for module in model.modules():
+        if not any(isinstance(part, FoldedNorm) for part in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):  # or its fast path, taken without gradients, passes over
+            module.activation_relu_or_gelu = 0  # the norms and computes LayerNorms
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # for that path alone
     for insertion in plan.insertions:
         module = model.get_submodule(insertion.path)
         if insertion.argument is None:

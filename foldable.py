@@ -76,13 +76,15 @@ class Report:
                           indent=1)  # fmt: skip
 
 
-def analyze(model: nn.Module, example_inputs: Inputs, rules: str = "exact") -> Report:
+def analyze(model: nn.Module, example_inputs: Inputs, rules: str = "exact", trained: bool = True) -> Report:
     """Find the foldable norms of `model`, in the mode (train or eval) it is in. The model is not changed.
 
     example_inputs: positional (tuple) or keyword (dict) arguments; their shapes and the branches that the model takes
-    on them are those of the analysis. Raises FoldError if the model cannot be exported.
+    on them are those of the analysis. trained: verdicts hold whatever values training gives the parameters; False
+    relies on those of now as well, such as initial gains that are all 1. Frozen ones are relied upon either way.
+    Raises FoldError if the model cannot be exported.
     """
-    return _report(Graph(model, example_inputs), example_inputs, rules)
+    return _report(Graph(model, example_inputs, trained), example_inputs, rules)
 
 
 def _report(graph: Graph, inputs: Inputs, rules: str) -> Report:

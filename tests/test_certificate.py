@@ -64,6 +64,28 @@ def test_a_mistake_that_initial_weights_hide():
     assert certify(Head(), without_bias, (x,), keep=("norm.bias",))[1].ok
 
 
+def test_exact_in_float64_alone_is_not_enough():
+    """Rounded to float32, 1e4 in every weight of a linear leaves little of what the norm behind it reads."""
+
+    def uncentered(model: nn.Module) -> nn.Module:
+        after = copy.deepcopy(model)
+        with torch.no_grad():
+            after.inner.weight += 1e4
+        return after
+
+    certificate = certify(Head(), uncentered, (draw(3, 8, dtype=torch.float32),), tolerance=1e-9)[1]
+    assert certificate.max_rel <= 1e-9 and not certificate.ok
+    assert "in float32, 2e-06 is allowed" in certificate.reason and certificate.own_tolerance == 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype):
+    model, x = Head().to(dtype), draw(3, 8, dtype=dtype)
+    certificate = certify(model, centered, (x,))[1]
+    assert certificate.ok and certificate.checks[-1].dtype == str(dtype).removeprefix("torch.")
+    assert certificate.own_tolerance == pytest.approx(16.8 * torch.finfo(dtype).eps, rel=0.01)
+
+
 def test_nan_is_not_exact():
     class Nan(Head):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

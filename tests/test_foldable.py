@@ -195,7 +195,7 @@ OTHER_AXES = {  # uniform gains of a norm say nothing about any line but its own
 
 @pytest.mark.parametrize("name", OTHER_AXES)
 def test_uniform_gains_along_another_axis(name):
-    report = analyze(OTHER_AXES[name], (draw(2, 4, C),))
+    report = analyze(OTHER_AXES[name], (draw(2, 4, C),), trained=False)
     assert counts(report)[1:3] == (0, 0) and "keep a zero mean" in report.rows[-1].reason, str(report)
     assert fold(OTHER_AXES[name], report)[1].folded == 0
 
@@ -250,6 +250,25 @@ def test_pre_norm_encoder():
     torch.testing.assert_close(run(after, {"src": x}), run(model, (x,)), rtol=0, atol=1e-12)  # by name, too
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_encoder_calls_its_folded_norms(grad):
+    """torch's fast path, taken without gradients, passes over the norms of a layer."""
+    model, x = stack(norm_first=True), draw(2, 4, C)
+    after, called = fold(model, analyze(model, (x,)), insert=True)[0], []
+    for module in after.modules():
+        if isinstance(module, FoldedNorm):
+            forward = module.forward  # not a hook: hooks switch the fast path off
+
+            def count(*args, forward=forward):
+                called.append(forward)
+                return forward(*args)
+
+            module.forward = count
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(after(x), model(x), rtol=0, atol=1e-12)
+    assert len(called) == 7
+
+
 def test_centrings_that_gain_nothing_are_not_inserted():
     model, x = stack(final=False), draw(2, 4, C)
     report = analyze(model, (x,))
@@ -298,11 +317,27 @@ def test_tied_head():
 def test_uniform_gains_are_relied_upon_only_while_they_last():
     model = net(lambda m, x: m.out(m.ln2(m.ln(x) + m.a(x))))
     nn.init.constant_(model.ln.weight, 0.7)
-    report = analyze(model, (draw(2, 4, C),))
+    assert analyze(model, (draw(2, 4, C),)).strict == 0  # verdicts do not depend on values
+    report = analyze(model, (draw(2, 4, C),), trained=False)
     certificate = fold(model, report)[1]
     assert report.strict == 1 and certificate.ok and certificate.folded == 1
+    assert certificate.kept == ["ln.weight"] and "only for the present values of ln.weight" in str(certificate)
     trained = parametrize_cbwc(model, report)
     assert isinstance(trained.ln2, nn.LayerNorm)  # training would move the gains apart
+
+
+def test_frozen_values_are_relied_upon():
+    model = net(lambda m, x: m.out(m.ln2(m.ln(x) + m.a(x))))
+    nn.init.constant_(model.ln.weight, 0.7)
+    model.ln.weight.requires_grad_(False)
+    certificate = folded(model, (draw(2, 4, C),), 1)[1]
+    assert certificate.kept == ["ln.weight"]
+
+
+def test_a_zero_vector_that_may_be_trained():
+    model = net(lambda m, x: m.out(m.ln(m.a(x) + m.bias)) + m.bias.sum(), bias=nn.Parameter(torch.zeros(C)))
+    nn.init.zeros_(model.bias)
+    assert [analyze(model, (draw(2, 4, C),), trained=trained).strict for trained in (True, False)] == [0, 1]
 
 
 def test_a_wrong_fold_is_rolled_back():

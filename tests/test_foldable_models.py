@@ -68,6 +68,14 @@ def test_architecture(name):
         assert (paper.total, paper.strict, paper.practical) == TABLE3[name]
 
 
+def test_initial_bert_is_not_another_model():
+    """Initial gains are all 1; the verdicts are those of trained weights all the same."""
+    config = hf.BertConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4,
+                           vocab_size=50)  # fmt: skip
+    model, ids = hf.BertModel(config).eval(), torch.randint(3, 50, (2, 7))
+    assert [analyze(model, {"input_ids": ids}, trained=trained).strict for trained in (True, False)] == [1, 5]
+
+
 def gpt2(train: bool = False) -> tuple[nn.Module, dict]:
     """GPT-2 with a tied head, two layers, no dropout, in float64."""
     torch.manual_seed(0)
