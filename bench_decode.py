@@ -161,7 +161,12 @@ def copy_bandwidth(device: torch.device) -> float:
         target.copy_(source)
         sync()
 
-    return 2 * size / min(paired_times({"copy": copy}, 20)["copy"][2:])
+    return 2 * size / min(paired_times({"copy": copy}, 20, measure=clock_of(device))["copy"][2:])
+
+
+def clock_of(device: torch.device) -> Callable[[Callable[[], None]], float]:
+    """How calls on this device are timed."""
+    return cpu_seconds if device.type == "cpu" and torch.get_num_threads() == 1 else seconds
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
@@ -196,7 +201,7 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
     for call in calls.values():  # warm-up: memory, clocks
         call()
     bar = tqdm(total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty())
-    clock = cpu_seconds if device.type == "cpu" and torch.get_num_threads() == 1 else seconds
+    clock = clock_of(device)
     times = paired_times(calls, config.rounds, after_round=bar.update, measure=clock)
     bar.close()
     for name in decode_peers.NAMES:  # generate reads the prompt too: taken off, round by round

@@ -14,10 +14,11 @@ from model import GPT
 from packing import PackedGPT, pack
 
 # What a kernel is, by its name: the first match counts. Names are inductor's, Triton's, cuBLAS', ATen's and ours.
+# Activation before norm: inductor names the paper's activation kernel after the statistic that it applies, too.
 CLASSES = (
     ("attention", ("attend", "attention", "flash", "fmha", "softmax")),
-    ("norm", ("norm", "rsqrt", "_red_", "_per_", "mean_pow")),
     ("activation", ("silu", "gelu", "activation", "sigmoid", "relu", "tanh")),
+    ("norm", ("norm", "rsqrt", "_red_", "_per_", "mean_pow")),
     ("product", ("gemv", "gemm", "splitk", "cutlass", "xmma", "wgmma", "nvjet", "mm", "linear", "vector_kernel",
                  "matrix_kernel")),
     ("heads", ("heads", "rope", "index_put", "index_copy")),
