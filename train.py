@@ -254,8 +254,7 @@ class Trainer:
             self.step += 1
             reports.append(self._train_step(batches))
             self._next_step()
-            if config.coupled_calibrate and self.step % config.coupled_calibrate == 0:
-                self._calibrate()
+            self._calibrate()
             due_eval = self.step % config.eval_interval == 0 or self.step == config.max_iters
             due_save = due_eval or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
             # On a GPU a report is read when the next step is queued, so that the GPU never waits for the host.
@@ -280,8 +279,8 @@ class Trainer:
             carry_state(self.optimizer, source, target)
 
     def _calibrate(self) -> None:
-        """Set alpha of shared positions (coupled_calibrate) by a training batch, the same on any number of ranks."""
-        if self.config.coupled_calibrate:
+        """Where coupled_calibrate says so, set alpha by a training batch, the same on any number of ranks."""
+        if self.config.coupled_calibrate and self.step % self.config.coupled_calibrate == 0:
             x, _ = self.loader.blocks.batch(self.loader.sample_ids(self.step + 1, 0))
             with self.precision.autocast():
                 rms_stats.calibrate(self.model, x.to(self.ranks.device))
