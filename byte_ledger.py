@@ -205,7 +205,7 @@ class LoneBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B T, C): in two dimensions, where inductor moves the closing add into the product before it."""
         x, delta, _ = self.block(x, None, None, None, None)
-        return x.flatten(0, 1) + delta.flatten(0, 1)
+        return x.flatten(0, 1) if delta is None else x.flatten(0, 1) + delta.flatten(0, 1)
 
 
 def norm_launches(model: nn.Module, inputs: list[Tensor], channels: int) -> list[Launch]:

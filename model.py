@@ -17,10 +17,9 @@ from configurator import key
 from errors import ConfigError
 from kernels import scaled_activation
 from kernels.reference import KINDS, activate
+from loss import cross_entropy
 from norm_layers import Handover, Norm
 from norms import NormConfig, NormPlan
-
-LOGITS_BYTES = 1 << 29  # float32 logits beyond this size are never materialised at once in training
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,10 @@ class Attention(nn.Module):
         self.proj = plan.residual_linear(width, config.n_embd, bias)
         self.q_norm, self.k_norm = plan.qk_norm(self.head_dim), plan.qk_norm(self.head_dim)
 
-    def forward(self, y: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
+    def forward(
+        self, y: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KVCache | None, add: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, C) of normalised inputs y; `add`, if there is one, is added to the output."""
         B, T, _ = y.shape
         heads = (self.heads, self.kv_heads, self.kv_heads)
         # Split before the heads are moved: backward then joins the three gradients in the layout that the linear reads.
@@ -164,7 +166,14 @@ class Attention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.kv_heads != self.heads,
         )  # fmt: skip
-        return self.proj(a.transpose(1, 2).reshape(B, T, -1))  # (B, H, T, head_dim) -> (B, T, C)
+        return project(self.proj, a.transpose(1, 2).reshape(B, T, -1), add)  # (B, H, T, head_dim) -> (B, T, C)
+
+
+def project(linear: nn.Linear, x: Tensor, add: Tensor | None) -> Tensor:
+    """linear(x) (..., C); with `add` (..., C) their sum, part of the product (addmm), which has no room for a bias."""
+    if add is None:
+        return linear(x)
+    return torch.addmm(add.flatten(0, -2), x.flatten(0, -2), linear.weight.t()).view(add.shape)
 
 
 class MLP(nn.Module):
@@ -176,13 +185,16 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.n_embd, config.inner * (2 if self.activation == "swiglu" else 1), bias=config.bias)
         self.down = plan.residual_linear(config.inner, config.n_embd, config.bias)
 
-    def forward(self, y: Tensor, debt: tuple[Tensor | None, Tensor] | None = None) -> Tensor:
+    def forward(
+        self, y: Tensor, debt: tuple[Tensor | None, Tensor] | None = None, add: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, C) of normalised inputs y; `add`, if there is one, is added to the output."""
         if debt is None:
-            return self.down(activate(self.up(y), self.activation))
+            return project(self.down, activate(self.up(y), self.activation), add)
         gain, scale = debt  # of the norm before: W (y s g) + b = s (W diag(g)) y + b
         weight = self.up.weight if gain is None else (self.up.weight * gain).to(self.up.weight.dtype)
         z = F.linear(y, weight)
-        return self.down(scaled_activation(z, scale, self.up.bias, self.activation, self.kernels))
+        return project(self.down, scaled_activation(z, scale, self.up.bias, self.activation, self.kernels), add)
 
 
 class Block(nn.Module):
@@ -196,10 +208,23 @@ class Block(nn.Module):
 
     def forward(self, x, delta, inv_rms, rope, cache):
         y, x, inv_rms = self.norm1(x, delta, inv_rms)
+        if self.norm2.folds(x) and self.adds_in_products(x):
+            y, x, inv_rms = self.norm2(self.attn(y, rope, cache, x), None, inv_rms)
+            gain, scale = self.norm2.debt(x, inv_rms)
+            rows = y.flatten(0, -2)  # (B T, C), where inductor has a product add in backward, too
+            return self.mlp(rows, (gain, scale.flatten(0, -2)), rows).view(x.shape), None, inv_rms
         delta = self.dropout(self.attn(y, rope, cache))
         y, x, inv_rms = self.norm2(x, delta, inv_rms)
         delta = self.dropout(self.mlp(y, self.norm2.debt(x, inv_rms)))
         return x, delta, inv_rms
+
+    def adds_in_products(self, x: Tensor) -> bool:
+        """Can the sublayers add to the stream x in their last products? Not if anything comes in between: a bias,
+        dropout, a cast of the stream."""
+        device = x.device.type
+        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
+        dropped = self.training and self.dropout.p > 0
+        return not (cast or dropped) and self.attn.proj.bias is None and self.mlp.down.bias is None
 
 
 class GPT(nn.Module):
@@ -335,43 +360,3 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torc
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
-
-
-def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, n_vocab: int) -> Tensor:
-    """Mean cross-entropy (nats per token) of logits x head^T. x (N, C), head (V, C), targets (N,), -1 is left out."""
-    chunks = -(-4 * x.shape[0] * head.shape[0] // LOGITS_BYTES)
-    if chunks > 1:
-        total = _ChunkedCrossEntropy.apply(x, head, targets, n_vocab, chunks, torch.is_grad_enabled())
-        return total / (targets >= 0).sum()
-    logits = F.linear(x, head)[:, :n_vocab]
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, ignore_index=-1)
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy, chunk by chunk. The gradient is taken in the forward pass while a chunk's logits are at
-    hand, so that no logits are kept and none are computed twice (the method of Liger-Kernel's fused linear loss)."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, n_vocab: int, chunks: int, needs_grad: bool) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=x.device)
-        grad_x, grad_head = [], torch.zeros_like(head, dtype=wide) if needs_grad else None
-        for x_part, target in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
-            logits = F.linear(x_part, head)  # (n, V), in autocast's type
-            log_p = logits[:, :n_vocab].to(wide).log_softmax(-1)
-            valid = (target >= 0).unsqueeze(1)
-            index = target.clamp(min=0).unsqueeze(1)
-            total -= (log_p.gather(1, index) * valid).sum()
-            if needs_grad:
-                grad = log_p.exp().scatter_add(1, index, -torch.ones_like(index, dtype=wide)) * valid
-                grad = F.pad(grad, (0, head.shape[0] - n_vocab)).to(logits.dtype)  # softmax - one-hot, (n, V)
-                grad_x.append((grad @ head.to(grad.dtype)).to(x.dtype))
-                grad_head += (grad.t() @ x_part.to(grad.dtype)).to(wide)
-        if needs_grad:
-            ctx.save_for_backward(torch.cat(grad_x), grad_head.to(head.dtype))
-        return total
-
-    @staticmethod
-    def backward(ctx, grad_total: Tensor):
-        grad_x, grad_head = ctx.saved_tensors
-        return (grad_total * grad_x).to(grad_x.dtype), (grad_total * grad_head).to(grad_head.dtype), *[None] * 4

@@ -62,6 +62,10 @@ class Norm(nn.Module):
         y, inv_rms = self.normalize(x, inv_rms)
         return y, x, inv_rms
 
+    def folds(self, x: Tensor) -> bool:
+        """Is the scaling of a stream x (B, T, C) left to the projection that reads it? Not by most."""
+        return False
+
     def debt(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor | None, Tensor] | None:
         """(gain (C,), scale (B, T, 1)) that y lacks and the projection which reads it must pay; None for most.
         x and inv_rms are what `forward` returned."""
@@ -141,7 +145,6 @@ class SharedRMSNorm(Norm):
             self.alpha = float(alpha)
 
     def folds(self, x: Tensor) -> bool:
-        """Is the scaling of a stream x (B, T, C) left to the projection?"""
         pays = torch.compiler.is_compiling() and x.numel() > FOLD_PAYS * self.channels**2
         return self.impl == "fold" or (self.impl == "auto" and pays)
 
@@ -157,12 +160,7 @@ class SharedRMSNorm(Norm):
         return self.affine(x.to(scale.dtype) * scale, x.dtype), inv_rms
 
     def add_and_normalize(self, x: Tensor, delta: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        if self.folds(x):
-            # Added in two dimensions and handed on as two views, so that in forward and in backward the sum is one of a
-            # matrix product and a matrix: inductor makes the add an epilogue (addmm) of the product.
-            h = x.flatten(0, -2) + delta.flatten(0, -2)  # (B T, C)
-            return h.view(x.shape), h.view(x.shape), inv_rms
-        if not self.detach:
+        if self.folds(x) or not self.detach:
             return super().add_and_normalize(x, delta, inv_rms)
         y, h = add_shared_rms_scale(x, delta, self.scale(inv_rms), self.weight, self.kernels)
         return y, h, inv_rms

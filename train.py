@@ -83,6 +83,8 @@ class TrainConfig(GPTConfig):
     dtype: str = key("auto", "of the computation; weights are float32 (auto: bfloat16 on CUDA)", ("auto", *DTYPES))
     parallel: str = key("ddp", "on several ranks: each holds the whole model, or fsdp: a share", ("ddp", "fsdp"))
     compile: bool | None = key(None, "torch.compile (auto: on CUDA)")
+    compile_mode: str = key("default", "of torch.compile; max-autotune tries products that add as well",
+                            ("default", "max-autotune-no-cudagraphs"))  # fmt: skip
     hellaswag: str = key("off", "score HellaSwag at the end: off, auto (downloads the items), or a file of items")
     hellaswag_interval: int = key(0, "steps between further HellaSwag scores (0: at the end alone)")
     hellaswag_items: int = key(0, "score this many items, spread evenly over the file (0: all)")
@@ -179,7 +181,7 @@ class Trainer:
         self.compiled = self.model
         if config.compile or (config.compile is None and ranks.on_cuda):
             torch._dynamo.config.recompile_limit = 32  # training and evaluation, in each of a taper's three phases
-            self.compiled = torch.compile(self.model, dynamic=False)
+            self.compiled = torch.compile(self.model, dynamic=False, mode=config.compile_mode)
         replicated = dist.is_initialized() and not is_sharded(self.model)
         self.parallel = replicate(self.compiled) if replicated else self.compiled
         self.names = [name for name, _ in self.model.named_parameters()]

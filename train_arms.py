@@ -5,7 +5,8 @@ An arm is a norm type and what it sets otherwise, an arm list has semicolons bet
     rms; coupled; coupled coupled_impl=fold; layer compile=False; rms-no-mlp-gamma; nanogpt
 
 `X-no-mlp-gamma` is X without the gain of the norm before each MLP; `nanogpt` is upstream nanoGPT's model and optimiser.
-Arms differ in keys of the norms, `residual` and `compile` alone, so that nothing else can make one of them fast.
+Arms differ in keys of the norms, `residual`, `compile` and `compile_mode` alone, so that nothing else can make one of
+them fast.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ NANOGPT = "nanogpt"
 NANOGPT_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
 # Not coupled_calibrate: train.py calibrates between steps, which would not be timed.
 MAY_DIFFER = {field.name for field in dataclasses.fields(NormConfig)} - {"norm_type", "coupled_calibrate"}
-MAY_DIFFER |= {"residual", "compile"}
+MAY_DIFFER |= {"residual", "compile", "compile_mode"}
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[], Tensor]  # one optimiser step; its loss, a scalar on the device
@@ -81,8 +82,8 @@ def parse_arm(name: str, config: TrainConfig) -> Arm:
         if key not in MAY_DIFFER:
             raise ConfigError(f"arms: {name!r}: {key} must be the same for all arms, set it once: --{key}={value}")
     is_nanogpt = kind == NANOGPT
-    if is_nanogpt and overrides.values.keys() - {"compile"}:
-        raise ConfigError(f"arms: {name!r}: nanoGPT knows no such key, only compile")
+    if is_nanogpt and overrides.values.keys() - {"compile", "compile_mode"}:
+        raise ConfigError(f"arms: {name!r}: nanoGPT knows no such key, only compile and compile_mode")
     norm_type = "layer" if is_nanogpt else kind.removesuffix(NO_MLP_GAMMA)
     if kind.endswith(NO_MLP_GAMMA) and norm_type not in STRIPPABLE:
         raise ConfigError(f"arms: {name!r}: the MLP norm's gain can be left out of {', '.join(STRIPPABLE)} alone")
@@ -125,7 +126,7 @@ def our_step(arm: Arm, batches: list[Batch], device: torch.device) -> Step:
     optimizer = make_optimizer(
         model, config.learning_rate, (config.beta1, config.beta2), config.adam_eps, config.weight_decay
     )
-    forward = torch.compile(model, dynamic=False) if is_compiled(config, device) else model
+    forward = torch.compile(model, dynamic=False, mode=config.compile_mode) if is_compiled(config, device) else model
     model.set_step(1, config.max_iters)
     following = itertools.count(2)
 
@@ -150,7 +151,8 @@ def nanogpt_step(arm: Arm, batches: list[Batch], device: torch.device, upstream:
         model.to(device, precision.weights).train()
         betas = config.beta1, config.beta2
         optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, betas, device.type)
-    forward, scaler = torch.compile(model) if is_compiled(config, device) else model, precision.scaler
+    forward = torch.compile(model, mode=config.compile_mode) if is_compiled(config, device) else model
+    scaler = precision.scaler
 
     def step() -> Tensor:
         for x, y in batches:

@@ -20,7 +20,7 @@ from conftest import close, draw, shake
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model as model_file
+import loss as loss_file
 from checkpoint import (
     BEST,
     LAST,
@@ -35,7 +35,8 @@ from checkpoint import (
     save_checkpoint,
 )
 from errors import ConfigError, UserError
-from model import GPT, GPTConfig, KVCache, cross_entropy, sample_token
+from loss import cross_entropy
+from model import GPT, GPTConfig, KVCache, sample_token
 from norms import NORM_TYPES
 from optim import guarded_update, learning_rate, make_optimizer
 
@@ -282,7 +283,7 @@ def test_chunked_loss_is_the_plain_loss(tied, chunks, ignored, monkeypatch):
     kept = targets >= 0
     close(loss, F.cross_entropy(plain(idx)[kept], targets[kept]))
     (2.5 * loss).backward()
-    monkeypatch.setattr(model_file, "LOGITS_BYTES", -(-4 * 36 * 40 // chunks))
+    monkeypatch.setattr(loss_file, "LOGITS_BYTES", -(-4 * 36 * 40 // chunks))
     split_loss = chunked(idx, targets)[0]
     assert "_ChunkedCrossEntropy" in split_loss.grad_fn.next_functions[0][0].name()
     close(split_loss, loss)
@@ -298,7 +299,7 @@ def test_chunked_loss_under_autocast(monkeypatch):
     """bfloat16 products, float32 weights: losses and gradients agree within what bfloat16 can show."""
     results = {}
     for limit in (1 << 29, 700):
-        monkeypatch.setattr(model_file, "LOGITS_BYTES", limit)
+        monkeypatch.setattr(loss_file, "LOGITS_BYTES", limit)
         model = gpt().float()
         with torch.autocast("cpu", torch.bfloat16):
             loss, _ = model(tokens(3, 12), tokens(3, 12, seed=1))
@@ -329,7 +330,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("chunks", [1, 8])
 def test_training_never_makes_all_logits_at_once(chunks, monkeypatch):
-    monkeypatch.setattr(model_file, "LOGITS_BYTES", 4 * 384 * 512 // chunks)
+    monkeypatch.setattr(loss_file, "LOGITS_BYTES", 4 * 384 * 512 // chunks)
     model = GPT(replace(SHAPE, vocab_size=512, n_vocab=500, block_size=128, n_layer=1))
     with LargestTensor() as seen:
         loss, aux = model(tokens(3, 128), tokens(3, 128, seed=1))
@@ -359,7 +360,7 @@ def test_compiles_without_a_graph_break(norm_type, shape):
 
 def test_a_chunked_loss_compiles(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(model_file, "LOGITS_BYTES", 700)
+    monkeypatch.setattr(loss_file, "LOGITS_BYTES", 700)
     model, eager = (gpt("rms", n_layer=1) for _ in range(2))
     idx, targets = tokens(3, 12), tokens(3, 12, seed=1)
     losses = [torch.compile(model, fullgraph=True, backend="aot_eager")(idx, targets)[0], eager(idx, targets)[0]]
