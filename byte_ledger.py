@@ -336,8 +336,8 @@ Made by `{command} --out={config.out}`; what is counted stands at the head of th
 {table(rows)}
 
 - one block: a bfloat16 block alone, closed by a product that adds the residual itself
-- bfloat16 stream: what one more block costs train.py's model with residual=autocast. The aim of 13.5 kB for fold is met
-  by the lone block, not by the real step
+- bfloat16 stream: what one more block costs train.py's model with residual=autocast. It has the closing add's read,
+  {2 * config.n_embd / 1000:.1f} kB for every arm, which one block leaves out
 - copied: the same, with an addmm that copies its residual operand first, as PyTorch's does
 - float32 stream: what one more block costs train.py's model by default
 """
