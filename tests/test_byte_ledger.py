@@ -5,6 +5,7 @@
 Inductor is told of a GPU that is not there, and remembers some of it: what generates code runs in a child process.
 """
 
+import collections
 import dataclasses
 import json
 import os
@@ -230,6 +231,34 @@ def test_the_table_in_results_is_todays(ledger):
     for arm, row in recorded.items():
         assert {name: row[name] for name in ledger[arm]} == pytest.approx(ledger[arm], rel=1e-3), arm
         assert row.keys() == ledger["rms"].keys()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a trace of a compiled step")
+@pytest.mark.parametrize("arm", ["rms", "coupled, fold"])
+def test_a_trace_has_the_kernels_that_are_counted(arm):
+    """Generated kernels of a real step: the same names, as often as they are read in the generated code."""
+    from torch._inductor.utils import run_and_get_code
+    from torch.profiler import ProfilerActivity, profile
+
+    torch._dynamo.reset()
+    keys = byte_ledger.ARMS[arm] | {"norm_type": arm.split(",")[0], "residual": "autocast"}
+    model = GPT(GPTConfig(n_layer=3, vocab_size=64, **keys)).cuda()
+    model.wte.requires_grad_(False)  # as in launches_of_training
+    model.wpe.requires_grad_(False)
+    compiled, idx = torch.compile(model, dynamic=False), torch.zeros(8, 1024, dtype=torch.int64, device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss, _ = compiled(idx, idx)
+        loss.backward()
+
+    _, sources = run_and_get_code(step)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    counted = collections.Counter(launch.name for code in sources for launch in launches(code, 8, 1024))
+    del counted["addmm"]  # the library's
+    assert counted == collections.Counter(e.name for e in trace.events() if e.name.startswith("triton_"))
 
 
 def run_program(folder: str) -> None:
