@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from bench_arms import OPERATORS, UNSCALED, Function, Operator, arms_of, make_inputs
 from configurator import key, parse_args
-from errors import ConfigError, UserError, run_program
+from errors import ConfigError, UserError, run_program, writing
 from runlog import environment
 from stats import median_ratio, paired_times, seconds
 
@@ -334,13 +334,10 @@ def _word(value: object) -> str:
 
 
 def write(folder: Path, records: list[dict[str, Any]], text: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
         (folder / "README.md").write_text(text + "\n![Share of copy bandwidth](kernels.png)\n", encoding="utf-8")
         (folder / "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
         plot(records, folder / "kernels.png", f"{records[0]['device']}, {records[0]['rows']:,} rows")
-    except OSError as error:
-        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
 
 
 if __name__ == "__main__":

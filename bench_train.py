@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from byte_ledger import launches_of_training, total
 from configurator import key, parse_args
-from errors import ConfigError, UserError, run_program
+from errors import ConfigError, UserError, run_program, writing
 from model import GPT
 from optim import Precision
 from plots import plt, save, style
@@ -277,12 +277,9 @@ def main(argv: list[str]) -> None:
 
 
 def write(folder: Path, records: list[dict[str, Any]], text: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
         (folder / "README.md").write_text(text + "\n![Speed of the arms](speed.png)\n", encoding="utf-8")
         (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
     plot(records, folder / "speed.png", records[0]["device"])
 
 

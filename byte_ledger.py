@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from configurator import key, parse_args
 from cuda_codegen import cuda_code
-from errors import ConfigError, UserError, run_program
+from errors import ConfigError, UserError, run_program, writing
 from model import GPT, Block, GPTConfig
 from norms import NormPlan
 from runlog import environment
@@ -341,12 +341,9 @@ Made by `{command} --out={config.out}`; what is counted stands at the head of th
 - copied: the same, with an addmm that copies its residual operand first, as PyTorch's does
 - float32 stream: what one more block costs train.py's model by default
 """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
         (folder / "ledger.jsonl").write_text("\n".join(lines) + "\n")
         (folder / "README.md").write_text(text)
-    except OSError as error:
-        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
 
 
 if __name__ == "__main__":

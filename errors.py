@@ -1,8 +1,10 @@
 """Errors meant for people: one line that names the thing and the remedy, and an exit code."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -25,6 +27,16 @@ class FoldError(ConfigError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, torn, no checkpoint at all, or of another model."""
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Makes the folder that the key `out` names. What the system then refuses to write becomes a UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
 
 
 def run_program(main: Callable[[list[str]], int | None]) -> None:

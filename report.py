@@ -23,7 +23,7 @@ from scipy.stats import gmean
 import published
 from comparison import EQUAL_TIME, Row, compare, exchange_rate, pair, usable
 from data.shards import write_bytes_atomically
-from errors import ConfigError, UserError, run_program
+from errors import ConfigError, run_program, writing
 from plots import Arms, plot_differences, plot_loss, plot_stream
 from runs import METRICS, by_arm, find_runs
 
@@ -198,8 +198,7 @@ def write_report(arms: Arms, baseline: str, deltas: dict[str, float], out: Path)
     # Means and curves are of the runs that are compared, so that they tell the same story as the differences.
     used = {base.seed: base for its in pairs.values() for _, base in its} or arms[baseline]
     arms = {baseline: used, **{arm: {run.seed: run for run, _ in its} for arm, its in pairs.items() if its}}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
         plots = [plot_loss(arms, out / "loss_tokens.png", "tokens", baseline)]
         plots += [plot_loss(arms, out / "loss_time.png", "time")]
         plots += [plot_differences(rows, out / "differences.png")] if rows else []
@@ -209,8 +208,6 @@ def write_report(arms: Arms, baseline: str, deltas: dict[str, float], out: Path)
                  "report.csv": verdict_csv(rows), "seeds.csv": seeds_csv(arms)}  # fmt: skip
         for name, text in texts.items():
             write_bytes_atomically(out / name, text.encode())
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
     return "\n\n".join(verdict_sentences(rows) + [f"Left out: {line}" for line in left_out])
 
 

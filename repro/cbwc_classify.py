@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configurator import key, parse_args
 from data.shards import write_bytes_atomically
-from errors import ConfigError, UserError, run_program
+from errors import ConfigError, UserError, run_program, writing
 from model import GPT, GPTConfig
 from optim import learning_rate, make_optimizer
 from runlog import environment
@@ -146,8 +146,7 @@ def main(argv: list[str]) -> None:
     out, about = Path(config.out), environment(torch.device("cpu"))
     target, records = out / "records.jsonl", []
     settings = {name: value for name, value in asdict(config).items() if name not in ("out", "seeds", "rope_scaling")}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
         if target.exists():
             first, *records = map(json.loads, target.read_text(encoding="utf-8").splitlines())
             if first["config"] != settings:
@@ -166,8 +165,6 @@ def main(argv: list[str]) -> None:
         made = f"`repro/cbwc_classify.sh`: {about['device']}, {versions}, commit {about['git'][:7]}."
         text = f"# Text classification with dropout {config.dropout}\n\n{made}\n\n{table}\n"
         write_bytes_atomically(out / "README.md", text.encode())
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
     print(table)
     print(json.dumps({"records": len(records), "out": str(out)}))
 

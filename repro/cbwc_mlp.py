@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configurator import key, parse_args
 from data.shards import write_bytes_atomically
-from errors import ConfigError, UserError, run_program
+from errors import ConfigError, run_program, writing
 from norm_layers import CenteredLinear, LayerNorm, RMSNorm
 from plots import plt, save, style
 from runlog import environment
@@ -281,8 +281,7 @@ def main(argv: list[str]) -> None:
     config, _ = parse_args(MLPConfig, argv, __doc__)
     out, (study, heading) = Path(config.out), STUDIES[config.study]
     about = environment(torch.device("cpu"))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
         records, table = study(config)
         lines = [json.dumps({"config": asdict(config), **about}), *map(json.dumps, records)]
         write_bytes_atomically(out / "records.jsonl", ("\n".join(lines) + "\n").encode())
@@ -290,8 +289,6 @@ def main(argv: list[str]) -> None:
         machine = f"{about['device']}, torch {about['versions']['torch']}, commit {about['git'][:7]}"
         text = f"# {heading}\n\n{command}: {machine}. Synthetic images, as its docstring says.\n\n{table}\n"
         write_bytes_atomically(out / "README.md", text.encode())
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
     print(table)
     print(json.dumps({"study": config.study, "records": len(records), "out": str(out)}))
 
