@@ -3,7 +3,7 @@
 CoupledNorm divides the stream by the RMS of an earlier position. How much larger the stream is by then is the drift
 RMS(h) / RMS(shared), one number a token. Its typical value can be compensated by a scalar at each position (alpha,
 section 5.3 of Loretz & Hochreiter 2026), its spread over tokens cannot. TaperNorm multiplies by a constant c instead:
-its drift, c RMS(h), is 1 on average when c is set, and moves as the stream grows away from it.
+its drift, RMS(c h), is 1 on average when c is set, and moves as the stream grows away from it.
 
 At the output, the size of the logits and the radial gradient tell whether anything holds the scale of the stream
 (Kanavalau, Amo Alonso & Lall 2026, section 4): with a final norm that gradient is 0, without one it is negative where
@@ -67,12 +67,10 @@ def log_drift(norm: Norm, h: Tensor, used: Tensor | None) -> Tensor:
     """log of RMS(h) / RMS(statistic used) (B, T, 1), float64, for a norm that has read the stream h (B, T, C). Zero for
     norms with a statistic of their own, of whatever kind."""
     if isinstance(norm, TaperNorm) and norm.phase != "warm":
-        own, used = inverse_rms(center(h) if norm.centers else h, norm.eps), norm.scale
-    elif isinstance(norm, SharedRMSNorm):
-        own = inverse_rms(h, norm.eps)
-    else:
-        return torch.zeros(*h.shape[:-1], 1, dtype=torch.float64, device=h.device)
-    return (used / own).log().double()
+        return -inverse_rms((center(h) if norm.centers else h) * norm.scale, norm.eps).log().double()
+    if isinstance(norm, SharedRMSNorm):
+        return (used / inverse_rms(h, norm.eps)).log().double()
+    return torch.zeros(*h.shape[:-1], 1, dtype=torch.float64, device=h.device)
 
 
 def output_statistics(model: GPT, h: Tensor, used: Tensor | None, targets: Tensor) -> tuple[float, float]:

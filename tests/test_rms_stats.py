@@ -56,9 +56,10 @@ def test_norms_with_their_own_statistic_have_no_drift(norm_type):
 
 
 @pytest.mark.parametrize("base", ["rms", "layer"])
-def test_drift_of_a_taper_is_c_times_its_statistic(base):
-    """1 while the norm has a statistic of its own, then c RMS(h), or c times the standard deviation with LayerNorm."""
-    model = gpt(norm_type="taper", taper_base=base, taper_warmup=1.0, taper_end=3.0).train()
+def test_drift_of_a_taper_is_the_size_of_what_it_scales(base):
+    """1 while the norm has a statistic of its own, then RMS(c h), h centred with LayerNorm; c for each channel too."""
+    model = gpt(norm_type="taper", taper_base=base, taper_fit="channel" if base == "layer" else "norm",
+                taper_warmup=1.0, taper_end=3.0).train()  # fmt: skip
     model.set_step(1, 10)
     model(IDX, IDX)
     for step, phase in ((1, "warm"), (2, "blend"), (3, "fixed")):
@@ -67,7 +68,7 @@ def test_drift_of_a_taper_is_c_times_its_statistic(base):
         assert model.blocks[0].norm1.phase == phase
         for position, norm in enumerate(model.norms()):
             h = found[position] - found[position].mean(-1, keepdim=True) if base == "layer" else found[position]
-            c_r = norm.scale * (h.square().mean(-1) + SHAPE.norm_eps).sqrt() if position < 2 * L else torch.ones(1)
+            c_r = ((norm.scale * h).square().mean(-1) + SHAPE.norm_eps).sqrt() if position < 2 * L else torch.ones(1)
             log_ratio = (c_r if phase != "warm" else torch.ones(1)).double().log()
             close(stats.drift[position], log_ratio.mean().exp())
             close(stats.spread[position], log_ratio.std(correction=0))
