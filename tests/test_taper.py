@@ -9,6 +9,7 @@ import copy
 import math
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import FORKS, close, draw, shake
+from torch.utils.checkpoint import checkpoint
 
 from errors import ConfigError
 from model import GPT, GPTConfig
@@ -316,6 +318,22 @@ def test_step_mean_is_a_bias_corrected_average_of_step_means():
     close(mean.average, weighted, 1e-8)  # the rate is a float32
     close(mean.value(), weighted / (1 - decay**2), 1e-7)
     close(average_of([first]).value(), first.mean(0))
+
+
+def test_recomputation_in_backward_does_not_move_the_statistics():
+    """Activation checkpointing runs a block's forward twice: sums and tokens double alike, so means stay."""
+    plain, checkpointed = gpt(taper_anchor=0.1), gpt(taper_anchor=0.1)
+    for block in checkpointed.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for step in range(1, 5):
+        for model in (plain, checkpointed):
+            model.train().set_step(step, ITERS)
+            sum(model(IDX, TARGETS)).backward()
+    assert checkpointed.blocks[0].norm1.calibrated
+    for name, buffer in checkpointed.named_buffers():
+        close(buffer, dict(plain.named_buffers())[name])
+    for ours, theirs in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("sizes", [[24], [12, 12], [6] * 4, [1] * 24, [1, 20, 3]], ids=str)
