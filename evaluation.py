@@ -64,10 +64,10 @@ class Evaluator:
         return float((self.ranks.sum(losses).cpu().double() * tokens).sum() / tokens.sum())
 
     def rms_stats(self, model: GPT) -> RMSStats:
-        """Size and drift of the residual stream at every norm position, on the first evaluation batch."""
-        x, _ = self.blocks.batch(self.batches[0])
+        """The residual stream at every norm position, and the output, on the first evaluation batch."""
+        x, y = (part.to(self.ranks.device) for part in self.blocks.batch(self.batches[0]))
         with self.autocast():
-            return measure(model, x.to(self.ranks.device))
+            return measure(model, x, y)
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """`val_loss` in bits per byte of text; None where the data does not say how to decode it."""

@@ -46,7 +46,10 @@ class NormConfig:
                             ("scale", "fold", "auto"))  # fmt: skip
     taper_base: str = key("rms", "taper: the norm that is tapered away", ("rms", "layer"))
     taper_warmup: float = key(0.1, "taper: full norm up to this step (below 1: share of max_iters)")
-    taper_end: float = key(0.75, "taper: norm gone from this step on (below 1: share of max_iters)")
+    taper_end: float = key(0.75, "taper: norm gone from this step on (below 1: share of max_iters; as taper_warmup: "
+                           "gone at once)")  # fmt: skip
+    taper_fit: str = key("norm", "taper: least-squares scale for each norm, or for each of its channels",
+                         ("norm", "channel"))  # fmt: skip
     taper_final: bool = key(False, "taper: taper the final norm too")
     taper_anchor: float = key(0.0, "taper: weight of the loss that holds the scale of the final residual stream")
 
@@ -70,8 +73,8 @@ class NormConfig:
         if self.taper_end == 1:
             raise ConfigError("taper_end=1: is it a step or the whole run? Give a later step, or a share below 1")
         same_unit = (self.taper_warmup < 1) == (self.taper_end < 1)
-        if self.taper_warmup < 0 or self.taper_end <= 0 or (same_unit and self.taper_warmup >= self.taper_end):
-            raise ConfigError(f"taper_warmup={self.taper_warmup} must come before taper_end={self.taper_end}")
+        if self.taper_warmup < 0 or self.taper_end <= 0 or (same_unit and self.taper_warmup > self.taper_end):
+            raise ConfigError(f"taper_warmup={self.taper_warmup} must not come after taper_end={self.taper_end}")
         if self.taper_anchor < 0:
             raise ConfigError(f"taper_anchor={self.taper_anchor}: the weight of a loss must not be negative")
 
@@ -207,7 +210,7 @@ def shared_norm(config: NormConfig, site: Site) -> Norm:
 
 def taper_norm(config: NormConfig, site: Site) -> Norm:
     base = (layer_norm if config.taper_base == "layer" else rms_norm)(config, site)
-    return TaperNorm(base, TaperSchedule(config.taper_warmup, config.taper_end))
+    return TaperNorm(base, TaperSchedule(config.taper_warmup, config.taper_end), config.taper_fit == "channel")
 
 
 def anchored(builder: Builder) -> Builder:
@@ -242,7 +245,8 @@ BASE_LETTER = {"rms": "R", "layer": "L"}
 RMS_KEYS = ("rms_fraction", "norm_groups", "rms_bias")
 COUPLED_KEYS = ("coupled_first", "coupled_span", "coupled_alpha", "coupled_calibrate", "coupled_grad",
                 "coupled_impl")  # fmt: skip
-TAPER_KEYS = ("taper_base", "taper_warmup", "taper_end", "taper_final", "taper_anchor")
+TAPER_KEYS = ("taper_base", "taper_warmup", "taper_end", "taper_fit", "taper_final",
+              "taper_anchor")  # fmt: skip
 TAPER_NORMS = {"T": taper_norm, "R": rms_norm, "L": layer_norm}
 
 NORM_TYPES = {

@@ -173,3 +173,57 @@ def plot_stream(arms: Arms, target: Path) -> Path:
     axes[0].legend(frameon=False, fontsize=9)
     axes[-1].set_xlabel("block (whole: before attention, half: before the MLP, last: final norm)")
     return save(figure, target)
+
+
+def histories(runs: dict[int, Run]) -> list[dict[str, np.ndarray]]:
+    """Of the runs that measured them, cut to what all of them have."""
+    found = [run.history for run in runs.values() if run.history]
+    shortest = min((len(history["tokens"]) for history in found), default=0)
+    return [{name: values[:shortest] for name, values in history.items()} for history in found]
+
+
+def plot_output(arms: Arms, target: Path) -> Path:
+    """What holds the scale at the output, over training: mean over seeds, band from lowest to highest."""
+    panels = {"rms": "RMS of the stream\nat the output", "logit_norm": "length of the logits\naround their mean",
+              "radial_gradient": "radial gradient at the\noutput, nats"}  # fmt: skip
+    figure, axes = plt.subplots(3, figsize=(7.5, 8.5), layout="constrained", sharex=True)
+    for index, (arm, runs) in enumerate(arms.items()):
+        found = histories(runs)
+        for axis, name in zip(axes, panels if found else ()):
+            values = np.array([history[name] for history in found])
+            values = values[..., -1] if name == "rms" else values  # (seeds, n)
+            x, color = found[0]["tokens"] / 1e6, STYLES[index % len(STYLES)][0]
+            axis.plot(x, values.mean(0), label=arm, linewidth=1.6, **style(index))
+            axis.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.18, linewidth=0)
+    for axis, (name, label) in zip(axes, panels.items()):
+        axis.set(ylabel=label, yscale="linear" if name == "radial_gradient" else "log")
+        axis.grid(alpha=0.3)
+    axes[0].set_title("The output: mean over seeds, band from lowest to highest")
+    axes[0].legend(frameon=False, fontsize=9)
+    axes[-1].set_xlabel("training tokens (millions)")
+    return save(figure, target)
+
+
+def drifting(arms: Arms) -> Arms:
+    """The arms whose norms use a statistic that is not the stream's own, at some time of training."""
+    return {arm: runs for arm, runs in arms.items()
+            if any((run.history["drift"] != 1).any() for run in runs.values() if run.history)}  # fmt: skip
+
+
+def plot_drift(arms: Arms, target: Path) -> Path:
+    """How far the stream has moved from the statistic that each norm position uses, over training: one panel an arm,
+    one line a position, geometric means over seeds."""
+    figure, axes = plt.subplots(len(arms), figsize=(7.5, 1.2 + 1.8 * len(arms)), layout="constrained", sharex=True,
+                                squeeze=False)  # fmt: skip
+    for axis, (arm, runs) in zip(axes.flat, arms.items()):
+        found = histories(runs)
+        drift = np.exp(np.mean([np.log(history["drift"]) for history in found], 0))  # (n, 2L + 1)
+        shades = plt.get_cmap("viridis")(np.linspace(0, 0.9, drift.shape[1]))
+        for position, (line, shade) in enumerate(zip(drift.T, shades)):
+            axis.plot(found[0]["tokens"] / 1e6, line, color=shade, linewidth=1.4, label=f"{position / 2:g}")
+        axis.set(title=arm, ylabel="drift", yscale="log")
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(frameon=False, fontsize=8, ncols=2, title="block", loc="center left", bbox_to_anchor=(1, 0.5))
+    axes[-1, 0].set_xlabel("training tokens (millions)")
+    figure.suptitle("RMS of the stream over the statistic used, at every norm position", size=10)
+    return save(figure, target)

@@ -23,8 +23,13 @@ from scipy.stats import gmean
 import published
 from comparison import EQUAL_TIME, Row, compare, exchange_rate, pair, usable
 from data.shards import write_bytes_atomically
+<<<<<<< HEAD
 from errors import ConfigError, run_program, writing
 from plots import Arms, plot_differences, plot_loss, plot_stream
+=======
+from errors import ConfigError, UserError, run_program
+from plots import Arms, drifting, plot_differences, plot_drift, plot_loss, plot_output, plot_stream
+>>>>>>> 09cab05c543b5b41bddbb94496f516e33762ff36
 from runs import METRICS, by_arm, find_runs
 
 HOW = """\
@@ -204,6 +209,10 @@ def write_report(arms: Arms, baseline: str, deltas: dict[str, float], out: Path)
         plots += [plot_differences(rows, out / "differences.png")] if rows else []
         if any(run.stream for runs in arms.values() for run in runs.values()):
             plots += [plot_stream(arms, out / "stream.png")]
+        if any(run.history for runs in arms.values() for run in runs.values()):
+            plots += [plot_output(arms, out / "output.png")]
+        if moved := drifting(arms):
+            plots += [plot_drift(moved, out / "drift.png")]
         texts = {"report.md": report_text(arms, rows, baseline, left_out, plots),
                  "report.csv": verdict_csv(rows), "seeds.csv": seeds_csv(arms)}  # fmt: skip
         for name, text in texts.items():

@@ -87,6 +87,16 @@ class Run:
         last = next((event for event in reversed(self.events) if event["event"] == "rms"), {})
         return {name: np.array(last[name], dtype=float) for name in ("rms", "drift", "spread") if name in last}
 
+    @cached_property
+    def history(self) -> dict[str, np.ndarray]:
+        """At all n evaluations: "tokens" (n,), "rms" and "drift" at each norm position (n, 2L + 1), "logit_norm" and
+        "radial_gradient" (n,). Empty in logs that do not have them."""
+        events = [event for event in self.events if event["event"] == "rms" and "logit_norm" in event]
+        names = ("rms", "drift", "logit_norm", "radial_gradient") if events else ()
+        found = {name: np.array([event[name] for event in events], dtype=float) for name in names}
+        tokens = np.array([event["step"] * self.start["tokens_per_step"] for event in events])
+        return found | ({"tokens": tokens} if events else {})
+
     def problem(self) -> str:
         """Why the run cannot be compared, or ""."""
         resumes = [event.get("changed", []) for event in self.events if event["event"] == "resume"]

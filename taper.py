@@ -80,17 +80,18 @@ class TaperNorm(Norm):
     """`base` (RMSNorm or LayerNorm, with gain gamma) blended into c * h * gamma~ (h centred for LayerNorm; + bias).
 
     Calibration at the warm-up's end: c* = E[|h gamma|^2 / r] / E[|h gamma|^2], from the per-channel averages
-    A = E[h^2 / r] and B = E[h^2], so that it is right for the gamma of that moment; and gamma~ <- gamma.
+    A = E[h^2 / r] and B = E[h^2], so that it is right for the gamma of that moment; and gamma~ <- gamma. With
+    `fit_channels` each channel has a c* of its own (C,), A / B, whatever gamma is.
     """
 
-    def __init__(self, base: Norm, schedule: TaperSchedule):
+    def __init__(self, base: Norm, schedule: TaperSchedule, fit_channels: bool = False):
         super().__init__(base.channels, base.eps, affine=False)
-        self.base, self.schedule = base, schedule
+        self.base, self.schedule, self.fit_channels = base, schedule, fit_channels
         self.centers = isinstance(base, LayerNorm)
         self.weight_tilde = None if base.weight is None else nn.Parameter(torch.ones(base.channels))
         self.moments = StepMean(2 * base.channels)  # A and B
         self.register_buffer("gate", torch.ones(()))
-        self.register_buffer("scale", torch.ones(()))  # c
+        self.register_buffer("scale", torch.ones(base.channels if fit_channels else ()))  # c
         self.register_buffer("calibrated", torch.zeros((), dtype=torch.bool))
         self.phase = "warm"
         self.register_load_state_dict_post_hook(TaperNorm._restore_phase)
@@ -107,14 +108,21 @@ class TaperNorm(Norm):
                 self._collect(h.detach())
             return keep_in_graph(self.base.normalize(x, None)[0], self.weight_tilde), None
         if self.phase == "blend" and not self.centers and self.base.bias is None:
-            gate_c = torch.stack((self.gate, self.scale))
-            return taper_norm(x, self.base.weight, self.weight_tilde, gate_c, self.eps, self.kernels)[0], None
-        y = h * (self.scale if self.weight_tilde is None else self.scale * self.weight_tilde)
+            c, tilde = self.scale, self.weight_tilde
+            if self.fit_channels:  # the kernel takes one c
+                c, tilde = torch.ones_like(self.gate), self.c_tilde()
+            gate_c = torch.stack((self.gate, c))
+            return taper_norm(x, self.base.weight, tilde, gate_c, self.eps, self.kernels)[0], None
+        y = h * self.c_tilde()
         if self.base.bias is not None:
             y = y + self.base.bias
         if self.phase == "fixed":
             return keep_in_graph(y.to(x.dtype), self.base.weight), None
         return (self.gate * self.base.normalize(x, None)[0] + (1 - self.gate) * y).to(x.dtype), None
+
+    def c_tilde(self) -> Tensor:
+        """c gamma~, what the fixed map multiplies by: (C,), or () with neither gains nor fit_channels."""
+        return self.scale if self.weight_tilde is None else self.scale * self.weight_tilde
 
     def _collect(self, h: Tensor) -> None:
         inv_r = inverse_rms(h, self.eps)  # (B, T, 1)
@@ -146,7 +154,9 @@ class TaperNorm(Norm):
     def _calibrate(self) -> list[Handover]:
         a, b = self.moments.average.chunk(2)  # bias correction cancels in the ratio
         gamma_square = 1.0 if self.base.weight is None else whole(self.base.weight).square()
-        self.scale.copy_((gamma_square * a).sum() / (gamma_square * b).sum())
+        common = (gamma_square * a).sum() / (gamma_square * b).sum()
+        # A channel that has always been zero takes the common factor.
+        self.scale.copy_(torch.where(b > 0, a / b, common) if self.fit_channels else common)
         self.calibrated.fill_(True)
         if self.weight_tilde is None:
             return []

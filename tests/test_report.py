@@ -106,8 +106,9 @@ def test_files_are_written_and_agree(sweep, tmp_path, capsys):
 
 
 def test_the_stream_is_drawn_where_runs_measured_it(sweep, tmp_path):
-    last = {"event": "rms", "step": 100, "rms": [0.1, 0.2, 0.3], "drift": [1.0, 2.0, 1.0], "spread": [0.0, 0.1, 0.0]}
-    first = {**last, "step": 0, "rms": [9.0, 9.0, 9.0]}
+    last = {"event": "rms", "step": 100, "rms": [0.1, 0.2, 0.3], "drift": [1.0, 2.0, 1.0], "spread": [0.0, 0.1, 0.0],
+            "logit_norm": 7.0, "radial_gradient": -0.5}  # fmt: skip
+    first = {**last, "step": 0, "rms": [9.0, 9.0, 9.0], "logit_norm": 2.0}
     report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'without'}"])
     for seed in SEEDS:
         with (sweep / f"coupled-{seed}" / "log.jsonl").open("a") as log:
@@ -115,9 +116,12 @@ def test_the_stream_is_drawn_where_runs_measured_it(sweep, tmp_path):
     runs = find_runs([sweep / "coupled-8", sweep / "rms-8"])
     assert runs[0].stream["rms"].tolist() == [0.1, 0.2, 0.3] and not runs[1].stream
     report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'with'}"])
-    assert (tmp_path / "with" / "stream.png").read_bytes().startswith(b"\x89PNG")
-    assert "![stream]" in (tmp_path / "with" / "report.md").read_text()
-    assert not (tmp_path / "without" / "stream.png").exists()
+    assert runs[0].history["logit_norm"].tolist() == [2.0, 7.0] and runs[0].history["rms"][0, -1] == 9.0
+    assert runs[0].history["tokens"].tolist() == [0, 10000] and not runs[1].history
+    for name in ("stream", "output", "drift"):
+        assert (tmp_path / "with" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"![{name}]" in (tmp_path / "with" / "report.md").read_text()
+        assert not (tmp_path / "without" / f"{name}.png").exists()
 
 
 def test_runs_of_before_a_key_existed_are_comparable(tmp_path):

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import TINY, close, losses, records, shake
-from test_coupled_fold import IDX, SHAPE
+from test_coupled_fold import IDX, SHAPE, TARGETS
 
 from model import GPT
 from rms_stats import calibrate, measure
@@ -52,6 +53,46 @@ def test_norms_with_their_own_statistic_have_no_drift(norm_type):
     stats = measure(shake(GPT(replace(SHAPE, norm_type=norm_type))), IDX)
     assert stats.rms.shape == (2 * L + 1,) and (stats.rms > 0).all()
     assert torch.equal(stats.drift, torch.ones_like(stats.drift)) and not stats.spread.any()
+
+
+@pytest.mark.parametrize("base", ["rms", "layer"])
+def test_drift_of_a_taper_is_the_size_of_what_it_scales(base):
+    """1 while the norm has a statistic of its own, then RMS(c h), h centred with LayerNorm; c for each channel too."""
+    model = gpt(norm_type="taper", taper_base=base, taper_fit="channel" if base == "layer" else "norm",
+                taper_warmup=1.0, taper_end=3.0).train()  # fmt: skip
+    model.set_step(1, 10)
+    model(IDX, IDX)
+    for step, phase in ((1, "warm"), (2, "blend"), (3, "fixed")):
+        model.train().set_step(step, 10)
+        stats, found = measure(model, IDX), streams(model.eval())
+        assert model.blocks[0].norm1.phase == phase
+        for position, norm in enumerate(model.norms()):
+            h = found[position] - found[position].mean(-1, keepdim=True) if base == "layer" else found[position]
+            c_r = ((norm.scale * h).square().mean(-1) + SHAPE.norm_eps).sqrt() if position < 2 * L else torch.ones(1)
+            log_ratio = (c_r if phase != "warm" else torch.ones(1)).double().log()
+            close(stats.drift[position], log_ratio.mean().exp())
+            close(stats.spread[position], log_ratio.std(correction=0))
+        assert (stats.drift[: 2 * L] == 1).all() == (phase == "warm")
+
+
+@pytest.mark.parametrize("keys", [
+    {}, {"norm_type": "layer", "bias": True, "tie_embeddings": False}, {"norm_type": "taper", "taper_final": True},
+    {"norm_type": "none"}, {"norm_plan": "Rs ss ss ss s"}, {"norm_type": "rms", "n_vocab": 29},
+], ids=str)  # fmt: skip
+def test_the_output_is_measured_as_defined(keys):
+    """Against all logits and one gradient through them, by hand; a measurement without targets has no output."""
+    model = gpt(**keys)
+    idx, targets = IDX % model.n_vocab, TARGETS % model.n_vocab
+    stats, h = measure(model, idx, targets), []
+    model.norm_f.register_forward_hook(lambda norm, inputs, outputs: h.append(outputs[1]) or h[0].retain_grad())
+    logits = model.eval()(idx)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    centred = logits - logits.mean(-1, keepdim=True)
+    assert stats.logit_norm == pytest.approx(centred.square().sum(-1).mean().sqrt().item(), rel=1e-12)
+    radial = (h[0].grad * h[0]).sum() / TARGETS.numel()
+    assert stats.radial_gradient == pytest.approx(radial.item(), rel=1e-9, abs=1e-12)
+    assert stats.record().keys() == {"rms", "drift", "spread", "logit_norm", "radial_gradient"}
+    assert measure(model, idx).record().keys() == {"rms", "drift", "spread"}
 
 
 def test_measuring_leaves_no_trace():
@@ -117,3 +158,4 @@ def test_calibration_in_training_resumes_exactly_and_is_logged(train_ok, tiny_da
     logged = [event for event in records(tmp_path / "whole") if event["event"] == "rms"]
     assert [event["step"] for event in logged] == [0, 10, 20]
     assert all(len(event[name]) == 5 for event in logged for name in ("rms", "drift", "spread"))
+    assert all(event["logit_norm"] > 0 > event["radial_gradient"] - 1e-3 for event in logged)

@@ -9,6 +9,7 @@ import copy
 import math
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import FORKS, close, draw, shake
+from torch.utils.checkpoint import checkpoint
 
 from errors import ConfigError
 from model import GPT, GPTConfig
@@ -208,6 +210,44 @@ def test_c_is_the_least_squares_optimum_for_the_gain_of_that_moment(base):
     assert objective(c, old_gain) > min(objective(1.01 * c, old_gain), objective(0.99 * c, old_gain))
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_a_channel_may_have_its_own_least_squares_optimum(base):
+    """c_i = E[h_i^2 / r] / E[h_i^2] minimises E[(h_i / r - c_i h_i)^2], whatever the gain; blend and fixed use it."""
+    plain = LayerNorm(16, 0.1, bias=True) if base == "layer" else RMSNorm(16, 0.1)
+    norm, data = shake(TaperNorm(plain, TaperSchedule(1, 3), fit_channels=True)), draw(40, 6, 16)
+    data = data * torch.linspace(0.2, 3, 16)
+    data[..., 3] = data.mean(-1) if base == "rms" else 2.0
+    norm.train().set_step(1, ITERS)
+    norm(data)
+    norm.set_step(2, ITERS)
+    h = data - data.mean(-1, keepdim=True) if base == "layer" else data
+    r = (h.square().mean(-1, keepdim=True) + 0.1).sqrt()
+    close(norm.scale, (h.square() / r).mean((0, 1)) / h.square().mean((0, 1)))
+
+    def objective(scale):
+        return (h / r - scale * h).square().mean((0, 1))
+
+    assert (objective(norm.scale) < objective(1.01 * norm.scale)).all()
+    assert (objective(norm.scale) < objective(0.99 * norm.scale)).all()
+    assert (norm.scale.max() / norm.scale.min()) > 1.05  # so one c for all would be another function
+    bias = norm.base.bias if base == "layer" else 0.0
+    fixed = norm.scale * norm.weight_tilde * h
+    close(norm(data)[0], norm.gate * h / r * norm.base.weight + (1 - norm.gate) * fixed + bias)
+    norm.set_step(3, ITERS)
+    close(norm(data)[0], fixed + bias)
+
+
+def test_a_channel_that_is_always_zero_takes_the_common_factor():
+    norm, h = TaperNorm(RMSNorm(16, 0.1), TaperSchedule(1, 3), fit_channels=True).double(), draw(4, 6, 16)
+    h[..., 5] = 0
+    norm.set_step(1, ITERS)
+    norm(h)
+    norm.set_step(2, ITERS)
+    r = (h.square().mean(-1) + 0.1).sqrt()
+    close(norm.scale[5], (h.square().sum(-1) / r).mean() / h.square().sum(-1).mean())
+    assert norm.scale.isfinite().all()
+
+
 def test_without_gains_there_is_only_c():
     norm = TaperNorm(RMSNorm(16, 0.1, affine=False), TaperSchedule(1, 3)).double()
     h = draw(4, 6, 16) * 3
@@ -278,6 +318,22 @@ def test_step_mean_is_a_bias_corrected_average_of_step_means():
     close(mean.average, weighted, 1e-8)  # the rate is a float32
     close(mean.value(), weighted / (1 - decay**2), 1e-7)
     close(average_of([first]).value(), first.mean(0))
+
+
+def test_recomputation_in_backward_does_not_move_the_statistics():
+    """Activation checkpointing runs a block's forward twice: sums and tokens double alike, so means stay."""
+    plain, checkpointed = gpt(taper_anchor=0.1), gpt(taper_anchor=0.1)
+    for block in checkpointed.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for step in range(1, 5):
+        for model in (plain, checkpointed):
+            model.train().set_step(step, ITERS)
+            sum(model(IDX, TARGETS)).backward()
+    assert checkpointed.blocks[0].norm1.calibrated
+    for name, buffer in checkpointed.named_buffers():
+        close(buffer, dict(plain.named_buffers())[name])
+    for ours, theirs in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("sizes", [[24], [12, 12], [6] * 4, [1] * 24, [1, 20, 3]], ids=str)

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Norms tapered away while a small model trains (Kanavalau, Amo Alonso & Lall 2026, section 5), eight seeds an arm.
+#
+#   repro/taper.sh   0.84 M parameters, byte level, 2 M tokens, the settings of `repro/table1.sh cpu`. 48 runs of three to
+#                    four minutes on a free CPU core. Arms: RMSNorm; internal norms tapered away, without and with the
+#                    scale loss; all norms, without and with it; internal norms dropped at once, where the others are half gone
+#
+# The margin is 1.5 % of RMSNorm's val loss at this scale, declared before any run. Further words go to train.py. Runs
+# that results/ holds already are not run again. To measure them anew, remove them there, or set KEEP.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/taper} KEEP=${KEEP:-results/cpu/taper/runs}
+internal="taper --taper_warmup=0.5 --taper_end=0.75" anchor=--taper_anchor=0.1 final=--taper_final=True
+arms="rms '$internal' '$internal $anchor' '$internal $final' '$internal $final $anchor'"
+export ARMS="${ARMS:-"$arms 'taper --taper_warmup=0.625 --taper_end=0.625'"}"
+[ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py
+status=0
+./sweep.sh config/table1_cpu.py --delta_val_loss=0.0234 --delta_train_loss=0.0234 "$@" || status=$?
+"$PYTHON" report.py "$KEEP" --baseline=rms --out="$(dirname "$KEEP")"
+exit $status
