@@ -23,13 +23,8 @@ from scipy.stats import gmean
 import published
 from comparison import EQUAL_TIME, Row, compare, exchange_rate, pair, usable
 from data.shards import write_bytes_atomically
-<<<<<<< HEAD
 from errors import ConfigError, run_program, writing
-from plots import Arms, plot_differences, plot_loss, plot_stream
-=======
-from errors import ConfigError, UserError, run_program
 from plots import Arms, drifting, plot_differences, plot_drift, plot_loss, plot_output, plot_stream
->>>>>>> 09cab05c543b5b41bddbb94496f516e33762ff36
 from runs import METRICS, by_arm, find_runs
 
 HOW = """\
