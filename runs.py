@@ -21,7 +21,8 @@ NORM_KEYS = {field.name: field.default for field in fields(NormConfig) if field.
 NAMES = {"out_dir", "resume", "wandb", "wandb_project", "parallel",
          "hellaswag", "hellaswag_interval", "hellaswag_items"}  # fmt: skip
 # What a run did whose program did not have the key yet
-BEFORE = {field.name: field.default for field in fields(GPTConfig) if field.default is not MISSING}
+BEFORE = {"compile_mode": "default"}
+BEFORE |= {field.name: field.default for field in fields(GPTConfig) if field.default is not MISSING}
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 
 
