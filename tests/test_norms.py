@@ -411,7 +411,7 @@ def test_layer_is_the_default():
 NOT_THE_DEFAULT = {
     "rms_fraction": 0.5, "norm_groups": 2, "coupled_first": 1, "coupled_span": 2, "coupled_alpha": 1.1,
     "coupled_calibrate": 10, "coupled_grad": "full", "coupled_impl": "fold", "taper_base": "layer", "taper_warmup": 0.2,
-    "taper_end": 0.9, "taper_final": True, "taper_anchor": 0.1, "rms_bias": True,
+    "taper_end": 0.9, "taper_fit": "channel", "taper_final": True, "taper_anchor": 0.1, "rms_bias": True,
 }  # fmt: skip
 FOREIGN_KEYS = [(norm_type, owner, name) for norm_type in NORM_TYPES for owner, row in NORM_TYPES.items()
                 for name in row.keys if owner != norm_type]  # fmt: skip
