@@ -195,7 +195,7 @@ print((peak - before) / sum(tensor.nbytes for tensor in model.parameters()))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_loading_needs_no_second_copy(tmp_path):
     """Peak anonymous memory above the level before, in checkpoints: at most 1.2, the bound for a whole model."""
-    shape = replace(hf.shape_config("qwen3-0.6b"), vocab_size=8192, n_layer=4)
+    shape = replace(hf.shape_config("qwen3-0.6b"), vocab_size=8192, n_layer=4, block_size=1024)
     with torch.device("meta"):
         model = GPT(shape).bfloat16()
     model.to_empty(device="cpu")
