@@ -3,6 +3,7 @@
     model = load_hf("path/to/Qwen3-0.6B")                  # a folder with config.json and safetensors
     model = load_hf(resolve_hub("Qwen/Qwen3-0.6B"))        # the same from the hub
     model = random_model("llama3.2-1b", torch.bfloat16)    # the published shape with random weights, no download
+    export_hf(model, "path/to/folder")                     # and back: stock classes, or hf_coupled.py's
 
 What the two sides store differently:
 
@@ -12,37 +13,24 @@ What the two sides store differently:
 A config that asks for anything our GPT does not compute is refused. transformers is not needed to load weights.
 """
 
-import difflib
-import importlib
 import json
 import re
-import sys
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from configurator import Overrides
-from errors import UserError
-from model import GPT, GPTConfig, rope_tables
+from data.shards import write_bytes_atomically
+from hf_config import COUPLED, SHAPES, HFError, architecture, gpt_config, hf_config, read_config, shape_config  # noqa: F401
+from hf_coupled import import_transformers, register_when_imported  # noqa: F401
+from model import GPT, rope_tables
 
+register_when_imported()
 
-class HFError(UserError):
-    """A Hugging Face folder is missing, torn, of an unknown architecture, or asks for what our GPT does not have."""
-
-
-ARCHITECTURES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-
-# Keys of config.json that change what a model computes, with the values under which our GPT computes it.
-NEUTRAL: dict[str, tuple] = {
-    "quantization_config": (None,), "partial_rotary_factor": (1, None), "add_cross_attention": (False,),
-    "is_causal": (True, None), "use_bidirectional_attention": (False, None),
-    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-}  # fmt: skip
+SHARD_BYTES = 5 << 30  # of a safetensors file
 # Causal masks and rotary frequencies that old checkpoints store among their weights.
 BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -60,34 +48,9 @@ LLAMA_NAMES = {
     "mlp.up": ["mlp.gate_proj", "mlp.up_proj"], "mlp.down": ["mlp.down_proj"],
 }  # fmt: skip
 NAMES = {"gpt2": GPT2_NAMES, "llama": LLAMA_NAMES, "qwen3": LLAMA_NAMES}
-
-# The published shapes, in the words of their config.json.
-QWEN3 = {
-    "model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
-    "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6, "tie_word_embeddings": True,
-}  # fmt: skip
-LLAMA32 = {
-    "model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "num_key_value_heads": 8, "intermediate_size": 8192, "rope_theta": 5e5, "tie_word_embeddings": True,
-    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                     "original_max_position_embeddings": 8192},
-}  # fmt: skip
-
-
-def _shape(base: dict, hidden: int, inner: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {**base, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
-            "num_attention_heads": heads, **more}  # fmt: skip
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12,
-             "n_head": 12},
-    "qwen3-0.6b": _shape(QWEN3, 1024, 3072, 28, 16),
-    "qwen3-1.7b": _shape(QWEN3, 2048, 6144, 28, 16),
-    "qwen3-8b": _shape(QWEN3, 4096, 12288, 36, 32, tie_word_embeddings=False),
-    "llama3.2-1b": _shape(LLAMA32, 2048, 8192, 16, 32, head_dim=64),
-    "llama3.2-3b": _shape(LLAMA32, 3072, 8192, 28, 24, head_dim=128),
-}  # fmt: skip
+# Files beside the weights that an export takes along.
+COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*",
+              "generation_config.json")  # fmt: skip
 
 
 def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
@@ -133,15 +96,6 @@ def random_model(name: str, dtype: torch.dtype | None = None, seed: int = 0) -> 
     return model.eval()
 
 
-def shape_config(name: str) -> GPTConfig:
-    """The config of a published shape. Raises HFError for a name that is not in SHAPES."""
-    if name not in SHAPES:
-        near = difflib.get_close_matches(name.lower(), SHAPES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SHAPES)}"
-        raise HFError(f"unknown shape {name!r}: {hint}")
-    return gpt_config(SHAPES[name], f"shape {name}")
-
-
 def resolve_hub(name: str) -> Path:
     """Folder of the hub repository `name`, e.g. "Qwen/Qwen3-0.6B", downloaded into Hugging Face's cache if need be.
 
@@ -160,118 +114,67 @@ def resolve_hub(name: str) -> Path:
         ) from None
 
 
-def import_transformers() -> ModuleType:
-    """transformers, which must not take our folder kernels/ for Hugging Face's package of that name.
+def export_hf(model: GPT, folder: str | Path) -> Path:
+    """Write `model` as a Hugging Face folder (config.json, safetensors, tokenizer); the folder.
 
-    transformers looks once for a module `kernels` and remembers the answer; the name is hidden while it looks. So
-    it always runs its own plain PyTorch code here. Raises HFError if transformers is not installed.
+    A model whose norms all compute their own statistic has its stock architecture, and one that shares statistics (or
+    has RMSNorm on GPT-2's shape) is coupled_gpt2, coupled_qwen3 or coupled_llama. Rows of padding in the vocabulary are
+    left out. Raises HFError for what no architecture computes, and where the folder is not empty.
     """
-    hidden = sys.modules.get("kernels")
-    sys.modules["kernels"] = None  # type: ignore[assignment]  # to find_spec and import: there is no such module
+    folder = Path(folder)
+    if any(folder.glob("*")):
+        raise HFError(f"{folder}: there is something in it: choose a new folder")
+    words = hf_config(model.config)
+    family, weights = words["model_type"], dict(model.state_dict())
+    for name in {"wte.weight", "lm_head.weight"} & weights.keys():
+        weights[name] = weights[name][: model.n_vocab]
+    with torch.device("meta"):
+        target = GPT(gpt_config(words, "the exported config"))  # what load_hf will make of it
+    for name, tensor in target.state_dict().items():  # biases that the architecture always has, gains of no effect
+        if name not in weights:
+            fill = torch.zeros if name.endswith(".bias") else torch.ones
+            weights[name] = fill(tensor.shape, dtype=model.wte.weight.dtype)
+    target.load_state_dict(weights, assign=True)
+    words["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
+    if (source := Path(model.meta.get("path", "nowhere"))).is_dir():
+        theirs = read_config(source) if (source / "config.json").exists() else {}
+        words |= {key: theirs[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in theirs}
     try:
-        transformers = importlib.import_module("transformers")
-        importlib.import_module("transformers.integrations.hub_kernels")  # where it looks
-        return transformers
-    except ModuleNotFoundError as error:
-        raise HFError(f"this needs a package ({error.name} is missing): pip install transformers") from None
-    finally:
-        del sys.modules["kernels"]
-        if hidden is not None:
-            sys.modules["kernels"] = hidden
-
-
-# ---------------------------------------------------------------------------------------------------------- config
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder. Raises HFError."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise HFError(f"{folder}: no config.json there, so not a Hugging Face model folder: check the path")
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise HFError(f"{path}: not a JSON object ({error}): download it again") from None
-
-
-def architecture(hf: dict[str, Any]) -> str:
-    """gpt2, llama or qwen3: by the class that saved the model, else by model_type. Raises HFError."""
-    found = (hf.get("architectures") or [hf.get("model_type")])[0]
-    family = ARCHITECTURES.get(found, found)
-    if family not in NAMES or hf.get("model_type", family) != family:
-        raise HFError(f"architecture {found!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
-    return family
-
-
-def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
-    """GPTConfig for the content of a config.json; absent keys have the defaults of transformers' config classes.
-
-    Raises HFError for what our GPT does not compute, ConfigError for values of the wrong type; both name `origin`.
-    """
-    family = architecture(hf)
-    for key, allowed in NEUTRAL.items():
-        if key in hf and hf[key] not in allowed:
-            raise HFError(f"{origin}: {key}={hf[key]!r} is not supported")
-    windowed = hf.get("sliding_window") is not None and hf.get("use_sliding_window", True)
-    if windowed or set(hf.get("layer_types") or ()) - {"full_attention"}:
-        raise HFError(f"{origin}: sliding-window and other partial attention is not supported")
-    try:
-        keys = gpt2_keys(hf) if family == "gpt2" else llama_keys(hf, family)
-    except KeyError as error:
-        raise HFError(f"{origin}: {error.args[0]} is missing: is the file complete?") from None
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise HFError(f"{origin}: {error}") from None
-    overrides = Overrides(GPTConfig)
-    for key, value in keys.items():
-        overrides.set(key, value, origin)
-    return overrides.build()
-
-
-def gpt2_keys(hf: dict[str, Any]) -> dict[str, Any]:
-    activation = hf.get("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation_function={activation!r} is not supported")
-    return {
-        "vocab_size": hf["vocab_size"], "block_size": hf["n_positions"], "n_layer": hf["n_layer"],
-        "n_head": hf["n_head"], "n_embd": hf["n_embd"], "n_inner": hf.get("n_inner") or 4 * hf["n_embd"],
-        "activation": ACTIVATIONS[activation], "position": "learned", "bias": True,
-        "norm_type": "layer", "norm_eps": hf.get("layer_norm_epsilon", 1e-5),
-        "tie_embeddings": hf.get("tie_word_embeddings", True),
-    }  # fmt: skip
-
-
-def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
-    if hf.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported")
-    heads = hf["num_attention_heads"]
-    return {
-        "vocab_size": hf["vocab_size"], "block_size": hf["max_position_embeddings"],
-        "n_layer": hf["num_hidden_layers"], "n_embd": hf["hidden_size"], "n_inner": hf["intermediate_size"],
-        "n_head": heads, "n_kv_head": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or (128 if family == "qwen3" else hf["hidden_size"] // heads),
-        "activation": "swiglu", "position": "rope", **rope_keys(hf),
-        "bias": family == "llama" and hf.get("mlp_bias", False), "attn_bias": hf.get("attention_bias", False),
-        "norm_type": "rms", "norm_eps": hf.get("rms_norm_eps", 1e-6), "qk_norm": family == "qwen3",
-        "tie_embeddings": hf.get("tie_word_embeddings", False),
-    }  # fmt: skip
-
-
-def rope_keys(hf: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (before)."""
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError("rope parameters of their own for each kind of layer are not supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"rope {rope} is not supported; rope_type default and llama3 are")
-    scaling: tuple[float, ...] = ()
-    if kind == "llama3":
-        original = hf.get("original_max_position_embeddings") or rope["original_max_position_embeddings"]
-        scaling = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original
-    return {"rope_theta": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0, "rope_scaling": scaling}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder, hf_pieces(target, family), "transformer." if target.wpe is not None else "model.")
+        for companion in (path for pattern in COMPANIONS for path in source.glob(pattern)):
+            shutil.copy(companion, folder)
+        write_bytes_atomically(folder / "config.json", (json.dumps(words, indent=1) + "\n").encode())
+    except OSError as error:
+        raise HFError(f"{folder}: cannot be written ({error.strerror})") from None
+    return folder
 
 
 # --------------------------------------------------------------------------------------------------------- tensors
+
+
+def write_tensors(folder: Path, pieces: Iterator[tuple[str, Tensor]], prefix: str) -> None:
+    """Safetensors shards of about SHARD_BYTES, and their index if there are several; `prefix` is the base model's."""
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, piece in pieces:
+        if filled and filled + piece.nbytes > SHARD_BYTES:
+            shards.append({})
+            filled = 0
+        shards[-1][name if name.startswith("lm_head.") else prefix + name] = piece
+        filled += piece.nbytes
+    count = len(shards)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else []
+    for name, shard in zip(names or ["model.safetensors"], shards, strict=True):
+        save_file({key: piece.contiguous() for key, piece in shard.items()}, folder / name, metadata={"format": "pt"})
+    if names:
+        index = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        content = {"metadata": {"total_size": sum(p.nbytes for shard in shards for p in shard.values())}}
+        write_bytes_atomically(folder / "model.safetensors.index.json",
+                               json.dumps(content | {"weight_map": index}, indent=1).encode())  # fmt: skip
+
 
 Stored = dict[str, tuple[Any, str]]  # name without the base model's prefix -> (open safetensors file, name in it)
 
@@ -312,9 +215,9 @@ def shard_files(folder: Path) -> list[Path]:
 def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
     """(their name, without prefix; our view of it) for every tensor they store, in our order of parameters.
 
-    The view has their shape: rows of a packed weight, (in, out) for Conv1D.
+    The view has their shape: rows of a packed weight, (in, out) for Conv1D, (1, C) for gains of coupled models.
     """
-    config, names = model.config, NAMES[family]
+    config, names = model.config, NAMES[family.removeprefix(COUPLED)]
     for ours, parameter in model.named_parameters():
         module, _, part = ours.rpartition(".")
         prefix = ""
@@ -328,8 +231,12 @@ def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
             rows = [config.n_head * config.head_channels, kv, kv] if len(theirs) == 3 else [config.inner] * 2
             views = parameter.detach().split(rows)
         for name, view in zip(theirs, views, strict=True):
-            conv1d = family == "gpt2" and ".c_" in name and part == "weight"
-            yield f"{prefix}{name}.{part}", view.detach().T if conv1d else view.detach()
+            view = view.detach()
+            if names is GPT2_NAMES and ".c_" in name and part == "weight":  # Conv1D
+                view = view.T
+            elif family.startswith(COUPLED) and module in ("norm1", "norm2", "norm_f"):
+                view = view[None]  # (1, C): no stock class can take it for a norm with its own statistic
+            yield f"{prefix}{name}.{part}", view
 
 
 def check_names(stored: Stored, wanted: list[str], folder: Path) -> None:

@@ -227,3 +227,23 @@ def plot_drift(arms: Arms, target: Path) -> Path:
     axes[-1, 0].set_xlabel("training tokens (millions)")
     figure.suptitle("RMS of the stream over the statistic used, at every norm position", size=10)
     return save(figure, target)
+
+
+def plot_sizes(rows: list[dict], plan: str, target: Path, title: str) -> Path:
+    """Mean RMS of the residual stream before attention and MLP of every block, log scale, with the band of 5 to 95 % of
+    tokens; grey where `plan` shares a statistic. Figure 3 of Loretz & Hochreiter 2026. rows: rms_stats.summary."""
+    figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    letters = plan.replace(" ", "")
+    for index, name in enumerate(("before attention", "before MLP")):
+        mine = rows[index : len(rows) - 1 : 2]
+        blocks = np.arange(len(mine)) + 0.5 * index
+        axis.plot(blocks, [row["mean"] for row in mine], label=f"mean {name}", linewidth=1.2, **style(index))
+        low, high = ([row["quantiles"][q] for row in mine] for q in (0, 2))
+        axis.fill_between(blocks, low, high, color=STYLES[index][0], alpha=0.18, linewidth=0)
+        axis.plot(blocks, [row["first"] for row in mine], label=f"first token, {name}", linewidth=0.8, linestyle=":",
+                  color=STYLES[index][0])  # fmt: skip
+    for position in (p for p, letter in enumerate(letters) if letter == "s"):
+        axis.axvspan(position / 2 - 0.25, position / 2 + 0.25, color="0.85", zorder=0, linewidth=0)
+    axis.set(yscale="log", xlabel="block", ylabel="RMS of the residual stream", title=f"{title} (grey: shares)")
+    axis.legend(frameon=False, fontsize=8)
+    return save(figure, target)

@@ -1,5 +1,8 @@
 """The size of the residual stream at every norm position, its drift from the statistic used, and what the output does.
 
+    python rms_stats.py out/rms --text=book.txt                    sizes and ratios per block; which blocks to couple
+    python rms_stats.py Qwen/Qwen3-0.6B --text=a.jsonl.xz --plot=fig3.png --across=True --out=stats.jsonl
+
 CoupledNorm divides the stream by the RMS of an earlier position. How much larger the stream is by then is the drift
 RMS(h) / RMS(shared), one number a token. Its typical value can be compensated by a scalar at each position (alpha,
 section 5.3 of Loretz & Hochreiter 2026), its spread over tokens cannot. TaperNorm multiplies by a constant c instead:
@@ -8,18 +11,29 @@ its drift, RMS(c h), is 1 on average when c is set, and moves as the stream grow
 At the output, the size of the logits and the radial gradient tell whether anything holds the scale of the stream
 (Kanavalau, Amo Alonso & Lall 2026, section 4): with a final norm that gradient is 0, without one it is negative where
 tokens are predicted well, and logits grow ("logit chasing").
+
+The program reads any model (see checkpoint.py) and any text. Every second window of it measures and calibrates, the
+others judge. It suggests coupled_first and alpha for a budget of KL (coupling.py). The last line of output is JSON.
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from configurator import key, parse_args
+from errors import ConfigError, UserError, run_program
 from kernels.reference import inverse_rms, statistics_dtype
 from loss import cross_entropy
 from model import GPT
 from norm_layers import Norm, SharedRMSNorm, center
 from taper import TaperNorm
+
+QUANTILES = (0.05, 0.5, 0.95)
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,25 @@ def output_statistics(model: GPT, h: Tensor, used: Tensor | None, targets: Tenso
 
 
 @torch.no_grad()
+def token_rms(model: GPT, windows: Tensor, batch: int = 8) -> Tensor:
+    """sqrt(mean square + eps) of the residual stream of every token at every norm position: float64 (2L + 1, N, T) on
+    the CPU, for a GPT in eval mode and token ids (N, T), `batch` windows at once."""
+    rows: list[list[Tensor]] = [[] for _ in model.norms()]
+
+    def note(norm: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None], row: int) -> None:
+        rows[row].append(1 / inverse_rms(outputs[1], norm.eps).double().squeeze(-1).cpu())
+
+    handles = [norm.register_forward_hook(partial(note, row=row)) for row, norm in enumerate(model.norms())]
+    try:
+        for part in windows.split(batch):
+            model.hidden(part.to(model.wte.weight.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack([torch.cat(parts) for parts in rows])
+
+
+@torch.no_grad()
 def calibrate(model: GPT, idx: Tensor) -> RMSStats:
     """Set alpha of every shared position to its drift on tokens idx (B, T), where the config lets it move
     (coupled_calibrate); the statistics before that."""
@@ -101,3 +134,118 @@ def calibrate(model: GPT, idx: Tensor) -> RMSStats:
         if isinstance(norm, SharedRMSNorm) and isinstance(norm.alpha, Tensor) and drift.isfinite() and drift > 0:
             norm.alpha.fill_(drift)
     return stats
+
+
+# ------------------------------------------------------------------------------------------------------------ program
+
+
+@dataclass(frozen=True)
+class StatsConfig:
+    """Keys of rms_stats.py."""
+
+    text: str = key("", "files of text, with commas between: jsonl, jsonl.xz, parquet, txt")
+    windows: int = key(64, "windows of text; half of them calibrate, half judge")
+    length: int = key(256, "tokens of a window, at most the model's context")
+    budget: float = key(0.01, "largest KL from the model as it is, nats a token, for what is suggested")
+    across: bool = key(False, "let blocks share the statistic of blocks before them too")
+    plot: str = key("", "picture of the sizes per block, as the paper's Figure 3 ('': none)")
+    out: str = key("", "JSONL file to append the results to ('': none)")
+    device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
+
+    def __post_init__(self) -> None:
+        if not self.text:
+            raise ConfigError("text: name a file of text to measure on, --text=FILE")
+        if self.windows < 4 or self.length < 2 or not self.budget >= 0:
+            raise ConfigError("want windows of 4 or more, length of 2 or more, budget not negative")
+
+
+def summary(rms: Tensor) -> list[dict[str, Any]]:
+    """One row for each position of rms (2L + 1, N, T): mean, SD and quantiles over tokens; the first token apart."""
+    rows = []
+    for position, sizes in enumerate(rms):
+        later = sizes[:, 1:].flatten()
+        quantiles = torch.quantile(later[:: len(later) // 1_000_000 + 1], torch.tensor(QUANTILES).double()).tolist()
+        rows.append({"position": position, "mean": float(later.mean()), "sd": float(later.std()),
+                     "quantiles": quantiles, "first": float(sizes[:, 0].mean())})  # fmt: skip
+    return rows
+
+
+def blocks_table(rms: Tensor) -> tuple[list[str], list[dict[str, Any]]]:
+    """Lines for people and records: sizes before attention and MLP of every block, and how they relate."""
+    from coupling import ratios
+
+    rows, records = summary(rms), []
+    lines = ["block   RMS before attention       RMS before MLP              MLP / attention                first token",
+             "        mean    SD (5 .. 95 %)     mean    SD (5 .. 95 %)      means    geom.    squares       RMS    ratio"]
+    for block in range(len(rows) // 2):
+        a, m = rows[2 * block], rows[2 * block + 1]
+        found = ratios(rms, 2 * block + 1, 2 * block)
+        sizes = ""
+        for row in (a, m):
+            low, _, high = row["quantiles"]
+            sizes += f"{row['mean']:<7.4g} {row['sd']:.2g} ({low:.3g} .. {high:.3g})".ljust(27)
+        numbers = "".join(f"{found[how]:<9.4f}" for how in ("means", "geometric", "least_squares"))
+        first = m["first"] / a["first"]
+        lines.append(f"{block:<6}  {sizes} {numbers} {a['first']:8.4g} {first:8.4f}")
+        records.append({"block": block, "attention": a, "mlp": m, "ratio": found, "first_ratio": first})
+    return lines, records
+
+
+def main(argv: list[str]) -> None:
+    from checkpoint import load_model
+    from coupling import Calibration, greedy, suggest_first, text_windows
+    from ranks import find_device
+    from runlog import environment
+
+    config, spec = parse_args(StatsConfig, argv, __doc__, spec=True)
+    model, device = load_model(spec), find_device(config.device)
+    windows = text_windows(config.text, model.meta, min(config.length, model.config.block_size), config.windows)
+    model.to(device)
+    if model.config.norm_type not in ("rms", "coupled"):
+        lines, records = blocks_table(token_rms(model, windows))
+        print("\n".join([*lines, f"norm_type={model.config.norm_type}: only RMSNorm can be coupled (convert.py)"]))
+        return finish(config, {"spec": spec, "blocks": records, **environment(device)})
+    calibration, judge = (Calibration(model, windows[start::2]) for start in (0, 1))
+    lines, records = blocks_table(calibration.rms)
+    print("\n".join(lines))
+    result: dict[str, Any] = {"spec": spec, "blocks": records, "budget": config.budget,
+                              "tokens": calibration.windows.numel()}  # fmt: skip
+    print(f"\ncoupled_first: KL in nats a token here (and on the other windows); budget {config.budget:g}")
+    for per_layer in (False, True):
+        first, choices = suggest_first(calibration, config.budget, per_layer)
+        for k, choice in enumerate(choices):
+            alpha = "per layer" if per_layer else f"{choice.alpha:.2f}"
+            mark = "  <- suggested" if k == first else ""
+            print(f"  {k}  alpha {alpha}  {choice.kl:.3e} ({judge.kl(choice.plan, choice.alpha):.3e}){mark}")
+        result["per_layer" if per_layer else "one_alpha"] = {
+            "coupled_first": first, "alpha": choices[first].alpha,
+            "kl": [choice.kl for choice in choices], "kl_held_out": [judge.kl(c.plan, c.alpha) for c in choices],
+        }  # fmt: skip
+    print("\nlaunches saved, cheapest position first, alpha per position")
+    curve = []
+    for choice in greedy(calibration, config.budget, config.across):
+        held_out = judge.kl(choice.plan, choice.alpha)
+        curve.append({**asdict(choice), "saved": choice.saved, "kl_held_out": held_out})
+        print(f"  {choice.saved:2d}  {choice.kl:.3e} ({held_out:.3e})  {choice.plan}")
+    if config.plot:
+        from plots import plot_sizes
+
+        plot_sizes(summary(calibration.rms), curve[-1]["plan"], Path(config.plot), spec)
+    finish(config, result | {"curve": curve, **environment(device)})
+
+
+def finish(config: StatsConfig, result: dict[str, Any]) -> None:
+    """The JSON line, to standard output and to the file."""
+    line = json.dumps(result)
+    if config.out:
+        try:
+            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
+            with open(config.out, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise UserError(f"out={config.out}: cannot be written ({error.strerror})") from None
+    print(line)
+
+
+if __name__ == "__main__":
+    run_program(main)

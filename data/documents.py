@@ -4,7 +4,7 @@ or a reason why it is skipped; only a file that cannot be read at all is an erro
 
 import json
 import lzma
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,24 +40,31 @@ def checked(text: Any) -> Document:
     return Document(text, problem) if text and not text.isspace() else Document("", EMPTY)
 
 
-def parse_line(line: bytes) -> Document:
+TextOf = Callable[[dict], Any]  # what of a JSON row is its text
+
+
+def plain_text(row: dict) -> Any:
+    return row.get("text")
+
+
+def parse_line(line: bytes, text_of: TextOf = plain_text) -> Document:
     """The document of one JSON line."""
     whole = checked(line)
     try:
         row = json.loads(whole.text)
     except (ValueError, RecursionError):
         return Document("", BROKEN)
-    document = checked(row.get("text") if isinstance(row, dict) else None)
+    document = checked(text_of(row) if isinstance(row, dict) else None)
     return document if document.problem else Document(document.text, whole.problem)
 
 
-def read_jsonl(path: Path) -> Iterator[Document]:
+def read_jsonl(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]:
     with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
         try:
             for line in lines:
                 line = line.removeprefix(BYTE_ORDER_MARK)
                 if not line.isspace():
-                    yield parse_line(line)
+                    yield parse_line(line, text_of)
         except (EOFError, lzma.LZMAError) as error:
             raise DataError(f"{path}: truncated or damaged .xz file ({error}): fetch it again") from None
 
@@ -80,15 +87,15 @@ def read_parquet(path: Path) -> Iterator[Document]:
         raise DataError(f"{path}: not a parquet file with a text column, or damaged ({reason})") from None
 
 
-def read_files(paths: list[Path]) -> Iterator[Document]:
-    """The documents of all files, in order."""
+def read_files(paths: list[Path], text_of: TextOf = plain_text) -> Iterator[Document]:
+    """The documents of all files, in order; `text_of` for those of JSON lines."""
     for path in paths:
         if path.suffix == ".parquet":
             yield from read_parquet(path)
         elif path.suffix == ".txt":
             yield checked(path.read_bytes().removeprefix(BYTE_ORDER_MARK))
         else:
-            yield from read_jsonl(path)
+            yield from read_jsonl(path, text_of)
 
 
 def input_files(text: str) -> list[Path]:

@@ -198,14 +198,14 @@ def test_pieces_keep_the_text_and_where_possible_the_tokens(gpt2, monkeypatch, p
 def test_long_documents_have_the_tokens_of_the_whole(gpt2):
     text = " ".join(random.Random(0).choices(WORDS, k=60_000))
     assert len(list(prepare.pieces(text))) > 10
-    assert prepare.encode([text])[0].tolist() == [END, *gpt2.encode_ordinary(text)]
+    assert prepare.encode([text], "gpt2")[0].tolist() == [END, *gpt2.encode_ordinary(text)]
 
 
 @pytest.mark.parametrize("unit", ["a", " ", "\n", "中", "ab1!", "a\u00a0"])
 def test_long_runs_take_linear_time(gpt2, unit):
     text = unit * (2_000_000 // len(unit))
     start = time.monotonic()
-    tokens = prepare.encode([text])[0]
+    tokens = prepare.encode([text], "gpt2")[0]
     assert time.monotonic() - start < 10  # a fraction of a second; quadratic would be minutes
     assert gpt2.decode(tokens[1:].tolist()) == text
 

@@ -45,7 +45,7 @@ from data.tokenizers import END_OF_TEXT, load_tokenizer
 from errors import ConfigError, run_program
 
 HUB, SUBSET = "HuggingFaceFW/fineweb-edu", "sample-10BT"
-META = {"tokenizer": "gpt2", "vocab_size": 50257}
+VOCABULARIES = {"gpt2": 50257, "bytes": 257}
 MAX_PIECE = 16384  # characters that the tokenizer sees at once; see `pieces`
 BATCH_CHARS = 1 << 20  # text sent to a process at once
 NOTE_KEYS = {"tokens", "counts", "offset", "is_last"}  # of a shard in progress.json; see Progress
@@ -58,6 +58,7 @@ class PrepareConfig:
     local: str = key("", "files to tokenise, with commas between ('': stream sample-10BT from the hub)")
     val: str = key("", "files for the val shards ('': the first shard is validation data)")
     out_dir: str = key(str(Path(__file__).resolve().parent), "folder for the shards")
+    tokenizer: str = key("gpt2", "GPT-2's BPE, or single bytes for models of few parameters", tuple(VOCABULARIES))
     shard_tokens: int = key(100_000_000, "tokens in a shard; only the last has fewer")
     max_tokens: int = key(0, "stop after this many tokens, val files not counted (0: all)")
     processes: int | None = key(None, "tokenising processes; the shards do not depend on it (auto: one a CPU core)")
@@ -96,9 +97,9 @@ def pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def encode(texts: list[str]) -> list[np.ndarray]:
+def encode(texts: list[str], name: str) -> list[np.ndarray]:
     """uint16 tokens of each text, the end-of-text token first. A skipped text ("") has none."""
-    tokenizer = load_tokenizer(META)
+    tokenizer = load_tokenizer({"tokenizer": name})
     first = np.array([tokenizer.encode_single_token(END_OF_TEXT)], np.uint16)
     encoded = []
     for text in texts:
@@ -132,18 +133,18 @@ def start_worker() -> None:
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
-def tokenise(documents: Iterator[Document], processes: int) -> Iterator[tuple[Document, np.ndarray]]:
+def tokenise(documents: Iterator[Document], name: str, processes: int) -> Iterator[tuple[Document, np.ndarray]]:
     """Each document and its tokens, in the order of the input whatever the number of processes."""
     if processes == 1:
         for document in documents:
-            yield document, encode([document.text])[0]
+            yield document, encode([document.text], name)[0]
         return
     # spawn, because forking is unsafe once datasets has started threads
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker)
     try:
         pending: deque = deque()  # bounded, so that reading does not run away from tokenising
         for batch in batches(documents):
-            pending.append((batch, pool.submit(encode, [document.text for document in batch])))
+            pending.append((batch, pool.submit(encode, [document.text for document in batch], name)))
             if len(pending) > 2 * processes:
                 batch, encoded = pending.popleft()
                 yield from zip(batch, encoded.result(), strict=True)
@@ -202,7 +203,8 @@ class Progress:
         content = {"settings": self.settings, "shards": self.notes}
         write_bytes_atomically(self.path, json.dumps(content, indent=1).encode())
         if not (self.folder / "meta.json").is_file():
-            write_meta(self.folder, META)
+            tokenizer = self.settings["tokenizer"]
+            write_meta(self.folder, {"tokenizer": tokenizer, "vocab_size": VOCABULARIES[tokenizer]})
         write_shard(self.folder / name, tokens)
         tqdm.write(f"{name}: {len(tokens):,} tokens")
 
@@ -229,7 +231,7 @@ def write_shards(read: Callable[[int], Iterator[Document]], name_of: Callable[[i
     size = config.shard_tokens
     shard, filled = np.empty(size, np.uint16), 0
     left = (limit or sys.maxsize) - index * size + offset  # counted from the start of the document in work
-    encoded = up_to(left, tokenise(read(counts["records"]), config.processes or os.cpu_count() or 1))
+    encoded = up_to(left, tokenise(read(counts["records"]), config.tokenizer, config.processes or os.cpu_count() or 1))
     interval = 0.5 if sys.stderr.isatty() else 60  # a log file wants fewer lines than a terminal
     with tqdm(unit="tok", unit_scale=True, initial=index * size, total=limit or None, mininterval=interval) as bar:
         for document, tokens in encoded:
@@ -287,7 +289,7 @@ def prepare(config: PrepareConfig) -> None:
     local, val = input_files(config.local), input_files(config.val)
     if len({path.resolve() for path in local + val}) < len(local) + len(val):
         raise ConfigError("the same file is named twice in --local and --val")
-    load_tokenizer(META)  # may download it, and says what to do if it cannot
+    load_tokenizer({"tokenizer": config.tokenizer})  # may download it, and says what to do if it cannot
     folder = Path(config.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -295,7 +297,8 @@ def prepare(config: PrepareConfig) -> None:
         return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
     settings = {"local": known_by(local) or f"{HUB} {SUBSET}", "val": known_by(val),
-                "shard_tokens": config.shard_tokens, "max_tokens": config.max_tokens}  # fmt: skip
+                "tokenizer": config.tokenizer, "shard_tokens": config.shard_tokens,
+                "max_tokens": config.max_tokens}  # fmt: skip
     progress = Progress(folder, settings)
 
     def read(paths: list[Path], skip: int) -> Iterator[Document]:

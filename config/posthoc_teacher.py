@@ -1,0 +1,30 @@
+"""A teacher for the conversion after training: 10 M parameters in Llama's shape, RMSNorm, byte level, 3.1 M tokens.
+
+About 40 minutes on one CPU core; what follows it, and the data: repro/posthoc.sh
+"""
+
+out_dir = "out/posthoc/teacher"
+data_dir = "out/posthoc/text_a"
+norm_type = "rms"
+
+n_layer = 8
+n_head = 5
+n_kv_head = 5
+n_embd = 320
+activation = "swiglu"
+position = "rope"
+tie_embeddings = False
+block_size = 256
+
+max_iters = 1500
+batch_size = 8
+gradient_accumulation_steps = 1  # 2,048 tokens a step
+learning_rate = 1e-3
+min_lr = 1e-4
+warmup_iters = 100
+
+dtype = "bfloat16"
+
+eval_interval = 250
+eval_tokens = 49152
+sample_tokens = 200

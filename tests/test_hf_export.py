@@ -1,0 +1,209 @@
+"""GPT -> Hugging Face folders: stock classes, coupled classes, and nothing that runs as something else.
+
+    python -m pytest tests/test_hf_export.py
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import shake
+from test_hf import ROOT, edit_json, needs_transformers, save, tiny, tokens, transformers
+
+import fold
+import hf
+from errors import UserError
+from model import GPT, GPTConfig
+
+PLAN = "RR Rs ss R"  # a standard block, one that shares within itself, one that shares across
+SHAPE = GPTConfig(vocab_size=67, block_size=64, n_layer=3, n_head=4, n_embd=32, n_inner=48)
+GPT2_SHAPE = replace(SHAPE, activation="gelu_tanh", bias=True)
+
+
+def couple(model, plan=PLAN):
+    """`model` with a coupled plan and non-trivial alphas."""
+    alphas = tuple(1 + 0.1 * position for position in range(7))
+    config = fold.retype(model.config, "coupled", norm_plan=plan, coupled_alpha=alphas)
+    return fold.rebuild(model, config, model.state_dict())
+
+
+def auto(folder, **keys):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **keys).eval()
+
+
+def same(first, second, tolerance=1e-5):
+    assert first.std() > 0.1  # not trivially equal
+    assert (first - second).abs().max() <= tolerance * first.abs().max()
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "llama", "llama-untied-biases", "qwen3-untied-bias"])
+@torch.no_grad()
+def test_stock_models_come_back_as_they_were(name, tmp_path):
+    theirs, idx = tiny(name), tokens(2, 40)
+    model = hf.load_hf(save(theirs, tmp_path / "first"))
+    again = auto(hf.export_hf(model, tmp_path / "second"))
+    assert type(again) is type(theirs)
+    assert torch.equal(again(idx).logits, theirs(idx).logits)
+    assert hf.load_hf(tmp_path / "second").config == model.config
+    # coupled_first = L is the teacher: the same class, the same bits.
+    all_own = couple(model, "RR RR RR R") if name != "gpt2" else model
+    assert torch.equal(all_own(idx), model(idx))
+    assert json.loads((hf.export_hf(all_own, tmp_path / "third") / "config.json").read_text()) == json.loads(
+        (tmp_path / "second" / "config.json").read_text()
+    )
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["qwen3", "llama", "llama-untied-biases", "gpt2"])
+@torch.no_grad()
+def test_coupled_models_run_in_transformers(name, tmp_path):
+    if name == "gpt2":  # RMSNorm on GPT-2's shape, which no stock class has
+        ours = couple(shake(GPT(replace(GPT2_SHAPE, norm_type="rms"))).float())
+    else:
+        ours = couple(hf.load_hf(save(tiny(name), tmp_path / "stock")))
+    folder, idx = hf.export_hf(ours, tmp_path / "coupled"), tokens(2, 40)
+    theirs = auto(folder)
+    assert theirs.config.model_type == "coupled_" + name.partition("-")[0]
+    same(theirs(idx).logits, ours(idx))
+    back = hf.load_hf(folder)
+    assert str(back.plan) == PLAN and torch.equal(back(idx), ours(idx))
+    theirs.save_pretrained(tmp_path / "saved")  # by transformers itself
+    assert torch.equal(hf.load_hf(tmp_path / "saved")(idx), ours(idx))
+
+    # Statistics in float64 on both sides: greedy tokens, with a dynamic and with a static cache
+    theirs, ours, prompt = theirs.double(), ours.double(), tokens(2, 9, seed=2)
+    words = dict(max_new_tokens=20, do_sample=False, pad_token_id=0)
+    greedy = theirs.generate(prompt, **words)
+    static = theirs.generate(prompt, cache_implementation="static", disable_compile=True, **words)
+    assert torch.equal(ours.generate(prompt, 20, temperature=0), greedy) and torch.equal(static, greedy)
+
+
+@needs_transformers
+@pytest.mark.parametrize("keys", [
+    {"norm_type": "rms"}, {"norm_type": "layer", "bias": False}, {"norm_type": "coupled", "norm_affine": False},
+    {"norm_type": "coupled", "coupled_calibrate": 1, "n_vocab": 60},
+], ids=str)  # fmt: skip
+@torch.no_grad()
+def test_what_the_architecture_always_has_is_written_out(keys, tmp_path):
+    ours, idx = shake(GPT(replace(GPT2_SHAPE, **{"bias": False} | keys))).float().eval(), tokens(2, 20) % 60
+    if keys.get("coupled_calibrate"):
+        ours.blocks[1].norm2.alpha.fill_(1.3)
+    theirs = auto(hf.export_hf(ours, tmp_path / "out"))
+    same(theirs(idx).logits, ours(idx))  # n_vocab columns each
+    same(hf.load_hf(tmp_path / "out")(idx), ours(idx))
+
+
+@needs_transformers
+@torch.no_grad()
+def test_shards(tmp_path, monkeypatch):
+    model, idx = hf.load_hf(save(tiny("qwen3"), tmp_path / "stock")), tokens(2, 20)
+    monkeypatch.setattr(hf, "SHARD_BYTES", 20_000)
+    folder = hf.export_hf(model, tmp_path / "out")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    assert torch.equal(auto(folder)(idx).logits, auto(tmp_path / "stock")(idx).logits)
+    assert torch.equal(hf.load_hf(folder)(idx), model(idx))
+
+
+REFUSED = """
+import sys
+import transformers
+for folder, stock in zip(("gpt2", "llama"), ("GPT2LMHeadModel", "LlamaForCausalLM")):
+    for name in ("AutoModelForCausalLM", stock):
+        try:
+            getattr(transformers, name).from_pretrained(folder)
+            print("ran")
+        except Exception as error:
+            print(type(error).__name__, str(error).replace(chr(10), " "))
+"""
+
+
+@needs_transformers
+def test_stock_loaders_refuse_a_coupled_model(tmp_path):
+    """In a process that never imported hf: by the Auto class, and by the very class it was made of."""
+    hf.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), tmp_path / "gpt2")
+    hf.export_hf(GPT(replace(SHAPE, position="rope", activation="swiglu", norm_type="coupled")), tmp_path / "llama")
+    done = subprocess.run([sys.executable, "-c", REFUSED], cwd=tmp_path, capture_output=True, text=True)
+    for index, name in enumerate(("gpt2", "llama")):
+        first, second = done.stdout.splitlines()[2 * index : 2 * index + 2]
+        assert first.startswith("ValueError") and f"coupled_{name}" in first
+        assert second.startswith("RuntimeError") and "mismatch" in second + done.stderr
+
+
+@pytest.mark.parametrize(("keys", "word"), [
+    ({"norm_type": "dyt"}, "norm_type"), ({"norm_type": "cbwc"}, "norm_type"), ({"qk_norm": True}, "qk_norm"),
+    ({"norm_type": "rms", "norm_groups": 2}, "norm_groups"), ({"activation": "relu2"}, "activation"),
+    ({"n_kv_head": 2}, "n_kv_head"), ({"position": "rope", "norm_type": "rms"}, "activation"),
+], ids=str)  # fmt: skip
+def test_what_no_architecture_computes_is_refused(keys, word, tmp_path):
+    with pytest.raises(hf.HFError, match=rf"^{word}=.*cannot be exported") as caught:
+        hf.export_hf(GPT(replace(GPT2_SHAPE, **keys)), tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@needs_transformers
+def test_damaged_folders(tmp_path):
+    folder = hf.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), tmp_path / "out")
+    with pytest.raises(hf.HFError, match="something in it"):
+        hf.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), folder)
+    edit_json(folder / "config.json", norm_plan="Rs R")
+    for load in (auto, hf.load_hf):
+        with pytest.raises(UserError, match="norm_plan 'Rs R'"):
+            load(folder)
+    edit_json(folder / "config.json", norm_plan=...)
+    with pytest.raises(hf.HFError, match="norm_plan is missing"):
+        hf.load_hf(folder)
+    edit_json(folder / "config.json", model_type="coupled_mamba", architectures=["CoupledMambaForCausalLM"])
+    with pytest.raises(hf.HFError, match=r"CoupledMambaForCausalLM.* is not supported"):
+        hf.load_hf(folder)
+
+
+def test_importing_hf_does_not_import_transformers():
+    program = "import sys, hf; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False"], done.stderr
+
+
+PEAK = """
+import re, sys, threading, time
+import torch, hf
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+torch.set_num_threads(1)
+hf.load_hf(sys.argv[2])  # what torch and safetensors load at first use is no part of the model
+before, peak, done = anonymous(), 0, False
+
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = hf.load_hf(sys.argv[1])
+done = True
+watcher.join()
+print((peak - before) / sum(tensor.nbytes for tensor in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_loading_needs_no_second_copy(tmp_path):
+    """Peak anonymous memory above the level before, in checkpoints: at most 1.2, the bound for a whole model."""
+    shape = replace(hf.shape_config("qwen3-0.6b"), vocab_size=8192, n_layer=4, block_size=1024)
+    with torch.device("meta"):
+        model = GPT(shape).bfloat16()
+    model.to_empty(device="cpu")
+    for index, parameter in enumerate(model.parameters()):
+        torch.nn.init.constant_(parameter, 0.01 * (index + 1))
+    hf.export_hf(model.eval(), tmp_path / "out")
+    hf.export_hf(GPT(replace(SHAPE, position="rope", activation="swiglu", norm_type="rms")), tmp_path / "tiny")
+    words = [sys.executable, "-c", PEAK, tmp_path / "out", tmp_path / "tiny"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert 0.9 < float(done.stdout) <= 1.2, done.stderr
