@@ -175,8 +175,8 @@ def blocks_table(rms: Tensor) -> tuple[list[str], list[dict[str, Any]]]:
     from coupling import ratios
 
     rows, records = summary(rms), []
-    lines = ["block   RMS before attention       RMS before MLP              MLP / attention                first token",
-             "        mean    SD (5 .. 95 %)     mean    SD (5 .. 95 %)      means    geom.    squares       RMS    ratio"]
+    lines = ["block   RMS before attention       RMS before MLP              MLP / attention                first token",  # noqa: E501
+             "        mean    SD (5 .. 95 %)     mean    SD (5 .. 95 %)      means    geom.    squares       RMS    ratio"]  # noqa: E501
     for block in range(len(rows) // 2):
         a, m = rows[2 * block], rows[2 * block + 1]
         found = ratios(rms, 2 * block + 1, 2 * block)
