@@ -60,7 +60,7 @@ class FoldedNorm(nn.Module):
 
     def __init__(self, old: nn.Module, swap: Swap):
         super().__init__()
-        self.axis, self.groups, self.eps = swap.axis, swap.groups, swap.eps
+        self.swap, self.axis, self.groups, self.eps = swap, swap.axis, swap.groups, swap.eps
         self.normalized_shape, self.names = (swap.channels,), (swap.gain, swap.bias)
         for name in {"weight", "bias", *self.names} - {None}:
             self.register_parameter(name, getattr(old, name, None))
@@ -80,6 +80,7 @@ class Center:
     """Hook that centres what a module returns, or one of its arguments."""
 
     def __init__(self, insertion: Insertion):
+        self.insertion = insertion
         self.axis, self.block, self.argument = insertion.axis, insertion.block, insertion.argument
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
@@ -143,7 +144,7 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
             setattr(module, attribute, new)
         if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
             model.config.tie_word_embeddings = False  # or loading a saved copy would tie the head to it
-    _swap_and_insert(plan, model)
+    swap_and_insert(plan, model)
 
 
 def reparametrize(plan: Plan, model: nn.Module) -> None:
@@ -157,10 +158,11 @@ def reparametrize(plan: Plan, model: nn.Module) -> None:
                 parametrize.register_parametrization(*_owner(model, alias), CenteredWeight(axis, source.block, gain))
         if gain is not None:
             parametrize.register_parametrization(*_owner(model, source.scale), Ones())
-    _swap_and_insert(plan, model)
+    swap_and_insert(plan, model)
 
 
-def _swap_and_insert(plan: Plan, model: nn.Module) -> None:
+def swap_and_insert(plan: Plan, model: nn.Module) -> None:
+    """What a plan does beside the weights: LayerNorms become RMSNorms, centrings are inserted. In place."""
     for swap in plan.swaps:
         old = model.get_submodule(swap.path)
         new = FoldedNorm(old, swap)
