@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from certificate import Inputs
+from certificate import Inputs, plain_encoders
 from errors import FoldError
 from fold_axes import Feeds, Line, aligned, describe, ignores, module_path, shape
 from fold_rules import feeds, forwards
@@ -108,7 +108,7 @@ class Graph:
         hooks = [module.register_forward_hook(partial(note, path), with_kwargs=True)
                  for path, module in self.model.named_modules()]  # fmt: skip
         try:
-            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch about itself
+            with plain_encoders(), warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's own
                 return torch.export.export(self.model, args, kwargs, strict=False).run_decompositions({})
         except Exception as error:  # whatever a model's forward and the exporter may raise
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn.utils import parametrize
 
-from fold_axes import argument, is_float, norm_input, shape
+from fold_axes import argument, is_float, moved, norm_input, shape
 from fold_graph import Graph, Source
 from kernels import rms_norm
 
@@ -221,10 +221,10 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
     if any(node.users for node in extra) or next(module.children(), None) is not None:
         return f"the norm is computed in {path}, together with other operations"
     for node in reversed(before):
-        axis = _moved(node)[axis]
+        axis = moved(node)[axis]
     places = list(range(len(shape(x))))
     for node in [*before, *after]:
-        places = [places[source] for source in _moved(node)]
+        places = [places[source] for source in moved(node)]
     if places != sorted(places) or out.meta["val"].dtype != x.meta["val"].dtype:
         return f"{path} moves axes or changes the type beside its norm"
     grouped = "group_norm" in str(norm.target)
@@ -261,15 +261,3 @@ def _chain_forward(norm: Node, own: list[Node]) -> tuple[list[Node], Node]:
         chain.append(user)
         out = user
     return [node for node in chain if is_float(node)], out
-
-
-def _moved(node: Node) -> list[int]:
-    """For each axis of the output of a move, the axis of its input."""
-    ndim = len(shape(node))
-    axes = list(range(ndim))
-    if "permute" in str(node.target):
-        return [axis % ndim for axis in node.args[1]]
-    if "transpose" in str(node.target):
-        a, b = node.args[1] % ndim, node.args[2] % ndim
-        axes[a], axes[b] = axes[b], axes[a]
-    return axes

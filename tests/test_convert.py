@@ -122,6 +122,9 @@ def test_calibrated_alpha_brings_coupled_nearer_to_rms(plan):
     after, certificate = certified(model, lambda m: fold.to_coupled(m, plan, tokens(8, 12)), random_weights=False)
     assert str(after.plan) == (plan or "Rs Rs Rs R") and not certificate.ok
     again = fold.to_coupled(model, plan, tokens(8, 12))
+    assert again.wte.weight.data_ptr() != model.wte.weight.data_ptr()
+    weights = dict(again.state_dict())  # no copies but those: all passes are on the same tensors
+    assert fold.rebuild(again, again.config, weights).wte.weight.data_ptr() == weights["wte.weight"].data_ptr()
     assert after.config.coupled_alpha == again.config.coupled_alpha and len(after.config.coupled_alpha) == 7
     assert all((alpha == 1) == (letter == "R") for alpha, letter in zip(after.config.coupled_alpha, after.plan.letters))
     plain = replace(after.config, coupled_alpha=1.0)
