@@ -7,9 +7,12 @@ The first word is a model of ours (load_model's specs, converted by fold.to_rms)
 (hf:gpt2, hf:bert, vit, opt, bloom, phi; random weights, folded by foldable.fold). Arms: before, after, and before again
 (A/A), in randomised paired rounds. --sequential=50 adds the CBWC paper's protocol (appendix G.3): 50 passes to warm up,
 then 50 passes of one arm after the other, eager. That also measures whatever the machine did meanwhile, so it stands
-beside the paired ratio, not in its place. A ratio above 1 means that folding made it faster. The last line is JSON.
+beside the paired ratio, not in its place. A ratio above 1 means that folding made it faster. Where not all norms fold
+(hf:bert, 1 of 25), one more arm has them all swapped, as the paper's figures do: another function, for its time alone.
+The last line is JSON.
 """
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,13 +25,16 @@ from torch import Tensor, nn
 import fold
 import foldable
 import hf
+from certificate import randomize
 from checkpoint import load_model
 from configurator import key, parse_args
 from errors import ConfigError, UserError, run_program
+from fold_modules import Plan, Swap, swap_and_insert
 from ranks import find_device
 from runlog import environment
 from stats import median_ratio, paired_ratio, paired_times
 
+SWAPPED = "all norms swapped (timing only)"
 MODES = ("eager", "compiled", "graph")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What the published models have where transformers' defaults are others; positions are as many as are asked for.
@@ -58,13 +64,13 @@ class BenchConfig:
             raise ConfigError(f"modes: {unknown[0]!r} is none of {', '.join(MODES)}")
 
 
-def make_pair(spec: str, config: BenchConfig) -> tuple[nn.Module, nn.Module, int]:
-    """(model before, model after, norms folded), in eval mode, on the CPU."""
+def make_arms(spec: str, config: BenchConfig) -> tuple[dict[str, nn.Module], int]:
+    """(models by arm, in eval mode, on the CPU; norms folded)."""
     if not spec.startswith("hf:"):
         before = load_model(spec)
         if max(config.lengths) > before.config.block_size:
             raise ConfigError(f"{spec} reads {before.config.block_size} tokens at most: give smaller lengths")
-        return before, fold.to_rms(before), len(before.plan.letters)
+        return {"before": before, "after": fold.to_rms(before)}, len(before.plan.letters)
     name = spec.removeprefix("hf:")
     if name not in HF_SHAPES:
         raise ConfigError(f"{spec}: the shapes are {', '.join(f'hf:{shape}' for shape in HF_SHAPES)}")
@@ -74,11 +80,24 @@ def make_pair(spec: str, config: BenchConfig) -> tuple[nn.Module, nn.Module, int
         setattr(settings, positions, max(2048, *config.lengths))
     torch.manual_seed(0)
     before = getattr(transformers, family)(settings).eval()
+    randomize(before, keep=[name for name, weight in before.named_parameters() if weight.dim() > 1])
     report = foldable.analyze(before, inputs(before, 2, 16, torch.float32))
     after, certificate = foldable.fold(before, report, untie=True, insert=report.worth)
     if not certificate.ok:
         raise UserError(f"{spec}: {certificate}")
-    return before, after, certificate.folded
+    arms = {"before": before, "after": after}
+    swaps = {norm.swap for norm in report.analysis.norms if isinstance(norm.swap, Swap)}
+    if certificate.folded < report.total:
+        arms[SWAPPED] = copy.deepcopy(before)
+        swap_and_insert(Plan(swaps=list(swaps)), arms[SWAPPED])
+    return arms, certificate.folded
+
+
+def sequence_lengths(model: nn.Module, config: BenchConfig) -> tuple[int, ...]:
+    """Those asked for; of pictures, the one that they have: patches and the class token."""
+    if getattr(model, "main_input_name", "") != "pixel_values":
+        return config.lengths
+    return ((model.config.image_size // model.config.patch_size) ** 2 + 1,)
 
 
 def inputs(model: nn.Module, batch: int, length: int, dtype: torch.dtype) -> dict[str, Tensor] | tuple[Tensor]:
@@ -155,13 +174,16 @@ def measure(models: dict[str, nn.Module], config: BenchConfig, mode: str, length
     spent = {name: [] for name in arms}
     times = paired_times({name: clocked(arm, spent[name]) for name, arm in arms.items()}, config.rounds)
     medians = {name: sorted(its)[len(its) // 2] for name, its in times.items()}
+    pairs = {"before / after": ("before", "after"), "A/A": ("before", "before again")}
+    if SWAPPED in arms:
+        pairs[f"before / {SWAPPED}"] = "before", SWAPPED
     record = {
         "mode": mode, "length": length, "batch": config.batch, "rounds": config.rounds,
         "seconds": times, "processor_seconds": spent,
         "ms": {name: 1e3 * median for name, median in medians.items()},
         "tok_per_s": {name: config.batch * length / median for name, median in medians.items()},
     }  # fmt: skip
-    for title, slow, fast in (("before / after", "before", "after"), ("A/A", "before", "before again")):
+    for title, (slow, fast) in pairs.items():
         record[title] = {"mean": asdict(paired_ratio(times[slow], times[fast])),
                          "median": median_ratio(times[slow], times[fast]),
                          "processor": asdict(paired_ratio(spent[slow], spent[fast]))}  # fmt: skip
@@ -174,7 +196,9 @@ def measure(models: dict[str, nn.Module], config: BenchConfig, mode: str, length
 def show(record: dict) -> str:
     """One line for people."""
     ratios = []
-    for title in ("before / after", "A/A"):
+    for title in ("before / after", f"before / {SWAPPED}", "A/A"):
+        if title not in record:
+            continue
         median = record[title]["median"]
         shown = {name: "{mean:.4f} ({low:.4f} .. {high:.4f})".format(**record[title][name])
                  for name in ("mean", "processor")}  # fmt: skip
@@ -191,14 +215,13 @@ def main(argv: list[str]) -> None:
     if "graph" in config.modes and device.type != "cuda":
         raise ConfigError("modes=graph: CUDA graphs need a CUDA device: leave it out")
     dtype = DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"]
-    before, after, folded = make_pair(spec, config)
-    models = {"before": before.to(device, dtype), "after": after.to(device, dtype)}
-    lengths = [0] if getattr(before, "main_input_name", "") == "pixel_values" else config.lengths
+    models, folded = make_arms(spec, config)
+    models = {name: model.to(device, dtype) for name, model in models.items()}
     about = {"spec": spec, "folded": folded, "dtype": str(dtype).removeprefix("torch."),
              "threads": torch.get_num_threads(), **environment(device)}  # fmt: skip
     print(f"{spec}: {folded} norms folded, {about['dtype']}, batch {config.batch}, {about['device']}")
     summary = []
-    for length in lengths:
+    for length in sequence_lengths(models["before"], config):
         for mode in config.modes:
             try:
                 record = measure(models, config, mode, length, dtype)

@@ -13,7 +13,8 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from runlog import environment
 TOLERANCE = 1e-12  # float64, relative to the largest output; a wrong conversion is off by 1e-4 and more
 OWN_TOLERANCE = 2e-6  # float32, likewise; in other types as many units of rounding: 17 eps
 SEED = 5489
+PIECE = 1 << 22  # numbers of an output that are compared at a time
 
 Inputs = tuple | dict[str, Any]  # positional or keyword arguments of the model
 
@@ -135,6 +137,18 @@ class _Widen(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+@contextmanager
+def plain_encoders() -> Iterator[None]:
+    """nn.TransformerEncoder as it computes with gradients. Without, torch may take another path, which hides its norms
+    in one operation and puts zeros at padded positions."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
 @torch.no_grad()
 def run(model: nn.Module, inputs: Inputs, widen: bool = True) -> Any:
     """The model's output, in the mode the model is in; randomness is the same for every call. The model's buffers
@@ -143,7 +157,7 @@ def run(model: nn.Module, inputs: Inputs, widen: bool = True) -> Any:
     buffers = [buffer.clone() for buffer in model.buffers()]
     default = torch.get_default_dtype()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), plain_encoders():
             torch.manual_seed(SEED)
             if not widen:
                 return model(*_copies(args), **_copies(kwargs))
@@ -164,7 +178,7 @@ def randomize(model: nn.Module, keep: Collection[str] = ()) -> None:
     for name, parameter in model.named_parameters():
         if name in keep or not parameter.is_floating_point():
             continue
-        size = 0.3 if parameter.dim() < 2 else 0.3 * float(parameter.std()) or 0.02
+        size = 0.3 if parameter.dim() < 2 else 0.3 * float(parameter.std(correction=0)) or 0.02
         for axis in range(parameter.dim()):
             shape = [1] * parameter.dim()
             shape[axis] = parameter.shape[axis]
@@ -217,28 +231,42 @@ def _check(weights: str, inputs: str, before: Any, after: Any, logits: Callable[
     if len(first) != len(second):
         raise FoldError(f"the model returned {len(first)} floating-point tensors, the converted one {len(second)}: "
                         "nothing can be compared")  # fmt: skip
-    pairs = list(zip(first, second))
-    differences, relative = [0.0], [0.0]
-    for a, b in pairs:
-        if a.shape != b.shape or a.isnan().any() or not torch.equal(a.isfinite(), b.isfinite()):
-            differences.append(math.inf)
-            relative.append(math.inf)
-            continue
-        finite = a.isfinite()  # masked scores may be -inf
-        a, b = a[finite].double(), b[finite].double()
-        if a.numel():
-            differences.append(float((a - b).abs().max()))
-            relative.append(differences[-1] / max(float(a.abs().max()), torch.finfo(torch.float64).tiny))
-    if not pairs:
+    if not first:
         raise FoldError("the model's output holds no floating-point tensor: nothing can be compared")
+    apart = [_apart(a, b) for a, b in zip(first, second)]
     kl = agreement = None
-    first, second = logits(before), logits(after)
-    if first is not None:
-        log_p, log_q = first.double().log_softmax(-1), second.double().log_softmax(-1)
-        terms = torch.where(log_p.isinf(), 0.0, log_p.exp() * (log_p - log_q))
-        kl, agreement = float(terms.sum(-1).mean()), float((first.argmax(-1) == second.argmax(-1)).double().mean())
-    return Check(weights, inputs, _name(pairs[0][0].dtype), max(differences), max(relative), kl,
-                 agreement)  # fmt: skip
+    p, q = logits(before), logits(after)
+    if p is not None and p.shape == q.shape:
+        rows = [_kl(a, b) for a, b in zip(_pieces(p, p.shape[-1]), _pieces(q, q.shape[-1]), strict=True)]
+        kl, agreement = torch.cat(rows).mean(0).tolist()
+    return Check(weights, inputs, _name(first[0].dtype), *map(max, zip(*apart)), kl, agreement)
+
+
+def _pieces(x: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Rows of `width` numbers, a few at a time: logits of many positions are copied piece by piece."""
+    return x.reshape(-1, width).split(max(1, PIECE // width))
+
+
+def _apart(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """(largest difference, relative to the largest magnitude of a)."""
+    if a.shape != b.shape:
+        return math.inf, math.inf
+    difference = size = 0.0
+    for x, y in zip(_pieces(a, 1), _pieces(b, 1)):
+        if x.isnan().any() or not torch.equal(x.isfinite(), y.isfinite()):
+            return math.inf, math.inf
+        finite = x.isfinite()  # masked scores may be -inf
+        if finite.any():
+            x, y = x[finite].double(), y[finite].double()
+            difference, size = max(difference, float((x - y).abs().max())), max(size, float(x.abs().max()))
+    return difference, difference / max(size, torch.finfo(torch.float64).tiny)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """(N, 2): KL of each of N rows of logits in nats, and whether the most likely class is the same."""
+    log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+    terms = torch.where(log_p.isinf(), 0.0, log_p.exp() * (log_p - log_q))
+    return torch.stack([terms.sum(-1), (p.argmax(-1) == q.argmax(-1)).double()], -1)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,12 +5,15 @@
     python convert.py out/rms --to=coupled --inexact --out=out/rms-coupled    RMSNorm -> CoupledNorm, alpha calibrated
     python convert.py out/coupled --to=decode                             does its packed form decode the same?
     python convert.py out/layer --analyze                                 which LayerNorms can become RMSNorm, and why
+    python convert.py facebook/opt-350m --to=rms --out=out/opt-rms        any model of transformers: exact
 
 The first word is the model: a run folder, a checkpoint file, a Hugging Face folder or hub name, or random:gpt2 and the
 like. A conversion is done again on float64 copies, with the given and with random weights; what is not exact is
 refused without --inexact. DIR gets a checkpoint that every program reads (train.py by --init_from), config.json and
 certificate.json; without --out nothing is written. --to=decode has no --out: decode.py packs a model when it loads it.
-The last line of output is JSON.
+A Hugging Face model that our GPT does not load is folded as transformers computes it, as far as that goes, and DIR is
+a folder of transformers with fold.json beside it: fold_hub.load(DIR) is the model with its RMSNorms, and transformers
+alone reads it as LayerNorms with the same function. The last line of output is JSON.
 """
 
 import json
@@ -22,17 +25,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import fold
 import foldable
 import hf
-from certificate import Certificate, certify
+from certificate import Certificate, certify, run, touched
 from checkpoint import BEST, HUB_NAME, LAST, load_model, save_checkpoint
 from configurator import key, parse_args
 from data.shards import write_bytes_atomically
 from data.tokenizers import load_tokenizer
 from decode import decode_logits
-from errors import ConfigError, UserError, run_program
+from errors import ConfigError, FoldError, UserError, run_program
+from fold_choice import LEFT
+from fold_hub import example_inputs, load, load_pretrained, read_inputs, save
 from foldable import Report
 from kernels import decode_reference
 from model import GPT
@@ -49,6 +55,11 @@ class ConvertConfig:
     out: str = key("", "new folder for the converted model ('': check only)")
     inexact: bool = key(False, "allow a conversion that changes the model's function")
     analyze: bool = key(False, "print a verdict on every LayerNorm and convert nothing")
+    rules: str = key("exact", "analyze: exact, or paper, which counts as the CBWC paper does", ("exact", "paper"))
+    transformers: bool = key(False, "rms, analyze: take transformers' model, also where our GPT could load it")
+    untie: bool = key(True, "rms: what is used elsewhere, too (a tied head), keeps uncentred weights of its own")
+    insert: bool = key(False, "rms, transformers' models: insert centrings where they fold more norms than they are")
+    inputs: str = key("", "rms, analyze, transformers' models: safetensors file of example inputs ('': random ones)")
     norm_plan: str = key("", "coupled: the plan to convert to, e.g. 'RR Rs R' ('': Rs in every block)")
     text: str = key("", "coupled: file of text for alpha and KL ('': text that the model writes itself)")
     seed: int = key(0, "of random tokens")
@@ -60,6 +71,12 @@ class ConvertConfig:
             raise ConfigError(f"out={self.out}: decode.py packs a model when it loads it, there is no file: remove it")
         if self.to != "coupled" and (self.norm_plan or self.text):
             raise ConfigError("norm_plan and text are keys of --to=coupled: remove them")
+        if self.to != "rms" and (self.insert or not self.untie):
+            raise ConfigError("untie and insert are keys of --to=rms: remove them")
+        if self.to not in ("rms", "") and (self.transformers or self.inputs):
+            raise ConfigError("transformers and inputs are keys of --to=rms and --analyze: remove them")
+        if self.to and self.rules != "exact":
+            raise ConfigError(f"rules={self.rules} is for counting, with --analyze: remove it")
         if self.out and any(Path(self.out).glob("*")):
             raise ConfigError(f"out={self.out}: there is something in it: choose a new folder")
 
@@ -93,7 +110,11 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
     """The converted model and its certificate. Raises FoldError for a model that the conversion does not fit, and for
     one that is not exact and not allowed to be."""
     tokens, exact = random_tokens(model, config.seed), True
+    if config.insert or config.inputs:
+        raise ConfigError("insert and inputs are for models of transformers: remove them")
     if config.to == "rms":
+        if model.config.tie_embeddings and not config.untie:
+            raise FoldError("the head is the embedding, which has to be centred: --untie gives it weights of its own")
         rewrite = fold.to_rms
     elif config.to == "folded":
         rewrite, exact = partial(fold.to_folded, exact=not config.inexact), not config.inexact
@@ -103,13 +124,13 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
         rewrite = fold.absorb_alpha
     else:
         if not config.inexact:
-            raise fold.FoldError("--to=coupled changes this model's function: add --inexact to have it all the same")
+            raise FoldError("--to=coupled changes this model's function: add --inexact to have it all the same")
         tokens, exact = sample_tokens(model, config), False
         rewrite, tokens = partial(fold.to_coupled, plan=config.norm_plan, idx=tokens[::2]), tokens[1::2]
     what = f"{model.config.norm_type} -> {config.to}"
     after, certificate = certify(model, rewrite, (tokens,), what=what, random_weights=exact, logits=lambda out: out)
     if not certificate.ok and not config.inexact:
-        raise fold.FoldError(f"{what} is not exact ({certificate.reason}): --inexact writes it all the same")
+        raise FoldError(f"{what} is not exact ({certificate.reason}): --inexact writes it all the same")
     if isinstance(after, DecodeForm):
         folded = sum(entry.norm is None for entry in after.packed.entries)
     else:
@@ -141,39 +162,77 @@ def sample_tokens(model: GPT, config: ConvertConfig) -> Tensor:
     return windows[torch.linspace(0, len(windows) - 1, min(WINDOWS, len(windows) // 2 * 2)).long()]
 
 
-# ---------------------------------------------------------------------------------------------------------- analysis
+# ----------------------------------------------------------------------------------------------- models of transformers
 
 
-def analyze(spec: str, seed: int) -> Report:
-    """foldable.py's verdicts on the LayerNorms of a model: of ours, or of a Hugging Face folder of any architecture,
-    as transformers computes it."""
+def is_foreign(spec: str, config: ConvertConfig) -> bool:
+    """Is it transformers' model that is meant: one that our GPT does not load, or shall not?"""
     folder = hf.resolve_hub(spec) if not Path(spec).exists() and HUB_NAME.fullmatch(spec) else Path(spec)
     if not (folder / "config.json").exists() or (folder / BEST).exists() or (folder / LAST).exists():
-        model = load_model(spec)
-        return foldable.analyze(model, (random_tokens(model, seed),))
-    transformers = hf.import_transformers()
-    name = (hf.read_config(folder).get("architectures") or ["AutoModel"])[0]
-    if not hasattr(transformers, name):
-        raise ConfigError(f"{spec}: transformers has no {name}: is it a newer model, or one with code of its own?")
+        if config.transformers:
+            raise ConfigError(f"transformers=True: {spec} is no Hugging Face folder or hub name: leave it out")
+        return False
     try:
-        model = getattr(transformers, name).from_pretrained(folder).eval()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{spec}: transformers cannot load it ({str(error).strip().splitlines()[0]})") from None
-    return foldable.analyze(model, example_inputs(model, seed))
+        hf.gpt_config(hf.read_config(folder), spec)
+    except UserError:
+        return True
+    return config.transformers
 
 
-def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
-    """Random inputs of a transformers model, without a cache: token ids or images, as its main input asks."""
-    config, generator, name = model.config, torch.Generator().manual_seed(seed), model.main_input_name
-    if name == "input_ids":
-        ids = torch.randint(config.get_text_config().vocab_size, (2, 16), generator=generator)
-        more = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
-        return {name: ids, **more, **({"use_cache": False} if getattr(config, "use_cache", False) else {})}
-    if name == "pixel_values":
-        size = config.image_size
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        return {name: torch.randn(2, config.num_channels, height, width, generator=generator)}
-    raise ConfigError(f"{type(model).__name__} reads {name}: call foldable.analyze with inputs of your own")
+def foreign_inputs(model: nn.Module, config: ConvertConfig) -> dict[str, Any]:
+    return read_inputs(config.inputs, model) if config.inputs else example_inputs(model, config.seed)
+
+
+def convert_foreign(spec: str, config: ConvertConfig) -> tuple[nn.Module, Certificate, Report]:
+    """Fold a model of transformers; with `out`, what is written is loaded again and compared. Raises FoldError where
+    nothing folds, or not exactly."""
+    model = load_pretrained(spec)
+    inputs = foreign_inputs(model, config)
+    report = foldable.analyze(model, inputs)
+    after, certificate = foldable.fold(model, report, untie=config.untie, insert=config.insert)
+    if not certificate.ok:
+        raise FoldError(f"{spec}: the fold is not exact ({certificate.reason})")
+    if not certificate.folded:
+        first = next((row.reason for row in report.rows), "it has none")
+        raise FoldError(f"{spec}: none of {report.total} LayerNorms folds{ways(report, config)}: {first}")
+    if config.out:
+        save(after, config.out, certificate, spec)
+        if touched(after, again := load(config.out)) or not same(run(after, inputs, False), run(again, inputs, False)):
+            raise UserError(f"out={config.out}: loaded again, it is another model: remove it, and tell us of {spec}")
+    return after, certificate, report
+
+
+def same(first: Any, second: Any) -> bool:
+    """Do two outputs hold the same tensors?"""
+    pairs = zip(tree_leaves(first), tree_leaves(second), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+
+
+def ways(report: Report, config: ConvertConfig) -> str:
+    """What other keys would fold, in words."""
+    untie = not config.untie and report.untied > report.strict
+    more = [f"--untie {report.untied}"] if untie else []
+    more += [f"--insert {report.practical}"] if report.worth and not config.insert else []
+    return f" ({', '.join(more)} would fold)" if more else ""
+
+
+def analyze(spec: str, config: ConvertConfig) -> Report:
+    """foldable.py's verdicts on the LayerNorms of a model, ours or transformers'.
+
+    Our tied head is taken as a module that shares the embedding's weights: --to=rms can give it weights of its own.
+    """
+    if is_foreign(spec, config):
+        model = load_pretrained(spec)
+        return foldable.analyze(model, foreign_inputs(model, config), config.rules)
+    model = load_model(spec)
+    if model.lm_head is None:
+        with torch.device("meta"):
+            model.lm_head = nn.Linear(*reversed(model.wte.weight.shape), bias=False)
+        model.lm_head.weight = model.wte.weight
+        model.logits = lambda hidden: model.lm_head(hidden)[..., : model.n_vocab]
+    report = foldable.analyze(model, (random_tokens(model, config.seed),), config.rules)
+    rows = [replace(row, reason=row.reason.partition(LEFT)[0]) for row in report.rows]
+    return replace(report, rows=rows)  # fold.to_rms folds our norms, with the addition that is in them
 
 
 # ------------------------------------------------------------------------------------------------------------ program
@@ -202,20 +261,28 @@ def changed_keys(before: GPT, after: GPT) -> str:
 def main(argv: list[str]) -> None:
     config, spec = parse_args(ConvertConfig, argv, __doc__, spec=True)
     if config.analyze:
-        report = analyze(spec, config.seed)
+        report = analyze(spec, config)
         print(report)
         print(json.dumps(json.loads(report.to_json()) | {"spec": spec}))
         return
-    model = load_model(spec)
-    after, certificate = convert(model, config)
-    print(certificate)
-    if config.out:
-        write(Path(config.out), after, certificate)
-        print(f"wrote {config.out}; to train on: --init_from={config.out} {changed_keys(model, after)}")
+    if config.to == "rms" and is_foreign(spec, config):
+        after, certificate, report = convert_foreign(spec, config)
+        print(certificate)
+        print(f"folded {certificate.folded} of {report.total} LayerNorms{ways(report, config)}")
+        if config.out:
+            print(f"wrote {config.out}; read it with fold_hub.load({config.out!r}), or, with LayerNorms, transformers")
+    else:
+        model = load_model(spec)
+        after, certificate = convert(model, config)
+        print(certificate)
+        if config.out:
+            write(Path(config.out), after, certificate)
+            print(f"wrote {config.out}; to train on: --init_from={config.out} {changed_keys(model, after)}")
     judged = certificate.checks[0]
     print(json.dumps({
         "spec": spec, "to": config.to, "out": config.out, "ok": certificate.ok, "max_rel": certificate.max_rel,
         "kl": judged.kl, "argmax_agreement": judged.argmax_agreement, "folded": certificate.folded,
+        "inserted": certificate.inserted,
     }))  # fmt: skip
 
 

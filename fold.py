@@ -91,8 +91,8 @@ def to_coupled(model: GPT, plan: str, idx: Tensor) -> GPT:
     plain = config.norm_groups == config.rms_fraction == 1 and not (config.rms_bias and config.bias)
     if config.norm_type != "rms" or not plain:
         raise FoldError(f"norm_type={config.norm_type}: --to=coupled is for rms, whole and without biases in the norms")
-    weights, alpha = wide_state(model), 1.0
-    for _ in range(ALPHA_PASSES):
+    weights, alpha = {name: tensor.clone() for name, tensor in model.state_dict().items()}, 1.0
+    for _ in range(ALPHA_PASSES):  # all on the same tensors
         coupled = rebuild(model, retype(config, "coupled", norm_plan=plan, coupled_alpha=alpha), weights)
         alpha = tuple(rms_stats.measure(coupled, idx).drift.tolist())
     return rebuild(model, retype(config, "coupled", norm_plan=plan, coupled_alpha=alpha), weights)
@@ -169,9 +169,16 @@ def retype(config: GPTConfig, norm_type: str, **keys: object) -> GPTConfig:
 
 
 def rebuild(model: GPT, config: GPTConfig, weights: Weights) -> GPT:
-    """A GPT of `config` with these weights, of the model's type and tokenizer. Norms may have fewer tensors now."""
-    new = GPT(config).to(model.wte.weight)
+    """A GPT of `config` with these weights, of the model's type and tokenizer. Norms may have fewer tensors now.
+
+    It takes the tensors themselves where they are of that type, and makes no others beside them.
+    """
+    with torch.device("meta"):
+        new = GPT(config)
     own = new.state_dict()
-    new.load_state_dict({k: v for k, v in weights.items() if k in own or not re.fullmatch(NORM_NAMES, k)})
+    new.load_state_dict({name: tensor.to(model.wte.weight) for name, tensor in weights.items()
+                         if name in own or not re.fullmatch(NORM_NAMES, name)}, assign=True)  # fmt: skip
+    if config.position == "rope":
+        new.rope_cos, new.rope_sin = model.rope_cos, model.rope_sin
     new.meta = dict(model.meta)
     return new.eval()

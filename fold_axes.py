@@ -50,6 +50,18 @@ def argument(node: Node, position: int, default: Any = None, name: str = "") -> 
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
+def moved(node: Node) -> list[int]:
+    """For each axis of the output of a permutation, the axis of its input; other operations move none."""
+    name, ndim = str(node.target), len(shape(node))
+    axes = list(range(ndim))
+    if "permute" in name:
+        return [axis % ndim for axis in node.args[1]]
+    if "transpose" in name:
+        a, b = node.args[1] % ndim, node.args[2] % ndim
+        axes[a], axes[b] = axes[b], axes[a]
+    return axes[::-1] if name in ("aten.t.default", "aten.numpy_T.default") else axes
+
+
 def describe(node: Node) -> str:
     """The operation and the module it is called in, for people."""
     if node.op == "placeholder":

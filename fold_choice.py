@@ -13,6 +13,8 @@ from fold_cut import cheapest_cut
 from fold_graph import Demand, Graph, Source
 from fold_modules import Insertion, Plan, Swap, find_swap
 
+LEFT = "; fold leaves it: "  # a norm could be folded, but `fold` cannot write that into the modules
+
 
 def _never(line: Line) -> bool:
     return False
@@ -228,7 +230,8 @@ class Analysis:
         if choice is None:
             return verdict, [], why
         leaves, centrings = choice.ends(norm)
-        sources = [str(norm.demand.sources[at]) for at in leaves if at in norm.demand.sources]
+        sources = [" and ".join(norm.untie.get(at, [str(norm.demand.sources[at])])) for at in leaves
+                   if at in norm.demand.sources]  # fmt: skip
         sources += [f"a centring behind {describe(at.node)}" for at in centrings]
         reason = {
             "strict": f"all that is added up in its input can be centred ({len(sources)} parameters)",
@@ -237,7 +240,7 @@ class Analysis:
             "no gain": f"{why}: it would take as many centrings as norms would fold",
         }[verdict]
         if isinstance(norm.swap, str):
-            reason += f"; fold leaves it: {norm.swap}"
+            reason += LEFT + norm.swap
         elif verdict == "inserted" and norm not in self.choose(insert=True, hooks=True).norms:
-            reason += "; fold leaves it: no module returns or takes what would have to be centred"
+            reason += f"{LEFT}no module returns or takes what would have to be centred"
         return verdict, sources, reason

@@ -5,6 +5,7 @@ parameter is one node with all its uses, and every call of a module is there.
 """
 
 import inspect
+import warnings
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from certificate import Inputs
+from certificate import Inputs, plain_encoders
 from errors import FoldError
 from fold_axes import Feeds, Line, aligned, describe, ignores, module_path, shape
 from fold_rules import feeds, forwards
@@ -107,7 +108,8 @@ class Graph:
         hooks = [module.register_forward_hook(partial(note, path), with_kwargs=True)
                  for path, module in self.model.named_modules()]  # fmt: skip
         try:
-            return torch.export.export(self.model, args, kwargs, strict=False).run_decompositions({})
+            with plain_encoders(), warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's own
+                return torch.export.export(self.model, args, kwargs, strict=False).run_decompositions({})
         except Exception as error:  # whatever a model's forward and the exporter may raise
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise FoldError(f"{type(self.model).__name__} cannot be exported with these inputs ({first}): leave out "

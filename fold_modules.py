@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn.utils import parametrize
 
-from fold_axes import argument, is_float, norm_input, shape
+from fold_axes import argument, is_float, moved, norm_input, shape
 from fold_graph import Graph, Source
 from kernels import rms_norm
 
@@ -60,7 +60,7 @@ class FoldedNorm(nn.Module):
 
     def __init__(self, old: nn.Module, swap: Swap):
         super().__init__()
-        self.axis, self.groups, self.eps = swap.axis, swap.groups, swap.eps
+        self.swap, self.axis, self.groups, self.eps = swap, swap.axis, swap.groups, swap.eps
         self.normalized_shape, self.names = (swap.channels,), (swap.gain, swap.bias)
         for name in {"weight", "bias", *self.names} - {None}:
             self.register_parameter(name, getattr(old, name, None))
@@ -80,6 +80,7 @@ class Center:
     """Hook that centres what a module returns, or one of its arguments."""
 
     def __init__(self, insertion: Insertion):
+        self.insertion = insertion
         self.axis, self.block, self.argument = insertion.axis, insertion.block, insertion.argument
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
@@ -143,7 +144,7 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
             setattr(module, attribute, new)
         if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
             model.config.tie_word_embeddings = False  # or loading a saved copy would tie the head to it
-    _swap_and_insert(plan, model)
+    swap_and_insert(plan, model)
 
 
 def reparametrize(plan: Plan, model: nn.Module) -> None:
@@ -157,10 +158,11 @@ def reparametrize(plan: Plan, model: nn.Module) -> None:
                 parametrize.register_parametrization(*_owner(model, alias), CenteredWeight(axis, source.block, gain))
         if gain is not None:
             parametrize.register_parametrization(*_owner(model, source.scale), Ones())
-    _swap_and_insert(plan, model)
+    swap_and_insert(plan, model)
 
 
-def _swap_and_insert(plan: Plan, model: nn.Module) -> None:
+def swap_and_insert(plan: Plan, model: nn.Module) -> None:
+    """What a plan does beside the weights: LayerNorms become RMSNorms, centrings are inserted. In place."""
     for swap in plan.swaps:
         old = model.get_submodule(swap.path)
         new = FoldedNorm(old, swap)
@@ -219,10 +221,10 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
     if any(node.users for node in extra) or next(module.children(), None) is not None:
         return f"the norm is computed in {path}, together with other operations"
     for node in reversed(before):
-        axis = _moved(node)[axis]
+        axis = moved(node)[axis]
     places = list(range(len(shape(x))))
     for node in [*before, *after]:
-        places = [places[source] for source in _moved(node)]
+        places = [places[source] for source in moved(node)]
     if places != sorted(places) or out.meta["val"].dtype != x.meta["val"].dtype:
         return f"{path} moves axes or changes the type beside its norm"
     grouped = "group_norm" in str(norm.target)
@@ -259,15 +261,3 @@ def _chain_forward(norm: Node, own: list[Node]) -> tuple[list[Node], Node]:
         chain.append(user)
         out = user
     return [node for node in chain if is_float(node)], out
-
-
-def _moved(node: Node) -> list[int]:
-    """For each axis of the output of a move, the axis of its input."""
-    ndim = len(shape(node))
-    axes = list(range(ndim))
-    if "permute" in str(node.target):
-        return [axis % ndim for axis in node.args[1]]
-    if "transpose" in str(node.target):
-        a, b = node.args[1] % ndim, node.args[2] % ndim
-        axes[a], axes[b] = axes[b], axes[a]
-    return axes

@@ -19,7 +19,7 @@ from typing import Any
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from fold_axes import Feeds, Line, aligned, argument, centring, describe, is_float, shape
+from fold_axes import Feeds, Line, aligned, argument, centring, describe, is_float, moved, shape
 
 Rule = Callable[[Line], Feeds]
 RULES: dict[str, Rule] = {}
@@ -152,21 +152,9 @@ def _view(line: Line) -> Feeds | None:
     return None
 
 
-@rule("permute.default")
-def _permute(line: Line) -> Feeds | None:
-    return _through(line.node.args[0], line.node.args[1][line.axis] % len(shape(line.node)), line)
-
-
-@rule("transpose.int", "t.default", "numpy_T.default")
-def _transpose(line: Line) -> Feeds | None:
-    ndim = len(shape(line.node))
-    axes = list(range(ndim))
-    if "transpose" in str(line.node.target):
-        a, b = line.node.args[1] % ndim, line.node.args[2] % ndim
-        axes[a], axes[b] = axes[b], axes[a]
-    else:
-        axes.reverse()
-    return _through(line.node.args[0], axes[line.axis], line)
+@rule("permute.default", "transpose.int", "t.default", "numpy_T.default")
+def _move(line: Line) -> Feeds | None:
+    return _through(line.node.args[0], moved(line.node)[line.axis], line)
 
 
 @rule("expand.default", "repeat.default")

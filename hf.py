@@ -108,10 +108,8 @@ def resolve_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "model*.safetensors", "tokenizer*", "*.txt"]))
     except Exception as error:  # whatever the hub, the HTTP library and the disk raise
-        raise HFError(
-            f"{name}: not a local folder, and the hub did not give it ({type(error).__name__}): check name, network "
-            "and access rights, or give a folder"
-        ) from None
+        raise HFError(f"{name}: not a local folder, and the hub did not give it ({type(error).__name__}): check name, "
+                      "network and access rights, or give a folder") from None  # fmt: skip
 
 
 def export_hf(model: GPT, folder: str | Path) -> Path:

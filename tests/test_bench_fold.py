@@ -10,7 +10,7 @@ import torch
 from conftest import shake
 
 import bench_fold
-from bench_fold import BenchConfig, inputs, make_pair
+from bench_fold import SWAPPED, BenchConfig, inputs, make_arms
 from checkpoint import save_checkpoint
 from errors import ConfigError
 from hf import HFError, import_transformers
@@ -45,24 +45,46 @@ def test_a_record_of_our_model(checkpoint, tmp_path, capsys):
 
 
 def test_both_arms_compute_the_same(checkpoint):
-    before, after, _ = make_pair(checkpoint, BenchConfig(lengths=(16,)))
+    before, after = make_arms(checkpoint, BenchConfig(lengths=(16,)))[0].values()
     x = inputs(before, 2, 16, torch.float32)
     assert all(isinstance(norm, RMSNorm) for norm in after.norms())
     assert (before(*x) - after(*x)).abs().max() < 2e-6 * before(*x).abs().max()
 
 
-def test_shapes_of_transformers(monkeypatch):
+TINY = {
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50}, 3, 3),
+    "bert": ("BertModel", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                           "intermediate_size": 16, "vocab_size": 50}, 1, 3),
+    "vit": ("ViTModel", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+                         "image_size": 32}, 3, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_shapes_of_transformers(name, monkeypatch, tmp_path):
+    """Arms that compute the same on gains and biases that are not initial; the one that does not is called so."""
     try:
         import_transformers()
     except HFError as error:
         pytest.skip(str(error))
-    tiny = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50}
-    monkeypatch.setitem(bench_fold.HF_SHAPES, "gpt2", ("GPT2LMHeadModel", tiny))
-    before, after, folded = make_pair("hf:gpt2", BenchConfig(lengths=(3000,)))
-    assert folded == 3 and before.config.n_positions == 3000
+    family, shape, folds, total = TINY[name]
+    monkeypatch.setitem(bench_fold.HF_SHAPES, name, (family, shape))
+    arms, folded = make_arms(f"hf:{name}", BenchConfig(lengths=(3000,)))
+    before = arms["before"]
     x = inputs(before, 2, 16, torch.float32)
-    assert not any(isinstance(module, torch.nn.LayerNorm) for module in after.modules())
-    assert (before(**x).logits - after(**x).logits).abs().max() < 2e-6
+    norms = [sum(isinstance(module, torch.nn.LayerNorm) for module in model.modules()) for model in arms.values()]
+    assert folded == folds and norms == [total, total - folds, 0][: len(arms)] and (SWAPPED in arms) == (folds < total)
+    assert name == "vit" or before.config.max_position_embeddings == 3000
+    assert all(norm.weight.std() > 0.1 for norm in before.modules() if isinstance(norm, torch.nn.LayerNorm))
+    outputs = [model(**x)[0].detach() for model in arms.values()]
+    assert all((y - outputs[0]).abs().max() < 2e-6 * outputs[0].abs().max() for y in outputs[1:2])
+    assert SWAPPED not in arms or (outputs[2] - outputs[0]).abs().max() > 1e-3
+    out = tmp_path / "fold.jsonl"
+    bench_fold.main([f"hf:{name}", "--lengths=8", "--rounds=6", "--device=cpu", f"--out={out}"])
+    record = json.loads(out.read_text())
+    length = 5 if name == "vit" else 8  # four patches and the class token
+    assert record["length"] == length and (f"before / {SWAPPED}" in record) == (folds < total)
+    assert record["tok_per_s"]["after"] == pytest.approx(2 * length / record["ms"]["after"] * 1e3)
 
 
 @pytest.mark.parametrize(("words", "named"), [

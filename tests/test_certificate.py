@@ -8,6 +8,7 @@ import torch
 from conftest import draw
 from torch import nn
 
+import certificate as certificate_module
 from certificate import certify, fresh_inputs, randomize, run, tensor_hash
 from errors import FoldError
 
@@ -113,6 +114,22 @@ def test_random_weights_have_no_zero_means():
     assert all(abs(float(p.detach().mean(axis).abs().min())) > 1e-4
                for p in model.parameters() for axis in range(p.dim()) if p.dim() > 1)  # fmt: skip
     assert not torch.equal(model[1].bias, torch.zeros(6)) and model[1].weight.std() > 0.05
+
+
+def test_parameters_of_one_number():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Conv1d(1, 1, 1))
+    before = copy.deepcopy(model.state_dict())
+    randomize(model)
+    assert all(p.isfinite().all() and not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_large_outputs_are_compared_piece_by_piece(monkeypatch):
+    found = []
+    for piece in (certificate_module.PIECE, 7):
+        monkeypatch.setattr(certificate_module, "PIECE", piece)
+        found.append(certify(Head(), without_bias, (draw(3, 8, dtype=torch.float32),))[1])
+    assert [c.max_rel for c in found[0].checks] == [c.max_rel for c in found[1].checks] and found[0].checks[2].kl > 1e-6
+    assert [c.kl for c in found[0].checks] == pytest.approx([c.kl for c in found[1].checks], rel=1e-9)
 
 
 def test_fresh_inputs():

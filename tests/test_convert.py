@@ -122,6 +122,9 @@ def test_calibrated_alpha_brings_coupled_nearer_to_rms(plan):
     after, certificate = certified(model, lambda m: fold.to_coupled(m, plan, tokens(8, 12)), random_weights=False)
     assert str(after.plan) == (plan or "Rs Rs Rs R") and not certificate.ok
     again = fold.to_coupled(model, plan, tokens(8, 12))
+    assert again.wte.weight.data_ptr() != model.wte.weight.data_ptr()
+    weights = dict(again.state_dict())  # no copies but those: all passes are on the same tensors
+    assert fold.rebuild(again, again.config, weights).wte.weight.data_ptr() == weights["wte.weight"].data_ptr()
     assert after.config.coupled_alpha == again.config.coupled_alpha and len(after.config.coupled_alpha) == 7
     assert all((alpha == 1) == (letter == "R") for alpha, letter in zip(after.config.coupled_alpha, after.plan.letters))
     plain = replace(after.config, coupled_alpha=1.0)
@@ -232,11 +235,21 @@ def test_a_mistake_is_found_and_nothing_written(broken, saved, tmp_path, monkeyp
 
 @pytest.mark.parametrize("words", [
     [], ["--to=rms"], ["--to=rms", "--analyze"], ["--to=layer"], ["--to=rms", "--text=x"],
-    ["--to=coupled"], ["--to=rms", "--out"],
+    ["--to=coupled"], ["--to=rms", "--out"], ["--to=folded", "--insert"], ["--to=decode", "--transformers"],
+    ["--to=rms", "--rules=paper"],
 ])  # fmt: skip
 def test_refusals(words, saved):
     with pytest.raises(ConfigError):
         convert.main([str(saved(norm_type="rms")), *words])
+
+
+@pytest.mark.parametrize(("word", "named"), [
+    ("--transformers", "no Hugging Face folder"), ("--insert", "for models of transformers"),
+    ("--inputs=x", "for models of transformers"), ("--untie=False", "--untie gives it weights of its own"),
+])  # fmt: skip
+def test_keys_that_do_not_fit_our_models(word, named, saved):
+    with pytest.raises(ConfigError, match=named):
+        convert.main([str(saved(norm_type="layer")), "--to=rms", word])
 
 
 def test_training_goes_on_from_a_converted_run(train_ok, launch, tiny_data, tmp_path):
@@ -269,21 +282,18 @@ def test_a_hugging_face_gpt2_becomes_rms(tmp_path):
     assert (after(idx) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_analyze_prints_verdicts(saved, tmp_path, capsys):
-    """Of our checkpoints, and of any architecture in a Hugging Face folder; nothing is converted."""
-    convert.main([str(saved(norm_type="layer", n_layer=1, tie_embeddings=False)), "--analyze"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_analyze_prints_verdicts(tied, saved, capsys):
+    """Of our checkpoints (models of transformers: test_fold_hub.py): what --to=rms does, head and embedding by name."""
+    path = str(saved(norm_type="layer", n_layer=1, tie_embeddings=tied))
+    convert.main([path, "--analyze"])
     printed = capsys.readouterr().out
     told = json.loads(printed.splitlines()[-1])
-    assert (told["total"], told["strict"]) == (3, 3) and "blocks.0.norm2  strict" in printed
-    transformers = import_transformers_or_skip()
-    shape = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
-    bert = transformers.BertModel(transformers.BertConfig(vocab_size=50, **shape))
-    vit = transformers.ViTModel(transformers.ViTConfig(image_size=32, **shape))
-    for name, model, total, strict in (("bert", bert, 5, 1), ("vit", vit, 5, 5)):
-        shake(model).float().save_pretrained(tmp_path / name)
-        convert.main([str(tmp_path / name), "--analyze"])
-        told = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert (told["total"], told["strict"]) == (total, strict)
+    assert (told["total"], told["strict"], told["untied"]) == (3, 0 if tied else 3, 3) and "leaves it" not in printed
+    assert f"blocks.0.norm2  {'untied' if tied else 'strict'}" in printed
+    assert ("centring wte.weight would show in linear in lm_head: it gets a centred copy" in printed) == tied
+    convert.main([path, "--to=rms"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["folded"] == 3
 
 
 def import_transformers_or_skip():

@@ -269,6 +269,29 @@ def test_encoder_calls_its_folded_norms(grad):
     assert len(called) == 7
 
 
+def test_post_norm_encoder_with_padding():
+    """Frozen norms, so that their outputs are known to have zero mean. Without gradients torch's encoder takes nested
+    tensors and leaves zeros at padded positions; folded, it computes them as it does with gradients."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(C, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).double().eval()
+    randomize(model)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.constant_(parameter, float(name.endswith("weight"))).requires_grad_(False)
+    inputs = {"src": draw(2, 4, C), "src_key_padding_mask": torch.arange(4).expand(2, 4) >= torch.tensor([[4], [2]])}
+    with torch.no_grad():
+        report = analyze(model, inputs)
+    assert counts(report)[:2] == (4, 3), str(report)
+    after, certificate = fold(model, report)
+    assert certificate.ok and certificate.folded == 3 and certificate.max_rel < 1e-13, str(certificate)
+    torch.testing.assert_close(after(**inputs), model(**inputs), rtol=0, atol=1e-12)
+    with torch.no_grad():
+        theirs, ours, padded = model(**inputs), after(**inputs), inputs["src_key_padding_mask"]
+    torch.testing.assert_close(ours[~padded], theirs[~padded], rtol=0, atol=1e-12)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_centrings_that_gain_nothing_are_not_inserted():
     model, x = stack(final=False), draw(2, 4, C)
     report = analyze(model, (x,))
@@ -416,12 +439,15 @@ def test_cbwc_trains_as_layer_norm_does(insert):
     model, ids = tied(), torch.arange(11)[None]
     cbwc = parametrize_cbwc(model, analyze(model, (ids,)), insert=insert)
     assert sum(isinstance(module, FoldedNorm) for module in cbwc.modules()) == 2
-    runs = []
-    for net_ in (copy.deepcopy(model), cbwc):
+    runs, model_ = [], copy.deepcopy(model)
+    for net_ in (model_, cbwc):
         optimizer = torch.optim.AdamW(net_.parameters(), lr=1e-2, weight_decay=0.1)
         runs.append([step(net_, optimizer, ids) for _ in range(50)])
     torch.testing.assert_close(*map(torch.tensor, runs), rtol=0, atol=1e-10)
     assert runs[0][-1] < 0.5 * runs[0][0]
+    trained = {name.replace("parametrizations.", "").removesuffix(".original"): value
+               for name, value in cbwc.named_parameters()}  # fmt: skip
+    torch.testing.assert_close(trained, dict(model_.named_parameters()), rtol=0, atol=1e-10)
 
 
 def test_cbwc_merges_layer_scale():

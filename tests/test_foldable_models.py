@@ -5,14 +5,16 @@ The first six have the full number of layers of the paper's Table 3. More are in
 """
 
 import copy
+import shutil
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 pytest.importorskip("transformers")
 
+import fold_hub
 from certificate import randomize
 from fold_modules import FoldedNorm
 from foldable import analyze, fold, parametrize_cbwc
@@ -76,44 +78,59 @@ def test_initial_bert_is_not_another_model():
     assert [analyze(model, {"input_ids": ids}, trained=trained).strict for trained in (True, False)] == [1, 5]
 
 
-def gpt2(train: bool = False) -> tuple[nn.Module, dict]:
-    """GPT-2 with a tied head, two layers, no dropout, in float64."""
+def gpt2(train: bool = False, layers: int = 2) -> tuple[nn.Module, dict]:
+    """GPT-2 with a tied head, without dropout, in float64."""
     torch.manual_seed(0)
-    config = hf.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=16, vocab_size=50, resid_pdrop=0,
-                                     embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    config = hf.GPT2Config(n_layer=layers, n_embd=32, n_head=4, n_positions=16, vocab_size=50, resid_pdrop=0,
+                           embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
     model = hf.GPT2LMHeadModel(config).double().train(train)
     randomize(model)
     return model, {"input_ids": torch.randint(3, 50, (4, 8)), "use_cache": False}
 
 
+def train(model: nn.Module, inputs: dict) -> Tensor:
+    """Losses of 50 AdamW steps with weight decay and clipping."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), []
+    for _ in range(50):
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
 def test_cbwc_trains_gpt2_as_layer_norm_does():
-    """Appendix H.4: 50 AdamW steps with weight decay and clipping; the tied head stays tied."""
+    """Appendix H.4: losses and parameters, 50 steps in float64; the tied head stays tied."""
     model, inputs = gpt2(train=True)
     cbwc = parametrize_cbwc(model, analyze(model, inputs))
     assert sum(isinstance(module, FoldedNorm) for module in cbwc.modules()) == 5
-    trajectories = []
-    for net in (copy.deepcopy(model), cbwc):
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1)
-        losses = []
-        for _ in range(50):
-            loss = net(**inputs, labels=inputs["input_ids"]).loss
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-            losses.append(loss.item())
-        trajectories.append(torch.tensor(losses))
-        if net is cbwc:
-            assert sum(p.numel() for p in net.parameters()) == sum(p.numel() for p in model.parameters())
-    assert trajectories[0][-1] < trajectories[0][0] - 1
-    torch.testing.assert_close(*trajectories, rtol=0, atol=1e-10)
+    initial = copy.deepcopy(model.state_dict())
+    ours, theirs = train(cbwc, inputs), train(model, inputs)
+    assert theirs[-1] < theirs[0] - 1
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    trained = {name.replace("parametrizations.", "").removesuffix(".original"): value
+               for name, value in cbwc.named_parameters()}  # fmt: skip
+    torch.testing.assert_close(trained, dict(model.named_parameters()), rtol=0, atol=1e-10)
+    assert all((value - initial[name]).abs().max() > 1e-3 for name, value in model.named_parameters())
 
 
-def test_untied_model_survives_save_pretrained(tmp_path):
-    model, inputs = gpt2()
-    untied, certificate = fold(model.eval(), analyze(model, inputs), untie=True)
-    assert certificate.ok and certificate.folded == 5 and model.config.tie_word_embeddings
-    untied.save_pretrained(tmp_path)
-    loaded = hf.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64).eval()  # LayerNorms again
+def test_gpt2_after_a_fold(tmp_path):
+    """float32, untied: compiled by inductor, saved and loaded with and without fold_hub, fine-tuned."""
+    model, inputs = gpt2(layers=1)
+    model = model.float()
+    untied, certificate = fold(model, analyze(model, inputs), untie=True)
+    assert certificate.ok and certificate.folded == 3 and model.config.tie_word_embeddings
     with torch.no_grad():
-        torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-11)
+        expected = untied(**inputs).logits
+        if shutil.which("g++"):
+            compiled = torch.compile(untied, backend="inductor")
+            torch.testing.assert_close(compiled(**inputs).logits, expected, rtol=0, atol=1e-5)
+            torch.compiler.reset()
+        fold_hub.save(untied, tmp_path)
+        assert torch.equal(fold_hub.load(tmp_path)(**inputs).logits, expected)
+        theirs = hf.GPT2LMHeadModel.from_pretrained(tmp_path).eval()  # LayerNorms again, and not tied
+        torch.testing.assert_close(theirs(**inputs).logits, expected, rtol=0, atol=1e-5)
+    losses = train(untied.train(), inputs)
+    assert losses.isfinite().all() and losses[-1] < losses[0] - 1
