@@ -1,11 +1,13 @@
 """TaperNorm's throughput table (Kanavalau, Amo Alonso & Lall 2026): logits of the last token, norms folded or not.
 
 About 30 M parameters, batches of 1 and 4, contexts of 128, 256 and 512 tokens. Rows: eager forward passes, as the paper
-has them, which are bound by launches; the same captured in a CUDA graph (on a CPU: compiled), where only the GPU's own
-time is left; and tokens decoded one by one with a cache of that context. Arms: RMSNorm, the finished taper as it is
-trained, the same folded into the weights. All arms of a row take turns in paired rounds.
+has them, which are bound by launches (counted beside); the same captured in a CUDA graph (on a CPU: compiled), where
+only the GPU's own time is left; and tokens decoded one by one with a cache of that context. Arms: RMSNorm, the finished
+taper as it is trained, the same folded into the weights, norms in plain PyTorch as in the paper; on a GPU also RMSNorm
+by our kernel, one launch. All arms of a row take turns in paired rounds.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from decode import Decoder, compiled_alone, decode_logits
 from decode_arms import with_norms
 from errors import UserError
 from kernels import decode_reference
+from launch_ledger import LaunchLedger
 from model import GPT, GPTConfig
 from packing import PackedGPT, pack
 from stats import median_ratio, paired_times
@@ -28,7 +31,9 @@ SHAPE = GPTConfig(norm_type="rms", n_layer=6, n_head=6, n_embd=384, n_vocab=5025
 PUBLISHED = {(1, 128): (40.7, 48.7), (1, 256): (79.3, 96.8), (1, 512): (163.2, 195.5),
              (4, 128): (149.3, 180.4), (4, 256): (290.5, 344.9), (4, 512): (546.3, 615.9)}  # fmt: skip
 STEPS = 16  # decoded with a cache, for one timing
-ARMS = {"rms": ("rms", "plain"), "taper": ("taper", "plain"), "taper_folded": ("taper", "fused")}
+# Norm type, level of packing, implementation of the norms
+ARMS = {"rms": ("rms", "plain", "torch"), "taper": ("taper", "plain", "torch"),
+        "taper_folded": ("taper", "fused", "torch"), "rms_triton": ("rms", "plain", "triton")}  # fmt: skip
 
 
 def forward_call(packed: PackedGPT, idx: Tensor, mode: str) -> Callable[[], None]:
@@ -53,6 +58,14 @@ def forward_call(packed: PackedGPT, idx: Tensor, mode: str) -> Callable[[], None
     with torch.cuda.graph(graph, stream=stream):
         graph.output = compute()
     return waiting(graph.replay, idx)
+
+
+def eager_launches(packed: PackedGPT, idx: Tensor) -> int:
+    """Operations that compute in one eager forward pass on idx (B, T): each is a launch on a GPU."""
+    with LaunchLedger() as ledger:
+        decode_logits(decode_reference, packed, Decoder(packed, *idx.shape).caches, idx,
+                      torch.arange(idx.shape[1], device=idx.device), last=True)  # fmt: skip
+    return len(ledger.launches)
 
 
 def decode_call(packed: PackedGPT, idx: Tensor, compiled: bool) -> Callable[[], None]:
@@ -93,12 +106,15 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
     """Measures every row, prints the table, writes last_token.jsonl and last_token.md into config.out."""
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(config.dtype)
     dtype = dtype or getattr(torch, config.dtype)
+    arms = {name: arm for name, arm in ARMS.items() if arm[2] == "torch" or device.type == "cuda"}
     with device:
-        base = GPT(SHAPE).to(dtype).eval()
+        bases = {kernels: GPT(dataclasses.replace(SHAPE, kernels=kernels)).to(dtype).eval()
+                 for kernels in {kernels for _, _, kernels in arms.values()}}  # fmt: skip
         calibration = torch.randint(0, 50257, (4, 128), generator=torch.Generator(device).manual_seed(0))
-    models = {name: with_norms(base, norm, calibration) for name, (norm, _) in ARMS.items()}
-    packs = {name: pack(models[name], level) for name, (_, level) in ARMS.items()}
+    models = {name: with_norms(bases[kernels], norm, calibration) for name, (norm, _, kernels) in arms.items()}
+    packs = {name: pack(models[name], level) for name, (_, level, _) in arms.items()}
     check(packs, models, calibration[:, :32])
+    launches = {name: eager_launches(packed, calibration[:1, :32]) for name, packed in packs.items()}
     modes = ("eager", "CUDA graph" if device.type == "cuda" else "compiled", "cached")
     records = []
     for batch, context in PUBLISHED:
@@ -114,8 +130,9 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
             tokens = batch * (STEPS if mode == "cached" else context)
             records.append(place | {
                 "batch": batch, "context": context, "mode": mode, "dtype": str(dtype).removeprefix("torch."),
-                "parameters": base.num_params(), "tokens_per_s": {n: tokens / median(t) for n, t in times.items()},
-                "speed_up": {n: median_ratio(times["rms"], times[n]) for n in ("taper", "taper_folded")},
+                "parameters": models["rms"].num_params(), "launches": launches,
+                "tokens_per_s": {n: tokens / median(t) for n, t in times.items()},
+                "speed_up": {n: median_ratio(times["rms"], times[n]) for n in times if n != "rms"},
                 "seconds": times,
             })  # fmt: skip
     text = last_token_table(records)
@@ -140,10 +157,12 @@ def last_token_table(records: list[dict[str, Any]]) -> str:
              f"load average {row['load_average']} at the start; {row['parameters'] / 1e6:.1f} M parameters, "
              f"{row['dtype']}. Thousand tokens/s; speed-ups over `rms` with 95 % intervals of "
              f"{len(row['seconds']['rms'])} paired rounds. `cached` decodes tokens behind so many.", "",
-             "| batch | context | mode | rms | taper | folded | taper / rms | folded / rms | published |",
-             "| --- " * 9 + "|"]  # fmt: skip
+             f"Launches of an eager forward pass: {', '.join(f'{n} {k}' for n, k in row['launches'].items())}.", "",
+             f"| batch | context | mode | {' | '.join(row['seconds'])} | "
+             f"{' | '.join(f'{name} / rms' for name in row['speed_up'])} | published folded / rms |",
+             "| --- " * (4 + len(row["seconds"]) + len(row["speed_up"])) + "|"]  # fmt: skip
     for row in records:
-        speeds = " | ".join(f"{1e-3 * row['tokens_per_s'][name]:.2f}" for name in ARMS)
+        speeds = " | ".join(f"{1e-3 * row['tokens_per_s'][name]:.2f}" for name in row["seconds"])
         ups = " | ".join("{median:.3f} ({low:.3f} .. {high:.3f})".format(**ratio) for ratio in row["speed_up"].values())
         before, after = PUBLISHED[row["batch"], row["context"]]
         published = f"{after / before:.2f}" if row["mode"] == "eager" else ""

@@ -98,7 +98,10 @@ def test_last_token_protocol(monkeypatch, tmp_path, capsys):
     assert [(row["batch"], row["context"], row["mode"]) for row in rows] == [
         (batch, context, mode) for batch, context in ((1, 16), (2, 24)) for mode in ("eager", "compiled", "cached")]
     assert all(set(row["speed_up"]) == {"taper", "taper_folded"} for row in rows)
-    assert "| 1 | 16 | eager |" in (tmp_path / "last_token.md").read_text()
+    text = (tmp_path / "last_token.md").read_text()
+    assert "| 1 | 16 | eager |" in text and "Launches of an eager forward pass: rms " in text
+    launches = rows[0]["launches"]
+    assert launches["taper_folded"] < launches["taper"] < launches["rms"]
 
 
 def test_what_cannot_be_is_refused(run, tmp_path):
