@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import Decoder, compiled_alone, decode_logits
+from decode import Decoder, compiled_alone
 from decode_arms import with_norms
 from errors import UserError
+from fold import to_folded
 from kernels import decode_reference
 from launch_ledger import LaunchLedger
 from model import GPT, GPTConfig
-from packing import PackedGPT, pack
+from packing import pack
 from stats import median_ratio, paired_times
 
 SHAPE = GPTConfig(norm_type="rms", n_layer=6, n_head=6, n_embd=384, n_vocab=50257)  # 29.9 M parameters
@@ -31,18 +32,16 @@ SHAPE = GPTConfig(norm_type="rms", n_layer=6, n_head=6, n_embd=384, n_vocab=5025
 PUBLISHED = {(1, 128): (40.7, 48.7), (1, 256): (79.3, 96.8), (1, 512): (163.2, 195.5),
              (4, 128): (149.3, 180.4), (4, 256): (290.5, 344.9), (4, 512): (546.3, 615.9)}  # fmt: skip
 STEPS = 16  # decoded with a cache, for one timing
-# Norm type, level of packing, implementation of the norms
-ARMS = {"rms": ("rms", "plain", "torch"), "taper": ("taper", "plain", "torch"),
-        "taper_folded": ("taper", "fused", "torch"), "rms_triton": ("rms", "plain", "triton")}  # fmt: skip
+# Norm type and implementation of the norms
+ARMS = {"rms": ("rms", "torch"), "taper": ("taper", "torch"), "taper_folded": ("taper", "torch"),
+        "rms_triton": ("rms", "triton")}  # fmt: skip
 
 
-def forward_call(packed: PackedGPT, idx: Tensor, mode: str) -> Callable[[], None]:
+def forward_call(model: GPT, idx: Tensor, mode: str) -> Callable[[], None]:
     """A call that computes the logits of the last of T tokens of each sequence in idx (B, T)."""
-    B, T = idx.shape
-    caches, pos = Decoder(packed, B, T).caches, torch.arange(T, device=idx.device)
 
     def compute() -> Tensor:
-        return decode_logits(decode_reference, packed, caches, idx, pos, last=True)
+        return last_logits(model, idx)
 
     if mode == "eager":
         return waiting(compute, idx)
@@ -60,17 +59,21 @@ def forward_call(packed: PackedGPT, idx: Tensor, mode: str) -> Callable[[], None
     return waiting(graph.replay, idx)
 
 
-def eager_launches(packed: PackedGPT, idx: Tensor) -> int:
+def last_logits(model: GPT, idx: Tensor) -> Tensor:
+    """(B, T) -> (B, 1, V)."""
+    return model.logits(model.hidden(idx)[:, -1:])
+
+
+def eager_launches(model: GPT, idx: Tensor) -> int:
     """Operations that compute in one eager forward pass on idx (B, T): each is a launch on a GPU."""
     with LaunchLedger() as ledger:
-        decode_logits(decode_reference, packed, Decoder(packed, *idx.shape).caches, idx,
-                      torch.arange(idx.shape[1], device=idx.device), last=True)  # fmt: skip
+        last_logits(model, idx)
     return len(ledger.launches)
 
 
-def decode_call(packed: PackedGPT, idx: Tensor, compiled: bool) -> Callable[[], None]:
-    """A call that decodes STEPS tokens behind the T tokens of idx (B, T)."""
-    decoder = Decoder(packed, idx.shape[0], idx.shape[1] + STEPS, compiled=compiled)
+def decode_call(model: GPT, idx: Tensor, graph: bool) -> Callable[[], None]:
+    """A call that decodes STEPS tokens behind the T tokens of idx (B, T), by the operations of the eager pass."""
+    decoder = Decoder(pack(model, "plain"), idx.shape[0], idx.shape[1] + STEPS, decode_reference, graph=graph)
     decoder.prefill(idx)
 
     def steps() -> None:
@@ -91,14 +94,20 @@ def waiting(call: Callable[[], Any], like: Tensor) -> Callable[[], None]:
     return run
 
 
-def check(packs: dict[str, PackedGPT], models: dict[str, GPT], idx: Tensor) -> None:
-    """Raises UserError unless every arm's logits are its model's own, up to rounding."""
-    for name, packed in packs.items():
-        caches, pos = Decoder(packed, *idx.shape).caches, torch.arange(idx.shape[1], device=idx.device)
-        ours = decode_logits(decode_reference, packed, caches, idx, pos, last=True).float()
-        own = models[name](idx)[:, -1:].float()
-        if not (ours - own).norm() <= 0.02 * own.norm():
-            raise UserError(f"{name}: folded logits are not the model's own: mend packing first")
+def make_models(dtype: torch.dtype, device: torch.device, calibration: Tensor) -> dict[str, GPT]:
+    """Every arm's model, with the same random weights. Raises UserError unless folding keeps the taper's logits."""
+    arms = {name: arm for name, arm in ARMS.items() if arm[1] == "torch" or device.type == "cuda"}
+    models = {}
+    for name, (norm, kernels) in arms.items():
+        with device:
+            base = GPT(dataclasses.replace(SHAPE, kernels=kernels)).to(dtype).eval()
+        models[name] = with_norms(base, norm, calibration)
+    models["taper_folded"] = to_folded(models["taper_folded"])
+    idx = calibration[:, :32]
+    ours, own = (last_logits(models[name], idx).float() for name in ("taper_folded", "taper"))
+    if not (ours - own).norm() <= 0.02 * own.norm():
+        raise UserError("taper_folded: its logits are not the taper's: mend fold.py first")
+    return models
 
 
 @torch.no_grad()
@@ -106,28 +115,24 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
     """Measures every row, prints the table, writes last_token.jsonl and last_token.md into config.out."""
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(config.dtype)
     dtype = dtype or getattr(torch, config.dtype)
-    arms = {name: arm for name, arm in ARMS.items() if arm[2] == "torch" or device.type == "cuda"}
     with device:
-        bases = {kernels: GPT(dataclasses.replace(SHAPE, kernels=kernels)).to(dtype).eval()
-                 for kernels in {kernels for _, _, kernels in arms.values()}}  # fmt: skip
         calibration = torch.randint(0, 50257, (4, 128), generator=torch.Generator(device).manual_seed(0))
-    models = {name: with_norms(bases[kernels], norm, calibration) for name, (norm, _, kernels) in arms.items()}
-    packs = {name: pack(models[name], level) for name, (_, level, _) in arms.items()}
-    check(packs, models, calibration[:, :32])
-    launches = {name: eager_launches(packed, calibration[:1, :32]) for name, packed in packs.items()}
-    modes = ("eager", "CUDA graph" if device.type == "cuda" else "compiled", "cached")
+    models = make_models(dtype, device, calibration)
+    launches = {name: eager_launches(model, calibration[:1, :32]) for name, model in models.items()}
+    modes = ("eager", "CUDA graph", "cached", "cached, CUDA graph")
+    modes = modes if device.type == "cuda" else ("eager", "compiled", "cached")
     records = []
     for batch, context in PUBLISHED:
         idx = calibration.repeat(1, 4)[:batch, :context].contiguous()
         for mode in modes:
             torch._dynamo.reset()
-            calls = {name: decode_call(packed, idx, config.compiled and packed.level == "plain") if mode == "cached"
-                     else forward_call(packed, idx, mode) for name, packed in packs.items()}  # fmt: skip
+            calls = {name: decode_call(model, idx, "graph" in mode) if "cached" in mode
+                     else forward_call(model, idx, mode) for name, model in models.items()}  # fmt: skip
             for _ in range(3):
                 for call in calls.values():
                     call()
             times = paired_times(calls, config.rounds)
-            tokens = batch * (STEPS if mode == "cached" else context)
+            tokens = batch * (STEPS if "cached" in mode else context)
             records.append(place | {
                 "batch": batch, "context": context, "mode": mode, "dtype": str(dtype).removeprefix("torch."),
                 "parameters": models["rms"].num_params(), "launches": launches,
