@@ -9,6 +9,7 @@ by our kernel, one launch. All arms of a row take turns in paired rounds.
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -64,11 +65,11 @@ def last_logits(model: GPT, idx: Tensor) -> Tensor:
     return model.logits(model.hidden(idx)[:, -1:])
 
 
-def eager_launches(model: GPT, idx: Tensor) -> int:
-    """Operations that compute in one eager forward pass on idx (B, T): each is a launch on a GPU."""
+def eager_launches(model: GPT, idx: Tensor) -> Counter:
+    """Operations that compute in one eager forward pass on idx (B, T), by name: each is a launch on a GPU."""
     with LaunchLedger() as ledger:
         last_logits(model, idx)
-    return len(ledger.launches)
+    return Counter(ledger.launches)
 
 
 def decode_call(model: GPT, idx: Tensor, graph: bool) -> Callable[[], None]:
@@ -119,6 +120,11 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
         calibration = torch.randint(0, 50257, (4, 128), generator=torch.Generator(device).manual_seed(0))
     models = make_models(dtype, device, calibration)
     launches = {name: eager_launches(model, calibration[:1, :32]) for name, model in models.items()}
+    place |= {"dtype": str(dtype).removeprefix("torch."), "parameters": models["rms"].num_params()}
+    if config.ledger:
+        record = place | {"launches": launches}
+        write(config.out, "launches", [record], launches_table(record))
+        return record
     modes = ("eager", "CUDA graph", "cached", "cached, CUDA graph")
     modes = modes if device.type == "cuda" else ("eager", "compiled", "cached")
     records = []
@@ -134,24 +140,44 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
             times = paired_times(calls, config.rounds)
             tokens = batch * (STEPS if "cached" in mode else context)
             records.append(place | {
-                "batch": batch, "context": context, "mode": mode, "dtype": str(dtype).removeprefix("torch."),
-                "parameters": models["rms"].num_params(), "launches": launches,
+                "batch": batch, "context": context, "mode": mode,
+                "launches": {name: counts.total() for name, counts in launches.items()},
                 "tokens_per_s": {n: tokens / median(t) for n, t in times.items()},
                 "speed_up": {n: median_ratio(times["rms"], times[n]) for n in times if n != "rms"},
                 "seconds": times,
             })  # fmt: skip
-    text = last_token_table(records)
-    print(text)
-    if config.out:
-        try:
-            folder = Path(config.out)
-            folder.mkdir(parents=True, exist_ok=True)
-            lines = "".join(json.dumps(record) + "\n" for record in records)
-            (folder / "last_token.jsonl").write_text(lines, encoding="utf-8")
-            (folder / "last_token.md").write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"out={config.out}: cannot be written ({error.strerror})") from None
+    write(config.out, "last_token", records, last_token_table(records))
     return {"rows": [{name: value for name, value in record.items() if name != "seconds"} for record in records]}
+
+
+def write(out: str, name: str, records: list[dict[str, Any]], text: str) -> None:
+    """Prints `text`; if there is a folder `out`, writes NAME.jsonl and NAME.md into it."""
+    print(text)
+    if not out:
+        return
+    try:
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
+
+
+def launches_table(record: dict[str, Any]) -> str:
+    """Markdown: arms down, operations across."""
+    launches = record["launches"]
+    names = list(dict.fromkeys(name for counts in launches.values() for name, _ in counts.most_common()))
+    lines = ["# Launches of an eager forward pass: TaperNorm's protocol", "",
+             f"Counted, not timed (`python bench_decode.py --last_token --ledger`): {record['parameters'] / 1e6:.1f} M "
+             f"parameters, {record['dtype']}, norms in plain PyTorch; torch {record['versions']['torch']}; commit "
+             f"{record['git']}. Every operation that computes is a launch on a GPU.", "",
+             f"| arm | all | fewer | {' | '.join(names)} |", "| --- " * (3 + len(names)) + "|"]  # fmt: skip
+    for arm, counts in launches.items():
+        cells = [counts.total(), launches["rms"].total() - counts.total(), *(counts[name] for name in names)]
+        lines.append(f"| {arm} | " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
 
 
 def last_token_table(records: list[dict[str, Any]]) -> str:

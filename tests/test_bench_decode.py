@@ -100,8 +100,14 @@ def test_last_token_protocol(monkeypatch, tmp_path, capsys):
     assert all(set(row["speed_up"]) == {"taper", "taper_folded"} for row in rows)
     text = (tmp_path / "last_token.md").read_text()
     assert "| 2 | 24 | eager |" in text and "Launches of an eager forward pass: rms " in text
-    launches = rows[0]["launches"]
-    assert launches["taper_folded"] < launches["taper"] < launches["rms"]
+    bench_decode.main(["--last_token", "--ledger", "--dtype=float32", "--device=cpu", f"--out={tmp_path}"])
+    launches = json.loads(capsys.readouterr().out.splitlines()[-1])["launches"]
+    assert {name: sum(counts.values()) for name, counts in launches.items()} == rows[0]["launches"]
+    # Of 5 norms, the 4 internal ones lose square, mean, + eps, root and a product when tapered, and the rest folded.
+    assert [launches[name].get("mean", 0) for name in ("rms", "taper", "taper_folded")] == [5, 1, 1]
+    assert rows[0]["launches"]["rms"] - rows[0]["launches"]["taper"] == 4 * 4
+    assert rows[0]["launches"]["taper"] - rows[0]["launches"]["taper_folded"] == 4 * 2
+    assert "| taper_folded |" in (tmp_path / "launches.md").read_text()
 
 
 def test_what_cannot_be_is_refused(run, tmp_path):
