@@ -4,7 +4,7 @@
     python bench_decode.py random:gpt2 --arms=A,B,C,D,E,L,M --tokens=16 --out=results/cpu/decode
     python bench_decode.py random:qwen3-8b --ledger                    # count launches, predict; no GPU, no memory
     python bench_decode.py random:qwen3-1.7b --batch=8 --trace --out=results/h200/trace
-    python bench_decode.py --last_token --out=results/h200/taper       # TaperNorm's protocol
+    python bench_decode.py --last_token --out=results/h200/taper       # TaperNorm's protocol; --ledger counts alone
 
 The model is a run folder, a checkpoint, a Hugging Face folder or name, or `random:` and a published shape, whose random
 weights are never zeros. Arms (decode_arms.py): A rms, B coupled (the paper's fusion), C rms_fused, D coupled_fused,
@@ -258,7 +258,7 @@ def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     wants_model = not any(word.lower() in ("--last_token", "--last_token=true") for word in argv)
     config, spec = parse_args(BenchConfig, argv, __doc__, spec=wants_model)
-    if config.ledger:
+    if config.ledger and not config.last_token:
         print(json.dumps(run_ledger(config, spec)))
         return
     torch.manual_seed(0)

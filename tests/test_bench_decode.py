@@ -92,13 +92,22 @@ def test_traces(run, tmp_path, capsys):
 def test_last_token_protocol(monkeypatch, tmp_path, capsys):
     shape = dataclasses.replace(last_token.SHAPE, n_layer=2, n_embd=32, n_head=2, vocab_size=50304, block_size=128)
     monkeypatch.setattr(last_token, "SHAPE", shape)
-    monkeypatch.setattr(last_token, "PUBLISHED", {(1, 16): (40.7, 48.7), (2, 24): (79.3, 96.8)})
+    monkeypatch.setattr(last_token, "PUBLISHED", {(2, 24): (79.3, 96.8)})
     bench_decode.main(["--last_token", "--rounds=6", "--compiled=false", "--device=cpu", f"--out={tmp_path}"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(row["batch"], row["context"], row["mode"]) for row in rows] == [
-        (batch, context, mode) for batch, context in ((1, 16), (2, 24)) for mode in ("eager", "compiled", "cached")]
+        (2, 24, mode) for mode in ("eager", "compiled", "cached")]
     assert all(set(row["speed_up"]) == {"taper", "taper_folded"} for row in rows)
-    assert "| 1 | 16 | eager |" in (tmp_path / "last_token.md").read_text()
+    text = (tmp_path / "last_token.md").read_text()
+    assert "| 2 | 24 | eager |" in text and "Launches of an eager forward pass: rms " in text
+    bench_decode.main(["--last_token", "--ledger", "--dtype=float32", "--device=cpu", f"--out={tmp_path}"])
+    launches = json.loads(capsys.readouterr().out.splitlines()[-1])["launches"]
+    assert {name: sum(counts.values()) for name, counts in launches.items()} == rows[0]["launches"]
+    # Of 5 norms, the 4 internal ones lose square, mean, + eps, root and a product when tapered, and the rest folded.
+    assert [launches[name].get("mean", 0) for name in ("rms", "taper", "taper_folded")] == [5, 1, 1]
+    assert rows[0]["launches"]["rms"] - rows[0]["launches"]["taper"] == 4 * 4
+    assert rows[0]["launches"]["taper"] - rows[0]["launches"]["taper_folded"] == 4 * 2
+    assert "| taper_folded |" in (tmp_path / "launches.md").read_text()
 
 
 def test_what_cannot_be_is_refused(run, tmp_path):
