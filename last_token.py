@@ -2,12 +2,16 @@
 
 About 30 M parameters, batches of 1 and 4, contexts of 128, 256 and 512 tokens. Rows: eager forward passes, as the paper
 has them, which are bound by launches; the same captured in a CUDA graph (on a CPU: compiled), where only the GPU's own
-time is left; and tokens decoded one by one with a cache of that context. Arms: RMSNorm, the finished taper as it is
-trained, the same folded into the weights. All arms of a row take turns in paired rounds.
+time is left; and tokens decoded one by one with a cache of that context. Arms: RMSNorm and the finished taper as they
+are trained, and both folded into the weights, so that what the taper is worth is not mixed with what folding is. All
+arms of a row run in the same way: around the library's products, and all of them eager, captured, or compiled; they
+take turns in paired rounds.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import Decoder, compiled_alone, decode_logits
+from decode import Decoder, Ops, compiled_alone, decode_logits
 from decode_arms import with_norms
 from errors import UserError
 from kernels import decode_reference
@@ -28,16 +32,33 @@ SHAPE = GPTConfig(norm_type="rms", n_layer=6, n_head=6, n_embd=384, n_vocab=5025
 PUBLISHED = {(1, 128): (40.7, 48.7), (1, 256): (79.3, 96.8), (1, 512): (163.2, 195.5),
              (4, 128): (149.3, 180.4), (4, 256): (290.5, 344.9), (4, 512): (546.3, 615.9)}  # fmt: skip
 STEPS = 16  # decoded with a cache, for one timing
-ARMS = {"rms": ("rms", "plain"), "taper": ("taper", "plain"), "taper_folded": ("taper", "fused")}
+ARMS = {"rms": ("rms", "plain"), "taper": ("taper", "plain"), "rms_folded": ("rms", "fused"),
+        "taper_folded": ("taper", "fused")}  # fmt: skip
+PAIRS = (("taper", "rms"), ("rms_folded", "rms"), ("taper_folded", "rms"), ("taper_folded", "rms_folded"))
+
+
+def packed_for(model: GPT, level: str) -> PackedGPT:
+    """Packed weights whose products are the library's at every batch size and for any number of tokens."""
+    packed = pack(model, level)
+    return dataclasses.replace(packed, level="library") if level == "fused" else packed
+
+
+def launches_for(idx: Tensor) -> Ops:
+    """The launches of an eager step of several tokens: norms and activations are one each on a GPU."""
+    if not idx.is_cuda or not find_spec("triton"):
+        return decode_reference
+    from kernels import decode_triton
+
+    return decode_triton.MANY
 
 
 def forward_call(packed: PackedGPT, idx: Tensor, mode: str) -> Callable[[], None]:
     """A call that computes the logits of the last of T tokens of each sequence in idx (B, T)."""
     B, T = idx.shape
-    caches, pos = Decoder(packed, B, T).caches, torch.arange(T, device=idx.device)
+    caches, pos, ops = Decoder(packed, B, T).caches, torch.arange(T, device=idx.device), launches_for(idx)
 
     def compute() -> Tensor:
-        return decode_logits(decode_reference, packed, caches, idx, pos, last=True)
+        return decode_logits(ops, packed, caches, idx, pos, last=True)
 
     if mode == "eager":
         return waiting(compute, idx)
@@ -82,7 +103,7 @@ def check(packs: dict[str, PackedGPT], models: dict[str, GPT], idx: Tensor) -> N
     """Raises UserError unless every arm's logits are its model's own, up to rounding."""
     for name, packed in packs.items():
         caches, pos = Decoder(packed, *idx.shape).caches, torch.arange(idx.shape[1], device=idx.device)
-        ours = decode_logits(decode_reference, packed, caches, idx, pos, last=True).float()
+        ours = decode_logits(launches_for(idx), packed, caches, idx, pos, last=True).float()
         own = models[name](idx)[:, -1:].float()
         if not (ours - own).norm() <= 0.02 * own.norm():
             raise UserError(f"{name}: folded logits are not the model's own: mend packing first")
@@ -97,7 +118,7 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
         base = GPT(SHAPE).to(dtype).eval()
         calibration = torch.randint(0, 50257, (4, 128), generator=torch.Generator(device).manual_seed(0))
     models = {name: with_norms(base, norm, calibration) for name, (norm, _) in ARMS.items()}
-    packs = {name: pack(models[name], level) for name, (_, level) in ARMS.items()}
+    packs = {name: packed_for(models[name], level) for name, (_, level) in ARMS.items()}
     check(packs, models, calibration[:, :32])
     modes = ("eager", "CUDA graph" if device.type == "cuda" else "compiled", "cached")
     records = []
@@ -105,7 +126,7 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
         idx = calibration.repeat(1, 4)[:batch, :context].contiguous()
         for mode in modes:
             torch._dynamo.reset()
-            calls = {name: decode_call(packed, idx, config.compiled and packed.level == "plain") if mode == "cached"
+            calls = {name: decode_call(packed, idx, config.compiled) if mode == "cached"
                      else forward_call(packed, idx, mode) for name, packed in packs.items()}  # fmt: skip
             for _ in range(3):
                 for call in calls.values():
@@ -115,7 +136,7 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
             records.append(place | {
                 "batch": batch, "context": context, "mode": mode, "dtype": str(dtype).removeprefix("torch."),
                 "parameters": base.num_params(), "tokens_per_s": {n: tokens / median(t) for n, t in times.items()},
-                "speed_up": {n: median_ratio(times["rms"], times[n]) for n in ("taper", "taper_folded")},
+                "speed_up": {f"{x}/{y}": median_ratio(times[y], times[x]) for x, y in PAIRS},
                 "seconds": times,
             })  # fmt: skip
     text = last_token_table(records)
@@ -138,10 +159,10 @@ def last_token_table(records: list[dict[str, Any]]) -> str:
     lines = ["# Logits of the last token: TaperNorm's protocol", "",
              f"{row['device']}; torch {row['versions']['torch']}; commit {row['git']}; {row['threads']} CPU threads, "
              f"load average {row['load_average']} at the start; {row['parameters'] / 1e6:.1f} M parameters, "
-             f"{row['dtype']}. Thousand tokens/s; speed-ups over `rms` with 95 % intervals of "
-             f"{len(row['seconds']['rms'])} paired rounds. `cached` decodes tokens behind so many.", "",
-             "| batch | context | mode | rms | taper | folded | taper / rms | folded / rms | published |",
-             "| --- " * 9 + "|"]  # fmt: skip
+             f"{row['dtype']}. Thousand tokens/s; speed-ups with 95 % intervals of {len(row['seconds']['rms'])} paired "
+             "rounds; published: the folded taper over RMSNorm. `cached` decodes tokens behind so many.", "",
+             f"| batch | context | mode | {' | '.join(ARMS)} | {' | '.join(row['speed_up'])} | published |",
+             "| --- " * (4 + len(ARMS) + len(PAIRS)) + "|"]  # fmt: skip
     for row in records:
         speeds = " | ".join(f"{1e-3 * row['tokens_per_s'][name]:.2f}" for name in ARMS)
         ups = " | ".join("{median:.3f} ({low:.3f} .. {high:.3f})".format(**ratio) for ratio in row["speed_up"].values())
