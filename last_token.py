@@ -2,9 +2,10 @@
 
 About 30 M parameters, batches of 1 and 4, contexts of 128, 256 and 512 tokens. Rows: eager forward passes, as the paper
 has them, which are bound by launches (counted beside); the same captured in a CUDA graph (on a CPU: compiled), where
-only the GPU's own time is left; and tokens decoded one by one with a cache of that context. Arms: RMSNorm, the finished
-taper as it is trained, the same folded into the weights, norms in plain PyTorch as in the paper; on a GPU also RMSNorm
-by our kernel, one launch. All arms of a row take turns in paired rounds.
+only the GPU's own time is left; and tokens decoded one by one with a cache of that context. Arms: RMSNorm and the
+finished taper as they are trained, and both folded into the weights (of RMSNorm the gain), so that what the taper is
+worth is not mixed with what folding is; norms in plain PyTorch as in the paper; on a GPU also RMSNorm by our kernel,
+one launch. All arms of a row run in the same way and take turns in paired rounds.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from decode import Decoder, compiled_alone
 from decode_arms import with_norms
-from errors import UserError
+from errors import UserError, writing
 from fold import to_folded
 from kernels import decode_reference
 from launch_ledger import LaunchLedger
@@ -33,9 +34,11 @@ SHAPE = GPTConfig(norm_type="rms", n_layer=6, n_head=6, n_embd=384, n_vocab=5025
 PUBLISHED = {(1, 128): (40.7, 48.7), (1, 256): (79.3, 96.8), (1, 512): (163.2, 195.5),
              (4, 128): (149.3, 180.4), (4, 256): (290.5, 344.9), (4, 512): (546.3, 615.9)}  # fmt: skip
 STEPS = 16  # decoded with a cache, for one timing
-# Norm type and implementation of the norms
-ARMS = {"rms": ("rms", "torch"), "taper": ("taper", "torch"), "taper_folded": ("taper", "torch"),
-        "rms_triton": ("rms", "triton")}  # fmt: skip
+# Norm type and keys of the model. Gains are 1 at random: without them RMSNorm is what it is when they are folded.
+ARMS = {"rms": ("rms", {}), "taper": ("taper", {}), "rms_folded": ("rms", {"norm_affine": False}),
+        "taper_folded": ("taper", {}), "rms_triton": ("rms", {"kernels": "triton"})}  # fmt: skip
+PAIRS = (("taper", "rms"), ("rms_folded", "rms"), ("taper_folded", "rms"), ("taper_folded", "rms_folded"),
+         ("taper_folded", "rms_triton"))  # fmt: skip
 
 
 def forward_call(model: GPT, idx: Tensor, mode: str) -> Callable[[], None]:
@@ -97,12 +100,12 @@ def waiting(call: Callable[[], Any], like: Tensor) -> Callable[[], None]:
 
 def make_models(dtype: torch.dtype, device: torch.device, calibration: Tensor) -> dict[str, GPT]:
     """Every arm's model, with the same random weights. Raises UserError unless folding keeps the taper's logits."""
-    arms = {name: arm for name, arm in ARMS.items() if arm[1] == "torch" or device.type == "cuda"}
     models = {}
-    for name, (norm, kernels) in arms.items():
-        with device:
-            base = GPT(dataclasses.replace(SHAPE, kernels=kernels)).to(dtype).eval()
-        models[name] = with_norms(base, norm, calibration)
+    for name, (norm, keys) in ARMS.items():
+        if name != "rms_triton" or device.type == "cuda":
+            with device:
+                base = GPT(dataclasses.replace(SHAPE, **{"kernels": "torch"} | keys)).to(dtype).eval()
+            models[name] = with_norms(base, norm, calibration)
     models["taper_folded"] = to_folded(models["taper_folded"])
     idx = calibration[:, :32]
     ours, own = (last_logits(models[name], idx).float() for name in ("taper_folded", "taper"))
@@ -143,7 +146,7 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
                 "batch": batch, "context": context, "mode": mode,
                 "launches": {name: counts.total() for name, counts in launches.items()},
                 "tokens_per_s": {n: tokens / median(t) for n, t in times.items()},
-                "speed_up": {n: median_ratio(times["rms"], times[n]) for n in times if n != "rms"},
+                "speed_up": {f"{x}/{y}": median_ratio(times[y], times[x]) for x, y in PAIRS if {x, y} <= times.keys()},
                 "seconds": times,
             })  # fmt: skip
     write(config.out, "last_token", records, last_token_table(records))
@@ -155,14 +158,10 @@ def write(out: str, name: str, records: list[dict[str, Any]], text: str) -> None
     print(text)
     if not out:
         return
-    try:
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder := Path(out)):
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
 
 
 def launches_table(record: dict[str, Any]) -> str:
@@ -186,11 +185,11 @@ def last_token_table(records: list[dict[str, Any]]) -> str:
     lines = ["# Logits of the last token: TaperNorm's protocol", "",
              f"{row['device']}; torch {row['versions']['torch']}; commit {row['git']}; {row['threads']} CPU threads, "
              f"load average {row['load_average']} at the start; {row['parameters'] / 1e6:.1f} M parameters, "
-             f"{row['dtype']}. Thousand tokens/s; speed-ups over `rms` with 95 % intervals of "
-             f"{len(row['seconds']['rms'])} paired rounds. `cached` decodes tokens behind so many.", "",
+             f"{row['dtype']}. Thousand tokens/s; speed-ups with 95 % intervals of {len(row['seconds']['rms'])} paired "
+             "rounds; published: the folded taper over RMSNorm. `cached` decodes tokens behind so many.", "",
              f"Launches of an eager forward pass: {', '.join(f'{n} {k}' for n, k in row['launches'].items())}.", "",
              f"| batch | context | mode | {' | '.join(row['seconds'])} | "
-             f"{' | '.join(f'{name} / rms' for name in row['speed_up'])} | published folded / rms |",
+             f"{' | '.join(row['speed_up'])} | published |",
              "| --- " * (4 + len(row["seconds"]) + len(row["speed_up"])) + "|"]  # fmt: skip
     for row in records:
         speeds = " | ".join(f"{1e-3 * row['tokens_per_s'][name]:.2f}" for name in row["seconds"])
