@@ -47,7 +47,7 @@ def hub_documents(dataset: str, split: str, text_of: TextOf) -> Iterator[Documen
     try:
         from datasets import load_dataset
     except ImportError:
-        raise DataError(f"{dataset}: streaming it needs datasets: pip install datasets, or give --local=FILES") from None
+        raise DataError(f"{dataset}: streaming needs datasets: pip install datasets, or give --local=FILES") from None
     try:
         for row in load_dataset(dataset, split=split, streaming=True):
             yield checked(text_of(row))
@@ -63,8 +63,8 @@ def teacher_tokenizer(meta: dict, n_vocab: int) -> Any:
     """The teacher's tokenizer. Raises DataError if it has none, or tokens that the teacher does not know."""
     tokenizer = load_tokenizer(meta)
     if tokenizer.n_vocab > n_vocab:
-        raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the teacher's vocabulary {n_vocab}: they do not "
-                        "belong together")  # fmt: skip
+        raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the teacher's vocabulary {n_vocab}: they are "
+                        "not of one model")  # fmt: skip
     return tokenizer
 
 
