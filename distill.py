@@ -3,7 +3,7 @@
     python distill.py config/distill_qwen3_0.6b.py                          the paper's setting, one GPU
     python distill.py config/distill_qwen3_0.6b.py --estimate               memory it will need, and nothing else
     python distill.py --teacher=out/rms --local=more.jsonl --method=full    any of our runs, any text
-    torchrun --standalone --nproc_per_node=8 -- distill.py config/distill_qwen3_0.6b.py   (-- for torchrun takes --local)
+    torchrun --standalone --nproc_per_node=8 -- distill.py ...      (-- or torchrun takes --local for its own)
 
 The student is the teacher under a coupled norm plan, with calibrated alpha (coupling.py); it learns from KL(teacher ||
 student) alone and sees no labels. With adapters both are views of one copy of the weights, which never change; only

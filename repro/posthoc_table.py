@@ -56,18 +56,19 @@ def main(argv: list[str]) -> None:
         models[f"{plan}: distilled"] = student
     if (runs / "teacher-longer").exists():
         models["teacher trained on"] = load_model(str(runs / "teacher-longer"))
-    lines = ["| model | val loss | difference to the teacher | relative | KL(teacher \\|\\| model) |", "|---|---|---|---|---|"]
+    lines = ["| model | val loss | difference to the teacher | relative | KL from the teacher |", "|---|---|---|---|---|"]
     with open(results / "models.jsonl", "w", encoding="utf-8") as file:
         base = None
         for name, model in models.items():
             loss, kl = judge(model, teacher, windows)
             base = loss if base is None else base
             row = {"model": name, "val_loss": float(loss.mean()), "kl": float(kl.mean())}
-            shown = "|"
+            shown = "|"  # two empty cells
             if name != "teacher":
                 estimate = paired((loss - base).numpy())
                 low, high = estimate.interval()
-                row |= {"difference": estimate.mean, "interval": [low, high], "relative": estimate.mean / float(base.mean())}
+                row |= {"difference": estimate.mean, "interval": [low, high]}
+                row["relative"] = estimate.mean / float(base.mean())
                 shown = f"{estimate.mean:+.5f} ({low:+.5f} .. {high:+.5f}) | {row['relative']:+.3%}"
             file.write(json.dumps({**row, "windows": len(windows), "length": length,
                                    **environment(torch.device("cpu"))}) + "\n")  # fmt: skip
