@@ -56,7 +56,8 @@ def main(argv: list[str]) -> None:
         models[f"{plan}: distilled"] = student
     if (runs / "teacher-longer").exists():
         models["teacher trained on"] = load_model(str(runs / "teacher-longer"))
-    lines = ["| model | val loss | difference to the teacher | relative | KL from the teacher |", "|---|---|---|---|---|"]
+    lines = ["| model | val loss | difference to the teacher | relative | KL from the teacher |"]
+    lines += ["|---|---|---|---|---|"]
     with open(results / "models.jsonl", "w", encoding="utf-8") as file:
         base = None
         for name, model in models.items():

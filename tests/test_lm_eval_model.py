@@ -42,6 +42,7 @@ def test_likelihoods_are_those_of_the_model():
               ("", "no context"), ("a space ", "belongs to it")]  # fmt: skip
     found = scorer.score(pairs)
     assert scorer.forwards == 5  # four choices, one forward
+    pairs[-1] = ("a space", " belongs to it")  # to the continuation, that is
     for pair, (likelihood, _) in zip(pairs, found, strict=True):
         if pair[0]:
             assert abs(likelihood - by_hand(model, *pair)) < 1e-4
@@ -53,8 +54,9 @@ def test_likelihoods_are_those_of_the_model():
 
 
 def write_rows(path, count):
-    rows = [{"subject": subject, "question": f"What is {i}?", "choices": ["one", "two", "three", "four"],
-             "answer": (i + len(subject)) % 4} for subject in ("high_school_art", "law") for i in range(count)]  # fmt: skip
+    choices = ["one", "two", "three", "four"]
+    rows = [{"subject": subject, "question": f"What is {i}?", "choices": choices, "answer": (i + len(subject)) % 4}
+            for subject in ("high_school_art", "law") for i in range(count)]  # fmt: skip
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -62,7 +64,7 @@ def write_rows(path, count):
 def test_harness_runs_mmlu_offline(tmp_path, capsys):
     pytest.importorskip("lm_eval")
     for name, plan in (("teacher", "RR RR R"), ("student", "Rs Rs R")):
-        model = gpt(norm_type="coupled", norm_plan=plan)
+        model = gpt(norm_type="coupled", norm_plan=plan, block_size=1024)  # no text is cut
         (tmp_path / name).mkdir()
         save_checkpoint(tmp_path / name / BEST, {"step": 0, "config": asdict(model.config), "meta": model.meta,
                                                  "model": model.state_dict()})  # fmt: skip
