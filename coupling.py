@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from data.documents import input_files, read_files
-from data.shards import DataError
 from data.tokenizers import load_tokenizer
-from errors import FoldError
+from errors import ConfigError, FoldError
 from fold import retype
 from kl import kl_divergence
 from model import GPT
@@ -34,7 +33,7 @@ Alpha = tuple[float, ...]  # one for each of the 2L + 1 positions
 def text_windows(text: str, meta: dict, length: int, count: int) -> Tensor:
     """At most `count` windows of token ids (N, length), N even, spread over the first four times as much text.
 
-    text: files of documents (jsonl, jsonl.xz, parquet, txt), with commas between. Raises DataError for too little.
+    text: files of documents (jsonl, jsonl.xz, parquet, txt), with commas between. Raises ConfigError for too little.
     """
     tokenizer, ids, wanted = load_tokenizer(meta), [], 4 * count * length
     for document in read_files(input_files(text)):
@@ -43,7 +42,7 @@ def text_windows(text: str, meta: dict, length: int, count: int) -> Tensor:
             break
     windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)  # (all, length)
     if len(windows) < 2:
-        raise DataError(f"{text}: {len(ids)} tokens, two windows of {length} are needed: give more text")
+        raise ConfigError(f"text={text}: {len(ids)} tokens, two windows of {length} are needed: give more text")
     return windows[torch.linspace(0, len(windows) - 1, min(count, len(windows)) // 2 * 2).long()]
 
 
