@@ -12,6 +12,7 @@ on), and at the end the student with adapters merged and alpha absorbed: ckpt_be
 Hugging Face. The last line of output is JSON.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -36,9 +37,9 @@ from coupling import Calibration, first_plan, spell, suggest_first, view
 from data.shards import DataError
 from distill_data import open_stream, shuffled
 from errors import CheckpointError, ConfigError, UserError, run_program
-from fold import absorb_alpha
 from kl import kl_divergence
 from model import GPT, GPTConfig, cross_entropy
+from norm_layers import SharedRMSNorm
 from optim import DTYPES, Precision, guarded_update, learning_rate, make_optimizer, micro_step
 from parallel import accumulate, replicate
 from ranks import Ranks, faster_float32_products
@@ -56,7 +57,7 @@ class DistillConfig:
     out_dir: str = key("out/distill", "run folder")
     local: str = key("", "files of text or chats, with commas between ('': the data set below, from the hub)")
     val: str = key("", "files of held-out text ('': the first blocks of the training text are held out)")
-    dataset: str = key("nvidia/Nemotron-Post-Training-Dataset-v2", "data set of the hub, streamed")
+    dataset: str = key("nvidia/Nemotron-Post-Training-Dataset-v2", "of the hub, streamed; random: no text at all")
     split: str = key("stem", "split of it")
     shuffle: int = key(1024, "blocks in the buffer that the order is drawn from")
     norm_plan: str = key("", "the student's plan, e.g. 'RR Rs Rs R' ('': coupled_first)")
@@ -135,12 +136,19 @@ def make_student(teacher: GPT, plan: str, alpha: Any, config: DistillConfig) -> 
     return student
 
 
+@torch.no_grad()
 def finished(student: GPT) -> GPT:
-    """The student as a plain GPT: adapters merged, alpha absorbed into the gains. The argument is used up."""
+    """The student as a plain GPT: adapters merged, alpha absorbed into the gains. The argument is used up; tensors that
+    it shares with a teacher stay as they are."""
     for block in student.blocks:
         block.__dict__.pop("forward", None)  # the checkpointed one
     adapters.merge(student)
-    return absorb_alpha(student) if student.config.norm_affine else student.eval()
+    if not student.config.norm_affine:
+        return student.eval()
+    for norm in student.norms():
+        if isinstance(norm, SharedRMSNorm):
+            norm.weight = nn.Parameter((norm.weight.double() / norm.alpha).to(norm.weight.dtype))
+    return view(student, str(student.plan))
 
 
 def teacher_config(spec: str) -> GPTConfig:
@@ -159,7 +167,8 @@ class Distiller:
         self.config, self.out_dir = config, Path(config.out_dir)
         self.ranks = ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
         self.precision = Precision(config.dtype, ranks.device)
-        teacher = load_model(config.teacher)
+        with ranks.device if config.teacher.startswith("random:") else contextlib.nullcontext():  # drawn there
+            teacher = load_model(config.teacher)
         if ranks.device.type == "cpu":
             faster_float32_products(teacher.config.n_embd, teacher.config.head_channels)
         low = self.precision.dtype if self.precision.is_low and config.method != "full" else self.precision.weights
@@ -252,6 +261,8 @@ class Distiller:
         batches, parameters = self._batches(), list(self.trained.values())
         clock = Throughput(config.batch_size * config.gradient_accumulation_steps * self.length)
         found = self._evaluate() if self.step == 0 else None
+        if ranks.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
         clock.restart()
         while self.step < config.max_iters:
             self.step += 1

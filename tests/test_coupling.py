@@ -13,7 +13,6 @@ from conftest import close, draw, shake
 import rms_stats
 from checkpoint import BEST, save_checkpoint
 from coupling import GRID, Calibration, first_plan, greedy, ratios, sources, spell, suggest_first, text_windows, view
-from data.shards import DataError
 from errors import ConfigError, FoldError
 from kl import kl_divergence
 from model import GPT, GPTConfig
@@ -162,7 +161,7 @@ def run_folder(trained, tmp_path_factory):
 def test_windows_of_text(run_folder, trained):
     meta = {"tokenizer": "bytes"}
     assert text_windows(str(run_folder / "text.txt"), meta, 24, 10).shape == (10, 24)
-    with pytest.raises(DataError, match="two windows"):
+    with pytest.raises(ConfigError, match="two windows"):
         text_windows(str(run_folder / "text.txt"), meta, 4000, 10)
 
 

@@ -19,7 +19,6 @@ from configurator import parse_args
 from data.documents import Document
 from data.shards import DataError
 from errors import CheckpointError, ConfigError
-from fold import absorb_alpha
 from model import GPT
 
 pytest.importorskip("peft")
@@ -73,7 +72,8 @@ def test_merged_and_absorbed_student_is_the_unmerged(dora, trained):  # noqa: F8
     for parameter in trained_ones:
         parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
     unmerged, untouched = student(idx), teacher(idx)
-    merged = absorb_alpha(adapters.merge(student))
+    merged = distill.finished(student)
+    assert merged.config.coupled_alpha == 1 and not any("lora" in name for name in merged.state_dict())
     assert (unmerged - untouched).abs().max() > 0.1 * untouched.abs().max()
     assert (merged(idx) - unmerged).abs().max() <= 5e-6 * unmerged.abs().max()
     assert torch.equal(teacher(idx), untouched)  # merging took copies
@@ -111,6 +111,19 @@ def test_two_ranks_do_what_one_does(words, tmp_path, launch):
     assert set(job.wait()) == {0}, job.text()
     for one, two in zip(evals(tmp_path / "one"), evals(tmp_path / "two"), strict=True):
         assert abs(one["kl"] - two["kl"]) < 1e-5 and one["step"] == two["step"]
+
+
+def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
+    """What the speed of the large shapes is measured with: no tokenizer, no text."""
+    tiny = {"model_type": "qwen3", "vocab_size": 67, "max_position_embeddings": 16, "hidden_size": 32, "head_dim": 8,
+            "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(distill.hf.SHAPES, "tiny", tiny)
+    distill.main([*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--max_iters=2", "--export=True"])
+    assert len(evals(tmp_path / "out")) == 2
+    exported = distill.hf.load_hf(tmp_path / "out" / "hf")
+    idx = sequences(2, 1)[:, :16]
+    with torch.no_grad():
+        assert torch.equal(exported(idx), load_model(str(tmp_path / "out"))(idx))
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
