@@ -3,7 +3,7 @@
     hf download roneneldan/TinyStories --repo-type dataset --local-dir data/tinystories/text     # parquet files
     python data/fineweb_edu/prepare.py --local data/tinystories/text/data/train-*.parquet \\
       --val data/tinystories/text/data/validation-*.parquet --out_dir=data/tinystories
-    python train.py config/tinystories.py --norm_type=taper --taper_warmup=0.5 --out_dir=out/tinystories-taper
+    python train.py config/tinystories.py --norm_type=taper --out_dir=out/tinystories-taper
 
 Its norm_type decides; the learning rate is one for all norm types and sizes.
 """
