@@ -317,6 +317,8 @@ def main(argv: list[str]) -> None:
     if config.last_token:
         print(json.dumps(bench_last_token(config, device, place)))
         return
+    if config.gpt_fast:
+        decode_gpt_fast.load(config.gpt_fast)  # a wrong folder is said before minutes of compiling
     model = load(config, spec, device)
     if config.trace:
         print(json.dumps(run_trace(config, spec, model, device)))

@@ -24,9 +24,9 @@ from packing import pack
 # Activation before norm: inductor names the paper's activation kernel after the statistic that it applies, too.
 CLASSES = (
     ("copy", ("memcpy", "memset")),
-    ("attention", ("attend", "attention", "flash", "fmha", "softmax")),
-    ("activation", ("silu", "gelu", "activation", "sigmoid", "relu", "tanh")),
-    ("norm", ("norm", "rsqrt", "_red_", "_per_", "mean_pow")),
+    ("attention", ("attend", "combine", "attention", "flash", "fmha", "softmax")),
+    ("activation", ("silu", "gelu", "activation", "epilogue", "sigmoid", "relu", "tanh")),
+    ("norm", ("norm", "rsqrt", "_red_", "_per_", "mean_pow", "forward_kernel")),
     ("product", ("gemv", "gemm", "splitk", "cutlass", "xmma", "wgmma", "nvjet", "mm", "linear", "vector_kernel",
                  "matrix_kernel")),
     ("heads", ("heads", "rope", "index_put", "index_copy")),

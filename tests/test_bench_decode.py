@@ -128,7 +128,9 @@ def test_traces(run, tmp_path, capsys):
     assert (tmp_path / "trace" / "trace-1.png").exists()
     kinds = {"triton_per_fused_add_mul_rsqrt_0": "norm", "vector_kernel": "product", "attend_kernel": "attention",
              "ampere_bf16_s16816gemm_bf16_64x64": "product", "triton_poi_fused_mean_rsqrt_silu_split_3": "activation",
-             "heads_kernel": "heads", "take_kernel": "other", "triton_poi_fused_addmm_gelu_0": "activation",
+             "heads_kernel": "heads", "take_kernel": "other", "Memset (Device)": "copy",
+             "epilogue_kernel": "activation", "combine_kernel": "attention", "forward_kernel": "norm",
+             "triton_poi_fused_addmm_gelu_0": "activation",
              "aten::scaled_dot_product_attention": "attention", "aten::addmm": "product"}  # fmt: skip
     assert {name: decode_trace.kind(name) for name in kinds} == kinds
 
