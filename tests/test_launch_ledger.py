@@ -87,14 +87,15 @@ CALLS = re.compile(r"^\s+(?:\w+ = )?(triton_\w+\.run|extern_kernels\.\w+|torch\.
     ("qwen3", "rms", False), ("qwen3", "coupled", False), ("qwen3", "rms", True), ("qwen3", "coupled", True),
 ])  # fmt: skip
 def test_inductor_launches_what_the_ledger_counts(shape, norm, tuned):
-    """The code that torch.compile generates for an H200: kernels and library calls of a block, by difference.
+    """The code that torch.compile generates for an H200: kernels and library calls of a block, by difference, and of
+    a whole step, in which inductor embeds in the first norm's kernel and our operators search for the next token.
 
     With gpt-fast's options inductor writes the products of one row itself, and the activation into the one behind it:
     a launch less for A and for B alike."""
     pytest.importorskip("triton", reason="Triton has no wheels for this platform")
     from kernels import decode_triton
 
-    level, counts = "paper" if norm == "coupled" else "plain", []
+    level, counts, ledger = "paper" if norm == "coupled" else "plain", [], []
     packed = pack(make(shape, norm).bfloat16(), level)
     for layers in (1, 2):
         part = dataclasses.replace(packed, blocks=packed.blocks[:layers])
@@ -102,13 +103,19 @@ def test_inductor_launches_what_the_ledger_counts(shape, norm, tuned):
 
         def step(token, pos, part=part, decoder=decoder):
             ops = decode_triton.COMPILED_ROW if tuned else decode_triton.COMPILED
-            return decode_logits(ops, part, decoder.caches, token, pos)
+            logits = decode_logits(ops, part, decoder.caches, token, pos)
+            ops.take(*ops.best(logits), token, pos, decoder.out)
+            return logits
 
         with torch.no_grad():
             code, _ = cuda_codegen.cuda_code(step, (decoder.token, decoder.pos), TUNED if tuned else None)
-        counts.append(len(CALLS.findall(code)))
+        calls = CALLS.findall(code)
+        assert calls[-2:] == ["torch.ops.nanonorm.decode_best.default", "torch.ops.nanonorm.decode_take.default"]
+        counts.append(len(calls))
+        ledger.append(total(launches(part, 1, 16)).total())
     assert launches(packed, 1, 16)[-1].total() == PER_BLOCK[norm][0]
     assert counts[1] - counts[0] == PER_BLOCK[norm][0] - tuned
+    assert counts == [ledger[0] - 1 - tuned, ledger[1] - 1 - 2 * tuned]
 
 
 def test_a_launch_cannot_hold_two_products_and_loose_work_is_counted():
