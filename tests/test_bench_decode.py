@@ -3,6 +3,7 @@
     python -m pytest tests/test_bench_decode.py
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,11 +11,12 @@ import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
-from test_decode import make
+from test_decode import make, prompt
 
 import bench_decode
 import decode_arms
@@ -23,7 +25,9 @@ import decode_trace
 import hf
 import last_token
 from checkpoint import save_checkpoint
+from decode import Decoder
 from errors import UserError
+from packing import pack
 
 
 @pytest.fixture
@@ -130,9 +134,21 @@ def test_traces(run, tmp_path, capsys):
              "ampere_bf16_s16816gemm_bf16_64x64": "product", "triton_poi_fused_mean_rsqrt_silu_split_3": "activation",
              "heads_kernel": "heads", "take_kernel": "other", "Memset (Device)": "copy",
              "epilogue_kernel": "activation", "combine_kernel": "attention", "forward_kernel": "norm",
-             "triton_poi_fused_addmm_gelu_0": "activation",
+             "triton_poi_fused_addmm_gelu_0": "activation", "triton_red_fused_mm_t_view_2": "product",
+             "triton_red_fused__to_copy_add_mean_mm_pow_3": "product", "triton_red_fused_mm_silu_split_4": "product",
+             "triton_red_fused__unsafe_view_argmax_4": "other", "triton_red_fused_mean_mm": "product",
              "aten::scaled_dot_product_attention": "attention", "aten::addmm": "product"}  # fmt: skip
     assert {name: decode_trace.kind(name) for name in kinds} == kinds
+
+
+def test_a_trace_without_kernels_is_refused(monkeypatch):
+    """A profiler that sees nothing would count none in every arm, all equal."""
+    blind = contextlib.nullcontext(SimpleNamespace(events=list))
+    monkeypatch.setattr(decode_trace, "profile", lambda activities: blind)
+    decoder = Decoder(pack(make("gpt2", "rms"), "plain"), 1, 8)
+    decoder.prefill(prompt(1, 3))
+    with pytest.raises(UserError, match="the profiler saw no kernels"):
+        decode_trace.traced(decoder, 3, None)
 
 
 def test_a_trace_is_compared_with_the_ledger():
