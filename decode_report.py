@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from decode_arms import AIM
 from errors import UserError
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
@@ -50,7 +51,7 @@ def card(record: dict[str, Any]) -> str:
 def table(record: dict[str, Any]) -> str:
     """Markdown: every arm's time, then the ratios."""
     lines = [f"batch {record['batch']}", "",
-             "| arm | ms/token | tok/s | share of floor | prefill ms | launches (norms) per block | "
+             "| arm | ms/token | tok/s | share of floor | prefill ms (eager, unfused) | launches (norms) per block | "
              f"{record['memory']}, MB | error (unfused) | tokens as unfused |", "| --- " * 9 + "|"]  # fmt: skip
     for name, row in record["arms"].items():
         cells = [f"{row['ms_per_token']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['share_of_floor']:.0%}", *[""] * 5]
@@ -58,6 +59,9 @@ def table(record: dict[str, Any]) -> str:
             cells[3:] = [f"{row['prefill_ms']:.2f}", f"{row['launches_per_block']} ({row['norm_launches_per_block']})",
                          f"{row['memory_mb']:,.0f}", f"{row['error']:.2g} ({row['error_unfused']:.2g})",
                          ""]  # fmt: skip
+        if "within_aim" in row:
+            verdict = f"{'within' if row['within_aim'] else 'above'} {AIM}"
+            cells[6] += f", {row['error'] / row['error_unfused']:.2f}x: {verdict}"
         if "same_tokens" in row:
             cells[7] = f"{row['same_tokens']} of {record['tokens']}"
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -66,6 +70,8 @@ def table(record: dict[str, Any]) -> str:
               for name, ratio in record["speed_ups"].items()]  # fmt: skip
     if record["faster"]:
         lines += ["", f"Compiled twice; these ratios are of the faster: {', '.join(record['faster'].values())}."]
+    if "hf_static" in record["arms"] and record["device"].startswith("cpu"):
+        lines += ["", "hf_static is not compiled here: on a CPU transformers runs its static cache in eager mode."]
     return "\n".join([*lines, *(f"- not timed: {reason}" for reason in record["missing"])])
 
 

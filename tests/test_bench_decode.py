@@ -70,6 +70,45 @@ def test_every_arm_is_checked_timed_and_written(run, tmp_path, capsys):
     assert [(record["batch"], len(record["arms"])) for record in records] == [(1, 8), (3, 3)]
 
 
+def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(run, tmp_path, monkeypatch, capsys):
+    """The first arm, in bfloat16, is refused; peers compile for one batch size each; and the third of them fails."""
+    sizes = []
+
+    def wrong(twin, level):
+        packed = pack(twin, level)
+        for block in packed.blocks if level == "paper" else ():
+            block.up.weight = block.up.weight * 1.2
+        return packed
+
+    def double(x):
+        return 2 * x
+
+    def peers(spec, model, idx, tokens, compiled, missing):
+        torch.compile(double, backend=lambda graph, inputs: sizes.append(inputs) or graph.forward)(torch.ones(len(idx)))
+        if len(idx) == 4:
+            raise UserError("no more memory")
+        return {}
+
+    monkeypatch.setattr(bench_decode, "pack", wrong)
+    monkeypatch.setattr(bench_decode.decode_peers, "arms", peers)
+    monkeypatch.setattr(bench_decode.BenchConfig, "compilations", lambda self, arm, device: [(arm.name, False, False)])
+    with pytest.raises(UserError, match="no more memory"):
+        bench_decode.main([str(run), "--arms=B,A,D", "--batch=2,3,4", "--dtype=bfloat16", f"--out={tmp_path / 'out'}",
+                           *FAST, "--compiled=true"])  # fmt: skip
+    assert [[tuple(part.shape) for part in inputs] for inputs in sizes] == [[(2,)], [(3,)], [(4,)]]  # no size is open
+    records = [json.loads(line) for line in (tmp_path / "out" / "decode.jsonl").read_text().splitlines()]
+    assert [record["batch"] for record in records] == [2, 3]
+    for record in records:
+        assert set(record["arms"]) == {"rms", "coupled_fused", "A/A"} and len(record["missing"]) == 1
+        assert record["missing"][0].startswith("coupled: ") and "1.5 times is allowed" in record["missing"][0]
+        assert set(record["speed_ups"]) == {"coupled_fused/rms", "A/A/rms"}
+    printed = capsys.readouterr().out
+    assert "x: within 1.05 |" in printed and "- not timed: coupled: logits are" in printed
+    monkeypatch.setattr(bench_decode, "check_arm", lambda *words: (_ for _ in ()).throw(UserError("it is off")))
+    with pytest.raises(UserError, match="batch 1: no arm passed its check: rms: it is off"):
+        bench_decode.main([str(run), "--arms=A", *FAST])
+
+
 def test_a_compiled_step_decodes_the_same(run, capsys):
     """torch.compile and the cache that it writes in place: the program's own checks pass."""
     bench_decode.main([str(run), "--arms=B,D", "--peers=false", "--tokens=4", "--rounds=6", "--device=cpu"])
@@ -183,7 +222,7 @@ def test_both_compilations_are_arms_and_ratios_are_of_the_faster():
     assert forced.compilations(a, cuda) == [("rms", True, True)]
     times = {"rms": [3.0] * 6, "rms_tuned": [2.0] * 6, "coupled": [1.0] * 6, "coupled_tuned": [4.0] * 6,
              "A/A": [3.0] * 6}  # fmt: skip
-    found = bench_decode.speed_ups(times, ["rms", "coupled"], {"rms": "rms_tuned", "coupled": "coupled"})
+    found = bench_decode.speed_ups(times, ["rms", "coupled"], {"rms": "rms_tuned", "coupled": "coupled"}, "rms")
     assert {name: ratio["median"] for name, ratio in found.items()} == {
         "coupled/rms": 2, "A/A/rms": 1, "rms_tuned/rms": 1.5, "coupled_tuned/coupled": 0.25}
 

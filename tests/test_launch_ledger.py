@@ -188,13 +188,14 @@ def test_exact_logits_and_the_check_before_timing():
     wrong.blocks[2].up.eps = wrong.blocks[2].qkv.eps = 1.0
     with pytest.raises(UserError, match=r"times as far as the unfused model's; 1\.5 times is allowed"):
         check_arm(model, Decoder(wrong, 1, 20), idx, 6)
+    assert "within_aim" not in found  # in float32 the order of sums makes the errors
     model = make("llama", "coupled", init_std=0.3).bfloat16()
     half, slightly = pack(model, "fused"), pack(model, "fused")
     found = check_arm(model, Decoder(half, 1, 20), idx, 6)
-    assert found["error"] <= 1.05 * found["error_unfused"]
+    assert found["within_aim"] is (found["error"] <= 1.05 * found["error_unfused"]) is True
     for block in slightly.blocks:
         block.up.weight = block.up.weight * 1.1
-    with pytest.raises(UserError, match=r"; 1\.05 times is allowed"):
+    with pytest.raises(UserError, match=r"; 1\.5 times is allowed"):
         check_arm(model, Decoder(slightly, 1, 20), idx, 6)
 
 
