@@ -308,7 +308,7 @@ def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
                              config.launch_us, config.norm_keys, config.library_from)  # fmt: skip
         floor, speed = ledger["floor_ms_per_token"], ledger["bandwidth"] / 1e12
         print(f"{spec}, batch {batch}: floor {floor:.3f} ms/token at {speed:g} TB/s, {config.launch_us:g} us a launch. "
-              f"A prediction, not a measurement.\n\n{ledger_table(ledger)}\n")  # fmt: skip
+              f"A prediction, not a measurement. {decode_report.ENDS}\n\n{ledger_table(ledger)}\n")  # fmt: skip
         if config.out:
             decode_report.write_ledger(Path(config.out), ledger)
         ledgers.append(ledger)

@@ -12,6 +12,8 @@ from decode_arms import AIM
 from errors import UserError
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
+ENDS = ("A step's ends are nominal, 5 launches (embedding, norm, head, best, take; 4 where norm and head are one): "
+        "inductor embeds in the first norm's kernel, which is one less in A, B and L.")
 # Okabe and Ito's colours, told apart by colour-blind readers; markers tell them apart in print.
 LOOKS = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
          ("#000000", "X"))  # fmt: skip
@@ -45,7 +47,7 @@ def card(record: dict[str, Any]) -> str:
         f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} GB/s (a copy's): "
         f"{record['floor_ms_per_token']:.3f} ms at batch {record['batch']}",
     ]
-    return "\n".join([*lines, record["clocks"]] if record["clocks"] else lines)
+    return "\n".join([*lines, *(word for word in (record["clocks"], record.get("note")) if word)])
 
 
 def table(record: dict[str, Any]) -> str:
@@ -161,7 +163,7 @@ def ledgers(every: list[dict[str, Any]]) -> str:
              f"then floor + launches x {every[0]['launch_us']:g} us in ms/token, and the floor's share of it. The "
              f"floor: every matrix once and {every[0]['context']} tokens' keys and values, at "
              f"{every[0]['bandwidth'] / 1e12:g} TB/s. "
-             "Predictions, not measurements.", "",
+             f"Predictions, not measurements. {ENDS}", "",
              f"| arm | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]  # fmt: skip
     for name in names:
         cells = []
