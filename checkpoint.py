@@ -25,6 +25,7 @@ from configurator import Overrides, parse_args
 from errors import CheckpointError, run_program
 from hf_config import random_model, resolve_hub
 from model import GPT, GPTConfig
+from norms import foreign_keys
 from parallel import is_sharded
 from ranks import Ranks
 
@@ -133,10 +134,11 @@ def find_checkpoint(out_dir: Path, resume: str) -> tuple[dict[str, Any], Path, s
 
 
 def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
-    """The model's part of a saved config. Keys that an older config lacks have their defaults: norm_type is layer."""
-    overrides = Overrides(GPTConfig)
+    """The model's part of a saved config. Keys that an older config lacks, and those of other norm types, have their
+    defaults; norm_type is layer."""
+    overrides, foreign = Overrides(GPTConfig), foreign_keys(saved.get("norm_type", GPTConfig.norm_type))
     for field in fields(GPTConfig):
-        if field.name in saved:
+        if field.name in saved and field.name not in foreign:
             overrides.set(field.name, saved[field.name], str(path))
     return overrides.build()
 

@@ -10,7 +10,8 @@ its drift, RMS(c h), is 1 on average when c is set, and moves as the stream grow
 
 At the output, the size of the logits and the radial gradient tell whether anything holds the scale of the stream
 (Kanavalau, Amo Alonso & Lall 2026, section 4): with a final norm that gradient is 0, without one it is negative where
-tokens are predicted well, and logits grow ("logit chasing").
+tokens are predicted well, and logits grow ("logit chasing"). On validation text its mean may be positive all the same:
+there a model that is surer than right would gain by smaller logits.
 
 The program reads any model (see checkpoint.py) and any text. Every second window of it measures and calibrates, the
 others judge. It suggests coupled_first and alpha for a budget of KL (coupling.py). The last line of output is JSON.
