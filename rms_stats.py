@@ -195,13 +195,15 @@ def blocks_table(rms: Tensor) -> tuple[list[str], list[dict[str, Any]]]:
 def main(argv: list[str]) -> None:
     from checkpoint import load_model
     from coupling import Calibration, greedy, suggest_first, text_windows
-    from ranks import find_device
+    from ranks import faster_float32_products, find_device
     from runlog import environment
 
     config, spec = parse_args(StatsConfig, argv, __doc__, spec=True)
     model, device = load_model(spec), find_device(config.device)
     windows = text_windows(config.text, model.meta, min(config.length, model.config.block_size), config.windows)
     model.to(device)
+    if device.type == "cpu":
+        faster_float32_products(model.config.n_embd, model.config.head_channels)
     if model.config.norm_type not in ("rms", "coupled"):
         lines, records = blocks_table(token_rms(model, windows))
         print("\n".join([*lines, f"norm_type={model.config.norm_type}: only RMSNorm can be coupled (convert.py)"]))

@@ -26,7 +26,7 @@ for half in a b; do
     --tokenizer=bytes --out_dir="$out/text_$half" --processes=1
 done
 "$PYTHON" train.py config/posthoc_teacher.py --out_dir="$out/teacher" --data_dir="$out/text_a"
-[ -f "$results/sizes.jsonl" ] || "$PYTHON" rms_stats.py "$out/teacher" --text="$out/b.jsonl" --windows=64 --across \
+[ -f "$results/sizes.jsonl" ] || "$PYTHON" rms_stats.py "$out/teacher" --text="$out/b.jsonl" --windows=32 --across \
   --budget=0.05 --plot="$results/fig3.png" --out="$results/sizes.jsonl"
 for first in ${FIRST:-0 1}; do
   "$PYTHON" distill.py --teacher="$out/teacher" --local="$out/b.jsonl" --val="$source/openstax_ccby_val.jsonl.xz" \
@@ -35,11 +35,12 @@ for first in ${FIRST:-0 1}; do
     --max_iters="$STEPS" --eval_interval=150 --eval_blocks=64 --out_dir="$out/student-$first"
 done
 "$PYTHON" train.py config/posthoc_teacher.py --init_from="$out/teacher" --data_dir="$out/text_b" --seed=2 \
-  --max_iters="$STEPS" --learning_rate=3e-4 --min_lr=0 --warmup_iters=20 --eval_interval=150 --out_dir="$out/teacher-longer"
+  --max_iters="$STEPS" --learning_rate=3e-4 --min_lr=0 --warmup_iters=20 --eval_interval=150 \
+  --eval_tokens=16384 --sample_tokens=0 --out_dir="$out/teacher-longer"
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
   --data_dir="$out/text_a" --out_dir="$out/small-gpt2"
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=9 --n_layer=6 \
   --position=rope --activation=swiglu --data_dir="$out/text_a" --out_dir="$out/small-llama"
 [ -f "$results/alpha.jsonl" ] || "$PYTHON" repro/posthoc_alpha.py "$results/alpha.jsonl" "$out/b.jsonl" \
-  "$out/teacher" "$out/small-gpt2" "$out/small-llama"
+  "$out/small-gpt2" "$out/small-llama" "$out/teacher"
 "$PYTHON" repro/posthoc_table.py "$out" "$source/openstax_ccby_val.jsonl.xz" "$results"
