@@ -217,7 +217,7 @@ def main(argv: list[str]) -> None:
     for per_layer in (False, True):
         first, choices = suggest_first(calibration, config.budget, per_layer)
         for k, choice in enumerate(choices):
-            alpha = "per layer" if per_layer else f"{choice.alpha:.2f}"
+            alpha = "per layer" if per_layer else f"{choice.alpha:.3f}"
             mark = "  <- suggested" if k == first else ""
             print(f"  {k}  alpha {alpha}  {choice.kl:.3e} ({judge.kl(choice.plan, choice.alpha):.3e}){mark}")
         result["per_layer" if per_layer else "one_alpha"] = {

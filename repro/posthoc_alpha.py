@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
                        "alpha_per_layer": layers, **environment(torch.device("cpu"))}  # fmt: skip
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-                print(f"{spec}  k={k}  alpha {choice.alpha:.2f}  KL {held_out:.3e}, best {best:.2f} {grid[best]:.3e}, "
+                print(f"{spec}  k={k}  alpha {choice.alpha:.3f}  KL {held_out:.3e}, best {best:.2f} {grid[best]:.3e}, "
                       f"ratio {row['ratio']:.3f}, per layer {row['kl_per_layer']:.3e}", flush=True)  # fmt: skip
 
 
