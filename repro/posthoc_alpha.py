@@ -20,7 +20,7 @@ from errors import ConfigError, run_program
 from ranks import faster_float32_products
 from runlog import environment
 
-WINDOWS, LENGTH, BUDGET, REACH = 24, 256, 0.01, 10
+WINDOWS, LENGTH, BUDGET, REACH = 32, 256, 0.01, 10
 
 
 def main(argv: list[str]) -> None:
