@@ -4,12 +4,16 @@
     python bench_decode.py random:gpt2 --arms=A,B,C,D,E,L,M --tokens=16 --out=results/cpu/decode
     python bench_decode.py random:qwen3-8b --ledger                    # count launches, predict; no GPU, no memory
     python bench_decode.py random:qwen3-1.7b --batch=8 --trace --out=results/h200/trace
-    python bench_decode.py --last_token --out=results/h200/taper       # TaperNorm's protocol
+    python bench_decode.py --last_token --out=results/h200/taper       # TaperNorm's protocol; --ledger counts alone
 
 The model is a run folder, a checkpoint, a Hugging Face folder or name, or `random:` and a published shape, whose random
 weights are never zeros. Arms (decode_arms.py): A rms, B coupled (the paper's fusion), C rms_fused, D coupled_fused,
 E taper_folded, L layer, M layer_fused; all from the same weights. B/A is the paper's claim; D/A mixes fusion with the
 shared statistic, so D/C, which does not, always stands beside it.
+
+On a GPU, arms around the library's products are compiled twice, with inductor's defaults and with gpt-fast's options,
+and both take part; ratios are of the faster ones, so that no baseline is weaker than it could be. `gpt_fast=FOLDER`
+adds gpt-fast's own model (from a checkout of that repository) for shapes that it can do.
 
 Greedy decoding of `tokens` tokens behind the prompt; an end token does not end it. Before timing, every arm's logits
 are compared with float64, and its tokens with those of its own unfused definition. Then every arm decodes once a
@@ -33,16 +37,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import decode_gpt_fast
 import decode_peers
 import decode_report
 from checkpoint import load_model
 from configurator import key, parse_args
-from decode import Decoder
+from decode import LIBRARY_FROM, Decoder
 from decode_arms import Arm, check_arm, find_arms, with_norms
 from decode_trace import trace_arms
 from errors import ConfigError, UserError, run_program
 from last_token import bench_last_token
-from launch_ledger import block_launches, floor_bytes, ledger_table, make_ledger, shape_on_meta
+from launch_ledger import floor_bytes, launches, ledger_table, make_ledger, per_block, shape_on_meta
 from model import GPT
 from packing import pack
 from ranks import find_device
@@ -51,6 +56,7 @@ from stats import median_ratio, paired_times, seconds
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TWIN = "A/A"  # a second copy of the first arm
+TUNED = "_tuned"  # behind the name of an arm's second compilation
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,10 @@ class BenchConfig:
     coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
     coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all)")
     coupled_alpha: float = key(1.0, "coupled: the shared statistic is divided by this")
+    tuning: str = key("auto", "options of torch.compile: inductor's (off), gpt-fast's (on), both on a GPU (auto)",
+                      ("auto", "on", "off"))  # fmt: skip
+    library_from: int = key(LIBRARY_FROM, "fused arms: sequences from which on the library multiplies")
+    gpt_fast: str = key("", "folder of a gpt-fast checkout, whose model is timed too")
     peers: bool = key(True, "time Hugging Face's generate too, where transformers is installed")
     compiled: bool = key(True, "arms around the library's products go through torch.compile; on a CPU all arms do")
     device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
@@ -83,6 +93,8 @@ class BenchConfig:
             raise ConfigError("tokens must be at least 2, rounds at least 6, context at least 1")
         if any(size < 1 or size % 1 for size in self.batches) or not self.batches:
             raise ConfigError(f"batch={self.batch}: wants whole numbers from 1 on")
+        if self.library_from < 1:
+            raise ConfigError(f"library_from={self.library_from}: must be at least 1")
         if self.coupled_alpha <= 0 or self.bandwidth < 0 or self.launch_us < 0:
             raise ConfigError("coupled_alpha must be above 0, bandwidth and launch_us not below")
         if self.trace and not self.out:
@@ -97,6 +109,15 @@ class BenchConfig:
         """Keys of a norm type that an arm puts on a model of another type."""
         return {"coupled": {"coupled_first": self.coupled_first, "coupled_span": self.coupled_span,
                             "coupled_alpha": self.coupled_alpha}}  # fmt: skip
+
+
+    def compilations(self, arm: Arm, device: torch.device) -> list[tuple[str, bool, bool]]:
+        """(name, compiled?, with gpt-fast's options?) of each way in which this arm runs on a device."""
+        if not self.compiled or (arm.level == "fused" and device.type == "cuda"):
+            return [(arm.name, False, False)]
+        if self.tuning == "auto" and device.type == "cuda":
+            return [(arm.name, True, False), (f"{arm.name}{TUNED}", True, True)]
+        return [(arm.name, True, self.tuning == "on")]
 
 
 def load(config: BenchConfig, spec: str, device: torch.device) -> GPT:
@@ -173,31 +194,44 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
+def prepare(config: BenchConfig, model: GPT, prompt: Tensor, batch: int) -> tuple[dict, dict, int]:
+    """({name: Decoder}, {name: what its check found}, bytes of the floor) for all arms, each checked and warm."""
+    device, idx = model.wte.weight.device, prompt.expand(batch, -1).contiguous()
+    filled, length = idx.shape[1], idx.shape[1] + config.tokens - 1
+    decoders, rows, floor = {}, {}, 0
+    for arm in find_arms(config.arms):
+        twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
+        packed = pack(twin, arm.level)
+        counted = per_block(launches(packed, batch, length, config.library_from)[1:])
+        floor = floor_bytes(packed, batch, filled + config.tokens // 2)
+        for name, compiled, tuned in config.compilations(arm, device):
+            keys = {"compiled": compiled, "tuned": tuned, "library_from": config.library_from}
+            decoder = decoders[name] = Decoder(packed, batch, length, **keys)
+            try:
+                rows[name] = check_arm(twin, decoder, idx, config.tokens) | counted
+            except UserError as error:
+                raise UserError(f"{name}, batch {batch}: {error}") from None
+            rows[name]["memory_mb"] = 1e-6 * (sum(decoder.storages().values()) + decoder.peak_bytes)
+            if TWIN not in decoders:
+                decoders[TWIN] = Decoder(packed, batch, length, **keys)
+                decoders[TWIN].generate(idx, config.tokens)
+    return decoders, rows, floor
+
+
 def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: float) -> dict[str, Any]:
     """The record of one batch size: checks, times, ratios."""
     device = model.wte.weight.device
     prompt, origin = prompt_ids(config, model, device)
     idx, sync = prompt.expand(batch, -1).contiguous(), synchronizer(device)
-    filled, steps, length = idx.shape[1], config.tokens - 1, idx.shape[1] + config.tokens - 1
-    decoders, rows, floor = {}, {}, 0
-    arms = find_arms(config.arms)
-    for arm in arms:
-        twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
-        packed = pack(twin, arm.level)
-        compiled = config.compiled and (arm.level != "fused" or device.type != "cuda")
-        decoders[arm.name] = Decoder(packed, batch, length, compiled=compiled)
-        row = rows[arm.name] = check_arm(twin, decoders[arm.name], idx, config.tokens)
-        launches = block_launches(packed, 1, 2)
-        row |= {"launches_per_block": launches.total(), "norm_launches_per_block": launches["norm"]}
-        row["memory_mb"] = 1e-6 * sum(decoders[arm.name].storages().values())
-        floor = floor_bytes(packed, batch, filled + config.tokens // 2)
-        if TWIN not in decoders:
-            decoders[TWIN] = Decoder(packed, batch, length, compiled=compiled)
-            decoders[TWIN].generate(idx, config.tokens)
+    filled, steps = idx.shape[1], config.tokens - 1
+    decoders, rows, floor = prepare(config, model, prompt, batch)
     calls = {name: decoding(decoder, filled, steps, sync) for name, decoder in decoders.items()}
     missing: list[str] = []
     if config.peers:
         calls |= decode_peers.arms(spec, model, idx, config.tokens, config.compiled, missing)
+    if config.gpt_fast:
+        found, rows_found = decode_gpt_fast.arms(config.gpt_fast, model, idx, config.tokens, config.compiled, missing)
+        calls, rows = calls | found, rows | rows_found
     for call in calls.values():  # warm-up: memory, clocks
         call()
     bar = tqdm(total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty())
@@ -218,47 +252,62 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
         row["share_of_floor"] = floor / bandwidth / (median(times[name]) / steps)
         if name in prefills:
             row["prefill_ms"] = 1e3 * median(prefills[name])
+    arms = [arm.name for arm in find_arms(config.arms)]
+    faster = {name: min((name, name + TUNED), key=lambda word: median(times[word]))
+              for name in arms if name + TUNED in times}  # fmt: skip
     return {
-        "model": spec, "batch": batch, "prompt_tokens": filled, "prompt": origin, "tokens": config.tokens,
-        "rounds": config.rounds, "clock": clock.__name__, "dtype": str(model.wte.weight.dtype).removeprefix("torch."),
-        "norm_type": model.config.norm_type, "random_weights": spec.startswith("random:"),
-        "floor_bytes": floor, "bandwidth": bandwidth, "floor_ms_per_token": 1e3 * floor / bandwidth,
-        "arms": rows, "speed_ups": speed_ups(times, arms), "missing": missing,
-        "seconds": times,
+        "model": spec, "batch": batch, "prompt_tokens": filled, "prompt": config.prompt, "prompt_ids": origin,
+        "tokens": config.tokens, "rounds": config.rounds, "clock": clock.__name__,
+        "dtype": str(model.wte.weight.dtype).removeprefix("torch."), "norm_type": model.config.norm_type,
+        "random_weights": spec.startswith("random:"), "floor_bytes": floor, "bandwidth": bandwidth,
+        "floor_ms_per_token": 1e3 * floor / bandwidth, "tuning": config.tuning, "faster": faster,
+        "memory": "peak" if any(decoder.graph for decoder in decoders.values()) else "weights and cache",
+        "arms": rows, "speed_ups": speed_ups(times, arms, faster), "missing": missing, "seconds": times,
     }  # fmt: skip
 
 
-def speed_ups(times: dict[str, list[float]], arms: list[Arm]) -> dict[str, dict[str, float]]:
-    """Speed-up "X/Y": time of Y over time of X, for the pairs that mean something and are there."""
-    first = arms[0].name
+def speed_ups(times: dict[str, list[float]], arms: list[str], faster: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Speed-up "X/Y": time of Y over time of X, for the pairs that mean something and are there. Of an arm that was
+    compiled twice, it is the time of the faster one; what the options made of it is "X_tuned/X"."""
     pairs = [("coupled", "rms"), ("coupled_fused", "rms"), ("coupled_fused", "rms_fused"), ("rms_fused", "rms"),
-             ("taper_folded", "rms"), ("taper_folded", "rms_fused"), ("rms", "layer"), ("layer_fused", "layer"),
-             (TWIN, first)]  # fmt: skip
-    pairs += [(arm.name, peer) for arm in arms for peer in decode_peers.NAMES]
-    return {f"{x}/{y}": median_ratio(times[y], times[x]) for x, y in pairs if x in times and y in times}
+             ("taper_folded", "rms"), ("taper_folded", "rms_fused"), ("rms", "layer"), ("layer_fused", "layer")]
+    pairs += [(arm, peer) for arm in arms for peer in (*decode_peers.NAMES, decode_gpt_fast.NAME)]
+    ratios = {f"{x}/{y}": median_ratio(times[faster.get(y, y)], times[faster.get(x, x)])
+              for x, y in pairs if x in times and y in times}  # fmt: skip
+    alone = [(TWIN, arms[0]), *((name + TUNED, name) for name in faster)]
+    return ratios | {f"{x}/{y}": median_ratio(times[y], times[x]) for x, y in alone}
 
 
 # --------------------------------------------------------------------------------------------------------- the program
 
 
 def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
+    """The ledger of the first batch size; if there are several, all of them under "batches" beside it."""
     dtype = DTYPES[config.dtype] or torch.bfloat16
-    model = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype)
-    ledger = make_ledger(model, spec, find_arms(config.arms), config.batches[0], config.context,
-                         config.bandwidth or 4.3e12, config.launch_us, config.norm_keys)  # fmt: skip
-    floor, speed = ledger["floor_ms_per_token"], ledger["bandwidth"] / 1e12
-    print(f"{spec}, batch {ledger['batch']}: floor {floor:.3f} ms/token at {speed:g} TB/s, {config.launch_us:g} us a "
-          "launch. A prediction, not a measurement.\n")  # fmt: skip
-    print(ledger_table(ledger))
-    if config.out:
-        decode_report.write_ledger(Path(config.out), ledger)
-    return ledger
+    model, ledgers = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype), []
+    for batch in config.batches:
+        ledger = make_ledger(model, spec, find_arms(config.arms), batch, config.context, config.bandwidth or 4.3e12,
+                             config.launch_us, config.norm_keys, config.library_from)  # fmt: skip
+        floor, speed = ledger["floor_ms_per_token"], ledger["bandwidth"] / 1e12
+        print(f"{spec}, batch {batch}: floor {floor:.3f} ms/token at {speed:g} TB/s, {config.launch_us:g} us a launch. "
+              f"A prediction, not a measurement.\n\n{ledger_table(ledger)}\n")  # fmt: skip
+        if config.out:
+            decode_report.write_ledger(Path(config.out), ledger)
+        ledgers.append(ledger)
+    return ledgers[0] | ({"batches": ledgers} if len(ledgers) > 1 else {})
+
+
+def run_trace(config: BenchConfig, spec: str, model: GPT, device: torch.device) -> dict[str, Any]:
+    """Traces of every batch size, in the same form."""
+    prompt = prompt_ids(config, model, device)[0]
+    traces = [trace_arms(config, spec, model, prompt, batch) for batch in config.batches]
+    return traces[0] | ({"batches": traces} if len(traces) > 1 else {})
 
 
 def main(argv: list[str]) -> None:
     wants_model = not any(word.lower() in ("--last_token", "--last_token=true") for word in argv)
     config, spec = parse_args(BenchConfig, argv, __doc__, spec=wants_model)
-    if config.ledger:
+    if config.ledger and not config.last_token:
         print(json.dumps(run_ledger(config, spec)))
         return
     torch.manual_seed(0)
@@ -268,9 +317,11 @@ def main(argv: list[str]) -> None:
     if config.last_token:
         print(json.dumps(bench_last_token(config, device, place)))
         return
+    if config.gpt_fast:
+        decode_gpt_fast.load(config.gpt_fast)  # a wrong folder is said before minutes of compiling
     model = load(config, spec, device)
     if config.trace:
-        print(json.dumps(trace_arms(config, spec, model, prompt_ids(config, model, device)[0])))
+        print(json.dumps(run_trace(config, spec, model, device)))
         return
     bandwidth = config.bandwidth or copy_bandwidth(device)
     records = []

@@ -158,11 +158,13 @@ def measure(config: BenchConfig, device: torch.device) -> tuple[list[dict[str, A
                             f"batch_size={config.batch_size}: lower it") from None  # fmt: skip
         except KeyboardInterrupt:
             raise UserError("interrupted before the first round: there is nothing to compare") from None
-    counted = {}
-    if config.ledger and not any(is_compiled(arm.config, device) for arm in arms):
+    counted, ledger = {}, config.ledger and config.compile_mode == "default"
+    if config.ledger and not ledger:
+        remarks.append(f"the norms' bytes are counted in inductor's default code, not with {config.compile_mode}")
+    elif ledger and not any(is_compiled(arm.config, device) for arm in arms):
         remarks.append("the norms' bytes are counted in compiled code, and no arm is compiled")
     for arm in arms:  # before the rounds, so that what an interrupt leaves of those can be shown
-        if config.ledger and is_compiled(arm.config, device) and not arm.is_nanogpt and not arm.name.endswith(AGAIN):
+        if ledger and is_compiled(arm.config, device) and not arm.is_nanogpt and not arm.name.endswith(AGAIN):
             counted[arm.name], remark = count_bytes(arm)
             remarks += [remark] if remark else []
     times = time_rounds(steps, config, device)

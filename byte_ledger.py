@@ -16,8 +16,9 @@ train.py's model, and that code is read. Figures are forward + backward, in byte
 Counted: every tensor that a generated kernel loads or stores, once for each (a second load of it in the same kernel
 comes from the cache), work spaces, and the residual that an addmm reads for its epilogue. Not counted: kernels that
 touch a tensor wider than the stream (queries, keys and values together, the MLP's hidden layer: they are attention's
-and the MLP's) or none as wide (the loss); what matrix products and attention's core move besides; kernels on weights,
-except where they touch a gain or its gradient; of one block alone, the read of the closing residual, which all have.
+and the MLP's) or none as wide (the loss); what matrix products and attention's core move besides; pointwise kernels on
+weights, except where they touch a gain or its gradient (sums over weights are a norm's: fold's gain gradient, cbwc's
+means); of one block alone, the read of the closing residual, which all have.
 Attention's core is opaque, as on a GPU. Gains are float32. It is a count of bytes, not a time.
 """
 
@@ -53,6 +54,8 @@ UNCOUNTED = (
     "torch.ops.aten._scaled_dot_product_",
 )  # fmt: skip
 
+REDUCTIONS = ("triton_red_", "triton_per_")  # how inductor names kernels that sum
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -65,7 +68,9 @@ class Launch:
 
     def is_of_norms(self, channels: int) -> bool:
         """Norm or residual add of a stream with `channels` channels? See the head of this file."""
-        return max(self.widths) == channels if self.widths else channels in self.others
+        if self.widths:
+            return max(self.widths) == channels
+        return channels in self.others or self.name.startswith(REDUCTIONS)
 
 
 def launches(code: str, batch: int, tokens: int) -> list[Launch]:
@@ -229,7 +234,7 @@ def bytes_of_one_block(config: GPTConfig, tokens: int) -> float:
     x = torch.empty(tokens // config.block_size, config.block_size, config.n_embd, dtype=torch.bfloat16,
                     requires_grad=True)  # fmt: skip
     found = norm_launches(LoneBlock(config), [x], config.n_embd)
-    closing = [launch for launch in found if launch.name == "addmm"][-1]  # the MLP comes after attention
+    closing = next(launch for launch in found if launch.name == "addmm")  # they all move the same
     return (total(found) - total([closing])) / tokens
 
 
@@ -268,6 +273,8 @@ class LedgerConfig(GPTConfig):
         super().__post_init__()
         if self.norm_type != "layer":
             raise ConfigError("norm_type: the ledger goes through all of them, leave it out")
+        if self.bias:
+            raise ConfigError("bias=True: with biases no product adds to the stream, the ledger is about those that do")
         if self.kernels == "triton":
             raise ConfigError("kernels=triton: inductor does not see into those, nothing could be counted; remove it")
         if self.tokens < self.block_size or self.tokens % self.block_size:
@@ -336,8 +343,8 @@ Made by `{command} --out={config.out}`; what is counted stands at the head of th
 {table(rows)}
 
 - one block: a bfloat16 block alone, closed by a product that adds the residual itself
-- bfloat16 stream: what one more block costs train.py's model with residual=autocast. It has the closing add's read,
-  {2 * config.n_embd / 1000:.1f} kB for every arm, which one block leaves out
+- bfloat16 stream: what one more block costs train.py's model with residual=autocast. Every residual read counts here,
+  the closing add's too, which one block leaves out as all have it: {2 * config.n_embd / 1000:.1f} kB in each row
 - copied: the same, with an addmm that copies its residual operand first, as PyTorch's does
 - float32 stream: what one more block costs train.py's model by default
 """

@@ -33,8 +33,8 @@ import hf
 from certificate import Certificate, certify, run, touched
 from checkpoint import BEST, HUB_NAME, LAST, load_model, save_checkpoint
 from configurator import key, parse_args
+from coupling import text_windows
 from data.shards import write_bytes_atomically
-from data.tokenizers import load_tokenizer
 from decode import decode_logits
 from errors import ConfigError, FoldError, UserError, run_program
 from fold_choice import LEFT
@@ -151,15 +151,7 @@ def sample_tokens(model: GPT, config: ConvertConfig) -> Tensor:
     if not config.text:
         start = torch.randint(model.n_vocab, (WINDOWS, 1), generator=torch.Generator().manual_seed(config.seed))
         return model.generate(start, length - 1, generator=torch.Generator().manual_seed(config.seed))
-    try:
-        text = Path(config.text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"text={config.text}: cannot be read as text ({type(error).__name__})") from None
-    ids = torch.tensor(load_tokenizer(model.meta).encode_ordinary(text))
-    windows = ids[: len(ids) // length * length].view(-1, length)  # (N, T)
-    if len(windows) < 2:
-        raise ConfigError(f"text={config.text}: {len(ids)} tokens, two windows of {length} are needed: give more text")
-    return windows[torch.linspace(0, len(windows) - 1, min(WINDOWS, len(windows) // 2 * 2)).long()]
+    return text_windows(config.text, model.meta, length, WINDOWS)
 
 
 # ----------------------------------------------------------------------------------------------- models of transformers

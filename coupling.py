@@ -10,16 +10,15 @@ a sink of it, whose size says nothing about other tokens.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from data.documents import input_files, read_files
-from data.shards import DataError
 from data.tokenizers import load_tokenizer
-from errors import FoldError
+from errors import ConfigError, FoldError
 from fold import retype
 from kl import kl_divergence
 from model import GPT
@@ -34,7 +33,7 @@ Alpha = tuple[float, ...]  # one for each of the 2L + 1 positions
 def text_windows(text: str, meta: dict, length: int, count: int) -> Tensor:
     """At most `count` windows of token ids (N, length), N even, spread over the first four times as much text.
 
-    text: files of documents (jsonl, jsonl.xz, parquet, txt), with commas between. Raises DataError for too little.
+    text: files of documents (jsonl, jsonl.xz, parquet, txt), with commas between. Raises ConfigError for too little.
     """
     tokenizer, ids, wanted = load_tokenizer(meta), [], 4 * count * length
     for document in read_files(input_files(text)):
@@ -43,7 +42,7 @@ def text_windows(text: str, meta: dict, length: int, count: int) -> Tensor:
             break
     windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)  # (all, length)
     if len(windows) < 2:
-        raise DataError(f"{text}: {len(ids)} tokens, two windows of {length} are needed: give more text")
+        raise ConfigError(f"text={text}: {len(ids)} tokens, two windows of {length} are needed: give more text")
     return windows[torch.linspace(0, len(windows) - 1, min(count, len(windows)) // 2 * 2).long()]
 
 
@@ -95,12 +94,13 @@ class Calibration:
         self.positions = 2 * model.config.n_layer + 1
         self.model, self.windows = view(model, spell("R" * self.positions)), windows
         self.rms = token_rms(self.model, windows)  # (2L + 1, N, T)
-        self.hidden = self._hidden(self.model)
+        self.hidden = list(self._hidden(self.model))
 
     @torch.no_grad()
-    def _hidden(self, model: GPT) -> Tensor:
-        device = model.wte.weight.device
-        return torch.cat([model.hidden(part.to(device)) for part in self.windows.split(BATCH)])  # (N, T, C)
+    def _hidden(self, model: GPT) -> Iterator[Tensor]:
+        """Final states (BATCH, T, C), part by part."""
+        for part in self.windows.split(BATCH):
+            yield model.hidden(part.to(model.wte.weight.device))
 
     def alpha(self, plan: str, how: str = "least_squares") -> Alpha:
         """One alpha for each shared position of `plan`, 1 elsewhere."""
@@ -110,9 +110,10 @@ class Calibration:
     @torch.no_grad()
     def token_kl(self, plan: str, alpha: Alpha | float) -> Tensor:
         """KL (N, T) of every token under `plan`."""
-        head = self.model.head_weight()
-        x, x_teacher = self._hidden(view(self.model, plan, alpha)).flatten(0, 1), self.hidden.flatten(0, 1)
-        return kl_divergence(x, head, x_teacher, head, self.model.n_vocab).view(self.windows.shape)
+        head, parts = self.model.head_weight(), []
+        for x, taught in zip(self._hidden(view(self.model, plan, alpha)), self.hidden, strict=True):
+            parts.append(kl_divergence(x.flatten(0, 1), head, taught.flatten(0, 1), head, self.model.n_vocab))
+        return torch.cat(parts).view(self.windows.shape)
 
     def kl(self, plan: str, alpha: Alpha | float) -> float:
         """Mean KL over all but the first position of the windows."""

@@ -12,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -42,12 +43,14 @@ def supported() -> str:
     return ""
 
 
-def cuda_code(function: Callable[..., Tensor | tuple], inputs: Sequence[Tensor]) -> tuple[str, str]:
+def cuda_code(
+    function: Callable[..., Tensor | tuple], inputs: Sequence[Tensor], options: dict[str, Any] | None = None
+) -> tuple[str, str]:
     """Source of the (forward, backward) modules that inductor would run on a GPU for `function(*inputs)`.
 
     function: a module or function with one graph; parameters and inputs on the CPU, contents unused. Every output that
-    has a gradient gets one of its own shape; where none has (torch.no_grad), backward is "". Raises UserError where
-    torch or triton do not fit.
+    has a gradient gets one of its own shape; where none has (torch.no_grad), backward is "". options: torch.compile's.
+    Raises UserError where torch or triton do not fit.
     """
     if reason := supported():
         raise UserError(f"inductor's CUDA code cannot be generated here: it {reason}")
@@ -64,7 +67,9 @@ def cuda_code(function: Callable[..., Tensor | tuple], inputs: Sequence[Tensor])
         return _unfilled(results)
 
     torch._dynamo.reset()  # a function seen before would not be traced again
-    with config.patch(fx_graph_cache=False, compile_threads=1), functorch_config.patch(enable_autograd_cache=False):
+    patches = {**(options or {}), "fx_graph_cache": False, "compile_threads": 1}
+    tuned = bool(patches.get("coordinate_descent_tuning"))
+    with config.patch(patches), functorch_config.patch(enable_autograd_cache=False), _products_of_a_row(tuned):
         compiled = torch.compile(function, backend=functools.partial(compile_fx, inner_compile=inner_compile),
                                  fullgraph=True, dynamic=False)  # fmt: skip
         results = torch.utils._pytree.tree_leaves(compiled(*inputs))
@@ -72,6 +77,26 @@ def cuda_code(function: Callable[..., Tensor | tuple], inputs: Sequence[Tensor])
         if differentiable:
             torch.autograd.backward(differentiable, [torch.empty_like(value) for value in differentiable])
     return sources[False], sources.get(True, "")
+
+
+@contextlib.contextmanager
+def _products_of_a_row(tuned: bool) -> Iterator[None]:
+    """With coordinate descent tuning inductor writes a product with one row itself, but asks for the device while the
+    graph is still on the CPU."""
+    from torch._inductor import decomposition
+
+    table, mm = decomposition.fast_random_decomps(), torch.ops.aten.mm.default
+    by_library = table[mm]
+
+    @decomposition.pw_cast_for_opmath
+    def by_inductor(a: Tensor, b: Tensor) -> Tensor:
+        return (a.unsqueeze(2) * b.unsqueeze(0)).sum(dim=1)
+
+    def product(a: Tensor, b: Tensor, **more) -> Tensor:
+        return by_inductor(a, b) if a.shape[0] == 1 else by_library(a, b, **more)
+
+    with mock.patch.dict(table, {mm: product}) if tuned else contextlib.nullcontext():
+        yield
 
 
 def _unfilled(like: list) -> Callable[[list], list]:

@@ -11,11 +11,15 @@ Launches per block, with or without QK-norm, rotary positions and biases:
     paper   norm, qkv, heads, attention, proj + add, up, scale + activation, down + add   8
     fused   qkv, heads, attention, proj + add, up + activation, down + add                6
 
+and one more where a long cache splits the attention (kernels/decode_reference.py, LONG).
 In `fused` a norm is part of the product behind it: the gain is in the weight, the sum of squares is taken in the loop
-over x that the product runs anyway (or the statistic is shared, or there is none), the scale is in the epilogue. Tokens
-and positions stay on the device; there the whole step is one CUDA graph.
+over x that the product runs anyway (or the statistic is shared, or there is none), the scale is in the epilogue. From
+some batch size on (LIBRARY_FROM) the library's products are the better ones, and the packed weights go through the
+launches of `paper`: 8 with exact RMSNorm too, whose second statistic the activation takes. Tokens and positions stay on
+the device; there the whole step is one CUDA graph.
 """
 
+import dataclasses
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
@@ -27,6 +31,11 @@ from kernels.decode_reference import Debt
 from packing import Entry, Exit, PackedBlock, PackedGPT
 
 Ops = ModuleType | SimpleNamespace  # the launches
+# Sequences from which on `fused` leaves products to the library. A program of ours reads all rows of x for 16 outputs:
+# at 16 rows x is as much traffic from the L2 cache as the weight is, at 32 twice as much. Reckoned, not measured.
+LIBRARY_FROM = 32
+# What gpt-fast sets for its compiled step: inductor then writes the products of one row by itself and tunes its tiles.
+TUNED = {"coordinate_descent_tuning": True, "triton.unique_kernel_names": True, "fx_graph_cache": True}
 
 
 def enter_library(ops: Ops, entry: Entry, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None) -> tuple:
@@ -36,9 +45,16 @@ def enter_library(ops: Ops, entry: Entry, x: Tensor, delta: Tensor | None, inv_r
     if entry.norm is not None:
         y, x, inv_rms = ops.norm(entry.norm, x, delta, inv_rms)
         z = ops.matmul(y, entry.weight, entry.bias)
+    elif entry.statistic == "own" and entry.kind:
+        z, inv_rms = ops.norm_activation(ops.matmul(x, entry.weight, None), x, entry.bias, entry.eps, entry.kind)
+        return z, None, x, inv_rms
+    elif entry.statistic == "own":
+        y, inv_rms = ops.normalize(x, entry.eps)
+        z = ops.matmul(y, entry.weight, entry.bias)
+    elif entry.statistic == "shared":
+        z, debt = ops.matmul(x, entry.weight, None), Debt(inv_rms, entry.bias)
     else:
-        z = ops.matmul(x, entry.weight, None)
-        debt = Debt(inv_rms, entry.bias)
+        z = ops.matmul(x, entry.weight, entry.bias)
     if entry.kind:
         z, debt = ops.activation(z, debt, entry.kind), None
     return z, debt, x, inv_rms
@@ -77,7 +93,7 @@ def leave_fused(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, Non
 
 
 STYLES = {"plain": (enter_library, leave_plain), "paper": (enter_library, leave_paper),
-          "fused": (enter_fused, leave_fused)}  # fmt: skip
+          "fused": (enter_fused, leave_fused), "library": (enter_library, leave_paper)}  # fmt: skip
 
 
 def decode_block(ops: Ops, packed: PackedGPT, block: PackedBlock, cache, pos, x, delta, inv_rms) -> tuple:
@@ -85,10 +101,16 @@ def decode_block(ops: Ops, packed: PackedGPT, block: PackedBlock, cache, pos, x,
     enter, leave = STYLES[packed.level]
     z, debt, x, inv_rms = enter(ops, block.qkv, x, delta, inv_rms)  # (B, T, (H + 2 H_kv) D)
     q = ops.heads(z, debt, cache, pos, packed.rope, block.q_gain, block.k_gain, packed.config.norm_eps)
-    x, delta = leave(ops, block.proj, ops.attend(q, cache, pos), x)
+    x, delta = leave(ops, block.proj, attention(ops, q, cache, pos), x)
     z, _, x, inv_rms = enter(ops, block.up, x, delta, inv_rms)  # (B, T, inner)
     x, delta = leave(ops, block.down, z, x)
     return x, delta, inv_rms
+
+
+def attention(ops: Ops, q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor) -> Tensor:
+    """Attention of q (B, H, T, D) to the cache: (B, T, H D). Of one token to a long cache in parts, in two launches."""
+    parts = decode_reference.attention_parts(*q.shape[:2], cache[0].shape[2]) if q.shape[2] == 1 else 1
+    return ops.attend(q, cache, pos) if parts == 1 else ops.combine(*ops.attend_parts(q, cache, pos, parts), q.dtype)
 
 
 def decode_logits(ops: Ops, packed: PackedGPT, caches: list, token: Tensor, pos: Tensor, last: bool = False) -> Tensor:
@@ -106,18 +128,21 @@ def decode_logits(ops: Ops, packed: PackedGPT, caches: list, token: Tensor, pos:
 class Decoder:
     """Decodes `batch` sequences of at most `length` tokens. ops: the launches of a step (None: what is best here).
 
-    compiled: the step goes through torch.compile. graph: it is captured in a CUDA graph (None: where there is CUDA).
-    Raises ValueError if `length` is beyond the model's block_size.
+    compiled: the step goes through torch.compile, tuned: with the options TUNED. graph: it is captured in a CUDA graph
+    (None: where there is CUDA). library_from: as LIBRARY_FROM. peak_bytes: what a captured step takes beside what
+    storages() tells. Raises ValueError if `length` is beyond the model's block_size.
     """
 
     def __init__(
         self, packed: PackedGPT, batch: int, length: int, ops: Ops | None = None, compiled: bool = False,
-        graph: bool | None = None,
+        tuned: bool = False, graph: bool | None = None, library_from: int = LIBRARY_FROM,
     ):  # fmt: skip
         config, device = packed.config, packed.wte.device
+        if packed.level == "fused" and batch >= library_from:
+            packed = dataclasses.replace(packed, level="library")
         if length > config.block_size:
             raise ValueError(f"length={length} is beyond the model's block_size={config.block_size}: make it shorter")
-        self.packed, self.length, self.ops = packed, length, ops or best_ops(packed, compiled)
+        self.packed, self.length, self.ops = packed, length, ops or best_ops(packed, batch, compiled, tuned)
         shape = (batch, config.kv_heads, length, config.head_channels)
         self.caches = [tuple(torch.zeros(shape, dtype=packed.dtype, device=device) for _ in range(2))
                        for _ in packed.blocks]  # fmt: skip
@@ -126,8 +151,9 @@ class Decoder:
         self.out = torch.zeros(batch, length + 1, dtype=torch.int64, device=device)
         self.logits = torch.empty(0, device=device)  # (B, 1, V) of the last step
         self._step: Callable[[], None] = self._compute
-        self.filled = 0
-        self.compiled, self.graph = compiled, device.type == "cuda" if graph is None else graph
+        self.filled = self.peak_bytes = 0
+        self.compiled, self.tuned = compiled, tuned
+        self.graph = device.type == "cuda" if graph is None else graph
 
     @torch.no_grad()
     def prefill(self, idx: Tensor) -> Tensor:
@@ -189,7 +215,7 @@ class Decoder:
             self.ops.take(*self.ops.best(logits), token, pos, self.out)
             return logits
 
-        function = compiled_alone(compute) if self.compiled else compute
+        function = compiled_alone(compute, self.tuned) if self.compiled else compute
         if not self.graph:
             self._step = lambda: setattr(self, "logits", function(self.token, self.pos))
             return
@@ -200,21 +226,23 @@ class Decoder:
                 function(self.token, self.pos)
                 self.rewind(filled)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        torch.cuda.reset_peak_memory_stats()
+        before, graph = torch.cuda.memory_allocated(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             self.logits = function(self.token, self.pos)
+        self.peak_bytes = torch.cuda.max_memory_allocated() - before
         self._step = graph.replay
         self.rewind(filled)
 
 
-def compiled_alone(function: Callable) -> Callable:
+def compiled_alone(function: Callable, tuned: bool = False) -> Callable:
     """torch.compile with a cache of its own. Compiled versions are kept by code object, which all closures of one
     function share: arms would search each other's at every call, and together run into dynamo's limit."""
     function.__code__ = function.__code__.replace()
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    return torch.compile(function, fullgraph=True, dynamic=False, options=TUNED if tuned else None)
 
 
-def best_ops(packed: PackedGPT, compiled: bool) -> Ops:
+def best_ops(packed: PackedGPT, batch: int, compiled: bool, tuned: bool) -> Ops:
     """The launches for this device and type: our own kernels on a GPU where there is Triton, else plain PyTorch."""
     if not packed.wte.is_cuda or packed.dtype == torch.float64:
         return decode_reference
@@ -224,4 +252,6 @@ def best_ops(packed: PackedGPT, compiled: bool) -> Ops:
         if error.name != "triton":
             raise
         return decode_reference
-    return decode_triton.COMPILED if compiled else decode_triton.FUSED
+    if compiled:
+        return decode_triton.COMPILED_ROW if tuned and batch == 1 else decode_triton.COMPILED
+    return decode_triton.FUSED

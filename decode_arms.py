@@ -1,6 +1,7 @@
 """The arms that bench_decode.py compares: one model's weights under several norms, at several levels of fusion.
 
-    A rms             RMSNorm, torch.compile around the library's products: the baseline, as well as we can do it
+    A rms             RMSNorm, torch.compile around the library's products, or gpt-fast's options, under which inductor
+                      writes its own; the faster of the two is the baseline
     B coupled         CoupledNorm with the paper's fusion, otherwise as A. The paper's claim is B against A
     C rms_fused       exact RMSNorm with everything fused: no norm launch
     D coupled_fused   CoupledNorm with everything fused: D against C is what the shared statistic is worth
@@ -114,7 +115,9 @@ def run_taper(model: GPT, idx: Tensor) -> None:
 
 # ------------------------------------------------------------------------------------------------------- before timing
 
-WRONG = 1.5  # an arm whose error is so many times that of its unfused definition computes something else
+# An arm whose error is more than so many times that of its unfused definition computes something else. What is rounded
+# to 16 bits after every launch makes the errors there; in float32 the order of sums does, which is nobody's merit.
+WRONG = {torch.float32: 1.5, torch.float64: 1.5, torch.bfloat16: 1.05, torch.float16: 1.05}
 
 
 @torch.no_grad()
@@ -149,11 +152,13 @@ def check_arm(model: GPT, decoder: Decoder, idx: Tensor, tokens: int) -> dict[st
     exact, found = exact_logits(model, out[:, :-1])[:, T - 1 :], torch.cat(logits, 1).double()
     unfused = model(out[:, :-1])[:, T - 1 :].double()
     size, (error, error_unfused) = exact.std(), (rms_error(part, exact) for part in (found, unfused))
-    if not error <= WRONG * error_unfused + 1e-12 * size:
-        raise UserError(f"logits are {error / size:.2g} off float64, the unfused model's {error_unfused / size:.2g}")
+    allowed = WRONG[model.wte.weight.dtype]
+    if not error <= allowed * error_unfused + 1e-12 * size:
+        raise UserError(f"logits are {error / size:.3g} off float64, {error / error_unfused:.3g} times as far as the "
+                        f"unfused model's; {allowed} times is allowed. Not timed: the step, or a kernel, is wrong")
     gap = exact.max(-1).values - exact.gather(-1, out[:, T:, None]).squeeze(-1)  # (rows, tokens)
     if gap.max() > 2 * max((part - exact).abs().max() for part in (found, unfused)):
-        raise UserError(f"a token was taken that float64 puts {gap.max():.3g} below the best: the step is wrong")
+        raise UserError(f"a token was taken that float64 puts {gap.max():.3g} below the best. Not timed: it is wrong")
     same = (model.generate(idx[rows], tokens, temperature=0)[:, T:] == out[:, T:]).int().cumprod(1).sum(1).min()
     return {"error": (error / size).item(), "error_unfused": (error_unfused / size).item(), "same_tokens": same.item()}
 

@@ -36,7 +36,7 @@ def card(record: dict[str, Any]) -> str:
     weights = "random weights (not trained, not zeros)" if record["random_weights"] else "its own weights"
     lines = [
         f"{record['model']}: {weights}, stored as {record['norm_type']}, {record['dtype']}; "
-        f"{record['prompt_tokens']} prompt tokens ({record['prompt']}), {record['tokens']} decoded greedily, "
+        f"{record['prompt_tokens']} prompt tokens ({record['prompt_ids']}), {record['tokens']} decoded greedily, "
         f"{record['rounds']} rounds"
         f"{', process time' if record['clock'] == 'cpu_seconds' else ''}",
         f"{record['device']}; {versions}; commit {record['git']}",
@@ -50,18 +50,22 @@ def card(record: dict[str, Any]) -> str:
 def table(record: dict[str, Any]) -> str:
     """Markdown: every arm's time, then the ratios."""
     lines = [f"batch {record['batch']}", "",
-             "| arm | ms/token | tok/s | share of floor | prefill ms | launches (norms) per block | memory MB | error "
-             "(unfused) | tokens as unfused |", "| --- " * 9 + "|"]  # fmt: skip
+             "| arm | ms/token | tok/s | share of floor | prefill ms | launches (norms) per block | "
+             f"{record['memory']}, MB | error (unfused) | tokens as unfused |", "| --- " * 9 + "|"]  # fmt: skip
     for name, row in record["arms"].items():
         cells = [f"{row['ms_per_token']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['share_of_floor']:.0%}", *[""] * 5]
         if "prefill_ms" in row:  # one of ours, and not its second copy
             cells[3:] = [f"{row['prefill_ms']:.2f}", f"{row['launches_per_block']} ({row['norm_launches_per_block']})",
                          f"{row['memory_mb']:,.0f}", f"{row['error']:.2g} ({row['error_unfused']:.2g})",
-                         f"{row['same_tokens']} of {record['tokens']}"]  # fmt: skip
+                         ""]  # fmt: skip
+        if "same_tokens" in row:
+            cells[7] = f"{row['same_tokens']} of {record['tokens']}"
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", "| speed-up | median | 95 % interval |", "| --- | --- | --- |"]
     lines += [f"| {name} | {ratio['median']:.4f} | {ratio['low']:.4f} .. {ratio['high']:.4f} |"
               for name, ratio in record["speed_ups"].items()]  # fmt: skip
+    if record["faster"]:
+        lines += ["", f"Compiled twice; these ratios are of the faster: {', '.join(record['faster'].values())}."]
     return "\n".join([*lines, *(f"- not timed: {reason}" for reason in record["missing"])])
 
 
@@ -75,16 +79,19 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
     panels = [panel for panel in PANELS if any(panel[0] in record["speed_ups"] for record in records)]
     if not panels:
         return
+    devices = list(dict.fromkeys(record["device"] for record in records))
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), squeeze=False)
     for axis, (name, title) in zip(axes[0], panels):
-        for (model, dtype), (color, marker) in zip(dict.fromkeys((r["model"], r["dtype"]) for r in records), LOOKS * 9):
-            rows = sorted((r for r in records if (r["model"], r["dtype"]) == (model, dtype) and name in r["speed_ups"]),
+        for line, (color, marker) in zip(dict.fromkeys(map(one_line, records)), LOOKS * 9):
+            rows = sorted((r for r in records if one_line(r) == line and name in r["speed_ups"]),
                           key=lambda r: r["batch"])  # fmt: skip
+            if not rows:
+                continue
             ratios = [row["speed_ups"][name] for row in rows]
             middle = [ratio["median"] for ratio in ratios]
             bars = [[abs(ratio[end] - ratio["median"]) for ratio in ratios] for end in ("low", "high")]
             axis.errorbar([row["batch"] for row in rows], middle, bars, color=color, marker=marker, capsize=3,
-                          label=f"{model.removeprefix('random:')}, {dtype}")  # fmt: skip
+                          label=", ".join(line[: 2 if len(devices) == 1 else 3]))  # fmt: skip
         axis.axhline(1, color="black", linewidth=1)
         axis.set_xscale("log", base=2)
         sizes = sorted({record["batch"] for record in records})
@@ -93,7 +100,7 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("speed-up")
     axes[0, 0].legend(frameon=False, fontsize=9)
-    figure.suptitle(records[0]["device"], fontsize=10)
+    figure.suptitle(", ".join(devices), fontsize=10)
     figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -114,9 +121,10 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
         lines.write_text("".join(json.dumps(record) + "\n" for record in every), encoding="utf-8")
         plot(every, folder / "decode.png")
         text = ["# A decoded token, by norm and by fusion", "", f"Speed-ups are medians over paired rounds. {ALONE}"]
-        for model, dtype in dict.fromkeys((record["model"], record["dtype"]) for record in every):
-            its = [record for record in every if (record["model"], record["dtype"]) == (model, dtype)]
-            text += ["", f"## {model}, {dtype}", "", *(f"- {line}" for line in card(its[0]).splitlines()),
+        for run in dict.fromkeys(map(one_run, every)):
+            its = [record for record in every if one_run(record) == run]
+            text += ["", f"## {its[0]['model']}, {its[0]['dtype']}", "",
+                     *(f"- {line}" for line in card(its[0]).splitlines()),
                      f"- made by `{its[0]['command']}`"]  # fmt: skip
             text += [part for record in its for part in ("", table(record))]
         picture = ["", "![Speed-up over batch size](decode.png)"] if (folder / "decode.png").exists() else []
@@ -162,6 +170,17 @@ def ledgers(every: list[dict[str, Any]]) -> str:
 
 def place(record: dict[str, Any]) -> tuple:
     return record["model"], record["batch"], record["dtype"], record["device"]
+
+
+def one_line(record: dict[str, Any]) -> tuple[str, ...]:
+    """What the points of one line of the plot have in common."""
+    return record["model"].removeprefix("random:"), record["dtype"], record["device"]
+
+
+def one_run(record: dict[str, Any]) -> str:
+    """What records must have in common for one card to speak for all of them, but for the batch size and its floor."""
+    return json.dumps([record[name] for name in (
+        "model", "dtype", "device", "versions", "git", "command", "clocks", "threads", "load_average", "prompt_ids")])
 
 
 def _word(value: object) -> str:

@@ -1,5 +1,10 @@
-"""One decoding step as the profiler sees it: a Chrome trace per arm, kernels per block, a picture like Figure 4."""
+"""One decoding step as the profiler sees it: a Chrome trace per arm, kernels per block, a picture like Figure 4.
 
+Kernels and device copies of a block, by the difference of a step with all blocks and one with the first alone, are
+compared with what the launch ledger counts for the same blocks.
+"""
+
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,22 +15,30 @@ from torch.profiler import ProfilerActivity, profile
 
 from decode import Decoder
 from decode_arms import find_arms, with_norms
+from errors import UserError
+from launch_ledger import launches, mean, total
 from model import GPT
-from packing import PackedGPT, pack
+from packing import pack
 
 # What a kernel is, by its name: the first match counts. Names are inductor's, Triton's, cuBLAS', ATen's and ours.
 # Activation before norm: inductor names the paper's activation kernel after the statistic that it applies, too.
 CLASSES = (
-    ("attention", ("attend", "attention", "flash", "fmha", "softmax")),
-    ("activation", ("silu", "gelu", "activation", "sigmoid", "relu", "tanh")),
-    ("norm", ("norm", "rsqrt", "_red_", "_per_", "mean_pow")),
+    ("copy", ("memcpy", "memset")),
+    ("attention", ("attend", "combine", "attention", "flash", "fmha", "softmax")),
+    ("activation", ("silu", "gelu", "activation", "epilogue", "sigmoid", "relu", "tanh")),
+    ("norm", ("norm", "rsqrt", "_red_", "_per_", "mean_pow", "forward_kernel")),
     ("product", ("gemv", "gemm", "splitk", "cutlass", "xmma", "wgmma", "nvjet", "mm", "linear", "vector_kernel",
                  "matrix_kernel")),
     ("heads", ("heads", "rope", "index_put", "index_copy")),
     ("other", ("",)),
 )  # fmt: skip
+# The class of a launch of the ledger.
+LAUNCHES = {"norm": "norm", "normalize": "norm", "heads": "heads", "attend": "attention", "attend_parts": "attention",
+            "combine": "attention", "activation": "activation", "norm_activation": "activation", "matmul": "product",
+            "matmul_add": "product", "project": "product", "norm_project": "product",
+            "shared_project": "product"}  # fmt: skip
 COLOURS = {"norm": "#0072B2", "product": "#D55E00", "activation": "#F0E442", "attention": "#009E73", "heads": "#CC79A7",
-           "other": "#999999"}  # fmt: skip
+           "copy": "#56B4E9", "other": "#999999"}  # fmt: skip
 
 
 def kind(name: str) -> str:
@@ -34,7 +47,8 @@ def kind(name: str) -> str:
 
 
 def traced(decoder: Decoder, filled: int, path: Path | None) -> list[dict[str, Any]]:
-    """{name, start, us} of each kernel of one step, in order; on a CPU the operators that no other one called.
+    """{name, start, us} of each kernel and device copy of one step, in order; on a CPU the operators that no other one
+    called.
 
     The trace is written to `path`. A CUDA graph's kernels appear one by one, as they ran.
     """
@@ -51,40 +65,74 @@ def traced(decoder: Decoder, filled: int, path: Path | None) -> list[dict[str, A
         profiler.export_chrome_trace(str(path))
     wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     events = [event for event in profiler.events() if event.device_type == wanted and event.cpu_parent is None]
-    events = [event for event in events if not event.name.lower().startswith(("memcpy", "memset", "torch-compiled"))]
+    events = [event for event in events if not event.name.lower().startswith("torch-compiled")]
     return [{"name": event.name, "start": event.time_range.start, "us": event.time_range.elapsed_us()}
             for event in sorted(events, key=lambda event: event.time_range.start)]  # fmt: skip
 
 
-def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor) -> dict[str, Any]:
-    """Traces every arm into config.out; {"arms": {name: {kernels_per_step, kernels_per_block, by_class}}}.
+def compare(kernels: Counter, ledger: Counter, blocks: int) -> dict[str, Any]:
+    """What a trace and the ledger say of the same `blocks` blocks: names of kernels, names of launches, and a line."""
+    traced_kinds, counted = Counter(), Counter()
+    for name, count in kernels.items():
+        traced_kinds[kind(name)] += count
+    for name, count in ledger.items():
+        counted[LAUNCHES.get(name, "other")] += count
+    found, expected = mean(kernels.total(), blocks), mean(ledger.total(), blocks)
+    verdict = "equal"
+    if kernels.total() != ledger.total() or traced_kinds["copy"]:  # no launch of the ledger is a copy
+        apart = {word: traced_kinds[word] - counted[word] for word in sorted(traced_kinds | counted)}
+        names = [f"{word} {n / blocks:+g} ({', '.join(name for name in kernels if kind(name) == word) or 'none'})"
+                 for word, n in apart.items() if n]  # fmt: skip
+        verdict = f"differs: {'; '.join(names)}"
+    return {"kernels_per_block": found, "ledger_per_block": expected, "equal": verdict == "equal",
+            "per_block_by_class": {word: mean(n, blocks) for word, n in traced_kinds.items() if n},
+            "line": f"{found} kernels per block, the ledger's {expected}: {verdict}"}  # fmt: skip
 
-    Kernels per block are those of L blocks less those of L - 1.
-    """
-    folder, batch = Path(config.out), config.batches[0]
-    folder.mkdir(parents=True, exist_ok=True)
-    idx, rows, pictures = prompt.expand(batch, -1).contiguous(), {}, {}
+
+def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -> dict[str, Any]:
+    """Traces every arm into config.out; {"arms": {name: compare()'s, kernels_per_step, us}}. Raises UserError for a
+    model of one block, or a folder that cannot be written."""
+    if model.config.n_layer < 2:
+        raise UserError("trace: kernels per block are a difference, so it takes a model of two blocks or more")
+    folder, idx = Path(config.out), prompt.expand(batch, -1).contiguous()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
+    filled, rows, pictures = idx.shape[1], {}, {}
     for arm in find_arms(config.arms):
         packed = pack(with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {})), arm.level)
-        shorter = PackedGPT(**{**vars(packed), "blocks": packed.blocks[:-1]})
-        compiled = config.compiled and (arm.level != "fused" or not idx.is_cuda)
-        events = []
-        for part, path in ((packed, folder / f"{arm.name}.json"), (shorter, None)):
-            decoder = Decoder(part, batch, idx.shape[1] + 8, compiled=compiled)
-            decoder.prefill(idx)
-            events.append(traced(decoder, idx.shape[1], path))
-            torch._dynamo.reset()
-        counts = [Counter(event["name"] for event in part) for part in events]
-        block = counts[0].total() - counts[1].total()
-        by_class = Counter(kind(event["name"]) for event in events[0])
-        by_class.subtract(Counter(kind(event["name"]) for event in events[1]))
-        rows[arm.name] = {"kernels_per_step": counts[0].total(), "kernels_per_block": block,
-                          "per_block_by_class": {name: n for name, n in by_class.items() if n},
-                          "us": sum(event["us"] for event in events[0])}  # fmt: skip
-        pictures[arm.name] = events[0]
-        print(f"{arm.name}: {counts[0].total()} kernels in a step, {block} per block: {dict(by_class)}")
-    draw(pictures, folder / "trace.png", f"{spec}, batch {batch}: kernels of one step")
+        shorter = dataclasses.replace(packed, blocks=packed.blocks[:1])
+        for name, compiled, tuned in config.compilations(arm, idx.device):
+            names = []
+            for part, path in ((packed, folder / f"{name}-{batch}.json"), (shorter, None)):
+                decoder = Decoder(part, batch, filled + 8, compiled=compiled, tuned=tuned,
+                                  library_from=config.library_from)  # fmt: skip
+                decoder.prefill(idx)
+                events = traced(decoder, filled, path)
+                names.append(Counter(event["name"] for event in events))
+                if path is not None:
+                    pictures[name] = events
+                torch._dynamo.reset()
+            ledger = total(launches(packed, batch, filled + 8, config.library_from)[2:])
+            rows[name] = compare(difference(*names), ledger, len(packed.blocks) - 1)
+            rows[name] |= {"kernels_per_step": names[0].total(), "us": sum(event["us"] for event in pictures[name])}
+            print(f"{name}: {names[0].total()} kernels in a step, {rows[name]['line']}")
+    draw(pictures, folder / f"trace-{batch}.png", f"{spec}, batch {batch}: kernels of one step")
     return {"model": spec, "batch": batch, "arms": rows}
+
+
+def difference(more: Counter, fewer: Counter) -> Counter:
+    """Names of the kernels that more blocks add. Two compilations number their kernels differently, so what only the
+    shorter step has is taken off by class."""
+    left = Counter(more)
+    for name, count in fewer.items():
+        same = min(left[name], count)
+        left[name] -= same
+        for _ in range(count - same):
+            like = max((other for other in left if kind(other) == kind(name)), key=left.__getitem__, default=None)
+            left[like if like is not None and left[like] else max(left, key=left.__getitem__)] -= 1
+    return +left
 
 
 def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str, window: int = 40) -> None:

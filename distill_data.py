@@ -47,7 +47,7 @@ def hub_documents(dataset: str, split: str, text_of: TextOf) -> Iterator[Documen
     try:
         from datasets import load_dataset
     except ImportError:
-        raise DataError(f"{dataset}: streaming it needs datasets: pip install datasets, or give --local=FILES") from None
+        raise DataError(f"{dataset}: streaming needs datasets: pip install datasets, or give --local=FILES") from None
     try:
         for row in load_dataset(dataset, split=split, streaming=True):
             yield checked(text_of(row))
@@ -63,8 +63,8 @@ def teacher_tokenizer(meta: dict, n_vocab: int) -> Any:
     """The teacher's tokenizer. Raises DataError if it has none, or tokens that the teacher does not know."""
     tokenizer = load_tokenizer(meta)
     if tokenizer.n_vocab > n_vocab:
-        raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the teacher's vocabulary {n_vocab}: they do not "
-                        "belong together")  # fmt: skip
+        raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the teacher's vocabulary {n_vocab}: they are "
+                        "not of one model")  # fmt: skip
     return tokenizer
 
 
@@ -94,8 +94,17 @@ def shuffled(stream: Iterator[Tensor], size: int, seed: int) -> Iterator[Tensor]
     yield from buffer
 
 
+def random_blocks(n_vocab: int, length: int, seed: int) -> Iterator[Tensor]:
+    """Any tokens, without end: for the speed of models that have no tokenizer."""
+    draw = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randint(n_vocab, (length,), generator=draw)
+
+
 def open_stream(config: Any, meta: dict, n_vocab: int, length: int, local: str) -> Iterator[Tensor]:
     """Blocks (length,) of the files `local`, or of the config's data set on the hub where that is ""."""
+    if config.dataset == "random" and not local:
+        return random_blocks(n_vocab, length, config.seed)
     text_of = text_of_rows(meta)
     files = input_files(local)
     documents = read_files(files, text_of) if files else hub_documents(config.dataset, config.split, text_of)

@@ -1,12 +1,16 @@
 """TaperNorm's throughput table (Kanavalau, Amo Alonso & Lall 2026): logits of the last token, norms folded or not.
 
 About 30 M parameters, batches of 1 and 4, contexts of 128, 256 and 512 tokens. Rows: eager forward passes, as the paper
-has them, which are bound by launches; the same captured in a CUDA graph (on a CPU: compiled), where only the GPU's own
-time is left; and tokens decoded one by one with a cache of that context. Arms: RMSNorm, the finished taper as it is
-trained, the same folded into the weights. All arms of a row take turns in paired rounds.
+has them, which are bound by launches (counted beside); the same captured in a CUDA graph (on a CPU: compiled), where
+only the GPU's own time is left; and tokens decoded one by one with a cache of that context. Arms: RMSNorm and the
+finished taper as they are trained, and both folded into the weights (of RMSNorm the gain), so that what the taper is
+worth is not mixed with what folding is; norms in plain PyTorch as in the paper; on a GPU also RMSNorm by our kernel,
+one launch. All arms of a row run in the same way and take turns in paired rounds.
 """
 
+import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -15,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import Decoder, compiled_alone, decode_logits
+from decode import Decoder, compiled_alone
 from decode_arms import with_norms
-from errors import UserError
+from errors import UserError, writing
+from fold import to_folded
 from kernels import decode_reference
+from launch_ledger import LaunchLedger
 from model import GPT, GPTConfig
-from packing import PackedGPT, pack
+from packing import pack
 from stats import median_ratio, paired_times
 
 SHAPE = GPTConfig(norm_type="rms", n_layer=6, n_head=6, n_embd=384, n_vocab=50257)  # 29.9 M parameters
@@ -28,16 +34,18 @@ SHAPE = GPTConfig(norm_type="rms", n_layer=6, n_head=6, n_embd=384, n_vocab=5025
 PUBLISHED = {(1, 128): (40.7, 48.7), (1, 256): (79.3, 96.8), (1, 512): (163.2, 195.5),
              (4, 128): (149.3, 180.4), (4, 256): (290.5, 344.9), (4, 512): (546.3, 615.9)}  # fmt: skip
 STEPS = 16  # decoded with a cache, for one timing
-ARMS = {"rms": ("rms", "plain"), "taper": ("taper", "plain"), "taper_folded": ("taper", "fused")}
+# Norm type and keys of the model. Gains are 1 at random: without them RMSNorm is what it is when they are folded.
+ARMS = {"rms": ("rms", {}), "taper": ("taper", {}), "rms_folded": ("rms", {"norm_affine": False}),
+        "taper_folded": ("taper", {}), "rms_triton": ("rms", {"kernels": "triton"})}  # fmt: skip
+PAIRS = (("taper", "rms"), ("rms_folded", "rms"), ("taper_folded", "rms"), ("taper_folded", "rms_folded"),
+         ("taper_folded", "rms_triton"))  # fmt: skip
 
 
-def forward_call(packed: PackedGPT, idx: Tensor, mode: str) -> Callable[[], None]:
+def forward_call(model: GPT, idx: Tensor, mode: str) -> Callable[[], None]:
     """A call that computes the logits of the last of T tokens of each sequence in idx (B, T)."""
-    B, T = idx.shape
-    caches, pos = Decoder(packed, B, T).caches, torch.arange(T, device=idx.device)
 
     def compute() -> Tensor:
-        return decode_logits(decode_reference, packed, caches, idx, pos, last=True)
+        return last_logits(model, idx)
 
     if mode == "eager":
         return waiting(compute, idx)
@@ -55,9 +63,21 @@ def forward_call(packed: PackedGPT, idx: Tensor, mode: str) -> Callable[[], None
     return waiting(graph.replay, idx)
 
 
-def decode_call(packed: PackedGPT, idx: Tensor, compiled: bool) -> Callable[[], None]:
-    """A call that decodes STEPS tokens behind the T tokens of idx (B, T)."""
-    decoder = Decoder(packed, idx.shape[0], idx.shape[1] + STEPS, compiled=compiled)
+def last_logits(model: GPT, idx: Tensor) -> Tensor:
+    """(B, T) -> (B, 1, V)."""
+    return model.logits(model.hidden(idx)[:, -1:])
+
+
+def eager_launches(model: GPT, idx: Tensor) -> Counter:
+    """Operations that compute in one eager forward pass on idx (B, T), by name: each is a launch on a GPU."""
+    with LaunchLedger() as ledger:
+        last_logits(model, idx)
+    return Counter(ledger.launches)
+
+
+def decode_call(model: GPT, idx: Tensor, graph: bool) -> Callable[[], None]:
+    """A call that decodes STEPS tokens behind the T tokens of idx (B, T), by the operations of the eager pass."""
+    decoder = Decoder(pack(model, "plain"), idx.shape[0], idx.shape[1] + STEPS, decode_reference, graph=graph)
     decoder.prefill(idx)
 
     def steps() -> None:
@@ -78,14 +98,20 @@ def waiting(call: Callable[[], Any], like: Tensor) -> Callable[[], None]:
     return run
 
 
-def check(packs: dict[str, PackedGPT], models: dict[str, GPT], idx: Tensor) -> None:
-    """Raises UserError unless every arm's logits are its model's own, up to rounding."""
-    for name, packed in packs.items():
-        caches, pos = Decoder(packed, *idx.shape).caches, torch.arange(idx.shape[1], device=idx.device)
-        ours = decode_logits(decode_reference, packed, caches, idx, pos, last=True).float()
-        own = models[name](idx)[:, -1:].float()
-        if not (ours - own).norm() <= 0.02 * own.norm():
-            raise UserError(f"{name}: folded logits are not the model's own: mend packing first")
+def make_models(dtype: torch.dtype, device: torch.device, calibration: Tensor) -> dict[str, GPT]:
+    """Every arm's model, with the same random weights. Raises UserError unless folding keeps the taper's logits."""
+    models = {}
+    for name, (norm, keys) in ARMS.items():
+        if name != "rms_triton" or device.type == "cuda":
+            with device:
+                base = GPT(dataclasses.replace(SHAPE, **{"kernels": "torch"} | keys)).to(dtype).eval()
+            models[name] = with_norms(base, norm, calibration)
+    models["taper_folded"] = to_folded(models["taper_folded"])
+    idx = calibration[:, :32]
+    ours, own = (last_logits(models[name], idx).float() for name in ("taper_folded", "taper"))
+    if not (ours - own).norm() <= 0.02 * own.norm():
+        raise UserError("taper_folded: its logits are not the taper's: mend fold.py first")
+    return models
 
 
 @torch.no_grad()
@@ -94,42 +120,63 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(config.dtype)
     dtype = dtype or getattr(torch, config.dtype)
     with device:
-        base = GPT(SHAPE).to(dtype).eval()
         calibration = torch.randint(0, 50257, (4, 128), generator=torch.Generator(device).manual_seed(0))
-    models = {name: with_norms(base, norm, calibration) for name, (norm, _) in ARMS.items()}
-    packs = {name: pack(models[name], level) for name, (_, level) in ARMS.items()}
-    check(packs, models, calibration[:, :32])
-    modes = ("eager", "CUDA graph" if device.type == "cuda" else "compiled", "cached")
+    models = make_models(dtype, device, calibration)
+    launches = {name: eager_launches(model, calibration[:1, :32]) for name, model in models.items()}
+    place |= {"dtype": str(dtype).removeprefix("torch."), "parameters": models["rms"].num_params()}
+    if config.ledger:
+        record = place | {"launches": launches}
+        write(config.out, "launches", [record], launches_table(record))
+        return record
+    modes = ("eager", "CUDA graph", "cached", "cached, CUDA graph")
+    modes = modes if device.type == "cuda" else ("eager", "compiled", "cached")
     records = []
     for batch, context in PUBLISHED:
         idx = calibration.repeat(1, 4)[:batch, :context].contiguous()
         for mode in modes:
             torch._dynamo.reset()
-            calls = {name: decode_call(packed, idx, config.compiled and packed.level == "plain") if mode == "cached"
-                     else forward_call(packed, idx, mode) for name, packed in packs.items()}  # fmt: skip
+            calls = {name: decode_call(model, idx, "graph" in mode) if "cached" in mode
+                     else forward_call(model, idx, mode) for name, model in models.items()}  # fmt: skip
             for _ in range(3):
                 for call in calls.values():
                     call()
             times = paired_times(calls, config.rounds)
-            tokens = batch * (STEPS if mode == "cached" else context)
+            tokens = batch * (STEPS if "cached" in mode else context)
             records.append(place | {
-                "batch": batch, "context": context, "mode": mode, "dtype": str(dtype).removeprefix("torch."),
-                "parameters": base.num_params(), "tokens_per_s": {n: tokens / median(t) for n, t in times.items()},
-                "speed_up": {n: median_ratio(times["rms"], times[n]) for n in ("taper", "taper_folded")},
+                "batch": batch, "context": context, "mode": mode,
+                "launches": {name: counts.total() for name, counts in launches.items()},
+                "tokens_per_s": {n: tokens / median(t) for n, t in times.items()},
+                "speed_up": {f"{x}/{y}": median_ratio(times[y], times[x]) for x, y in PAIRS if {x, y} <= times.keys()},
                 "seconds": times,
             })  # fmt: skip
-    text = last_token_table(records)
-    print(text)
-    if config.out:
-        try:
-            folder = Path(config.out)
-            folder.mkdir(parents=True, exist_ok=True)
-            lines = "".join(json.dumps(record) + "\n" for record in records)
-            (folder / "last_token.jsonl").write_text(lines, encoding="utf-8")
-            (folder / "last_token.md").write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"out={config.out}: cannot be written ({error.strerror})") from None
+    write(config.out, "last_token", records, last_token_table(records))
     return {"rows": [{name: value for name, value in record.items() if name != "seconds"} for record in records]}
+
+
+def write(out: str, name: str, records: list[dict[str, Any]], text: str) -> None:
+    """Prints `text`; if there is a folder `out`, writes NAME.jsonl and NAME.md into it."""
+    print(text)
+    if not out:
+        return
+    with writing(folder := Path(out)):
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+
+
+def launches_table(record: dict[str, Any]) -> str:
+    """Markdown: arms down, operations across."""
+    launches = record["launches"]
+    names = list(dict.fromkeys(name for counts in launches.values() for name, _ in counts.most_common()))
+    lines = ["# Launches of an eager forward pass: TaperNorm's protocol", "",
+             f"Counted, not timed (`python bench_decode.py --last_token --ledger`): {record['parameters'] / 1e6:.1f} M "
+             f"parameters, {record['dtype']}, norms in plain PyTorch; torch {record['versions']['torch']}; commit "
+             f"{record['git']}. Every operation that computes is a launch on a GPU.", "",
+             f"| arm | all | fewer | {' | '.join(names)} |", "| --- " * (3 + len(names)) + "|"]  # fmt: skip
+    for arm, counts in launches.items():
+        cells = [counts.total(), launches["rms"].total() - counts.total(), *(counts[name] for name in names)]
+        lines.append(f"| {arm} | " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
 
 
 def last_token_table(records: list[dict[str, Any]]) -> str:
@@ -138,12 +185,14 @@ def last_token_table(records: list[dict[str, Any]]) -> str:
     lines = ["# Logits of the last token: TaperNorm's protocol", "",
              f"{row['device']}; torch {row['versions']['torch']}; commit {row['git']}; {row['threads']} CPU threads, "
              f"load average {row['load_average']} at the start; {row['parameters'] / 1e6:.1f} M parameters, "
-             f"{row['dtype']}. Thousand tokens/s; speed-ups over `rms` with 95 % intervals of "
-             f"{len(row['seconds']['rms'])} paired rounds. `cached` decodes tokens behind so many.", "",
-             "| batch | context | mode | rms | taper | folded | taper / rms | folded / rms | published |",
-             "| --- " * 9 + "|"]  # fmt: skip
+             f"{row['dtype']}. Thousand tokens/s; speed-ups with 95 % intervals of {len(row['seconds']['rms'])} paired "
+             "rounds; published: the folded taper over RMSNorm. `cached` decodes tokens behind so many.", "",
+             f"Launches of an eager forward pass: {', '.join(f'{n} {k}' for n, k in row['launches'].items())}.", "",
+             f"| batch | context | mode | {' | '.join(row['seconds'])} | "
+             f"{' | '.join(row['speed_up'])} | published |",
+             "| --- " * (4 + len(row["seconds"]) + len(row["speed_up"])) + "|"]  # fmt: skip
     for row in records:
-        speeds = " | ".join(f"{1e-3 * row['tokens_per_s'][name]:.2f}" for name in ARMS)
+        speeds = " | ".join(f"{1e-3 * row['tokens_per_s'][name]:.2f}" for name in row["seconds"])
         ups = " | ".join("{median:.3f} ({low:.3f} .. {high:.3f})".format(**ratio) for ratio in row["speed_up"].values())
         before, after = PUBLISHED[row["batch"], row["context"]]
         published = f"{after / before:.2f}" if row["mode"] == "eager" else ""

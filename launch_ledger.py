@@ -3,7 +3,8 @@
 A step is written as one function per launch (kernels/decode_reference.py). Here the step runs once, on tensors without
 memory if need be, under a TorchDispatchMode which sees every operation of PyTorch: those inside a launch function are
 one launch, and a launch that held two matrix products would be none, so that is refused; any operation outside that
-computes is a launch of its own. What one more block costs is the difference of two depths.
+computes is a launch of its own. Blocks need not be alike (coupled_first, coupled_span), so each is counted by itself,
+and a launch per block is a mean over all of them.
 
     predicted time of a step = bytes that must be read / bandwidth + launches * time of a launch
 
@@ -15,20 +16,23 @@ import functools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import decode
 import hf
-from decode import Decoder, decode_logits
+from decode import LIBRARY_FROM, Decoder
 from decode_arms import Arm, with_norms
 from kernels import decode_reference
 from model import GPT
 from packing import PackedGPT, pack
 
-LAUNCHES = ("embed", "norm", "heads", "attend", "best", "take", "matmul", "matmul_add", "activation", "scale",
-            "project", "norm_project", "shared_project")  # fmt: skip
+LAUNCHES = ("embed", "norm", "heads", "attend", "attend_parts", "combine", "best", "take", "matmul", "matmul_add",
+            "activation", "scale", "normalize", "norm_activation", "project", "norm_project",
+            "shared_project")  # fmt: skip
+NORMS = ("norm", "normalize")
 PRODUCTS = {"mm", "addmm", "bmm"}
 FREE = {"empty", "empty_like", "detach", "_unsafe_view", "lift_fresh"}
 
@@ -60,25 +64,48 @@ class LaunchLedger(TorchDispatchMode):
         if not self.inside and not operation.is_view and name not in FREE:
             self.launches.append(name)
         self.products += name in PRODUCTS
-        if self.inside and self.products > 1 and self.inside != "attend":
+        if self.inside and self.products > 1 and not self.inside.startswith("attend"):
             raise RuntimeError(f"{self.inside} holds {self.products} matrix products: no launch does that")
         return operation(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
-def step_launches(packed: PackedGPT, batch: int, length: int) -> Counter:
-    """Launches of one decoding step by name, for `batch` sequences and a cache of `length` tokens."""
-    decoder, ledger = Decoder(packed, batch, length), LaunchLedger()
-    with ledger:
-        logits = decode_logits(ledger.ops, packed, decoder.caches, decoder.token, decoder.pos)
+def launches(packed: PackedGPT, batch: int, length: int, library_from: int = LIBRARY_FROM) -> list[Counter]:
+    """Launches by name of one decoding step, for `batch` sequences and a cache of `length` tokens: [those of the ends,
+    those of block 0, those of block 1, ...]."""
+    decoder, ledger = Decoder(packed, batch, length, library_from=library_from), LaunchLedger()
+    blocks, one_block = [], decode.decode_block
+
+    def counted(*words):
+        before = len(ledger.launches)
+        result = one_block(*words)
+        blocks.append(Counter(ledger.launches[before:]))
+        return result
+
+    with mock.patch.object(decode, "decode_block", counted), ledger:
+        logits = decode.decode_logits(ledger.ops, decoder.packed, decoder.caches, decoder.token, decoder.pos)
         ledger.ops.take(*ledger.ops.best(logits), decoder.token, decoder.pos, decoder.out)
-    return Counter(ledger.launches)
+    return [Counter(ledger.launches) - total(blocks), *blocks]
 
 
-def block_launches(packed: PackedGPT, batch: int, length: int) -> Counter:
-    """Launches that the last block adds to a step: those of L blocks less those of L - 1."""
-    shorter = PackedGPT(**{**vars(packed), "blocks": packed.blocks[:-1]})
-    return step_launches(packed, batch, length) - step_launches(shorter, batch, length)
+def total(counters: list[Counter]) -> Counter:
+    return sum(counters, Counter())
+
+
+def per_block(blocks: list[Counter]) -> dict[str, Any]:
+    """{launches_per_block, norm_launches_per_block}, means; {blocks}: how many are of each kind, where they differ."""
+    kinds = Counter(tuple(sorted(block.items())) for block in blocks)
+    every = total(blocks)
+    return {
+        "launches_per_block": mean(every.total(), len(blocks)),
+        "norm_launches_per_block": mean(sum(every[name] for name in NORMS), len(blocks)),
+        "blocks": [{"count": count, "launches": dict(kind)} for kind, count in kinds.items()],
+    }
+
+
+def mean(count: int, blocks: int) -> float | int:
+    """A whole number where it is one."""
+    return round(count / blocks, 2) if count % blocks else count // blocks
 
 
 def floor_bytes(packed: PackedGPT, batch: int, context: int) -> int:
@@ -99,19 +126,18 @@ def shape_on_meta(spec: str, dtype: torch.dtype) -> GPT | None:
 
 def make_ledger(
     model: GPT, name: str, arms: list[Arm], batch: int, context: int, bandwidth: float, launch_us: float,
-    keys: dict[str, Any], calibration: Tensor | None = None,
+    keys: dict[str, Any], library_from: int = LIBRARY_FROM,
 ) -> dict[str, Any]:  # fmt: skip
     """The ledger of `arms` as a dict for JSON. bandwidth in bytes/s; a step gives each sequence one token."""
     device, rows, floor = model.wte.weight.device, {}, 0.0
-    idx = torch.zeros(1, 8, dtype=torch.int64, device=device) if calibration is None else calibration
+    idx = torch.zeros(1, 8, dtype=torch.int64, device=device)
     for arm in arms:
         packed = pack(with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {})), arm.level)
-        of_step, of_block = step_launches(packed, batch, context), block_launches(packed, batch, context)
+        parts = launches(packed, batch, context, library_from)
+        of_step = total(parts).total()
         floor = 1e3 * floor_bytes(packed, batch, context) / bandwidth
-        rows[arm.name] = {
-            "launches_per_block": of_block.total(), "norm_launches_per_block": of_block["norm"],
-            "launches_per_step": of_step.total(), "block": dict(of_block),
-            "predicted_ms_per_token": floor + 1e-3 * launch_us * of_step.total(),
+        rows[arm.name] = per_block(parts[1:]) | {
+            "launches_per_step": of_step, "predicted_ms_per_token": floor + 1e-3 * launch_us * of_step,
         }  # fmt: skip
     return {"model": name, "batch": batch, "context": context, "bandwidth": bandwidth, "launch_us": launch_us,
             "arms": rows, "floor_ms_per_token": floor}  # fmt: skip

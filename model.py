@@ -173,6 +173,7 @@ def project(linear: nn.Linear, x: Tensor, add: Tensor | None) -> Tensor:
     """linear(x) (..., C); with `add` (..., C) their sum, part of the product (addmm), which has no room for a bias."""
     if add is None:
         return linear(x)
+    assert type(linear) is nn.Linear and linear.bias is None  # another forward would be passed by
     return torch.addmm(add.flatten(0, -2), x.flatten(0, -2), linear.weight.t()).view(add.shape)
 
 
@@ -222,9 +223,9 @@ class Block(nn.Module):
         """Can the sublayers add to the stream x in their last products? Not if anything comes in between: a bias,
         dropout, a cast of the stream."""
         device = x.device.type
-        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
-        dropped = self.training and self.dropout.p > 0
-        return not (cast or dropped) and self.attn.proj.bias is None and self.mlp.down.bias is None
+        if self.attn.proj.bias is not None or self.mlp.down.bias is not None or (self.training and self.dropout.p > 0):
+            return False
+        return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == x.dtype
 
 
 class GPT(nn.Module):

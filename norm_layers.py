@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from kernels import add_rms_norm, add_shared_rms_scale, layer_norm, rms_norm, shared_rms_scale
 from kernels.reference import affine, inverse_rms, scale_groups, statistics_dtype
 
-# Tokens a channel from which on a compiled step moves fewer bytes if it folds. With a bfloat16 stream that saves 3.5 C
-# bytes a token (2.7 kB at C = 768, the column "copied" of byte_ledger.py; a float32 stream saves more) and costs, in
-# backward, one more read of the 4 C^2 float32 weights that it folds.
-FOLD_PAYS = 16 / 3.5
+# Tokens a channel from which on a compiled step moves fewer bytes if it folds. With a bfloat16 stream that saves 4 C
+# bytes a token (3.1 kB at C = 768, the column "copied" of byte_ledger.py; a float32 stream saves more) and costs, for
+# the gain's gradient, one more read of the 4 C^2 float32 weights that it folds and of their bfloat16 gradient.
+FOLD_PAYS = 24 / 4
 
 Handover = tuple[nn.Parameter, nn.Parameter]  # (from, to): `to` has taken over the role, and the optimiser state
 

@@ -45,7 +45,7 @@ class NormConfig:
     coupled_impl: str = key("scale", "coupled: the same function by other arithmetic (norm_layers.py)",
                             ("scale", "fold", "auto"))  # fmt: skip
     taper_base: str = key("rms", "taper: the norm that is tapered away", ("rms", "layer"))
-    taper_warmup: float = key(0.1, "taper: full norm up to this step (below 1: share of max_iters)")
+    taper_warmup: float = key(0.5, "taper: full norm up to this step (below 1: share of max_iters)")
     taper_end: float = key(0.75, "taper: norm gone from this step on (below 1: share of max_iters; as taper_warmup: "
                            "gone at once)")  # fmt: skip
     taper_fit: str = key("norm", "taper: least-squares scale for each norm, or for each of its channels",

@@ -94,7 +94,8 @@ def pack(model: GPT, level: str) -> PackedGPT:
         PackedBlock(
             enter(block.norm1, *weights(block.attn.qkv), folding), Exit(*weights(block.attn.proj)),
             enter(block.norm2, *weights(block.mlp.up), folding, block.mlp.activation), Exit(*weights(block.mlp.down)),
-            *(None if norm is None else gain(norm) for norm in (block.attn.q_norm, block.attn.k_norm)),
+            *(None if norm is None else gain(norm, block.attn.qkv.weight)
+              for norm in (block.attn.q_norm, block.attn.k_norm)),
         )
         for block in model.blocks
     ]  # fmt: skip
@@ -118,9 +119,9 @@ def weights(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def gain(norm: Norm) -> Tensor:
-    """Gain (C,) of a norm, ones where it has none."""
-    return torch.ones(norm.channels) if norm.weight is None else norm.weight.detach()
+def gain(norm: Norm, like: Tensor) -> Tensor:
+    """Gain (C,) of a norm; where it has none ones, of `like`'s type and on its device."""
+    return like.new_ones(norm.channels) if norm.weight is None else norm.weight.detach()
 
 
 def enter(norm: Norm, weight: Tensor, bias: Tensor | None, folding: tuple[str, ...], kind: str = "") -> Entry:
@@ -142,15 +143,15 @@ def enter(norm: Norm, weight: Tensor, bias: Tensor | None, folding: tuple[str, .
     return Entry(wide.to(weight.dtype), bias, None, statistic, norm.eps, kind)
 
 
-def remains(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, bool]:
-    """(statistic, gain (C,), bias (C,), does it centre?) of a norm; the statistic is "module" where it cannot fold."""
+def remains(norm: Norm) -> tuple[str, Tensor | float | None, Tensor | None, bool]:
+    """(statistic, gain (C,) or a number, bias (C,), does it centre?) of a norm; "module" if it cannot fold."""
     if isinstance(norm, TaperNorm) and norm.phase == "fixed":
         tilde = 1.0 if norm.weight_tilde is None else norm.weight_tilde.double()
         return "none", (norm.scale.double() * tilde).expand(norm.channels), norm.base.bias, norm.centers
     if isinstance(norm, NoNorm):
         return "none", None, None, False
     if isinstance(norm, SharedRMSNorm):
-        return "shared", gain(norm).double() / norm.alpha, None, False
+        return "shared", (1.0 if norm.weight is None else norm.weight.double()) / norm.alpha, None, False
     if isinstance(norm, RMSNorm) and norm.groups == 1 and norm.counted == norm.channels:
         return "own", None if norm.weight is None else norm.weight.double(), norm.bias, False
     return "module", None, None, False

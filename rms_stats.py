@@ -175,8 +175,9 @@ def blocks_table(rms: Tensor) -> tuple[list[str], list[dict[str, Any]]]:
     from coupling import ratios
 
     rows, records = summary(rms), []
-    lines = ["block   RMS before attention       RMS before MLP              MLP / attention                first token",
-             "        mean    SD (5 .. 95 %)     mean    SD (5 .. 95 %)      means    geom.    squares       RMS    ratio"]
+    lines = [f"{'block':8}{'RMS before attention':27}{'before MLP':27} {'MLP / attention':27} first token",
+             f"{'':8}{'mean    SD (5 .. 95 %)':27}{'mean    SD (5 .. 95 %)':27} {'means':9}{'geom.':9}{'squares':9}"
+             "    RMS    ratio"]  # fmt: skip
     for block in range(len(rows) // 2):
         a, m = rows[2 * block], rows[2 * block + 1]
         found = ratios(rms, 2 * block + 1, 2 * block)

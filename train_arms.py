@@ -5,8 +5,7 @@ An arm is a norm type and what it sets otherwise, an arm list has semicolons bet
     rms; coupled; coupled coupled_impl=fold; layer compile=False; rms-no-mlp-gamma; nanogpt
 
 `X-no-mlp-gamma` is X without the gain of the norm before each MLP; `nanogpt` is upstream nanoGPT's model and optimiser.
-Arms differ in keys of the norms, `residual`, `compile` and `compile_mode` alone, so that nothing else can make one of
-them fast.
+Arms differ in keys of the norms, `residual` and `compile` alone, so that nothing else can make one of them fast.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ NANOGPT = "nanogpt"
 NANOGPT_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
 # Not coupled_calibrate: train.py calibrates between steps, which would not be timed.
 MAY_DIFFER = {field.name for field in dataclasses.fields(NormConfig)} - {"norm_type", "coupled_calibrate"}
-MAY_DIFFER |= {"residual", "compile", "compile_mode"}
+MAY_DIFFER |= {"residual", "compile"}
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[], Tensor]  # one optimiser step; its loss, a scalar on the device
@@ -82,8 +81,8 @@ def parse_arm(name: str, config: TrainConfig) -> Arm:
         if key not in MAY_DIFFER:
             raise ConfigError(f"arms: {name!r}: {key} must be the same for all arms, set it once: --{key}={value}")
     is_nanogpt = kind == NANOGPT
-    if is_nanogpt and overrides.values.keys() - {"compile", "compile_mode"}:
-        raise ConfigError(f"arms: {name!r}: nanoGPT knows no such key, only compile and compile_mode")
+    if is_nanogpt and overrides.values.keys() - {"compile"}:
+        raise ConfigError(f"arms: {name!r}: nanoGPT knows no such key, only compile")
     norm_type = "layer" if is_nanogpt else kind.removesuffix(NO_MLP_GAMMA)
     if kind.endswith(NO_MLP_GAMMA) and norm_type not in STRIPPABLE:
         raise ConfigError(f"arms: {name!r}: the MLP norm's gain can be left out of {', '.join(STRIPPABLE)} alone")

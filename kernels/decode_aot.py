@@ -1,6 +1,6 @@
 """The decoding kernels compiled for a GPU that is not here, for every matrix of the published shapes.
 
-    python -m kernels.decode_aot                        # batch 1 and 8, sm_90: registers, spills, widths of loads
+    python -m kernels.decode_aot                        # batch 1, 8, 31, 128, sm_90: registers, spills, widths of loads
     python -m kernels.decode_aot --batch=64 --sm=100
 
 Columns, JSON line and exit code are those of `python -m kernels.aot`; C is the number of inputs of a product, of a
@@ -16,16 +16,18 @@ import torch
 import triton
 
 from configurator import key, parse_args
-from errors import UserError, run_program
-from kernels import aot, binding, decode_attention, decode_project
+from errors import ConfigError, UserError, run_program
+from kernels import aot, binding, decode_attention, decode_epilogue, decode_project
 from kernels.aot import meta
-from kernels.decode_reference import Debt
+from kernels.decode_reference import Debt, attention_parts
 
 # outputs x inputs of qkv, up (inner), proj and down, as in hf.SHAPES, and the activation
 SHAPES = {
     "gpt2": ((2304, 768), (3072, 768), (768, 768), (768, 3072), "gelu_tanh", 50257, (12, 12, 64)),
     "qwen3-0.6b": ((4096, 1024), (3072, 1024), (1024, 2048), (1024, 3072), "swiglu", 151936, (16, 8, 128)),
+    "qwen3-1.7b": ((4096, 2048), (6144, 2048), (2048, 2048), (2048, 6144), "swiglu", 151936, (16, 8, 128)),
     "qwen3-8b": ((6144, 4096), (12288, 4096), (4096, 4096), (4096, 12288), "swiglu", 151936, (32, 8, 128)),
+    "llama3.2-1b": ((3072, 2048), (8192, 2048), (2048, 2048), (2048, 8192), "swiglu", 128256, (32, 8, 64)),
     "llama3.2-3b": ((5120, 3072), (8192, 3072), (3072, 3072), (3072, 8192), "swiglu", 128256, (24, 8, 128)),
 }  # fmt: skip
 
@@ -34,10 +36,16 @@ SHAPES = {
 class AotConfig:
     """Keys of kernels/decode_aot.py."""
 
-    batch: int = key(0, "sequences decoded at once (0: 1, and 8)")
+    batch: tuple[int, ...] = key((1, 8, 31, 128), "sequences decoded at once")
     sm: int = key(90, "compute capability times ten")
     shapes: str = key(",".join(SHAPES), "shapes, separated by commas")
     out: str = key("", "write the table to this Markdown file")
+
+    def __post_init__(self) -> None:
+        if not self.batch or min(self.batch) < 1:
+            raise ConfigError("batch: give whole numbers from 1 on, separated by commas")
+        if not {*self.shapes.split(",")} <= {*SHAPES}:
+            raise ConfigError(f"shapes: give some of {', '.join(SHAPES)}, separated by commas")
 
 
 def cases(name: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, int, Callable]]:
@@ -69,13 +77,23 @@ def cases(name: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Iterato
     z, q = x((n_heads + 2 * kv_heads) * channels), meta(batch, n_heads, 1, channels, dtype=dtype)
     for word, debt in (("heads", None), ("heads debt", Debt(inv_rms, vector(z.shape[-1])))):
         yield word, channels, lambda d=debt: decode_attention.heads(z, d, cache, pos, rope, *gains, 1e-6)
-    yield "attend", channels, lambda: decode_attention.attend(q, cache, pos)
+    short = cache
+    yield "attend", channels, lambda: decode_attention.attend(q, short, pos)
+    parts = attention_parts(batch, n_heads, 4096)
+    if parts > 1:
+        cache = [meta(batch, kv_heads, 4096, channels, dtype=dtype) for _ in range(2)]
+        yield "attend parts", channels, lambda: decode_attention.attend_parts(q, cache, pos, parts)
+        found = meta(batch, n_heads, parts, channels), *(meta(batch, n_heads, parts) for _ in range(2))
+        yield "combine", channels, lambda: decode_attention.combine(*found, dtype)
+    raw = x(up[0] * copies)
+    yield "epilogue", up[1], lambda: decode_epilogue.norm_activation(raw, x(up[1]), bias, 1e-6, kind)
+    yield "epilogue shared", up[1], lambda: decode_epilogue.activation(raw, Debt(inv_rms, bias), kind)
     wpe = meta(256, qkv[1], dtype=dtype) if name == "gpt2" else None
     yield "embed", qkv[1], lambda: decode_attention.embed(token, pos, weight(head), wpe)
     yield "best", vocabulary, lambda: decode_attention.best(x(vocabulary))
-    parts = decode_attention.PARTS
-    found = meta(batch, parts), meta(batch, parts, dtype=torch.int64)
-    yield "take", parts, lambda: decode_attention.take(*found, token, pos, meta(batch, 257, dtype=torch.int64))
+    searched = decode_attention.PARTS
+    tops = meta(batch, searched), meta(batch, searched, dtype=torch.int64)
+    yield "take", searched, lambda: decode_attention.take(*tops, token, pos, meta(batch, 257, dtype=torch.int64))
 
 
 def main(argv: list[str]) -> int:
@@ -84,9 +102,7 @@ def main(argv: list[str]) -> int:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     records = []
     for name in config.shapes.split(","):
-        if name not in SHAPES:
-            raise UserError(f"shapes: {name!r} is none of {', '.join(SHAPES)}")
-        for batch in (config.batch,) if config.batch else (1, 8):
+        for batch in config.batch:
             for word, size, launch in cases(name, batch):
                 for kernel, arguments, keywords in aot.launches(launch):
                     record = {"operator": f"{name} {word}, batch {batch}", "kernel": kernel.__name__, "C": size}

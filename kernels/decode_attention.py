@@ -1,7 +1,8 @@
 """Triton: what a decoding step does between its products, for one new token of every sequence.
 
 heads: QK-norm, rotary positions and the write into the cache; attend: attention to the cache up to the position, which
-is read from the device; embed, best and take: the ends of a step. Functions are those of kernels/decode_reference.py.
+is read from the device; attend_parts and combine: the same for a long cache, over more programs; embed, best and take:
+the ends of a step. Functions are those of kernels/decode_reference.py.
 """
 
 import torch
@@ -69,33 +70,54 @@ def heads_kernel(
 
 @triton.jit
 def attend_kernel(
-    Q, K, V, POS, A, scale, length, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    KEYS: tl.constexpr,
+    Q, K, V, POS, A, LARGEST, TOTAL, scale, length, part_keys, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One query head of one sequence: softmax over the keys, taken in one pass with a running maximum."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    """One query head of one sequence: softmax over the keys, or a part of them, in one pass with a running maximum.
+    With PARTS, A (rows, HEADS, PARTS, D) is not divided by the weights' sum yet."""
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     col = tl.arange(0, WIDE)
     channel = col < D
     q = tl.load(Q + (row * HEADS + head) * D + col, mask=channel, other=0.0).to(tl.float32)
     q = q * tl.cast(scale, tl.float32)
     first = (row * KV_HEADS + head // (HEADS // KV_HEADS)).to(tl.int64) * length
-    count = tl.load(POS).to(tl.int32) + 1
+    end = tl.minimum(tl.load(POS).to(tl.int32) + 1, (part + 1) * part_keys)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     a = tl.zeros((WIDE,), tl.float32)
-    for start in range(0, count, KEYS):
+    for start in range(part * part_keys, end, KEYS):
         key = start + tl.arange(0, KEYS)
-        mask = (key < count)[:, None] & channel[None, :]
+        mask = (key < end)[:, None] & channel[None, :]
         place = (first + key)[:, None] * D + col[None, :]
         k = tl.load(K + place, mask=mask, other=0.0).to(tl.float32)
         v = tl.load(V + place, mask=mask, other=0.0).to(tl.float32)
-        score = tl.where(key < count, tl.sum(k * q[None, :], 1), float("-inf"))
+        score = tl.where(key < end, tl.sum(k * q[None, :], 1), float("-inf"))
         before, largest = largest, tl.maximum(largest, tl.max(score, 0))
         weight = tl.exp(score - largest)
         shrink = tl.exp(before - largest)
         total = total * shrink + tl.sum(weight, 0)
         a = a * shrink + tl.sum(weight[:, None] * v, 0)
-    tl.store(A + (row * HEADS + head) * D + col, (a / total).to(A.dtype.element_ty), mask=channel)
+    place = (row * HEADS + head) * PARTS + part
+    if PARTS == 1:
+        a = a / total
+    else:
+        tl.store(LARGEST + place, largest)
+        tl.store(TOTAL + place, total)
+    tl.store(A + place * D + col, a.to(A.dtype.element_ty), mask=channel)
+
+
+@triton.jit
+def combine_kernel(SUMS, LARGEST, TOTAL, A, D: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+                   MANY: tl.constexpr):  # fmt: skip
+    """The parts of one head of one sequence as one."""
+    head, col, part = tl.program_id(0), tl.arange(0, WIDE), tl.arange(0, MANY)
+    largest = tl.load(LARGEST + head * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    share = tl.exp(largest - tl.max(largest, 0))
+    total = tl.sum(share * tl.load(TOTAL + head * PARTS + part, mask=part < PARTS, other=0.0), 0)
+    mask = (part < PARTS)[:, None] & (col < D)[None, :]
+    sums = tl.load(SUMS + (head * PARTS + part)[:, None] * D + col[None, :], mask=mask, other=0.0)
+    a = tl.sum(share[:, None] * sums, 0) / total
+    tl.store(A + head * D + col, a.to(A.dtype.element_ty), mask=col < D)
 
 
 @triton.jit
@@ -161,12 +183,39 @@ def heads(
 
 
 def attend(q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor) -> Tensor:
+    a = rows.empty((q.shape[0], 1, q.shape[1] * q.shape[3]), q.dtype, q.device)
+    _attend(q, cache, pos, 1, a, None, None)
+    return a
+
+
+def attend_parts(
+    q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor, parts: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, n_heads, _, channels = q.shape
-    a = rows.empty((batch, 1, n_heads * channels), q.dtype, q.device)
+    sums = rows.empty((batch, n_heads, parts, channels), torch.float32, q.device)
+    largest, totals = (rows.empty((batch, n_heads, parts), torch.float32, q.device) for _ in range(2))
+    _attend(q, cache, pos, parts, sums, largest, totals)
+    return sums, largest, totals
+
+
+def _attend(q, cache, pos, parts, a, largest, totals):
+    batch, n_heads, _, channels = q.shape
+    length = cache[0].shape[2]
     with rows.on_device(q):
-        attend_kernel[(batch, n_heads)](
-            q, *cache, pos, a, channels**-0.5, cache[0].shape[2], HEADS=n_heads, KV_HEADS=cache[0].shape[1],
-            D=channels, WIDE=triton.next_power_of_2(channels), KEYS=KEYS, num_warps=4,
+        attend_kernel[(batch, n_heads, parts)](
+            q, *cache, pos, a, largest, totals, channels**-0.5, length, triton.cdiv(length, parts), HEADS=n_heads,
+            KV_HEADS=cache[0].shape[1], D=channels, WIDE=triton.next_power_of_2(channels), KEYS=KEYS, PARTS=parts,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -> Tensor:
+    batch, n_heads, parts, channels = sums.shape
+    a = rows.empty((batch, 1, n_heads * channels), dtype, sums.device)
+    with rows.on_device(sums):
+        combine_kernel[(batch * n_heads,)](
+            sums, largest, totals, a, D=channels, WIDE=triton.next_power_of_2(channels), PARTS=parts,
+            MANY=triton.next_power_of_2(parts), num_warps=4,
         )  # fmt: skip
     return a
 

@@ -78,6 +78,41 @@ def attend(q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor) -> Tensor:
     return a.transpose(1, 2).flatten(2)
 
 
+# A long cache is split over more programs than there are heads ("flash decoding"), for one more launch. By reckoning:
+LONG = 1024  # tokens that a cache has room for, beyond which it is split
+PART = 128  # keys of a part, at least
+PROGRAMS = 264  # two for each SM of an H200: no more parts than they take
+
+
+def attention_parts(batch: int, n_heads: int, length: int) -> int:
+    """Parts that the attention of one token to a cache of `length` tokens is split into."""
+    return 1 if length <= LONG else max(1, min(length // PART, PROGRAMS // (batch * n_heads)))
+
+
+def attend_parts(
+    q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor, parts: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attention of one token q (B, H, 1, D) to each of equal parts of the cache, before it is divided by its sum: the
+    values' weighted sums (B, H, parts, D), the largest scores and the weights' sums (B, H, parts)."""
+    wide, groups = statistics_dtype(q), q.shape[1] // cache[0].shape[1]
+    k, v = (part.to(wide).repeat_interleave(groups, 1) for part in cache)  # (B, H, S, D)
+    score = (q.to(wide) @ k.mT).squeeze(2) * q.shape[-1] ** -0.5  # (B, H, S)
+    score = score.masked_fill(torch.arange(k.shape[2], device=pos.device) > pos, float("-inf"))
+    missing = -k.shape[2] % parts
+    score = F.pad(score, (0, missing), value=float("-inf")).unflatten(-1, (parts, -1))  # (B, H, parts, S / parts)
+    v = F.pad(v, (0, 0, 0, missing)).unflatten(2, (parts, -1))
+    largest = score.amax(-1)
+    weight = (score - largest.clamp(min=torch.finfo(wide).min)[..., None]).exp()  # of a part without a key yet: zeros
+    return (weight.unsqueeze(-2) @ v).squeeze(-2), largest, weight.sum(-1)
+
+
+def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -> Tensor:
+    """The parts' attention (attend_parts) as one: (B, 1, H D)."""
+    share = (largest - largest.amax(-1, keepdim=True)).exp()
+    a = (share[..., None] * sums).sum(2) / (share * totals).sum(-1, keepdim=True)  # (B, H, D)
+    return a.flatten(1).unsqueeze(1).to(dtype)
+
+
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Largest logits (B, n) of logits (B, 1, V) and their tokens (B, n), for one or more parts of the vocabulary."""
     return logits[:, -1].max(-1, keepdim=True)
@@ -90,7 +125,7 @@ def take(values: Tensor, tokens: Tensor, token: Tensor, pos: Tensor, out: Tensor
     out.index_copy_(1, pos, token)
 
 
-# ------------------------------------------------------------------------- around the library's products: plain, paper
+# ------------------------------------------------------------------------- around the library's products
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -106,6 +141,18 @@ def matmul_add(a: Tensor, weight: Tensor, x: Tensor) -> Tensor:
 def activation(z: Tensor, debt: Debt | None, kind: str) -> Tensor:
     """The MLP's activation of a product that may still owe its scale: the paper's 1 / sigma inside the activation."""
     return activate(z if debt is None else pay(z, debt), kind).to(z.dtype)
+
+
+def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, inv_rms): RMSNorm without a gain."""
+    inv_rms = inverse_rms(x, eps)
+    return (x * inv_rms).to(x.dtype), inv_rms
+
+
+def norm_activation(z: Tensor, x: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
+    """(y, inv_rms): act(inv_rms * z + bias) of a raw product z of x, whose statistic is taken here."""
+    inv_rms = inverse_rms(x, eps)
+    return activation(z, Debt(inv_rms, bias), kind), inv_rms
 
 
 def scale(z: Tensor, debt: Debt) -> Tensor:

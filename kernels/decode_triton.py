@@ -1,20 +1,24 @@
-"""The launches of a decoding step on a GPU, as the two namespaces that decode.py chooses from.
+"""The launches of a decoding step on a GPU, as the namespaces that decode.py chooses from.
 
     FUSED     our Triton kernels, called as they are: a CUDA graph takes the launching away
     COMPILED  for a step that goes through torch.compile: heads, attention and what adds to the stream, as operators
               that inductor calls and cannot look into; it makes the rest, and the library multiplies
+    COMPILED_ROW  the same for one row where inductor writes the products itself: it adds to the stream in them, so it
+              must see the sum
 """
 
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import decode_attention, decode_project, decode_reference
+from kernels import decode_attention, decode_epilogue, decode_project, decode_reference
 from kernels.decode_reference import Debt
 
 REFERENCE = {name: value for name, value in vars(decode_reference).items() if not name.startswith("_")}
-OWN = {name: getattr(decode_attention, name) for name in ("embed", "heads", "attend", "best", "take")}
+OWN = {name: getattr(decode_attention, name)
+       for name in ("embed", "heads", "attend", "attend_parts", "combine", "best", "take")}  # fmt: skip
 OWN |= {name: getattr(decode_project, name) for name in ("project", "norm_project", "shared_project")}
 
 
@@ -52,10 +56,33 @@ def attend(q, cache, pos):
     return attend_operator(q, *cache, pos)
 
 
+@torch.library.custom_op("nanonorm::decode_attend_parts", mutates_args=())
+def attend_parts_operator(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, parts: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return decode_attention.attend_parts(q, (k_cache, v_cache), pos, parts)
+
+
+@attend_parts_operator.register_fake
+def _(q, k_cache, v_cache, pos, parts):
+    shape = (*q.shape[:2], parts)
+    sums = q.new_empty((*shape, q.shape[3]), dtype=torch.float32)
+    return sums, *(q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+
+
+def attend_parts(q, cache, pos, parts):
+    return attend_parts_operator(q, *cache, pos, parts)
+
+
+def add_in_place(a, weight, x):
+    """With another result than its operand, ATen's addmm on CUDA begins with a copy, one more launch."""
+    x.flatten(0, 1).addmm_(a.flatten(0, 1), weight.T)
+    return x
+
+
 @torch.library.custom_op("nanonorm::decode_matmul_add", mutates_args=("x",))
 def add_operator(x: Tensor, a: Tensor, weight: Tensor) -> None:
-    """In place: with another result than its operand, ATen's addmm on CUDA begins with a copy, one more launch."""
-    x.flatten(0, 1).addmm_(a.flatten(0, 1), weight.T)
+    add_in_place(a, weight, x)
 
 
 @add_operator.register_fake
@@ -82,7 +109,15 @@ def matmul_add(a, weight, x):
     return x
 
 
-OWN["matmul_add"] = matmul_add
-FUSED = SimpleNamespace(**REFERENCE | OWN)
-OPERATORS = {"heads": heads, "attend": attend, "matmul_add": matmul_add, "project": project}
+def matmul_add_visible(a, weight, x):
+    """As product and sum: addmm would stay the library's whatever inductor's options are."""
+    return x + F.linear(a, weight)
+
+
+EPILOGUES = {name: getattr(decode_epilogue, name) for name in ("normalize", "norm_activation", "activation", "scale")}
+EPILOGUES["matmul_add"] = add_in_place
+FUSED = SimpleNamespace(**REFERENCE | OWN | EPILOGUES)
+OPERATORS = {"heads": heads, "attend": attend, "attend_parts": attend_parts, "matmul_add": matmul_add,
+             "project": project}  # fmt: skip
 COMPILED = SimpleNamespace(**REFERENCE | OPERATORS)
+COMPILED_ROW = SimpleNamespace(**vars(COMPILED) | {"matmul_add": matmul_add_visible})

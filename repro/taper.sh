@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Norms tapered away while a small model trains (Kanavalau, Amo Alonso & Lall 2026, section 5), eight seeds an arm.
 #
-#   repro/taper.sh   0.84 M parameters, byte level, 2 M tokens, the settings of `repro/table1.sh cpu`. 48 runs of three to
-#                    four minutes on a free CPU core. Arms: RMSNorm; internal norms tapered away, without and with the
-#                    scale loss; all norms, without and with it; internal norms dropped at once, where the others are half gone
+#   repro/taper.sh   0.84 M parameters, byte level, 2 M tokens, the settings of `repro/table1.sh cpu`. 48 runs of three
+#                    to four minutes on a free CPU core. Arms: RMSNorm; internal norms tapered away, without and with
+#                    the scale loss; all norms, without and with it; internal norms dropped at once, where the others
+#                    are half gone
 #
 # The margin is 1.5 % of RMSNorm's val loss at this scale, declared before any run. Further words go to train.py. Runs
 # that results/ holds already are not run again. To measure them anew, remove them there, or set KEEP.

@@ -3,7 +3,7 @@
 # batches of 1 and 4, contexts of 128, 256 and 512 tokens; eager as published, and without the launches that bound it.
 # Writes results/h200/taper/ (or OUT).
 #
-#   repro/taper_throughput.sh [--key=value ...]      on a CPU: OUT=results/cpu/taper repro/taper_throughput.sh --rounds=10
+#   repro/taper_throughput.sh [--key=value ...]      anywhere: OUT=results/cpu/taper repro/taper_throughput.sh --ledger
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}

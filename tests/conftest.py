@@ -5,6 +5,7 @@ them with real signals, and still be done in seconds.
 """
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -81,28 +82,31 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_shards(tmp_path_factory.mktemp("tiny"))
 
 
-def _child(argv: list[str], env: dict[str, str], output: str, patch: tuple[str, dict] | None) -> None:
-    """In the child: like `python train.py ...` with stdout and stderr in a file. `patch` names a fault to inject."""
+def _child(
+    argv: list[str], env: dict[str, str], output: str, patch: tuple[str, dict] | None, program: str
+) -> None:
+    """In the child: like `python PROGRAM.py ...` with stdout and stderr in a file. `patch` names a fault to inject."""
     os.environ.update(env)
     stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
-    sys.argv = ["train.py", *argv]
+    sys.argv = [f"{program}.py", *argv]
     torch.set_num_threads(1)
     import faults
 
-    import train
     from errors import run_program
 
     if patch is not None:
         getattr(faults, patch[0])(**patch[1])
-    run_program(train.main)
+    run_program(importlib.import_module(program).main)
 
 
 class Job:
-    """One run of train.py on `ranks` processes."""
+    """One run of train.py, or another program, on `ranks` processes."""
 
-    def __init__(self, argv: tuple[str, ...], ranks: int, output: Path, patch: tuple[str, dict] | None):
+    def __init__(
+        self, argv: tuple[str, ...], ranks: int, output: Path, patch: tuple[str, dict] | None, program: str = "train"
+    ):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -113,7 +117,7 @@ class Job:
             if ranks > 1:
                 env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-            job = FORKS.Process(target=_child, args=(list(argv), env, str(self.outputs[rank]), patch))
+            job = FORKS.Process(target=_child, args=(list(argv), env, str(self.outputs[rank]), patch, program))
             job.start()
             self.processes.append(job)
 
@@ -144,11 +148,13 @@ class Job:
 
 @pytest.fixture
 def launch(tmp_path: Path):
-    """launch(*argv, ranks=1, patch=None) -> Job. Paths in argv are as on the command line."""
+    """launch(*argv, ranks=1, patch=None, program="train") -> Job. Paths in argv are as on the command line."""
     jobs: list[Job] = []
 
-    def start(*argv: object, ranks: int = 1, patch: tuple[str, dict] | None = None) -> Job:
-        job = Job(tuple(map(str, argv)), ranks, tmp_path / f"job{len(jobs)}", patch)
+    def start(
+        *argv: object, ranks: int = 1, patch: tuple[str, dict] | None = None, program: str = "train"
+    ) -> Job:
+        job = Job(tuple(map(str, argv)), ranks, tmp_path / f"job{len(jobs)}", patch, program)
         jobs.append(job)
         return job
 

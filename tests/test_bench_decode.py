@@ -5,13 +5,20 @@
 
 import dataclasses
 import json
+import os
+import sys
+from collections import Counter
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from test_decode import make
 
 import bench_decode
+import decode_arms
+import decode_gpt_fast
 import decode_trace
 import hf
 import last_token
@@ -73,32 +80,119 @@ def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
     bench_decode.main(["random:tiny", "--arms=L,M", *FAST])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]
     assert record["arms"]["hf_eager"]["ms_per_token"] > 0 and "layer/hf_eager" in record["speed_ups"]
-    assert "arbitrary ids" in record["prompt"] and record["random_weights"] and record["missing"] == []
+    assert "arbitrary ids" in record["prompt_ids"] and record["prompt"] == "Who was Alan Turing?"
+    assert record["random_weights"] and record["missing"] == []
+
+
+def test_what_gpt_fast_cannot_do_is_said(run, tmp_path):
+    reasons = {"gpt2": "its norms are RMSNorm", "qwen3-0.6b": "it has no QK-norm", "llama3.2-1b": ""}
+    for name, reason in reasons.items():
+        assert decode_gpt_fast.unable(hf.shape_config(name)) == reason
+    llama = hf.shape_config("llama3.2-1b")
+    for keys, reason in (({"bias": True}, "it has no biases"), ({"norm_type": "coupled"}, "its norms are RMSNorm"),
+                         ({"head_dim": 128}, "its heads have n_embd / n_head channels")):  # fmt: skip
+        assert decode_gpt_fast.unable(dataclasses.replace(llama, **keys)) == reason
+    with pytest.raises(UserError, match=r"there is no model\.py: give the folder of a gpt-fast checkout"):
+        bench_decode.main([str(run), "--arms=A", "--peers=false", f"--gpt_fast={tmp_path}", *FAST])
+    for name in ("model.py", "generate.py"):
+        (tmp_path / name).write_text("raise ImportError('no torch.nn.attention')")
+    with pytest.raises(UserError, match=r"model\.py does not load: ImportError: no torch\.nn\.attention"):
+        decode_gpt_fast.load(str(tmp_path))
+
+
+def test_gpt_fasts_model_takes_part(monkeypatch, run, capsys):
+    """Its cache, its loop and its rotary pairs, our weights: the same tokens, and its options stay its own."""
+    folder = Path(os.environ.get("NANONORM_GPT_FAST", ROOT.parent / "gpt-fast"))
+    if not (folder / "generate.py").is_file():
+        pytest.skip(f"no gpt-fast checkout at {folder}; NANONORM_GPT_FAST names one")
+    tiny = hf.SHAPES["llama3.2-1b"] | {"vocab_size": 97, "max_position_embeddings": 64, "hidden_size": 64,
+                                       "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+                                       "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+    monkeypatch.setitem(hf.SHAPES, "tiny", tiny)
+    before, modules = torch._inductor.config.get_config_copy(), sys.modules["model"]
+    bench_decode.main(["random:tiny", "--arms=A,D", "--peers=false", "--batch=2", f"--gpt_fast={folder}", *FAST])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]
+    assert record["missing"] == [] and record["arms"]["gpt_fast"]["same_tokens"] == 4
+    assert {"rms/gpt_fast", "coupled_fused/gpt_fast"} <= set(record["speed_ups"])
+    assert torch._inductor.config.get_config_copy() == before and sys.modules["model"] is modules
+    bench_decode.main([str(run), "--arms=A", "--peers=false", f"--gpt_fast={folder}", *FAST])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]
+    assert record["missing"] == ["gpt-fast: it has no QK-norm"] and "gpt_fast" not in record["arms"]
 
 
 def test_traces(run, tmp_path, capsys):
     bench_decode.main([str(run), "--arms=A,C", "--trace", f"--out={tmp_path / 'trace'}", *FAST])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["arms"]
-    assert rows["rms"]["kernels_per_step"] > 4 * rows["rms"]["kernels_per_block"] > 0
-    assert json.loads((tmp_path / "trace" / "rms.json").read_text())["traceEvents"]
-    assert (tmp_path / "trace" / "trace.png").exists()
+    assert rows["rms"]["kernels_per_step"] > 4 * rows["rms"]["kernels_per_block"] > rows["rms"]["ledger_per_block"] == 9
+    assert json.loads((tmp_path / "trace" / "rms-1.json").read_text())["traceEvents"]
+    assert (tmp_path / "trace" / "trace-1.png").exists()
     kinds = {"triton_per_fused_add_mul_rsqrt_0": "norm", "vector_kernel": "product", "attend_kernel": "attention",
              "ampere_bf16_s16816gemm_bf16_64x64": "product", "triton_poi_fused_mean_rsqrt_silu_split_3": "activation",
-             "heads_kernel": "heads", "take_kernel": "other", "triton_poi_fused_addmm_gelu_0": "activation",
+             "heads_kernel": "heads", "take_kernel": "other", "Memset (Device)": "copy",
+             "epilogue_kernel": "activation", "combine_kernel": "attention", "forward_kernel": "norm",
+             "triton_poi_fused_addmm_gelu_0": "activation",
              "aten::scaled_dot_product_attention": "attention", "aten::addmm": "product"}  # fmt: skip
     assert {name: decode_trace.kind(name) for name in kinds} == kinds
+
+
+def test_a_trace_is_compared_with_the_ledger():
+    """A made-up trace of two blocks: as many kernels as launches; one copy more; a norm that came back."""
+    kernels = Counter({"triton_red_fused_add_mean_rsqrt_1": 2, "nvjet_qkv": 2, "heads_kernel": 2, "attend_kernel": 2,
+                       "gemv2T_kernel": 4, "triton_poi_fused_silu_3": 2, "nvjet_addmm": 2})  # fmt: skip
+    ledger = Counter({"norm": 2, "matmul": 4, "heads": 2, "attend": 2, "matmul_add": 4, "activation": 2})
+    found = decode_trace.compare(kernels, ledger, 2)
+    assert found["equal"] and found["line"] == "8 kernels per block, the ledger's 8: equal"
+    assert found["per_block_by_class"] == {"norm": 1, "product": 4, "heads": 1, "attention": 1, "activation": 1}
+    copies = Counter({"Memcpy DtoD (Device -> Device)": 2})
+    found = decode_trace.compare(kernels + copies, ledger, 2)
+    assert not found["equal"] and "copy +1 (Memcpy DtoD (Device -> Device))" in found["line"]
+    assert found["line"].startswith("9 kernels per block, the ledger's 8: differs")
+    assert not decode_trace.compare(kernels - Counter({"nvjet_qkv": 2}) + copies, ledger, 2)["equal"]  # 8, and a copy
+    assert "norm -1 (none)" in decode_trace.compare(kernels - Counter({"triton_red_fused_add_mean_rsqrt_1": 2}),
+                                                    ledger, 2)["line"]  # fmt: skip
+    # Two compilations: the shorter one's names are not all among the longer one's.
+    whole = kernels + Counter({"embed_kernel": 1, "triton_red_fused_mean_9": 1})
+    shorter = Counter({"embed_kernel": 1, "triton_red_fused_mean_5": 1})
+    assert decode_trace.difference(whole, shorter).total() == kernels.total()
+    assert decode_trace.difference(whole, Counter({"embed_kernel": 1})) == whole - Counter({"embed_kernel": 1})
+
+
+def test_both_compilations_are_arms_and_ratios_are_of_the_faster():
+    config = bench_decode.BenchConfig()
+    cuda, cpu, (a, c) = torch.device("cuda"), torch.device("cpu"), decode_arms.find_arms("A,C")
+    assert config.compilations(a, cuda) == [("rms", True, False), ("rms_tuned", True, True)]
+    assert config.compilations(c, cuda) == [("rms_fused", False, False)]
+    assert config.compilations(a, cpu) == [("rms", True, False)] and config.compilations(c, cpu)[0][1]
+    forced = dataclasses.replace(config, tuning="on")
+    assert forced.compilations(a, cuda) == [("rms", True, True)]
+    times = {"rms": [3.0] * 6, "rms_tuned": [2.0] * 6, "coupled": [1.0] * 6, "coupled_tuned": [4.0] * 6,
+             "A/A": [3.0] * 6}  # fmt: skip
+    found = bench_decode.speed_ups(times, ["rms", "coupled"], {"rms": "rms_tuned", "coupled": "coupled"})
+    assert {name: ratio["median"] for name, ratio in found.items()} == {
+        "coupled/rms": 2, "A/A/rms": 1, "rms_tuned/rms": 1.5, "coupled_tuned/coupled": 0.25}
 
 
 def test_last_token_protocol(monkeypatch, tmp_path, capsys):
     shape = dataclasses.replace(last_token.SHAPE, n_layer=2, n_embd=32, n_head=2, vocab_size=50304, block_size=128)
     monkeypatch.setattr(last_token, "SHAPE", shape)
-    monkeypatch.setattr(last_token, "PUBLISHED", {(1, 16): (40.7, 48.7), (2, 24): (79.3, 96.8)})
+    monkeypatch.setattr(last_token, "PUBLISHED", {(2, 24): (79.3, 96.8)})
     bench_decode.main(["--last_token", "--rounds=6", "--compiled=false", "--device=cpu", f"--out={tmp_path}"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(row["batch"], row["context"], row["mode"]) for row in rows] == [
-        (batch, context, mode) for batch, context in ((1, 16), (2, 24)) for mode in ("eager", "compiled", "cached")]
-    assert all(set(row["speed_up"]) == {"taper", "taper_folded"} for row in rows)
-    assert "| 1 | 16 | eager |" in (tmp_path / "last_token.md").read_text()
+        (2, 24, mode) for mode in ("eager", "compiled", "cached")]
+    ratios = {"taper/rms", "rms_folded/rms", "taper_folded/rms", "taper_folded/rms_folded"}
+    assert all(set(row["speed_up"]) == ratios for row in rows)
+    text = (tmp_path / "last_token.md").read_text()
+    assert "| 2 | 24 | eager |" in text and "Launches of an eager forward pass: rms " in text
+    bench_decode.main(["--last_token", "--ledger", "--dtype=float32", "--device=cpu", f"--out={tmp_path}"])
+    launches = json.loads(capsys.readouterr().out.splitlines()[-1])["launches"]
+    assert {name: sum(counts.values()) for name, counts in launches.items()} == rows[0]["launches"]
+    # Of 5 norms, the 4 internal ones lose square, mean, + eps, root and a product when tapered, and the rest folded.
+    assert [launches[name].get("mean", 0) for name in ("rms", "taper", "taper_folded")] == [5, 1, 1]
+    assert rows[0]["launches"]["rms"] - rows[0]["launches"]["rms_folded"] == 5  # products with gains
+    assert rows[0]["launches"]["rms"] - rows[0]["launches"]["taper"] == 4 * 4
+    assert rows[0]["launches"]["taper"] - rows[0]["launches"]["taper_folded"] == 4 * 2
+    assert "| taper_folded |" in (tmp_path / "launches.md").read_text()
 
 
 def test_what_cannot_be_is_refused(run, tmp_path):

@@ -93,6 +93,8 @@ def test_what_is_read_from_generated_source():
     assert not hidden.is_of_norms(16)  # touches 64 numbers a token: the MLP's
     assert not dataclasses.replace(reduced, widths=(1, 1)).is_of_norms(16)  # and one number: the loss
     assert gains.is_of_norms(16) and not weights.is_of_norms(16)  # no tokens: counts only where a gain is touched
+    partial = dataclasses.replace(weights, name="triton_red_fused_mul_sum_6", others=(1024, 1024, 64))
+    assert partial.is_of_norms(16)  # the first of two steps of a sum over weights: the gradient of a folded gain
 
 
 def test_a_buffer_of_unknown_shape_is_an_error_not_a_zero():
@@ -144,7 +146,8 @@ def test_another_torch_is_refused(monkeypatch):
 @pytest.mark.parametrize(("words", "message"), [
     (["--norm_type=rms"], "norm_type"), (["--tokens=1000"], "multiple of block_size=1024"),
     (["--tokens=0"], "tokens=0"), (["--tokens=1024"], "two sequences"), (["--n_inner=768"], "n_inner"),
-    (["--dropout=0.1"], "dropout"), (["--kernels=triton"], "does not see into"), (["--n_embd=700"], "n_head"),
+    (["--dropout=0.1"], "dropout"), (["--bias=True"], "bias=True"),
+    (["--kernels=triton"], "does not see into"), (["--n_embd=700"], "n_head"),
     (["--token=2048"], "did you mean tokens"),
 ])  # fmt: skip
 def test_refused(words, message):
@@ -196,7 +199,7 @@ def test_one_block_of_each_norm(ledger):
     assert alone["rms"] == pytest.approx(26_500, abs=100)
     assert alone["layer"] == pytest.approx(29_600, abs=100)
     assert alone["naive"] > alone["rms"] > alone["coupled"]
-    assert alone["coupled, fold"] <= 13_500
+    assert alone["coupled, fold"] <= 13_000
 
 
 @needs_codegen
@@ -214,11 +217,14 @@ def test_one_more_block_of_a_deep_model(ledger):
 def test_fold_in_the_step_of_training(ledger):
     """norm2 is gone: three addmm take the adds, and what is left are norm1, its backward and passes over weights."""
     fold, rms, stream = ledger["coupled, fold"], ledger["rms"], 2 * 768
-    assert fold["bfloat16 stream"] <= 14_500 < 0.59 * rms["bfloat16 stream"]
-    assert fold["bfloat16 stream"] - stream <= 13_000  # as a lone block counts, without the closing add's read
+    assert fold["bfloat16 stream"] <= 14_700 < 0.59 * rms["bfloat16 stream"]
+    assert fold["bfloat16 stream"] - stream <= 13_200  # as a lone block counts, without the closing add's read
     assert fold["copied"] == pytest.approx(fold["bfloat16 stream"] + 3 * 2 * stream)  # three addmm, two crossings each
-    saved = ledger["coupled"]["bfloat16 stream"] - fold["copied"]
-    assert pytest.approx(16 * 768 / saved, rel=0.02) == FOLD_PAYS  # 16 C^2 bytes more, once, for so many less a token
+    # Passes over the 4 C^2 weights: float32 -> bfloat16 and back, 24 C^2 bytes each, counted here alone, though every
+    # norm's weights are cast; and for the gain's gradient a read of both, which only fold has.
+    extra, casts = 24 * 768**2 / TOKENS, 48 * 768**2 / TOKENS
+    saved = ledger["coupled"]["bfloat16 stream"] - (fold["copied"] - casts - extra)
+    assert pytest.approx(extra * TOKENS / 768 / saved, rel=0.02) == FOLD_PAYS
     assert fold["copied"] < rms["copied"] == rms["bfloat16 stream"]  # rms has no addmm
     assert fold["float32 stream"] < ledger["coupled"]["float32 stream"] - 5_000
 
@@ -235,30 +241,39 @@ def test_the_table_in_results_is_todays(ledger):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a trace of a compiled step")
 @pytest.mark.parametrize("arm", ["rms", "coupled, fold"])
-def test_a_trace_has_the_kernels_that_are_counted(arm):
-    """Generated kernels of a real step: the same names, as often as they are read in the generated code."""
+def test_a_real_step_has_the_kernels_and_bytes_that_are_counted(arm):
+    """On a GPU: its generated kernels run as often as they are read in the code, and one more block moves the bytes of
+    results/. Prints the copies of whole streams, which tell whether an addmm copies its operand."""
     from torch._inductor.utils import run_and_get_code
     from torch.profiler import ProfilerActivity, profile
 
-    torch._dynamo.reset()
-    keys = byte_ledger.ARMS[arm] | {"norm_type": arm.split(",")[0], "residual": "autocast"}
-    model = GPT(GPTConfig(n_layer=3, vocab_size=64, **keys)).cuda()
-    model.wte.requires_grad_(False)  # as in launches_of_training
-    model.wpe.requires_grad_(False)
-    compiled, idx = torch.compile(model, dynamic=False), torch.zeros(8, 1024, dtype=torch.int64, device="cuda")
+    keys, moved = byte_ledger.ARMS[arm] | {"norm_type": arm.split(",")[0], "residual": "autocast"}, {}
+    idx = torch.zeros(TOKENS // 1024, 1024, dtype=torch.int64, device="cuda")
+    for blocks in (2, 3):
+        torch._dynamo.reset()
+        model = GPT(GPTConfig(n_layer=blocks, vocab_size=64, **keys)).cuda()
+        model.wte.requires_grad_(False)  # as in launches_of_training
+        model.wpe.requires_grad_(False)
+        compiled = torch.compile(model, dynamic=False)
 
-    def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss, _ = compiled(idx, idx)
-        loss.backward()
+        def step(compiled: torch.nn.Module = compiled) -> None:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss, _ = compiled(idx, idx)
+            loss.backward()
 
-    _, sources = run_and_get_code(step)
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        step()
-        torch.cuda.synchronize()
-    counted = collections.Counter(launch.name for code in sources for launch in launches(code, 8, 1024))
-    del counted["addmm"]  # the library's
-    assert counted == collections.Counter(e.name for e in trace.events() if e.name.startswith("triton_"))
+        _, sources = run_and_get_code(step)
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            step()
+            torch.cuda.synchronize()
+        found = [launch for code in sources for launch in launches(code, *idx.shape)]
+        moved[blocks] = byte_ledger.total([launch for launch in found if launch.is_of_norms(768)])
+        ran = collections.Counter(event.name for event in trace.events())
+        generated = {name: times for name, times in ran.items() if name.startswith("triton_")}
+        assert generated == collections.Counter(launch.name for launch in found if launch.name != "addmm")
+        print(arm, blocks, {name: times for name, times in ran.items() if "copy" in name.lower()})
+    records = [json.loads(line) for line in (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()]
+    expected = next(row["bytes_per_token"]["bfloat16 stream"] for row in records if row["norms"] == arm)
+    assert (moved[3] - moved[2]) / TOKENS == pytest.approx(expected, rel=0.02)
 
 
 def run_program(folder: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import TINY, losses, records, shake
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import convert
 import fold
@@ -70,6 +71,29 @@ def test_layer_norm_becomes_rms_norm(norm_type, shape):
     assert not replaced.ok and replaced.max_rel > 1e-2  # RMSNorm alone is another function
 
 
+class Reductions(TorchDispatchMode):
+    """Names of operations that read (..., C), C the channels of the stream, and give (...,) or (..., 1)."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for part in result if isinstance(result, tuple | list) else (result,):
+            for x in args:
+                if torch.is_tensor(x) and x.dim() > 1 and x.shape[-1] == SHAPE.n_embd and torch.is_tensor(part) and \
+                   part.shape in (x.shape[:-1], (*x.shape[:-1], 1)) and not operation.is_view:  # fmt: skip
+                    self.found.append(operation._schema.name)
+        return result
+
+
+def reductions(module, *inputs):
+    with torch.no_grad(), Reductions() as seen:
+        module(*inputs)
+    return seen.found
+
+
 @pytest.mark.parametrize("base", ["rms", "layer"])
 @pytest.mark.parametrize("final", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -82,6 +106,10 @@ def test_taper_at_gate_0_becomes_nothing(base, final, shape):
     assert str(after.plan) == "II II II " + ("I" if final else "R" if base == "rms" else "L")
     assert type(norms[-1]) is (NoNorm if final else RMSNorm if base == "rms" else LayerNorm)
     assert after.config.tie_embeddings == (model.config.tie_embeddings and not final)
+    # What is left of reductions over channels is the final norm's own, and none where that is folded too.
+    own = [] if final else reductions(norms[-1], torch.ones(2, 12, 16, dtype=torch.float64))
+    assert reductions(after, tokens(2, 12)) == own and bool(own) != final
+    assert len(reductions(gpt(norm_type=base, **SHAPES[shape]), tokens(2, 12))) > len(own)
 
 
 def test_a_plan_with_tapers_here_and_there():

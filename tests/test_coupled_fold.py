@@ -59,9 +59,11 @@ def test_fold_is_scale_in_loss_and_every_gradient(keys):
     same_gradients(gradients, gradients_scale)
 
 
-def test_fold_compiles_to_one_graph_with_the_same_gradients():
+@pytest.mark.parametrize("bias", [False, True])
+def test_fold_compiles_to_one_graph_with_the_same_gradients(bias):
     torch._dynamo.reset()
-    plain, compiled = gpt(bias=True), gpt(bias=True, coupled_impl="fold")
+    plain, compiled = gpt(bias=bias), gpt(bias=bias, coupled_impl="fold")
+    assert compiled.blocks[0].adds_in_products(torch.ones(1, 1, 16)) != bias  # both ways to add are tested
     loss, gradients = loss_and_gradients(compiled, backend="aot_eager", fullgraph=True)
     loss_plain, gradients_plain = loss_and_gradients(plain)
     close(loss, loss_plain)
@@ -81,7 +83,7 @@ def test_auto_folds_where_there_are_many_tokens_to_a_channel():
         return norm(x, None, scale)[0], norm.debt(x, scale) is not None
 
     compiled = torch.compile(forward, backend="eager", fullgraph=True, dynamic=False)
-    for tokens, run, folds in ((80, compiled, True), (60, compiled, False), (80, forward, False)):
+    for tokens, run, folds in ((100, compiled, True), (90, compiled, False), (100, forward, False)):
         y, has_debt = run(torch.ones(1, tokens, 16))
         assert has_debt == folds and torch.equal(y, torch.full_like(y, 1.0 if folds else 2.0))
 
@@ -120,12 +122,12 @@ def test_fold_has_no_gradient_through_the_statistic():
         NormConfig(norm_type="coupled", coupled_impl="fold", coupled_grad="full")
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(1, 200), (2, 40)])
-def test_training_is_the_same_and_checkpoints_are_interchangeable(train_ok, tiny_data, tmp_path, ranks, steps):
+@pytest.mark.parametrize(("ranks", "steps", "bias"), [(1, 200, False), (1, 40, True), (2, 40, False)])
+def test_training_is_the_same_and_checkpoints_are_interchangeable(train_ok, tiny_data, tmp_path, ranks, steps, bias):
     """float64 steps through train.py with accumulation; half of them in one form, the rest in the other."""
 
     def run(name: str, impl: str, steps: int) -> None:
-        train_ok(*TINY, f"--max_iters={steps}", "--dtype=float64", "--bias=True", "--norm_type=coupled",
+        train_ok(*TINY, f"--max_iters={steps}", "--dtype=float64", f"--bias={bias}", "--norm_type=coupled",
                  "--lr_schedule=constant", f"--coupled_impl={impl}", f"--data_dir={tiny_data}",
                  f"--out_dir={tmp_path / name}", ranks=ranks)  # fmt: skip
 

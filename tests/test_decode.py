@@ -11,6 +11,8 @@ import torch
 from conftest import shake
 
 from decode import Decoder
+from kernels import decode_reference
+from launch_ledger import launches
 from model import GPT, GPTConfig, KVCache
 from packing import LEVELS, pack
 
@@ -22,6 +24,7 @@ SHAPES = {
     "llama": {"position": "rope", "activation": "swiglu", "n_kv_head": 2, "head_dim": 8, "rope_theta": 5e5,
               "rope_scaling": (32.0, 1.0, 4.0, 16.0), "tie_embeddings": True},
 }  # fmt: skip
+ALL_LEVELS = (*LEVELS, "library")
 ALPHAS = (1.0, 1.09, 0.9, 1.2, 1.1, 0.8, 1.3, 1.05, 1.0)
 NORMS = {
     "rms": {"norm_type": "rms"},
@@ -65,9 +68,15 @@ def definition(model: GPT, idx: torch.Tensor, prefill: int) -> torch.Tensor:
     return torch.cat(logits + [model(idx[:, i : i + 1], cache=cache) for i in range(prefill, idx.shape[1])], 1)
 
 
+def decoder_of(model: GPT, level: str, batch: int, length: int) -> Decoder:
+    """A decoder at one of ALL_LEVELS; "library" is `fused` beyond the batch size where it leaves products to others."""
+    by_library = level == "library"
+    return Decoder(pack(model, "fused" if by_library else level), batch, length, library_from=1 if by_library else 64)
+
+
 def decoded(model: GPT, level: str, idx: torch.Tensor, prefill: int) -> torch.Tensor:
     """The same from packed weights, the tokens given (a decoder reads its `out`)."""
-    decoder = Decoder(pack(model, level), len(idx), idx.shape[1])
+    decoder = decoder_of(model, level, len(idx), idx.shape[1])
     logits = [decoder.prefill(idx[:, :prefill])]
     for i in range(prefill, idx.shape[1]):
         decoder.out[:, i] = idx[:, i]
@@ -88,31 +97,49 @@ def test_packed_decoding_is_the_definition(shape, norm):
     for batch in (1, 3):
         idx = prompt(batch, 7 + 16)
         expected, expected_single = definition(model, idx, 7), definition(single, idx, 7)
-        for level in LEVELS:
+        for level in ALL_LEVELS:
             assert distance(decoded(model, level, idx, 7), expected) <= 1e-13, level
             assert distance(decoded(single, level, idx, 7), expected_single) <= 2e-6, level
 
 
+def test_attention_in_parts_is_attention(monkeypatch):
+    """A step whose cache is split, exactly, from positions that leave parts empty to a full cache."""
+    model, idx = make("qwen3", "coupled"), prompt(3, 7 + 16)
+    expected = definition(model, idx, 7)
+    monkeypatch.setattr(decode_reference, "LONG", 8)
+    monkeypatch.setattr(decode_reference, "PART", 4)
+    assert decode_reference.attention_parts(3, 4, 23) == 5  # of 5 tokens, the last of 3
+    for level in ("plain", "fused"):
+        assert distance(decoded(model, level, idx, 7), expected) <= 1e-13, level
+    assert launches(pack(model, "fused"), 3, 23)[1].total() == 7
+    monkeypatch.undo()
+    assert decode_reference.attention_parts(1, 16, 1024) == 1 and decode_reference.attention_parts(1, 16, 4096) == 16
+    assert decode_reference.attention_parts(1, 16, 2048) == 16 and decode_reference.attention_parts(128, 16, 4096) == 1
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("norm", ("rms", "coupled", "coupled-span", "layer", "cbwc", "taper"))
+@pytest.mark.parametrize("norm", ("rms", "coupled", "coupled-first", "coupled-span", "layer", "cbwc", "taper"))
 def test_greedy_tokens_are_generates(shape, norm):
     model, idx = make(shape, norm, init_std=0.3), prompt(3)
     expected = model.generate(idx, 16, temperature=0)
     assert expected[:, 7:].unique().numel() > 3  # one token for ever would hide a broken cache
-    for level in LEVELS:
-        assert torch.equal(Decoder(pack(model, level), 3, 23).generate(idx, 16), expected), level
+    for level in ALL_LEVELS:
+        for batch in (1, 3):
+            assert torch.equal(decoder_of(model, level, batch, 23).generate(idx[:batch], 16), expected[:batch]), level
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("norm", ("rms", "coupled", "coupled-span", "cbwc", "taper"))
+@pytest.mark.parametrize("norm", ("rms", "coupled", "coupled-first", "coupled-span", "cbwc", "taper"))
 def test_bfloat16_loses_nothing_by_fusion(shape, norm):
     """Squared error against float64, pooled over several models: the rounding of one is a matter of luck."""
-    errors = dict.fromkeys((*LEVELS, "definition"), 0.0)
+    levels = ALL_LEVELS[1:] if norm.startswith("coupled") else ALL_LEVELS[2:]
+    errors = dict.fromkeys((*levels, "definition"), 0.0)
     for seed in range(4):
-        model, idx = make(shape, norm, seed=seed).bfloat16(), prompt(3, 7 + 16)
+        model, idx = make(shape, norm, seed=seed).bfloat16(), prompt((1, 3)[seed % 2], 7 + 16)
         exact = definition(copy.deepcopy(model).double(), idx, 7)
-        found = {level: decoded(model, level, idx, 7) for level in LEVELS} | {"definition": definition(model, idx, 7)}
+        found = {level: decoded(model, level, idx, 7) for level in levels}
+        found["definition"] = definition(model, idx, 7)
         for name, logits in found.items():
             errors[name] += (logits.double() - exact).square().mean().item()
-    for level in ("paper", "fused") if norm.startswith("coupled") else ("fused",):
+    for level in levels:
         assert errors[level] <= 1.05**2 * errors["definition"], errors

@@ -3,6 +3,8 @@
     python -m pytest tests/test_decode_kernels.py
 """
 
+import dataclasses
+
 import pytest
 import torch
 from conftest import draw
@@ -11,14 +13,14 @@ from test_decode import decoded, make, prompt
 pytest.importorskip("triton", reason="Triton has no wheels for this platform")
 
 from decode import Decoder
-from kernels import binding, decode_attention, decode_project, decode_reference, decode_triton, rows
+from kernels import binding, decode_attention, decode_epilogue, decode_project, decode_reference, decode_triton, rows
 from kernels.decode_reference import Debt
 from packing import pack
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if not binding.INTERPRETED and DEVICE.type == "cpu":
     pytest.skip("no GPU, and TRITON_INTERPRET is off", allow_module_level=True)
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter truncates bfloat16
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # a rounding to the next number, at most
 
 
 def tensor(*shape, seed=0, dtype=torch.float32):
@@ -46,7 +48,8 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize("kind", ("", "gelu", "gelu_tanh", "relu2", "swiglu"))
 def test_products(n_rows, sizes, kind):
     N, K = sizes
-    dtype = torch.float16 if n_rows == 3 else torch.float32
+    half = torch.float16 if binding.INTERPRETED else torch.bfloat16  # the interpreter's dot reads bfloat16 as integers
+    dtype = {1: torch.bfloat16, 3: half, 20: torch.float16}[n_rows] if K == 40 else torch.float32
     wide = 2 * N if kind == "swiglu" else N
     x, weight = tensor(n_rows, 1, K, dtype=dtype), tensor(wide, K, seed=1, dtype=dtype) / K**0.5
     bias, residual = tensor(wide, seed=2, dtype=dtype), tensor(n_rows, 1, N, seed=3, dtype=dtype)
@@ -59,6 +62,26 @@ def test_products(n_rows, sizes, kind):
         ours, plain = (of.norm_project(x, weight, b, 1e-2, kind) for of in (decode_project, decode_reference))
         near(ours[0], plain[0])
         near(ours[1], plain[1])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("kind", ("", "gelu", "gelu_tanh", "relu2", "swiglu"))
+def test_epilogues_of_library_products(kind, dtype):
+    """Wider than a program's columns, and a row of x longer than it sums at a time."""
+    F, C = decode_epilogue.WIDE + 30, decode_epilogue.WIDE + 70
+    wide = 2 * F if kind == "swiglu" else F
+    z, x = tensor(3, 1, wide, dtype=dtype), tensor(3, 1, C, seed=1, dtype=dtype)
+    bias = tensor(wide, seed=2, dtype=dtype)
+    debt = Debt(tensor(3, 1, 1, seed=3).abs() + 0.5, bias)
+    for b in (bias, None):
+        ours, plain = (of.norm_activation(z, x, b, 1e-2, kind or "gelu") for of in (decode_epilogue, decode_reference))
+        near(ours[0], plain[0])
+        near(ours[1], plain[1])
+    for owed in (debt, Debt(debt.inv_rms, None), None) if kind else ():
+        near(decode_epilogue.activation(z, owed, kind), decode_reference.activation(z, owed, kind))
+    near(decode_epilogue.scale(z, debt), decode_reference.scale(z, debt))
+    for ours, plain in zip(decode_epilogue.normalize(x, 1e-2), decode_reference.normalize(x, 1e-2)):
+        near(ours, plain)
 
 
 def test_more_rows_than_a_tile():
@@ -97,6 +120,23 @@ def test_attention_over_several_tiles_of_keys():
         near(decode_attention.attend(q, cache, pos), decode_reference.attend(q, cache, pos))
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_attention_in_parts(dtype):
+    """Parts that end in the middle of a tile of keys, parts with one key, and parts that have none yet."""
+    B, H, G, D, length, parts = 2, 4, 2, 12, 2 * decode_attention.KEYS + 41, 3
+    q = 3 * tensor(B, H, 1, D, dtype=dtype)
+    cache = tensor(B, G, length, D, seed=1, dtype=dtype), tensor(B, G, length, D, seed=2, dtype=dtype)
+    for at in (0, length // parts + 1, length - 1):
+        pos = torch.tensor([at], device=DEVICE)
+        ours, plain = (of.attend_parts(q, cache, pos, parts) for of in (decode_attention, decode_reference))
+        whole = decode_reference.attend(q, cache, pos)
+        near(decode_attention.combine(*ours, dtype), whole)
+        near(decode_reference.combine(*plain, dtype), whole)
+        for a, b in zip(ours, plain, strict=True):
+            assert torch.equal(a.isfinite(), b.isfinite())
+            near(a.where(a.isfinite(), 0), b.where(b.isfinite(), 0))
+
+
 @pytest.mark.parametrize("size", (61, 3000))
 def test_the_ends_of_a_step(size):
     B, C = 3, 20
@@ -117,16 +157,24 @@ def test_the_ends_of_a_step(size):
 
 @pytest.mark.parametrize(("shape", "norm"), [("gpt2-bias", "coupled"), ("qwen3", "rms"), ("llama", "coupled-span"),
                                              ("gpt2-bias", "cbwc"), ("qwen3", "taper")], ids=str)  # fmt: skip
-def test_a_whole_step_of_kernels(shape, norm):
-    """Two steps by our kernels alone, as on a GPU, against those by PyTorch: logits, then the tokens."""
+def test_a_whole_step_of_kernels(shape, norm, monkeypatch):
+    """Two steps by our kernels, as on a GPU, against those by PyTorch: logits and tokens. On both sides of the batch
+    size at which the library's products take over; there the attention is split, too."""
     model, idx = make(shape, norm).float().to(DEVICE), prompt(3).to(DEVICE)
-    for batch in (1, 3):
-        logits = []
+    packed = pack(model, "fused")
+    packed = dataclasses.replace(packed, blocks=packed.blocks[:2])
+    for batch, level in ((1, "fused"), (3, "fused"), (3, "library")):
+        if level == "library":
+            monkeypatch.setattr(decode_reference, "LONG", 8)
+            monkeypatch.setattr(decode_reference, "PART", 4)
+        found = []
         for ops in (decode_triton.FUSED, decode_reference):
-            decoder = Decoder(pack(model, "fused"), batch, 10, ops=ops, graph=False)
+            decoder = Decoder(packed, batch, 10, ops=ops, graph=False, library_from=3 if level == "library" else 4)
+            assert decoder.packed.level == level
             decoder.prefill(idx[:batch])
-            logits.append(torch.cat([decoder.step().clone() for _ in range(2)] + [decoder.out.float()[:, None]], 2))
-        near(*logits)
+            found.append((torch.cat([decoder.step().clone() for _ in range(2)], 1), decoder.out))
+        near(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
 
 
 def test_operators_for_compiled_steps():
@@ -141,4 +189,7 @@ def test_operators_for_compiled_steps():
         near(decoder.step(), expected[:, i - 6 : i - 5])
     z, cache = tensor(1, 1, 8 * 16), (tensor(1, 2, 9, 16), tensor(1, 2, 9, 16))
     words = (z, None, None, *cache, decoder.pos - 1, None, None, None, None, 1e-6)
-    torch.library.opcheck(decode_triton.heads_operator, words, test_utils=("test_schema", "test_faketensor"))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(decode_triton.heads_operator, words, test_utils=tests)
+    words = (tensor(1, 4, 1, 16), *cache, decoder.pos - 1, 2)
+    torch.library.opcheck(decode_triton.attend_parts_operator, words, test_utils=tests)

@@ -103,6 +103,14 @@ def test_every_format_gives_the_same_shards(tmp_path, gpt2, suffix, capsys):
     assert "val: 1,000 tokens in 1 shards" in printed and "60 documents; skipped: none\n" in printed
 
 
+def test_bytes_as_tokens(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["héllo", "world"])
+    run(tmp_path / "out", "--local", path, "--val", write_jsonl(tmp_path / "v.jsonl", ["x"]), "--tokenizer=bytes")
+    tokens = open_shard(tmp_path / "out" / "fineweb_edu_train_000000.bin")
+    assert tokens.tolist() == [256, *"héllo".encode(), 256, *b"world"]
+    assert read_meta(tmp_path / "out") == {"tokenizer": "bytes", "vocab_size": 257}
+
+
 def test_paths_with_commas_or_as_words(tmp_path):
     texts = some_texts(40)
     a, b = write_jsonl(tmp_path / "a.jsonl", texts[:20]), write_jsonl(tmp_path / "b.jsonl", texts[20:])

@@ -11,8 +11,9 @@ import sys
 import pytest
 from conftest import ROOT
 
+import hf
 from errors import ConfigError
-from kernels import aot
+from kernels import aot, decode_aot
 
 if not all((aot.TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdisasm")):
     pytest.skip("Triton came without NVIDIA's tools", allow_module_level=True)
@@ -20,10 +21,10 @@ if not all((aot.TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdis
 CHANNELS = (768, 1024, 2048, 4096, 8192, 16384)
 
 
-def run_aot(*words):
+def run_aot(*words, module="kernels.aot"):
     """The program as a user starts it: never in the interpreter."""
     env = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "kernels.aot", *words]
+    command = [sys.executable, "-m", module, *words]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
@@ -53,6 +54,23 @@ def test_no_spills_wide_loads_no_shuffles_where_nothing_is_reduced(sm, tmp_path)
             assert record["registers"] <= rival["registers"], (record, rival)
 
 
+def test_kernels_of_a_decoding_step_do_not_spill():
+    """Of one row and of as many as our own products take; the program's default is all shapes and four batch sizes."""
+    done = run_aot("--shapes=qwen3-0.6b", "--batch=1,31", module="kernels.decode_aot")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    names = {record["kernel"] for record in summary["kernels"]}
+    assert names == {"vector_kernel", "matrix_kernel", "heads_kernel", "attend_kernel", "combine_kernel",
+                     "epilogue_kernel", "embed_kernel", "best_kernel", "take_kernel"}  # fmt: skip
+    assert summary["spills"] == summary["float64"] == 0 and decode_aot.SHAPES.keys() == hf.SHAPES.keys()
+    for name, shape in decode_aot.SHAPES.items():  # the matrices are the published models'
+        config = hf.shape_config(name)
+        heads = (config.n_head, config.kv_heads, config.head_channels)
+        width, qkv = config.n_embd, (heads[0] + 2 * heads[1]) * heads[2]
+        assert shape == ((qkv, width), (config.inner, width), (width, heads[0] * heads[2]), (width, config.inner),
+                         config.activation, config.n_vocab or config.vocab_size, heads)  # fmt: skip
+
+
 def test_every_operator_is_compiled():
     from kernels import binding
 
@@ -79,7 +97,7 @@ def test_a_spill_and_float64_arithmetic_are_reported_and_exit_1(tmp_path):
 BAD = """
 import sys, torch, triton, triton.language as tl
 from errors import run_program
-from kernels import aot
+from kernels import aot, decode_aot
 
 @triton.jit
 def double(X, Y, C: tl.constexpr):
@@ -107,6 +125,9 @@ def test_wrong_settings_are_refused():
     for words in (["--sm=9.5"], ["--sm=91"], ["--sm="], ["--channels=0"], ["--channels="]):
         with pytest.raises(ConfigError, match=words[0][2:4]):
             aot.main(words)
+    for word in ("--batch=0", "--batch=", "--shapes=qwen3"):
+        with pytest.raises(ConfigError, match=word[2:7]):
+            decode_aot.main([word])
 
 
 def test_the_program_starts_by_name_and_by_path():

@@ -40,7 +40,7 @@ def model_of(name, dtype=torch.float32, **keys):
         with torch.no_grad():
             model(IDX, TARGETS)
         model.set_step(2, 10)
-        model.set_step(4, 10)
+        model.set_step(6, 10)
         assert {norm.phase for norm in model.norms() if hasattr(norm, "phase")} == {"blend"}
     return model
 

@@ -20,6 +20,7 @@ import report
 import sample
 from configurator import parse_args, read_config_file
 from data.tokenizers import CharTokenizer, byte_tokenizer, token_bytes
+from distill import DistillConfig
 from errors import ConfigError, UserError
 from model import GPT
 from runs import read_log
@@ -90,7 +91,7 @@ def test_the_five_recipes_differ_in_norm_type_and_names_alone():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.name)
 def test_every_config_is_valid_and_says_what_it_is(path):
-    config, _ = parse_args(TrainConfig, [str(path)])
+    config, _ = parse_args(DistillConfig if path.name.startswith("distill") else TrainConfig, [str(path)])
     assert config.out_dir.startswith("out/") and ast.get_docstring(ast.parse(path.read_text()))
 
 

@@ -203,7 +203,7 @@ class Progress:
         content = {"settings": self.settings, "shards": self.notes}
         write_bytes_atomically(self.path, json.dumps(content, indent=1).encode())
         if not (self.folder / "meta.json").is_file():
-            tokenizer = self.settings["tokenizer"]
+            tokenizer = self.settings.get("tokenizer", "gpt2")
             write_meta(self.folder, {"tokenizer": tokenizer, "vocab_size": VOCABULARIES[tokenizer]})
         write_shard(self.folder / name, tokens)
         tqdm.write(f"{name}: {len(tokens):,} tokens")
@@ -297,8 +297,9 @@ def prepare(config: PrepareConfig) -> None:
         return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
     settings = {"local": known_by(local) or f"{HUB} {SUBSET}", "val": known_by(val),
-                "tokenizer": config.tokenizer, "shard_tokens": config.shard_tokens,
-                "max_tokens": config.max_tokens}  # fmt: skip
+                "shard_tokens": config.shard_tokens, "max_tokens": config.max_tokens}  # fmt: skip
+    if config.tokenizer != "gpt2":  # older folders do not name it
+        settings["tokenizer"] = config.tokenizer
     progress = Progress(folder, settings)
 
     def read(paths: list[Path], skip: int) -> Iterator[Document]:

@@ -1,0 +1,27 @@
+"""CoupledNorm in Qwen3-0.6B, after training: section 5.3 of the paper (DoRA r = 1024, alpha = 2048, KL alone).
+
+One GPU; `--estimate` says how much memory. The paper keeps the first block standard. It does not say how long it
+distils, nor with which learning rate: those are ours. Not run here: no network, no GPU.
+
+    python distill.py config/distill_qwen3_0.6b.py
+    python distill.py config/distill_qwen3_0.6b.py --teacher=Qwen/Qwen3-8B --out_dir=out/distill/qwen3-8b
+    python distill.py config/distill_qwen3_0.6b.py --teacher=meta-llama/Llama-3.2-1B --coupled_first=4
+"""
+
+teacher = "Qwen/Qwen3-0.6B"
+out_dir = "out/distill/qwen3-0.6b"
+dataset = "nvidia/Nemotron-Post-Training-Dataset-v2"
+split = "stem"
+
+method = "dora"
+rank = 1024
+adapter_alpha = 2048.0
+coupled_first = 1
+
+# 1,000 steps of 8 * 8 * 1024 = 65,536 tokens
+block_size = 1024
+batch_size = 8
+gradient_accumulation_steps = 8
+max_iters = 1000
+learning_rate = 1e-4
+warmup_iters = 20

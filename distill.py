@@ -1,0 +1,358 @@
+"""CoupledNorm in a model that is trained already, by distillation from itself (Loretz & Hochreiter 2026, section 5.3).
+
+    python distill.py config/distill_qwen3_0.6b.py                          the paper's setting, one GPU
+    python distill.py config/distill_qwen3_0.6b.py --estimate               memory it will need, and nothing else
+    python distill.py --teacher=out/rms --local=more.jsonl --method=full    any of our runs, any text
+    torchrun --standalone --nproc_per_node=8 -- distill.py ...      (-- or torchrun takes --local for its own)
+
+The student is the teacher under a coupled norm plan, with calibrated alpha (coupling.py); it learns from KL(teacher ||
+student) alone and sees no labels. With adapters both are views of one copy of the weights, which never change; only
+full fine-tuning moves weights of its own. out_dir gets log.jsonl, distill_last.pt (from which the same command goes
+on), and at the end the student with adapters merged and alpha absorbed: ckpt_best.pt, and hf/ for a teacher from
+Hugging Face. The last line of output is JSON.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import adapters
+import hf
+from checkpoint import BEST, load_model, read_checkpoint, save_checkpoint
+from configurator import key, parse_args
+from coupling import Calibration, first_plan, spell, suggest_first, view
+from data.shards import DataError
+from distill_data import open_stream, shuffled
+from errors import CheckpointError, ConfigError, UserError, run_program
+from kl import kl_divergence
+from model import GPT, GPTConfig, cross_entropy
+from norm_layers import SharedRMSNorm
+from optim import DTYPES, Precision, guarded_update, learning_rate, make_optimizer, micro_step
+from parallel import accumulate, replicate
+from ranks import Ranks, faster_float32_products
+from runlog import RunLog, Throughput, environment
+
+STATE = "distill_last.pt"
+FREE = ("max_iters", "eval_interval", "log_interval", "device", "out_dir", "export")  # may differ when a run goes on
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Every key of distill.py; the defaults are the paper's where it says something."""
+
+    teacher: str = key("", "the model: run folder, checkpoint, Hugging Face folder or hub name, random:qwen3-0.6b, ...")
+    out_dir: str = key("out/distill", "run folder")
+    local: str = key("", "files of text or chats, with commas between ('': the data set below, from the hub)")
+    val: str = key("", "files of held-out text ('': the first blocks of the training text are held out)")
+    dataset: str = key("nvidia/Nemotron-Post-Training-Dataset-v2", "of the hub, streamed; random: no text at all")
+    split: str = key("stem", "split of it")
+    shuffle: int = key(1024, "blocks in the buffer that the order is drawn from")
+    norm_plan: str = key("", "the student's plan, e.g. 'RR Rs Rs R' ('': coupled_first)")
+    coupled_first: int | None = key(None, "standard blocks at the start (auto: fewest whose KL is within the budget)")
+    budget: float = key(0.01, "largest KL before training, nats a token, for coupled_first=auto")
+    method: str = key("dora", "what is trained: adapters, or a copy of all weights", ("dora", "lora", "full"))
+    rank: int = key(1024, "of the adapters")
+    adapter_alpha: float = key(2048.0, "of the adapters: they are scaled by adapter_alpha / rank")
+    block_size: int = key(1024, "tokens of a block, at most the teacher's context")
+    batch_size: int = key(8, "blocks in a micro-batch")
+    gradient_accumulation_steps: int = key(8, "micro-batches in a step, over all ranks")
+    checkpoint_activations: bool = key(True, "compute each block's activations again in backward")
+    max_iters: int = key(1000, "optimiser steps")
+    learning_rate: float = key(1e-4, "highest learning rate")
+    min_lr: float = key(0.0, "lowest learning rate, at the end of the cosine")
+    warmup_iters: int = key(20, "steps of linear warm-up")
+    weight_decay: float = key(0.0, "AdamW's")
+    beta1: float = key(0.9, "AdamW's")
+    beta2: float = key(0.95, "AdamW's")
+    grad_clip: float = key(1.0, "largest global gradient norm (0: no clipping)")
+    calibration_blocks: int = key(32, "blocks of the training text that alpha and coupled_first are chosen on")
+    eval_blocks: int = key(64, "held-out blocks")
+    eval_interval: int = key(100, "steps between evaluations and checkpoints")
+    log_interval: int = key(10, "steps between log lines")
+    seed: int = key(1337, "of data order and adapters")
+    device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
+    dtype: str = key("auto", "of the computation and of frozen weights (auto: bfloat16 on CUDA)", ("auto", *DTYPES))
+    resume: str = key("auto", "auto: go on where out_dir stopped; never", ("auto", "never"))
+    estimate: bool = key(False, "print the memory estimate and stop")
+    export: bool | None = key(None, "write hf/, a Hugging Face folder, at the end (auto: if the teacher was one)")
+
+    def __post_init__(self) -> None:
+        if not self.teacher:
+            raise ConfigError("teacher: name the model to start from, --teacher=MODEL")
+        for name in ("rank", "block_size", "batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval",
+                     "log_interval", "calibration_blocks", "eval_blocks"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        if not 0 <= self.min_lr <= self.learning_rate or not self.learning_rate > 0:
+            raise ConfigError(f"want 0 <= min_lr ({self.min_lr}) <= learning_rate ({self.learning_rate}), above 0")
+
+
+class Pair(nn.Module):
+    """Teacher and student behind the face of a model that micro_step knows; only the student is a part of it."""
+
+    def __init__(self, teacher: GPT, student: GPT):
+        super().__init__()
+        self.student, self.frozen = student, (teacher,)  # a tuple: no submodule, nothing of it is trained or saved
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Mean KL(teacher || student) in nats a token over idx (B, T), and 0 for the auxiliary loss."""
+        loss = self.token_kl(idx).mean()
+        return loss, torch.zeros_like(loss)
+
+    def token_kl(self, idx: Tensor) -> Tensor:
+        """KL (B, T)."""
+        teacher, student = self.frozen[0], self.student
+        with torch.no_grad():
+            taught = teacher.hidden(idx).flatten(0, 1)  # (B T, C)
+        x = student.hidden(idx).flatten(0, 1)
+        return kl_divergence(x, student.head_weight(), taught, teacher.head_weight(), teacher.n_vocab).view(idx.shape)
+
+
+def make_student(teacher: GPT, plan: str, alpha: Any, config: DistillConfig) -> GPT:
+    """The teacher's weights under `plan`: a view with adapters, or for full fine-tuning a float32 copy."""
+    student = view(teacher, plan, alpha)
+    if config.method == "full":
+        student = copy.deepcopy(student)
+        student.to(torch.promote_types(teacher.wte.weight.dtype, torch.float32)).requires_grad_(True)
+    else:
+        torch.manual_seed(config.seed)
+        adapters.add_adapters(student, config.rank, config.adapter_alpha, config.method == "dora")
+    if config.checkpoint_activations:
+        for block in student.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return student
+
+
+@torch.no_grad()
+def finished(student: GPT) -> GPT:
+    """The student as a plain GPT: adapters merged, alpha absorbed into the gains. The argument is used up; tensors that
+    it shares with a teacher stay as they are."""
+    for block in student.blocks:
+        block.__dict__.pop("forward", None)  # the checkpointed one
+    adapters.merge(student)
+    if not student.config.norm_affine:
+        return student.eval()
+    for norm in student.norms():
+        if isinstance(norm, SharedRMSNorm):
+            norm.weight = nn.Parameter((norm.weight.double() / norm.alpha).to(norm.weight.dtype))
+    return view(student, str(student.plan))
+
+
+def teacher_config(spec: str) -> GPTConfig:
+    """The config of a teacher, without its weights where that is possible."""
+    if spec.startswith("random:"):
+        return hf.shape_config(spec.removeprefix("random:"))
+    if (Path(spec) / "config.json").is_file() and any(Path(spec).glob("*.safetensors*")):
+        return hf.gpt_config(hf.read_config(Path(spec)), spec)
+    return load_model(spec).config
+
+
+class Distiller:
+    """One run: set up by the constructor, done by `run`."""
+
+    def __init__(self, config: DistillConfig):
+        self.config, self.out_dir = config, Path(config.out_dir)
+        self.ranks = ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
+        self.precision = Precision(config.dtype, ranks.device)
+        with ranks.device if config.teacher.startswith("random:") else contextlib.nullcontext():  # drawn there
+            teacher = load_model(config.teacher)
+        if ranks.device.type == "cpu":
+            faster_float32_products(teacher.config.n_embd, teacher.config.head_channels)
+        low = self.precision.dtype if self.precision.is_low and config.method != "full" else self.precision.weights
+        teacher = teacher.to(low).to(ranks.device).requires_grad_(False)
+        self.length = min(config.block_size, teacher.config.block_size)
+        self.calibration_ids, self.val = self._first_blocks(teacher)
+        self.teacher = view(teacher, spell("R" * (2 * teacher.config.n_layer + 1)))
+        state = self._find_state()
+        self.plan, self.alpha = (state["plan"], state["alpha"]) if state else self._choose()
+        self.pair = Pair(self.teacher, make_student(self.teacher, self.plan, self.alpha, config))
+        self.trained = {name: p for name, p in self.pair.student.named_parameters() if p.requires_grad}
+        parameters = nn.ParameterList(self.trained.values())
+        self.optimizer = make_optimizer(parameters, config.learning_rate, (config.beta1, config.beta2), 1e-8,
+                                        config.weight_decay)  # fmt: skip
+        self.step = 0
+        if state:
+            self.step = state["step"]
+            with torch.no_grad():
+                for name, parameter in self.trained.items():
+                    parameter.copy_(state["model"][name])
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.log = RunLog(self.out_dir, {**dataclasses.asdict(config), "wandb": "off"}, config.max_iters, ranks.is_main)
+        self.forward = replicate(self.pair) if dist.is_initialized() else self.pair
+        if ranks.is_main:
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+        trained = sum(parameter.numel() for parameter in parameters)
+        self.log.open(self.step if state else None, {"norm_plan": self.plan, "alpha": list(self.alpha),
+                      "trained_parameters": trained, **environment(ranks.device)}, [])  # fmt: skip
+        self.log.say(f"norm plan {self.plan}, {self.plan.count('s')} statistics saved, {trained:,} parameters train"
+                     + (f"; resuming after step {self.step}" if state else ""))  # fmt: skip
+
+    def _first_blocks(self, teacher: GPT) -> tuple[Tensor, Tensor]:
+        """Blocks (N, T) for calibration, of the training text, and held-out ones. The stream then stands after them."""
+        config, held = self.config, self.config.eval_blocks
+        stream = open_stream(config, teacher.meta, teacher.n_vocab, self.length, config.local)
+        if config.val:
+            val = list(islice(open_stream(config, teacher.meta, teacher.n_vocab, self.length, config.val), held))
+        else:
+            val = list(islice(stream, held))
+        first = list(islice(stream, config.calibration_blocks))
+        self.skipped = len(first) + (0 if config.val else len(val))
+        if not first or not val:
+            raise DataError(f"{config.local or config.dataset}: too little text for {config.calibration_blocks} blocks "
+                            f"of {self.length} tokens to calibrate on and {held} to judge by: give more")  # fmt: skip
+        return torch.stack(first), torch.stack(val)
+
+    def _choose(self) -> tuple[str, tuple[float, ...]]:
+        """Norm plan and alpha: as told, or the fewest standard blocks whose KL is within the budget."""
+        config, calibration = self.config, Calibration(self.teacher, self.calibration_ids)
+        first = config.coupled_first
+        if first is None and not config.norm_plan:
+            first, _ = suggest_first(calibration, config.budget, per_layer=True)
+        plan = config.norm_plan or first_plan(self.teacher.config.n_layer, first)
+        view(self.teacher, plan)  # raises for a plan that does not fit
+        return spell(plan.replace(" ", "")), calibration.alpha(plan)
+
+    def _find_state(self) -> dict[str, Any] | None:
+        path = self.out_dir / STATE
+        if not path.exists():
+            return None
+        if self.config.resume == "never":
+            raise CheckpointError(f"{self.out_dir} holds a run already: choose another out_dir, or --resume=auto")
+        state, now = read_checkpoint(path), dataclasses.asdict(self.config)
+        for name in now.keys() - set(FREE):
+            if state["config"].get(name) != now[name]:
+                raise CheckpointError(f"{path} was made with {name}={state['config'].get(name)!r}, now it is "
+                                      f"{now[name]!r}: use its settings, or another out_dir")  # fmt: skip
+        return state
+
+    def _batches(self) -> Iterator[Tensor]:
+        """This rank's micro-batches (B, T) from the step on that comes next; the text begins anew when it ends."""
+        config, ranks = self.config, self.ranks
+
+        def epochs() -> Iterator[Tensor]:
+            for epoch in range(1 << 30):
+                stream = open_stream(config, self.teacher.meta, self.teacher.n_vocab, self.length, config.local)
+                yield from shuffled(islice(stream, 0 if config.val else self.skipped, None), config.shuffle,
+                                    config.seed + epoch)  # fmt: skip
+
+        per_step = config.batch_size * config.gradient_accumulation_steps
+        stream = islice(epochs(), self.step * per_step, None)
+        for number in range(1 << 60):
+            batch = list(islice(stream, config.batch_size))
+            if number % ranks.world_size == ranks.rank:
+                yield torch.stack(batch).to(ranks.device)
+
+    def run(self) -> None:
+        config, ranks = self.config, self.ranks
+        micro_batches = config.gradient_accumulation_steps // ranks.world_size
+        batches, parameters = self._batches(), list(self.trained.values())
+        clock = Throughput(config.batch_size * config.gradient_accumulation_steps * self.length)
+        found = self._evaluate() if self.step == 0 else None
+        if ranks.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        clock.restart()
+        while self.step < config.max_iters:
+            self.step += 1
+            lr = learning_rate(self.step, "cosine", config.warmup_iters, config.max_iters, config.learning_rate,
+                               config.min_lr, 0.0)  # fmt: skip
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            total = 0.0
+            for micro in range(micro_batches):
+                with accumulate(self.forward, last=micro == micro_batches - 1):
+                    x = next(batches)
+                    total = total + micro_step(self.forward, x, x, self.precision, micro_batches)
+            kl = ranks.sum(total) / ranks.world_size
+            norms = guarded_update(self.optimizer, self.precision.scaler, parameters, config.grad_clip,
+                                   (~kl.isfinite().all()).float())  # fmt: skip
+            value = float(kl[0])
+            if not math.isfinite(value):
+                raise UserError(f"step {self.step}: the KL is not finite: lower learning_rate")
+            clock.tick()
+            if self.step % config.log_interval == 0 or self.step in (1, config.max_iters):
+                self.log.step(step=self.step, loss=value, lr=lr, grad_norm=float(norms[0]), tok_per_s=clock.window(),
+                              mfu=None)  # fmt: skip
+            if self.step % config.eval_interval == 0 or self.step == config.max_iters:
+                found = self._evaluate()
+                self._save()
+                clock.restart()
+        self._finish(found or self._evaluate(), clock.steady())
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """KL of held-out text, its first positions apart, and both models' loss on it, nats a token."""
+        sums, model = torch.zeros(4, dtype=torch.float64), self.pair.eval()
+        for part in self.val.split(self.config.batch_size):
+            idx = part.to(self.ranks.device)
+            with self.precision.autocast():
+                kl = model.token_kl(idx).double().cpu()
+                sums[0] += kl[:, 1:].sum()
+                sums[1] += kl[:, 0].sum()
+                for row, gpt in ((2, self.pair.student), (3, self.teacher)):
+                    x = gpt.hidden(idx)[:, :-1].flatten(0, 1)
+                    loss = cross_entropy(x, gpt.head_weight(), idx[:, 1:].flatten(), gpt.n_vocab)
+                    sums[row] += float(loss) * len(x)
+        model.train()
+        blocks = len(self.val)
+        tokens = blocks * (self.length - 1)
+        found = {"kl": float(sums[0]) / tokens, "kl_first": float(sums[1]) / blocks,
+                 "val_loss": float(sums[2]) / tokens, "teacher_val_loss": float(sums[3]) / tokens}  # fmt: skip
+        self.log.event("eval", step=self.step, **found)
+        self.log.say(f"step {self.step}  held-out KL {found['kl']:.3e}  val loss {found['val_loss']:.4f}, teacher "
+                     f"{found['teacher_val_loss']:.4f}")  # fmt: skip
+        return found
+
+    def _save(self) -> None:
+        save_checkpoint(self.out_dir / STATE, {
+            "step": self.step, "config": dataclasses.asdict(self.config), "plan": self.plan, "alpha": self.alpha,
+            "model": {name: p.detach() for name, p in self.trained.items()}, "optimizer": self.optimizer.state_dict(),
+        }, self.ranks)  # fmt: skip
+
+    def _finish(self, found: dict[str, float], speed: float | None) -> None:
+        """The plain student, its checkpoint and its export; the last line."""
+        ranks = self.ranks
+        peak = torch.cuda.max_memory_allocated() if ranks.on_cuda else None
+        self.log.close("done", step=self.step, tok_per_s=speed, peak_bytes=peak)
+        if not ranks.is_main:
+            return
+        student = finished(self.pair.student).cpu()
+        config = dataclasses.asdict(student.config)
+        (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        save_checkpoint(self.out_dir / BEST, {"step": self.step, "config": config, "meta": student.meta,
+                                              "model": student.state_dict()})  # fmt: skip
+        wanted = self.config.export
+        if wanted or (wanted is None and student.meta.get("tokenizer") == "hf"):
+            hf.export_hf(student, self.out_dir / "hf")
+        print(json.dumps({**found, "norm_plan": self.plan, "alpha": list(self.alpha), "step": self.step,
+                          "tok_per_s": speed, "peak_bytes": peak}))  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    config, _ = parse_args(DistillConfig, argv, __doc__)
+    shape = teacher_config(config.teacher)
+    weight_bytes = 4 if config.dtype in ("float32", "auto") and not torch.cuda.is_available() else 2
+    tokens = config.batch_size * min(config.block_size, shape.block_size)
+    parts = adapters.memory(shape, config.method, config.rank, tokens, weight_bytes, config.checkpoint_activations)
+    print(adapters.memory_line(parts), flush=True)
+    if config.estimate:
+        return print(json.dumps({"teacher": config.teacher, "method": config.method, **parts}))
+    Distiller(config).run()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_program(main)

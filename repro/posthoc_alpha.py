@@ -1,0 +1,52 @@
+"""Is the suggested alpha near the best there is, and the suggested coupled_first the smallest within its budget?
+
+    python repro/posthoc_alpha.py results/cpu/posthoc/alpha.jsonl TEXT MODEL [MODEL ...]    (a step of posthoc.sh)
+
+Half the windows of TEXT suggest. On the other half, for every k < L, the KL at the suggested alpha is compared with the
+lowest of a grid of 0.01 that reaches 0.2 to both sides. One line a model and k.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from checkpoint import load_model
+from coupling import GRID, Calibration, suggest_first, text_windows
+from errors import ConfigError, run_program
+from runlog import environment
+
+WINDOWS, LENGTH, BUDGET, REACH = 32, 256, 0.01, 20
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) < 3:
+        raise ConfigError("posthoc_alpha.py wants a file for the results, a file of text, and models")
+    target, text, *specs = argv
+    with open(target, "w", encoding="utf-8") as file:
+        for spec in specs:
+            model = load_model(spec)
+            windows = text_windows(text, model.meta, min(LENGTH, model.config.block_size), WINDOWS)
+            calibration, judge = (Calibration(model, windows[start::2]) for start in (0, 1))
+            first, choices = suggest_first(calibration, BUDGET)
+            for k, choice in enumerate(choices[:-1]):
+                held_out = judge.kl(choice.plan, choice.alpha)
+                points = range(max(1, round(choice.alpha / GRID) - REACH), round(choice.alpha / GRID) + REACH + 1)
+                grid = {point * GRID: judge.kl(choice.plan, point * GRID) for point in points}
+                best = min(grid, key=grid.get)
+                layers = calibration.alpha(choice.plan)
+                row = {"model": spec, "coupled_first": k, "plan": choice.plan, "suggested": k == first,
+                       "budget": BUDGET, "alpha": choice.alpha, "kl_calibration": choice.kl, "kl_held_out": held_out,
+                       "best_alpha": best, "best_kl": grid[best], "ratio": held_out / grid[best],
+                       "kl_per_layer": judge.kl(choice.plan, layers), "kl_alpha_1": judge.kl(choice.plan, 1.0),
+                       "alpha_per_layer": layers, **environment(torch.device("cpu"))}  # fmt: skip
+                file.write(json.dumps(row) + "\n")
+                print(f"{spec}  k={k}  alpha {choice.alpha:.2f}  KL {held_out:.3e}, best {best:.2f} {grid[best]:.3e}, "
+                      f"ratio {row['ratio']:.3f}, per layer {row['kl_per_layer']:.3e}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,82 @@
+"""Teacher, coupled teacher, students and the teacher trained on, on the same held-out windows: a table with intervals.
+
+    python repro/posthoc_table.py out/posthoc val.jsonl.xz results/cpu/posthoc        (the last step of posthoc.sh)
+
+Writes models.jsonl and README.md's table. Val loss and KL(teacher || model) are in nats a token, a token is a byte;
+the first position of a window is left out. Differences to the teacher are paired by window.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from checkpoint import load_model
+from coupling import BATCH, Calibration, text_windows, view
+from errors import ConfigError, run_program
+from kl import kl_divergence
+from runlog import environment
+from stats import paired
+
+WINDOWS, CALIBRATION = 192, 32
+
+
+@torch.no_grad()
+def judge(model, teacher, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(val loss, KL from the teacher) of each window (N,), float64."""
+    losses, kls = [], []
+    for idx in windows.split(BATCH):
+        x, taught = model.hidden(idx), teacher.hidden(idx)
+        log_p = model.logits(x)[:, :-1].double().log_softmax(-1)
+        losses.append(-log_p.gather(-1, idx[:, 1:, None]).squeeze(-1).mean(1))
+        kl = kl_divergence(x.flatten(0, 1).double(), model.head_weight().double(), taught.flatten(0, 1).double(),
+                           teacher.head_weight().double(), teacher.n_vocab)  # fmt: skip
+        kls.append(kl.view(idx.shape)[:, 1:].mean(1))
+    return torch.cat(losses), torch.cat(kls)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) != 3:
+        raise ConfigError("posthoc_table.py wants three words: the runs' folder, a file of held-out text, a folder")
+    runs, text, results = Path(argv[0]), argv[1], Path(argv[2])
+    teacher = load_model(str(runs / "teacher"))
+    length = teacher.config.block_size
+    windows = text_windows(text, teacher.meta, length, WINDOWS)
+    calibration = Calibration(teacher, text_windows(str(runs / "b.jsonl"), teacher.meta, length, CALIBRATION))
+    models = {"teacher": teacher}
+    for folder in sorted(runs.glob("student-*")):
+        student = load_model(str(folder))
+        plan = str(student.plan)
+        models[f"{plan}: coupled, alpha 1"] = view(teacher, plan)
+        models[f"{plan}: one alpha"] = view(teacher, plan, calibration.best_alpha(plan)[0])
+        models[f"{plan}: alpha per layer"] = view(teacher, plan, calibration.alpha(plan))
+        models[f"{plan}: distilled"] = student
+    if (runs / "teacher-longer").exists():
+        models["teacher trained on"] = load_model(str(runs / "teacher-longer"))
+    lines = ["| model | val loss | difference to the teacher | relative | KL from the teacher |"]
+    lines += ["|---|---|---|---|---|"]
+    with open(results / "models.jsonl", "w", encoding="utf-8") as file:
+        base = None
+        for name, model in models.items():
+            loss, kl = judge(model, teacher, windows)
+            base = loss if base is None else base
+            row = {"model": name, "val_loss": float(loss.mean()), "kl": float(kl.mean())}
+            shown = "|"  # two empty cells
+            if name != "teacher":
+                estimate = paired((loss - base).numpy())
+                low, high = estimate.interval()
+                row |= {"difference": estimate.mean, "interval": [low, high]}
+                row["relative"] = estimate.mean / float(base.mean())
+                shown = f"{estimate.mean:+.5f} ({low:+.5f} .. {high:+.5f}) | {row['relative']:+.3%}"
+            file.write(json.dumps({**row, "windows": len(windows), "length": length,
+                                   **environment(torch.device("cpu"))}) + "\n")  # fmt: skip
+            lines.append(f"| {name} | {row['val_loss']:.5f} | {shown} | {row['kl']:.2e} |")
+            print(lines[-1], flush=True)
+    (results / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_program(main)

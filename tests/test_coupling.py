@@ -1,0 +1,181 @@
+"""KL in chunks; the choice of positions that share, and of alpha, on a small trained model; rms_stats.py.
+
+    python -m pytest tests/test_coupling.py
+"""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from conftest import close, draw, shake
+
+import rms_stats
+from checkpoint import BEST, save_checkpoint
+from coupling import GRID, Calibration, first_plan, greedy, ratios, sources, spell, suggest_first, text_windows, view
+from errors import ConfigError, FoldError
+from kl import kl_divergence
+from model import GPT, GPTConfig
+from rms_stats import token_rms
+
+SHAPE = GPTConfig(vocab_size=64, n_vocab=60, block_size=24, n_layer=3, n_head=2, n_embd=32, norm_type="rms",
+                  position="rope", activation="swiglu", init_std=0.1)  # fmt: skip
+L = SHAPE.n_layer
+
+
+def sequences(count: int, seed: int) -> torch.Tensor:
+    """Token ids (count, 24) that can be learned: each is one to three more than the one before."""
+    steps = torch.randint(1, 4, (count, 24), generator=torch.Generator().manual_seed(seed))
+    return steps.cumsum(1) % 60
+
+
+@pytest.fixture(scope="module")
+def trained() -> GPT:
+    model = GPT(SHAPE, seed=1).train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(60):
+        idx = sequences(16, step)
+        model(idx[:, :-1], idx[:, 1:])[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def calibration(trained) -> Calibration:
+    return Calibration(trained, sequences(32, 1000))
+
+
+@pytest.fixture(scope="module")
+def judge(trained) -> Calibration:
+    return Calibration(trained, sequences(32, 2000))
+
+
+# ------------------------------------------------------------------------------------------------------------------ KL
+
+
+@pytest.mark.parametrize("chunk", [7, 10, 64])
+def test_chunked_kl_is_kl(chunk):
+    """Against torch's own, float64: value and gradients, with rows of padding in the heads."""
+    x, head = draw(5, 8, seed=1).requires_grad_(), draw(24, 8, seed=2).requires_grad_()
+    x_teacher, head_teacher, weight = draw(5, 8, seed=3), draw(24, 8, seed=4), draw(5, seed=5)
+    ours = kl_divergence(x, head, x_teacher, head_teacher, 20, chunk)
+    p = (x_teacher @ head_teacher.T)[:, :20].log_softmax(-1)
+    q = (x @ head.T)[:, :20].log_softmax(-1)
+    theirs = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    close(ours, theirs)
+    got, expected = (torch.autograd.grad((kl * weight).sum(), (x, head)) for kl in (ours, theirs))
+    for ours, theirs in zip(got, expected, strict=True):
+        close(ours, theirs)
+    assert not kl_divergence(x, head, x, head, 20, chunk).any()  # exactly 0
+
+
+# ------------------------------------------------------------------------------------------------------- views, ratios
+
+
+def test_a_view_is_another_plan_on_the_same_tensors(trained):
+    student = view(trained, "Rs RR ss R", 1.3)
+    assert str(student.plan) == "Rs RR ss R"
+    for name, tensor in student.state_dict().items():
+        assert tensor.data_ptr() == trained.state_dict()[name].data_ptr()
+    idx = sequences(2, 0)
+    assert not torch.equal(student(idx), trained(idx))
+    assert torch.equal(view(student, first_plan(L, L))(idx), trained(idx))  # coupled_first = L, bit for bit
+
+
+def test_sizes_and_ratios_by_hand():
+    model, idx = shake(GPT(SHAPE)).eval(), sequences(6, 3)
+    found, x, delta, rope = [], model.wte(idx), None, (model.rope_cos[:24], model.rope_sin[:24])
+    for block in model.blocks:
+        y, x, _ = block.norm1(x, delta, None)
+        found.append(x)
+        y, x, _ = block.norm2(x, block.attn(y, rope, None), None)
+        found.append(x)
+        delta = block.mlp(y)
+    rms = token_rms(model, idx, batch=4)
+    close(rms, torch.stack([(h.square().mean(-1) + SHAPE.norm_eps).sqrt() for h in [*found, x + delta]]))
+    rms[:, :, 0] = 1e9  # an attention sink
+    r = rms[3, :, 1:] / rms[2, :, 1:]
+    got = ratios(rms, 3, 2)
+    grid = torch.linspace(0.5, 2.0, 150_001, dtype=torch.float64)
+    errors = torch.stack([(1 - r / alpha).square().mean() for alpha in grid[::100]])
+    assert abs(got["least_squares"] - float(grid[::100][errors.argmin()])) < 2e-3
+    close(torch.tensor(got["geometric"]).double(), r.log().mean().exp(), 1e-6)
+    close(torch.tensor(got["means"]).double(), rms[3, :, 1:].mean() / rms[2, :, 1:].mean(), 1e-6)
+    assert sources("Rs ss RR R") == [0, 0, 0, 0, 4, 5, 6] and spell("RsssRRR") == "Rs ss RR R"
+
+
+# ------------------------------------------------------------------------------------------------------------- choices
+
+
+def test_suggested_alpha_is_near_the_best_of_a_grid(calibration, judge):
+    """On text that it was not chosen on, for every k < L; and the suggested k is the smallest within the budget."""
+    first, choices = suggest_first(calibration, budget=1e-2)
+    for k, choice in enumerate(choices[:L]):
+        grid = [choice.alpha + step * GRID for step in range(-15, 16)]
+        assert judge.kl(choice.plan, choice.alpha) <= 1.1 * min(judge.kl(choice.plan, alpha) for alpha in grid)
+        layers = calibration.alpha(choice.plan)
+        assert judge.kl(choice.plan, layers) < judge.kl(choice.plan, 1.0)  # calibrating helps
+        assert {layers[p] for p in range(2 * L + 1) if choice.plan.replace(" ", "")[p] == "R"} == {1.0}
+        assert choice.saved == L - k
+    assert choices[L].kl == 0 and choices[L].alpha == 1
+    kls = [choice.kl for choice in choices]
+    assert first == min(k for k in range(L + 1) if kls[k] <= 1e-2)
+    for budget in (kls[1], kls[0], 0.0):
+        assert suggest_first(calibration, budget)[0] == min(k for k in range(L + 1) if kls[k] <= budget)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_greedy_takes_the_cheapest_first_and_keeps_the_budget(calibration, across):
+    everything = greedy(calibration, float("inf"), across)
+    assert [choice.saved for choice in everything] == list(range(2 * L if across else L + 1))
+    assert everything[-1].plan == ("Rs ss ss R" if across else "Rs Rs Rs R")
+    singles = [spell("R" * p + "s" + "R" * (2 * L - p)) for p in range(1, 2 * L, 1 if across else 2)]
+    costs = {plan: calibration.kl(plan, calibration.alpha(plan)) for plan in singles}
+    assert everything[1].plan == min(costs, key=costs.get) and everything[0].kl == 0
+    budget = everything[2].kl
+    within = greedy(calibration, budget, across)
+    assert all(choice.kl <= budget for choice in within) and len(within) >= 3
+    view(calibration.model, within[-1].plan, within[-1].alpha)  # a plan that a GPT takes
+
+
+def test_what_cannot_be_coupled_is_refused():
+    for keys in ({"norm_type": "layer"}, {"norm_groups": 2}):
+        with pytest.raises(FoldError, match="coupling is for rms"):
+            view(GPT(replace(SHAPE, **keys)), "Rs Rs Rs R")
+
+
+# ------------------------------------------------------------------------------------------------------------- program
+
+
+@pytest.fixture(scope="module")
+def run_folder(trained, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    meta = {"tokenizer": "chars", "vocab_size": 60, "chars": "".join(chr(48 + i) for i in range(60))}
+    save_checkpoint(folder / BEST, {"step": 0, "config": asdict(SHAPE), "meta": meta, "model": trained.state_dict()})
+    text = "".join(meta["chars"][i] for i in sequences(200, 7).flatten())
+    (folder / "text.txt").write_text(text)
+    return folder
+
+
+def test_windows_of_text(run_folder, trained):
+    meta = {"tokenizer": "bytes"}
+    assert text_windows(str(run_folder / "text.txt"), meta, 24, 10).shape == (10, 24)
+    with pytest.raises(ConfigError, match="two windows"):
+        text_windows(str(run_folder / "text.txt"), meta, 4000, 10)
+
+
+def test_program(run_folder, capsys):
+    words = [str(run_folder), f"--text={run_folder / 'text.txt'}", "--windows=16", f"--out={run_folder / 'o.jsonl'}"]
+    rms_stats.main([*words, "--across", f"--plot={run_folder / 'fig3.png'}", "--budget=0.5"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads((run_folder / "o.jsonl").read_text())
+    assert len(result["blocks"]) == L and result["curve"][0]["kl"] == 0 and result["curve"][-1]["kl"] <= 0.5
+    assert len(result["one_alpha"]["kl"]) == len(result["per_layer"]["kl"]) == L + 1
+    for block in result["blocks"]:
+        low, middle, high = block["mlp"]["quantiles"]
+        assert low < middle < high and low < block["mlp"]["mean"] < high
+    assert (run_folder / "fig3.png").stat().st_size > 10_000
+    for wrong, error in (([str(run_folder)], "text: name a file"), ([*words, "--windows=2"], "windows of 4")):
+        with pytest.raises(ConfigError, match=error):
+            rms_stats.main(wrong)

@@ -1,0 +1,195 @@
+"""Distillation: one copy of the weights, exact resume, merging; its text; its memory estimate.
+
+    python -m pytest tests/test_distill.py
+"""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from conftest import records
+from test_coupling import SHAPE, L, run_folder, sequences, trained  # noqa: F401 (fixtures)
+
+import adapters
+import distill
+import distill_data
+from checkpoint import load_model
+from configurator import parse_args
+from data.documents import Document
+from data.shards import DataError
+from errors import CheckpointError, ConfigError
+from model import GPT
+
+pytest.importorskip("peft")
+WORDS = ("--rank=4", "--adapter_alpha=8", "--batch_size=4", "--gradient_accumulation_steps=2", "--max_iters=6",
+         "--eval_interval=3", "--log_interval=1", "--eval_blocks=8", "--calibration_blocks=8", "--coupled_first=0",
+         "--learning_rate=3e-3", "--warmup_iters=1", "--device=cpu", "--shuffle=20")  # fmt: skip
+
+
+@pytest.fixture
+def words(run_folder, tmp_path):  # noqa: F811
+    return [*WORDS, f"--teacher={run_folder}", f"--local={run_folder / 'text.txt'}", f"--out_dir={tmp_path / 'out'}"]
+
+
+def distiller(words):
+    return distill.Distiller(parse_args(distill.DistillConfig, words)[0])
+
+
+def evals(folder):
+    return [event for event in records(folder) if event["event"] == "eval"]
+
+
+@pytest.mark.parametrize("method", ["dora", "lora", "full"])
+def test_the_student_learns_and_the_teacher_does_not_move(method, words, run_folder, tmp_path, capsys):  # noqa: F811
+    run = distiller([*words, f"--method={method}", *(["--learning_rate=1e-4"] if method == "full" else [])])
+    before, idx = load_model(str(run_folder)), sequences(4, 50)
+    shared = {tensor.data_ptr() for tensor in run.teacher.state_dict().values()}
+    frozen = [p for p in run.pair.student.parameters() if not p.requires_grad]
+    assert all(p.data_ptr() in shared for p in frozen) and bool(frozen) == (method != "full")  # no second copy
+    run.run()
+    with torch.no_grad():
+        assert torch.equal(run.teacher(idx), before(idx))  # error exactly 0
+    first, *_, last = evals(tmp_path / "out")
+    assert last["kl"] < first["kl"] and first["teacher_val_loss"] == last["teacher_val_loss"]
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["kl"] == last["kl"] and result["norm_plan"] == "Rs Rs Rs R"
+    student = load_model(str(tmp_path / "out"))
+    assert str(student.plan) == "Rs Rs Rs R" and student.config.coupled_alpha == 1
+    assert student.state_dict().keys() == before.state_dict().keys() and student.meta == before.meta
+
+
+@pytest.mark.parametrize("dora", [True, False])
+@torch.no_grad()
+def test_merged_and_absorbed_student_is_the_unmerged(dora, trained):  # noqa: F811
+    teacher, idx = distill.view(trained, "RR Rs ss R", (1.0, 1.0, 1.0, 1.2, 1.1, 0.9, 1.0)), sequences(8, 3)
+    student = distill.view(teacher, "RR Rs ss R", teacher.config.coupled_alpha)
+    adapters.add_adapters(student, 4, 8.0, dora)
+    trained_ones = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    assert sum(p.numel() for p in trained_ones) == adapters.adapter_parameters(SHAPE, 4, dora)
+    same = (student(idx) - teacher(idx)).abs().max() / teacher(idx).abs().max()
+    assert same < 5e-6  # adapters change nothing at first
+    for parameter in trained_ones:
+        parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+    unmerged, untouched = student(idx), teacher(idx)
+    merged = distill.finished(student)
+    assert merged.config.coupled_alpha == 1 and not any("lora" in name for name in merged.state_dict())
+    assert (unmerged - untouched).abs().max() > 0.1 * untouched.abs().max()
+    assert (merged(idx) - unmerged).abs().max() <= 5e-6 * unmerged.abs().max()
+    assert torch.equal(teacher(idx), untouched)  # merging took copies
+
+
+@pytest.mark.parametrize("method", ["dora", "full"])
+def test_resume_is_exact(method, words, tmp_path):
+    words = [*words, f"--method={method}", "--coupled_first=1"]
+    distiller([*words, f"--out_dir={tmp_path / 'whole'}", "--checkpoint_activations=False"]).run()
+    run = distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False"])
+    run.config = dataclasses.replace(run.config)
+    with pytest.MonkeyPatch.context() as patch:  # stopped after the checkpoint of step 3
+        patch.setattr(run, "_save", lambda save=run._save: (save(), (_ for _ in ()).throw(KeyboardInterrupt)))
+        with pytest.raises(KeyboardInterrupt):
+            run.run()
+    distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False"]).run()
+    whole, halves = (load_model(str(tmp_path / name)).state_dict() for name in ("whole", "halves"))
+    assert all(torch.equal(whole[name], halves[name]) for name in whole)
+    with pytest.raises(CheckpointError, match="rank=4, now it is 5"):
+        distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False", "--rank=5"])
+    with pytest.raises(CheckpointError, match="holds a run already"):
+        distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False", "--resume=never"])
+
+
+def test_activation_checkpointing_changes_nothing(words, tmp_path):
+    for value in ("True", "False"):
+        distiller([*words, f"--out_dir={tmp_path / value}", f"--checkpoint_activations={value}", "--max_iters=3"]).run()
+    assert evals(tmp_path / "True") == evals(tmp_path / "False")
+
+
+def test_two_ranks_do_what_one_does(words, tmp_path, launch):
+    words = [*words, "--max_iters=3"]
+    distiller([*words, f"--out_dir={tmp_path / 'one'}"]).run()
+    job = launch(*words, f"--out_dir={tmp_path / 'two'}", ranks=2, program="distill")
+    assert set(job.wait()) == {0}, job.text()
+    for one, two in zip(evals(tmp_path / "one"), evals(tmp_path / "two"), strict=True):
+        assert abs(one["kl"] - two["kl"]) < 1e-5 and one["step"] == two["step"]
+
+
+def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
+    """What the speed of the large shapes is measured with: no tokenizer, no text."""
+    tiny = {"model_type": "qwen3", "vocab_size": 67, "max_position_embeddings": 16, "hidden_size": 32, "head_dim": 8,
+            "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(distill.hf.SHAPES, "tiny", tiny)
+    distill.main([*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--max_iters=2", "--export=True"])
+    assert len(evals(tmp_path / "out")) == 2
+    exported = distill.hf.load_hf(tmp_path / "out" / "hf")
+    idx = sequences(2, 1)[:, :16]
+    with torch.no_grad():
+        assert torch.equal(exported(idx), load_model(str(tmp_path / "out"))(idx))
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+def test_blocks_pack_documents(run_folder):  # noqa: F811
+    documents = [Document("abc", ""), Document("", "empty"), Document("defgh", "")]
+    tokenizer = distill_data.teacher_tokenizer({"tokenizer": "bytes"}, 257)
+    packed = list(distill_data.blocks(iter(documents), tokenizer, 4))
+    assert torch.stack(packed).tolist() == [[256, 97, 98, 99], [256, 100, 101, 102]]
+    stream = [torch.tensor([i]) for i in range(100)]
+    mixed = [int(block) for block in distill_data.shuffled(iter(stream), 10, seed=3)]
+    assert sorted(mixed) == list(range(100)) != mixed
+    assert mixed == [int(block) for block in distill_data.shuffled(iter(stream), 10, seed=3)]
+
+
+def test_chats_go_through_the_teachers_template(monkeypatch, tmp_path):
+    class Tokenizer:
+        def apply_chat_template(self, messages, tokenize):
+            return "".join(f"<{turn['role']}>{turn['content']}" for turn in messages)
+
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]}
+    with pytest.raises(DataError, match="no chat template"):
+        distill_data.text_of_rows({"tokenizer": "bytes"})(row)
+    monkeypatch.setattr(distill_data, "load_chat_tokenizer", lambda meta: Tokenizer())
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps({"text": "plain"}) + "\n")
+    found = list(distill_data.read_files([path], distill_data.text_of_rows({})))
+    assert [document.text for document in found] == ["<user>Hi<assistant>Yes?", "plain"]
+
+
+def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):  # noqa: F811
+    import datasets
+
+    def absent(*words, **keys):
+        raise datasets.exceptions.DatasetNotFoundError("it is not there\nat all")
+
+    monkeypatch.setattr(datasets, "load_dataset", absent)
+    cases = [
+        ([*words, "--local="], DataError, "dataset=nvidia/.*DatasetNotFoundError.*--local=FILES"),
+        ([*words, "--local=nowhere.jsonl"], DataError, "no file nowhere"),
+        ([*words, "--eval_blocks=100000"], DataError, "too little text"),
+        ([*words, "--norm_plan=Rs Rs"], ConfigError, "norm_plan"),
+        ([*words, "--teacher=random:qwen4"], distill.hf.HFError, "unknown shape"),
+    ]
+    for argv, error, match in cases:
+        with pytest.raises(error, match=match) as caught:
+            distill.main(argv)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="257 tokens, the teacher's vocabulary 60"):
+        distill_data.teacher_tokenizer({"tokenizer": "bytes"}, 60)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_estimate(capsys, run_folder):  # noqa: F811
+    for method in ("dora", "full"):
+        distill.main([f"--teacher={run_folder}", f"--method={method}", "--rank=8", "--estimate"])
+        parts = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert parts["parameters"] == GPT(SHAPE).num_params()
+        wanted = parts["parameters"] if method == "full" else adapters.adapter_parameters(SHAPE, 8, True)
+        assert parts["trained_parameters"] == wanted and parts["trained"] == 16 * wanted
+        assert parts["total"] == sum(parts[name] for name in ("weights", "trained", "activations", "dora", "kl"))
+    config = distill.teacher_config("random:qwen3-8b")  # at once: no weights are drawn
+    parts = adapters.memory(config, "dora", 1024, 8 * 1024, 2, checkpointing=True)
+    assert parts["parameters"] == 8_190_735_360 and 60 < parts["total"] / adapters.GIB < 130  # one GPU of 141 GB
+    assert adapters.memory(config, "dora", 1024, 8 * 1024, 2, checkpointing=False)["total"] > parts["total"]
+    assert L == 3
