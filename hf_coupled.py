@@ -110,6 +110,12 @@ class _Registrar(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.specs[name] = spec
         return importlib.machinery.ModuleSpec(name, self, origin=spec.origin)
 
+    @staticmethod
+    def amid_transformers(name: str) -> bool:
+        """Is another module of transformers half imported? What imports it now may be missing parts of it."""
+        others = [m for key, m in list(sys.modules.items()) if key.startswith("transformers.") and key != name]
+        return any(getattr(getattr(m, "__spec__", None), "_initializing", False) for m in others)
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return importlib.util.module_from_spec(self.specs[spec.name])
 
@@ -118,7 +124,7 @@ class _Registrar(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.running.append(name)
         try:
             self.specs[name].loader.exec_module(module)
-            if len(self.running) == 1 and AUTO in sys.modules:
+            if len(self.running) == 1 and AUTO in sys.modules and not self.amid_transformers(name):
                 register()
         finally:
             self.running.remove(name)
@@ -143,10 +149,11 @@ def import_transformers() -> ModuleType:
     try:
         transformers = importlib.import_module("transformers")
         importlib.import_module("transformers.integrations.hub_kernels")  # where it looks
-        return transformers
     except ModuleNotFoundError as error:
         raise HFError(f"this needs a package ({error.name} is missing): pip install transformers") from None
     finally:
         del sys.modules["kernels"]
         if hidden is not None:
             sys.modules["kernels"] = hidden
+    importlib.import_module(AUTO)  # now, not amid the import of a model that needs it: register() imports others
+    return transformers
