@@ -160,7 +160,7 @@ def check_arm(model: GPT, decoder: Decoder, idx: Tensor, tokens: int) -> dict[st
                         f"unfused model's; {WRONG} times is allowed: the step, or a kernel, is wrong")
     gap = exact.max(-1).values - exact.gather(-1, out[:, T:, None]).squeeze(-1)  # (rows, tokens)
     if gap.max() > 2 * max((part - exact).abs().max() for part in (found, unfused)):
-        raise UserError(f"a token was taken that float64 puts {gap.max():.3g} below the best: the step, or a kernel, is wrong")
+        raise UserError(f"a token was taken that float64 puts {gap.max():.3g} below the best: the step is wrong")
     same = (model.generate(idx[rows], tokens, temperature=0)[:, T:] == out[:, T:]).int().cumprod(1).sum(1).min()
     verdict = {"within_aim": bool(error <= AIM * error_unfused)} if model.wte.weight.element_size() == 2 else {}
     return {"error": (error / size).item(), "error_unfused": (error_unfused / size).item(), **verdict,

@@ -22,9 +22,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decode
-import hf
 from decode import Decoder
 from decode_arms import Arm, with_norms
+from hf_config import shape_config
 from kernels import decode_reference
 from model import GPT
 from packing import LIBRARY_FROM, PackedGPT, level_at, pack
@@ -120,7 +120,7 @@ def shape_on_meta(spec: str, dtype: torch.dtype) -> GPT | None:
     if not spec.startswith("random:"):
         return None
     with torch.device("meta"):
-        return GPT(hf.shape_config(spec.removeprefix("random:"))).to(dtype).eval()
+        return GPT(shape_config(spec.removeprefix("random:"))).to(dtype).eval()
 
 
 def make_ledger(

@@ -5,6 +5,7 @@ Every expectation is a table of counts and a certificate in float64 on random we
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -248,6 +249,8 @@ def test_pre_norm_encoder():
     after, certificate = fold(model, report, insert=True)
     assert certificate.ok and (certificate.folded, certificate.inserted) == (7, 1) and certificate.max_rel < 1e-13
     torch.testing.assert_close(run(after, {"src": x}), run(model, (x,)), rtol=0, atol=1e-12)  # by name, too
+    single = fold(model.float(), replace(report, inputs=(x.float(),)), insert=True)[1].checks[-1]
+    assert single.dtype == "float32" and single.max_rel <= 2e-6
 
 
 @pytest.mark.parametrize("grad", [True, False])
