@@ -134,6 +134,8 @@ def ignores(user: Node, line: Line) -> bool:
         return whole and list(argument(user, 1, [], "dim") or []) in ([line.axis], [line.axis - ndim])
     if centring(user) == (line.axis, line.block):
         return True
+    if name.startswith(("aten.copy.", "aten.fill.")):  # writes over it
+        return user.args[0] is line.node and user.args.count(line.node) == 1
     if name == "aten.mean.dim":  # the other half of a centring
         return bool(user.users) and all(
             centring(sub) == (line.axis, line.block) and sub.args == (line.node, user) for sub in user.users

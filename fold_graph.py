@@ -85,6 +85,9 @@ class Graph:
         mutated = {*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()}
         self.names = {node: targets[node.name] for node in self.nodes
                       if node.op == "placeholder" and targets.get(node.name) not in {None, *mutated}}  # fmt: skip
+        for node in self.nodes:  # the number in h[:, 0] = 0
+            constant = program.constants.get(signature.inputs_to_lifted_tensor_constants.get(node.name))
+            node.meta["zero"] = isinstance(constant, Tensor) and constant.dim() == 0 and not constant.any()
         self.inputs = {node for node in self.nodes if node.op == "placeholder" and node.name in signature.user_inputs}
         self.values = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
@@ -95,6 +98,9 @@ class Graph:
         self._reached: dict[Any, str] = {}
 
     def _export(self, inputs: Inputs) -> torch.export.ExportedProgram:
+        if not isinstance(inputs, tuple | dict):
+            raise FoldError(f"the inputs are a {type(inputs).__name__}: give a tuple of positional arguments, as (x,), "
+                            "or a dict of named ones")  # fmt: skip
         args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
 
         def note(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

@@ -55,7 +55,7 @@ class FoldedNorm(nn.Module):
     """RMSNorm with LayerNorm's gain and bias, over `axis` of x (*), in the place of the norm `old`: same names.
 
     y = x / sqrt(mean(x^2) + eps) * gain + bias; the mean is over each of `groups` equal blocks of the axis. On a GPU in
-    eager mode it runs as a kernel (kernels/); statistics are float32, or float64 for float64.
+    eager mode it runs as a kernel (kernels/); statistics are float32, or float64 for float64. Hooks of `old` stay.
     """
 
     def __init__(self, old: nn.Module, swap: Swap):
@@ -64,6 +64,7 @@ class FoldedNorm(nn.Module):
         self.normalized_shape, self.names = (swap.channels,), (swap.gain, swap.bias)
         for name in {"weight", "bias", *self.names} - {None}:
             self.register_parameter(name, getattr(old, name, None))
+        self.__dict__.update({name: value for name, value in vars(old).items() if "_hook" in name})
         self.train(old.training)
 
     def forward(self, x: Tensor) -> Tensor:
