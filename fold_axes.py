@@ -65,7 +65,7 @@ def moved(node: Node) -> list[int]:
 def describe(node: Node) -> str:
     """The operation and the module it is called in, for people."""
     if node.op == "placeholder":
-        return f"{node.name.removeprefix('p_').removeprefix('b_')}, an input or a tensor that the model changes,"
+        return node.meta.get("kind", node.name)  # fold_graph.py
     name = str(node.target).removeprefix("aten.").split(".")[0] if node.target is not operator.getitem else "getitem"
     where = module_path(node)
     return f"{name} in {where}" if where else name

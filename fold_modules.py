@@ -150,6 +150,11 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
 
 def reparametrize(plan: Plan, model: nn.Module) -> None:
     """Fold `model` in place for training (CBWC): weights stay as they are and are centred whenever they are read."""
+    for module in model.modules():
+        if parametrize.is_parametrized(module):  # a copy shares torch's made-up class with the original: one of its own
+            old = type(module)
+            own = {name: value for name, value in vars(old).items() if name not in ("__dict__", "__weakref__")}
+            module.__class__ = type(old.__name__, old.__bases__, own)
     for source, names in [(source, None) for source in plan.sources] + plan.untied:
         gain = tensor_of(model, source.scale) if source.scale else None
         for name, axis in source.parameters:

@@ -44,7 +44,8 @@ def feeds(line: Line) -> Feeds:
         found = RULES[str(node.target)](line)
     else:
         found = None
-    return found or Feeds(spoils=f"{describe(node)} does not keep a zero mean")
+    why = "need not have a zero mean" if node.op == "placeholder" else "does not keep a zero mean"
+    return found or Feeds(spoils=f"{describe(node)} {why}")
 
 
 def _through(node: Any, axis: int, line: Line) -> Feeds | None:

@@ -4,13 +4,17 @@ not saved, rows written in place, blocks without gradients.
     python -m pytest tests/test_fold_habits.py
 """
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 from conftest import close, draw
 from test_foldable import C, folded, net
 from torch import nn
+from torch.nn.utils import parametrize
 
-from certificate import run
+from certificate import run, touched
 from errors import FoldError
 from fold_modules import FoldedNorm
 from foldable import analyze, fold, parametrize_cbwc
@@ -83,3 +87,80 @@ def test_rows_written_in_place():
     for forward, why in ((write_channels, "select_scatter"), (write_a_number, "one number"), (write_and_read, "relu")):
         report = analyze(net(forward), x)
         assert report.strict == 0 and why in report.rows[0].reason, str(report)
+
+
+def test_a_buffer_that_is_not_saved():
+    """A model may build it anew, so it is left as it is, and the certificate looks at it."""
+    model = net(lambda m, x: m.out(m.ln(m.a(x) + m.pe)))
+    model.register_buffer("pe", draw(4, C, seed=3), persistent=False)
+    report = analyze(model, (draw(2, 4, C),))
+    assert report.strict == 0 and "pe, which no state dict holds," in report.rows[0].reason
+    other = copy.deepcopy(model)
+    other.pe += 1
+    assert list(touched(model, other)) == ["pe"]
+    model.register_buffer("pe", model.pe)  # saved
+    _, certificate = folded(model, (draw(2, 4, C),), 1)
+    assert "pe" in certificate.parameters
+
+
+def keeps(m, x):
+    m.kept = m.a(x)
+    m.seen.append(m.kept)
+    return m.out(m.ln(m.kept))
+
+
+def test_analysis_leaves_nothing_in_the_model():
+    model, x = net(keeps, seen=[]), (draw(2, 4, C),)
+    before = dict(vars(model))
+    report = analyze(model, x)
+    assert vars(model) == before and model.seen == []
+    assert fold(model, report)[1].folded == 1
+    model(*x)  # now it keeps a tensor with a gradient, which cannot be copied
+    with pytest.raises(FoldError, match=r"Net cannot be copied \(.*\): remove tensors"):
+        fold(model, analyze(model, x))
+    with torch.no_grad():
+        model(*x)
+    model.seen.clear()
+    assert fold(model, analyze(model, x))[1].folded == 1
+
+
+def test_tensors_that_are_plain_attributes():
+    """They are widened with the rest for the check, and no fold can centre them."""
+    model = net(lambda m, x: m.out(m.ln(m.a(x)) @ m.proj[0])).float()
+    model.proj = [draw(C, C, dtype=torch.float32)]
+    x = (draw(2, 4, C, dtype=torch.float32),)
+    after, certificate = fold(model, analyze(model, x))
+    assert certificate.ok and certificate.folded == 1 and certificate.max_rel < 1e-13, str(certificate)
+    assert after.proj[0].dtype == model.proj[0].dtype == torch.float32
+    model = net(lambda m, x: m.out(m.ln(m.a(x) + m.pos)))
+    model.pos = draw(4, C)
+    assert "pos, a tensor that is neither parameter nor buffer," in analyze(model, x64(x)).rows[0].reason
+    model = net(lambda m, x: m.out(m.ln(m.a(m.b(x).bfloat16().to(x.dtype)) @ m.made(x)))).float()
+    model.made = lambda x: torch.from_numpy(np.eye(C, dtype=np.float32))
+    with pytest.raises(FoldError, match="cannot be run in float64, as its check is"):
+        fold(model, analyze(model, x))
+
+
+def x64(inputs):
+    return tuple(x.double() for x in inputs)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_modules_with_parametrisations_of_their_own(name):
+    """Copies of a module share the class that torch makes for its parametrisations: the original must not feel ours."""
+    model, x = net(plain), draw(2, 4, C)
+    parametrize.register_parametrization(model.a, name, Doubled())
+    expected, kind = run(model, (x,)), type(model.a)
+    report = analyze(model, (x,))
+    trained = parametrize_cbwc(model, report)
+    assert isinstance(trained.ln, FoldedNorm) and type(model.a) is kind and not model.a.parametrizations.keys() - {name}
+    for one in (model, trained, fold(model, report)[0], copy.deepcopy(trained)):
+        close(run(one, (x,)), expected)
+    close(trained.a.weight.mean(0), torch.zeros(C, dtype=torch.float64))
+    parametrize.remove_parametrizations(trained.a, "bias" if name == "weight" else "weight")
+    close(run(model, (x,)), expected)
