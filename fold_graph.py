@@ -86,6 +86,7 @@ class Graph:
         self.model, self.trained = model, trained
         self.structured: set[str] = set()  # paths of modules that return something else than one tensor
         self.arguments: dict[str, list[tuple]] = {}  # path -> (position, name, shape) of the tensors a module takes
+        self.blocks = False  # its forward has blocks like `with torch.no_grad():`, in which modules cannot be told
         program = self._export(inputs)
         for node in program.graph.nodes:
             if any(not isinstance(size, int) for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)
@@ -149,7 +150,9 @@ class Graph:
         restore = _snapshot(self.model)
         try:
             with plain_encoders(), warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's own
-                return torch.export.export(self.model, args, kwargs, strict=False).run_decompositions({})
+                program = torch.export.export(self.model, args, kwargs, strict=False)
+                self.blocks = any("wrap_with" in str(node.target) for node in program.graph.nodes)
+                return program.run_decompositions({})
         except Exception as error:  # whatever a model's forward and the exporter may raise
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise FoldError(f"{type(self.model).__name__} cannot be exported with these inputs ({first}): leave out "

@@ -217,7 +217,8 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
     key = graph.call(norm)
     path = norm.meta["nn_module_stack"][key][0] if key else ""
     if not path:
-        return "the norm is called by the model itself, as a function: there is no module to swap"
+        block = ", or in a no_grad or autocast block, where modules cannot be told" * graph.blocks
+        return f"the norm is called by the model itself, as a function{block}: there is no module to swap"
     module, own = graph.model.get_submodule(path), [node for node in graph.nodes if graph.call(node) == key]
     line, _ = norm_input(norm)
     x, axis = line.node, line.axis

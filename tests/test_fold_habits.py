@@ -164,3 +164,23 @@ def test_modules_with_parametrisations_of_their_own(name):
     close(trained.a.weight.mean(0), torch.zeros(C, dtype=torch.float64))
     parametrize.remove_parametrizations(trained.a, "bias" if name == "weight" else "weight")
     close(run(model, (x,)), expected)
+
+
+def without_gradients(m, x):
+    with torch.no_grad():
+        h = m.ln(m.a(x))
+    return m.out(h)
+
+
+def in_autocast(m, x):
+    h = m.b(x)
+    with torch.autocast("cpu", enabled=False):
+        h = m.ln(m.a(h))
+    return m.out(h)
+
+
+@pytest.mark.parametrize("forward", [without_gradients, in_autocast])
+def test_blocks_in_which_modules_cannot_be_told(forward):
+    report = analyze(net(forward), (draw(2, 4, C),))
+    assert "in a no_grad or autocast block" in report.rows[0].reason
+    assert fold(net(forward), report)[1].folded == 0
