@@ -42,14 +42,14 @@ import decode_peers
 import decode_report
 from checkpoint import load_model
 from configurator import key, parse_args
-from decode import LIBRARY_FROM, Decoder
+from decode import Decoder
 from decode_arms import Arm, check_arm, find_arms, with_norms
 from decode_trace import trace_arms
 from errors import ConfigError, UserError, run_program
 from last_token import bench_last_token
 from launch_ledger import floor_bytes, launches, ledger_table, make_ledger, per_block, shape_on_meta
 from model import GPT
-from packing import pack
+from packing import LIBRARY_FROM, level_at, pack
 from ranks import find_device
 from runlog import environment
 from stats import median_ratio, paired_times, seconds
@@ -201,19 +201,18 @@ def prepare(config: BenchConfig, model: GPT, prompt: Tensor, batch: int) -> tupl
     decoders, rows, floor = {}, {}, 0
     for arm in find_arms(config.arms):
         twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
-        packed = pack(twin, arm.level)
-        counted = per_block(launches(packed, batch, length, config.library_from)[1:])
+        packed = pack(twin, level_at(arm.level, batch, config.library_from))
+        counted = per_block(launches(packed, batch, length)[1:])
         floor = floor_bytes(packed, batch, filled + config.tokens // 2)
         for name, compiled, tuned in config.compilations(arm, device):
-            keys = {"compiled": compiled, "tuned": tuned, "library_from": config.library_from}
-            decoder = decoders[name] = Decoder(packed, batch, length, **keys)
+            decoder = decoders[name] = Decoder(packed, batch, length, compiled=compiled, tuned=tuned)
             try:
                 rows[name] = check_arm(twin, decoder, idx, config.tokens) | counted
             except UserError as error:
                 raise UserError(f"{name}, batch {batch}: {error}") from None
             rows[name]["memory_mb"] = 1e-6 * (sum(decoder.storages().values()) + decoder.peak_bytes)
             if TWIN not in decoders:
-                decoders[TWIN] = Decoder(packed, batch, length, **keys)
+                decoders[TWIN] = Decoder(packed, batch, length, compiled=compiled, tuned=tuned)
                 decoders[TWIN].generate(idx, config.tokens)
     return decoders, rows, floor
 

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 import fold
 import foldable
-import hf
 from certificate import randomize
 from checkpoint import load_model
 from configurator import key, parse_args
 from errors import ConfigError, UserError, run_program
 from fold_modules import Plan, Swap, swap_and_insert
+from hf_coupled import import_transformers
 from ranks import find_device
 from runlog import environment
 from stats import median_ratio, paired_ratio, paired_times
@@ -74,7 +74,7 @@ def make_arms(spec: str, config: BenchConfig) -> tuple[dict[str, nn.Module], int
     name = spec.removeprefix("hf:")
     if name not in HF_SHAPES:
         raise ConfigError(f"{spec}: the shapes are {', '.join(f'hf:{shape}' for shape in HF_SHAPES)}")
-    transformers, (family, shape) = hf.import_transformers(), HF_SHAPES[name]
+    transformers, (family, shape) = import_transformers(), HF_SHAPES[name]
     settings = getattr(transformers, family).config_class(**shape)
     for positions in {"n_positions", "max_position_embeddings"} & {*vars(settings), *settings.attribute_map}:
         setattr(settings, positions, max(2048, *config.lengths))

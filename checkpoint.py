@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import hf
 from configurator import Overrides, parse_args
 from errors import CheckpointError, run_program
+from hf_config import random_model, resolve_hub
 from model import GPT, GPTConfig
+from norms import foreign_keys
 from parallel import is_sharded
 from ranks import Ranks
 
@@ -133,10 +134,11 @@ def find_checkpoint(out_dir: Path, resume: str) -> tuple[dict[str, Any], Path, s
 
 
 def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
-    """The model's part of a saved config. Keys that an older config lacks have their defaults: norm_type is layer."""
-    overrides = Overrides(GPTConfig)
+    """The model's part of a saved config. Keys that an older config lacks, and those of other norm types, have their
+    defaults; norm_type is layer."""
+    overrides, foreign = Overrides(GPTConfig), foreign_keys(saved.get("norm_type", GPTConfig.norm_type))
     for field in fields(GPTConfig):
-        if field.name in saved:
+        if field.name in saved and field.name not in foreign:
             overrides.set(field.name, saved[field.name], str(path))
     return overrides.build()
 
@@ -170,21 +172,28 @@ def load_weights(
     return missing, unexpected
 
 
+def load_hf(folder: Path) -> GPT:
+    """hf.load_hf, imported when it is wanted: with it comes transformers, which takes seconds."""
+    import hf
+
+    return hf.load_hf(folder)
+
+
 def load_model(spec: str) -> GPT:
     """The model that `spec` names, on the CPU, in eval mode; `model.meta` says which tokenizer it has.
 
     A spec is a run folder (its best checkpoint), a checkpoint file, a Hugging Face folder or hub name (owner/name),
-    or `random:` and a published shape (hf.SHAPES). Raises CheckpointError or hf.HFError.
+    or `random:` and a published shape (hf_config.SHAPES). Raises CheckpointError or HFError.
     """
     if spec.startswith("random:"):
-        return hf.random_model(spec.removeprefix("random:"))
+        return random_model(spec.removeprefix("random:"))
     path = Path(spec)
     if not path.exists() and HUB_NAME.fullmatch(spec):
-        return hf.load_hf(hf.resolve_hub(spec))
+        return load_hf(resolve_hub(spec))
     if path.is_dir():
         names = [name for name in (BEST, LAST) if (path / name).exists()]
         if not names and any(path.glob("*.safetensors*")):
-            return hf.load_hf(path)
+            return load_hf(path)
         if not names:
             raise CheckpointError(f"{spec}: no {BEST}, no {LAST} and no safetensors in this folder: check the path")
         path = path / names[0]

@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_leaves
 
 import fold
 import foldable
-import hf
 from certificate import Certificate, Inputs, certify, run, touched
 from checkpoint import BEST, HUB_NAME, LAST, load_model, save_checkpoint
 from configurator import key, parse_args
@@ -42,6 +41,7 @@ from errors import ConfigError, FoldError, UserError, run_program, writing
 from fold_choice import LEFT
 from fold_hub import example_inputs, load, load_pretrained, read_inputs, save
 from foldable import Report
+from hf_config import gpt_config, read_config, resolve_hub
 from kernels import decode_reference
 from model import GPT
 from packing import pack
@@ -161,13 +161,13 @@ def sample_tokens(model: GPT, config: ConvertConfig) -> Tensor:
 
 def is_foreign(spec: str, config: ConvertConfig) -> bool:
     """Is it transformers' model that is meant: one that our GPT does not load, or shall not?"""
-    folder = hf.resolve_hub(spec) if not Path(spec).exists() and HUB_NAME.fullmatch(spec) else Path(spec)
+    folder = resolve_hub(spec) if not Path(spec).exists() and HUB_NAME.fullmatch(spec) else Path(spec)
     if not (folder / "config.json").exists() or (folder / BEST).exists() or (folder / LAST).exists():
         if config.transformers:
             raise ConfigError(f"transformers=True: {spec} is no Hugging Face folder or hub name: leave it out")
         return False
     try:
-        hf.gpt_config(hf.read_config(folder), spec)
+        gpt_config(read_config(folder), spec)
     except UserError:
         return True
     return config.transformers

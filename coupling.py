@@ -120,9 +120,10 @@ class Calibration:
         return float(self.token_kl(plan, alpha)[:, 1:].double().mean())
 
     def best_alpha(self, plan: str) -> tuple[float, float]:
-        """(alpha, KL): the one alpha for all shared positions, a multiple of GRID, that has the lowest KL here.
+        """(alpha, KL): the one alpha for all shared positions that has the lowest KL here.
 
-        From the least-squares ratio downhill, with steps of 8, 4, 2 and 1 times GRID.
+        From the least-squares ratio downhill, with steps of 8, 4, 2 and 1 times GRID; then the vertex of the parabola
+        through the lowest point and its neighbours.
         """
         own = [(p, source) for p, source in enumerate(sources(plan)) if p != source]
         if not own:
@@ -139,7 +140,10 @@ class Calibration:
         for step in (8, 4, 2, 1):
             while (best := min((point, point - step, point + step), key=cost)) != point:
                 point = best
-        return point * GRID, cost(point)
+        below, here, above = cost(point - 1), cost(point), cost(point + 1)
+        bend = below - 2 * here + above
+        alpha = GRID * (point + ((below - above) / (2 * bend) if 0 < bend < float("inf") else 0.0))
+        return alpha, self.kl(plan, alpha)
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ def first_plan(n_layer: int, first: int) -> str:
 def suggest_first(calibration: Calibration, budget: float, per_layer: bool = False) -> tuple[int, list[Choice]]:
     """(coupled_first, the choice at every k = 0 .. L): the smallest k whose KL is at most `budget`.
 
-    With one alpha for all positions, the best there is on GRID; or per layer, by least squares.
+    With one alpha for all positions, the best there is; or per layer, by least squares.
     """
     n_layer, choices = calibration.model.config.n_layer, []
     for k in range(n_layer + 1):

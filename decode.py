@@ -14,12 +14,11 @@ Launches per block, with or without QK-norm, rotary positions and biases:
 and one more where a long cache splits the attention (kernels/decode_reference.py, LONG).
 In `fused` a norm is part of the product behind it: the gain is in the weight, the sum of squares is taken in the loop
 over x that the product runs anyway (or the statistic is shared, or there is none), the scale is in the epilogue. From
-some batch size on (LIBRARY_FROM) the library's products are the better ones, and the packed weights go through the
-launches of `paper`: 8 with exact RMSNorm too, whose second statistic the activation takes. Tokens and positions stay on
-the device; there the whole step is one CUDA graph.
+some batch size on (packing.level_at) the library's products are the better ones: `library` is as `paper`, with 8
+launches for exact RMSNorm too, whose second statistic the activation takes. Tokens and positions stay on the device;
+there the whole step is one CUDA graph.
 """
 
-import dataclasses
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
@@ -31,9 +30,6 @@ from kernels.decode_reference import Debt
 from packing import Entry, Exit, PackedBlock, PackedGPT
 
 Ops = ModuleType | SimpleNamespace  # the launches
-# Sequences from which on `fused` leaves products to the library. A program of ours reads all rows of x for 16 outputs:
-# at 16 rows x is as much traffic from the L2 cache as the weight is, at 32 twice as much. Reckoned, not measured.
-LIBRARY_FROM = 32
 # What gpt-fast sets for its compiled step: inductor then writes the products of one row by itself and tunes its tiles.
 TUNED = {"coordinate_descent_tuning": True, "triton.unique_kernel_names": True, "fx_graph_cache": True}
 
@@ -45,12 +41,9 @@ def enter_library(ops: Ops, entry: Entry, x: Tensor, delta: Tensor | None, inv_r
     if entry.norm is not None:
         y, x, inv_rms = ops.norm(entry.norm, x, delta, inv_rms)
         z = ops.matmul(y, entry.weight, entry.bias)
-    elif entry.statistic == "own" and entry.kind:
+    elif entry.statistic == "own":
         z, inv_rms = ops.norm_activation(ops.matmul(x, entry.weight, None), x, entry.bias, entry.eps, entry.kind)
         return z, None, x, inv_rms
-    elif entry.statistic == "own":
-        y, inv_rms = ops.normalize(x, entry.eps)
-        z = ops.matmul(y, entry.weight, entry.bias)
     elif entry.statistic == "shared":
         z, debt = ops.matmul(x, entry.weight, None), Debt(inv_rms, entry.bias)
     else:
@@ -129,17 +122,15 @@ class Decoder:
     """Decodes `batch` sequences of at most `length` tokens. ops: the launches of a step (None: what is best here).
 
     compiled: the step goes through torch.compile, tuned: with the options TUNED. graph: it is captured in a CUDA graph
-    (None: where there is CUDA). library_from: as LIBRARY_FROM. peak_bytes: what a captured step takes beside what
-    storages() tells. Raises ValueError if `length` is beyond the model's block_size.
+    (None: where there is CUDA). peak_bytes: what a captured step takes beside storages().
+    Raises ValueError if `length` is beyond the model's block_size.
     """
 
     def __init__(
         self, packed: PackedGPT, batch: int, length: int, ops: Ops | None = None, compiled: bool = False,
-        tuned: bool = False, graph: bool | None = None, library_from: int = LIBRARY_FROM,
+        tuned: bool = False, graph: bool | None = None,
     ):  # fmt: skip
         config, device = packed.config, packed.wte.device
-        if packed.level == "fused" and batch >= library_from:
-            packed = dataclasses.replace(packed, level="library")
         if length > config.block_size:
             raise ValueError(f"length={length} is beyond the model's block_size={config.block_size}: make it shorter")
         self.packed, self.length, self.ops = packed, length, ops or best_ops(packed, batch, compiled, tuned)

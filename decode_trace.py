@@ -18,7 +18,7 @@ from decode_arms import find_arms, with_norms
 from errors import UserError
 from launch_ledger import launches, mean, total
 from model import GPT
-from packing import pack
+from packing import level_at, pack
 
 # What a kernel is, by its name: the first match counts. Names are inductor's, Triton's, cuBLAS', ATen's and ours.
 # Activation before norm: inductor names the paper's activation kernel after the statistic that it applies, too.
@@ -33,7 +33,7 @@ CLASSES = (
     ("other", ("",)),
 )  # fmt: skip
 # The class of a launch of the ledger.
-LAUNCHES = {"norm": "norm", "normalize": "norm", "heads": "heads", "attend": "attention", "attend_parts": "attention",
+LAUNCHES = {"norm": "norm", "heads": "heads", "attend": "attention", "attend_parts": "attention",
             "combine": "attention", "activation": "activation", "norm_activation": "activation", "matmul": "product",
             "matmul_add": "product", "project": "product", "norm_project": "product",
             "shared_project": "product"}  # fmt: skip
@@ -101,20 +101,20 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
         raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
     filled, rows, pictures = idx.shape[1], {}, {}
     for arm in find_arms(config.arms):
-        packed = pack(with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {})), arm.level)
+        twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
+        packed = pack(twin, level_at(arm.level, batch, config.library_from))
         shorter = dataclasses.replace(packed, blocks=packed.blocks[:1])
         for name, compiled, tuned in config.compilations(arm, idx.device):
             names = []
             for part, path in ((packed, folder / f"{name}-{batch}.json"), (shorter, None)):
-                decoder = Decoder(part, batch, filled + 8, compiled=compiled, tuned=tuned,
-                                  library_from=config.library_from)  # fmt: skip
+                decoder = Decoder(part, batch, filled + 8, compiled=compiled, tuned=tuned)
                 decoder.prefill(idx)
                 events = traced(decoder, filled, path)
                 names.append(Counter(event["name"] for event in events))
                 if path is not None:
                     pictures[name] = events
                 torch._dynamo.reset()
-            ledger = total(launches(packed, batch, filled + 8, config.library_from)[2:])
+            ledger = total(launches(packed, batch, filled + 8)[2:])
             rows[name] = compare(difference(*names), ledger, len(packed.blocks) - 1)
             rows[name] |= {"kernels_per_step": names[0].total(), "us": sum(event["us"] for event in pictures[name])}
             print(f"{name}: {names[0].total()} kernels in a step, {rows[name]['line']}")

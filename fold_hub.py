@@ -20,17 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import hf
 from certificate import Certificate
 from errors import CheckpointError, ConfigError, UserError
 from fold_modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
+from hf_config import read_config, resolve_hub
+from hf_coupled import import_transformers
 
 FORMAT, RECIPE = 1, "fold.json"
 
 
 def hub_folder(spec: str | Path) -> Path:
     """The folder that a path or a hub name (owner/name) stands for. Raises HFError."""
-    return Path(spec) if Path(spec).exists() else hf.resolve_hub(str(spec))
+    return Path(spec) if Path(spec).exists() else resolve_hub(str(spec))
 
 
 def load_pretrained(spec: str | Path) -> nn.Module:
@@ -40,8 +41,8 @@ def load_pretrained(spec: str | Path) -> nn.Module:
     would fill with random numbers.
     """
     folder = hub_folder(spec)
-    config = hf.read_config(folder)
-    transformers = hf.import_transformers()
+    config = read_config(folder)
+    transformers = import_transformers()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     name = (config.get("architectures") or ["AutoModel"])[0]

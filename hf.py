@@ -10,9 +10,12 @@ What the two sides store differently:
     GPT-2          Conv1D weights are (in, out) there, Linear weights (out, in) here: transposed
     Qwen3, Llama   q_proj, k_proj, v_proj are the rows of our one qkv, gate_proj and up_proj of our one up
 
-A config that asks for anything our GPT does not compute is refused. transformers is not needed to load weights.
+A config that asks for anything our GPT does not compute is refused. transformers is not needed to load weights; where
+it is installed, `import hf` imports it and registers hf_coupled.py's classes, which takes seconds: what only wants a
+published shape or a config imports hf_config.py.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -24,11 +27,23 @@ import torch
 from torch import Tensor
 
 from data.shards import write_bytes_atomically
-from hf_config import COUPLED, SHAPES, HFError, architecture, gpt_config, hf_config, read_config, shape_config  # noqa: F401
-from hf_coupled import import_transformers, register_when_imported  # noqa: F401
+from hf_config import (  # noqa: F401  # they belong here for callers
+    COUPLED,
+    SHAPES,
+    HFError,
+    architecture,
+    gpt_config,
+    hf_config,
+    random_model,
+    read_config,
+    resolve_hub,
+    shape_config,
+)
+from hf_coupled import import_transformers, register  # noqa: F401
 from model import GPT, rope_tables
 
-register_when_imported()
+with contextlib.suppress(HFError):  # where transformers is not installed, there is nothing to tell
+    register()
 
 SHARD_BYTES = 5 << 30  # of a safetensors file
 # Causal masks and rotary frequencies that old checkpoints store among their weights.
@@ -83,33 +98,6 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
     if family == "gpt2" and config.vocab_size == 50257:
         model.meta = {"tokenizer": "gpt2", "vocab_size": 50257}
     return model.eval()
-
-
-def random_model(name: str, dtype: torch.dtype | None = None, seed: int = 0) -> GPT:
-    """GPT of a published shape with random weights, in eval mode: a key of SHAPES, e.g. "qwen3-0.6b".
-
-    Weights are drawn in float32, then rounded to `dtype`. For the large shapes, `with torch.device("cuda")` around
-    the call draws them on the GPU. Raises HFError for an unknown name.
-    """
-    model = GPT(shape_config(name), seed).to(dtype or torch.float32)
-    model.meta = {"vocab_size": model.config.vocab_size, **({"tokenizer": "gpt2"} if name == "gpt2" else {})}
-    return model.eval()
-
-
-def resolve_hub(name: str) -> Path:
-    """Folder of the hub repository `name`, e.g. "Qwen/Qwen3-0.6B", downloaded into Hugging Face's cache if need be.
-
-    Raises HFError where huggingface_hub is not installed or the repository cannot be had.
-    """
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise HFError(f"{name}: hub names need a package: pip install huggingface_hub, or give a folder") from None
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "model*.safetensors", "tokenizer*", "*.txt"]))
-    except Exception as error:  # whatever the hub, the HTTP library and the disk raise
-        raise HFError(f"{name}: not a local folder, and the hub did not give it ({type(error).__name__}): check name, "
-                      "network and access rights, or give a folder") from None  # fmt: skip
 
 
 def export_hf(model: GPT, folder: str | Path) -> Path:

@@ -11,9 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from configurator import Overrides
 from errors import UserError
-from model import GPTConfig
+from model import GPT, GPTConfig
 from norms import NormPlan
 
 
@@ -69,6 +71,33 @@ def shape_config(name: str) -> GPTConfig:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SHAPES)}"
         raise HFError(f"unknown shape {name!r}: {hint}")
     return gpt_config(SHAPES[name], f"shape {name}")
+
+
+def random_model(name: str, dtype: torch.dtype | None = None, seed: int = 0) -> GPT:
+    """GPT of a published shape with random weights, in eval mode: a key of SHAPES, e.g. "qwen3-0.6b".
+
+    Weights are drawn in float32, then rounded to `dtype`. For the large shapes, `with torch.device("cuda")` around
+    the call draws them on the GPU. Raises HFError for an unknown name.
+    """
+    model = GPT(shape_config(name), seed).to(dtype or torch.float32)
+    model.meta = {"vocab_size": model.config.vocab_size, **({"tokenizer": "gpt2"} if name == "gpt2" else {})}
+    return model.eval()
+
+
+def resolve_hub(name: str) -> Path:
+    """Folder of the hub repository `name`, e.g. "Qwen/Qwen3-0.6B", downloaded into Hugging Face's cache if need be.
+
+    Raises HFError where huggingface_hub is not installed or the repository cannot be had.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise HFError(f"{name}: hub names need a package: pip install huggingface_hub, or give a folder") from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "model*.safetensors", "tokenizer*", "*.txt"]))
+    except Exception as error:  # whatever the hub, the HTTP library and the disk raise
+        raise HFError(f"{name}: not a local folder, and the hub did not give it ({type(error).__name__}): check name, "
+                      "network and access rights, or give a folder") from None  # fmt: skip
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -11,9 +11,6 @@ and the gains of the norms are stored as (1, C), which no stock class takes for 
 
 import functools
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
@@ -22,9 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_config import COUPLED, HFError
-
-AUTO = "transformers.models.auto.modeling_auto"
-WATCHED = {AUTO, *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "qwen3"))}
 
 
 class CoupledRMSNorm(nn.Module):
@@ -93,43 +87,6 @@ def register() -> None:
     for model_type, (config, model) in coupled_classes().items():
         auto.AutoConfig.register(model_type, config, exist_ok=True)
         auto.AutoModelForCausalLM.register(config, model, exist_ok=True)
-
-
-class _Registrar(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Registers the coupled classes once transformers' Auto classes are imported: importing transformers costs a
-    second, which a program that never uses it should not pay. GPT-2's own module imports the Auto classes, so they are
-    not registered before the outermost of these imports is done."""
-
-    def __init__(self) -> None:
-        self.specs: dict[str, importlib.machinery.ModuleSpec] = {}
-        self.running: list[str] = []
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name not in WATCHED or not (spec := importlib.machinery.PathFinder.find_spec(name, path)):
-            return None
-        self.specs[name] = spec
-        return importlib.machinery.ModuleSpec(name, self, origin=spec.origin)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return importlib.util.module_from_spec(self.specs[spec.name])
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__spec__.name
-        self.running.append(name)
-        try:
-            self.specs[name].loader.exec_module(module)
-            if len(self.running) == 1 and AUTO in sys.modules:
-                register()
-        finally:
-            self.running.remove(name)
-
-
-def register_when_imported() -> None:
-    """Register the coupled classes now if transformers' Auto classes are imported already, else when they are."""
-    if AUTO in sys.modules:
-        register()
-    elif not any(isinstance(finder, _Registrar) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Registrar())
 
 
 def import_transformers() -> ModuleType:

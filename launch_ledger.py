@@ -22,17 +22,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decode
-import hf
-from decode import LIBRARY_FROM, Decoder
+from decode import Decoder
 from decode_arms import Arm, with_norms
+from hf_config import shape_config
 from kernels import decode_reference
 from model import GPT
-from packing import PackedGPT, pack
+from packing import LIBRARY_FROM, PackedGPT, level_at, pack
 
 LAUNCHES = ("embed", "norm", "heads", "attend", "attend_parts", "combine", "best", "take", "matmul", "matmul_add",
-            "activation", "scale", "normalize", "norm_activation", "project", "norm_project",
+            "activation", "scale", "norm_activation", "project", "norm_project",
             "shared_project")  # fmt: skip
-NORMS = ("norm", "normalize")
 PRODUCTS = {"mm", "addmm", "bmm"}
 FREE = {"empty", "empty_like", "detach", "_unsafe_view", "lift_fresh"}
 
@@ -70,10 +69,10 @@ class LaunchLedger(TorchDispatchMode):
 
 
 @torch.no_grad()
-def launches(packed: PackedGPT, batch: int, length: int, library_from: int = LIBRARY_FROM) -> list[Counter]:
+def launches(packed: PackedGPT, batch: int, length: int) -> list[Counter]:
     """Launches by name of one decoding step, for `batch` sequences and a cache of `length` tokens: [those of the ends,
     those of block 0, those of block 1, ...]."""
-    decoder, ledger = Decoder(packed, batch, length, library_from=library_from), LaunchLedger()
+    decoder, ledger = Decoder(packed, batch, length), LaunchLedger()
     blocks, one_block = [], decode.decode_block
 
     def counted(*words):
@@ -98,7 +97,7 @@ def per_block(blocks: list[Counter]) -> dict[str, Any]:
     every = total(blocks)
     return {
         "launches_per_block": mean(every.total(), len(blocks)),
-        "norm_launches_per_block": mean(sum(every[name] for name in NORMS), len(blocks)),
+        "norm_launches_per_block": mean(every["norm"], len(blocks)),
         "blocks": [{"count": count, "launches": dict(kind)} for kind, count in kinds.items()],
     }
 
@@ -121,7 +120,7 @@ def shape_on_meta(spec: str, dtype: torch.dtype) -> GPT | None:
     if not spec.startswith("random:"):
         return None
     with torch.device("meta"):
-        return GPT(hf.shape_config(spec.removeprefix("random:"))).to(dtype).eval()
+        return GPT(shape_config(spec.removeprefix("random:"))).to(dtype).eval()
 
 
 def make_ledger(
@@ -132,8 +131,9 @@ def make_ledger(
     device, rows, floor = model.wte.weight.device, {}, 0.0
     idx = torch.zeros(1, 8, dtype=torch.int64, device=device)
     for arm in arms:
-        packed = pack(with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {})), arm.level)
-        parts = launches(packed, batch, context, library_from)
+        twin = with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {}))
+        packed = pack(twin, level_at(arm.level, batch, library_from))
+        parts = launches(packed, batch, context)
         of_step = total(parts).total()
         floor = 1e3 * floor_bytes(packed, batch, context) / bandwidth
         rows[arm.name] = per_block(parts[1:]) | {

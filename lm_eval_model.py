@@ -30,7 +30,7 @@ from data.tokenizers import load_tokenizer
 from errors import ConfigError, UserError, run_program
 from hf_coupled import import_transformers
 from model import GPT
-from ranks import find_device
+from ranks import faster_float32_products, find_device
 from stats import paired
 
 TASK = """
@@ -172,7 +172,10 @@ def local_mmlu(files: str, folder: Path) -> list[str]:
 def evaluate(spec: str, tasks: list[str], include: Path | None, config: EvalConfig) -> tuple[dict[str, float], int]:
     """({task/item: correct, 0 or 1}, forward passes) of one model."""
     lm_eval = import_lm_eval()
-    scorer = Scorer(load_model(spec).to(find_device(config.device)), config.batch_size)
+    model, device = load_model(spec), find_device(config.device)
+    if device.type == "cpu":
+        faster_float32_products(model.config.n_embd, model.config.head_channels)
+    scorer = Scorer(model.to(device), config.batch_size)
     manager = lm_eval.tasks.TaskManager(include_path=str(include) if include else None)
     try:
         found = lm_eval.simple_evaluate(model=harness_model(scorer), tasks=tasks, task_manager=manager, num_fewshot=5,

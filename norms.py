@@ -58,10 +58,9 @@ class NormConfig:
             near = difflib.get_close_matches(self.norm_type, NORM_TYPES, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(NORM_TYPES)}"
             raise ConfigError(f"unknown norm_type {self.norm_type!r}: {hint}")
-        for other, row in NORM_TYPES.items():
-            for name in row.keys:
-                if other != self.norm_type and getattr(self, name) != _default(name):
-                    raise ConfigError(f"{name} is a key of norm_type={other}, this is {self.norm_type}: remove one")
+        for name, other in foreign_keys(self.norm_type).items():
+            if getattr(self, name) != _default(name):
+                raise ConfigError(f"{name} is a key of norm_type={other}, this is {self.norm_type}: remove one")
         if self.coupled_impl != "scale" and self.coupled_grad != "detach":
             raise ConfigError(f"coupled_impl={self.coupled_impl} wants coupled_grad=detach: change one of them")
         if not self.norm_eps >= 0:
@@ -77,6 +76,12 @@ class NormConfig:
             raise ConfigError(f"taper_warmup={self.taper_warmup} must not come after taper_end={self.taper_end}")
         if self.taper_anchor < 0:
             raise ConfigError(f"taper_anchor={self.taper_anchor}: the weight of a loss must not be negative")
+
+
+def foreign_keys(norm_type: str) -> dict[str, str]:
+    """{key: norm type that reads it}, of the keys that `norm_type` does not. A saved config's values of them mean
+    nothing: they are the defaults of its day."""
+    return {name: other for other, row in NORM_TYPES.items() if other != norm_type for name in row.keys}
 
 
 def _default(name: str) -> object:

@@ -10,6 +10,8 @@ serves every other). Which norms fold is the fusion level's choice:
     plain     none: norms stay modules, as in training
     paper     positions that share a statistic; 1 / alpha goes along with the gain
     fused     also RMSNorm (the reader computes the statistic), and a finished taper or no norm (no statistic is left)
+    library   as fused, but RMSNorm only in front of an activation, which then computes the statistic: for the library's
+              products, where a norm that stays a launch may as well keep its gain
 
 Folding is done in float64 and rounded once, to the type of the weights. Centred linears (cbwc) are stored centred. What
 cannot fold (LayerNorm: use its cbwc form; partial and group RMSNorm; dyt; a taper under way) stays a module.
@@ -25,7 +27,15 @@ from model import GPT, GPTConfig
 from norm_layers import CenteredLinear, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
 from taper import TaperNorm
 
-LEVELS = {"plain": (), "paper": ("shared",), "fused": ("own", "shared", "none")}
+LEVELS = {"plain": (), "paper": ("shared",), "library": ("own", "shared", "none"), "fused": ("own", "shared", "none")}
+# Sequences from which on `library` is taken instead of `fused`, whose programs read all rows of x for 16 outputs: at 16
+# rows x is as much traffic from the L2 cache as the weight is, at 32 twice as much. Reckoned, not measured.
+LIBRARY_FROM = 32
+
+
+def level_at(level: str, batch: int, library_from: int = LIBRARY_FROM) -> str:
+    """The level at which to pack for `batch` sequences where `level` is wanted."""
+    return "library" if level == "fused" and batch >= library_from else level
 
 
 @dataclass
@@ -89,11 +99,11 @@ class PackedGPT:
 @torch.no_grad()
 def pack(model: GPT, level: str) -> PackedGPT:
     """`model` for decoding, at a fusion level (a key of LEVELS). Tensors that nothing is folded into are shared."""
-    folding, wide = LEVELS[level], torch.float64 if model.wte.weight.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if model.wte.weight.dtype == torch.float64 else torch.float32
     blocks = [
         PackedBlock(
-            enter(block.norm1, *weights(block.attn.qkv), folding), Exit(*weights(block.attn.proj)),
-            enter(block.norm2, *weights(block.mlp.up), folding, block.mlp.activation), Exit(*weights(block.mlp.down)),
+            enter(block.norm1, *weights(block.attn.qkv), level), Exit(*weights(block.attn.proj)),
+            enter(block.norm2, *weights(block.mlp.up), level, block.mlp.activation), Exit(*weights(block.mlp.down)),
             *(None if norm is None else gain(norm, block.attn.qkv.weight)
               for norm in (block.attn.q_norm, block.attn.k_norm)),
         )
@@ -101,7 +111,7 @@ def pack(model: GPT, level: str) -> PackedGPT:
     ]  # fmt: skip
     wte, wpe = (None if table is None else embedding(model, table.weight.detach()) for table in (model.wte, model.wpe))
     rope = None if model.wpe is not None else (model.rope_cos.to(wide), model.rope_sin.to(wide))
-    head = enter(model.norm_f, model.head_weight().detach()[: model.n_vocab], None, folding)
+    head = enter(model.norm_f, model.head_weight().detach()[: model.n_vocab], None, level)
     return PackedGPT(model.config, level, wte, wpe, rope, blocks, head)
 
 
@@ -124,10 +134,10 @@ def gain(norm: Norm, like: Tensor) -> Tensor:
     return like.new_ones(norm.channels) if norm.weight is None else norm.weight.detach()
 
 
-def enter(norm: Norm, weight: Tensor, bias: Tensor | None, folding: tuple[str, ...], kind: str = "") -> Entry:
-    """The entry of `norm` and the linear behind it; folded if what would remain of the norm is in `folding`."""
+def enter(norm: Norm, weight: Tensor, bias: Tensor | None, level: str, kind: str = "") -> Entry:
+    """The entry of `norm` and the linear behind it, which has an activation `kind` or none; folded if `level` does."""
     statistic, scale, shift, centers = remains(norm)
-    if statistic not in folding:
+    if statistic not in LEVELS[level] or (level == "library" and statistic == "own" and not kind):
         if isinstance(norm, SharedRMSNorm) and norm.impl != "scale":  # it would leave its scaling to the MLP
             norm = copy.copy(norm)
             norm.impl = "scale"

@@ -157,7 +157,7 @@ def plot_differences(rows: list[Row], target: Path) -> Path:
 def plot_stream(arms: Arms, target: Path) -> Path:
     """The residual stream at every norm position after training: its size, its drift from the statistic that the
     position uses, and that drift's spread over tokens, which no scalar can compensate. Geometric means over seeds."""
-    panels = {"rms": "RMS of the stream", "drift": "drift: RMS / RMS shared", "spread": "SD of log drift over tokens"}
+    panels = {"rms": "RMS of the stream", "drift": "drift: RMS / statistic used", "spread": "SD of log drift"}
     figure, axes = plt.subplots(3, figsize=(7.5, 8.5), layout="constrained", sharex=True)
     for index, (arm, runs) in enumerate(arms.items()):
         streams = [run.stream for run in runs.values() if run.stream]
@@ -167,7 +167,7 @@ def plot_stream(arms: Arms, target: Path) -> Path:
                 mean = rows.mean(0) if name == "spread" else np.exp(np.log(rows).mean(0))
                 axis.plot(np.arange(rows.shape[1]) / 2, mean, label=arm, linewidth=1.6, **style(index))
     for axis, (name, label) in zip(axes, panels.items()):
-        axis.set(ylabel=label, yscale="linear" if name == "spread" else "log")
+        axis.set(ylabel=label, yscale="log" if name == "rms" else "linear")
         axis.grid(alpha=0.3)
     axes[0].set_title("Residual stream at every norm position, last evaluation")
     axes[0].legend(frameon=False, fontsize=9)
@@ -183,24 +183,32 @@ def histories(runs: dict[int, Run]) -> list[dict[str, np.ndarray]]:
 
 
 def plot_output(arms: Arms, target: Path) -> Path:
-    """What holds the scale at the output, over training: mean over seeds, band from lowest to highest."""
+    """What holds the scale at the output, over training, and its later half at large: mean over seeds, band from lowest
+    to highest."""
     panels = {"rms": "RMS of the stream\nat the output", "logit_norm": "length of the logits\naround their mean",
               "radial_gradient": "radial gradient at the\noutput, nats"}  # fmt: skip
-    figure, axes = plt.subplots(3, figsize=(7.5, 8.5), layout="constrained", sharex=True)
-    for index, (arm, runs) in enumerate(arms.items()):
-        found = histories(runs)
-        for axis, name in zip(axes, panels if found else ()):
+    figure, axes = plt.subplots(3, 2, figsize=(11, 8.5), layout="constrained", sharex="col")
+    for row, (name, label) in zip(axes, panels.items()):
+        for index, (arm, runs) in enumerate(arms.items()):
+            found = histories(runs)
+            if not found:
+                continue
             values = np.array([history[name] for history in found])
             values = values[..., -1] if name == "rms" else values  # (seeds, n)
             x, color = found[0]["tokens"] / 1e6, STYLES[index % len(STYLES)][0]
-            axis.plot(x, values.mean(0), label=arm, linewidth=1.6, **style(index))
-            axis.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.18, linewidth=0)
-    for axis, (name, label) in zip(axes, panels.items()):
-        axis.set(ylabel=label, yscale="linear" if name == "radial_gradient" else "log")
-        axis.grid(alpha=0.3)
-    axes[0].set_title("The output: mean over seeds, band from lowest to highest")
-    axes[0].legend(frameon=False, fontsize=9)
-    axes[-1].set_xlabel("training tokens (millions)")
+            half = x >= x[-1] / 2
+            for axis, part in zip(row, (x >= 0, half)):
+                axis.plot(x[part], values.mean(0)[part], label=arm, linewidth=1.6, **style(index))
+                low, high = values.min(0)[part], values.max(0)[part]
+                axis.fill_between(x[part], low, high, color=color, alpha=0.18, linewidth=0)
+        row[0].set_ylabel(label)
+        for axis in row:
+            axis.grid(alpha=0.3)
+    axes[0, 0].set_title("Mean over seeds, band from lowest to highest")
+    axes[0, 1].set_title("Later half")
+    axes[0, 0].legend(frameon=False, fontsize=8, loc="lower right")
+    for axis in axes[-1]:
+        axis.set_xlabel("training tokens (millions)")
     return save(figure, target)
 
 
@@ -221,7 +229,7 @@ def plot_drift(arms: Arms, target: Path) -> Path:
         shades = plt.get_cmap("viridis")(np.linspace(0, 0.9, drift.shape[1]))
         for position, (line, shade) in enumerate(zip(drift.T, shades)):
             axis.plot(found[0]["tokens"] / 1e6, line, color=shade, linewidth=1.4, label=f"{position / 2:g}")
-        axis.set(title=arm, ylabel="drift", yscale="log")
+        axis.set(title=arm, ylabel="drift")
         axis.grid(alpha=0.3)
     axes[0, 0].legend(frameon=False, fontsize=8, ncols=2, title="block", loc="center left", bbox_to_anchor=(1, 0.5))
     axes[-1, 0].set_xlabel("training tokens (millions)")

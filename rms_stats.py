@@ -10,7 +10,8 @@ its drift, RMS(c h), is 1 on average when c is set, and moves as the stream grow
 
 At the output, the size of the logits and the radial gradient tell whether anything holds the scale of the stream
 (Kanavalau, Amo Alonso & Lall 2026, section 4): with a final norm that gradient is 0, without one it is negative where
-tokens are predicted well, and logits grow ("logit chasing").
+tokens are predicted well, and logits grow ("logit chasing"). On validation text its mean may be positive all the same:
+there a model that is surer than right would gain by smaller logits.
 
 The program reads any model (see checkpoint.py) and any text. Every second window of it measures and calibrates, the
 others judge. It suggests coupled_first and alpha for a budget of KL (coupling.py). The last line of output is JSON.
@@ -195,13 +196,15 @@ def blocks_table(rms: Tensor) -> tuple[list[str], list[dict[str, Any]]]:
 def main(argv: list[str]) -> None:
     from checkpoint import load_model
     from coupling import Calibration, greedy, suggest_first, text_windows
-    from ranks import find_device
+    from ranks import faster_float32_products, find_device
     from runlog import environment
 
     config, spec = parse_args(StatsConfig, argv, __doc__, spec=True)
     model, device = load_model(spec), find_device(config.device)
     windows = text_windows(config.text, model.meta, min(config.length, model.config.block_size), config.windows)
     model.to(device)
+    if device.type == "cpu":
+        faster_float32_products(model.config.n_embd, model.config.head_channels)
     if model.config.norm_type not in ("rms", "coupled"):
         lines, records = blocks_table(token_rms(model, windows))
         print("\n".join([*lines, f"norm_type={model.config.norm_type}: only RMSNorm can be coupled (convert.py)"]))
@@ -215,7 +218,7 @@ def main(argv: list[str]) -> None:
     for per_layer in (False, True):
         first, choices = suggest_first(calibration, config.budget, per_layer)
         for k, choice in enumerate(choices):
-            alpha = "per layer" if per_layer else f"{choice.alpha:.2f}"
+            alpha = "per layer" if per_layer else f"{choice.alpha:.3f}"
             mark = "  <- suggested" if k == first else ""
             print(f"  {k}  alpha {alpha}  {choice.kl:.3e} ({judge.kl(choice.plan, choice.alpha):.3e}){mark}")
         result["per_layer" if per_layer else "one_alpha"] = {

@@ -14,7 +14,7 @@ import numpy as np
 
 from errors import UserError
 from model import GPTConfig
-from norms import NormConfig
+from norms import NormConfig, foreign_keys
 
 NORM_KEYS = {field.name: field.default for field in fields(NormConfig) if field.default is not MISSING}
 # Settings that do nothing to a result. HellaSwag is scored beside training, and compared only on the same items.
@@ -65,9 +65,10 @@ class Run:
     def arm(self) -> str:
         """The norm type and every norm key that is not at its default, as sweep.sh takes it."""
         words = [self.config["norm_type"]]
+        foreign = foreign_keys(words[0])
         for name, default in NORM_KEYS.items():
             value = self.config.get(name, default)
-            if name != "norm_type" and _plain(value) != _plain(default):
+            if name != "norm_type" and name not in foreign and _plain(value) != _plain(default):
                 words.append(f"--{name}={_text(value)}")
         return " ".join(words)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import row_norm, rows
+from kernels import rows
 from kernels.activation import value
 from kernels.decode_reference import Debt
 
@@ -65,10 +65,6 @@ def _launch(z, x, inv_rms, bias, eps, kind):
             C=1 if x is None else x.shape[-1], KIND=kind, WIDE=WIDE, num_warps=4,
         )  # fmt: skip
     return y, taken
-
-
-def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return row_norm.rms_norm(x, None, None, eps, 1, x.shape[-1])
 
 
 def norm_activation(z: Tensor, x: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:

@@ -143,12 +143,6 @@ def activation(z: Tensor, debt: Debt | None, kind: str) -> Tensor:
     return activate(z if debt is None else pay(z, debt), kind).to(z.dtype)
 
 
-def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(y, inv_rms): RMSNorm without a gain."""
-    inv_rms = inverse_rms(x, eps)
-    return (x * inv_rms).to(x.dtype), inv_rms
-
-
 def norm_activation(z: Tensor, x: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
     """(y, inv_rms): act(inv_rms * z + bias) of a raw product z of x, whose statistic is taken here."""
     inv_rms = inverse_rms(x, eps)

@@ -114,7 +114,7 @@ def matmul_add_visible(a, weight, x):
     return x + F.linear(a, weight)
 
 
-EPILOGUES = {name: getattr(decode_epilogue, name) for name in ("normalize", "norm_activation", "activation", "scale")}
+EPILOGUES = {name: getattr(decode_epilogue, name) for name in ("norm_activation", "activation", "scale")}
 EPILOGUES["matmul_add"] = add_in_place
 FUSED = SimpleNamespace(**REFERENCE | OWN | EPILOGUES)
 OPERATORS = {"heads": heads, "attend": attend, "attend_parts": attend_parts, "matmul_add": matmul_add,

@@ -44,13 +44,13 @@ class Table3Config:
     out: str = key("", "folder for README.md and models.jsonl ('': the screen alone)")
 
 
-def measure(name: str, rules: str) -> dict:
+def measure(name: str, rules: str, git: str) -> dict:
     """Counts by our rules and by the paper's; the fold with everything that is worth it, and its error."""
     model, inputs = build(name)
     start = time.process_time()
     report = analyze(model, inputs)
     paper = report.by("paper")
-    record = {"model": name, "class": report.model, "git": environment(torch.device("cpu"))["git"],
+    record = {"model": name, "class": report.model, "git": git,
               "paper_rules": {c: getattr(paper, c) for c in COUNTS}}  # fmt: skip
     if rules == "paper":
         return record
@@ -99,11 +99,11 @@ def main(argv: list[str]) -> None:
     if config.out:
         Path(config.out).mkdir(parents=True, exist_ok=True)
     stored = Path(config.out) / "models.jsonl" if config.out else None
-    records = {}
+    records, git = {}, environment(torch.device("cpu"))["git"]  # before models.jsonl changes the tree
     if stored and stored.exists() and config.models:
         records = {record["model"]: record for record in map(json.loads, stored.read_text().splitlines())}
     for name in names:
-        record = measure(name, config.rules)
+        record = measure(name, config.rules, git)
         print(json.dumps(record), flush=True)
         records[name] = record
         if stored:

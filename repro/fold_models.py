@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certificate import randomize
-from hf import import_transformers
+from hf_coupled import import_transformers
 
 hf = import_transformers()
 

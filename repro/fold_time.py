@@ -24,7 +24,7 @@ from errors import run_program
 from fold_graph import Graph
 from fold_modules import carry_out
 from foldable import analyze, fold
-from hf import import_transformers
+from hf_coupled import import_transformers
 from runlog import environment
 
 

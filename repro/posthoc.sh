@@ -6,8 +6,8 @@
 #
 # 1. a teacher of 10 M parameters, Llama's shape, bytes, 3.1 M tokens of every second document
 # 2. sizes of its residual stream, alpha, which blocks to couple, KL against launches saved
-# 3. distillation from KL alone on the other documents, two plans: the suggested one, and every block coupled
-# 4. the control: the teacher trained on, on the same text, for as many tokens and with the same learning rates
+# 3. distillation from KL alone on the other documents, two plans: every block coupled, and the suggested one
+# 4. the control: the teacher trained on, on the same text, for as many tokens and with the same learning rates as the first
 # 5. two small models more, to see whether the suggested alpha is near the best there is in all three
 # 6. KL and val loss of all of them on held-out documents, paired by window
 #
@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 case ${1:-} in ""|-h|--help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 2;; esac
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-source=$1 out=${OUT:-out/posthoc} results=${RESULTS:-results/cpu/posthoc} STEPS=${STEPS:-300}
+source=$1 out=${OUT:-out/posthoc} results=${RESULTS:-results/cpu/posthoc}
 mkdir -p "$out" "$results"
 for half in a b; do
   [ -f "$out/text_$half/meta.json" ] && continue
@@ -26,20 +26,23 @@ for half in a b; do
     --tokenizer=bytes --out_dir="$out/text_$half" --processes=1
 done
 "$PYTHON" train.py config/posthoc_teacher.py --out_dir="$out/teacher" --data_dir="$out/text_a"
-[ -f "$results/sizes.jsonl" ] || "$PYTHON" rms_stats.py "$out/teacher" --text="$out/b.jsonl" --windows=64 --across \
+[ -f "$results/sizes.jsonl" ] || "$PYTHON" rms_stats.py "$out/teacher" --text="$out/b.jsonl" --windows=32 --across \
   --budget=0.05 --plot="$results/fig3.png" --out="$results/sizes.jsonl"
-for first in ${FIRST:-0 1}; do
+distil() {  # coupled_first, learning rate, steps
   "$PYTHON" distill.py --teacher="$out/teacher" --local="$out/b.jsonl" --val="$source/openstax_ccby_val.jsonl.xz" \
-    --method=full --coupled_first=$first --block_size=256 --batch_size=8 --gradient_accumulation_steps=1 \
-    --checkpoint_activations=False --dtype=bfloat16 --shuffle=4096 --learning_rate=3e-4 --warmup_iters=20 \
-    --max_iters="$STEPS" --eval_interval=150 --eval_blocks=64 --out_dir="$out/student-$first"
-done
+    --method=full --coupled_first="$1" --block_size=256 --batch_size=8 --gradient_accumulation_steps=1 \
+    --checkpoint_activations=False --dtype=bfloat16 --shuffle=4096 --learning_rate="$2" --warmup_iters=20 \
+    --max_iters="$3" --eval_interval=$(($3 / 2)) --eval_blocks=64 --out_dir="$out/student-$1"
+}
+distil 0 3e-4 300  # every block
+distil 1 1e-4 150  # the suggested plan: there is less to mend
 "$PYTHON" train.py config/posthoc_teacher.py --init_from="$out/teacher" --data_dir="$out/text_b" --seed=2 \
-  --max_iters="$STEPS" --learning_rate=3e-4 --min_lr=0 --warmup_iters=20 --eval_interval=150 --out_dir="$out/teacher-longer"
+  --max_iters=300 --learning_rate=3e-4 --min_lr=0 --warmup_iters=20 --eval_interval=150 \
+  --eval_tokens=16384 --sample_tokens=0 --out_dir="$out/teacher-longer"
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
   --data_dir="$out/text_a" --out_dir="$out/small-gpt2"
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=9 --n_layer=6 \
   --position=rope --activation=swiglu --data_dir="$out/text_a" --out_dir="$out/small-llama"
 [ -f "$results/alpha.jsonl" ] || "$PYTHON" repro/posthoc_alpha.py "$results/alpha.jsonl" "$out/b.jsonl" \
-  "$out/teacher" "$out/small-gpt2" "$out/small-llama"
+  "$out/small-gpt2" "$out/small-llama" "$out/teacher"
 "$PYTHON" repro/posthoc_table.py "$out" "$source/openstax_ccby_val.jsonl.xz" "$results"

@@ -3,7 +3,7 @@
     python repro/posthoc_alpha.py results/cpu/posthoc/alpha.jsonl TEXT MODEL [MODEL ...]    (a step of posthoc.sh)
 
 Half the windows of TEXT suggest. On the other half, for every k < L, the KL at the suggested alpha is compared with the
-lowest of a grid of 0.01 that reaches 0.2 to both sides. One line a model and k.
+lowest of a grid of 0.01 that reaches 0.1 to both sides. One line a model and k.
 """
 
 import json
@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from checkpoint import load_model
 from coupling import GRID, Calibration, suggest_first, text_windows
 from errors import ConfigError, run_program
+from ranks import faster_float32_products
 from runlog import environment
 
-WINDOWS, LENGTH, BUDGET, REACH = 32, 256, 0.01, 20
+WINDOWS, LENGTH, BUDGET, REACH = 32, 256, 0.01, 10
 
 
 def main(argv: list[str]) -> None:
@@ -29,6 +30,7 @@ def main(argv: list[str]) -> None:
     with open(target, "w", encoding="utf-8") as file:
         for spec in specs:
             model = load_model(spec)
+            faster_float32_products(model.config.n_embd, model.config.head_channels)
             windows = text_windows(text, model.meta, min(LENGTH, model.config.block_size), WINDOWS)
             calibration, judge = (Calibration(model, windows[start::2]) for start in (0, 1))
             first, choices = suggest_first(calibration, BUDGET)
@@ -44,7 +46,8 @@ def main(argv: list[str]) -> None:
                        "kl_per_layer": judge.kl(choice.plan, layers), "kl_alpha_1": judge.kl(choice.plan, 1.0),
                        "alpha_per_layer": layers, **environment(torch.device("cpu"))}  # fmt: skip
                 file.write(json.dumps(row) + "\n")
-                print(f"{spec}  k={k}  alpha {choice.alpha:.2f}  KL {held_out:.3e}, best {best:.2f} {grid[best]:.3e}, "
+                file.flush()
+                print(f"{spec}  k={k}  alpha {choice.alpha:.3f}  KL {held_out:.3e}, best {best:.2f} {grid[best]:.3e}, "
                       f"ratio {row['ratio']:.3f}, per layer {row['kl_per_layer']:.3e}", flush=True)  # fmt: skip
 
 

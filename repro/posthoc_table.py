@@ -14,22 +14,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint import load_model
-from coupling import BATCH, Calibration, text_windows, view
+from checkpoint import BEST, load_model
+from coupling import BATCH, Calibration, first_plan, text_windows, view
 from errors import ConfigError, run_program
 from kl import kl_divergence
+from ranks import faster_float32_products
 from runlog import environment
 from stats import paired
 
-WINDOWS, CALIBRATION = 192, 32
+WINDOWS, CALIBRATION = 128, 16
 
 
 @torch.no_grad()
-def judge(model, teacher, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(val loss, KL from the teacher) of each window (N,), float64."""
+def judge(model, teacher, windows: torch.Tensor, states: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(val loss, KL from the teacher, whose states these are) of each window (N,), float64."""
     losses, kls = [], []
-    for idx in windows.split(BATCH):
-        x, taught = model.hidden(idx), teacher.hidden(idx)
+    for idx, taught in zip(windows.split(BATCH), states, strict=True):
+        x = model.hidden(idx)
         log_p = model.logits(x)[:, :-1].double().log_softmax(-1)
         losses.append(-log_p.gather(-1, idx[:, 1:, None]).squeeze(-1).mean(1))
         kl = kl_divergence(x.flatten(0, 1).double(), model.head_weight().double(), taught.flatten(0, 1).double(),
@@ -43,17 +44,20 @@ def main(argv: list[str]) -> None:
         raise ConfigError("posthoc_table.py wants three words: the runs' folder, a file of held-out text, a folder")
     runs, text, results = Path(argv[0]), argv[1], Path(argv[2])
     teacher = load_model(str(runs / "teacher"))
+    faster_float32_products(teacher.config.n_embd, teacher.config.head_channels)
     length = teacher.config.block_size
     windows = text_windows(text, teacher.meta, length, WINDOWS)
     calibration = Calibration(teacher, text_windows(str(runs / "b.jsonl"), teacher.meta, length, CALIBRATION))
+    with torch.no_grad():
+        states = [teacher.hidden(idx) for idx in windows.split(BATCH)]
     models = {"teacher": teacher}
-    for folder in sorted(runs.glob("student-*")):
-        student = load_model(str(folder))
-        plan = str(student.plan)
-        models[f"{plan}: coupled, alpha 1"] = view(teacher, plan)
-        models[f"{plan}: one alpha"] = view(teacher, plan, calibration.best_alpha(plan)[0])
-        models[f"{plan}: alpha per layer"] = view(teacher, plan, calibration.alpha(plan))
-        models[f"{plan}: distilled"] = student
+    for first in (0, 1):
+        plan, student = first_plan(teacher.config.n_layer, first), runs / f"student-{first}"
+        models[f"coupled_first={first}, alpha 1"] = view(teacher, plan)
+        models[f"coupled_first={first}, one alpha"] = view(teacher, plan, calibration.best_alpha(plan)[0])
+        models[f"coupled_first={first}, alpha per layer"] = view(teacher, plan, calibration.alpha(plan))
+        if (student / BEST).exists():
+            models[f"coupled_first={first}, distilled"] = load_model(str(student))
     if (runs / "teacher-longer").exists():
         models["teacher trained on"] = load_model(str(runs / "teacher-longer"))
     lines = ["| model | val loss | difference to the teacher | relative | KL from the teacher |"]
@@ -61,7 +65,7 @@ def main(argv: list[str]) -> None:
     with open(results / "models.jsonl", "w", encoding="utf-8") as file:
         base = None
         for name, model in models.items():
-            loss, kl = judge(model, teacher, windows)
+            loss, kl = judge(model, teacher, windows, states)
             base = loss if base is None else base
             row = {"model": name, "val_loss": float(loss.mean()), "kl": float(kl.mean())}
             shown = "|"  # two empty cells

@@ -13,7 +13,8 @@ import bench_fold
 from bench_fold import SWAPPED, BenchConfig, inputs, make_arms
 from checkpoint import save_checkpoint
 from errors import ConfigError
-from hf import HFError, import_transformers
+from hf_config import HFError
+from hf_coupled import import_transformers
 from model import GPT, GPTConfig
 from norm_layers import RMSNorm
 from stats import paired_ratio

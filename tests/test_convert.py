@@ -17,7 +17,7 @@ import sample
 from certificate import certify
 from checkpoint import CheckpointError, load_model, save_checkpoint
 from errors import ConfigError
-from hf import import_transformers
+from hf_coupled import import_transformers
 from model import GPT, GPTConfig
 from norm_layers import CenteredLinear, LayerNorm, NoNorm, RMSNorm
 

@@ -112,7 +112,7 @@ def test_suggested_alpha_is_near_the_best_of_a_grid(calibration, judge):
     """On text that it was not chosen on, for every k < L; and the suggested k is the smallest within the budget."""
     first, choices = suggest_first(calibration, budget=1e-2)
     for k, choice in enumerate(choices[:L]):
-        grid = [choice.alpha + step * GRID for step in range(-15, 16)]
+        grid = [(round(choice.alpha / GRID) + step) * GRID for step in range(-15, 16)]
         assert judge.kl(choice.plan, choice.alpha) <= 1.1 * min(judge.kl(choice.plan, alpha) for alpha in grid)
         layers = calibration.alpha(choice.plan)
         assert judge.kl(choice.plan, layers) < judge.kl(choice.plan, 1.0)  # calibrating helps

@@ -24,7 +24,6 @@ SHAPES = {
     "llama": {"position": "rope", "activation": "swiglu", "n_kv_head": 2, "head_dim": 8, "rope_theta": 5e5,
               "rope_scaling": (32.0, 1.0, 4.0, 16.0), "tie_embeddings": True},
 }  # fmt: skip
-ALL_LEVELS = (*LEVELS, "library")
 ALPHAS = (1.0, 1.09, 0.9, 1.2, 1.1, 0.8, 1.3, 1.05, 1.0)
 NORMS = {
     "rms": {"norm_type": "rms"},
@@ -68,15 +67,9 @@ def definition(model: GPT, idx: torch.Tensor, prefill: int) -> torch.Tensor:
     return torch.cat(logits + [model(idx[:, i : i + 1], cache=cache) for i in range(prefill, idx.shape[1])], 1)
 
 
-def decoder_of(model: GPT, level: str, batch: int, length: int) -> Decoder:
-    """A decoder at one of ALL_LEVELS; "library" is `fused` beyond the batch size where it leaves products to others."""
-    by_library = level == "library"
-    return Decoder(pack(model, "fused" if by_library else level), batch, length, library_from=1 if by_library else 64)
-
-
 def decoded(model: GPT, level: str, idx: torch.Tensor, prefill: int) -> torch.Tensor:
     """The same from packed weights, the tokens given (a decoder reads its `out`)."""
-    decoder = decoder_of(model, level, len(idx), idx.shape[1])
+    decoder = Decoder(pack(model, level), len(idx), idx.shape[1])
     logits = [decoder.prefill(idx[:, :prefill])]
     for i in range(prefill, idx.shape[1]):
         decoder.out[:, i] = idx[:, i]
@@ -97,7 +90,7 @@ def test_packed_decoding_is_the_definition(shape, norm):
     for batch in (1, 3):
         idx = prompt(batch, 7 + 16)
         expected, expected_single = definition(model, idx, 7), definition(single, idx, 7)
-        for level in ALL_LEVELS:
+        for level in LEVELS:
             assert distance(decoded(model, level, idx, 7), expected) <= 1e-13, level
             assert distance(decoded(single, level, idx, 7), expected_single) <= 2e-6, level
 
@@ -123,16 +116,17 @@ def test_greedy_tokens_are_generates(shape, norm):
     model, idx = make(shape, norm, init_std=0.3), prompt(3)
     expected = model.generate(idx, 16, temperature=0)
     assert expected[:, 7:].unique().numel() > 3  # one token for ever would hide a broken cache
-    for level in ALL_LEVELS:
+    for level in LEVELS:
+        packed = pack(model, level)
         for batch in (1, 3):
-            assert torch.equal(decoder_of(model, level, batch, 23).generate(idx[:batch], 16), expected[:batch]), level
+            assert torch.equal(Decoder(packed, batch, 23).generate(idx[:batch], 16), expected[:batch]), level
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("norm", ("rms", "coupled", "coupled-first", "coupled-span", "cbwc", "taper"))
 def test_bfloat16_loses_nothing_by_fusion(shape, norm):
     """Squared error against float64, pooled over several models: the rounding of one is a matter of luck."""
-    levels = ALL_LEVELS[1:] if norm.startswith("coupled") else ALL_LEVELS[2:]
+    levels = ("paper", "library", "fused") if norm.startswith("coupled") else ("library", "fused")
     errors = dict.fromkeys((*levels, "definition"), 0.0)
     for seed in range(4):
         model, idx = make(shape, norm, seed=seed).bfloat16(), prompt((1, 3)[seed % 2], 7 + 16)

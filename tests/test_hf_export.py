@@ -108,6 +108,15 @@ def test_shards(tmp_path, monkeypatch):
     assert torch.equal(hf.load_hf(folder)(idx), model(idx))
 
 
+@needs_transformers
+@pytest.mark.parametrize("name", ["OPTModel", "BertModel", "ViTModel"])
+def test_any_model_class_can_be_the_first(name):
+    """Modules of transformers import one another half-made: registering must not come in between."""
+    program = f"import hf; print(hf.import_transformers().{name}.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == [name], done.stderr[-500:]
+
+
 REFUSED = """
 import sys
 import transformers
@@ -161,8 +170,8 @@ def test_damaged_folders(tmp_path):
         hf.load_hf(folder)
 
 
-def test_importing_hf_does_not_import_transformers():
-    program = "import sys, hf; print('transformers' in sys.modules)"
+def test_programs_do_not_import_transformers_before_they_need_it():
+    program = "import sys, train, sample, convert, bench_fold; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False"], done.stderr
 

@@ -21,7 +21,7 @@ from errors import ConfigError, UserError
 from kernels import decode_reference
 from launch_ledger import LaunchLedger, floor_bytes, launches, per_block, total
 from model import GPT
-from packing import pack
+from packing import level_at, pack
 
 PER_BLOCK = {"rms": (9, 2), "coupled": (8, 1), "rms_fused": (6, 0), "coupled_fused": (6, 0), "taper_folded": (6, 0),
              "layer": (9, 2), "layer_fused": (6, 0)}  # fmt: skip
@@ -39,13 +39,14 @@ def shallow(name: str, layers: int = 3) -> GPT:
 def test_launches_per_block(name):
     model, idx = shallow(name), torch.zeros(1, 4, dtype=torch.int64, device="meta")
     for arm in ARMS.values():
-        packed = pack(with_norms(model, arm.norm_type, idx), arm.level)
-        for batch, expected in ((1, PER_BLOCK), (32, BY_LIBRARY)):
+        twin = with_norms(model, arm.norm_type, idx)
+        for batch, expected in ((1, PER_BLOCK), (31, PER_BLOCK), (32, BY_LIBRARY)):
+            packed = pack(twin, level_at(arm.level, batch))
             ends, *blocks = launches(packed, batch, 16)
             found = per_block(blocks)
             assert (found["launches_per_block"], found["norm_launches_per_block"]) == expected[arm.name], (arm, found)
-            head = {"norm_project"} if batch == 1 else {"normalize", "matmul"}
-            assert set(ends) == {"embed", "best", "take"} | (head if arm.level == "fused" else {"norm", "matmul"})
+            head = {"norm_project"} if packed.level == "fused" else {"norm", "matmul"}
+            assert set(ends) == {"embed", "best", "take"} | head
             assert len(blocks) == 3 and found["blocks"] == [{"count": 3, "launches": dict(blocks[0])}]
 
 

@@ -18,6 +18,7 @@ import pytest
 from conftest import ROOT
 
 import report
+from checkpoint import model_config
 from comparison import EQUAL_TIME, at_equal_time, compare, exchange_rate, margin, pair, usable
 from errors import ConfigError, UserError
 from runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
@@ -160,6 +161,16 @@ def test_too_small_a_set_is_inconclusive_and_says_what_is_missing(tmp_path):
     row = rows_of(tmp_path)["val_loss", "layer"]
     assert row.word == "inconclusive"
     assert f"takes {row.needed} seeds (80 % power), {row.needed - 3} more" in row.sentence() and row.needed > 3
+
+
+def test_an_old_default_of_another_norm_type_makes_no_arm(tmp_path):
+    for norm_type, arm in (("rms", "rms"), ("taper", "taper --taper_warmup=0.1")):
+        log = write_run(tmp_path, norm_type, 8) / "log.jsonl"
+        log.write_text(log.read_text().replace('"taper_warmup": 0.5', '"taper_warmup": 0.1'))
+        run = find_runs([log.parent])[0]
+        assert run.config["taper_warmup"] == 0.1 and run.arm == arm
+        config = model_config(run.config | {"vocab_size": 64}, log)  # a checkpoint with such a config still loads
+        assert config.norm_type == norm_type and config.taper_warmup == (0.1 if norm_type == "taper" else 0.5)
 
 
 def test_norm_keys_make_arms(tmp_path):

@@ -88,6 +88,14 @@ def test_gate_falls_and_one_step_at_least_is_warm():
     assert gates == sorted(gates, reverse=True)
     assert gates.count(1.0) == 100 and gates.count(0.0) == 251
     assert TaperSchedule(0.0, 0.5).at(1, 10)[0] == "warm" and TaperSchedule(0.0, 0.5).at(2, 10)[0] == "blend"
+    abrupt = TaperSchedule(0.5, 0.5)
+    assert [abrupt.at(step, 10) for step in (1, 5, 6, 10)] == [("warm", 1.0)] * 2 + [("fixed", 0.0)] * 2
+
+
+def test_dropped_at_once_it_is_calibrated_all_the_same():
+    norm = step_of(taper("rms", warmup=3, end=3), 4)
+    assert norm.phase == "fixed" and norm.calibrated and norm.scale != 1
+    assert torch.equal(norm.weight_tilde, norm.base.weight)
 
 
 # ------------------------------------------------------------------------------------------------- the three phases
