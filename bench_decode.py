@@ -16,10 +16,11 @@ and both take part; ratios are of the faster ones, so that no baseline is weaker
 adds gpt-fast's own model (from a checkout of that repository) for shapes that it can do.
 
 Greedy decoding of `tokens` tokens behind the prompt; an end token does not end it. Before timing, every arm's logits
-are compared with float64, and its tokens with those of its own unfused definition. Then every arm decodes once a
-round, in random order; a second A (A/A) shows what the method makes of nothing. Ratios are medians of the rounds'
-ratios with a 95 % interval; above 1, the first is faster. Prefill is timed apart. With one thread on a CPU it is the
-process's own time that is taken, which other work on the machine moves less. The last line is JSON.
+are compared with float64, and its tokens with those of its own unfused definition; one that fails is not timed. Then
+every arm decodes once a round, in random order; a second A (A/A), of its faster compilation, shows what the method
+makes of nothing. Ratios are medians of the rounds' ratios with a 95 % interval; above 1, the first is faster. Prefill,
+in eager mode and unfused in every arm, is timed apart. With one thread on a CPU it is the process's own time that is
+taken, which other work on the machine moves less. The last line is JSON.
 """
 
 import dataclasses
@@ -110,7 +111,6 @@ class BenchConfig:
         return {"coupled": {"coupled_first": self.coupled_first, "coupled_span": self.coupled_span,
                             "coupled_alpha": self.coupled_alpha}}  # fmt: skip
 
-
     def compilations(self, arm: Arm, device: torch.device) -> list[tuple[str, bool, bool]]:
         """(name, compiled?, with gpt-fast's options?) of each way in which this arm runs on a device."""
         if not self.compiled or (arm.level == "fused" and device.type == "cuda"):
@@ -194,38 +194,52 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
-def prepare(config: BenchConfig, model: GPT, prompt: Tensor, batch: int) -> tuple[dict, dict, int]:
-    """({name: Decoder}, {name: what its check found}, bytes of the floor) for all arms, each checked and warm."""
+def prepare(
+    config: BenchConfig, model: GPT, prompt: Tensor, batch: int, missing: list[str]
+) -> tuple[dict[str, Decoder], dict[str, dict], int, str]:
+    """({name: Decoder}, {name: what its check found}, bytes of the floor, of what TWIN is the second copy), each arm
+    checked and warm. Those that computed something else are left out, and the reason appended to `missing`."""
     device, idx = model.wte.weight.device, prompt.expand(batch, -1).contiguous()
+    sync = synchronizer(device)
     filled, length = idx.shape[1], idx.shape[1] + config.tokens - 1
-    decoders, rows, floor = {}, {}, 0
+    decoders, rows, floor, first = {}, {}, 0, {}
     for arm in find_arms(config.arms):
         twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
         packed = pack(twin, level_at(arm.level, batch, config.library_from))
         counted = per_block(launches(packed, batch, length)[1:])
         floor = floor_bytes(packed, batch, filled + config.tokens // 2)
         for name, compiled, tuned in config.compilations(arm, device):
-            decoder = decoders[name] = Decoder(packed, batch, length, compiled=compiled, tuned=tuned)
+            decoder = Decoder(packed, batch, length, compiled=compiled, tuned=tuned)
             try:
                 rows[name] = check_arm(twin, decoder, idx, config.tokens) | counted
             except UserError as error:
-                raise UserError(f"{name}, batch {batch}: {error}") from None
+                missing.append(f"{name}: {error}")
+                continue
+            decoders[name] = decoder
             rows[name]["memory_mb"] = 1e-6 * (sum(decoder.storages().values()) + decoder.peak_bytes)
-            if TWIN not in decoders:
-                decoders[TWIN] = Decoder(packed, batch, length, compiled=compiled, tuned=tuned)
-                decoders[TWIN].generate(idx, config.tokens)
-    return decoders, rows, floor
+            if all(name.removesuffix(TUNED) == arm.name for name in decoders):
+                first[name] = decoder
+    if not decoders:
+        raise UserError(f"batch {batch}: no arm passed its check: {'; '.join(missing)}")
+    calls = {name: decoding(decoder, filled, config.tokens - 1, sync) for name, decoder in first.items()}
+    times = paired_times(calls, 3, measure=clock_of(device))
+    copied = min(times, key=lambda name: median(times[name]))  # ratios are of the faster compilation, so this one too
+    old = first[copied]
+    decoders[TWIN] = Decoder(old.packed, batch, length, compiled=old.compiled, tuned=old.tuned)
+    decoders[TWIN].generate(idx, config.tokens)
+    return decoders, rows, floor, copied
 
 
 def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: float) -> dict[str, Any]:
     """The record of one batch size: checks, times, ratios."""
-    device = model.wte.weight.device
+    device, missing = model.wte.weight.device, []
+    if config.compiled:
+        torch.compiler.reset()  # or peers would be compiled for batch sizes of all kinds from the second one on
     prompt, origin = prompt_ids(config, model, device)
     idx, sync = prompt.expand(batch, -1).contiguous(), synchronizer(device)
     filled, steps = idx.shape[1], config.tokens - 1
-    decoders, rows, floor = prepare(config, model, prompt, batch)
+    decoders, rows, floor, copied = prepare(config, model, prompt, batch, missing)
     calls = {name: decoding(decoder, filled, steps, sync) for name, decoder in decoders.items()}
-    missing: list[str] = []
     if config.peers:
         calls |= decode_peers.arms(spec, model, idx, config.tokens, config.compiled, missing)
     if config.gpt_fast:
@@ -251,9 +265,11 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
         row["share_of_floor"] = floor / bandwidth / (median(times[name]) / steps)
         if name in prefills:
             row["prefill_ms"] = 1e3 * median(prefills[name])
-    arms = [arm.name for arm in find_arms(config.arms)]
-    faster = {name: min((name, name + TUNED), key=lambda word: median(times[word]))
-              for name in arms if name + TUNED in times}  # fmt: skip
+    arms, faster = [arm.name for arm in find_arms(config.arms)], {}
+    for name in arms:
+        there = [word for word in (name, name + TUNED) if word in times]
+        if there and there != [name]:
+            faster[name] = min(there, key=lambda word: median(times[word]))
     return {
         "model": spec, "batch": batch, "prompt_tokens": filled, "prompt": config.prompt, "prompt_ids": origin,
         "tokens": config.tokens, "rounds": config.rounds, "clock": clock.__name__,
@@ -261,19 +277,22 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
         "random_weights": spec.startswith("random:"), "floor_bytes": floor, "bandwidth": bandwidth,
         "floor_ms_per_token": 1e3 * floor / bandwidth, "tuning": config.tuning, "faster": faster,
         "memory": "peak" if any(decoder.graph for decoder in decoders.values()) else "weights and cache",
-        "arms": rows, "speed_ups": speed_ups(times, arms, faster), "missing": missing, "seconds": times,
+        "arms": rows, "speed_ups": speed_ups(times, arms, faster, copied), "missing": missing, "seconds": times,
     }  # fmt: skip
 
 
-def speed_ups(times: dict[str, list[float]], arms: list[str], faster: dict[str, str]) -> dict[str, dict[str, float]]:
+def speed_ups(
+    times: dict[str, list[float]], arms: list[str], faster: dict[str, str], copied: str
+) -> dict[str, dict[str, float]]:
     """Speed-up "X/Y": time of Y over time of X, for the pairs that mean something and are there. Of an arm that was
-    compiled twice, it is the time of the faster one; what the options made of it is "X_tuned/X"."""
+    compiled twice, it is the time of the faster one; what the options made of it is "X_tuned/X". TWIN is a second
+    `copied`."""
     pairs = [("coupled", "rms"), ("coupled_fused", "rms"), ("coupled_fused", "rms_fused"), ("rms_fused", "rms"),
              ("taper_folded", "rms"), ("taper_folded", "rms_fused"), ("rms", "layer"), ("layer_fused", "layer")]
     pairs += [(arm, peer) for arm in arms for peer in (*decode_peers.NAMES, decode_gpt_fast.NAME)]
-    ratios = {f"{x}/{y}": median_ratio(times[faster.get(y, y)], times[faster.get(x, x)])
-              for x, y in pairs if x in times and y in times}  # fmt: skip
-    alone = [(TWIN, arms[0]), *((name + TUNED, name) for name in faster)]
+    found = {f"{x}/{y}": (faster.get(x, x), faster.get(y, y)) for x, y in pairs}
+    ratios = {name: median_ratio(times[y], times[x]) for name, (x, y) in found.items() if x in times and y in times}
+    alone = [(TWIN, copied), *((name + TUNED, name) for name in faster if name in times and name + TUNED in times)]
     return ratios | {f"{x}/{y}": median_ratio(times[y], times[x]) for x, y in alone}
 
 
@@ -289,7 +308,7 @@ def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
                              config.launch_us, config.norm_keys, config.library_from)  # fmt: skip
         floor, speed = ledger["floor_ms_per_token"], ledger["bandwidth"] / 1e12
         print(f"{spec}, batch {batch}: floor {floor:.3f} ms/token at {speed:g} TB/s, {config.launch_us:g} us a launch. "
-              f"A prediction, not a measurement.\n\n{ledger_table(ledger)}\n")  # fmt: skip
+              f"A prediction, not a measurement. {decode_report.ENDS}\n\n{ledger_table(ledger)}\n")  # fmt: skip
         if config.out:
             decode_report.write_ledger(Path(config.out), ledger)
         ledgers.append(ledger)
@@ -329,8 +348,8 @@ def main(argv: list[str]) -> None:
         if batch == config.batches[0]:
             print(decode_report.card(records[0]))
         print(decode_report.table(records[-1]), "\n", flush=True)
-    if config.out:
-        decode_report.write(Path(config.out), records, config)
+        if config.out:  # at once: a later batch size may not get to its end
+            decode_report.write(Path(config.out), records[-1:], config)
     slim = [{name: value for name, value in record.items() if name != "seconds"} for record in records]
     print(json.dumps({"model": spec, "batches": slim, "config": dataclasses.asdict(config)}))
 

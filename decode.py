@@ -142,6 +142,7 @@ class Decoder:
         self.out = torch.zeros(batch, length + 1, dtype=torch.int64, device=device)
         self.logits = torch.empty(0, device=device)  # (B, 1, V) of the last step
         self._step: Callable[[], None] = self._compute
+        self._function: Callable | None = None
         self.filled = self.peak_bytes = 0
         self.compiled, self.tuned = compiled, tuned
         self.graph = device.type == "cuda" if graph is None else graph
@@ -206,7 +207,8 @@ class Decoder:
             self.ops.take(*self.ops.best(logits), token, pos, self.out)
             return logits
 
-        function = compiled_alone(compute, self.tuned) if self.compiled else compute
+        # A captured graph uses what a compiled function allocates and loads, so the function must live as long.
+        function = self._function = compiled_alone(compute, self.tuned) if self.compiled else compute
         if not self.graph:
             self._step = lambda: setattr(self, "logits", function(self.token, self.pos))
             return
@@ -220,9 +222,14 @@ class Decoder:
         torch.cuda.reset_peak_memory_stats()
         before, graph = torch.cuda.memory_allocated(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            self.logits = function(self.token, self.pos)
+            static = function(self.token, self.pos)
         self.peak_bytes = torch.cuda.max_memory_allocated() - before
-        self._step = graph.replay
+
+        def replay() -> None:
+            graph.replay()
+            self.logits = static  # a prefill since may have put its own there
+
+        self._step = replay
         self.rewind(filled)
 
 

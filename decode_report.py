@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from decode_arms import AIM
 from errors import UserError
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
+ENDS = ("A step's ends are nominal, 5 launches (embedding, norm, head, best, take; 4 where norm and head are one): "
+        "inductor embeds in the first norm's kernel, which is one less in A, B and L.")
 # Okabe and Ito's colours, told apart by colour-blind readers; markers tell them apart in print.
 LOOKS = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
          ("#000000", "X"))  # fmt: skip
@@ -44,13 +47,13 @@ def card(record: dict[str, Any]) -> str:
         f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} GB/s (a copy's): "
         f"{record['floor_ms_per_token']:.3f} ms at batch {record['batch']}",
     ]
-    return "\n".join([*lines, record["clocks"]] if record["clocks"] else lines)
+    return "\n".join([*lines, *(word for word in (record["clocks"], record.get("note")) if word)])
 
 
 def table(record: dict[str, Any]) -> str:
     """Markdown: every arm's time, then the ratios."""
     lines = [f"batch {record['batch']}", "",
-             "| arm | ms/token | tok/s | share of floor | prefill ms | launches (norms) per block | "
+             "| arm | ms/token | tok/s | share of floor | prefill ms (eager, unfused) | launches (norms) per block | "
              f"{record['memory']}, MB | error (unfused) | tokens as unfused |", "| --- " * 9 + "|"]  # fmt: skip
     for name, row in record["arms"].items():
         cells = [f"{row['ms_per_token']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['share_of_floor']:.0%}", *[""] * 5]
@@ -58,6 +61,9 @@ def table(record: dict[str, Any]) -> str:
             cells[3:] = [f"{row['prefill_ms']:.2f}", f"{row['launches_per_block']} ({row['norm_launches_per_block']})",
                          f"{row['memory_mb']:,.0f}", f"{row['error']:.2g} ({row['error_unfused']:.2g})",
                          ""]  # fmt: skip
+        if "within_aim" in row:
+            verdict = f"{'within' if row['within_aim'] else 'above'} {AIM}"
+            cells[6] += f", {row['error'] / row['error_unfused']:.2f}x: {verdict}"
         if "same_tokens" in row:
             cells[7] = f"{row['same_tokens']} of {record['tokens']}"
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -66,6 +72,8 @@ def table(record: dict[str, Any]) -> str:
               for name, ratio in record["speed_ups"].items()]  # fmt: skip
     if record["faster"]:
         lines += ["", f"Compiled twice; these ratios are of the faster: {', '.join(record['faster'].values())}."]
+    if "hf_static" in record["arms"] and record["device"].startswith("cpu"):
+        lines += ["", "hf_static is not compiled here: on a CPU transformers runs its static cache in eager mode."]
     return "\n".join([*lines, *(f"- not timed: {reason}" for reason in record["missing"])])
 
 
@@ -155,7 +163,7 @@ def ledgers(every: list[dict[str, Any]]) -> str:
              f"then floor + launches x {every[0]['launch_us']:g} us in ms/token, and the floor's share of it. The "
              f"floor: every matrix once and {every[0]['context']} tokens' keys and values, at "
              f"{every[0]['bandwidth'] / 1e12:g} TB/s. "
-             "Predictions, not measurements.", "",
+             f"Predictions, not measurements. {ENDS}", "",
              f"| arm | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]  # fmt: skip
     for name in names:
         cells = []

@@ -21,9 +21,11 @@ from model import GPT
 from packing import level_at, pack
 
 # What a kernel is, by its name: the first match counts. Names are inductor's, Triton's, cuBLAS', ATen's and ours.
-# Activation before norm: inductor names the paper's activation kernel after the statistic that it applies, too.
+# Activation before norm: inductor names the paper's activation kernel after the statistic that it applies, too. A
+# Triton kernel with an mm of its own (gpt-fast's options) is a product, whatever else inductor put into it.
 CLASSES = (
     ("copy", ("memcpy", "memset")),
+    ("other", ("argmax",)),
     ("attention", ("attend", "combine", "attention", "flash", "fmha", "softmax")),
     ("activation", ("silu", "gelu", "activation", "epilogue", "sigmoid", "relu", "tanh")),
     ("norm", ("norm", "rsqrt", "_red_", "_per_", "mean_pow", "forward_kernel")),
@@ -43,14 +45,18 @@ COLOURS = {"norm": "#0072B2", "product": "#D55E00", "activation": "#F0E442", "at
 
 def kind(name: str) -> str:
     """The class of a kernel."""
-    return next(word for word, parts in CLASSES if any(part in name.lower() for part in parts))
+    name = name.lower()
+    if name.startswith("triton_") and "_mm_" in f"{name}_":
+        return "product"
+    return next(word for word, parts in CLASSES if any(part in name for part in parts))
 
 
 def traced(decoder: Decoder, filled: int, path: Path | None) -> list[dict[str, Any]]:
     """{name, start, us} of each kernel and device copy of one step, in order; on a CPU the operators that no other one
     called.
 
-    The trace is written to `path`. A CUDA graph's kernels appear one by one, as they ran.
+    The trace is written to `path`. A CUDA graph's kernels appear one by one, as they ran. Raises UserError for a trace
+    without any: then it is the profiler that saw nothing.
     """
     cuda = decoder.token.is_cuda
     for _ in range(3):
@@ -66,6 +72,8 @@ def traced(decoder: Decoder, filled: int, path: Path | None) -> list[dict[str, A
     wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     events = [event for event in profiler.events() if event.device_type == wanted and event.cpu_parent is None]
     events = [event for event in events if not event.name.lower().startswith("torch-compiled")]
+    if not events:
+        raise UserError("trace: the profiler saw no kernels: end other profilers; is torch built for this driver?")
     return [{"name": event.name, "start": event.time_range.start, "us": event.time_range.elapsed_us()}
             for event in sorted(events, key=lambda event: event.time_range.start)]  # fmt: skip
 

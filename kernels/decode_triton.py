@@ -2,7 +2,8 @@
 
     FUSED     our Triton kernels, called as they are: a CUDA graph takes the launching away
     COMPILED  for a step that goes through torch.compile: heads, attention and what adds to the stream, as operators
-              that inductor calls and cannot look into; it makes the rest, and the library multiplies
+              that inductor calls and cannot look into; it makes the rest, and the library multiplies. The search for
+              the next token, too: inductor's is one program for a whole vocabulary
     COMPILED_ROW  the same for one row where inductor writes the products itself: it adds to the stream in them, so it
               must see the sum
 """
@@ -74,6 +75,35 @@ def attend_parts(q, cache, pos, parts):
     return attend_parts_operator(q, *cache, pos, parts)
 
 
+@torch.library.custom_op("nanonorm::decode_best", mutates_args=())
+def best_operator(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return decode_attention.best(logits.contiguous())
+
+
+@best_operator.register_fake
+def _(logits):
+    shape = (logits.shape[0], decode_attention.PARTS)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+def best(logits):
+    return best_operator(logits)
+
+
+@torch.library.custom_op("nanonorm::decode_take", mutates_args=("token", "pos", "out"))
+def take_operator(values: Tensor, tokens: Tensor, token: Tensor, pos: Tensor, out: Tensor) -> None:
+    decode_attention.take(values, tokens, token, pos, out)
+
+
+@take_operator.register_fake
+def _(values, tokens, token, pos, out):
+    return None
+
+
+def take(values, tokens, token, pos, out):
+    take_operator(values, tokens, token, pos, out)
+
+
 def add_in_place(a, weight, x):
     """With another result than its operand, ATen's addmm on CUDA begins with a copy, one more launch."""
     x.flatten(0, 1).addmm_(a.flatten(0, 1), weight.T)
@@ -118,6 +148,6 @@ EPILOGUES = {name: getattr(decode_epilogue, name) for name in ("norm_activation"
 EPILOGUES["matmul_add"] = add_in_place
 FUSED = SimpleNamespace(**REFERENCE | OWN | EPILOGUES)
 OPERATORS = {"heads": heads, "attend": attend, "attend_parts": attend_parts, "matmul_add": matmul_add,
-             "project": project}  # fmt: skip
+             "project": project, "best": best, "take": take}  # fmt: skip
 COMPILED = SimpleNamespace(**REFERENCE | OPERATORS)
 COMPILED_ROW = SimpleNamespace(**vars(COMPILED) | {"matmul_add": matmul_add_visible})

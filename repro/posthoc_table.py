@@ -8,13 +8,14 @@ the first position of a window is left out. Differences to the teacher are paire
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint import BEST, load_model
+from checkpoint import load_model
 from coupling import BATCH, Calibration, first_plan, text_windows, view
 from errors import ConfigError, run_program
 from kl import kl_divergence
@@ -50,22 +51,20 @@ def main(argv: list[str]) -> None:
     calibration = Calibration(teacher, text_windows(str(runs / "b.jsonl"), teacher.meta, length, CALIBRATION))
     with torch.no_grad():
         states = [teacher.hidden(idx) for idx in windows.split(BATCH)]
-    models = {"teacher": teacher}
+    models = {"teacher": lambda: teacher}
     for first in (0, 1):
-        plan, student = first_plan(teacher.config.n_layer, first), runs / f"student-{first}"
-        models[f"coupled_first={first}, alpha 1"] = view(teacher, plan)
-        models[f"coupled_first={first}, one alpha"] = view(teacher, plan, calibration.best_alpha(plan)[0])
-        models[f"coupled_first={first}, alpha per layer"] = view(teacher, plan, calibration.alpha(plan))
-        if (student / BEST).exists():
-            models[f"coupled_first={first}, distilled"] = load_model(str(student))
-    if (runs / "teacher-longer").exists():
-        models["teacher trained on"] = load_model(str(runs / "teacher-longer"))
+        plan = first_plan(teacher.config.n_layer, first)
+        models[f"coupled_first={first}, alpha 1"] = partial(view, teacher, plan)
+        models[f"coupled_first={first}, one alpha"] = partial(view, teacher, plan, calibration.best_alpha(plan)[0])
+        models[f"coupled_first={first}, alpha per layer"] = partial(view, teacher, plan, calibration.alpha(plan))
+        models[f"coupled_first={first}, distilled"] = partial(load_model, str(runs / f"student-{first}"))
+    models["teacher trained on"] = partial(load_model, str(runs / "teacher-longer"))
     lines = ["| model | val loss | difference to the teacher | relative | KL from the teacher |"]
     lines += ["|---|---|---|---|---|"]
     with open(results / "models.jsonl", "w", encoding="utf-8") as file:
         base = None
-        for name, model in models.items():
-            loss, kl = judge(model, teacher, windows, states)
+        for name, make in models.items():
+            loss, kl = judge(make(), teacher, windows, states)
             base = loss if base is None else base
             row = {"model": name, "val_loss": float(loss.mean()), "kl": float(kl.mean())}
             shown = "|"  # two empty cells

@@ -3,6 +3,7 @@
     python -m pytest tests/test_bench_decode.py
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,11 +11,12 @@ import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
-from test_decode import make
+from test_decode import make, prompt
 
 import bench_decode
 import decode_arms
@@ -23,7 +25,9 @@ import decode_trace
 import hf
 import last_token
 from checkpoint import save_checkpoint
+from decode import Decoder
 from errors import UserError
+from packing import pack
 
 
 @pytest.fixture
@@ -64,6 +68,45 @@ def test_every_arm_is_checked_timed_and_written(run, tmp_path, capsys):
     bench_decode.main([str(run), "--arms=A,C", "--batch=3", "--peers=false", f"--out={out}", *FAST])
     records = [json.loads(line) for line in (out / "decode.jsonl").read_text().splitlines()]
     assert [(record["batch"], len(record["arms"])) for record in records] == [(1, 8), (3, 3)]
+
+
+def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(run, tmp_path, monkeypatch, capsys):
+    """The first arm, in bfloat16, is refused; peers compile for one batch size each; and the third of them fails."""
+    sizes = []
+
+    def wrong(twin, level):
+        packed = pack(twin, level)
+        for block in packed.blocks if level == "paper" else ():
+            block.up.weight = block.up.weight * 1.2
+        return packed
+
+    def double(x):
+        return 2 * x
+
+    def peers(spec, model, idx, tokens, compiled, missing):
+        torch.compile(double, backend=lambda graph, inputs: sizes.append(inputs) or graph.forward)(torch.ones(len(idx)))
+        if len(idx) == 4:
+            raise UserError("no more memory")
+        return {}
+
+    monkeypatch.setattr(bench_decode, "pack", wrong)
+    monkeypatch.setattr(bench_decode.decode_peers, "arms", peers)
+    monkeypatch.setattr(bench_decode.BenchConfig, "compilations", lambda self, arm, device: [(arm.name, False, False)])
+    with pytest.raises(UserError, match="no more memory"):
+        bench_decode.main([str(run), "--arms=B,A,D", "--batch=2,3,4", "--dtype=bfloat16", f"--out={tmp_path / 'out'}",
+                           *FAST, "--compiled=true"])  # fmt: skip
+    assert [[tuple(part.shape) for part in inputs] for inputs in sizes] == [[(2,)], [(3,)], [(4,)]]  # no size is open
+    records = [json.loads(line) for line in (tmp_path / "out" / "decode.jsonl").read_text().splitlines()]
+    assert [record["batch"] for record in records] == [2, 3]
+    for record in records:
+        assert set(record["arms"]) == {"rms", "coupled_fused", "A/A"} and len(record["missing"]) == 1
+        assert record["missing"][0].startswith("coupled: ") and "1.5 times is allowed" in record["missing"][0]
+        assert set(record["speed_ups"]) == {"coupled_fused/rms", "A/A/rms"}
+    printed = capsys.readouterr().out
+    assert "x: within 1.05 |" in printed and "- not timed: coupled: logits are" in printed
+    monkeypatch.setattr(bench_decode, "check_arm", lambda *words: (_ for _ in ()).throw(UserError("it is off")))
+    with pytest.raises(UserError, match="batch 1: no arm passed its check: rms: it is off"):
+        bench_decode.main([str(run), "--arms=A", *FAST])
 
 
 def test_a_compiled_step_decodes_the_same(run, capsys):
@@ -130,9 +173,21 @@ def test_traces(run, tmp_path, capsys):
              "ampere_bf16_s16816gemm_bf16_64x64": "product", "triton_poi_fused_mean_rsqrt_silu_split_3": "activation",
              "heads_kernel": "heads", "take_kernel": "other", "Memset (Device)": "copy",
              "epilogue_kernel": "activation", "combine_kernel": "attention", "forward_kernel": "norm",
-             "triton_poi_fused_addmm_gelu_0": "activation",
+             "triton_poi_fused_addmm_gelu_0": "activation", "triton_red_fused_mm_t_view_2": "product",
+             "triton_red_fused__to_copy_add_mean_mm_pow_3": "product", "triton_red_fused_mm_silu_split_4": "product",
+             "triton_red_fused__unsafe_view_argmax_4": "other", "triton_red_fused_mean_mm": "product",
              "aten::scaled_dot_product_attention": "attention", "aten::addmm": "product"}  # fmt: skip
     assert {name: decode_trace.kind(name) for name in kinds} == kinds
+
+
+def test_a_trace_without_kernels_is_refused(monkeypatch):
+    """A profiler that sees nothing would count none in every arm, all equal."""
+    blind = contextlib.nullcontext(SimpleNamespace(events=list))
+    monkeypatch.setattr(decode_trace, "profile", lambda activities: blind)
+    decoder = Decoder(pack(make("gpt2", "rms"), "plain"), 1, 8)
+    decoder.prefill(prompt(1, 3))
+    with pytest.raises(UserError, match="the profiler saw no kernels"):
+        decode_trace.traced(decoder, 3, None)
 
 
 def test_a_trace_is_compared_with_the_ledger():
@@ -167,7 +222,7 @@ def test_both_compilations_are_arms_and_ratios_are_of_the_faster():
     assert forced.compilations(a, cuda) == [("rms", True, True)]
     times = {"rms": [3.0] * 6, "rms_tuned": [2.0] * 6, "coupled": [1.0] * 6, "coupled_tuned": [4.0] * 6,
              "A/A": [3.0] * 6}  # fmt: skip
-    found = bench_decode.speed_ups(times, ["rms", "coupled"], {"rms": "rms_tuned", "coupled": "coupled"})
+    found = bench_decode.speed_ups(times, ["rms", "coupled"], {"rms": "rms_tuned", "coupled": "coupled"}, "rms")
     assert {name: ratio["median"] for name, ratio in found.items()} == {
         "coupled/rms": 2, "A/A/rms": 1, "rms_tuned/rms": 1.5, "coupled_tuned/coupled": 0.25}
 

@@ -189,3 +189,7 @@ def test_operators_for_compiled_steps():
     torch.library.opcheck(decode_triton.heads_operator, words, test_utils=tests)
     words = (tensor(1, 4, 1, 16), *cache, decoder.pos - 1, 2)
     torch.library.opcheck(decode_triton.attend_parts_operator, words, test_utils=tests)
+    logits, places = tensor(2, 1, 61), torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+    torch.library.opcheck(decode_triton.best_operator, (logits,), test_utils=tests)
+    words = (*decode_triton.best(logits), places, places[0].clone(), places.expand(2, 9).contiguous())
+    torch.library.opcheck(decode_triton.take_operator, words, test_utils=tests)

@@ -87,14 +87,15 @@ CALLS = re.compile(r"^\s+(?:\w+ = )?(triton_\w+\.run|extern_kernels\.\w+|torch\.
     ("qwen3", "rms", False), ("qwen3", "coupled", False), ("qwen3", "rms", True), ("qwen3", "coupled", True),
 ])  # fmt: skip
 def test_inductor_launches_what_the_ledger_counts(shape, norm, tuned):
-    """The code that torch.compile generates for an H200: kernels and library calls of a block, by difference.
+    """The code that torch.compile generates for an H200: kernels and library calls of a block, by difference, and of
+    a whole step, in which inductor embeds in the first norm's kernel and our operators search for the next token.
 
     With gpt-fast's options inductor writes the products of one row itself, and the activation into the one behind it:
     a launch less for A and for B alike."""
     pytest.importorskip("triton", reason="Triton has no wheels for this platform")
     from kernels import decode_triton
 
-    level, counts = "paper" if norm == "coupled" else "plain", []
+    level, counts, ledger = "paper" if norm == "coupled" else "plain", [], []
     packed = pack(make(shape, norm).bfloat16(), level)
     for layers in (1, 2):
         part = dataclasses.replace(packed, blocks=packed.blocks[:layers])
@@ -102,13 +103,19 @@ def test_inductor_launches_what_the_ledger_counts(shape, norm, tuned):
 
         def step(token, pos, part=part, decoder=decoder):
             ops = decode_triton.COMPILED_ROW if tuned else decode_triton.COMPILED
-            return decode_logits(ops, part, decoder.caches, token, pos)
+            logits = decode_logits(ops, part, decoder.caches, token, pos)
+            ops.take(*ops.best(logits), token, pos, decoder.out)
+            return logits
 
         with torch.no_grad():
             code, _ = cuda_codegen.cuda_code(step, (decoder.token, decoder.pos), TUNED if tuned else None)
-        counts.append(len(CALLS.findall(code)))
+        calls = CALLS.findall(code)
+        assert calls[-2:] == ["torch.ops.nanonorm.decode_best.default", "torch.ops.nanonorm.decode_take.default"]
+        counts.append(len(calls))
+        ledger.append(total(launches(part, 1, 16)).total())
     assert launches(packed, 1, 16)[-1].total() == PER_BLOCK[norm][0]
     assert counts[1] - counts[0] == PER_BLOCK[norm][0] - tuned
+    assert counts == [ledger[0] - 1 - tuned, ledger[1] - 1 - 2 * tuned]
 
 
 def test_a_launch_cannot_hold_two_products_and_loose_work_is_counted():
@@ -181,13 +188,14 @@ def test_exact_logits_and_the_check_before_timing():
     wrong.blocks[2].up.eps = wrong.blocks[2].qkv.eps = 1.0
     with pytest.raises(UserError, match=r"times as far as the unfused model's; 1\.5 times is allowed"):
         check_arm(model, Decoder(wrong, 1, 20), idx, 6)
+    assert "within_aim" not in found  # in float32 the order of sums makes the errors
     model = make("llama", "coupled", init_std=0.3).bfloat16()
     half, slightly = pack(model, "fused"), pack(model, "fused")
     found = check_arm(model, Decoder(half, 1, 20), idx, 6)
-    assert found["error"] <= 1.05 * found["error_unfused"]
+    assert found["within_aim"] is (found["error"] <= 1.05 * found["error_unfused"]) is True
     for block in slightly.blocks:
         block.up.weight = block.up.weight * 1.1
-    with pytest.raises(UserError, match=r"; 1\.05 times is allowed"):
+    with pytest.raises(UserError, match=r"; 1\.5 times is allowed"):
         check_arm(model, Decoder(slightly, 1, 20), idx, 6)
 
 
@@ -203,3 +211,15 @@ def test_the_readme_says_what_the_ledger_does():
         launches, norms = PER_BLOCK[arm.name]
         row = next(line for line in readme.splitlines() if line.startswith(f"| {arm.letter} `{arm.name}` |"))
         assert row.endswith(f"| {launches} ({norms}) | {' | '.join(cells)} |")
+    ratios = []
+    for arm in find_arms("A,B"):  # with gpt-fast's options: a launch less in every block
+        cells = []
+        for one in (one for one in every if one["model"] != "random:gpt2"):
+            rows, floor = one["arms"], one["floor_ms_per_token"]
+            blocks = rows["rms"]["launches_per_step"] - rows["coupled"]["launches_per_step"]
+            tuned = rows[arm.name]["predicted_ms_per_token"] - 1e-3 * one["launch_us"] * blocks
+            cells.append(f"{tuned:.3f}, {floor / tuned:.0%}")
+            ratios.append(f"{tuned / rows['coupled_fused']['predicted_ms_per_token']:.2f}")
+        row = next(line for line in readme.splitlines() if line.startswith(f"| {arm.letter} `{arm.name}_tuned` |"))
+        assert row.endswith(f"| {PER_BLOCK[arm.name][0] - 1} | {' | '.join(cells)} |")
+    assert f"D/A of {', '.join(ratios[:3])} (Qwen3) and {', '.join(ratios[3:5])} (Llama)" in " ".join(readme.split())
