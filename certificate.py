@@ -98,14 +98,14 @@ def certify(
     after = convert(model)
     logits = logits or _logits
     checks = []
-    wide, wide_inputs = copy.deepcopy(model).double(), _double(inputs)
+    wide, wide_inputs = widened(copied(model)), _double(inputs)
     for weights in ("given", "random") if random_weights else ("given",):
         if weights == "random":
             randomize(wide, keep)
         converted = convert(wide)
         for source in ("given", "fresh"):
             x = wide_inputs if source == "given" else fresh_inputs(wide_inputs)
-            checks.append(_check(weights, source, run(wide, x), run(converted, x), logits))
+            checks.append(_check(weights, source, _run_wide(wide, x), _run_wide(converted, x), logits))
     del wide, converted
     worst = max(checks, key=lambda check: check.max_rel)
     reasons = [] if worst.max_rel <= tolerance else [
@@ -135,6 +135,36 @@ class _Widen(TorchFunctionMode):
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
         return function(*args, **kwargs)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy. Raises FoldError for what cannot be copied, such as a result with gradients kept as an attribute."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # whatever its attributes raise
+        raise FoldError(f"{type(model).__name__} cannot be copied ({_first_line(error)}): remove tensors that its "
+                        "forward left in it, or run it without gradients") from error  # fmt: skip
+
+
+def widened(model: nn.Module) -> nn.Module:
+    """The model in float64, in place: parameters, buffers, and tensors that are plain attributes, also in lists."""
+    for module in model.double().modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules") and _floats(value):
+                vars(module)[name] = _double(value)
+    return model
+
+
+def _run_wide(model: nn.Module, inputs: Inputs) -> Any:
+    try:
+        return run(model, inputs)
+    except Exception as error:  # whatever its forward raises
+        raise FoldError(f"{type(model).__name__} cannot be run in float64, as its check is ({_first_line(error)}): "
+                        "keep its tensors in parameters or buffers") from error  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager
@@ -213,9 +243,9 @@ def tensor_hash(tensor: Tensor) -> str:
 
 
 def touched(before: nn.Module, after: nn.Module) -> dict[str, dict[str, str | None]]:
-    """Parameters and buffers that differ, appeared or went: name -> their hashes before and after."""
-    old, new = ({name: x for name, x in module.state_dict().items() if isinstance(x, Tensor)}
-                for module in (before, after))  # fmt: skip
+    """Parameters and buffers, saved or not, that differ, appeared or went: name -> their hashes before and after."""
+    old, new = ({name: x for name, x in (*module.state_dict().items(), *module.named_buffers(remove_duplicate=False))
+                 if isinstance(x, Tensor)} for module in (before, after))  # fmt: skip
     found = {}
     for name in [*old, *(new.keys() - old.keys())]:
         a, b = old.get(name), new.get(name)

@@ -17,10 +17,12 @@ alone reads it as LayerNorms with the same function. The last line of output is 
 """
 
 import json
+import os
 import shlex
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -29,13 +31,13 @@ from torch.utils._pytree import tree_leaves
 
 import fold
 import foldable
-from certificate import Certificate, certify, run, touched
+from certificate import Certificate, Inputs, certify, run, touched
 from checkpoint import BEST, HUB_NAME, LAST, load_model, save_checkpoint
 from configurator import key, parse_args
 from coupling import text_windows
 from data.shards import write_bytes_atomically
 from decode import decode_logits
-from errors import ConfigError, FoldError, UserError, run_program
+from errors import ConfigError, FoldError, UserError, run_program, writing
 from fold_choice import LEFT
 from fold_hub import example_inputs, load, load_pretrained, read_inputs, save
 from foldable import Report
@@ -188,10 +190,18 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[nn.Module, Certif
         first = next((row.reason for row in report.rows), "it has none")
         raise FoldError(f"{spec}: none of {report.total} LayerNorms folds{ways(report, config)}: {first}")
     if config.out:
-        save(after, config.out, certificate, spec)
-        if touched(after, again := load(config.out)) or not same(run(after, inputs, False), run(again, inputs, False)):
-            raise UserError(f"out={config.out}: loaded again, it is another model: remove it, and tell us of {spec}")
+        write_foreign(after, Path(config.out).resolve(), certificate, spec, inputs)
     return after, certificate, report
+
+
+def write_foreign(model: nn.Module, out: Path, certificate: Certificate, spec: str, inputs: Inputs) -> None:
+    """Save under another name, load, compare, and only then rename. Raises UserError."""
+    with writing(out.parent), TemporaryDirectory(dir=out.parent, prefix=f"{out.name}-") as folder:
+        save(model, Path(folder) / out.name, certificate, spec)
+        again = load(Path(folder) / out.name)
+        if touched(model, again) or not same(run(model, inputs, False), run(again, inputs, False)):
+            raise UserError(f"out={out}: nothing written: loaded again, {spec} would be another model: tell us of it")
+        os.replace(Path(folder) / out.name, out)
 
 
 def same(first: Any, second: Any) -> bool:

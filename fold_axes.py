@@ -65,7 +65,7 @@ def moved(node: Node) -> list[int]:
 def describe(node: Node) -> str:
     """The operation and the module it is called in, for people."""
     if node.op == "placeholder":
-        return f"{node.name.removeprefix('p_').removeprefix('b_')}, an input or a tensor that the model changes,"
+        return node.meta.get("kind", node.name)  # fold_graph.py
     name = str(node.target).removeprefix("aten.").split(".")[0] if node.target is not operator.getitem else "getitem"
     where = module_path(node)
     return f"{name} in {where}" if where else name
@@ -134,6 +134,8 @@ def ignores(user: Node, line: Line) -> bool:
         return whole and list(argument(user, 1, [], "dim") or []) in ([line.axis], [line.axis - ndim])
     if centring(user) == (line.axis, line.block):
         return True
+    if name.startswith(("aten.copy.", "aten.fill.")):  # writes over it
+        return user.args[0] is line.node and user.args.count(line.node) == 1
     if name == "aten.mean.dim":  # the other half of a centring
         return bool(user.users) and all(
             centring(sub) == (line.axis, line.block) and sub.args == (line.node, user) for sub in user.users

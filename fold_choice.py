@@ -235,8 +235,8 @@ class Analysis:
         sources += [f"a centring behind {describe(at.node)}" for at in centrings]
         reason = {
             "strict": f"all that is added up in its input can be centred ({len(sources)} parameters)",
-            "untied": f"{why}: it gets a centred copy of its own",
-            "inserted": f"{why}: centrings that fold more norms than they are",
+            "untied": f"{why}, unless it gets a centred copy of its own",
+            "inserted": f"{why}, unless centrings are inserted: they fold more norms than they are",
             "no gain": f"{why}: it would take as many centrings as norms would fold",
         }[verdict]
         if isinstance(norm.swap, str):

@@ -4,10 +4,11 @@ The graph is that of torch.export, functionalised: in-place operations, function
 parameter is one node with all its uses, and every call of a module is there.
 """
 
+import copy
 import inspect
 import warnings
-from collections import defaultdict
-from collections.abc import Collection
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -56,6 +57,25 @@ def _normed(line: Line) -> bool:
     return "_norm" in str(node.target)
 
 
+def _snapshot(model: nn.Module) -> Callable[[], None]:
+    """A function that gives all modules the attributes that they have now: a forward that keeps a tensor would leave
+    one of the exporter's behind."""
+    plain = (dict, OrderedDict, list, set)
+    state = [(module, dict(vars(module))) for module in model.modules()]
+    inside = [(value, copy.copy(value)) for _, attributes in state for value in attributes.values()
+              if type(value) in plain]  # fmt: skip
+
+    def restore() -> None:
+        for module, attributes in state:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for value, old in inside:
+            value.clear()
+            value.extend(old) if type(value) is list else value.update(old)
+
+    return restore
+
+
 class Graph:
     """The graph of `model` run on `inputs`, in the mode the model is in. Raises FoldError if it cannot be exported.
 
@@ -66,6 +86,7 @@ class Graph:
         self.model, self.trained = model, trained
         self.structured: set[str] = set()  # paths of modules that return something else than one tensor
         self.arguments: dict[str, list[tuple]] = {}  # path -> (position, name, shape) of the tensors a module takes
+        self.blocks = False  # its forward has blocks like `with torch.no_grad():`, in which modules cannot be told
         program = self._export(inputs)
         for node in program.graph.nodes:
             if any(not isinstance(size, int) for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)
@@ -83,8 +104,24 @@ class Graph:
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         mutated = {*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()}
-        self.names = {node: targets[node.name] for node in self.nodes
-                      if node.op == "placeholder" and targets.get(node.name) not in {None, *mutated}}  # fmt: skip
+        unsaved, constants = signature.non_persistent_buffers, signature.inputs_to_lifted_tensor_constants
+        self.names: dict[Node, str] = {}  # parameters and buffers that a fold may change, or rely upon
+        for node in self.nodes:
+            if node.op != "placeholder":
+                continue
+            name = targets.get(node.name)
+            if name is None:
+                node.meta["kind"] = f"{constants[node.name]}, a tensor that is neither parameter nor buffer," \
+                    if node.name in constants else f"{node.name}, an input of the model,"  # fmt: skip
+            elif name in mutated:
+                node.meta["kind"] = f"{name}, which the model changes,"
+            elif name in unsaved:  # and might be built anew
+                node.meta["kind"] = f"{name}, which no state dict holds,"
+            else:
+                self.names[node] = name
+        for node in self.nodes:  # the number in h[:, 0] = 0
+            constant = program.constants.get(signature.inputs_to_lifted_tensor_constants.get(node.name))
+            node.meta["zero"] = isinstance(constant, Tensor) and constant.dim() == 0 and not constant.any()
         self.inputs = {node for node in self.nodes if node.op == "placeholder" and node.name in signature.user_inputs}
         self.values = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
@@ -95,6 +132,9 @@ class Graph:
         self._reached: dict[Any, str] = {}
 
     def _export(self, inputs: Inputs) -> torch.export.ExportedProgram:
+        if not isinstance(inputs, tuple | dict):
+            raise FoldError(f"the inputs are a {type(inputs).__name__}: give a tuple of positional arguments, as (x,), "
+                            "or a dict of named ones")  # fmt: skip
         args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
 
         def note(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -107,14 +147,18 @@ class Graph:
 
         hooks = [module.register_forward_hook(partial(note, path), with_kwargs=True)
                  for path, module in self.model.named_modules()]  # fmt: skip
+        restore = _snapshot(self.model)
         try:
             with plain_encoders(), warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's own
-                return torch.export.export(self.model, args, kwargs, strict=False).run_decompositions({})
+                program = torch.export.export(self.model, args, kwargs, strict=False)
+                self.blocks = any("wrap_with" in str(node.target) for node in program.graph.nodes)
+                return program.run_decompositions({})
         except Exception as error:  # whatever a model's forward and the exporter may raise
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise FoldError(f"{type(self.model).__name__} cannot be exported with these inputs ({first}): leave out "
                             "caches (use_cache=False) and branches on values") from error  # fmt: skip
         finally:
+            restore()
             for hook in hooks:
                 hook.remove()
 

@@ -55,7 +55,7 @@ class FoldedNorm(nn.Module):
     """RMSNorm with LayerNorm's gain and bias, over `axis` of x (*), in the place of the norm `old`: same names.
 
     y = x / sqrt(mean(x^2) + eps) * gain + bias; the mean is over each of `groups` equal blocks of the axis. On a GPU in
-    eager mode it runs as a kernel (kernels/); statistics are float32, or float64 for float64.
+    eager mode it runs as a kernel (kernels/); statistics are float32, or float64 for float64. Hooks of `old` stay.
     """
 
     def __init__(self, old: nn.Module, swap: Swap):
@@ -64,6 +64,7 @@ class FoldedNorm(nn.Module):
         self.normalized_shape, self.names = (swap.channels,), (swap.gain, swap.bias)
         for name in {"weight", "bias", *self.names} - {None}:
             self.register_parameter(name, getattr(old, name, None))
+        self.__dict__.update({name: value for name, value in vars(old).items() if "_hook" in name})
         self.train(old.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,6 +150,11 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
 
 def reparametrize(plan: Plan, model: nn.Module) -> None:
     """Fold `model` in place for training (CBWC): weights stay as they are and are centred whenever they are read."""
+    for module in model.modules():
+        if parametrize.is_parametrized(module):  # a copy shares torch's made-up class with the original: one of its own
+            old = type(module)
+            own = {name: value for name, value in vars(old).items() if name not in ("__dict__", "__weakref__")}
+            module.__class__ = type(old.__name__, old.__bases__, own)
     for source, names in [(source, None) for source in plan.sources] + plan.untied:
         gain = tensor_of(model, source.scale) if source.scale else None
         for name, axis in source.parameters:
@@ -211,7 +217,8 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
     key = graph.call(norm)
     path = norm.meta["nn_module_stack"][key][0] if key else ""
     if not path:
-        return "the norm is called by the model itself, as a function: there is no module to swap"
+        block = ", or in a no_grad or autocast block, where modules cannot be told" * graph.blocks
+        return f"the norm is called by the model itself, as a function{block}: there is no module to swap"
     module, own = graph.model.get_submodule(path), [node for node in graph.nodes if graph.call(node) == key]
     line, _ = norm_input(norm)
     x, axis = line.node, line.axis

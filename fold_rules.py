@@ -44,7 +44,8 @@ def feeds(line: Line) -> Feeds:
         found = RULES[str(node.target)](line)
     else:
         found = None
-    return found or Feeds(spoils=f"{describe(node)} does not keep a zero mean")
+    why = "need not have a zero mean" if node.op == "placeholder" else "does not keep a zero mean"
+    return found or Feeds(spoils=f"{describe(node)} {why}")
 
 
 def _through(node: Any, axis: int, line: Line) -> Feeds | None:
@@ -56,9 +57,11 @@ def is_zero(x: Any) -> bool:
     if not isinstance(x, Node):
         return isinstance(x, int | float) and x == 0
     name = str(x.target)
+    if name.startswith(("aten.clone", "aten._to_copy", "aten.lift_fresh_copy")):
+        return is_zero(x.args[0])
     if name.startswith(("aten.full", "aten.scalar_tensor")):
         return is_zero(next(a for a in reversed(x.args) if isinstance(a, int | float)))
-    return name.startswith(("aten.zeros", "aten.new_zeros"))
+    return name.startswith(("aten.zeros", "aten.new_zeros")) or x.meta.get("zero", False)  # a constant: fold_graph.py
 
 
 # ---------------------------------------------------------------------------------------------------- scalars and adds
@@ -76,6 +79,15 @@ def _dropout(line: Line) -> Feeds | None:
     if training and p > 0:
         return Feeds(spoils=f"{describe(line.node)} is in training mode: zeros at random make a mean")
     return _through(x, line.axis, line)
+
+
+@rule("copy.default", "fill.Scalar", "fill.Tensor")
+def _written(line: Line) -> Feeds:
+    """What is written, as a whole, over another tensor."""
+    x = line.node.args[1]
+    at = aligned(x, line)
+    spoils = at is None and not is_zero(x)
+    return Feeds(() if at is None else (at,), f"{describe(line.node)} puts one number into a whole row" * spoils)
 
 
 @rule("getitem")
@@ -229,6 +241,17 @@ def _join(line: Line) -> Feeds | None:
         return Feeds(spoils=f"{describe(line.node)} joins pieces along the axis of the norm")
     axis = line.axis - ("stack" in str(line.node.target) and dim < line.axis)
     return Feeds(tuple(Line(x, axis, line.block) for x in line.node.args[0] if math.prod(shape(x))))
+
+
+@rule("select_scatter.default", "slice_scatter.default")
+def _overwrite(line: Line) -> Feeds | None:
+    """Rows of the first tensor are replaced by those of the second: h[:, 0] = row."""
+    x, rows = line.node.args[:2]
+    dim = argument(line.node, 2, 0, "dim") % len(shape(x))
+    if dim == line.axis:
+        return None
+    axis = line.axis - ("select" in str(line.node.target) and dim < line.axis)
+    return Feeds((Line(x, line.axis, line.block), Line(rows, axis, line.block)))
 
 
 @rule("avg_pool1d.default", "avg_pool2d.default", "adaptive_avg_pool1d.default", "adaptive_avg_pool2d.default",

@@ -19,13 +19,12 @@ rules="paper" counts as the paper's Table 3 does: every LayerNorm's output has z
 cannot be centred, and nothing is checked forwards. On trained weights that is not exact; it cannot be folded.
 """
 
-import copy
 import json
 from dataclasses import asdict, dataclass, field, replace
 
 from torch import nn
 
-from certificate import TOLERANCE, Certificate, Inputs, certify
+from certificate import TOLERANCE, Certificate, Inputs, certify, copied
 from errors import FoldError
 from fold_choice import Analysis
 from fold_graph import Graph
@@ -115,7 +114,7 @@ def fold(
     refusals = {row.name: row.reason for row in report.rows if row.name not in folded}
 
     def convert(old: nn.Module) -> nn.Module:
-        new = copy.deepcopy(old)
+        new = copied(old)
         carry_out(plan, new)
         return new
 
@@ -136,7 +135,7 @@ def parametrize_cbwc(model: nn.Module, report: Report, insert: bool = False) -> 
     hold only for the present values (uniform gains) are not relied upon. Raises FoldError as fold.
     """
     _check(model, report)
-    new = copy.deepcopy(model)
+    new = copied(model)
     reparametrize(report.analysis.plan(True, insert, trained=True)[0], new)
     return new
 

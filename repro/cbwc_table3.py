@@ -55,7 +55,7 @@ def measure(name: str, rules: str, git: str) -> dict:
     if rules == "paper":
         return record
     _, certificate = fold(model, report, untie=True, insert=True)
-    refused = sorted({row.reason for row in report.rows if row.verdict in ("refused", "no gain")}, key=len)
+    refused = sorted(dict.fromkeys(row.reason for row in report.rows if row.verdict in ("refused", "no gain")), key=len)
     return record | {
         **{c: getattr(report, c) for c in COUNTS}, "worth": report.worth, "ok": certificate.ok,
         "folded": certificate.folded, "inserted_by_fold": certificate.inserted, "max_rel": certificate.max_rel,

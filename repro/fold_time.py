@@ -2,27 +2,35 @@
 
     python repro/fold_time.py --out=results/fold/time.jsonl
 
-One process, random weights, batch 1, 16 tokens. `fold` is the copy and the writing back; `analysis` reads the exported
-graph; `certificate` runs both models in float64 four times, and hashes what was touched. CPU seconds, not seconds on a
-clock: other work on the machine counts less.
+One process, random weights, batch 1, 16 tokens; medians over rounds. `export` makes the graph, `analysis` reads it,
+`fold` copies the model and writes into the copy, `certificate` is the rest of foldable.fold: both models in float64
+four times, and hashes of what was touched. CPU seconds, not seconds on a clock: other work on the machine counts less.
+The head is tied to the embedding, so there are two ways to fold: `insert` keeps it tied and inserts one centring,
+`untie` (convert.py's default) gives it weights of its own, an embedding matrix more.
 """
 
 import copy
-import itertools
 import json
+import os
+import statistics
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configurator import key, parse_args
 from errors import run_program
+from fold_choice import Analysis
 from fold_graph import Graph
-from fold_modules import carry_out
+from fold_modules import Plan, carry_out
 from foldable import analyze, fold
 from hf_coupled import import_transformers
 from runlog import environment
@@ -33,7 +41,19 @@ class TimeConfig:
     """Keys of fold_time.py."""
 
     layers: int = key(12, "transformer blocks")
+    rounds: int = key(3, "repetitions of each part but the certificate")
     out: str = key("", "JSONL file to add the result to ('': the screen alone)")
+
+
+def written(model: nn.Module, plan: Plan) -> nn.Module:
+    """A folded copy, unchecked."""
+    new = copy.deepcopy(model)
+    carry_out(plan, new)
+    return new
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def main(argv: list[str]) -> None:
@@ -42,31 +62,31 @@ def main(argv: list[str]) -> None:
     hf.logging.set_verbosity_error()
     model = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=config.layers)).eval()
     inputs = {"input_ids": torch.randint(0, 50257, (1, 16)), "use_cache": False}
-    marks = [("", time.process_time())]
-
-    def mark(name: str) -> None:
-        marks.append((name, time.process_time()))
-
     model(**inputs)
-    mark("first forward")
-    Graph(model, inputs)
-    mark("export")
+    spent = defaultdict(list)
+
+    def timed(name: str, function: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        result = function()
+        spent[name].append(round(time.process_time() - start, 3))
+        return result
+
+    for _ in range(config.rounds):
+        graph = timed("export", lambda: Graph(model, inputs))
+        timed("analysis", lambda: Analysis(graph).ways)  # noqa: B023
     report = analyze(model, inputs)
-    mark("export and analysis")
-    plan, norms = report.analysis.plan(insert=True)
-    mark("plan")
-    new = copy.deepcopy(model)
-    carry_out(plan, new)
-    mark("fold")
-    _, certificate = fold(model, report, insert=True)
-    mark("fold and certificate")
-    spent = {name: round(now - before, 3) for (_, before), (name, now) in itertools.pairwise(marks)}
-    sizes = {name: sum(p.numel() * p.element_size() for p in m.parameters()) for name, m in
-             (("before", model), ("after", new))}  # fmt: skip
-    record = {"model": "gpt2", "parameters": sum(p.numel() for p in model.parameters()), "folded": len(norms),
-              "inserted": len(plan.insertions), "cpu_seconds": spent, "bytes": sizes, "ok": certificate.ok,
-              "max_rel": certificate.max_rel, "float32_rel": certificate.checks[-1].max_rel,
-              **environment(torch.device("cpu"))}  # fmt: skip
+    ways = {}
+    for name, how in (("insert", {"insert": True}), ("untie", {"untie": True})):
+        for _ in range(config.rounds):
+            new = timed(f"fold, {name}", lambda: written(model, report.analysis.plan(**how)[0]))  # noqa: B023
+        certificate = timed(f"fold and certificate, {name}", lambda: fold(model, report, **how))[1]  # noqa: B023
+        ways[name] = {"folded": certificate.folded, "inserted": certificate.inserted, "bytes": parameter_bytes(new),
+                      "ok": certificate.ok, "max_rel": certificate.max_rel,
+                      "float32_rel": certificate.checks[-1].max_rel}  # fmt: skip
+    record = {"model": "gpt2", "parameters": sum(p.numel() for p in model.parameters()),
+              "bytes": parameter_bytes(model), **ways,
+              "cpu_seconds": {name: statistics.median(times) for name, times in spent.items()}, "rounds": dict(spent),
+              "load": round(os.getloadavg()[0], 1), **environment(torch.device("cpu"))}  # fmt: skip
     if config.out:
         with open(config.out, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
