@@ -33,7 +33,7 @@ import adapters
 import hf
 from checkpoint import BEST, load_model, read_checkpoint, save_checkpoint
 from configurator import key, parse_args
-from coupling import Calibration, first_plan, spell, suggest_first, view
+from coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
 from data.shards import DataError
 from distill_data import open_stream, shuffled
 from errors import CheckpointError, ConfigError, UserError, run_program
@@ -174,8 +174,8 @@ class Distiller:
         low = self.precision.dtype if self.precision.is_low and config.method != "full" else self.precision.weights
         teacher = teacher.to(low).to(ranks.device).requires_grad_(False)
         self.length = min(config.block_size, teacher.config.block_size)
+        self.teacher = own_statistics(teacher, f"teacher={config.teacher}")
         self.calibration_ids, self.val = self._first_blocks(teacher)
-        self.teacher = view(teacher, spell("R" * (2 * teacher.config.n_layer + 1)))
         state = self._find_state()
         self.plan, self.alpha = (state["plan"], state["alpha"]) if state else self._choose()
         self.pair = Pair(self.teacher, make_student(self.teacher, self.plan, self.alpha, config))

@@ -205,9 +205,11 @@ def main(argv: list[str]) -> None:
     model.to(device)
     if device.type == "cpu":
         faster_float32_products(model.config.n_embd, model.config.head_channels)
-    if model.config.norm_type not in ("rms", "coupled"):
+    shares = "s" in model.plan.letters
+    if shares or model.config.norm_type not in ("rms", "coupled"):
         lines, records = blocks_table(token_rms(model, windows))
-        print("\n".join([*lines, f"norm_type={model.config.norm_type}: only RMSNorm can be coupled (convert.py)"]))
+        why = "it shares statistics already" if shares else "only RMSNorm can be coupled (convert.py)"
+        print("\n".join([*lines, f"norm_type={model.config.norm_type}, norm plan {model.plan}: {why}"]))
         return finish(config, {"spec": spec, "blocks": records, **environment(device)})
     calibration, judge = (Calibration(model, windows[start::2]) for start in (0, 1))
     lines, records = blocks_table(calibration.rms)

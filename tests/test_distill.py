@@ -14,7 +14,7 @@ from test_coupling import SHAPE, L, run_folder, sequences, trained  # noqa: F401
 import adapters
 import distill
 import distill_data
-from checkpoint import load_model
+from checkpoint import BEST, load_model, save_checkpoint
 from configurator import parse_args
 from data.documents import Document
 from data.shards import DataError
@@ -162,7 +162,12 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):  # noq
         raise datasets.exceptions.DatasetNotFoundError("it is not there\nat all")
 
     monkeypatch.setattr(datasets, "load_dataset", absent)
+    coupled = GPT(dataclasses.replace(SHAPE, norm_type="coupled", coupled_calibrate=2))
+    (tmp_path / "coupled").mkdir()
+    save_checkpoint(tmp_path / "coupled" / BEST, {"step": 0, "config": dataclasses.asdict(coupled.config), "meta": {},
+                                                  "model": coupled.state_dict()})  # fmt: skip
     cases = [
+        ([*words, f"--teacher={tmp_path / 'coupled'}"], ConfigError, "teacher=.*coupled shares statistics already"),
         ([*words, "--local="], DataError, "dataset=nvidia/.*DatasetNotFoundError.*--local=FILES"),
         ([*words, "--local=nowhere.jsonl"], DataError, "no file nowhere"),
         ([*words, "--eval_blocks=100000"], DataError, "too little text"),
