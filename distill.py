@@ -20,7 +20,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,9 @@ class DistillConfig:
             raise ConfigError("teacher: name the model to start from, --teacher=MODEL")
         for name in ("rank", "block_size", "batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval",
                      "log_interval", "calibration_blocks", "eval_blocks"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+            least = 2 if name == "block_size" else 1  # a block's first token is not judged
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}")
         if not 0 <= self.min_lr <= self.learning_rate or not self.learning_rate > 0:
             raise ConfigError(f"want 0 <= min_lr ({self.min_lr}) <= learning_rate ({self.learning_rate}), above 0")
 
@@ -245,8 +246,12 @@ class Distiller:
         def epochs() -> Iterator[Tensor]:
             for epoch in range(1 << 30):
                 stream = open_stream(config, self.teacher.meta, self.teacher.n_vocab, self.length, config.local)
-                yield from shuffled(islice(stream, 0 if config.val else self.skipped, None), config.shuffle,
-                                    config.seed + epoch)  # fmt: skip
+                stream = islice(stream, 0 if config.val else self.skipped, None)
+                if (first := next(stream, None)) is None:
+                    raise DataError(f"{config.local or config.dataset}: nothing is left to train on after the "
+                                    f"{self.skipped} blocks of {self.length} tokens that calibrate and judge: give "
+                                    "more text, or --val=FILE")  # fmt: skip
+                yield from shuffled(chain([first], stream), config.shuffle, config.seed + epoch)
 
         per_step = config.batch_size * config.gradient_accumulation_steps
         stream = islice(epochs(), self.step * per_step, None)
