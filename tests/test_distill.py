@@ -5,10 +5,14 @@
 
 import dataclasses
 import json
+import lzma
+import os
+import shutil
+import subprocess
 
 import pytest
 import torch
-from conftest import records
+from conftest import ROOT, records
 from test_coupling import SHAPE, L, run_folder, sequences, trained  # noqa: F401 (fixtures)
 
 import adapters
@@ -201,3 +205,35 @@ def test_memory_estimate(capsys, run_folder):  # noqa: F811
     assert parts["parameters"] == 8_190_735_360 and 60 < parts["total"] / adapters.GIB < 130  # one GPU of 141 GB
     assert adapters.memory(config, "dora", 1024, 8 * 1024, 2, checkpointing=False)["total"] > parts["total"]
     assert L == 3
+
+
+# -------------------------------------------------------------------------------------------------- repro/posthoc.sh
+
+STUB = """#!/usr/bin/env bash
+echo "$1" >> calls
+for word; do case $word in
+  --out_dir=*text_?) mkdir -p "${word#*=}" && touch "${word#*=}/meta.json";;
+  --out=*|--plot=*) echo new > "${word#*=}";;
+  *.part) echo new > "$word";;
+esac; done
+"""
+
+
+def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
+    """In a fresh clone results/ holds records of another run: they must not stand for steps of this one."""
+    shutil.copytree(ROOT / "repro", tmp_path / "repro")
+    (tmp_path / "python").write_text(STUB)
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "openstax_ccby_train.jsonl.xz").write_bytes(lzma.compress(b"{}\n{}\n"))
+    results = tmp_path / "results"
+    results.mkdir()
+    for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png"):
+        (results / name).write_text("old\n")
+    keys = {"PYTHON": str(tmp_path / "python"), "OUT": str(tmp_path / "out"), "RESULTS": str(results)}
+    words = ["bash", "repro/posthoc.sh", str(tmp_path)]
+    for _ in range(2):
+        subprocess.run(words, cwd=tmp_path, env={**os.environ, **keys}, check=True, capture_output=True)
+    calls = (tmp_path / "calls").read_text().split()
+    steps = ("rms_stats.py", "repro/posthoc_alpha.py", "repro/posthoc_table.py")
+    assert [calls.count(step) for step in steps] == [1, 1, 2]
+    assert all((results / name).read_text() == "new\n" for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png"))
