@@ -42,7 +42,7 @@ from model import GPT, GPTConfig, cross_entropy
 from norm_layers import SharedRMSNorm
 from optim import DTYPES, Precision, guarded_update, learning_rate, make_optimizer, micro_step
 from parallel import accumulate, replicate
-from ranks import Ranks, faster_float32_products
+from ranks import Ranks, faster_float32_products, find_device
 from runlog import RunLog, Throughput, environment
 
 STATE = "distill_last.pt"
@@ -348,9 +348,9 @@ class Distiller:
 def main(argv: list[str]) -> None:
     config, _ = parse_args(DistillConfig, argv, __doc__)
     shape = teacher_config(config.teacher)
-    weight_bytes = 4 if config.dtype in ("float32", "auto") and not torch.cuda.is_available() else 2
+    low = Precision(config.dtype, find_device(config.device)).is_low
     tokens = config.batch_size * min(config.block_size, shape.block_size)
-    parts = adapters.memory(shape, config.method, config.rank, tokens, weight_bytes, config.checkpoint_activations)
+    parts = adapters.memory(shape, config.method, config.rank, tokens, low, config.checkpoint_activations)
     print(adapters.memory_line(parts), flush=True)
     if config.estimate:
         return print(json.dumps({"teacher": config.teacher, "method": config.method, **parts}))

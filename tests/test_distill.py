@@ -194,17 +194,36 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):  # noq
 
 def test_memory_estimate(capsys, run_folder):  # noqa: F811
     for method in ("dora", "full"):
-        distill.main([f"--teacher={run_folder}", f"--method={method}", "--rank=8", "--estimate"])
+        distill.main([f"--teacher={run_folder}", f"--method={method}", "--rank=8", "--device=cpu", "--estimate"])
         parts = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert parts["parameters"] == GPT(SHAPE).num_params()
         wanted = parts["parameters"] if method == "full" else adapters.adapter_parameters(SHAPE, 8, True)
         assert parts["trained_parameters"] == wanted and parts["trained"] == 16 * wanted
         assert parts["total"] == sum(parts[name] for name in ("weights", "trained", "activations", "dora", "kl"))
     config = distill.teacher_config("random:qwen3-8b")  # at once: no weights are drawn
-    parts = adapters.memory(config, "dora", 1024, 8 * 1024, 2, checkpointing=True)
+    parts = adapters.memory(config, "dora", 1024, 8 * 1024, low=True, checkpointing=True)
     assert parts["parameters"] == 8_190_735_360 and 60 < parts["total"] / adapters.GIB < 130  # one GPU of 141 GB
-    assert adapters.memory(config, "dora", 1024, 8 * 1024, 2, checkpointing=False)["total"] > parts["total"]
+    assert adapters.memory(config, "dora", 1024, 8 * 1024, low=True, checkpointing=False)["total"] > parts["total"]
+    full = adapters.memory(config, "full", 1024, 8 * 1024, low=True, checkpointing=True)
+    assert full["weights"] == 4 * full["parameters"] and full["trained"] == 18 * full["parameters"]
+    for keys, wide in (({"dtype": "float32"}, True), ({"dtype": "bfloat16"}, False), ({"device": "cpu"}, True)):
+        distill.main([f"--teacher={run_folder}", "--estimate", *(f"--{name}={value}" for name, value in keys.items())])
+        parts = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert parts["weights"] == (4 if wide else 2) * parts["parameters"]
     assert L == 3
+
+
+@pytest.mark.parametrize("method", ["dora", "full"])
+def test_the_estimate_counts_what_a_run_holds(method, words, tmp_path):
+    """In bfloat16: the teacher's weights, and what is trained with its gradients and moments."""
+    run = distiller([*words, f"--method={method}", "--dtype=bfloat16", "--max_iters=1"])
+    run.run()
+    parts = adapters.memory(SHAPE, method, 4, 4 * 24, low=True, checkpointing=True)
+    assert sum(p.nbytes for p in run.teacher.parameters()) == parts["weights"]
+    state = [t for entry in run.optimizer.state.values() for t in entry.values() if t.dim()]
+    held = sum(t.nbytes for p in run.trained.values() for t in (p, p.grad if p.grad is not None else p)) + sum(
+        t.nbytes for t in state)  # fmt: skip
+    assert held == 16 * parts["trained_parameters"] == parts["trained"] - 2 * parts["trained_parameters"]
 
 
 # -------------------------------------------------------------------------------------------------- repro/posthoc.sh
