@@ -33,6 +33,10 @@ def add_adapters(model: GPT, rank: int, alpha: float, dora: bool) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float() if parameter.dtype != torch.float64 else parameter.data
+    for _, _, linear in adapted(model):  # peft's magnitudes were rounded to the type of the weights
+        for magnitude in linear.lora_magnitude_vector.values():
+            weight = linear.get_base_layer().weight.to(magnitude.weight.dtype)
+            magnitude.weight.data = torch.linalg.norm(weight, dim=1)
 
 
 def adapted(model: GPT) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -83,6 +83,14 @@ def test_merged_and_absorbed_student_is_the_unmerged(dora, trained):  # noqa: F8
     assert torch.equal(teacher(idx), untouched)  # merging took copies
 
 
+@pytest.mark.parametrize("method", ["dora", "lora"])
+def test_adapters_start_at_a_teacher_in_bfloat16(method, words, tmp_path):
+    run = distiller([*words, f"--method={method}", "--dtype=bfloat16", f"--coupled_first={L}"])
+    assert run.teacher.wte.weight.dtype == torch.bfloat16 and len(run.trained) > 0
+    with torch.no_grad(), run.precision.autocast():
+        assert not run.pair.token_kl(sequences(8, 3)).any()  # exactly 0
+
+
 @pytest.mark.parametrize("method", ["dora", "full"])
 def test_resume_is_exact(method, words, tmp_path):
     words = [*words, f"--method={method}", "--coupled_first=1"]
