@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -340,9 +341,17 @@ class Distiller:
                                               "model": student.state_dict()})  # fmt: skip
         wanted = self.config.export
         if wanted or (wanted is None and student.meta.get("tokenizer") == "hf"):
-            hf.export_hf(student, self.out_dir / "hf")
+            self._export(student)
         print(json.dumps({**found, "norm_plan": self.plan, "alpha": list(self.alpha), "step": self.step,
                           "tok_per_s": speed, "peak_bytes": peak}))  # fmt: skip
+
+    def _export(self, student: GPT) -> None:
+        """hf/, in place of one that an earlier end of this run has left; it is whole whenever it is there."""
+        target, fresh = self.out_dir / "hf", self.out_dir / "hf.tmp"
+        shutil.rmtree(fresh, ignore_errors=True)  # of a run that was stopped here
+        hf.export_hf(student, fresh)
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)
 
 
 def main(argv: list[str]) -> None:

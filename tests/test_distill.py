@@ -130,12 +130,18 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
     tiny = {"model_type": "qwen3", "vocab_size": 67, "max_position_embeddings": 16, "hidden_size": 32, "head_dim": 8,
             "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setitem(distill.hf.SHAPES, "tiny", tiny)
-    distill.main([*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--max_iters=2", "--export=True"])
-    assert len(evals(tmp_path / "out")) == 2
-    exported = distill.hf.load_hf(tmp_path / "out" / "hf")
-    idx = sequences(2, 1)[:, :16]
-    with torch.no_grad():
-        assert torch.equal(exported(idx), load_model(str(tmp_path / "out"))(idx))
+    words, out, idx = [*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--export=True"], [], None
+    (tmp_path / "out" / "hf.tmp").mkdir(parents=True)
+    (tmp_path / "out" / "hf.tmp" / "torn").touch()  # left by a run that was stopped while it wrote
+    for steps, count in ((2, 2), (2, 3), (4, 4)):  # a finished run: repeated (nothing trains), and continued
+        distill.main([*words, f"--max_iters={steps}"])
+        assert len(evals(tmp_path / "out")) == count and evals(tmp_path / "out")[-1]["step"] == steps
+        exported, idx = distill.hf.load_hf(tmp_path / "out" / "hf"), sequences(2, 1)[:, :16]
+        with torch.no_grad():
+            out.append(exported(idx))
+            assert torch.equal(out[-1], load_model(str(tmp_path / "out"))(idx))
+    assert torch.equal(out[0], out[1]) and not torch.equal(out[1], out[2])
+    assert not (tmp_path / "out" / "hf.tmp").exists() and not (tmp_path / "out" / "hf" / "torn").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
