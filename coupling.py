@@ -2,7 +2,7 @@
 
     calibration = Calibration(model, windows)            # windows (N, T) of text: the teacher's states, once
     first = suggest_first(calibration, budget=0.01)      # smallest coupled_first whose KL is within the budget
-    steps = greedy(calibration, budget=0.01)             # cheapest position first: KL against launches saved
+    steps = greedy(calibration, budget=0.01)             # cheapest position first: KL against statistics saved
 
 KL is KL(teacher || student), nats a token, mean over the windows. A student is a view of the teacher: another norm plan
 on the very same tensors. The first position of a window is left out of alpha and of KL and told apart: attention makes
@@ -158,7 +158,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, its alpha, its KL on the calibration text, and how many statistics (launches) it saves."""
+    """A plan, its alpha, its KL on the calibration text, and how many statistics it saves (launches in arm B)."""
 
     plan: str
     alpha: Alpha | float

@@ -227,7 +227,7 @@ def main(argv: list[str]) -> None:
             "coupled_first": first, "alpha": choices[first].alpha,
             "kl": [choice.kl for choice in choices], "kl_held_out": [judge.kl(c.plan, c.alpha) for c in choices],
         }  # fmt: skip
-    print("\nlaunches saved, cheapest position first, alpha per position")
+    print("\nstatistics saved (launches in arm B), cheapest position first, alpha per position")
     curve = []
     for choice in greedy(calibration, config.budget, config.across):
         held_out = judge.kl(choice.plan, choice.alpha)

@@ -5,7 +5,7 @@
 #                             any other two files of documents under these names will do)
 #
 # 1. a teacher of 10 M parameters, Llama's shape, bytes, 3.1 M tokens of every second document
-# 2. sizes of its residual stream, alpha, which blocks to couple, KL against launches saved
+# 2. sizes of its residual stream, alpha, which blocks to couple, KL against statistics saved
 # 3. distillation from KL alone on the other documents, two plans: every block coupled, and the suggested one
 # 4. the control: the teacher trained on, on the same text, for as many tokens and with the same learning rates as the first
 # 5. two small models more, to see whether the suggested alpha is near the best there is in all three
