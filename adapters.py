@@ -33,6 +33,10 @@ def add_adapters(model: GPT, rank: int, alpha: float, dora: bool) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float() if parameter.dtype != torch.float64 else parameter.data
+    for _, _, linear in adapted(model):  # peft's magnitudes were rounded to the type of the weights
+        for magnitude in linear.lora_magnitude_vector.values():
+            weight = linear.get_base_layer().weight.to(magnitude.weight.dtype)
+            magnitude.weight.data = torch.linalg.norm(weight, dim=1)
 
 
 def adapted(model: GPT) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -63,13 +67,16 @@ def adapter_parameters(config: GPTConfig, rank: int, dora: bool) -> int:
     return config.n_layer * sum(rank * (i + o) + (o if dora else 0) for i, o in shapes)
 
 
-def memory(config: GPTConfig, method: str, rank: int, tokens: int, weight_bytes: int, checkpointing: bool) -> dict:
+def memory(config: GPTConfig, method: str, rank: int, tokens: int, low: bool, checkpointing: bool) -> dict:
     """Bytes that a step over `tokens` tokens needs, part by part: an estimate, printed before anything is loaded.
 
-    Weights are there once, unless full fine-tuning moves a float32 copy of them. What is trained has 16 bytes a
-    parameter: float32 weight, gradient and AdamW's two moments. Activations: stream and branch of every block if they
-    are checkpointed, and what one block keeps (all blocks without). Of DoRA one linear's W + s B A, norm and gradient.
+    `low`: the computation is in 16 bits, and so are frozen weights. Full fine-tuning keeps the teacher in float32 and
+    moves a float32 copy of it. What is trained has 16 bytes a parameter: float32 weight, gradient and AdamW's two
+    moments; autocast keeps 2 more, its 16-bit copy, from forward to backward. Activations: stream and branch of every
+    block if they are checkpointed, and what one block keeps (all blocks without). Of DoRA one linear's W + s B A, norm
+    and gradient.
     """
+    width = 2 if low else 4  # bytes of an activation
     with torch.device("meta"):
         weights = GPT(config).num_params()
     trained = weights if method == "full" else adapter_parameters(config, rank, method == "dora")
@@ -77,11 +84,11 @@ def memory(config: GPTConfig, method: str, rank: int, tokens: int, weight_bytes:
     heads = (config.n_head + 2 * config.kv_heads) * config.head_channels
     kept = 4 * config.n_embd + 2 * heads + config.n_head * config.head_channels + up + config.inner  # channels a token
     lora = 0 if method == "full" else 8 * (config.n_embd * 2 + 4 * rank + up)  # float32 copies of inputs and products
-    block = tokens * (kept * weight_bytes + lora)
+    block = tokens * (kept * width + lora)
     layers = config.n_layer
     parts = {
-        "weights": weights * weight_bytes, "trained": 16 * trained,
-        "activations": block + layers * tokens * 2 * config.n_embd * weight_bytes if checkpointing else layers * block,
+        "weights": weights * (4 if method == "full" else width), "trained": (18 if low else 16) * trained,
+        "activations": block + layers * tokens * 2 * config.n_embd * width if checkpointing else layers * block,
         "dora": 4 * 4 * max(up, heads, config.inner) * config.n_embd if method == "dora" else 0,
         "kl": tokens * (4 * 4 * min(CHUNK, config.vocab_size) + 16 * config.n_embd)
               + 8 * min(CHUNK, config.vocab_size) * config.n_embd,

@@ -2,7 +2,7 @@
 
     calibration = Calibration(model, windows)            # windows (N, T) of text: the teacher's states, once
     first = suggest_first(calibration, budget=0.01)      # smallest coupled_first whose KL is within the budget
-    steps = greedy(calibration, budget=0.01)             # cheapest position first: KL against launches saved
+    steps = greedy(calibration, budget=0.01)             # cheapest position first: KL against statistics saved
 
 KL is KL(teacher || student), nats a token, mean over the windows. A student is a view of the teacher: another norm plan
 on the very same tensors. The first position of a window is left out of alpha and of KL and told apart: attention makes
@@ -62,6 +62,15 @@ def view(model: GPT, plan: str, alpha: Alpha | float = 1.0) -> GPT:
     return new.eval()
 
 
+def own_statistics(model: GPT, name: str = "the model") -> GPT:
+    """A view of `model` for whom every norm computes its own statistic. Raises ConfigError if one shares already: with
+    its own it would be another function, and no teacher. `name` is what the user called the model."""
+    if "s" in model.plan.letters:
+        raise ConfigError(f"{name} shares statistics already (norm plan {model.plan}): start from the RMSNorm model "
+                          "that it was made of")  # fmt: skip
+    return view(model, spell("R" * (2 * model.config.n_layer + 1)))
+
+
 def spell(letters: Sequence[str]) -> str:
     """'RRRsR' -> 'RR Rs R', as plans are printed."""
     return " ".join("".join(letters[i : i + 2]) for i in range(0, len(letters), 2))
@@ -88,11 +97,12 @@ def ratios(rms: Tensor, position: int, source: int) -> dict[str, float]:
 
 
 class Calibration:
-    """A teacher on windows of text (N, T): sizes of its residual stream and its final hidden states."""
+    """A teacher on windows of text (N, T): sizes of its residual stream and its final hidden states. ConfigError if its
+    norms share statistics already."""
 
     def __init__(self, model: GPT, windows: Tensor):
         self.positions = 2 * model.config.n_layer + 1
-        self.model, self.windows = view(model, spell("R" * self.positions)), windows
+        self.model, self.windows = own_statistics(model), windows
         self.rms = token_rms(self.model, windows)  # (2L + 1, N, T)
         self.hidden = list(self._hidden(self.model))
 
@@ -148,7 +158,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, its alpha, its KL on the calibration text, and how many statistics (launches) it saves."""
+    """A plan, its alpha, its KL on the calibration text, and how many statistics it saves (launches in arm B)."""
 
     plan: str
     alpha: Alpha | float

@@ -18,9 +18,10 @@ import dataclasses
 import functools
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ import adapters
 import hf
 from checkpoint import BEST, load_model, read_checkpoint, save_checkpoint
 from configurator import key, parse_args
-from coupling import Calibration, first_plan, spell, suggest_first, view
+from coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
 from data.shards import DataError
 from distill_data import open_stream, shuffled
 from errors import CheckpointError, ConfigError, UserError, run_program
@@ -42,7 +43,7 @@ from model import GPT, GPTConfig, cross_entropy
 from norm_layers import SharedRMSNorm
 from optim import DTYPES, Precision, guarded_update, learning_rate, make_optimizer, micro_step
 from parallel import accumulate, replicate
-from ranks import Ranks, faster_float32_products
+from ranks import Ranks, faster_float32_products, find_device
 from runlog import RunLog, Throughput, environment
 
 STATE = "distill_last.pt"
@@ -94,8 +95,9 @@ class DistillConfig:
             raise ConfigError("teacher: name the model to start from, --teacher=MODEL")
         for name in ("rank", "block_size", "batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval",
                      "log_interval", "calibration_blocks", "eval_blocks"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+            least = 2 if name == "block_size" else 1  # a block's first token is not judged
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}")
         if not 0 <= self.min_lr <= self.learning_rate or not self.learning_rate > 0:
             raise ConfigError(f"want 0 <= min_lr ({self.min_lr}) <= learning_rate ({self.learning_rate}), above 0")
 
@@ -174,8 +176,8 @@ class Distiller:
         low = self.precision.dtype if self.precision.is_low and config.method != "full" else self.precision.weights
         teacher = teacher.to(low).to(ranks.device).requires_grad_(False)
         self.length = min(config.block_size, teacher.config.block_size)
+        self.teacher = own_statistics(teacher, f"teacher={config.teacher}")
         self.calibration_ids, self.val = self._first_blocks(teacher)
-        self.teacher = view(teacher, spell("R" * (2 * teacher.config.n_layer + 1)))
         state = self._find_state()
         self.plan, self.alpha = (state["plan"], state["alpha"]) if state else self._choose()
         self.pair = Pair(self.teacher, make_student(self.teacher, self.plan, self.alpha, config))
@@ -245,8 +247,12 @@ class Distiller:
         def epochs() -> Iterator[Tensor]:
             for epoch in range(1 << 30):
                 stream = open_stream(config, self.teacher.meta, self.teacher.n_vocab, self.length, config.local)
-                yield from shuffled(islice(stream, 0 if config.val else self.skipped, None), config.shuffle,
-                                    config.seed + epoch)  # fmt: skip
+                stream = islice(stream, 0 if config.val else self.skipped, None)
+                if (first := next(stream, None)) is None:
+                    raise DataError(f"{config.local or config.dataset}: nothing is left to train on after the "
+                                    f"{self.skipped} blocks of {self.length} tokens that calibrate and judge: give "
+                                    "more text, or --val=FILE")  # fmt: skip
+                yield from shuffled(chain([first], stream), config.shuffle, config.seed + epoch)
 
         per_step = config.batch_size * config.gradient_accumulation_steps
         stream = islice(epochs(), self.step * per_step, None)
@@ -335,17 +341,25 @@ class Distiller:
                                               "model": student.state_dict()})  # fmt: skip
         wanted = self.config.export
         if wanted or (wanted is None and student.meta.get("tokenizer") == "hf"):
-            hf.export_hf(student, self.out_dir / "hf")
+            self._export(student)
         print(json.dumps({**found, "norm_plan": self.plan, "alpha": list(self.alpha), "step": self.step,
                           "tok_per_s": speed, "peak_bytes": peak}))  # fmt: skip
+
+    def _export(self, student: GPT) -> None:
+        """hf/, in place of one that an earlier end of this run has left; it is whole whenever it is there."""
+        target, fresh = self.out_dir / "hf", self.out_dir / "hf.tmp"
+        shutil.rmtree(fresh, ignore_errors=True)  # of a run that was stopped here
+        hf.export_hf(student, fresh)
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)
 
 
 def main(argv: list[str]) -> None:
     config, _ = parse_args(DistillConfig, argv, __doc__)
     shape = teacher_config(config.teacher)
-    weight_bytes = 4 if config.dtype in ("float32", "auto") and not torch.cuda.is_available() else 2
+    low = Precision(config.dtype, find_device(config.device)).is_low
     tokens = config.batch_size * min(config.block_size, shape.block_size)
-    parts = adapters.memory(shape, config.method, config.rank, tokens, weight_bytes, config.checkpoint_activations)
+    parts = adapters.memory(shape, config.method, config.rank, tokens, low, config.checkpoint_activations)
     print(adapters.memory_line(parts), flush=True)
     if config.estimate:
         return print(json.dumps({"teacher": config.teacher, "method": config.method, **parts}))

@@ -5,7 +5,9 @@
     model = AutoModelForCausalLM.from_pretrained("exported")         # generate, static cache, everything
 
 Each is the stock class with other norms. A norm that shares reads the statistic that its source computed a moment ago;
-so attention, caches and generation stay transformers' own. Without `import hf` no Auto class knows these model types,
+so attention, caches and generation stay transformers' own. That statistic is state of the module: one forward at a time
+(no threads on one model), and no recomputing of a block whose source is in another one: gradient checkpointing is for
+plans that share within blocks. Without `import hf` no Auto class knows these model types,
 and the gains of the norms are stored as (1, C), which no stock class takes for its own (C,).
 """
 
@@ -59,12 +61,20 @@ class Couple:
         if not (known and len(letters) == len(config.coupled_alpha) == len(places)):
             raise HFError(f"norm_plan {config.norm_plan!r} and {len(config.coupled_alpha)} numbers in coupled_alpha do "
                           f"not describe {len(places)} norms: is config.json damaged?")  # fmt: skip
+        self.shares_across = "s" in letters[:-1:2]  # before attention: the source is in a block before
         for (owner, name), letter, alpha in zip(places, letters, config.coupled_alpha, strict=True):
             shares, old = letter == "s", getattr(owner, name).weight
             eps = config.layer_norm_epsilon if hasattr(base, "h") else config.rms_norm_eps
             norm = CoupledRMSNorm(len(old), eps, source if shares else None, alpha if shares else 1.0)
             setattr(owner, name, norm.to(old))
             source = source if shares else norm
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **names: Any) -> None:
+        """transformers' own, which every way of switching it calls. Raises HFError for plans across blocks."""
+        if enable and self.shares_across:  # it would read what the latest forward left, which may be of another batch
+            raise HFError(f"norm_plan {self.config.norm_plan!r} shares statistics across blocks, which gradient "
+                          "checkpointing computes apart: train without it")  # fmt: skip
+        super()._set_gradient_checkpointing(enable, **names)
 
 
 @functools.cache

@@ -205,9 +205,11 @@ def main(argv: list[str]) -> None:
     model.to(device)
     if device.type == "cpu":
         faster_float32_products(model.config.n_embd, model.config.head_channels)
-    if model.config.norm_type not in ("rms", "coupled"):
+    shares = "s" in model.plan.letters
+    if shares or model.config.norm_type not in ("rms", "coupled"):
         lines, records = blocks_table(token_rms(model, windows))
-        print("\n".join([*lines, f"norm_type={model.config.norm_type}: only RMSNorm can be coupled (convert.py)"]))
+        why = "it shares statistics already" if shares else "only RMSNorm can be coupled (convert.py)"
+        print("\n".join([*lines, f"norm_type={model.config.norm_type}, norm plan {model.plan}: {why}"]))
         return finish(config, {"spec": spec, "blocks": records, **environment(device)})
     calibration, judge = (Calibration(model, windows[start::2]) for start in (0, 1))
     lines, records = blocks_table(calibration.rms)
@@ -225,7 +227,7 @@ def main(argv: list[str]) -> None:
             "coupled_first": first, "alpha": choices[first].alpha,
             "kl": [choice.kl for choice in choices], "kl_held_out": [judge.kl(c.plan, c.alpha) for c in choices],
         }  # fmt: skip
-    print("\nlaunches saved, cheapest position first, alpha per position")
+    print("\nstatistics saved (launches in arm B), cheapest position first, alpha per position")
     curve = []
     for choice in greedy(calibration, config.budget, config.across):
         held_out = judge.kl(choice.plan, choice.alpha)

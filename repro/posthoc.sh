@@ -5,7 +5,7 @@
 #                             any other two files of documents under these names will do)
 #
 # 1. a teacher of 10 M parameters, Llama's shape, bytes, 3.1 M tokens of every second document
-# 2. sizes of its residual stream, alpha, which blocks to couple, KL against launches saved
+# 2. sizes of its residual stream, alpha, which blocks to couple, KL against statistics saved
 # 3. distillation from KL alone on the other documents, two plans: every block coupled, and the suggested one
 # 4. the control: the teacher trained on, on the same text, for as many tokens and with the same learning rates as the first
 # 5. two small models more, to see whether the suggested alpha is near the best there is in all three
@@ -26,8 +26,8 @@ for half in a b; do
     --tokenizer=bytes --out_dir="$out/text_$half" --processes=1
 done
 "$PYTHON" train.py config/posthoc_teacher.py --out_dir="$out/teacher" --data_dir="$out/text_a"
-[ -f "$results/sizes.jsonl" ] || "$PYTHON" rms_stats.py "$out/teacher" --text="$out/b.jsonl" --windows=32 --across \
-  --budget=0.05 --plot="$results/fig3.png" --out="$results/sizes.jsonl"
+[ -f "$out/sizes.jsonl" ] || "$PYTHON" rms_stats.py "$out/teacher" --text="$out/b.jsonl" --windows=32 --across \
+  --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
 distil() {  # coupled_first, learning rate, steps
   "$PYTHON" distill.py --teacher="$out/teacher" --local="$out/b.jsonl" --val="$source/openstax_ccby_val.jsonl.xz" \
     --method=full --coupled_first="$1" --block_size=256 --batch_size=8 --gradient_accumulation_steps=1 \
@@ -43,6 +43,9 @@ distil 1 1e-4 150  # the suggested plan: there is less to mend
   --data_dir="$out/text_a" --out_dir="$out/small-gpt2"
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=9 --n_layer=6 \
   --position=rope --activation=swiglu --data_dir="$out/text_a" --out_dir="$out/small-llama"
-[ -f "$results/alpha.jsonl" ] || "$PYTHON" repro/posthoc_alpha.py "$results/alpha.jsonl" "$out/b.jsonl" \
-  "$out/small-gpt2" "$out/small-llama" "$out/teacher"
+if [ ! -f "$out/alpha.jsonl" ]; then  # it grows line by line: whole when it has its name
+  "$PYTHON" repro/posthoc_alpha.py "$out/alpha.part" "$out/b.jsonl" "$out/small-gpt2" "$out/small-llama" "$out/teacher"
+  mv "$out/alpha.part" "$out/alpha.jsonl"
+fi
+cp "$out/sizes.jsonl" "$out/fig3.png" "$out/alpha.jsonl" "$results/"
 "$PYTHON" repro/posthoc_table.py "$out" "$source/openstax_ccby_val.jsonl.xz" "$results"

@@ -3,7 +3,8 @@
     python repro/posthoc_table.py out/posthoc val.jsonl.xz results/cpu/posthoc        (the last step of posthoc.sh)
 
 Writes models.jsonl and README.md's table. Val loss and KL(teacher || model) are in nats a token, a token is a byte;
-the first position of a window is left out. Differences to the teacher are paired by window.
+the first position of a window is left out of the KL, not of the loss, where it predicts the second byte.
+Differences to the teacher are paired by window.
 """
 
 import json

@@ -143,6 +143,11 @@ def test_what_cannot_be_coupled_is_refused():
     for keys in ({"norm_type": "layer"}, {"norm_groups": 2}):
         with pytest.raises(FoldError, match="coupling is for rms"):
             view(GPT(replace(SHAPE, **keys)), "Rs Rs Rs R")
+    for keys in ({}, {"coupled_calibrate": 2}):  # its own statistics would make another function of it
+        with pytest.raises(ConfigError, match=r"shares statistics already \(norm plan Rs Rs Rs R\)"):
+            Calibration(GPT(replace(SHAPE, norm_type="coupled", **keys)), sequences(4, 1))
+    own = GPT(replace(SHAPE, norm_type="coupled", norm_plan="RR RR RR R", coupled_calibrate=2)).eval()
+    assert torch.equal(Calibration(own, sequences(4, 1)).hidden[0], own.hidden(sequences(4, 1)))
 
 
 # ------------------------------------------------------------------------------------------------------------- program
@@ -176,6 +181,13 @@ def test_program(run_folder, capsys):
         low, middle, high = block["mlp"]["quantiles"]
         assert low < middle < high and low < block["mlp"]["mean"] < high
     assert (run_folder / "fig3.png").stat().st_size > 10_000
+    coupled = GPT(replace(SHAPE, norm_type="coupled", coupled_calibrate=2)).eval()
+    state, meta = coupled.state_dict(), torch.load(run_folder / BEST, weights_only=True)["meta"]
+    (run_folder / "coupled").mkdir()
+    save_checkpoint(run_folder / "coupled" / BEST, {"step": 0, "config": asdict(coupled.config), "meta": meta,
+                                                    "model": state})  # fmt: skip
+    rms_stats.main([str(run_folder / "coupled"), *words[1:]])  # its own sizes, and no suggestion
+    assert "norm plan Rs Rs Rs R: it shares statistics already" in capsys.readouterr().out
     for wrong, error in (([str(run_folder)], "text: name a file"), ([*words, "--windows=2"], "windows of 4")):
         with pytest.raises(ConfigError, match=error):
             rms_stats.main(wrong)

@@ -5,16 +5,20 @@
 
 import dataclasses
 import json
+import lzma
+import os
+import shutil
+import subprocess
 
 import pytest
 import torch
-from conftest import records
+from conftest import ROOT, records
 from test_coupling import SHAPE, L, run_folder, sequences, trained  # noqa: F401 (fixtures)
 
 import adapters
 import distill
 import distill_data
-from checkpoint import load_model
+from checkpoint import BEST, load_model, save_checkpoint
 from configurator import parse_args
 from data.documents import Document
 from data.shards import DataError
@@ -79,6 +83,14 @@ def test_merged_and_absorbed_student_is_the_unmerged(dora, trained):  # noqa: F8
     assert torch.equal(teacher(idx), untouched)  # merging took copies
 
 
+@pytest.mark.parametrize("method", ["dora", "lora"])
+def test_adapters_start_at_a_teacher_in_bfloat16(method, words, tmp_path):
+    run = distiller([*words, f"--method={method}", "--dtype=bfloat16", f"--coupled_first={L}"])
+    assert run.teacher.wte.weight.dtype == torch.bfloat16 and len(run.trained) > 0
+    with torch.no_grad(), run.precision.autocast():
+        assert not run.pair.token_kl(sequences(8, 3)).any()  # exactly 0
+
+
 @pytest.mark.parametrize("method", ["dora", "full"])
 def test_resume_is_exact(method, words, tmp_path):
     words = [*words, f"--method={method}", "--coupled_first=1"]
@@ -118,12 +130,18 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
     tiny = {"model_type": "qwen3", "vocab_size": 67, "max_position_embeddings": 16, "hidden_size": 32, "head_dim": 8,
             "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setitem(distill.hf.SHAPES, "tiny", tiny)
-    distill.main([*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--max_iters=2", "--export=True"])
-    assert len(evals(tmp_path / "out")) == 2
-    exported = distill.hf.load_hf(tmp_path / "out" / "hf")
-    idx = sequences(2, 1)[:, :16]
-    with torch.no_grad():
-        assert torch.equal(exported(idx), load_model(str(tmp_path / "out"))(idx))
+    words, out, idx = [*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--export=True"], [], None
+    (tmp_path / "out" / "hf.tmp").mkdir(parents=True)
+    (tmp_path / "out" / "hf.tmp" / "torn").touch()  # left by a run that was stopped while it wrote
+    for steps, count in ((2, 2), (2, 3), (4, 5)):  # a finished run: repeated (nothing trains), and continued
+        distill.main([*words, f"--max_iters={steps}"])
+        assert len(evals(tmp_path / "out")) == count and evals(tmp_path / "out")[-1]["step"] == steps
+        exported, idx = distill.hf.load_hf(tmp_path / "out" / "hf"), sequences(2, 1)[:, :16]
+        with torch.no_grad():
+            out.append(exported(idx))
+            assert torch.equal(out[-1], load_model(str(tmp_path / "out"))(idx))
+    assert torch.equal(out[0], out[1]) and not torch.equal(out[1], out[2])
+    assert not (tmp_path / "out" / "hf.tmp").exists() and not (tmp_path / "out" / "hf" / "torn").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -162,10 +180,18 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):  # noq
         raise datasets.exceptions.DatasetNotFoundError("it is not there\nat all")
 
     monkeypatch.setattr(datasets, "load_dataset", absent)
+    coupled = GPT(dataclasses.replace(SHAPE, norm_type="coupled", coupled_calibrate=2))
+    (tmp_path / "coupled").mkdir()
+    save_checkpoint(tmp_path / "coupled" / BEST, {"step": 0, "config": dataclasses.asdict(coupled.config), "meta": {},
+                                                  "model": coupled.state_dict()})  # fmt: skip
+    (tmp_path / "short.txt").write_text((run_folder / "text.txt").read_text()[: 16 * 24 + 5])  # 16 blocks and a rest
     cases = [
+        ([*words, f"--teacher={tmp_path / 'coupled'}"], ConfigError, "teacher=.*coupled shares statistics already"),
         ([*words, "--local="], DataError, "dataset=nvidia/.*DatasetNotFoundError.*--local=FILES"),
         ([*words, "--local=nowhere.jsonl"], DataError, "no file nowhere"),
         ([*words, "--eval_blocks=100000"], DataError, "too little text"),
+        ([*words, "--block_size=1"], ConfigError, "block_size=1: must be at least 2"),
+        ([*words, f"--local={tmp_path / 'short.txt'}"], DataError, "nothing is left to train on after the 16 blocks"),
         ([*words, "--norm_plan=Rs Rs"], ConfigError, "norm_plan"),
         ([*words, "--teacher=random:qwen4"], distill.hf.HFError, "unknown shape"),
     ]
@@ -182,14 +208,65 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):  # noq
 
 def test_memory_estimate(capsys, run_folder):  # noqa: F811
     for method in ("dora", "full"):
-        distill.main([f"--teacher={run_folder}", f"--method={method}", "--rank=8", "--estimate"])
+        distill.main([f"--teacher={run_folder}", f"--method={method}", "--rank=8", "--device=cpu", "--estimate"])
         parts = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert parts["parameters"] == GPT(SHAPE).num_params()
         wanted = parts["parameters"] if method == "full" else adapters.adapter_parameters(SHAPE, 8, True)
         assert parts["trained_parameters"] == wanted and parts["trained"] == 16 * wanted
         assert parts["total"] == sum(parts[name] for name in ("weights", "trained", "activations", "dora", "kl"))
     config = distill.teacher_config("random:qwen3-8b")  # at once: no weights are drawn
-    parts = adapters.memory(config, "dora", 1024, 8 * 1024, 2, checkpointing=True)
+    parts = adapters.memory(config, "dora", 1024, 8 * 1024, low=True, checkpointing=True)
     assert parts["parameters"] == 8_190_735_360 and 60 < parts["total"] / adapters.GIB < 130  # one GPU of 141 GB
-    assert adapters.memory(config, "dora", 1024, 8 * 1024, 2, checkpointing=False)["total"] > parts["total"]
+    assert adapters.memory(config, "dora", 1024, 8 * 1024, low=True, checkpointing=False)["total"] > parts["total"]
+    full = adapters.memory(config, "full", 1024, 8 * 1024, low=True, checkpointing=True)
+    assert full["weights"] == 4 * full["parameters"] and full["trained"] == 18 * full["parameters"]
+    for keys, wide in (({"dtype": "float32"}, True), ({"dtype": "bfloat16"}, False), ({"device": "cpu"}, True)):
+        distill.main([f"--teacher={run_folder}", "--estimate", *(f"--{name}={value}" for name, value in keys.items())])
+        parts = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert parts["weights"] == (4 if wide else 2) * parts["parameters"]
     assert L == 3
+
+
+@pytest.mark.parametrize("method", ["dora", "full"])
+def test_the_estimate_counts_what_a_run_holds(method, words, tmp_path):
+    """In bfloat16: the teacher's weights, and what is trained with its gradients and moments."""
+    run = distiller([*words, f"--method={method}", "--dtype=bfloat16", "--max_iters=1"])
+    run.run()
+    parts = adapters.memory(SHAPE, method, 4, 4 * 24, low=True, checkpointing=True)
+    assert sum(p.nbytes for p in run.teacher.parameters()) == parts["weights"]
+    state = [t for entry in run.optimizer.state.values() for t in entry.values() if t.dim()]
+    held = sum(t.nbytes for p in run.trained.values() for t in (p, p.grad if p.grad is not None else p)) + sum(
+        t.nbytes for t in state)  # fmt: skip
+    assert held == 16 * parts["trained_parameters"] == parts["trained"] - 2 * parts["trained_parameters"]
+
+
+# -------------------------------------------------------------------------------------------------- repro/posthoc.sh
+
+STUB = """#!/usr/bin/env bash
+echo "$1" >> calls
+for word; do case $word in
+  --out_dir=*text_?) mkdir -p "${word#*=}" && touch "${word#*=}/meta.json";;
+  --out=*|--plot=*) echo new > "${word#*=}";;
+  *.part) echo new > "$word";;
+esac; done
+"""
+
+
+def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
+    """In a fresh clone results/ holds records of another run: they must not stand for steps of this one."""
+    shutil.copytree(ROOT / "repro", tmp_path / "repro")
+    (tmp_path / "python").write_text(STUB)
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "openstax_ccby_train.jsonl.xz").write_bytes(lzma.compress(b"{}\n{}\n"))
+    results = tmp_path / "results"
+    results.mkdir()
+    for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png"):
+        (results / name).write_text("old\n")
+    keys = {"PYTHON": str(tmp_path / "python"), "OUT": str(tmp_path / "out"), "RESULTS": str(results)}
+    words = ["bash", "repro/posthoc.sh", str(tmp_path)]
+    for _ in range(2):
+        subprocess.run(words, cwd=tmp_path, env={**os.environ, **keys}, check=True, capture_output=True)
+    calls = (tmp_path / "calls").read_text().split()
+    steps = ("rms_stats.py", "repro/posthoc_alpha.py", "repro/posthoc_table.py")
+    assert [calls.count(step) for step in steps] == [1, 1, 2]
+    assert all((results / name).read_text() == "new\n" for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png"))

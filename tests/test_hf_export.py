@@ -83,6 +83,28 @@ def test_coupled_models_run_in_transformers(name, tmp_path):
 
 
 @needs_transformers
+def test_gradient_checkpointing_keeps_to_its_batch(tmp_path):
+    """Blocks are computed again after another forward has left its statistics; across blocks that is refused."""
+    stock = hf.load_hf(save(tiny("llama"), tmp_path / "stock"))
+
+    def gradients(model):
+        model.zero_grad()
+        first, second = (model.train()(tokens(2, 9, seed=seed)).logits.square().sum() for seed in (1, 2))
+        (first + 3 * second).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    model = auto(hf.export_hf(couple(stock, "RR Rs Rs R"), tmp_path / "within")).double()
+    plain = gradients(model)
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    assert (gradients(model) - plain).abs().max() <= 1e-12 * plain.abs().max() and plain.abs().max() > 0
+    model = auto(hf.export_hf(couple(stock), tmp_path / "across"))
+    with pytest.raises(hf.HFError, match=r"'RR Rs ss R' shares statistics across blocks.*train without it"):
+        model.gradient_checkpointing_enable()
+    assert not model.is_gradient_checkpointing
+
+
+@needs_transformers
 @pytest.mark.parametrize("keys", [
     {"norm_type": "rms"}, {"norm_type": "layer", "bias": False}, {"norm_type": "coupled", "norm_affine": False},
     {"norm_type": "coupled", "coupled_calibrate": 1, "n_vocab": 60},
