@@ -8,12 +8,10 @@ Inductor is told of a GPU that is not there, and remembers some of it: what gene
 import collections
 import dataclasses
 import json
-import os
 
 import pytest
 import torch
 from conftest import FORKS, ROOT
-from filelock import FileLock
 
 import byte_ledger
 import cuda_codegen
@@ -24,6 +22,7 @@ from model import GPT, GPTConfig
 from norm_layers import FOLD_PAYS, Norm, SharedRMSNorm
 
 TOKENS = 65536
+pytestmark = pytest.mark.xdist_group("byte_ledger")  # one worker computes the figures, none waits for them
 needs_codegen = pytest.mark.skipif(bool(cuda_codegen.supported()), reason=cuda_codegen.supported() or "can run")
 
 
@@ -181,15 +180,9 @@ def figures() -> dict[str, dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def ledger(tmp_path_factory):
-    """The figures, which take 100 s of a core: computed by the first xdist worker that wants them."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return in_child(figures)
-    stored = tmp_path_factory.getbasetemp().parent / "ledger.json"  # of this run, for all its workers
-    with FileLock(stored.with_suffix(".lock")):
-        if not stored.exists():
-            stored.write_text(json.dumps(in_child(figures)))
-    return json.loads(stored.read_text())
+def ledger():
+    """The figures, which take 90 s of a core."""
+    return in_child(figures)
 
 
 @needs_codegen
