@@ -303,6 +303,8 @@ def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
     """The ledger of the first batch size; if there are several, all of them under "batches" beside it."""
     dtype = DTYPES[config.dtype] or torch.bfloat16
     model, ledgers = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype), []
+    if config.context > model.config.block_size:
+        raise ConfigError(f"context={config.context}: {spec} reads {model.config.block_size} tokens at most: lower it")
     for batch in config.batches:
         ledger = make_ledger(model, spec, find_arms(config.arms), batch, config.context, config.bandwidth or 4.3e12,
                              config.launch_us, config.norm_keys, config.library_from)  # fmt: skip

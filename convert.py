@@ -214,7 +214,9 @@ def ways(report: Report, config: ConvertConfig) -> str:
     """What other keys would fold, in words."""
     untie = not config.untie and report.untied > report.strict
     more = [f"--untie {report.untied}"] if untie else []
-    more += [f"--insert {report.practical}"] if report.worth and not config.insert else []
+    folded = report.untied if config.untie else report.strict
+    insert = report.worth and not config.insert and report.practical > folded
+    more += [f"--insert {report.practical}"] if insert else []
     return f" ({', '.join(more)} would fold)" if more else ""
 
 

@@ -254,6 +254,8 @@ def test_what_cannot_be_is_refused(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="out="):
         bench_decode.main([str(run), "--arms=A", "--peers=false", f"--out={tmp_path / 'file'}", *FAST])
+    with pytest.raises(UserError, match=r"context=9999: .* tokens at most: lower it"):
+        bench_decode.main([str(run), "--ledger", "--context=9999"])
     with pytest.raises(UserError, match="do not fit"):
         bench_decode.main([str(run), "--tokens=100"])
     if not torch.cuda.is_available():
