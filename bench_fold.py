@@ -31,7 +31,7 @@ from errors import ConfigError, UserError, run_program
 from fold_modules import Plan, Swap, swap_and_insert
 from hf_coupled import import_transformers
 from ranks import find_device
-from runlog import environment
+from runlog import append_json, environment
 from stats import median_ratio, paired_ratio, paired_times
 
 SWAPPED = "all norms swapped (timing only)"
@@ -231,17 +231,8 @@ def main(argv: list[str]) -> None:
             print(show(record), flush=True)
             summary.append({"mode": mode, "length": record["length"], **record["before / after"]["mean"]})
             if config.out:
-                append(Path(config.out), about | record)
+                append_json(Path(config.out), about | record)
     print(json.dumps({"spec": spec, "folded": folded, "ratios": summary}))
-
-
-def append(path: Path, record: dict) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-    except OSError as error:
-        raise UserError(f"out={path}: cannot be written ({error.strerror})") from None
 
 
 if __name__ == "__main__":

@@ -245,12 +245,9 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
 def write(out: Path, model: GPT, certificate: Certificate) -> None:
     """A run folder without a run: checkpoint (weights alone), config.json, certificate.json."""
     config = asdict(model.config)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
         write_bytes_atomically(out / "config.json", (json.dumps(config, indent=1) + "\n").encode())
         write_bytes_atomically(out / "certificate.json", (certificate.to_json() + "\n").encode())
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
     save_checkpoint(out / BEST, {"step": 0, "config": config, "meta": model.meta, "model": model.state_dict()})
 
 

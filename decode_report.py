@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from decode_arms import AIM
-from errors import UserError
+from errors import writing
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
 ENDS = ("A step's ends are nominal, 5 launches (embedding, norm, head, best, take; 4 where norm and head are one): "
@@ -120,8 +120,7 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
                     if getattr(config, field.name) != field.default)  # fmt: skip
     for record in records:
         record["command"] = f"python bench_decode.py {record['model']} {made}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
         lines = folder / "decode.jsonl"
         old = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
         places = {place(record) for record in records}
@@ -137,21 +136,16 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
             text += [part for record in its for part in ("", table(record))]
         picture = ["", "![Speed-up over batch size](decode.png)"] if (folder / "decode.png").exists() else []
         (folder / "README.md").write_text("\n".join([*text, *picture]) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
 
 
 def write_ledger(folder: Path, ledger: dict[str, Any]) -> None:
     """Adds a ledger to a folder: ledger.jsonl, and README.md with one table for all models."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
         lines = folder / "ledger.jsonl"
         old = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
         every = [one for one in old if (one["model"], one["batch"]) != (ledger["model"], ledger["batch"])] + [ledger]
         lines.write_text("".join(json.dumps(one) + "\n" for one in every), encoding="utf-8")
         (folder / "README.md").write_text(ledgers(every), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
 
 
 def ledgers(every: list[dict[str, Any]]) -> str:

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from decode import Decoder
 from decode_arms import find_arms, with_norms
-from errors import UserError
+from errors import UserError, writing
 from launch_ledger import launches, mean, total
 from model import GPT
 from packing import level_at, pack
@@ -103,10 +103,8 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
     if model.config.n_layer < 2:
         raise UserError("trace: kernels per block are a difference, so it takes a model of two blocks or more")
     folder, idx = Path(config.out), prompt.expand(batch, -1).contiguous()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
+    with writing(folder):  # said now, not after the traces
+        pass
     filled, rows, pictures = idx.shape[1], {}, {}
     for arm in find_arms(config.arms):
         twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from configurator import key, parse_args
-from errors import ConfigError, UserError, run_program
+from errors import ConfigError, run_program
 from kernels.reference import inverse_rms, statistics_dtype
 from loss import cross_entropy
 from model import GPT
 from norm_layers import Norm, SharedRMSNorm, center
+from runlog import append_json, environment
 from taper import TaperNorm
 
 QUANTILES = (0.05, 0.5, 0.95)
@@ -197,7 +198,6 @@ def main(argv: list[str]) -> None:
     from checkpoint import load_model
     from coupling import Calibration, greedy, suggest_first, text_windows
     from ranks import faster_float32_products, find_device
-    from runlog import environment
 
     config, spec = parse_args(StatsConfig, argv, __doc__, spec=True)
     model, device = load_model(spec), find_device(config.device)
@@ -242,15 +242,9 @@ def main(argv: list[str]) -> None:
 
 def finish(config: StatsConfig, result: dict[str, Any]) -> None:
     """The JSON line, to standard output and to the file."""
-    line = json.dumps(result)
     if config.out:
-        try:
-            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-            with open(config.out, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            raise UserError(f"out={config.out}: cannot be written ({error.strerror})") from None
-    print(line)
+        append_json(Path(config.out), result)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

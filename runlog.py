@@ -126,6 +126,16 @@ def _start_wandb(config: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
+def append_json(path: Path, record: dict[str, Any]) -> None:
+    """One line more in the file that the key `out` names. Raises UserError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise UserError(f"out={path}: cannot be written ({error.strerror})") from None
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to place a measurement: commit, versions, device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({_processor()})"
