@@ -98,6 +98,9 @@ class DistillConfig:
             least = 2 if name == "block_size" else 1  # a block's first token is not judged
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if self.norm_plan and self.coupled_first is not None:
+            raise ConfigError(f"norm_plan={self.norm_plan} and coupled_first={self.coupled_first} both name the plan: "
+                              "give one (--coupled_first=auto undoes a config file's)")  # fmt: skip
         if not 0 <= self.min_lr <= self.learning_rate or not self.learning_rate > 0:
             raise ConfigError(f"want 0 <= min_lr ({self.min_lr}) <= learning_rate ({self.learning_rate}), above 0")
 
@@ -179,7 +182,10 @@ class Distiller:
         self.teacher = own_statistics(teacher, f"teacher={config.teacher}")
         self.calibration_ids, self.val = self._first_blocks(teacher)
         state = self._find_state()
-        self.plan, self.alpha = (state["plan"], state["alpha"]) if state else self._choose()
+        chosen = [(state["plan"], state["alpha"]) if state else self._choose()]
+        if dist.is_initialized():  # sums in another order may choose another alpha on another rank
+            dist.broadcast_object_list(chosen)
+        self.plan, self.alpha = chosen[0]
         self.pair = Pair(self.teacher, make_student(self.teacher, self.plan, self.alpha, config))
         self.trained = {name: p for name, p in self.pair.student.named_parameters() if p.requires_grad}
         parameters = nn.ParameterList(self.trained.values())
@@ -192,6 +198,7 @@ class Distiller:
                 for name, parameter in self.trained.items():
                     parameter.copy_(state["model"][name])
             self.optimizer.load_state_dict(state["optimizer"])
+            self.precision.scaler.load_state_dict(state["scaler"])
         self.log = RunLog(self.out_dir, {**dataclasses.asdict(config), "wandb": "off"}, config.max_iters, ranks.is_main)
         self.forward = replicate(self.pair) if dist.is_initialized() else self.pair
         if ranks.is_main:
@@ -266,7 +273,8 @@ class Distiller:
         micro_batches = config.gradient_accumulation_steps // ranks.world_size
         batches, parameters = self._batches(), list(self.trained.values())
         clock = Throughput(config.batch_size * config.gradient_accumulation_steps * self.length)
-        found = self._evaluate() if self.step == 0 else None
+        if self.step == 0:
+            self._evaluate(self.pair)
         if ranks.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         clock.restart()
@@ -292,49 +300,51 @@ class Distiller:
                 self.log.step(step=self.step, loss=value, lr=lr, grad_norm=float(norms[0]), tok_per_s=clock.window(),
                               mfu=None)  # fmt: skip
             if self.step % config.eval_interval == 0 or self.step == config.max_iters:
-                found = self._evaluate()
+                self._evaluate(self.pair)
                 self._save()
                 clock.restart()
-        self._finish(found or self._evaluate(), clock.steady())
+        self._finish(clock.steady())
 
     @torch.no_grad()
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, pair: Pair, event: str = "eval") -> dict[str, float]:
         """KL of held-out text, its first positions apart, and both models' loss on it, nats a token."""
-        sums, model = torch.zeros(4, dtype=torch.float64), self.pair.eval()
+        sums = torch.zeros(4, dtype=torch.float64)
         for part in self.val.split(self.config.batch_size):
             idx = part.to(self.ranks.device)
             with self.precision.autocast():
-                kl = model.token_kl(idx).double().cpu()
+                kl = pair.token_kl(idx).double().cpu()
                 sums[0] += kl[:, 1:].sum()
                 sums[1] += kl[:, 0].sum()
-                for row, gpt in ((2, self.pair.student), (3, self.teacher)):
+                for row, gpt in ((2, pair.student), (3, self.teacher)):
                     x = gpt.hidden(idx)[:, :-1].flatten(0, 1)
                     loss = cross_entropy(x, gpt.head_weight(), idx[:, 1:].flatten(), gpt.n_vocab)
                     sums[row] += float(loss) * len(x)
-        model.train()
         blocks = len(self.val)
         tokens = blocks * (self.length - 1)
         found = {"kl": float(sums[0]) / tokens, "kl_first": float(sums[1]) / blocks,
                  "val_loss": float(sums[2]) / tokens, "teacher_val_loss": float(sums[3]) / tokens}  # fmt: skip
-        self.log.event("eval", step=self.step, **found)
-        self.log.say(f"step {self.step}  held-out KL {found['kl']:.3e}  val loss {found['val_loss']:.4f}, teacher "
-                     f"{found['teacher_val_loss']:.4f}")  # fmt: skip
+        self.log.event(event, step=self.step, **found)
+        merged = ", adapters merged and alpha absorbed" if event == "merged" else ""
+        self.log.say(f"step {self.step}{merged}  held-out KL {found['kl']:.3e}  val loss {found['val_loss']:.4f}, "
+                     f"teacher {found['teacher_val_loss']:.4f}")  # fmt: skip
         return found
 
     def _save(self) -> None:
         save_checkpoint(self.out_dir / STATE, {
             "step": self.step, "config": dataclasses.asdict(self.config), "plan": self.plan, "alpha": self.alpha,
             "model": {name: p.detach() for name, p in self.trained.items()}, "optimizer": self.optimizer.state_dict(),
+            "scaler": self.precision.scaler.state_dict(),
         }, self.ranks)  # fmt: skip
 
-    def _finish(self, found: dict[str, float], speed: float | None) -> None:
-        """The plain student, its checkpoint and its export; the last line."""
-        ranks = self.ranks
-        peak = torch.cuda.max_memory_allocated() if ranks.on_cuda else None
-        self.log.close("done", step=self.step, tok_per_s=speed, peak_bytes=peak)
-        if not ranks.is_main:
+    def _finish(self, speed: float | None) -> None:
+        """The plain student, judged as it will be used; its checkpoint and its export; the last line."""
+        peak = torch.cuda.max_memory_allocated() if self.ranks.on_cuda else None
+        if not self.ranks.is_main:
             return
-        student = finished(self.pair.student).cpu()
+        student = finished(self.pair.student)
+        found = self._evaluate(Pair(self.teacher, student), "merged")
+        self.log.close("done", step=self.step, tok_per_s=speed, peak_bytes=peak)
+        student = student.cpu()
         config = dataclasses.asdict(student.config)
         (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         save_checkpoint(self.out_dir / BEST, {"step": self.step, "config": config, "meta": student.meta,

@@ -69,7 +69,8 @@ def read_jsonl(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]:
             raise DataError(f"{path}: truncated or damaged .xz file ({error}): fetch it again") from None
 
 
-def read_parquet(path: Path) -> Iterator[Document]:
+def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]:
+    """Rows of a parquet file; its column "text", or where it has none what `text_of` makes of a row."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -78,7 +79,11 @@ def read_parquet(path: Path) -> Iterator[Document]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if "text" not in file.schema_arrow.names:
-                raise DataError(f"{path}: no column 'text', only {', '.join(file.schema_arrow.names)}")
+                if text_of is plain_text:
+                    raise DataError(f"{path}: no column 'text', only {', '.join(file.schema_arrow.names)}")
+                for batch in file.iter_batches(batch_size=256):
+                    yield from (checked(text_of(row)) for row in batch.to_pylist())
+                return
             for batch in file.iter_batches(columns=["text"], batch_size=256):
                 # As binary, because pyarrow would stop at the first invalid UTF-8.
                 yield from map(checked, batch.column(0).cast(pyarrow.large_binary()).to_pylist())
@@ -88,10 +93,10 @@ def read_parquet(path: Path) -> Iterator[Document]:
 
 
 def read_files(paths: list[Path], text_of: TextOf = plain_text) -> Iterator[Document]:
-    """The documents of all files, in order; `text_of` for those of JSON lines."""
+    """The documents of all files, in order; `text_of` for JSON lines, and for parquet without a column "text"."""
     for path in paths:
         if path.suffix == ".parquet":
-            yield from read_parquet(path)
+            yield from read_parquet(path, text_of)
         elif path.suffix == ".txt":
             yield checked(path.read_bytes().removeprefix(BYTE_ORDER_MARK))
         else:

@@ -4,7 +4,8 @@
 
 Writes models.jsonl and README.md's table. Val loss and KL(teacher || model) are in nats a token, a token is a byte;
 the first position of a window is left out of the KL, not of the loss, where it predicts the second byte.
-Differences to the teacher are paired by window.
+Differences to the teacher are paired by window, over all whole windows of every document of the file; their intervals
+count documents, for windows of one are alike.
 """
 
 import json
@@ -18,13 +19,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checkpoint import load_model
 from coupling import BATCH, Calibration, first_plan, text_windows, view
+from data.documents import input_files, read_files
+from data.tokenizers import load_tokenizer
 from errors import ConfigError, run_program
 from kl import kl_divergence
 from ranks import faster_float32_products
 from runlog import environment
-from stats import paired
+from stats import clustered
 
-WINDOWS, CALIBRATION = 128, 16
+CALIBRATION = 16  # windows
+
+
+def all_windows(text: str, meta: dict, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids (N, length), number of the document (N,)): every document's whole windows."""
+    tokenizer, windows, documents = load_tokenizer(meta), [], []
+    for number, document in enumerate(read_files(input_files(text))):
+        ids = torch.tensor(tokenizer.encode_ordinary(document.text), dtype=torch.long)
+        windows.append(ids[: len(ids) // length * length].view(-1, length))
+        documents += [number] * len(windows[-1])
+    if len(set(documents)) < 2:
+        raise ConfigError(f"{text}: two documents of {length} tokens or more are needed: give more text")
+    return torch.cat(windows), torch.tensor(documents)
 
 
 @torch.no_grad()
@@ -48,7 +63,7 @@ def main(argv: list[str]) -> None:
     teacher = load_model(str(runs / "teacher"))
     faster_float32_products(teacher.config.n_embd, teacher.config.head_channels)
     length = teacher.config.block_size
-    windows = text_windows(text, teacher.meta, length, WINDOWS)
+    windows, documents = all_windows(text, teacher.meta, length)
     calibration = Calibration(teacher, text_windows(str(runs / "b.jsonl"), teacher.meta, length, CALIBRATION))
     with torch.no_grad():
         states = [teacher.hidden(idx) for idx in windows.split(BATCH)]
@@ -70,12 +85,15 @@ def main(argv: list[str]) -> None:
             row = {"model": name, "val_loss": float(loss.mean()), "kl": float(kl.mean())}
             shown = "|"  # two empty cells
             if name != "teacher":
-                estimate = paired((loss - base).numpy())
+                estimate = clustered((loss - base).numpy(), documents.numpy())
                 low, high = estimate.interval()
                 row |= {"difference": estimate.mean, "interval": [low, high]}
-                row["relative"] = estimate.mean / float(base.mean())
-                shown = f"{estimate.mean:+.5f} ({low:+.5f} .. {high:+.5f}) | {row['relative']:+.3%}"
+                relative = [value / float(base.mean()) for value in (estimate.mean, low, high)]
+                row |= {"relative": relative[0], "relative_interval": relative[1:]}
+                shown = (f"{estimate.mean:+.5f} ({low:+.5f} .. {high:+.5f}) | "
+                         "{:+.3%} ({:+.3%} .. {:+.3%})".format(*relative))  # fmt: skip
             file.write(json.dumps({**row, "windows": len(windows), "length": length,
+                                   "documents": len(documents.unique()),
                                    **environment(torch.device("cpu"))}) + "\n")  # fmt: skip
             lines.append(f"| {name} | {row['val_loss']:.5f} | {shown} | {row['kl']:.2e} |")
             print(lines[-1], flush=True)

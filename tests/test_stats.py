@@ -4,6 +4,7 @@
 """
 
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from stats import (
     ALPHA,
     Estimate,
     bca_interval,
+    clustered,
     crossed,
     decide,
     detectable_effect,
@@ -117,6 +119,26 @@ def test_paired_times_take_turns_in_random_order():
     rounds = ["".join(ran[i : i + 2]) for i in range(0, 80, 2)]
     assert {*rounds} == {"ab", "ba"} and 8 < rounds.count("ab") < 32
     assert sorted(times["a"] + times["b"]) == [float(i) for i in range(1, 81)]
+
+
+def test_clustered_error_counts_clusters():
+    rows = np.random.RandomState(0).randn(12, 5) + np.random.RandomState(1).randn(12, 1)  # 12 clusters of 5
+    names = np.repeat(np.arange(12) * 7, 5)
+    even = clustered(rows.flatten(), names)
+    assert astuple(even) == pytest.approx(astuple(paired(rows.mean(1))))  # of one size: means are the sample
+    assert astuple(clustered(rows[:, 0], np.arange(12))) == pytest.approx(astuple(paired(rows[:, 0])))  # each alone
+    assert even.se > 1.5 * paired(rows.flatten()).se
+    order = np.random.RandomState(2).permutation(60)
+    assert astuple(clustered(rows.flatten()[order], names[order])) == pytest.approx(astuple(even))
+    with pytest.raises(ValueError, match="two clusters"):
+        clustered(rows[0], np.zeros(5))
+    sizes = np.repeat(np.arange(40), np.arange(40) % 5 + 1)  # unlike sizes: 95 % intervals hold the mean 0
+    hits = 0
+    for seed in range(400):
+        draw = np.random.RandomState(seed)
+        low, high = clustered(draw.randn(40)[sizes] + draw.randn(len(sizes)), sizes).interval()
+        hits += low <= 0 <= high
+    assert 0.91 <= hits / 400 <= 0.98
 
 
 def test_crossed_error_covers_seeds_and_items():
