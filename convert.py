@@ -34,7 +34,7 @@ import foldable
 from certificate import Certificate, Inputs, certify, run, touched
 from checkpoint import BEST, HUB_NAME, LAST, load_model, save_checkpoint
 from configurator import key, parse_args
-from coupling import text_windows
+from coupling import text_windows, to_coupled
 from data.shards import write_bytes_atomically
 from decode import decode_logits
 from errors import ConfigError, FoldError, UserError, run_program, writing
@@ -128,7 +128,7 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
         if not config.inexact:
             raise FoldError("--to=coupled changes this model's function: add --inexact to have it all the same")
         tokens, exact = sample_tokens(model, config), False
-        rewrite, tokens = partial(fold.to_coupled, plan=config.norm_plan, idx=tokens[::2]), tokens[1::2]
+        rewrite, tokens = partial(to_coupled, plan=config.norm_plan, idx=tokens[::2]), tokens[1::2]
     what = f"{model.config.norm_type} -> {config.to}"
     after, certificate = certify(model, rewrite, (tokens,), what=what, random_weights=exact, logits=lambda out: out)
     if not certificate.ok and not config.inexact:

@@ -19,7 +19,7 @@ from torch import Tensor
 from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
 from errors import ConfigError, FoldError
-from fold import retype
+from fold import rebuild, retype
 from kl import kl_divergence
 from model import GPT
 from rms_stats import token_rms
@@ -172,6 +172,20 @@ class Choice:
 def first_plan(n_layer: int, first: int) -> str:
     """The plan of coupled_first: standard blocks, then Rs."""
     return spell("RR" * first + "Rs" * (n_layer - first) + "R")
+
+
+def to_coupled(model: GPT, plan: str, idx: Tensor) -> GPT:
+    """RMSNorm -> CoupledNorm with the norm plan `plan` ("": Rs in every block) and copies of the weights. Not exact.
+
+    Alpha of each shared position is the least-squares ratio of sizes on tokens idx (N, T). Alpha from sizes in the
+    coupled model itself, pass after pass, has next to the same KL (LOG.md). Raises FoldError for norms that cannot be
+    coupled.
+    """
+    if model.config.norm_type == "coupled":
+        raise FoldError("norm_type=coupled: it is coupled already")
+    plan = str(view(model, plan).plan)
+    config = retype(model.config, "coupled", norm_plan=plan, coupled_alpha=Calibration(model, idx).alpha(plan))
+    return rebuild(model, config, {name: tensor.clone() for name, tensor in model.state_dict().items()})
 
 
 def suggest_first(calibration: Calibration, budget: float, per_layer: bool = False) -> tuple[int, list[Choice]]:

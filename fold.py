@@ -1,13 +1,13 @@
-"""Rewrites of a trained GPT's weights that leave its function as it is, and one that does not.
+"""Rewrites of a trained GPT's weights that leave its function as it is.
 
     to_rms       LayerNorm (or cbwc) -> RMSNorm: what writes into the residual stream is centred
     to_folded    taper at gate 0 -> nothing: its scaling goes into the linear that reads it
-    to_coupled   RMSNorm -> CoupledNorm: not exact; alpha is calibrated on tokens
     absorb_alpha CoupledNorm with alpha -> with alpha = 1, in the gains
 
 Each takes a GPT and returns another one, in eval mode, with the config that describes it; the argument stays as it is.
 The arithmetic is in float64, rounded once to the type of the weights. A model that the rewrite does not fit raises
-FoldError with the reason. Whoever needs to know that function and weights fit asks certificate.certify.
+FoldError with the reason. Whoever needs to know that function and weights fit asks certificate.certify. (RMSNorm ->
+CoupledNorm is not exact: coupling.to_coupled.)
 
 Shapes: C channels of the residual stream, V rows of the vocabulary; a linear's weight is (out, in).
 """
@@ -19,7 +19,6 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-import rms_stats
 from checkpoint import NORM_NAMES
 from errors import FoldError
 from model import GPT, GPTConfig
@@ -29,7 +28,6 @@ from taper import TaperNorm
 
 Convert = Callable[[GPT], GPT]
 Weights = dict[str, Tensor]
-ALPHA_PASSES = 3  # alpha of a position depends on those before it
 
 
 def to_rms(model: GPT) -> GPT:
@@ -79,23 +77,6 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
     keys = ({"attn_bias": True} if grown else {}) | ({"tie_embeddings": False} if final is not None else {})
     plan = str(model.plan).replace("T", "I")
     return rebuild(model, retype(config, "none", norm_plan=plan, **keys), weights)
-
-
-def to_coupled(model: GPT, plan: str, idx: Tensor) -> GPT:
-    """RMSNorm -> CoupledNorm with the norm plan `plan` ("": Rs in every block) and the same weights. Not exact.
-
-    Alpha of each shared position is its drift on tokens idx (B, T) in the coupled model itself: the geometric mean of
-    RMS(h) / RMS(shared).
-    """
-    config = model.config
-    plain = config.norm_groups == config.rms_fraction == 1 and not (config.rms_bias and config.bias)
-    if config.norm_type != "rms" or not plain:
-        raise FoldError(f"norm_type={config.norm_type}: --to=coupled is for rms, whole and without biases in the norms")
-    weights, alpha = {name: tensor.clone() for name, tensor in model.state_dict().items()}, 1.0
-    for _ in range(ALPHA_PASSES):  # all on the same tensors
-        coupled = rebuild(model, retype(config, "coupled", norm_plan=plan, coupled_alpha=alpha), weights)
-        alpha = tuple(rms_stats.measure(coupled, idx).drift.tolist())
-    return rebuild(model, retype(config, "coupled", norm_plan=plan, coupled_alpha=alpha), weights)
 
 
 def absorb_alpha(model: GPT) -> GPT:
