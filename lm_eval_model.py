@@ -119,6 +119,7 @@ def summarise(group: str, marks: dict[str, Marks]) -> list[dict[str, Any]]:
         if records:
             differences = np.array([own.items[item] - base[item] for item in base])
             record["difference"], record["difference_interval"] = mean_and_interval(differences)
+            record["differing"] = int(np.count_nonzero(differences))
         records.append(record | {"context": own.context, "requests": own.requests, "cut": own.cut,
                                  "forwards": own.forwards})  # fmt: skip
     return records

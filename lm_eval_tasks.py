@@ -36,6 +36,7 @@ def import_lm_eval() -> Any:
     import_transformers()  # before the harness does, so that it does not take our kernels/ for another package
     try:
         import lm_eval
+        import lm_eval.api.model
         import lm_eval.tasks
     except ImportError as error:
         raise UserError(f"this needs a package ({error.name or error} is missing): pip install lm-eval") from None
