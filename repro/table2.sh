@@ -5,7 +5,8 @@
 #
 # One GPU of 141 GB, a network, and access to the Llama repositories. The paper's choices: DoRA r = 1024, alpha = 2048,
 # KL alone, Nemotron stem; the first block standard in Qwen, the first four in Llama. How long it distilled it does not
-# say: STEPS (1000) of 65,536 tokens are ours. Further words in WORDS go to distill.py. Not run here yet.
+# say: STEPS (1000) of 65,536 tokens are ours. Further words in WORDS go to distill.py. The harness's mmlu and
+# gpqa_main_n_shot declare no number of examples (which is none at all), so 5 is said here. Not run here yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
@@ -24,6 +25,7 @@ for name in "$@"; do
   esac
   "$PYTHON" distill.py config/distill_qwen3_0.6b.py --teacher=$hub --coupled_first=$first --max_iters="${STEPS:-1000}" \
     --out_dir="$out/$name" ${WORDS:-}
-  "$PYTHON" lm_eval_model.py $hub "$out/$name" --tasks=mmlu,gpqa_main_n_shot --out="$results/$name-items.jsonl" \
-    | tail -1 | tee "$results/$name.json"
+  "$PYTHON" lm_eval_model.py $hub "$out/$name" --tasks=mmlu,gpqa_main_n_shot --num_fewshot=5 \
+    --out="$results/$name-items.jsonl" | tee "$results/$name.txt"
+  tail -1 "$results/$name.txt" >"$results/$name.json"
 done
