@@ -7,9 +7,9 @@
 # 1. a teacher of 10 M parameters, Llama's shape, bytes, 3.1 M tokens of every second document
 # 2. sizes of its residual stream, alpha, which blocks to couple, KL against statistics saved
 # 3. distillation from KL alone on the other documents, two plans: every block coupled, and the suggested one
-# 4. the control: the teacher trained on, on the same text, for as many tokens and with the same learning rates as the first
+# 4. the control: the teacher trained on, on the same text, for as many tokens and with the same settings as the first
 # 5. two small models more, to see whether the suggested alpha is near the best there is in all three
-# 6. KL and val loss of all of them on held-out documents, paired by window
+# 6. KL and val loss of all of them on all held-out documents, paired by window
 #
 # About two hours on a free core. What is done already is not done again.
 set -euo pipefail
@@ -34,10 +34,10 @@ distil() {  # coupled_first, learning rate, steps
     --checkpoint_activations=False --dtype=bfloat16 --shuffle=4096 --learning_rate="$2" --warmup_iters=20 \
     --max_iters="$3" --eval_interval=$(($3 / 2)) --eval_blocks=64 --out_dir="$out/student-$1"
 }
-distil 0 3e-4 300  # every block
-distil 1 1e-4 150  # the suggested plan: there is less to mend
+distil 0 1e-4 1000  # every block. AdamW's steps are of the learning rate's size however small the KL: low ones end lower
+distil 1 5e-5 600   # the suggested plan: there is less to mend
 "$PYTHON" train.py config/posthoc_teacher.py --init_from="$out/teacher" --data_dir="$out/text_b" --seed=2 \
-  --max_iters=300 --learning_rate=3e-4 --min_lr=0 --warmup_iters=20 --eval_interval=150 \
+  --max_iters=1000 --learning_rate=1e-4 --min_lr=0 --weight_decay=0 --warmup_iters=20 --eval_interval=500 \
   --eval_tokens=16384 --sample_tokens=0 --out_dir="$out/teacher-longer"
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
   --data_dir="$out/text_a" --out_dir="$out/small-gpt2"
