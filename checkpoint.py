@@ -36,6 +36,7 @@ LAST, BEST = "ckpt_last.pt", "ckpt_best.pt"
 FREE_KEYS = {"dropout", "init", "init_std", "kernels", "residual", "coupled_impl"}
 # Keys that change what the same tensors compute.
 SAME_FUNCTION = ("n_head", "n_kv_head", "head_dim", "activation", "position", "rope_theta", "rope_scaling", "norm_eps")
+TAPER_BASE = {"layer": "layer", "cbwc": "layer", "rms": "rms", "coupled": "rms"}  # norm type -> what tapers it away
 NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f)\..*"  # tensors of the 2L + 1 norms
 
 
@@ -150,7 +151,8 @@ def check_same_model(saved: dict[str, Any], config: GPTConfig, path: Path, keys:
         then, now = getattr(theirs, name), getattr(config, name)
         if then != now:
             raise CheckpointError(
-                f"{path} is of another model: {name}={then!r} there, {now!r} here: use its settings, or another out_dir"
+                f"{path} is of another model: {name}={then!r} there, {now!r} here: "
+                + (f"add --{name}={then}" if keys else "use its settings, or another out_dir")
             )
 
 
@@ -211,6 +213,10 @@ def init_from(model: GPT, spec: str) -> str:
     """
     source = load_model(spec)
     check_same_model(asdict(source.config), model.config, Path(spec), SAME_FUNCTION)
+    theirs = {**TAPER_BASE, "taper": source.config.taper_base}.get(source.config.norm_type)
+    if model.config.norm_type == "taper" and theirs and theirs != model.config.taper_base:
+        raise CheckpointError(f"{spec} has norm_type={source.config.norm_type}, and this run tapers taper_base="
+                              f"{model.config.taper_base} away: add --taper_base={theirs}")  # fmt: skip
     weights, own = source.state_dict(), model.state_dict()
     for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
         more = len(own[name]) - len(weights[name])  # padded rows: no token reads them

@@ -64,8 +64,11 @@ class Evaluator:
         return float((self.ranks.sum(losses).cpu().double() * tokens).sum() / tokens.sum())
 
     def rms_stats(self, model: GPT) -> RMSStats:
-        """The residual stream at every norm position, and the output, on the first evaluation batch."""
-        x, y = (part.to(self.ranks.device) for part in self.blocks.batch(self.batches[0]))
+        """The residual stream at every norm position, and the output, on as many windows as a batch has, spread evenly
+        over the evaluation text: neighbours are of one document, and what they say of the output is of that one."""
+        indices = [index for batch in self.batches for index in batch]
+        spread = indices[:: -(-len(indices) // len(self.batches[0]))]
+        x, y = (part.to(self.ranks.device) for part in self.blocks.batch(spread))
         with self.autocast():
             return measure(model, x, y)
 

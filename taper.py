@@ -31,10 +31,19 @@ class TaperSchedule:
     def __init__(self, warmup: float, end: float):
         self.warmup, self.end = warmup, end
 
+    def steps(self, max_iters: int) -> tuple[int, int]:
+        """(last step of the warm-up, first step without the norm). At least one warm step collects the statistics.
+
+        Raises ConfigError where the warm-up would end after the taper."""
+        warmup, end = (round(when * max_iters if when < 1 else when) for when in (self.warmup, self.end))
+        if warmup > end:
+            raise ConfigError(f"taper_warmup={self.warmup:g} is step {warmup} of {max_iters}, after taper_end="
+                              f"{self.end:g}, which is step {end}: change one of them")  # fmt: skip
+        return max(1, warmup), max(2, warmup + 1, end)
+
     def at(self, step: int, max_iters: int) -> tuple[str, float]:
-        """(phase, gate) of training step `step`. At least one warm step collects the statistics."""
-        warmup = max(1, round(self.warmup * max_iters if self.warmup < 1 else self.warmup))
-        end = max(warmup + 1, round(self.end * max_iters if self.end < 1 else self.end))
+        """(phase, gate) of training step `step`."""
+        warmup, end = self.steps(max_iters)
         if step <= warmup:
             return "warm", 1.0
         if step >= end:
@@ -102,12 +111,9 @@ class TaperNorm(Norm):
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
         if self.phase == "fixed" and not self.centers and self.base.bias is None:
             return keep_in_graph((x * self.c_tilde()).to(x.dtype), self.base.weight), None  # one rounding, few launches
-        h = x.to(statistics_dtype(x))
-        if self.centers:
-            h = center(h)
         if self.phase == "warm":
             if self.training:
-                self._collect(h.detach())
+                self._collect(self._input(x.detach()))
             return keep_in_graph(self.base.normalize(x, None)[0], self.weight_tilde), None
         if self.phase == "blend" and not self.centers and self.base.bias is None:
             c, tilde = self.scale, self.weight_tilde
@@ -115,12 +121,19 @@ class TaperNorm(Norm):
                 c, tilde = torch.ones_like(self.gate), self.c_tilde()
             gate_c = torch.stack((self.gate, c))
             return taper_norm(x, self.base.weight, tilde, gate_c, self.eps, self.kernels)[0], None
+        h = self._input(x)
         y = h * self.c_tilde()
         if self.base.bias is not None:
             y = y + self.base.bias
         if self.phase == "fixed":
             return keep_in_graph(y.to(x.dtype), self.base.weight), None
-        return (self.gate * self.base.normalize(x, None)[0] + (1 - self.gate) * y).to(x.dtype), None
+        base = self.base.normalize(x.to(h.dtype), None)[0]  # rounded once, with the rest
+        return (self.gate * base + (1 - self.gate) * y).to(x.dtype), None
+
+    def _input(self, x: Tensor) -> Tensor:
+        """h: x in the precision of statistics, centred where the base centres."""
+        h = x.to(statistics_dtype(x))
+        return center(h) if self.centers else h
 
     def c_tilde(self) -> Tensor:
         """c gamma~, what the fixed map multiplies by: (C,), or () with neither gains nor fit_channels."""
@@ -138,7 +151,7 @@ class TaperNorm(Norm):
         if PHASES.index(self.phase) < PHASES.index(before):
             raise ConfigError(
                 f"the taper would run backwards: this model is in its {before!r} phase, step {step} of {max_iters} is "
-                f"{self.phase!r}: give taper_warmup and taper_end in steps, or keep max_iters"
+                f"{self.phase!r}: keep max_iters, or fold the finished taper (convert.py --to=folded) and train that on"
             )
         if before == "warm":
             self.moments.update()
@@ -164,6 +177,22 @@ class TaperNorm(Norm):
             return []
         self.weight_tilde.copy_(self.base.weight)
         return [(self.base.weight, self.weight_tilde)]
+
+
+def tapers(model: nn.Module) -> list[TaperNorm]:
+    return [norm for norm in model.modules() if isinstance(norm, TaperNorm)]
+
+
+def is_tapered(model: nn.Module) -> bool:
+    """Has `model` norms that taper, and are they all gone? Does not wait for the device."""
+    found = tapers(model)
+    return bool(found) and all(norm.phase == "fixed" for norm in found)
+
+
+def taper_gate(model: nn.Module) -> float | None:
+    """The gate of `model`'s tapers, None if it has none."""
+    found = tapers(model)
+    return float(found[0].gate) if found else None
 
 
 class ScaleAnchor(nn.Module):

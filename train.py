@@ -47,6 +47,7 @@ from optim import DTYPES, Precision, carry_state, guarded_update, learning_rate,
 from parallel import accumulate, is_sharded, replicate, shard
 from ranks import Ranks, faster_float32_products
 from runlog import RunLog, StepReport, Throughput, environment, peak_flops
+from taper import TaperSchedule, is_tapered, taper_gate
 
 MAX_SKIPPED = 20  # float16: so many steps in a row with infinite gradients are no matter of the loss scale any more
 
@@ -117,6 +118,8 @@ class TrainConfig(GPTConfig):
         if self.coupled_impl != "scale" and self.dtype == "float16":
             raise ConfigError(f"coupled_impl={self.coupled_impl} multiplies the stream as it is, which can be beyond "
                               "float16: use coupled_impl=scale, or dtype=bfloat16")  # fmt: skip
+        if self.norm_type == "taper":
+            TaperSchedule(self.taper_warmup, self.taper_end).steps(self.max_iters)  # raises if its order is wrong
         if self.seed >= 1 << 32:
             raise ConfigError(f"seed={self.seed}: must be below 2**32")
         if not (self.learning_rate > 0 and 0 <= self.min_lr <= self.learning_rate):
@@ -188,7 +191,11 @@ class Trainer:
         self.parameters = list(self.model.parameters())
         self.log = RunLog(self.out_dir, dataclasses.asdict(config), config.max_iters, ranks.is_main)
         if self.step < config.max_iters:
+            self._next_step()  # a schedule that cannot go on raises, and the run in out_dir stays as it is
             self._open_log(resumed is not None)
+        end = TaperSchedule(config.taper_warmup, config.taper_end).steps(config.max_iters)[1]
+        if config.norm_type == "taper" and end > config.max_iters:
+            notes.append(f"the taper ends at step {end}, after max_iters={config.max_iters}: norms will be left")
         for note in notes:
             self.log.say(note)
 
@@ -244,7 +251,6 @@ class Trainer:
         if self.step >= config.max_iters:  # and nothing of the run is touched
             return self.log.say(f"finished already: step {self.step} of max_iters={config.max_iters}")
         self.clock = Throughput(self.tokens_per_step)
-        self._next_step()
         if self.step == 0:
             self._calibrate()
             self._evaluate()
@@ -277,8 +283,11 @@ class Trainer:
 
     def _next_step(self) -> None:
         """The schedules of the norms move on; optimiser state follows a parameter's role."""
+        before = is_tapered(self.model)
         for source, target in self.model.set_step(self.step + 1, self.config.max_iters):
             carry_state(self.optimizer, source, target)
+        if is_tapered(self.model) and not before:
+            self.best = math.inf  # a model that still had its norms was another one
 
     def _calibrate(self) -> None:
         """Where coupled_calibrate says so, set alpha by a training batch, the same on any number of ranks."""
@@ -342,8 +351,11 @@ class Trainer:
         last = self.step == self.config.max_iters
         val_loss = self.evaluator.val_loss(self.compiled)
         bits = self.evaluator.bits_per_byte(val_loss)
-        self.log.event("eval", step=self.step, val_loss=val_loss, **({"bits_per_byte": bits} if bits else {}))
+        gate = taper_gate(self.model)
+        more = ({"bits_per_byte": bits} if bits else {}) | ({} if gate is None else {"gate": gate})
+        self.log.event("eval", step=self.step, val_loss=val_loss, **more)
         shown = f" nats per token, {bits:.4f} bits per byte" if bits else ""
+        shown += f", taper gate {gate:.3g}" if gate is not None else ""
         self.log.say(f"step {self.step}  val loss {val_loss:.4f}{shown}")
         self.log.event("rms", step=self.step, **self.evaluator.rms_stats(self.model).record())
         # Before any checkpoint of this step, so that a run which is killed here scores again when it resumes.

@@ -21,6 +21,7 @@ from errors import ConfigError
 from hf_coupled import import_transformers
 from model import GPT, GPTConfig
 from norm_layers import CenteredLinear, LayerNorm, NoNorm, RMSNorm
+from taper import tapers
 
 SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=12, n_layer=3, n_head=2, n_embd=16, init_std=0.2)
 LLAMA = {"position": "rope", "activation": "swiglu", "qk_norm": True, "n_kv_head": 1}
@@ -99,7 +100,9 @@ def reductions(module, *inputs):
 @pytest.mark.parametrize("final", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_taper_at_gate_0_becomes_nothing(base, final, shape):
-    model = gpt(steps=7, norm_type="taper", taper_base=base, taper_final=final, **SHAPES[shape])
+    fit = "channel" if "biases" in shape else "norm"
+    model = gpt(steps=7, norm_type="taper", taper_base=base, taper_final=final, taper_fit=fit, **SHAPES[shape])
+    assert {norm.scale.shape for norm in tapers(model)} == {(16,) if fit == "channel" else ()}
     after, certificate = certified(model, fold.to_folded)
     assert certificate.ok and certificate.max_rel < 1e-13
     norms = list(after.norms())

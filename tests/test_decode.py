@@ -37,7 +37,7 @@ NORMS = {
     "cbwc": {"norm_type": "cbwc"},
     "taper": {"norm_type": "taper", "taper_warmup": 1, "taper_end": 2},
     "taper-layer": {"norm_type": "taper", "taper_base": "layer", "taper_warmup": 1, "taper_end": 2,
-                    "taper_final": True, "taper_anchor": 0.1},
+                    "taper_final": True, "taper_anchor": 0.1, "taper_fit": "channel"},
     "dyt": {"norm_type": "dyt"},
     "partial": {"norm_type": "rms", "rms_fraction": 0.5, "norm_groups": 2},
 }  # fmt: skip

@@ -16,14 +16,20 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import FORKS, close, draw, shake
+from conftest import FORKS, TINY, close, draw, records, shake
+from test_hf import save as hf_save
+from test_hf import tiny as hf_tiny
 from torch.utils.checkpoint import checkpoint
 
-from errors import ConfigError
+import train
+from checkpoint import init_from, load_model
+from configurator import parse_args
+from errors import CheckpointError, ConfigError
+from fold import to_folded
 from model import GPT, GPTConfig
 from norm_layers import LayerNorm, RMSNorm
 from optim import carry_state, make_optimizer
-from taper import EMA_DECAY, ScaleAnchor, StepMean, TaperNorm, TaperSchedule
+from taper import EMA_DECAY, ScaleAnchor, StepMean, TaperNorm, TaperSchedule, tapers
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, init_std=0.2, norm_type="taper",
                   taper_warmup=3.0, taper_end=7.0)  # fmt: skip
@@ -178,6 +184,14 @@ def test_low_precision(base, phase, dtype):
     assert (y.double() - exact).abs().max() <= 16 * torch.finfo(dtype).eps
 
 
+def test_a_schedule_in_two_units_keeps_its_order():
+    assert TaperSchedule(10, 0.5).steps(40) == (10, 20) and TaperSchedule(0.5, 30).steps(40) == (20, 30)
+    assert TaperSchedule(0, 0.01).steps(40) == (1, 2)
+    for keys in ({"taper_warmup": 30.0, "taper_end": 0.5}, {"taper_warmup": 0.5, "taper_end": 10.0}):
+        with pytest.raises(ConfigError, match=r"is step .* of 40, after taper_end"):
+            train.TrainConfig(norm_type="taper", max_iters=40, **keys)
+
+
 @pytest.mark.parametrize(("reached", "asked"), [(5, 3), (8, 5), (8, 1)])
 def test_a_taper_never_runs_backwards(reached, asked):
     with pytest.raises(ConfigError, match="backwards"):
@@ -290,6 +304,50 @@ def test_gamma_tilde_takes_over_gain_and_optimiser_state():
             assert optimizer.state[target][name].data_ptr() != value.data_ptr()
     for step in range(5, ITERS):
         assert model.set_step(step, ITERS) == []  # once only
+
+
+def test_training_hands_over_and_its_best_model_has_lost_its_norms(tiny_data, tmp_path, monkeypatch):
+    """A taper may cost some loss: the best checkpoint is the best of those that can be folded."""
+    monkeypatch.setattr(train.signal, "signal", lambda *words: None)  # the handlers of this process stay
+    scripted = iter([2.0, 0.5, 0.9, 1.5, 1.3, 1.4])  # norms whole until step 16, gone from step 24 on
+    monkeypatch.setattr(train.Evaluator, "val_loss", lambda *words: next(scripted))
+    words = (*TINY, "--norm_type=taper", "--taper_warmup=16", "--taper_end=24", "--eval_interval=8")
+    run = train.Trainer(parse_args(train.TrainConfig, [*words, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"])[0])
+    step, moments = run._next_step, []
+
+    def watched():
+        step()
+        if run.step == 16:
+            for norm in tapers(run.model):
+                pair = [run.optimizer.state[gain]["exp_avg"] for gain in (norm.base.weight, norm.weight_tilde)]
+                moments.append(bool(torch.equal(*pair) and pair[0].any()))
+
+    monkeypatch.setattr(run, "_next_step", watched)
+    run.run()
+    assert moments == [True] * 4
+    evals = [event for event in records(tmp_path) if event["event"] == "eval"]
+    assert [event["gate"] for event in evals] == [1, 1, pytest.approx(0.9619, abs=1e-3), 0, 0, 0]
+    assert torch.load(tmp_path / "ckpt_best.pt", weights_only=True)["step"] == 32
+    assert "T" not in to_folded(load_model(str(tmp_path))).plan.letters
+
+
+def test_gpt2_of_hugging_face_is_tapered_and_folded(tmp_path):
+    source = load_model(str(hf_save(hf_tiny("gpt2"), tmp_path)))
+    keys = dict(norm_type="taper", taper_base="layer", taper_warmup=1.0, taper_end=2.0)
+    model, idx = GPT(replace(source.config, **keys)), torch.randint(67, (2, 16))
+    with pytest.raises(CheckpointError, match="activation='gelu_tanh' there, 'relu2' here: add --activation=gelu_tanh"):
+        init_from(GPT(replace(source.config, **keys, activation="relu2")), str(tmp_path))
+    init_from(model, str(tmp_path))
+    source, model = source.double(), model.double()
+    with torch.no_grad():
+        close(model.eval()(idx), source(idx))  # warm: the very same function
+    model.train().set_step(1, 10)
+    model(idx)
+    model.set_step(2, 10)
+    with torch.no_grad():
+        fixed = model.eval()(idx)
+        close(to_folded(model)(idx), fixed, 1e-12)
+        assert (fixed - source(idx)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -556,6 +614,7 @@ def test_proposition_4_2_without_one_a_right_token_pushes_outwards():
 
 @pytest.mark.parametrize("base", BASES)
 def test_three_graphs_and_none_for_a_gate_that_moves(base):
+    """And as many for evaluation, which has a mode of its own."""
     graphs = []
 
     def counting(module, inputs):
@@ -573,6 +632,10 @@ def test_three_graphs_and_none_for_a_gate_that_moves(base):
             pairs[-1].sum().backward()
         close(*pairs)
         counts.append(len(graphs))
-    assert counts == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+        with torch.no_grad():
+            compiled.eval()(IDX, TARGETS)
+        compiled.train()
+        counts.append(len(graphs))
+    assert counts == [1, 2, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 5, 6, 6, 6, 6, 6]
     for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
         close(parameter.grad, other.grad)

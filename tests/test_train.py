@@ -9,7 +9,11 @@ import pytest
 import torch
 from conftest import TINY, losses, records, steps_of, val_losses
 
+from checkpoint import CheckpointError, init_from
+from configurator import parse_args
+from model import GPT
 from taper import TaperSchedule
+from train import TrainConfig
 
 NORM_TYPES = ("layer", "rms", "coupled", "cbwc", "taper")
 TAPER_KEYS = ("--taper_warmup=10", "--taper_end=30", "--taper_final=True", "--taper_anchor=0.1")
@@ -208,7 +212,10 @@ def test_init_from_refuses_another_function(launch, train_ok, tiny_data, tmp_pat
         job = launch(*TINY, key, f"--init_from={tmp_path / 'run'}", f"--data_dir={tiny_data}",
                      f"--out_dir={tmp_path / 'other'}")  # fmt: skip
         assert job.wait() == [1]
-        assert "of another model" in job.text() or "is missing" in job.text()
+        assert "add --" in job.text() or "is missing" in job.text()
+    taper = GPT(parse_args(TrainConfig, [*TINY, "--norm_type=taper", "--vocab_size=128"])[0])
+    with pytest.raises(CheckpointError, match=r"norm_type=layer.*taper_base=rms away: add --taper_base=layer"):
+        init_from(taper, str(tmp_path / "run"))
     padded = ("--vocab_size=128", f"--init_from={tmp_path / 'run'}", f"--data_dir={tiny_data}")
     train_ok(*TINY, *padded, "--max_iters=1", f"--out_dir={tmp_path / 'padded'}")
     after = val_losses(tmp_path / "run")[2]
@@ -232,8 +239,10 @@ def test_resume_takes_new_optimiser_settings_and_refuses_a_taper_backwards(launc
     assert [group["weight_decay"] for group in groups] == [0.2, 0.0] and groups[0]["betas"] == (0.9, 0.9)
     words = (*TINY, "--norm_type=taper", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'taper'}")
     train_ok(*words)  # its schedule is in shares of max_iters
+    before = {path: path.read_bytes() for path in (tmp_path / "taper").iterdir()}
     job = launch(*words, "--max_iters=80")
-    assert job.wait() == [2] and "backwards" in job.text()
+    assert job.wait() == [2] and "backwards" in job.text() and "keep max_iters" in job.text()
+    assert before == {path: path.read_bytes() for path in (tmp_path / "taper").iterdir()}  # the run is as it was
 
 
 def test_resume_from_a_path(launch, train_ok, tiny_data, tmp_path):
