@@ -28,7 +28,7 @@ from runlog import environment
 
 TOLERANCE = 1e-12  # float64, relative to the largest output; a wrong conversion is off by 1e-4 and more
 OWN_TOLERANCE = 2e-6  # float32, likewise; in other types as many units of rounding: 17 eps
-OWN_ERRORS = 4  # or so many times what the model itself is off from its float64 form, if that is more: deep ones round more
+OWN_ERRORS = 4  # or, where that is more, so many times what the model itself is off from its float64 form
 SEED = 5489
 PIECE = 1 << 22  # numbers of an output that are compared at a time
 

@@ -6,12 +6,13 @@
 CoupledNorm divides the stream by the RMS of an earlier position. How much larger the stream is by then is the drift
 RMS(h) / RMS(shared), one number a token. Its typical value can be compensated by a scalar at each position (alpha,
 section 5.3 of Loretz & Hochreiter 2026), its spread over tokens cannot. TaperNorm multiplies by a constant c instead:
-its drift, RMS(c h), is 1 on average when c is set, and moves as the stream grows away from it.
+its drift, RMS(c h), is about 1 when c is set (c fits the squares, over an average of some 100 steps), and moves as the
+stream grows away from it.
 
 At the output, the size of the logits and the radial gradient tell whether anything holds the scale of the stream
 (Kanavalau, Amo Alonso & Lall 2026, section 4): with a final norm that gradient is 0, without one it is negative where
-tokens are predicted well, and logits grow ("logit chasing"). On validation text its mean may be positive all the same:
-there a model that is surer than right would gain by smaller logits.
+tokens are predicted well, and logits grow ("logit chasing"). Its mean over a text is near 0 once the model is about as
+sure as it is right there, and takes many windows to tell: those of one document all err to one side.
 
 The program reads any model (see checkpoint.py) and any text. Every second window of it measures and calibrates, the
 others judge. It suggests coupled_first and alpha for a budget of KL (coupling.py). The last line of output is JSON.

@@ -20,4 +20,6 @@ export ARMS="${ARMS:-"$arms 'taper --taper_warmup=0.625 --taper_end=0.625'"}"
 status=0
 ./sweep.sh config/table1_cpu.py --delta_val_loss=0.0234 --delta_train_loss=0.0234 "$@" || status=$?
 "$PYTHON" report.py "$KEEP" --baseline=rms --out="$(dirname "$KEEP")"
+"$PYTHON" report.py "$KEEP" --baseline="taper --taper_warmup=0.625 --taper_end=0.625" \
+  --out="$(dirname "$KEEP")/against_abrupt"
 exit $status

@@ -38,4 +38,6 @@ case $scale in
     ;;
 esac
 "$PYTHON" report.py "$KEEP" --baseline=layer --out="$(dirname "$KEEP")"
+"$PYTHON" report.py "$KEEP" --baseline="$taper --taper_warmup=0.3 --taper_end=0.3" \
+  --out="$(dirname "$KEEP")/against_abrupt"
 exit $status

@@ -3,6 +3,7 @@
     python -m pytest tests/test_rms_stats.py
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,13 @@ import torch.nn.functional as F
 from conftest import TINY, close, losses, records, shake
 from test_coupled_fold import IDX, SHAPE, TARGETS
 
+import evaluation
+from dataloader import Blocks
+from evaluation import Evaluator
 from model import GPT
+from ranks import Ranks
 from rms_stats import calibrate, measure
+from train import TrainConfig
 
 L = SHAPE.n_layer
 
@@ -46,6 +52,15 @@ def test_drift_is_the_ratio_of_the_rms(keys):
         close(stats.spread[position], ratio.std(correction=0))
         close(stats.rms[position], found[position].square().mean().sqrt())
     assert stats.drift.max() > 1.1 and stats.spread.max() > 0.01
+
+
+def test_a_run_measures_windows_from_all_of_its_evaluation_text(tiny_data, monkeypatch):
+    config = TrainConfig(block_size=16, batch_size=2, eval_tokens=16 * 9)
+    blocks, seen = Blocks(str(tiny_data), "val", 16, 61), []
+    evaluator = Evaluator(config, blocks, {}, Ranks(0, 1, torch.device("cpu")), nullcontext)
+    monkeypatch.setattr(evaluation, "measure", lambda model, x, y: seen.extend([x, y]))
+    evaluator.rms_stats(None)
+    assert all(map(torch.equal, seen, blocks.batch([0, 5])))  # two of nine
 
 
 @pytest.mark.parametrize("norm_type", ["layer", "rms", "taper", "dyt"])
