@@ -1,0 +1,67 @@
+"""What holds the scale of the stream at the output, at the end of each run of repro/taper.sh, over spread windows.
+
+    python repro/taper_output.py out/taper results/cpu/taper      writes output_end.jsonl and output_end.md there
+
+Each run's last checkpoint on windows spread evenly over validation and over training text: size of the stream at the
+output, length of the logits, radial gradient (rms_stats.py); means and standard deviations over seeds.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from checkpoint import LAST, load_model
+from dataloader import Blocks
+from errors import ConfigError, run_program, writing
+from ranks import faster_float32_products
+from rms_stats import measure
+from runlog import environment
+from runs import Run
+
+WINDOWS = 96
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) != 2:
+        raise ConfigError("taper_output.py wants two words: the folder of the runs, and one for the results")
+    source, target = map(Path, argv)
+    folders = sorted(folder for folder in source.iterdir() if (folder / LAST).exists())
+    if not folders:
+        raise ConfigError(f"{source}: no run with a {LAST}: check the path")
+    rows = []
+    for folder in folders:
+        run, model = Run(folder), load_model(str(folder / LAST))
+        faster_float32_products(model.config.n_embd, model.config.head_channels)
+        for split in ("val", "train"):
+            blocks = Blocks(run.config["data_dir"], split, model.config.block_size, model.n_vocab)
+            evaluated = run.config["eval_tokens"] // blocks.block_size
+            count = len(blocks) if split == "train" else min(len(blocks), evaluated)
+            with torch.no_grad():
+                stats = measure(model, *blocks.batch(np.linspace(0, count - 1, WINDOWS).astype(int).tolist()))
+            rows.append({"arm": run.arm, "seed": run.seed, "text": split, "windows": WINDOWS,
+                         "rms": float(stats.rms[-1]), "logit_norm": stats.logit_norm,
+                         "radial_gradient": stats.radial_gradient, **environment(torch.device("cpu"))})  # fmt: skip
+        print(folder.name, f"{rows[-2]['radial_gradient']:+.3f} {rows[-1]['radial_gradient']:+.3f}", flush=True)
+    cells = defaultdict(list)
+    for row in rows:
+        cells[row["arm"], row["text"]].append([row["rms"], row["logit_norm"], row["radial_gradient"]])
+    lines = ["| arm | text | seeds | RMS of the stream at the output (SD) | length of the logits (SD) | radial "
+             "gradient, nats (SD) |", "| --- " * 6 + "|"]  # fmt: skip
+    for (arm, split), values in cells.items():
+        mean, sd = np.mean(values, 0), np.std(values, 0, ddof=1) if len(values) > 1 else np.full(3, np.nan)
+        shown = " | ".join(f"{m:{sign}} ({s:.2g})" for m, s, sign in zip(mean, sd, (".2f", ".1f", "+.3f")))
+        lines.append(f"| `{arm}` | {split} | {len(values)} | {shown} |")
+    with writing(target):
+        (target / "output_end.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (target / "output_end.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    run_program(main)
