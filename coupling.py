@@ -31,13 +31,18 @@ Alpha = tuple[float, ...]  # one for each of the 2L + 1 positions
 
 
 def text_windows(text: str, meta: dict, length: int, count: int) -> Tensor:
-    """At most `count` windows of token ids (N, length), N even, spread over the first four times as much text.
+    """At most `count` windows of token ids (N, length), N even, spread over the first four times as much text, of which
+    a document gives no more than two windows where there are enough of them: what one says of sizes is its own.
 
     text: files of documents (jsonl, jsonl.xz, parquet, txt), with commas between. Raises ConfigError for too little.
     """
-    tokenizer, ids, wanted = load_tokenizer(meta), [], 4 * count * length
-    for document in read_files(input_files(text)):
-        ids += tokenizer.encode_ordinary(document.text[: 8 * (wanted - len(ids))])
+    tokenizer, wanted = load_tokenizer(meta), 4 * count * length
+    for most in (2 * length, wanted):  # tokens of a document
+        ids: list[int] = []
+        for document in read_files(input_files(text)):
+            ids += tokenizer.encode_ordinary(document.text[: 8 * most])[: min(most, wanted - len(ids))]
+            if len(ids) >= wanted:
+                break
         if len(ids) >= wanted:
             break
     windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)  # (all, length)

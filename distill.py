@@ -21,7 +21,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from ranks import Ranks, faster_float32_products, find_device
 from runlog import RunLog, Throughput, environment
 
 STATE = "distill_last.pt"
+SPREAD = 16  # calibration blocks are every 16th of the first ones, where there are so many
 FREE = ("max_iters", "eval_interval", "log_interval", "device", "out_dir", "export")  # may differ when a run goes on
 
 
@@ -210,18 +211,19 @@ class Distiller:
                      + (f"; resuming after step {self.step}" if state else ""))  # fmt: skip
 
     def _first_blocks(self, teacher: GPT) -> tuple[Tensor, Tensor]:
-        """Blocks (N, T) for calibration, of the training text, and held-out ones. The stream then stands after them."""
+        """Blocks (N, T) for calibration, which train too, and held-out ones, that are skipped in training."""
         config, held = self.config, self.config.eval_blocks
         stream = open_stream(config, teacher.meta, teacher.n_vocab, self.length, config.local)
         if config.val:
             val = list(islice(open_stream(config, teacher.meta, teacher.n_vocab, self.length, config.val), held))
         else:
             val = list(islice(stream, held))
-        first = list(islice(stream, config.calibration_blocks))
-        self.skipped = len(first) + (0 if config.val else len(val))
+        self.skipped = 0 if config.val else len(val)
+        first = list(islice(stream, SPREAD * config.calibration_blocks))
+        first = first[:: -(-len(first) // config.calibration_blocks) or 1]  # of as many documents as may be
         if not first or not val:
-            raise DataError(f"{config.local or config.dataset}: too little text for {config.calibration_blocks} blocks "
-                            f"of {self.length} tokens to calibrate on and {held} to judge by: give more")  # fmt: skip
+            raise DataError(f"{config.local or config.dataset}: too little text for {held} blocks of {self.length} "
+                            "tokens to judge by, and others to train on: give more, or --val=FILE")  # fmt: skip
         return torch.stack(first), torch.stack(val)
 
     def _choose(self) -> tuple[str, tuple[float, ...]]:
@@ -254,12 +256,7 @@ class Distiller:
         def epochs() -> Iterator[Tensor]:
             for epoch in range(1 << 30):
                 stream = open_stream(config, self.teacher.meta, self.teacher.n_vocab, self.length, config.local)
-                stream = islice(stream, 0 if config.val else self.skipped, None)
-                if (first := next(stream, None)) is None:
-                    raise DataError(f"{config.local or config.dataset}: nothing is left to train on after the "
-                                    f"{self.skipped} blocks of {self.length} tokens that calibrate and judge: give "
-                                    "more text, or --val=FILE")  # fmt: skip
-                yield from shuffled(chain([first], stream), config.shuffle, config.seed + epoch)
+                yield from shuffled(islice(stream, self.skipped, None), config.shuffle, config.seed + epoch)
 
         per_step = config.batch_size * config.gradient_accumulation_steps
         stream = islice(epochs(), self.step * per_step, None)

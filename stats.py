@@ -59,15 +59,17 @@ def clustered(differences: np.ndarray, clusters: np.ndarray) -> Estimate:
     """Mean of differences (n,) that are alike within a cluster, e.g. windows of one document; clusters (n,) names it.
 
     Standard error robust to any dependence within clusters, by the sums of their residuals, times G / (G - 1) for G
-    clusters (Liang & Zeger 1986); G - 1 degrees of freedom. Raises ValueError below two clusters.
+    clusters (Liang & Zeger 1986). Degrees of freedom: the effective number of clusters less 1, (sum of sizes)^2 / sum of
+    squared sizes, since G of unlike sizes are worth fewer. Raises ValueError below two clusters.
     """
     mean = float(np.mean(differences))
-    sums = np.bincount(np.unique(clusters, return_inverse=True)[1], differences - mean)  # (G,)
+    index = np.unique(clusters, return_inverse=True)[1]
+    sums, sizes = np.bincount(index, differences - mean), np.bincount(index)  # (G,) each
     count = len(sums)
     if count < 2:
         raise ValueError("a clustered comparison wants two clusters or more")
     se = float((sums**2).sum() * count / (count - 1)) ** 0.5 / len(differences)
-    return Estimate(mean, se, count - 1)
+    return Estimate(mean, se, float(sizes.sum() ** 2 / (sizes**2).sum() - 1))
 
 
 def crossed(differences: np.ndarray) -> Estimate:

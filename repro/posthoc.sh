@@ -7,7 +7,7 @@
 # 1. a teacher of 10 M parameters, Llama's shape, bytes, 3.1 M tokens of every second document
 # 2. sizes of its residual stream, alpha, which blocks to couple, KL against statistics saved
 # 3. distillation from KL alone on the other documents, two plans: every block coupled, and the suggested one
-# 4. the control: the teacher trained on, on the same text, for as many tokens and with the same settings as the first
+# 4. the control: the teacher trained on, on the same text, for as many tokens and with the same settings
 # 5. two small models more, to see whether the suggested alpha is near the best there is in all three
 # 6. KL and val loss of all of them on all held-out documents, paired by window
 #
@@ -21,24 +21,28 @@ source=$1 out=${OUT:-out/posthoc} results=${RESULTS:-results/cpu/posthoc}
 mkdir -p "$out" "$results"
 for half in a b; do
   [ -f "$out/text_$half/meta.json" ] && continue
-  xz -dc "$source/openstax_ccby_train.jsonl.xz" | awk "NR % 2 == $([ $half = a ] && echo 1 || echo 0)" > "$out/$half.jsonl"
+  # b in random order: whoever reads some of it, from its beginning, then reads of all books
+  xz -dc "$source/openstax_ccby_train.jsonl.xz" | awk "NR % 2 == $([ $half = a ] && echo 1 || echo 0)" \
+    > "$out/$half.jsonl"
+  [ $half = a ] || "$PYTHON" -c 'import random, sys; file = open(sys.argv[1], "r+", encoding="utf-8")
+lines = file.readlines(); random.Random(0).shuffle(lines); file.seek(0); file.writelines(lines)' "$out/$half.jsonl"
   "$PYTHON" data/fineweb_edu/prepare.py --local "$out/$half.jsonl" --val "$source/openstax_ccby_val.jsonl.xz" \
     --tokenizer=bytes --out_dir="$out/text_$half" --processes=1
 done
 "$PYTHON" train.py config/posthoc_teacher.py --out_dir="$out/teacher" --data_dir="$out/text_a"
 [ -f "$out/sizes.jsonl" ] || "$PYTHON" rms_stats.py "$out/teacher" --text="$out/b.jsonl" --windows=32 --across \
   --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
-distil() {  # coupled_first, learning rate, steps
-  "$PYTHON" distill.py --teacher="$out/teacher" --local="$out/b.jsonl" --val="$source/openstax_ccby_val.jsonl.xz" \
+# AdamW's steps are of the learning rate's size however small the KL is, so that a low one ends lower.
+settings="--learning_rate=1e-4 --min_lr=0 --weight_decay=0 --warmup_iters=20 --max_iters=1000 --eval_interval=500"
+distil() {  # coupled_first
+  "$PYTHON" distill.py --teacher="$out/teacher" --local="$out/b.jsonl" \
     --method=full --coupled_first="$1" --block_size=256 --batch_size=8 --gradient_accumulation_steps=1 \
-    --checkpoint_activations=False --dtype=bfloat16 --shuffle=4096 --learning_rate="$2" --warmup_iters=20 \
-    --max_iters="$3" --eval_interval=$(($3 / 2)) --eval_blocks=64 --out_dir="$out/student-$1"
+    --checkpoint_activations=False --dtype=bfloat16 --shuffle=65536 $settings --out_dir="$out/student-$1"
 }
-distil 0 1e-4 1000  # every block. AdamW's steps are of the learning rate's size however small the KL: low ones end lower
-distil 1 5e-5 600   # the suggested plan: there is less to mend
+distil 0  # every block
+distil 1  # the suggested plan
 "$PYTHON" train.py config/posthoc_teacher.py --init_from="$out/teacher" --data_dir="$out/text_b" --seed=2 \
-  --max_iters=1000 --learning_rate=1e-4 --min_lr=0 --weight_decay=0 --warmup_iters=20 --eval_interval=500 \
-  --eval_tokens=16384 --sample_tokens=0 --out_dir="$out/teacher-longer"
+  $settings --eval_tokens=16384 --sample_tokens=0 --out_dir="$out/teacher-longer"
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
   --data_dir="$out/text_a" --out_dir="$out/small-gpt2"
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=9 --n_layer=6 \
