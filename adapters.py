@@ -17,6 +17,9 @@ from model import GPT, GPTConfig
 
 TARGETS = ("qkv", "proj", "up", "down")  # every linear of a block
 GIB = 1 << 30
+# Bytes that backward keeps for a token in one SwiGLU block under bfloat16 autocast, by channel of stream, queries, keys
+# (and as many values), the MLP's inner layer, and rank: a fit to counted bytes of 14 shapes (LOG.md).
+KEPT = {"full": (16, 18, 18, 8, 0), "lora": (14, 16, 14, 8, 8), "dora": (22, 20, 22, 16, 8)}
 
 
 def add_adapters(model: GPT, rank: int, alpha: float, dora: bool) -> None:
@@ -68,27 +71,28 @@ def adapter_parameters(config: GPTConfig, rank: int, dora: bool) -> int:
 
 
 def memory(config: GPTConfig, method: str, rank: int, tokens: int, low: bool, checkpointing: bool) -> dict:
-    """Bytes that a step over `tokens` tokens needs, part by part: an estimate, printed before anything is loaded.
+    """Bytes that a step over `tokens` tokens needs, part by part: an estimate, printed before weights are loaded.
 
     `low`: the computation is in 16 bits, and so are frozen weights. Full fine-tuning keeps the teacher in float32 and
     moves a float32 copy of it. What is trained has 16 bytes a parameter: float32 weight, gradient and AdamW's two
     moments; autocast keeps 2 more, its 16-bit copy, from forward to backward. Activations: stream and branch of every
-    block if they are checkpointed, and what one block keeps (all blocks without). Of DoRA one linear's W + s B A, norm
-    and gradient.
+    block if they are checkpointed, and what one block keeps (all blocks without; then DoRA keeps weights, too, which
+    are not counted). Of DoRA one linear's W + s B A, norm and gradient.
     """
     width = 2 if low else 4  # bytes of an activation
     with torch.device("meta"):
         weights = GPT(config).num_params()
     trained = weights if method == "full" else adapter_parameters(config, rank, method == "dora")
     up = config.inner * (2 if config.activation == "swiglu" else 1)
-    heads = (config.n_head + 2 * config.kv_heads) * config.head_channels
-    kept = 4 * config.n_embd + 2 * heads + config.n_head * config.head_channels + up + config.inner  # channels a token
-    lora = 0 if method == "full" else 8 * (config.n_embd * 2 + 4 * rank + up)  # float32 copies of inputs and products
-    block = tokens * (kept * width + lora)
+    queries, keys = (number * config.head_channels for number in (config.n_head, config.kv_heads))
+    heads = queries + 2 * keys
+    channels = (config.n_embd, queries, keys, config.inner, rank)
+    block = tokens * sum(n * kept for n, kept in zip(channels, KEPT[method], strict=True))
+    stream = tokens * config.n_embd * (width + (4 if method == "full" else width))  # branch and stream
     layers = config.n_layer
     parts = {
         "weights": weights * (4 if method == "full" else width), "trained": (18 if low else 16) * trained,
-        "activations": block + layers * tokens * 2 * config.n_embd * width if checkpointing else layers * block,
+        "activations": block + layers * stream if checkpointing else layers * block,
         "dora": 4 * 4 * max(up, heads, config.inner) * config.n_embd if method == "dora" else 0,
         "kl": tokens * (4 * 4 * min(CHUNK, config.vocab_size) + 16 * config.n_embd)
               + 8 * min(CHUNK, config.vocab_size) * config.n_embd,

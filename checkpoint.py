@@ -35,7 +35,8 @@ LAST, BEST = "ckpt_last.pt", "ckpt_best.pt"
 # Keys of the model that may differ between a checkpoint and the run that resumes it: they decide no tensor.
 FREE_KEYS = {"dropout", "init", "init_std", "kernels", "residual", "coupled_impl"}
 # Keys that change what the same tensors compute.
-SAME_FUNCTION = ("n_head", "n_kv_head", "head_dim", "activation", "position", "rope_theta", "rope_scaling", "norm_eps")
+SAME_FUNCTION = ("bias", "n_head", "n_kv_head", "head_dim", "activation", "position", "rope_theta", "rope_scaling",
+                 "norm_eps")  # fmt: skip
 TAPER_BASE = {"layer": "layer", "cbwc": "layer", "rms": "rms", "coupled": "rms"}  # norm type -> what tapers it away
 NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f)\..*"  # tensors of the 2L + 1 norms
 
@@ -196,6 +197,8 @@ def load_model(spec: str) -> GPT:
         names = [name for name in (BEST, LAST) if (path / name).exists()]
         if not names and any(path.glob("*.safetensors*")):
             return load_hf(path)
+        if not names and (path / "distill_last.pt").exists():
+            raise CheckpointError(f"{spec}: its distillation has not finished: the same distill.py command goes on")
         if not names:
             raise CheckpointError(f"{spec}: no {BEST}, no {LAST} and no safetensors in this folder: check the path")
         path = path / names[0]

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import adapters
 import hf
-from checkpoint import BEST, load_model, read_checkpoint, save_checkpoint
+from checkpoint import BEST, HUB_NAME, load_model, read_checkpoint, save_checkpoint
 from configurator import key, parse_args
 from coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
 from data.shards import DataError
@@ -43,7 +44,7 @@ from model import GPT, GPTConfig, cross_entropy
 from norm_layers import SharedRMSNorm
 from optim import DTYPES, Precision, guarded_update, learning_rate, make_optimizer, micro_step
 from parallel import accumulate, replicate
-from ranks import Ranks, faster_float32_products, find_device
+from ranks import Ranks, StopSignal, faster_float32_products, find_device
 from runlog import RunLog, Throughput, environment
 
 STATE = "distill_last.pt"
@@ -114,7 +115,8 @@ class Pair(nn.Module):
         self.student, self.frozen = student, (teacher,)  # a tuple: no submodule, nothing of it is trained or saved
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Mean KL(teacher || student) in nats a token over idx (B, T), and 0 for the auxiliary loss."""
+        """Mean KL(teacher || student) in nats a token over idx (B, T), first positions too, which held-out KL tells
+        apart; and 0 for the auxiliary loss."""
         loss = self.token_kl(idx).mean()
         return loss, torch.zeros_like(loss)
 
@@ -161,8 +163,11 @@ def teacher_config(spec: str) -> GPTConfig:
     """The config of a teacher, without its weights where that is possible."""
     if spec.startswith("random:"):
         return hf.shape_config(spec.removeprefix("random:"))
-    if (Path(spec) / "config.json").is_file() and any(Path(spec).glob("*.safetensors*")):
-        return hf.gpt_config(hf.read_config(Path(spec)), spec)
+    path = Path(spec)
+    if not path.exists() and HUB_NAME.fullmatch(spec):
+        path = hf.resolve_hub(spec)
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors*")):
+        return hf.gpt_config(hf.read_config(path), spec)
     return load_model(spec).config
 
 
@@ -170,7 +175,7 @@ class Distiller:
     """One run: set up by the constructor, done by `run`."""
 
     def __init__(self, config: DistillConfig):
-        self.config, self.out_dir = config, Path(config.out_dir)
+        self.config, self.out_dir, self.stop_signal = config, Path(config.out_dir), StopSignal()
         self.ranks = ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
         self.precision = Precision(config.dtype, ranks.device)
         with ranks.device if config.teacher.startswith("random:") else contextlib.nullcontext():  # drawn there
@@ -192,9 +197,9 @@ class Distiller:
         parameters = nn.ParameterList(self.trained.values())
         self.optimizer = make_optimizer(parameters, config.learning_rate, (config.beta1, config.beta2), 1e-8,
                                         config.weight_decay)  # fmt: skip
-        self.step = 0
+        self.step, self.calibrated_kl = 0, 0.0
         if state:
-            self.step = state["step"]
+            self.step, self.calibrated_kl = state["step"], state["calibrated_kl"]
             with torch.no_grad():
                 for name, parameter in self.trained.items():
                     parameter.copy_(state["model"][name])
@@ -271,7 +276,7 @@ class Distiller:
         batches, parameters = self._batches(), list(self.trained.values())
         clock = Throughput(config.batch_size * config.gradient_accumulation_steps * self.length)
         if self.step == 0:
-            self._evaluate(self.pair)
+            self.calibrated_kl = self._evaluate(self.pair)["kl"]
         if ranks.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         clock.restart()
@@ -287,6 +292,7 @@ class Distiller:
                     x = next(batches)
                     total = total + micro_step(self.forward, x, x, self.precision, micro_batches)
             kl = ranks.sum(total) / ranks.world_size
+            stops = ranks.sum(torch.tensor(float(bool(self.stop_signal.name)), device=ranks.device))
             norms = guarded_update(self.optimizer, self.precision.scaler, parameters, config.grad_clip,
                                    (~kl.isfinite().all()).float())  # fmt: skip
             value = float(kl[0])
@@ -300,6 +306,12 @@ class Distiller:
                 self._evaluate(self.pair)
                 self._save()
                 clock.restart()
+            elif stops:
+                self._save()
+            if stops and self.step < config.max_iters:
+                reason = f"stopped by {self.stop_signal.name or 'a signal'} after step {self.step}"
+                self.log.say(f"{reason}: the same command goes on")
+                return self.log.close(reason, step=self.step)
         self._finish(clock.steady())
 
     @torch.no_grad()
@@ -321,7 +333,7 @@ class Distiller:
         found = {"kl": float(sums[0]) / tokens, "kl_first": float(sums[1]) / blocks,
                  "val_loss": float(sums[2]) / tokens, "teacher_val_loss": float(sums[3]) / tokens}  # fmt: skip
         self.log.event(event, step=self.step, **found)
-        merged = ", adapters merged and alpha absorbed" if event == "merged" else ""
+        merged = ", as it is saved" if event == "merged" else ""
         self.log.say(f"step {self.step}{merged}  held-out KL {found['kl']:.3e}  val loss {found['val_loss']:.4f}, "
                      f"teacher {found['teacher_val_loss']:.4f}")  # fmt: skip
         return found
@@ -329,6 +341,7 @@ class Distiller:
     def _save(self) -> None:
         save_checkpoint(self.out_dir / STATE, {
             "step": self.step, "config": dataclasses.asdict(self.config), "plan": self.plan, "alpha": self.alpha,
+            "calibrated_kl": self.calibrated_kl,
             "model": {name: p.detach() for name, p in self.trained.items()}, "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
         }, self.ranks)  # fmt: skip
@@ -339,7 +352,10 @@ class Distiller:
         if not self.ranks.is_main:
             return
         student = finished(self.pair.student)
-        found = self._evaluate(Pair(self.teacher, student), "merged")
+        found = self._evaluate(Pair(self.teacher, student), "merged") | {"calibrated_kl": self.calibrated_kl}
+        if found["kl"] > self.calibrated_kl:
+            self.log.say(f"warning: it is further from the teacher than before training (KL {self.calibrated_kl:.3e}): "
+                         "train longer, or lower learning_rate")  # fmt: skip
         self.log.close("done", step=self.step, tok_per_s=speed, peak_bytes=peak)
         student = student.cpu()
         config = dataclasses.asdict(student.config)
@@ -367,7 +383,8 @@ def main(argv: list[str]) -> None:
     low = Precision(config.dtype, find_device(config.device)).is_low
     tokens = config.batch_size * min(config.block_size, shape.block_size)
     parts = adapters.memory(shape, config.method, config.rank, tokens, low, config.checkpoint_activations)
-    print(adapters.memory_line(parts), flush=True)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(adapters.memory_line(parts), flush=True)
     if config.estimate:
         return print(json.dumps({"teacher": config.teacher, "method": config.method, **parts}))
     Distiller(config).run()

@@ -5,6 +5,7 @@ Local jsonl, jsonl.xz, parquet and txt files, or a data set of the Hugging Face 
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,12 +74,19 @@ def blocks(documents: Iterator[Document], tokenizer: Any, length: int) -> Iterat
     start = [] if isinstance(tokenizer, HFTokenizer) or not hasattr(tokenizer, "encode_single_token") else [
         tokenizer.encode_single_token(END_OF_TEXT)]  # fmt: skip
     ids: list[int] = []
+    problems, useful = Counter[str](), False
     for document in documents:
-        if document.text:
+        if not document.text:
+            problems[document.problem] += 1
+        else:
+            useful = True
             ids += start + tokenizer.encode_ordinary(document.text)
         full = len(ids) // length * length
         yield from torch.tensor(ids[:full], dtype=torch.long).view(-1, length)
         ids = ids[full:]
+    if problems and not useful:
+        found = ", ".join(f"{count} times {problem}" for problem, count in problems.items())
+        raise DataError(f"no row with text to distil on ({found}): a row wants \"text\", or \"messages\"")
 
 
 def shuffled(stream: Iterator[Tensor], size: int, seed: int) -> Iterator[Tensor]:

@@ -94,7 +94,8 @@ def resolve_hub(name: str) -> Path:
     except ImportError:
         raise HFError(f"{name}: hub names need a package: pip install huggingface_hub, or give a folder") from None
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "model*.safetensors", "tokenizer*", "*.txt"]))
+        patterns = ["*.json", "*.jinja", "model*.safetensors", "tokenizer*", "*.txt"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # whatever the hub, the HTTP library and the disk raise
         raise HFError(f"{name}: not a local folder, and the hub did not give it ({type(error).__name__}): check name, "
                       "network and access rights, or give a folder") from None  # fmt: skip

@@ -67,7 +67,7 @@ def harness_model(scorer: Scorer) -> Any:
             return scorer.score([request.args for request in requests])
 
         def loglikelihood_rolling(self, requests: list) -> list[float]:
-            return [scorer.score([("", request.args[0])])[0][0] for request in requests]
+            raise UserError(GENERATES)
 
         def generate_until(self, requests: list) -> list[str]:
             raise UserError(GENERATES)

@@ -29,7 +29,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 GROUP = "group: {name}\ntask: [{tasks}]\naggregate_metric_list: [{{metric: acc, weight_by_size: true}}]\n"
 LOCAL_MMLU = "local_mmlu"
-GENERATES = "a task wants generated text: this program answers multiple choice and likelihood tasks"
+GENERATES = "a task wants generated text, or the likelihood of whole documents: this program answers multiple choice"
 
 
 def import_lm_eval() -> Any:
@@ -88,7 +88,7 @@ def load_groups(names: list[str], manager: Any) -> dict[str, list[Any]]:
         for item in [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values():
             groups |= parts(item)
     for task in (task for tasks in groups.values() for task in tasks):
-        if task.get_config("output_type") == "generate_until":
+        if task.get_config("output_type") in ("generate_until", "loglikelihood_rolling"):
             raise UserError(f"{task.task_name}: {GENERATES}")
         prepare_once(task)
     return groups

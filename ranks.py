@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,21 @@ def faster_float32_products(n_embd: int, head_dim: int) -> None:
         return
     if "AuthenticAMD" in cpu and "avx512" in cpu and "amx" not in cpu and n_embd * head_dim >= ONEDNN_PAYS:
         torch.set_float32_matmul_precision("medium")
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGINT in `name` ("" before), for a loop that stops after its step. Launchers send SIGTERM more
+    than once; a second Ctrl-C means it, and ends the process at once."""
+
+    def __init__(self):
+        self.name = ""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self.name:
+            signal.signal(number, signal.SIG_DFL)
+        self.name = signal.Signals(number).name
 
 
 @dataclass(frozen=True)

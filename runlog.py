@@ -83,7 +83,8 @@ class RunLog:
         speed = "" if values["tok_per_s"] is None else f"  {values['tok_per_s'] / 1000:.1f} k tokens/s"
         mfu = "n/a" if values["mfu"] is None else f"{values['mfu']:.1%}"
         norm = "inf" if values["grad_norm"] is None else f"{values['grad_norm']:.3f}"
-        facts = f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  grad norm {norm}{speed}  MFU {mfu}"
+        loss = format(values["loss"], ".2e" if 0 < values["loss"] < 0.01 else ".4f")  # a KL may be small
+        facts = f"loss {loss}  lr {values['lr']:.2e}  grad norm {norm}{speed}  MFU {mfu}"
         if self.bar is None:
             self.say(f"step {values['step']}/{self.max_iters}  {facts}")
         else:

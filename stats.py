@@ -59,8 +59,8 @@ def clustered(differences: np.ndarray, clusters: np.ndarray) -> Estimate:
     """Mean of differences (n,) that are alike within a cluster, e.g. windows of one document; clusters (n,) names it.
 
     Standard error robust to any dependence within clusters, by the sums of their residuals, times G / (G - 1) for G
-    clusters (Liang & Zeger 1986). Degrees of freedom: the effective number of clusters less 1, (sum of sizes)^2 / sum of
-    squared sizes, since G of unlike sizes are worth fewer. Raises ValueError below two clusters.
+    clusters (Liang & Zeger 1986). Degrees of freedom: the effective number of clusters, (sum of sizes)^2 / sum of
+    squared sizes, less 1; G of unlike sizes are worth fewer. Raises ValueError below two clusters.
     """
     mean = float(np.mean(differences))
     index = np.unique(clusters, return_inverse=True)[1]

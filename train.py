@@ -13,7 +13,6 @@ resumes it. SIGTERM and Ctrl-C finish the step, save, and exit 0.
 import dataclasses
 import json
 import math
-import signal
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ from hellaswag import ITEMS_FILE
 from model import GPT, GPTConfig
 from optim import DTYPES, Precision, carry_state, guarded_update, learning_rate, make_optimizer, micro_step
 from parallel import accumulate, is_sharded, replicate, shard
-from ranks import Ranks, faster_float32_products
+from ranks import Ranks, StopSignal, faster_float32_products
 from runlog import RunLog, StepReport, Throughput, environment, peak_flops
 from taper import TaperSchedule, is_tapered, taper_gate
 
@@ -136,9 +135,7 @@ class Trainer:
     """One training run: set up by the constructor, done by `run`."""
 
     def __init__(self, config: TrainConfig):
-        self.stop_signal = ""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        self.stop_signal = StopSignal()
         self.ranks = ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
         if ranks.device.type == "cpu":
             faster_float32_products(config.n_embd, config.head_channels)
@@ -195,15 +192,9 @@ class Trainer:
             self._open_log(resumed is not None)
         end = TaperSchedule(config.taper_warmup, config.taper_end).steps(config.max_iters)[1]
         if config.norm_type == "taper" and end > config.max_iters:
-            notes.append(f"the taper ends at step {end}, after max_iters={config.max_iters}: norms will be left")
+            notes.append(f"warning: the taper ends at step {end}, after max_iters={config.max_iters}: norms remain")
         for note in notes:
             self.log.say(note)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        # Launchers and schedulers send SIGTERM more than once; a second Ctrl-C means it.
-        if number == signal.SIGINT and self.stop_signal:
-            signal.signal(number, signal.SIG_DFL)
-        self.stop_signal = signal.Signals(number).name
 
     def _resume(self, state: dict, path: Path, note: str) -> list[str]:
         """Restore everything; what to tell about it."""
@@ -314,7 +305,7 @@ class Trainer:
         # One small reduction a step: both losses, a wish to stop, and whose loss is not finite
         shared = torch.zeros(3 + ranks.world_size, dtype=losses.dtype, device=ranks.device)
         shared[:2] = losses / ranks.world_size
-        shared[2] = float(bool(self.stop_signal))
+        shared[2] = float(bool(self.stop_signal.name))
         shared[3 + ranks.rank] = ~torch.isfinite(losses.sum())
         ranks.sum(shared)
         norms = guarded_update(self.optimizer, self.scaler, self.parameters, config.grad_clip, shared[3:].sum())
@@ -345,7 +336,7 @@ class Trainer:
             more = {"aux_loss": aux} if aux else {}
             self.log.step(step=report.step, loss=loss, lr=report.lr, grad_norm=grad_norm, tok_per_s=speed, mfu=mfu,
                           tokens=report.step * self.tokens_per_step, **more)  # fmt: skip
-        return f"stopped by {self.stop_signal or 'a signal'} after step {self.step}" if stops else ""
+        return f"stopped by {self.stop_signal.name or 'a signal'} after step {self.step}" if stops else ""
 
     def _evaluate(self) -> None:
         last = self.step == self.config.max_iters

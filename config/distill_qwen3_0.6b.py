@@ -5,7 +5,7 @@ distils, nor with which learning rate: those are ours. Not run here: no network,
 
     python distill.py config/distill_qwen3_0.6b.py
     python distill.py config/distill_qwen3_0.6b.py --teacher=Qwen/Qwen3-8B --out_dir=out/distill/qwen3-8b
-    python distill.py config/distill_qwen3_0.6b.py --teacher=meta-llama/Llama-3.2-1B --coupled_first=4
+    python distill.py config/distill_qwen3_0.6b.py --teacher=meta-llama/Llama-3.2-1B-Instruct --coupled_first=4
 """
 
 teacher = "Qwen/Qwen3-0.6B"

@@ -117,3 +117,16 @@ def die_in_save(step: int) -> None:
 def compile_with(backend: str) -> None:
     """torch.compile uses another backend: what dynamo traces is the same, and no C++ is compiled."""
     torch.compile = functools.partial(torch.compile, backend=backend)
+
+
+def ranks_disagree() -> None:
+    """Each rank of distill.py chooses an alpha of its own."""
+    import distill
+
+    choose = distill.Distiller._choose
+
+    def own(self):
+        plan, alpha = choose(self)
+        return plan, tuple(value * (1 + 0.2 * int(os.environ["RANK"])) for value in alpha)
+
+    distill.Distiller._choose = own

@@ -16,7 +16,7 @@ from coupling import GRID, Calibration, first_plan, greedy, ratios, sources, spe
 from errors import ConfigError, FoldError
 from kl import kl_divergence
 from model import GPT, GPTConfig
-from rms_stats import token_rms
+from rms_stats import summary, token_rms
 
 SHAPE = GPTConfig(vocab_size=64, n_vocab=60, block_size=24, n_layer=3, n_head=2, n_embd=32, norm_type="rms",
                   position="rope", activation="swiglu", init_std=0.1)  # fmt: skip
@@ -95,6 +95,7 @@ def test_sizes_and_ratios_by_hand():
     rms = token_rms(model, idx, batch=4)
     close(rms, torch.stack([(h.square().mean(-1) + SHAPE.norm_eps).sqrt() for h in [*found, x + delta]]))
     rms[:, :, 0] = 1e9  # an attention sink
+    assert all(row["first"] == 1e9 and max(row["mean"], row["sd"], *row["quantiles"]) < 100 for row in summary(rms))
     r = rms[3, :, 1:] / rms[2, :, 1:]
     got = ratios(rms, 3, 2)
     grid = torch.linspace(0.5, 2.0, 150_001, dtype=torch.float64)
@@ -139,6 +140,33 @@ def test_greedy_takes_the_cheapest_first_and_keeps_the_budget(calibration, acros
     view(calibration.model, within[-1].plan, within[-1].alpha)  # a plan that a GPT takes
 
 
+def test_greedy_measures_again_what_a_position_costs():
+    """Sharing at 3 is cheap alone and dear after 1 shares: 5 comes second."""
+    costs = {(): 0.0, (1,): 1.0, (3,): 1.5, (5,): 2.0, (1, 3): 9.0, (1, 5): 3.0, (3, 5): 3.6, (1, 3, 5): 12.0}
+
+    class Scripted:
+        positions = 7
+
+        def alpha(self, plan):
+            return ()
+
+        def kl(self, plan, alpha):
+            return costs[tuple(i for i, letter in enumerate(plan.replace(" ", "")) if letter == "s")]
+
+    assert [choice.kl for choice in greedy(Scripted(), 100.0)] == [0.0, 1.0, 3.0, 12.0]
+
+
+@torch.no_grad()
+def test_kl_is_the_teachers_against_the_student_and_without_first_positions(calibration):
+    student = view(calibration.model, "Rs Rs Rs R", 3.0)
+    p, q = (m(calibration.windows)[..., :60].double().log_softmax(-1) for m in (calibration.model, student))
+    kl, reverse = (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1)
+    close(calibration.token_kl("Rs Rs Rs R", 3.0).double(), kl, 1e-4)
+    assert calibration.kl("Rs Rs Rs R", 3.0) == pytest.approx(float(kl[:, 1:].mean()), rel=1e-3)
+    for other in (reverse[:, 1:], kl):  # another figure
+        assert abs(float(other.mean()) / float(kl[:, 1:].mean()) - 1) > 0.01
+
+
 def test_what_cannot_be_coupled_is_refused():
     for keys in ({"norm_type": "layer"}, {"norm_groups": 2}):
         with pytest.raises(FoldError, match="coupling is for rms"):
@@ -168,6 +196,11 @@ def test_windows_of_text(run_folder, trained):
     assert text_windows(str(run_folder / "text.txt"), meta, 24, 10).shape == (10, 24)
     with pytest.raises(ConfigError, match="two windows"):
         text_windows(str(run_folder / "text.txt"), meta, 4000, 10)
+    rows = "".join(json.dumps({"text": chr(65 + i) * 480}) + "\n" for i in range(26))
+    (run_folder / "many.jsonl").write_text(rows)
+    windows = text_windows(str(run_folder / "many.jsonl"), meta, 24, 8)
+    assert windows[:, 0].tolist() == sorted(set(windows[:, 0].tolist())) and windows[-1, 0] - windows[0, 0] == 15
+    assert len(text_windows(str(run_folder / "many.jsonl"), meta, 24, 400)) == 400  # more of each, where there are few
 
 
 def test_program(run_folder, capsys):

@@ -36,6 +36,11 @@ def words(run_folder, tmp_path):  # noqa: F811
     return [*WORDS, f"--teacher={run_folder}", f"--local={run_folder / 'text.txt'}", f"--out_dir={tmp_path / 'out'}"]
 
 
+@pytest.fixture(autouse=True)
+def handlers_stay(monkeypatch):
+    monkeypatch.setattr("signal.signal", lambda *words: None)
+
+
 def distiller(words):
     return distill.Distiller(parse_args(distill.DistillConfig, words)[0])
 
@@ -98,7 +103,12 @@ def test_resume_is_exact(method, dtype, words, tmp_path):
     words = [*words, f"--method={method}", f"--dtype={dtype}", "--coupled_first=1"]
     distiller([*words, f"--out_dir={tmp_path / 'whole'}", "--checkpoint_activations=False"]).run()
     run = distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False"])
-    run.config = dataclasses.replace(run.config)
+    run.stop_signal.name = "SIGINT"
+    run.run()
+    assert records(tmp_path / "halves")[-1]["reason"] == "stopped by SIGINT after step 1"
+    with pytest.raises(CheckpointError, match=r"its distillation has not finished: the same distill.py command"):
+        load_model(str(tmp_path / "halves"))
+    run = distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False"])
     with pytest.MonkeyPatch.context() as patch:  # stopped after the checkpoint of step 3
         patch.setattr(run, "_save", lambda save=run._save: (save(), (_ for _ in ()).throw(KeyboardInterrupt)))
         with pytest.raises(KeyboardInterrupt):
@@ -112,17 +122,30 @@ def test_resume_is_exact(method, dtype, words, tmp_path):
         distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False", "--resume=never"])
 
 
-def test_activation_checkpointing_changes_nothing(words, tmp_path):
+def test_activation_checkpointing_changes_nothing(words, tmp_path, monkeypatch):
+    calls, forward = [], distill.GPT.hidden.__globals__["Block"].forward
+    monkeypatch.setattr(distill.GPT.hidden.__globals__["Block"], "forward",
+                        lambda block, *words: (calls.append(block), forward(block, *words))[1])  # fmt: skip
     for value in ("True", "False"):
+        calls.append(value)
         distiller([*words, f"--out_dir={tmp_path / value}", f"--checkpoint_activations={value}", "--max_iters=3"]).run()
     assert evals(tmp_path / "True") == evals(tmp_path / "False")
+    recomputed = calls.index("False") - 1 - (len(calls) - calls.index("False") - 1)
+    assert recomputed == 3 * 2 * L  # each block once more, in every micro-batch
+
+
+def test_first_positions_are_told_apart(words, monkeypatch):
+    run = distiller(words)
+    monkeypatch.setattr(run.pair, "token_kl", lambda idx: torch.arange(24.0).expand(len(idx), 24) + 100)
+    found = run._evaluate(run.pair)
+    assert found["kl_first"] == 100 and found["kl"] == pytest.approx(112)
 
 
 def test_two_ranks_do_what_one_does(words, tmp_path, launch):
     words = [word for word in words if "coupled_first" not in word] + ["--budget=1e-3"]  # the plan is chosen, too
     alone = distiller([*words, f"--out_dir={tmp_path / 'one'}"])
     alone.run()
-    job = launch(*words, f"--out_dir={tmp_path / 'two'}", ranks=2, program="distill")
+    job = launch(*words, f"--out_dir={tmp_path / 'two'}", ranks=2, program="distill", patch=("ranks_disagree", {}))
     assert set(job.wait()) == {0}, job.text()
     for one, two in zip(evals(tmp_path / "one"), evals(tmp_path / "two"), strict=True):
         assert one["step"] == two["step"] and two["kl"] == pytest.approx(one["kl"], rel=1e-3)
@@ -186,6 +209,14 @@ def test_chats_go_through_the_teachers_template(monkeypatch, tmp_path):
     assert [document.text for document in found] == ["<user>Hi<assistant>Yes?"]
 
 
+def test_rows_without_text_are_told(tmp_path):
+    (tmp_path / "a.jsonl").write_text('not json\n{"foo": 1}\n')
+    documents = distill_data.read_files([tmp_path / "a.jsonl"])
+    tokenizer = distill_data.teacher_tokenizer({"tokenizer": "bytes"}, 257)
+    with pytest.raises(DataError, match=r"1 times broken JSON, 1 times no \"text\"\): a row wants"):
+        list(distill_data.blocks(documents, tokenizer, 4))
+
+
 def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):  # noqa: F811
     import datasets
 
@@ -239,6 +270,33 @@ def test_memory_estimate(capsys, run_folder):  # noqa: F811
         parts = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert parts["weights"] == (4 if wide else 2) * parts["parameters"]
     assert L == 3
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "dora"])
+def test_the_estimate_of_activations_is_what_backward_keeps(method):
+    """Bytes of all tensors with a row a token, of one block more, under autocast to bfloat16."""
+    tokens, kept = 61, []
+    for layers in (1, 2):
+        shape = dataclasses.replace(SHAPE, n_layer=layers, block_size=tokens, n_embd=72, n_head=6, n_kv_head=3,
+                                    head_dim=16, n_inner=160, qk_norm=True)  # fmt: skip
+        teacher = GPT(shape).eval().requires_grad_(False)
+        student, seen = distill.view(teacher.bfloat16() if method != "full" else teacher, "Rs " * layers + "R"), {}
+        if method == "full":
+            student.requires_grad_(True)
+        else:
+            adapters.add_adapters(student, 12, 24.0, method == "dora")
+
+        def keep(tensor, seen=seen):
+            if tokens in tensor.shape:
+                seen[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+            end = student.hidden(torch.zeros(1, tokens, dtype=torch.long))
+        kept.append(sum(tensor.untyped_storage().nbytes() for tensor in seen.values()))
+        del end
+    parts = adapters.memory(shape, method, 12, tokens, low=True, checkpointing=False)
+    assert parts["activations"] / 2 == pytest.approx(kept[1] - kept[0], rel=0.08)
 
 
 @pytest.mark.parametrize("method", ["dora", "full"])

@@ -6,6 +6,7 @@
 import json
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -194,6 +195,11 @@ def test_groups_are_the_harnesss(tmp_path, capsys, monkeypatch):
     for context, _ in first:  # no question is among its own examples
         numbers = [part.split()[0] for part in context.split("\n\n")]
         assert len(set(numbers)) == len(numbers)
+
+
+def test_an_interval_is_students():
+    mean, (low, high) = lm_eval_model.mean_and_interval(np.array([1.0, 0, 0, 1, 1, 0, 0, 0]))
+    assert mean == 0.375 and (low, high) == pytest.approx((-0.0577, 0.8077), abs=1e-3)
 
 
 def test_bad_input_is_one_line(tmp_path):

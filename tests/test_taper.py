@@ -308,7 +308,7 @@ def test_gamma_tilde_takes_over_gain_and_optimiser_state():
 
 def test_training_hands_over_and_its_best_model_has_lost_its_norms(tiny_data, tmp_path, monkeypatch):
     """A taper may cost some loss: the best checkpoint is the best of those that can be folded."""
-    monkeypatch.setattr(train.signal, "signal", lambda *words: None)  # the handlers of this process stay
+    monkeypatch.setattr("signal.signal", lambda *words: None)  # the handlers of this process stay
     scripted = iter([2.0, 0.5, 0.9, 1.5, 1.3, 1.4])  # norms whole until step 16, gone from step 24 on
     monkeypatch.setattr(train.Evaluator, "val_loss", lambda *words: next(scripted))
     words = (*TINY, "--norm_type=taper", "--taper_warmup=16", "--taper_end=24", "--eval_interval=8")
