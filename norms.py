@@ -72,7 +72,9 @@ class NormConfig:
         if self.taper_end == 1:
             raise ConfigError("taper_end=1: is it a step or the whole run? Give a later step, or a share below 1")
         same_unit = (self.taper_warmup < 1) == (self.taper_end < 1)
-        if self.taper_warmup < 0 or self.taper_end <= 0 or (same_unit and self.taper_warmup > self.taper_end):
+        if min(self.taper_warmup, self.taper_end) < 0:
+            raise ConfigError(f"taper_warmup={self.taper_warmup}, taper_end={self.taper_end}: must not be negative")
+        if self.taper_end == 0 or (same_unit and self.taper_warmup > self.taper_end):
             raise ConfigError(f"taper_warmup={self.taper_warmup} must not come after taper_end={self.taper_end}")
         if self.taper_anchor < 0:
             raise ConfigError(f"taper_anchor={self.taper_anchor}: the weight of a loss must not be negative")

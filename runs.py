@@ -206,7 +206,7 @@ def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -
     for name in sorted({*run.config, *baseline.config} - NAMES - NORM_KEYS.keys() - {*but}):
         here, there = (_plain(r.config.get(name, BEFORE.get(name))) for r in (run, baseline))
         if here != there:
-            return f"{name}={here} against {there}"
+            return f"{name}={here or repr(here)} against {there or repr(there)}"
     for name, before in {"data": None, "world_size": None, "device": None, "float32_products": "highest"}.items():
         here, there = (r.start.get(name, before) for r in (run, baseline))
         if here != there:
