@@ -138,7 +138,7 @@ def test_clustered_error_counts_clusters():
         draw = np.random.RandomState(seed)
         low, high = clustered(draw.randn(19)[sizes] + draw.randn(len(sizes)), sizes).interval()
         hits += low <= 0 <= high
-    assert 0.93 <= hits / 1000 <= 0.97  # 0.91 with G - 1 degrees of freedom
+    assert 0.93 <= hits / 1000 <= 0.97  # 0.938; 0.924 with G - 1 degrees of freedom
 
 
 def test_crossed_error_covers_seeds_and_items():
