@@ -121,7 +121,7 @@ def test_arms_differ_in_what_they_say_alone():
     (["--arms=layer; rms; layer"], r"'layer' is there twice"),
     (["--arms=coupled norm_plan=Rs"], r"arms: 'coupled norm_plan=Rs': norm_plan 'Rs' has 2 letters, 2 blocks want 5"),
     (["--arms=taper-no-mlp-gamma"], r"left out of layer, rms, coupled, cbwc alone"),
-    (["--arms=taper", "--norm_type=taper", "--taper_end=9"], r"arms: 'rms': taper_end is a key of norm_type=taper"),
+    (["--arms=taper", "--norm_type=taper", "--taper_end=0.9"], r"arms: 'rms': taper_end is a key of norm_type=taper"),
     (["--arms= ; "], r"arms: name one or more"),
     (["--arms=nanogpt"], r"nanogpt wants --nanogpt=FOLDER"),
     (["--arms=nanogpt norm_eps=0.1"], r"nanoGPT knows no such key, only compile"),
