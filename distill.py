@@ -13,9 +13,7 @@ Hugging Face. The last line of output is JSON.
 """
 
 import contextlib
-import copy
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -29,19 +27,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import adapters
 import hf
-from checkpoint import BEST, HUB_NAME, load_model, read_checkpoint, save_checkpoint
+from checkpoint import BEST, load_model, read_checkpoint, save_checkpoint
 from configurator import key, parse_args
 from coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
 from data.shards import DataError
 from distill_data import open_stream, shuffled
+from distill_models import Pair, finished, make_student, teacher_config
 from errors import CheckpointError, ConfigError, UserError, run_program
-from kl import kl_divergence
-from model import GPT, GPTConfig, cross_entropy
-from norm_layers import SharedRMSNorm
+from model import GPT, cross_entropy
 from optim import DTYPES, Precision, guarded_update, learning_rate, make_optimizer, micro_step
 from parallel import accumulate, replicate
 from ranks import Ranks, StopSignal, faster_float32_products, find_device
@@ -105,70 +101,6 @@ class DistillConfig:
                               "give one (--coupled_first=auto undoes a config file's)")  # fmt: skip
         if not 0 <= self.min_lr <= self.learning_rate or not self.learning_rate > 0:
             raise ConfigError(f"want 0 <= min_lr ({self.min_lr}) <= learning_rate ({self.learning_rate}), above 0")
-
-
-class Pair(nn.Module):
-    """Teacher and student behind the face of a model that micro_step knows; only the student is a part of it."""
-
-    def __init__(self, teacher: GPT, student: GPT):
-        super().__init__()
-        self.student, self.frozen = student, (teacher,)  # a tuple: no submodule, nothing of it is trained or saved
-
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Mean KL(teacher || student) in nats a token over idx (B, T), first positions too, which held-out KL tells
-        apart; and 0 for the auxiliary loss."""
-        loss = self.token_kl(idx).mean()
-        return loss, torch.zeros_like(loss)
-
-    def token_kl(self, idx: Tensor) -> Tensor:
-        """KL (B, T)."""
-        teacher, student = self.frozen[0], self.student
-        with torch.no_grad():
-            taught = teacher.hidden(idx).flatten(0, 1)  # (B T, C)
-        x = student.hidden(idx).flatten(0, 1)
-        return kl_divergence(x, student.head_weight(), taught, teacher.head_weight(), teacher.n_vocab).view(idx.shape)
-
-
-def make_student(teacher: GPT, plan: str, alpha: Any, config: DistillConfig) -> GPT:
-    """The teacher's weights under `plan`: a view with adapters, or for full fine-tuning a float32 copy."""
-    student = view(teacher, plan, alpha)
-    if config.method == "full":
-        student = copy.deepcopy(student)
-        student.to(torch.promote_types(teacher.wte.weight.dtype, torch.float32)).requires_grad_(True)
-    else:
-        torch.manual_seed(config.seed)
-        adapters.add_adapters(student, config.rank, config.adapter_alpha, config.method == "dora")
-    if config.checkpoint_activations:
-        for block in student.blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    return student
-
-
-@torch.no_grad()
-def finished(student: GPT) -> GPT:
-    """The student as a plain GPT: adapters merged, alpha absorbed into the gains. The argument is used up; tensors that
-    it shares with a teacher stay as they are."""
-    for block in student.blocks:
-        block.__dict__.pop("forward", None)  # the checkpointed one
-    adapters.merge(student)
-    if not student.config.norm_affine:
-        return student.eval()
-    for norm in student.norms():
-        if isinstance(norm, SharedRMSNorm):
-            norm.weight = nn.Parameter((norm.weight.double() / norm.alpha).to(norm.weight.dtype))
-    return view(student, str(student.plan))
-
-
-def teacher_config(spec: str) -> GPTConfig:
-    """The config of a teacher, without its weights where that is possible."""
-    if spec.startswith("random:"):
-        return hf.shape_config(spec.removeprefix("random:"))
-    path = Path(spec)
-    if not path.exists() and HUB_NAME.fullmatch(spec):
-        path = hf.resolve_hub(spec)
-    if (path / "config.json").is_file() and any(path.glob("*.safetensors*")):
-        return hf.gpt_config(hf.read_config(path), spec)
-    return load_model(spec).config
 
 
 class Distiller:
