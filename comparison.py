@@ -144,7 +144,7 @@ def pair(
     left_out, pairs = [], {}
     first = next(iter(arms[baseline].values()))
     for run in arms[baseline].values():
-        if difference := difference_in_settings(run, first, but=("seed",)):
+        if difference := difference_in_settings(run, first, but=("seed", "init_from")):  # a start for each seed is fair
             raise UserError(f"{baseline}, seeds {run.seed} and {first.seed}: {difference}: report on them apart")
     for arm, runs in arms.items():
         if arm == baseline:
