@@ -32,6 +32,7 @@ from ranks import Ranks
 FORMAT = 1
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")
 LAST, BEST = "ckpt_last.pt", "ckpt_best.pt"
+DISTILLING = "distill_last.pt"  # what distill.py goes on from; the student is not in it as a model
 # Keys of the model that may differ between a checkpoint and the run that resumes it: they decide no tensor.
 FREE_KEYS = {"dropout", "init", "init_std", "kernels", "residual", "coupled_impl"}
 # Keys that change what the same tensors compute.
@@ -197,7 +198,7 @@ def load_model(spec: str) -> GPT:
         names = [name for name in (BEST, LAST) if (path / name).exists()]
         if not names and any(path.glob("*.safetensors*")):
             return load_hf(path)
-        if not names and (path / "distill_last.pt").exists():
+        if not names and (path / DISTILLING).exists():
             raise CheckpointError(f"{spec}: its distillation has not finished: the same distill.py command goes on")
         if not names:
             raise CheckpointError(f"{spec}: no {BEST}, no {LAST} and no safetensors in this folder: check the path")

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import adapters
 import hf
-from checkpoint import BEST, load_model, read_checkpoint, save_checkpoint
+from checkpoint import BEST, DISTILLING, load_model, read_checkpoint, save_checkpoint
 from configurator import key, parse_args
 from coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
 from data.shards import DataError
@@ -43,7 +43,6 @@ from parallel import accumulate, replicate
 from ranks import Ranks, StopSignal, faster_float32_products, find_device
 from runlog import RunLog, Throughput, environment
 
-STATE = "distill_last.pt"
 SPREAD = 16  # calibration blocks are every 16th of the first ones, where there are so many
 FREE = ("max_iters", "eval_interval", "log_interval", "device", "out_dir", "export")  # may differ when a run goes on
 
@@ -174,7 +173,7 @@ class Distiller:
         return spell(plan.replace(" ", "")), calibration.alpha(plan)
 
     def _find_state(self) -> dict[str, Any] | None:
-        path = self.out_dir / STATE
+        path = self.out_dir / DISTILLING
         if not path.exists():
             return None
         if self.config.resume == "never":
@@ -271,7 +270,7 @@ class Distiller:
         return found
 
     def _save(self) -> None:
-        save_checkpoint(self.out_dir / STATE, {
+        save_checkpoint(self.out_dir / DISTILLING, {
             "step": self.step, "config": dataclasses.asdict(self.config), "plan": self.plan, "alpha": self.alpha,
             "calibrated_kl": self.calibrated_kl,
             "model": {name: p.detach() for name, p in self.trained.items()}, "optimizer": self.optimizer.state_dict(),

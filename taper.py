@@ -180,7 +180,7 @@ class TaperNorm(Norm):
 
 
 def tapers(model: nn.Module) -> list[TaperNorm]:
-    return [norm for norm in model.modules() if isinstance(norm, TaperNorm)]
+    return [norm for norm in model.norms() if isinstance(norm, TaperNorm)]
 
 
 def is_tapered(model: nn.Module) -> bool:
