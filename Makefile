@@ -1,6 +1,7 @@
 # make demo    environment, embedded data set, some minutes of training, a text sample and a loss plot
 # make test    environment, linter, whole test suite
 # Both need Python 3.11+, a C++ compiler and a package index; neither needs a GPU.
+# make gpu     every figure that wants a GPU, in stages (repro/gpu.py); in .venv, else in the python3 that has torch
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ JOBS ?= 2
 
 PROMPT = class Parser:\n    def __init__(self, name, value=None):\n        self.name = name\n\n    def
 
-.PHONY: demo test lint data env clean
+.PHONY: demo test lint data env clean gpu
 
 env: $(VENV)/.installed
 $(VENV)/.installed: requirements.txt
@@ -38,6 +39,9 @@ lint: $(VENV)/.installed-dev
 
 test: lint data
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+gpu:
+	$$([ -x $(BIN)/python ] && echo $(BIN)/python || echo $(PYTHON)) repro/gpu.py $(GPU)
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis

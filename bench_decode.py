@@ -332,7 +332,7 @@ def main(argv: list[str]) -> None:
         return
     torch.manual_seed(0)
     device = find_device(config.device)
-    place = environment(device) | {"clocks": decode_report.clocks(device), "threads": torch.get_num_threads()}
+    place = environment(device) | {"threads": torch.get_num_threads()}
     place["load_average"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     if config.last_token:
         print(json.dumps(bench_last_token(config, device, place)))

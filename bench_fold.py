@@ -188,8 +188,10 @@ def measure(models: dict[str, nn.Module], config: BenchConfig, mode: str, length
                          "median": median_ratio(times[slow], times[fast]),
                          "processor": asdict(paired_ratio(spent[slow], spent[fast]))}  # fmt: skip
     if config.sequential and mode == "eager":
-        means = sequential({name: arms[name] for name in ("before", "after")}, config.sequential)
-        record["sequential"] = means | {"saved": 1 - means["after"] / means["before"]}
+        means = sequential({name: arms[name] for name in models}, config.sequential)
+        saved = {"saved_swapped" if name == SWAPPED else "saved": 1 - means[name] / means["before"]
+                 for name in means if name != "before"}  # fmt: skip
+        record["sequential"] = means | saved
     return record
 
 

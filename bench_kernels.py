@@ -175,10 +175,12 @@ def record(
     middle = {arm: median(values) / len(case.sets) for arm, values in times.items()}
     fewest, ours = case.bytes[phase == "backward"], next(iter(arms))
     bandwidth = fewest / middle.pop("copy")
+    shares = {arm: median_ratio(times["copy"], times[arm]) for arm in middle}
     return {
         "operator": name, "phase": phase, "channels": channels, "rows": config.rows, "dtype": config.dtype,
         "fewest_bytes": fewest, "copy_bytes_per_s": bandwidth, "seconds": middle, "ours": ours,
-        "share": {arm: median_ratio(times["copy"], times[arm])["median"] for arm in middle},
+        "share": {arm: share["median"] for arm, share in shares.items()},
+        "share_interval": {arm: [share["low"], share["high"]] for arm, share in shares.items()},
         "time_over_ours": {arm: median_ratio(times[arm], times[ours]) for arm in middle if arm != ours},
         "missing": list(missing),
     }  # fmt: skip

@@ -2,11 +2,8 @@
 
 import dataclasses
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from decode_arms import AIM
 from errors import writing
@@ -19,18 +16,6 @@ LOOKS = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"),
          ("#000000", "X"))  # fmt: skip
 PANELS = (("coupled/rms", "B/A: the paper's claim"), ("coupled_fused/rms", "D/A: all fused, against compiled RMSNorm"),
           ("coupled_fused/rms_fused", "D/C: the shared statistic alone"))  # fmt: skip
-
-
-def clocks(device: torch.device) -> str:
-    """Clocks and power state as the driver tells them; empty without it."""
-    if device.type != "cuda":
-        return ""
-    names = "clocks.sm,clocks.max.sm,clocks.mem,power.limit,persistence_mode"
-    try:
-        words = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", f"--id={device.index or 0}"]
-        return f"{names}: {subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()}"
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def card(record: dict[str, Any]) -> str:
@@ -47,7 +32,7 @@ def card(record: dict[str, Any]) -> str:
         f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} GB/s (a copy's): "
         f"{record['floor_ms_per_token']:.3f} ms at batch {record['batch']}",
     ]
-    return "\n".join([*lines, *(word for word in (record["clocks"], record.get("note")) if word)])
+    return "\n".join([*lines, *(word for word in (record.get("clocks"), record.get("note")) if word)])
 
 
 def table(record: dict[str, Any]) -> str:
@@ -181,7 +166,7 @@ def one_line(record: dict[str, Any]) -> tuple[str, ...]:
 
 def one_run(record: dict[str, Any]) -> str:
     """What records must have in common for one card to speak for all of them, but for the batch size and its floor."""
-    return json.dumps([record[name] for name in (
+    return json.dumps([record.get(name) for name in (
         "model", "dtype", "device", "versions", "git", "command", "clocks", "threads", "load_average", "prompt_ids")])
 
 

@@ -1,5 +1,6 @@
 """What a run tells while it trains: log.jsonl, lines or a progress bar for people, wandb if asked; throughput."""
 
+import importlib.metadata
 import json
 import math
 import os
@@ -142,7 +143,28 @@ def environment(device: torch.device) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({_processor()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
     products = torch.get_float32_matmul_precision()
-    return {"git": _git_commit(), "versions": versions, "device": name, "float32_products": products}
+    place = {"git": _git_commit(), "versions": versions, "device": name, "float32_products": products}
+    if device.type == "cuda":
+        versions |= {"triton": _version("triton"), "cuda": torch.version.cuda}
+        place["clocks"] = clocks(device)
+    return place
+
+
+def clocks(device: torch.device) -> str:
+    """Clocks and power of a GPU as its driver tells them; empty without the driver's program."""
+    names = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+    try:
+        words = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", f"--id={device.index or 0}"]
+        return f"{names}: {subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()}"
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:
@@ -155,7 +177,8 @@ def _processor() -> str:
 
 
 def _git_commit() -> str | None:
-    """Commit of the source tree, with `+` if it has uncommitted changes; None outside a repository."""
+    """Commit of the source tree, with `+` if it has uncommitted changes. Outside a repository (a copy of the files on
+    a machine that is lent) what NANONORM_COMMIT says, or None."""
 
     def git(*words: str) -> str:
         root = Path(__file__).resolve().parent
@@ -164,7 +187,7 @@ def _git_commit() -> str | None:
     try:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("NANONORM_COMMIT")
 
 
 class StepReport:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# CoupledNorm's Table 1 (Loretz & Hochreiter 2026, section 5.2), with all five norm types and seeds 8 to 15.
+# CoupledNorm's Table 1 (Loretz & Hochreiter 2026, section 5.2), with all five norm types and seeds 8 to 15, and the
+# same at smaller sizes.
 #
 #   repro/table1.sh full    GPT-2 124M on 10 B tokens of FineWeb-Edu, on a node of 8 GPUs. The paper's 443 k tokens/s are
 #                           6.3 hours a run if they are the node's, 0.8 hours if they are each GPU's (it does not say;
@@ -8,6 +9,11 @@
 #   repro/table1.sh cpu     0.84 M parameters, byte level, 2 M tokens of the embedded data set, HellaSwag on 1,000 items:
 #                           40 runs of 3 to 4 minutes on a free CPU core; 4 to 7 minutes were measured with two at
 #                           once and other work beside them
+#
+#   repro/table1.sh small   30 M parameters of GPT-2's shape, one pass over the 24 M tokens of --data_dir=data/offline
+#                           (any texts; repro/gpu.py says how), 5 norm types x 6 seeds: 20 minutes of one H200 (estimate)
+#   repro/table1.sh pair    GPT-2 124M, rms and coupled, one seed, four times those tokens: loss curves, no verdict; 10
+#                           minutes of one H200 (estimate)
 #
 # Further words go to train.py. Runs that results/ holds already are not run again. To measure them anew, remove them there, or set KEEP.
 # Other settings (ARMS, SEEDS, NPROC, HELLASWAG) are sweep.sh's.
@@ -27,11 +33,23 @@ case $scale in
     [ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py
     ./sweep.sh config/table1_cpu.py "$@" || status=$?
     ;;
+  small)
+    export SEEDS=${SEEDS:-8 9 10 11 12 13} HELLASWAG=${HELLASWAG:-off}
+    export OUT=${OUT:-out/table1_small} KEEP=${KEEP:-results/h200/table1_small/runs}
+    ./sweep.sh config/small.py --gradient_accumulation_steps=2 --max_iters=730 --warmup_iters=70 --eval_interval=73 \
+      --eval_tokens=851968 --delta_val_loss=0.01 "$@" || status=$?
+    ;;
+  pair)
+    export ARMS=${ARMS:-rms coupled} SEEDS=${SEEDS:-8} HELLASWAG=${HELLASWAG:-off}
+    export OUT=${OUT:-out/pair_124m} KEEP=${KEEP:-results/h200/pair_124m/runs}
+    ./sweep.sh config/layer.py --batch_size=48 --gradient_accumulation_steps=2 --max_iters=1000 --warmup_iters=100 \
+      --eval_interval=50 --eval_tokens=851968 --delta_val_loss=0.01 "$@" || status=$?
+    ;;
   *)
     sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
     exit 2
     ;;
 esac
 "$PYTHON" report.py "$KEEP" --baseline=rms --out="$(dirname "$KEEP")"
-"$PYTHON" report.py "$KEEP" --baseline=layer --out="$(dirname "$KEEP")/against_layer"
+[ "$scale" = pair ] || "$PYTHON" report.py "$KEEP" --baseline=layer --out="$(dirname "$KEEP")/against_layer"
 exit $status
