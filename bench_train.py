@@ -42,6 +42,7 @@ from runlog import environment, peak_flops
 from stats import paired_ratio, paired_times, seconds
 from train import TrainConfig
 from train_arms import NANOGPT, Arm, Batch, Step, build_step, is_compiled, parse_arms
+from train_profile import by_class, profile_step, profile_table
 
 CONTROLS = ("rms", "rms-no-mlp-gamma", "layer")
 WARM_UP = 2  # steps after the first, which compiles and allocates
@@ -60,6 +61,7 @@ class BenchConfig(TrainConfig):
     rounds: int = key(20, "rounds; in each, all arms take turns")
     steps: int = key(1, "optimiser steps of an arm's turn, timed together")
     ledger: bool = key(True, "count the bytes that an arm's norms would move on an H200 (byte_ledger.py)")
+    profile: bool = key(False, "afterwards, where each arm's time goes, kernels by kind (train_profile.py)")
     out: str = key("", "write README.md, steps.jsonl and speed.png into this folder")
 
     def __post_init__(self) -> None:
@@ -180,6 +182,8 @@ def measure(config: BenchConfig, device: torch.device) -> tuple[list[dict[str, A
                            for base in baselines(arms) if base != arm.name},
             "seconds": times[arm.name],
         })  # fmt: skip
+        if config.profile and not arm.name.endswith(AGAIN):
+            records[-1]["kernels"] = profile_step(steps[arm.name], device)
     return records, remarks
 
 
@@ -236,6 +240,10 @@ def report(config: BenchConfig, device: torch.device, place: dict[str, Any], rec
         "bytes: what norms and residual adds of a block move for a token under autocast on an H200, counted, not "
         "measured.", "", table(records), "",
     ]  # fmt: skip
+    if config.profile:
+        profiles = {row["arm"]: by_class(row["kernels"], 1e6 * median(row["seconds"])) for row in records
+                    if "kernels" in row}  # fmt: skip
+        lines += [profile_table(profiles), ""]
     return "\n".join([*lines, *(f"- {remark}" for remark in remarks)]).rstrip() + "\n"
 
 

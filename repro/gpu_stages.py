@@ -29,7 +29,7 @@ def tests(name: str, minutes: float, words: str, toy: str = "", **env: str) -> S
 def training_speed(name: str, words: str = "", minutes: float = 9) -> Stage:
     """Arms in one process at 124 M; 480 sequences a step."""
     return Stage(name, minutes, "{python} bench_train.py config/rms.py --batch_size=60 --gradient_accumulation_steps=2 "
-                 "--rounds=40 --ledger=False --arms='rms; coupled; coupled coupled_impl=fold' "
+                 "--rounds=40 --ledger=False --profile --arms='rms; coupled; coupled coupled_impl=fold' "
                  f"--out={{out}}/{name} {words}",
                  "--n_layer=2 --n_head=2 --n_embd=64 --vocab_size=512 --block_size=32 --batch_size=4 --rounds=3 "
                  "--compile=False --compile_mode=default")  # fmt: skip

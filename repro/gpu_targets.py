@@ -222,7 +222,7 @@ PICTURES = ("train/speed.png", "train_bfloat16/speed.png", "decode/decode.png", 
             "trace/trace-8.png")  # fmt: skip
 REPORTS = ("train/README.md", "train_bfloat16/README.md", "train_autotuned/README.md", "decode/README.md",
            "kernels/norms/README.md", "kernels/coupled/README.md", "taper/last_token.md", "table1_small/report.md",
-           "table1_small/against_layer/report.md", "pair_124m/report.md", "trace/README.md")  # fmt: skip
+           "table1_small/against_layer/report.md", "pair_124m/report.md")  # fmt: skip
 
 
 def counted(rows: list[Row]) -> dict[str, int]:

@@ -16,6 +16,7 @@ import bench_train
 import cuda_codegen
 import ranks
 import train_arms
+import train_profile
 from bench_train import AGAIN, BenchConfig, all_arms, count_bytes, make_batches, time_rounds
 from configurator import parse_args
 from dataloader import Blocks, TrainLoader
@@ -364,3 +365,32 @@ def test_the_commands_of_the_docstring_are_valid(upstream, monkeypatch):
     assert len(commands) == 3
     for words in commands:
         assert len(all_arms(parse_args(BenchConfig, words)[0])) >= 5
+
+
+def test_the_profile_says_where_an_arms_time_goes(tmp_path):
+    """Every kernel has a kind; their milliseconds and the rest are the step's; arms do the same products."""
+    config = config_of("--arms=rms; coupled", "--rounds=2", "--controls=False", "--profile")
+    records, remarks = bench_train.measure(config, torch.device("cpu"))
+    kernels = {row["arm"]: row["kernels"] for row in records if "kernels" in row}
+    assert set(kernels) == {"rms", "coupled"}  # no second copy
+    classes = {arm: train_profile.by_class(found, 1e6) for arm, found in kernels.items()}
+    for found, parts in zip(kernels.values(), classes.values()):
+        assert {kernel["class"] for kernel in found} <= set(train_profile.NAMES) and parts["product"][0] > 0
+        assert sum(ms for ms, _ in parts.values()) == pytest.approx(1e3)  # of a step of one second
+    products, statistics = ([sum(kernel["launches"] for kernel in found if word in kernel["name"])
+                             for found in kernels.values()] for word in ("aten::mm", "aten::rsqrt"))  # fmt: skip
+    assert products[0] == products[1] and statistics[0] > statistics[1]
+    place = {"device": "cpu", "threads": 1, "load_average": 0, "versions": {}, "git": "x", "dtype": "float32"}
+    text = bench_train.report(config, torch.device("cpu"), place, records, remarks)
+    assert "| kind | rms | coupled | more than first |" in text and "| rest of the step |" in text
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "product"), ("triton_tem_fused_addmm_0", "product"),
+    ("triton_poi_fused_addmm_gelu_3", train_profile.ELEMENTWISE), ("Memcpy DtoD (Device -> Device)", "copy"),
+    ("triton_red_fused__log_softmax_nll_loss_forward_7", "loss"), ("cudnn_generated_native_sdpa_sm90", "attention"),
+    ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+    ("void at::native::vectorized_elementwise_kernel<4>", train_profile.ELEMENTWISE),
+])  # fmt: skip
+def test_kinds_of_kernels(name, kind):
+    assert train_profile.kernel_class(name) == kind
