@@ -26,11 +26,10 @@ def tests(name: str, minutes: float, words: str, toy: str = "", **env: str) -> S
     return Stage(name, minutes, words, toy, env, dict.fromkeys(env, "0"))
 
 
-def training_speed(name: str, words: str = "", minutes: float = 9) -> Stage:
+def training_speed(name: str, words: str = "", arms: str = "rms; coupled; coupled coupled_impl=fold") -> Stage:
     """Arms in one process at 124 M; 480 sequences a step."""
-    return Stage(name, minutes, "{python} bench_train.py config/rms.py --batch_size=60 --gradient_accumulation_steps=2 "
-                 "--rounds=40 --ledger=False --profile --arms='rms; coupled; coupled coupled_impl=fold' "
-                 f"--out={{out}}/{name} {words}",
+    return Stage(name, 9, "{python} bench_train.py config/rms.py --batch_size=60 --gradient_accumulation_steps=2 "
+                 f"--rounds=40 --ledger=False --profile --arms='{arms}' --out={{out}}/{name} {words}",
                  "--n_layer=2 --n_head=2 --n_embd=64 --vocab_size=512 --block_size=32 --batch_size=4 --rounds=3 "
                  "--compile=False --compile_mode=default")  # fmt: skip
 
@@ -89,6 +88,8 @@ STAGES = (
     distilling("qwen3-8b", 8),
     sweep("table1_small", 30, "small", TOY_RUN),
     sweep("pair_124m", 12, "pair", TOY_RUN),
+    training_speed("train_kernels", "--controls=False", "rms kernels=torch; rms kernels=triton; coupled kernels=torch; "
+                   "coupled kernels=triton"),
     Stage("trace", 8, "repro/fig4.sh", "--tokens=2 --compiled=false --dtype=float32 --batch=1", {"OUT": "{out}/trace"},
           {"MODEL": "{tiny}"}),
     training_speed("train_autotuned", "--residual=autocast --compile_mode=max-autotune-no-cudagraphs --rounds=20"),

@@ -128,6 +128,14 @@ def training(folder: Path) -> Iterator[Row]:
         share = arms.get("rms", {}).get("mfu")
         yield Row("training", f"rms, MFU, {label}", 0.45, share, source=source if share else "",
                   note=f"{arms['rms']['tokens_per_s']:,.0f} tokens/s" if share else "", form="{:.1%}")  # fmt: skip
+    source = "train_kernels/steps.jsonl"
+    arms = {row["arm"]: row for row in read_lines(folder / source)}
+    for norm in ("rms", "coupled"):
+        ours, plain = (arms.get(f"{norm} kernels={name}") for name in ("triton", "torch"))
+        if ours and plain:
+            ratio = paired_ratio(plain["seconds"], ours["seconds"])
+            yield Row("training", f"{norm} with our operators over the same compiled from plain PyTorch", None,
+                      ratio.mean, ratio.low, ratio.high, source, f"{ratio.n} rounds")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ decoding
@@ -220,9 +228,9 @@ AREAS = (kernels, training, decoding, tapering, folding, distilling)
 PICTURES = ("train/speed.png", "train_bfloat16/speed.png", "decode/decode.png", "kernels/norms/kernels.png",
             "kernels/coupled/kernels.png", "table1_small/loss_tokens.png", "pair_124m/loss_tokens.png",
             "trace/trace-8.png")  # fmt: skip
-REPORTS = ("train/README.md", "train_bfloat16/README.md", "train_autotuned/README.md", "decode/README.md",
-           "kernels/norms/README.md", "kernels/coupled/README.md", "taper/last_token.md", "table1_small/report.md",
-           "table1_small/against_layer/report.md", "pair_124m/report.md")  # fmt: skip
+REPORTS = ("train/README.md", "train_bfloat16/README.md", "train_autotuned/README.md", "train_kernels/README.md",
+           "decode/README.md", "kernels/norms/README.md", "kernels/coupled/README.md", "taper/last_token.md",
+           "table1_small/report.md", "table1_small/against_layer/report.md", "pair_124m/report.md")  # fmt: skip
 
 
 def counted(rows: list[Row]) -> dict[str, int]:
