@@ -43,7 +43,7 @@ from fold_hub import example_inputs, load, load_pretrained, read_inputs, save
 from foldable import Report
 from hf_config import gpt_config, read_config, resolve_hub
 from kernels import decode_reference
-from model import GPT
+from model import GPT, GPTConfig
 from packing import pack
 
 WINDOWS, LENGTH = 32, 256  # of text, at most; every second one calibrates, the others judge
@@ -251,11 +251,11 @@ def write(out: Path, model: GPT, certificate: Certificate) -> None:
     save_checkpoint(out / BEST, {"step": 0, "config": config, "meta": model.meta, "model": model.state_dict()})
 
 
-def changed_keys(before: GPT, after: GPT) -> str:
-    """The keys in which two models differ, as the command line takes them."""
-    new, old = asdict(after.config), asdict(before.config)
-    words = {name: ",".join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in new.items()
-             if value != old[name]}  # fmt: skip
+def model_keys(model: GPT) -> str:
+    """The keys of a model that are not train.py's defaults, as the command line takes them; its data set the rest."""
+    ours, default = asdict(model.config), asdict(GPTConfig())
+    words = {name: ",".join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in ours.items()
+             if value != default[name] and name != "n_vocab"}  # fmt: skip
     return " ".join(f"--{name}={shlex.quote(word)}" for name, word in words.items())
 
 
@@ -278,7 +278,8 @@ def main(argv: list[str]) -> None:
         print(certificate)
         if config.out:
             write(Path(config.out), after, certificate)
-            print(f"wrote {config.out}; to train on: --init_from={config.out} {changed_keys(model, after)}")
+            print(f"wrote {config.out}; to train on: python train.py --init_from={config.out} {model_keys(after)} "
+                  "--data_dir=... and the settings of training")  # fmt: skip
     judged = certificate.checks[0]
     print(json.dumps({
         "spec": spec, "to": config.to, "out": config.out, "ok": certificate.ok, "max_rel": certificate.max_rel,

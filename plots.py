@@ -124,14 +124,15 @@ def plot_differences(rows: list[Row], target: Path) -> Path:
     arms = list(dict.fromkeys(row.arm for row in rows))
     columns = min(2, len(metrics))
     lines = -(-len(metrics) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(5.2 * columns, (0.9 + 0.55 * len(arms)) * lines + 0.3),
+    names = 0.07 * max(map(len, arms))  # inches, about
+    figure, axes = plt.subplots(lines, columns, figsize=(4.4 * columns + names, (0.9 + 0.55 * len(arms)) * lines + 0.3),
                                 layout="constrained", squeeze=False)  # fmt: skip
     margins = " and ".join(dict.fromkeys(f"{row.delta_kind} margin" for row in rows if row.delta))
     gray = f" Gray: the {margins}." if margins else ""
     figure.suptitle(f"Dots: seeds. Marker and line: mean, Holm-adjusted 95 % interval.{gray}", size=10)
     for axis in axes.flat[len(metrics) :]:
         axis.set_visible(False)
-    for axis, metric in zip(axes.flat, metrics):
+    for number, (axis, metric) in enumerate(zip(axes.flat, metrics)):
         its = [row for row in rows if row.metric is metric]
         shown = (lambda x: 100 * np.expm1(x)) if metric.relative else (lambda x: np.asarray(x))
         if delta := its[0].delta:
@@ -146,7 +147,7 @@ def plot_differences(rows: list[Row], target: Path) -> Path:
         sense = "left" if metric.lower_is_better else "right"
         unit = "per cent" if metric.relative else metric.unit
         axis.axvline(0, color="black", linewidth=1)
-        axis.set_yticks([-i for i in range(len(arms))], arms)
+        axis.set_yticks([-i for i in range(len(arms))], [""] * len(arms) if number % columns else arms)
         axis.set_ylim(-len(arms) + 0.4, 0.6)
         axis.set(title=f"{metric.name}: better to the {sense}", xlabel=f"difference to {rows[0].baseline} ({unit})")
         axis.grid(axis="x", alpha=0.3)
@@ -206,9 +207,10 @@ def plot_output(arms: Arms, target: Path) -> Path:
             axis.grid(alpha=0.3)
     axes[0, 0].set_title("Mean over seeds, band from lowest to highest")
     axes[0, 1].set_title("Later half")
-    axes[0, 0].legend(frameon=False, fontsize=8, loc="lower right")
     for axis in axes[-1]:
         axis.set_xlabel("training tokens (millions)")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=2)
     return save(figure, target)
 
 

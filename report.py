@@ -227,6 +227,8 @@ def main(argv: list[str]) -> None:
         target = Path(settings.get("plot", (folders[0] if folders[0].is_dir() else Path(".")) / "loss.png"))
         print(f"wrote {plot_loss(named(runs), target)}")
         return
+    if len(folders) > 1 and "out" not in settings:
+        raise ConfigError("of several folders none is the report's: say where it goes, --out=DIR")
     out = Path(settings.get("out", folders[0]))
     print(write_report(by_arm(runs), settings["baseline"], deltas, out))
     print(f"\nwrote report.md, report.csv, seeds.csv and plots into {out}")

@@ -178,8 +178,8 @@ def blocks_table(rms: Tensor) -> tuple[list[str], list[dict[str, Any]]]:
     from coupling import ratios
 
     rows, records = summary(rms), []
-    lines = [f"{'block':8}{'RMS before attention':27}{'before MLP':27} {'MLP / attention':27} first token",
-             f"{'':8}{'mean    SD (5 .. 95 %)':27}{'mean    SD (5 .. 95 %)':27} {'means':9}{'geom.':9}{'squares':9}"
+    lines = [f"{'block':8}{'RMS before attention':36}{'before MLP':36} {'MLP / attention':27} first token",
+             f"{'':8}{'mean     SD (5 .. 95 %)':36}{'mean     SD (5 .. 95 %)':36} {'means':9}{'geom.':9}{'squares':9}"
              "    RMS    ratio"]  # fmt: skip
     for block in range(len(rows) // 2):
         a, m = rows[2 * block], rows[2 * block + 1]
@@ -187,7 +187,7 @@ def blocks_table(rms: Tensor) -> tuple[list[str], list[dict[str, Any]]]:
         sizes = ""
         for row in (a, m):
             low, _, high = row["quantiles"]
-            sizes += f"{row['mean']:<7.4g} {row['sd']:.2g} ({low:.3g} .. {high:.3g})".ljust(27)
+            sizes += f"{row['mean']:<8.4g} {row['sd']:.2g} ({low:.3g} .. {high:.3g})".ljust(36)
         numbers = "".join(f"{found[how]:<9.4f}" for how in ("means", "geometric", "least_squares"))
         first = m["first"] / a["first"]
         lines.append(f"{block:<6}  {sizes} {numbers} {a['first']:8.4g} {first:8.4f}")

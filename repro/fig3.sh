@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-case ${1:-} in ""|-h|--help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 2;; esac
+case ${1:-} in ""|-h|--help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit $(($# == 0 ? 2 : 0));; esac
 text=$1 results=${RESULTS:-results/fig3}
 shift
 [ $# -gt 0 ] || set -- meta-llama/Llama-3.2-1B Qwen/Qwen3-0.6B

@@ -47,7 +47,7 @@ case $scale in
     ;;
   *)
     sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
-    exit 2
+    case $scale in -h|--help) exit 0 ;; *) exit 2 ;; esac
     ;;
 esac
 "$PYTHON" report.py "$KEEP" --baseline=rms --out="$(dirname "$KEEP")"

@@ -4,6 +4,7 @@
 """
 
 import json
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -282,17 +283,22 @@ def test_keys_that_do_not_fit_our_models(word, named, saved):
         convert.main([str(saved(norm_type="layer")), "--to=rms", word])
 
 
-def test_training_goes_on_from_a_converted_run(train_ok, launch, tiny_data, tmp_path):
-    """train.py --init_from reads it, with the loss where it was; it does not take it for a run to resume."""
+def test_training_goes_on_from_a_converted_run(train_ok, launch, tiny_data, tmp_path, capsys):
+    """train.py reads it with the words that convert.py prints, and the loss is where it was; it does not take it for a
+    run to resume."""
     words = (*TINY, f"--data_dir={tiny_data}", "--bias=True", "--eval_interval=40")
     train_ok(*words, f"--out_dir={tmp_path / 'run'}")
     convert.main([str(tmp_path / "run"), "--to=rms", f"--out={tmp_path / 'rms'}"])
-    keys = ("--norm_type=rms", "--rms_bias", "--tie_embeddings=False")
-    train_ok(*words, *keys, "--max_iters=10", f"--init_from={tmp_path / 'rms'}", f"--out_dir={tmp_path / 'tuned'}")
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if "to train on: " in line)
+    keys = shlex.split(told.partition("python train.py ")[2].partition(" --data_dir")[0])
+    shape = {word.partition("=")[0] for word in keys}
+    assert {"--init_from", "--norm_type", "--rms_bias", "--tie_embeddings", "--n_layer", "--n_embd"} <= shape
+    settings = [word for word in words if word.partition("=")[0] not in shape]  # those of training alone
+    train_ok(*keys, *settings, "--max_iters=10", f"--out_dir={tmp_path / 'tuned'}")
     ends = [[e["val_loss"] for e in records(tmp_path / name) if e["event"] == "eval"] for name in ("run", "tuned")]
     assert ends[1][0] == pytest.approx(ends[0][-1], abs=1e-5)
     assert losses(tmp_path / "tuned")[10] < losses(tmp_path / "run")[1]
-    job = launch(*words, *keys, f"--out_dir={tmp_path / 'rms'}")
+    job = launch(*keys[1:], *settings, f"--out_dir={tmp_path / 'rms'}")
     assert job.wait() == [CheckpointError.exit_code] and "--init_from" in job.text() and "Traceback" not in job.text()
 
 

@@ -334,7 +334,9 @@ def test_bad_folders(tmp_path):
     with pytest.raises(ConfigError, match="the arms with usable runs are 'rms'"):
         report.main([str(tmp_path), "--baseline=layer"])
     with pytest.raises(UserError, match="both are rms, seed 8"):
-        report.main([str(run), str(run), "--baseline=rms"])
+        report.main([str(run), str(run), "--baseline=rms", f"--out={tmp_path}"])
+    with pytest.raises(ConfigError, match="say where it goes, --out=DIR"):
+        report.main([str(run), str(write_run(tmp_path, "rms", 9)), "--baseline=rms"])
     (run / "log.jsonl").write_text('{"event": "start"}\n{"event\n{}\n')
     with pytest.raises(UserError, match=r"log\.jsonl:2: no JSON"):
         report.main([str(run)])
