@@ -138,8 +138,7 @@ class Distiller:
             self.precision.scaler.load_state_dict(state["scaler"])
         self.log = RunLog(self.out_dir, {**dataclasses.asdict(config), "wandb": "off"}, config.max_iters, ranks.is_main)
         self.forward = replicate(self.pair) if dist.is_initialized() else self.pair
-        if ranks.is_main:
-            self.out_dir.mkdir(parents=True, exist_ok=True)
+        self.log.lock()
         trained = sum(parameter.numel() for parameter in parameters)
         self.log.open(self.step if state else None, {"norm_plan": self.plan, "alpha": list(self.alpha),
                       "trained_parameters": trained, **environment(ranks.device)}, [])  # fmt: skip

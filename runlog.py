@@ -1,5 +1,6 @@
 """What a run tells while it trains: log.jsonl, lines or a progress bar for people, wandb if asked; throughput."""
 
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -24,8 +25,22 @@ class RunLog:
 
     def __init__(self, out_dir: Path, config: dict[str, Any], max_iters: int, active: bool):
         self.path, self.config, self.active = out_dir / "log.jsonl", config, active
-        self.file, self.bar, self.wandb = None, None, None
+        self.file, self.held, self.bar, self.wandb = None, None, None, None
         self.max_iters = max_iters
+
+    def lock(self) -> None:
+        """Keeps other processes out of the folder until this one ends, however it ends. Raises UserError."""
+        if not self.active:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.held = open(self.path.with_name("lock"), "w")
+            fcntl.lockf(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.path.parent}: another process is training there: wait for it, or choose another "
+                            "out_dir") from None  # fmt: skip
+        except OSError as error:
+            raise UserError(f"out_dir={self.path.parent}: cannot be written ({error.strerror})") from None
 
     def open(self, resume_step: int | None, start: dict[str, Any], changed: list[str]) -> None:
         """Begin a new log, or cut an old one back to the checkpoint at `resume_step` and go on, noting what settings
@@ -107,9 +122,10 @@ class RunLog:
             self.bar.close()
         if self.wandb is not None:
             self.wandb.finish()
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        for file in (self.file, self.held):
+            if file is not None:
+                file.close()
+        self.file, self.held = None, None
 
 
 def _finite(value: Any) -> Any:

@@ -220,9 +220,9 @@ class Trainer:
 
     def _open_log(self, resumed: bool) -> None:
         config = dataclasses.asdict(self.config)
+        self.log.lock()
         if self.ranks.is_main:
             try:
-                self.out_dir.mkdir(parents=True, exist_ok=True)
                 (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
             except OSError as error:
                 raise UserError(f"out_dir={self.out_dir}: cannot be written ({error.strerror})") from None

@@ -253,3 +253,17 @@ def test_resume_from_a_path(launch, train_ok, tiny_data, tmp_path):
     assert records(tmp_path / "b")[0]["event"] == "start" and sorted(losses(tmp_path / "b")) == list(range(21, 41))
     job = launch(*words, last, "--max_iters=60", f"--out_dir={tmp_path / 'b'}")
     assert job.wait() == [1] and "holds another run" in job.text()
+
+
+def test_two_processes_do_not_train_in_one_folder(launch, tiny_data, tmp_path):
+    """The second is told so and touches nothing; a killed one keeps nobody out."""
+    words = (*TINY, "--max_iters=100000", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    first = launch(*words)
+    first.signal_at(tmp_path / "run", 1, signal.SIGCONT)  # it trains
+    config = (tmp_path / "run/config.json").read_text()
+    second = launch(*words, "--learning_rate=1e-4")
+    assert second.wait() == [1] and "another process is training there" in second.text()
+    assert (tmp_path / "run/config.json").read_text() == config and first.processes[0].is_alive()
+    first.signal_at(tmp_path / "run", 2, signal.SIGKILL)
+    assert first.wait() == [-signal.SIGKILL]
+    assert launch(*words, "--max_iters=3").wait() == [0] and sorted(losses(tmp_path / "run")) == [1, 2, 3]
