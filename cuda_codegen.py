@@ -5,7 +5,7 @@
 torch.compile traces the function on CPU tensors that nobody ever fills, with inductor's own passes and partitioner. The
 two graphs are then re-labelled as CUDA graphs and lowered to Triton source for an H200, which is described to inductor
 instead of being there. Nothing is compiled further and nothing runs. All of this is inductor's private interface, so it
-works with the torch version named here and is refused elsewhere.
+works with the torch versions named here and is refused elsewhere.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from errors import UserError
 
-TORCH = "2.13"
+TORCH = ("2.11", "2.13")
 
 # An H200, as torch.cuda.get_device_properties would describe it.
 H200 = SimpleNamespace(
@@ -34,8 +34,8 @@ H200 = SimpleNamespace(
 
 def supported() -> str:
     """Why this installation cannot generate the code; empty if it can."""
-    if not torch.__version__.startswith(TORCH + "."):
-        return f"reads private interfaces of torch {TORCH}, this is {torch.__version__}"
+    if not torch.__version__.startswith(tuple(f"{version}." for version in TORCH)):
+        return f"reads private interfaces of torch {' and '.join(TORCH)}, this is {torch.__version__}"
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -157,6 +157,7 @@ def _pretend_h200() -> Iterator[None]:
     """What inductor asks torch and Triton about the GPU is answered for an H200."""
     import torch._dynamo.device_interface as interface
     import torch._inductor.scheduler
+    import torch._subclasses.fake_tensor
     import torch.utils._triton
     import triton
     from triton.backends.compiler import GPUTarget
@@ -173,6 +174,7 @@ def _pretend_h200() -> Iterator[None]:
         cuda: {"is_available": True, "get_compute_capability": 90, "get_device_properties": H200,
                "is_triton_capable": True, "raise_if_triton_unavailable": None, "current_device": 0},
         cuda.Worker: {"get_device_properties": H200, "current_device": 0},
+        torch._subclasses.fake_tensor: {"init_gpu_context": None},  # it would allocate, in a CUDA build
         torch.utils._triton: {"has_triton": True}, torch._inductor.scheduler: {"has_triton": True},
     }  # fmt: skip
     with contextlib.ExitStack() as stack:

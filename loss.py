@@ -31,7 +31,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             log_p = logits[:, :n_vocab].to(wide).log_softmax(-1)
             valid = (target >= 0).unsqueeze(1)
             index = target.clamp(min=0).unsqueeze(1)
-            total -= (log_p.gather(1, index) * valid).sum()
+            total = total - (log_p.gather(1, index) * valid).sum()  # in place, torch 2.11 would lose its gradient
             if needs_grad:
                 grad = log_p.exp().scatter_add(1, index, -torch.ones_like(index, dtype=wide)) * valid
                 grad = F.pad(grad, (0, head.shape[0] - n_vocab)).to(logits.dtype)  # softmax - one-hot, (n, V)

@@ -128,13 +128,16 @@ class SharedRMSScale(torch.autograd.Function):
 
     Written by hand because of what autograd would keep: it saves h * inv_rms, which inductor then stores in float32.
     This saves h alone, in its own type, and the backward reads no more than it must: (dy * s) * w and (dy * s) * h.
+    The result is rounded outside: dynamo of torch 2.11 loses the gradient of a Function that returns the alias which a
+    cast to the same type is (pytorch/pytorch#180642).
     """
 
     generate_vmap_rule = True  # for torch.func
 
     @staticmethod
     def forward(h: Tensor, inv_rms: Tensor, w: Tensor | None) -> Tensor:
-        return affine(h.to(inv_rms.dtype) * inv_rms, w, None, h.dtype)
+        y = h.to(inv_rms.dtype) * inv_rms
+        return y if w is None else y * w
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -151,7 +154,7 @@ class SharedRMSScale(torch.autograd.Function):
 
 def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None) -> Tensor:
     """y = h * inv_rms * w, differentiable in h and w alone."""
-    return SharedRMSScale.apply(h, inv_rms, w)
+    return SharedRMSScale.apply(h, inv_rms, w).to(h.dtype)
 
 
 def add_shared_rms_scale(x: Tensor, a: Tensor, inv_rms: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -137,7 +137,7 @@ def test_an_add_with_relu_moves_what_it_must():
 
 
 def test_another_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(cuda_codegen, "TORCH", "1.2")
+    monkeypatch.setattr(cuda_codegen, "TORCH", ("1.2",))
     with pytest.raises(UserError, match=rf"torch 1\.2, this is {torch.__version__.split('+')[0]}"):
         cuda_codegen.cuda_code(torch.relu, [torch.ones(2)])
 
@@ -167,6 +167,7 @@ class NaivelyDetached(SharedRMSNorm):
 
 
 COMPARED = ("layer", "rms", "coupled", "coupled, fold")
+OLDER = torch.__version__.startswith("2.11.")  # it adds the gradients of two paths within a norm's backward kernel
 
 
 def figures() -> dict[str, dict[str, float]]:
@@ -190,7 +191,7 @@ def test_one_block_of_each_norm(ledger):
     alone = {arm: row["one block"] for arm, row in ledger.items()}
     assert alone["coupled"] <= 23_500
     assert alone["rms"] == pytest.approx(26_500, abs=100)
-    assert alone["layer"] == pytest.approx(29_600, abs=100)
+    assert alone["layer"] == pytest.approx(26_500 if OLDER else 29_600, abs=100)
     assert alone["naive"] > alone["rms"] > alone["coupled"]
     assert alone["coupled, fold"] <= 13_000
 
@@ -227,9 +228,10 @@ def test_the_table_in_results_is_todays(ledger):
     records = [json.loads(line) for line in (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()]
     recorded = {record["norms"]: record["bytes_per_token"] for record in records}
     assert recorded.keys() == byte_ledger.ARMS.keys()
-    for arm, row in recorded.items():
-        assert {name: row[name] for name in ledger[arm]} == pytest.approx(ledger[arm], rel=1e-3), arm
-        assert row.keys() == ledger["rms"].keys()
+    assert all(row.keys() == ledger["rms"].keys() for row in recorded.values())
+    changed = {(arm, name) for arm, row in recorded.items() for name in ledger[arm]
+               if ledger[arm][name] != pytest.approx(row[name], rel=1e-3)}  # fmt: skip
+    assert changed == ({(arm, "one block") for arm in ("layer", "coupled, full gradient")} if OLDER else set())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a trace of a compiled step")
