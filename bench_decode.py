@@ -24,6 +24,7 @@ taken, which other work on the machine moves less. The last line is JSON.
 """
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -233,6 +234,7 @@ def prepare(
 def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: float) -> dict[str, Any]:
     """The record of one batch size: checks, times, ratios."""
     device, missing = model.wte.weight.device, []
+    gc.collect()  # a decoder refers to itself: those of the batch size before go now, with their weights and graphs
     if config.compiled:
         torch.compiler.reset()  # or peers would be compiled for batch sizes of all kinds from the second one on
     prompt, origin = prompt_ids(config, model, device)

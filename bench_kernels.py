@@ -196,11 +196,11 @@ def table(records: list[dict[str, Any]]) -> str:
              "| --- " * (len(arms) + 4) + "|"]  # fmt: skip
     for row in records:
         rivals = {arm: ratio for arm, ratio in row["time_over_ours"].items() if arm != UNSCALED}
-        best = min(rivals, key=lambda arm: rivals[arm]["median"])
-        ratio = "{median:.3f} ({low:.3f} .. {high:.3f})".format(**rivals[best])
+        best = min(rivals, key=lambda arm: rivals[arm]["median"], default="")
+        ratio = f"{best}: " + "{median:.3f} ({low:.3f} .. {high:.3f})".format(**rivals[best]) if best else ""
         shares = (f"{row['share'][arm]:.0%}" if arm in row["share"] else "" for arm in arms)
         lines.append(f"| {row['operator']} | {row['channels']} | {row['phase']} | " + " | ".join(shares)
-                     + f" | {best}: {ratio} |")  # fmt: skip
+                     + f" | {ratio} |")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -301,12 +301,13 @@ def main(argv: list[str]) -> None:
         for name in config.names:
             for channels in config.channels:
                 records += [row | place for row in measure(config, name, channels, device)]
+                if config.out:  # at once: a time limit may come before the last case
+                    write(Path(config.out), records, report(config, records))
                 bar.update()
     bar.close()
-    text = report(config, records)
-    print(text)
     if config.out:
-        write(Path(config.out), records, text)
+        plot(records, Path(config.out) / "kernels.png", f"{records[0]['device']}, {records[0]['rows']:,} rows")
+    print(report(config, records))
     print(json.dumps([{key: row[key] for key in ("operator", "phase", "channels", "share")} for row in records]))
 
 
@@ -339,7 +340,6 @@ def write(folder: Path, records: list[dict[str, Any]], text: str) -> None:
     with writing(folder):
         (folder / "README.md").write_text(text + "\n![Share of copy bandwidth](kernels.png)\n", encoding="utf-8")
         (folder / "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
-        plot(records, folder / "kernels.png", f"{records[0]['device']}, {records[0]['rows']:,} rows")
 
 
 if __name__ == "__main__":

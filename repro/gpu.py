@@ -118,7 +118,7 @@ class Campaign:
         last = self.attempts().get(stage.name, {"state": "never"})
         here = environment(self.device)["git"]
         return last["state"] in ("never", "goes on", "interrupted") or (
-            last["state"] != "done" and (here is None or here != last["git"]))  # fmt: skip
+            last["state"] not in ("done", "cut short") and (here is None or here != last["git"]))  # fmt: skip
 
     def seconds_for(self, stage: Stage) -> float:
         """How long it may take; 0 where it does not fit into what is left of `minutes`."""
@@ -130,7 +130,8 @@ class Campaign:
         return min(limit, left) if fits else 0
 
     def run(self, stage: Stage, seconds: float) -> str:
-        """One attempt; its state: done, failed, too long, goes on, interrupted."""
+        """One attempt; its state. At its limit a stage is told to stop, as by Ctrl-C: sweeps go on at the next call,
+        benches end well with the rounds that they have (cut short), others have nothing (too long)."""
         words, env = filled_in(stage, self.config)
         place = environment(self.device)
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -139,11 +140,16 @@ class Campaign:
             process = subprocess.Popen(words, cwd=ROOT, env=os.environ | env, stdout=output, stderr=output,
                                        stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
             try:
-                state = self._wait(process, stage, seconds)
+                in_time, state = self._wait(process, stage, seconds), ""
             except KeyboardInterrupt:
                 state = "interrupted"
             finally:
                 stop(process)
+        good = process.returncode == 0
+        if not state and in_time:
+            state = "done" if good else "failed"
+        elif not state:
+            state = "goes on" if stage.goes_on else "cut short" if good else "too long"
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
         if stage.keep and state == "done":
             state = self._keep(stage, lines[-1], place)
@@ -167,21 +173,19 @@ class Campaign:
         shutil.rmtree(scratch_of(self.config) / Path(stage.keep).parent, ignore_errors=True)  # nobody wants its weights
         return "done"
 
-    def _wait(self, process: subprocess.Popen, stage: Stage, seconds: float) -> str:
-        """Waits for its end, or for so many seconds."""
+    def _wait(self, process: subprocess.Popen, stage: Stage, seconds: float) -> bool:
+        """Waits for its end, or for so many seconds; whether it has ended."""
         end = time.monotonic() + seconds
         with tqdm(total=int(seconds), desc=stage.name, unit="s", leave=False, disable=not sys.stderr.isatty()) as bar:
             while process.poll() is None and time.monotonic() < end:
                 time.sleep(0.2)
                 bar.update(int(seconds - end + time.monotonic()) - bar.n)
-        if process.returncode is None:
-            return "goes on" if stage.goes_on else "too long"
-        return "failed" if process.returncode else "done"
+        return process.returncode is not None
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Ends a stage and all that it started: a word first, so that training saves; what outlives it shares no GPU."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    """Ends a stage and all that it started: a word first, so that it saves; what outlives it shares no GPU."""
+    for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
             end = time.monotonic() + GRACE

@@ -3,6 +3,7 @@
     python -m pytest tests/test_bench_fold.py
 """
 
+import functools
 import json
 
 import pytest
@@ -43,6 +44,13 @@ def test_a_record_of_our_model(checkpoint, tmp_path, capsys):
         assert record["tok_per_s"]["after"] == pytest.approx(2 * record["length"] / record["ms"]["after"] * 1e3)
         means = record["sequential"]
         assert means["saved"] == 1 - means["after"] / means["before"] and record["versions"]["torch"]
+
+
+def test_all_lengths_are_compiled(checkpoint, monkeypatch):
+    """Dynamo keeps compiled versions by code object, which arms and lengths share; beyond its limit it runs eagerly."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        bench_fold.main([checkpoint, "--lengths=8,12,16", "--rounds=6", "--modes=compiled", "--device=cpu"])
 
 
 def test_both_arms_compute_the_same(checkpoint):

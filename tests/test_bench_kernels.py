@@ -228,6 +228,23 @@ def test_without_a_gpu_cuda_is_refused():
         BenchConfig(device="cuda")
 
 
+def test_what_is_measured_stays_when_time_runs_out(tmp_path, monkeypatch):
+    cases, measure = [], bench_kernels.measure
+
+    def until_the_second(*words):
+        cases.append(words)
+        if len(cases) > 1:
+            raise KeyboardInterrupt
+        return [row | {"time_over_ours": {}} for row in measure(*words)]  # nobody to compare with
+
+    monkeypatch.setattr(bench_kernels, "measure", until_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        bench_kernels.main([*TINY, "--ops=rms_norm,layer_norm", f"--out={tmp_path}"])
+    records = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
+    assert [(row["operator"], row["phase"]) for row in records] == [("rms_norm", "forward"), ("rms_norm", "backward")]
+    assert (tmp_path / "README.md").read_text().count("| rms_norm |") == 2
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
