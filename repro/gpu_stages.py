@@ -52,8 +52,8 @@ def folding(shape: str) -> Stage:
 
 def distilling(model: str, minutes: float) -> Stage:
     return Stage(f"distill-{model}", minutes, "{python} distill.py config/distill_qwen3_0.6b.py "
-                 f"--teacher=random:{model} --dataset=random --eval_blocks=8 --max_iters=10 --warmup_iters=2 --eval_interval=10 "
-                 f"--shuffle=64 --resume=never --out_dir={{scratch}}/distill/{model}",
+                 f"--teacher=random:{model} --dataset=random --eval_blocks=8 --max_iters=10 --warmup_iters=2 "
+                 f"--eval_interval=10 --shuffle=64 --resume=never --out_dir={{scratch}}/distill/{model}",
                  "--teacher={tiny} --method=lora --rank=4 --batch_size=2 --block_size=32 --max_iters=2 "
                  "--gradient_accumulation_steps=1 --eval_interval=2", keep="distill/distill.jsonl")  # fmt: skip
 

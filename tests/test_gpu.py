@@ -71,10 +71,12 @@ def test_stages_are_done_once_and_a_failed_one_again_when_the_code_is_another(ca
     assert (tmp_path / "out/figures/README.md").read_text().count("| good |") == 1
 
 
-def test_a_stage_beyond_its_limit_is_stopped_and_a_sweep_goes_on(campaign, tmp_path):
-    """Both with all that they have started; the sweep gets the time to save."""
-    loop = "sh -c 'trap \"sleep 1; echo saved > saved; exit 1\" TERM; (while :; do sleep 0.1; date > {}; done) & wait'"
-    run = campaign(Stage("slow", 0.01, loop.format("slow")), Stage("sweep", 9, loop.format("sweep"), goes_on=True))
+def test_a_stage_beyond_its_limit_is_stopped_and_a_sweep_goes_on(campaign, tmp_path, monkeypatch):
+    """Both with all that they have started, even what does not listen; they get the time to save."""
+    monkeypatch.setattr(gpu, "GRACE", 3)
+    loop = "sh -c 'trap \"sleep 1; echo saved > saved; exit 1\" INT; (while :; do sleep 0.1; date > {}; done) & wait'"
+    run = campaign(Stage("slow", 0.01, loop.format("slow")), Stage("sweep", 9, loop.format("sweep"), goes_on=True),
+                   Stage("bench", 9, "sh -c 'trap \"exit 0\" INT; sleep 60 & wait'"))  # fmt: skip
     assert run("--limit=0.05", "--stages=slow") == 1 and noted(tmp_path) == [("slow", "too long")]
     assert (tmp_path / "saved").exists()
     (tmp_path / "saved").unlink()
@@ -83,7 +85,7 @@ def test_a_stage_beyond_its_limit_is_stopped_and_a_sweep_goes_on(campaign, tmp_p
     written = [(tmp_path / name).stat().st_mtime_ns for name in ("slow", "sweep")]
     time.sleep(0.5)
     assert written == [(tmp_path / name).stat().st_mtime_ns for name in ("slow", "sweep")]  # nothing has outlived it
-    assert run("--limit=0.05") == 0 and noted(tmp_path)[2:] == [("sweep", "goes on")]
+    assert run("--limit=0.05") == 0 and noted(tmp_path)[2:] == [("sweep", "goes on"), ("bench", "cut short")]
 
 
 def test_nothing_is_begun_that_does_not_fit(campaign, tmp_path, capsys):
