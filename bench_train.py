@@ -182,8 +182,11 @@ def measure(config: BenchConfig, device: torch.device) -> tuple[list[dict[str, A
                            for base in baselines(arms) if base != arm.name},
             "seconds": times[arm.name],
         })  # fmt: skip
-        if config.profile and not arm.name.endswith(AGAIN):
-            records[-1]["kernels"] = profile_step(steps[arm.name], device)
+    if config.profile:
+        with contextlib.suppress(KeyboardInterrupt):
+            for row in records:
+                if not row["arm"].endswith(AGAIN):
+                    row["kernels"] = profile_step(steps[row["arm"]], device)
     return records, remarks
 
 
@@ -243,7 +246,7 @@ def report(config: BenchConfig, device: torch.device, place: dict[str, Any], rec
     if config.profile:
         profiles = {row["arm"]: by_class(row["kernels"], 1e6 * median(row["seconds"])) for row in records
                     if "kernels" in row}  # fmt: skip
-        lines += [profile_table(profiles), ""]
+        lines += [profile_table(profiles), ""] if profiles else []
     return "\n".join([*lines, *(f"- {remark}" for remark in remarks)]).rstrip() + "\n"
 
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from data.shards import write_bytes_atomically
 from decode_arms import AIM
 from errors import writing
 
@@ -110,7 +111,7 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
         old = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
         places = {place(record) for record in records}
         every = [record for record in old if place(record) not in places] + records
-        lines.write_text("".join(json.dumps(record) + "\n" for record in every), encoding="utf-8")
+        write_bytes_atomically(lines, "".join(json.dumps(record) + "\n" for record in every).encode())
         plot(every, folder / "decode.png")
         text = ["# A decoded token, by norm and by fusion", "", f"Speed-ups are medians over paired rounds. {ALONE}"]
         for run in dict.fromkeys(map(one_run, every)):

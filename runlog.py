@@ -35,12 +35,15 @@ class RunLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.held = open(self.path.with_name("lock"), "w")
+        except OSError as error:
+            raise UserError(f"out_dir={self.path.parent}: cannot be written ({error.strerror})") from None
+        try:
             fcntl.lockf(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{self.path.parent}: another process is training there: wait for it, or choose another "
                             "out_dir") from None  # fmt: skip
-        except OSError as error:
-            raise UserError(f"out_dir={self.path.parent}: cannot be written ({error.strerror})") from None
+        except OSError:
+            self.say(f"{self.path.parent} is on a file system without locks: let no other run write there")
 
     def open(self, resume_step: int | None, start: dict[str, Any], changed: list[str]) -> None:
         """Begin a new log, or cut an old one back to the checkpoint at `resume_step` and go on, noting what settings
@@ -148,8 +151,11 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
     """One line more in the file that the key `out` names. Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        with open(path, "ab+") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            is_torn = file.read(1) not in (b"", b"\n")  # by a kill: what there is stays a line of its own
+            file.write(b"\n" * is_torn + json.dumps(record).encode() + b"\n")
     except OSError as error:
         raise UserError(f"out={path}: cannot be written ({error.strerror})") from None
 
@@ -200,8 +206,9 @@ def _git_commit() -> str | None:
         root = Path(__file__).resolve().parent
         return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
+    status = "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"  # which a bench may be writing
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "HEAD") + ("+" if git(*status) else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("NANONORM_COMMIT")
 

@@ -20,9 +20,10 @@ CLASSES = (
     ("copy", ("memcpy", "memset")),
     ("optimizer", ("adam", "multi_tensor_apply", "lpnorm", "foreach", "linalg_vector_norm")),
     ("loss", ("log_softmax", "logsumexp", "nll_loss", "cross_entropy")),
+    # Inductor's are named after all that they fuse or stand beside; on a CPU they are the call of their graph.
+    (ELEMENTWISE, ("triton_per", "triton_red", "triton_poi", "cpp_fused", "compiledfxgraph")),
     ("attention", ("flash", "fmha", "sdpa", "attention")),
-    (ELEMENTWISE, ("triton_per", "triton_red", "triton_poi", "cpp_fused")),  # their names have those of products, too
-    ("product", ("gemm", "gemv", "cutlass", "nvjet", "xmma", "splitk", "triton_tem", "mm", "linear")),
+    ("product", ("gemm", "gemv", "cutlass", "nvjet", "xmma", "splitk", "triton_tem", "::mm", "bmm", "addmm", "linear")),
     ("embedding", ("embedding", "index_put", "indexing_backward")),
     (ELEMENTWISE, ("",)),
 )  # fmt: skip
@@ -47,7 +48,7 @@ def profile_step(step: Callable[[], Tensor], device: torch.device) -> list[dict[
     wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     launches, spent = Counter(), Counter()
     for event in profiler.events():
-        if event.device_type == wanted:
+        if event.device_type == wanted and not event.is_user_annotation:  # which spans kernels that count already
             launches[event.name] += 1
             spent[event.name] += event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
     return [{"name": name, "class": kernel_class(name), "launches": launches[name] / STEPS, "us": us / STEPS}

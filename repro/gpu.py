@@ -14,12 +14,15 @@ one. Training wants token shards:
 
 A stage is one command of the repository, and its figures are what this writes into `out`. `out`/stages.jsonl has a line
 for each attempt, with commit, device, versions, and the GPU's clocks before and after; what a stage printed is in
-out/gpu/. A stage that is done is not done again; nor is one that failed, until the code is another (or
-it is named). Sweeps go on where they were stopped. `out`/README.md and targets.png, rendered each time, set what was
-measured beside what was aimed at (gpu_targets.py). The last line is JSON.
+out/gpu/. A stage that is done is not done again; nor is one that failed, or was too long twice, until the code is
+another (or it is named). At its limit a stage is told to stop, as by Ctrl-C: sweeps go on at the next call, and
+bench_train.py ends well with the rounds that it has. `out`/README.md and targets.png, rendered each time, set what was
+measured beside what was aimed at (gpu_targets.py, gpu_report.py). A copy of the files without .git says its commit in
+NANONORM_COMMIT. The last line is JSON.
 """
 
 import dataclasses
+import fcntl
 import json
 import os
 import shlex
@@ -38,15 +41,21 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from checkpoint import BEST, save_checkpoint
 from configurator import key, parse_args
 from errors import ConfigError, UserError, run_program
+from model import GPT, GPTConfig
 from ranks import find_device
-from repro import gpu_targets
+from repro.gpu_report import render
 from repro.gpu_stages import STAGES, Stage
+from repro.gpu_targets import counted, read_lines
 from runlog import append_json, environment
 
 ROOT = Path(__file__).resolve().parents[1]
-GRACE = 45  # seconds that a stage has to save what it can, once it is told to stop
+GRACE = 30  # seconds that a stage has to save what it can, once it is told to stop
+RENDERING = 10  # seconds for the rest
+OURS = ("ARMS", "SEEDS", "OUT", "KEEP", "MODEL", "MODELS", "NPROC", "HELLASWAG", "RESULTS", "NANONORM_FULL",
+        "TRITON_INTERPRET")  # what scripts and tests read: a stage gets its own, not the user's
 
 
 @dataclass(frozen=True)
@@ -56,19 +65,27 @@ class GpuConfig:
     stages: str = key("", "names or patterns (train*), blanks between: these alone, done before or not ('': what is "
                           "not done)")  # fmt: skip
     minutes: float = key(0.0, "begin nothing that will not be over so many minutes from now (0: no such limit)")
-    limit: float = key(9.5, "minutes after which a stage is stopped")
+    limit: float = key(9.2, "minutes after which a stage is told to stop")
     out: str = key("results/h200", "folder of the figures")
     data: str = key("data/offline", "folder of token shards, for training")
     nanogpt: str = key("../nanoGPT", "clone of karpathy/nanoGPT; takes part in `train` if it is there")
     gpt_fast: str = key("../gpt-fast", "clone of gpt-fast; takes part in decoding if it is there")
-    rehearse: bool = key(False, "toy sizes on whatever is here, to see that everything runs: want another `out`")
+    rehearse: bool = key(False, "toy sizes on whatever is here, to see that everything runs; wants another `out`")
     list: bool = key(False, "only show the stages, their state and their commands")
 
     def __post_init__(self) -> None:
         if self.minutes < 0 or self.limit <= 0:
             raise ConfigError("minutes must not be below 0, limit must be above 0")
-        if self.rehearse and Path(self.out) == Path("results/h200"):
+        out = Path(self.out).resolve()
+        if self.rehearse and out.is_relative_to(ROOT / "results"):
             raise ConfigError("rehearse: its figures are no results: give another folder, --out=out/rehearsal")
+        if ROOT.is_relative_to(out):
+            raise ConfigError(f"out={self.out}: it would overwrite the README.md there: give a folder of its own")
+
+    @property
+    def scratch(self) -> Path:
+        """Where run folders and logs go, which are no results."""
+        return Path("out/gpu") / (Path(self.out).resolve().name + ("-rehearsal" if self.rehearse else ""))
 
 
 def chosen(words: str) -> list[Stage]:
@@ -79,23 +96,17 @@ def chosen(words: str) -> list[Stage]:
     return [stage for stage in STAGES if any(fnmatch(stage.name, word) for word in words.split() or ["*"])]
 
 
-def scratch_of(config: GpuConfig) -> Path:
-    """Where run folders and logs go, which are no results."""
-    return Path("out/gpu") / Path(config.out).name
-
-
 def filled_in(stage: Stage, config: GpuConfig) -> tuple[list[str], dict[str, str]]:
     """(words of the command, what it adds to the environment)."""
-    scratch = scratch_of(config)
     values = {
-        "python": sys.executable, "out": config.out, "scratch": scratch, "data": config.data, "tiny": scratch / "tiny",
-        "jobs": max(1, (os.cpu_count() or 1) - 4),
+        "python": sys.executable, "out": config.out, "scratch": config.scratch, "data": config.data,
+        "tiny": config.scratch / "tiny", "jobs": max(1, (os.cpu_count() or 1) - 4),
         "nanogpt": f"--nanogpt={config.nanogpt}" if Path(config.nanogpt, "model.py").is_file() else "",
         "gpt_fast": f"--gpt_fast={config.gpt_fast}" if Path(config.gpt_fast, "model.py").is_file() else "",
     }  # fmt: skip
-    words = shlex.split(f"{stage.command} {stage.toy if config.rehearse else ''}".format(**values))
+    words = [word.format(**values) for word in shlex.split(f"{stage.command} {stage.toy if config.rehearse else ''}")]
     env = stage.env | (stage.toy_env if config.rehearse else {}) | {"PYTHON": "{python}"}
-    return words, {name: value.format(**values) for name, value in env.items()}
+    return [word for word in words if word], {name: value.format(**values) for name, value in env.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- running
@@ -107,70 +118,87 @@ class Campaign:
     def __init__(self, config: GpuConfig, device: torch.device):
         self.config, self.device, self.start = config, device, time.monotonic()
         self.out, self.notes = Path(config.out), Path(config.out) / "stages.jsonl"
-        self.logs = scratch_of(config) / "logs"
+        self.attempts: dict[str, list[dict[str, Any]]] = {}
+        for row in read_lines(self.notes):
+            self.attempts.setdefault(row["stage"], []).append(row)
+            if row["rehearsal"] != config.rehearse:
+                other = "a rehearsal's" if row["rehearsal"] else "no rehearsal's"
+                raise ConfigError(f"out={config.out}: what is there is {other}: give another folder")
 
-    def attempts(self) -> dict[str, dict[str, Any]]:
-        """The last attempt at each stage."""
-        return {row["stage"]: row for row in gpu_targets.read_lines(self.notes)}
+    def lock(self) -> None:
+        """One campaign at a time: two would time each other. The lock is handed on to each stage, so that one which has
+        outlived a killed campaign holds it, too. Raises UserError."""
+        Path("out/gpu").mkdir(parents=True, exist_ok=True)
+        self.held = open("out/gpu/lock", "w")
+        try:
+            fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError("a campaign, or a stage that has outlived one, still runs here: end it first") from None
 
     def is_left(self, stage: Stage) -> bool:
-        """To be run if it is not named: neither done, nor failed by the same code."""
-        last = self.attempts().get(stage.name, {"state": "never"})
+        """To be run if it is not named: neither done, nor failed, nor too long twice, by the same code."""
         here = environment(self.device)["git"]
-        return last["state"] in ("never", "goes on", "interrupted") or (
-            last["state"] not in ("done", "cut short") and (here is None or here != last["git"]))  # fmt: skip
+        attempts = self.attempts.get(stage.name, [])
+        states = [row["state"] for row in attempts if row["state"] in ("done", "cut short") or row["git"] == here]
+        return not {"done", "cut short", "failed"} & set(states) and states.count("too long") < 2
+
+    def minutes_of(self, stage: Stage) -> float:
+        """As long as it took when it was done, else the estimate."""
+        took = [row["seconds"] / 60 for row in self.attempts.get(stage.name, []) if row["state"] == "done"]
+        return min([*took[-1:], self.config.limit]) if took and not stage.goes_on else stage.minutes
 
     def seconds_for(self, stage: Stage) -> float:
         """How long it may take; 0 where it does not fit into what is left of `minutes`."""
         limit = 60 * self.config.limit
         if not self.config.minutes:
             return limit
-        left = 60 * self.config.minutes - (time.monotonic() - self.start) - GRACE
-        fits = left >= (120 if stage.goes_on else 60 * min(stage.minutes, self.config.limit) - GRACE)
-        return min(limit, left) if fits else 0
+        left = 60 * self.config.minutes - (time.monotonic() - self.start) - GRACE - RENDERING
+        wanted = 120 if stage.goes_on else 60 * min(self.minutes_of(stage), self.config.limit) - GRACE
+        return min(limit, left) if left >= wanted else 0
 
     def run(self, stage: Stage, seconds: float) -> str:
-        """One attempt; its state. At its limit a stage is told to stop, as by Ctrl-C: sweeps go on at the next call,
-        benches end well with the rounds that they have (cut short), others have nothing (too long)."""
+        """One attempt; its state."""
         words, env = filled_in(stage, self.config)
-        place = environment(self.device)
-        self.logs.mkdir(parents=True, exist_ok=True)
-        log, start = self.logs / f"{stage.name}.txt", time.monotonic()
+        inherited = {name: value for name, value in os.environ.items() if name not in OURS}
+        place, log = environment(self.device), self.config.scratch / f"logs/{stage.name}.txt"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        run_folder = self.config.scratch / stage.run_folder if stage.run_folder else None
+        if run_folder:
+            shutil.rmtree(run_folder, ignore_errors=True)
+        start = time.monotonic()
         with open(log, "w", encoding="utf-8") as output:
-            process = subprocess.Popen(words, cwd=ROOT, env=os.environ | env, stdout=output, stderr=output,
-                                       stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+            process = subprocess.Popen(words, cwd=ROOT, env=inherited | env, stdout=output, stderr=output,
+                                       stdin=subprocess.DEVNULL, start_new_session=True,
+                                       pass_fds=[self.held.fileno()])  # fmt: skip
             try:
-                in_time, state = self._wait(process, stage, seconds), ""
+                in_time, interrupted = self._wait(process, stage, seconds), False
             except KeyboardInterrupt:
-                state = "interrupted"
-            finally:
-                stop(process)
-        good = process.returncode == 0
-        if not state and in_time:
-            state = "done" if good else "failed"
-        elif not state:
-            state = "goes on" if stage.goes_on else "cut short" if good else "too long"
+                in_time, interrupted = False, True
+            stop(process)
+        state = "interrupted" if interrupted else outcome(stage, in_time, process.returncode == 0)
+        if run_folder:
+            state = self._keep(stage, run_folder, state, place)
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
-        if stage.keep and state == "done":
-            state = self._keep(stage, lines[-1], place)
-        said = "" if lines[-1].startswith(("{", "[")) else lines[-1][:300]
-        append_json(self.notes, {
-            "stage": stage.name, "state": state, "seconds": round(time.monotonic() - start, 1), "said": said,
-            "exit_code": process.returncode, "command": shown(words, env), **place,
+        record = {
+            "stage": stage.name, "state": state, "rehearsal": self.config.rehearse,
+            "seconds": round(time.monotonic() - start, 1), "exit_code": process.returncode,
+            "said": "" if lines[-1].startswith(("{", "[")) else lines[-1][:300], "command": shown(words, env), **place,
             "clocks_after": environment(self.device).get("clocks"),
-        })  # fmt: skip
+        }  # fmt: skip
+        append_json(self.notes, record)
+        self.attempts.setdefault(stage.name, []).append(record)
         if state in ("failed", "too long"):
             print("\n".join(f"    {line[:200]}" for line in lines[-12:]))
         return state
 
-    def _keep(self, stage: Stage, last: str, place: dict[str, Any]) -> str:
-        """The last line of a program that writes no results of its own, with the place."""
-        try:
-            found = json.loads(last)
-        except ValueError:
-            return "failed"
-        append_json(self.out / stage.keep, {"stage": stage.name, **found, **place})
-        shutil.rmtree(scratch_of(self.config) / Path(stage.keep).parent, ignore_errors=True)  # nobody wants its weights
+    def _keep(self, stage: Stage, folder: Path, state: str, place: dict[str, Any]) -> str:
+        """What the log of a run says at its end, with the place, becomes a line in `out`; then the run goes, whose
+        weights nobody wants. The log has it before they are written, which may be more than the disk holds."""
+        ends = [row for row in read_lines(folder / "log.jsonl") if row["event"] == "end"]
+        shutil.rmtree(folder, ignore_errors=True)
+        if not ends or ends[-1]["reason"] != "done":
+            return "failed" if state == "done" else state
+        append_json(self.out / stage.keep, {"stage": stage.name, **ends[-1], **place})
         return "done"
 
     def _wait(self, process: subprocess.Popen, stage: Stage, seconds: float) -> bool:
@@ -183,8 +211,17 @@ class Campaign:
         return process.returncode is not None
 
 
+def outcome(stage: Stage, in_time: bool, good: bool) -> str:
+    """The state of a stage that has ended, in time or because it was told to; `good`: with exit code 0."""
+    if in_time:
+        return "done" if good else "failed"
+    return "goes on" if stage.goes_on else "cut short" if good else "too long"
+
+
 def stop(process: subprocess.Popen) -> None:
-    """Ends a stage and all that it started: a word first, so that it saves; what outlives it shares no GPU."""
+    """Ends a stage and all that it started: a word first, so that it saves; what outlives it shares no GPU. Nobody's
+    impatience interrupts this."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -196,13 +233,18 @@ def stop(process: subprocess.Popen) -> None:
         except ProcessLookupError:
             break  # all of them have ended
     process.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def shown(words: list[str], env: dict[str, str]) -> str:
     """The command as a person would type it in the repository, without this machine's paths."""
-    named = shlex.join([f"{name}={value}" for name, value in env.items() if name != "PYTHON" and value])
+    named = [f"{name}={shlex.quote(value)}" for name, value in env.items() if name != "PYTHON" and value]
     words = ["python" if word == sys.executable else word.replace(f"{ROOT}/", "") for word in words]
-    return f"{named} {shlex.join(words)}".strip()
+    return " ".join([*named, shlex.join(words)])
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def terminated(*_: Any) -> None:
@@ -213,50 +255,52 @@ def terminated(*_: Any) -> None:
 
 
 def check_place(config: GpuConfig) -> torch.device:
-    """The GPU; for a rehearsal, anything. Raises UserError where the figures would be of another machine."""
-    if not torch.cuda.is_available() and not config.rehearse and not config.list:
-        raise UserError("there is no GPU here: --rehearse --out=out/rehearsal runs the same stages at toy size")
+    """The GPU; for a rehearsal or a list, anything. Raises UserError where the figures would be of another machine, or
+    nobody could say of which code."""
     device = find_device("auto")
-    if device.type == "cuda" and Path(config.out) == Path("results/h200"):
-        name = torch.cuda.get_device_name(device)
-        if "H200" not in name:
-            raise UserError(f"this GPU is a {name}: give its figures a folder of their own, --out=results/...")
+    if config.list or config.rehearse:
+        return device
+    if device.type != "cuda":
+        raise UserError("there is no GPU here: --rehearse --out=out/rehearsal runs the same stages at toy size")
+    name = torch.cuda.get_device_name(device)
+    if Path(config.out).resolve() == ROOT / "results/h200" and "H200" not in name:
+        raise UserError(f"this GPU is a {name}: give its figures a folder of their own, --out=results/...")
+    if environment(device)["git"] is None:
+        raise UserError("there is no .git here: say which commit these files are, NANONORM_COMMIT=...")
     return device
 
 
 def show(campaign: Campaign, stages: list[Stage]) -> None:
     """A line for each stage, and its command."""
-    attempts = campaign.attempts()
     for stage in stages:
-        last = attempts.get(stage.name, {})
+        last = campaign.attempts.get(stage.name, [{}])[-1]
         took = f", {last['seconds'] / 60:.1f} minutes" if last else f", {stage.minutes:g} minutes by estimate"
         words, env = filled_in(stage, campaign.config)
         print(f"{stage.name}: {last.get('state', 'not done')}{took}\n    {shown(words, env)}")
 
 
 def make_tiny(target: Path) -> None:
-    """A model of a few thousand random weights, as a run folder: what a rehearsal distils."""
-    from checkpoint import BEST, save_checkpoint
-    from model import GPT, GPTConfig
-
+    """A model of a few thousand random weights, as a run folder: what a rehearsal decodes and distils."""
     shape = GPTConfig(norm_type="rms", n_layer=2, n_head=2, n_embd=32, block_size=64, n_vocab=257)
-    model = GPT(shape)
     target.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(target / BEST, {"step": 0, "config": dataclasses.asdict(shape), "model": model.state_dict(),
-                                    "meta": {"tokenizer": "bytes", "vocab_size": 257}})  # fmt: skip
+    meta = {"tokenizer": "bytes", "vocab_size": 257}
+    state = {"step": 0, "config": dataclasses.asdict(shape), "model": GPT(shape).state_dict(), "meta": meta}
+    save_checkpoint(target / BEST, state)
 
 
 def main(argv: list[str]) -> int:
-    config, _ = parse_args(GpuConfig, argv, __doc__)
     os.chdir(ROOT)
+    config, _ = parse_args(GpuConfig, argv, __doc__)
     stages, device = chosen(config.stages), check_place(config)
     campaign = Campaign(config, device)
     if config.list:
         show(campaign, stages)
         return 0
-    signal.signal(signal.SIGTERM, terminated)
+    campaign.lock()
+    for number in SIGNALS:
+        signal.signal(number, terminated)
     if config.rehearse:
-        make_tiny(scratch_of(config) / "tiny")
+        make_tiny(config.scratch / "tiny")
     states: dict[str, str] = {}
     for number, stage in enumerate(stages, 1):
         if not config.stages and not campaign.is_left(stage):
@@ -269,14 +313,14 @@ def main(argv: list[str]) -> int:
         if not seconds:
             print(f"{label}: no time left for it")
             continue
-        print(f"{label}: {stage.minutes:g} minutes by estimate, at most {seconds / 60:.1f}", flush=True)
+        print(f"{label}: about {campaign.minutes_of(stage):.1f} minutes, at most {seconds / 60:.1f}", flush=True)
         start = time.monotonic()
         states[stage.name] = campaign.run(stage, seconds)
         print(f"{label}: {states[stage.name]} after {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
         if states[stage.name] == "interrupted":
             break
-    rows = gpu_targets.render(campaign.out)
-    print(json.dumps({"stages": states, "targets": gpu_targets.counted(rows), "out": config.out}))
+    rows = render(campaign.out)
+    print(json.dumps({"stages": states, "targets": counted(rows), "out": config.out}))
     interrupted = "interrupted" in states.values()
     return 130 if interrupted else int(any(state in ("failed", "too long") for state in states.values()))
 

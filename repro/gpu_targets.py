@@ -1,21 +1,23 @@
-"""What was aimed at on an H200, and what was measured: results/h200/README.md and targets.png, made of its JSONL files.
+"""What was aimed at on an H200, and what was measured: rows of results/h200/README.md, from its JSONL files.
 
 Aims are those set before anything was measured there, most from the papers' own figures. An aim is met when the whole
-95 % interval lies on its good side, missed when all of it lies on the other, and open between. Where an aim holds for
-several sizes, the row shows the worst of them. Every row names the file whose lines it comes from.
+95 % interval lies on its good side, missed when all of it lies on the other, and open between; a figure without an
+interval is judged by itself. Where an aim holds for several sizes, the row shows the worst of them. Every row knows the
+line that it comes from, and so commit and device.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plots import STYLES, plt, save
 from stats import median_ratio, paired_ratio
 
-Lines = list[dict[str, Any]]
+Line = dict[str, Any]
 WIDE = 2048  # channels from which on a norm's aim is the higher one
+FILE = "its file"  # under this name a line has the file that it comes from
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Row:
     value: float | None = None
     low: float | None = None
     high: float | None = None
-    source: str = ""
+    line: Line | None = None
     note: str = ""
     form: str = "{:.3f}x"
 
@@ -42,21 +44,37 @@ class Row:
         return "met" if low >= self.aim else "missed" if high < self.aim else "open"
 
 
-def read_lines(path: Path) -> Lines:
-    """The records of a JSONL file; none where there is no file. A last line torn by a kill is left out."""
+def read_lines(path: Path) -> list[Line]:
+    """The records of a JSONL file; none where there is no file. Lines torn by a kill are left out."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
             found.append(json.loads(line))
-        except ValueError:
-            break
     return found
 
 
-def worst(rows: Iterable[Row]) -> Row | None:
+def figures(folder: Path, *names: str) -> list[Line]:
+    """The lines of these files, each with the name of its own."""
+    return [line | {FILE: name} for name in names for line in read_lines(folder / name)]
+
+
+def row(
+    area: str, what: str, aim: float | None, line: Line | None = None, ratio: dict[str, float] | float | None = None,
+    note: str = "", form: str = "{:.3f}x",
+) -> Row:  # fmt: skip
+    """A row from a figure, or from one with its interval; not measured without either."""
+    if line is None or ratio is None:
+        return Row(area, what, aim, form=form)
+    if not isinstance(ratio, dict):
+        return Row(area, what, aim, ratio, line=line, note=note, form=form)
+    value = ratio["median"] if "median" in ratio else ratio["mean"]
+    return Row(area, what, aim, value, ratio["low"], ratio["high"], line, note, form)
+
+
+def worst(rows: list[Row]) -> Row:
     """A missed row before an open one before one that is met; of several the one furthest below its aim."""
-    order = ("missed", "open", "met", "stated")
-    return min(rows, key=lambda row: (order.index(row.verdict), row.value / (row.aim or 1)), default=None)
+    order = ("missed", "open", "met", "stated", "not measured")
+    return min(rows, key=lambda row: (order.index(row.verdict), (row.value or 0) / (row.aim or 1)))
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels
@@ -74,68 +92,68 @@ UNSCALED = "torch, unscaled"
 
 def kernels(folder: Path) -> Iterator[Row]:
     """Shares of the bandwidth of a copy in the same run, and the fastest of other people's kernels."""
-    area, files = "kernels", [f"kernels/{name}/kernels.jsonl" for name in ("norms", "coupled")]
-    points = [row | {"source": source} for source in files for row in read_lines(folder / source)]
+    points = figures(folder, "kernels/norms/kernels.jsonl", "kernels/coupled/kernels.jsonl")
     for (operator, phase), aims in SHARES.items():
-        its = [row for row in points if (row["operator"], row["phase"]) == (operator, phase)]
+        its = [line for line in points if (line["operator"], line["phase"]) == (operator, phase)]
         for aim, is_wide in zip(aims, (True, False)):
             what = f"{operator} {phase}, share of a copy's bandwidth, C {'>=' if is_wide else '<'} {WIDE}"
-            found = worst(Row(area, what, aim, row["share"][row["ours"]], *row["share_interval"][row["ours"]],
-                              row["source"], f"worst at C = {row['channels']}", SHARE)
-                          for row in its if (row["channels"] >= WIDE) == is_wide)  # fmt: skip
-            yield found or Row(area, what, aim, form=SHARE)
-    yield from peers(points)
+            found = []
+            for line in (line for line in its if (line["channels"] >= WIDE) == is_wide):
+                share, (low, high) = line["share"][line["ours"]], line["share_interval"][line["ours"]]
+                note = f"worst at C = {line['channels']}"
+                found.append(row("kernels", what, aim, line, {"median": share, "low": low, "high": high}, note, SHARE))
+            yield worst(found or [row("kernels", what, aim, form=SHARE)])
+    for operator in dict.fromkeys(line["operator"] for line in points) or ("every operator",):
+        yield against(points, f"{operator}: the best other implementation's time over ours", 1.0,
+                      lambda line, name, it=operator: line["operator"] == it and name != UNSCALED)
+    yield against(points, "Liger-Kernel's backward over ours, C <= 1024", 1.3,
+                  lambda line, name: name == "Liger" and line["phase"] == "backward" and line["channels"] <= 1024)
+    yield against(points, "the unscaled activation's time over the scaled one's", 0.99,
+                  lambda line, name: name == UNSCALED)
 
 
-def peers(points: Lines) -> Iterator[Row]:
-    """Time of other implementations over that of ours, of each operator the point where we are worst."""
-
-    def against(what: str, aim: float, wanted: Callable[[dict, str], bool]) -> Row:
-        pairs = [(row, name, ratio) for row in points for name, ratio in row["time_over_ours"].items()
-                 if wanted(row, name)]  # fmt: skip
-        found = (Row("kernels", what, aim, ratio["median"], ratio["low"], ratio["high"], row["source"],
-                     f"worst: {name}, {row['phase']}, C = {row['channels']}") for row, name, ratio in pairs)
-        return worst(found) or Row("kernels", what, aim)  # fmt: skip
-
-    for operator in dict.fromkeys(row["operator"] for row in points) or ("every operator",):
-        yield against(f"{operator}: the best other implementation's time over ours", 1.0,
-                      lambda row, name, it=operator: row["operator"] == it and name != UNSCALED)
-    yield against("Liger-Kernel's backward over ours, C <= 1024", 1.3,
-                  lambda row, name: name == "Liger" and row["phase"] == "backward" and row["channels"] <= 1024)
-    yield against("the unscaled activation's time over the scaled one's", 0.99, lambda row, name: name == UNSCALED)
+def against(points: list[Line], what: str, aim: float, wanted: Callable[[Line, str], bool]) -> Row:
+    """Time of other implementations over that of ours, at the point where we are worst; and who they are."""
+    pairs = [(line, name, ratio) for line in points for name, ratio in line["time_over_ours"].items()
+             if wanted(line, name)]  # fmt: skip
+    others = ", ".join(dict.fromkeys(name for _, name, _ in pairs))
+    found = [row("kernels", what, aim, line, ratio,
+                 f"worst: {name}, {line['phase']}, C = {line['channels']}; of {others}")
+             for line, name, ratio in pairs]  # fmt: skip
+    return worst(found or [row("kernels", what, aim)])
 
 
 # ------------------------------------------------------------------------------------------------------ training speed
 
+FOLD, CONTROL = "coupled coupled_impl=fold", "rms-no-mlp-gamma"
+
 
 def training(folder: Path) -> Iterator[Row]:
     """Speed of training steps, 124 M, bfloat16, compiled, by residual stream and options of the compiler."""
-    fold, control = "coupled coupled_impl=fold", "rms-no-mlp-gamma"
-    aims = ((fold, "rms", 1.012), (fold, control, 1.0), ("coupled", "rms", 1.003), ("rms", "nanogpt", 1.0),
-            ("layer", "nanogpt", 1.0), ("rms (A/A)", "rms", None))  # fmt: skip
+    aims = ((FOLD, "rms", 1.012), (FOLD, CONTROL, 1.0), ("coupled", "rms", 1.003), ("rms (A/A)", "rms", None))
+    nanogpt = (("rms", "nanogpt", 1.0), ("rms", "nanogpt", 1.3), ("layer", "nanogpt", None))
     for name, label in (("train", "float32 stream"), ("train_bfloat16", "bfloat16 stream"),
                         ("train_autotuned", "bfloat16 stream, autotuned products")):  # fmt: skip
-        source = f"{name}/steps.jsonl"
-        arms = {row["arm"]: row for row in read_lines(folder / source)}
-        for arm, base, aim in aims:
-            if base == "nanogpt" and name != "train":
-                continue  # its stream is float32
-            row = Row("training", f"{arm} over {base}, tokens/s, {label}", aim)
-            if arm in arms and base in arms:
-                ratio = paired_ratio(arms[base]["seconds"], arms[arm]["seconds"])
-                row = Row(row.area, row.what, aim, ratio.mean, ratio.low, ratio.high, source, f"{ratio.n} rounds")
-            yield row
-        share = arms.get("rms", {}).get("mfu")
-        yield Row("training", f"rms, MFU, {label}", 0.45, share, source=source if share else "",
-                  note=f"{arms['rms']['tokens_per_s']:,.0f} tokens/s" if share else "", form="{:.1%}")  # fmt: skip
-    source = "train_kernels/steps.jsonl"
-    arms = {row["arm"]: row for row in read_lines(folder / source)}
+        lines = figures(folder, f"{name}/steps.jsonl")
+        for arm, base, aim in (*aims, *(nanogpt if name == "train" else ())):  # nanoGPT's stream is float32
+            goal = " (goal)" if aim == 1.3 else ""
+            yield faster(lines, arm, base, aim, f"{arm} over {base}, tokens/s, {label}{goal}")
+        rms = next((line for line in lines if line["arm"] == "rms"), None)
+        note = f"{rms['tokens_per_s']:,.0f} tokens/s" if rms else ""
+        yield row("training", f"rms, MFU, {label}", 0.45, rms, rms and rms["mfu"], note, "{:.1%}")
+    lines = figures(folder, "train_kernels/steps.jsonl")
     for norm in ("rms", "coupled"):
-        ours, plain = (arms.get(f"{norm} kernels={name}") for name in ("triton", "torch"))
-        if ours and plain:
-            ratio = paired_ratio(plain["seconds"], ours["seconds"])
-            yield Row("training", f"{norm} with our operators over the same compiled from plain PyTorch", None,
-                      ratio.mean, ratio.low, ratio.high, source, f"{ratio.n} rounds")  # fmt: skip
+        yield faster(lines, f"{norm} kernels=triton", f"{norm} kernels=torch", None,
+                     f"{norm} with our operators over the same compiled from plain PyTorch")
+
+
+def faster(lines: list[Line], arm: str, base: str, aim: float | None, what: str) -> Row:
+    """Speed of one arm over another's, from the times of the same rounds."""
+    arms = {line["arm"]: line for line in lines}
+    if not {arm, base} <= arms.keys():
+        return row("training", what, aim)
+    ratio = paired_ratio(arms[base]["seconds"], arms[arm]["seconds"])
+    return row("training", what, aim, arms[arm], vars(ratio), f"{ratio.n} rounds")
 
 
 # ------------------------------------------------------------------------------------------------------------ decoding
@@ -149,166 +167,93 @@ DECODING = {
 
 def decoding(folder: Path) -> Iterator[Row]:
     """A decoded token at batch 1. D/A stands with D/C, which alone is the shared statistic's merit."""
-    source = "decode/decode.jsonl"
-    lines = {(row["model"].removeprefix("random:"), row["batch"]): row for row in read_lines(folder / source)}
+    lines = {line["model"]: line for line in figures(folder, "decode/decode.jsonl") if line["batch"] == 1}
     for model, (paper, fused, share, eager) in DECODING.items():
-        row = lines.get((model, 1))
+        line = lines.get(f"random:{model}")
+        ratios = line["speed_ups"] if line else {}
+        twin = next((name for name in ratios if name.startswith("A/A/")), "")
+        note = f"{line['rounds']} rounds of {line['tokens']} tokens" if line else ""
         for pair, aim, title in (("coupled/rms", paper, "B/A"), ("coupled_fused/rms", fused, "D/A"),
-                                 ("coupled_fused/rms_fused", None, "D/C"), ("A/A/rms", None, "A/A"),
+                                 ("coupled_fused/rms_fused", None, "D/C"), (twin, None, "A/A"),
                                  ("coupled_fused/hf_eager", eager, "D over Hugging Face eager")):  # fmt: skip
-            ratio = row["speed_ups"].get(pair) if row else None
-            found = (ratio["median"], ratio["low"], ratio["high"], source, f"{row['rounds']} rounds") if ratio else ()
-            yield Row("decoding", f"{model}, {title}, batch 1", aim, *found)
-        what, times = f"{model}, D's share of the bandwidth floor", row["seconds"].get("coupled_fused") if row else None
-        if times:
-            floor = row["floor_bytes"] / row["bandwidth"] * (row["tokens"] - 1)
+            yield row("decoding", f"{model}, {title}, batch 1", aim, line, ratios.get(pair), note)
+        what, ratio = f"{model}, D's share of the bandwidth floor, batch 1", None
+        name = line and min((name for name in ("coupled_fused", "coupled_fused_tuned") if name in line["arms"]),
+                            key=lambda name: line["arms"][name]["ms_per_token"], default=None)  # fmt: skip
+        if name:
+            floor, times = line["floor_bytes"] / line["bandwidth"] * (line["tokens"] - 1), line["seconds"][name]
             ratio = median_ratio([floor] * len(times), times)
-            yield Row("decoding", what, share, ratio["median"], ratio["low"], ratio["high"], source,
-                      f"{row['arms']['coupled_fused']['ms_per_token']:.3f} ms/token", SHARE)  # fmt: skip
-        else:
-            yield Row("decoding", what, share, form=SHARE)
+            note = f"{line['arms'][name]['ms_per_token']:.3f} ms/token"
+        yield row("decoding", what, share, line, ratio, note, SHARE)
 
 
 # --------------------------------------------------------------------------------------------- taper, fold, distilling
 
+SIZES = 6  # of TaperNorm's protocol
+
 
 def tapering(folder: Path) -> Iterator[Row]:
-    """TaperNorm's protocol: the worst of its six sizes."""
-    source = "taper/last_token.jsonl"
-    lines = read_lines(folder / source)
+    """TaperNorm's protocol: the worst of its sizes, once all of them are there."""
+    lines = figures(folder, "taper/last_token.jsonl")
     for pair, mode, aim in (("taper/rms", "eager", 1.15), ("taper_folded/rms", "eager", 1.22),
                             ("taper_folded/rms", "cached", 1.18), ("taper_folded/rms", "CUDA graph", None),
                             ("taper_folded/rms_folded", "CUDA graph", None),
                             ("taper_folded/rms", "cached, CUDA graph", None)):  # fmt: skip
         what = f"{pair.replace('/', ' over ')}, {mode}"
-        found = []
-        for row in (row for row in lines if row["mode"] == mode):
-            ratio, size = row["speed_up"][pair], f"worst at batch {row['batch']}, context {row['context']}"
-            found.append(Row("taper", what, aim, ratio["median"], ratio["low"], ratio["high"], source, size))
-        yield worst(found) or Row("taper", what, aim)
+        found = [row("taper", what, aim, line, line["speed_up"][pair],
+                     f"worst at batch {line['batch']}, context {line['context']}")
+                 for line in lines if line["mode"] == mode]  # fmt: skip
+        yield worst(found) if len(found) >= SIZES else row("taper", what, aim)
 
 
-# shape -> per cent of time that the CBWC paper's protocol saves, by length
-FOLDING = {"gpt2": {256: 4.2, 1024: 8.5, 4096: 13.9}, "bert": {256: 6.9, 1024: 10.6, 4096: 18.5}, "opt": {256: 3.6}}
+# shape -> per cent of time that the CBWC paper's protocol saves, by length; of OPT it gives a range
+FOLDING = {"gpt2": {256: 4.2, 1024: 8.5, 4096: 13.9}, "bert": {256: 6.9, 1024: 10.6, 4096: 18.5},
+           "opt": {256: 3.6, 4096: 8.0}}  # fmt: skip
 
 
 def folding(folder: Path) -> Iterator[Row]:
-    """LayerNorms folded: time saved by the paper's protocol, one arm after the other, eager, with all norms swapped
-    where not all of them fold, as the paper's figures have it; then paired rounds."""
+    """LayerNorms folded: time saved by the paper's protocol, one arm after the other, eager; then paired rounds. Where
+    not all norms fold (BERT), the paper's figures are of all norms swapped, which is another function."""
     for shape, aims in FOLDING.items():
-        source = f"fold/{shape}.jsonl"
-        lines = {(row["mode"], row["length"]): row for row in read_lines(folder / source)}  # the last of each counts
+        lines = {(line["mode"], line["length"]): line for line in figures(folder, f"fold/{shape}.jsonl")}
         for length, aim in aims.items():
-            row = lines.get(("eager", length))
-            saved = row["sequential"].get("saved_swapped", row["sequential"]["saved"]) if row else None
-            yield Row("fold", f"{shape}, {length} tokens: time saved by the paper's protocol", aim / 100, saved,
-                      source=source if row else "", note="one figure, no interval" if row else "", form="{:.1%}")
+            line, what = lines.get(("eager", length)), f"{shape}, {length} tokens: time saved by the paper's protocol"
+            saved = line["sequential"] if line else {}
+            note, form = "one figure, no interval", "{:.1%}"
+            if "saved_swapped" in saved:
+                yield row("fold", f"{what}, folded exactly", None, line, saved["saved"], note, form)
+                note += "; all norms swapped, not the same function"
+            yield row("fold", what, aim / 100, line, saved.get("saved_swapped", saved.get("saved")), note, form)
             for mode in ("eager", "compiled", "graph"):
-                row = lines.get((mode, length))
-                ratio = row["before / after"]["mean"] if row else None
-                found = (ratio["mean"], ratio["low"], ratio["high"], source) if ratio else ()
-                yield Row("fold", f"{shape}, {length} tokens: speed-up, {mode}, paired rounds", None, *found)
+                line = lines.get((mode, length))
+                ratio = line["before / after"]["mean"] if line else None
+                yield row("fold", f"{shape}, {length} tokens: speed-up, {mode}, paired rounds", None, line, ratio)
 
 
 def distilling(folder: Path) -> Iterator[Row]:
     """Tokens/s and memory of the post-hoc conversion. The larger model has to fit a GPU of 141 GB."""
-    source = "distill/distill.jsonl"
-    lines = {row["stage"]: row for row in read_lines(folder / source)}
+    lines = {line["stage"]: line for line in figures(folder, "distill/distill.jsonl")}
     for model in ("qwen3-0.6b", "qwen3-8b"):
-        row = lines.get(f"distill-{model}", {})
-        speed, peak = row.get("tok_per_s"), row.get("peak_bytes")
-        yield Row("distilling", f"{model}, tokens/s", None, speed, source=source if speed else "", form="{:,.0f}")
-        yield Row("distilling", f"{model}, 141 GB over the peak memory", 1.0, 141e9 / peak if peak else None,
-                  source=source if peak else "", note=f"peak {peak / 1e9:.1f} GB" if peak else "", form="{:.2f}x")
+        line = lines.get(f"distill-{model}", {})
+        speed, peak = line.get("tok_per_s"), line.get("peak_bytes")
+        yield row("distilling", f"{model}, tokens/s", None, line, speed, form="{:,.0f}")
+        share, note = (141e9 / peak, f"peak {peak / 1e9:.1f} GB") if peak else (None, "")
+        yield row("distilling", f"{model}, 141 GB over the peak memory", 1.0, line, share, note)
 
 
-# ------------------------------------------------------------------------------------------------------------- results
+def rows_of(folder: Path) -> list[Row]:
+    """All rows. Figures that are only to be stated stand there once anything of their area has been measured."""
+    found = [list(area(folder)) for area in (kernels, training, decoding, tapering, folding, distilling)]
+    return [one for rows in found for one in rows if one.aim is not None or is_begun(one, rows)]
 
-AREAS = (kernels, training, decoding, tapering, folding, distilling)
-PICTURES = ("train/speed.png", "train_bfloat16/speed.png", "decode/decode.png", "kernels/norms/kernels.png",
-            "kernels/coupled/kernels.png", "table1_small/loss_tokens.png", "pair_124m/loss_tokens.png",
-            "trace/trace-8.png")  # fmt: skip
-REPORTS = ("train/README.md", "train_bfloat16/README.md", "train_autotuned/README.md", "train_kernels/README.md",
-           "decode/README.md", "kernels/norms/README.md", "kernels/coupled/README.md", "taper/last_token.md",
-           "table1_small/report.md", "table1_small/against_layer/report.md", "pair_124m/report.md")  # fmt: skip
+
+def is_begun(one: Row, rows: list[Row]) -> bool:
+    """Whether it has been measured, or, in decoding, anything of its model: D/A never stands without D/C."""
+    subject = one.what.partition(",")[0] if one.area == "decoding" else one.what
+    return any(row.value is not None for row in rows if row.what.partition(",")[0] == subject or row is one)
 
 
 def counted(rows: list[Row]) -> dict[str, int]:
     """How many rows have each verdict."""
     words = [row.verdict for row in rows]
     return {word: words.count(word) for word in ("met", "open", "missed", "stated", "not measured")}
-
-
-def render(folder: Path) -> list[Row]:
-    """Writes README.md and targets.png into the folder, from the files there; the rows."""
-    rows = [row for area in AREAS for row in area(folder) if row.aim is not None or row.value is not None]
-    stages = {row["stage"]: row for row in read_lines(folder / "stages.jsonl")}
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = plot(rows, folder / "targets.png")
-    (folder / "README.md").write_text(text_of(folder, rows, list(stages.values()), drawn), encoding="utf-8")
-    return rows
-
-
-def text_of(folder: Path, rows: list[Row], stages: Lines, drawn: bool) -> str:
-    """README.md of the folder."""
-    count = counted(rows)
-    lines = ["# Measured on the GPU, beside what was aimed at", "",
-             f"Made by `make gpu` from the JSONL files here. Of {sum(row.aim is not None for row in rows)} aims "
-             f"{count['met']} are met, {count['missed']} missed, {count['open']} open (the aim lies within the 95 % "
-             "interval); the others are not measured. Each figure's device, versions and commit are in its line of the "
-             "file named; those of the last attempt at each stage are below."]  # fmt: skip
-    if any(row["device"].startswith("cpu") for row in stages):
-        lines += ["", "**A rehearsal, at toy sizes and without a GPU: none of these figures is a result.**"]
-    if drawn:
-        lines += ["", "![Measured over aimed at](targets.png)"]
-    for area in dict.fromkeys(row.area for row in rows):
-        lines += ["", f"## {area.capitalize()}", "",
-                  "| what | aim | measured | 95 % interval | verdict | from |", "| --- " * 6 + "|"]  # fmt: skip
-        lines += [table_row(row) for row in rows if row.area == area]
-    there = [name for name in REPORTS if (folder / name).exists()]
-    if there:
-        lines += ["", "## Whole tables", "", *(f"- [{name}]({name})" for name in there)]
-        lines += ["", *(f"![{name}]({name})" for name in PICTURES if (folder / name).exists())]
-    if stages:
-        lines += ["", "## Stages", "", "| stage | state | minutes | commit | device | clocks before; after | said |",
-                  "| --- " * 7 + "|"]  # fmt: skip
-        lines += [stage_row(row) for row in stages]
-    return "\n".join(lines) + "\n"
-
-
-def table_row(row: Row) -> str:
-    values = ["" if value is None else row.form.format(value) for value in (row.aim, row.value, row.low, row.high)]
-    interval = f"{values[2]} .. {values[3]}" if values[2] else ""
-    origin = ", ".join(part for part in (row.note, f"[{row.source}]({row.source})" if row.source else "") if part)
-    aim = f">= {values[0]}" if values[0] else ""
-    return f"| {row.what} | {aim} | {values[1]} | {interval} | {row.verdict} | {origin} |"
-
-
-def stage_row(row: dict[str, Any]) -> str:
-    clocks = "; ".join(text for text in (row.get("clocks"), row.get("clocks_after")) if text)
-    said = row["said"].replace("|", "/")
-    commit = (row["git"] or "unknown")[:8] + ("+" if (row["git"] or "").endswith("+") else "")
-    return (f"| {row['stage']} | {row['state']} | {row['seconds'] / 60:.1f} | {commit} | {row['device']} | {clocks} | "
-            f"{said} |")  # fmt: skip
-
-
-def plot(rows: list[Row], target: Path) -> bool:
-    """Measured over aimed at, with its interval, a line for each aim that was measured; False where there is none."""
-    shown = [row for row in rows if row.aim and row.value is not None]
-    if not shown:
-        return False
-    areas = list(dict.fromkeys(row.area for row in shown))
-    figure, axis = plt.subplots(figsize=(9, 1.4 + 0.24 * len(shown)), layout="constrained")
-    for index, row in enumerate(shown):
-        color, marker = STYLES[areas.index(row.area) % len(STYLES)]
-        if row.low is not None:
-            axis.plot([row.low / row.aim, row.high / row.aim], [-index, -index], color=color, linewidth=2)
-        axis.plot(row.value / row.aim, -index, color=color, marker=marker, linestyle="",
-                  fillstyle="none" if row.verdict == "missed" else "full")  # fmt: skip
-    axis.axvline(1, color="black", linewidth=1)
-    axis.set_yticks([-index for index in range(len(shown))], [row.what for row in shown], fontsize=7)
-    axis.set_ylim(0.7 - len(shown), 0.7)
-    axis.set_xlabel("measured over aimed at, with 95 % interval; hollow: missed")
-    axis.grid(axis="x", alpha=0.3)
-    save(figure, target)
-    return True
