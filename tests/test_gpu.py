@@ -111,7 +111,7 @@ def test_a_rehearsal_and_a_campaign_share_nothing(campaign, tmp_path, monkeypatc
     for out in ("results/h200", f"{tmp_path}/results/mine", "out/../results/x"):
         with pytest.raises(ConfigError, match="no results: give another folder"):
             run(f"--out={out}")
-    with pytest.raises(ConfigError, match="would overwrite the README.md"):
+    with pytest.raises(ConfigError, match="would overwrite"):
         run("--out=.")
 
 
