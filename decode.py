@@ -9,14 +9,14 @@ Launches per block, with or without QK-norm, rotary positions and biases:
 
     plain   add + norm, qkv, heads, attention, proj, add + norm, up, activation, down     9
     paper   norm, qkv, heads, attention, proj + add, up, scale + activation, down + add   8
-    fused   qkv, heads, attention, proj + add, up + activation, down + add                6
+    fused   qkv, heads + attention, proj + add, up + activation, down + add               5
 
 and one more where a long cache splits the attention (kernels/decode_reference.py, LONG).
 In `fused` a norm is part of the product behind it: the gain is in the weight, the sum of squares is taken in the loop
 over x that the product runs anyway (or the statistic is shared, or there is none), the scale is in the epilogue. From
-some batch size on (packing.level_at) the library's products are the better ones: `library` is as `paper`, with 8
-launches for exact RMSNorm too, whose second statistic the activation takes. Tokens and positions stay on the device;
-there the whole step is one CUDA graph.
+some batch size on (packing.level_at) the library's products are the better ones: `library` is as `paper`, but for
+attention, with 7 launches for exact RMSNorm too, whose second statistic the activation takes. Tokens and positions stay
+on the device; there the whole step is one CUDA graph.
 """
 
 from collections.abc import Callable
@@ -85,25 +85,37 @@ def leave_fused(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, Non
     return ops.project(a, part.weight, part.bias, x), None
 
 
-STYLES = {"plain": (enter_library, leave_plain), "paper": (enter_library, leave_paper),
-          "fused": (enter_fused, leave_fused), "library": (enter_library, leave_paper)}  # fmt: skip
+# Attention (B, T, H D) of a product z to the cache, into which z's keys and values go. given: the rest of heads'
+# arguments. Of one token to a long cache it is in parts, which takes a launch more.
+
+
+def attend_apart(ops: Ops, z: Tensor, debt: Debt | None, cache, pos: Tensor, given: tuple, parts: int) -> Tensor:
+    q = ops.heads(z, debt, cache, pos, *given)
+    return ops.attend(q, cache, pos) if parts == 1 else ops.combine(*ops.attend_parts(q, cache, pos, parts), q.dtype)
+
+
+def attend_at_once(ops: Ops, z: Tensor, debt: Debt | None, cache, pos: Tensor, given: tuple, parts: int) -> Tensor:
+    if parts == 1:
+        return ops.heads_attend(z, debt, cache, pos, *given)
+    return ops.combine(*ops.heads_attend_parts(z, debt, cache, pos, *given, parts), z.dtype)
+
+
+STYLES = {"plain": (enter_library, attend_apart, leave_plain), "paper": (enter_library, attend_apart, leave_paper),
+          "fused": (enter_fused, attend_at_once, leave_fused),
+          "library": (enter_library, attend_at_once, leave_paper)}  # fmt: skip
 
 
 def decode_block(ops: Ops, packed: PackedGPT, block: PackedBlock, cache, pos, x, delta, inv_rms) -> tuple:
     """(x, delta, inv_rms) behind one block."""
-    enter, leave = STYLES[packed.level]
+    enter, attend, leave = STYLES[packed.level]
+    config, (B, T, _) = packed.config, x.shape
     z, debt, x, inv_rms = enter(ops, block.qkv, x, delta, inv_rms)  # (B, T, (H + 2 H_kv) D)
-    q = ops.heads(z, debt, cache, pos, packed.rope, block.q_gain, block.k_gain, packed.config.norm_eps)
-    x, delta = leave(ops, block.proj, attention(ops, q, cache, pos), x)
+    given = packed.rope, block.q_gain, block.k_gain, config.norm_eps
+    parts = 1 if T > 1 else decode_reference.attention_parts(B, config.n_head, cache[0].shape[2])
+    x, delta = leave(ops, block.proj, attend(ops, z, debt, cache, pos, given, parts), x)
     z, _, x, inv_rms = enter(ops, block.up, x, delta, inv_rms)  # (B, T, inner)
     x, delta = leave(ops, block.down, z, x)
     return x, delta, inv_rms
-
-
-def attention(ops: Ops, q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor) -> Tensor:
-    """Attention of q (B, H, T, D) to the cache: (B, T, H D). Of one token to a long cache in parts, in two launches."""
-    parts = decode_reference.attention_parts(*q.shape[:2], cache[0].shape[2]) if q.shape[2] == 1 else 1
-    return ops.attend(q, cache, pos) if parts == 1 else ops.combine(*ops.attend_parts(q, cache, pos, parts), q.dtype)
 
 
 def decode_logits(ops: Ops, packed: PackedGPT, caches: list, token: Tensor, pos: Tensor, last: bool = False) -> Tensor:
@@ -113,7 +125,7 @@ def decode_logits(ops: Ops, packed: PackedGPT, caches: list, token: Tensor, pos:
         x, delta, inv_rms = decode_block(ops, packed, block, cache, pos, x, delta, inv_rms)
     if last:
         x, delta, inv_rms = (None if part is None else part[:, -1:] for part in (x, delta, inv_rms))
-    enter, _ = STYLES[packed.level]
+    enter = STYLES[packed.level][0]
     logits, debt, _, _ = enter(ops, packed.head, x, delta, inv_rms)
     return logits if debt is None else ops.scale(logits, debt)
 

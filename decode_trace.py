@@ -36,9 +36,9 @@ CLASSES = (
 )  # fmt: skip
 # The class of a launch of the ledger.
 LAUNCHES = {"norm": "norm", "heads": "heads", "attend": "attention", "attend_parts": "attention",
-            "combine": "attention", "activation": "activation", "norm_activation": "activation", "matmul": "product",
-            "matmul_add": "product", "project": "product", "norm_project": "product",
-            "shared_project": "product"}  # fmt: skip
+            "heads_attend": "attention", "heads_attend_parts": "attention", "combine": "attention",
+            "activation": "activation", "norm_activation": "activation", "matmul": "product", "matmul_add": "product",
+            "project": "product", "norm_project": "product", "shared_project": "product"}  # fmt: skip
 COLOURS = {"norm": "#0072B2", "product": "#D55E00", "activation": "#F0E442", "attention": "#009E73", "heads": "#CC79A7",
            "copy": "#56B4E9", "other": "#999999"}  # fmt: skip
 

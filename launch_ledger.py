@@ -29,8 +29,8 @@ from kernels import decode_reference
 from model import GPT
 from packing import LIBRARY_FROM, PackedGPT, level_at, pack
 
-LAUNCHES = ("embed", "norm", "heads", "attend", "attend_parts", "combine", "best", "take", "matmul", "matmul_add",
-            "activation", "scale", "norm_activation", "project", "norm_project",
+LAUNCHES = ("embed", "norm", "heads", "attend", "attend_parts", "heads_attend", "heads_attend_parts", "combine", "best",
+            "take", "matmul", "matmul_add", "activation", "scale", "norm_activation", "project", "norm_project",
             "shared_project")  # fmt: skip
 PRODUCTS = {"mm", "addmm", "bmm"}
 FREE = {"empty", "empty_like", "detach", "_unsafe_view", "lift_fresh"}
@@ -63,7 +63,7 @@ class LaunchLedger(TorchDispatchMode):
         if not self.inside and not operation.is_view and name not in FREE:
             self.launches.append(name)
         self.products += name in PRODUCTS
-        if self.inside and self.products > 1 and not self.inside.startswith("attend"):
+        if self.inside and self.products > 1 and "attend" not in self.inside:
             raise RuntimeError(f"{self.inside} holds {self.products} matrix products: no launch does that")
         return operation(*args, **(kwargs or {}))
 

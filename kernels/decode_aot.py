@@ -49,7 +49,8 @@ class AotConfig:
 
 
 def cases(name: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, int, Callable]]:
-    """(launch's name, C, launch) of a step of the fused arms, and of the heads that `paper` owes its scale to."""
+    """(launch's name, C, launch) of a step of the fused arms, and of heads and attention as the others
+    have them, apart."""
     qkv, up, proj, down, kind, vocabulary, (n_heads, kv_heads, channels) = SHAPES[name]
 
     def x(size: int) -> torch.Tensor:
@@ -75,14 +76,18 @@ def cases(name: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Iterato
     rope = None if name == "gpt2" else (meta(256, channels), meta(256, channels))
     gains = [meta(channels, dtype=dtype) if name.startswith("qwen3") else None] * 2
     z, q = x((n_heads + 2 * kv_heads) * channels), meta(batch, n_heads, 1, channels, dtype=dtype)
-    for word, debt in (("heads", None), ("heads debt", Debt(inv_rms, vector(z.shape[-1])))):
-        yield word, channels, lambda d=debt: decode_attention.heads(z, d, cache, pos, rope, *gains, 1e-6)
     short = cache
+    for word, debt in (("", None), (" debt", Debt(inv_rms, vector(z.shape[-1])))):
+        given = z, debt, short, pos, rope, *gains, 1e-6
+        yield f"heads{word}", channels, lambda g=given: decode_attention.heads(*g)
+        yield f"heads + attend{word}", channels, lambda g=given: decode_attention.heads_attend(*g)
     yield "attend", channels, lambda: decode_attention.attend(q, short, pos)
     parts = attention_parts(batch, n_heads, 4096)
     if parts > 1:
         cache = [meta(batch, kv_heads, 4096, channels, dtype=dtype) for _ in range(2)]
         yield "attend parts", channels, lambda: decode_attention.attend_parts(q, cache, pos, parts)
+        given = z, None, cache, pos, rope, *gains, 1e-6, parts
+        yield "heads + attend parts", channels, lambda: decode_attention.heads_attend_parts(*given)
         found = meta(batch, n_heads, parts, channels), *(meta(batch, n_heads, parts) for _ in range(2))
         yield "combine", channels, lambda: decode_attention.combine(*found, dtype)
     raw = x(up[0] * copies)

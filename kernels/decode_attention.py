@@ -1,8 +1,9 @@
 """Triton: what a decoding step does between its products, for one new token of every sequence.
 
 heads: QK-norm, rotary positions and the write into the cache; attend: attention to the cache up to the position, which
-is read from the device; attend_parts and combine: the same for a long cache, over more programs; embed, best and take:
-the ends of a step. Functions are those of kernels/decode_reference.py.
+is read from the device; attend_parts and combine: the same for a long cache, over more programs; heads_attend and
+heads_attend_parts: both at once; embed, best and take: the ends of a step. Functions are those of
+kernels/decode_reference.py.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from kernels import rows
 from kernels.decode_reference import Debt
 
-KEYS = 64  # of an attention program at a time
+KEYS, WARPS = 64, 8  # of an attention program: keys at a time
 PARTS = 32  # of the vocabulary, each searched by its own program
 
 
@@ -29,74 +30,103 @@ def load_paid(Z, INV, BIAS, row, first, col, mask, width):
 
 
 @triton.jit
-def load_gain(GAIN, col, mask):
-    return tl.load(GAIN + col, mask=mask, other=0.0).to(tl.float32)
+def load_head(
+    Z, INV, BIAS, GAIN, COS, SIN, row, first, pos, eps, width, D: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A query or key (WIDE,) of a row of z in float32: its debt paid, QK-norm, rotary positions."""
+    col = tl.arange(0, WIDE)
+    mask, half = col < D, D // 2
+    other = tl.where(col < half, col + half, col - half)  # the channel that this one turns with
+    z = load_paid(Z, INV, BIAS, row, first, col, mask, width)
+    partner = load_paid(Z, INV, BIAS, row, first, other, mask, width)
+    if GAIN is not None:
+        inv = tl.rsqrt(tl.sum(z * z, 0) / D + tl.cast(eps, tl.float32))
+        z = z * inv * tl.load(GAIN + col, mask=mask, other=0.0).to(tl.float32)
+        partner = partner * inv * tl.load(GAIN + other, mask=mask, other=0.0).to(tl.float32)
+    if COS is not None:
+        cos = tl.load(COS + pos * D + col, mask=mask, other=0.0)
+        sin = tl.load(SIN + pos * D + col, mask=mask, other=0.0)
+        z = z * cos + tl.where(col < half, -partner, partner) * sin
+    return z
 
 
 @triton.jit
 def heads_kernel(
-    Z, INV, BIAS, Q, K, V, POS, COS, SIN, Q_GAIN, K_GAIN, eps, length,
+    Z, INV, BIAS, COS, SIN, Q_GAIN, K_GAIN, eps, Q, K, V, POS, length,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence: a query, a key or a value."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head, pos = tl.program_id(0), tl.program_id(1), tl.load(POS)
     col = tl.arange(0, WIDE)
-    mask, half = col < D, D // 2
-    other = tl.where(col < half, col + half, col - half)  # the channel that this one turns with
-    width = (HEADS + 2 * KV_HEADS) * D
-    z = load_paid(Z, INV, BIAS, row, head * D, col, mask, width)
-    partner = load_paid(Z, INV, BIAS, row, head * D, other, mask, width)
-    pos = tl.load(POS)
-    if head < HEADS + KV_HEADS:
-        if Q_GAIN is not None:
-            inv = tl.rsqrt(tl.sum(z * z, 0) / D + tl.cast(eps, tl.float32))
-            of_query = head < HEADS
-            gain = tl.where(of_query, load_gain(Q_GAIN, col, mask), load_gain(K_GAIN, col, mask))
-            partner_gain = tl.where(of_query, load_gain(Q_GAIN, other, mask), load_gain(K_GAIN, other, mask))
-            z, partner = z * inv * gain, partner * inv * partner_gain
-        if COS is not None:
-            cos = tl.load(COS + pos * D + col, mask=mask, other=0.0)
-            sin = tl.load(SIN + pos * D + col, mask=mask, other=0.0)
-            z = z * cos + tl.where(col < half, -partner, partner) * sin
+    mask, width = col < D, (HEADS + 2 * KV_HEADS) * D
+    place = ((row * KV_HEADS + (head - HEADS) % KV_HEADS) * length + pos) * D  # of a key or value
     if head < HEADS:
-        tl.store(Q + (row * HEADS + head) * D + col, z.to(Q.dtype.element_ty), mask=mask)
+        q = load_head(Z, INV, BIAS, Q_GAIN, COS, SIN, row, head * D, pos, eps, width, D, WIDE)
+        tl.store(Q + (row * HEADS + head) * D + col, q.to(Q.dtype.element_ty), mask=mask)
     elif head < HEADS + KV_HEADS:
-        place = ((row * KV_HEADS + head - HEADS) * length + pos) * D
-        tl.store(K + place + col, z.to(K.dtype.element_ty), mask=mask)
+        k = load_head(Z, INV, BIAS, K_GAIN, COS, SIN, row, head * D, pos, eps, width, D, WIDE)
+        tl.store(K + place + col, k.to(K.dtype.element_ty), mask=mask)
     else:
-        place = ((row * KV_HEADS + head - HEADS - KV_HEADS) * length + pos) * D
-        tl.store(V + place + col, z.to(V.dtype.element_ty), mask=mask)
+        v = load_paid(Z, INV, BIAS, row, head * D, col, mask, width)
+        tl.store(V + place + col, v.to(V.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_tile(CACHE, first, key, end, col, D: tl.constexpr):
+    """(KEYS, WIDE) of the cache, in its own type; zero from `end` on. first: where the head's keys begin."""
+    mask = (key < end)[:, None] & (col < D)[None, :]
+    return tl.load(CACHE + (first + key)[:, None] * D + col[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def attend_kernel(
-    Q, K, V, POS, A, LARGEST, TOTAL, scale, length, part_keys, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    Q, Z, INV, BIAS, COS, SIN, Q_GAIN, K_GAIN, eps, K, V, POS, A, LARGEST, TOTAL, scale, length, part_keys,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """One query head of one sequence: softmax over the keys, or a part of them, in one pass with a running maximum.
-    With PARTS, A (rows, HEADS, PARTS, D) is not divided by the weights' sum yet."""
+    With PARTS, A (rows, HEADS, PARTS, D) is not divided by the weights' sum yet.
+
+    Without Q, query and new key and value come from Z, by every query head of their group. The first of these writes
+    them into the cache, where no program of this launch reads them: so none has to wait.
+    """
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    col = tl.arange(0, WIDE)
-    channel = col < D
-    q = tl.load(Q + (row * HEADS + head) * D + col, mask=channel, other=0.0).to(tl.float32)
-    q = q * tl.cast(scale, tl.float32)
-    first = (row * KV_HEADS + head // (HEADS // KV_HEADS)).to(tl.int64) * length
-    end = tl.minimum(tl.load(POS).to(tl.int32) + 1, (part + 1) * part_keys)
+    col, lane = tl.arange(0, WIDE), tl.arange(0, KEYS)
+    channel, group = col < D, head // (HEADS // KV_HEADS)
+    first = (row * KV_HEADS + group).to(tl.int64) * length
+    pos, begin = tl.load(POS).to(tl.int32), part * part_keys
+    end = tl.minimum(pos + 1 if Z is None else pos, begin + part_keys)
+    k = load_tile(K, first, begin + lane, end, col, D)  # under way while the query is made
+    v = load_tile(V, first, begin + lane, end, col, D)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     a = tl.zeros((WIDE,), tl.float32)
-    for start in range(part * part_keys, end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        mask = (key < end)[:, None] & channel[None, :]
-        place = (first + key)[:, None] * D + col[None, :]
-        k = tl.load(K + place, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(V + place, mask=mask, other=0.0).to(tl.float32)
-        score = tl.where(key < end, tl.sum(k * q[None, :], 1), float("-inf"))
+    if Z is None:
+        q = tl.load(Q + (row * HEADS + head) * D + col, mask=channel, other=0.0).to(tl.float32)
+        q = q * tl.cast(scale, tl.float32)
+    else:
+        width = (HEADS + 2 * KV_HEADS) * D
+        q = load_head(Z, INV, BIAS, Q_GAIN, COS, SIN, row, head * D, pos, eps, width, D, WIDE)
+        key = load_head(Z, INV, BIAS, K_GAIN, COS, SIN, row, (HEADS + group) * D, pos, eps, width, D, WIDE)
+        value = load_paid(Z, INV, BIAS, row, (HEADS + KV_HEADS + group) * D, col, channel, width)
+        key, value = key.to(K.dtype.element_ty), value.to(V.dtype.element_ty)  # rounded as the cache has them
+        q = q.to(K.dtype.element_ty).to(tl.float32) * tl.cast(scale, tl.float32)
+        here = (begin <= pos) & (pos < begin + part_keys)
+        largest = tl.where(here, tl.sum(q * key.to(tl.float32), 0), largest)
+        total = tl.where(here, 1.0, total)
+        a = tl.where(here, value.to(tl.float32), a)
+        if here and head % (HEADS // KV_HEADS) == 0:
+            tl.store(K + (first + pos) * D + col, key, mask=channel)
+            tl.store(V + (first + pos) * D + col, value, mask=channel)
+    for start in range(begin, end, KEYS):
+        score = tl.where(start + lane < end, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf"))
+        k = load_tile(K, first, start + KEYS + lane, end, col, D)
         before, largest = largest, tl.maximum(largest, tl.max(score, 0))
         weight = tl.exp(score - largest)
         shrink = tl.exp(before - largest)
         total = total * shrink + tl.sum(weight, 0)
-        a = a * shrink + tl.sum(weight[:, None] * v, 0)
+        a = a * shrink + tl.sum(weight[:, None] * v.to(tl.float32), 0)
+        v = load_tile(V, first, start + KEYS + lane, end, col, D)
     place = (row * HEADS + head) * PARTS + part
     if PARTS == 1:
         a = a / total
@@ -172,41 +202,54 @@ def heads(
     batch, kv_heads, length, channels = k_cache.shape
     n_heads = z.shape[-1] // channels - 2 * kv_heads
     q = rows.empty((batch, n_heads, 1, channels), k_cache.dtype, z.device)
-    inv_rms, bias = debt or (None, None)
-    cos, sin = rope or (None, None)
     with rows.on_device(z):
         heads_kernel[(batch, n_heads + 2 * kv_heads)](
-            z, inv_rms, bias, q, k_cache, v_cache, pos, cos, sin, q_gain, k_gain, eps, length, HEADS=n_heads,
-            KV_HEADS=kv_heads, D=channels, WIDE=triton.next_power_of_2(channels), num_warps=1,
+            z, *(debt or (None, None)), *(rope or (None, None)), q_gain, k_gain, eps, q, k_cache, v_cache, pos, length,
+            HEADS=n_heads, KV_HEADS=kv_heads, D=channels, WIDE=triton.next_power_of_2(channels), num_warps=1,
         )  # fmt: skip
     return q
 
 
 def attend(q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor) -> Tensor:
-    a = rows.empty((q.shape[0], 1, q.shape[1] * q.shape[3]), q.dtype, q.device)
-    _attend(q, cache, pos, 1, a, None, None)
-    return a
+    return _attend((q, *[None] * 7, 0.0), q.shape[1], cache, pos, 1)[0]
 
 
 def attend_parts(
     q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor, parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, n_heads, _, channels = q.shape
-    sums = rows.empty((batch, n_heads, parts, channels), torch.float32, q.device)
-    largest, totals = (rows.empty((batch, n_heads, parts), torch.float32, q.device) for _ in range(2))
-    _attend(q, cache, pos, parts, sums, largest, totals)
-    return sums, largest, totals
+    return _attend((q, *[None] * 7, 0.0), q.shape[1], cache, pos, parts)
 
 
-def _attend(q, cache, pos, parts, a, largest, totals):
-    batch, n_heads, _, channels = q.shape
-    length = cache[0].shape[2]
-    with rows.on_device(q):
+def heads_attend(
+    z: Tensor, debt: Debt | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
+    q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    return heads_attend_parts(z, debt, cache, pos, rope, q_gain, k_gain, eps, 1)[0]
+
+
+def heads_attend_parts(
+    z: Tensor, debt: Debt | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
+    q_gain: Tensor | None, k_gain: Tensor | None, eps: float, parts: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _, kv_heads, _, channels = cache[0].shape
+    words = (None, z, *(debt or (None, None)), *(rope or (None, None)), q_gain, k_gain, eps)
+    return _attend(words, z.shape[-1] // channels - 2 * kv_heads, cache, pos, parts)
+
+
+def _attend(words, n_heads, cache, pos, parts):
+    """(sums, largest, totals); of one part (a, None, None). words: the kernel's arguments before the cache."""
+    batch, kv_heads, length, channels = cache[0].shape
+    found = rows.empty((batch, 1, n_heads * channels), cache[0].dtype, pos.device), None, None
+    if parts > 1:
+        shape = (batch, n_heads, parts)
+        found = [rows.empty(size, torch.float32, pos.device) for size in ((*shape, channels), shape, shape)]
+    with rows.on_device(pos):
         attend_kernel[(batch, n_heads, parts)](
-            q, *cache, pos, a, largest, totals, channels**-0.5, length, triton.cdiv(length, parts), HEADS=n_heads,
-            KV_HEADS=cache[0].shape[1], D=channels, WIDE=triton.next_power_of_2(channels), KEYS=KEYS, PARTS=parts,
-            num_warps=4,
+            *words, *cache, pos, *found, channels**-0.5, length, triton.cdiv(length, parts), HEADS=n_heads,
+            KV_HEADS=kv_heads, D=channels, WIDE=triton.next_power_of_2(channels), KEYS=KEYS, PARTS=parts,
+            num_warps=WARPS,
         )  # fmt: skip
+    return tuple(found)
 
 
 def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -> Tensor:

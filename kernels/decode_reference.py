@@ -113,6 +113,16 @@ def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -
     return a.flatten(1).unsqueeze(1).to(dtype)
 
 
+def heads_attend(z, debt, cache, pos, rope, q_gain, k_gain, eps) -> Tensor:
+    """heads and attend at once: (B, T, H D). Rounded where these are."""
+    return attend(heads(z, debt, cache, pos, rope, q_gain, k_gain, eps), cache, pos)
+
+
+def heads_attend_parts(z, debt, cache, pos, rope, q_gain, k_gain, eps, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """heads and attend_parts at once."""
+    return attend_parts(heads(z, debt, cache, pos, rope, q_gain, k_gain, eps), cache, pos, parts)
+
+
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Largest logits (B, n) of logits (B, 1, V) and their tokens (B, n), for one or more parts of the vocabulary."""
     return logits[:, -1].max(-1, keepdim=True)

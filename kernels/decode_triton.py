@@ -19,7 +19,8 @@ from kernels.decode_reference import Debt
 
 REFERENCE = {name: value for name, value in vars(decode_reference).items() if not name.startswith("_")}
 OWN = {name: getattr(decode_attention, name)
-       for name in ("embed", "heads", "attend", "attend_parts", "combine", "best", "take")}  # fmt: skip
+       for name in ("embed", "heads", "attend", "attend_parts", "heads_attend", "heads_attend_parts", "combine", "best",
+                    "take")}  # fmt: skip
 OWN |= {name: getattr(decode_project, name) for name in ("project", "norm_project", "shared_project")}
 
 

@@ -89,10 +89,9 @@ def test_more_rows_than_a_tile():
     near(ours[1], plain[1])
 
 
-@pytest.mark.parametrize("channels", (8, 12))
 @pytest.mark.parametrize("case", ("plain", "rope", "norm", "rope norm debt", "debt bias"))
-def test_heads_and_attention(case, channels):
-    B, H, G, length, at = 2, 4, 2, 9, 5
+def test_heads_and_attention(case):
+    B, H, G, channels, length, at = 2, 4, 2, 12, 9, 5
     z = tensor(B, 1, (H + 2 * G) * channels)
     rope = (tensor(length, channels, seed=1).cos(), tensor(length, channels, seed=1).sin()) if "rope" in case else None
     gains = [tensor(channels, seed=seed) if "norm" in case else None for seed in (2, 3)]
@@ -108,6 +107,48 @@ def test_heads_and_attention(case, channels):
         near(ours, plain)
     untouched = torch.arange(length, device=DEVICE) != at
     assert torch.equal(found[0][1][:, :, untouched], tensor(B, G, length, channels, seed=7)[:, :, untouched])
+
+
+# Of four query heads and 2 KEYS + 41 = 169 places, in three parts of 57. Positions: around a tile of keys, and in every
+# part, alone in it as well.
+AT_ONCE = [
+    (1, 4, 64, "", torch.float32, 0, 1), (3, 2, 12, "rope", torch.float32, 1, 1),
+    (1, 1, 128, "norm rope debt", torch.bfloat16, 63, 1), (1, 2, 80, "norm debt bias", torch.float32, 64, 1),
+    (3, 1, 80, "norm rope debt bias", torch.bfloat16, 65, 1), (1, 2, 64, "norm rope", torch.bfloat16, 0, 3),
+    (1, 4, 12, "debt bias", torch.float32, 57, 3), (1, 1, 80, "norm rope debt", torch.float32, 100, 3),
+    (1, 2, 128, "rope", torch.bfloat16, 168, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("B", "G", "channels", "case", "dtype", "at", "parts"), AT_ONCE, ids=str)
+def test_heads_and_attention_at_once(B, G, channels, case, dtype, at, parts):
+    """Against float64 attention of what heads rounds; nothing is read at the position or behind it, where NaN is."""
+    assert decode_attention.KEYS == 64, "positions are chosen for tiles of 64 keys"
+    H, length = 4, 169
+    z = tensor(B, 1, (H + 2 * G) * channels, dtype=dtype)
+    rope = (tensor(length, channels, seed=1).cos(), tensor(length, channels, seed=1).sin()) if "rope" in case else None
+    gains = [3 * tensor(channels, seed=seed, dtype=dtype) if "norm" in case else None for seed in (2, 3)]
+    bias = tensor(z.shape[-1], seed=5, dtype=dtype) if "bias" in case else None
+    debt = Debt(tensor(B, 1, 1, seed=6).abs() + 0.5, bias) if "debt" in case else None
+    pos = torch.tensor([at], device=DEVICE)
+    full, cache = ([tensor(B, G, length, channels, seed=seed, dtype=dtype) for seed in (7, 8)] for _ in range(2))
+    for part in cache:
+        part[:, :, at:] = float("nan")
+    given = debt, cache, pos, rope, *gains, 1e-6
+    q = decode_reference.heads(z, debt, full, *given[2:]).double()
+    exact = [part.double() for part in full]
+    whole = decode_reference.attend(q, exact, pos).to(dtype)
+    if parts == 1:
+        near(decode_attention.heads_attend(z, *given), whole)
+    else:
+        ours = decode_attention.heads_attend_parts(z, *given, parts)
+        near(decode_attention.combine(*ours, dtype), whole)
+        for a, b in zip(ours, decode_reference.attend_parts(q, exact, pos, parts), strict=True):
+            assert torch.equal(a.isfinite(), b.isfinite())
+            near(a.where(a.isfinite(), 0), b.where(b.isfinite(), 0).float())
+    for ours, plain in zip(cache, full, strict=True):
+        near(ours[:, :, at], plain[:, :, at])
+        assert torch.equal(ours[:, :, :at], plain[:, :, :at]) and ours[:, :, at + 1 :].isnan().all()
 
 
 def test_attention_over_several_tiles_of_keys():
