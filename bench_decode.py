@@ -11,8 +11,10 @@ weights are never zeros. Arms (decode_arms.py): A rms, B coupled (the paper's fu
 E taper_folded, L layer, M layer_fused; all from the same weights. B/A is the paper's claim; D/A mixes fusion with the
 shared statistic, so D/C, which does not, always stands beside it.
 
-On a GPU, arms around the library's products are compiled twice, with inductor's defaults and with gpt-fast's options,
-and both take part; ratios are of the faster ones, so that no baseline is weaker than it could be. `gpt_fast=FOLDER`
+On a GPU every arm takes part twice: those around the library's products compiled with inductor's defaults, and
+(`_tuned`) with gpt-fast's options and programmatic dependent launch; those of our own kernels launched one after the
+other, and (`_tuned`) each while the one before ends. Ratios are of the faster ones, so that no baseline is weaker than
+it could be. `gpt_fast=FOLDER`
 adds gpt-fast's own model (from a checkout of that repository) for shapes that it can do.
 
 Greedy decoding of `tokens` tokens behind the prompt; an end token does not end it. Before timing, every arm's logits
@@ -58,7 +60,7 @@ from stats import median_ratio, paired_times, seconds
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TWIN = "A/A"  # a second copy of the first arm
-TUNED = "_tuned"  # behind the name of an arm's second compilation
+TUNED = "_tuned"  # behind the name of an arm's second variant
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class BenchConfig:
     coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
     coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all)")
     coupled_alpha: float = key(1.0, "coupled: the shared statistic is divided by this")
-    tuning: str = key("auto", "options of torch.compile: inductor's (off), gpt-fast's (on), both on a GPU (auto)",
+    tuning: str = key("auto", "inductor's defaults and plain launches (off), gpt-fast's options and programmatic "
+                              "dependent launches (on), both on a GPU (auto)",
                       ("auto", "on", "off"))  # fmt: skip
     library_from: int = key(LIBRARY_FROM, "fused arms: sequences from which on the library multiplies")
     gpt_fast: str = key("", "folder of a gpt-fast checkout, whose model is timed too")
@@ -112,13 +115,14 @@ class BenchConfig:
         return {"coupled": {"coupled_first": self.coupled_first, "coupled_span": self.coupled_span,
                             "coupled_alpha": self.coupled_alpha}}  # fmt: skip
 
-    def compilations(self, arm: Arm, device: torch.device) -> list[tuple[str, bool, bool]]:
-        """(name, compiled?, with gpt-fast's options?) of each way in which this arm runs on a device."""
-        if not self.compiled or (arm.level == "fused" and device.type == "cuda"):
-            return [(arm.name, False, False)]
-        if self.tuning == "auto" and device.type == "cuda":
-            return [(arm.name, True, False), (f"{arm.name}{TUNED}", True, True)]
-        return [(arm.name, True, self.tuning == "on")]
+    def variants(self, arm: Arm, level: str, device: torch.device) -> list[tuple[str, bool, bool]]:
+        """(name, compiled?, tuned?) of each way in which this arm, packed to a level, runs on a device."""
+        cuda = device.type == "cuda"
+        compiled = self.compiled and not (arm.level == "fused" and cuda)
+        can_be_tuned = compiled or (level == "fused" and cuda and torch.cuda.get_device_capability(device) >= (9, 0))
+        if self.tuning == "auto" and cuda and can_be_tuned:
+            return [(arm.name, compiled, False), (f"{arm.name}{TUNED}", compiled, True)]
+        return [(arm.name, compiled, can_be_tuned and self.tuning == "on")]
 
 
 def load(config: BenchConfig, spec: str, device: torch.device) -> GPT:
@@ -206,10 +210,11 @@ def prepare(
     decoders, rows, floor, first = {}, {}, 0, {}
     for arm in find_arms(config.arms):
         twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
-        packed = pack(twin, level_at(arm.level, batch, config.library_from))
+        level = level_at(arm.level, batch, config.library_from)
+        packed = pack(twin, level)
         counted = per_block(launches(packed, batch, length)[1:])
         floor = floor_bytes(packed, batch, filled + config.tokens // 2)
-        for name, compiled, tuned in config.compilations(arm, device):
+        for name, compiled, tuned in config.variants(arm, level, device):
             decoder = Decoder(packed, batch, length, compiled=compiled, tuned=tuned)
             try:
                 rows[name] = check_arm(twin, decoder, idx, config.tokens) | counted

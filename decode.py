@@ -30,8 +30,10 @@ from kernels.decode_reference import Debt
 from packing import Entry, Exit, PackedBlock, PackedGPT
 
 Ops = ModuleType | SimpleNamespace  # the launches
-# What gpt-fast sets for its compiled step: inductor then writes the products of one row by itself and tunes its tiles.
-TUNED = {"coordinate_descent_tuning": True, "triton.unique_kernel_names": True, "fx_graph_cache": True}
+# What gpt-fast sets for its compiled step (inductor then writes the products of one row by itself and tunes its tiles),
+# and what our own kernels have, too: programmatic dependent launch.
+TUNED = {"coordinate_descent_tuning": True, "triton.unique_kernel_names": True, "fx_graph_cache": True,
+         "triton.enable_pdl": True}  # fmt: skip
 
 
 def enter_library(ops: Ops, entry: Entry, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None) -> tuple:
@@ -133,8 +135,9 @@ def decode_logits(ops: Ops, packed: PackedGPT, caches: list, token: Tensor, pos:
 class Decoder:
     """Decodes `batch` sequences of at most `length` tokens. ops: the launches of a step (None: what is best here).
 
-    compiled: the step goes through torch.compile, tuned: with the options TUNED. graph: it is captured in a CUDA graph
-    (None: where there is CUDA). peak_bytes: what a captured step takes beside storages().
+    compiled: the step goes through torch.compile, tuned: with the options TUNED; our own kernels, which are not
+    compiled, begin while the one before ends (kernels/overlap.py, which wants sm_90 or later). graph: it is captured
+    in a CUDA graph (None: where there is CUDA). peak_bytes: what a captured step takes beside storages().
     Raises ValueError if `length` is beyond the model's block_size.
     """
 
@@ -221,6 +224,8 @@ class Decoder:
 
         # A captured graph uses what a compiled function allocates and loads, so the function must live as long.
         function = self._function = compiled_alone(compute, self.tuned) if self.compiled else compute
+        if self.tuned and not self.compiled:
+            function = overlapped(compute)
         if not self.graph:
             self._step = lambda: setattr(self, "logits", function(self.token, self.pos))
             return
@@ -243,6 +248,17 @@ class Decoder:
 
         self._step = replay
         self.rewind(filled)
+
+
+def overlapped(function: Callable) -> Callable:
+    """`function`, each of whose kernels begins while the one before ends."""
+    from kernels.overlap import overlapping
+
+    def run(*words: Tensor) -> Tensor:
+        with overlapping():
+            return function(*words)
+
+    return run
 
 
 def compiled_alone(function: Callable, tuned: bool = False) -> Callable:

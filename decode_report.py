@@ -57,7 +57,7 @@ def table(record: dict[str, Any]) -> str:
     lines += [f"| {name} | {ratio['median']:.4f} | {ratio['low']:.4f} .. {ratio['high']:.4f} |"
               for name, ratio in record["speed_ups"].items()]  # fmt: skip
     if record["faster"]:
-        lines += ["", f"Compiled twice; these ratios are of the faster: {', '.join(record['faster'].values())}."]
+        lines += ["", f"Each in two variants; these ratios are of the faster: {', '.join(record['faster'].values())}."]
     if "hf_static" in record["arms"] and record["device"].startswith("cpu"):
         lines += ["", "hf_static is not compiled here: on a CPU transformers runs its static cache in eager mode."]
     return "\n".join([*lines, *(f"- not timed: {reason}" for reason in record["missing"])])

@@ -108,9 +108,10 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
     filled, rows, pictures = idx.shape[1], {}, {}
     for arm in find_arms(config.arms):
         twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
-        packed = pack(twin, level_at(arm.level, batch, config.library_from))
+        level = level_at(arm.level, batch, config.library_from)
+        packed = pack(twin, level)
         shorter = dataclasses.replace(packed, blocks=packed.blocks[:1])
-        for name, compiled, tuned in config.compilations(arm, idx.device):
+        for name, compiled, tuned in config.variants(arm, level, idx.device):
             names = []
             for part, path in ((packed, folder / f"{name}-{batch}.json"), (shorter, None)):
                 decoder = Decoder(part, batch, filled + 8, compiled=compiled, tuned=tuned)

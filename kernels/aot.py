@@ -130,13 +130,13 @@ def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict,
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {name: keywords[name] for name in ("num_warps", "num_stages") if name in keywords}
+    options = {name: keywords[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in keywords}
     compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     return compiled.asm["cubin"], compiled.metadata.shared
 
 
-def measure(code: bytes, shared: int) -> dict[str, int]:
-    """The table's columns for one kernel's machine code."""
+def disassemble(code: bytes) -> tuple[str, str]:
+    """(what cuobjdump says of a kernel's resources, its instructions)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
@@ -144,13 +144,26 @@ def measure(code: bytes, shared: int) -> dict[str, int]:
             subprocess.run([str(TOOLS / words[0]), *words[1:], file.name], capture_output=True, text=True, check=True)
             for words in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c", "-ndf"))
         )
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups())
+    return usage.stdout + usage.stderr, assembly.stdout
+
+
+def early_loads(code: bytes) -> int | None:
+    """Loads that are on their way before the kernel waits for the one before it; None if it does not wait."""
+    assembly = disassemble(code)[1]
+    start, wait, _ = assembly.partition("ACQBULK")
+    return len(re.findall(r"\bLDG\b", start)) if wait else None
+
+
+def measure(code: bytes, shared: int) -> dict[str, int]:
+    """The table's columns for one kernel's machine code."""
+    usage, assembly = disassemble(code)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
 
     def count(pattern: str) -> int:
-        return len(re.findall(pattern, assembly.stdout))
+        return len(re.findall(pattern, assembly))
 
     def widths(instruction: str) -> list[int]:
-        found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly.stdout)
+        found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly)
         return [next((bits for bits in (128, 64) if f".{bits}" in word), 32) for word in found] or [0]
 
     return dict(zip(COLUMNS, (

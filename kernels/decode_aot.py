@@ -4,11 +4,13 @@
     python -m kernels.decode_aot --batch=64 --sm=100
 
 Columns, JSON line and exit code are those of `python -m kernels.aot`; C is the number of inputs of a product, of a
-head's channels, or of a row. Loads that go to shared memory ahead of use (LDGSTS) are not among the load bits.
+head's channels, or of a row. Loads that go to shared memory ahead of use (LDGSTS) are not among the load bits. From
+sm_90 on kernels are those of overlapping launches; the JSON line has how many loads each has before it waits.
 """
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from errors import ConfigError, UserError, run_program
 from kernels import aot, binding, decode_attention, decode_epilogue, decode_project
 from kernels.aot import meta
 from kernels.decode_reference import Debt, attention_parts
+from kernels.overlap import overlapping
 
 # outputs x inputs of qkv, up (inner), proj and down, as in hf.SHAPES, and the activation
 SHAPES = {
@@ -109,10 +112,13 @@ def main(argv: list[str]) -> int:
     for name in config.shapes.split(","):
         for batch in config.batch:
             for word, size, launch in cases(name, batch):
-                for kernel, arguments, keywords in aot.launches(launch):
+                with overlapping() if config.sm >= 90 else nullcontext():
+                    made = aot.launches(launch)
+                for kernel, arguments, keywords in made:
                     record = {"operator": f"{name} {word}, batch {batch}", "kernel": kernel.__name__, "C": size}
                     code, shared = aot.compile_launch(kernel, arguments, keywords, config.sm)
-                    records.append(record | {"sm": config.sm} | aot.measure(code, shared))
+                    record |= {"sm": config.sm, "early loads": aot.early_loads(code)}
+                    records.append(record | aot.measure(code, shared))
     print(aot.table(records))
     if config.out:
         Path(config.out).write_text(f"triton {triton.__version__}\n\n{aot.table(records)}\n", encoding="utf-8")

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import rows
+from kernels import overlap, rows
 from kernels.decode_reference import Debt
 
 KEYS, WARPS = 64, 8  # of an attention program: keys at a time
@@ -82,7 +82,7 @@ def load_tile(CACHE, first, key, end, col, D: tl.constexpr):
 def attend_kernel(
     Q, Z, INV, BIAS, COS, SIN, Q_GAIN, K_GAIN, eps, K, V, POS, A, LARGEST, TOTAL, scale, length, part_keys,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One query head of one sequence: softmax over the keys, or a part of them, in one pass with a running maximum.
     With PARTS, A (rows, HEADS, PARTS, D) is not divided by the weights' sum yet.
@@ -96,8 +96,9 @@ def attend_kernel(
     first = (row * KV_HEADS + group).to(tl.int64) * length
     pos, begin = tl.load(POS).to(tl.int32), part * part_keys
     end = tl.minimum(pos + 1 if Z is None else pos, begin + part_keys)
-    k = load_tile(K, first, begin + lane, end, col, D)  # under way while the query is made
+    k = load_tile(K, first, begin + lane, end, col, D)  # of steps before; under way while the query is made
     v = load_tile(V, first, begin + lane, end, col, D)
+    overlap.wait(PDL)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     a = tl.zeros((WIDE,), tl.float32)
@@ -138,8 +139,9 @@ def attend_kernel(
 
 @triton.jit
 def combine_kernel(SUMS, LARGEST, TOTAL, A, D: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-                   MANY: tl.constexpr):  # fmt: skip
+                   MANY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The parts of one head of one sequence as one."""
+    overlap.wait(PDL)
     head, col, part = tl.program_id(0), tl.arange(0, WIDE), tl.arange(0, MANY)
     largest = tl.load(LARGEST + head * PARTS + part, mask=part < PARTS, other=float("-inf"))
     share = tl.exp(largest - tl.max(largest, 0))
@@ -161,8 +163,9 @@ def embed_kernel(TOKEN, POS, WTE, WPE, X, C: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def best_kernel(Z, VALUES, TOKENS, V, part, PARTS: tl.constexpr, WIDE: tl.constexpr):
+def best_kernel(Z, VALUES, TOKENS, V, part, PARTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
     """The largest logit of one part of the vocabulary; of equal ones the first."""
+    overlap.wait(PDL)
     row, first = tl.program_id(0), tl.program_id(1) * part
     end = tl.minimum(first + part, V)
     largest = tl.full((WIDE,), float("-inf"), tl.float32)
@@ -179,8 +182,10 @@ def best_kernel(Z, VALUES, TOKENS, V, part, PARTS: tl.constexpr, WIDE: tl.conste
 
 
 @triton.jit
-def take_kernel(VALUES, TOKENS, TOKEN, POS, OUT, n_rows, length, PARTS: tl.constexpr, ROWS: tl.constexpr):
+def take_kernel(VALUES, TOKENS, TOKEN, POS, OUT, n_rows, length, PARTS: tl.constexpr, ROWS: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
     """One program for all sequences, so that the position moves once."""
+    overlap.wait(PDL)
     pos = tl.load(POS) + 1
     row, part = tl.arange(0, ROWS), tl.arange(0, PARTS)
     valid = row < n_rows
@@ -243,11 +248,13 @@ def _attend(words, n_heads, cache, pos, parts):
     if parts > 1:
         shape = (batch, n_heads, parts)
         found = [rows.empty(size, torch.float32, pos.device) for size in ((*shape, channels), shape, shape)]
+    # Alone it begins with keys that the launch before has just written: it is no part of such a chain.
+    options = overlap.launch_options() if words[0] is None else {"PDL": False}
     with rows.on_device(pos):
         attend_kernel[(batch, n_heads, parts)](
             *words, *cache, pos, *found, channels**-0.5, length, triton.cdiv(length, parts), HEADS=n_heads,
             KV_HEADS=kv_heads, D=channels, WIDE=triton.next_power_of_2(channels), KEYS=KEYS, PARTS=parts,
-            num_warps=WARPS,
+            num_warps=WARPS, **options,
         )  # fmt: skip
     return tuple(found)
 
@@ -258,7 +265,7 @@ def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -
     with rows.on_device(sums):
         combine_kernel[(batch * n_heads,)](
             sums, largest, totals, a, D=channels, WIDE=triton.next_power_of_2(channels), PARTS=parts,
-            MANY=triton.next_power_of_2(parts), num_warps=4,
+            MANY=triton.next_power_of_2(parts), num_warps=4, **overlap.launch_options(),
         )  # fmt: skip
     return a
 
@@ -277,11 +284,11 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     tokens = rows.empty((batch, PARTS), torch.int64, logits.device)
     with rows.on_device(logits):
         best_kernel[(batch, PARTS)](logits, values, tokens, size, triton.cdiv(size, PARTS), PARTS=PARTS, WIDE=1024,
-                                    num_warps=4)  # fmt: skip
+                                    num_warps=4, **overlap.launch_options())  # fmt: skip
     return values, tokens
 
 
 def take(values: Tensor, tokens: Tensor, token: Tensor, pos: Tensor, out: Tensor) -> None:
     with rows.on_device(values):
         take_kernel[(1,)](values, tokens, token, pos, out, len(token), out.shape[1], PARTS=PARTS,
-                          ROWS=triton.next_power_of_2(len(token)), num_warps=4)  # fmt: skip
+                          ROWS=triton.next_power_of_2(len(token)), num_warps=4, **overlap.launch_options())  # fmt: skip

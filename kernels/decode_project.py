@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import rows
+from kernels import overlap, rows
 from kernels.activation import value
 
 ELEMENTS = 4096  # of W in registers at a time, for one row: 32 a thread of 4 warps
@@ -27,14 +27,21 @@ def load_weight(W, out, col, N: tl.constexpr, K: tl.constexpr):
 @triton.jit
 def vector_kernel(
     X, W, B, R, INV, Y, INV_OUT, eps, N: tl.constexpr, K: tl.constexpr, OWN: tl.constexpr, KIND: tl.constexpr,
-    OUT: tl.constexpr, IN: tl.constexpr, STAGES: tl.constexpr,
+    OUT: tl.constexpr, IN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: OUT outputs of it. For swiglu W is (2 N, K), gate then up."""
     out, lane = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.arange(0, IN)
-    acc = tl.zeros((OUT, IN), tl.float32)
+    w = load_weight(W, out, lane, N, K)  # needs nothing of the kernel before
+    if KIND == "swiglu":
+        w_up = load_weight(W + N * K, out, lane, N, K)
+    overlap.wait(PDL)
+    x = tl.load(X + lane, mask=lane < K, other=0.0).to(tl.float32)
+    acc = w.to(tl.float32) * x[None, :]
     acc_up = tl.zeros((OUT, IN), tl.float32)
-    squares = tl.zeros((IN,), tl.float32)
-    for start in tl.range(0, K, IN, num_stages=STAGES):
+    if KIND == "swiglu":
+        acc_up = w_up.to(tl.float32) * x[None, :]
+    squares = x * x
+    for start in tl.range(IN, K, IN, num_stages=STAGES):
         col = start + lane
         x = tl.load(X + col, mask=col < K, other=0.0).to(tl.float32)
         acc += load_weight(W, out, col, N, K).to(tl.float32) * x[None, :]
@@ -69,9 +76,10 @@ def vector_kernel(
 @triton.jit
 def matrix_kernel(
     X, W, B, R, INV, Y, INV_OUT, eps, n_rows, N: tl.constexpr, K: tl.constexpr, OWN: tl.constexpr, KIND: tl.constexpr,
-    ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows: OUT outputs of each."""
+    overlap.wait(PDL)
     out, lane = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.arange(0, IN)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     acc = tl.zeros((ROWS, OUT), tl.float32)
@@ -134,14 +142,16 @@ def _launch(x, weight, bias, residual, inv_rms, eps, kind):
         if n_rows == 1:
             outputs, inputs = vector_tile(N, K, kind)
             vector_kernel[(triton.cdiv(N, outputs),)](
-                *words, N=N, K=K, OWN=own, KIND=kind, OUT=outputs, IN=inputs, STAGES=3, num_warps=4
-            )
+                *words, N=N, K=K, OWN=own, KIND=kind, OUT=outputs, IN=inputs, STAGES=3, num_warps=4,
+                **overlap.launch_options(),
+            )  # fmt: skip
         else:
             tall = min(128, max(16, triton.next_power_of_2(n_rows)))
             inputs = 128 if tall <= 32 else 64  # four stages of x and W in shared memory
             matrix_kernel[(triton.cdiv(N, 16), triton.cdiv(n_rows, tall))](
-                *words, n_rows, N=N, K=K, OWN=own, KIND=kind, ROWS=tall, OUT=16, IN=inputs, STAGES=4, num_warps=4
-            )
+                *words, n_rows, N=N, K=K, OWN=own, KIND=kind, ROWS=tall, OUT=16, IN=inputs, STAGES=4, num_warps=4,
+                **overlap.launch_options(),
+            )  # fmt: skip
     return y, taken
 
 

@@ -91,7 +91,7 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(run, 
 
     monkeypatch.setattr(bench_decode, "pack", wrong)
     monkeypatch.setattr(bench_decode.decode_peers, "arms", peers)
-    monkeypatch.setattr(bench_decode.BenchConfig, "compilations", lambda self, arm, device: [(arm.name, False, False)])
+    monkeypatch.setattr(bench_decode.BenchConfig, "variants", lambda *words: [(words[1].name, False, False)])
     with pytest.raises(UserError, match="no more memory"):
         bench_decode.main([str(run), "--arms=B,A,D", "--batch=2,3,4", "--dtype=bfloat16", f"--out={tmp_path / 'out'}",
                            *FAST, "--compiled=true"])  # fmt: skip
@@ -212,14 +212,19 @@ def test_a_trace_is_compared_with_the_ledger():
     assert decode_trace.difference(whole, Counter({"embed_kernel": 1})) == whole - Counter({"embed_kernel": 1})
 
 
-def test_both_compilations_are_arms_and_ratios_are_of_the_faster():
+def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
     config = bench_decode.BenchConfig()
     cuda, cpu, (a, c) = torch.device("cuda"), torch.device("cpu"), decode_arms.find_arms("A,C")
-    assert config.compilations(a, cuda) == [("rms", True, False), ("rms_tuned", True, True)]
-    assert config.compilations(c, cuda) == [("rms_fused", False, False)]
-    assert config.compilations(a, cpu) == [("rms", True, False)] and config.compilations(c, cpu)[0][1]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert config.variants(a, "plain", cuda) == [("rms", True, False), ("rms_tuned", True, True)]
+    assert config.variants(c, "fused", cuda) == [("rms_fused", False, False), ("rms_fused_tuned", False, True)]
+    assert config.variants(c, "library", cuda) == [("rms_fused", False, False)]  # the library's launches do not overlap
+    assert config.variants(a, "plain", cpu) == [("rms", True, False)] and config.variants(c, "fused", cpu)[0][1]
     forced = dataclasses.replace(config, tuning="on")
-    assert forced.compilations(a, cuda) == [("rms", True, True)]
+    assert forced.variants(a, "plain", cuda) == [("rms", True, True)]
+    assert forced.variants(c, "fused", cuda) == [("rms_fused", False, True)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert config.variants(c, "fused", cuda) == [("rms_fused", False, False)]  # no such launches there
     times = {"rms": [3.0] * 6, "rms_tuned": [2.0] * 6, "coupled": [1.0] * 6, "coupled_tuned": [4.0] * 6,
              "A/A": [3.0] * 6}  # fmt: skip
     found = bench_decode.speed_ups(times, ["rms", "coupled"], {"rms": "rms_tuned", "coupled": "coupled"}, "rms")

@@ -12,8 +12,17 @@ from test_decode import decoded, make, prompt
 
 pytest.importorskip("triton", reason="Triton has no wheels for this platform")
 
-from decode import Decoder
-from kernels import binding, decode_attention, decode_epilogue, decode_project, decode_reference, decode_triton, rows
+from decode import Decoder, overlapped
+from kernels import (
+    binding,
+    decode_attention,
+    decode_epilogue,
+    decode_project,
+    decode_reference,
+    decode_triton,
+    overlap,
+    rows,
+)
 from kernels.decode_reference import Debt
 from packing import pack
 
@@ -234,3 +243,13 @@ def test_operators_for_compiled_steps():
     torch.library.opcheck(decode_triton.best_operator, (logits,), test_utils=tests)
     words = (*decode_triton.best(logits), places, places[0].clone(), places.expand(2, 9).contiguous())
     torch.library.opcheck(decode_triton.take_operator, words, test_utils=tests)
+
+
+def test_launches_overlap_only_where_they_are_told_to():
+    def plain() -> bool:
+        return overlap.launch_options() == {"PDL": False}
+
+    assert plain() and overlapped(lambda: overlap.launch_options())() == {"PDL": True, "launch_pdl": True} and plain()
+    with pytest.raises(ZeroDivisionError):
+        overlapped(lambda: 1 / 0)()
+    assert plain()
