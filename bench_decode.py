@@ -12,10 +12,10 @@ E taper_folded, L layer, M layer_fused; all from the same weights. B/A is the pa
 shared statistic, so D/C, which does not, always stands beside it.
 
 On a GPU every arm takes part twice: those around the library's products compiled with inductor's defaults, and
-(`_tuned`) with gpt-fast's options and programmatic dependent launch; those of our own kernels launched one after the
-other, and (`_tuned`) each while the one before ends. Ratios are of the faster ones, so that no baseline is weaker than
-it could be. `gpt_fast=FOLDER`
-adds gpt-fast's own model (from a checkout of that repository) for shapes that it can do.
+(`_tuned`) with gpt-fast's options; those of our own kernels launched one after the other, and (`_tuned`) each while the
+one before ends, which kernels of the compiled ones then do as well. Ratios are of the faster ones, so that no baseline
+is weaker than it could be. `gpt_fast=FOLDER` adds gpt-fast's own model (from a checkout of that repository) for shapes
+that it can do.
 
 Greedy decoding of `tokens` tokens behind the prompt; an end token does not end it. Before timing, every arm's logits
 are compared with float64, and its tokens with those of its own unfused definition; one that fails is not timed. Then
@@ -46,7 +46,7 @@ import decode_peers
 import decode_report
 from checkpoint import load_model
 from configurator import key, parse_args
-from decode import Decoder
+from decode import Decoder, can_overlap
 from decode_arms import Arm, check_arm, find_arms, with_norms
 from decode_trace import trace_arms
 from errors import ConfigError, UserError, run_program
@@ -119,7 +119,7 @@ class BenchConfig:
         """(name, compiled?, tuned?) of each way in which this arm, packed to a level, runs on a device."""
         cuda = device.type == "cuda"
         compiled = self.compiled and not (arm.level == "fused" and cuda)
-        can_be_tuned = compiled or (level == "fused" and cuda and torch.cuda.get_device_capability(device) >= (9, 0))
+        can_be_tuned = compiled or (level == "fused" and can_overlap(device))
         if self.tuning == "auto" and cuda and can_be_tuned:
             return [(arm.name, compiled, False), (f"{arm.name}{TUNED}", compiled, True)]
         return [(arm.name, compiled, can_be_tuned and self.tuning == "on")]

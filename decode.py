@@ -30,10 +30,11 @@ from kernels.decode_reference import Debt
 from packing import Entry, Exit, PackedBlock, PackedGPT
 
 Ops = ModuleType | SimpleNamespace  # the launches
-# What gpt-fast sets for its compiled step (inductor then writes the products of one row by itself and tunes its tiles),
-# and what our own kernels have, too: programmatic dependent launch.
-TUNED = {"coordinate_descent_tuning": True, "triton.unique_kernel_names": True, "fx_graph_cache": True,
-         "triton.enable_pdl": True}  # fmt: skip
+# What gpt-fast sets for its compiled step: inductor then writes the products of one row by itself and tunes its tiles.
+TUNED = {"coordinate_descent_tuning": True, "triton.unique_kernel_names": True, "fx_graph_cache": True}
+# Inductor's own programmatic dependent launches. In a step of ours nothing but our operators writes into what is there
+# already; inductor would read behind such a write of its own without waiting, so gpt-fast's model goes without.
+OVERLAPPED = {"triton.enable_pdl": True}
 
 
 def enter_library(ops: Ops, entry: Entry, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None) -> tuple:
@@ -135,9 +136,9 @@ def decode_logits(ops: Ops, packed: PackedGPT, caches: list, token: Tensor, pos:
 class Decoder:
     """Decodes `batch` sequences of at most `length` tokens. ops: the launches of a step (None: what is best here).
 
-    compiled: the step goes through torch.compile, tuned: with the options TUNED; our own kernels, which are not
-    compiled, begin while the one before ends (kernels/overlap.py, which wants sm_90 or later). graph: it is captured
-    in a CUDA graph (None: where there is CUDA). peak_bytes: what a captured step takes beside storages().
+    compiled: the step goes through torch.compile. tuned: with gpt-fast's options; and its kernels, ours as well as
+    inductor's, begin while the one before ends where that can be (kernels/overlap.py). graph: it is captured in a CUDA
+    graph (None: where there is CUDA). peak_bytes: what a captured step takes beside storages().
     Raises ValueError if `length` is beyond the model's block_size.
     """
 
@@ -224,8 +225,8 @@ class Decoder:
 
         # A captured graph uses what a compiled function allocates and loads, so the function must live as long.
         function = self._function = compiled_alone(compute, self.tuned) if self.compiled else compute
-        if self.tuned and not self.compiled:
-            function = overlapped(compute)
+        if self.tuned and can_overlap(self.token.device):
+            function = overlapped(function)
         if not self.graph:
             self._step = lambda: setattr(self, "logits", function(self.token, self.pos))
             return
@@ -250,6 +251,12 @@ class Decoder:
         self.rewind(filled)
 
 
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels can be launched there before the one before has ended."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def overlapped(function: Callable) -> Callable:
     """`function`, each of whose kernels begins while the one before ends."""
     from kernels.overlap import overlapping
@@ -265,7 +272,7 @@ def compiled_alone(function: Callable, tuned: bool = False) -> Callable:
     """torch.compile with a cache of its own. Compiled versions are kept by code object, which all closures of one
     function share: arms would search each other's at every call, and together run into dynamo's limit."""
     function.__code__ = function.__code__.replace()
-    return torch.compile(function, fullgraph=True, dynamic=False, options=TUNED if tuned else None)
+    return torch.compile(function, fullgraph=True, dynamic=False, options=TUNED | OVERLAPPED if tuned else None)
 
 
 def best_ops(packed: PackedGPT, batch: int, compiled: bool, tuned: bool) -> Ops:

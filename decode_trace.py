@@ -5,6 +5,7 @@ compared with what the launch ledger counts for the same blocks.
 """
 
 import dataclasses
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -123,10 +124,19 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
                 torch._dynamo.reset()
             ledger = total(launches(packed, batch, filled + 8)[2:])
             rows[name] = compare(difference(*names), ledger, len(packed.blocks) - 1)
-            rows[name] |= {"kernels_per_step": names[0].total(), "us": sum(event["us"] for event in pictures[name])}
+            rows[name] |= {"kernels_per_step": names[0].total(), "us": busy(pictures[name])}
             print(f"{name}: {names[0].total()} kernels in a step, {rows[name]['line']}")
     draw(pictures, folder / f"trace-{batch}.png", f"{spec}, batch {batch}: kernels of one step")
     return {"model": spec, "batch": batch, "arms": rows}
+
+
+def busy(events: list[dict[str, Any]]) -> float:
+    """Microseconds in which one kernel or more was there: those that overlap wait for each other in part of theirs."""
+    spent, end = 0.0, -math.inf
+    for event in events:  # in the order of their starts
+        last = event["start"] + event["us"]
+        spent, end = spent + max(0.0, last - max(event["start"], end)), max(end, last)
+    return spent
 
 
 def difference(more: Counter, fewer: Counter) -> Counter:
@@ -153,11 +163,13 @@ def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str, wind
     for axis, (name, events) in zip(axes[:, 0], pictures.items()):
         middle = max(0, len(events) // 2 - window // 2)
         shown = events[middle : middle + window]
+        done = 0.0
         for event in shown:
             start, what = event["start"] - shown[0]["start"], kind(event["name"])
-            axis.barh(0, event["us"], left=start, color=COLOURS[what], edgecolor="black", linewidth=0.3)
+            start, done = max(start, done), max(done, start + event["us"])  # from where the one before has ended
+            axis.barh(0, done - start, left=start, color=COLOURS[what], edgecolor="black", linewidth=0.3)
             if what == "norm":
-                axis.annotate("▼", (start + event["us"] / 2, 0.45), ha="center", color=COLOURS["norm"], fontsize=9)
+                axis.annotate("▼", ((start + done) / 2, 0.45), ha="center", color=COLOURS["norm"], fontsize=9)
         axis.set_yticks([0], [name])
         axis.set_ylim(-0.5, 0.8)
     axes[-1, 0].set_xlabel("microseconds")

@@ -148,10 +148,11 @@ def disassemble(code: bytes) -> tuple[str, str]:
 
 
 def early_loads(code: bytes) -> int | None:
-    """Loads that are on their way before the kernel waits for the one before it; None if it does not wait."""
+    """Loads and stores, copies to shared memory included, that a kernel begins before it waits for the one before it;
+    None if it does not wait."""
     assembly = disassemble(code)[1]
     start, wait, _ = assembly.partition("ACQBULK")
-    return len(re.findall(r"\bLDG\b", start)) if wait else None
+    return len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start)) if wait else None
 
 
 def measure(code: bytes, shared: int) -> dict[str, int]:

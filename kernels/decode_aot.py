@@ -5,7 +5,7 @@
 
 Columns, JSON line and exit code are those of `python -m kernels.aot`; C is the number of inputs of a product, of a
 head's channels, or of a row. Loads that go to shared memory ahead of use (LDGSTS) are not among the load bits. From
-sm_90 on kernels are those of overlapping launches; the JSON line has how many loads each has before it waits.
+sm_90 on kernels are those of overlapping launches; the JSON line has how many loads each begins before it waits.
 """
 
 import json
@@ -24,6 +24,7 @@ from kernels.aot import meta
 from kernels.decode_reference import Debt, attention_parts
 from kernels.overlap import overlapping
 
+EARLY = ("vector_kernel", "attend_kernel")  # begin before they wait, which may cost registers: compiled in both ways
 # outputs x inputs of qkv, up (inner), proj and down, as in hf.SHAPES, and the activation
 SHAPES = {
     "gpt2": ((2304, 768), (3072, 768), (768, 768), (768, 3072), "gelu_tanh", 50257, (12, 12, 64)),
@@ -104,6 +105,16 @@ def cases(name: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Iterato
     yield "take", searched, lambda: decode_attention.take(*tops, token, pos, meta(batch, 257, dtype=torch.int64))
 
 
+def compiled(operator: str, channels: int, sm: int, kernel: triton.JITFunction, arguments: tuple, keywords: dict):
+    """One row of the table; `early`: see aot.early_loads, `tile`: loads of a thread for the weights of a first tile."""
+    code, shared = aot.compile_launch(kernel, arguments, keywords, sm)
+    record = {"operator": operator, "kernel": kernel.__name__, "C": channels, "sm": sm, "PDL": keywords.get("PDL")}
+    if kernel.__name__ == "vector_kernel":
+        weights = keywords["OUT"] * keywords["IN"] * (2 if keywords["KIND"] == "swiglu" else 1)
+        record["tile"] = weights * 16 // (32 * keywords["num_warps"] * 128)
+    return record | {"early": aot.early_loads(code)} | aot.measure(code, shared)
+
+
 def main(argv: list[str]) -> int:
     config, _ = parse_args(AotConfig, argv, __doc__)
     if binding.INTERPRETED:
@@ -112,13 +123,11 @@ def main(argv: list[str]) -> int:
     for name in config.shapes.split(","):
         for batch in config.batch:
             for word, size, launch in cases(name, batch):
-                with overlapping() if config.sm >= 90 else nullcontext():
-                    made = aot.launches(launch)
-                for kernel, arguments, keywords in made:
-                    record = {"operator": f"{name} {word}, batch {batch}", "kernel": kernel.__name__, "C": size}
-                    code, shared = aot.compile_launch(kernel, arguments, keywords, config.sm)
-                    record |= {"sm": config.sm, "early loads": aot.early_loads(code)}
-                    records.append(record | aot.measure(code, shared))
+                for is_overlapping in (False, True)[: 2 if config.sm >= 90 else 1]:
+                    with overlapping() if is_overlapping else nullcontext():
+                        made = aot.launches(launch)
+                    records += [compiled(f"{name} {word}, batch {batch}", size, config.sm, *one) for one in made
+                                if is_overlapping or config.sm < 90 or one[0].__name__ in EARLY]  # fmt: skip
     print(aot.table(records))
     if config.out:
         Path(config.out).write_text(f"triton {triton.__version__}\n\n{aot.table(records)}\n", encoding="utf-8")

@@ -53,9 +53,10 @@ def load_head(
 @triton.jit
 def heads_kernel(
     Z, INV, BIAS, COS, SIN, Q_GAIN, K_GAIN, eps, Q, K, V, POS, length,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence: a query, a key or a value."""
+    overlap.wait(PDL)
     row, head, pos = tl.program_id(0), tl.program_id(1), tl.load(POS)
     col = tl.arange(0, WIDE)
     mask, width = col < D, (HEADS + 2 * KV_HEADS) * D
@@ -90,6 +91,8 @@ def attend_kernel(
     Without Q, query and new key and value come from Z, by every query head of their group. The first of these writes
     them into the cache, where no program of this launch reads them: so none has to wait.
     """
+    if Z is None:
+        overlap.wait(PDL)  # the launch before has written the newest key
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     col, lane = tl.arange(0, WIDE), tl.arange(0, KEYS)
     channel, group = col < D, head // (HEADS // KV_HEADS)
@@ -98,7 +101,8 @@ def attend_kernel(
     end = tl.minimum(pos + 1 if Z is None else pos, begin + part_keys)
     k = load_tile(K, first, begin + lane, end, col, D)  # of steps before; under way while the query is made
     v = load_tile(V, first, begin + lane, end, col, D)
-    overlap.wait(PDL)
+    if Z is not None:
+        overlap.wait(PDL)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     a = tl.zeros((WIDE,), tl.float32)
@@ -211,6 +215,7 @@ def heads(
         heads_kernel[(batch, n_heads + 2 * kv_heads)](
             z, *(debt or (None, None)), *(rope or (None, None)), q_gain, k_gain, eps, q, k_cache, v_cache, pos, length,
             HEADS=n_heads, KV_HEADS=kv_heads, D=channels, WIDE=triton.next_power_of_2(channels), num_warps=1,
+            **overlap.launch_options(),
         )  # fmt: skip
     return q
 
@@ -248,13 +253,11 @@ def _attend(words, n_heads, cache, pos, parts):
     if parts > 1:
         shape = (batch, n_heads, parts)
         found = [rows.empty(size, torch.float32, pos.device) for size in ((*shape, channels), shape, shape)]
-    # Alone it begins with keys that the launch before has just written: it is no part of such a chain.
-    options = overlap.launch_options() if words[0] is None else {"PDL": False}
     with rows.on_device(pos):
         attend_kernel[(batch, n_heads, parts)](
             *words, *cache, pos, *found, channels**-0.5, length, triton.cdiv(length, parts), HEADS=n_heads,
             KV_HEADS=kv_heads, D=channels, WIDE=triton.next_power_of_2(channels), KEYS=KEYS, PARTS=parts,
-            num_warps=WARPS, **options,
+            num_warps=WARPS, **overlap.launch_options(),
         )  # fmt: skip
     return tuple(found)
 

@@ -2,9 +2,10 @@
 
 Within `overlapping()`, the kernels of a decoding step are launched so that their programs may be on the GPU already
 when the kernel before is still at work. Each says at once that the next may come, too, does what needs nothing of the
-kernels before (its first weights are on their way), and then waits until the one before has ended and its results can
-be seen. Every kernel of the chain waits, so that what ran before the one before has ended as well. The step's first
-kernel is launched as usual: what it and all others find from the step before (cache, position) is complete.
+kernels before (a product of one row sets out for its first weights, the joint attention for the cache), and then waits
+until the one before has ended and its results can be seen. Every kernel of the chain waits, so that what ran before the
+one before has ended as well. The step's first kernel is launched as usual: what it and all others find from the step
+before (cache, position) is complete. So is what a kernel that is launched as usual in between has done.
 
 PTX ISA, griddepcontrol; CUDA programming guide, programmatic dependent launch.
 """
@@ -23,11 +24,11 @@ _is_on = False
 def overlapping() -> Iterator[None]:
     """Kernels that can are launched so within."""
     global _is_on
-    _is_on = True
+    before, _is_on = _is_on, True
     try:
         yield
     finally:
-        _is_on = False
+        _is_on = before
 
 
 def launch_options() -> dict[str, Any]:

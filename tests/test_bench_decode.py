@@ -215,7 +215,7 @@ def test_a_trace_is_compared_with_the_ledger():
 def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
     config = bench_decode.BenchConfig()
     cuda, cpu, (a, c) = torch.device("cuda"), torch.device("cpu"), decode_arms.find_arms("A,C")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(bench_decode, "can_overlap", lambda _: True)
     assert config.variants(a, "plain", cuda) == [("rms", True, False), ("rms_tuned", True, True)]
     assert config.variants(c, "fused", cuda) == [("rms_fused", False, False), ("rms_fused_tuned", False, True)]
     assert config.variants(c, "library", cuda) == [("rms_fused", False, False)]  # the library's launches do not overlap
@@ -223,7 +223,7 @@ def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
     forced = dataclasses.replace(config, tuning="on")
     assert forced.variants(a, "plain", cuda) == [("rms", True, True)]
     assert forced.variants(c, "fused", cuda) == [("rms_fused", False, True)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(bench_decode, "can_overlap", lambda _: False)
     assert config.variants(c, "fused", cuda) == [("rms_fused", False, False)]  # no such launches there
     times = {"rms": [3.0] * 6, "rms_tuned": [2.0] * 6, "coupled": [1.0] * 6, "coupled_tuned": [4.0] * 6,
              "A/A": [3.0] * 6}  # fmt: skip

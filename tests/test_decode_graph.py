@@ -12,6 +12,7 @@ from test_decode import make, prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import decode
 from decode import Decoder
 from decode_arms import check_arm
 from packing import LEVELS, pack
@@ -56,6 +57,9 @@ def test_a_captured_step_serves_a_second_prompt(level, tuned, monkeypatch):
             "memory_allocated": lambda: 0, "max_memory_allocated": lambda: 0}  # fmt: skip
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    if tuned:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(decode, "can_overlap", lambda device: True)
     model = make("qwen3", "coupled", init_std=0.3).float()
     decoder = Decoder(pack(model, level), 3, 16, tuned=tuned, graph=True)
     two_generations(model, decoder, 3)
@@ -69,7 +73,7 @@ def test_a_captured_step_serves_a_second_prompt(level, tuned, monkeypatch):
 @pytest.mark.parametrize("batch", (1, 3, 32))
 @pytest.mark.parametrize(("level", "way"), WAYS)
 def test_captured_steps_on_a_gpu(level, way, batch, dtype):
-    if (level, way) == ("fused", "tuned") and torch.cuda.get_device_capability() < (9, 0):
+    if (level, way) == ("fused", "tuned") and not decode.can_overlap(torch.device("cuda")):
         pytest.skip("launches that overlap want compute capability 9.0")
     torch.compiler.reset()
     shape = "gpt2-bias" if batch == 3 else "qwen3"
@@ -77,3 +81,19 @@ def test_captured_steps_on_a_gpu(level, way, batch, dtype):
     compiled = way != "graph" and level != "fused"
     decoder = Decoder(pack(model, level), batch, 16, compiled=compiled, tuned=way == "tuned", graph=True)
     two_generations(model, decoder, batch)
+
+
+@pytest.mark.skipif(not decode.can_overlap(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+                    reason="launches that overlap need a GPU of compute capability 9.0")  # fmt: skip
+@pytest.mark.parametrize(("batch", "length"), ((1, 300), (4, 300), (1, 2500)))
+def test_overlapping_launches_decode_what_plain_ones_do(batch, length):
+    """A kernel that did not wait would show in some of these tokens."""
+    model = make("qwen3", "coupled", init_std=0.3, block_size=length).to(torch.bfloat16).cuda()
+    packed, found = pack(model, "fused"), []
+    for tuned in (False, True):
+        decoder = Decoder(packed, batch, length, tuned=tuned, graph=True)
+        tokens = decoder.generate(prompt(batch).cuda(), 200)
+        found.append((tokens, decoder.logits.float()))
+    (plain, logits), (overlapping, others) = found
+    assert torch.equal(plain, overlapping)
+    torch.testing.assert_close(others, logits, rtol=2e-2, atol=2e-2)
