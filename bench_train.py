@@ -185,8 +185,7 @@ def measure(config: BenchConfig, device: torch.device) -> tuple[list[dict[str, A
     if config.profile:
         with contextlib.suppress(KeyboardInterrupt):
             for row in records:
-                if not row["arm"].endswith(AGAIN):
-                    row["kernels"] = profile_step(steps[row["arm"]], device)
+                row["kernels"] = profile_step(steps[row["arm"]], device)
     return records, remarks
 
 

@@ -172,7 +172,9 @@ def load_weights(
     missing, unexpected = model.load_state_dict(weights, strict=False)
     for name in sorted({*missing, *unexpected}):
         if not (free and re.fullmatch(free, name)):
-            raise CheckpointError(f"{path}: {name} is {'missing' if name in missing else 'not part of this model'}")
+            hint = ": its head has weights of its own, say --tie_embeddings=False" if name == "lm_head.weight" else ""
+            word = "missing" if name in missing else f"not part of this model{hint}"
+            raise CheckpointError(f"{path}: {name} is {word}")
     return missing, unexpected
 
 

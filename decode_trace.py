@@ -40,6 +40,7 @@ LAUNCHES = {"norm": "norm", "heads": "heads", "attend": "attention", "attend_par
             "heads_attend": "attention", "heads_attend_parts": "attention", "combine": "attention",
             "activation": "activation", "norm_activation": "activation", "matmul": "product", "matmul_add": "product",
             "project": "product", "norm_project": "product", "shared_project": "product"}  # fmt: skip
+WINDOW = 40  # kernels in the picture
 COLOURS = {"norm": "#0072B2", "product": "#D55E00", "activation": "#F0E442", "attention": "#009E73", "heads": "#CC79A7",
            "copy": "#56B4E9", "other": "#999999"}  # fmt: skip
 
@@ -126,7 +127,7 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
             rows[name] = compare(difference(*names), ledger, len(packed.blocks) - 1)
             rows[name] |= {"kernels_per_step": names[0].total(), "us": busy(pictures[name])}
             print(f"{name}: {names[0].total()} kernels in a step, {rows[name]['line']}")
-    draw(pictures, folder / f"trace-{batch}.png", f"{spec}, batch {batch}: kernels of one step")
+    draw(pictures, folder / f"trace-{batch}.png", f"{spec}, batch {batch}: {WINDOW} kernels from the middle of a step")
     return {"model": spec, "batch": batch, "arms": rows}
 
 
@@ -152,17 +153,17 @@ def difference(more: Counter, fewer: Counter) -> Counter:
     return +left
 
 
-def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str, window: int = 40) -> None:
+def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
     """A row for each arm: the kernels of its middle blocks over time, norms flagged."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import patches, pyplot
 
-    figure, axes = pyplot.subplots(len(pictures), 1, figsize=(12, 1 + 1.1 * len(pictures)), squeeze=False)
+    figure, axes = pyplot.subplots(len(pictures), 1, figsize=(12, 1 + 1.1 * len(pictures)), squeeze=False, sharex=True)
     for axis, (name, events) in zip(axes[:, 0], pictures.items()):
-        middle = max(0, len(events) // 2 - window // 2)
-        shown = events[middle : middle + window]
+        middle = max(0, len(events) // 2 - WINDOW // 2)
+        shown = events[middle : middle + WINDOW]
         done = 0.0
         for event in shown:
             start, what = event["start"] - shown[0]["start"], kind(event["name"])

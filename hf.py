@@ -101,7 +101,8 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
 
 
 def export_hf(model: GPT, folder: str | Path) -> Path:
-    """Write `model` as a Hugging Face folder (config.json, safetensors, tokenizer); the folder.
+    """Write `model` as a Hugging Face folder (config.json, safetensors); the folder. A tokenizer goes along where the
+    model came with Hugging Face's; of our own data sets (bytes, GPT-2's BPE) there is none to write.
 
     A model whose norms all compute their own statistic has its stock architecture, and one that shares statistics (or
     has RMSNorm on GPT-2's shape) is coupled_gpt2, coupled_qwen3 or coupled_llama. Rows of padding in the vocabulary are

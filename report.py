@@ -31,7 +31,7 @@ HOW = """\
 Mean (of tok_per_s the geometric one) and SD are over seeds; SD is the standard deviation, never the standard error.
 train_loss is the mean over the logged steps of the last tenth of a run. A difference is arm less baseline at the same
 seed. The verdict comes from the Holm-adjusted paired t interval (it leaves out zero: better or worse) and from TOST
-within the margin, Holm- adjusted too (equivalent); all else is inconclusive, and no p value above 0.05 means "the
+within the margin, Holm-adjusted too (equivalent); all else is inconclusive, and no p value above 0.05 means "the
 same". The Holm interval belongs to the step at which Holm tested that arm; beside it stands the plain 95 % t
 interval. Arms are corrected for, metrics are not: val_loss is the one to decide by. The sign-flip permutation test
 and the BCa bootstrap stand beside and decide nothing. HellaSwag differences are paired item by item within each seed,
@@ -224,7 +224,11 @@ def main(argv: list[str]) -> None:
     folders, settings, deltas = parse(argv)
     runs = find_runs(folders)
     if "baseline" not in settings:
-        target = Path(settings.get("plot", (folders[0] if folders[0].is_dir() else Path(".")) / "loss.png"))
+        if len(folders) > 1 and not {"plot", "out"} & settings.keys():
+            raise ConfigError("of several folders none is the plot's: say where it goes, --plot=FILE or --out=DIR")
+        out = Path(settings.get("out", folders[0] if folders[0].is_dir() else "."))
+        with writing(out):
+            target = Path(settings.get("plot", out / "loss.png"))
         print(f"wrote {plot_loss(named(runs), target)}")
         return
     if len(folders) > 1 and "out" not in settings:

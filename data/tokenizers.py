@@ -46,7 +46,8 @@ class HFTokenizer:
         except ImportError:
             raise DataError(f"the tokenizer of {folder} needs a package: pip install tokenizers") from None
         except Exception as error:  # the library raises plain Exceptions
-            raise DataError(f"{folder}/tokenizer.json cannot be read ({error}): download it again") from None
+            raise DataError(f"{folder}/tokenizer.json cannot be read ({error}): put the model's tokenizer files "
+                            "there") from None  # fmt: skip
         self.n_vocab = self.tokenizer.get_vocab_size()
 
     def encode_ordinary(self, text: str) -> list[int]:

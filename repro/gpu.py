@@ -22,6 +22,7 @@ NANONORM_COMMIT. The last line is JSON.
 """
 
 import dataclasses
+import difflib
 import fcntl
 import json
 import os
@@ -92,7 +93,9 @@ def chosen(words: str) -> list[Stage]:
     """The stages that these names and patterns mean, in the order of STAGES. Raises ConfigError for one without any."""
     for word in words.split():
         if not any(fnmatch(stage.name, word) for stage in STAGES):
-            raise ConfigError(f"stages: {word!r} is no stage: --list shows them")
+            near = difflib.get_close_matches(word, [stage.name for stage in STAGES], n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "--list shows them, with blanks between"
+            raise ConfigError(f"stages: {word!r} is no stage: {hint}")
     return [stage for stage in STAGES if any(fnmatch(stage.name, word) for word in words.split() or ["*"])]
 
 
@@ -129,11 +132,15 @@ class Campaign:
         """One campaign at a time: two would time each other. The lock is handed on to each stage, so that one which has
         outlived a killed campaign holds it, too. Raises UserError."""
         Path("out/gpu").mkdir(parents=True, exist_ok=True)
-        self.held = open("out/gpu/lock", "w")
+        self.held = open("out/gpu/lock", "a+")
         try:
             fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError("a campaign, or a stage that has outlived one, still runs here: end it first") from None
+            self.held.seek(0)
+            raise UserError(f"{self.held.read().strip() or 'another campaign'}, or a stage that has outlived it, still "
+                            "runs in this folder: end it first") from None  # fmt: skip
+        self.held.truncate(0)
+        print(f"the campaign for {self.config.out} (process {os.getpid()})", file=self.held, flush=True)
 
     def is_left(self, stage: Stage) -> bool:
         """To be run if it is not named: neither done, nor failed, nor too long twice, by the same code."""
@@ -187,8 +194,8 @@ class Campaign:
         }  # fmt: skip
         append_json(self.notes, record)
         self.attempts.setdefault(stage.name, []).append(record)
-        if state in ("failed", "too long"):
-            print("\n".join(f"    {line[:200]}" for line in lines[-12:]))
+        if state not in ("done", "goes on"):
+            print("\n".join([*(f"    {line[:200]}" for line in lines[-12:]), f"    all of it: {log}"]))
         return state
 
     def _keep(self, stage: Stage, folder: Path, state: str, place: dict[str, Any]) -> str:
@@ -302,27 +309,34 @@ def main(argv: list[str]) -> int:
     if config.rehearse:
         make_tiny(config.scratch / "tiny")
     states: dict[str, str] = {}
+    no_time: list[str] = []
     for number, stage in enumerate(stages, 1):
         if not config.stages and not campaign.is_left(stage):
             continue
         label = f"[{number}/{len(stages)}] {stage.name}"
         if stage.needs_data and not Path(config.data, "meta.json").is_file():
             print(f"{label}: left out: there are no token shards in {config.data}: --help says how to make them")
+            states[stage.name] = "left out"
             continue
         seconds = campaign.seconds_for(stage)
         if not seconds:
-            print(f"{label}: no time left for it")
+            no_time.append(stage.name)
             continue
         print(f"{label}: about {campaign.minutes_of(stage):.1f} minutes, at most {seconds / 60:.1f}", flush=True)
         start = time.monotonic()
         states[stage.name] = campaign.run(stage, seconds)
-        print(f"{label}: {states[stage.name]} after {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
+        how = states[stage.name]
+        how = "stopped at its limit, to go on at the next call," if how == "goes on" else how
+        print(f"{label}: {how} after {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
         if states[stage.name] == "interrupted":
             break
+    if no_time:
+        print(f"no time left for: {' '.join(no_time)}")
     rows = render(campaign.out)
     print(json.dumps({"stages": states, "targets": counted(rows), "out": config.out}))
     interrupted = "interrupted" in states.values()
-    return 130 if interrupted else int(any(state in ("failed", "too long") for state in states.values()))
+    bad = {"failed", "too long"} | ({"left out"} if config.stages else set())
+    return 130 if interrupted else int(bool(bad & set(states.values())))
 
 
 if __name__ == "__main__":

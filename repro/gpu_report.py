@@ -12,7 +12,8 @@ PICTURES = ("train/speed.png", "train_bfloat16/speed.png", "decode/decode.png", 
             "trace/trace-8.png")  # fmt: skip
 REPORTS = ("train/README.md", "train_bfloat16/README.md", "train_autotuned/README.md", "train_kernels/README.md",
            "decode/README.md", "kernels/norms/README.md", "kernels/coupled/README.md", "taper/last_token.md",
-           "table1_small/report.md", "table1_small/against_layer/report.md", "pair_124m/report.md")  # fmt: skip
+           "taper/launches.md", "table1_small/report.md", "table1_small/against_layer/report.md",
+           "pair_124m/report.md")  # fmt: skip
 
 
 def render(folder: Path) -> list[Row]:
@@ -34,11 +35,12 @@ def text_of(folder: Path, rows: list[Row], stages: list[Line], drawn: bool) -> s
              "interval); the others are not measured. A figure without an interval is judged by itself. Versions and "
              "clocks are in the line of the file named, and below."]  # fmt: skip
     if any(line["rehearsal"] for line in stages):
-        lines += ["", "**A rehearsal, at toy sizes: none of these figures is a result.**"]
-    short = [f"{line['stage']} ({line['state']})" for line in stages if line["state"] not in ("done", "goes on")]
+        lines += ["", "**A rehearsal, at toy sizes: none of these figures is a result, and toy models fill few rows.**"]
+    short = [f"{line['stage']} ({line['state']})" for line in stages if line["state"] != "done"]
     if short:
         lines += ["", f"Not whole at the last attempt: {', '.join(short)}. Figures of these stages are an earlier "
-                      "attempt's, or fewer than wanted; where tests failed, what they test is in doubt."]  # fmt: skip
+                      "attempt's, or fewer than wanted (`goes on`: at the next call); where tests failed, what they "
+                      "test is in doubt."]  # fmt: skip
     if drawn:
         lines += ["", "![Measured over aimed at](targets.png)"]
     for area in dict.fromkeys(row.area for row in rows):
@@ -90,11 +92,11 @@ def plot(rows: list[Row], target: Path) -> bool:
         if row.low is not None:
             axis.plot([row.low / row.aim, row.high / row.aim], [-index, -index], color=color, linewidth=2)
         axis.plot(row.value / row.aim, -index, color=color, marker=marker, linestyle="",
-                  fillstyle="none" if row.verdict == "missed" else "full")  # fmt: skip
+                  fillstyle={"met": "full", "open": "left"}.get(row.verdict, "none"))  # fmt: skip
     axis.axvline(1, color="black", linewidth=1)
     axis.set_yticks([-index for index in range(len(shown))], [row.what for row in shown], fontsize=7)
     axis.set_ylim(0.7 - len(shown), 0.7)
-    axis.set_xlabel("measured over aimed at, with 95 % interval; hollow: missed")
+    axis.set_xlabel("measured over aimed at, with 95 % interval; filled: met, half: open, hollow: missed")
     axis.grid(axis="x", alpha=0.3)
     save(figure, target)
     return True

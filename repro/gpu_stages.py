@@ -42,7 +42,7 @@ def decoding(model: str, batch: int) -> Stage:
     if model == "qwen3-8b":  # by reckoning a round of all arms takes nine seconds
         fewer = " --arms=A,B,C,D --tokens=64" + (" --peers=false" if batch > 32 else "")
     return Stage(name, 8, f"repro/fig2.sh --batch={batch} {{gpt_fast}}{fewer}",
-                 "--tokens=2 --rounds=6 --compiled=false --peers=false --dtype=float32 --arms=A,D",
+                 "--tokens=2 --rounds=6 --compiled=false --peers=false --dtype=float32 --arms=A,C,D",
                  {"MODELS": f"random:{model}", "OUT": "{out}/decode"}, toy_env={"MODELS": "{tiny}"})  # fmt: skip
 
 

@@ -88,6 +88,8 @@ SHARES = {
     ("add_shared_rms_scale", "backward"): (0.92, 0.85),
 }  # fmt: skip
 UNSCALED = "torch, unscaled"
+OPERATORS = ("rms_norm", "layer_norm", "add_rms_norm", "taper_norm", "shared_rms_scale", "add_shared_rms_scale",
+             "scaled_gelu", "scaled_swiglu")  # fmt: skip
 
 
 def kernels(folder: Path) -> Iterator[Row]:
@@ -103,7 +105,7 @@ def kernels(folder: Path) -> Iterator[Row]:
                 note = f"worst at C = {line['channels']}"
                 found.append(row("kernels", what, aim, line, {"median": share, "low": low, "high": high}, note, SHARE))
             yield worst(found or [row("kernels", what, aim, form=SHARE)])
-    for operator in dict.fromkeys(line["operator"] for line in points) or ("every operator",):
+    for operator in OPERATORS:
         yield against(points, f"{operator}: the best other implementation's time over ours", 1.0,
                       lambda line, name, it=operator: line["operator"] == it and name != UNSCALED)
     yield against(points, "Liger-Kernel's backward over ours, C <= 1024", 1.3,

@@ -15,7 +15,8 @@
 #   repro/table1.sh pair    GPT-2 124M, rms and coupled, one seed, four times those tokens: loss curves, no verdict; 10
 #                           minutes of one H200 (estimate)
 #
-# Further words go to train.py. Runs that results/ holds already are not run again. To measure them anew, remove them there, or set KEEP.
+# Further words go to train.py. Runs that results/ holds already are not run again. To measure them anew, remove them
+# there, or set KEEP.
 # Other settings (ARMS, SEEDS, NPROC, HELLASWAG) are sweep.sh's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -46,10 +47,12 @@ case $scale in
       --eval_interval=50 --eval_tokens=851968 --delta_val_loss=0.01 "$@" || status=$?
     ;;
   *)
+    case $scale in ""|-h|--help) ;; *) echo "error: unknown scale $scale: full, cpu, small or pair" >&2; exit 2 ;; esac
     sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
     case $scale in -h|--help) exit 0 ;; *) exit 2 ;; esac
     ;;
 esac
+[ -d "$KEEP" ] || exit $status  # stopped before any run had ended
 "$PYTHON" report.py "$KEEP" --baseline=rms --out="$(dirname "$KEEP")"
 [ "$scale" = pair ] || "$PYTHON" report.py "$KEEP" --baseline=layer --out="$(dirname "$KEEP")/against_layer"
 exit $status

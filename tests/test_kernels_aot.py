@@ -65,7 +65,7 @@ def test_kernels_of_a_decoding_step_do_not_spill():
     assert summary["spills"] == summary["float64"] == 0 and decode_aot.SHAPES.keys() == hf.SHAPES.keys()
     for record in summary["kernels"]:  # where launches overlap, nothing else begins before the wait
         joint = record["kernel"] == "attend_kernel" and "heads" in record["operator"]
-        wanted = 9 if joint else record.get("tile", 0)  # 64 keys and values of 128 channels by 8 warps, and the position
+        wanted = 9 if joint else record.get("tile", 0)  # 64 keys and values of 128 channels by 8 warps; the position
         assert record["early"] == (wanted if record["PDL"] else None), record
     for name, shape in decode_aot.SHAPES.items():  # the matrices are the published models'
         config = hf.shape_config(name)
