@@ -69,9 +69,9 @@ def profile_table(arms: dict[str, dict[str, tuple[float, float]]]) -> str:
     """Markdown: classes down, `by_class` of each arm across, and how much longer than in the first arm."""
     first = next(iter(arms.values()))
     heads = [f"{arm}{'' if number == 0 else ' | more than first'}" for number, arm in enumerate(arms)]
-    lines = ["Milliseconds of a step by kind of kernel (launches in brackets), from the profiler, and how much "
-             f"more it is than in the first arm; {REST}: what they leave of its median time. Below 0, profiling itself, or "
-             "other work beside, has taken so much that differences mean little: compare with those of the A/A arm.", "",
+    lines = ["Milliseconds of a step by kind of kernel (launches in brackets), from the profiler, and how much more "
+             f"than in the first arm; {REST}: what they leave of its median time. Below 0, profiling itself, or other "
+             "work beside, has taken so much that differences mean little: compare with those of the A/A arm.", "",
              f"| kind | {' | '.join(heads)} |", "| --- " * (2 * len(arms)) + "|"]  # fmt: skip
     for name in (*NAMES, REST):
         if not any(name in classes for classes in arms.values()):
