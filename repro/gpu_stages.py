@@ -27,12 +27,14 @@ def tests(name: str, minutes: float, words: str, toy: str = "", **env: str) -> S
     return Stage(name, minutes, words, toy, {"OMP_NUM_THREADS": "1"} | env, dict.fromkeys(env, "0"))
 
 
-def training_speed(name: str, words: str = "", arms: str = "rms; coupled; coupled coupled_impl=fold") -> Stage:
+def training_speed(
+    name: str, words: str = "", arms: str = "rms; coupled; coupled coupled_impl=fold", toy: str = ""
+) -> Stage:
     """Arms in one process at 124 M; 120 sequences a step."""
     return Stage(name, 9, "{python} bench_train.py config/rms.py --batch_size=60 --gradient_accumulation_steps=2 "
                  f"--rounds=40 --ledger=False --profile --arms='{arms}' --out={{out}}/{name} {words}",
                  "--n_layer=2 --n_head=2 --n_embd=64 --vocab_size=512 --block_size=32 --batch_size=4 --rounds=3 "
-                 "--compile=False --compile_mode=default")  # fmt: skip
+                 f"--compile=False --compile_mode=default {toy}")  # fmt: skip
 
 
 def decoding(model: str, batch: int) -> Stage:
@@ -93,7 +95,7 @@ STAGES = (
     sweep("table1_small", 30, "small", TOY_RUN),
     sweep("pair_124m", 12, "pair", TOY_RUN),
     training_speed("train_kernels", "--controls=False", "rms kernels=torch; rms kernels=triton; coupled kernels=torch; "
-                   "coupled kernels=triton"),
+                   "coupled kernels=triton", toy="--arms='rms kernels=torch; coupled kernels=torch'"),
     Stage("trace", 8, "repro/fig4.sh", "--tokens=2 --compiled=false --dtype=float32 --batch=1", {"OUT": "{out}/trace"},
           {"MODEL": "{tiny}"}),
     training_speed("train_autotuned", "--residual=autocast --compile_mode=max-autotune-no-cudagraphs --rounds=20"),
