@@ -199,8 +199,8 @@ def _processor() -> str:
 
 
 def _git_commit() -> str | None:
-    """Commit of the source tree, with `+` if it has uncommitted changes. Outside a repository (a copy of the files on
-    a machine that is lent) what NANONORM_COMMIT says, or None."""
+    """Commit of the source tree, with `+` if it has uncommitted changes. Outside a repository (a mere copy of the
+    files) what NANONORM_COMMIT says, or None."""
 
     def git(*words: str) -> str:
         root = Path(__file__).resolve().parent
