@@ -16,7 +16,6 @@ there the PyTorch references are timed against PyTorch's own functions. The last
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import math
 import os
@@ -35,7 +34,7 @@ from tqdm import tqdm
 from bench_arms import OPERATORS, UNSCALED, Function, Operator, arms_of, make_inputs
 from configurator import key, parse_args
 from errors import ConfigError, UserError, run_program, writing
-from runlog import environment
+from runlog import environment, installed
 from stats import median_ratio, paired_times, seconds
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -276,15 +275,6 @@ class BenchConfig:
         return list(OPERATORS) if self.ops == "all" else self.ops.split(",")
 
 
-def versions() -> dict[str, str]:
-    """Versions of Triton and of the peers that are installed."""
-    found = {}
-    for package in ("triton", "liger-kernel", "quack-kernels", "flash-attn"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
 def main(argv: list[str]) -> None:
     config, _ = parse_args(BenchConfig, argv, __doc__)
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -293,7 +283,7 @@ def main(argv: list[str]) -> None:
         print("no GPU: PyTorch references of the kernels against PyTorch's own functions, cache not flushed")
     torch.manual_seed(0)
     place = environment(device)
-    place["versions"] |= versions()
+    place["versions"] |= installed("triton", "liger-kernel", "quack-kernels", "flash-attn")
     place["load_average"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     records = []
     bar = tqdm(total=len(config.names) * len(config.channels), unit="case", disable=not sys.stderr.isatty())

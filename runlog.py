@@ -1,5 +1,6 @@
 """What a run tells while it trains: log.jsonl, lines or a progress bar for people, wandb if asked; throughput."""
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -167,7 +168,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     products = torch.get_float32_matmul_precision()
     place = {"git": _git_commit(), "versions": versions, "device": name, "float32_products": products}
     if device.type == "cuda":
-        versions |= {"triton": _version("triton"), "cuda": torch.version.cuda}
+        versions |= installed("triton") | {"cuda": torch.version.cuda}
         place["clocks"] = clocks(device)
     return place
 
@@ -182,11 +183,13 @@ def clocks(device: torch.device) -> str:
         return ""
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def installed(*packages: str) -> dict[str, str]:
+    """Versions of those of these packages that are there."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _processor() -> str:

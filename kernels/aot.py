@@ -135,8 +135,9 @@ def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict,
     return compiled.asm["cubin"], compiled.metadata.shared
 
 
-def disassemble(code: bytes) -> tuple[str, str]:
-    """(what cuobjdump says of a kernel's resources, its instructions)."""
+def measure(code: bytes, shared: int) -> dict[str, int | None]:
+    """The table's columns for one kernel's machine code; and `early`, the loads and stores, copies to shared memory
+    included, that it begins before it waits for the kernel before (None: it does not wait)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
@@ -144,34 +145,22 @@ def disassemble(code: bytes) -> tuple[str, str]:
             subprocess.run([str(TOOLS / words[0]), *words[1:], file.name], capture_output=True, text=True, check=True)
             for words in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c", "-ndf"))
         )
-    return usage.stdout + usage.stderr, assembly.stdout
-
-
-def early_loads(code: bytes) -> int | None:
-    """Loads and stores, copies to shared memory included, that a kernel begins before it waits for the one before it;
-    None if it does not wait."""
-    assembly = disassemble(code)[1]
-    start, wait, _ = assembly.partition("ACQBULK")
-    return len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start)) if wait else None
-
-
-def measure(code: bytes, shared: int) -> dict[str, int]:
-    """The table's columns for one kernel's machine code."""
-    usage, assembly = disassemble(code)
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups())
+    start, wait, _ = assembly.stdout.partition("ACQBULK")
+    early = len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start)) if wait else None
 
     def count(pattern: str) -> int:
-        return len(re.findall(pattern, assembly))
+        return len(re.findall(pattern, assembly.stdout))
 
     def widths(instruction: str) -> list[int]:
-        found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly)
+        found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly.stdout)
         return [next((bits for bits in (128, 64) if f".{bits}" in word), 32) for word in found] or [0]
 
     return dict(zip(COLUMNS, (
         registers, stack, shared, max(widths("LDG")), max(widths("STG")), sum(bits < 128 for bits in widths("LDG")),
         count(r"\bSHFL\b"), count(r"\bBAR\b"),
         count(r"\b(?:LDL|STL)\b"), count(r"\b(?:DADD|DMUL|DFMA|DSETP|DMNMX)\b|\.F64\b|64H\b"),
-    )))  # fmt: skip
+    ))) | {"early": early}  # fmt: skip
 
 
 def table(records: list[dict]) -> str:

@@ -106,13 +106,13 @@ def cases(name: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Iterato
 
 
 def compiled(operator: str, channels: int, sm: int, kernel: triton.JITFunction, arguments: tuple, keywords: dict):
-    """One row of the table; `early`: see aot.early_loads, `tile`: loads of a thread for the weights of a first tile."""
+    """One row of the table, and `tile`: loads of a thread for the weights of a first tile."""
     code, shared = aot.compile_launch(kernel, arguments, keywords, sm)
     record = {"operator": operator, "kernel": kernel.__name__, "C": channels, "sm": sm, "PDL": keywords.get("PDL")}
     if kernel.__name__ == "vector_kernel":
         weights = keywords["OUT"] * keywords["IN"] * (2 if keywords["KIND"] == "swiglu" else 1)
         record["tile"] = weights * 16 // (32 * keywords["num_warps"] * 128)
-    return record | {"early": aot.early_loads(code)} | aot.measure(code, shared)
+    return record | aot.measure(code, shared)
 
 
 def main(argv: list[str]) -> int:
@@ -123,11 +123,11 @@ def main(argv: list[str]) -> int:
     for name in config.shapes.split(","):
         for batch in config.batch:
             for word, size, launch in cases(name, batch):
-                for is_overlapping in (False, True)[: 2 if config.sm >= 90 else 1]:
+                for is_overlapping in (False, True) if config.sm >= 90 else (False,):
                     with overlapping() if is_overlapping else nullcontext():
                         made = aot.launches(launch)
                     records += [compiled(f"{name} {word}, batch {batch}", size, config.sm, *one) for one in made
-                                if is_overlapping or config.sm < 90 or one[0].__name__ in EARLY]  # fmt: skip
+                                if is_overlapping == (config.sm >= 90) or one[0].__name__ in EARLY]  # fmt: skip
     print(aot.table(records))
     if config.out:
         Path(config.out).write_text(f"triton {triton.__version__}\n\n{aot.table(records)}\n", encoding="utf-8")

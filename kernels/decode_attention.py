@@ -249,8 +249,9 @@ def heads_attend_parts(
 def _attend(words, n_heads, cache, pos, parts):
     """(sums, largest, totals); of one part (a, None, None). words: the kernel's arguments before the cache."""
     batch, kv_heads, length, channels = cache[0].shape
-    found = rows.empty((batch, 1, n_heads * channels), cache[0].dtype, pos.device), None, None
-    if parts > 1:
+    if parts == 1:
+        found = rows.empty((batch, 1, n_heads * channels), cache[0].dtype, pos.device), None, None
+    else:
         shape = (batch, n_heads, parts)
         found = [rows.empty(size, torch.float32, pos.device) for size in ((*shape, channels), shape, shape)]
     with rows.on_device(pos):

@@ -121,6 +121,7 @@ class Campaign:
     def __init__(self, config: GpuConfig, device: torch.device):
         self.config, self.device, self.start = config, device, time.monotonic()
         self.out, self.notes = Path(config.out), Path(config.out) / "stages.jsonl"
+        self.commit = environment(device)["git"]  # once: it asks git, and the driver for clocks
         self.attempts: dict[str, list[dict[str, Any]]] = {}
         for row in read_lines(self.notes):
             self.attempts.setdefault(row["stage"], []).append(row)
@@ -144,15 +145,16 @@ class Campaign:
 
     def is_left(self, stage: Stage) -> bool:
         """To be run if it is not named: neither done, nor failed, nor too long twice, by the same code."""
-        here = environment(self.device)["git"]
         attempts = self.attempts.get(stage.name, [])
-        states = [row["state"] for row in attempts if row["state"] in ("done", "cut short") or row["git"] == here]
-        return not {"done", "cut short", "failed"} & set(states) and states.count("too long") < 2
+        if {"done", "cut short"} & {row["state"] for row in attempts}:
+            return False
+        states = [row["state"] for row in attempts if row["git"] == self.commit]
+        return "failed" not in states and states.count("too long") < 2
 
     def minutes_of(self, stage: Stage) -> float:
         """As long as it took when it was done, else the estimate."""
         took = [row["seconds"] / 60 for row in self.attempts.get(stage.name, []) if row["state"] == "done"]
-        return min([*took[-1:], self.config.limit]) if took and not stage.goes_on else stage.minutes
+        return took[-1] if took and not stage.goes_on else stage.minutes
 
     def seconds_for(self, stage: Stage) -> float:
         """How long it may take; 0 where it does not fit into what is left of `minutes`."""

@@ -71,16 +71,16 @@ def sweep(name: str, minutes: float, scale: str, toy: str) -> Stage:
 
 
 TOY_RUN = ("--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --gradient_accumulation_steps=1 "
-           "--max_iters=8 --eval_interval=4 --eval_tokens=512 --warmup_iters=2 --sample_tokens=0")  # fmt: skip
-KERNELS = ("tests-kernels", "tests/test_kernels.py tests/test_kernels_binding.py tests/test_bench_kernels.py "
-           "tests/test_decode_kernels.py")  # fmt: skip
+           "--max_iters=8 --eval_interval=4 --eval_tokens=512 --warmup_iters=2")  # fmt: skip
+KERNEL_TESTS = ("tests/test_kernels.py tests/test_kernels_binding.py tests/test_bench_kernels.py "
+                "tests/test_decode_kernels.py")  # fmt: skip
 NORMS = "rms_norm,layer_norm,add_rms_norm,taper_norm"
 COUPLED = "shared_rms_scale,add_shared_rms_scale,scaled_gelu,scaled_swiglu"
 TOY_KERNELS = "--channels=64,128 --rows=64 --rounds=6"
 # In the order in which figures are wanted, when there is little time.
 STAGES = (
     tests("tests-step", 3, "-s tests/test_byte_ledger.py tests/test_bench_train.py -k 'real_step or clear_line'"),
-    tests(KERNELS[0], 6, f"-n {{jobs}} {KERNELS[1]}", "-k opcheck", NANONORM_FULL="1/500"),
+    tests("tests-kernels", 6, f"-n {{jobs}} {KERNEL_TESTS}", "-k opcheck", NANONORM_FULL="1/500"),
     tests("tests-decode", 8, "-n 8 tests/test_decode_graph.py"),
     training_speed("train", "{nanogpt}"),
     *(decoding(model, 1) for model in MODELS),
