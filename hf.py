@@ -19,6 +19,7 @@ import contextlib
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.shards import write_bytes_atomically
+from data.shards import DataError, write_bytes_atomically
+from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
 from hf_config import (  # noqa: F401  # they belong here for callers
     COUPLED,
     SHAPES,
@@ -101,12 +103,12 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
 
 
 def export_hf(model: GPT, folder: str | Path) -> Path:
-    """Write `model` as a Hugging Face folder (config.json, safetensors); the folder. A tokenizer goes along where the
-    model came with Hugging Face's; of our own data sets (bytes, GPT-2's BPE) there is none to write.
+    """Write `model` as a Hugging Face folder (config.json, safetensors, tokenizer); the folder.
 
     A model whose norms all compute their own statistic has its stock architecture, and one that shares statistics (or
     has RMSNorm on GPT-2's shape) is coupled_gpt2, coupled_qwen3 or coupled_llama. Rows of padding in the vocabulary are
-    left out. Raises HFError for what no architecture computes, and where the folder is not empty.
+    left out. Raises HFError for what no architecture computes, and where the folder is not empty. Warns where the
+    model's tokenizer cannot be had (GPT-2's without a network), and writes the rest.
     """
     folder = Path(folder)
     if any(folder.glob("*")):
@@ -131,10 +133,29 @@ def export_hf(model: GPT, folder: str | Path) -> Path:
         write_tensors(folder, hf_pieces(target, family), "transformer." if target.wpe is not None else "model.")
         for companion in (path for pattern in COMPANIONS for path in source.glob(pattern)):
             shutil.copy(companion, folder)
+        if model.meta.get("tokenizer") in ("bytes", "chars", "gpt2") and not (folder / "tokenizer.json").exists():
+            words |= write_tokenizer(model, folder)
         write_bytes_atomically(folder / "config.json", (json.dumps(words, indent=1) + "\n").encode())
     except OSError as error:
         raise HFError(f"{folder}: cannot be written ({error.strerror})") from None
     return folder
+
+
+def write_tokenizer(model: GPT, folder: Path) -> dict[str, int]:
+    """Write our own tokenizer as transformers reads it; the ids of its end-of-text token for config.json."""
+    words: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+                             "model_max_length": model.config.block_size}  # fmt: skip
+    try:
+        tokenizer = hf_tokenizer(load_tokenizer(model.meta))
+    except DataError as error:
+        warnings.warn(f"{folder}: written without a tokenizer: {error}", stacklevel=3)
+        return {}
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    keys = ("bos_token", "eos_token") if end is not None else ()
+    words |= dict.fromkeys(keys, END_OF_TEXT)
+    write_bytes_atomically(folder / "tokenizer.json", tokenizer.to_str().encode())
+    write_bytes_atomically(folder / "tokenizer_config.json", (json.dumps(words, indent=1) + "\n").encode())
+    return {f"{key}_id": end for key in keys}
 
 
 # --------------------------------------------------------------------------------------------------------- tensors

@@ -3,6 +3,8 @@
 All have encode_ordinary(text) -> ids, decode(ids) -> text, and n_vocab.
 """
 
+from typing import Any
+
 import numpy as np
 import tiktoken
 
@@ -66,6 +68,36 @@ def token_bytes(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer) -> n
     special = {tokenizer.encode_single_token(name) for name in tokenizer.special_tokens_set}
     return np.array([0 if token in special else len(tokenizer.decode_single_token_bytes(token))
                      for token in range(tokenizer.n_vocab)])  # fmt: skip
+
+
+def hf_tokenizer(tokenizer: tiktoken.Encoding | CharTokenizer) -> Any:
+    """The same tokenizer as a `tokenizers.Tokenizer`, which a Hugging Face folder stores as tokenizer.json.
+
+    Both libraries merge the pair whose joint token has the lowest rank, and take a word that is a token whole. GPT-2's
+    words are what ByteLevel cuts; for single bytes it makes no difference where words end. Raises DataError.
+    """
+    try:
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError:
+        raise DataError("writing a tokenizer needs a package: pip install tokenizers") from None
+    if isinstance(tokenizer, CharTokenizer):
+        made = Tokenizer(models.WordLevel(tokenizer.ids))
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        made.decoder = decoders.Fuse()
+        return made
+    # GPT-2's alphabet for bytes: those that print are themselves, the others take characters from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    ranks = {tokenizer.decode_single_token_bytes(token): token for token in range(tokenizer.eot_token)}
+    words = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
+    merges = [(words[token[:cut]], words[token[cut:]]) for token in ranks for cut in range(1, len(token))
+              if token[:cut] in ranks and token[cut:] in ranks]  # fmt: skip
+    made = Tokenizer(models.BPE({words[token]: rank for token, rank in ranks.items()}, merges, ignore_merges=True))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])  # takes the next id, as there
+    return made
 
 
 def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenizer:

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import shake
+from conftest import offline_data, shake
 from test_hf import ROOT, edit_json, needs_transformers, save, tiny, tokens, transformers
 
 import fold
 import hf
+from data.tokenizers import load_tokenizer
 from errors import UserError
 from model import GPT, GPTConfig
 
@@ -103,6 +104,42 @@ def test_gradient_checkpointing_keeps_to_its_batch(tmp_path):
     with pytest.raises(hf.HFError, match=r"'RR Rs ss R' shares statistics across blocks.*train without it"):
         model.gradient_checkpointing_enable()
     assert not model.is_gradient_checkpointing
+
+
+TEXT = "def héllo():  \n\n  \t\r\n    return 'we\u2019ll' + \"日本 😀\" # it's 1234\x00 \n end  \n"
+
+
+@needs_transformers
+@pytest.mark.parametrize("meta", [
+    {"tokenizer": "bytes"}, {"tokenizer": "chars", "chars": "".join(sorted(set(TEXT)))}, {"tokenizer": "gpt2"},
+], ids=lambda meta: meta["tokenizer"])  # fmt: skip
+def test_tokenizers_of_our_own_data_go_along(meta, tmp_path, monkeypatch):
+    if meta["tokenizer"] == "gpt2":
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(offline_data("tiktoken_cache")))
+    ours = load_tokenizer(meta)
+    llama = {"position": "rope", "activation": "swiglu", "norm_type": "rms"}
+    model = GPT(replace(SHAPE, n_layer=1, vocab_size=ours.n_vocab, **llama))
+    model.meta = meta
+    folder = hf.export_hf(model.eval(), tmp_path / "out")
+    theirs, ids = transformers.AutoTokenizer.from_pretrained(folder), ours.encode_ordinary(TEXT)
+    assert theirs(TEXT, add_special_tokens=False).input_ids == ids and theirs.decode(ids) == TEXT
+    assert theirs.model_max_length == SHAPE.block_size and len(theirs) == ours.n_vocab
+    config = transformers.AutoConfig.from_pretrained(folder)
+    end = None if meta["tokenizer"] == "chars" else ours.eot_token
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (config.eos_token_id, config.bos_token_id) == (end, end)
+    again = load_tokenizer(hf.load_hf(folder).meta)  # and back
+    assert again.encode_ordinary(TEXT) == ids and again.decode(ids) == TEXT and again.n_vocab == ours.n_vocab
+
+
+@needs_transformers
+def test_an_export_goes_on_without_the_tokenizer(tmp_path, monkeypatch):
+    """GPT-2's is downloaded at first use: weights are not lost for want of a network."""
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network")))
+    model = GPT(GPT2_SHAPE)
+    model.meta = {"tokenizer": "gpt2", "vocab_size": 50257}
+    with pytest.warns(UserWarning, match="written without a tokenizer: the GPT-2 tokenizer could not be downloaded"):
+        folder = hf.export_hf(model.eval(), tmp_path / "out")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
 @needs_transformers
