@@ -5,6 +5,8 @@
     model = random_model("llama3.2-1b", torch.bfloat16)    # the published shape with random weights, no download
     export_hf(model, "path/to/folder")                     # and back: stock classes, or hf_coupled.py's
 
+    python hf.py out/run --out=path/to/folder              # export from the command line: any model of ours
+
 What the two sides store differently:
 
     GPT-2          Conv1D weights are (in, out) there, Linear weights (out, in) here: transposed
@@ -21,14 +23,17 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from configurator import key, parse_args
 from data.shards import DataError, write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
+from errors import ConfigError, run_program
 from hf_config import (  # noqa: F401  # they belong here for callers
     COUPLED,
     SHAPES,
@@ -264,3 +269,30 @@ def read_tensor(stored: Stored, name: str, folder: Path) -> Tensor:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise HFError(f"{folder}: {name} is stored as {tensor.dtype}: quantised weights are not supported")
     return tensor
+
+
+# --------------------------------------------------------------------------------------------------------- program
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Keys of hf.py."""
+
+    out: str = key("", "new folder for the Hugging Face model")
+
+
+def main(argv: list[str]) -> None:
+    from checkpoint import load_model  # which imports this file for models of Hugging Face's
+
+    config, spec = parse_args(ExportConfig, argv, __doc__, spec=True)
+    if not config.out:
+        raise ConfigError("say where to: --out=FOLDER")
+    folder = export_hf(load_model(spec), config.out)
+    words = read_config(folder)
+    first = "import hf; " if words["model_type"].startswith(COUPLED) else ""
+    print(f"wrote {folder} ({words['architectures'][0]}); read it with {first}"
+          f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_program(main)

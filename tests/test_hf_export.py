@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from test_hf import ROOT, edit_json, needs_transformers, save, tiny, tokens, tra
 
 import fold
 import hf
+from checkpoint import save_checkpoint
 from data.tokenizers import load_tokenizer
-from errors import UserError
+from errors import ConfigError, UserError
 from model import GPT, GPTConfig
 
 PLAN = "RR Rs ss R"  # a standard block, one that shares within itself, one that shares across
@@ -129,6 +130,19 @@ def test_tokenizers_of_our_own_data_go_along(meta, tmp_path, monkeypatch):
     assert (theirs.eos_token_id, theirs.bos_token_id) == (config.eos_token_id, config.bos_token_id) == (end, end)
     again = load_tokenizer(hf.load_hf(folder).meta)  # and back
     assert again.encode_ordinary(TEXT) == ids and again.decode(ids) == TEXT and again.n_vocab == ours.n_vocab
+
+
+@needs_transformers
+def test_export_from_the_command_line(tmp_path, capsys):
+    model = shake(GPT(replace(GPT2_SHAPE, norm_type="coupled", vocab_size=320, n_vocab=257))).float().eval()
+    (tmp_path / "run").mkdir()
+    save_checkpoint(tmp_path / "run" / "ckpt_best.pt", {"step": 0, "config": asdict(model.config),
+                    "meta": {"tokenizer": "bytes", "vocab_size": 257}, "model": model.state_dict()})  # fmt: skip
+    hf.main([str(tmp_path / "run"), f"--out={tmp_path / 'out'}"])
+    assert "(CoupledGPT2LMHeadModel); read it with import hf; transformers.Auto" in capsys.readouterr().out
+    assert torch.equal(hf.load_hf(tmp_path / "out")(tokens(2, 20)), model(tokens(2, 20)))
+    with pytest.raises(ConfigError, match="--out=FOLDER"):
+        hf.main([str(tmp_path / "run")])
 
 
 @needs_transformers
