@@ -22,10 +22,11 @@ mkdir -p "$out" "$results"
 for half in a b; do
   [ -f "$out/text_$half/meta.json" ] && continue
   # b in random order: whoever reads some of it, from its beginning, then reads of all books
-  xz -dc "$source/openstax_ccby_train.jsonl.xz" | awk "NR % 2 == $([ $half = a ] && echo 1 || echo 0)" \
-    > "$out/$half.jsonl"
-  [ $half = a ] || "$PYTHON" -c 'import random, sys; file = open(sys.argv[1], "r+", encoding="utf-8")
-lines = file.readlines(); random.Random(0).shuffle(lines); file.seek(0); file.writelines(lines)' "$out/$half.jsonl"
+  "$PYTHON" -c 'import lzma, random, sys
+half, source, target = sys.argv[1:]
+lines = lzma.open(source, "rt", encoding="utf-8").readlines()[half == "b" :: 2]
+random.Random(0).shuffle(lines) if half == "b" else None
+open(target, "w", encoding="utf-8").writelines(lines)' $half "$source/openstax_ccby_train.jsonl.xz" "$out/$half.jsonl"
   "$PYTHON" data/fineweb_edu/prepare.py --local "$out/$half.jsonl" --val "$source/openstax_ccby_val.jsonl.xz" \
     --tokenizer=bytes --out_dir="$out/text_$half" --processes=1
 done
