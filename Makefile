@@ -1,6 +1,6 @@
 # make demo    environment, embedded data set, some minutes of training, a text sample and a loss plot
 # make test    environment, linter, whole test suite
-# Both need Python 3.11+, a C++ compiler and a package index; neither needs a GPU.
+# Both need Python 3.11+ and its headers, a C++ compiler and a package index; neither needs a GPU.
 # make gpu     every figure that wants a GPU, in stages (repro/gpu.py); in .venv, else in the python3 that has torch
 
 PYTHON ?= python3

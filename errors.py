@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +40,21 @@ def writing(folder: Path) -> Iterator[None]:
         raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
 
 
+def missing_on_this_machine(error: Exception) -> str | None:
+    """What to do about an error that is the machine's, not ours: memory or a compiler that is not there."""
+    text = f"{type(error).__name__}: {error}"
+    if "OutOfMemoryError" in text:
+        asked = re.search(r"Tried to allocate [\d.]+ \w+|$", text)[0]
+        return (f"the GPU's memory is too small ({asked}): lower the batch size (batch_size of train.py; the run stays "
+                "the same with as many times more gradient_accumulation_steps)")  # fmt: skip
+    header = re.search(r"fatal error: (Python\.h): ", text)
+    if header or "InvalidCxxCompiler" in text or "Failed to find C compiler" in text:
+        missing = header[1] if header else "C++ compiler"
+        return (f"torch.compile found no {missing}: install it (Debian, Ubuntu: g++ and python3-dev), or do without "
+                "where there is such a key (--compile=False)")  # fmt: skip
+    return None
+
+
 def run_program(main: Callable[[list[str]], int | None]) -> None:
     """Run `main(argv)` as a program: user errors become one line on stderr and an exit code."""
     try:
@@ -50,3 +66,8 @@ def run_program(main: Callable[[list[str]], int | None]) -> None:
     except BrokenPipeError:  # `python X.py --help | head` is no failure of ours
         sys.stderr.close()
         sys.exit(0)
+    except Exception as error:
+        if not (remedy := missing_on_this_machine(error)):
+            raise
+        print(f"error: {remedy}", file=sys.stderr, flush=True)
+        sys.exit(1)

@@ -3,12 +3,17 @@
     python -m pytest tests/test_errors.py
 """
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, losses, write_tiny_shards
+from conftest import ROOT, TINY, losses, write_tiny_shards
 
 from data.shards import HEADER_BYTES
+from errors import run_program
 
 
 @pytest.fixture
@@ -113,3 +118,39 @@ def test_micro_batches_that_ranks_do_not_divide(launch, tiny_data, tmp_path):
     job = launch(*TINY, "--gradient_accumulation_steps=3", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", ranks=2)
     assert job.wait() == [2, 2]
     assert job.text().count("error:") == 1 and "gradient_accumulation_steps=3" in job.text()
+
+
+COMPILES = """
+import torch
+from errors import run_program
+run_program(lambda argv: torch.compile(lambda x: x.sin() + 1)(torch.ones(9)))
+"""
+
+
+def test_a_machine_without_a_compiler(tmp_path):
+    keys = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    words = [sys.executable, "-c", COMPILES]
+    job = subprocess.run(words, cwd=ROOT, env=os.environ | keys, capture_output=True, text=True)
+    assert job.returncode == 1 and "Traceback" not in job.stderr
+    assert job.stderr.startswith("error: torch.compile found no C++ compiler: install it (Debian, Ubuntu: g++ and")
+
+
+@pytest.mark.parametrize(("error", "start"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+     "the GPU's memory is too small (Tried to allocate 2.00 GiB): lower"),
+    (RuntimeError("CppCompileError: C++ compile error\na.cpp:7:10: fatal error: Python.h: No such file"),
+     "torch.compile found no Python.h: "),
+    (RuntimeError("Failed to find C compiler. Please specify via CC"), "torch.compile found no C++ compiler: "),
+])  # fmt: skip
+def test_what_the_machine_lacks(error, start, capsys):
+    def fail(argv):
+        raise error
+
+    with pytest.raises(SystemExit, match="1"):
+        run_program(fail)
+    assert capsys.readouterr().err.startswith(f"error: {start}")
+
+
+def test_an_error_of_ours_keeps_its_traceback():
+    with pytest.raises(RuntimeError, match="a mistake"):
+        run_program(lambda argv: (_ for _ in ()).throw(RuntimeError("a mistake")).send(None))
