@@ -17,6 +17,7 @@ class Stage:
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     toy_env: dict[str, str] = dataclasses.field(default_factory=dict)
     needs_data: bool = False
+    needs: str = ""  # a package that not everyone has
     goes_on: bool = False  # stopped at its limit it is not lost: the next call continues it
     run_folder: str = ""  # in scratch; of a program that writes no results, what this run's log says at its end is kept
     keep: str = ""  # in this file in `out`
@@ -60,7 +61,7 @@ def distilling(model: str, minutes: float) -> Stage:
                  f"--teacher=random:{model} --dataset=random --eval_blocks=8 --max_iters=10 --warmup_iters=2 "
                  f"--eval_interval=10 --shuffle=64 --out_dir={{scratch}}/distill/{model}",
                  "--teacher={tiny} --method=lora --rank=4 --batch_size=2 --block_size=32 --max_iters=2 "
-                 "--gradient_accumulation_steps=1 --eval_interval=2", run_folder=f"distill/{model}",
+                 "--gradient_accumulation_steps=1 --eval_interval=2", needs="peft", run_folder=f"distill/{model}",
                  keep="distill/distill.jsonl")  # fmt: skip
 
 
