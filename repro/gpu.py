@@ -16,9 +16,9 @@ A stage is one command of the repository, and its figures are what this writes i
 for each attempt, with commit, device, versions, and the GPU's clocks before and after; what a stage printed is in
 out/gpu/. A stage that is done is not done again; nor is one that failed, or was too long twice, until the code is
 another (or it is named). At its limit a stage is told to stop, as by Ctrl-C: sweeps go on at the next call, and
-bench_train.py ends well with the rounds that it has. `out`/README.md and targets.png, rendered each time, set what was
-measured beside what was aimed at (gpu_targets.py, gpu_report.py). A copy of the files without .git says its commit in
-NANONORM_COMMIT. The last line is JSON.
+bench_train.py and bench_decode.py end well with the rounds that they have. `out`/README.md and targets.png, rendered
+each time, set what was measured beside what was aimed at (gpu_targets.py, gpu_report.py). A copy of the files without
+.git says its commit in NANONORM_COMMIT. The last line is JSON.
 """
 
 import dataclasses

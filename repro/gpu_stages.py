@@ -39,12 +39,13 @@ def training_speed(
 
 
 def decoding(model: str, batch: int) -> Stage:
-    """The arms of Figure 2 at one batch size; the issue of all this is batch 1."""
+    """The arms of Figure 2 at one batch size; the issue of all this is batch 1. By reckoning compilations take five
+    minutes, and a round four seconds, most of it Hugging Face's."""
     name = f"decode-{model}" if batch == 1 else f"decode-{model}-{batch}"
     fewer = ""
     if model == "qwen3-8b":  # by reckoning a round of all arms takes nine seconds
         fewer = " --arms=A,B,C,D --tokens=64" + (" --peers=false" if batch > 32 else "")
-    return Stage(name, 8, f"repro/fig2.sh --batch={batch} {{gpt_fast}}{fewer}",
+    return Stage(name, 8, f"repro/fig2.sh --batch={batch} --rounds=20 {{gpt_fast}}{fewer}",
                  "--tokens=2 --rounds=6 --compiled=false --peers=false --dtype=float32 --arms=A,C,D",
                  {"MODELS": f"random:{model}", "OUT": "{out}/decode"}, toy_env={"MODELS": "{tiny}"})  # fmt: skip
 
