@@ -22,7 +22,8 @@ are compared with float64, and its tokens with those of its own unfused definiti
 every arm decodes once a round, in random order; a second A (A/A), of its faster compilation, shows what the method
 makes of nothing. Ratios are medians of the rounds' ratios with a 95 % interval; above 1, the first is faster. Prefill,
 in eager mode and unfused in every arm, is timed apart. With one thread on a CPU it is the process's own time that is
-taken, which other work on the machine moves less. The last line is JSON.
+taken, which other work on the machine moves less. Ctrl-C ends a measurement and keeps the rounds so far, six or more.
+The last line is JSON.
 """
 
 import dataclasses
@@ -179,7 +180,7 @@ def prefilling(decoder: Decoder, idx: Tensor, synchronize: Callable[[], None]) -
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes/s, read and written, of a large copy: the best of several."""
-    size = 1 << (30 if device.type == "cuda" else 27)
+    size = 1 << (32 if device.type == "cuda" else 27)  # of 2 GB the host's share of the time would be 2 %
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     sync = synchronizer(device)
 
@@ -256,15 +257,18 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
         call()
     bar = tqdm(total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty())
     clock = clock_of(device)
-    times = paired_times(calls, config.rounds, after_round=bar.update, measure=clock)
+    times = paired_times(calls, config.rounds, after_round=bar.update, measure=clock, least=6)
     bar.close()
+    rounds = len(times[TWIN])
+    if rounds < config.rounds:
+        missing.append(f"rounds {rounds + 1} to {config.rounds}: interrupted")
     for name in decode_peers.NAMES:  # generate reads the prompt too: taken off, round by round
         if name in times:
             whole, prefill = times[name], times.pop(f"{name} prefill")
             times[name] = [max(a - b, 1e-9) for a, b in zip(whole, prefill)]
             rows[name] = {}
     prefills = paired_times({name: prefilling(decoders[name], idx, sync) for name in rows if name in decoders},
-                            config.rounds, measure=clock)  # fmt: skip
+                            rounds, measure=clock)  # fmt: skip
     rows[TWIN] = {}
     for name, row in rows.items():
         row["ms_per_token"] = 1e3 * median(times[name]) / steps
@@ -279,7 +283,7 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
             faster[name] = min(there, key=lambda word: median(times[word]))
     return {
         "model": spec, "batch": batch, "prompt_tokens": filled, "prompt": config.prompt, "prompt_ids": origin,
-        "tokens": config.tokens, "rounds": config.rounds, "clock": clock.__name__,
+        "tokens": config.tokens, "rounds": rounds, "clock": clock.__name__,
         "dtype": str(model.wte.weight.dtype).removeprefix("torch."), "norm_type": model.config.norm_type,
         "random_weights": spec.startswith("random:"), "floor_bytes": floor, "bandwidth": bandwidth,
         "floor_ms_per_token": 1e3 * floor / bandwidth, "tuning": config.tuning, "faster": faster,
@@ -359,6 +363,8 @@ def main(argv: list[str]) -> None:
         print(decode_report.table(records[-1]), "\n", flush=True)
         if config.out:  # at once: a later batch size may not get to its end
             decode_report.write(Path(config.out), records[-1:], config)
+        if records[-1]["rounds"] < config.rounds:
+            break  # interrupted
     slim = [{name: value for name, value in record.items() if name != "seconds"} for record in records]
     print(json.dumps({"model": spec, "batches": slim, "config": dataclasses.asdict(config)}))
 

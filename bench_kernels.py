@@ -40,6 +40,7 @@ from stats import median_ratio, paired_times, seconds
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 TRAFFIC = 1 << 30  # bytes that one timing moves at least, by rotating over so many sets of inputs
 MAX_SETS = 16
+QUEUEING = 1_000_000  # cycles: half a millisecond, to queue two events and a graph in
 WRONG = 0.03  # relative L2 error beyond which an arm computes something else
 
 # ------------------------------------------------------------------------------------------------------------- timing
@@ -120,8 +121,9 @@ def captured(work: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[],
 
 
 def gpu_seconds(call: Callable[[], None]) -> float:
-    """Time between two events on the GPU, without the host's."""
+    """Time between two events on the GPU, which is kept busy until all is queued: else it would wait for the host."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(QUEUEING)
     start.record()
     call()
     end.record()

@@ -33,7 +33,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             index = target.clamp(min=0).unsqueeze(1)
             total = total - (log_p.gather(1, index) * valid).sum()  # in place, torch 2.11 would lose its gradient
             if needs_grad:
-                grad = log_p.exp().scatter_add(1, index, -torch.ones_like(index, dtype=wide)) * valid
+                # Compared, not scattered: inductor fuses that, and would write out all of exp(log_p) for the other.
+                is_target = torch.arange(n_vocab, device=x.device) == index  # (n, n_vocab)
+                grad = (log_p.exp() - is_target.to(wide)) * valid
                 grad = F.pad(grad, (0, head.shape[0] - n_vocab)).to(logits.dtype)  # softmax - one-hot, (n, V)
                 grad_x.append((grad @ head.to(grad.dtype)).to(x.dtype))
                 grad_head += (grad.t() @ x_part.to(grad.dtype)).to(wide)

@@ -246,15 +246,22 @@ def seconds(arm: Callable[[], None]) -> float:
 
 def paired_times(
     arms: dict[str, Callable[[], None]], rounds: int, seed: int = 0, after_round: Callable[[], None] | None = None,
-    measure: Callable[[Callable[[], None]], float] = seconds,
+    measure: Callable[[Callable[[], None]], float] = seconds, least: int = 0,
 ) -> dict[str, list[float]]:  # fmt: skip
     """Seconds of each arm in each round, as `measure` tells them; in every round all arms run once, in a new random
-    order, so that a drift of the machine hits all alike."""
+    order, so that a drift of the machine hits all alike. From `least` whole rounds on (0: never) Ctrl-C ends it, and
+    they are kept."""
     order, times = np.random.RandomState(seed), {name: [] for name in arms}
-    for _ in range(rounds):
-        for index in order.permutation(len(arms)):
-            name = list(arms)[index]
-            times[name].append(measure(arms[name]))
-        if after_round is not None:
-            after_round()
+    try:
+        for _ in range(rounds):
+            for index in order.permutation(len(arms)):
+                name = list(arms)[index]
+                times[name].append(measure(arms[name]))
+            if after_round is not None:
+                after_round()
+    except KeyboardInterrupt:
+        whole = min(map(len, times.values()))
+        if not 0 < least <= whole:
+            raise
+        times = {name: values[:whole] for name, values in times.items()}
     return times

@@ -22,7 +22,7 @@ CLASSES = (
     ("loss", ("log_softmax", "logsumexp", "nll_loss", "cross_entropy")),
     # Inductor's are named after all that they fuse or stand beside; on a CPU they are the call of their graph.
     (ELEMENTWISE, ("triton_per", "triton_red", "triton_poi", "cpp_fused", "compiledfxgraph")),
-    ("attention", ("flash", "fmha", "sdpa", "attention")),
+    ("attention", ("flash", "fmha", "sdpa", "attention", "cudnn")),
     ("product", ("gemm", "gemv", "cutlass", "nvjet", "xmma", "splitk", "triton_tem", "::mm", "bmm", "addmm", "linear")),
     ("embedding", ("embedding", "index_put", "indexing_backward")),
     (ELEMENTWISE, ("",)),

@@ -6,9 +6,9 @@
     python repro/gpu.py --stages="train* decode-qwen*" # these, done before or not
     python repro/gpu.py --rehearse --out=out/rehearsal # the same commands at toy size, anywhere
 
-It needs no network, and of packages torch, triton, transformers, matplotlib, scipy, tqdm, tiktoken and pytest. Peers
-take part where they are: Liger-Kernel and quack installed, checkouts of nanoGPT and gpt-fast in folders beside this
-one. Training wants token shards:
+It needs no network, and of packages torch, triton, transformers, matplotlib, scipy, tqdm, tiktoken, pytest and
+pytest-xdist; to distil, peft. Peers take part where they are: Liger-Kernel and quack installed, checkouts of nanoGPT
+and gpt-fast in folders beside this one. Training wants token shards:
 
     python data/fineweb_edu/prepare.py --local FILES --val FILES --out_dir=data/offline
 
@@ -16,9 +16,9 @@ A stage is one command of the repository, and its figures are what this writes i
 for each attempt, with commit, device, versions, and the GPU's clocks before and after; what a stage printed is in
 out/gpu/. A stage that is done is not done again; nor is one that failed, or was too long twice, until the code is
 another (or it is named). At its limit a stage is told to stop, as by Ctrl-C: sweeps go on at the next call, and
-bench_train.py ends well with the rounds that it has. `out`/README.md and targets.png, rendered each time, set what was
-measured beside what was aimed at (gpu_targets.py, gpu_report.py). A copy of the files without .git says its commit in
-NANONORM_COMMIT. The last line is JSON.
+bench_train.py and bench_decode.py end well with the rounds that they have. `out`/README.md and targets.png, rendered
+each time, set what was measured beside what was aimed at (gpu_targets.py, gpu_report.py). A copy of the files without
+.git says its commit in NANONORM_COMMIT. The last line is JSON.
 """
 
 import dataclasses
@@ -34,6 +34,7 @@ import sys
 import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,13 @@ def check_place(config: GpuConfig) -> torch.device:
     return device
 
 
+def lacks(stage: Stage, config: GpuConfig) -> str:
+    """What there is not for it here, and the remedy; empty if it can run."""
+    if stage.needs_data and not Path(config.data, "meta.json").is_file():
+        return f"there are no token shards in {config.data}: --help says how to make them"
+    return f"it needs a package: pip install {stage.needs}" if stage.needs and not find_spec(stage.needs) else ""
+
+
 def show(campaign: Campaign, stages: list[Stage]) -> None:
     """A line for each stage, and its command."""
     for stage in stages:
@@ -316,8 +324,8 @@ def main(argv: list[str]) -> int:
         if not config.stages and not campaign.is_left(stage):
             continue
         label = f"[{number}/{len(stages)}] {stage.name}"
-        if stage.needs_data and not Path(config.data, "meta.json").is_file():
-            print(f"{label}: left out: there are no token shards in {config.data}: --help says how to make them")
+        if reason := lacks(stage, config):
+            print(f"{label}: left out: {reason}")
             states[stage.name] = "left out"
             continue
         seconds = campaign.seconds_for(stage)

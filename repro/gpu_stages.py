@@ -17,6 +17,7 @@ class Stage:
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     toy_env: dict[str, str] = dataclasses.field(default_factory=dict)
     needs_data: bool = False
+    needs: str = ""  # a package that not everyone has
     goes_on: bool = False  # stopped at its limit it is not lost: the next call continues it
     run_folder: str = ""  # in scratch; of a program that writes no results, what this run's log says at its end is kept
     keep: str = ""  # in this file in `out`
@@ -38,12 +39,13 @@ def training_speed(
 
 
 def decoding(model: str, batch: int) -> Stage:
-    """The arms of Figure 2 at one batch size; the issue of all this is batch 1."""
+    """The arms of Figure 2 at one batch size; the issue of all this is batch 1. By reckoning compilations take five
+    minutes, and a round four seconds, most of it Hugging Face's."""
     name = f"decode-{model}" if batch == 1 else f"decode-{model}-{batch}"
     fewer = ""
     if model == "qwen3-8b":  # by reckoning a round of all arms takes nine seconds
         fewer = " --arms=A,B,C,D --tokens=64" + (" --peers=false" if batch > 32 else "")
-    return Stage(name, 8, f"repro/fig2.sh --batch={batch} {{gpt_fast}}{fewer}",
+    return Stage(name, 8, f"repro/fig2.sh --batch={batch} --rounds=20 {{gpt_fast}}{fewer}",
                  "--tokens=2 --rounds=6 --compiled=false --peers=false --dtype=float32 --arms=A,C,D",
                  {"MODELS": f"random:{model}", "OUT": "{out}/decode"}, toy_env={"MODELS": "{tiny}"})  # fmt: skip
 
@@ -60,7 +62,7 @@ def distilling(model: str, minutes: float) -> Stage:
                  f"--teacher=random:{model} --dataset=random --eval_blocks=8 --max_iters=10 --warmup_iters=2 "
                  f"--eval_interval=10 --shuffle=64 --out_dir={{scratch}}/distill/{model}",
                  "--teacher={tiny} --method=lora --rank=4 --batch_size=2 --block_size=32 --max_iters=2 "
-                 "--gradient_accumulation_steps=1 --eval_interval=2", run_folder=f"distill/{model}",
+                 "--gradient_accumulation_steps=1 --eval_interval=2", needs="peft", run_folder=f"distill/{model}",
                  keep="distill/distill.jsonl")  # fmt: skip
 
 
@@ -98,7 +100,9 @@ STAGES = (
                    "coupled kernels=triton", toy="--arms='rms kernels=torch; coupled kernels=torch'"),
     Stage("trace", 8, "repro/fig4.sh", "--tokens=2 --compiled=false --dtype=float32 --batch=1", {"OUT": "{out}/trace"},
           {"MODEL": "{tiny}"}),
-    training_speed("train_autotuned", "--residual=autocast --compile_mode=max-autotune-no-cudagraphs --rounds=20"),
+    # Without `layer`, for time: each of an arm's 216 products is tried in some twenty ways.
+    training_speed("train_autotuned", "--residual=autocast --compile_mode=max-autotune-no-cudagraphs --rounds=20 "
+                   "--controls=False", "rms; coupled; coupled coupled_impl=fold; rms-no-mlp-gamma"),
     *(folding(shape) for shape in ("bloom", "vit")),
     *(decoding(model, batch) for batch in (8, 32, 2, 4, 16, 64, 128) for model in MODELS),
     folding("phi"),  # folds and certifies 2.7 B parameters on the CPU first: by reckoning minutes, and 60 GB

@@ -116,6 +116,27 @@ def test_a_compiled_step_decodes_the_same(run, capsys):
     assert rows["coupled"]["same_tokens"] == rows["coupled_fused"]["same_tokens"] == 4
 
 
+def test_an_interrupt_keeps_the_rounds_so_far(run, tmp_path, monkeypatch):
+    """And no other size is begun."""
+    turns, decoding = [], bench_decode.decoding
+
+    def interrupted(*words):
+        def run():
+            turns.append(words)
+            if len(turns) == 3 + 2 + 2 * 7 + 1:  # three to find the faster, two to warm up, seven rounds
+                raise KeyboardInterrupt
+            call()
+
+        call = decoding(*words)
+        return run
+
+    monkeypatch.setattr(bench_decode, "decoding", interrupted)
+    bench_decode.main([str(run), "--arms=A", "--batch=1,2", f"--out={tmp_path}", "--peers=false", *FAST, "--rounds=40"])
+    (record,) = (json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines())
+    assert record["batch"] == 1 and record["rounds"] == 7 == len(record["seconds"]["rms"])
+    assert record["missing"] == ["rounds 8 to 40: interrupted"]
+
+
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
 def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
     tiny = hf.SHAPES["gpt2"] | {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}

@@ -163,14 +163,21 @@ class FakeGraph:
 
 
 class FakeEvent:
+    is_busy = False
+
     def __init__(self, enable_timing):
         assert enable_timing
 
+    @classmethod
+    def keep_busy(cls, cycles):
+        cls.is_busy = True
+
     def record(self):
+        assert self.is_busy, "the GPU would wait for the host between the events"
         self.at = FakeGraph.replays
 
     def synchronize(self):
-        pass
+        FakeEvent.is_busy = False
 
     def elapsed_time(self, end):
         return 1000.0 * (end.at - self.at)
@@ -182,7 +189,7 @@ def test_the_gpus_path_up_to_the_gpu(monkeypatch):
     graph_context = contextlib.contextmanager(lambda graph, stream: (yield))
     for name, value in {"Stream": lambda: stream, "stream": contextlib.nullcontext, "CUDAGraph": FakeGraph,
                         "current_stream": lambda: stream, "synchronize": lambda: None, "Event": FakeEvent,
-                        "graph": graph_context}.items():  # fmt: skip
+                        "graph": graph_context, "_sleep": FakeEvent.keep_busy}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     case, calls, made = Case(OPERATORS["add_rms_norm"], 8, 16, torch.float32, CPU), [], []
 

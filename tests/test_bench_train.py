@@ -390,6 +390,7 @@ def test_the_profile_says_where_an_arms_time_goes(tmp_path):
     ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "product"), ("triton_tem_fused_addmm_0", "product"),
     ("triton_poi_fused_addmm_gelu_3", train_profile.ELEMENTWISE), ("Memcpy DtoD (Device -> Device)", "copy"),
     ("triton_red_fused__log_softmax_nll_loss_forward_7", "loss"), ("cudnn_generated_native_sdpa_sm90", "attention"),
+    ("void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 64>", "attention"),
     ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
     ("void at::native::vectorized_elementwise_kernel<4>", train_profile.ELEMENTWISE),
 ])  # fmt: skip

@@ -8,6 +8,7 @@ Inductor is told of a GPU that is not there, and remembers some of it: what gene
 import collections
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from conftest import FORKS, ROOT
 
 import byte_ledger
 import cuda_codegen
+import loss
 import norms
 from byte_ledger import launches
 from errors import ConfigError, UserError
@@ -134,6 +136,21 @@ def test_an_add_with_relu_moves_what_it_must():
     assert 3 * stream <= moved <= 3.5 * stream and widths[:3] == (768, 768, 768)
     (moved, widths), = backward
     assert 2.5 * stream <= moved <= 3 * stream and set(widths) == {768}
+
+
+def code_of_a_loss_in_chunks() -> str:
+    loss.LOGITS_BYTES = 4 * 256 * 512 // 2
+    x, head = (torch.empty(rows, 64, dtype=torch.bfloat16, requires_grad=True) for rows in (256, 512))
+    targets = torch.zeros(256, dtype=torch.int64)
+    return cuda_codegen.cuda_code(lambda x, head: loss.cross_entropy(x, head, targets, 500), [x, head])[0]
+
+
+@needs_codegen
+def test_a_chunk_of_the_loss_writes_logits_and_their_gradient_alone():
+    """Both in bfloat16; in float32 neither is ever written."""
+    code = in_child(code_of_a_loss_in_chunks)
+    assert "((128, 512), (512, 1), torch.bfloat16)" in code
+    assert not re.search(r"\(\(128, 5\d\d\), \(\d+, 1\), torch\.float32\)", code)
 
 
 def test_another_torch_is_refused(monkeypatch):

@@ -139,9 +139,11 @@ def test_torn_lines_lose_no_others(tmp_path):
 
 
 def test_nothing_is_begun_that_does_not_fit(campaign, tmp_path, capsys):
-    run = campaign(Stage("long", 9, "true"), Stage("short", 1.5, "true"), Stage("data", 1, "true", needs_data=True))
+    run = campaign(Stage("long", 9, "true"), Stage("short", 1.5, "true"), Stage("data", 1, "true", needs_data=True),
+                   Stage("package", 1, "true", needs="no_such_package"))  # fmt: skip
     assert run("--minutes=2") == 0 and noted(tmp_path) == [("short", "done")]
     printed = capsys.readouterr().out
+    assert "[4/4] package: left out: it needs a package: pip install no_such_package\n" in printed
     assert "no time left for: long\n" in printed and "no token shards in data/offline" in printed
 
 

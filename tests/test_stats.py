@@ -121,6 +121,24 @@ def test_paired_times_take_turns_in_random_order():
     assert sorted(times["a"] + times["b"]) == [float(i) for i in range(1, 81)]
 
 
+@pytest.mark.parametrize(("least", "kept"), [(2, 2), (3, 0), (0, 0)])
+def test_an_interrupt_keeps_whole_rounds(least, kept):
+    def measure(arm):
+        ran.append(arm)
+        if len(ran) == 6:  # the second arm of the third round
+            raise KeyboardInterrupt
+        return float(len(ran))
+
+    ran, arms = [], {name: lambda: None for name in "ab"}
+    if not kept:
+        with pytest.raises(KeyboardInterrupt):
+            paired_times(arms, 40, measure=measure, least=least)
+        return
+    times = paired_times(arms, 40, measure=measure, least=least)
+    assert [len(values) for values in times.values()] == [kept, kept]
+    assert sorted(times["a"] + times["b"]) == [1, 2, 3, 4]
+
+
 def test_clustered_error_counts_clusters():
     rows = np.random.RandomState(0).randn(12, 5) + np.random.RandomState(1).randn(12, 1)  # 12 clusters of 5
     names = np.repeat(np.arange(12) * 7, 5)
