@@ -4,12 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOGITS_BYTES = 1 << 29  # float32 logits beyond this size are never materialised at once in training
+# Logits that would be more in float32 are never there at once in training. Compiled, there are none in float32, and
+# fewer chunks are fewer gradients of the head to add up.
+LOGITS_BYTES, COMPILED_LOGITS_BYTES = 1 << 29, 1 << 31
 
 
 def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, n_vocab: int) -> Tensor:
     """Mean cross-entropy (nats per token) of logits x head^T. x (N, C), head (V, C), targets (N,), -1 is left out."""
-    chunks = -(-4 * x.shape[0] * head.shape[0] // LOGITS_BYTES)
+    limit = COMPILED_LOGITS_BYTES if torch.compiler.is_compiling() else LOGITS_BYTES
+    chunks = -(-4 * x.shape[0] * head.shape[0] // limit)
     if chunks > 1:
         total = _ChunkedCrossEntropy.apply(x, head, targets, n_vocab, chunks, torch.is_grad_enabled())
         return total / (targets >= 0).sum()

@@ -139,7 +139,7 @@ def test_an_add_with_relu_moves_what_it_must():
 
 
 def code_of_a_loss_in_chunks() -> str:
-    loss.LOGITS_BYTES = 4 * 256 * 512 // 2
+    loss.COMPILED_LOGITS_BYTES = 4 * 256 * 512 // 2
     x, head = (torch.empty(rows, 64, dtype=torch.bfloat16, requires_grad=True) for rows in (256, 512))
     targets = torch.zeros(256, dtype=torch.int64)
     return cuda_codegen.cuda_code(lambda x, head: loss.cross_entropy(x, head, targets, 500), [x, head])[0]

@@ -360,7 +360,8 @@ def test_compiles_without_a_graph_break(norm_type, shape):
 
 def test_a_chunked_loss_compiles(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(loss_file, "LOGITS_BYTES", 700)
+    monkeypatch.setattr(loss_file, "LOGITS_BYTES", 1 << 29)  # so eager takes it whole
+    monkeypatch.setattr(loss_file, "COMPILED_LOGITS_BYTES", 700)
     model, eager = (gpt("rms", n_layer=1) for _ in range(2))
     idx, targets = tokens(3, 12), tokens(3, 12, seed=1)
     losses = [torch.compile(model, fullgraph=True, backend="aot_eager")(idx, targets)[0], eager(idx, targets)[0]]
