@@ -46,7 +46,7 @@ import decode_gpt_fast
 import decode_peers
 import decode_report
 from checkpoint import load_model
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from decode import Decoder, can_overlap
 from decode_arms import Arm, check_arm, find_arms, with_norms
 from decode_trace import trace_arms
@@ -71,38 +71,36 @@ class BenchConfig:
     arms: str = key("A,B,C,D", "arms, by letter or name, separated by commas")
     batch: tuple[float, ...] | float = key(1.0, "sequences decoded at once; several sizes, separated by commas")
     prompt: str = key("Who was Alan Turing?", "the same for every sequence")
-    tokens: int = key(128, "tokens to decode, at least 2")
-    rounds: int = key(40, "rounds, at least 6; in each, every arm decodes once")
+    tokens: int = key(128, "tokens to decode", least=2)
+    rounds: int = key(40, "rounds; in each, every arm decodes once", least=6)
     coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
     coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all)")
     coupled_alpha: float = key(1.0, "coupled: the shared statistic is divided by this")
     tuning: str = key("auto", "inductor's defaults and plain launches (off), gpt-fast's options and programmatic "
                               "dependent launches (on), both on a GPU (auto)",
                       ("auto", "on", "off"))  # fmt: skip
-    library_from: int = key(LIBRARY_FROM, "fused arms: sequences from which on the library multiplies")
+    library_from: int = key(LIBRARY_FROM, "fused arms: sequences from which on the library multiplies", least=1)
     gpt_fast: str = key("", "folder of a gpt-fast checkout, whose model is timed too")
     peers: bool = key(True, "time Hugging Face's generate too, where transformers is installed")
     compiled: bool = key(True, "arms around the library's products go through torch.compile; on a CPU all arms do")
     device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
     dtype: str = key("auto", "of weights and activations (auto: bfloat16 on a GPU, float32 on a CPU)", tuple(DTYPES))
-    bandwidth: float = key(0.0, "bytes/s for the floor (0: a copy's, measured; for the ledger an H200's 4.3e12)")
-    launch_us: float = key(1.3, "ledger: microseconds of a launch within a CUDA graph")
-    context: int = key(80, "ledger: tokens in the cache")
+    bandwidth: float = key(0.0, "bytes/s for the floor (0: a copy's, measured; for the ledger an H200's 4.3e12)",
+                           least=0)
+    launch_us: float = key(1.3, "ledger: microseconds of a launch within a CUDA graph", least=0)
+    context: int = key(80, "ledger: tokens in the cache", least=1)
     ledger: bool = key(False, "only count launches and predict times")
     trace: bool = key(False, "only trace one step of each arm, with the profiler, into `out`")
     last_token: bool = key(False, "only TaperNorm's protocol: logits of the last token, about 30 M parameters")
     out: str = key("", "write README.md, decode.jsonl and decode.png (ledger.jsonl) into this folder, to what is there")
 
     def __post_init__(self) -> None:
+        check_least(self)
         find_arms(self.arms)
-        if self.tokens < 2 or self.rounds < 6 or self.context < 1:
-            raise ConfigError("tokens must be at least 2, rounds at least 6, context at least 1")
         if any(size < 1 or size % 1 for size in self.batches) or not self.batches:
             raise ConfigError(f"batch={self.batch}: wants whole numbers from 1 on")
-        if self.library_from < 1:
-            raise ConfigError(f"library_from={self.library_from}: must be at least 1")
-        if self.coupled_alpha <= 0 or self.bandwidth < 0 or self.launch_us < 0:
-            raise ConfigError("coupled_alpha must be above 0, bandwidth and launch_us not below")
+        if self.coupled_alpha <= 0:
+            raise ConfigError(f"coupled_alpha={self.coupled_alpha}: must be above 0")
         if self.trace and not self.out:
             raise ConfigError("trace: say where the traces go, --out=FOLDER")
 

@@ -26,7 +26,7 @@ import fold
 import foldable
 from certificate import randomize
 from checkpoint import load_model
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from errors import ConfigError, UserError, run_program
 from fold_modules import Plan, Swap, swap_and_insert
 from hf_coupled import import_transformers
@@ -49,17 +49,18 @@ class BenchConfig:
     """Keys of bench_fold.py."""
 
     lengths: tuple[int, ...] = key((256, 1024), "tokens of a sequence, several (an image has its own)")
-    batch: int = key(2, "sequences in a pass")
+    batch: int = key(2, "sequences in a pass", least=1)
     modes: tuple[str, ...] = key(("eager",), "eager, compiled, graph (CUDA); several")
-    rounds: int = key(20, "paired rounds; in each, every arm does one pass")
-    sequential: int = key(0, "passes of each arm by the paper's protocol (0: none)")
+    rounds: int = key(20, "paired rounds; in each, every arm does one pass", least=6)
+    sequential: int = key(0, "passes of each arm by the paper's protocol (0: none)", least=0)
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
     dtype: str = key("auto", "of the weights (auto: bfloat16 on CUDA)", ("auto", *DTYPES))
     out: str = key("", "append the measurements to this JSONL file")
 
     def __post_init__(self) -> None:
-        if self.rounds < 6 or self.batch < 1 or min(self.lengths, default=0) < 1 or self.sequential < 0:
-            raise ConfigError("rounds wants 6 or more, batch and every length 1 or more, sequential 0 or more")
+        check_least(self)
+        if min(self.lengths, default=0) < 1:
+            raise ConfigError("lengths: give one or more, each 1 or more")
         if unknown := [mode for mode in self.modes if mode not in MODES]:
             raise ConfigError(f"modes: {unknown[0]!r} is none of {', '.join(MODES)}")
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench_arms import OPERATORS, UNSCALED, Function, Operator, arms_of, make_inputs
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from errors import ConfigError, UserError, run_program, writing
 from runlog import environment, installed
 from stats import median_ratio, paired_times, seconds
@@ -254,20 +254,19 @@ class BenchConfig:
 
     ops: str = key("all", f"operators, separated by commas: {', '.join(OPERATORS)}")
     channels: tuple[int, ...] = key((768, 1024, 2048, 4096, 8192), "sizes C, separated by commas")
-    rows: int = key(65536, "rows (tokens)")
+    rows: int = key(65536, "rows (tokens)", least=1)
     dtype: str = key("bfloat16", "of activations; gains, statistics and maths are in float32", tuple(DTYPES))
-    rounds: int = key(50, "rounds, at least 6; in each, every arm is timed once")
+    rounds: int = key(50, "rounds; in each, every arm is timed once", least=6)
     compiled: bool | None = key(None, "time torch.compile of the references too (auto: on a GPU)")
     device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
     out: str = key("", "write README.md, kernels.jsonl and kernels.png into this folder")
 
     def __post_init__(self) -> None:
+        check_least(self)
         unknown = [name for name in self.names if name not in OPERATORS]
         if unknown:
             raise ConfigError(f"ops: {unknown[0]!r} is none of {', '.join(OPERATORS)}")
-        if self.rounds < 6 or self.rows < 1 or not self.channels:
-            raise ConfigError("rounds must be at least 6, rows at least 1, channels at least one size")
-        if min(self.channels) < 1:
+        if min(self.channels, default=0) < 1:
             raise ConfigError(f"channels={_word(self.channels)}: wants whole numbers from 1 on")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device=cuda, but torch sees no GPU here: leave it out to time the references")

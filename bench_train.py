@@ -53,21 +53,19 @@ AGAIN = " (A/A)"
 class BenchConfig(TrainConfig):
     """Keys of bench_train.py beside those of train.py."""
 
-    vocab_size: int = key(50304, "rows of the embedding")
+    vocab_size: int = key(50304, "rows of the embedding", least=1)
     compile: bool | None = key(True, "torch.compile, where an arm says nothing else (auto: on CUDA)")
     arms: str = key("rms", "arms, with semicolons between: 'rms; coupled coupled_span=2; layer compile=False'")
     controls: bool = key(True, f"add the arms that every comparison wants: {', '.join(CONTROLS)}")
     nanogpt: str = key("", "folder with upstream nanoGPT, for the arm of that name")
-    rounds: int = key(20, "rounds; in each, all arms take turns")
-    steps: int = key(1, "optimiser steps of an arm's turn, timed together")
+    rounds: int = key(20, "rounds; in each, all arms take turns", least=2)
+    steps: int = key(1, "optimiser steps of an arm's turn, timed together", least=1)
     ledger: bool = key(True, "count the bytes that an arm's norms would move on an H200 (byte_ledger.py)")
     profile: bool = key(False, "afterwards, where each arm's time goes, kernels by kind (train_profile.py)")
     out: str = key("", "write README.md, steps.jsonl and speed.png into this folder")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rounds < 2 or self.steps < 1 or not self.vocab_size:
-            raise ConfigError("rounds must be at least 2, steps and vocab_size at least 1")
         if self.nanogpt and not (Path(self.nanogpt) / "model.py").is_file():
             raise ConfigError(f"nanogpt={self.nanogpt}: there is no model.py: give the folder of a clone of "
                               "karpathy/nanoGPT")  # fmt: skip

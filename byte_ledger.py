@@ -266,7 +266,7 @@ ARMS = {
 class LedgerConfig(GPTConfig):
     """Keys of byte_ledger.py: a model's shape, and how many tokens it sees at once."""
 
-    tokens: int = key(65536, "tokens of a micro-batch; a multiple of block_size")
+    tokens: int = key(65536, "tokens of a micro-batch; a multiple of block_size", least=1)
     out: str = key("", "write README.md and ledger.jsonl into this folder")
 
     def __post_init__(self) -> None:

@@ -128,7 +128,7 @@ def test_arms_differ_in_what_they_say_alone():
     (["--arms=nanogpt norm_eps=0.1"], r"nanoGPT knows no such key, only compile"),
     (["--arms=nanogpt", "--activation=swiglu"], r"nanoGPT has no activation=swiglu: remove it, or the arm"),
     (["--nanogpt=nowhere"], r"nanogpt=nowhere: there is no model\.py"),
-    (["--rounds=1"], r"rounds must be at least 2"),
+    (["--rounds=1"], r"rounds=1: must be at least 2"),
 ])  # fmt: skip
 def test_what_cannot_be_timed_is_one_clear_line(words, message):
     with pytest.raises(ConfigError, match=message) as failure:
