@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from byte_ledger import launches_of_training, total
+from byte_ledger import bytes_of_one_more_block
 from configurator import key, parse_args
 from errors import ConfigError, UserError, run_program, writing
 from model import GPT
@@ -116,9 +116,7 @@ def count_bytes(arm: Arm) -> tuple[float | None, str]:
     """(bytes that the norms and residual adds of a block move for a token in training, why there is no figure)."""
     tokens = max(2, arm.config.batch_size) * arm.config.block_size
     try:
-        three, two = (launches_of_training(dataclasses.replace(arm.config, n_layer=blocks, vocab_size=64, n_vocab=0),
-                                           tokens, arm.strip) for blocks in (3, 2))  # fmt: skip
-        return (total(three, 3) - total(two, 3)) / tokens, ""  # the residual of an addmm copied, as PyTorch's does
+        return bytes_of_one_more_block(arm.config, tokens, (3,), arm.strip)[0], ""  # an addmm copies its operand (ATen)
     except Exception as error:  # inductor's private interfaces are another torch's, or the norm is opaque to them
         return None, f"bytes of {arm.name}: {(str(error).splitlines() or [type(error).__name__])[0]}"
 
