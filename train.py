@@ -24,17 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import rms_stats
-from checkpoint import (
-    BEST,
-    LAST,
-    CheckpointError,
-    check_same_model,
-    find_checkpoint,
-    init_from,
-    load_weights,
-    place_state,
-    save_checkpoint,
-)
+from checkpoint import BEST, LAST, CheckpointError, find_checkpoint, init_from, restore, save_checkpoint
 from configurator import key, parse_args
 from data.shards import read_meta
 from dataloader import Blocks, TrainLoader
@@ -190,20 +180,9 @@ class Trainer:
 
     def _resume(self, state: dict, path: Path, note: str) -> list[str]:
         """Restore everything; what to tell about it."""
-        if "optimizer" not in state:
-            raise CheckpointError(f"{path} holds weights alone: choose another out_dir, and --init_from={path}")
-        check_same_model(state["config"], self.config, path)
-        state = place_state(path, state, self.model, self.optimizer)
-        load_weights(self.model, state["model"], path)
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(setting)  # betas and weight decay are the config's, not the checkpoint's
-        if state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+        restore(path, state, self.config, self.model, self.optimizer, self.scaler)
         self.step, self.best = state["step"], state["best_val_loss"]
-        now = json.loads(json.dumps(dataclasses.asdict(self.config)))
-        then = json.loads(json.dumps(state["config"]))
+        then, now = (json.loads(json.dumps(part)) for part in (state["config"], dataclasses.asdict(self.config)))
         both = sorted(now.keys() & then.keys())
         self.changed = [f"{name} {then[name]} -> {now[name]}" for name in both if now[name] != then[name]]
         notes = [f"not usable: {note}"] if note else []
