@@ -18,7 +18,7 @@ from errors import ConfigError
 from kernels import scaled_activation
 from kernels.reference import KINDS, activate
 from loss import cross_entropy
-from norm_layers import Handover, Norm
+from norm_layers import Debt, Handover, Norm
 from norms import NormConfig, NormPlan
 
 
@@ -34,8 +34,7 @@ class GPTConfig(NormConfig):
     n_kv_head: int = key(0, "key and value heads (0: n_head); must divide n_head", least=0)
     n_embd: int = key(768, "channels of the residual stream", least=1)
     head_dim: int = key(0, "channels of a head (0: n_embd / n_head)", least=0)
-    n_inner: int = key(0, "hidden channels of the MLP (0: 4 n_embd, or 8/3 n_embd up to a multiple of 64 for swiglu)",
-                       least=0)
+    n_inner: int = key(0, "hidden channels of the MLP (0: 4 n_embd; for swiglu 8/3, up to a multiple of 64)", least=0)
     activation: str = key("gelu", "of the MLP", KINDS)
     position: str = key("learned", "learned positions are added to the embeddings, rope rotates queries and keys",
                         ("learned", "rope"))  # fmt: skip
@@ -179,9 +178,7 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.n_embd, config.inner * (2 if self.activation == "swiglu" else 1), bias=config.bias)
         self.down = plan.residual_linear(config.inner, config.n_embd, config.bias)
 
-    def forward(
-        self, y: Tensor, debt: tuple[Tensor | None, Tensor] | None = None, add: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, y: Tensor, debt: Debt | None = None, add: Tensor | None = None) -> Tensor:
         """(B, T, C) of normalised inputs y; `add`, if there is one, is added to the output."""
         if debt is None:
             return project(self.down, activate(self.up(y), self.activation), add)
@@ -213,8 +210,7 @@ class Block(nn.Module):
         return x, delta, inv_rms
 
     def adds_in_products(self, x: Tensor) -> bool:
-        """Can the sublayers add to the stream x in their last products? Not if anything comes in between: a bias,
-        dropout, a cast of the stream."""
+        """Can sublayers add to the stream x in their last products: no bias, dropout or cast of x in between?"""
         device = x.device.type
         if self.attn.proj.bias is not None or self.mlp.down.bias is not None or (self.training and self.dropout.p > 0):
             return False
@@ -237,9 +233,8 @@ class GPT(nn.Module):
         self.norm_f = self.plan.norm(2 * config.n_layer)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.position == "rope":
-            cos, sin = rope_tables(config)
-            self.register_buffer("rope_cos", cos, persistent=False)
-            self.register_buffer("rope_sin", sin, persistent=False)
+            for name, table in zip(("rope_cos", "rope_sin"), rope_tables(config), strict=True):
+                self.register_buffer(name, table, persistent=False)
         self.meta: dict = {}  # tokenizer and vocabulary of the data it was trained on
         self.init_weights(seed)
 
@@ -340,9 +335,8 @@ class GPT(nn.Module):
         """Training FLOPs of a token: 6 per weight used in a matrix product, 12 L H head_dim T for attention
         (PaLM, appendix B; the causal half is not taken off)."""
         config = self.config
-        weights = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
-        if config.tie_embeddings:
-            weights += self.wte.weight.numel()
+        linears = (module for module in self.blocks.modules() if isinstance(module, nn.Linear))
+        weights = self.head_weight().numel() + sum(linear.weight.numel() for linear in linears)
         return 6 * weights + 12 * config.n_layer * config.n_head * config.head_channels * config.block_size
 
 
