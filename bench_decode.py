@@ -33,9 +33,9 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import process_time
 from typing import Any
 
 import torch
@@ -48,16 +48,16 @@ import decode_report
 from checkpoint import load_model
 from configurator import check_least, key, parse_args
 from decode import Decoder, can_overlap
-from decode_arms import Arm, check_arm, find_arms, with_norms
+from decode_arms import Arm, check_arm, find_arms, packed_arm
 from decode_trace import trace_arms
 from errors import ConfigError, UserError, run_program
 from last_token import bench_last_token
 from launch_ledger import floor_bytes, launches, ledger_table, make_ledger, per_block, shape_on_meta
 from model import GPT
-from packing import LIBRARY_FROM, level_at, pack
+from packing import LIBRARY_FROM
 from ranks import find_device
 from runlog import environment
-from stats import median_ratio, paired_times, seconds
+from stats import cpu_seconds, median_ratio, paired_times, seconds
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TWIN = "A/A"  # a second copy of the first arm
@@ -149,31 +149,17 @@ def prompt_ids(config: BenchConfig, model: GPT, device: torch.device) -> tuple[T
 # ------------------------------------------------------------------------------------------------------------- timing
 
 
-def decoding(decoder: Decoder, filled: int, steps: int, synchronize: Callable[[], None]) -> Callable[[], None]:
-    """A call that decodes `steps` tokens behind a prompt of `filled` that is in the cache already."""
-
-    def run() -> None:
-        decoder.rewind(filled)
-        for _ in range(steps):
-            decoder.step()
-        synchronize()
-
-    return run
+def decode_tokens(decoder: Decoder, filled: int, steps: int, synchronize: Callable[[], None]) -> None:
+    """Decode `steps` tokens behind a prompt of `filled` that is in the cache already."""
+    decoder.rewind(filled)
+    for _ in range(steps):
+        decoder.step()
+    synchronize()
 
 
-def cpu_seconds(arm: Callable[[], None]) -> float:
-    """Seconds that this process computed in one call, whatever else the machine did meanwhile."""
-    start = process_time()
-    arm()
-    return process_time() - start
-
-
-def prefilling(decoder: Decoder, idx: Tensor, synchronize: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        decoder.prefill(idx)
-        synchronize()
-
-    return run
+def read_prompt(decoder: Decoder, idx: Tensor, synchronize: Callable[[], None]) -> None:
+    decoder.prefill(idx)
+    synchronize()
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -208,12 +194,10 @@ def prepare(
     filled, length = idx.shape[1], idx.shape[1] + config.tokens - 1
     decoders, rows, floor, first = {}, {}, 0, {}
     for arm in find_arms(config.arms):
-        twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
-        level = level_at(arm.level, batch, config.library_from)
-        packed = pack(twin, level)
+        twin, packed = packed_arm(model, arm, batch, prompt, config.norm_keys, config.library_from)
         counted = per_block(launches(packed, batch, length)[1:])
         floor = floor_bytes(packed, batch, filled + config.tokens // 2)
-        for name, compiled, tuned in config.variants(arm, level, device):
+        for name, compiled, tuned in config.variants(arm, packed.level, device):
             decoder = Decoder(packed, batch, length, compiled=compiled, tuned=tuned)
             try:
                 rows[name] = check_arm(twin, decoder, idx, config.tokens) | counted
@@ -226,7 +210,7 @@ def prepare(
                 first[name] = decoder
     if not decoders:
         raise UserError(f"batch {batch}: no arm passed its check: {'; '.join(missing)}")
-    calls = {name: decoding(decoder, filled, config.tokens - 1, sync) for name, decoder in first.items()}
+    calls = {name: partial(decode_tokens, decoder, filled, config.tokens - 1, sync) for name, decoder in first.items()}
     times = paired_times(calls, 3, measure=clock_of(device))
     copied = min(times, key=lambda name: median(times[name]))  # ratios are of the faster compilation, so this one too
     old = first[copied]
@@ -245,7 +229,7 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
     idx, sync = prompt.expand(batch, -1).contiguous(), synchronizer(device)
     filled, steps = idx.shape[1], config.tokens - 1
     decoders, rows, floor, copied = prepare(config, model, prompt, batch, missing)
-    calls = {name: decoding(decoder, filled, steps, sync) for name, decoder in decoders.items()}
+    calls = {name: partial(decode_tokens, decoder, filled, steps, sync) for name, decoder in decoders.items()}
     if config.peers:
         calls |= decode_peers.arms(spec, model, idx, config.tokens, config.compiled, missing)
     if config.gpt_fast:
@@ -265,8 +249,8 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
             whole, prefill = times[name], times.pop(f"{name} prefill")
             times[name] = [max(a - b, 1e-9) for a, b in zip(whole, prefill)]
             rows[name] = {}
-    prefills = paired_times({name: prefilling(decoders[name], idx, sync) for name in rows if name in decoders},
-                            rounds, measure=clock)  # fmt: skip
+    reading = {name: partial(read_prompt, decoder, idx, sync) for name, decoder in decoders.items() if name in rows}
+    prefills = paired_times(reading, rounds, measure=clock)
     rows[TWIN] = {}
     for name, row in rows.items():
         row["ms_per_token"] = 1e3 * median(times[name]) / steps

@@ -24,6 +24,7 @@ from errors import ConfigError, UserError
 from model import GPT, GPTConfig
 from norm_layers import Norm
 from norms import NORM_TYPES, NormPlan
+from packing import PackedGPT, level_at, pack
 from taper import TaperNorm
 
 
@@ -83,6 +84,14 @@ def with_norms(model: GPT, norm_type: str, calibration: Tensor | None = None, **
     if norm_type == "taper":
         run_taper(twin, calibration)
     return twin.eval()
+
+
+def packed_arm(
+    model: GPT, arm: Arm, batch: int, idx: Tensor, keys: dict[str, dict[str, Any]], library_from: int
+) -> tuple[GPT, PackedGPT]:
+    """(`model` under the arm's norms, that packed for `batch` sequences); `keys` by norm type, the rest as above."""
+    twin = with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {}))
+    return twin, pack(twin, level_at(arm.level, batch, library_from))
 
 
 def replaced(old: Norm, plan: NormPlan, position: int, device: torch.device) -> Norm:

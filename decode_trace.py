@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from decode import Decoder
-from decode_arms import find_arms, with_norms
+from decode_arms import find_arms, packed_arm
 from errors import UserError, writing
 from launch_ledger import launches, mean, total
 from model import GPT
-from packing import level_at, pack
 
 # What a kernel is, by its name: the first match counts. Names are inductor's, Triton's, cuBLAS', ATen's and ours.
 # Activation before norm: inductor names the paper's activation kernel after the statistic that it applies, too. A
@@ -109,11 +108,9 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
         pass
     filled, rows, pictures = idx.shape[1], {}, {}
     for arm in find_arms(config.arms):
-        twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
-        level = level_at(arm.level, batch, config.library_from)
-        packed = pack(twin, level)
+        packed = packed_arm(model, arm, batch, prompt, config.norm_keys, config.library_from)[1]
         shorter = dataclasses.replace(packed, blocks=packed.blocks[:1])
-        for name, compiled, tuned in config.variants(arm, level, idx.device):
+        for name, compiled, tuned in config.variants(arm, packed.level, idx.device):
             names = []
             for part, path in ((packed, folder / f"{name}-{batch}.json"), (shorter, None)):
                 decoder = Decoder(part, batch, filled + 8, compiled=compiled, tuned=tuned)

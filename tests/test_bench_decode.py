@@ -89,7 +89,7 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(run, 
             raise UserError("no more memory")
         return {}
 
-    monkeypatch.setattr(bench_decode, "pack", wrong)
+    monkeypatch.setattr(decode_arms, "pack", wrong)
     monkeypatch.setattr(bench_decode.decode_peers, "arms", peers)
     monkeypatch.setattr(bench_decode.BenchConfig, "variants", lambda *words: [(words[1].name, False, False)])
     with pytest.raises(UserError, match="no more memory"):
