@@ -58,13 +58,7 @@ def view(model: GPT, plan: str, alpha: Alpha | float = 1.0) -> GPT:
     if config.norm_type not in ("rms", "coupled") or not plain:
         raise FoldError(f"norm_type={config.norm_type}: coupling is for rms, whole and without biases in the norms "
                         "(convert.py --to=rms makes it of layer and cbwc)")  # fmt: skip
-    with torch.device("meta"):
-        new = GPT(retype(config, "coupled", norm_plan=plan, coupled_alpha=alpha))
-    new.load_state_dict(model.state_dict(), assign=True)
-    if config.position == "rope":
-        new.rope_cos, new.rope_sin = model.rope_cos, model.rope_sin
-    new.meta = dict(model.meta)
-    return new.eval()
+    return rebuild(model, retype(config, "coupled", norm_plan=plan, coupled_alpha=alpha), model.state_dict())
 
 
 def own_statistics(model: GPT, name: str = "the model") -> GPT:

@@ -211,3 +211,16 @@ class CenteredLinear(nn.Linear):
 def center(x: Tensor) -> Tensor:
     """x (..., C) minus its mean over channels: CBWC's one auxiliary centring, after the embeddings."""
     return x - x.mean(-1, keepdim=True)
+
+
+def fold_affine(
+    weight: Tensor, bias: Tensor | None, gain: Tensor | float | None, shift: Tensor | None, centers: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Weight (N, C) and bias (N,), in float64 unless nothing is added to it, of the linear W x + c behind
+    x = P h * gain + shift: [W diag(gain) P] h + (c + W shift), P the centring if it `centers`."""
+    weight = weight.double()
+    if shift is not None:
+        bias = weight @ shift.double() + (0.0 if bias is None else bias.double())
+    if gain is not None:
+        weight = weight * gain
+    return center(weight) if centers else weight, bias
