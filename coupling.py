@@ -10,7 +10,7 @@ a sink of it, whose size says nothing about other tokens.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,10 +111,10 @@ class Calibration:
         for part in self.windows.split(BATCH):
             yield model.hidden(part.to(model.wte.weight.device))
 
-    def alpha(self, plan: str, how: str = "least_squares") -> Alpha:
-        """One alpha for each shared position of `plan`, 1 elsewhere."""
+    def alpha(self, plan: str) -> Alpha:
+        """One alpha, by least squares, for each shared position of `plan`, 1 elsewhere."""
         pairs = enumerate(sources(plan))
-        return tuple(ratios(self.rms, p, source)[how] if p != source else 1.0 for p, source in pairs)
+        return tuple(ratios(self.rms, p, source)["least_squares"] if p != source else 1.0 for p, source in pairs)
 
     @torch.no_grad()
     def token_kl(self, plan: str, alpha: Alpha | float) -> Tensor:
@@ -203,9 +203,7 @@ def suggest_first(calibration: Calibration, budget: float, per_layer: bool = Fal
     return next(k for k, choice in enumerate(choices) if choice.kl <= budget or k == n_layer), choices
 
 
-def greedy(
-    calibration: Calibration, budget: float, across: bool = False, say: Callable[[Choice], None] = lambda choice: None
-) -> list[Choice]:
+def greedy(calibration: Calibration, budget: float, across: bool = False) -> list[Choice]:
     """Let one position after another share, the cheapest first, while the KL is at most `budget`; every step.
 
     Candidates are the positions before MLPs; with `across` those before attention too, which then share with blocks
@@ -235,5 +233,4 @@ def greedy(
             continue
         letters[position] = "s"
         steps.append(choice)
-        say(choice)
     return steps

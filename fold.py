@@ -13,7 +13,6 @@ Shapes: C channels of the residual stream, V rows of the vocabulary; a linear's 
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 import torch
@@ -26,7 +25,6 @@ from norm_layers import SharedRMSNorm, center, fold_affine
 from norms import NORM_TYPES
 from taper import TaperNorm
 
-Convert = Callable[[GPT], GPT]
 Weights = dict[str, Tensor]
 
 

@@ -367,7 +367,7 @@ def test_the_commands_of_the_docstring_are_valid(upstream, monkeypatch):
         assert len(all_arms(parse_args(BenchConfig, words)[0])) >= 5
 
 
-def test_the_profile_says_where_an_arms_time_goes(tmp_path):
+def test_the_profile_says_where_an_arms_time_goes():
     """Every kernel has a kind; their milliseconds and the rest are the step's; arms do the same products."""
     config = config_of("--arms=rms; coupled", "--rounds=2", "--controls=False", "--profile")
     records, remarks = bench_train.measure(config, torch.device("cpu"))
