@@ -29,7 +29,6 @@ The last line is JSON.
 import dataclasses
 import gc
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ from launch_ledger import floor_bytes, launches, ledger_table, make_ledger, per_
 from model import GPT
 from packing import LIBRARY_FROM
 from ranks import find_device
-from runlog import environment
+from runlog import timing_environment
 from stats import cpu_seconds, median_ratio, paired_times, seconds
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -325,8 +324,7 @@ def main(argv: list[str]) -> None:
         return
     torch.manual_seed(0)
     device = find_device(config.device)
-    place = environment(device) | {"threads": torch.get_num_threads()}
-    place["load_average"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    place = timing_environment(device)
     if config.last_token:
         print(json.dumps(bench_last_token(config, device, place)))
         return

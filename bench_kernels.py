@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from tqdm import tqdm
 from bench_arms import OPERATORS, UNSCALED, Function, Operator, arms_of, make_inputs
 from configurator import check_least, key, parse_args
 from errors import ConfigError, UserError, run_program, writing
-from runlog import environment, installed
+from runlog import installed, timing_environment
 from stats import median_ratio, paired_times, seconds
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -215,13 +214,11 @@ LOOKS = dict(zip(
 
 def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Share of copy bandwidth over C: a row for each operator, forward on the left, backward on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from plots import plt, save  # matplotlib takes a second to import
 
     names = list(dict.fromkeys(row["operator"] for row in records))
-    figure, axes = pyplot.subplots(len(names), 2, figsize=(9, 1 + 2.2 * len(names)), squeeze=False, sharex=True)
+    figure, axes = plt.subplots(len(names), 2, figsize=(9, 1 + 2.2 * len(names)), layout="constrained", squeeze=False,
+                                sharex=True)  # fmt: skip
     for name, line in zip(names, axes):
         for phase, axis in zip(("forward", "backward"), line):
             rows = [row for row in records if (row["operator"], row["phase"]) == (name, phase)]
@@ -240,9 +237,7 @@ def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize=9)
     figure.suptitle(title, fontsize=10)
-    figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 # --------------------------------------------------------------------------------------------------------- the program
@@ -283,9 +278,8 @@ def main(argv: list[str]) -> None:
     if kind == "cpu":
         print("no GPU: PyTorch references of the kernels against PyTorch's own functions, cache not flushed")
     torch.manual_seed(0)
-    place = environment(device)
+    place = timing_environment(device)
     place["versions"] |= installed("triton", "liger-kernel", "quack-kernels", "flash-attn")
-    place["load_average"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     records = []
     bar = tqdm(total=len(config.names) * len(config.channels), unit="case", disable=not sys.stderr.isatty())
     with torch._functorch.config.patch(donated_buffer=False):  # else compiled backwards run only once

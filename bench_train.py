@@ -20,7 +20,6 @@ is faster. Ctrl-C ends the measurement and keeps the rounds so far. The last lin
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from model import GPT
 from optim import Precision
 from plots import plt, save, style
 from ranks import Ranks, faster_float32_products
-from runlog import environment, peak_flops
+from runlog import peak_flops, timing_environment
 from stats import paired_ratio, paired_times, seconds
 from train import TrainConfig
 from train_arms import NANOGPT, Arm, Batch, Step, build_step, is_compiled, parse_arms
@@ -271,9 +270,8 @@ def main(argv: list[str]) -> None:
         raise ConfigError("bench_train.py is one process: start it without torchrun")
     if ranks.device.type == "cpu":
         faster_float32_products(config.n_embd, config.head_channels)
-    place = environment(ranks.device) | {"threads": torch.get_num_threads()}
+    place = timing_environment(ranks.device)
     place["dtype"] = str(Precision(config.dtype, ranks.device).dtype).removeprefix("torch.")
-    place["load_average"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     records, remarks = measure(config, ranks.device)
     text = report(config, ranks.device, place, records, remarks)
     print(text)

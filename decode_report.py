@@ -12,9 +12,6 @@ from errors import writing
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
 ENDS = ("A step's ends are nominal, 5 launches (embedding, norm, head, best, take; 4 where norm and head are one): "
         "inductor embeds in the first norm's kernel, which is one less in A, B and L.")
-# Okabe and Ito's colours, told apart by colour-blind readers; markers tell them apart in print.
-LOOKS = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
-         ("#000000", "X"))  # fmt: skip
 PANELS = (("coupled/rms", "B/A: the paper's claim"), ("coupled_fused/rms", "D/A: all fused, against compiled RMSNorm"),
           ("coupled_fused/rms_fused", "D/C: the shared statistic alone"))  # fmt: skip
 
@@ -65,18 +62,15 @@ def table(record: dict[str, Any]) -> str:
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
     """Speed-up over batch size, a line for each model; bars are 95 % intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from plots import STYLES, plt, save  # matplotlib takes a second to import
 
     panels = [panel for panel in PANELS if any(panel[0] in record["speed_ups"] for record in records)]
     if not panels:
         return
     devices = list(dict.fromkeys(record["device"] for record in records))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), squeeze=False)
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), layout="constrained", squeeze=False)
     for axis, (name, title) in zip(axes[0], panels):
-        for line, (color, marker) in zip(dict.fromkeys(map(one_line, records)), LOOKS * 9):
+        for line, (color, marker) in zip(dict.fromkeys(map(one_line, records)), STYLES * 9):
             rows = sorted((r for r in records if one_line(r) == line and name in r["speed_ups"]),
                           key=lambda r: r["batch"])  # fmt: skip
             if not rows:
@@ -95,9 +89,7 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
     axes[0, 0].set_ylabel("speed-up")
     axes[0, 0].legend(frameon=False, fontsize=9)
     figure.suptitle(", ".join(devices), fontsize=10)
-    figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:

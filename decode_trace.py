@@ -152,12 +152,12 @@ def difference(more: Counter, fewer: Counter) -> Counter:
 
 def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
     """A row for each arm: the kernels of its middle blocks over time, norms flagged."""
-    import matplotlib
+    from matplotlib.patches import Patch
 
-    matplotlib.use("Agg")
-    from matplotlib import patches, pyplot
+    from plots import plt, save  # matplotlib takes a second to import
 
-    figure, axes = pyplot.subplots(len(pictures), 1, figsize=(12, 1 + 1.1 * len(pictures)), squeeze=False, sharex=True)
+    figure, axes = plt.subplots(len(pictures), 1, figsize=(12, 1 + 1.1 * len(pictures)), layout="constrained",
+                                squeeze=False, sharex=True)  # fmt: skip
     for axis, (name, events) in zip(axes[:, 0], pictures.items()):
         middle = max(0, len(events) // 2 - WINDOW // 2)
         shown = events[middle : middle + WINDOW]
@@ -171,9 +171,7 @@ def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str) -> N
         axis.set_yticks([0], [name])
         axis.set_ylim(-0.5, 0.8)
     axes[-1, 0].set_xlabel("microseconds")
-    figure.legend(handles=[patches.Patch(color=color, label=name) for name, color in COLOURS.items()],
+    figure.legend(handles=[Patch(color=color, label=name) for name, color in COLOURS.items()],
                   loc="outside lower center", ncols=len(COLOURS), fontsize=9)  # fmt: skip
     figure.suptitle(title, fontsize=10)
-    figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
