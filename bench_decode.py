@@ -53,12 +53,12 @@ from errors import ConfigError, UserError, run_program
 from last_token import bench_last_token
 from launch_ledger import floor_bytes, launches, ledger_table, make_ledger, per_block, shape_on_meta
 from model import GPT
+from optim import find_dtype
 from packing import LIBRARY_FROM
 from ranks import find_device
 from runlog import timing_environment
 from stats import cpu_seconds, median_ratio, paired_times, seconds
 
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TWIN = "A/A"  # a second copy of the first arm
 TUNED = "_tuned"  # behind the name of an arm's second variant
 
@@ -83,7 +83,8 @@ class BenchConfig:
     peers: bool = key(True, "time Hugging Face's generate too, where transformers is installed")
     compiled: bool = key(True, "arms around the library's products go through torch.compile; on a CPU all arms do")
     device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
-    dtype: str = key("auto", "of weights and activations (auto: bfloat16 on a GPU, float32 on a CPU)", tuple(DTYPES))
+    dtype: str = key("auto", "of weights and activations (auto: bfloat16 on a GPU, float32 on a CPU)",
+                     ("auto", "float32", "bfloat16", "float16"))  # fmt: skip
     bandwidth: float = key(0.0, "bytes/s for the floor (0: a copy's, measured; for the ledger an H200's 4.3e12)",
                            least=0)
     launch_us: float = key(1.3, "ledger: microseconds of a launch within a CUDA graph", least=0)
@@ -125,7 +126,7 @@ class BenchConfig:
 
 def load(config: BenchConfig, spec: str, device: torch.device) -> GPT:
     """The model in the bench's type on `device`, in eval mode; random weights are drawn there."""
-    dtype = DTYPES[config.dtype] or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = find_dtype(config.dtype, device)
     with torch.device(device if spec.startswith("random:") else "cpu"):
         model = load_model(spec)
     return model.to(device=device, dtype=dtype)
@@ -293,7 +294,7 @@ def speed_ups(
 
 def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
     """The ledger of the first batch size; if there are several, all of them under "batches" beside it."""
-    dtype = DTYPES[config.dtype] or torch.bfloat16
+    dtype = find_dtype(config.dtype, torch.device("cuda"))
     model, ledgers = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype), []
     if config.context > model.config.block_size:
         raise ConfigError(f"context={config.context}: {spec} reads {model.config.block_size} tokens at most: lower it")

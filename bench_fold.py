@@ -30,13 +30,13 @@ from configurator import check_least, key, parse_args
 from errors import ConfigError, UserError, run_program
 from fold_modules import Plan, Swap, swap_and_insert
 from hf_coupled import import_transformers
+from optim import find_dtype
 from ranks import find_device
 from runlog import append_json, environment
 from stats import median_ratio, paired_ratio, paired_times
 
 SWAPPED = "all norms swapped (timing only)"
 MODES = ("eager", "compiled", "graph")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What the published models have where transformers' defaults are others; positions are as many as are asked for.
 HF_SHAPES = {
     "gpt2": ("GPT2LMHeadModel", {}), "bert": ("BertModel", {}), "vit": ("ViTModel", {}), "phi": ("PhiForCausalLM", {}),
@@ -54,7 +54,7 @@ class BenchConfig:
     rounds: int = key(20, "paired rounds; in each, every arm does one pass", least=6)
     sequential: int = key(0, "passes of each arm by the paper's protocol (0: none)", least=0)
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
-    dtype: str = key("auto", "of the weights (auto: bfloat16 on CUDA)", ("auto", *DTYPES))
+    dtype: str = key("auto", "of the weights (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16", "float16"))
     out: str = key("", "append the measurements to this JSONL file")
 
     def __post_init__(self) -> None:
@@ -219,7 +219,7 @@ def main(argv: list[str]) -> None:
     device = find_device(config.device)
     if "graph" in config.modes and device.type != "cuda":
         raise ConfigError("modes=graph: CUDA graphs need a CUDA device: leave it out")
-    dtype = DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"]
+    dtype = find_dtype(config.dtype, device)
     models, folded = make_arms(spec, config)
     models = {name: model.to(device, dtype) for name, model in models.items()}
     about = {"spec": spec, "folded": folded, "dtype": str(dtype).removeprefix("torch."),

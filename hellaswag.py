@@ -41,6 +41,7 @@ from data.shards import DataError, write_bytes_atomically
 from data.tokenizers import load_tokenizer
 from errors import UserError, run_program
 from model import GPT
+from optim import Precision
 from ranks import Ranks
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -236,8 +237,7 @@ def main(argv: list[str]) -> None:
         download()
     ranks.wait()
     items = load_items(config.data, config.items)
-    low = config.dtype == "bfloat16" or (config.dtype == "auto" and ranks.on_cuda)
-    autocast = (lambda: torch.autocast(ranks.device.type, torch.bfloat16)) if low else nullcontext
+    autocast = Precision(config.dtype, ranks.device).autocast
     scores = evaluate_hellaswag(model, tokenizer, items, ranks, config.batch_size, autocast)
     if ranks.is_main:
         target = Path(config.out) if config.out else items_file(spec)

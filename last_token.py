@@ -26,6 +26,7 @@ from fold import to_folded
 from kernels import decode_reference
 from launch_ledger import LaunchLedger
 from model import GPT, GPTConfig
+from optim import find_dtype
 from packing import pack
 from stats import median_ratio, paired_times
 
@@ -117,8 +118,7 @@ def make_models(dtype: torch.dtype, device: torch.device, calibration: Tensor) -
 @torch.no_grad()
 def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -> dict[str, Any]:
     """Measures every row, prints the table, writes last_token.jsonl and last_token.md into config.out."""
-    dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(config.dtype)
-    dtype = dtype or getattr(torch, config.dtype)
+    dtype = find_dtype(config.dtype, device)
     with device:
         calibration = torch.randint(0, 50257, (4, 128), generator=torch.Generator(device).manual_seed(0))
     models = make_models(dtype, device, calibration)
