@@ -35,6 +35,7 @@ from configurator import check_least, key, parse_args
 from errors import ConfigError, UserError, run_program, writing
 from runlog import installed, timing_environment
 from stats import median_ratio, paired_times, seconds
+from tables import markdown
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 TRAFFIC = 1 << 30  # bytes that one timing moves at least, by rotating over so many sets of inputs
@@ -192,16 +193,14 @@ def record(
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown: share of copy bandwidth of every arm, and how ours compares with the best of the others."""
     arms = list(dict.fromkeys(arm for row in records for arm in row["share"]))
-    lines = ["| operator | C | phase | " + " | ".join(arms) + " | best other / ours |",
-             "| --- " * (len(arms) + 4) + "|"]  # fmt: skip
+    lines = []
     for row in records:
         rivals = {arm: ratio for arm, ratio in row["time_over_ours"].items() if arm != UNSCALED}
         best = min(rivals, key=lambda arm: rivals[arm]["median"], default="")
         ratio = f"{best}: " + "{median:.3f} ({low:.3f} .. {high:.3f})".format(**rivals[best]) if best else ""
         shares = (f"{row['share'][arm]:.0%}" if arm in row["share"] else "" for arm in arms)
-        lines.append(f"| {row['operator']} | {row['channels']} | {row['phase']} | " + " | ".join(shares)
-                     + f" | {ratio} |")  # fmt: skip
-    return "\n".join(lines)
+        lines.append([row["operator"], row["channels"], row["phase"], *shares, ratio])
+    return markdown(["operator", "C", "phase", *arms, "best other / ours"], lines)
 
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; markers tell them apart in print.

@@ -39,6 +39,7 @@ from plots import plt, save, style
 from ranks import Ranks, faster_float32_products
 from runlog import peak_flops, timing_environment
 from stats import paired_ratio, paired_times, seconds
+from tables import markdown
 from train import TrainConfig
 from train_arms import NANOGPT, Arm, Batch, Step, build_step, is_compiled, parse_arms
 from train_profile import by_class, profile_step, profile_table
@@ -212,8 +213,7 @@ def table(records: list[dict[str, Any]]) -> str:
         cells[f"speed over {base}"] = ["{mean:.4f} ({low:.4f} .. {high:.4f})".format(**ratio) if ratio else ""
                                        for ratio in ratios]  # fmt: skip
     cells = {head: column for head, column in cells.items() if any(column)}
-    lines = ["| " + " | ".join(cells) + " |", "| --- " * len(cells) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in zip(*cells.values()))])
+    return markdown(cells, zip(*cells.values()))
 
 
 def _cell(form: str, value: float | None, unit: float = 1.0) -> str:

@@ -41,6 +41,7 @@ from errors import ConfigError, UserError, run_program, writing
 from model import GPT, Block, GPTConfig
 from norms import NormPlan
 from runlog import environment, installed
+from tables import markdown
 
 # ------------------------------------------------------------------------------------------- counting, from source text
 
@@ -300,11 +301,9 @@ def count(config: LedgerConfig, arm: str, stacks: Sequence[str] = tuple(STACKS))
 def table(rows: dict[str, dict[str, float]]) -> str:
     """Markdown, in kB (1000 bytes) per token and block; in brackets the difference from rms."""
     columns = list(next(iter(rows.values())))
-    lines = ["| norms | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
-    for arm, row in rows.items():
-        cells = (f"{row[name] / 1000:.1f} ({(row[name] - rows['rms'][name]) / 1000:+.1f})" for name in columns)
-        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    cells = [[arm, *(f"{row[name] / 1000:.1f} ({(row[name] - rows['rms'][name]) / 1000:+.1f})" for name in columns)]
+             for arm, row in rows.items()]  # fmt: skip
+    return markdown(["norms", *columns], cells)
 
 
 def main(argv: list[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from data.shards import write_bytes_atomically
 from decode_arms import AIM
 from errors import writing
+from tables import markdown
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
 ENDS = ("A step's ends are nominal, 5 launches (embedding, norm, head, best, take; 4 where norm and head are one): "
@@ -35,9 +36,9 @@ def card(record: dict[str, Any]) -> str:
 
 def table(record: dict[str, Any]) -> str:
     """Markdown: every arm's time, then the ratios."""
-    lines = [f"batch {record['batch']}", "",
-             "| arm | ms/token | tok/s | share of floor | prefill ms (eager, unfused) | launches (norms) per block | "
-             f"{record['memory']}, MB | error (unfused) | tokens as unfused |", "| --- " * 9 + "|"]  # fmt: skip
+    heads = ["arm", "ms/token", "tok/s", "share of floor", "prefill ms (eager, unfused)", "launches (norms) per block",
+             f"{record['memory']}, MB", "error (unfused)", "tokens as unfused"]  # fmt: skip
+    rows = []
     for name, row in record["arms"].items():
         cells = [f"{row['ms_per_token']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['share_of_floor']:.0%}", *[""] * 5]
         if "prefill_ms" in row:  # one of ours, and not its second copy
@@ -49,10 +50,11 @@ def table(record: dict[str, Any]) -> str:
             cells[6] += f", {row['error'] / row['error_unfused']:.2f}x: {verdict}"
         if "same_tokens" in row:
             cells[7] = f"{row['same_tokens']} of {record['tokens']}"
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "| speed-up | median | 95 % interval |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {ratio['median']:.4f} | {ratio['low']:.4f} .. {ratio['high']:.4f} |"
+        rows.append([name, *cells])
+    ratios = [[name, f"{ratio['median']:.4f}", f"{ratio['low']:.4f} .. {ratio['high']:.4f}"]
               for name, ratio in record["speed_ups"].items()]  # fmt: skip
+    lines = [f"batch {record['batch']}", "", markdown(heads, rows), "",
+             markdown(["speed-up", "median", "95 % interval"], ratios)]  # fmt: skip
     if record["faster"]:
         lines += ["", f"Each in two variants; these ratios are of the faster: {', '.join(record['faster'].values())}."]
     if "hf_static" in record["arms"] and record["device"].startswith("cpu"):
@@ -135,8 +137,8 @@ def ledgers(every: list[dict[str, Any]]) -> str:
              f"then floor + launches x {every[0]['launch_us']:g} us in ms/token, and the floor's share of it. The "
              f"floor: every matrix once and {every[0]['context']} tokens' keys and values, at "
              f"{every[0]['bandwidth'] / 1e12:g} TB/s. "
-             f"Predictions, not measurements. {ENDS}", "",
-             f"| arm | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]  # fmt: skip
+             f"Predictions, not measurements. {ENDS}", ""]  # fmt: skip
+    rows = []
     for name in names:
         cells = []
         for one in every:
@@ -144,8 +146,8 @@ def ledgers(every: list[dict[str, Any]]) -> str:
             cells.append("" if row is None else (
                 f"{row['launches_per_block']} ({row['norm_launches_per_block']}): {row['predicted_ms_per_token']:.3f}, "
                 f"{one['floor_ms_per_token'] / row['predicted_ms_per_token']:.0%}"))  # fmt: skip
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([name, *cells])
+    return "\n".join([*lines, markdown(["arm", *heads], rows)]) + "\n"
 
 
 def place(record: dict[str, Any]) -> tuple:

@@ -28,6 +28,7 @@ from hf_config import shape_config
 from kernels import decode_reference
 from model import GPT
 from packing import PackedGPT
+from tables import markdown
 
 LAUNCHES = ("embed", "norm", "heads", "attend", "attend_parts", "heads_attend", "heads_attend_parts", "combine", "best",
             "take", "matmul", "matmul_add", "activation", "scale", "norm_activation", "project", "norm_project",
@@ -144,11 +145,10 @@ def make_ledger(
 
 def ledger_table(ledger: dict[str, Any]) -> str:
     """Markdown."""
-    lines = ["| arm | launches per block | of norms | launches per step | predicted ms/token | share of floor |",
-             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    heads = ["arm", "launches per block", "of norms", "launches per step", "predicted ms/token", "share of floor"]
     floor = ledger["floor_ms_per_token"]
-    for name, row in ledger["arms"].items():
-        lines.append(f"| {name} | {row['launches_per_block']} | {row['norm_launches_per_block']} | "
-                     f"{row['launches_per_step']} | {row['predicted_ms_per_token']:.3f} | "
-                     f"{floor / row['predicted_ms_per_token']:.0%} |")  # fmt: skip
-    return "\n".join(lines)
+    return markdown(heads, (
+        [name, row["launches_per_block"], row["norm_launches_per_block"], row["launches_per_step"],
+         f"{row['predicted_ms_per_token']:.3f}", f"{floor / row['predicted_ms_per_token']:.0%}"]
+        for name, row in ledger["arms"].items()
+    ))  # fmt: skip
