@@ -8,11 +8,9 @@ head's channels, or of a row. Loads that go to shared memory ahead of use (LDGST
 sm_90 on kernels are those of overlapping launches; the JSON line has how many loads each begins before it waits.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import triton
@@ -127,14 +125,7 @@ def main(argv: list[str]) -> int:
                         made = aot.launches(launch)
                     records += [compiled(f"{name} {word}, batch {batch}", size, config.sm, *one) for one in made
                                 if is_overlapping == (config.sm >= 90) or one[0].__name__ in EARLY]  # fmt: skip
-    print(aot.table(records))
-    if config.out:
-        Path(config.out).write_text(f"triton {triton.__version__}\n\n{aot.table(records)}\n", encoding="utf-8")
-    spills = [record for record in records if record["stack"] or record["spill"]]
-    doubles = [record for record in records if record["FP64"]]
-    summary = {"triton": triton.__version__, "spills": len(spills), "float64": len(doubles), "kernels": records}
-    print(json.dumps(summary))
-    return 1 if spills or doubles else 0
+    return aot.finish(records, config.out)
 
 
 if __name__ == "__main__":
