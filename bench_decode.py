@@ -83,10 +83,8 @@ class BenchConfig:
     peers: bool = key(True, "time Hugging Face's generate too, where transformers is installed")
     compiled: bool = key(True, "arms around the library's products go through torch.compile; on a CPU all arms do")
     device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
-    dtype: str = key("auto", "of weights and activations (auto: bfloat16 on a GPU, float32 on a CPU)",
-                     ("auto", "float32", "bfloat16", "float16"))  # fmt: skip
-    bandwidth: float = key(0.0, "bytes/s for the floor (0: a copy's, measured; for the ledger an H200's 4.3e12)",
-                           least=0)
+    dtype: str = key("auto", "of all tensors (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16", "float16"))
+    bandwidth: float = key(0.0, "bytes/s for the floor (0: a copy's; for the ledger an H200's 4.3e12)", least=0)
     launch_us: float = key(1.3, "ledger: microseconds of a launch within a CUDA graph", least=0)
     context: int = key(80, "ledger: tokens in the cache", least=1)
     ledger: bool = key(False, "only count launches and predict times")
@@ -126,10 +124,9 @@ class BenchConfig:
 
 def load(config: BenchConfig, spec: str, device: torch.device) -> GPT:
     """The model in the bench's type on `device`, in eval mode; random weights are drawn there."""
-    dtype = find_dtype(config.dtype, device)
     with torch.device(device if spec.startswith("random:") else "cpu"):
         model = load_model(spec)
-    return model.to(device=device, dtype=dtype)
+    return model.to(device, find_dtype(config.dtype, device))
 
 
 def prompt_ids(config: BenchConfig, model: GPT, device: torch.device) -> tuple[Tensor, str]:
@@ -237,10 +234,9 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
         calls, rows = calls | found, rows | rows_found
     for call in calls.values():  # warm-up: memory, clocks
         call()
-    bar = tqdm(total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty())
     clock = clock_of(device)
-    times = paired_times(calls, config.rounds, after_round=bar.update, measure=clock, least=6)
-    bar.close()
+    with tqdm(total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty()) as bar:
+        times = paired_times(calls, config.rounds, after_round=bar.update, measure=clock, least=6)
     rounds = len(times[TWIN])
     if rounds < config.rounds:
         missing.append(f"rounds {rounds + 1} to {config.rounds}: interrupted")

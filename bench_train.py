@@ -38,7 +38,7 @@ from optim import Precision
 from plots import plt, save, style
 from ranks import Ranks, faster_float32_products
 from runlog import peak_flops, timing_environment
-from stats import paired_ratio, paired_times, seconds
+from stats import paired_ratio, paired_times
 from tables import markdown
 from train import TrainConfig
 from train_arms import NANOGPT, Arm, Batch, Step, build_step, is_compiled, parse_arms
@@ -133,15 +133,14 @@ def time_rounds(steps: dict[str, Step], config: BenchConfig, device: torch.devic
 
         return run
 
-    turns, times = {name: turn(step) for name, step in steps.items()}, {name: [] for name in steps}
+    turns = {name: turn(step) for name, step in steps.items()}
     wait()
-    with contextlib.suppress(KeyboardInterrupt):
-        for number in tqdm(range(config.rounds), unit="round", disable=not sys.stderr.isatty()):
-            for name, values in paired_times(turns, 1, seed=number, measure=seconds).items():
-                times[name].append(values[0] / config.steps)
-    if len(next(iter(times.values()))) < 2:
-        raise UserError("interrupted before the second round was over: there is nothing to compare")
-    return times
+    try:
+        with tqdm(total=config.rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
+            times = paired_times(turns, config.rounds, after_round=bar.update, least=2)
+    except KeyboardInterrupt:
+        raise UserError("interrupted before the second round was over: there is nothing to compare") from None
+    return {name: [value / config.steps for value in values] for name, values in times.items()}
 
 
 def measure(config: BenchConfig, device: torch.device) -> tuple[list[dict[str, Any]], list[str]]:
