@@ -29,13 +29,12 @@ The last line is JSON.
 import dataclasses
 import gc
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import process_time
 from typing import Any
 
 import torch
@@ -46,20 +45,20 @@ import decode_gpt_fast
 import decode_peers
 import decode_report
 from checkpoint import load_model
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from decode import Decoder, can_overlap
-from decode_arms import Arm, check_arm, find_arms, with_norms
+from decode_arms import Arm, check_arm, find_arms, packed_arm
 from decode_trace import trace_arms
 from errors import ConfigError, UserError, run_program
 from last_token import bench_last_token
 from launch_ledger import floor_bytes, launches, ledger_table, make_ledger, per_block, shape_on_meta
 from model import GPT
-from packing import LIBRARY_FROM, level_at, pack
+from optim import find_dtype
+from packing import LIBRARY_FROM
 from ranks import find_device
-from runlog import environment
-from stats import median_ratio, paired_times, seconds
+from runlog import timing_environment
+from stats import cpu_seconds, median_ratio, paired_times, seconds
 
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TWIN = "A/A"  # a second copy of the first arm
 TUNED = "_tuned"  # behind the name of an arm's second variant
 
@@ -71,38 +70,35 @@ class BenchConfig:
     arms: str = key("A,B,C,D", "arms, by letter or name, separated by commas")
     batch: tuple[float, ...] | float = key(1.0, "sequences decoded at once; several sizes, separated by commas")
     prompt: str = key("Who was Alan Turing?", "the same for every sequence")
-    tokens: int = key(128, "tokens to decode, at least 2")
-    rounds: int = key(40, "rounds, at least 6; in each, every arm decodes once")
+    tokens: int = key(128, "tokens to decode", least=2)
+    rounds: int = key(40, "rounds; in each, every arm decodes once", least=6)
     coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
     coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all)")
     coupled_alpha: float = key(1.0, "coupled: the shared statistic is divided by this")
     tuning: str = key("auto", "inductor's defaults and plain launches (off), gpt-fast's options and programmatic "
                               "dependent launches (on), both on a GPU (auto)",
                       ("auto", "on", "off"))  # fmt: skip
-    library_from: int = key(LIBRARY_FROM, "fused arms: sequences from which on the library multiplies")
+    library_from: int = key(LIBRARY_FROM, "fused arms: sequences from which on the library multiplies", least=1)
     gpt_fast: str = key("", "folder of a gpt-fast checkout, whose model is timed too")
     peers: bool = key(True, "time Hugging Face's generate too, where transformers is installed")
     compiled: bool = key(True, "arms around the library's products go through torch.compile; on a CPU all arms do")
     device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
-    dtype: str = key("auto", "of weights and activations (auto: bfloat16 on a GPU, float32 on a CPU)", tuple(DTYPES))
-    bandwidth: float = key(0.0, "bytes/s for the floor (0: a copy's, measured; for the ledger an H200's 4.3e12)")
-    launch_us: float = key(1.3, "ledger: microseconds of a launch within a CUDA graph")
-    context: int = key(80, "ledger: tokens in the cache")
+    dtype: str = key("auto", "of all tensors (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16", "float16"))
+    bandwidth: float = key(0.0, "bytes/s for the floor (0: a copy's; for the ledger an H200's 4.3e12)", least=0)
+    launch_us: float = key(1.3, "ledger: microseconds of a launch within a CUDA graph", least=0)
+    context: int = key(80, "ledger: tokens in the cache", least=1)
     ledger: bool = key(False, "only count launches and predict times")
     trace: bool = key(False, "only trace one step of each arm, with the profiler, into `out`")
     last_token: bool = key(False, "only TaperNorm's protocol: logits of the last token, about 30 M parameters")
     out: str = key("", "write README.md, decode.jsonl and decode.png (ledger.jsonl) into this folder, to what is there")
 
     def __post_init__(self) -> None:
+        check_least(self)
         find_arms(self.arms)
-        if self.tokens < 2 or self.rounds < 6 or self.context < 1:
-            raise ConfigError("tokens must be at least 2, rounds at least 6, context at least 1")
         if any(size < 1 or size % 1 for size in self.batches) or not self.batches:
             raise ConfigError(f"batch={self.batch}: wants whole numbers from 1 on")
-        if self.library_from < 1:
-            raise ConfigError(f"library_from={self.library_from}: must be at least 1")
-        if self.coupled_alpha <= 0 or self.bandwidth < 0 or self.launch_us < 0:
-            raise ConfigError("coupled_alpha must be above 0, bandwidth and launch_us not below")
+        if self.coupled_alpha <= 0:
+            raise ConfigError(f"coupled_alpha={self.coupled_alpha}: must be above 0")
         if self.trace and not self.out:
             raise ConfigError("trace: say where the traces go, --out=FOLDER")
 
@@ -128,10 +124,9 @@ class BenchConfig:
 
 def load(config: BenchConfig, spec: str, device: torch.device) -> GPT:
     """The model in the bench's type on `device`, in eval mode; random weights are drawn there."""
-    dtype = DTYPES[config.dtype] or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     with torch.device(device if spec.startswith("random:") else "cpu"):
         model = load_model(spec)
-    return model.to(device=device, dtype=dtype)
+    return model.to(device, find_dtype(config.dtype, device))
 
 
 def prompt_ids(config: BenchConfig, model: GPT, device: torch.device) -> tuple[Tensor, str]:
@@ -151,31 +146,17 @@ def prompt_ids(config: BenchConfig, model: GPT, device: torch.device) -> tuple[T
 # ------------------------------------------------------------------------------------------------------------- timing
 
 
-def decoding(decoder: Decoder, filled: int, steps: int, synchronize: Callable[[], None]) -> Callable[[], None]:
-    """A call that decodes `steps` tokens behind a prompt of `filled` that is in the cache already."""
-
-    def run() -> None:
-        decoder.rewind(filled)
-        for _ in range(steps):
-            decoder.step()
-        synchronize()
-
-    return run
+def decode_tokens(decoder: Decoder, filled: int, steps: int, synchronize: Callable[[], None]) -> None:
+    """Decode `steps` tokens behind a prompt of `filled` that is in the cache already."""
+    decoder.rewind(filled)
+    for _ in range(steps):
+        decoder.step()
+    synchronize()
 
 
-def cpu_seconds(arm: Callable[[], None]) -> float:
-    """Seconds that this process computed in one call, whatever else the machine did meanwhile."""
-    start = process_time()
-    arm()
-    return process_time() - start
-
-
-def prefilling(decoder: Decoder, idx: Tensor, synchronize: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        decoder.prefill(idx)
-        synchronize()
-
-    return run
+def read_prompt(decoder: Decoder, idx: Tensor, synchronize: Callable[[], None]) -> None:
+    decoder.prefill(idx)
+    synchronize()
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -210,12 +191,10 @@ def prepare(
     filled, length = idx.shape[1], idx.shape[1] + config.tokens - 1
     decoders, rows, floor, first = {}, {}, 0, {}
     for arm in find_arms(config.arms):
-        twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
-        level = level_at(arm.level, batch, config.library_from)
-        packed = pack(twin, level)
+        twin, packed = packed_arm(model, arm, batch, prompt, config.norm_keys, config.library_from)
         counted = per_block(launches(packed, batch, length)[1:])
         floor = floor_bytes(packed, batch, filled + config.tokens // 2)
-        for name, compiled, tuned in config.variants(arm, level, device):
+        for name, compiled, tuned in config.variants(arm, packed.level, device):
             decoder = Decoder(packed, batch, length, compiled=compiled, tuned=tuned)
             try:
                 rows[name] = check_arm(twin, decoder, idx, config.tokens) | counted
@@ -228,7 +207,7 @@ def prepare(
                 first[name] = decoder
     if not decoders:
         raise UserError(f"batch {batch}: no arm passed its check: {'; '.join(missing)}")
-    calls = {name: decoding(decoder, filled, config.tokens - 1, sync) for name, decoder in first.items()}
+    calls = {name: partial(decode_tokens, decoder, filled, config.tokens - 1, sync) for name, decoder in first.items()}
     times = paired_times(calls, 3, measure=clock_of(device))
     copied = min(times, key=lambda name: median(times[name]))  # ratios are of the faster compilation, so this one too
     old = first[copied]
@@ -247,7 +226,7 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
     idx, sync = prompt.expand(batch, -1).contiguous(), synchronizer(device)
     filled, steps = idx.shape[1], config.tokens - 1
     decoders, rows, floor, copied = prepare(config, model, prompt, batch, missing)
-    calls = {name: decoding(decoder, filled, steps, sync) for name, decoder in decoders.items()}
+    calls = {name: partial(decode_tokens, decoder, filled, steps, sync) for name, decoder in decoders.items()}
     if config.peers:
         calls |= decode_peers.arms(spec, model, idx, config.tokens, config.compiled, missing)
     if config.gpt_fast:
@@ -255,10 +234,9 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
         calls, rows = calls | found, rows | rows_found
     for call in calls.values():  # warm-up: memory, clocks
         call()
-    bar = tqdm(total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty())
     clock = clock_of(device)
-    times = paired_times(calls, config.rounds, after_round=bar.update, measure=clock, least=6)
-    bar.close()
+    with tqdm(total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty()) as bar:
+        times = paired_times(calls, config.rounds, after_round=bar.update, measure=clock, least=6)
     rounds = len(times[TWIN])
     if rounds < config.rounds:
         missing.append(f"rounds {rounds + 1} to {config.rounds}: interrupted")
@@ -267,8 +245,8 @@ def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: f
             whole, prefill = times[name], times.pop(f"{name} prefill")
             times[name] = [max(a - b, 1e-9) for a, b in zip(whole, prefill)]
             rows[name] = {}
-    prefills = paired_times({name: prefilling(decoders[name], idx, sync) for name in rows if name in decoders},
-                            rounds, measure=clock)  # fmt: skip
+    reading = {name: partial(read_prompt, decoder, idx, sync) for name, decoder in decoders.items() if name in rows}
+    prefills = paired_times(reading, rounds, measure=clock)
     rows[TWIN] = {}
     for name, row in rows.items():
         row["ms_per_token"] = 1e3 * median(times[name]) / steps
@@ -312,7 +290,7 @@ def speed_ups(
 
 def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
     """The ledger of the first batch size; if there are several, all of them under "batches" beside it."""
-    dtype = DTYPES[config.dtype] or torch.bfloat16
+    dtype = find_dtype(config.dtype, torch.device("cuda"))
     model, ledgers = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype), []
     if config.context > model.config.block_size:
         raise ConfigError(f"context={config.context}: {spec} reads {model.config.block_size} tokens at most: lower it")
@@ -343,8 +321,7 @@ def main(argv: list[str]) -> None:
         return
     torch.manual_seed(0)
     device = find_device(config.device)
-    place = environment(device) | {"threads": torch.get_num_threads()}
-    place["load_average"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    place = timing_environment(device)
     if config.last_token:
         print(json.dumps(bench_last_token(config, device, place)))
         return

@@ -26,17 +26,17 @@ import fold
 import foldable
 from certificate import randomize
 from checkpoint import load_model
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from errors import ConfigError, UserError, run_program
 from fold_modules import Plan, Swap, swap_and_insert
 from hf_coupled import import_transformers
+from optim import find_dtype
 from ranks import find_device
 from runlog import append_json, environment
 from stats import median_ratio, paired_ratio, paired_times
 
 SWAPPED = "all norms swapped (timing only)"
 MODES = ("eager", "compiled", "graph")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What the published models have where transformers' defaults are others; positions are as many as are asked for.
 HF_SHAPES = {
     "gpt2": ("GPT2LMHeadModel", {}), "bert": ("BertModel", {}), "vit": ("ViTModel", {}), "phi": ("PhiForCausalLM", {}),
@@ -49,17 +49,18 @@ class BenchConfig:
     """Keys of bench_fold.py."""
 
     lengths: tuple[int, ...] = key((256, 1024), "tokens of a sequence, several (an image has its own)")
-    batch: int = key(2, "sequences in a pass")
+    batch: int = key(2, "sequences in a pass", least=1)
     modes: tuple[str, ...] = key(("eager",), "eager, compiled, graph (CUDA); several")
-    rounds: int = key(20, "paired rounds; in each, every arm does one pass")
-    sequential: int = key(0, "passes of each arm by the paper's protocol (0: none)")
+    rounds: int = key(20, "paired rounds; in each, every arm does one pass", least=6)
+    sequential: int = key(0, "passes of each arm by the paper's protocol (0: none)", least=0)
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
-    dtype: str = key("auto", "of the weights (auto: bfloat16 on CUDA)", ("auto", *DTYPES))
+    dtype: str = key("auto", "of the weights (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16", "float16"))
     out: str = key("", "append the measurements to this JSONL file")
 
     def __post_init__(self) -> None:
-        if self.rounds < 6 or self.batch < 1 or min(self.lengths, default=0) < 1 or self.sequential < 0:
-            raise ConfigError("rounds wants 6 or more, batch and every length 1 or more, sequential 0 or more")
+        check_least(self)
+        if min(self.lengths, default=0) < 1:
+            raise ConfigError("lengths: give one or more, each 1 or more")
         if unknown := [mode for mode in self.modes if mode not in MODES]:
             raise ConfigError(f"modes: {unknown[0]!r} is none of {', '.join(MODES)}")
 
@@ -218,7 +219,7 @@ def main(argv: list[str]) -> None:
     device = find_device(config.device)
     if "graph" in config.modes and device.type != "cuda":
         raise ConfigError("modes=graph: CUDA graphs need a CUDA device: leave it out")
-    dtype = DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"]
+    dtype = find_dtype(config.dtype, device)
     models, folded = make_arms(spec, config)
     models = {name: model.to(device, dtype) for name, model in models.items()}
     about = {"spec": spec, "folded": folded, "dtype": str(dtype).removeprefix("torch."),

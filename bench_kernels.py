@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,10 +31,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench_arms import OPERATORS, UNSCALED, Function, Operator, arms_of, make_inputs
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from errors import ConfigError, UserError, run_program, writing
-from runlog import environment, installed
+from runlog import installed, timing_environment
 from stats import median_ratio, paired_times, seconds
+from tables import markdown
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 TRAFFIC = 1 << 30  # bytes that one timing moves at least, by rotating over so many sets of inputs
@@ -193,16 +193,14 @@ def record(
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown: share of copy bandwidth of every arm, and how ours compares with the best of the others."""
     arms = list(dict.fromkeys(arm for row in records for arm in row["share"]))
-    lines = ["| operator | C | phase | " + " | ".join(arms) + " | best other / ours |",
-             "| --- " * (len(arms) + 4) + "|"]  # fmt: skip
+    lines = []
     for row in records:
         rivals = {arm: ratio for arm, ratio in row["time_over_ours"].items() if arm != UNSCALED}
         best = min(rivals, key=lambda arm: rivals[arm]["median"], default="")
         ratio = f"{best}: " + "{median:.3f} ({low:.3f} .. {high:.3f})".format(**rivals[best]) if best else ""
         shares = (f"{row['share'][arm]:.0%}" if arm in row["share"] else "" for arm in arms)
-        lines.append(f"| {row['operator']} | {row['channels']} | {row['phase']} | " + " | ".join(shares)
-                     + f" | {ratio} |")  # fmt: skip
-    return "\n".join(lines)
+        lines.append([row["operator"], row["channels"], row["phase"], *shares, ratio])
+    return markdown(["operator", "C", "phase", *arms, "best other / ours"], lines)
 
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; markers tell them apart in print.
@@ -215,13 +213,11 @@ LOOKS = dict(zip(
 
 def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Share of copy bandwidth over C: a row for each operator, forward on the left, backward on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from plots import plt, save  # matplotlib takes a second to import
 
     names = list(dict.fromkeys(row["operator"] for row in records))
-    figure, axes = pyplot.subplots(len(names), 2, figsize=(9, 1 + 2.2 * len(names)), squeeze=False, sharex=True)
+    figure, axes = plt.subplots(len(names), 2, figsize=(9, 1 + 2.2 * len(names)), layout="constrained", squeeze=False,
+                                sharex=True)  # fmt: skip
     for name, line in zip(names, axes):
         for phase, axis in zip(("forward", "backward"), line):
             rows = [row for row in records if (row["operator"], row["phase"]) == (name, phase)]
@@ -240,9 +236,7 @@ def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize=9)
     figure.suptitle(title, fontsize=10)
-    figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 # --------------------------------------------------------------------------------------------------------- the program
@@ -254,20 +248,19 @@ class BenchConfig:
 
     ops: str = key("all", f"operators, separated by commas: {', '.join(OPERATORS)}")
     channels: tuple[int, ...] = key((768, 1024, 2048, 4096, 8192), "sizes C, separated by commas")
-    rows: int = key(65536, "rows (tokens)")
+    rows: int = key(65536, "rows (tokens)", least=1)
     dtype: str = key("bfloat16", "of activations; gains, statistics and maths are in float32", tuple(DTYPES))
-    rounds: int = key(50, "rounds, at least 6; in each, every arm is timed once")
+    rounds: int = key(50, "rounds; in each, every arm is timed once", least=6)
     compiled: bool | None = key(None, "time torch.compile of the references too (auto: on a GPU)")
     device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
     out: str = key("", "write README.md, kernels.jsonl and kernels.png into this folder")
 
     def __post_init__(self) -> None:
+        check_least(self)
         unknown = [name for name in self.names if name not in OPERATORS]
         if unknown:
             raise ConfigError(f"ops: {unknown[0]!r} is none of {', '.join(OPERATORS)}")
-        if self.rounds < 6 or self.rows < 1 or not self.channels:
-            raise ConfigError("rounds must be at least 6, rows at least 1, channels at least one size")
-        if min(self.channels) < 1:
+        if min(self.channels, default=0) < 1:
             raise ConfigError(f"channels={_word(self.channels)}: wants whole numbers from 1 on")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device=cuda, but torch sees no GPU here: leave it out to time the references")
@@ -284,9 +277,8 @@ def main(argv: list[str]) -> None:
     if kind == "cpu":
         print("no GPU: PyTorch references of the kernels against PyTorch's own functions, cache not flushed")
     torch.manual_seed(0)
-    place = environment(device)
+    place = timing_environment(device)
     place["versions"] |= installed("triton", "liger-kernel", "quack-kernels", "flash-attn")
-    place["load_average"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     records = []
     bar = tqdm(total=len(config.names) * len(config.channels), unit="case", disable=not sys.stderr.isatty())
     with torch._functorch.config.patch(donated_buffer=False):  # else compiled backwards run only once

@@ -20,7 +20,6 @@ is faster. Ctrl-C ends the measurement and keeps the rounds so far. The last lin
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,15 +30,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from byte_ledger import launches_of_training, total
+from byte_ledger import bytes_of_one_more_block
 from configurator import key, parse_args
 from errors import ConfigError, UserError, run_program, writing
 from model import GPT
 from optim import Precision
 from plots import plt, save, style
 from ranks import Ranks, faster_float32_products
-from runlog import environment, peak_flops
-from stats import paired_ratio, paired_times, seconds
+from runlog import peak_flops, timing_environment
+from stats import paired_ratio, paired_times
+from tables import markdown
 from train import TrainConfig
 from train_arms import NANOGPT, Arm, Batch, Step, build_step, is_compiled, parse_arms
 from train_profile import by_class, profile_step, profile_table
@@ -53,21 +53,19 @@ AGAIN = " (A/A)"
 class BenchConfig(TrainConfig):
     """Keys of bench_train.py beside those of train.py."""
 
-    vocab_size: int = key(50304, "rows of the embedding")
+    vocab_size: int = key(50304, "rows of the embedding", least=1)
     compile: bool | None = key(True, "torch.compile, where an arm says nothing else (auto: on CUDA)")
     arms: str = key("rms", "arms, with semicolons between: 'rms; coupled coupled_span=2; layer compile=False'")
     controls: bool = key(True, f"add the arms that every comparison wants: {', '.join(CONTROLS)}")
     nanogpt: str = key("", "folder with upstream nanoGPT, for the arm of that name")
-    rounds: int = key(20, "rounds; in each, all arms take turns")
-    steps: int = key(1, "optimiser steps of an arm's turn, timed together")
+    rounds: int = key(20, "rounds; in each, all arms take turns", least=2)
+    steps: int = key(1, "optimiser steps of an arm's turn, timed together", least=1)
     ledger: bool = key(True, "count the bytes that an arm's norms would move on an H200 (byte_ledger.py)")
     profile: bool = key(False, "afterwards, where each arm's time goes, kernels by kind (train_profile.py)")
     out: str = key("", "write README.md, steps.jsonl and speed.png into this folder")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rounds < 2 or self.steps < 1 or not self.vocab_size:
-            raise ConfigError("rounds must be at least 2, steps and vocab_size at least 1")
         if self.nanogpt and not (Path(self.nanogpt) / "model.py").is_file():
             raise ConfigError(f"nanogpt={self.nanogpt}: there is no model.py: give the folder of a clone of "
                               "karpathy/nanoGPT")  # fmt: skip
@@ -118,9 +116,7 @@ def count_bytes(arm: Arm) -> tuple[float | None, str]:
     """(bytes that the norms and residual adds of a block move for a token in training, why there is no figure)."""
     tokens = max(2, arm.config.batch_size) * arm.config.block_size
     try:
-        three, two = (launches_of_training(dataclasses.replace(arm.config, n_layer=blocks, vocab_size=64, n_vocab=0),
-                                           tokens, arm.strip) for blocks in (3, 2))  # fmt: skip
-        return (total(three, 3) - total(two, 3)) / tokens, ""  # the residual of an addmm copied, as PyTorch's does
+        return bytes_of_one_more_block(arm.config, tokens, (3,), arm.strip)[0], ""  # an addmm copies its operand (ATen)
     except Exception as error:  # inductor's private interfaces are another torch's, or the norm is opaque to them
         return None, f"bytes of {arm.name}: {(str(error).splitlines() or [type(error).__name__])[0]}"
 
@@ -137,15 +133,14 @@ def time_rounds(steps: dict[str, Step], config: BenchConfig, device: torch.devic
 
         return run
 
-    turns, times = {name: turn(step) for name, step in steps.items()}, {name: [] for name in steps}
+    turns = {name: turn(step) for name, step in steps.items()}
     wait()
-    with contextlib.suppress(KeyboardInterrupt):
-        for number in tqdm(range(config.rounds), unit="round", disable=not sys.stderr.isatty()):
-            for name, values in paired_times(turns, 1, seed=number, measure=seconds).items():
-                times[name].append(values[0] / config.steps)
-    if len(next(iter(times.values()))) < 2:
-        raise UserError("interrupted before the second round was over: there is nothing to compare")
-    return times
+    try:
+        with tqdm(total=config.rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
+            times = paired_times(turns, config.rounds, after_round=bar.update, least=2)
+    except KeyboardInterrupt:
+        raise UserError("interrupted before the second round was over: there is nothing to compare") from None
+    return {name: [value / config.steps for value in values] for name, values in times.items()}
 
 
 def measure(config: BenchConfig, device: torch.device) -> tuple[list[dict[str, Any]], list[str]]:
@@ -217,8 +212,7 @@ def table(records: list[dict[str, Any]]) -> str:
         cells[f"speed over {base}"] = ["{mean:.4f} ({low:.4f} .. {high:.4f})".format(**ratio) if ratio else ""
                                        for ratio in ratios]  # fmt: skip
     cells = {head: column for head, column in cells.items() if any(column)}
-    lines = ["| " + " | ".join(cells) + " |", "| --- " * len(cells) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in zip(*cells.values()))])
+    return markdown(cells, zip(*cells.values()))
 
 
 def _cell(form: str, value: float | None, unit: float = 1.0) -> str:
@@ -275,9 +269,8 @@ def main(argv: list[str]) -> None:
         raise ConfigError("bench_train.py is one process: start it without torchrun")
     if ranks.device.type == "cpu":
         faster_float32_products(config.n_embd, config.head_channels)
-    place = environment(ranks.device) | {"threads": torch.get_num_threads()}
+    place = timing_environment(ranks.device)
     place["dtype"] = str(Precision(config.dtype, ranks.device).dtype).removeprefix("torch.")
-    place["load_average"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     records, remarks = measure(config, ranks.device)
     text = report(config, ranks.device, place, records, remarks)
     print(text)

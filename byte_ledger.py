@@ -26,7 +26,7 @@ import ast
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -40,12 +40,12 @@ from cuda_codegen import cuda_code
 from errors import ConfigError, UserError, run_program, writing
 from model import GPT, Block, GPTConfig
 from norms import NormPlan
-from runlog import environment
+from runlog import environment, installed
+from tables import markdown
 
 # ------------------------------------------------------------------------------------------- counting, from source text
 
 SIZES = {"fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "fp16": 2, "bf16": 2, "i1": 1, "i8": 1, "u8": 1}  # bytes an element
-
 
 # Calls that move bytes out of sight, and those of them that are not the norms' (see the head of this file).
 OPAQUE = ("torch.ops.", "extern_kernels.")
@@ -96,8 +96,7 @@ class _Reader(ast.NodeVisitor):
         if isinstance(name := node.targets[0], ast.Name):
             if _called(node.value) == "async_compile.triton":
                 self.kernels[name.id] = _pointers(node.value.args[1].value)
-                return
-            if (shape := self.shape(node.value)) is not None:
+            elif (shape := self.shape(node.value)) is not None:
                 self.shapes[name.id] = shape
         self.generic_visit(node)
 
@@ -218,8 +217,7 @@ def norm_launches(model: nn.Module, inputs: list[Tensor], channels: int) -> list
 
     Raises UserError where cuda_codegen does not support the installation.
     """
-    attend = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attention_core(q, k, v))
-    with attend:
+    with mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attention_core(q, k, v)):
         sources = cuda_code(model, inputs)
     found = [launch for code in sources for launch in launches(code, *inputs[0].shape[:2])]
     return [launch for launch in found if launch.is_of_norms(channels)]
@@ -231,26 +229,27 @@ def total(found: list[Launch], addmm_crossings: int = 1) -> int:
 
 def bytes_of_one_block(config: GPTConfig, tokens: int) -> float:
     """Bytes per token of a block alone."""
-    x = torch.empty(tokens // config.block_size, config.block_size, config.n_embd, dtype=torch.bfloat16,
-                    requires_grad=True)  # fmt: skip
+    x = torch.empty(tokens // config.block_size, config.block_size, config.n_embd).bfloat16().requires_grad_()
     found = norm_launches(LoneBlock(config), [x], config.n_embd)
     closing = next(launch for launch in found if launch.name == "addmm")  # they all move the same
-    return (total(found) - total([closing])) / tokens
+    return (total(found) - closing.bytes_moved) / tokens
 
 
-def launches_of_training(
-    config: GPTConfig, tokens: int, alter: Callable[[nn.ModuleList], None] = lambda blocks: None
-) -> list[Launch]:
-    """The launches of train.py's model, under the autocast that train.py uses on a GPU; `alter` may change its blocks
-    first."""
-    model = GPT(config)
-    alter(model.blocks)
-    model.wte.requires_grad_(False)  # their gradients are atomic adds, which have no bytes to count: no norm's business
-    if model.wpe is not None:
-        model.wpe.requires_grad_(False)
-    idx = torch.zeros(tokens // config.block_size, config.block_size, dtype=torch.int64)
-    with torch.autocast("cpu", torch.bfloat16):
-        return norm_launches(model, [idx, idx], config.n_embd)
+def bytes_of_one_more_block(
+    config: GPTConfig, tokens: int, crossings: Iterable[int],
+    alter: Callable[[nn.ModuleList], None] = lambda blocks: None,
+) -> list[float]:  # fmt: skip
+    """Bytes per token that a third block adds to train.py's model of two, under the autocast that train.py uses on a
+    GPU, for each number of `crossings` that an addmm may count for; `alter` may change the blocks first."""
+    idx, found = torch.zeros(tokens // config.block_size, config.block_size, dtype=torch.int64), []
+    for blocks in (3, 2):
+        model = GPT(dataclasses.replace(config, n_layer=blocks, vocab_size=64, n_vocab=0))
+        alter(model.blocks)
+        for table in filter(None, (model.wte, model.wpe)):
+            table.requires_grad_(False)  # gradients are atomic adds, which have no bytes to count: no norm's business
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(norm_launches(model, [idx, idx], config.n_embd))
+    return [(total(found[0], n) - total(found[1], n)) / tokens for n in crossings]
 
 
 # --------------------------------------------------------------------------------------------------------- the program
@@ -266,7 +265,7 @@ ARMS = {
 class LedgerConfig(GPTConfig):
     """Keys of byte_ledger.py: a model's shape, and how many tokens it sees at once."""
 
-    tokens: int = key(65536, "tokens of a micro-batch; a multiple of block_size")
+    tokens: int = key(65536, "tokens of a micro-batch; a multiple of block_size", least=1)
     out: str = key("", "write README.md and ledger.jsonl into this folder")
 
     def __post_init__(self) -> None:
@@ -277,10 +276,9 @@ class LedgerConfig(GPTConfig):
             raise ConfigError("bias=True: with biases no product adds to the stream, the ledger is about those that do")
         if self.kernels == "triton":
             raise ConfigError("kernels=triton: inductor does not see into those, nothing could be counted; remove it")
-        if self.tokens < self.block_size or self.tokens % self.block_size:
-            raise ConfigError(f"tokens={self.tokens}: must be a multiple of block_size={self.block_size}")
-        if self.tokens == self.block_size:
-            raise ConfigError("tokens: give two sequences or more, so that rows can be told from channels")
+        if self.tokens % self.block_size or self.tokens == self.block_size:
+            raise ConfigError(f"tokens={self.tokens}: must be a multiple of block_size={self.block_size}, two "
+                              "sequences or more, so that rows can be told from channels")  # fmt: skip
         if self.inner <= self.n_embd or self.dropout:
             raise ConfigError("n_inner must be above n_embd, and dropout 0: else norms cannot be told from the MLP")
 
@@ -292,24 +290,20 @@ STACKS = {"autocast": {"bfloat16 stream": 1, "copied": 3}, "float32": {"float32 
 def count(config: LedgerConfig, arm: str, stacks: Sequence[str] = tuple(STACKS)) -> dict[str, float]:
     """The figures of one arm, bytes per token and block: of one block, and of stacks with these residual streams."""
     shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
-    shape = GPTConfig(**shape | {"norm_type": arm.split(",")[0], "vocab_size": 64, "n_vocab": 0, **ARMS[arm]})
+    shape = GPTConfig(**shape | {"norm_type": arm.split(",")[0], **ARMS[arm]})
     row = {"one block": bytes_of_one_block(shape, config.tokens)}
     for stream in stacks:
-        three, two = (launches_of_training(dataclasses.replace(shape, residual=stream, n_layer=blocks), config.tokens)
-                      for blocks in (3, 2))  # fmt: skip
-        for name, crossings in STACKS[stream].items():
-            row[name] = (total(three, crossings) - total(two, crossings)) / config.tokens
+        of_stream = dataclasses.replace(shape, residual=stream)
+        row |= zip(STACKS[stream], bytes_of_one_more_block(of_stream, config.tokens, STACKS[stream].values()))
     return row
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     """Markdown, in kB (1000 bytes) per token and block; in brackets the difference from rms."""
     columns = list(next(iter(rows.values())))
-    lines = ["| norms | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
-    for arm, row in rows.items():
-        cells = (f"{row[name] / 1000:.1f} ({(row[name] - rows['rms'][name]) / 1000:+.1f})" for name in columns)
-        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    cells = [[arm, *(f"{row[name] / 1000:.1f} ({(row[name] - rows['rms'][name]) / 1000:+.1f})" for name in columns)]
+             for arm, row in rows.items()]  # fmt: skip
+    return markdown(["norms", *columns], cells)
 
 
 def main(argv: list[str]) -> None:
@@ -327,13 +321,11 @@ def main(argv: list[str]) -> None:
 def write(folder: Path, config: LedgerConfig, rows: dict[str, dict[str, float]]) -> None:
     """README.md and ledger.jsonl, one line an arm."""
     place = environment(torch.device("cpu"))
-    import triton
-
     shape = {name: getattr(config, name) for name in ("n_embd", "n_head", "inner", "block_size", "tokens")}
     size = f"d = {config.n_embd}, {config.tokens:,} tokens"
     lines = [json.dumps({"norms": arm, "bytes_per_token": row, **shape, **place}) for arm, row in rows.items()]
     command = f"python byte_ledger.py --n_embd={config.n_embd} --n_head={config.n_head} --tokens={config.tokens}"
-    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    versions = f"torch {torch.__version__}, triton {installed('triton')['triton']}"
     text = f"""# Bytes that the norms of a block move in training
 
 kB per token and block, forward + backward; in brackets the difference from `rms`. {size}.

@@ -115,7 +115,7 @@ def find_checkpoint(out_dir: Path, resume: str) -> tuple[dict[str, Any], Path, s
     """(state, path, note) of the checkpoint to resume from, or None to start afresh.
 
     resume: "auto" takes the last checkpoint, or the best one if the last is torn, and says so in the note; "never"
-    refuses to overwrite a run; anything else is a path. A sharded state is not whole: `place_state` completes it.
+    refuses to overwrite a run; anything else is a path. A sharded state is not whole: `restore` completes it.
     """
     if resume not in ("auto", "never"):
         path, log = Path(resume), out_dir / "log.jsonl"
@@ -232,15 +232,28 @@ def init_from(model: GPT, spec: str) -> str:
     return f"weights of {spec}{counts}"
 
 
-def place_state(
-    path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """`state` of find_checkpoint made whole, its tensors sharded like those of `model` and `optimizer`, or not."""
-    if "shards" not in state and not is_sharded(model):
-        return state
-    from sharded import place_state  # DCP takes a second to import
+def restore(
+    path: Path, state: dict[str, Any], config: GPTConfig, model: nn.Module, optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> None:  # fmt: skip
+    """Put `state` of find_checkpoint into a run of `config`, whose model and optimiser may be sharded, or not.
 
-    return place_state(path, state, model, optimizer)
+    Betas and weight decay stay the run's own. Raises CheckpointError for another model, and for weights alone.
+    """
+    if "optimizer" not in state:
+        raise CheckpointError(f"{path} holds weights alone: choose another out_dir, and --init_from={path}")
+    check_same_model(state["config"], config, path)
+    if "shards" in state or is_sharded(model):
+        from sharded import place_state  # DCP takes a second to import
+
+        state = place_state(path, state, model, optimizer)
+    load_weights(model, state["model"], path)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state["optimizer"])
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
+    if state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,18 @@ ARITHMETIC = {
 MAX_NUMBER = 1e30  # no setting is larger; it also keeps `9**9**9` from running for ever
 
 
-def key(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that is a config key: its default, one line of help, and the allowed strings if few."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+def key(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
+    """A dataclass field that is a config key: its default, one line of help, the allowed strings if few, and the
+    smallest number allowed."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "least": least})
+
+
+def check_least(config: Any) -> None:
+    """For __post_init__ of a dataclass of keys: raises ConfigError for a number below its key's `least`."""
+    for field in dataclasses.fields(config):
+        value, least = getattr(config, field.name), field.metadata.get("least")
+        if None not in (value, least) and not value >= least:  # nan is not
+            raise ConfigError(f"{field.name}={value}: must " + (f"be at least {least}" if least else "not be negative"))
 
 
 # ---------------------------------------------------------------------------------------------------- config files

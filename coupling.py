@@ -10,7 +10,7 @@ a sink of it, whose size says nothing about other tokens.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,13 +58,7 @@ def view(model: GPT, plan: str, alpha: Alpha | float = 1.0) -> GPT:
     if config.norm_type not in ("rms", "coupled") or not plain:
         raise FoldError(f"norm_type={config.norm_type}: coupling is for rms, whole and without biases in the norms "
                         "(convert.py --to=rms makes it of layer and cbwc)")  # fmt: skip
-    with torch.device("meta"):
-        new = GPT(retype(config, "coupled", norm_plan=plan, coupled_alpha=alpha))
-    new.load_state_dict(model.state_dict(), assign=True)
-    if config.position == "rope":
-        new.rope_cos, new.rope_sin = model.rope_cos, model.rope_sin
-    new.meta = dict(model.meta)
-    return new.eval()
+    return rebuild(model, retype(config, "coupled", norm_plan=plan, coupled_alpha=alpha), model.state_dict())
 
 
 def own_statistics(model: GPT, name: str = "the model") -> GPT:
@@ -117,10 +111,10 @@ class Calibration:
         for part in self.windows.split(BATCH):
             yield model.hidden(part.to(model.wte.weight.device))
 
-    def alpha(self, plan: str, how: str = "least_squares") -> Alpha:
-        """One alpha for each shared position of `plan`, 1 elsewhere."""
+    def alpha(self, plan: str) -> Alpha:
+        """One alpha, by least squares, for each shared position of `plan`, 1 elsewhere."""
         pairs = enumerate(sources(plan))
-        return tuple(ratios(self.rms, p, source)[how] if p != source else 1.0 for p, source in pairs)
+        return tuple(ratios(self.rms, p, source)["least_squares"] if p != source else 1.0 for p, source in pairs)
 
     @torch.no_grad()
     def token_kl(self, plan: str, alpha: Alpha | float) -> Tensor:
@@ -209,9 +203,7 @@ def suggest_first(calibration: Calibration, budget: float, per_layer: bool = Fal
     return next(k for k, choice in enumerate(choices) if choice.kl <= budget or k == n_layer), choices
 
 
-def greedy(
-    calibration: Calibration, budget: float, across: bool = False, say: Callable[[Choice], None] = lambda choice: None
-) -> list[Choice]:
+def greedy(calibration: Calibration, budget: float, across: bool = False) -> list[Choice]:
     """Let one position after another share, the cheapest first, while the KL is at most `budget`; every step.
 
     Candidates are the positions before MLPs; with `across` those before attention too, which then share with blocks
@@ -241,5 +233,4 @@ def greedy(
             continue
         letters[position] = "s"
         steps.append(choice)
-        say(choice)
     return steps

@@ -11,7 +11,6 @@
 """
 
 import copy
-import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +20,12 @@ from torch import Tensor
 
 from decode import Decoder
 from errors import ConfigError, UserError
-from model import GPT, GPTConfig
+from fold import retype
+from model import GPT
 from norm_layers import Norm
-from norms import NORM_TYPES, NormPlan
-from taper import TaperNorm
+from norms import NormPlan
+from packing import PackedGPT, level_at, pack
+from taper import TaperNorm, is_tapered
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,10 @@ def with_norms(model: GPT, norm_type: str, calibration: Tensor | None = None, **
     Gains are kept, biases where the new norm has them. `keys` are those of the norm type (coupled_alpha, ...). A taper
     is run through its schedule on `calibration` (B, T), token ids, which sets the scale of each norm.
     """
-    if model.config.norm_type == norm_type and not (norm_type == "taper" and not finished(model)):
+    if model.config.norm_type == norm_type and (norm_type != "taper" or is_tapered(model)):
         return model
-    own = {name for row in NORM_TYPES.values() for name in row.keys}
-    defaults = {field.name: field.default for field in dataclasses.fields(GPTConfig) if field.name in own}
-    if norm_type == "taper":
-        defaults |= {"taper_warmup": 1.0, "taper_end": 2.0}
-    device = model.wte.weight.device
-    config = dataclasses.replace(model.config, norm_type=norm_type, norm_plan="", **defaults | keys)
+    schedule = {"taper_warmup": 1.0, "taper_end": 2.0} if norm_type == "taper" else {}
+    device, config = model.wte.weight.device, retype(model.config, norm_type, **schedule | keys)
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())})
     twin.config, twin.plan = config, NormPlan(config, config.n_layer, config.n_embd, config.bias)
     for index, block in enumerate(twin.blocks):
@@ -85,6 +82,14 @@ def with_norms(model: GPT, norm_type: str, calibration: Tensor | None = None, **
     return twin.eval()
 
 
+def packed_arm(
+    model: GPT, arm: Arm, batch: int, idx: Tensor, keys: dict[str, dict[str, Any]], library_from: int
+) -> tuple[GPT, PackedGPT]:
+    """(`model` under the arm's norms, that packed for `batch` sequences); `keys` by norm type, the rest as above."""
+    twin = with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {}))
+    return twin, pack(twin, level_at(arm.level, batch, library_from))
+
+
 def replaced(old: Norm, plan: NormPlan, position: int, device: torch.device) -> Norm:
     """The plan's norm for `position`, with the old one's gain, and its bias if there is room."""
     if isinstance(old, TaperNorm):
@@ -96,11 +101,6 @@ def replaced(old: Norm, plan: NormPlan, position: int, device: torch.device) -> 
         if getattr(target, name) is not None and getattr(old, name) is not None:
             setattr(target, name, getattr(old, name))
     return new
-
-
-def finished(model: GPT) -> bool:
-    """No norm of this model is still tapering."""
-    return all(norm.phase == "fixed" for norm in model.norms() if isinstance(norm, TaperNorm))
 
 
 @torch.no_grad()

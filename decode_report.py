@@ -8,13 +8,11 @@ from typing import Any
 from data.shards import write_bytes_atomically
 from decode_arms import AIM
 from errors import writing
+from tables import markdown
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
 ENDS = ("A step's ends are nominal, 5 launches (embedding, norm, head, best, take; 4 where norm and head are one): "
         "inductor embeds in the first norm's kernel, which is one less in A, B and L.")
-# Okabe and Ito's colours, told apart by colour-blind readers; markers tell them apart in print.
-LOOKS = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
-         ("#000000", "X"))  # fmt: skip
 PANELS = (("coupled/rms", "B/A: the paper's claim"), ("coupled_fused/rms", "D/A: all fused, against compiled RMSNorm"),
           ("coupled_fused/rms_fused", "D/C: the shared statistic alone"))  # fmt: skip
 
@@ -38,9 +36,9 @@ def card(record: dict[str, Any]) -> str:
 
 def table(record: dict[str, Any]) -> str:
     """Markdown: every arm's time, then the ratios."""
-    lines = [f"batch {record['batch']}", "",
-             "| arm | ms/token | tok/s | share of floor | prefill ms (eager, unfused) | launches (norms) per block | "
-             f"{record['memory']}, MB | error (unfused) | tokens as unfused |", "| --- " * 9 + "|"]  # fmt: skip
+    heads = ["arm", "ms/token", "tok/s", "share of floor", "prefill ms (eager, unfused)", "launches (norms) per block",
+             f"{record['memory']}, MB", "error (unfused)", "tokens as unfused"]  # fmt: skip
+    rows = []
     for name, row in record["arms"].items():
         cells = [f"{row['ms_per_token']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['share_of_floor']:.0%}", *[""] * 5]
         if "prefill_ms" in row:  # one of ours, and not its second copy
@@ -52,10 +50,11 @@ def table(record: dict[str, Any]) -> str:
             cells[6] += f", {row['error'] / row['error_unfused']:.2f}x: {verdict}"
         if "same_tokens" in row:
             cells[7] = f"{row['same_tokens']} of {record['tokens']}"
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "| speed-up | median | 95 % interval |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {ratio['median']:.4f} | {ratio['low']:.4f} .. {ratio['high']:.4f} |"
+        rows.append([name, *cells])
+    ratios = [[name, f"{ratio['median']:.4f}", f"{ratio['low']:.4f} .. {ratio['high']:.4f}"]
               for name, ratio in record["speed_ups"].items()]  # fmt: skip
+    lines = [f"batch {record['batch']}", "", markdown(heads, rows), "",
+             markdown(["speed-up", "median", "95 % interval"], ratios)]  # fmt: skip
     if record["faster"]:
         lines += ["", f"Each in two variants; these ratios are of the faster: {', '.join(record['faster'].values())}."]
     if "hf_static" in record["arms"] and record["device"].startswith("cpu"):
@@ -65,18 +64,15 @@ def table(record: dict[str, Any]) -> str:
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
     """Speed-up over batch size, a line for each model; bars are 95 % intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from plots import STYLES, plt, save  # matplotlib takes a second to import
 
     panels = [panel for panel in PANELS if any(panel[0] in record["speed_ups"] for record in records)]
     if not panels:
         return
     devices = list(dict.fromkeys(record["device"] for record in records))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), squeeze=False)
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), layout="constrained", squeeze=False)
     for axis, (name, title) in zip(axes[0], panels):
-        for line, (color, marker) in zip(dict.fromkeys(map(one_line, records)), LOOKS * 9):
+        for line, (color, marker) in zip(dict.fromkeys(map(one_line, records)), STYLES * 9):
             rows = sorted((r for r in records if one_line(r) == line and name in r["speed_ups"]),
                           key=lambda r: r["batch"])  # fmt: skip
             if not rows:
@@ -95,9 +91,7 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
     axes[0, 0].set_ylabel("speed-up")
     axes[0, 0].legend(frameon=False, fontsize=9)
     figure.suptitle(", ".join(devices), fontsize=10)
-    figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
@@ -143,8 +137,8 @@ def ledgers(every: list[dict[str, Any]]) -> str:
              f"then floor + launches x {every[0]['launch_us']:g} us in ms/token, and the floor's share of it. The "
              f"floor: every matrix once and {every[0]['context']} tokens' keys and values, at "
              f"{every[0]['bandwidth'] / 1e12:g} TB/s. "
-             f"Predictions, not measurements. {ENDS}", "",
-             f"| arm | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]  # fmt: skip
+             f"Predictions, not measurements. {ENDS}", ""]  # fmt: skip
+    rows = []
     for name in names:
         cells = []
         for one in every:
@@ -152,8 +146,8 @@ def ledgers(every: list[dict[str, Any]]) -> str:
             cells.append("" if row is None else (
                 f"{row['launches_per_block']} ({row['norm_launches_per_block']}): {row['predicted_ms_per_token']:.3f}, "
                 f"{one['floor_ms_per_token'] / row['predicted_ms_per_token']:.0%}"))  # fmt: skip
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([name, *cells])
+    return "\n".join([*lines, markdown(["arm", *heads], rows)]) + "\n"
 
 
 def place(record: dict[str, Any]) -> tuple:

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from decode import Decoder
-from decode_arms import find_arms, with_norms
+from decode_arms import find_arms, packed_arm
 from errors import UserError, writing
 from launch_ledger import launches, mean, total
 from model import GPT
-from packing import level_at, pack
 
 # What a kernel is, by its name: the first match counts. Names are inductor's, Triton's, cuBLAS', ATen's and ours.
 # Activation before norm: inductor names the paper's activation kernel after the statistic that it applies, too. A
@@ -109,11 +108,9 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
         pass
     filled, rows, pictures = idx.shape[1], {}, {}
     for arm in find_arms(config.arms):
-        twin = with_norms(model, arm.norm_type, prompt, **config.norm_keys.get(arm.norm_type, {}))
-        level = level_at(arm.level, batch, config.library_from)
-        packed = pack(twin, level)
+        packed = packed_arm(model, arm, batch, prompt, config.norm_keys, config.library_from)[1]
         shorter = dataclasses.replace(packed, blocks=packed.blocks[:1])
-        for name, compiled, tuned in config.variants(arm, level, idx.device):
+        for name, compiled, tuned in config.variants(arm, packed.level, idx.device):
             names = []
             for part, path in ((packed, folder / f"{name}-{batch}.json"), (shorter, None)):
                 decoder = Decoder(part, batch, filled + 8, compiled=compiled, tuned=tuned)
@@ -155,12 +152,12 @@ def difference(more: Counter, fewer: Counter) -> Counter:
 
 def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
     """A row for each arm: the kernels of its middle blocks over time, norms flagged."""
-    import matplotlib
+    from matplotlib.patches import Patch
 
-    matplotlib.use("Agg")
-    from matplotlib import patches, pyplot
+    from plots import plt, save  # matplotlib takes a second to import
 
-    figure, axes = pyplot.subplots(len(pictures), 1, figsize=(12, 1 + 1.1 * len(pictures)), squeeze=False, sharex=True)
+    figure, axes = plt.subplots(len(pictures), 1, figsize=(12, 1 + 1.1 * len(pictures)), layout="constrained",
+                                squeeze=False, sharex=True)  # fmt: skip
     for axis, (name, events) in zip(axes[:, 0], pictures.items()):
         middle = max(0, len(events) // 2 - WINDOW // 2)
         shown = events[middle : middle + WINDOW]
@@ -174,9 +171,7 @@ def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str) -> N
         axis.set_yticks([0], [name])
         axis.set_ylim(-0.5, 0.8)
     axes[-1, 0].set_xlabel("microseconds")
-    figure.legend(handles=[patches.Patch(color=color, label=name) for name, color in COLOURS.items()],
+    figure.legend(handles=[Patch(color=color, label=name) for name, color in COLOURS.items()],
                   loc="outside lower center", ncols=len(COLOURS), fontsize=9)  # fmt: skip
     figure.suptitle(title, fontsize=10)
-    figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)

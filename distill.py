@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import adapters
 import hf
 from checkpoint import BEST, DISTILLING, load_model, read_checkpoint, save_checkpoint
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
 from data.shards import DataError
 from distill_data import open_stream, shuffled
@@ -62,13 +62,13 @@ class DistillConfig:
     coupled_first: int | None = key(None, "standard blocks at the start (auto: fewest whose KL is within the budget)")
     budget: float = key(0.01, "largest KL before training, nats a token, for coupled_first=auto")
     method: str = key("dora", "what is trained: adapters, or a copy of all weights", ("dora", "lora", "full"))
-    rank: int = key(1024, "of the adapters")
+    rank: int = key(1024, "of the adapters", least=1)
     adapter_alpha: float = key(2048.0, "of the adapters: they are scaled by adapter_alpha / rank")
-    block_size: int = key(1024, "tokens of a block, at most the teacher's context")
-    batch_size: int = key(8, "blocks in a micro-batch")
-    gradient_accumulation_steps: int = key(8, "micro-batches in a step, over all ranks")
+    block_size: int = key(1024, "tokens of a block, at most the teacher's context", least=2)  # of one, none is judged
+    batch_size: int = key(8, "blocks in a micro-batch", least=1)
+    gradient_accumulation_steps: int = key(8, "micro-batches in a step, over all ranks", least=1)
     checkpoint_activations: bool = key(True, "compute each block's activations again in backward")
-    max_iters: int = key(1000, "optimiser steps")
+    max_iters: int = key(1000, "optimiser steps", least=1)
     learning_rate: float = key(1e-4, "highest learning rate")
     min_lr: float = key(0.0, "lowest learning rate, at the end of the cosine")
     warmup_iters: int = key(20, "steps of linear warm-up")
@@ -76,10 +76,10 @@ class DistillConfig:
     beta1: float = key(0.9, "AdamW's")
     beta2: float = key(0.95, "AdamW's")
     grad_clip: float = key(1.0, "largest global gradient norm (0: no clipping)")
-    calibration_blocks: int = key(32, "blocks of the training text that alpha and coupled_first are chosen on")
-    eval_blocks: int = key(64, "held-out blocks")
-    eval_interval: int = key(100, "steps between evaluations and checkpoints")
-    log_interval: int = key(10, "steps between log lines")
+    calibration_blocks: int = key(32, "blocks of the training text that alpha and coupled_first are chosen on", least=1)
+    eval_blocks: int = key(64, "held-out blocks", least=1)
+    eval_interval: int = key(100, "steps between evaluations and checkpoints", least=1)
+    log_interval: int = key(10, "steps between log lines", least=1)
     seed: int = key(1337, "of data order and adapters")
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
     dtype: str = key("auto", "of the computation and of frozen weights (auto: bfloat16 on CUDA)", ("auto", *DTYPES))
@@ -90,11 +90,7 @@ class DistillConfig:
     def __post_init__(self) -> None:
         if not self.teacher:
             raise ConfigError("teacher: name the model to start from, --teacher=MODEL")
-        for name in ("rank", "block_size", "batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval",
-                     "log_interval", "calibration_blocks", "eval_blocks"):  # fmt: skip
-            least = 2 if name == "block_size" else 1  # a block's first token is not judged
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}")
+        check_least(self)
         if self.norm_plan and self.coupled_first is not None:
             raise ConfigError(f"norm_plan={self.norm_plan} and coupled_first={self.coupled_first} both name the plan: "
                               "give one (--coupled_first=auto undoes a config file's)")  # fmt: skip

@@ -13,9 +13,9 @@ import adapters
 import hf
 from checkpoint import HUB_NAME, load_model
 from coupling import view
+from fold import absorb_alpha
 from kl import kl_divergence
 from model import GPT, GPTConfig
-from norm_layers import SharedRMSNorm
 
 
 class Pair(nn.Module):
@@ -63,12 +63,7 @@ def finished(student: GPT) -> GPT:
     for block in student.blocks:
         block.__dict__.pop("forward", None)  # the checkpointed one
     adapters.merge(student)
-    if not student.config.norm_affine:
-        return student.eval()
-    for norm in student.norms():
-        if isinstance(norm, SharedRMSNorm):
-            norm.weight = nn.Parameter((norm.weight.double() / norm.alpha).to(norm.weight.dtype))
-    return view(student, str(student.plan))
+    return absorb_alpha(student) if student.config.norm_affine else student.eval()
 
 
 def teacher_config(spec: str) -> GPTConfig:

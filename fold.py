@@ -13,7 +13,6 @@ Shapes: C channels of the residual stream, V rows of the vocabulary; a linear's 
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 import torch
@@ -22,11 +21,10 @@ from torch import Tensor
 from checkpoint import NORM_NAMES
 from errors import FoldError
 from model import GPT, GPTConfig
-from norm_layers import SharedRMSNorm, center
+from norm_layers import SharedRMSNorm, center, fold_affine
 from norms import NORM_TYPES
 from taper import TaperNorm
 
-Convert = Callable[[GPT], GPT]
 Weights = dict[str, Tensor]
 
 
@@ -80,14 +78,15 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
 
 
 def absorb_alpha(model: GPT) -> GPT:
-    """The same function with coupled_alpha = 1: gains of shared positions are divided by their alpha."""
+    """The same function with coupled_alpha = 1: gains of shared positions are divided by their alpha. All other tensors
+    are those of `model` itself."""
     config = model.config
     if config.norm_type != "coupled" or not config.norm_affine:
         raise FoldError(f"norm_type={config.norm_type}: alpha is absorbed into the gains of a coupled model")
-    weights = wide_state(model)
+    weights = model.state_dict()
     for name, norm in model.named_modules():
         if isinstance(norm, SharedRMSNorm):
-            weights[f"{name}.weight"] /= norm.alpha
+            weights[f"{name}.weight"] = weights[f"{name}.weight"].double() / norm.alpha
             weights.pop(f"{name}.alpha", None)
     return rebuild(model, replace(config, coupled_alpha=1.0, coupled_calibrate=0), weights)
 
@@ -106,14 +105,10 @@ def center_stream(weights: Weights) -> None:
 
 def fold_taper(norm: TaperNorm, weights: Weights, reader: str) -> None:
     """Move the scaling, centring and bias of a taper at gate 0 into the linear that reads it, in place."""
-    weight = weights[f"{reader}.weight"]  # (out, C)
-    if norm.base.bias is not None:
-        bias = weights.get(f"{reader}.bias", 0.0)
-        weights[f"{reader}.bias"] = bias + weight @ norm.base.bias.double()
-    weight = weight * norm.scale.double()
-    if norm.weight_tilde is not None:
-        weight = weight * norm.weight_tilde.double()
-    weights[f"{reader}.weight"] = center(weight) if norm.centers else weight
+    weight, bias = fold_affine(weights[f"{reader}.weight"], weights.get(f"{reader}.bias"), *norm.fixed_map())
+    weights[f"{reader}.weight"] = weight
+    if bias is not None:
+        weights[f"{reader}.bias"] = bias
 
 
 def fold_final_taper(model: GPT, norm: TaperNorm, weights: Weights) -> None:
@@ -156,9 +151,10 @@ def rebuild(model: GPT, config: GPTConfig, weights: Weights) -> GPT:
     """
     with torch.device("meta"):
         new = GPT(config)
-    own = new.state_dict()
+    own = new.state_dict()  # an alpha goes into its gain as it is loaded
     new.load_state_dict({name: tensor.to(model.wte.weight) for name, tensor in weights.items()
-                         if name in own or not re.fullmatch(NORM_NAMES, name)}, assign=True)  # fmt: skip
+                         if name in own or not re.fullmatch(NORM_NAMES, name) or name.endswith(".alpha")},
+                        assign=True)  # fmt: skip
     if config.position == "rope":
         new.rope_cos, new.rope_sin = model.rope_cos, model.rope_sin
     new.meta = dict(model.meta)

@@ -6,6 +6,7 @@ parameter is one node with all its uses, and every call of a module is there.
 
 import copy
 import inspect
+import operator
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection
@@ -20,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from certificate import Inputs, plain_encoders
 from errors import FoldError
-from fold_axes import Feeds, Line, aligned, describe, ignores, module_path, shape
-from fold_rules import feeds, forwards
+from fold_axes import Feeds, Line, aligned, describe, ignores, is_float, module_path, shape
+from fold_rules import feeds
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,28 @@ def _snapshot(model: nn.Module) -> Callable[[], None]:
             value.extend(old) if type(value) is list else value.update(old)
 
     return restore
+
+
+def _forwards(user: Node, line: Line) -> list[Line] | None:
+    """The lines of `user` that a constant on `line` of its input turns into a constant; None where it would show."""
+    if isinstance(user.meta.get("val"), list | tuple):  # of a split: each piece is a node of its own
+        pieces = [piece for piece in user.users if piece.target is operator.getitem]
+        found = [_forwards_of_node(piece, line, user) for piece in pieces]
+        return None if None in found or len(pieces) < len(user.users) else [out for part in found for out in part]
+    return _forwards_of_node(user, line, user)
+
+
+def _forwards_of_node(output: Node, line: Line, user: Node) -> list[Line] | None:
+    """`_forwards` for one output tensor. Every use of the input must be on the way, as in x + x, and not in x * x."""
+    if not is_float(output):
+        return None
+    uses = sum(x is line.node for x in tree_leaves((user.args, user.kwargs)))
+    for axis, size in enumerate(shape(output)):
+        if size % line.block == 0:
+            out = Line(output, axis, line.block)
+            if feeds(out).inputs.count(line) == uses:
+                return [out]
+    return None
 
 
 class Graph:
@@ -250,7 +273,7 @@ class Graph:
                 return "the model's output"
             if ignores(user, at):
                 continue
-            onwards = forwards(user, at)
+            onwards = _forwards(user, at)
             if onwards is None:
                 return describe(user)
             todo += [(out, next_user) for out in onwards for next_user in out.node.users]

@@ -13,11 +13,10 @@ have no rule. Source: "Enjoy Your Layer Normalization", section 4.2 (scalars, ad
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from fold_axes import Feeds, Line, aligned, argument, centring, describe, is_float, moved, shape
 
@@ -52,6 +51,13 @@ def _through(node: Any, axis: int, line: Line) -> Feeds | None:
     return Feeds((Line(node, axis, line.block),)) if is_float(node) else None
 
 
+def _any_of(parts: Iterable[Any], line: Line, why: str) -> Feeds:
+    """Lines of the parts that vary along the axis; another part, unless it is 0, spoils, and `why` says how."""
+    found = [(x, aligned(x, line)) for x in parts]
+    spoils = any(at is None and not is_zero(x) for x, at in found)
+    return Feeds(tuple(at for _, at in found if at is not None), f"{describe(line.node)} {why}" if spoils else "")
+
+
 def is_zero(x: Any) -> bool:
     """A number or a tensor that is known to be 0 everywhere."""
     if not isinstance(x, Node):
@@ -84,10 +90,7 @@ def _dropout(line: Line) -> Feeds | None:
 @rule("copy.default", "fill.Scalar", "fill.Tensor")
 def _written(line: Line) -> Feeds:
     """What is written, as a whole, over another tensor."""
-    x = line.node.args[1]
-    at = aligned(x, line)
-    spoils = at is None and not is_zero(x)
-    return Feeds(() if at is None else (at,), f"{describe(line.node)} puts one number into a whole row" * spoils)
+    return _any_of(line.node.args[1:2], line, "puts one number into a whole row")
 
 
 @rule("getitem")
@@ -112,10 +115,7 @@ def _getitem(line: Line) -> Feeds | None:
 def _add(line: Line) -> Feeds:
     if centring(line.node) == (line.axis, line.block):
         return Feeds()
-    terms = [(x, aligned(x, line)) for x in line.node.args[:2]]
-    spoils = any(at is None and not is_zero(x) for x, at in terms)
-    return Feeds(tuple(at for x, at in terms if at is not None),
-                 f"{describe(line.node)} adds the same number to a whole row" if spoils else "")  # fmt: skip
+    return _any_of(line.node.args[:2], line, "adds the same number to a whole row")
 
 
 @rule("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")
@@ -138,10 +138,7 @@ def _choose(line: Line) -> Feeds | None:
     condition, options = line.node.args[masked], [x for i, x in enumerate(line.node.args) if i != masked]
     if aligned(condition, line) is not None:
         return None
-    chosen = [(x, aligned(x, line)) for x in options]
-    spoils = any(at is None and not is_zero(x) for x, at in chosen)
-    return Feeds(tuple(at for x, at in chosen if at is not None),
-                 f"{describe(line.node)} puts one number into a whole row" if spoils else "")  # fmt: skip
+    return _any_of(options, line, "puts one number into a whole row")
 
 
 @rule("zeros.default", "zeros_like.default", "new_zeros.default", "full.default", "full_like.default")
@@ -340,28 +337,3 @@ def _layer_norm(line: Line) -> Feeds | None:
         return None
     spoils = "" if weight is None else f"the gains of {describe(line.node)} make a mean"
     return Feeds(() if bias is None else (Line(bias, 0, line.block),), spoils, weight)
-
-
-# ----------------------------------------------------------------------------------------------------------- forwards
-
-
-def forwards(user: Node, line: Line) -> list[Line] | None:
-    """The lines of `user` that a constant on `line` of its input turns into a constant; None where it would show."""
-    if isinstance(user.meta.get("val"), list | tuple):  # of a split: each piece is a node of its own
-        pieces = [piece for piece in user.users if piece.target is operator.getitem]
-        found = [forwards_of_node(piece, line, user) for piece in pieces]
-        return None if None in found or len(pieces) < len(user.users) else [out for part in found for out in part]
-    return forwards_of_node(user, line, user)
-
-
-def forwards_of_node(output: Node, line: Line, user: Node) -> list[Line] | None:
-    """`forwards` for one output tensor. Every use of the input must be on the way, as in x + x, and not in x * x."""
-    if not is_float(output):
-        return None
-    uses = sum(x is line.node for x in tree_leaves((user.args, user.kwargs)))
-    for axis, size in enumerate(shape(output)):
-        if size % line.block == 0:
-            out = Line(output, axis, line.block)
-            if feeds(out).inputs.count(line) == uses:
-                return [out]
-    return None

@@ -36,11 +36,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import load_model
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from data.shards import DataError, write_bytes_atomically
 from data.tokenizers import load_tokenizer
-from errors import ConfigError, UserError, run_program
+from errors import UserError, run_program
 from model import GPT
+from optim import Precision
 from ranks import Ranks
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -54,15 +55,14 @@ class HellaSwagConfig:
     """Keys of hellaswag.py."""
 
     data: str = key("", "file of items, jsonl or jsonl.xz ('': downloaded once into data/hellaswag)")
-    items: int = key(0, "score this many items, spread evenly over the file (0: all)")
-    batch_size: int = key(BATCH_SIZE, "endings scored at once")
+    items: int = key(0, "score this many items, spread evenly over the file (0: all)", least=0)
+    batch_size: int = key(BATCH_SIZE, "endings scored at once", least=1)
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
     dtype: str = key("auto", "of the computation (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16"))
     out: str = key("", f"file for per-item results ('': a run's {ITEMS_FILE}, unless it has one or `items` is set)")
 
     def __post_init__(self) -> None:
-        if self.items < 0 or self.batch_size < 1:
-            raise ConfigError("items wants 0 or more, batch_size 1 or more")
+        check_least(self)
 
 
 # ------------------------------------------------------------------------------------------------------------ items
@@ -237,8 +237,7 @@ def main(argv: list[str]) -> None:
         download()
     ranks.wait()
     items = load_items(config.data, config.items)
-    low = config.dtype == "bfloat16" or (config.dtype == "auto" and ranks.on_cuda)
-    autocast = (lambda: torch.autocast(ranks.device.type, torch.bfloat16)) if low else nullcontext
+    autocast = Precision(config.dtype, ranks.device).autocast
     scores = evaluate_hellaswag(model, tokenizer, items, ranks, config.batch_size, autocast)
     if ranks.is_main:
         target = Path(config.out) if config.out else items_file(spec)

@@ -202,7 +202,7 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
     family = "gpt2" if learned else "qwen3" if config.qk_norm else "llama"
     plan = str(NormPlan(config, config.n_layer, config.n_embd, config.bias))
     coupled = "s" in plan or (learned and config.norm_type in ("rms", "coupled"))
-    refuse_unknown(config, family, plan)
+    refuse_unknown(config, family)
     hf = gpt2_words(config) if learned else llama_words(config, family)
     if coupled:
         alpha = config.coupled_alpha if isinstance(config.coupled_alpha, tuple) else [config.coupled_alpha]
@@ -214,7 +214,7 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
             "tie_word_embeddings": config.tie_embeddings, "bos_token_id": None, "eos_token_id": None, **hf}  # fmt: skip
 
 
-def refuse_unknown(config: GPTConfig, family: str, plan: str) -> None:
+def refuse_unknown(config: GPTConfig, family: str) -> None:
     """Raise HFError for what the architecture does not compute."""
     is_layer = config.norm_type == "layer"
     wanted = {

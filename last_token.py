@@ -26,8 +26,10 @@ from fold import to_folded
 from kernels import decode_reference
 from launch_ledger import LaunchLedger
 from model import GPT, GPTConfig
+from optim import find_dtype
 from packing import pack
 from stats import median_ratio, paired_times
+from tables import markdown
 
 SHAPE = GPTConfig(norm_type="rms", n_layer=6, n_head=6, n_embd=384, n_vocab=50257)  # 30.3 M parameters
 # Thousand tokens/s on an H100: (batch, context) -> RMSNorm, folded taper
@@ -117,8 +119,7 @@ def make_models(dtype: torch.dtype, device: torch.device, calibration: Tensor) -
 @torch.no_grad()
 def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -> dict[str, Any]:
     """Measures every row, prints the table, writes last_token.jsonl and last_token.md into config.out."""
-    dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(config.dtype)
-    dtype = dtype or getattr(torch, config.dtype)
+    dtype = find_dtype(config.dtype, device)
     with device:
         calibration = torch.randint(0, 50257, (4, 128), generator=torch.Generator(device).manual_seed(0))
     models = make_models(dtype, device, calibration)
@@ -171,12 +172,10 @@ def launches_table(record: dict[str, Any]) -> str:
     lines = ["# Launches of an eager forward pass: TaperNorm's protocol", "",
              f"Counted, not timed (`python bench_decode.py --last_token --ledger`): {record['parameters'] / 1e6:.1f} M "
              f"parameters, {record['dtype']}, norms in plain PyTorch; torch {record['versions']['torch']}; commit "
-             f"{record['git']}. Every operation that computes is a launch on a GPU.", "",
-             f"| arm | all | fewer | {' | '.join(names)} |", "| --- " * (3 + len(names)) + "|"]  # fmt: skip
-    for arm, counts in launches.items():
-        cells = [counts.total(), launches["rms"].total() - counts.total(), *(counts[name] for name in names)]
-        lines.append(f"| {arm} | " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+             f"{record['git']}. Every operation that computes is a launch on a GPU.", ""]  # fmt: skip
+    rows = [[arm, counts.total(), launches["rms"].total() - counts.total(), *(counts[name] for name in names)]
+            for arm, counts in launches.items()]  # fmt: skip
+    return "\n".join([*lines, markdown(["arm", "all", "fewer", *names], rows)])
 
 
 def last_token_table(records: list[dict[str, Any]]) -> str:
@@ -188,14 +187,13 @@ def last_token_table(records: list[dict[str, Any]]) -> str:
              f"{row['dtype']}. Thousand tokens/s; speed-ups with 95 % intervals of {len(row['seconds']['rms'])} paired "
              "rounds; published: the folded taper over RMSNorm (not folded: 1.08 to 1.15; with a cache, eager: 1.14, "
              "folded 1.18). `cached` decodes tokens behind so many.", "",
-             f"Launches of an eager forward pass: {', '.join(f'{n} {k}' for n, k in row['launches'].items())}.", "",
-             f"| batch | context | mode | {' | '.join(row['seconds'])} | "
-             f"{' | '.join(row['speed_up'])} | published |",
-             "| --- " * (4 + len(row["seconds"]) + len(row["speed_up"])) + "|"]  # fmt: skip
+             f"Launches of an eager forward pass: {', '.join(f'{n} {k}' for n, k in row['launches'].items())}.",
+             ""]  # fmt: skip
+    heads, rows = ["batch", "context", "mode", *row["seconds"], *row["speed_up"], "published"], []
     for row in records:
-        speeds = " | ".join(f"{1e-3 * row['tokens_per_s'][name]:.2f}" for name in row["seconds"])
-        ups = " | ".join("{median:.3f} ({low:.3f} .. {high:.3f})".format(**ratio) for ratio in row["speed_up"].values())
+        speeds = (f"{1e-3 * row['tokens_per_s'][name]:.2f}" for name in row["seconds"])
+        ups = ("{median:.3f} ({low:.3f} .. {high:.3f})".format(**ratio) for ratio in row["speed_up"].values())
         before, after = PUBLISHED[row["batch"], row["context"]]
         published = f"{after / before:.2f}" if row["mode"] == "eager" else ""
-        lines.append(f"| {row['batch']} | {row['context']} | {row['mode']} | {speeds} | {ups} | {published} |")
-    return "\n".join(lines)
+        rows.append([row["batch"], row["context"], row["mode"], *speeds, *ups, published])
+    return "\n".join([*lines, markdown(heads, rows)])

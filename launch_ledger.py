@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import decode
 from decode import Decoder
-from decode_arms import Arm, with_norms
+from decode_arms import Arm, packed_arm
 from hf_config import shape_config
 from kernels import decode_reference
 from model import GPT
-from packing import LIBRARY_FROM, PackedGPT, level_at, pack
+from packing import PackedGPT
+from tables import markdown
 
 LAUNCHES = ("embed", "norm", "heads", "attend", "attend_parts", "heads_attend", "heads_attend_parts", "combine", "best",
             "take", "matmul", "matmul_add", "activation", "scale", "norm_activation", "project", "norm_project",
@@ -125,14 +126,13 @@ def shape_on_meta(spec: str, dtype: torch.dtype) -> GPT | None:
 
 def make_ledger(
     model: GPT, name: str, arms: list[Arm], batch: int, context: int, bandwidth: float, launch_us: float,
-    keys: dict[str, Any], library_from: int = LIBRARY_FROM,
+    keys: dict[str, Any], library_from: int,
 ) -> dict[str, Any]:  # fmt: skip
     """The ledger of `arms` as a dict for JSON. bandwidth in bytes/s; a step gives each sequence one token."""
     device, rows, floor = model.wte.weight.device, {}, 0.0
     idx = torch.zeros(1, 8, dtype=torch.int64, device=device)
     for arm in arms:
-        twin = with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {}))
-        packed = pack(twin, level_at(arm.level, batch, library_from))
+        packed = packed_arm(model, arm, batch, idx, keys, library_from)[1]
         parts = launches(packed, batch, context)
         of_step = total(parts).total()
         floor = 1e3 * floor_bytes(packed, batch, context) / bandwidth
@@ -145,11 +145,10 @@ def make_ledger(
 
 def ledger_table(ledger: dict[str, Any]) -> str:
     """Markdown."""
-    lines = ["| arm | launches per block | of norms | launches per step | predicted ms/token | share of floor |",
-             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    heads = ["arm", "launches per block", "of norms", "launches per step", "predicted ms/token", "share of floor"]
     floor = ledger["floor_ms_per_token"]
-    for name, row in ledger["arms"].items():
-        lines.append(f"| {name} | {row['launches_per_block']} | {row['norm_launches_per_block']} | "
-                     f"{row['launches_per_step']} | {row['predicted_ms_per_token']:.3f} | "
-                     f"{floor / row['predicted_ms_per_token']:.0%} |")  # fmt: skip
-    return "\n".join(lines)
+    return markdown(heads, (
+        [name, row["launches_per_block"], row["norm_launches_per_block"], row["launches_per_step"],
+         f"{row['predicted_ms_per_token']:.3f}", f"{floor / row['predicted_ms_per_token']:.0%}"]
+        for name, row in ledger["arms"].items()
+    ))  # fmt: skip

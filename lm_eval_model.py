@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from checkpoint import load_model
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from errors import ConfigError, UserError, run_program, writing
 from likelihood import Scorer
 from lm_eval_tasks import GENERATES, import_lm_eval, load_tasks
@@ -42,20 +42,20 @@ class EvalConfig:
     mmlu: str = key("", "local MMLU: files of dev rows and test rows, jsonl or jsonl.xz, a comma between")
     include: str = key("", "folder of further task files")
     num_fewshot: int | None = key(None, "examples before a question (auto: as a task declares, 0 where it declares "
-                                        "none, as mmlu and gpqa; a task that declares 0 keeps it)")  # fmt: skip
-    limit: int = key(0, "items a task (0: all)")
-    batch_size: int = key(8, "contexts at once")
+                                        "none, as mmlu and gpqa; a task that declares 0 keeps it)",
+                                  least=0)  # fmt: skip
+    limit: int = key(0, "items a task (0: all)", least=0)
+    batch_size: int = key(8, "contexts at once", least=1)
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
     dtype: str = key("auto", "of all models' computation (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16"))
     out: str = key("", "JSONL file for one line an item ('': none)")
 
     def __post_init__(self) -> None:
+        check_least(self)
         if bool(self.tasks) == bool(self.mmlu):
             raise ConfigError("say what to evaluate on: --tasks=NAMES, or --mmlu=DEV,TEST")
         if self.mmlu and len(self.mmlu.split(",")) != 2:
             raise ConfigError(f"mmlu={self.mmlu}: wants two files, dev rows and test rows")
-        if self.limit < 0 or self.batch_size < 1 or (self.num_fewshot or 0) < 0:
-            raise ConfigError("limit and num_fewshot want 0 or more, batch_size 1 or more")
 
 
 def harness_model(scorer: Scorer) -> Any:

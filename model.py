@@ -18,7 +18,7 @@ from errors import ConfigError
 from kernels import scaled_activation
 from kernels.reference import KINDS, activate
 from loss import cross_entropy
-from norm_layers import Handover, Norm
+from norm_layers import Debt, Handover, Norm
 from norms import NormConfig, NormPlan
 
 
@@ -26,15 +26,15 @@ from norms import NormConfig, NormPlan
 class GPTConfig(NormConfig):
     """Shape of the model; the defaults are GPT-2 124M without biases, as in nanoGPT."""
 
-    vocab_size: int = key(50304, "rows of the embedding; 50257 GPT-2 tokens padded to a multiple of 64")
-    n_vocab: int = key(0, "tokens that exist (0: vocab_size); padded rows beyond get no probability")
-    block_size: int = key(1024, "longest context, tokens")
-    n_layer: int = key(12, "number of blocks")
-    n_head: int = key(12, "query heads")
-    n_kv_head: int = key(0, "key and value heads (0: n_head); must divide n_head")
-    n_embd: int = key(768, "channels of the residual stream")
-    head_dim: int = key(0, "channels of a head (0: n_embd / n_head)")
-    n_inner: int = key(0, "hidden channels of the MLP (0: 4 n_embd, or 8/3 n_embd up to a multiple of 64 for swiglu)")
+    vocab_size: int = key(50304, "rows of the embedding; 50257 GPT-2 tokens padded to a multiple of 64", least=0)
+    n_vocab: int = key(0, "tokens that exist (0: vocab_size); padded rows beyond get no probability", least=0)
+    block_size: int = key(1024, "longest context, tokens", least=1)
+    n_layer: int = key(12, "number of blocks", least=1)
+    n_head: int = key(12, "query heads", least=1)
+    n_kv_head: int = key(0, "key and value heads (0: n_head); must divide n_head", least=0)
+    n_embd: int = key(768, "channels of the residual stream", least=1)
+    head_dim: int = key(0, "channels of a head (0: n_embd / n_head)", least=0)
+    n_inner: int = key(0, "hidden channels of the MLP (0: 4 n_embd; for swiglu 8/3, up to a multiple of 64)", least=0)
     activation: str = key("gelu", "of the MLP", KINDS)
     position: str = key("learned", "learned positions are added to the embeddings, rope rotates queries and keys",
                         ("learned", "rope"))  # fmt: skip
@@ -48,16 +48,10 @@ class GPTConfig(NormConfig):
     dropout: float = key(0.0, "dropout probability, during training")
     init: str = key("gpt2", "normal with init_std, or PyTorch's own layer defaults (unit-normal embeddings)",
                     ("gpt2", "torch"))  # fmt: skip
-    init_std: float = key(0.02, "standard deviation; / sqrt(2 n_layer) for linears that write into the stream")
+    init_std: float = key(0.02, "standard deviation; / sqrt(2 n_layer) for linears that write into the stream", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("vocab_size", "n_kv_head", "head_dim", "n_inner"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must not be negative")
         if not self.head_dim and self.n_embd % self.n_head:
             raise ConfigError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: change one of them")
         if self.n_head % self.kv_heads:
@@ -69,12 +63,10 @@ class GPTConfig(NormConfig):
             raise ConfigError("rope_scaling wants factor,low_freq_factor,high_freq_factor,original_length, all above 0")
         if self.rope_theta <= 0:
             raise ConfigError(f"rope_theta={self.rope_theta}: must be above 0")
-        if self.n_vocab < 0 or 0 < self.vocab_size < self.n_vocab:
+        if 0 < self.vocab_size < self.n_vocab:
             raise ConfigError(f"vocab_size={self.vocab_size} is smaller than n_vocab={self.n_vocab}: raise it")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout}: wants a probability below 1")
-        if not self.init_std >= 0:
-            raise ConfigError(f"init_std={self.init_std}: must not be negative")
 
     @property
     def kv_heads(self) -> int:
@@ -186,9 +178,7 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.n_embd, config.inner * (2 if self.activation == "swiglu" else 1), bias=config.bias)
         self.down = plan.residual_linear(config.inner, config.n_embd, config.bias)
 
-    def forward(
-        self, y: Tensor, debt: tuple[Tensor | None, Tensor] | None = None, add: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, y: Tensor, debt: Debt | None = None, add: Tensor | None = None) -> Tensor:
         """(B, T, C) of normalised inputs y; `add`, if there is one, is added to the output."""
         if debt is None:
             return project(self.down, activate(self.up(y), self.activation), add)
@@ -220,8 +210,7 @@ class Block(nn.Module):
         return x, delta, inv_rms
 
     def adds_in_products(self, x: Tensor) -> bool:
-        """Can the sublayers add to the stream x in their last products? Not if anything comes in between: a bias,
-        dropout, a cast of the stream."""
+        """Can sublayers add to the stream x in their last products: no bias, dropout or cast of x in between?"""
         device = x.device.type
         if self.attn.proj.bias is not None or self.mlp.down.bias is not None or (self.training and self.dropout.p > 0):
             return False
@@ -244,9 +233,8 @@ class GPT(nn.Module):
         self.norm_f = self.plan.norm(2 * config.n_layer)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.position == "rope":
-            cos, sin = rope_tables(config)
-            self.register_buffer("rope_cos", cos, persistent=False)
-            self.register_buffer("rope_sin", sin, persistent=False)
+            for name, table in zip(("rope_cos", "rope_sin"), rope_tables(config), strict=True):
+                self.register_buffer(name, table, persistent=False)
         self.meta: dict = {}  # tokenizer and vocabulary of the data it was trained on
         self.init_weights(seed)
 
@@ -347,9 +335,8 @@ class GPT(nn.Module):
         """Training FLOPs of a token: 6 per weight used in a matrix product, 12 L H head_dim T for attention
         (PaLM, appendix B; the causal half is not taken off)."""
         config = self.config
-        weights = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
-        if config.tie_embeddings:
-            weights += self.wte.weight.numel()
+        linears = (module for module in self.blocks.modules() if isinstance(module, nn.Linear))
+        weights = self.head_weight().numel() + sum(linear.weight.numel() for linear in linears)
         return 6 * weights + 12 * config.n_layer * config.n_head * config.head_channels * config.block_size
 
 

@@ -23,6 +23,7 @@ from kernels.reference import affine, inverse_rms, scale_groups, statistics_dtyp
 # the gain's gradient, one more read of the 4 C^2 float32 weights that it folds and of their bfloat16 gradient.
 FOLD_PAYS = 24 / 4
 
+Debt = tuple[Tensor | None, Tensor]  # gain (C,) and scale (B, T, 1) that a projection is to pay
 Handover = tuple[nn.Parameter, nn.Parameter]  # (from, to): `to` has taken over the role, and the optimiser state
 
 
@@ -66,7 +67,7 @@ class Norm(nn.Module):
         """Is the scaling of a stream x (B, T, C) left to the projection that reads it? Not by most."""
         return False
 
-    def debt(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor | None, Tensor] | None:
+    def debt(self, x: Tensor, inv_rms: Tensor | None) -> Debt | None:
         """(gain (C,), scale (B, T, 1)) that y lacks and the projection which reads it must pay; None for most.
         x and inv_rms are what `forward` returned."""
         return None
@@ -148,7 +149,7 @@ class SharedRMSNorm(Norm):
         pays = torch.compiler.is_compiling() and x.numel() > FOLD_PAYS * self.channels**2
         return self.impl == "fold" or (self.impl == "auto" and pays)
 
-    def debt(self, x: Tensor, inv_rms: Tensor) -> tuple[Tensor | None, Tensor] | None:
+    def debt(self, x: Tensor, inv_rms: Tensor) -> Debt | None:
         return (self.weight, self.scale(inv_rms)) if self.folds(x) else None
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -210,3 +211,16 @@ class CenteredLinear(nn.Linear):
 def center(x: Tensor) -> Tensor:
     """x (..., C) minus its mean over channels: CBWC's one auxiliary centring, after the embeddings."""
     return x - x.mean(-1, keepdim=True)
+
+
+def fold_affine(
+    weight: Tensor, bias: Tensor | None, gain: Tensor | float | None, shift: Tensor | None, centers: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Weight (N, C) and bias (N,), in float64 unless nothing is added to it, of the linear W x + c behind
+    x = P h * gain + shift: [W diag(gain) P] h + (c + W shift), P the centring if it `centers`."""
+    weight = weight.double()
+    if shift is not None:
+        bias = weight @ shift.double() + (0.0 if bias is None else bias.double())
+    if gain is not None:
+        weight = weight * gain
+    return center(weight) if centers else weight, bias

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from configurator import key
+from configurator import check_least, key
 from errors import ConfigError
 from kernels import MODES
 from norm_layers import CenteredLinear, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
@@ -30,28 +30,31 @@ class NormConfig:
 
     norm_type: str = key("layer", "normalisation: layer, rms, coupled, cbwc, taper, dyt, none")
     norm_plan: str = key("", "a plan as printed, e.g. 'Rs Rs R': overrides the shorthands of the norm type")
-    norm_eps: float = key(1e-5, "added to the mean square, inside the root")
+    norm_eps: float = key(1e-5, "added to the mean square, inside the root", least=0)
     norm_affine: bool = key(True, "norms have learned gains (and biases, where type and `bias` have them)")
     qk_norm: bool = key(False, "RMSNorm on queries and keys, over the channels of each head")
     kernels: str = key("auto", "norms by Triton or plain PyTorch (auto: Triton on a GPU unless compiled)", MODES)
     rms_fraction: float = key(1.0, "rms: share of the channels, from the first on, that the RMS is taken over")
-    norm_groups: int = key(1, "rms: number of channel groups that are normalised independently")
+    norm_groups: int = key(1, "rms: number of channel groups that are normalised independently", least=1)
     rms_bias: bool = key(False, "rms: norms have LayerNorm's bias, where the model has biases")
-    coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
-    coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all; the last group may be shorter)")
+    coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics", least=0)
+    coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all; the last group may be shorter)",
+                            least=0)
     coupled_alpha: float | tuple[float, ...] = key(1.0, "coupled: y = h * inv_rms / alpha * gain; 1 or 2L+1 numbers")
-    coupled_calibrate: int = key(0, "coupled: steps between settings of alpha to the measured drift (0: alpha stays)")
+    coupled_calibrate: int = key(0, "coupled: steps between settings of alpha to the measured drift (0: alpha stays)",
+                                 least=0)
     coupled_grad: str = key("detach", "coupled: gradient through the shared statistic", ("detach", "full"))
     coupled_impl: str = key("scale", "coupled: the same function by other arithmetic (norm_layers.py)",
                             ("scale", "fold", "auto"))  # fmt: skip
     taper_base: str = key("rms", "taper: the norm that is tapered away", ("rms", "layer"))
-    taper_warmup: float = key(0.5, "taper: full norm up to this step (below 1: share of max_iters)")
+    taper_warmup: float = key(0.5, "taper: full norm up to this step (below 1: share of max_iters)", least=0)
     taper_end: float = key(0.75, "taper: norm gone from this step on (below 1: share of max_iters; as taper_warmup: "
                            "gone at once)")  # fmt: skip
     taper_fit: str = key("norm", "taper: least-squares scale for each norm, or for each of its channels",
                          ("norm", "channel"))  # fmt: skip
     taper_final: bool = key(False, "taper: taper the final norm too")
-    taper_anchor: float = key(0.0, "taper: weight of the loss that holds the scale of the final residual stream")
+    taper_anchor: float = key(0.0, "taper: weight of the loss that holds the scale of the final residual stream",
+                              least=0)
 
     def __post_init__(self) -> None:
         if self.norm_type not in NORM_TYPES:
@@ -61,23 +64,16 @@ class NormConfig:
         for name, other in foreign_keys(self.norm_type).items():
             if getattr(self, name) != _default(name):
                 raise ConfigError(f"{name} is a key of norm_type={other}, this is {self.norm_type}: remove one")
+        check_least(self)
         if self.coupled_impl != "scale" and self.coupled_grad != "detach":
             raise ConfigError(f"coupled_impl={self.coupled_impl} wants coupled_grad=detach: change one of them")
-        if not self.norm_eps >= 0:
-            raise ConfigError(f"norm_eps={self.norm_eps}: must not be negative")
         if not 0 < self.rms_fraction <= 1:
             raise ConfigError(f"rms_fraction={self.rms_fraction}: wants a share above 0 and up to 1")
-        if self.norm_groups < 1 or min(self.coupled_first, self.coupled_span, self.coupled_calibrate) < 0:
-            raise ConfigError("want norm_groups >= 1, and coupled_first, coupled_span, coupled_calibrate >= 0")
         if self.taper_end == 1:
             raise ConfigError("taper_end=1: is it a step or the whole run? Give a later step, or a share below 1")
         same_unit = (self.taper_warmup < 1) == (self.taper_end < 1)
-        if min(self.taper_warmup, self.taper_end) < 0:
-            raise ConfigError(f"taper_warmup={self.taper_warmup}, taper_end={self.taper_end}: must not be negative")
-        if self.taper_end == 0 or (same_unit and self.taper_warmup > self.taper_end):
+        if self.taper_end <= 0 or (same_unit and self.taper_warmup > self.taper_end):
             raise ConfigError(f"taper_warmup={self.taper_warmup} must not come after taper_end={self.taper_end}")
-        if self.taper_anchor < 0:
-            raise ConfigError(f"taper_anchor={self.taper_anchor}: the weight of a loss must not be negative")
 
 
 def foreign_keys(norm_type: str) -> dict[str, str]:

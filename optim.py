@@ -14,15 +14,19 @@ from parallel import is_sharded, share
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def find_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of this name, one of DTYPES, or auto: bfloat16 on CUDA, else float32."""
+    return DTYPES[name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"]
+
+
 class Precision:
-    """What a run on `device` computes in; `name` is one of DTYPES, or auto: bfloat16 on CUDA, else float32.
+    """What a run on `device` computes in; `name` as for find_dtype.
 
     Weights are float32 (float64 only if all is), low precision comes by autocast; float16 scales its loss.
     """
 
     def __init__(self, name: str, device: torch.device):
-        on_cuda = device.type == "cuda"
-        self.dtype = DTYPES[name if name != "auto" else "bfloat16" if on_cuda else "float32"]
+        self.dtype = find_dtype(name, device)
         self.is_low = self.dtype in (torch.bfloat16, torch.float16)
         self.weights = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.device = device

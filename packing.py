@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from model import GPT, GPTConfig
-from norm_layers import CenteredLinear, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
+from norm_layers import CenteredLinear, NoNorm, Norm, RMSNorm, SharedRMSNorm, center, fold_affine
 from taper import TaperNorm
 
 LEVELS = {"plain": (), "paper": ("shared",), "library": ("own", "shared", "none"), "fused": ("own", "shared", "none")}
@@ -142,22 +142,15 @@ def enter(norm: Norm, weight: Tensor, bias: Tensor | None, level: str, kind: str
             norm = copy.copy(norm)
             norm.impl = "scale"
         return Entry(weight, bias, norm, kind=kind)
-    wide = weight.double()
-    if shift is not None:
-        constant = wide @ shift.double()
-        bias = (constant if bias is None else bias.double() + constant).to(weight.dtype)
-    if scale is not None:
-        wide = wide * scale
-    if centers:
-        wide = center(wide)
-    return Entry(wide.to(weight.dtype), bias, None, statistic, norm.eps, kind)
+    folded, bias = fold_affine(weight, bias, scale, shift, centers)
+    bias = None if bias is None else bias.to(weight.dtype)
+    return Entry(folded.to(weight.dtype), bias, None, statistic, norm.eps, kind)
 
 
 def remains(norm: Norm) -> tuple[str, Tensor | float | None, Tensor | None, bool]:
     """(statistic, gain (C,) or a number, bias (C,), does it centre?) of a norm; "module" if it cannot fold."""
     if isinstance(norm, TaperNorm) and norm.phase == "fixed":
-        tilde = 1.0 if norm.weight_tilde is None else norm.weight_tilde.double()
-        return "none", (norm.scale.double() * tilde).expand(norm.channels), norm.base.bias, norm.centers
+        return "none", *norm.fixed_map()
     if isinstance(norm, NoNorm):
         return "none", None, None, False
     if isinstance(norm, SharedRMSNorm):

@@ -26,6 +26,7 @@ from data.shards import write_bytes_atomically
 from errors import ConfigError, run_program, writing
 from plots import Arms, drifting, plot_differences, plot_drift, plot_loss, plot_output, plot_stream
 from runs import METRICS, by_arm, find_runs
+from tables import markdown
 
 HOW = """\
 Mean (of tok_per_s the geometric one) and SD are over seeds; SD is the standard deviation, never the standard error.
@@ -43,11 +44,6 @@ tokens."""
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-
-
-def markdown(header: list[str], rows: list[list[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def number(value: float | None, digits: int = 4) -> str:

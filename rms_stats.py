@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from errors import ConfigError, run_program
 from kernels.reference import inverse_rms, statistics_dtype
 from loss import cross_entropy
@@ -147,9 +147,9 @@ class StatsConfig:
     """Keys of rms_stats.py."""
 
     text: str = key("", "files of text, with commas between: jsonl, jsonl.xz, parquet, txt")
-    windows: int = key(64, "windows of text; half of them calibrate, half judge")
-    length: int = key(256, "tokens of a window, at most the model's context")
-    budget: float = key(0.01, "largest KL from the model as it is, nats a token, for what is suggested")
+    windows: int = key(64, "windows of text; half of them calibrate, half judge", least=4)
+    length: int = key(256, "tokens of a window, at most the model's context", least=2)
+    budget: float = key(0.01, "largest KL from the model as it is, nats a token, for what is suggested", least=0)
     across: bool = key(False, "let blocks share the statistic of blocks before them too")
     plot: str = key("", "picture of the sizes per block, as the paper's Figure 3 ('': none)")
     out: str = key("", "JSONL file to append the results to ('': none)")
@@ -158,8 +158,7 @@ class StatsConfig:
     def __post_init__(self) -> None:
         if not self.text:
             raise ConfigError("text: name a file of text to measure on, --text=FILE")
-        if self.windows < 4 or self.length < 2 or not self.budget >= 0:
-            raise ConfigError("want windows of 4 or more, length of 2 or more, budget not negative")
+        check_least(self)
 
 
 def summary(rms: Tensor) -> list[dict[str, Any]]:

@@ -173,6 +173,12 @@ def environment(device: torch.device) -> dict[str, Any]:
     return place
 
 
+def timing_environment(device: torch.device) -> dict[str, Any]:
+    """`environment`, and what else a bench on a CPU depends on: threads, and the load average before it."""
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    return environment(device) | {"threads": torch.get_num_threads(), "load_average": load}
+
+
 def clocks(device: torch.device) -> str:
     """Clocks and power of a GPU as its driver tells them; empty without the driver's program."""
     names = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import load_model
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from data.tokenizers import load_tokenizer
 from errors import ConfigError, run_program
 from ranks import find_device
@@ -23,16 +23,15 @@ class SampleConfig:
     """Keys of sample.py."""
 
     prompt: str = key("\n", "text to continue, or FILE:path")
-    num_samples: int = key(1, "how many continuations")
-    max_new_tokens: int = key(500, "length of each, tokens")
+    num_samples: int = key(1, "how many continuations", least=1)
+    max_new_tokens: int = key(500, "length of each, tokens", least=1)
     temperature: float = key(0.8, "0 is greedy; below 1 sharpens, above 1 flattens")
-    top_k: int = key(200, "sample among this many likeliest tokens (0: all)")
+    top_k: int = key(200, "sample among this many likeliest tokens (0: all)", least=0)
     seed: int = key(1337, "of the random stream")
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1 or self.max_new_tokens < 1 or self.top_k < 0:
-            raise ConfigError("num_samples and max_new_tokens want 1 or more, top_k 0 or more")
+        check_least(self)
         if not (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3) or not 0 <= self.seed < 1 << 32:
             raise ConfigError("temperature wants 0 (greedy) or 0.001 to 1000, seed 0 to 2**32 - 1")
 

@@ -139,6 +139,11 @@ class TaperNorm(Norm):
         """c gamma~, what the fixed map multiplies by: (C,), or () with neither gains nor fit_channels."""
         return self.scale if self.weight_tilde is None else self.scale * self.weight_tilde
 
+    def fixed_map(self) -> tuple[Tensor, Tensor | None, bool]:
+        """What is left at gate 0, in float64: (c gamma~ (C,), bias (C,) or None, is h centred?)."""
+        tilde = 1.0 if self.weight_tilde is None else self.weight_tilde.double()
+        return (self.scale.double() * tilde).expand(self.channels), self.base.bias, self.centers
+
     def _collect(self, h: Tensor) -> None:
         inv_r = inverse_rms(h, self.eps)  # (B, T, 1)
         square = h.square()

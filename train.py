@@ -24,17 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import rms_stats
-from checkpoint import (
-    BEST,
-    LAST,
-    CheckpointError,
-    check_same_model,
-    find_checkpoint,
-    init_from,
-    load_weights,
-    place_state,
-    save_checkpoint,
-)
+from checkpoint import BEST, LAST, CheckpointError, find_checkpoint, init_from, restore, save_checkpoint
 from configurator import key, parse_args
 from data.shards import read_meta
 from dataloader import Blocks, TrainLoader
@@ -55,30 +45,30 @@ MAX_SKIPPED = 20  # float16: so many steps in a row with infinite gradients are 
 class TrainConfig(GPTConfig):
     """Every key of a training run; the defaults are nanoGPT's for GPT-2 124M."""
 
-    vocab_size: int = key(0, "rows of the embedding (0: the data's vocabulary, up to a multiple of 64)")
+    vocab_size: int = key(0, "rows of the embedding (0: the data's vocabulary, up to a multiple of 64)", least=0)
     out_dir: str = key("out/run", "run folder")
     data_dir: str = key("data/fineweb_edu", "folder with token shards")
     init_from: str = key("", "start from the weights of this model: run, checkpoint, Hugging Face name ('': scratch)")
     resume: str = key("auto", "auto: continue the run in out_dir if there is one; never; or a checkpoint's path")
-    max_iters: int = key(600000, "optimiser steps")
-    batch_size: int = key(12, "sequences in a micro-batch")
-    gradient_accumulation_steps: int = key(40, "micro-batches in a step, over all ranks")
+    max_iters: int = key(600000, "optimiser steps", least=1)
+    batch_size: int = key(12, "sequences in a micro-batch", least=1)
+    gradient_accumulation_steps: int = key(40, "micro-batches in a step, over all ranks", least=1)
     learning_rate: float = key(6e-4, "highest learning rate")
     min_lr: float = key(6e-5, "lowest learning rate, at the end of the schedule")
-    warmup_iters: int = key(2000, "steps of linear warm-up; the first is not zero")
+    warmup_iters: int = key(2000, "steps of linear warm-up; the first is not zero", least=0)
     lr_schedule: str = key("cosine", "wsd: constant, then linear decay", ("cosine", "wsd", "constant"))
     wsd_decay: float = key(0.2, "wsd: share of max_iters that the decay takes")
-    weight_decay: float = key(0.1, "AdamW's, on tensors of two dimensions or more")
+    weight_decay: float = key(0.1, "AdamW's, on tensors of two dimensions or more", least=0)
     beta1: float = key(0.9, "AdamW's")
     beta2: float = key(0.95, "AdamW's")
     adam_eps: float = key(1e-8, "AdamW's")
-    grad_clip: float = key(1.0, "largest global gradient norm (0: no clipping)")
-    eval_interval: int = key(2000, "steps between evaluations")
-    eval_tokens: int = key(2_097_152, "tokens of the val shards that val_loss is over, always the same")
-    log_interval: int = key(10, "steps between log lines")
-    checkpoint_interval: int = key(0, "steps between checkpoints (0: at every evaluation)")
-    sample_tokens: int = key(300, "length of the text sample at the end (0: none)")
-    seed: int = key(1337, "of initial weights, data order and dropout")
+    grad_clip: float = key(1.0, "largest global gradient norm (0: no clipping)", least=0)
+    eval_interval: int = key(2000, "steps between evaluations", least=1)
+    eval_tokens: int = key(2_097_152, "tokens of the val shards that val_loss is over, always the same", least=1)
+    log_interval: int = key(10, "steps between log lines", least=1)
+    checkpoint_interval: int = key(0, "steps between checkpoints (0: at every evaluation)", least=0)
+    sample_tokens: int = key(300, "length of the text sample at the end (0: none)", least=0)
+    seed: int = key(1337, "of initial weights, data order and dropout", least=0)
     device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
     dtype: str = key("auto", "of the computation; weights are float32 (auto: bfloat16 on CUDA)", ("auto", *DTYPES))
     parallel: str = key("ddp", "on several ranks: each holds the whole model, or fsdp: a share", ("ddp", "fsdp"))
@@ -86,27 +76,19 @@ class TrainConfig(GPTConfig):
     compile_mode: str = key("default", "of torch.compile; max-autotune tries products that add as well",
                             ("default", "max-autotune-no-cudagraphs"))  # fmt: skip
     hellaswag: str = key("off", "score HellaSwag at the end: off, auto (downloads the items), or a file of items")
-    hellaswag_interval: int = key(0, "steps between further HellaSwag scores (0: at the end alone)")
-    hellaswag_items: int = key(0, "score this many items, spread evenly over the file (0: all)")
-    delta_train_loss: float = key(0.0, "equivalence margin for report.py, nats per token, declared now (0: none)")
-    delta_val_loss: float = key(0.0, "equivalence margin, nats per token (0: none)")
-    delta_hellaswag_acc: float = key(0.0, "equivalence margin, share of items (0: none)")
-    delta_hellaswag_acc_norm: float = key(0.0, "equivalence margin, share of items (0: none)")
-    delta_tok_per_s: float = key(0.0, "equivalence margin, share of the baseline's throughput (0: none)")
+    hellaswag_interval: int = key(0, "steps between further HellaSwag scores (0: at the end alone)", least=0)
+    hellaswag_items: int = key(0, "score this many items, spread evenly over the file (0: all)", least=0)
+    delta_train_loss: float = key(0.0, "equivalence margin for report.py, nats per token, declared now (0: none)",
+                                  least=0)
+    delta_val_loss: float = key(0.0, "equivalence margin, nats per token (0: none)", least=0)
+    delta_hellaswag_acc: float = key(0.0, "equivalence margin, share of items (0: none)", least=0)
+    delta_hellaswag_acc_norm: float = key(0.0, "equivalence margin, share of items (0: none)", least=0)
+    delta_tok_per_s: float = key(0.0, "equivalence margin, share of the baseline's throughput (0: none)", least=0)
     wandb: str = key("off", "log to Weights & Biases too", ("off", "online", "offline"))
     wandb_project: str = key("nanonorm", "Weights & Biases project")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = ("max_iters", "batch_size", "gradient_accumulation_steps", "eval_interval", "eval_tokens")
-        for name in (*counts, "log_interval"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-        not_negative = ("checkpoint_interval", "warmup_iters", "sample_tokens", "grad_clip", "seed", "weight_decay",
-                        "hellaswag_interval", "hellaswag_items")  # fmt: skip
-        for name in (*not_negative, *(field.name for field in dataclasses.fields(self) if "delta_" in field.name)):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must not be negative")
         if self.hellaswag_interval % self.eval_interval:
             raise ConfigError(f"hellaswag_interval={self.hellaswag_interval}: wants a multiple of eval_interval")
         for name in ("beta1", "beta2", "wsd_decay"):
@@ -198,20 +180,9 @@ class Trainer:
 
     def _resume(self, state: dict, path: Path, note: str) -> list[str]:
         """Restore everything; what to tell about it."""
-        if "optimizer" not in state:
-            raise CheckpointError(f"{path} holds weights alone: choose another out_dir, and --init_from={path}")
-        check_same_model(state["config"], self.config, path)
-        state = place_state(path, state, self.model, self.optimizer)
-        load_weights(self.model, state["model"], path)
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(setting)  # betas and weight decay are the config's, not the checkpoint's
-        if state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+        restore(path, state, self.config, self.model, self.optimizer, self.scaler)
         self.step, self.best = state["step"], state["best_val_loss"]
-        now = json.loads(json.dumps(dataclasses.asdict(self.config)))
-        then = json.loads(json.dumps(state["config"]))
+        then, now = (json.loads(json.dumps(part)) for part in (state["config"], dataclasses.asdict(self.config)))
         both = sorted(now.keys() & then.keys())
         self.changed = [f"{name} {then[name]} -> {now[name]}" for name in both if now[name] != then[name]]
         notes = [f"not usable: {note}"] if note else []

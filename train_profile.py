@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from tables import markdown
+
 STEPS = 3  # under the profiler
 ELEMENTWISE, REST = "norms and elementwise", "rest of the step"
 # What a kernel is, by its name: the first match counts. Names are inductor's, cuBLAS', flash attention's and ATen's.
@@ -68,11 +70,12 @@ def by_class(kernels: list[dict[str, Any]], step_us: float) -> dict[str, tuple[f
 def profile_table(arms: dict[str, dict[str, tuple[float, float]]]) -> str:
     """Markdown: classes down, `by_class` of each arm across, and how much longer than in the first arm."""
     first = next(iter(arms.values()))
-    heads = [f"{arm}{'' if number == 0 else ' | more than first'}" for number, arm in enumerate(arms)]
+    heads = [head for number, arm in enumerate(arms) for head in ([arm, "more than first"] if number else [arm])]
     lines = ["Milliseconds of a step by kind of kernel (launches in brackets), from the profiler, and how much more "
              f"than in the first arm; {REST}: what they leave of its median time. Below 0, profiling itself, or other "
-             "work beside, has taken so much that differences mean little: compare with those of the A/A arm.", "",
-             f"| kind | {' | '.join(heads)} |", "| --- " * (2 * len(arms)) + "|"]  # fmt: skip
+             "work beside, has taken so much that differences mean little: compare with those of the A/A arm.",
+             ""]  # fmt: skip
+    rows = []
     for name in (*NAMES, REST):
         if not any(name in classes for classes in arms.values()):
             continue
@@ -82,5 +85,5 @@ def profile_table(arms: dict[str, dict[str, tuple[float, float]]]) -> str:
             cells.append(f"{ms:.3f}" + (f" ({launches:,.0f})" if launches else ""))
             if number:
                 cells.append(f"{ms - first.get(name, (0.0, 0))[0]:+.3f}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([name, *cells])
+    return "\n".join([*lines, markdown(["kind", *heads], rows)])

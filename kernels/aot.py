@@ -170,6 +170,24 @@ def table(records: list[dict]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def finish(records: list[dict], out: str) -> int:
+    """Prints the table, what spills or computes in float64, and the summary; writes the table. The exit status."""
+    text = table(records)
+    print(text)
+    if out:
+        try:
+            Path(out).write_text(f"triton {triton.__version__}\n\n{text}\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
+    spills = [record for record in records if record["stack"] or record["spill"]]
+    doubles = [record for record in records if record["FP64"]]
+    for record in spills + doubles:
+        print(f"{'float64 arithmetic' if record in doubles else 'spill'}: {record}")
+    summary = {"triton": triton.__version__, "spills": len(spills), "float64": len(doubles), "kernels": records}
+    print(json.dumps(summary))
+    return 1 if spills or doubles else 0
+
+
 def main(argv: list[str]) -> int:
     config, _ = parse_args(AotConfig, argv, __doc__)
     if binding.INTERPRETED:
@@ -181,20 +199,7 @@ def main(argv: list[str]) -> int:
                 for kernel, arguments, keywords in launches(launch):
                     record = {"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm}
                     records.append(record | measure(*compile_launch(kernel, arguments, keywords, sm)))
-    text = table(records)
-    print(text)
-    if config.out:
-        try:
-            Path(config.out).write_text(f"triton {triton.__version__}\n\n{text}\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"out={config.out}: cannot be written ({error.strerror})") from None
-    spills = [record for record in records if record["stack"] or record["spill"]]
-    doubles = [record for record in records if record["FP64"]]
-    for record in spills + doubles:
-        print(f"{'float64 arithmetic' if record in doubles else 'spill'}: {record}")
-    summary = {"triton": triton.__version__, "spills": len(spills), "float64": len(doubles), "kernels": records}
-    print(json.dumps(summary))
-    return 1 if spills or doubles else 0
+    return finish(records, config.out)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ head's channels, or of a row. Loads that go to shared memory ahead of use (LDGST
 sm_90 on kernels are those of overlapping launches; the JSON line has how many loads each begins before it waits.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import triton
@@ -52,10 +50,10 @@ class AotConfig:
             raise ConfigError(f"shapes: give some of {', '.join(SHAPES)}, separated by commas")
 
 
-def cases(name: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, int, Callable]]:
+def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     """(launch's name, C, launch) of a step of the fused arms, and of heads and attention as the others
     have them, apart."""
-    qkv, up, proj, down, kind, vocabulary, (n_heads, kv_heads, channels) = SHAPES[name]
+    dtype, (qkv, up, proj, down, kind, vocabulary, (n_heads, kv_heads, channels)) = torch.bfloat16, SHAPES[name]
 
     def x(size: int) -> torch.Tensor:
         return meta(batch, 1, size, dtype=dtype)
@@ -75,12 +73,11 @@ def cases(name: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Iterato
     yield "up shared", up[1], lambda: project.shared_project(x(up[1]), inv_rms, weight(up, copies), bias, kind)
     head = (vocabulary, qkv[1])
     yield "head", qkv[1], lambda: project.norm_project(x(qkv[1]), weight(head), None, 1e-6)
-    cache = [meta(batch, kv_heads, 256, channels, dtype=dtype) for _ in range(2)]
+    short = [meta(batch, kv_heads, 256, channels, dtype=dtype) for _ in range(2)]
     pos, token = meta(1, dtype=torch.int64), meta(batch, 1, dtype=torch.int64)
     rope = None if name == "gpt2" else (meta(256, channels), meta(256, channels))
     gains = [meta(channels, dtype=dtype) if name.startswith("qwen3") else None] * 2
     z, q = x((n_heads + 2 * kv_heads) * channels), meta(batch, n_heads, 1, channels, dtype=dtype)
-    short = cache
     for word, debt in (("", None), (" debt", Debt(inv_rms, vector(z.shape[-1])))):
         given = z, debt, short, pos, rope, *gains, 1e-6
         yield f"heads{word}", channels, lambda g=given: decode_attention.heads(*g)
@@ -88,9 +85,9 @@ def cases(name: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Iterato
     yield "attend", channels, lambda: decode_attention.attend(q, short, pos)
     parts = attention_parts(batch, n_heads, 4096)
     if parts > 1:
-        cache = [meta(batch, kv_heads, 4096, channels, dtype=dtype) for _ in range(2)]
-        yield "attend parts", channels, lambda: decode_attention.attend_parts(q, cache, pos, parts)
-        given = z, None, cache, pos, rope, *gains, 1e-6, parts
+        long = [meta(batch, kv_heads, 4096, channels, dtype=dtype) for _ in range(2)]
+        yield "attend parts", channels, lambda: decode_attention.attend_parts(q, long, pos, parts)
+        given = z, None, long, pos, rope, *gains, 1e-6, parts
         yield "heads + attend parts", channels, lambda: decode_attention.heads_attend_parts(*given)
         found = meta(batch, n_heads, parts, channels), *(meta(batch, n_heads, parts) for _ in range(2))
         yield "combine", channels, lambda: decode_attention.combine(*found, dtype)
@@ -128,14 +125,7 @@ def main(argv: list[str]) -> int:
                         made = aot.launches(launch)
                     records += [compiled(f"{name} {word}, batch {batch}", size, config.sm, *one) for one in made
                                 if is_overlapping == (config.sm >= 90) or one[0].__name__ in EARLY]  # fmt: skip
-    print(aot.table(records))
-    if config.out:
-        Path(config.out).write_text(f"triton {triton.__version__}\n\n{aot.table(records)}\n", encoding="utf-8")
-    spills = [record for record in records if record["stack"] or record["spill"]]
-    doubles = [record for record in records if record["FP64"]]
-    summary = {"triton": triton.__version__, "spills": len(spills), "float64": len(doubles), "kernels": records}
-    print(json.dumps(summary))
-    return 1 if spills or doubles else 0
+    return aot.finish(records, config.out)
 
 
 if __name__ == "__main__":

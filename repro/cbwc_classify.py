@@ -42,26 +42,21 @@ Texts = list[Tensor]  # of each package: all its tokens, one file after the othe
 class ClassifyConfig(GPTConfig):
     """Keys of cbwc_classify.py; the model is small enough for a CPU core."""
 
-    vocab_size: int = key(4096, "tokens that words are hashed to")
-    block_size: int = key(32, "words of a text")
-    n_layer: int = key(2, "number of blocks")
-    n_head: int = key(2, "query heads")
-    n_embd: int = key(48, "channels of the residual stream")
+    vocab_size: int = key(4096, "tokens that words are hashed to", least=1)
+    block_size: int = key(32, "words of a text", least=1)
+    n_layer: int = key(2, "number of blocks", least=1)
+    n_head: int = key(2, "query heads", least=1)
+    n_embd: int = key(48, "channels of the residual stream", least=1)
     bias: bool = key(True, "biases in linears and norms")
     dropout: float = key(0.1, "dropout probability, during training")
     out: str = key("out/cbwc_classify", "folder for results")
-    seeds: int = key(6, "runs of each arm, seeds 1, 2, ...")
-    max_iters: int = key(300, "optimiser steps")
-    batch_size: int = key(32, "texts in a step")
+    seeds: int = key(6, "runs of each arm, seeds 1, 2, ...", least=2)
+    max_iters: int = key(300, "optimiser steps", least=2)
+    batch_size: int = key(32, "texts in a step", least=2)
     learning_rate: float = key(2e-3, "highest; a cosine takes it to a tenth after 50 steps of warm-up")
-    test_texts: int = key(1024, "texts that test loss and accuracy are over, the same for every run")
+    test_texts: int = key(1024, "texts that test loss and accuracy are over, the same for every run", least=2)
     delta_loss: float = key(0.02, "equivalence margin, nats per text, declared before the runs")
     delta_accuracy: float = key(0.01, "equivalence margin, share of texts")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.seeds, self.max_iters, self.batch_size, self.test_texts) < 2:
-            raise ConfigError("seeds, max_iters, batch_size and test_texts want 2 or more")
 
 
 def read_packages(vocab: int) -> dict[str, Texts]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configurator import key, parse_args
+from configurator import check_least, key, parse_args
 from data.shards import write_bytes_atomically
 from errors import ConfigError, run_program, writing
 from norm_layers import CenteredLinear, LayerNorm, RMSNorm
@@ -45,19 +45,20 @@ class MLPConfig:
 
     study: str = key("training", "which check", ("training", "centering"))
     out: str = key("out/cbwc_mlp", "folder for results")
-    width: int = key(256, "neurons of a hidden layer")
+    width: int = key(256, "neurons of a hidden layer", least=1)
     depth: int = key(6, "training: number of linear layers")
     plain_depths: tuple[int, ...] = key((6, 15, 35), "centering: depths without residual connections")
     residual_depths: tuple[int, ...] = key((65, 100), "centering: depths with residual connections")
-    epochs: int = key(40, "passes over the images")
+    epochs: int = key(40, "passes over the images", least=1)
     images: int = key(2560, "number of images")
-    batch_size: int = key(256, "images in a step")
+    batch_size: int = key(256, "images in a step", least=1)
     learning_rate: float = key(0.01, "of SGD; AdamW's is a tenth of it")
-    seeds: int = key(1, "centering: seeds, of weights, images and order")
+    seeds: int = key(1, "centering: seeds, of weights, images and order", least=1)
 
     def __post_init__(self) -> None:
-        if min(self.width, self.epochs, self.batch_size, self.seeds) < 1 or self.images < self.batch_size:
-            raise ConfigError("width, epochs, batch_size and seeds want 1 or more, images a batch or more")
+        check_least(self)
+        if self.images < self.batch_size:
+            raise ConfigError(f"images={self.images}: must be at least batch_size={self.batch_size}")
         if min(self.depth, *self.plain_depths, *self.residual_depths) < 2:
             raise ConfigError("a depth counts linear layers: 2 or more")
 

@@ -318,8 +318,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, terminated)
     if config.rehearse:
         make_tiny(config.scratch / "tiny")
-    states: dict[str, str] = {}
-    no_time: list[str] = []
+    states, no_time = {}, []  # by stage; names of stages
     for number, stage in enumerate(stages, 1):
         if not config.stages and not campaign.is_left(stage):
             continue
@@ -334,19 +333,17 @@ def main(argv: list[str]) -> int:
             continue
         print(f"{label}: about {campaign.minutes_of(stage):.1f} minutes, at most {seconds / 60:.1f}", flush=True)
         start = time.monotonic()
-        states[stage.name] = campaign.run(stage, seconds)
-        how = states[stage.name]
-        how = "stopped at its limit, to go on at the next call," if how == "goes on" else how
+        state = states[stage.name] = campaign.run(stage, seconds)
+        how = "stopped at its limit, to go on at the next call," if state == "goes on" else state
         print(f"{label}: {how} after {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
-        if states[stage.name] == "interrupted":
+        if state == "interrupted":
             break
     if no_time:
         print(f"no time left for: {' '.join(no_time)}")
     rows = render(campaign.out)
     print(json.dumps({"stages": states, "targets": counted(rows), "out": config.out}))
-    interrupted = "interrupted" in states.values()
     bad = {"failed", "too long"} | ({"left out"} if config.stages else set())
-    return 130 if interrupted else int(bool(bad & set(states.values())))
+    return 130 if "interrupted" in states.values() else int(bool(bad & set(states.values())))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from data.shards import write_bytes_atomically
 from errors import writing
 from plots import STYLES, plt, save
 from repro.gpu_targets import FILE, Line, Row, counted, read_lines, rows_of
+from tables import markdown
 
 PICTURES = ("train/speed.png", "train_bfloat16/speed.png", "decode/decode.png", "kernels/norms/kernels.png",
             "kernels/coupled/kernels.png", "table1_small/loss_tokens.png", "pair_124m/loss_tokens.png",
@@ -44,28 +45,26 @@ def text_of(folder: Path, rows: list[Row], stages: list[Line], drawn: bool) -> s
     if drawn:
         lines += ["", "![Measured over aimed at](targets.png)"]
     for area in dict.fromkeys(row.area for row in rows):
-        lines += ["", f"## {area.capitalize()}", "",
-                  "| what | aim | measured | 95 % interval | verdict | note | from | commit, device |",
-                  "| --- " * 8 + "|"]  # fmt: skip
-        lines += [table_row(row) for row in rows if row.area == area]
+        heads = ["what", "aim", "measured", "95 % interval", "verdict", "note", "from", "commit, device"]
+        its = [table_row(row) for row in rows if row.area == area]
+        lines += ["", f"## {area.capitalize()}", "", markdown(heads, its)]
     there = [name for name in REPORTS if (folder / name).exists()]
     if there:
         lines += ["", "## Whole tables", "", *(f"- [{name}]({name})" for name in there)]
     pictures = [name for name in PICTURES if (folder / name).exists()]
     lines += ["", *(f"![{name}]({name})" for name in pictures)] if pictures else []
     if stages:
-        lines += ["", "## Stages", "", "| stage | state | minutes | commit, device | clocks before; after | said |",
-                  "| --- " * 6 + "|", *(stage_row(line) for line in stages)]  # fmt: skip
+        heads = ["stage", "state", "minutes", "commit, device", "clocks before; after", "said"]
+        lines += ["", "## Stages", "", markdown(heads, map(stage_row, stages))]
     return "\n".join(lines) + "\n"
 
 
-def table_row(row: Row) -> str:
+def table_row(row: Row) -> tuple[str, ...]:
     values = ["" if value is None else row.form.format(value) for value in (row.aim, row.value, row.low, row.high)]
     interval = f"{values[2]} .. {values[3]}" if values[2] else ""
     origin = f"[{row.line[FILE]}]({row.line[FILE]})" if row.line else ""
-    cells = (row.what, f">= {values[0]}" if values[0] else "", values[1], interval, row.verdict, row.note, origin,
-             place_of(row.line) if row.line else "")  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+    return (row.what, f">= {values[0]}" if values[0] else "", values[1], interval, row.verdict, row.note, origin,
+            place_of(row.line) if row.line else "")  # fmt: skip
 
 
 def place_of(line: Line) -> str:
@@ -73,11 +72,10 @@ def place_of(line: Line) -> str:
     return f"{commit[:8]}{'+' if commit.endswith('+') else ''}, {line.get('device')}"
 
 
-def stage_row(line: Line) -> str:
+def stage_row(line: Line) -> tuple[str, ...]:
     clocks = "; ".join(text for text in (line.get("clocks"), line.get("clocks_after")) if text)
     said = line["said"].replace("|", "/")
-    return (f"| {line['stage']} | {line['state']} | {line['seconds'] / 60:.1f} | {place_of(line)} | {clocks} | "
-            f"{said} |")  # fmt: skip
+    return line["stage"], line["state"], f"{line['seconds'] / 60:.1f}", place_of(line), clocks, said
 
 
 def plot(rows: list[Row], target: Path) -> bool:

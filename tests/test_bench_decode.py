@@ -89,7 +89,7 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(run, 
             raise UserError("no more memory")
         return {}
 
-    monkeypatch.setattr(bench_decode, "pack", wrong)
+    monkeypatch.setattr(decode_arms, "pack", wrong)
     monkeypatch.setattr(bench_decode.decode_peers, "arms", peers)
     monkeypatch.setattr(bench_decode.BenchConfig, "variants", lambda *words: [(words[1].name, False, False)])
     with pytest.raises(UserError, match="no more memory"):
@@ -118,19 +118,15 @@ def test_a_compiled_step_decodes_the_same(run, capsys):
 
 def test_an_interrupt_keeps_the_rounds_so_far(run, tmp_path, monkeypatch):
     """And no other size is begun."""
-    turns, decoding = [], bench_decode.decoding
+    turns, decode_tokens = [], bench_decode.decode_tokens
 
     def interrupted(*words):
-        def run():
-            turns.append(words)
-            if len(turns) == 3 + 2 + 2 * 7 + 1:  # three to find the faster, two to warm up, seven rounds
-                raise KeyboardInterrupt
-            call()
+        turns.append(words)
+        if len(turns) == 3 + 2 + 2 * 7 + 1:  # three to find the faster, two to warm up, seven rounds
+            raise KeyboardInterrupt
+        decode_tokens(*words)
 
-        call = decoding(*words)
-        return run
-
-    monkeypatch.setattr(bench_decode, "decoding", interrupted)
+    monkeypatch.setattr(bench_decode, "decode_tokens", interrupted)
     bench_decode.main([str(run), "--arms=A", "--batch=1,2", f"--out={tmp_path}", "--peers=false", *FAST, "--rounds=40"])
     (record,) = (json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines())
     assert record["batch"] == 1 and record["rounds"] == 7 == len(record["seconds"]["rms"])

@@ -128,7 +128,7 @@ def test_arms_differ_in_what_they_say_alone():
     (["--arms=nanogpt norm_eps=0.1"], r"nanoGPT knows no such key, only compile"),
     (["--arms=nanogpt", "--activation=swiglu"], r"nanoGPT has no activation=swiglu: remove it, or the arm"),
     (["--nanogpt=nowhere"], r"nanogpt=nowhere: there is no model\.py"),
-    (["--rounds=1"], r"rounds must be at least 2"),
+    (["--rounds=1"], r"rounds=1: must be at least 2"),
 ])  # fmt: skip
 def test_what_cannot_be_timed_is_one_clear_line(words, message):
     with pytest.raises(ConfigError, match=message) as failure:
@@ -367,7 +367,7 @@ def test_the_commands_of_the_docstring_are_valid(upstream, monkeypatch):
         assert len(all_arms(parse_args(BenchConfig, words)[0])) >= 5
 
 
-def test_the_profile_says_where_an_arms_time_goes(tmp_path):
+def test_the_profile_says_where_an_arms_time_goes():
     """Every kernel has a kind; their milliseconds and the rest are the step's; arms do the same products."""
     config = config_of("--arms=rms; coupled", "--rounds=2", "--controls=False", "--profile")
     records, remarks = bench_train.measure(config, torch.device("cpu"))

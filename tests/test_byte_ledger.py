@@ -264,7 +264,7 @@ def test_a_real_step_has_the_kernels_and_bytes_that_are_counted(arm):
     for blocks in (2, 3):
         torch._dynamo.reset()
         model = GPT(GPTConfig(n_layer=blocks, vocab_size=64, **keys)).cuda()
-        model.wte.requires_grad_(False)  # as in launches_of_training
+        model.wte.requires_grad_(False)  # as in bytes_of_one_more_block
         model.wpe.requires_grad_(False)
         compiled = torch.compile(model, dynamic=False)
 

@@ -191,7 +191,7 @@ def run_folder(trained, tmp_path_factory):
     return folder
 
 
-def test_windows_of_text(run_folder, trained):
+def test_windows_of_text(run_folder):
     meta = {"tokenizer": "bytes"}
     assert text_windows(str(run_folder / "text.txt"), meta, 24, 10).shape == (10, 24)
     with pytest.raises(ConfigError, match="two windows"):
@@ -221,6 +221,6 @@ def test_program(run_folder, capsys):
                                                     "model": state})  # fmt: skip
     rms_stats.main([str(run_folder / "coupled"), *words[1:]])  # its own sizes, and no suggestion
     assert "norm plan Rs Rs Rs R: it shares statistics already" in capsys.readouterr().out
-    for wrong, error in (([str(run_folder)], "text: name a file"), ([*words, "--windows=2"], "windows of 4")):
+    for wrong, error in (([str(run_folder)], "text: name a file"), ([*words, "--windows=2"], "windows=2: must be at")):
         with pytest.raises(ConfigError, match=error):
             rms_stats.main(wrong)

@@ -93,7 +93,7 @@ def test_merged_and_absorbed_student_is_the_unmerged(dora, trained):  # noqa: F8
 
 
 @pytest.mark.parametrize("method", ["dora", "lora"])
-def test_adapters_start_at_a_teacher_in_bfloat16(method, words, tmp_path):
+def test_adapters_start_at_a_teacher_in_bfloat16(method, words):
     run = distiller([*words, f"--method={method}", "--dtype=bfloat16", f"--coupled_first={L}"])
     assert run.teacher.wte.weight.dtype == torch.bfloat16 and len(run.trained) > 0
     with torch.no_grad(), run.precision.autocast():
@@ -181,7 +181,7 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------- text
 
 
-def test_blocks_pack_documents(run_folder):  # noqa: F811
+def test_blocks_pack_documents():
     documents = [Document("abc", ""), Document("", "empty"), Document("defgh", "")]
     tokenizer = distill_data.teacher_tokenizer({"tokenizer": "bytes"}, 257)
     packed = list(distill_data.blocks(iter(documents), tokenizer, 4))
@@ -303,7 +303,7 @@ def test_the_estimate_of_activations_is_what_backward_keeps(method):
 
 
 @pytest.mark.parametrize("method", ["dora", "full"])
-def test_the_estimate_counts_what_a_run_holds(method, words, tmp_path):
+def test_the_estimate_counts_what_a_run_holds(method, words):
     """In bfloat16: the teacher's weights, and what is trained with its gradients and moments."""
     run = distiller([*words, f"--method={method}", "--dtype=bfloat16", "--max_iters=1"])
     run.run()

@@ -20,7 +20,6 @@ from model import GPTConfig
 
 EPS = 1e-5
 DEVICE = "cpu" if binding.INTERPRETED else "cuda"
-needs_interpreter = pytest.mark.skipif(not binding.INTERPRETED, reason="wants TRITON_INTERPRET=1")
 
 
 def arguments(dtype=torch.float64, n=3, C=10, grad=True):

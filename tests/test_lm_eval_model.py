@@ -209,7 +209,7 @@ def test_bad_input_is_one_line(tmp_path):
         (["model"], ConfigError, "say what to evaluate on"),
         (["--mmlu=a,b"], ConfigError, "name a model first"),
         (["model", "model", "--mmlu=a,b"], ConfigError, "named twice"),
-        (["model", "--mmlu=a,b", "--num_fewshot=-1"], ConfigError, "num_fewshot want 0 or more"),
+        (["model", "--mmlu=a,b", "--num_fewshot=-1"], ConfigError, "num_fewshot=-1: must not be negative"),
         (["model", "--mmlu=a,b", f"--out={tmp_path}"], UserError, "cannot be written"),
         (["model", "--mmlu=a"], ConfigError, "two files"),
         (["model", f"--mmlu={broken},{broken}"], DataError, "no MMLU rows"),

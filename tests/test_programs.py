@@ -57,7 +57,7 @@ def test_sample_refuses_what_it_cannot_do(run, tmp_path):
         sample.main([])
 
 
-def test_report_draws_a_png(run, tmp_path, capsys):
+def test_report_draws_a_png(run, tmp_path):
     report.main([str(run), f"--plot={tmp_path / 'loss.png'}"])
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     with open(run / "log.jsonl", "a") as log:

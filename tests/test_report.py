@@ -137,7 +137,7 @@ def test_runs_of_before_a_key_existed_are_comparable(tmp_path):
         assert difference_in_settings(find_runs([new])[0], old) == message
 
 
-def test_a_margin_given_now_is_post_hoc(sweep, capsys):
+def test_a_margin_given_now_is_post_hoc(sweep):
     row = rows_of(sweep, val_loss=0.05)["val_loss", "coupled"]
     assert (row.delta, row.delta_kind) == (0.05, "post hoc") and "post hoc" in row.sentence()
     report.main([str(sweep), "--baseline=rms", "--delta.val_loss=0.05"])
@@ -206,7 +206,7 @@ def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
     assert rows_of(tmp_path)["val_loss", "layer"].seeds == [8, 10]
 
 
-def test_one_seed_gives_curves_and_no_verdict(tmp_path, capsys):
+def test_one_seed_gives_curves_and_no_verdict(tmp_path):
     write_run(tmp_path, "rms", 8)
     write_run(tmp_path, "layer", 8)
     report.main([str(tmp_path), "--baseline=rms"])
