@@ -116,7 +116,8 @@ def count_bytes(arm: Arm) -> tuple[float | None, str]:
     """(bytes that the norms and residual adds of a block move for a token in training, why there is no figure)."""
     tokens = max(2, arm.config.batch_size) * arm.config.block_size
     try:
-        return bytes_of_one_more_block(arm.config, tokens, (3,), arm.strip)[0], ""  # an addmm copies its operand (ATen)
+        figures = [(3, False)]  # an addmm copies its operand (ATen)
+        return bytes_of_one_more_block(arm.config, tokens, figures, arm.strip)[0], ""
     except Exception as error:  # inductor's private interfaces are another torch's, or the norm is opaque to them
         return None, f"bytes of {arm.name}: {(str(error).splitlines() or [type(error).__name__])[0]}"
 

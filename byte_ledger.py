@@ -12,13 +12,14 @@ train.py's model, and that code is read. Figures are forward + backward, in byte
     copied           the same, if each addmm copies its residual operand before it adds the product, which is two
                      crossings more: BLAS could read it in an epilogue, but PyTorch's CUDA addmm copies it (ATen)
     float32 stream   train.py's model as it is by default: float32 stream and weights, bfloat16 products
+    ..., whole       the same with the generated kernels of attention and MLP, weights' too: what a norm shifts there
 
 Counted: every tensor that a generated kernel loads or stores, once for each (a second load of it in the same kernel
-comes from the cache), work spaces, and the residual that an addmm reads for its epilogue. Not counted: kernels that
+comes from the cache), work spaces, and the residual that an addmm reads for its epilogue. Not of norms: kernels that
 touch a tensor wider than the stream (queries, keys and values together, the MLP's hidden layer: they are attention's
-and the MLP's) or none as wide (the loss); what matrix products and attention's core move besides; pointwise kernels on
-weights, except where they touch a gain or its gradient (sums over weights are a norm's: fold's gain gradient, cbwc's
-means); of one block alone, the read of the closing residual, which all have.
+and the MLP's) or none as wide (the loss); pointwise kernels on weights, except where they touch a gain or its gradient
+(sums over weights are a norm's: fold's gain gradient, cbwc's means); of one block alone, the read of the closing
+residual, which all have. Not counted: what matrix products and attention's core move besides.
 Attention's core is opaque, as on a GPU. Gains are float32. It is a count of bytes, not a time.
 """
 
@@ -47,7 +48,7 @@ from tables import markdown
 
 SIZES = {"fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "fp16": 2, "bf16": 2, "i1": 1, "i8": 1, "u8": 1}  # bytes an element
 
-# Calls that move bytes out of sight, and those of them that are not the norms' (see the head of this file).
+# Calls that move bytes out of sight, and those of them that are not counted (see the head of this file).
 OPAQUE = ("torch.ops.", "extern_kernels.")
 UNCOUNTED = (
     "extern_kernels.mm", "extern_kernels.addmm", "extern_kernels.bmm", "torch.ops.nanonorm_ledger.attention_core",
@@ -212,35 +213,34 @@ class LoneBlock(nn.Module):
         return x.flatten(0, 1) if delta is None else x.flatten(0, 1) + delta.flatten(0, 1)
 
 
-def norm_launches(model: nn.Module, inputs: list[Tensor], channels: int) -> list[Launch]:
-    """Forward and backward launches of norms and residual adds of a compiled training step, model(*inputs).
-
-    Raises UserError where cuda_codegen does not support the installation.
-    """
+def step_launches(model: nn.Module, inputs: list[Tensor]) -> list[Launch]:
+    """Forward and backward launches of a compiled training step, model(*inputs). Raises UserError where cuda_codegen
+    does not support the installation."""
     with mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attention_core(q, k, v)):
         sources = cuda_code(model, inputs)
-    found = [launch for code in sources for launch in launches(code, *inputs[0].shape[:2])]
-    return [launch for launch in found if launch.is_of_norms(channels)]
+    return [launch for code in sources for launch in launches(code, *inputs[0].shape[:2])]
 
 
-def total(found: list[Launch], addmm_crossings: int = 1) -> int:
-    return sum(launch.bytes_moved * (addmm_crossings if launch.name == "addmm" else 1) for launch in found)
+def total(found: list[Launch], channels: int, addmm_crossings: int = 1, whole: bool = False) -> int:
+    """Bytes of the launches that are of norms, or of all."""
+    return sum(launch.bytes_moved * (addmm_crossings if launch.name == "addmm" else 1)
+               for launch in found if whole or launch.is_of_norms(channels))  # fmt: skip
 
 
 def bytes_of_one_block(config: GPTConfig, tokens: int) -> float:
     """Bytes per token of a block alone."""
     x = torch.empty(tokens // config.block_size, config.block_size, config.n_embd).bfloat16().requires_grad_()
-    found = norm_launches(LoneBlock(config), [x], config.n_embd)
+    found = step_launches(LoneBlock(config), [x])
     closing = next(launch for launch in found if launch.name == "addmm")  # they all move the same
-    return (total(found) - closing.bytes_moved) / tokens
+    return (total(found, config.n_embd) - closing.bytes_moved) / tokens
 
 
 def bytes_of_one_more_block(
-    config: GPTConfig, tokens: int, crossings: Iterable[int],
+    config: GPTConfig, tokens: int, figures: Iterable[tuple[int, bool]],
     alter: Callable[[nn.ModuleList], None] = lambda blocks: None,
 ) -> list[float]:  # fmt: skip
     """Bytes per token that a third block adds to train.py's model of two, under the autocast that train.py uses on a
-    GPU, for each number of `crossings` that an addmm may count for; `alter` may change the blocks first."""
+    GPU, for each of `figures`: (crossings that an addmm counts for, whole or norms). `alter` may change the blocks."""
     idx, found = torch.zeros(tokens // config.block_size, config.block_size, dtype=torch.int64), []
     for blocks in (3, 2):
         model = GPT(dataclasses.replace(config, n_layer=blocks, vocab_size=64, n_vocab=0))
@@ -248,8 +248,9 @@ def bytes_of_one_more_block(
         for table in filter(None, (model.wte, model.wpe)):
             table.requires_grad_(False)  # gradients are atomic adds, which have no bytes to count: no norm's business
         with torch.autocast("cpu", torch.bfloat16):
-            found.append(norm_launches(model, [idx, idx], config.n_embd))
-    return [(total(found[0], n) - total(found[1], n)) / tokens for n in crossings]
+            found.append(step_launches(model, [idx, idx]))
+    totals = ([total(launched, config.n_embd, *figure) for launched in found] for figure in figures)
+    return [(three - two) / tokens for three, two in totals]
 
 
 # --------------------------------------------------------------------------------------------------------- the program
@@ -283,8 +284,9 @@ class LedgerConfig(GPTConfig):
             raise ConfigError("n_inner must be above n_embd, and dropout 0: else norms cannot be told from the MLP")
 
 
-# Of a stack, for each precision of the residual stream: its figures, and the crossings that an addmm counts for.
-STACKS = {"autocast": {"bfloat16 stream": 1, "copied": 3}, "float32": {"float32 stream": 1}}
+# Of a stack, for each precision of the residual stream: its figures, as bytes_of_one_more_block takes them.
+STACKS = {"autocast": {"bfloat16 stream": (1, False), "copied": (3, False), "copied, whole": (3, True)},
+          "float32": {"float32 stream": (1, False), "float32, whole": (1, True)}}  # fmt: skip
 
 
 def count(config: LedgerConfig, arm: str, stacks: Sequence[str] = tuple(STACKS)) -> dict[str, float]:
@@ -338,7 +340,7 @@ Made by `{command} --out={config.out}`; what is counted stands at the head of th
 - bfloat16 stream: what one more block costs train.py's model with residual=autocast. Every residual read counts here,
   the closing add's too, which one block leaves out as all have it: {2 * config.n_embd / 1000:.1f} kB in each row
 - copied: the same, with an addmm that copies its residual operand first, as PyTorch's does
-- float32 stream: what one more block costs train.py's model by default
+- float32 stream: what one more block costs train.py's model by default; whole: with attention's and the MLP's kernels
 """
     with writing(folder):
         (folder / "ledger.jsonl").write_text("\n".join(lines) + "\n")

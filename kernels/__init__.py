@@ -20,6 +20,7 @@ coupled_grad=full, dyt, taper's fixed phase, and the blending itself of a taper 
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
 from kernels import reference
@@ -134,7 +135,12 @@ def scaled_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str, m
         raise UserError(f"activation {kind!r}: it is one of {', '.join(reference.KINDS)}")
     if kind == "swiglu" and z.shape[-1] % 2:
         raise UserError(f"swiglu of {z.shape[-1]} channels: give an even number, gate and up side by side")
-    return implementation(z, mode).scaled_activation(z, inv_rms, b, kind)
+    module = implementation(z, mode)
+    if module is reference and torch.compiler.is_compiling() and z.dtype != inv_rms.dtype:
+        # Inductor may else keep the slope for backward, in inv_rms's type: twice z's bytes, more than sharing saves.
+        wide = checkpoint(reference.wide_activation, z, inv_rms, b, kind, use_reentrant=False, preserve_rng_state=False)
+        return wide.to(z.dtype)
+    return module.scaled_activation(z, inv_rms, b, kind)
 
 
 def taper_norm(

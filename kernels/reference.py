@@ -192,8 +192,13 @@ def activate(z: Tensor, kind: str) -> Tensor:
 
 def scaled_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str) -> Tensor:
     """activate(z * inv_rms + b), inv_rms a constant: z (..., F), or (..., 2 F) for swiglu, -> (..., F)."""
+    return wide_activation(z, inv_rms, b, kind).to(z.dtype)
+
+
+def wide_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str) -> Tensor:
+    """The same in the type of inv_rms, before it is rounded."""
     u = z.to(inv_rms.dtype) * inv_rms.detach()
-    return activate(u if b is None else u + b, kind).to(z.dtype)
+    return activate(u if b is None else u + b, kind)
 
 
 def scaled_activation_backward(

@@ -241,6 +241,16 @@ def test_fold_in_the_step_of_training(ledger):
 
 
 @needs_codegen
+def test_what_a_norm_saves_is_not_spent_in_the_mlp(ledger):
+    """The activation of fold, like the others', keeps its bfloat16 input for backward, not its slope in float32."""
+    for stream, name in (("copied", "copied, whole"), ("float32 stream", "float32, whole")):
+        rest = {arm: ledger[arm][name] - ledger[arm][stream] for arm in COMPARED}
+        casts = 48 * 768**2 / TOKENS  # of weights, which count as fold's norm's (above)
+        assert rest["layer"] == rest["rms"] == rest["coupled"] > 10 * 768 * 4
+        assert abs(rest["coupled, fold"] - rest["rms"]) <= 2 * casts
+
+
+@needs_codegen
 def test_the_table_in_results_is_todays(ledger):
     records = [json.loads(line) for line in (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()]
     recorded = {record["norms"]: record["bytes_per_token"] for record in records}
