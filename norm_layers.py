@@ -42,6 +42,15 @@ class Norm(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if not torch.compiler.is_compiling():
+            return self.of_rows(x, delta, inv_rms)
+        # As rows (B T, C), like the products beside it: inductor makes one kernel of the stream's gradient and its cast
+        # for a product only where both have the same loops.
+        rows = (None if part is None else part.flatten(0, -2) for part in (x, delta, inv_rms))
+        return tuple(None if part is None else part.view(*x.shape[:-1], -1) for part in self.of_rows(*rows))
+
+    def of_rows(self, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`forward` for streams of any shape (..., C)."""
         if delta is not None and self.anchor is None:
             return self.add_and_normalize(x, delta, inv_rms)
         if delta is not None:
