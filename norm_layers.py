@@ -42,10 +42,11 @@ class Norm(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not torch.compiler.is_compiling():
+        if delta is None or delta.dtype == x.dtype or not torch.compiler.is_compiling():
             return self.of_rows(x, delta, inv_rms)
-        # As rows (B T, C), like the products beside it: inductor makes one kernel of the stream's gradient and its cast
-        # for a product only where both have the same loops.
+        # As rows (B T, C), like the products: inductor makes one kernel of the stream's gradient and its cast for the
+        # product behind only where both have the same loops. (Without a cast, the add would go into an addmm, which
+        # copies its operand.)
         rows = (None if part is None else part.flatten(0, -2) for part in (x, delta, inv_rms))
         return tuple(None if part is None else part.view(*x.shape[:-1], -1) for part in self.of_rows(*rows))
 
