@@ -6,8 +6,9 @@ Later words win over earlier ones. A config file has Python syntax but is never 
 and assignments `key = value` of literals, arithmetic on them, and names assigned before. Names that begin with an
 underscore are private to the file; every other name must be a key of the dataclass.
 
-The dataclass declares its keys with `key(default, help, choices)`. Allowed types: bool, int, float, str, `T | None`
-(None is written `auto`) and `tuple[T, ...]`, alone or as `T | tuple[T, ...]` (a tuple is written `1.0,1.1,0.9`).
+The dataclass declares its keys with `key(default, help, choices, least)`. Allowed types: bool, int, float, str,
+`T | None` (None is written `auto`) and `tuple[T, ...]`, alone or as `T | tuple[T, ...]` (a tuple is written
+`1.0,1.1,0.9`).
 """
 
 import ast
@@ -247,6 +248,7 @@ def help_text(cls: type, doc: str) -> str:
         choices = field.metadata.get("choices", ())
         kind = "|".join(choices) if choices else _type_name(hints[field.name])
         default = "auto" if field.default is None else repr(field.default)
-        lines.append(f"  --{field.name}={default}  ({kind})")
+        least = field.metadata.get("least")
+        lines.append(f"  --{field.name}={default}  ({kind}{'' if least is None else f', at least {least}'})")
         lines.append(f"        {field.metadata.get('help', '')}")
     return "\n".join(lines)

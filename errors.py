@@ -45,13 +45,14 @@ def missing_on_this_machine(error: Exception) -> str | None:
     text = f"{type(error).__name__}: {error}"
     if "OutOfMemoryError" in text:
         asked = re.search(r"Tried to allocate [\d.]+ \w+|$", text)[0]
-        return (f"the GPU's memory is too small ({asked}): lower the batch size (batch_size of train.py; the run stays "
-                "the same with as many times more gradient_accumulation_steps)")  # fmt: skip
-    header = re.search(r"fatal error: (Python\.h): ", text)
-    if header or "InvalidCxxCompiler" in text or "Failed to find C compiler" in text:
-        missing = header[1] if header else "C++ compiler"
-        return (f"torch.compile found no {missing}: install it (Debian, Ubuntu: g++ and python3-dev), or do without "
-                "where there is such a key (--compile=False)")  # fmt: skip
+        return (f"the GPU's memory is too small ({asked}): lower the batch or other sizes (train.py does the same with "
+                "a smaller batch_size and as many times more gradient_accumulation_steps)")  # fmt: skip
+    # Inductor's C++, inductor without a compiler, Triton without one, Triton's C (gcc has said more on stderr)
+    failed = (r"fatal error: Python\.h", "InvalidCxxCompiler", "Failed to find C compiler",
+              r"CalledProcessError: Command '\['\S*(cc|clang)'")  # fmt: skip
+    if any(re.search(pattern, text) for pattern in failed):
+        return ("torch.compile and Triton need a C++ compiler and Python's headers, which are not both here: install "
+                "them (Debian, Ubuntu: g++ python3-dev), or do without (--compile=False, on a GPU --kernels=torch too)")
     return None
 
 

@@ -4,14 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Logits that would be more in float32 are never there at once in training. Compiled, there are none in float32, and
-# fewer chunks are fewer gradients of the head to add up.
+# Logits that would be more in float32 are never there at once in training. Compiled under autocast there are none in
+# float32, and fewer chunks are fewer gradients of the head to add up.
 LOGITS_BYTES, COMPILED_LOGITS_BYTES = 1 << 29, 1 << 31
 
 
 def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, n_vocab: int) -> Tensor:
     """Mean cross-entropy (nats per token) of logits x head^T. x (N, C), head (V, C), targets (N,), -1 is left out."""
-    limit = COMPILED_LOGITS_BYTES if torch.compiler.is_compiling() else LOGITS_BYTES
+    narrow = x.dtype.itemsize < 4 or torch.is_autocast_enabled(x.device.type)
+    limit = COMPILED_LOGITS_BYTES if narrow and torch.compiler.is_compiling() else LOGITS_BYTES
     chunks = -(-4 * x.shape[0] * head.shape[0] // limit)
     if chunks > 1:
         total = _ChunkedCrossEntropy.apply(x, head, targets, n_vocab, chunks, torch.is_grad_enabled())
@@ -36,9 +37,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             index = target.clamp(min=0).unsqueeze(1)
             total = total - (log_p.gather(1, index) * valid).sum()  # in place, torch 2.11 would lose its gradient
             if needs_grad:
-                # Compared, not scattered: inductor fuses that, and would write out all of exp(log_p) for the other.
-                is_target = torch.arange(n_vocab, device=x.device) == index  # (n, n_vocab)
-                grad = (log_p.exp() - is_target.to(wide)) * valid
+                p = log_p.exp()
+                if torch.compiler.is_compiling():  # inductor fuses this; for a scatter it would write out all of p
+                    p = p - (torch.arange(n_vocab, device=x.device) == index).to(wide)
+                else:
+                    p.scatter_add_(1, index, -torch.ones_like(index, dtype=wide))
+                grad = p * valid
                 grad = F.pad(grad, (0, head.shape[0] - n_vocab)).to(logits.dtype)  # softmax - one-hot, (n, V)
                 grad_x.append((grad @ head.to(grad.dtype)).to(x.dtype))
                 grad_head += (grad.t() @ x_part.to(grad.dtype)).to(wide)

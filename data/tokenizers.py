@@ -74,7 +74,8 @@ def hf_tokenizer(tokenizer: tiktoken.Encoding | CharTokenizer) -> Any:
     """The same tokenizer as a `tokenizers.Tokenizer`, which a Hugging Face folder stores as tokenizer.json.
 
     Both libraries merge the pair whose joint token has the lowest rank, and take a word that is a token whole. GPT-2's
-    words are what ByteLevel cuts; for single bytes it makes no difference where words end. Raises DataError.
+    words are what ByteLevel cuts; for single bytes it makes no difference where words end. As all of Hugging Face's it
+    reads "<|endoftext|>" in a text as that token, where encode_ordinary sees plain text. Raises DataError.
     """
     try:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
