@@ -108,7 +108,8 @@ def download() -> Path:
             write_bytes_atomically(STORED, content)
         except (OSError, http.client.HTTPException) as error:
             raise DataError(f"{URL}: {error}: fetch it by hand and name the file (hellaswag.py --data=FILE, train.py "
-                            "--hellaswag=FILE, sweep.sh HELLASWAG=FILE)") from None  # fmt: skip
+                            "--hellaswag=FILE, sweep.sh HELLASWAG=FILE), or do without (--hellaswag=off, "
+                            "HELLASWAG=off)") from None  # fmt: skip
     return STORED
 
 

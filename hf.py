@@ -24,6 +24,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,8 @@ def export_hf(model: GPT, folder: str | Path) -> Path:
     folder = Path(folder)
     if any(folder.glob("*")):
         raise HFError(f"{folder}: there is something in it: choose a new folder")
+    if find_spec("safetensors") is None:
+        raise HFError(f"{folder}: writing it needs a package: pip install safetensors")
     words = hf_config(model.config)
     family, weights = words["model_type"], dict(model.state_dict())
     for name in {"wte.weight", "lm_head.weight"} & weights.keys():
@@ -289,8 +292,9 @@ def main(argv: list[str]) -> None:
         raise ConfigError("say where to: --out=FOLDER")
     folder = export_hf(load_model(spec), config.out)
     words = read_config(folder)
-    first = "import hf; " if words["model_type"].startswith(COUPLED) else ""
-    print(f"wrote {folder} ({words['architectures'][0]}); read it with {first}"
+    where = f"from here, or with {Path(__file__).parent} on PYTHONPATH: import hf, transformers"
+    first = where if words["model_type"].startswith(COUPLED) else "import transformers"
+    print(f"wrote {folder} ({words['architectures'][0]}); {first}; "
           f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
     below = bool(baseline) and over == "tokens" and any(len(arms[baseline].keys() & runs) > 1 for runs in arms.values())
     figure, axes = plt.subplots(1 + below, figsize=(7.5, 7.5 if below else 4.6), layout="constrained", sharex=True,
                                 squeeze=False, height_ratios=[3, 2] if below else [1])  # fmt: skip
-    top, lowest, all_losses = axes[0, 0], np.inf, []
+    top, lowest, ends, all_losses = axes[0, 0], np.inf, [], []
     for index, (arm, runs) in enumerate(arms.items()):
         tokens, losses = curves(list(runs.values()))
         if not losses.size:
@@ -67,11 +67,12 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
             steps = [(step["step"] * run.start["tokens_per_step"] / 1e6, step["loss"]) for step in run.steps]
             top.plot(*zip(*steps), color=STYLES[index % len(STYLES)][0], alpha=0.25, linewidth=1) if steps else None
         lowest = min(lowest, np.nanmin(losses))
+        ends.append(mean[-1] + sd[-1])
         all_losses.append(losses[:, 1:])
     if not np.isfinite(lowest):
         raise UserError("no evaluation yet: nothing to draw")
     later = np.concatenate([losses.ravel() for losses in all_losses]) if all_losses else np.array([])
-    high = np.quantile(later, 0.9) if later.size else lowest + 1.0
+    high = np.nanmax([np.quantile(later, 0.9) if later.size else lowest + 1.0, *ends])  # every arm's end is seen
     top.set_ylim(lowest - 0.1 * (high - lowest) - 0.02, high + 0.1 * (high - lowest) + 0.02)
     several = any(len(runs) > 1 for runs in arms.values())
     title = "Validation loss: mean over seeds, band of one SD" if several else "Validation loss (training loss faint)"

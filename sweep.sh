@@ -24,6 +24,7 @@ PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 OUT=${OUT:-out/$(basename "$1" .py)}
 KEEP=${KEEP:-}
 NPROC=${NPROC:-1}
+[ ! -f "$OUT/config.json" ] || die "OUT=$OUT is the folder of a run: give another one for the sweep, OUT=out/sweep"
 [ -f "$1" ] || die "$1: no such file; the first word is a config file"
 split() {  # words into keys, as a shell would, quotes included; xargs runs nothing of them
   local words

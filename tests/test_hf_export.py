@@ -133,16 +133,20 @@ def test_tokenizers_of_our_own_data_go_along(meta, tmp_path, monkeypatch):
 
 
 @needs_transformers
-def test_export_from_the_command_line(tmp_path, capsys):
+def test_export_from_the_command_line(tmp_path, capsys, monkeypatch):
     model = shake(GPT(replace(GPT2_SHAPE, norm_type="coupled", vocab_size=320, n_vocab=257))).float().eval()
     (tmp_path / "run").mkdir()
     save_checkpoint(tmp_path / "run" / "ckpt_best.pt", {"step": 0, "config": asdict(model.config),
                     "meta": {"tokenizer": "bytes", "vocab_size": 257}, "model": model.state_dict()})  # fmt: skip
     hf.main([str(tmp_path / "run"), f"--out={tmp_path / 'out'}"])
-    assert "(CoupledGPT2LMHeadModel); read it with import hf; transformers.Auto" in capsys.readouterr().out
+    assert "(CoupledGPT2LMHeadModel); from here, or with" in capsys.readouterr().out
     assert torch.equal(hf.load_hf(tmp_path / "out")(tokens(2, 20)), model(tokens(2, 20)))
     with pytest.raises(ConfigError, match="--out=FOLDER"):
         hf.main([str(tmp_path / "run")])
+    monkeypatch.setattr(hf, "find_spec", lambda name: None)
+    with pytest.raises(hf.HFError, match="pip install safetensors"):
+        hf.main([str(tmp_path / "run"), f"--out={tmp_path / 'more'}"])
+    assert not (tmp_path / "more").exists()
 
 
 @needs_transformers
