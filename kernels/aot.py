@@ -12,9 +12,11 @@ compute in float64 (FP64).
 The last line of output is JSON. Exit code 1 if a kernel spills or computes in float64.
 """
 
+import bisect
 import itertools
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -115,8 +117,16 @@ def launches(launch: Callable) -> list[tuple[triton.JITFunction, tuple, dict]]:
     return made
 
 
-def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict, sm: int) -> tuple[bytes, int]:
-    """(machine code, shared memory in bytes), specialised to its arguments as Triton does on a GPU."""
+@dataclass(frozen=True)
+class Binary:
+    """A kernel compiled for a GPU: its cubin (an ELF file) and the shared memory of a program in bytes."""
+
+    cubin: bytes
+    shared: int
+
+
+def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict, sm: int) -> Binary:
+    """Specialised to its arguments as Triton does on a GPU."""
     signature, constants, attributes = {}, {}, {}
     given = dict(zip(kernel.arg_names, arguments)) | {k: v for k, v in keywords.items() if k in kernel.arg_names}
     for place, name in enumerate(kernel.arg_names):
@@ -132,35 +142,86 @@ def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict,
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {name: keywords[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in keywords}
     compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-    return compiled.asm["cubin"], compiled.metadata.shared
+    return Binary(compiled.asm["cubin"], compiled.metadata.shared)
 
 
-def measure(code: bytes, shared: int) -> dict[str, int | None]:
-    """The table's columns for one kernel's machine code; and `early`, the loads and stores, copies to shared memory
-    included, that it begins before it waits for the kernel before (None: it does not wait)."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
+def instructions(cubin: bytes) -> bytes:
+    """The instructions of a cubin's kernel: the section .text of its ELF file (ELF64, little-endian)."""
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, number, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    # of each section: its name's place in the section of names, its first byte and its length
+    sections = [struct.unpack_from("<I20xQQ", cubin, headers + i * size) for i in range(number)]
+    text = [
+        cubin[start : start + length]
+        for name, start, length in sections
+        if cubin.startswith(b".text.", sections[names][1] + name)
+    ]
+    if len(text) != 1:
+        raise UserError(f"a cubin with {len(text)} kernels, where one is expected: another version of Triton?")
+    return text[0]
+
+
+def disassemble(cubins: list[bytes], sm: int) -> list[str]:
+    """The assembly of each. nvdisasm takes 0.4 s to start, whatever it reads, so that it is started once for all."""
+    codes = [instructions(cubin) for cubin in cubins]
+    ends = list(itertools.accumulate(map(len, codes)))
+    found: list[list[str]] = [[] for _ in codes]
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
         file.flush()
-        usage, assembly = (
-            subprocess.run([str(TOOLS / words[0]), *words[1:], file.name], capture_output=True, text=True, check=True)
-            for words in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c", "-ndf"))
-        )
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups())
-    start, wait, _ = assembly.stdout.partition("ACQBULK")
+        architecture = f"SM{sm}a" if sm >= 90 else f"SM{sm}"
+        command = [str(TOOLS / "nvdisasm"), "-b", architecture, file.name]
+        assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for offset, instruction in re.findall(r"/\*([0-9a-f]+)\*/ +(.*)", assembly):
+        found[bisect.bisect_right(ends, int(offset, 16))].append(instruction)
+    if not all(found):
+        raise UserError("nvdisasm left out a kernel: another version of its output?")
+    return ["\n".join(lines) for lines in found]
+
+
+def registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """Of a thread; the stack in bytes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups()
+    return int(registers), int(stack)
+
+
+def measure(binaries: list[Binary], sm: int) -> list[dict[str, int | None]]:
+    """The table's columns for each kernel; and `early`, the loads and stores, copies to shared memory included, that it
+    begins before it waits for the kernel before (None: it does not wait)."""
+    assemblies = disassemble([binary.cubin for binary in binaries], sm)
+    return [measure_one(binary, assembly) for binary, assembly in zip(binaries, assemblies, strict=True)]
+
+
+def measure_one(binary: Binary, assembly: str) -> dict[str, int | None]:
+    start, wait, _ = assembly.partition("ACQBULK")
     early = len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start)) if wait else None
 
     def count(pattern: str) -> int:
-        return len(re.findall(pattern, assembly.stdout))
+        return len(re.findall(pattern, assembly))
 
     def widths(instruction: str) -> list[int]:
-        found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly.stdout)
+        found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly)
         return [next((bits for bits in (128, 64) if f".{bits}" in word), 32) for word in found] or [0]
 
-    return dict(zip(COLUMNS, (
-        registers, stack, shared, max(widths("LDG")), max(widths("STG")), sum(bits < 128 for bits in widths("LDG")),
-        count(r"\bSHFL\b"), count(r"\bBAR\b"),
-        count(r"\b(?:LDL|STL)\b"), count(r"\b(?:DADD|DMUL|DFMA|DSETP|DMNMX)\b|\.F64\b|64H\b"),
-    ))) | {"early": early}  # fmt: skip
+    registers, stack = registers_and_stack(binary.cubin)
+    return {
+        "registers": registers,
+        "stack": stack,
+        "shared": binary.shared,
+        "load bits": max(widths("LDG")),
+        "store bits": max(widths("STG")),
+        "narrow loads": sum(bits < 128 for bits in widths("LDG")),
+        "SHFL": count(r"\bSHFL\b"),
+        "BAR": count(r"\bBAR\b"),
+        "spill": count(r"\b(?:LDL|STL)\b"),
+        "FP64": count(r"\b(?:DADD|DMUL|DFMA|DSETP|DMNMX)\b|\.F64\b|64H\b"),
+        "early": early,
+    }
 
 
 def table(records: list[dict]) -> str:
@@ -194,11 +255,13 @@ def main(argv: list[str]) -> int:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     records = []
     for sm in config.sm:
+        found, binaries = [], []
         for place, channels in enumerate(config.channels):
             for name, launch in itertools.chain(cases(channels), variants(channels) if place == 0 else ()):
                 for kernel, arguments, keywords in launches(launch):
-                    record = {"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm}
-                    records.append(record | measure(*compile_launch(kernel, arguments, keywords, sm)))
+                    found.append({"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm})
+                    binaries.append(compile_launch(kernel, arguments, keywords, sm))
+        records += [record | row for record, row in zip(found, measure(binaries, sm), strict=True)]
     return finish(records, config.out)
 
 

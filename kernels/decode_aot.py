@@ -102,30 +102,35 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     yield "take", searched, lambda: decode_attention.take(*tops, token, pos, meta(batch, 257, dtype=torch.int64))
 
 
-def compiled(operator: str, channels: int, sm: int, kernel: triton.JITFunction, arguments: tuple, keywords: dict):
-    """One row of the table, and `tile`: loads of a thread for the weights of a first tile."""
-    code, shared = aot.compile_launch(kernel, arguments, keywords, sm)
+def describe(operator: str, channels: int, sm: int, kernel: triton.JITFunction, keywords: dict) -> dict:
+    """What is known of a row before its kernel is compiled; with `tile`, loads of a thread for the weights of a first
+    tile."""
     record = {"operator": operator, "kernel": kernel.__name__, "C": channels, "sm": sm, "PDL": keywords.get("PDL")}
     if kernel.__name__ == "vector_kernel":
         weights = keywords["OUT"] * keywords["IN"] * (2 if keywords["KIND"] == "swiglu" else 1)
         record["tile"] = weights * 16 // (32 * keywords["num_warps"] * 128)
-    return record | aot.measure(code, shared)
+    return record
 
 
 def main(argv: list[str]) -> int:
     config, _ = parse_args(AotConfig, argv, __doc__)
     if binding.INTERPRETED:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
-    records = []
+    can_overlap = config.sm >= 90
+    found, binaries = [], []
     for name in config.shapes.split(","):
         for batch in config.batch:
             for word, size, launch in cases(name, batch):
-                for is_overlapping in (False, True) if config.sm >= 90 else (False,):
+                for is_overlapping in (False, True) if can_overlap else (False,):
                     with overlapping() if is_overlapping else nullcontext():
                         made = aot.launches(launch)
-                    records += [compiled(f"{name} {word}, batch {batch}", size, config.sm, *one) for one in made
-                                if is_overlapping == (config.sm >= 90) or one[0].__name__ in EARLY]  # fmt: skip
-    return aot.finish(records, config.out)
+                    for kernel, arguments, keywords in made:
+                        if is_overlapping == can_overlap or kernel.__name__ in EARLY:
+                            operator = f"{name} {word}, batch {batch}"
+                            found.append(describe(operator, size, config.sm, kernel, keywords))
+                            binaries.append(aot.compile_launch(kernel, arguments, keywords, config.sm))
+    rows = aot.measure(binaries, config.sm)
+    return aot.finish([record | row for record, row in zip(found, rows, strict=True)], config.out)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ them with real signals, and still be done in seconds.
 """
 
 import contextlib
+import gc
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -21,10 +23,15 @@ import numpy as np
 import pytest
 import torch
 
+# Inductor compiles a test program for each vector instruction set, in every process anew: eight seconds of a core. It
+# is told that the compiler knows the processor's sets; which these are it still looks up.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # Triton decides when it is imported: without a GPU its kernels run in the interpreter, on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
 if find_spec("triton"):
     from triton.language import bfloat16, float32
+    from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
     def cast_as_a_gpu(builder, source, target, cast=interpreter.InterpreterBuilder.cast_impl):
@@ -35,6 +42,16 @@ if find_spec("triton"):
         return interpreter.TensorHandle(rounded, bfloat16)
 
     interpreter.InterpreterBuilder.cast_impl = cast_as_a_gpu
+
+    def patch_builtins(package, builder, scope, found={}):  # noqa: B006
+        """As Triton does before each call of a kernel or helper, but it looks for what to patch only once."""
+        if package not in found:
+            found[package] = [pair for pair in inspect.getmembers(package) if is_builtin(pair[1])]
+        for name, member in found[package]:
+            if getattr(package, name) is member:  # else a kernel that is running has patched it
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtins
 
     if version("triton").startswith("3.6"):  # its interpreter does not count with numpy 2.4
 
@@ -50,6 +67,12 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train", "sharded", "torch.distributed.fsdp", "torch._dynamo"])
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays until the end: the garbage collector need not go through it again and again."""
+    gc.freeze()
+
 
 TINY = ("--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=2", "--eval_tokens=512",
         "--gradient_accumulation_steps=4", "--max_iters=40", "--warmup_iters=5", "--learning_rate=1e-2",
@@ -99,6 +122,21 @@ def _child(
     if patch is not None:
         getattr(faults, patch[0])(**patch[1])
     run_program(importlib.import_module(program).main)
+
+
+def _code(code: str, argv: list[str], output: str) -> None:
+    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    sys.argv = ["-c", *argv]
+    exec(code, {"__name__": "__main__"})
+
+
+def start_code(code: str, output: Path, *argv: object) -> multiprocessing.process.BaseProcess:
+    """Like `python -c CODE argv` with stdout and stderr in a file, where train.py and torch are imported already."""
+    process = FORKS.Process(target=_code, args=(code, list(map(str, argv)), str(output)))
+    process.start()
+    return process
 
 
 class Job:

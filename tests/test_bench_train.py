@@ -264,13 +264,21 @@ def test_a_run_writes_table_plot_and_records(tmp_path, capsys, upstream):
     assert (folder / "speed.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_compiled_arms_share_a_process(capsys):
-    """Arms are traced one after the other through the same forward, each for itself."""
+def test_compiled_arms_share_a_process(capsys, monkeypatch):
+    """Arms are traced one after the other through the same forward, each for itself. The first one goes through
+    inductor, the others stop in front of it."""
+    inductor, compiled = torch.compile, []
+
+    def compile_model(model, **how):
+        compiled.append(model.config.norm_type)
+        return inductor(model, **how) if len(compiled) == 1 else inductor(model, backend="aot_eager", **how)
+
+    monkeypatch.setattr(torch, "compile", compile_model)
     words = [*TINY, "--n_layer=1", "--vocab_size=64", "--rounds=2", "--ledger=False", "--controls=False",
              "--arms=rms; layer; rms compile=False"]  # fmt: skip
     bench_train.main(words)
     rows = {row["arm"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])}
-    assert list(rows) == ["rms", "layer", "rms compile=False", "rms" + AGAIN]
+    assert list(rows) == ["rms", "layer", "rms compile=False", "rms" + AGAIN] and compiled == ["rms", "layer", "rms"]
 
 
 def test_bytes_of_an_arm_are_those_of_its_blocks():
@@ -369,7 +377,7 @@ def test_the_commands_of_the_docstring_are_valid(upstream, monkeypatch):
 
 def test_the_profile_says_where_an_arms_time_goes():
     """Every kernel has a kind; their milliseconds and the rest are the step's; arms do the same products."""
-    config = config_of("--arms=rms; coupled", "--rounds=2", "--controls=False", "--profile")
+    config = config_of("--n_layer=1", "--arms=rms; coupled", "--rounds=2", "--controls=False", "--profile")
     records, remarks = bench_train.measure(config, torch.device("cpu"))
     kernels = {row["arm"]: row["kernels"] for row in records if "kernels" in row}
     assert set(kernels) == {"rms", "coupled", f"rms{AGAIN}"}

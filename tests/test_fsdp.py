@@ -55,17 +55,18 @@ def write_items(path: Path) -> Path:
 
 @pytest.mark.parametrize("norm_type", [*NORM_TYPES, "dyt"])
 def test_equals_ddp(train_ok, spaced_data, tmp_path, norm_type):
-    """50 float32 steps on 2 ranks: losses, val losses and gradient norms; HellaSwag, sample, and the model afterwards.
+    """34 float32 steps on 2 ranks: losses, val losses and gradient norms; HellaSwag, sample, and the model afterwards.
 
     cbwc centres whole weights: a share's own column means would give other losses from the first step on.
     """
     items = write_items(tmp_path / "items.jsonl")
     for parallel in ("ddp", "fsdp"):
-        train_ok(*FSDP, *keys_of(norm_type), "--max_iters=50", "--eval_interval=25", "--sample_tokens=8",
+        train_ok(*FSDP, *keys_of(norm_type), "--max_iters=34", "--eval_interval=17",
+                 "--lr_schedule=constant", "--sample_tokens=8",
                  f"--hellaswag={items}", f"--parallel={parallel}", f"--data_dir={spaced_data}",
                  f"--out_dir={tmp_path / parallel}", ranks=2)  # fmt: skip
     ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
-    assert len(losses(ddp)) == 50 and losses(ddp)[50] < (1.0 if norm_type == "dyt" else 0.9) * losses(ddp)[1]
+    assert len(losses(ddp)) == 34 and losses(ddp)[34] < (1.0 if norm_type == "dyt" else 0.9) * losses(ddp)[1]
     assert apart(losses(ddp), losses(fsdp)) <= 1e-6 and apart(val_losses(ddp), val_losses(fsdp)) <= 1e-6
     grad_norms = [{record["step"]: record["grad_norm"] for record in steps_of(out)} for out in (ddp, fsdp)]
     assert apart(*grad_norms) <= 1e-5
@@ -94,8 +95,8 @@ def test_calibrated_and_folded_equals_ddp(train_ok, tiny_data, tmp_path):
 
 def test_cbwc_equals_layer_in_float64(train_ok, tiny_data, tmp_path):
     for norm_type in ("layer", "cbwc"):
-        train_ok(*FSDP, f"--norm_type={norm_type}", "--dtype=float64", f"--data_dir={tiny_data}",
-                 f"--out_dir={tmp_path / norm_type}", ranks=2)  # fmt: skip
+        train_ok(*FSDP, f"--norm_type={norm_type}", "--dtype=float64", "--max_iters=20",
+                 f"--data_dir={tiny_data}", f"--out_dir={tmp_path / norm_type}", ranks=2)  # fmt: skip
     assert apart(losses(tmp_path / "layer"), losses(tmp_path / "cbwc")) <= 1e-12
 
 
@@ -103,8 +104,8 @@ def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path):
     """Killed while it saves step 18, in the taper's decay: goes on from step 15, and ends in the very same numbers."""
 
     def words(name: str) -> tuple[str, ...]:
-        return (*FSDP, *keys_of("taper"), "--checkpoint_interval=6", "--eval_interval=15", "--dropout=0.1",
-                f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}")  # fmt: skip
+        return (*FSDP, *keys_of("taper"), "--max_iters=32", "--checkpoint_interval=6", "--eval_interval=15",
+                "--dropout=0.1", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}")  # fmt: skip
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train_ok(*words("whole"), ranks=2)

@@ -84,19 +84,23 @@ def test_equals_a_naive_loop_on_200_items(tmp_path, block_size):
     assert {256: scores.texts_cut == 0, 60: 0 < scores.texts_cut < 1, 20: scores.texts_cut > 0.9}[block_size]
 
 
-def run_hellaswag(run: Path, items: Path, out: Path, ranks: int, batch_size: int) -> tuple[dict, str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    words = [str(run), f"--data={items}", f"--out={out}", f"--batch_size={batch_size}", "--device=cpu"]
-    job = subprocess.run([sys.executable, *launcher, "hellaswag.py", *words], cwd=ROOT, capture_output=True, text=True,
-                         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})  # fmt: skip
-    assert job.returncode == 0, job.stderr
-    return json.loads(job.stdout.splitlines()[-1]), out.read_text()
-
-
-def test_ranks_and_batch_size_change_nothing(tmp_path):
-    run, items = save_run(tmp_path / "run"), write_items(tmp_path / "items.jsonl", 60)
-    found = [run_hellaswag(run, items, tmp_path / f"{ranks}-{size}.jsonl", ranks, size)
-             for ranks, size in ((1, 64), (1, 1), (2, 64), (2, 1))]  # fmt: skip
+def test_ranks_and_batch_size_change_nothing(launch, tmp_path):
+    """Two ranks under torchrun itself, then as processes of our own."""
+    run, items, found = save_run(tmp_path / "run"), write_items(tmp_path / "items.jsonl", 60), []
+    for ranks, size, torchrun in ((2, 64, True), (1, 64, False), (1, 1, False), (2, 1, False)):
+        out = tmp_path / f"{ranks}-{size}.jsonl"
+        words = [str(run), f"--data={items}", f"--out={out}", f"--batch_size={size}", "--device=cpu"]
+        if torchrun:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+            env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            done = subprocess.run([*command, "hellaswag.py", *words], cwd=ROOT, capture_output=True, text=True, env=env)
+            assert done.returncode == 0, done.stderr
+            printed = done.stdout
+        else:
+            job = launch(*words, ranks=ranks, program="hellaswag")
+            assert set(job.wait()) == {0}, job.text()
+            printed = job.outputs[0].read_text()
+        found.append((json.loads(printed.splitlines()[-1]), out.read_text()))
     assert all(each == found[0] for each in found[1:])
     assert found[0][0]["n_items"] == 60 and len(found[0][1].splitlines()) == 60
 
@@ -104,7 +108,7 @@ def test_ranks_and_batch_size_change_nothing(tmp_path):
 def test_an_untrained_model_is_at_chance():
     """Within three standard errors of 25 % on all 10,042 items, by both rules."""
     path = offline_data("hellaswag/hellaswag_val.jsonl.xz")
-    config = GPTConfig(vocab_size=257, n_layer=1, n_head=1, n_embd=16, block_size=64)
+    config = GPTConfig(vocab_size=257, n_layer=1, n_head=1, n_embd=16, block_size=32)
     items = load_items(str(path))
     scores = evaluate_hellaswag(GPT(config), byte_tokenizer(), items, ALONE, batch_size=512)
     assert len(items) == 10042

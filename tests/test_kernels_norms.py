@@ -64,11 +64,19 @@ def test_a_gpt_on_the_kernels_is_the_gpt_in_plain_pytorch(name):
     same(actual, expected)
 
 
-@pytest.mark.parametrize("mode", ["torch", "triton"])
-@pytest.mark.parametrize("name", VARIANTS)
+# Every variant on the kernels, and in plain PyTorch those that no other file compiles: test_model.py compiles the norm
+# types with their defaults, test_coupled_fold.py coupled_impl=fold, in the same way.
+GRAPHS = [(name, "triton") for name in VARIANTS] + [
+    (name, "torch") for name in ("layer with biases", "partial", "group", "coupled alpha", "coupled fold swiglu",
+                                 "coupled full", "without gains", "taper layer")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mode"), GRAPHS)
 def test_one_graph_without_breaks(name, mode):
-    """fullgraph=True raises at a graph break. The backend traces forward and backward, and leaves out inductor."""
-    model = model_of(name, kernels=mode)
+    """fullgraph=True raises at a graph break. The backend traces forward and backward, and leaves out inductor.
+
+    One block holds a norm of every place; of coupled, two blocks show that a statistic stays with its own."""
+    model = model_of(name, kernels=mode, n_layer=2 if name == "coupled" else 1)
     expected = step(model)
     model.zero_grad()
     torch._dynamo.reset()
@@ -91,7 +99,7 @@ def test_inductor_takes_the_operators_as_they_are():
 
 @pytest.mark.parametrize("mode", ["torch", "triton"])
 def test_one_compilation_a_taper_phase(mode):
-    model = model_of("taper", kernels=mode, taper_warmup=1.0, taper_end=8.0)
+    model = model_of("taper", kernels=mode, taper_warmup=1.0, taper_end=8.0, n_layer=1)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=counter)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+import plots
 import report
 from checkpoint import model_config
 from comparison import EQUAL_TIME, at_equal_time, compare, exchange_rate, margin, pair, usable
@@ -64,6 +65,17 @@ def sweep(tmp_path) -> Path:
         for norm_type, extra, speed in arms:
             write_run(tmp_path, norm_type, seed, extra, speed, items=0.3, delta_val_loss=0.01)
     return tmp_path
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures are composed but not drawn, for tests that look at something else."""
+
+    def close(figure, target: Path) -> Path:
+        plots.plt.close(figure)
+        return target
+
+    monkeypatch.setattr(plots, "save", close)
 
 
 def rows_of(folder: Path, baseline: str = "rms", **deltas: float) -> dict[tuple[str, str], object]:
@@ -137,7 +149,7 @@ def test_runs_of_before_a_key_existed_are_comparable(tmp_path):
         assert difference_in_settings(find_runs([new])[0], old) == message
 
 
-def test_a_margin_given_now_is_post_hoc(sweep):
+def test_a_margin_given_now_is_post_hoc(sweep, undrawn):
     row = rows_of(sweep, val_loss=0.05)["val_loss", "coupled"]
     assert (row.delta, row.delta_kind) == (0.05, "post hoc") and "post hoc" in row.sentence()
     report.main([str(sweep), "--baseline=rms", "--delta.val_loss=0.05"])
@@ -197,7 +209,7 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path):
     assert any("data: y against x" in line for line in left_out)
 
 
-def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
+def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys, undrawn):
     for seed in (8, 9, 10):
         write_run(tmp_path, "rms", seed)
         write_run(tmp_path, "layer", seed, until=60 if seed == 9 else 100)
@@ -258,7 +270,7 @@ def test_diverged_seeds_take_the_verdict_with_them(sweep):
         pair({"rms": {}}, "taper", ("taper, seed 8: step 100: the loss on rank 0 is not finite",))
 
 
-def test_a_run_that_resumed_with_other_settings_is_left_out(sweep, tmp_path, capsys):
+def test_a_run_that_resumed_with_other_settings_is_left_out(sweep, tmp_path, capsys, undrawn):
     append(sweep / "taper-8", event="resume", step=50, changed=["learning_rate 0.01 -> 0.03"])
     append(sweep / "taper-9", event="resume", step=50, changed=["out_dir a -> b"])
     report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'out'}"])
@@ -276,7 +288,7 @@ def test_runs_of_two_experiments_are_refused(tmp_path):
         rows_of(tmp_path)
 
 
-def test_means_are_of_the_runs_that_are_compared(tmp_path):
+def test_means_are_of_the_runs_that_are_compared(tmp_path, undrawn):
     """A run that is not paired enters no table."""
     for seed in (8, 9, 10):
         write_run(tmp_path, "rms", seed)
@@ -286,7 +298,7 @@ def test_means_are_of_the_runs_that_are_compared(tmp_path):
     assert {(row["arm"], row["seed"]) for row in seeds} == {(arm, seed) for arm in ("rms", "layer") for seed in "89"}
 
 
-def test_a_run_without_hellaswag_costs_its_own_pair_only(sweep, tmp_path, capsys):
+def test_a_run_without_hellaswag_costs_its_own_pair_only(sweep, tmp_path, capsys, undrawn):
     (sweep / "taper-8" / "hellaswag.jsonl").unlink()
     write_items(sweep / "layer-9", np.ones(5, bool))
     rows = rows_of(sweep)
@@ -348,15 +360,11 @@ def test_bad_folders(tmp_path):
 # ------------------------------------------------------------------------------------------------- the published table
 
 
-def published(path: Path | None = None) -> dict:
-    word = "--published" if path is None else f"--published={path}"
-    job = subprocess.run([sys.executable, "report.py", word], cwd=ROOT, capture_output=True, text=True, check=True)
-    return json.loads(job.stdout.splitlines()[-1])
-
-
 def test_published_table_supports_no_gain():
     """Throughput t = 1.43, p = 0.17, -0.27 % ... +1.35 %; equal losses are not shown within 0.001 (TOST p = 0.074)."""
-    found = published()
+    words = [sys.executable, "report.py", "--published"]
+    job = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(job.stdout.splitlines()[-1])
     speed = found["train_throughput"]
     assert (round(speed["t"], 2), round(speed["p"], 2), speed["verdict"]) == (1.43, 0.17, "inconclusive")
     assert [round(100 * bound, 2) for bound in speed["ci_relative"]] == [-0.27, 1.35]
@@ -365,12 +373,13 @@ def test_published_table_supports_no_gain():
     assert found["hellaswag"]["verdict"] == "inconclusive"
 
 
-def test_published_verdicts_come_from_the_file(tmp_path):
+def test_published_verdicts_come_from_the_file(tmp_path, capsys):
     text = (ROOT / "repro" / "coupled_table1.csv").read_text()
     changed = tmp_path / "table.csv"
     faster = text.replace("443.0,3.3,445.4", "443.0,3.3,455.4")
     changed.write_text(faster.replace("3.096,0.0012,3.096,0.0014", "3.096,0.0002,3.096,0.0002"))
-    found = published(changed)
+    report.main([f"--published={changed}"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["train_throughput"]["verdict"] == "better" and found["train_loss"]["verdict"] == "equivalent"
     for wrong in ("many", "nan", "0.0"):
         changed.write_text(text.replace("443.0", wrong))

@@ -6,6 +6,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import report
 from runs import find_runs
 
 ARMS = "rms 'coupled --coupled_span=2'"
+WORDS = (*TINY, "--checkpoint_interval=10")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def data(tmp_path_factory) -> Path:
 def start(data: Path, out: Path, *words: str, **env: str) -> subprocess.Popen:
     settings = {"ARMS": ARMS, "SEEDS": "1 2", "OUT": str(out), "HELLASWAG": str(data / "items.jsonl"),
                 "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **env}  # fmt: skip
-    command = ["./sweep.sh", "config/demo.py", *TINY, f"--data_dir={data}", "--checkpoint_interval=10", *words]
+    command = ["./sweep.sh", "config/demo.py", *WORDS, f"--data_dir={data}", *words]
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **settings}, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
 
@@ -51,12 +53,17 @@ def table(folder: Path, out: Path) -> list[dict]:
 
 
 @pytest.mark.xdist_group("sweep")
-def test_a_killed_sweep_ends_with_the_same_table(data, tmp_path):
-    """Killed by SIGTERM in one run and, with the training process, by SIGKILL in another; what is done stays done."""
-    whole = finish(start(data, tmp_path / "whole"))
-    assert [line.split(":")[0] for line in whole] == ["[1/4] rms-1", "[2/4] coupled+coupled_span=2-1",
-                                                      "[3/4] coupled+coupled_span=2-2", "[4/4] rms-2"]  # fmt: skip
-    broken, keep = tmp_path / "broken", tmp_path / "keep"
+def test_a_killed_sweep_ends_with_the_same_table(train_ok, data, tmp_path):
+    """Killed by SIGTERM in one run and, with the training process, by SIGKILL in another; what is done stays done.
+
+    The table is that of the same four runs, each trained alone and without a break.
+    """
+    whole, broken, keep = (tmp_path / name for name in ("whole", "broken", "keep"))
+    for seed in (1, 2):
+        for name, keys in (("rms", ()), ("coupled", ("--coupled_span=2",))):
+            train_ok(ROOT / "config/demo.py", *WORDS, f"--data_dir={data}", f"--norm_type={name}", *keys,
+                     f"--seed={seed}", f"--out_dir={whole / name}-{seed}",
+                     f"--hellaswag={data / 'items.jsonl'}")  # fmt: skip
 
     def kill_at(run: str, step: int, number: int) -> None:
         job = start(data, broken, KEEP=str(keep))
@@ -75,13 +82,16 @@ def test_a_killed_sweep_ends_with_the_same_table(data, tmp_path):
     assert (keep / "rms-1" / "hellaswag.jsonl").exists() and not (keep / "coupled+coupled_span=2-1").exists()
     kill_at("coupled+coupled_span=2-2", 25, signal.SIGKILL)
     (broken / "rms-1" / "log.jsonl").unlink()  # kept, so not looked at again
+    shutil.rmtree(keep / "coupled+coupled_span=2-1")  # done, so copied again
     rest = finish(start(data, broken, KEEP=str(keep)))
-    assert "[1/4] rms-1: in " in rest[0] and "done: best val loss" in rest[2]
-    assert table(keep, tmp_path / "b") == table(tmp_path / "whole", tmp_path / "a")
-    assert "resume" in [record["event"] for record in records(keep / "coupled+coupled_span=2-2")]
-    assert len(table(keep, tmp_path / "c")) == 4
-    again = finish(start(data, tmp_path / "whole"))
-    assert all(line.endswith("done already") for line in again)
+    assert [line.split(":")[0] for line in rest] == ["[1/4] rms-1", "[2/4] coupled+coupled_span=2-1",
+                                                     "[3/4] coupled+coupled_span=2-2", "[4/4] rms-2"]  # fmt: skip
+    assert "[1/4] rms-1: in " in rest[0] and rest[1].endswith("done already")
+    assert all("done: best val loss" in line for line in rest[2:])
+    found = table(keep, tmp_path / "b")
+    assert len(found) == 4 and found == table(whole, tmp_path / "a")
+    for seed in (1, 2):
+        assert "resume" in [record["event"] for record in records(keep / f"coupled+coupled_span=2-{seed}")]
 
 
 @pytest.mark.xdist_group("sweep")
@@ -97,9 +107,13 @@ def test_a_failed_run_does_not_stop_the_others(data, tmp_path):
 
 @pytest.mark.xdist_group("sweep")
 def test_keys_with_blanks_and_two_processes(data, tmp_path):
-    """An arm's keys may hold blanks, in quotes; NPROC=2 goes through torchrun."""
+    """An arm's keys may hold blanks, in quotes; NPROC=2 goes through torchrun. The arm before it is done already."""
     arms = """layer "coupled  --norm_plan='Rs Rs R' --coupled_alpha=1.5" """
+    done = tmp_path / "out" / "layer-1" / "log.jsonl"
+    done.parent.mkdir(parents=True)
+    done.write_text('{"event": "start", "config": {"norm_type": "layer"}}\n{"event": "end", "reason": "done"}\n')
     lines = finish(start(data, tmp_path / "out", ARMS=arms, SEEDS="1", NPROC="2"))
+    assert lines[0] == "[1/2] layer-1: done already"
     assert "[2/2] coupled+norm_plan=Rs_Rs_R+coupled_alpha=1.5-1: done" in lines[1]
     [run] = [run for run in find_runs([tmp_path / "out"]) if run.config["norm_type"] == "coupled"]
     assert run.arm == "coupled --norm_plan='Rs Rs R' --coupled_alpha=1.5" and run.start["world_size"] == 2

@@ -35,47 +35,52 @@ def same_weights(a, b) -> bool:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_cbwc_trains_as_layer_and_rms_does_not(train_ok, tiny_data, tmp_path, bias):
-    """200 float64 steps with weight decay, clipping, accumulation and a tied head."""
+    """100 float64 steps with weight decay, clipping, accumulation and a tied head."""
     for norm_type in ("layer", "cbwc", "rms"):
-        train_ok(*TINY, "--max_iters=200", "--dtype=float64", f"--bias={bias}", f"--norm_type={norm_type}",
+        train_ok(*TINY, "--max_iters=100", "--dtype=float64", f"--bias={bias}", f"--norm_type={norm_type}",
                  f"--data_dir={tiny_data}", f"--out_dir={tmp_path / norm_type}")  # fmt: skip
     layer, cbwc, rms = (losses(tmp_path / name) for name in ("layer", "cbwc", "rms"))
-    assert len(layer) == 200 and layer[200] < 0.8 * layer[1]
+    assert len(layer) == 100 and layer[100] < 0.8 * layer[1]
     assert max(abs(layer[step] - cbwc[step]) for step in layer) <= 1e-12
     assert max(abs(layer[step] - rms[step]) for step in layer) > 1e-3
 
 
 @pytest.mark.parametrize(("norm_type", "ranks"), [
-    (norm_type, ranks) for norm_type in NORM_TYPES for ranks in (1, 2) if (norm_type, ranks) != ("taper", 1)
+    ("layer", 1), ("rms", 2), ("coupled", 1), ("cbwc", 2), ("taper", 2),
 ])  # fmt: skip
 def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, ranks):
-    """40 steps in one go; with SIGTERM and resume; with SIGKILL and resume from an earlier checkpoint."""
+    """40 steps in one go; and with SIGTERM, resume, SIGKILL, resume from an earlier checkpoint.
+
+    Every norm type meets both signals, and so does every number of ranks: each pair is there, not each triple. One
+    rank and a taper: the next test. Both signals fall into the taper's decay.
+    """
 
     def words(name: str) -> tuple[str, ...]:
         return (*TINY, *keys_of(norm_type), "--checkpoint_interval=6", "--eval_interval=15", "--dropout=0.1",
                 f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}")  # fmt: skip
 
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
     train_ok(*words("whole"), ranks=ranks)
-    whole = losses(tmp_path / "whole")
-    assert sorted(whole) == list(range(1, 41))
+    assert sorted(losses(whole)) == list(range(1, 41))
 
-    job = launch(*words("term"), ranks=ranks, patch=("slow_steps", {"seconds": 0.02}))
-    job.signal_at(tmp_path / "term", 20, signal.SIGTERM)
+    job = launch(*words("broken"), ranks=ranks, patch=("slow_steps", {"seconds": 0.02}))
+    job.signal_at(broken, 12, signal.SIGTERM)
     assert set(job.wait()) == {0}, job.text()
-    end = records(tmp_path / "term")[-1]
-    assert end["event"] == "end" and "SIGTERM" in end["reason"] and 20 <= end["step"] < 40
+    end = records(broken)[-1]
+    assert end["event"] == "end" and "SIGTERM" in end["reason"] and 12 <= end["step"] < 25
+    stopped = losses(broken)
 
-    job = launch(*words("kill"), ranks=ranks, patch=("slow_steps", {"seconds": 0.02}))
-    job.signal_at(tmp_path / "kill", 21, signal.SIGKILL)
+    job = launch(*words("broken"), ranks=ranks, patch=("slow_steps", {"seconds": 0.02}))
+    job.signal_at(broken, 25, signal.SIGKILL)
     assert set(job.wait()) == {-9}
-    assert torch.load(tmp_path / "kill" / "ckpt_last.pt", weights_only=True)["step"] == 18
+    assert torch.load(broken / "ckpt_last.pt", weights_only=True)["step"] == 24
 
-    for name in ("term", "kill"):
-        train_ok(*words(name), ranks=ranks)
-        assert sum(record["event"] == "resume" for record in records(tmp_path / name)) == 1
-        assert losses(tmp_path / name) == whole
-        assert val_losses(tmp_path / name) == val_losses(tmp_path / "whole")
-        assert same_weights(tmp_path / name, tmp_path / "whole")
+    train_ok(*words("broken"), ranks=ranks)
+    resumes = [record["step"] for record in records(broken) if record["event"] == "resume"]
+    assert resumes == [end["step"], 24] and max(stopped) == end["step"]
+    assert losses(broken) == losses(whole)
+    assert val_losses(broken) == val_losses(whole)
+    assert same_weights(broken, whole)
 
 
 def test_a_taper_killed_in_each_phase_goes_on_bit_for_bit(launch, train_ok, tiny_data, tmp_path):
@@ -114,16 +119,16 @@ def test_world_size_invariance(train_ok, tiny_data, tmp_path, norm_type):
     for ranks in (1, 2, 4):
         out = tmp_path / str(ranks)
         # A calm learning rate: a violent taper amplifies the last bit of a sum to 0.1 within 30 steps.
-        train_ok(*TINY, *keys_of(norm_type), "--max_iters=100", "--eval_interval=50", "--learning_rate=1e-3",
+        train_ok(*TINY, *keys_of(norm_type), "--max_iters=50", "--eval_interval=25", "--learning_rate=1e-3",
                  f"--data_dir={tiny_data}", f"--out_dir={out}", ranks=ranks,
                  patch=("record_samples", {"path": str(tmp_path / f"ids{ranks}")}))  # fmt: skip
         lines = [line for rank in range(ranks) for line in (tmp_path / f"ids{ranks}.{rank}").read_text().splitlines()]
-        samples[ranks] = sorted(line for line in lines if int(line.split()[0]) <= 100)
+        samples[ranks] = sorted(line for line in lines if int(line.split()[0]) <= 50)
         runs[ranks] = losses(out), val_losses(out)
-    assert len(samples[1]) == 400 and samples[1] == samples[2] == samples[4]
+    assert len(samples[1]) == 200 and samples[1] == samples[2] == samples[4]
     for ranks in (2, 4):
         assert max(abs(runs[1][0][step] - runs[ranks][0][step]) for step in runs[1][0]) <= 1e-5
-        assert runs[ranks][1].keys() == runs[1][1].keys() == {0, 50, 100}
+        assert runs[ranks][1].keys() == runs[1][1].keys() == {0, 25, 50}
         assert runs[ranks][1][0] == runs[1][1][0]  # before training: the very same sum, in the same order
 
 
