@@ -174,13 +174,13 @@ def disassemble(cubins: list[bytes], sm: int) -> list[str]:
         assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for offset, instruction in re.findall(r"/\*([0-9a-f]+)\*/ +(.*)", assembly):
         found[bisect.bisect_right(ends, int(offset, 16))].append(instruction)
-    if not all(found):
-        raise UserError("nvdisasm left out a kernel: another version of its output?")
+    if any(16 * len(lines) != len(code) for lines, code in zip(found, codes)):
+        raise UserError("nvdisasm's output has not one line for each instruction of 16 bytes: another version of it?")
     return ["\n".join(lines) for lines in found]
 
 
 def registers_and_stack(cubin: bytes) -> tuple[int, int]:
-    """Of a thread; the stack in bytes."""
+    """Registers of a thread, and its stack in bytes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,72 +1,10 @@
-"""Fixtures: tiny shards, and `launch`, which runs train.py's main in fresh processes, as torchrun would.
+"""Fixtures; what tests import by name is in helpers.py."""
 
-Processes are forked from a server that has imported torch already, so that a test can start dozens of runs, kill
-them with real signals, and still be done in seconds.
-"""
-
-import contextlib
 import gc
-import importlib
-import inspect
-import json
-import multiprocessing
-import os
-import socket
-import sys
-import time
-import zlib
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-
-# Inductor compiles a test program for each vector instruction set, in every process anew: eight seconds of a core. It
-# is told that the compiler knows the processor's sets; which these are it still looks up.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-
-# Triton decides when it is imported: without a GPU its kernels run in the interpreter, on CPU tensors.
-os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
-if find_spec("triton"):
-    from triton.language import bfloat16, float32
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
-
-    def cast_as_a_gpu(builder, source, target, cast=interpreter.InterpreterBuilder.cast_impl):
-        """Triton's interpreter truncates float32 to bfloat16; a GPU rounds to the nearest, ties to even, as PyTorch."""
-        if (source.dtype.scalar, target.scalar) != (float32, bfloat16):
-            return cast(builder, source, target)
-        rounded = torch.from_numpy(np.array(source.data)).bfloat16().view(torch.uint16).numpy()
-        return interpreter.TensorHandle(rounded, bfloat16)
-
-    interpreter.InterpreterBuilder.cast_impl = cast_as_a_gpu
-
-    def patch_builtins(package, builder, scope, found={}):  # noqa: B006
-        """As Triton does before each call of a kernel or helper, but it looks for what to patch only once."""
-        if package not in found:
-            found[package] = [pair for pair in inspect.getmembers(package) if is_builtin(pair[1])]
-        for name, member in found[package]:
-            if getattr(package, name) is member:  # else a kernel that is running has patched it
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch_builtins
-
-    if version("triton").startswith("3.6"):  # its interpreter does not count with numpy 2.4
-
-        def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
-            patch(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-        interpreter._patch_lang_tensor = patch_tensor
-
-ROOT = Path(__file__).resolve().parents[1]
-FORKS = multiprocessing.get_context("forkserver")
-# What a run imports sooner or later (AdamW imports dynamo): two seconds that each process would take again
-FORKS.set_forkserver_preload(["train", "sharded", "torch.distributed.fsdp", "torch._dynamo"])
-
-torch.set_num_threads(1)
+from helpers import Job, write_tiny_shards  # before any module of ours: it prepares Triton
 
 
 def pytest_collection_finish() -> None:
@@ -74,114 +12,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-TINY = ("--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=2", "--eval_tokens=512",
-        "--gradient_accumulation_steps=4", "--max_iters=40", "--warmup_iters=5", "--learning_rate=1e-2",
-        "--eval_interval=1000", "--log_interval=1", "--sample_tokens=0", "--device=cpu")  # fmt: skip
-
-
-def offline_data(name: str) -> Path:
-    """A file or folder of the offline data, or a skip that says why."""
-    root = Path(os.environ.get("NANONORM_DATA", ROOT.parent / "shared" / "data"))
-    if not (root / name).exists():
-        pytest.skip(f"offline data {name} is not here: set NANONORM_DATA")
-    return root / name
-
-
-def write_tiny_shards(folder: Path, train: int = 20000, val: int = 2000, vocab: int = 60) -> Path:
-    """Shards of a learnable sequence (each token depends on the one before, with noise)."""
-    from data.shards import write_meta, write_shard
-
-    folder.mkdir(parents=True, exist_ok=True)
-    random = np.random.RandomState(0)
-    for split, count in (("train", train), ("val", val)):
-        noise = random.randint(0, 3, count)
-        write_shard(folder / f"tiny_{split}_000000.bin", np.cumsum(1 + noise) % vocab)
-    write_meta(folder, {"tokenizer": "chars", "vocab_size": vocab, "chars": "".join(chr(48 + i) for i in range(vocab))})
-    return folder
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or extension modules report leaks at the end
 
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_shards(tmp_path_factory.mktemp("tiny"))
-
-
-def _child(
-    argv: list[str], env: dict[str, str], output: str, patch: tuple[str, dict] | None, program: str
-) -> None:
-    """In the child: like `python PROGRAM.py ...` with stdout and stderr in a file. `patch` names a fault to inject."""
-    os.environ.update(env)
-    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(stream, 1)
-    os.dup2(stream, 2)
-    sys.argv = [f"{program}.py", *argv]
-    torch.set_num_threads(1)
-    import faults
-
-    from errors import run_program
-
-    if patch is not None:
-        getattr(faults, patch[0])(**patch[1])
-    run_program(importlib.import_module(program).main)
-
-
-def _code(code: str, argv: list[str], output: str) -> None:
-    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(stream, 1)
-    os.dup2(stream, 2)
-    sys.argv = ["-c", *argv]
-    exec(code, {"__name__": "__main__"})
-
-
-def start_code(code: str, output: Path, *argv: object) -> multiprocessing.process.BaseProcess:
-    """Like `python -c CODE argv` with stdout and stderr in a file, where train.py and torch are imported already."""
-    process = FORKS.Process(target=_code, args=(code, list(map(str, argv)), str(output)))
-    process.start()
-    return process
-
-
-class Job:
-    """One run of train.py, or another program, on `ranks` processes."""
-
-    def __init__(
-        self, argv: tuple[str, ...], ranks: int, output: Path, patch: tuple[str, dict] | None, program: str = "train"
-    ):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.outputs = [output.with_suffix(f".{rank}.txt") for rank in range(ranks)]
-        self.processes = []
-        for rank in range(ranks):
-            env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            if ranks > 1:
-                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-            job = FORKS.Process(target=_child, args=(list(argv), env, str(self.outputs[rank]), patch, program))
-            job.start()
-            self.processes.append(job)
-
-    def wait(self, timeout: float = 120) -> list[int]:
-        """Exit codes of all ranks; a rank that hangs fails the test."""
-        end = time.monotonic() + timeout
-        for process in self.processes:
-            process.join(max(0.1, end - time.monotonic()))
-        hanging = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()
-        assert not hanging, f"ranks {hanging} hang: {self.text()}"
-        return [process.exitcode for process in self.processes]
-
-    def signal_at(self, out_dir: Path, step: int, number: int, timeout: float = 120) -> None:
-        """Send signal `number` to all ranks once log.jsonl shows `step`."""
-        end = time.monotonic() + timeout
-        while not any(record.get("step") == step for record in steps_of(out_dir)):
-            assert time.monotonic() < end and self.processes[0].is_alive(), f"never came to step {step}: {self.text()}"
-            time.sleep(0.002)
-        for process in self.processes:
-            os.kill(process.pid, number)
-
-    def text(self) -> str:
-        return "\n".join(path.read_text() for path in self.outputs if path.exists())
 
 
 @pytest.fixture
@@ -215,43 +52,15 @@ def train_ok(launch):
     return run
 
 
-def records(out_dir: Path) -> list[dict]:
-    """Events of log.jsonl; a line being written at this moment is left out."""
-    path = out_dir / "log.jsonl"
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+@pytest.fixture(scope="session")
+def trained_rms():
+    import small_rms
+
+    return small_rms.train()
 
 
-def steps_of(out_dir: Path) -> list[dict]:
-    return [record for record in records(out_dir) if record["event"] == "step"]
+@pytest.fixture(scope="session")
+def run_folder(trained_rms, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import small_rms
 
-
-def losses(out_dir: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in steps_of(out_dir)}
-
-
-def val_losses(out_dir: Path) -> dict[int, float]:
-    return {record["step"]: record["val_loss"] for record in records(out_dir) if record["event"] == "eval"}
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Standard normal numbers, always the same for a seed."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
-@torch.no_grad()
-def shake(module: torch.nn.Module) -> torch.nn.Module:
-    """float64, and gains and biases away from 1 and 0: the same way for the same role (a taper's base or a norm)."""
-    module.double()
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 1:
-            seed = zlib.crc32(name.replace("base.", "").encode())
-            parameter += 0.3 * draw(*parameter.shape, seed=seed)
-    return module
+    return small_rms.write_run(trained_rms, tmp_path_factory.mktemp("run"))

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
-from test_decode import make, prompt
+from decode_models import make, prompt
+from helpers import ROOT
 
 import bench_decode
 import decode_arms

@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from conftest import shake
+from helpers import shake
 
 import bench_fold
 from bench_fold import SWAPPED, BenchConfig, inputs, make_arms

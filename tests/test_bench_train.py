@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from helpers import ROOT, TINY
 
 import bench_train
 import cuda_codegen

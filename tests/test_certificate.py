@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import draw
+from helpers import draw
 from torch import nn
 
 import certificate as certificate_module

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TINY, losses, records, shake
+from helpers import TINY, losses, records, shake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import convert

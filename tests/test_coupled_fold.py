@@ -7,17 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TINY, close, losses, shake
+from coupled_shape import IDX, SHAPE, TARGETS
+from helpers import TINY, close, losses, shake
 
 from errors import ConfigError
-from model import GPT, GPTConfig
+from model import GPT
 from norm_layers import SharedRMSNorm
 from norms import NormConfig
 from train import TrainConfig
 
-SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=4, n_head=2, n_embd=16, init_std=0.2, norm_type="coupled")
-TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5))
-IDX, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
 LLAMA = {"position": "rope", "activation": "swiglu", "n_kv_head": 1, "tie_embeddings": False}
 CASES = [
     {}, {"bias": True}, {"activation": "gelu_tanh", "bias": True}, {"activation": "relu2"}, LLAMA,

@@ -8,47 +8,26 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from conftest import close, draw, shake
+from helpers import close, draw, shake
+from small_rms import SHAPE, L, sequences
 
 import rms_stats
 from checkpoint import BEST, save_checkpoint
 from coupling import GRID, Calibration, first_plan, greedy, ratios, sources, spell, suggest_first, text_windows, view
 from errors import ConfigError, FoldError
 from kl import kl_divergence
-from model import GPT, GPTConfig
+from model import GPT
 from rms_stats import summary, token_rms
 
-SHAPE = GPTConfig(vocab_size=64, n_vocab=60, block_size=24, n_layer=3, n_head=2, n_embd=32, norm_type="rms",
-                  position="rope", activation="swiglu", init_std=0.1)  # fmt: skip
-L = SHAPE.n_layer
 
-
-def sequences(count: int, seed: int) -> torch.Tensor:
-    """Token ids (count, 24) that can be learned: each is one to three more than the one before."""
-    steps = torch.randint(1, 4, (count, 24), generator=torch.Generator().manual_seed(seed))
-    return steps.cumsum(1) % 60
+@pytest.fixture(scope="module")
+def calibration(trained_rms) -> Calibration:
+    return Calibration(trained_rms, sequences(32, 1000))
 
 
 @pytest.fixture(scope="module")
-def trained() -> GPT:
-    model = GPT(SHAPE, seed=1).train()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    for step in range(60):
-        idx = sequences(16, step)
-        model(idx[:, :-1], idx[:, 1:])[0].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def calibration(trained) -> Calibration:
-    return Calibration(trained, sequences(32, 1000))
-
-
-@pytest.fixture(scope="module")
-def judge(trained) -> Calibration:
-    return Calibration(trained, sequences(32, 2000))
+def judge(trained_rms) -> Calibration:
+    return Calibration(trained_rms, sequences(32, 2000))
 
 
 # ------------------------------------------------------------------------------------------------------------------ KL
@@ -73,14 +52,14 @@ def test_chunked_kl_is_kl(chunk):
 # ------------------------------------------------------------------------------------------------------- views, ratios
 
 
-def test_a_view_is_another_plan_on_the_same_tensors(trained):
-    student = view(trained, "Rs RR ss R", 1.3)
+def test_a_view_is_another_plan_on_the_same_tensors(trained_rms):
+    student = view(trained_rms, "Rs RR ss R", 1.3)
     assert str(student.plan) == "Rs RR ss R"
     for name, tensor in student.state_dict().items():
-        assert tensor.data_ptr() == trained.state_dict()[name].data_ptr()
+        assert tensor.data_ptr() == trained_rms.state_dict()[name].data_ptr()
     idx = sequences(2, 0)
-    assert not torch.equal(student(idx), trained(idx))
-    assert torch.equal(view(student, first_plan(L, L))(idx), trained(idx))  # coupled_first = L, bit for bit
+    assert not torch.equal(student(idx), trained_rms(idx))
+    assert torch.equal(view(student, first_plan(L, L))(idx), trained_rms(idx))  # coupled_first = L, bit for bit
 
 
 def test_sizes_and_ratios_by_hand():
@@ -181,45 +160,35 @@ def test_what_cannot_be_coupled_is_refused():
 # ------------------------------------------------------------------------------------------------------------- program
 
 
-@pytest.fixture(scope="module")
-def run_folder(trained, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    meta = {"tokenizer": "chars", "vocab_size": 60, "chars": "".join(chr(48 + i) for i in range(60))}
-    save_checkpoint(folder / BEST, {"step": 0, "config": asdict(SHAPE), "meta": meta, "model": trained.state_dict()})
-    text = "".join(meta["chars"][i] for i in sequences(200, 7).flatten())
-    (folder / "text.txt").write_text(text)
-    return folder
-
-
-def test_windows_of_text(run_folder):
+def test_windows_of_text(run_folder, tmp_path):
     meta = {"tokenizer": "bytes"}
     assert text_windows(str(run_folder / "text.txt"), meta, 24, 10).shape == (10, 24)
     with pytest.raises(ConfigError, match="two windows"):
         text_windows(str(run_folder / "text.txt"), meta, 4000, 10)
     rows = "".join(json.dumps({"text": chr(65 + i) * 480}) + "\n" for i in range(26))
-    (run_folder / "many.jsonl").write_text(rows)
-    windows = text_windows(str(run_folder / "many.jsonl"), meta, 24, 8)
+    (tmp_path / "many.jsonl").write_text(rows)
+    windows = text_windows(str(tmp_path / "many.jsonl"), meta, 24, 8)
     assert windows[:, 0].tolist() == sorted(set(windows[:, 0].tolist())) and windows[-1, 0] - windows[0, 0] == 15
-    assert len(text_windows(str(run_folder / "many.jsonl"), meta, 24, 400)) == 400  # more of each, where there are few
+    assert len(text_windows(str(tmp_path / "many.jsonl"), meta, 24, 400)) == 400  # more of each, where there are few
 
 
-def test_program(run_folder, capsys):
-    words = [str(run_folder), f"--text={run_folder / 'text.txt'}", "--windows=16", f"--out={run_folder / 'o.jsonl'}"]
-    rms_stats.main([*words, "--across", f"--plot={run_folder / 'fig3.png'}", "--budget=0.5"])
+def test_program(run_folder, tmp_path, capsys):
+    words = [str(run_folder), f"--text={run_folder / 'text.txt'}", "--windows=16", f"--out={tmp_path / 'o.jsonl'}"]
+    rms_stats.main([*words, "--across", f"--plot={tmp_path / 'fig3.png'}", "--budget=0.5"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result == json.loads((run_folder / "o.jsonl").read_text())
+    assert result == json.loads((tmp_path / "o.jsonl").read_text())
     assert len(result["blocks"]) == L and result["curve"][0]["kl"] == 0 and result["curve"][-1]["kl"] <= 0.5
     assert len(result["one_alpha"]["kl"]) == len(result["per_layer"]["kl"]) == L + 1
     for block in result["blocks"]:
         low, middle, high = block["mlp"]["quantiles"]
         assert low < middle < high and low < block["mlp"]["mean"] < high
-    assert (run_folder / "fig3.png").stat().st_size > 10_000
+    assert (tmp_path / "fig3.png").stat().st_size > 10_000
     coupled = GPT(replace(SHAPE, norm_type="coupled", coupled_calibrate=2)).eval()
     state, meta = coupled.state_dict(), torch.load(run_folder / BEST, weights_only=True)["meta"]
-    (run_folder / "coupled").mkdir()
-    save_checkpoint(run_folder / "coupled" / BEST, {"step": 0, "config": asdict(coupled.config), "meta": meta,
+    (tmp_path / "coupled").mkdir()
+    save_checkpoint(tmp_path / "coupled" / BEST, {"step": 0, "config": asdict(coupled.config), "meta": meta,
                                                     "model": state})  # fmt: skip
-    rms_stats.main([str(run_folder / "coupled"), *words[1:]])  # its own sizes, and no suggestion
+    rms_stats.main([str(tmp_path / "coupled"), *words[1:]])  # its own sizes, and no suggestion
     assert "norm plan Rs Rs Rs R: it shares statistics already" in capsys.readouterr().out
     for wrong, error in (([str(run_folder)], "text: name a file"), ([*words, "--windows=2"], "windows=2: must be at")):
         with pytest.raises(ConfigError, match=error):

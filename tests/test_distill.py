@@ -14,8 +14,8 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, records
-from test_coupling import SHAPE, L, run_folder, sequences, trained  # noqa: F401 (fixtures)
+from helpers import ROOT, records
+from small_rms import SHAPE, L, sequences
 
 import adapters
 import distill
@@ -34,7 +34,7 @@ WORDS = ("--rank=4", "--adapter_alpha=8", "--batch_size=4", "--gradient_accumula
 
 
 @pytest.fixture
-def words(run_folder, tmp_path):  # noqa: F811
+def words(run_folder, tmp_path):
     return [*WORDS, f"--teacher={run_folder}", f"--local={run_folder / 'text.txt'}", f"--out_dir={tmp_path / 'out'}"]
 
 
@@ -52,7 +52,7 @@ def evals(folder):
 
 
 @pytest.mark.parametrize("method", ["dora", "lora", "full"])
-def test_the_student_learns_and_the_teacher_does_not_move(method, words, run_folder, tmp_path, capsys):  # noqa: F811
+def test_the_student_learns_and_the_teacher_does_not_move(method, words, run_folder, tmp_path, capsys):
     run = distiller([*words, f"--method={method}", *(["--learning_rate=1e-4"] if method == "full" else [])])
     before, idx = load_model(str(run_folder)), sequences(4, 50)
     shared = {tensor.data_ptr() for tensor in run.teacher.state_dict().values()}
@@ -74,8 +74,8 @@ def test_the_student_learns_and_the_teacher_does_not_move(method, words, run_fol
 
 @pytest.mark.parametrize("dora", [True, False])
 @torch.no_grad()
-def test_merged_and_absorbed_student_is_the_unmerged(dora, trained):  # noqa: F811
-    teacher, idx = distill.view(trained, "RR Rs ss R", (1.0, 1.0, 1.0, 1.2, 1.1, 0.9, 1.0)), sequences(8, 3)
+def test_merged_and_absorbed_student_is_the_unmerged(dora, trained_rms):
+    teacher, idx = distill.view(trained_rms, "RR Rs ss R", (1.0, 1.0, 1.0, 1.2, 1.1, 0.9, 1.0)), sequences(8, 3)
     student = distill.view(teacher, "RR Rs ss R", teacher.config.coupled_alpha)
     adapters.add_adapters(student, 4, 8.0, dora)
     trained_ones = [parameter for parameter in student.parameters() if parameter.requires_grad]
@@ -219,7 +219,7 @@ def test_rows_without_text_are_told(tmp_path):
         list(distill_data.blocks(documents, tokenizer, 4))
 
 
-def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):  # noqa: F811
+def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
     class DatasetNotFoundError(Exception):
         pass
 
@@ -254,7 +254,7 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):  # noq
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def test_memory_estimate(capsys, run_folder):  # noqa: F811
+def test_memory_estimate(capsys, run_folder):
     for method in ("dora", "full"):
         distill.main([f"--teacher={run_folder}", f"--method={method}", "--rank=8", "--device=cpu", "--estimate"])
         parts = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, losses, write_tiny_shards
+from helpers import ROOT, TINY, losses, write_tiny_shards
 
 from data.shards import HEADER_BYTES
 from errors import run_program

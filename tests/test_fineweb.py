@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-from conftest import ROOT, offline_data
+from helpers import ROOT, offline_data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

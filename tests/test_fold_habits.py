@@ -9,8 +9,8 @@ import copy
 import numpy as np
 import pytest
 import torch
-from conftest import close, draw
-from test_foldable import C, folded, net
+from fold_nets import C, folded, net
+from helpers import close, draw
 from torch import nn
 from torch.nn.utils import parametrize
 

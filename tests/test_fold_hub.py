@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from conftest import shake
+from helpers import shake
 
 pytest.importorskip("transformers")
 

@@ -4,7 +4,7 @@ import os
 import random
 
 import torch
-from conftest import draw
+from helpers import draw
 from torch import Tensor, nn
 
 from certificate import randomize

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, losses, records, steps_of, val_losses
-from test_train import NORM_TYPES, keys_of
+from helpers import NORM_TYPES, TINY, keys_of, losses, records, steps_of, val_losses
 
 import checkpoint
 import sharded
@@ -169,7 +168,7 @@ def test_float16_skips_a_step_on_all_ranks(train_ok, tiny_data, tmp_path):
 @pytest.fixture(scope="module")
 def trained(tiny_data, tmp_path_factory):
     """A run of 4 steps on 2 ranks."""
-    from conftest import Job
+    from helpers import Job
 
     out = tmp_path_factory.mktemp("fsdp") / "run"
     job = Job((*FSDP, "--max_iters=4", "--eval_interval=2", f"--data_dir={tiny_data}", f"--out_dir={out}"), 2,

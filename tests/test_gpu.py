@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, start_code
+from helpers import ROOT, start_code
 
 import bench_decode
 import bench_fold
@@ -75,7 +75,7 @@ def test_stages_are_done_once_and_a_failed_one_again_when_the_code_is_another(ca
 
 def test_a_stage_beyond_its_limit_is_stopped_and_a_sweep_goes_on(campaign, tmp_path, monkeypatch):
     """Both with all that they have started, even what does not listen; they get the time to save."""
-    monkeypatch.setattr(gpu, "GRACE", 0.8)
+    monkeypatch.setattr(gpu, "GRACE", 1)
     loop = "sh -c 'trap \"sleep 0.2; echo saved > saved; exit 1\" INT; (while :; do sleep 0.1; date > {}; done) & wait'"
     run = campaign(Stage("slow", 0.01, loop.format("slow")), Stage("sweep", 9, loop.format("sweep"), goes_on=True),
                    Stage("bench", 9, "sh -c 'trap \"exit 0\" INT; sleep 60 & wait'"))  # fmt: skip
@@ -87,10 +87,9 @@ def test_a_stage_beyond_its_limit_is_stopped_and_a_sweep_goes_on(campaign, tmp_p
     written = [(tmp_path / name).stat().st_mtime_ns for name in ("slow", "sweep")]
     time.sleep(0.5)
     assert written == [(tmp_path / name).stat().st_mtime_ns for name in ("slow", "sweep")]  # nothing has outlived it
-    monkeypatch.setattr(gpu, "GRACE", 0.5)  # what they save now is not looked at
-    assert run("--limit=0.01") == 1
+    assert run("--limit=0.02") == 1
     assert noted(tmp_path)[2:] == [("slow", "too long"), ("sweep", "goes on"), ("bench", "cut short")]
-    assert run("--limit=0.01") == 0 and noted(tmp_path)[5:] == [("sweep", "goes on")]
+    assert run("--limit=0.02") == 0 and noted(tmp_path)[5:] == [("sweep", "goes on")]
 
 
 def test_what_the_user_has_exported_is_not_the_stages(campaign, tmp_path, monkeypatch):

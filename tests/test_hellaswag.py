@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, losses, offline_data, records, val_losses, write_tiny_shards
+from helpers import ROOT, TINY, losses, offline_data, records, val_losses, write_items, write_tiny_shards
 
 from checkpoint import save_checkpoint
 from data.shards import DataError
@@ -26,19 +26,6 @@ from model import GPT, GPTConfig
 from ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
-WORDS = ["the", "a", "man", "woman", "dog", "runs", "sits", "jumps", "over", "under", "table", "house", "slowly"]
-
-
-def write_items(path: Path, count: int) -> Path:
-    """Random items with random labels."""
-    random = np.random.RandomState(0)
-    items = []
-    for number in range(count):
-        endings = [" ".join(random.choice(WORDS, random.randint(1, 9))) for _ in range(4)]
-        items.append({"ind": 3 * number, "ctx": " ".join(random.choice(WORDS, random.randint(2, 20))),
-                      "endings": endings, "label": random.randint(4)})  # fmt: skip
-    path.write_text("".join(json.dumps(item) + "\n" for item in items))
-    return path
 
 
 def tiny_gpt(block_size: int = 128) -> GPT:

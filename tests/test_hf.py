@@ -8,77 +8,26 @@ import shutil
 import subprocess
 import sys
 import unittest.mock
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
+from hf_models import (
+    LLAMA,
+    LLAMA3,
+    MODELS,
+    edit_json,
+    edit_tensors,
+    needs_transformers,
+    save,
+    tiny,
+    tokens,
+    transformers,
+)
 
 import hf
 from errors import UserError
 from model import GPT, KVCache, rope_tables
-
-transformers, reason = None, ""
-try:
-    transformers = hf.import_transformers()
-except hf.HFError as error:
-    reason = str(error)
-needs_transformers = pytest.mark.skipif(bool(reason), reason=reason)
-safetensors = pytest.importorskip("safetensors.torch")
-
-ROOT = Path(hf.__file__).parent
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
-GPT2 = dict(vocab_size=67, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=None, eos_token_id=None)
-LLAMA = dict(vocab_size=67, max_position_embeddings=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-             num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)  # fmt: skip
-DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
-MODELS = {
-    "gpt2": ("GPT2", GPT2),
-    "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 40, "layer_norm_epsilon": 1e-3}),
-    "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
-    "qwen3": ("Qwen3", {**LLAMA, "head_dim": 12, "rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": True}),
-    "qwen3-untied-bias": ("Qwen3", {**LLAMA, "head_dim": 16, "rms_norm_eps": 1e-3, "attention_bias": True}),
-    "llama": ("Llama", {**LLAMA, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "llama-untied-biases": ("Llama", {**LLAMA, "rope_parameters": LLAMA3, "head_dim": 16, "attention_bias": True,
-                                      "mlp_bias": True, "num_key_value_heads": 1}),
-    "llama-plain": ("Llama", {**LLAMA, "num_key_value_heads": None, "rms_norm_eps": 1e-5}),
-}  # fmt: skip
-
-
-@torch.no_grad()
-def tiny(name):
-    """A transformers model in eval mode whose every parameter, gains and biases too, has a non-trivial value."""
-    if transformers is None:
-        pytest.skip(reason)
-    family, shape = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**shape)
-    model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).eval()
-    stream = torch.Generator().manual_seed(1)
-    for parameter_name, parameter in model.named_parameters():
-        gain = parameter.dim() == 1 and parameter_name.endswith("weight")
-        parameter.normal_(1.0 if gain else 0.0, 0.25, generator=stream)
-    return model
-
-
-def save(model, folder, **options):
-    model.save_pretrained(folder, **options)
-    return folder
-
-
-def tokens(batch, length, seed=0):
-    return torch.randint(67, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def edit_json(path, **changes):
-    """Set keys of a JSON file; `...` removes one."""
-    content = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
-
-
-def edit_tensors(folder, change):
-    weights = safetensors.load_file(folder / "model.safetensors")
-    safetensors.save_file(change(weights), folder / "model.safetensors", metadata={"format": "pt"})
-
 
 # --------------------------------------------------------------------------------------------- parity with transformers
 
@@ -326,7 +275,8 @@ import scipy.optimize, sympy, torch, torch._dynamo, torch.distributed.tensor
 assert not {"hf", "kernels", "transformers"} & set(sys.modules)
 for paths in CASES:
     if child := os.fork():
-        os.waitpid(child, 0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)
     else:
         break
 else:
@@ -355,4 +305,5 @@ def test_transformers_works_beside_our_folder_named_kernels(tmp_path):
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
     program = f"CASES = {[[str(ROOT)], [str(ROOT), str(site)]]}\n" + USE_BOTH
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == ["1 kernels False", "2 kernels False"], done.stderr[-2000:]

@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from conftest import offline_data, shake, start_code
-from test_hf import ROOT, edit_json, needs_transformers, save, tiny, tokens, transformers
+from helpers import ROOT, offline_data, shake, start_code
+from hf_models import edit_json, needs_transformers, save, tiny, tokens, transformers
 
 import fold
 import hf
@@ -187,13 +187,14 @@ def test_shards(tmp_path, monkeypatch):
 
 
 FIRST = """
-import os
+import os, sys
 import hf
 
 transformers = hf.import_transformers()
 for name in ("OPTModel", "BertModel", "ViTModel"):
     if child := os.fork():
-        os.waitpid(child, 0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)
     else:
         print(getattr(transformers, name).__name__)
         break
@@ -207,7 +208,8 @@ def test_any_model_class_can_be_the_first():
     Each class is the first one of a process; these are copies of one that has imported transformers and no model.
     """
     done = subprocess.run([sys.executable, "-c", FIRST], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["OPTModel", "BertModel", "ViTModel"], done.stderr[-1500:]
+    assert done.returncode == 0, done.stderr[-1500:]
+    assert done.stdout.split() == ["OPTModel", "BertModel", "ViTModel"]
 
 
 REFUSED = """

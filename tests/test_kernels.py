@@ -4,7 +4,7 @@
 
     NANONORM_FULL=1/100 python -m pytest tests/test_kernels.py   # on a GPU
 
-Without a GPU the kernels run in Triton's interpreter (conftest.py). The axes below are combined pairwise: any two
+Without a GPU the kernels run in Triton's interpreter (helpers.py). The axes below are combined pairwise: any two
 values of any two axes meet, for each operator. NANONORM_FULL adds a share of the full product, always the same one.
 """
 
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import draw
+from helpers import draw
 
 import kernels
 from kernels import binding, rows
@@ -329,7 +329,7 @@ def check_case(name, case):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_results_are_rounded_to_the_nearest(dtype):
-    """Of float32 sums, ties to even: bit for bit as PyTorch does. (The interpreter does through conftest.py.)"""
+    """Of float32 sums, ties to even: bit for bit as PyTorch does. (The interpreter does through helpers.py.)"""
     x, a = ((draw(64, 1000, seed=seed) * 2.0 ** draw(64, 1, seed=seed + 2)).to(DEVICE, dtype) for seed in (0, 1))
     step = torch.finfo(dtype).eps
     x[0, :6] = torch.tensor([1, 1, 1 + step, 1 + step, -1, torch.inf], dtype=dtype)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, close, draw
+from helpers import ROOT, close, draw
 
 import kernels
 from configurator import parse_args

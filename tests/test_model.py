@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from conftest import close, draw, shake
 from functorch.compile import make_boxed_func
+from helpers import close, draw, shake
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode

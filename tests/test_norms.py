@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import close, draw, shake
+from helpers import close, draw, shake
 from torch import nn
 
 import norm_layers

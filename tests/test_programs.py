@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, records, val_losses
+from helpers import ROOT, TINY, records, val_losses
 
 import report
 import sample

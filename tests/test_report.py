@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 import plots
 import report
@@ -209,7 +209,7 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path):
     assert any("data: y against x" in line for line in left_out)
 
 
-def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys, undrawn):
+def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
     for seed in (8, 9, 10):
         write_run(tmp_path, "rms", seed)
         write_run(tmp_path, "layer", seed, until=60 if seed == 9 else 100)

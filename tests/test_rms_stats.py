@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, close, losses, records, shake
-from test_coupled_fold import IDX, SHAPE, TARGETS
+from coupled_shape import IDX, SHAPE, TARGETS
+from helpers import TINY, close, losses, records, shake
 
 import evaluation
 from dataloader import Blocks

@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, records, write_tiny_shards
-from test_hellaswag import write_items
+from helpers import ROOT, TINY, records, write_items, write_tiny_shards
 
 import report
 from runs import find_runs

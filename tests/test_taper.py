@@ -16,9 +16,9 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import FORKS, TINY, close, draw, records, shake
-from test_hf import save as hf_save
-from test_hf import tiny as hf_tiny
+from helpers import FORKS, TINY, close, draw, records, shake
+from hf_models import save as hf_save
+from hf_models import tiny as hf_tiny
 from torch.utils.checkpoint import checkpoint
 
 import train

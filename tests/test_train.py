@@ -7,21 +7,13 @@ import signal
 
 import pytest
 import torch
-from conftest import TINY, losses, records, steps_of, val_losses
+from helpers import NORM_TYPES, TINY, keys_of, losses, records, steps_of, val_losses
 
 from checkpoint import CheckpointError, init_from
 from configurator import parse_args
 from model import GPT
 from taper import TaperSchedule
 from train import TrainConfig
-
-NORM_TYPES = ("layer", "rms", "coupled", "cbwc", "taper")
-TAPER_KEYS = ("--taper_warmup=10", "--taper_end=30", "--taper_final=True", "--taper_anchor=0.1")
-
-
-def keys_of(norm_type: str) -> tuple[str, ...]:
-    """The taper of these runs lasts from step 10 to step 30, so that a kill at step 20 falls into its decay."""
-    return (f"--norm_type={norm_type}", *(TAPER_KEYS if norm_type == "taper" else ()))
 
 
 def weights(path) -> dict[str, torch.Tensor]:
@@ -51,8 +43,8 @@ def test_cbwc_trains_as_layer_and_rms_does_not(train_ok, tiny_data, tmp_path, bi
 def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, ranks):
     """40 steps in one go; and with SIGTERM, resume, SIGKILL, resume from an earlier checkpoint.
 
-    Every norm type meets both signals, and so does every number of ranks: each pair is there, not each triple. One
-    rank and a taper: the next test. Both signals fall into the taper's decay.
+    Every norm type meets both signals, and so does every number of ranks; not every type every number. One rank and a
+    taper: the next test. Both signals fall into the taper's decay.
     """
 
     def words(name: str) -> tuple[str, ...]:

@@ -1,0 +1,39 @@
+"""An RMSNorm model that is trained in a second on sequences it can learn, for the tests of coupling after training."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from checkpoint import BEST, save_checkpoint
+from model import GPT, GPTConfig
+
+SHAPE = GPTConfig(vocab_size=64, n_vocab=60, block_size=24, n_layer=3, n_head=2, n_embd=32, norm_type="rms",
+                  position="rope", activation="swiglu", init_std=0.1)  # fmt: skip
+L = SHAPE.n_layer
+
+
+def sequences(count: int, seed: int) -> torch.Tensor:
+    """Token ids (count, 24) that can be learned: each is one to three more than the one before."""
+    steps = torch.randint(1, 4, (count, 24), generator=torch.Generator().manual_seed(seed))
+    return steps.cumsum(1) % 60
+
+
+def train() -> GPT:
+    model = GPT(SHAPE, seed=1).train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(60):
+        idx = sequences(16, step)
+        model(idx[:, :-1], idx[:, 1:])[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def write_run(model: GPT, folder: Path) -> Path:
+    """A run folder with the model's best checkpoint, and a text that it knows."""
+    meta = {"tokenizer": "chars", "vocab_size": 60, "chars": "".join(chr(48 + i) for i in range(60))}
+    save_checkpoint(folder / BEST, {"step": 0, "config": asdict(SHAPE), "meta": meta, "model": model.state_dict()})
+    text = "".join(meta["chars"][i] for i in sequences(200, 7).flatten())
+    (folder / "text.txt").write_text(text)
+    return folder
