@@ -190,14 +190,15 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def measure(binaries: list[Binary], sm: int) -> list[dict[str, int | None]]:
-    """The table's columns for each kernel; and `early`, the loads and stores, copies to shared memory included, that it
+def measured(compiled: list[tuple[dict, Binary]], sm: int) -> list[dict]:
+    """The record of each kernel, with what `measure` finds added to it."""
+    assemblies = disassemble([binary.cubin for _, binary in compiled], sm)
+    return [record | measure(binary, text) for (record, binary), text in zip(compiled, assemblies, strict=True)]
+
+
+def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
+    """The table's columns for one kernel; and `early`, the loads and stores, copies to shared memory included, that it
     begins before it waits for the kernel before (None: it does not wait)."""
-    assemblies = disassemble([binary.cubin for binary in binaries], sm)
-    return [measure_one(binary, assembly) for binary, assembly in zip(binaries, assemblies, strict=True)]
-
-
-def measure_one(binary: Binary, assembly: str) -> dict[str, int | None]:
     start, wait, _ = assembly.partition("ACQBULK")
     early = len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start)) if wait else None
 
@@ -255,13 +256,13 @@ def main(argv: list[str]) -> int:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     records = []
     for sm in config.sm:
-        found, binaries = [], []
+        compiled = []
         for place, channels in enumerate(config.channels):
             for name, launch in itertools.chain(cases(channels), variants(channels) if place == 0 else ()):
                 for kernel, arguments, keywords in launches(launch):
-                    found.append({"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm})
-                    binaries.append(compile_launch(kernel, arguments, keywords, sm))
-        records += [record | row for record, row in zip(found, measure(binaries, sm), strict=True)]
+                    record = {"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm}
+                    compiled.append((record, compile_launch(kernel, arguments, keywords, sm)))
+        records += measured(compiled, sm)
     return finish(records, config.out)
 
 

@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     if binding.INTERPRETED:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     can_overlap = config.sm >= 90
-    found, binaries = [], []
+    compiled = []
     for name in config.shapes.split(","):
         for batch in config.batch:
             for word, size, launch in cases(name, batch):
@@ -127,10 +127,9 @@ def main(argv: list[str]) -> int:
                     for kernel, arguments, keywords in made:
                         if is_overlapping == can_overlap or kernel.__name__ in EARLY:
                             operator = f"{name} {word}, batch {batch}"
-                            found.append(describe(operator, size, config.sm, kernel, keywords))
-                            binaries.append(aot.compile_launch(kernel, arguments, keywords, config.sm))
-    rows = aot.measure(binaries, config.sm)
-    return aot.finish([record | row for record, row in zip(found, rows, strict=True)], config.out)
+                            record = describe(operator, size, config.sm, kernel, keywords)
+                            compiled.append((record, aot.compile_launch(kernel, arguments, keywords, config.sm)))
+    return aot.finish(aot.measured(compiled, config.sm), config.out)
 
 
 if __name__ == "__main__":

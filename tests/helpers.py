@@ -118,14 +118,19 @@ def write_items(path: Path, count: int) -> Path:
     return path
 
 
+def _write_to(output: str) -> None:
+    """Send this process's stdout and stderr to a file."""
+    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+
+
 def _child(
     argv: list[str], env: dict[str, str], output: str, patch: tuple[str, dict] | None, program: str
 ) -> None:
     """In the child: like `python PROGRAM.py ...` with stdout and stderr in a file. `patch` names a fault to inject."""
     os.environ.update(env)
-    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(stream, 1)
-    os.dup2(stream, 2)
+    _write_to(output)
     sys.argv = [f"{program}.py", *argv]
     torch.set_num_threads(1)
     import faults
@@ -138,9 +143,7 @@ def _child(
 
 
 def _code(code: str, argv: list[str], output: str) -> None:
-    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(stream, 1)
-    os.dup2(stream, 2)
+    _write_to(output)
     sys.argv = ["-c", *argv]
     exec(code, {"__name__": "__main__"})
 

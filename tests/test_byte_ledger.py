@@ -193,7 +193,7 @@ def figures(folder: str) -> dict[str, dict[str, float]]:
     """The ledger of every arm of the program, of the naive form of coupled, and of a small shape, bytes per token and
     block. Of arms that no test compares, the block alone: a tenth of the work. The program writes the row of rms at the
     small shape into `folder`; it finds it counted already."""
-    gc.disable()  # an eighth of the time; this process soon ends
+    gc.disable()  # it takes 15 % of the time; this process soon ends
     byte_ledger.count = functools.cache(byte_ledger.count)
     config = byte_ledger.LedgerConfig()
     found = {
@@ -217,7 +217,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ledger(written):
-    """The figures, which take 90 s of a core."""
+    """The figures, which take two minutes of a core."""
     return in_child(figures, str(written))
 
 
