@@ -7,7 +7,7 @@
     python bench_decode.py --last_token --out=results/h200/taper       # TaperNorm's protocol; --ledger counts alone
 
 The model is a run folder, a checkpoint, a Hugging Face folder or name, or `random:` and a published shape, whose random
-weights are never zeros. Arms (decode_arms.py): A rms, B coupled (the paper's fusion), C rms_fused, D coupled_fused,
+weights are never zeros. Arms (decode/arms.py): A rms, B coupled (the paper's fusion), C rms_fused, D coupled_fused,
 E taper_folded, L layer, M layer_fused; all from the same weights. B/A is the paper's claim; D/A mixes fusion with the
 shared statistic, so D/C, which does not, always stands beside it.
 
@@ -41,23 +41,23 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import decode_gpt_fast
-import decode_peers
-import decode_report
-from checkpoint import load_model
+from common.distributed import find_device
+from common.errors import ConfigError, UserError, run_program
+from common.stats import cpu_seconds, median_ratio, paired_times, seconds
 from configurator import check_least, key, parse_args
-from decode import Decoder, can_overlap
-from decode_arms import Arm, check_arm, find_arms, packed_arm
-from decode_trace import trace_arms
-from errors import ConfigError, UserError, run_program
-from last_token import bench_last_token
-from launch_ledger import floor_bytes, launches, ledger_table, make_ledger, per_block, shape_on_meta
+from decode import gpt_fast as decode_gpt_fast
+from decode import peers as decode_peers
+from decode import report
+from decode.arms import Arm, check_arm, find_arms, packed_arm
+from decode.last_token import bench_last_token
+from decode.ledger import floor_bytes, launches, ledger_table, make_ledger, per_block, shape_on_meta
+from decode.pack import LIBRARY_FROM
+from decode.step import Decoder, can_overlap
+from decode.trace import trace_arms
 from model import GPT
-from optim import find_dtype
-from packing import LIBRARY_FROM
-from ranks import find_device
-from runlog import timing_environment
-from stats import cpu_seconds, median_ratio, paired_times, seconds
+from training.checkpoint import load_model
+from training.log import timing_environment
+from training.optim import find_dtype
 
 TWIN = "A/A"  # a second copy of the first arm
 TUNED = "_tuned"  # behind the name of an arm's second variant
@@ -299,9 +299,9 @@ def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
                              config.launch_us, config.norm_keys, config.library_from)  # fmt: skip
         floor, speed = ledger["floor_ms_per_token"], ledger["bandwidth"] / 1e12
         print(f"{spec}, batch {batch}: floor {floor:.3f} ms/token at {speed:g} TB/s, {config.launch_us:g} us a launch. "
-              f"A prediction, not a measurement. {decode_report.ENDS}\n\n{ledger_table(ledger)}\n")  # fmt: skip
+              f"A prediction, not a measurement. {report.ENDS}\n\n{ledger_table(ledger)}\n")  # fmt: skip
         if config.out:
-            decode_report.write_ledger(Path(config.out), ledger)
+            report.write_ledger(Path(config.out), ledger)
         ledgers.append(ledger)
     return ledgers[0] | ({"batches": ledgers} if len(ledgers) > 1 else {})
 
@@ -336,10 +336,10 @@ def main(argv: list[str]) -> None:
     for batch in config.batches:
         records.append(place | measure(config, spec, model, batch, bandwidth))
         if batch == config.batches[0]:
-            print(decode_report.card(records[0]))
-        print(decode_report.table(records[-1]), "\n", flush=True)
+            print(report.card(records[0]))
+        print(report.table(records[-1]), "\n", flush=True)
         if config.out:  # at once: a later batch size may not get to its end
-            decode_report.write(Path(config.out), records[-1:], config)
+            report.write(Path(config.out), records[-1:], config)
         if records[-1]["rounds"] < config.rounds:
             break  # interrupted
     slim = [{name: value for name, value in record.items() if name != "seconds"} for record in records]

@@ -21,7 +21,7 @@ import typing
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from errors import ConfigError
+from common.errors import ConfigError
 
 T = TypeVar("T")
 

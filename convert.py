@@ -10,7 +10,7 @@
 The first word is the model: a run folder, a checkpoint file, a Hugging Face folder or hub name, or random:gpt2 and the
 like. A conversion is done again on float64 copies, with the given and with random weights; what is not exact is
 refused without --inexact. DIR gets a checkpoint that every program reads (train.py by --init_from), config.json and
-certificate.json; without --out nothing is written. --to=decode has no --out: decode.py packs a model when it loads it.
+certificate.json; without --out nothing is written. --to=decode has no --out: decode/step.py packs a model as it loads.
 A Hugging Face model that our GPT does not load is folded as transformers computes it, as far as that goes, and DIR is
 a folder of transformers with fold.json beside it: fold_hub.load(DIR) is the model with its RMSNorms, and transformers
 alone reads it as LayerNorms with the same function. The last line of output is JSON.
@@ -29,22 +29,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import fold
-import foldable
-from certificate import Certificate, Inputs, certify, run, touched
-from checkpoint import BEST, HUB_NAME, LAST, load_model, save_checkpoint
+import fold as foldable
+from common.errors import ConfigError, FoldError, UserError, run_program, writing
 from configurator import key, parse_args
-from coupling import text_windows, to_coupled
 from data.shards import write_bytes_atomically
-from decode import decode_logits
-from errors import ConfigError, FoldError, UserError, run_program, writing
-from fold_choice import LEFT
-from fold_hub import example_inputs, load, load_pretrained, read_inputs, save
-from foldable import Report
-from hf_config import gpt_config, read_config, resolve_hub
-from kernels import decode_reference
+from decode.pack import pack
+from decode.step import decode_logits
+from fold import Report, gpt
+from fold.certificate import Certificate, Inputs, certify, run, touched
+from fold.choice import LEFT
+from fold.hub import example_inputs, load, load_pretrained, read_inputs, save
+from hf.config import gpt_config, read_config, resolve_hub
+from kernels.decode import reference as decode_reference
 from model import GPT, GPTConfig
-from packing import pack
+from posthoc.coupling import text_windows, to_coupled
+from training.checkpoint import BEST, HUB_NAME, LAST, load_model, save_checkpoint
 
 WINDOWS, LENGTH = 32, 256  # of text, at most; every second one calibrates, the others judge
 
@@ -70,7 +69,7 @@ class ConvertConfig:
         if bool(self.to) == self.analyze:
             raise ConfigError("say what to do: --to=rms, folded, coupled or decode; or --analyze")
         if self.to == "decode" and self.out:
-            raise ConfigError(f"out={self.out}: decode.py packs a model when it loads it, there is no file: remove it")
+            raise ConfigError(f"out={self.out}: decode/step.py packs a model as it loads, there is no file: remove it")
         if self.to != "coupled" and (self.norm_plan or self.text):
             raise ConfigError("norm_plan and text are keys of --to=coupled: remove them")
         if self.to != "rms" and (self.insert or not self.untie):
@@ -87,7 +86,7 @@ class ConvertConfig:
 
 
 class DecodeForm(nn.Module):
-    """What decode.py runs, fully fused, with the face of a model: token ids (B, T) -> logits (B, T, n_vocab)."""
+    """What decode/step.py runs, fully fused, with the face of a model: token ids (B, T) -> logits (B, T, n_vocab)."""
 
     def __init__(self, model: GPT):
         super().__init__()
@@ -117,13 +116,13 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
     if config.to == "rms":
         if model.config.tie_embeddings and not config.untie:
             raise FoldError("the head is the embedding, which has to be centred: --untie gives it weights of its own")
-        rewrite = fold.to_rms
+        rewrite = gpt.to_rms
     elif config.to == "folded":
-        rewrite, exact = partial(fold.to_folded, exact=not config.inexact), not config.inexact
+        rewrite, exact = partial(gpt.to_folded, exact=not config.inexact), not config.inexact
     elif config.to == "decode":
         rewrite = DecodeForm
     elif model.config.norm_type == "coupled":
-        rewrite = fold.absorb_alpha
+        rewrite = gpt.absorb_alpha
     else:
         if not config.inexact:
             raise FoldError("--to=coupled changes this model's function: add --inexact to have it all the same")
@@ -221,7 +220,7 @@ def ways(report: Report, config: ConvertConfig) -> str:
 
 
 def analyze(spec: str, config: ConvertConfig) -> Report:
-    """foldable.py's verdicts on the LayerNorms of a model, ours or transformers'.
+    """fold/__init__.py's verdicts on the LayerNorms of a model, ours or transformers'.
 
     Our tied head is taken as a module that shares the embedding's weights: --to=rms can give it weights of its own.
     """

@@ -5,11 +5,11 @@
     python distill.py --teacher=out/rms --local=more.jsonl --method=full    any of our runs, any text
     torchrun --standalone --nproc_per_node=8 -- distill.py ...      (-- or torchrun takes --local for its own)
 
-The student is the teacher under a coupled norm plan, with calibrated alpha (coupling.py); it learns from KL(teacher ||
-student) alone and sees no labels. With adapters both are views of one copy of the weights, which never change; only
-full fine-tuning moves weights of its own. out_dir gets log.jsonl, distill_last.pt (from which the same command goes
-on), and at the end the student with adapters merged and alpha absorbed: ckpt_best.pt, and hf/ for a teacher from
-Hugging Face. The last line of output is JSON.
+The student is the teacher under a coupled norm plan, with calibrated alpha (posthoc/coupling.py); it learns from
+KL(teacher || student) alone and sees no labels. With adapters both are views of one copy of the weights, which never
+change; only full fine-tuning moves weights of its own. out_dir gets log.jsonl, distill_last.pt (from
+which the same command goes on), and at the end the student with adapters merged and alpha absorbed: ckpt_best.pt, and
+hf/ for a teacher from Hugging Face. The last line of output is JSON.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import adapters
-import hf
-from checkpoint import BEST, DISTILLING, load_model, read_checkpoint, save_checkpoint
+from common.distributed import Ranks, StopSignal, faster_float32_products, find_device
+from common.errors import CheckpointError, ConfigError, UserError, run_program
+from common.parallel import accumulate, replicate
 from configurator import check_least, key, parse_args
-from coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
 from data.shards import DataError
-from distill_data import open_stream, shuffled
-from distill_models import Pair, finished, make_student, teacher_config
-from errors import CheckpointError, ConfigError, UserError, run_program
+from hf import weights
 from model import GPT, cross_entropy
-from optim import DTYPES, Precision, guarded_update, learning_rate, make_optimizer, micro_step
-from parallel import accumulate, replicate
-from ranks import Ranks, StopSignal, faster_float32_products, find_device
-from runlog import RunLog, Throughput, environment
+from posthoc import adapters
+from posthoc.coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
+from posthoc.student import Pair, finished, make_student, teacher_config
+from posthoc.text import open_stream, shuffled
+from training.checkpoint import BEST, DISTILLING, load_model, read_checkpoint, save_checkpoint
+from training.log import RunLog, Throughput, environment
+from training.optim import DTYPES, Precision, guarded_update, learning_rate, make_optimizer, micro_step
 
 SPREAD = 16  # calibration blocks are every 16th of the first ones, where there are so many
 FREE = ("max_iters", "eval_interval", "log_interval", "device", "out_dir", "export")  # may differ when a run goes on
@@ -298,7 +298,7 @@ class Distiller:
         """hf/, in place of one that an earlier end of this run has left; it is whole whenever it is there."""
         target, fresh = self.out_dir / "hf", self.out_dir / "hf.tmp"
         shutil.rmtree(fresh, ignore_errors=True)  # of a run that was stopped here
-        hf.export_hf(student, fresh)
+        weights.export_hf(student, fresh)
         shutil.rmtree(target, ignore_errors=True)
         fresh.rename(target)
 

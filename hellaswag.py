@@ -35,14 +35,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import load_model
+from common.distributed import Ranks
+from common.errors import UserError, run_program
 from configurator import check_least, key, parse_args
 from data.shards import DataError, write_bytes_atomically
 from data.tokenizers import load_tokenizer
-from errors import UserError, run_program
 from model import GPT
-from optim import Precision
-from ranks import Ranks
+from training.checkpoint import load_model
+from training.optim import Precision
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 STORED = Path(__file__).resolve().parent / "data" / "hellaswag" / "hellaswag_val.jsonl"

@@ -1,5 +1,5 @@
 """GPT in one file: the GPT-2 shape (learned positions, GELU) and the Llama / Qwen3 shape (rotary positions, SwiGLU,
-grouped-query attention). What sits at its norm positions is the norm plan's business (norms.py).
+grouped-query attention). What sits at its norm positions is the norm plan's business (norm_plan.py).
 
 Shapes: B batch, T tokens, C = n_embd channels, V vocabulary.
 """
@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.errors import ConfigError
 from configurator import key
-from errors import ConfigError
 from kernels import scaled_activation
+from kernels.cross_entropy import cross_entropy
 from kernels.reference import KINDS, activate
-from loss import cross_entropy
-from norm_layers import Debt, Handover, Norm
-from norms import NormConfig, NormPlan
+from norm_plan import NormConfig, NormPlan
+from norms import Debt, Handover, Norm
 
 
 @dataclass(frozen=True)

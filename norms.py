@@ -1,263 +1,236 @@
-"""The norm plan: which norm sits at each of the 2L + 1 norm positions of a GPT with L blocks.
+"""The norms themselves; their maths is in kernels/. Every one is an add-and-norm with the same face:
 
-Position 2i is before attention of block i, 2i + 1 before its MLP, 2L is the final norm. One letter a position:
-R computes an RMS statistic, s shares the one before, L LayerNorm, T taper, D Dynamic Tanh, I nothing at all.
+    forward(x, delta, inv_rms) -> (y, x, inv_rms)
 
-    coupled, 4 blocks, coupled_first=1:   RR Rs Rs Rs R
-    coupled, 4 blocks, coupled_span=2:    Rs ss Rs ss R
+    x        residual stream (B, T, C)
+    delta    what the sublayer before produced (B, T, C), or None; it is added to x first
+    y        what the next sublayer reads (B, T, C)
+    inv_rms  1 / RMS (B, T, G), G = norm_groups: the statistic handed on, or None. float64 if x is, else float32
 
-So CoupledNorm is no special block, only a plan in which some positions share. The norms are in norm_layers.py and
-taper.py; a new norm type is one class and one row in NORM_TYPES at the end of this file (see DynamicTanh).
+A norm that computes a statistic ignores the one that comes in and hands on its own; a norm that shares uses the one
+that comes in. Which norm sits where is decided in norm_plan.py.
 """
 
-import difflib
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configurator import check_least, key
-from errors import ConfigError
-from kernels import MODES
-from norm_layers import CenteredLinear, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
-from taper import ScaleAnchor, TaperNorm, TaperSchedule
+from kernels import add_rms_norm, add_shared_rms_scale, layer_norm, rms_norm, shared_rms_scale
+from kernels.reference import affine, inverse_rms, scale_groups, statistics_dtype
+
+# Tokens a channel from which on a compiled step moves fewer bytes if it folds. With a bfloat16 stream that saves 4 C
+# bytes a token (3.1 kB at C = 768, the column "copied" of bench/bytes.py; a float32 stream saves more) and costs, for
+# the gain's gradient, one more read of the 4 C^2 float32 weights that it folds and of their bfloat16 gradient.
+FOLD_PAYS = 24 / 4
+
+Debt = tuple[Tensor | None, Tensor]  # gain (C,) and scale (B, T, 1) that a projection is to pay
+Handover = tuple[nn.Parameter, nn.Parameter]  # (from, to): `to` has taken over the role, and the optimiser state
 
 
-@dataclass(frozen=True)
-class NormConfig:
-    """Keys that decide the norm plan. A key of one norm type is refused when another type is chosen."""
+class Norm(nn.Module):
+    """Adds delta, then normalises: subclasses give `normalize`. Gain (and bias) are (C,), float32 by default."""
 
-    norm_type: str = key("layer", "normalisation: layer, rms, coupled, cbwc, taper, dyt, none")
-    norm_plan: str = key("", "a plan as printed, e.g. 'Rs Rs R': overrides the shorthands of the norm type")
-    norm_eps: float = key(1e-5, "added to the mean square, inside the root", least=0)
-    norm_affine: bool = key(True, "norms have learned gains (and biases, where type and `bias` have them)")
-    qk_norm: bool = key(False, "RMSNorm on queries and keys, over the channels of each head")
-    kernels: str = key("auto", "norms by Triton or plain PyTorch (auto: Triton on a GPU unless compiled)", MODES)
-    rms_fraction: float = key(1.0, "rms: share of the channels, from the first on, that the RMS is taken over")
-    norm_groups: int = key(1, "rms: number of channel groups that are normalised independently", least=1)
-    rms_bias: bool = key(False, "rms: norms have LayerNorm's bias, where the model has biases")
-    coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics", least=0)
-    coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all; the last group may be shorter)",
-                            least=0)
-    coupled_alpha: float | tuple[float, ...] = key(1.0, "coupled: y = h * inv_rms / alpha * gain; 1 or 2L+1 numbers")
-    coupled_calibrate: int = key(0, "coupled: steps between settings of alpha to the measured drift (0: alpha stays)",
-                                 least=0)
-    coupled_grad: str = key("detach", "coupled: gradient through the shared statistic", ("detach", "full"))
-    coupled_impl: str = key("scale", "coupled: the same function by other arithmetic (norm_layers.py)",
-                            ("scale", "fold", "auto"))  # fmt: skip
-    taper_base: str = key("rms", "taper: the norm that is tapered away", ("rms", "layer"))
-    taper_warmup: float = key(0.5, "taper: full norm up to this step (below 1: share of max_iters)", least=0)
-    taper_end: float = key(0.75, "taper: norm gone from this step on (below 1: share of max_iters; as taper_warmup: "
-                           "gone at once)")  # fmt: skip
-    taper_fit: str = key("norm", "taper: least-squares scale for each norm, or for each of its channels",
-                         ("norm", "channel"))  # fmt: skip
-    taper_final: bool = key(False, "taper: taper the final norm too")
-    taper_anchor: float = key(0.0, "taper: weight of the loss that holds the scale of the final residual stream",
-                              least=0)
+    kernels = "auto"  # which implementation runs (kernels/): the norm plan sets it
 
-    def __post_init__(self) -> None:
-        if self.norm_type not in NORM_TYPES:
-            near = difflib.get_close_matches(self.norm_type, NORM_TYPES, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(NORM_TYPES)}"
-            raise ConfigError(f"unknown norm_type {self.norm_type!r}: {hint}")
-        for name, other in foreign_keys(self.norm_type).items():
-            if getattr(self, name) != _default(name):
-                raise ConfigError(f"{name} is a key of norm_type={other}, this is {self.norm_type}: remove one")
-        check_least(self)
-        if self.coupled_impl != "scale" and self.coupled_grad != "detach":
-            raise ConfigError(f"coupled_impl={self.coupled_impl} wants coupled_grad=detach: change one of them")
-        if not 0 < self.rms_fraction <= 1:
-            raise ConfigError(f"rms_fraction={self.rms_fraction}: wants a share above 0 and up to 1")
-        if self.taper_end == 1:
-            raise ConfigError("taper_end=1: is it a step or the whole run? Give a later step, or a share below 1")
-        same_unit = (self.taper_warmup < 1) == (self.taper_end < 1)
-        if self.taper_end <= 0 or (same_unit and self.taper_warmup > self.taper_end):
-            raise ConfigError(f"taper_warmup={self.taper_warmup} must not come after taper_end={self.taper_end}")
+    def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False):
+        super().__init__()
+        self.channels, self.eps = channels, eps
+        self.weight = nn.Parameter(torch.ones(channels)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(channels)) if affine and bias else None
+        self.anchor: nn.Module | None = None  # taper.ScaleAnchor, where the plan wants one
 
+    def forward(
+        self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if delta is None or delta.dtype == x.dtype or not torch.compiler.is_compiling():
+            return self.of_rows(x, delta, inv_rms)
+        # As rows (B T, C), like the products: inductor makes one kernel of the stream's gradient and its cast for the
+        # product behind only where both have the same loops. (Without a cast, the add would go into an addmm, which
+        # copies its operand.)
+        rows = (None if part is None else part.flatten(0, -2) for part in (x, delta, inv_rms))
+        return tuple(None if part is None else part.view(*x.shape[:-1], -1) for part in self.of_rows(*rows))
 
-def foreign_keys(norm_type: str) -> dict[str, str]:
-    """{key: norm type that reads it}, of the keys that `norm_type` does not. A saved config's values of them mean
-    nothing: they are the defaults of its day."""
-    return {name: other for other, row in NORM_TYPES.items() if other != norm_type for name in row.keys}
+    def of_rows(self, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`forward` for streams of any shape (..., C)."""
+        if delta is not None and self.anchor is None:
+            return self.add_and_normalize(x, delta, inv_rms)
+        if delta is not None:
+            x = x + delta
+        if self.anchor is not None:
+            self.anchor(x)
+        y, inv_rms = self.normalize(x, inv_rms)
+        return y, x, inv_rms
 
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(y, statistic handed on) for the residual stream x, delta already added."""
+        raise NotImplementedError
 
-def _default(name: str) -> object:
-    return next(field.default for field in fields(NormConfig) if field.name == name)
+    def add_and_normalize(
+        self, x: Tensor, delta: Tensor, inv_rms: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(y, x + delta, statistic handed on); norms whose kernel adds as well do it in one pass."""
+        x = x + delta
+        y, inv_rms = self.normalize(x, inv_rms)
+        return y, x, inv_rms
 
+    def folds(self, x: Tensor) -> bool:
+        """Is the scaling of a stream x (B, T, C) left to the projection that reads it? Not by most."""
+        return False
 
-@dataclass(frozen=True)
-class Site:
-    """What a builder knows of the place it builds for. `bias`: does the model have biases?"""
+    def debt(self, x: Tensor, inv_rms: Tensor | None) -> Debt | None:
+        """(gain (C,), scale (B, T, 1)) that y lacks and the projection which reads it must pay; None for most.
+        x and inv_rms are what `forward` returned."""
+        return None
 
-    position: int
-    final: bool
-    channels: int
-    bias: bool
+    def set_step(self, step: int, max_iters: int) -> list[Handover]:
+        """Called before training step `step` (from 1) on every rank: schedules move, statistics settle."""
+        return self.anchor.set_step(step, max_iters) if self.anchor is not None else []
+
+    def aux_loss(self) -> Tensor | float:
+        """This norm's part of the objective in the forward pass just done (0 for most)."""
+        return self.anchor.loss if self.anchor is not None else 0.0
+
+    def affine(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gain and bias in the precision of the statistics, then one rounding to `dtype`."""
+        return affine(y, self.weight, self.bias, dtype)
 
 
-Builder = Callable[[NormConfig, Site], Norm]
-
-
-@dataclass(frozen=True)
-class NormType:
-    """One row of the registry."""
-
-    letters: Callable[[NormConfig, int], str]  # (config, n_layer) -> 2L + 1 letters
-    builders: dict[str, Builder]  # letter -> norm
-    keys: tuple[str, ...] = ()  # config keys that only this type reads
-    residual_linear: type[nn.Linear] = nn.Linear  # the linears that write into the residual stream
-    embed: Callable[[Tensor], Tensor] | None = None  # applied once, after the embeddings
-
-
-class NormPlan:
-    """The norms of one model. Raises ConfigError where plan and model do not fit."""
-
-    def __init__(self, config: NormConfig, n_layer: int, channels: int, bias: bool):
-        self.config, self.channels, self.bias = config, channels, bias
-        self.type = NORM_TYPES[config.norm_type]
-        self.letters = config.norm_plan.replace(" ", "") or self.type.letters(config, n_layer)
-        self._check(n_layer)
-
-    def _check(self, n_layer: int) -> None:
-        config, wanted = self.config, 2 * n_layer + 1
-        if config.coupled_first > n_layer:
-            raise ConfigError(f"coupled_first={config.coupled_first}: the model has only {n_layer} blocks")
-        if len(self.letters) != wanted:
-            raise ConfigError(f"norm_plan {config.norm_plan!r} has {len(self.letters)} letters, {n_layer} blocks "
-                              f"want {wanted}")  # fmt: skip
-        for position, letter in enumerate(self.letters):
-            if letter not in self.type.builders:
-                raise ConfigError(f"norm_plan letter {letter!r}: norm_type={config.norm_type} knows "
-                                  f"{', '.join(self.type.builders)}")  # fmt: skip
-            if letter == "s" and self.letters[:position].rstrip("s")[-1:] != "R":
-                raise ConfigError(f"norm_plan {self}: position {position} shares a statistic that no R computed")
-        alpha = config.coupled_alpha
-        alphas = alpha if isinstance(alpha, tuple) else (alpha,)
-        if len(alphas) not in {wanted, 1} - ({1} if isinstance(alpha, tuple) else set()) or min(alphas) <= 0:
-            raise ConfigError(f"coupled_alpha wants one positive number, or {wanted} (one for each position)")
-        if self.channels % config.norm_groups:
-            raise ConfigError(f"norm_groups={config.norm_groups} does not divide n_embd={self.channels}")
-
-    def norm(self, position: int) -> Norm:
-        """The norm at `position` (0 .. 2L)."""
-        site = Site(position, position == len(self.letters) - 1, self.channels, self.bias)
-        return self._on_its_kernels(self.type.builders[self.letters[position]](self.config, site))
-
-    def qk_norm(self, head_dim: int) -> Norm | None:
-        """The norm of queries or keys, over the channels of a head; None without qk_norm."""
-        if not self.config.qk_norm:
-            return None
-        return self._on_its_kernels(RMSNorm(head_dim, self.config.norm_eps, self.config.norm_affine))
-
-    def _on_its_kernels(self, norm: Norm) -> Norm:
-        """`norm`, and the norms within it (a taper's base), told which implementation runs."""
-        for module in norm.modules():
-            if isinstance(module, Norm):
-                module.kernels = self.config.kernels
-        return norm
-
-    def residual_linear(self, in_features: int, out_features: int, bias: bool) -> nn.Linear:
-        """A linear whose output is added to the residual stream."""
-        return self.type.residual_linear(in_features, out_features, bias=bias)
-
-    def embed(self, x: Tensor) -> Tensor:
-        """What the plan does to the sum of the embeddings (B, T, C)."""
-        return x if self.type.embed is None else self.type.embed(x)
-
-    def __str__(self) -> str:
-        return " ".join(self.letters[i : i + 2] for i in range(0, len(self.letters), 2))
-
-
-# ------------------------------------------------------------------------------------------------- plans and builders
-
-
-def uniform(letter: str) -> Callable[[NormConfig, int], str]:
-    """The plan with the same letter everywhere."""
-    return lambda config, n_layer: letter * (2 * n_layer + 1)
-
-
-def coupled_letters(config: NormConfig, n_layer: int) -> str:
-    """RR for the standard blocks, then groups of coupled_span blocks: R at their first position, s at the others."""
-    first, span = config.coupled_first, config.coupled_span or max(1, n_layer)
-    blocks = ["Rs" if (block - first) % span == 0 else "ss" for block in range(first, n_layer)]
-    return "RR" * first + "".join(blocks) + "R"
-
-
-def taper_letters(config: NormConfig, n_layer: int) -> str:
-    """T everywhere; the final norm stays what the base is, unless taper_final."""
-    return "TT" * n_layer + ("T" if config.taper_final else BASE_LETTER[config.taper_base])
-
-
-def layer_norm(config: NormConfig, site: Site) -> Norm:
-    return LayerNorm(site.channels, config.norm_eps, config.norm_affine, site.bias)
-
-
-def rms_norm(config: NormConfig, site: Site) -> Norm:
-    return RMSNorm(site.channels, config.norm_eps, config.norm_affine, site.bias and config.rms_bias,
-                   config.rms_fraction, config.norm_groups)  # fmt: skip
-
-
-def rms_norm_with_bias(config: NormConfig, site: Site) -> Norm:
-    """LayerNorm without its centring: what CBWC leaves of it."""
-    return RMSNorm(site.channels, config.norm_eps, config.norm_affine, site.bias)
-
-
-def shared_norm(config: NormConfig, site: Site) -> Norm:
-    alpha = config.coupled_alpha
-    return SharedRMSNorm(site.channels, config.norm_eps, config.norm_affine, detach=config.coupled_grad == "detach",
-                         alpha=alpha[site.position] if isinstance(alpha, tuple) else alpha,
-                         calibrated=config.coupled_calibrate > 0,
-                         impl=config.coupled_impl if site.position % 2 else "scale")  # fmt: skip
-
-
-def taper_norm(config: NormConfig, site: Site) -> Norm:
-    base = (layer_norm if config.taper_base == "layer" else rms_norm)(config, site)
-    return TaperNorm(base, TaperSchedule(config.taper_warmup, config.taper_end), config.taper_fit == "channel")
-
-
-def anchored(builder: Builder) -> Builder:
-    """`builder`, with the scale anchor on the final norm if the config weighs one."""
-
-    def build(config: NormConfig, site: Site) -> Norm:
-        norm = builder(config, site)
-        if site.final and config.taper_anchor:
-            schedule = TaperSchedule(config.taper_warmup, config.taper_end)
-            norm.anchor = ScaleAnchor(schedule, config.taper_anchor, config.norm_eps, config.taper_base == "layer")
-        return norm
-
-    return build
-
-
-def no_norm(config: NormConfig, site: Site) -> Norm:
-    return NoNorm(site.channels, affine=False)
-
-
-class DynamicTanh(Norm):
-    """tanh(alpha x) * gain + bias: no statistic at all; Zhu et al. 2025, with their alpha of 0.5 at the start."""
-
-    def __init__(self, config: NormConfig, site: Site):
-        super().__init__(site.channels, config.norm_eps, config.norm_affine, site.bias)
-        self.alpha = nn.Parameter(torch.full((1,), 0.5))
+class NoNorm(Norm):
+    """The residual stream as it is: a position that has lost its norm."""
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
-        return self.affine(torch.tanh(self.alpha * x), x.dtype), None
+        return x, None
 
 
-BASE_LETTER = {"rms": "R", "layer": "L"}
-RMS_KEYS = ("rms_fraction", "norm_groups", "rms_bias")
-COUPLED_KEYS = ("coupled_first", "coupled_span", "coupled_alpha", "coupled_calibrate", "coupled_grad",
-                "coupled_impl")  # fmt: skip
-TAPER_KEYS = ("taper_base", "taper_warmup", "taper_end", "taper_fit", "taper_final",
-              "taper_anchor")  # fmt: skip
-TAPER_NORMS = {"T": taper_norm, "R": rms_norm, "L": layer_norm}
+class LayerNorm(Norm):
+    """(x - mean) / sqrt(var + eps) * gain + bias; Ba et al. 2016."""
 
-NORM_TYPES = {
-    "layer": NormType(uniform("L"), {"L": layer_norm}),
-    "rms": NormType(uniform("R"), {"R": rms_norm}, RMS_KEYS),
-    "coupled": NormType(coupled_letters, {"R": rms_norm, "s": shared_norm}, COUPLED_KEYS),
-    "cbwc": NormType(uniform("R"), {"R": rms_norm_with_bias}, (), CenteredLinear, center),
-    "taper": NormType(taper_letters, {name: anchored(norm) for name, norm in TAPER_NORMS.items()}, TAPER_KEYS),
-    "dyt": NormType(uniform("D"), {"D": DynamicTanh}),
-    "none": NormType(uniform("I"), {"I": no_norm, "R": rms_norm, "L": layer_norm}),  # a taper's folded form
-}
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
+        return layer_norm(x, self.weight, self.bias, self.eps, self.kernels)[0], None
+
+
+class RMSNorm(Norm):
+    """x / sqrt(mean(x^2) + eps) * gain (+ bias); Zhang & Sennrich 2019, with its partial and group variants.
+
+    fraction = p takes the mean over the first max(1, floor(p C)) channels only (partial RMSNorm);
+    groups = G gives each of G equal channel groups a statistic of its own (group RMSNorm).
+    """
+
+    def __init__(
+        self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False,
+        fraction: float = 1.0, groups: int = 1,
+    ):  # fmt: skip
+        super().__init__(channels, eps, affine, bias)
+        self.groups = groups
+        self.counted = max(1, int(channels // groups * fraction))
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
+        return rms_norm(x, self.weight, self.eps, self.bias, self.groups, self.counted, self.kernels)
+
+    def add_and_normalize(self, x: Tensor, delta: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return add_rms_norm(x, delta, self.weight, self.eps, self.bias, self.groups, self.counted, self.kernels)
+
+
+class SharedRMSNorm(Norm):
+    """CoupledNorm's shared position: h * inv_rms / alpha * gain, with the statistic of an earlier position.
+
+    Loretz & Hochreiter 2026, equation 6; alpha from section 5.3. With `detach` the shared statistic is a constant in
+    backward (section 4.3: "a scalar constant"), which then needs no reduction over channels for x. If `calibrated`,
+    alpha is a buffer, which rms_stats.calibrate sets to the measured drift.
+
+    impl is "scale" or "fold" (section 4.3 in training): y is the stream itself and the scaling is left as a debt, the
+    gain for the input projection's weight, the scale for after the product. Nothing but the residual add is left here,
+    and that the attention output projection can do in its epilogue. "auto" folds where it moves fewer bytes: compiled
+    and with many tokens (in eager mode the folded weight is written out, and nothing fuses).
+    """
+
+    def __init__(
+        self, channels: int, eps: float = 1e-5, affine: bool = True, alpha: float = 1.0, detach: bool = True,
+        calibrated: bool = False, impl: str = "scale",
+    ):  # fmt: skip
+        super().__init__(channels, eps, affine)
+        self.detach, self.impl = detach, impl
+        if calibrated:
+            self.register_buffer("alpha", torch.tensor(float(alpha)))
+        else:
+            self.alpha = float(alpha)
+
+    def folds(self, x: Tensor) -> bool:
+        pays = torch.compiler.is_compiling() and x.numel() > FOLD_PAYS * self.channels**2
+        return self.impl == "fold" or (self.impl == "auto" and pays)
+
+    def debt(self, x: Tensor, inv_rms: Tensor) -> Debt | None:
+        return (self.weight, self.scale(inv_rms)) if self.folds(x) else None
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.folds(x):
+            return x, inv_rms
+        scale = self.scale(inv_rms)
+        if self.detach:
+            return shared_rms_scale(x, scale, self.weight, self.kernels), inv_rms
+        return self.affine(x.to(scale.dtype) * scale, x.dtype), inv_rms
+
+    def add_and_normalize(self, x: Tensor, delta: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.folds(x) or not self.detach:
+            return super().add_and_normalize(x, delta, inv_rms)
+        y, h = add_shared_rms_scale(x, delta, self.scale(inv_rms), self.weight, self.kernels)
+        return y, h, inv_rms
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *words: object) -> None:
+        if f"{prefix}alpha" in state_dict and isinstance(self.alpha, float) and self.weight is not None:
+            theirs = state_dict.pop(f"{prefix}alpha")  # of a calibrated model: absorbed into the gain
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * (self.alpha / theirs)
+        super()._load_from_state_dict(state_dict, prefix, *words)
+
+    def scale(self, inv_rms: Tensor) -> Tensor:
+        """What x is multiplied by (B, T, 1); alpha = 1 costs no kernel."""
+        return inv_rms if isinstance(self.alpha, float) and self.alpha == 1 else inv_rms / self.alpha
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm(x * silu(z)) * gain, Mamba-2's order; RMSNorm(x) * gain * silu(z) with norm_before_gate.
+
+    x and z are (..., C). With groups, each of `groups` equal channel groups has its own statistic.
+    """
+
+    def __init__(self, channels: int, eps: float = 1e-5, norm_before_gate: bool = False, groups: int = 1):
+        super().__init__()
+        self.eps, self.groups, self.norm_before_gate = eps, groups, norm_before_gate
+        self.weight = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        wide = statistics_dtype(x)
+        gate = F.silu(z.to(wide))
+        h = x.to(wide) if self.norm_before_gate else x.to(wide) * gate
+        y = scale_groups(h, inverse_rms(h, self.eps, self.groups)) * self.weight
+        return (y * gate if self.norm_before_gate else y).to(x.dtype)
+
+
+class CenteredLinear(nn.Linear):
+    """Column-based weight centring (CBWC, equation 7): V = W - mean of W over outputs; the bias likewise.
+
+    Its output has zero mean over channels for every input, so that RMSNorm on a sum of such outputs is LayerNorm.
+    The parameters W stay uncentred, as in the LayerNorm model; weight decay acts on W (appendix C.4).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias - self.bias.mean()
+        return F.linear(x, self.weight - self.weight.mean(0, keepdim=True), bias)
+
+
+def center(x: Tensor) -> Tensor:
+    """x (..., C) minus its mean over channels: CBWC's one auxiliary centring, after the embeddings."""
+    return x - x.mean(-1, keepdim=True)
+
+
+def fold_affine(
+    weight: Tensor, bias: Tensor | None, gain: Tensor | float | None, shift: Tensor | None, centers: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Weight (N, C) and bias (N,), in float64 unless nothing is added to it, of the linear W x + c behind
+    x = P h * gain + shift: [W diag(gain) P] h + (c + W shift), P the centring if it `centers`."""
+    weight = weight.double()
+    if shift is not None:
+        bias = weight @ shift.double() + (0.0 if bias is None else bias.double())
+    if gain is not None:
+        weight = weight * gain
+    return center(weight) if centers else weight, bias

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from scipy.stats import gmean
 
-import published
-from comparison import EQUAL_TIME, Row, compare, exchange_rate, pair, usable
+from common.errors import ConfigError, run_program, writing
+from common.tables import markdown
 from data.shards import write_bytes_atomically
-from errors import ConfigError, run_program, writing
-from plots import Arms, drifting, plot_differences, plot_drift, plot_loss, plot_output, plot_stream
-from runs import METRICS, by_arm, find_runs
-from tables import markdown
+from evidence import published
+from evidence.comparison import EQUAL_TIME, Row, compare, exchange_rate, pair, usable
+from evidence.plots import Arms, drifting, plot_differences, plot_drift, plot_loss, plot_output, plot_stream
+from evidence.runs import METRICS, by_arm, find_runs
 
 HOW = """\
 Mean (of tok_per_s the geometric one) and SD are over seeds; SD is the standard deviation, never the standard error.

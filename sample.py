@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import load_model
+from common.distributed import find_device
+from common.errors import ConfigError, run_program
 from configurator import check_least, key, parse_args
 from data.tokenizers import load_tokenizer
-from errors import ConfigError, run_program
-from ranks import find_device
+from training.checkpoint import load_model
 
 
 @dataclass(frozen=True)

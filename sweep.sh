@@ -47,7 +47,7 @@ for arm in "${arms[@]}"; do split "$arm"; check+=("::" --norm_type="${keys[0]}" 
 "$PYTHON" -c '
 import sys
 from configurator import parse_args
-from errors import run_program
+from common.errors import run_program
 from train import TrainConfig
 
 def main(words):

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from errors import ConfigError
+from common.errors import ConfigError
+from common.parallel import whole
 from kernels import taper_norm
 from kernels.reference import inverse_rms, statistics_dtype
-from norm_layers import Handover, LayerNorm, Norm, center
-from parallel import whole
+from norms import Handover, LayerNorm, Norm, center
 
 EMA_DECAY = 0.99  # per optimiser step
 PHASES = ("warm", "blend", "fixed")

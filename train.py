@@ -23,20 +23,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import rms_stats
-from checkpoint import BEST, LAST, CheckpointError, find_checkpoint, init_from, restore, save_checkpoint
+from common.distributed import Ranks, StopSignal, faster_float32_products
+from common.errors import ConfigError, UserError, run_program
+from common.parallel import accumulate, is_sharded, replicate, shard
 from configurator import key, parse_args
 from data.shards import read_meta
-from dataloader import Blocks, TrainLoader
-from errors import ConfigError, UserError, run_program
-from evaluation import Evaluator
 from hellaswag import ITEMS_FILE
 from model import GPT, GPTConfig
-from optim import DTYPES, Precision, carry_state, guarded_update, learning_rate, make_optimizer, micro_step
-from parallel import accumulate, is_sharded, replicate, shard
-from ranks import Ranks, StopSignal, faster_float32_products
-from runlog import RunLog, StepReport, Throughput, environment, peak_flops
+from posthoc import rms_stats
 from taper import TaperSchedule, is_tapered, taper_gate
+from training.checkpoint import BEST, LAST, CheckpointError, find_checkpoint, init_from, restore, save_checkpoint
+from training.dataloader import Blocks, TrainLoader
+from training.evaluation import Evaluator
+from training.log import RunLog, StepReport, Throughput, environment, peak_flops
+from training.optim import DTYPES, Precision, carry_state, guarded_update, learning_rate, make_optimizer, micro_step
 
 MAX_SKIPPED = 20  # float16: so many steps in a row with infinite gradients are no matter of the loss scale any more
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.errors import ConfigError
 from data.shards import DataError
-from errors import ConfigError
 
 FORMATS = (".jsonl", ".jsonl.xz", ".parquet", ".txt")
 EMPTY, BROKEN, NO_TEXT, REPLACED = "empty", "broken JSON", 'no "text"', "invalid UTF-8, replaced"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import UserError
+from common.errors import UserError
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS

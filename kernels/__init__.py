@@ -4,7 +4,7 @@
     row_norm.py    Triton: RMSNorm, add + RMSNorm, LayerNorm    shared_rms.py  CoupledNorm's shared position
     taper.py       Triton: TaperNorm's blend                     activation.py  activations, the norm's scale inside
     rows.py        what the Triton kernels share                 binding.py     Triton kernels as PyTorch operators
-    aot.py         `python -m kernels.aot`: registers, spills and instructions of every kernel, without a GPU
+    decode/        the launches of a decoding step
 
 x is (..., C) in float16, bfloat16, float32 or float64; gains and biases are (C,) of any of these types, or None.
 Statistics and maths are in float32 (float64 for float64); results have the type of x. Nothing is written in place.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from errors import UserError
+from common.errors import UserError
 from kernels import reference
 
 try:

@@ -25,13 +25,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.errors import ConfigError, UserError, run_program, writing
+from common.stats import decide, paired, seeds_needed
 from configurator import key, parse_args
 from data.shards import write_bytes_atomically
-from errors import ConfigError, UserError, run_program, writing
 from model import GPT, GPTConfig
-from optim import learning_rate, make_optimizer
-from runlog import environment
-from stats import decide, paired, seeds_needed
+from training.log import environment
+from training.optim import learning_rate, make_optimizer
 
 PACKAGES = ("idlelib", "asyncio", "email", "tkinter", "xml", "multiprocessing", "unittest", "importlib")
 ARMS = ("layer", "rms", "cbwc")

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.errors import ConfigError, run_program, writing
+from common.stats import paired_ratio
 from configurator import check_least, key, parse_args
 from data.shards import write_bytes_atomically
-from errors import ConfigError, run_program, writing
-from norm_layers import CenteredLinear, LayerNorm, RMSNorm
-from plots import plt, save, style
-from runlog import environment
-from stats import paired_ratio
+from evidence.plots import plt, save, style
+from norms import CenteredLinear, LayerNorm, RMSNorm
+from training.log import environment
 
 IMAGE, CLASSES = (3, 16, 16), 10
 ARMS = {"layer": (nn.Linear, LayerNorm), "cbwc": (CenteredLinear, RMSNorm), "nudged": (nn.Linear, LayerNorm),

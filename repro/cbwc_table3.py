@@ -17,11 +17,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.errors import ConfigError, run_program
 from configurator import key, parse_args
-from errors import ConfigError, run_program
-from foldable import analyze, fold
+from fold import analyze, fold
 from repro.fold_models import MODELS, TABLE3, build
-from runlog import environment
+from training.log import environment
 
 COUNTS = ("total", "strict", "untied", "practical", "inserted")
 VMAMBA = """

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from certificate import randomize
-from hf_coupled import import_transformers
+from fold.certificate import randomize
+from hf.coupled import import_transformers
 
 hf = import_transformers()
 

@@ -26,14 +26,14 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.errors import run_program
 from configurator import key, parse_args
-from errors import run_program
-from fold_choice import Analysis
-from fold_graph import Graph
-from fold_modules import Plan, carry_out
-from foldable import analyze, fold
-from hf_coupled import import_transformers
-from runlog import environment
+from fold import analyze, fold
+from fold.choice import Analysis
+from fold.graph import Graph
+from fold.modules import Plan, carry_out
+from hf.coupled import import_transformers
+from training.log import environment
 
 
 @dataclass(frozen=True)

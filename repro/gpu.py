@@ -16,7 +16,7 @@ A stage is one command of the repository, and its figures are what this writes i
 for each attempt, with commit, device, versions, and the GPU's clocks before and after; what a stage printed is in
 out/gpu/. A stage that is done is not done again; nor is one that failed, or was too long twice, until the code is
 another (or it is named). At its limit a stage is told to stop, as by Ctrl-C: sweeps go on at the next call, and
-bench_train.py and bench_decode.py end well with the rounds that they have. `out`/README.md and targets.png, rendered
+bench/train.py and bench_decode.py end well with the rounds that they have. `out`/README.md and targets.png, rendered
 each time, set what was measured beside what was aimed at (gpu_targets.py, gpu_report.py). A copy of the files without
 .git says its commit in NANONORM_COMMIT. The last line is JSON.
 """
@@ -43,15 +43,15 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint import BEST, save_checkpoint
+from common.distributed import find_device
+from common.errors import ConfigError, UserError, run_program
 from configurator import key, parse_args
-from errors import ConfigError, UserError, run_program
 from model import GPT, GPTConfig
-from ranks import find_device
 from repro.gpu_report import render
 from repro.gpu_stages import STAGES, Stage
 from repro.gpu_targets import counted, read_lines
-from runlog import append_json, environment
+from training.checkpoint import BEST, save_checkpoint
+from training.log import append_json, environment
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE = 30  # seconds that a stage has to save what it can, once it is told to stop

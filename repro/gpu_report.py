@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from common.errors import writing
+from common.tables import markdown
 from data.shards import write_bytes_atomically
-from errors import writing
-from plots import STYLES, plt, save
+from evidence.plots import STYLES, plt, save
 from repro.gpu_targets import FILE, Line, Row, counted, read_lines, rows_of
-from tables import markdown
 
 PICTURES = ("train/speed.png", "train_bfloat16/speed.png", "decode/decode.png", "kernels/norms/kernels.png",
             "kernels/coupled/kernels.png", "table1_small/loss_tokens.png", "pair_124m/loss_tokens.png",

@@ -32,7 +32,7 @@ def training_speed(
     name: str, words: str = "", arms: str = "rms; coupled; coupled coupled_impl=fold", toy: str = ""
 ) -> Stage:
     """Arms in one process at 124 M; 120 sequences a step."""
-    return Stage(name, 9, "{python} bench_train.py config/rms.py --batch_size=60 --gradient_accumulation_steps=2 "
+    return Stage(name, 9, "{python} -m bench.train config/rms.py --batch_size=60 --gradient_accumulation_steps=2 "
                  f"--rounds=40 --ledger=False --profile --arms='{arms}' --out={{out}}/{name} {words}",
                  "--n_layer=2 --n_head=2 --n_embd=64 --vocab_size=512 --block_size=32 --batch_size=4 --rounds=3 "
                  f"--compile=False --compile_mode=default {toy}")  # fmt: skip
@@ -52,7 +52,7 @@ def decoding(model: str, batch: int) -> Stage:
 
 def folding(shape: str) -> Stage:
     size = "--batch=32" if shape == "vit" else "--batch=2 --lengths=256,1024,4096"
-    return Stage(f"fold-{shape}", 6, f"{{python}} bench_fold.py hf:{shape} {size} --rounds=40 --sequential=50 "
+    return Stage(f"fold-{shape}", 6, f"{{python}} -m bench.fold hf:{shape} {size} --rounds=40 --sequential=50 "
                  f"--modes=eager,compiled,graph --out={{out}}/fold/{shape}.jsonl",
                  "--batch=1 --lengths=16 --rounds=6 --sequential=2 --modes=eager")  # fmt: skip
 
@@ -74,21 +74,21 @@ def sweep(name: str, minutes: float, scale: str, toy: str) -> Stage:
 
 TOY_RUN = ("--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --gradient_accumulation_steps=1 "
            "--max_iters=8 --eval_interval=4 --eval_tokens=512 --warmup_iters=2")  # fmt: skip
-KERNEL_TESTS = ("tests/test_kernels.py tests/test_kernels_binding.py tests/test_bench_kernels.py "
-                "tests/test_decode_kernels.py")  # fmt: skip
+KERNEL_TESTS = ("tests/kernels/test_kernels.py tests/kernels/test_binding.py tests/bench/test_kernels.py "
+                "tests/kernels/test_decode.py")  # fmt: skip
 NORMS = "rms_norm,layer_norm,add_rms_norm,taper_norm"
 COUPLED = "shared_rms_scale,add_shared_rms_scale,scaled_gelu,scaled_swiglu"
 TOY_KERNELS = "--channels=64,128 --rows=64 --rounds=6"
 # In the order in which figures are wanted, when there is little time.
 STAGES = (
-    tests("tests-step", 3, "-s tests/test_byte_ledger.py tests/test_bench_train.py -k 'real_step or clear_line'"),
+    tests("tests-step", 3, "-s tests/bench/test_bytes.py tests/bench/test_train.py -k 'real_step or clear_line'"),
     tests("tests-kernels", 6, f"-n {{jobs}} {KERNEL_TESTS}", "-k opcheck", NANONORM_FULL="1/500"),
-    tests("tests-decode", 8, "-n 8 tests/test_decode_graph.py"),
+    tests("tests-decode", 8, "-n 8 tests/decode/test_graph.py"),
     training_speed("train", "{nanogpt}"),
     *(decoding(model, 1) for model in MODELS),
     training_speed("train_bfloat16", "--residual=autocast"),
-    Stage("kernels-norms", 9, f"{{python}} bench_kernels.py --ops={NORMS} --out={{out}}/kernels/norms", TOY_KERNELS),
-    Stage("kernels-coupled", 9, f"{{python}} bench_kernels.py --ops={COUPLED} --out={{out}}/kernels/coupled",
+    Stage("kernels-norms", 9, f"{{python}} -m bench.kernels --ops={NORMS} --out={{out}}/kernels/norms", TOY_KERNELS),
+    Stage("kernels-coupled", 9, f"{{python}} -m bench.kernels --ops={COUPLED} --out={{out}}/kernels/coupled",
           TOY_KERNELS),
     Stage("taper", 5, "repro/taper_throughput.sh", "--ledger", {"OUT": "{out}/taper"}),
     *(folding(shape) for shape in ("gpt2", "bert", "opt")),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stats import median_ratio, paired_ratio
+from common.stats import median_ratio, paired_ratio
 
 Line = dict[str, Any]
 WIDE = 2048  # channels from which on a norm's aim is the higher one

@@ -31,7 +31,7 @@ open(target, "w", encoding="utf-8").writelines(lines)' $half "$source/openstax_c
     --tokenizer=bytes --out_dir="$out/text_$half" --processes=1
 done
 "$PYTHON" train.py config/posthoc_teacher.py --out_dir="$out/teacher" --data_dir="$out/text_a"
-[ -f "$out/sizes.jsonl" ] || "$PYTHON" rms_stats.py "$out/teacher" --text="$out/b.jsonl" --windows=32 --across \
+[ -f "$out/sizes.jsonl" ] || "$PYTHON" -m posthoc.rms_stats "$out/teacher" --text="$out/b.jsonl" --windows=32 --across \
   --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
 # AdamW's steps are of the learning rate's size however small the KL is, so that a low one ends lower.
 settings="--learning_rate=1e-4 --min_lr=0 --weight_decay=0 --warmup_iters=20 --max_iters=1000 --eval_interval=500"

@@ -14,11 +14,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint import load_model
-from coupling import GRID, Calibration, suggest_first, text_windows
-from errors import ConfigError, run_program
-from ranks import faster_float32_products
-from runlog import environment
+from common.distributed import faster_float32_products
+from common.errors import ConfigError, run_program
+from posthoc.coupling import GRID, Calibration, suggest_first, text_windows
+from training.checkpoint import load_model
+from training.log import environment
 
 WINDOWS, LENGTH, BUDGET, REACH = 32, 256, 0.01, 10
 

@@ -3,7 +3,7 @@
     python repro/taper_output.py out/taper results/cpu/taper      writes output_end.jsonl and output_end.md there
 
 Each run's last checkpoint on windows spread evenly over validation and over training text: size of the stream at the
-output, length of the logits, radial gradient (rms_stats.py); means and standard deviations over seeds.
+output, length of the logits, radial gradient (posthoc/rms_stats.py); means and standard deviations over seeds.
 """
 
 import json
@@ -16,13 +16,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint import LAST, load_model
-from dataloader import Blocks
-from errors import ConfigError, run_program, writing
-from ranks import faster_float32_products
-from rms_stats import measure
-from runlog import environment
-from runs import Run
+from common.distributed import faster_float32_products
+from common.errors import ConfigError, run_program, writing
+from evidence.runs import Run
+from posthoc.rms_stats import measure
+from training.checkpoint import LAST, load_model
+from training.dataloader import Blocks
+from training.log import environment
 
 WINDOWS = 96
 

@@ -3,9 +3,9 @@
 import torch
 from helpers import shake
 
-from decode import Decoder
+from decode.pack import pack
+from decode.step import Decoder
 from model import GPT, GPTConfig, KVCache
-from packing import pack
 
 SHAPES = {
     "gpt2": {"activation": "gelu_tanh"},

@@ -5,9 +5,9 @@ import os
 
 import torch
 
-import sharded
 import train
-from parallel import share
+from common.parallel import share
+from training import sharded
 
 
 def nan_loss(rank: int, step: int) -> None:

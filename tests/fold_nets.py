@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from certificate import randomize
-from foldable import analyze, fold
+from fold import analyze, fold
+from fold.certificate import randomize
 
 C = 8
 

@@ -63,7 +63,7 @@ if find_spec("triton"):
 ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 # What a run imports sooner or later (AdamW imports dynamo): two seconds that each process would take again
-FORKS.set_forkserver_preload(["train", "sharded", "torch.distributed.fsdp", "torch._dynamo"])
+FORKS.set_forkserver_preload(["train", "training.sharded", "torch.distributed.fsdp", "torch._dynamo"])
 
 torch.set_num_threads(1)
 
@@ -135,7 +135,7 @@ def _child(
     torch.set_num_threads(1)
     import faults
 
-    from errors import run_program
+    from common.errors import run_program
 
     if patch is not None:
         getattr(faults, patch[0])(**patch[1])

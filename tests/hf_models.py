@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-import hf
+from hf import weights as hf
 
 transformers, reason = None, ""
 try:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import BEST, save_checkpoint
 from model import GPT, GPTConfig
+from training.checkpoint import BEST, save_checkpoint
 
 SHAPE = GPTConfig(vocab_size=64, n_vocab=60, block_size=24, n_layer=3, n_head=2, n_embd=32, norm_type="rms",
                   position="rope", activation="swiglu", init_std=0.1)  # fmt: skip

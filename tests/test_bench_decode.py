@@ -19,15 +19,12 @@ from decode_models import make, prompt
 from helpers import ROOT
 
 import bench_decode
-import decode_arms
-import decode_gpt_fast
-import decode_trace
-import hf
-import last_token
-from checkpoint import save_checkpoint
-from decode import Decoder
-from errors import UserError
-from packing import pack
+from common.errors import UserError
+from decode import arms, gpt_fast, last_token, trace
+from decode.pack import pack
+from decode.step import Decoder
+from hf import weights
+from training.checkpoint import save_checkpoint
 
 
 @pytest.fixture
@@ -89,7 +86,7 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(run, 
             raise UserError("no more memory")
         return {}
 
-    monkeypatch.setattr(decode_arms, "pack", wrong)
+    monkeypatch.setattr(arms, "pack", wrong)
     monkeypatch.setattr(bench_decode.decode_peers, "arms", peers)
     monkeypatch.setattr(bench_decode.BenchConfig, "variants", lambda *words: [(words[1].name, False, False)])
     with pytest.raises(UserError, match="no more memory"):
@@ -135,8 +132,8 @@ def test_an_interrupt_keeps_the_rounds_so_far(run, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
 def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
-    tiny = hf.SHAPES["gpt2"] | {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    monkeypatch.setitem(hf.SHAPES, "tiny", tiny)
+    tiny = weights.SHAPES["gpt2"] | {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    monkeypatch.setitem(weights.SHAPES, "tiny", tiny)
     bench_decode.main(["random:tiny", "--arms=L,M", *FAST])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]
     assert record["arms"]["hf_eager"]["ms_per_token"] > 0 and "layer/hf_eager" in record["speed_ups"]
@@ -147,17 +144,17 @@ def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
 def test_what_gpt_fast_cannot_do_is_said(run, tmp_path):
     reasons = {"gpt2": "its norms are RMSNorm", "qwen3-0.6b": "it has no QK-norm", "llama3.2-1b": ""}
     for name, reason in reasons.items():
-        assert decode_gpt_fast.unable(hf.shape_config(name)) == reason
-    llama = hf.shape_config("llama3.2-1b")
+        assert gpt_fast.unable(weights.shape_config(name)) == reason
+    llama = weights.shape_config("llama3.2-1b")
     for keys, reason in (({"bias": True}, "it has no biases"), ({"norm_type": "coupled"}, "its norms are RMSNorm"),
                          ({"head_dim": 128}, "its heads have n_embd / n_head channels")):  # fmt: skip
-        assert decode_gpt_fast.unable(dataclasses.replace(llama, **keys)) == reason
+        assert gpt_fast.unable(dataclasses.replace(llama, **keys)) == reason
     with pytest.raises(UserError, match=r"there is no model\.py: give the folder of a gpt-fast checkout"):
         bench_decode.main([str(run), "--arms=A", "--peers=false", f"--gpt_fast={tmp_path}", *FAST])
     for name in ("model.py", "generate.py"):
         (tmp_path / name).write_text("raise ImportError('no torch.nn.attention')")
     with pytest.raises(UserError, match=r"model\.py does not load: ImportError: no torch\.nn\.attention"):
-        decode_gpt_fast.load(str(tmp_path))
+        gpt_fast.load(str(tmp_path))
 
 
 def test_gpt_fasts_model_takes_part(monkeypatch, run, capsys):
@@ -165,10 +162,10 @@ def test_gpt_fasts_model_takes_part(monkeypatch, run, capsys):
     folder = Path(os.environ.get("NANONORM_GPT_FAST", ROOT.parent / "gpt-fast"))
     if not (folder / "generate.py").is_file():
         pytest.skip(f"no gpt-fast checkout at {folder}; NANONORM_GPT_FAST names one")
-    tiny = hf.SHAPES["llama3.2-1b"] | {"vocab_size": 97, "max_position_embeddings": 64, "hidden_size": 64,
+    tiny = weights.SHAPES["llama3.2-1b"] | {"vocab_size": 97, "max_position_embeddings": 64, "hidden_size": 64,
                                        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
                                        "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
-    monkeypatch.setitem(hf.SHAPES, "tiny", tiny)
+    monkeypatch.setitem(weights.SHAPES, "tiny", tiny)
     before, modules = torch._inductor.config.get_config_copy(), sys.modules["model"]
     bench_decode.main(["random:tiny", "--arms=A,D", "--peers=false", "--batch=2", f"--gpt_fast={folder}", *FAST])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]
@@ -194,17 +191,17 @@ def test_traces(run, tmp_path, capsys):
              "triton_red_fused__to_copy_add_mean_mm_pow_3": "product", "triton_red_fused_mm_silu_split_4": "product",
              "triton_red_fused__unsafe_view_argmax_4": "other", "triton_red_fused_mean_mm": "product",
              "aten::scaled_dot_product_attention": "attention", "aten::addmm": "product"}  # fmt: skip
-    assert {name: decode_trace.kind(name) for name in kinds} == kinds
+    assert {name: trace.kind(name) for name in kinds} == kinds
 
 
 def test_a_trace_without_kernels_is_refused(monkeypatch):
     """A profiler that sees nothing would count none in every arm, all equal."""
     blind = contextlib.nullcontext(SimpleNamespace(events=list))
-    monkeypatch.setattr(decode_trace, "profile", lambda activities: blind)
+    monkeypatch.setattr(trace, "profile", lambda activities: blind)
     decoder = Decoder(pack(make("gpt2", "rms"), "plain"), 1, 8)
     decoder.prefill(prompt(1, 3))
     with pytest.raises(UserError, match="the profiler saw no kernels"):
-        decode_trace.traced(decoder, 3, None)
+        trace.traced(decoder, 3, None)
 
 
 def test_a_trace_is_compared_with_the_ledger():
@@ -212,26 +209,26 @@ def test_a_trace_is_compared_with_the_ledger():
     kernels = Counter({"triton_red_fused_add_mean_rsqrt_1": 2, "nvjet_qkv": 2, "heads_kernel": 2, "attend_kernel": 2,
                        "gemv2T_kernel": 4, "triton_poi_fused_silu_3": 2, "nvjet_addmm": 2})  # fmt: skip
     ledger = Counter({"norm": 2, "matmul": 4, "heads": 2, "attend": 2, "matmul_add": 4, "activation": 2})
-    found = decode_trace.compare(kernels, ledger, 2)
+    found = trace.compare(kernels, ledger, 2)
     assert found["equal"] and found["line"] == "8 kernels per block, the ledger's 8: equal"
     assert found["per_block_by_class"] == {"norm": 1, "product": 4, "heads": 1, "attention": 1, "activation": 1}
     copies = Counter({"Memcpy DtoD (Device -> Device)": 2})
-    found = decode_trace.compare(kernels + copies, ledger, 2)
+    found = trace.compare(kernels + copies, ledger, 2)
     assert not found["equal"] and "copy +1 (Memcpy DtoD (Device -> Device))" in found["line"]
     assert found["line"].startswith("9 kernels per block, the ledger's 8: differs")
-    assert not decode_trace.compare(kernels - Counter({"nvjet_qkv": 2}) + copies, ledger, 2)["equal"]  # 8, and a copy
-    assert "norm -1 (none)" in decode_trace.compare(kernels - Counter({"triton_red_fused_add_mean_rsqrt_1": 2}),
+    assert not trace.compare(kernels - Counter({"nvjet_qkv": 2}) + copies, ledger, 2)["equal"]  # 8, and a copy
+    assert "norm -1 (none)" in trace.compare(kernels - Counter({"triton_red_fused_add_mean_rsqrt_1": 2}),
                                                     ledger, 2)["line"]  # fmt: skip
     # Two compilations: the shorter one's names are not all among the longer one's.
     whole = kernels + Counter({"embed_kernel": 1, "triton_red_fused_mean_9": 1})
     shorter = Counter({"embed_kernel": 1, "triton_red_fused_mean_5": 1})
-    assert decode_trace.difference(whole, shorter).total() == kernels.total()
-    assert decode_trace.difference(whole, Counter({"embed_kernel": 1})) == whole - Counter({"embed_kernel": 1})
+    assert trace.difference(whole, shorter).total() == kernels.total()
+    assert trace.difference(whole, Counter({"embed_kernel": 1})) == whole - Counter({"embed_kernel": 1})
 
 
 def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
     config = bench_decode.BenchConfig()
-    cuda, cpu, (a, c) = torch.device("cuda"), torch.device("cpu"), decode_arms.find_arms("A,C")
+    cuda, cpu, (a, c) = torch.device("cuda"), torch.device("cpu"), arms.find_arms("A,C")
     monkeypatch.setattr(bench_decode, "can_overlap", lambda _: True)
     assert config.variants(a, "plain", cuda) == [("rms", True, False), ("rms_tuned", True, True)]
     assert config.variants(c, "fused", cuda) == [("rms_fused", False, False), ("rms_fused_tuned", False, True)]

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.errors import ConfigError, run_program
 from configurator import MAX_NUMBER, help_text, key, parse_args, read_config_file
-from errors import ConfigError, run_program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""fold.py and convert.py: what is exact is exact in float64, what is not is refused, and what is written can be used.
+"""fold/gpt.py and convert.py: what is exact is exact in float64, the rest is refused, what is written can be used.
 
     python -m pytest tests/test_convert.py
 """
@@ -13,16 +13,16 @@ from helpers import TINY, losses, records, shake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import convert
-import fold
 import sample
-from certificate import certify
-from checkpoint import CheckpointError, load_model, save_checkpoint
-from coupling import to_coupled
-from errors import ConfigError
-from hf_coupled import import_transformers
+from common.errors import ConfigError
+from fold import gpt as fold
+from fold.certificate import certify
+from hf.coupled import import_transformers
 from model import GPT, GPTConfig
-from norm_layers import CenteredLinear, LayerNorm, NoNorm, RMSNorm
+from norms import CenteredLinear, LayerNorm, NoNorm, RMSNorm
+from posthoc.coupling import to_coupled
 from taper import tapers
+from training.checkpoint import CheckpointError, load_model, save_checkpoint
 
 SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=12, n_layer=3, n_head=2, n_embd=16, init_std=0.2)
 LLAMA = {"position": "rope", "activation": "swiglu", "qk_norm": True, "n_kv_head": 1}
@@ -320,7 +320,7 @@ def test_a_hugging_face_gpt2_becomes_rms(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_analyze_prints_verdicts(tied, saved, capsys):
-    """Of our checkpoints (models of transformers: test_fold_hub.py): what --to=rms does, head and embedding by name."""
+    """Of our checkpoints (models of transformers: fold/test_hub.py): what --to=rms does, head and embedding by name."""
     path = str(saved(norm_type="layer", n_layer=1, tie_embeddings=tied))
     convert.main([path, "--analyze"])
     printed = capsys.readouterr().out

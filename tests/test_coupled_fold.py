@@ -10,10 +10,10 @@ import torch
 from coupled_shape import IDX, SHAPE, TARGETS
 from helpers import TINY, close, losses, shake
 
-from errors import ConfigError
+from common.errors import ConfigError
 from model import GPT
-from norm_layers import SharedRMSNorm
-from norms import NormConfig
+from norm_plan import NormConfig
+from norms import SharedRMSNorm
 from train import TrainConfig
 
 LLAMA = {"position": "rope", "activation": "swiglu", "n_kv_head": 1, "tie_embeddings": False}

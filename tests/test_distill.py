@@ -17,15 +17,14 @@ import torch
 from helpers import ROOT, records
 from small_rms import SHAPE, L, sequences
 
-import adapters
 import distill
-import distill_data
-from checkpoint import BEST, load_model, save_checkpoint
+from common.errors import CheckpointError, ConfigError
 from configurator import parse_args
 from data.documents import Document
 from data.shards import DataError
-from errors import CheckpointError, ConfigError
 from model import GPT
+from posthoc import adapters, text
+from training.checkpoint import BEST, load_model, save_checkpoint
 
 pytest.importorskip("peft")
 WORDS = ("--rank=4", "--adapter_alpha=8", "--batch_size=4", "--gradient_accumulation_steps=2", "--max_iters=6",
@@ -163,14 +162,14 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
     """What the speed of the large shapes is measured with: no tokenizer, no text."""
     tiny = {"model_type": "qwen3", "vocab_size": 67, "max_position_embeddings": 16, "hidden_size": 32, "head_dim": 8,
             "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    monkeypatch.setitem(distill.hf.SHAPES, "tiny", tiny)
+    monkeypatch.setitem(distill.weights.SHAPES, "tiny", tiny)
     words, out, idx = [*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--export=True"], [], None
     (tmp_path / "out" / "hf.tmp").mkdir(parents=True)
     (tmp_path / "out" / "hf.tmp" / "torn").touch()  # left by a run that was stopped while it wrote
     for steps, count in ((2, 2), (2, 2), (4, 4)):  # a finished run: repeated (nothing trains), and continued
         distill.main([*words, f"--max_iters={steps}"])
         assert len(evals(tmp_path / "out")) == count and evals(tmp_path / "out")[-1]["step"] == steps
-        exported, idx = distill.hf.load_hf(tmp_path / "out" / "hf"), sequences(2, 1)[:, :16]
+        exported, idx = distill.weights.load_hf(tmp_path / "out" / "hf"), sequences(2, 1)[:, :16]
         with torch.no_grad():
             out.append(exported(idx))
             assert torch.equal(out[-1], load_model(str(tmp_path / "out"))(idx))
@@ -183,13 +182,13 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
 
 def test_blocks_pack_documents():
     documents = [Document("abc", ""), Document("", "empty"), Document("defgh", "")]
-    tokenizer = distill_data.teacher_tokenizer({"tokenizer": "bytes"}, 257)
-    packed = list(distill_data.blocks(iter(documents), tokenizer, 4))
+    tokenizer = text.teacher_tokenizer({"tokenizer": "bytes"}, 257)
+    packed = list(text.blocks(iter(documents), tokenizer, 4))
     assert torch.stack(packed).tolist() == [[256, 97, 98, 99], [256, 100, 101, 102]]
     stream = [torch.tensor([i]) for i in range(100)]
-    mixed = [int(block) for block in distill_data.shuffled(iter(stream), 10, seed=3)]
+    mixed = [int(block) for block in text.shuffled(iter(stream), 10, seed=3)]
     assert sorted(mixed) == list(range(100)) != mixed
-    assert mixed == [int(block) for block in distill_data.shuffled(iter(stream), 10, seed=3)]
+    assert mixed == [int(block) for block in text.shuffled(iter(stream), 10, seed=3)]
 
 
 def test_chats_go_through_the_teachers_template(monkeypatch, tmp_path):
@@ -199,24 +198,24 @@ def test_chats_go_through_the_teachers_template(monkeypatch, tmp_path):
 
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]}
     with pytest.raises(DataError, match="no chat template"):
-        distill_data.text_of_rows({"tokenizer": "bytes"})(row)
-    monkeypatch.setattr(distill_data, "load_chat_tokenizer", lambda meta: Tokenizer())
+        text.text_of_rows({"tokenizer": "bytes"})(row)
+    monkeypatch.setattr(text, "load_chat_tokenizer", lambda meta: Tokenizer())
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(row) + "\n" + json.dumps({"text": "plain"}) + "\n")
-    found = list(distill_data.read_files([path], distill_data.text_of_rows({})))
+    found = list(text.read_files([path], text.text_of_rows({})))
     assert [document.text for document in found] == ["<user>Hi<assistant>Yes?", "plain"]
     parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     parquet.write_table(pa.table({"id": [1], **{name: [value] for name, value in row.items()}}), tmp_path / "a.parquet")
-    found = list(distill_data.read_files([tmp_path / "a.parquet"], distill_data.text_of_rows({})))
+    found = list(text.read_files([tmp_path / "a.parquet"], text.text_of_rows({})))
     assert [document.text for document in found] == ["<user>Hi<assistant>Yes?"]
 
 
 def test_rows_without_text_are_told(tmp_path):
     (tmp_path / "a.jsonl").write_text('not json\n{"foo": 1}\n')
-    documents = distill_data.read_files([tmp_path / "a.jsonl"])
-    tokenizer = distill_data.teacher_tokenizer({"tokenizer": "bytes"}, 257)
+    documents = text.read_files([tmp_path / "a.jsonl"])
+    tokenizer = text.teacher_tokenizer({"tokenizer": "bytes"}, 257)
     with pytest.raises(DataError, match=r"1 times broken JSON, 1 times no \"text\"\): a row wants"):
-        list(distill_data.blocks(documents, tokenizer, 4))
+        list(text.blocks(documents, tokenizer, 4))
 
 
 def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
@@ -241,14 +240,14 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
         ([*words, f"--local={tmp_path / 'short.txt'}"], DataError, "too little text.* or --val=FILE"),
         ([*words, "--norm_plan=Rs Rs", "--coupled_first=auto"], ConfigError, "norm_plan"),
         ([*words, "--norm_plan=Rs Rs Rs R"], ConfigError, "both name the plan.*--coupled_first=auto"),
-        ([*words, "--teacher=random:qwen4"], distill.hf.HFError, "unknown shape"),
+        ([*words, "--teacher=random:qwen4"], distill.weights.HFError, "unknown shape"),
     ]
     for argv, error, match in cases:
         with pytest.raises(error, match=match) as caught:
             distill.main(argv)
         assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="257 tokens, the teacher's vocabulary 60"):
-        distill_data.teacher_tokenizer({"tokenizer": "bytes"}, 60)
+        text.teacher_tokenizer({"tokenizer": "bytes"}, 60)
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -318,6 +317,7 @@ def test_the_estimate_counts_what_a_run_holds(method, words):
 # -------------------------------------------------------------------------------------------------- repro/posthoc.sh
 
 STUB = """#!/usr/bin/env bash
+[ "$1" != -m ] || shift
 echo "$1" >> calls
 for word; do case $word in
   --out_dir=*text_?) mkdir -p "${word#*=}" && touch "${word#*=}/meta.json";;
@@ -342,6 +342,6 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
     for _ in range(2):
         subprocess.run(words, cwd=tmp_path, env={**os.environ, **keys}, check=True, capture_output=True)
     calls = (tmp_path / "calls").read_text().split()
-    steps = ("rms_stats.py", "repro/posthoc_alpha.py", "repro/posthoc_table.py")
+    steps = ("posthoc.rms_stats", "repro/posthoc_alpha.py", "repro/posthoc_table.py")
     assert [calls.count(step) for step in steps] == [1, 1, 2]
     assert all((results / name).read_text() == "new\n" for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png"))

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from helpers import ROOT, TINY, losses, offline_data, records, val_losses, write_items, write_tiny_shards
 
-from checkpoint import save_checkpoint
+from common.distributed import Ranks
+from common.errors import UserError
 from data.shards import DataError
 from data.tokenizers import byte_tokenizer
-from errors import UserError
 from hellaswag import evaluate_hellaswag, items_file, load_items, main, make_rows, score_rows
 from model import GPT, GPTConfig
-from ranks import Ranks
+from training.checkpoint import save_checkpoint
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -108,7 +108,7 @@ def test_lm_evaluation_harness_agrees_on_acc(tmp_path, monkeypatch):
     """The same items and model through lm-evaluation-harness, ending by ending; its acc_norm divides by bytes."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    from hf import import_transformers, load_hf
+    from hf.weights import import_transformers, load_hf
 
     transformers = import_transformers()
     lm_eval = pytest.importorskip("lm_eval")

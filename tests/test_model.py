@@ -22,8 +22,12 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import loss as loss_file
-from checkpoint import (
+from common.errors import ConfigError, UserError
+from kernels import cross_entropy as loss_file
+from kernels.cross_entropy import cross_entropy
+from model import GPT, GPTConfig, KVCache, sample_token
+from norm_plan import NORM_TYPES
+from training.checkpoint import (
     BEST,
     LAST,
     NORM_NAMES,
@@ -36,11 +40,7 @@ from checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from errors import ConfigError, UserError
-from loss import cross_entropy
-from model import GPT, GPTConfig, KVCache, sample_token
-from norms import NORM_TYPES
-from optim import guarded_update, learning_rate, make_optimizer
+from training.optim import guarded_update, learning_rate, make_optimizer
 
 SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=12, n_layer=2, n_head=2, n_embd=16, init_std=0.2, bias=True)
 NORMS = {name: {} for name in NORM_TYPES} | {

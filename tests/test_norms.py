@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from helpers import close, draw, shake
 from torch import nn
 
-import norm_layers
-from errors import ConfigError
+import norms as norm_layers
+from common.errors import ConfigError
 from model import GPT, GPTConfig, rope_tables, rotate
-from norm_layers import CenteredLinear, GatedRMSNorm, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
-from norms import NORM_TYPES, DynamicTanh, NormConfig, NormPlan, NormType, Site, uniform
+from norm_plan import NORM_TYPES, DynamicTanh, NormConfig, NormPlan, NormType, Site, uniform
+from norms import CenteredLinear, GatedRMSNorm, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=4, n_head=2, n_embd=16, init_std=0.2)
 L = SHAPE.n_layer

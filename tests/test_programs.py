@@ -20,12 +20,12 @@ from helpers import ROOT, TINY, records, val_losses
 
 import report
 import sample
+from common.errors import ConfigError, UserError
 from configurator import parse_args, read_config_file
 from data.tokenizers import CharTokenizer, byte_tokenizer, token_bytes
 from distill import DistillConfig
-from errors import ConfigError, UserError
+from evidence.runs import read_log
 from model import GPT
-from runs import read_log
 from train import TrainConfig
 
 
@@ -105,8 +105,8 @@ def test_model_sizes(name, millions):
     assert model.num_params() / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-PROGRAMS = ["sample", "report", "bench_train", "hellaswag", "convert", "bench_fold", "bench_decode", "bench_kernels",
-            "byte_ledger", "distill", "rms_stats", "lm_eval_model"]  # fmt: skip
+PROGRAMS = ["sample", "report", "bench.train", "hellaswag", "convert", "bench.fold", "bench_decode", "bench.kernels",
+            "bench.bytes", "distill", "posthoc.rms_stats", "evals.lm_eval_model"]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -114,7 +114,8 @@ def test_help(program, capsys):
     """--help exits 0 and shows how the program is called."""
     with contextlib.suppress(SystemExit):
         importlib.import_module(program).main(["--help"])
-    assert f"python {program}.py" in capsys.readouterr().out
+    command = f"python -m {program}" if "." in program else f"python {program}.py"
+    assert command in capsys.readouterr().out
 
 
 def test_help_of_training_lists_every_key():

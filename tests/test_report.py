@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from helpers import ROOT
 
-import plots
 import report
-from checkpoint import model_config
-from comparison import EQUAL_TIME, at_equal_time, compare, exchange_rate, margin, pair, usable
-from errors import ConfigError, UserError
-from runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
+from common.errors import ConfigError, UserError
+from evidence import plots
+from evidence.comparison import EQUAL_TIME, at_equal_time, compare, exchange_rate, margin, pair, usable
+from evidence.runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
 from train import TrainConfig
+from training.checkpoint import model_config
 
 SEEDS = range(8, 16)
 

@@ -17,7 +17,7 @@ import pytest
 from helpers import ROOT, TINY, records, write_items, write_tiny_shards
 
 import report
-from runs import find_runs
+from evidence.runs import find_runs
 
 ARMS = "rms 'coupled --coupled_span=2'"
 WORDS = (*TINY, "--checkpoint_interval=10")

@@ -22,14 +22,14 @@ from hf_models import tiny as hf_tiny
 from torch.utils.checkpoint import checkpoint
 
 import train
-from checkpoint import init_from, load_model
+from common.errors import CheckpointError, ConfigError
 from configurator import parse_args
-from errors import CheckpointError, ConfigError
-from fold import to_folded
+from fold.gpt import to_folded
 from model import GPT, GPTConfig
-from norm_layers import LayerNorm, RMSNorm
-from optim import carry_state, make_optimizer
+from norms import LayerNorm, RMSNorm
 from taper import EMA_DECAY, ScaleAnchor, StepMean, TaperNorm, TaperSchedule, tapers
+from training.checkpoint import init_from, load_model
+from training.optim import carry_state, make_optimizer
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, init_std=0.2, norm_type="taper",
                   taper_warmup=3.0, taper_end=7.0)  # fmt: skip

@@ -9,11 +9,11 @@ import pytest
 import torch
 from helpers import NORM_TYPES, TINY, keys_of, losses, records, steps_of, val_losses
 
-from checkpoint import CheckpointError, init_from
 from configurator import parse_args
 from model import GPT
 from taper import TaperSchedule
 from train import TrainConfig
+from training.checkpoint import CheckpointError, init_from
 
 
 def weights(path) -> dict[str, torch.Tensor]:

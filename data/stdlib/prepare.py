@@ -15,9 +15,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from common.errors import ConfigError, run_program
 from data.shards import DataError, write_meta, write_shard
 from data.tokenizers import END_OF_TEXT, byte_tokenizer
-from errors import ConfigError, run_program
 
 # Beside tests and installed packages: `encodings`, whose files are mostly tables of code points, not text.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "encodings"}

@@ -1,0 +1,267 @@
+"""Compile every kernel for GPUs that are not here, and count what matters in the machine code.
+
+    python -m bench.aot                                      # all kernels, channels, architectures: some minutes
+    python -m bench.aot --sm=90 --channels=768 --out=aot.md  # some of them; the table as a file too
+
+The launchers run on tensors without memory, and each launch they make is compiled as on a GPU, with ptxas,
+cuobjdump and nvdisasm out of Triton's wheel. Columns: registers a thread; stack bytes; shared memory bytes a program;
+bits of the widest load and store of global memory, and how many loads are of fewer bits than 128 (a row's statistics
+are); instructions that shuffle between threads (SHFL), wait for other warps (BAR), move spilled registers (spill),
+compute in float64 (FP64).
+
+The last line of output is JSON. Exit code 1 if a kernel spills or computes in float64.
+"""
+
+import bisect
+import itertools
+import json
+import re
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from common.errors import ConfigError, UserError, run_program
+from configurator import key, parse_args
+from kernels import activation, binding, row_norm, shared_rms, taper
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+ROWS = 65536
+ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)  # with bfloat16 that Triton compiles for; another one aborts in LLVM
+COLUMNS = ("registers", "stack", "shared", "load bits", "store bits", "narrow loads", "SHFL", "BAR", "spill", "FP64")
+
+
+@dataclass(frozen=True)
+class AotConfig:
+    """Keys of bench/aot.py."""
+
+    sm: tuple[int, ...] = key((80, 90, 100), f"compute capabilities times ten: {', '.join(map(str, ARCHITECTURES))}")
+    channels: tuple[int, ...] = key((768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first")
+    out: str = key("", "write the table to this Markdown file")
+
+    def __post_init__(self) -> None:
+        if not self.sm or not {*self.sm} <= {*ARCHITECTURES}:
+            raise ConfigError(f"sm: give some of {', '.join(map(str, ARCHITECTURES))}, separated by commas")
+        if not self.channels or min(self.channels) < 1:
+            raise ConfigError("channels: give whole numbers from 1 on, separated by commas")
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable]]:
+    """(name, launch) of every operator at C channels: activations in `dtype`, float32 gains, as in training."""
+    x, x2 = meta(ROWS, channels, dtype=dtype), meta(ROWS, 2 * channels, dtype=dtype)
+    w, w2, s, gate_c = meta(channels), meta(2 * channels), meta(ROWS, 1), meta(2)
+    C, eps = channels, 1e-5
+    yield "rms_norm", lambda: row_norm.rms_norm(x, w, None, eps, 1, C)
+    yield "rms_norm_backward", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, True)
+    yield "add_rms_norm", lambda: row_norm.add_rms_norm(x, x, w, None, eps, 1, C)
+    yield "add_rms_norm_backward", lambda: row_norm.rms_norm_backward(x, x, None, x, w, None, s, C, True)
+    yield "layer_norm", lambda: row_norm.layer_norm(x, w, w, eps)
+    yield "layer_norm_backward", lambda: row_norm.layer_norm_backward(x, x, w, w, s, s, True)
+    yield "shared_rms_scale", lambda: shared_rms.shared_rms_scale(x, s, w)
+    yield "shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, True)
+    yield "add_shared_rms_scale", lambda: shared_rms.add_shared_rms_scale(x, x, s, w)
+    yield "add_shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, x, x, s, w, True)
+    yield "taper_norm", lambda: taper.taper_norm(x, w, w, gate_c, eps)
+    yield "taper_norm_backward", lambda: taper.taper_norm_backward(x, x, w, w, gate_c, s, True)
+    for kind in ("gelu", "gelu_tanh", "relu2", "swiglu"):
+        given = (x2, s, w2, kind) if kind == "swiglu" else (x, s, w, kind)
+        yield f"{kind}", lambda given=given: activation.scaled_activation(*given)
+        yield f"{kind}_backward", lambda given=given: activation.scaled_activation_backward(x, *given, True)
+
+
+def variants(channels: int) -> Iterator[tuple[str, Callable]]:
+    """What training meets more rarely: a float32 stream (train.py's autocast), a bias, a gradient of the statistic, no
+    gains, frozen gains."""
+    for name, launch in cases(channels, torch.float32):
+        yield f"{name}, float32", launch
+    x, w, s, C, eps = meta(ROWS, channels, dtype=torch.bfloat16), meta(channels), meta(ROWS, 1), channels, 1e-5
+    yield "rms_norm, bias", lambda: row_norm.rms_norm(x, w, w, eps, 1, C)
+    yield "rms_norm_backward, bias", lambda: row_norm.rms_norm_backward(x, None, None, x, w, w, s, C, True)
+    yield "rms_norm_backward, ds", lambda: row_norm.rms_norm_backward(x, None, s, x, w, None, s, C, True)
+    yield "add_rms_norm_backward, bias, ds", lambda: row_norm.rms_norm_backward(x, x, s, x, w, w, s, C, True)
+    yield "rms_norm, no gain", lambda: row_norm.rms_norm(x, None, None, eps, 1, C)
+    yield "rms_norm_backward, no gain", lambda: row_norm.rms_norm_backward(x, None, None, x, None, None, s, C, True)
+    yield "rms_norm_backward, frozen", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, False)
+    yield "layer_norm_backward, no gain", lambda: row_norm.layer_norm_backward(x, x, None, None, s, s, True)
+    yield "shared_rms_scale, no gain", lambda: shared_rms.shared_rms_scale(x, s, None)
+    yield "shared_rms_scale_backward, no gain", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, None, True)
+    yield "shared_rms_scale_backward, frozen", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, False)
+    yield "taper_norm_backward, no gain", lambda: taper.taper_norm_backward(x, x, None, None, meta(2), s, True)
+
+
+def launches(launch: Callable) -> list[tuple[triton.JITFunction, tuple, dict]]:
+    """(kernel, arguments, keywords) of every kernel that `launch` would start; nothing is started."""
+    made: list[tuple[triton.JITFunction, tuple, dict]] = []
+
+    def record(kernel, *arguments, grid, warmup, **keywords):
+        made.append((kernel, arguments, keywords))
+
+    with mock.patch.object(triton.JITFunction, "run", record):
+        launch()
+    return made
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A kernel compiled for a GPU: its cubin (an ELF file) and the shared memory of a program in bytes."""
+
+    cubin: bytes
+    shared: int
+
+
+def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict, sm: int) -> Binary:
+    """Specialised to its arguments as Triton does on a GPU."""
+    signature, constants, attributes = {}, {}, {}
+    given = dict(zip(kernel.arg_names, arguments)) | {k: v for k, v in keywords.items() if k in kernel.arg_names}
+    for place, name in enumerate(kernel.arg_names):
+        value = given[name]
+        if value is None or name in keywords or (isinstance(value, int) and value == 1):
+            signature[name], constants[(place,)] = "constexpr", value
+            continue
+        signature[name] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "fp32"
+        if isinstance(value, int):
+            signature[name] = "i32" if value < 2**31 else "i64"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {name: keywords[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in keywords}
+    compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    return Binary(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def instructions(cubin: bytes) -> bytes:
+    """The instructions of a cubin's kernel: the section .text of its ELF file (ELF64, little-endian)."""
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, number, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    # of each section: its name's place in the section of names, its first byte and its length
+    sections = [struct.unpack_from("<I20xQQ", cubin, headers + i * size) for i in range(number)]
+    text = [
+        cubin[start : start + length]
+        for name, start, length in sections
+        if cubin.startswith(b".text.", sections[names][1] + name)
+    ]
+    if len(text) != 1:
+        raise UserError(f"a cubin with {len(text)} kernels, where one is expected: another version of Triton?")
+    return text[0]
+
+
+def disassemble(cubins: list[bytes], sm: int) -> list[str]:
+    """The assembly of each. nvdisasm takes 0.4 s to start, whatever it reads, so that it is started once for all."""
+    codes = [instructions(cubin) for cubin in cubins]
+    ends = list(itertools.accumulate(map(len, codes)))
+    found: list[list[str]] = [[] for _ in codes]
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        architecture = f"SM{sm}a" if sm >= 90 else f"SM{sm}"
+        command = [str(TOOLS / "nvdisasm"), "-b", architecture, file.name]
+        assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for offset, instruction in re.findall(r"/\*([0-9a-f]+)\*/ +(.*)", assembly):
+        found[bisect.bisect_right(ends, int(offset, 16))].append(instruction)
+    if any(16 * len(lines) != len(code) for lines, code in zip(found, codes)):
+        raise UserError("nvdisasm's output has not one line for each instruction of 16 bytes: another version of it?")
+    return ["\n".join(lines) for lines in found]
+
+
+def registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and its stack in bytes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups()
+    return int(registers), int(stack)
+
+
+def measured(compiled: list[tuple[dict, Binary]], sm: int) -> list[dict]:
+    """The record of each kernel, with what `measure` finds added to it."""
+    assemblies = disassemble([binary.cubin for _, binary in compiled], sm)
+    return [record | measure(binary, text) for (record, binary), text in zip(compiled, assemblies, strict=True)]
+
+
+def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
+    """The table's columns for one kernel; and `early`, the loads and stores, copies to shared memory included, that it
+    begins before it waits for the kernel before (None: it does not wait)."""
+    start, wait, _ = assembly.partition("ACQBULK")
+    early = len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start)) if wait else None
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, assembly))
+
+    def widths(instruction: str) -> list[int]:
+        found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly)
+        return [next((bits for bits in (128, 64) if f".{bits}" in word), 32) for word in found] or [0]
+
+    registers, stack = registers_and_stack(binary.cubin)
+    return {
+        "registers": registers,
+        "stack": stack,
+        "shared": binary.shared,
+        "load bits": max(widths("LDG")),
+        "store bits": max(widths("STG")),
+        "narrow loads": sum(bits < 128 for bits in widths("LDG")),
+        "SHFL": count(r"\bSHFL\b"),
+        "BAR": count(r"\bBAR\b"),
+        "spill": count(r"\b(?:LDL|STL)\b"),
+        "FP64": count(r"\b(?:DADD|DMUL|DFMA|DSETP|DMNMX)\b|\.F64\b|64H\b"),
+        "early": early,
+    }
+
+
+def table(records: list[dict]) -> str:
+    """Markdown."""
+    head = ("operator", "kernel", "C", "sm", *COLUMNS)
+    lines = [head, ["---"] * len(head)] + [[str(record[name]) for name in head] for record in records]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def finish(records: list[dict], out: str) -> int:
+    """Prints the table, what spills or computes in float64, and the summary; writes the table. The exit status."""
+    text = table(records)
+    print(text)
+    if out:
+        try:
+            Path(out).write_text(f"triton {triton.__version__}\n\n{text}\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
+    spills = [record for record in records if record["stack"] or record["spill"]]
+    doubles = [record for record in records if record["FP64"]]
+    for record in spills + doubles:
+        print(f"{'float64 arithmetic' if record in doubles else 'spill'}: {record}")
+    summary = {"triton": triton.__version__, "spills": len(spills), "float64": len(doubles), "kernels": records}
+    print(json.dumps(summary))
+    return 1 if spills or doubles else 0
+
+
+def main(argv: list[str]) -> int:
+    config, _ = parse_args(AotConfig, argv, __doc__)
+    if binding.INTERPRETED:
+        raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
+    records = []
+    for sm in config.sm:
+        compiled = []
+        for place, channels in enumerate(config.channels):
+            for name, launch in itertools.chain(cases(channels), variants(channels) if place == 0 else ()):
+                for kernel, arguments, keywords in launches(launch):
+                    record = {"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm}
+                    compiled.append((record, compile_launch(kernel, arguments, keywords, sm)))
+        records += measured(compiled, sm)
+    return finish(records, config.out)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,140 @@
+"""The decoding kernels compiled for a GPU that is not here, for every matrix of the published shapes.
+
+    python -m bench.aot_decode                        # batch 1, 8, 31, 128, sm_90: registers, spills, widths of loads
+    python -m bench.aot_decode --batch=64 --sm=100
+
+Columns, JSON line and exit code are those of `python -m bench.aot`; C is the number of inputs of a product, of a
+head's channels, or of a row. Loads that go to shared memory ahead of use (LDGSTS) are not among the load bits. From
+sm_90 on kernels are those of overlapping launches; the JSON line has how many loads each begins before it waits.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from bench import aot
+from bench.aot import meta
+from common.errors import ConfigError, UserError, run_program
+from configurator import key, parse_args
+from kernels import binding
+from kernels.decode import attention as decode_attention
+from kernels.decode import epilogue as decode_epilogue
+from kernels.decode import project as decode_project
+from kernels.decode.overlap import overlapping
+from kernels.decode.reference import Debt, attention_parts
+
+EARLY = ("vector_kernel", "attend_kernel")  # begin before they wait, which may cost registers: compiled in both ways
+# outputs x inputs of qkv, up (inner), proj and down, as in hf.SHAPES, and the activation
+SHAPES = {
+    "gpt2": ((2304, 768), (3072, 768), (768, 768), (768, 3072), "gelu_tanh", 50257, (12, 12, 64)),
+    "qwen3-0.6b": ((4096, 1024), (3072, 1024), (1024, 2048), (1024, 3072), "swiglu", 151936, (16, 8, 128)),
+    "qwen3-1.7b": ((4096, 2048), (6144, 2048), (2048, 2048), (2048, 6144), "swiglu", 151936, (16, 8, 128)),
+    "qwen3-8b": ((6144, 4096), (12288, 4096), (4096, 4096), (4096, 12288), "swiglu", 151936, (32, 8, 128)),
+    "llama3.2-1b": ((3072, 2048), (8192, 2048), (2048, 2048), (2048, 8192), "swiglu", 128256, (32, 8, 64)),
+    "llama3.2-3b": ((5120, 3072), (8192, 3072), (3072, 3072), (3072, 8192), "swiglu", 128256, (24, 8, 128)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AotConfig:
+    """Keys of bench/aot_decode.py."""
+
+    batch: tuple[int, ...] = key((1, 8, 31, 128), "sequences decoded at once")
+    sm: int = key(90, "compute capability times ten")
+    shapes: str = key(",".join(SHAPES), "shapes, separated by commas")
+    out: str = key("", "write the table to this Markdown file")
+
+    def __post_init__(self) -> None:
+        if not self.batch or min(self.batch) < 1:
+            raise ConfigError("batch: give whole numbers from 1 on, separated by commas")
+        if not {*self.shapes.split(",")} <= {*SHAPES}:
+            raise ConfigError(f"shapes: give some of {', '.join(SHAPES)}, separated by commas")
+
+
+def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
+    """(launch's name, C, launch) of a step of the fused arms, and of heads and attention as the others
+    have them, apart."""
+    dtype, (qkv, up, proj, down, kind, vocabulary, (n_heads, kv_heads, channels)) = torch.bfloat16, SHAPES[name]
+
+    def x(size: int) -> torch.Tensor:
+        return meta(batch, 1, size, dtype=dtype)
+
+    def weight(sizes: tuple[int, int], copies: int = 1) -> torch.Tensor:
+        return meta(copies * sizes[0], sizes[1], dtype=dtype)
+
+    def vector(size: int) -> torch.Tensor | None:
+        return meta(size, dtype=dtype) if name == "gpt2" else None
+
+    inv_rms, project, copies = meta(batch, 1, 1), decode_project, 2 if kind == "swiglu" else 1
+    yield "qkv", qkv[1], lambda: project.norm_project(x(qkv[1]), weight(qkv), vector(qkv[0]), 1e-6)
+    for word, matrix in (("proj", proj), ("down", down)):
+        yield word, matrix[1], lambda m=matrix: project.project(x(m[1]), weight(m), vector(m[0]), x(m[0]))
+    bias = vector(up[0])
+    yield "up", up[1], lambda: project.norm_project(x(up[1]), weight(up, copies), bias, 1e-6, kind)
+    yield "up shared", up[1], lambda: project.shared_project(x(up[1]), inv_rms, weight(up, copies), bias, kind)
+    head = (vocabulary, qkv[1])
+    yield "head", qkv[1], lambda: project.norm_project(x(qkv[1]), weight(head), None, 1e-6)
+    short = [meta(batch, kv_heads, 256, channels, dtype=dtype) for _ in range(2)]
+    pos, token = meta(1, dtype=torch.int64), meta(batch, 1, dtype=torch.int64)
+    rope = None if name == "gpt2" else (meta(256, channels), meta(256, channels))
+    gains = [meta(channels, dtype=dtype) if name.startswith("qwen3") else None] * 2
+    z, q = x((n_heads + 2 * kv_heads) * channels), meta(batch, n_heads, 1, channels, dtype=dtype)
+    for word, debt in (("", None), (" debt", Debt(inv_rms, vector(z.shape[-1])))):
+        given = z, debt, short, pos, rope, *gains, 1e-6
+        yield f"heads{word}", channels, lambda g=given: decode_attention.heads(*g)
+        yield f"heads + attend{word}", channels, lambda g=given: decode_attention.heads_attend(*g)
+    yield "attend", channels, lambda: decode_attention.attend(q, short, pos)
+    parts = attention_parts(batch, n_heads, 4096)
+    if parts > 1:
+        long = [meta(batch, kv_heads, 4096, channels, dtype=dtype) for _ in range(2)]
+        yield "attend parts", channels, lambda: decode_attention.attend_parts(q, long, pos, parts)
+        given = z, None, long, pos, rope, *gains, 1e-6, parts
+        yield "heads + attend parts", channels, lambda: decode_attention.heads_attend_parts(*given)
+        found = meta(batch, n_heads, parts, channels), *(meta(batch, n_heads, parts) for _ in range(2))
+        yield "combine", channels, lambda: decode_attention.combine(*found, dtype)
+    raw = x(up[0] * copies)
+    yield "epilogue", up[1], lambda: decode_epilogue.norm_activation(raw, x(up[1]), bias, 1e-6, kind)
+    yield "epilogue shared", up[1], lambda: decode_epilogue.activation(raw, Debt(inv_rms, bias), kind)
+    wpe = meta(256, qkv[1], dtype=dtype) if name == "gpt2" else None
+    yield "embed", qkv[1], lambda: decode_attention.embed(token, pos, weight(head), wpe)
+    yield "best", vocabulary, lambda: decode_attention.best(x(vocabulary))
+    searched = decode_attention.PARTS
+    tops = meta(batch, searched), meta(batch, searched, dtype=torch.int64)
+    yield "take", searched, lambda: decode_attention.take(*tops, token, pos, meta(batch, 257, dtype=torch.int64))
+
+
+def describe(operator: str, channels: int, sm: int, kernel: triton.JITFunction, keywords: dict) -> dict:
+    """What is known of a row before its kernel is compiled; with `tile`, loads of a thread for the weights of a first
+    tile."""
+    record = {"operator": operator, "kernel": kernel.__name__, "C": channels, "sm": sm, "PDL": keywords.get("PDL")}
+    if kernel.__name__ == "vector_kernel":
+        weights = keywords["OUT"] * keywords["IN"] * (2 if keywords["KIND"] == "swiglu" else 1)
+        record["tile"] = weights * 16 // (32 * keywords["num_warps"] * 128)
+    return record
+
+
+def main(argv: list[str]) -> int:
+    config, _ = parse_args(AotConfig, argv, __doc__)
+    if binding.INTERPRETED:
+        raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
+    can_overlap = config.sm >= 90
+    compiled = []
+    for name in config.shapes.split(","):
+        for batch in config.batch:
+            for word, size, launch in cases(name, batch):
+                for is_overlapping in (False, True) if can_overlap else (False,):
+                    with overlapping() if is_overlapping else nullcontext():
+                        made = aot.launches(launch)
+                    for kernel, arguments, keywords in made:
+                        if is_overlapping == can_overlap or kernel.__name__ in EARLY:
+                            operator = f"{name} {word}, batch {batch}"
+                            record = describe(operator, size, config.sm, kernel, keywords)
+                            compiled.append((record, aot.compile_launch(kernel, arguments, keywords, config.sm)))
+    return aot.finish(aot.measured(compiled, config.sm), config.out)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,169 @@
+"""What bench_decode.py shows: the card, the table, and the picture in the manner of the paper's Figure 2."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from common.errors import writing
+from common.tables import markdown
+from data.shards import write_bytes_atomically
+from decode.arms import AIM
+
+ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
+ENDS = ("A step's ends are nominal, 5 launches (embedding, norm, head, best, take; 4 where norm and head are one): "
+        "inductor embeds in the first norm's kernel, which is one less in A, B and L.")
+PANELS = (("coupled/rms", "B/A: the paper's claim"), ("coupled_fused/rms", "D/A: all fused, against compiled RMSNorm"),
+          ("coupled_fused/rms_fused", "D/C: the shared statistic alone"))  # fmt: skip
+
+
+def card(record: dict[str, Any]) -> str:
+    """Where and on what a record was measured, several lines."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    weights = "random weights (not trained, not zeros)" if record["random_weights"] else "its own weights"
+    lines = [
+        f"{record['model']}: {weights}, stored as {record['norm_type']}, {record['dtype']}; "
+        f"{record['prompt_tokens']} prompt tokens ({record['prompt_ids']}), {record['tokens']} decoded greedily, "
+        f"{record['rounds']} rounds"
+        f"{', process time' if record['clock'] == 'cpu_seconds' else ''}",
+        f"{record['device']}; {versions}; commit {record['git']}",
+        f"{record['threads']} CPU threads, load average {record['load_average']} at the start",
+        f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} GB/s (a copy's): "
+        f"{record['floor_ms_per_token']:.3f} ms at batch {record['batch']}",
+    ]
+    return "\n".join([*lines, *(word for word in (record.get("clocks"), record.get("note")) if word)])
+
+
+def table(record: dict[str, Any]) -> str:
+    """Markdown: every arm's time, then the ratios."""
+    heads = ["arm", "ms/token", "tok/s", "share of floor", "prefill ms (eager, unfused)", "launches (norms) per block",
+             f"{record['memory']}, MB", "error (unfused)", "tokens as unfused"]  # fmt: skip
+    rows = []
+    for name, row in record["arms"].items():
+        cells = [f"{row['ms_per_token']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['share_of_floor']:.0%}", *[""] * 5]
+        if "prefill_ms" in row:  # one of ours, and not its second copy
+            cells[3:] = [f"{row['prefill_ms']:.2f}", f"{row['launches_per_block']} ({row['norm_launches_per_block']})",
+                         f"{row['memory_mb']:,.0f}", f"{row['error']:.2g} ({row['error_unfused']:.2g})",
+                         ""]  # fmt: skip
+        if "within_aim" in row:
+            verdict = f"{'within' if row['within_aim'] else 'above'} {AIM}"
+            cells[6] += f", {row['error'] / row['error_unfused']:.2f}x: {verdict}"
+        if "same_tokens" in row:
+            cells[7] = f"{row['same_tokens']} of {record['tokens']}"
+        rows.append([name, *cells])
+    ratios = [[name, f"{ratio['median']:.4f}", f"{ratio['low']:.4f} .. {ratio['high']:.4f}"]
+              for name, ratio in record["speed_ups"].items()]  # fmt: skip
+    lines = [f"batch {record['batch']}", "", markdown(heads, rows), "",
+             markdown(["speed-up", "median", "95 % interval"], ratios)]  # fmt: skip
+    if record["faster"]:
+        lines += ["", f"Each in two variants; these ratios are of the faster: {', '.join(record['faster'].values())}."]
+    if "hf_static" in record["arms"] and record["device"].startswith("cpu"):
+        lines += ["", "hf_static is not compiled here: on a CPU transformers runs its static cache in eager mode."]
+    return "\n".join([*lines, *(f"- not timed: {reason}" for reason in record["missing"])])
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Speed-up over batch size, a line for each model; bars are 95 % intervals."""
+    from evidence.plots import STYLES, plt, save  # matplotlib takes a second to import
+
+    panels = [panel for panel in PANELS if any(panel[0] in record["speed_ups"] for record in records)]
+    if not panels:
+        return
+    devices = list(dict.fromkeys(record["device"] for record in records))
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), layout="constrained", squeeze=False)
+    for axis, (name, title) in zip(axes[0], panels):
+        for line, (color, marker) in zip(dict.fromkeys(map(one_line, records)), STYLES * 9):
+            rows = sorted((r for r in records if one_line(r) == line and name in r["speed_ups"]),
+                          key=lambda r: r["batch"])  # fmt: skip
+            if not rows:
+                continue
+            ratios = [row["speed_ups"][name] for row in rows]
+            middle = [ratio["median"] for ratio in ratios]
+            bars = [[abs(ratio[end] - ratio["median"]) for ratio in ratios] for end in ("low", "high")]
+            axis.errorbar([row["batch"] for row in rows], middle, bars, color=color, marker=marker, capsize=3,
+                          label=", ".join(line[: 2 if len(devices) == 1 else 3]))  # fmt: skip
+        axis.axhline(1, color="black", linewidth=1)
+        axis.set_xscale("log", base=2)
+        sizes = sorted({record["batch"] for record in records})
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.set(title=title, xlabel="batch size")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("speed-up")
+    axes[0, 0].legend(frameon=False, fontsize=9)
+    figure.suptitle(", ".join(devices), fontsize=10)
+    save(figure, path)
+
+
+def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
+    """Adds records to a results folder; one of the same model, batch, type and device takes the old one's place."""
+    made = " ".join(f"--{field.name}={_word(getattr(config, field.name))}" for field in dataclasses.fields(config)
+                    if getattr(config, field.name) != field.default)  # fmt: skip
+    for record in records:
+        record["command"] = f"python bench_decode.py {record['model']} {made}"
+    with writing(folder):
+        lines = folder / "decode.jsonl"
+        old = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+        places = {place(record) for record in records}
+        every = [record for record in old if place(record) not in places] + records
+        write_bytes_atomically(lines, "".join(json.dumps(record) + "\n" for record in every).encode())
+        plot(every, folder / "decode.png")
+        text = ["# A decoded token, by norm and by fusion", "", f"Speed-ups are medians over paired rounds. {ALONE}"]
+        for run in dict.fromkeys(map(one_run, every)):
+            its = [record for record in every if one_run(record) == run]
+            text += ["", f"## {its[0]['model']}, {its[0]['dtype']}", "",
+                     *(f"- {line}" for line in card(its[0]).splitlines()),
+                     f"- made by `{its[0]['command']}`"]  # fmt: skip
+            text += [part for record in its for part in ("", table(record))]
+        picture = ["", "![Speed-up over batch size](decode.png)"] if (folder / "decode.png").exists() else []
+        (folder / "README.md").write_text("\n".join([*text, *picture]) + "\n", encoding="utf-8")
+
+
+def write_ledger(folder: Path, ledger: dict[str, Any]) -> None:
+    """Adds a ledger to a folder: ledger.jsonl, and README.md with one table for all models."""
+    with writing(folder):
+        lines = folder / "ledger.jsonl"
+        old = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+        every = [one for one in old if (one["model"], one["batch"]) != (ledger["model"], ledger["batch"])] + [ledger]
+        lines.write_text("".join(json.dumps(one) + "\n" for one in every), encoding="utf-8")
+        (folder / "README.md").write_text(ledgers(every), encoding="utf-8")
+
+
+def ledgers(every: list[dict[str, Any]]) -> str:
+    """Markdown: arms down, models across; launches per block (of norms), predicted ms/token and share of the floor."""
+    names = list(dict.fromkeys(name for ledger in every for name in ledger["arms"]))
+    heads = [f"{one['model'].removeprefix('random:')}, batch {one['batch']}" for one in every]
+    lines = ["# Launches of a decoding step, and the time they predict", "",
+             "Counted by `python bench_decode.py MODEL --ledger`, with no GPU. A cell: launches per block (of norms), "
+             f"then floor + launches x {every[0]['launch_us']:g} us in ms/token, and the floor's share of it. The "
+             f"floor: every matrix once and {every[0]['context']} tokens' keys and values, at "
+             f"{every[0]['bandwidth'] / 1e12:g} TB/s. "
+             f"Predictions, not measurements. {ENDS}", ""]  # fmt: skip
+    rows = []
+    for name in names:
+        cells = []
+        for one in every:
+            row = one["arms"].get(name)
+            cells.append("" if row is None else (
+                f"{row['launches_per_block']} ({row['norm_launches_per_block']}): {row['predicted_ms_per_token']:.3f}, "
+                f"{one['floor_ms_per_token'] / row['predicted_ms_per_token']:.0%}"))  # fmt: skip
+        rows.append([name, *cells])
+    return "\n".join([*lines, markdown(["arm", *heads], rows)]) + "\n"
+
+
+def place(record: dict[str, Any]) -> tuple:
+    return record["model"], record["batch"], record["dtype"], record["device"]
+
+
+def one_line(record: dict[str, Any]) -> tuple[str, ...]:
+    """What the points of one line of the plot have in common."""
+    return record["model"].removeprefix("random:"), record["dtype"], record["device"]
+
+
+def one_run(record: dict[str, Any]) -> str:
+    """What records must have in common for one card to speak for all of them, but for the batch size and its floor."""
+    return json.dumps([record.get(name) for name in (
+        "model", "dtype", "device", "versions", "git", "command", "clocks", "threads", "load_average", "prompt_ids")])
+
+
+def _word(value: object) -> str:
+    return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)

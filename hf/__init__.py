@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: config, weights, coupled classes of transformers."""

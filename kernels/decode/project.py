@@ -1,0 +1,168 @@
+"""Triton: the products of a decoding step, a few rows by a large matrix, with everything around them in one launch.
+
+y = act(inv_rms * x W^T + b) + residual, for x (B, T, K) and W (N, K). A program reads OUT rows of W once, and all of x:
+so it can take x's sum of squares along the way, and exact RMSNorm costs no launch. One row is multiplied and summed in
+registers; more rows are padded to 16 or more for the tensor cores. Functions are those of kernels/decode/reference.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import rows
+from kernels.activation import value
+from kernels.decode import overlap
+
+ELEMENTS = 4096  # of W in registers at a time, for one row: 32 a thread of 4 warps
+PROGRAMS = 1024  # wanted at least, several for each SM, so that enough loads are under way
+
+
+@triton.jit
+def load_weight(W, out, col, N: tl.constexpr, K: tl.constexpr):
+    """(OUT, IN) of W, in its own type; zero beyond."""
+    mask = (out < N)[:, None] & (col < K)[None, :]
+    return tl.load(W + out.to(tl.int64)[:, None] * K + col[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def vector_kernel(
+    X, W, B, R, INV, Y, INV_OUT, eps, N: tl.constexpr, K: tl.constexpr, OWN: tl.constexpr, KIND: tl.constexpr,
+    OUT: tl.constexpr, IN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: OUT outputs of it. For swiglu W is (2 N, K), gate then up."""
+    out, lane = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.arange(0, IN)
+    w = load_weight(W, out, lane, N, K)  # needs nothing of the kernel before
+    if KIND == "swiglu":
+        w_up = load_weight(W + N * K, out, lane, N, K)
+    overlap.wait(PDL)
+    x = tl.load(X + lane, mask=lane < K, other=0.0).to(tl.float32)
+    acc = w.to(tl.float32) * x[None, :]
+    acc_up = tl.zeros((OUT, IN), tl.float32)
+    if KIND == "swiglu":
+        acc_up = w_up.to(tl.float32) * x[None, :]
+    squares = x * x
+    for start in tl.range(IN, K, IN, num_stages=STAGES):
+        col = start + lane
+        x = tl.load(X + col, mask=col < K, other=0.0).to(tl.float32)
+        acc += load_weight(W, out, col, N, K).to(tl.float32) * x[None, :]
+        if KIND == "swiglu":
+            acc_up += load_weight(W + N * K, out, col, N, K).to(tl.float32) * x[None, :]
+        if OWN:
+            squares += x * x
+    z, z_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
+    if OWN:
+        inv = tl.rsqrt(tl.sum(squares, 0) / K + tl.cast(eps, tl.float32))
+        if tl.program_id(0) == 0:
+            tl.store(INV_OUT, inv)
+    elif INV is not None:
+        inv = tl.load(INV)
+    else:
+        inv = 1.0
+    z, z_up = z * inv, z_up * inv
+    valid = out < N
+    if B is not None:
+        z += tl.load(B + out, mask=valid, other=0.0).to(tl.float32)
+        if KIND == "swiglu":
+            z_up += tl.load(B + N + out, mask=valid, other=0.0).to(tl.float32)
+    if KIND != "":
+        z = value(z, KIND)
+    if KIND == "swiglu":
+        z = z * z_up
+    if R is not None:
+        z += tl.load(R + out, mask=valid, other=0.0).to(tl.float32)
+    tl.store(Y + out, z.to(Y.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def matrix_kernel(
+    X, W, B, R, INV, Y, INV_OUT, eps, n_rows, N: tl.constexpr, K: tl.constexpr, OWN: tl.constexpr, KIND: tl.constexpr,
+    ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows: OUT outputs of each."""
+    overlap.wait(PDL)
+    out, lane = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.arange(0, IN)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    acc = tl.zeros((ROWS, OUT), tl.float32)
+    acc_up = tl.zeros((ROWS, OUT), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for start in tl.range(0, K, IN, num_stages=STAGES):
+        col = start + lane
+        mask = (row < n_rows)[:, None] & (col < K)[None, :]
+        x = tl.load(X + row[:, None] * K + col[None, :], mask=mask, other=0.0)
+        acc = tl.dot(x, load_weight(W, out, col, N, K).T, acc, input_precision="ieee")
+        if KIND == "swiglu":
+            acc_up = tl.dot(x, load_weight(W + N * K, out, col, N, K).T, acc_up, input_precision="ieee")
+        if OWN:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+    valid = row < n_rows
+    if OWN:
+        inv = tl.rsqrt(squares / K + tl.cast(eps, tl.float32))
+        if tl.program_id(0) == 0:
+            tl.store(INV_OUT + row, inv, mask=valid)
+        acc, acc_up = acc * inv[:, None], acc_up * inv[:, None]
+    elif INV is not None:
+        inv = tl.load(INV + row, mask=valid, other=0.0)
+        acc, acc_up = acc * inv[:, None], acc_up * inv[:, None]
+    if B is not None:
+        acc += rows.load_vector(B, out, N)
+        if KIND == "swiglu":
+            acc_up += rows.load_vector(B + N, out, N)
+    if KIND != "":
+        acc = value(acc, KIND)
+    if KIND == "swiglu":
+        acc = acc * acc_up
+    mask = valid[:, None] & (out < N)[None, :]
+    if R is not None:
+        acc += rows.load(R, row, out, N, mask)
+    rows.store(Y, row, out, N, acc, mask)
+
+
+def vector_tile(N: int, K: int, kind: str) -> tuple[int, int]:
+    """(outputs, inputs) of a program's tile for one row: many programs first, then wide loads."""
+    elements = ELEMENTS // 2 if kind == "swiglu" else ELEMENTS
+    inputs = min(triton.next_power_of_2(K), 2048)
+    while inputs > 256 and K % inputs:  # no tile that is partly beyond the end
+        inputs //= 2
+    outputs = max(1, min(16, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
+    return min(max(outputs, 1024 // inputs), max(1, elements // inputs)), inputs
+
+
+def _launch(x, weight, bias, residual, inv_rms, eps, kind):
+    """(y, inv_rms or None); eps not None: the statistic is taken here."""
+    x_rows = x.reshape(-1, x.shape[-1])
+    x_rows = x_rows if x_rows.is_contiguous() else x_rows.contiguous()
+    n_rows, K = x_rows.shape
+    N = weight.shape[0] // (2 if kind == "swiglu" else 1)
+    y = rows.empty((*x.shape[:-1], N), x.dtype, x.device)
+    own = eps is not None
+    taken = rows.empty((*x.shape[:-1], 1), torch.float32, x.device) if own else None
+    words = (x_rows, weight, bias, residual, inv_rms, y, taken, eps if own else 0.0)
+    with rows.on_device(x):
+        if n_rows == 1:
+            outputs, inputs = vector_tile(N, K, kind)
+            vector_kernel[(triton.cdiv(N, outputs),)](
+                *words, N=N, K=K, OWN=own, KIND=kind, OUT=outputs, IN=inputs, STAGES=3, num_warps=4,
+                **overlap.launch_options(),
+            )  # fmt: skip
+        else:
+            tall = min(128, max(16, triton.next_power_of_2(n_rows)))
+            inputs = 128 if tall <= 32 else 64  # four stages of x and W in shared memory
+            matrix_kernel[(triton.cdiv(N, 16), triton.cdiv(n_rows, tall))](
+                *words, n_rows, N=N, K=K, OWN=own, KIND=kind, ROWS=tall, OUT=16, IN=inputs, STAGES=4, num_warps=4,
+                **overlap.launch_options(),
+            )  # fmt: skip
+    return y, taken
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str = "") -> Tensor:
+    return _launch(x, weight, bias, residual, None, None, kind)[0]
+
+
+def norm_project(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str = "") -> tuple[Tensor, Tensor]:
+    return _launch(x, weight, bias, None, None, eps, kind)
+
+
+def shared_project(x: Tensor, inv_rms: Tensor, weight: Tensor, bias: Tensor | None, kind: str = "") -> Tensor:
+    return _launch(x, weight, bias, None, inv_rms, None, kind)[0]

@@ -1,0 +1,1 @@
+"""CoupledNorm in a model that is trained already: what to couple, adapters, text, teacher and student."""

@@ -1,0 +1,164 @@
+"""Bad input to train.py: one line that names the thing and the remedy, the right exit code, nothing lost.
+
+    python -m pytest tests/common/test_errors.py
+"""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, TINY, losses, write_tiny_shards
+
+from common.errors import run_program
+from data.shards import HEADER_BYTES
+
+
+@pytest.fixture
+def complaint(launch, tiny_data, tmp_path):
+    """complaint(*words, code=...) -> the one error line of a run that must fail with `code`."""
+
+    def run(*words: object, code: int, out: str = "run") -> str:
+        job = launch(*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / out}", *words)
+        assert job.wait() == [code], job.text()
+        lines = [line for line in job.text().splitlines() if line.startswith("error:")]
+        assert len(lines) == 1 and "Traceback" not in job.text(), job.text()
+        return lines[0]
+
+    return run
+
+
+@pytest.mark.parametrize(("words", "parts"), [
+    (["--n_layr=2"], ["n_layr", "n_layer"]),
+    (["--n_layer=two"], ["n_layer", "int"]),
+    (["--learning_rate=nan"], ["learning_rate", "float"]),
+    (["--n_layer", "2"], ["--n_layer", "--key=value"]),
+    (["config/nowhere.py"], ["config/nowhere.py"]),
+    (["--norm_type=rmsnorm"], ["rmsnorm", "rms"]),
+    (["--norm_type=layer", "--coupled_first=1"], ["coupled_first", "coupled"]),
+    (["--norm_type=coupled", "--norm_plan=sR Rs R"], ["position 0"]),
+    (["--n_embd=33"], ["n_embd=33", "n_head=2"]),
+    (["--gradient_accumulation_steps=0"], ["gradient_accumulation_steps"]),
+    (["--beta2=1.0"], ["beta2"]),
+    (["--weight_decay=-1"], ["weight_decay"]),
+    (["--n_vocab=10"], ["n_vocab=10", "60"]),
+    (["--position=rope", "--rope_theta=0"], ["rope_theta"]),
+    (["--norm_type=taper", "--taper_end=1"], ["taper_end"]),
+    (["--n_embd=99999999999999999999999"], ["n_embd"]),
+    (["--vocab_size=50"], ["vocab_size=50", "60"]),
+    (["--device=cuda"] if not torch.cuda.is_available() else ["--device=mps"], ["device"]),
+])  # fmt: skip
+def test_bad_settings_exit_2(complaint, words, parts):
+    line = complaint(*words, code=2)
+    assert all(part in line for part in parts), line
+
+
+def test_import_in_config_is_refused(complaint, tmp_path):
+    (tmp_path / "bad.py").write_text("n_layer = 2\nimport os\n")
+    line = complaint(tmp_path / "bad.py", code=2)
+    assert f"{tmp_path / 'bad.py'}:2" in line and "Import" in line
+
+
+def test_missing_data(complaint, tmp_path):
+    assert "no train shards" in complaint(f"--data_dir={tmp_path / 'nowhere'}", code=1)
+    assert "python data/fineweb_edu/prepare.py" in complaint("--data_dir=data/fineweb_edu", code=1)
+
+
+def damage(folder, change) -> None:
+    path = folder / "tiny_train_000000.bin"
+    path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(("change", "part"), [
+    (lambda raw: raw[:-100], "truncated"),
+    (lambda raw: b"\0\0\0\1" + raw[4:], "magic"),
+    (lambda raw: raw[: HEADER_BYTES + 10000] + np.uint16(61).tobytes() + raw[HEADER_BYTES + 10002 :], "61 is beyond"),
+])  # fmt: skip
+def test_corrupt_shard(complaint, tmp_path, change, part):
+    folder = write_tiny_shards(tmp_path / "data")
+    damage(folder, change)
+    line = complaint(f"--data_dir={folder}", code=1)
+    assert part in line and "tiny_train_000000.bin" in line
+
+
+def test_block_size_beyond_the_shard(complaint, tmp_path):
+    folder = write_tiny_shards(tmp_path / "data", train=100, val=100)
+    assert "block_size=128" in complaint(f"--data_dir={folder}", "--block_size=128", code=1)
+
+
+def test_torn_checkpoint_falls_back_to_the_other_and_says_so(complaint, train_ok, tiny_data, tmp_path):
+    run = tmp_path / "run"
+    words = (*TINY, "--eval_interval=20", f"--data_dir={tiny_data}", f"--out_dir={run}")
+    train_ok(*words)
+    whole = losses(run)
+    last = (run / "ckpt_last.pt").read_bytes()
+    (run / "ckpt_last.pt").write_bytes(last[: len(last) // 2])
+    text = train_ok(*words).text()
+    assert "ckpt_last.pt: torn" in text and "ckpt_best.pt" in text and losses(run) == whole
+    for name in ("ckpt_last.pt", "ckpt_best.pt"):
+        (run / name).write_bytes(b"no checkpoint")
+    log = (run / "log.jsonl").read_bytes()
+    line = complaint("--eval_interval=20", code=1)
+    assert "ckpt_last.pt" in line and "ckpt_best.pt" in line
+    assert (run / "log.jsonl").read_bytes() == log  # nothing was lost
+
+
+def test_checkpoint_of_another_shape_and_never_overwriting(complaint, train_ok, tiny_data, tmp_path):
+    train_ok(*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    line = complaint("--n_embd=64", code=1)
+    assert "n_embd=32" in line and "64" in line
+    assert "norm_type='layer'" in complaint("--norm_type=rms", code=1)
+    assert "holds a run" in complaint("--resume=never", code=1)
+    assert "no such checkpoint" in complaint("--resume=nowhere.pt", code=1, out="other")
+
+
+def test_micro_batches_that_ranks_do_not_divide(launch, tiny_data, tmp_path):
+    job = launch(*TINY, "--gradient_accumulation_steps=3", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", ranks=2)
+    assert job.wait() == [2, 2]
+    assert job.text().count("error:") == 1 and "gradient_accumulation_steps=3" in job.text()
+
+
+COMPILES = """
+import torch
+from common.errors import run_program
+run_program(lambda argv: torch.compile(lambda x: x.sin() + 1)(torch.ones(9)))
+"""
+
+
+def test_a_machine_without_a_compiler(tmp_path):
+    keys = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    words = [sys.executable, "-c", COMPILES]
+    job = subprocess.run(words, cwd=ROOT, env=os.environ | keys, capture_output=True, text=True)
+    assert job.returncode == 1 and "Traceback" not in job.stderr
+    assert job.stderr.startswith("error: torch.compile and Triton need a C++ compiler and Python's headers")
+
+
+@pytest.mark.parametrize(("error", "start"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+     "the GPU's memory is too small (Tried to allocate 2.00 GiB): lower"),
+    (RuntimeError("CppCompileError: C++ compile error\na.cpp:7:10: fatal error: Python.h: No such file"),
+     "torch.compile and Triton need"),
+    (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), "torch.compile and Triton need"),
+    (RuntimeError("Failed to find C compiler. Please specify via CC"), "torch.compile and Triton need"),
+])  # fmt: skip
+def test_what_the_machine_lacks(error, start, capsys):
+    def fail(argv):
+        raise error
+
+    with pytest.raises(SystemExit, match="1"):
+        run_program(fail)
+    assert capsys.readouterr().err.startswith(f"error: {start}")
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("a mistake"), subprocess.CalledProcessError(1, ["git", "log"]),
+    RuntimeError("CppCompileError: a.cpp:7:10: error: expected ';'"),
+], ids=repr)  # fmt: skip
+def test_an_error_of_ours_keeps_its_traceback(error):
+    def fail(argv):
+        raise error
+
+    with pytest.raises(type(error)):
+        run_program(fail)

@@ -1,0 +1,254 @@
+"""Statistics against scipy and against cases with known answers.
+
+    python -m pytest tests/common/test_stats.py
+"""
+
+import math
+from dataclasses import astuple
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+
+from common.stats import (
+    ALPHA,
+    Estimate,
+    bca_interval,
+    clustered,
+    crossed,
+    decide,
+    detectable_effect,
+    holm,
+    median_ratio,
+    paired,
+    paired_ratio,
+    paired_times,
+    power_of_t,
+    seeds_needed,
+    sign_flip_p,
+    welch,
+)
+
+SAMPLE = np.array([0.3, -0.1, 0.5, 0.2, 0.9, -0.4, 0.35, 0.05])
+
+
+def draws(seed: int, *shape: int) -> np.ndarray:
+    return np.random.RandomState(seed).randn(*shape)
+
+
+def test_paired_is_scipys_t_test():
+    reference = scipy_stats.ttest_1samp(SAMPLE, 0.0)
+    estimate = paired(SAMPLE)
+    assert estimate.p_value() == pytest.approx(reference.pvalue, rel=1e-12)
+    for alpha in (0.05, 0.0125):
+        expected = reference.confidence_interval(1 - alpha)
+        assert estimate.interval(alpha) == pytest.approx((expected.low, expected.high), rel=1e-12)
+
+
+def test_tost_is_the_larger_of_two_one_sided_tests():
+    for delta in (0.1, 0.5, 1.0):
+        below = scipy_stats.ttest_1samp(SAMPLE, -delta, alternative="greater").pvalue
+        above = scipy_stats.ttest_1samp(SAMPLE, delta, alternative="less").pvalue
+        assert paired(SAMPLE).tost(delta) == pytest.approx(max(below, above), rel=1e-12)
+
+
+def test_welch_is_scipys_test_on_samples():
+    a, b = draws(0, 9), 0.4 + 2 * draws(1, 7)
+    reference = scipy_stats.ttest_ind(b, a, equal_var=False)
+    estimate = welch(a.mean(), a.std(ddof=1), 9, b.mean(), b.std(ddof=1), 7)
+    assert (estimate.p_value(), estimate.df) == pytest.approx((reference.pvalue, reference.df), rel=1e-12)
+    assert estimate.mean / estimate.se == pytest.approx(reference.statistic, rel=1e-12)
+
+
+def test_sign_flip_is_scipys_permutation_test():
+    reference = scipy_stats.permutation_test((SAMPLE,), np.mean, permutation_type="samples", n_resamples=np.inf)
+    assert sign_flip_p(SAMPLE) == pytest.approx(reference.pvalue, rel=1e-12)
+    assert sign_flip_p(np.ones(8)) == 2 / 2**8  # only all + and all - are as extreme
+    assert sign_flip_p(np.zeros(8)) == 1.0
+    many = 0.15 + draws(2, 60)
+    assert sign_flip_p(many) == pytest.approx(scipy_stats.ttest_1samp(many, 0).pvalue, abs=0.02)
+
+
+def test_bootstrap_covers_the_mean():
+    """Its 95 % intervals hold the mean of a skewed distribution about as often as 20 values allow; without a spread, or
+    with too few values, there is none."""
+    samples = np.random.RandomState(0).exponential(1.0, (300, 20))
+    covered = np.mean([low < 1.0 < high for low, high in map(bca_interval, samples)])
+    assert 0.86 < covered < 0.97
+    assert all(math.isnan(bound) for sample in (np.ones(5), SAMPLE[:3]) for bound in bca_interval(sample))
+
+
+def test_holm():
+    """The worked example of Holm's method, ties and order; scipy has no Holm to compare with."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert holm([0.02]) == [0.02]
+
+
+def test_power_is_that_of_simulated_tests():
+    for effect, n, alpha in ((1.0, 8, 0.05), (2.0, 8, 0.0125), (0.5, 20, 0.05)):
+        samples = effect + draws(3, 20000, n)
+        found = (scipy_stats.ttest_1samp(samples, 0, axis=1).pvalue < alpha).mean()
+        assert power_of_t(effect, 1.0, n, alpha) == pytest.approx(found, abs=0.012)
+
+
+def test_detectable_effect_and_seeds_agree():
+    for n in (3, 8, 30):
+        effect = detectable_effect(2.0, n, 0.01)
+        assert power_of_t(effect, 2.0, n, 0.01) == pytest.approx(0.8, abs=1e-6)
+        assert seeds_needed(effect * 1.0001, 0.0, 2.0, 0.01) == n
+    assert seeds_needed(0.001, 0.0, 1.0) is None and seeds_needed(0.0, 0.0, 1.0) is None
+    assert seeds_needed(0.1, 0.0, 0.0) == 2
+
+
+def test_seeds_for_equivalence_are_those_of_simulated_tests():
+    """With as many seeds as it says, TOST or t come to a verdict in about 80 % of simulated sets, or in more."""
+    for mean, delta, alpha in ((0.0, 1.0, 0.05), (0.4, 1.0, 0.0125), (1.5, 1.0, 0.05)):
+        n = seeds_needed(mean, delta, 1.0, alpha)
+        for seeds, enough in ((n, True), (max(2, n // 2), False)):
+            sets = [paired(row) for row in mean + draws(4, 4000, seeds)]
+            decided = np.mean([e.p_value() < alpha or e.tost(delta) < alpha for e in sets])
+            assert (decided >= 0.78) == enough, (mean, seeds, decided)
+
+
+def test_paired_times_take_turns_in_random_order():
+    """Every arm once a round; both orders of two arms occur; what `measure` says is what comes back."""
+    ran: list[str] = []
+    times = paired_times({name: (lambda name=name: ran.append(name)) for name in "ab"}, 40,
+                         measure=lambda arm: arm() or float(len(ran)))  # fmt: skip
+    rounds = ["".join(ran[i : i + 2]) for i in range(0, 80, 2)]
+    assert {*rounds} == {"ab", "ba"} and 8 < rounds.count("ab") < 32
+    assert sorted(times["a"] + times["b"]) == [float(i) for i in range(1, 81)]
+
+
+@pytest.mark.parametrize(("least", "kept"), [(2, 2), (3, 0), (0, 0)])
+def test_an_interrupt_keeps_whole_rounds(least, kept):
+    def measure(arm):
+        ran.append(arm)
+        if len(ran) == 6:  # the second arm of the third round
+            raise KeyboardInterrupt
+        return float(len(ran))
+
+    ran, arms = [], {name: lambda: None for name in "ab"}
+    if not kept:
+        with pytest.raises(KeyboardInterrupt):
+            paired_times(arms, 40, measure=measure, least=least)
+        return
+    times = paired_times(arms, 40, measure=measure, least=least)
+    assert [len(values) for values in times.values()] == [kept, kept]
+    assert sorted(times["a"] + times["b"]) == [1, 2, 3, 4]
+
+
+def test_clustered_error_counts_clusters():
+    rows = np.random.RandomState(0).randn(12, 5) + np.random.RandomState(1).randn(12, 1)  # 12 clusters of 5
+    names = np.repeat(np.arange(12) * 7, 5)
+    even = clustered(rows.flatten(), names)
+    assert astuple(even) == pytest.approx(astuple(paired(rows.mean(1))))  # of one size: means are the sample
+    assert astuple(clustered(rows[:, 0], np.arange(12))) == pytest.approx(astuple(paired(rows[:, 0])))  # each alone
+    assert even.se > 1.5 * paired(rows.flatten()).se
+    order = np.random.RandomState(2).permutation(60)
+    assert astuple(clustered(rows.flatten()[order], names[order])) == pytest.approx(astuple(even))
+    with pytest.raises(ValueError, match="two clusters"):
+        clustered(rows[0], np.zeros(5))
+    sizes = np.repeat(np.arange(19), np.arange(19) ** 2 // 2 + 3)  # unlike sizes: 95 % intervals hold the mean 0
+    hits = 0
+    for seed in range(1000):
+        draw = np.random.RandomState(seed)
+        low, high = clustered(draw.randn(19)[sizes] + draw.randn(len(sizes)), sizes).interval()
+        hits += low <= 0 <= high
+    assert 0.93 <= hits / 1000 <= 0.97  # 0.938; 0.924 with G - 1 degrees of freedom
+
+
+def test_crossed_error_covers_seeds_and_items():
+    """The error of the mean of a seeds x items table, against simulation; each source alone; no item effect at all."""
+
+    def table(seed: int, by_seed: float, by_item: float, rest: float) -> np.ndarray:
+        random = np.random.RandomState(seed)
+        return by_seed * random.randn(8, 1) + by_item * random.randn(1, 200) + rest * random.randn(8, 200)
+
+    for sources in ((0.05, 0.3, 1.0), (0.1, 0.0, 1.0), (0.0, 1.0, 0.2)):
+        estimates = [crossed(table(seed, *sources)) for seed in range(400)]
+        truth = np.std([estimate.mean for estimate in estimates])
+        assert np.mean([estimate.se for estimate in estimates]) == pytest.approx(truth, rel=0.12)
+    same = np.tile(SAMPLE[:, None], (1, 5))
+    assert crossed(same).se == pytest.approx(paired(SAMPLE).se)
+
+
+def test_identical_pairs_are_equal_and_no_more():
+    nothing = Estimate(0.0, 0.0, 7)
+    assert nothing.p_value() == 1.0 and nothing.interval() == (0.0, 0.0)
+    assert decide([nothing], 0.01, True)[0].word == "equivalent"
+    assert decide([nothing], 0.0, True)[0].word == "inconclusive"
+    assert decide([Estimate(-0.1, 0.0, 7)], 0.01, True)[0].word == "better"
+
+
+def test_interval_and_adjusted_p_always_agree():
+    """The Holm-adjusted interval leaves out zero exactly where the adjusted p is below ALPHA."""
+    for seed in range(200):
+        estimates = [paired(row) for row in draws(seed, 4, 8) + np.array([[0.0], [0.5], [1.0], [1.5]])]
+        for verdict in decide(estimates, 0.0, True):
+            low, high = verdict.interval
+            assert (low > 0 or high < 0) == (verdict.p_holm < ALPHA)
+
+
+def test_same_arms_are_seldom_called_different():
+    """A/A: four arms that are the baseline again; "better" in at most 5 % of 1,000 sets."""
+    words = []
+    for seed in range(1000):
+        base, arms = draws(seed, 8), draws(10_000 + seed, 4, 8)
+        words.append([verdict.word for verdict in decide([paired(arm - base) for arm in arms], 0.5, True)])
+    assert np.mean(["better" in arms for arms in words]) <= 0.05
+    assert np.mean(["better" in arms or "worse" in arms for arms in words]) <= 0.07
+
+
+def test_a_planted_effect_is_found():
+    """Twice the SD of the paired differences, 8 seeds, 4 arms of which one has it: found in at least 95 %."""
+    found = []
+    for seed in range(1000):
+        differences = draws(seed, 4, 8)
+        differences[2] -= 2.0
+        found.append(decide([paired(arm) for arm in differences], 0.0, True)[2].word)
+    assert np.mean([word == "better" for word in found]) >= 0.95
+    assert "worse" not in found
+
+
+def test_equivalence_wants_evidence():
+    """A tight set within the margin is equivalent, a wide one is not, and no margin gives no equivalence."""
+    tight, wide = 0.001 * draws(0, 8), 0.05 * draws(0, 8)
+    for differences, delta, word in ((tight, 0.01, "equivalent"), (wide, 0.01, "inconclusive"),
+                                     (tight, 0.0, "inconclusive")):  # fmt: skip
+        assert decide([paired(differences)], delta, True)[0].word == word
+    # The margin is missed as often as TOST allows when the true difference lies on it.
+    wrong = [decide([paired(0.01 + 0.004 * draws(seed, 8))], 0.01, True)[0].p_tost < ALPHA for seed in range(1000)]
+    assert 0.02 < np.mean(wrong) <= 0.065
+
+
+def test_higher_is_better_turns_the_words():
+    higher = [paired(0.5 + 0.01 * SAMPLE)]
+    assert decide(higher, 0.0, lower_is_better=False)[0].word == "better"
+    assert decide(higher, 0.0, lower_is_better=True)[0].word == "worse"
+
+
+def test_paired_ratio():
+    ratio = paired_ratio([2.0, 4.2, 8.8], [1.0, 2.0, 4.0])
+    logs = np.log([2.0, 2.1, 2.2])
+    reference = scipy_stats.ttest_1samp(logs, 0).confidence_interval()
+    assert (ratio.mean, ratio.low, ratio.high) == pytest.approx(tuple(np.exp([logs.mean(), *reference])))
+    for wrong in (([1.0], [1.0]), ([1.0, 2.0], [1.0])):
+        with pytest.raises(ValueError):
+            paired_ratio(*wrong)
+
+
+def test_median_ratio_covers_the_median_and_shrugs_off_slow_rounds():
+    covered = 0
+    for sample in draws(3, 400, 15):
+        ratio = median_ratio(list(np.exp(sample)), [1.0] * 15)
+        assert ratio["low"] <= ratio["median"] <= ratio["high"]
+        covered += ratio["low"] <= 1 <= ratio["high"]
+    exact = 1 - 2 * scipy_stats.binom.cdf(3, 15, 0.5)  # 0.965: the third from each end, and beyond, are left out
+    assert exact >= 0.95 and abs(covered / 400 - exact) < 0.03
+    steady, upset = [2.0] * 20, [2.0] * 17 + [900.0] * 3
+    assert median_ratio(upset, [1.0] * 20) == median_ratio(steady, [1.0] * 20) == dict(median=2.0, low=2.0, high=2.0)
+    for wrong in (([1.0] * 5, [1.0] * 5), ([1.0] * 6, [1.0] * 7)):
+        with pytest.raises(ValueError, match="six"):
+            median_ratio(*wrong)

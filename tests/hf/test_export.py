@@ -1,0 +1,320 @@
+"""GPT -> Hugging Face folders: stock classes, coupled classes, and nothing that runs as something else.
+
+    python -m pytest tests/hf/test_export.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from helpers import ROOT, offline_data, shake, start_code
+from hf_models import edit_json, needs_transformers, save, tiny, tokens, transformers
+
+from common.errors import ConfigError, UserError
+from data.tokenizers import load_tokenizer
+from fold import gpt
+from hf import weights
+from model import GPT, GPTConfig
+from training.checkpoint import save_checkpoint
+
+PLAN = "RR Rs ss R"  # a standard block, one that shares within itself, one that shares across
+SHAPE = GPTConfig(vocab_size=67, block_size=64, n_layer=3, n_head=4, n_embd=32, n_inner=48)
+GPT2_SHAPE = replace(SHAPE, activation="gelu_tanh", bias=True)
+
+
+def couple(model, plan=PLAN):
+    """`model` with a coupled plan and non-trivial alphas."""
+    alphas = tuple(1 + 0.1 * position for position in range(7))
+    config = gpt.retype(model.config, "coupled", norm_plan=plan, coupled_alpha=alphas)
+    return gpt.rebuild(model, config, model.state_dict())
+
+
+def auto(folder, **keys):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **keys).eval()
+
+
+def same(first, second, tolerance=1e-5):
+    assert first.std() > 0.1  # not trivially equal
+    assert (first - second).abs().max() <= tolerance * first.abs().max()
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "llama", "llama-untied-biases", "qwen3-untied-bias"])
+@torch.no_grad()
+def test_stock_models_come_back_as_they_were(name, tmp_path):
+    theirs, idx = tiny(name), tokens(2, 40)
+    model = weights.load_hf(save(theirs, tmp_path / "first"))
+    again = auto(weights.export_hf(model, tmp_path / "second"))
+    assert type(again) is type(theirs)
+    assert torch.equal(again(idx).logits, theirs(idx).logits)
+    assert weights.load_hf(tmp_path / "second").config == model.config
+    # coupled_first = L is the teacher: the same class, the same bits.
+    all_own = couple(model, "RR RR RR R") if name != "gpt2" else model
+    assert torch.equal(all_own(idx), model(idx))
+    assert json.loads((weights.export_hf(all_own, tmp_path / "third") / "config.json").read_text()) == json.loads(
+        (tmp_path / "second" / "config.json").read_text()
+    )
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["qwen3", "llama", "llama-untied-biases", "gpt2"])
+@torch.no_grad()
+def test_coupled_models_run_in_transformers(name, tmp_path):
+    if name == "gpt2":  # RMSNorm on GPT-2's shape, which no stock class has
+        ours = couple(shake(GPT(replace(GPT2_SHAPE, norm_type="rms"))).float())
+    else:
+        ours = couple(weights.load_hf(save(tiny(name), tmp_path / "stock")))
+    folder, idx = weights.export_hf(ours, tmp_path / "coupled"), tokens(2, 40)
+    theirs = auto(folder)
+    assert theirs.config.model_type == "coupled_" + name.partition("-")[0]
+    same(theirs(idx).logits, ours(idx))
+    back = weights.load_hf(folder)
+    assert str(back.plan) == PLAN and torch.equal(back(idx), ours(idx))
+    theirs.save_pretrained(tmp_path / "saved")  # by transformers itself
+    assert torch.equal(weights.load_hf(tmp_path / "saved")(idx), ours(idx))
+
+    # Statistics in float64 on both sides: greedy tokens, with a dynamic and with a static cache
+    theirs, ours, prompt = theirs.double(), ours.double(), tokens(2, 9, seed=2)
+    words = dict(max_new_tokens=20, do_sample=False, pad_token_id=0)
+    greedy = theirs.generate(prompt, **words)
+    static = theirs.generate(prompt, cache_implementation="static", disable_compile=True, **words)
+    assert torch.equal(ours.generate(prompt, 20, temperature=0), greedy) and torch.equal(static, greedy)
+
+
+@needs_transformers
+def test_gradient_checkpointing_keeps_to_its_batch(tmp_path):
+    """Blocks are computed again after another forward has left its statistics; across blocks that is refused."""
+    stock = weights.load_hf(save(tiny("llama"), tmp_path / "stock"))
+
+    def gradients(model):
+        model.zero_grad()
+        first, second = (model.train()(tokens(2, 9, seed=seed)).logits.square().sum() for seed in (1, 2))
+        (first + 3 * second).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    model = auto(weights.export_hf(couple(stock, "RR Rs Rs R"), tmp_path / "within")).double()
+    plain = gradients(model)
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    assert (gradients(model) - plain).abs().max() <= 1e-12 * plain.abs().max() and plain.abs().max() > 0
+    model = auto(weights.export_hf(couple(stock), tmp_path / "across"))
+    with pytest.raises(weights.HFError, match=r"'RR Rs ss R' shares statistics across blocks.*train without it"):
+        model.gradient_checkpointing_enable()
+    assert not model.is_gradient_checkpointing
+
+
+TEXT = "def héllo():  \n\n  \t\r\n    return 'we\u2019ll' + \"日本 😀\" # it's 1234\x00 \n end  \n"
+
+
+@needs_transformers
+@pytest.mark.parametrize("meta", [
+    {"tokenizer": "bytes"}, {"tokenizer": "chars", "chars": "".join(sorted(set(TEXT)))}, {"tokenizer": "gpt2"},
+], ids=lambda meta: meta["tokenizer"])  # fmt: skip
+def test_tokenizers_of_our_own_data_go_along(meta, tmp_path, monkeypatch):
+    if meta["tokenizer"] == "gpt2":
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(offline_data("tiktoken_cache")))
+    ours = load_tokenizer(meta)
+    llama = {"position": "rope", "activation": "swiglu", "norm_type": "rms"}
+    model = GPT(replace(SHAPE, n_layer=1, vocab_size=ours.n_vocab, **llama))
+    model.meta = meta
+    folder = weights.export_hf(model.eval(), tmp_path / "out")
+    theirs, ids = transformers.AutoTokenizer.from_pretrained(folder), ours.encode_ordinary(TEXT)
+    assert theirs(TEXT, add_special_tokens=False).input_ids == ids and theirs.decode(ids) == TEXT
+    assert theirs.model_max_length == SHAPE.block_size and len(theirs) == ours.n_vocab
+    config = transformers.AutoConfig.from_pretrained(folder)
+    end = None if meta["tokenizer"] == "chars" else ours.eot_token
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (config.eos_token_id, config.bos_token_id) == (end, end)
+    again = load_tokenizer(weights.load_hf(folder).meta)  # and back
+    assert again.encode_ordinary(TEXT) == ids and again.decode(ids) == TEXT and again.n_vocab == ours.n_vocab
+
+
+@needs_transformers
+def test_export_from_the_command_line(tmp_path, capsys, monkeypatch):
+    model = shake(GPT(replace(GPT2_SHAPE, norm_type="coupled", vocab_size=320, n_vocab=257))).float().eval()
+    (tmp_path / "run").mkdir()
+    save_checkpoint(tmp_path / "run" / "ckpt_best.pt", {"step": 0, "config": asdict(model.config),
+                    "meta": {"tokenizer": "bytes", "vocab_size": 257}, "model": model.state_dict()})  # fmt: skip
+    weights.main([str(tmp_path / "run"), f"--out={tmp_path / 'out'}"])
+    assert "(CoupledGPT2LMHeadModel); from here, or with" in capsys.readouterr().out
+    assert torch.equal(weights.load_hf(tmp_path / "out")(tokens(2, 20)), model(tokens(2, 20)))
+    with pytest.raises(ConfigError, match="--out=FOLDER"):
+        weights.main([str(tmp_path / "run")])
+    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    with pytest.raises(weights.HFError, match="pip install safetensors"):
+        weights.main([str(tmp_path / "run"), f"--out={tmp_path / 'more'}"])
+    assert not (tmp_path / "more").exists()
+
+
+@needs_transformers
+def test_an_export_goes_on_without_the_tokenizer(tmp_path, monkeypatch):
+    """GPT-2's is downloaded at first use: weights are not lost for want of a network."""
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network")))
+    model = GPT(GPT2_SHAPE)
+    model.meta = {"tokenizer": "gpt2", "vocab_size": 50257}
+    with pytest.warns(UserWarning, match="written without a tokenizer: the GPT-2 tokenizer could not be downloaded"):
+        folder = weights.export_hf(model.eval(), tmp_path / "out")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@needs_transformers
+@pytest.mark.parametrize("keys", [
+    {"norm_type": "rms"}, {"norm_type": "layer", "bias": False}, {"norm_type": "coupled", "norm_affine": False},
+    {"norm_type": "coupled", "coupled_calibrate": 1, "n_vocab": 60},
+], ids=str)  # fmt: skip
+@torch.no_grad()
+def test_what_the_architecture_always_has_is_written_out(keys, tmp_path):
+    ours, idx = shake(GPT(replace(GPT2_SHAPE, **{"bias": False} | keys))).float().eval(), tokens(2, 20) % 60
+    if keys.get("coupled_calibrate"):
+        ours.blocks[1].norm2.alpha.fill_(1.3)
+    theirs = auto(weights.export_hf(ours, tmp_path / "out"))
+    same(theirs(idx).logits, ours(idx))  # n_vocab columns each
+    same(weights.load_hf(tmp_path / "out")(idx), ours(idx))
+
+
+@needs_transformers
+@torch.no_grad()
+def test_shards(tmp_path, monkeypatch):
+    model, idx = weights.load_hf(save(tiny("qwen3"), tmp_path / "stock")), tokens(2, 20)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 20_000)
+    folder = weights.export_hf(model, tmp_path / "out")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    assert torch.equal(auto(folder)(idx).logits, auto(tmp_path / "stock")(idx).logits)
+    assert torch.equal(weights.load_hf(folder)(idx), model(idx))
+
+
+FIRST = """
+import os, sys
+from hf import weights as hf
+
+transformers = hf.import_transformers()
+for name in ("OPTModel", "BertModel", "ViTModel"):
+    if child := os.fork():
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)
+    else:
+        print(getattr(transformers, name).__name__)
+        break
+"""
+
+
+@needs_transformers
+def test_any_model_class_can_be_the_first():
+    """Modules of transformers import one another half-made: registering must not come in between.
+
+    Each class is the first one of a process; these are copies of one that has imported transformers and no model.
+    """
+    done = subprocess.run([sys.executable, "-c", FIRST], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1500:]
+    assert done.stdout.split() == ["OPTModel", "BertModel", "ViTModel"]
+
+
+REFUSED = """
+import sys
+import transformers
+for folder, stock in zip(("gpt2", "llama"), ("GPT2LMHeadModel", "LlamaForCausalLM")):
+    for name in ("AutoModelForCausalLM", stock):
+        try:
+            getattr(transformers, name).from_pretrained(folder)
+            print("ran")
+        except Exception as error:
+            print(type(error).__name__, str(error).replace(chr(10), " "))
+"""
+
+
+@needs_transformers
+def test_stock_loaders_refuse_a_coupled_model(tmp_path):
+    """In a process that never imported hf: by the Auto class, and by the very class it was made of."""
+    weights.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), tmp_path / "gpt2")
+    llama = replace(SHAPE, position="rope", activation="swiglu", norm_type="coupled")
+    weights.export_hf(GPT(llama), tmp_path / "llama")
+    done = subprocess.run([sys.executable, "-c", REFUSED], cwd=tmp_path, capture_output=True, text=True)
+    for index, name in enumerate(("gpt2", "llama")):
+        first, second = done.stdout.splitlines()[2 * index : 2 * index + 2]
+        assert first.startswith("ValueError") and f"coupled_{name}" in first
+        assert second.startswith("RuntimeError") and "mismatch" in second + done.stderr
+
+
+@pytest.mark.parametrize(("keys", "word"), [
+    ({"norm_type": "dyt"}, "norm_type"), ({"norm_type": "cbwc"}, "norm_type"), ({"qk_norm": True}, "qk_norm"),
+    ({"norm_type": "rms", "norm_groups": 2}, "norm_groups"), ({"activation": "relu2"}, "activation"),
+    ({"n_kv_head": 2}, "n_kv_head"), ({"position": "rope", "norm_type": "rms"}, "activation"),
+], ids=str)  # fmt: skip
+def test_what_no_architecture_computes_is_refused(keys, word, tmp_path):
+    with pytest.raises(weights.HFError, match=rf"^{word}=.*cannot be exported") as caught:
+        weights.export_hf(GPT(replace(GPT2_SHAPE, **keys)), tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@needs_transformers
+def test_damaged_folders(tmp_path):
+    folder = weights.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), tmp_path / "out")
+    with pytest.raises(weights.HFError, match="something in it"):
+        weights.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), folder)
+    edit_json(folder / "config.json", norm_plan="Rs R")
+    for load in (auto, weights.load_hf):
+        with pytest.raises(UserError, match="norm_plan 'Rs R'"):
+            load(folder)
+    edit_json(folder / "config.json", norm_plan=...)
+    with pytest.raises(weights.HFError, match="norm_plan is missing"):
+        weights.load_hf(folder)
+    edit_json(folder / "config.json", model_type="coupled_mamba", architectures=["CoupledMambaForCausalLM"])
+    with pytest.raises(weights.HFError, match=r"CoupledMambaForCausalLM.* is not supported"):
+        weights.load_hf(folder)
+
+
+def test_programs_do_not_import_transformers_before_they_need_it(tmp_path):
+    program = "import sys, train, sample, convert, bench.fold; print('transformers' in sys.modules)"
+    job = start_code(program, tmp_path / "printed")
+    job.join(60)
+    assert (tmp_path / "printed").read_text().split() == ["False"]
+
+
+PEAK = """
+import re, sys, threading, time
+import torch
+from hf import weights as hf
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+torch.set_num_threads(1)
+hf.load_hf(sys.argv[2])  # what torch and safetensors load at first use is no part of the model
+before, peak, done = anonymous(), 0, False
+
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = hf.load_hf(sys.argv[1])
+done = True
+watcher.join()
+print((peak - before) / sum(tensor.nbytes for tensor in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_loading_needs_no_second_copy(tmp_path):
+    """Peak anonymous memory above the level before, in checkpoints: at most 1.2. NANONORM_FULL=1: all 0.6 B."""
+    shape = weights.shape_config("qwen3-0.6b")
+    if not os.environ.get("NANONORM_FULL"):
+        shape = replace(shape, vocab_size=8192, n_layer=4, block_size=1024)
+    with torch.device("meta"):
+        model = GPT(shape).bfloat16()
+    model.to_empty(device="cpu")
+    for index, parameter in enumerate(model.parameters()):
+        torch.nn.init.constant_(parameter, 0.01 * (index + 1))
+    weights.export_hf(model.eval(), tmp_path / "out")
+    weights.export_hf(GPT(replace(SHAPE, position="rope", activation="swiglu", norm_type="rms")), tmp_path / "tiny")
+    words = [sys.executable, "-c", PEAK, tmp_path / "out", tmp_path / "tiny"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    print("checkpoint:", sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")), "bytes, peak:",
+          float(done.stdout), "times that")  # fmt: skip
+    assert 0.9 < float(done.stdout) <= 1.2, done.stderr

@@ -1,0 +1,125 @@
+"""A GPT on the kernels, for every norm type: the same numbers, one graph, no recompilation.
+
+    python -m pytest tests/kernels/test_norms.py
+"""
+
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._inductor.config
+from helpers import shake
+
+from kernels import binding
+from model import GPT, GPTConfig
+
+DEVICE = "cpu" if binding.INTERPRETED else "cuda"
+SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, init_std=0.2, qk_norm=True)
+VARIANTS = {
+    "layer": {}, "layer with biases": {"norm_type": "layer", "bias": True}, "rms": {}, "coupled": {},
+    "partial": {"norm_type": "rms", "rms_fraction": 0.5}, "group": {"norm_type": "rms", "norm_groups": 4},
+    "coupled alpha": {"norm_type": "coupled", "coupled_alpha": 1.1},
+    "coupled fold": {"norm_type": "coupled", "coupled_impl": "fold"},
+    "coupled fold swiglu": {"norm_type": "coupled", "coupled_impl": "fold", "activation": "swiglu", "bias": True},
+    "coupled full": {"norm_type": "coupled", "coupled_grad": "full"}, "without gains": {"norm_affine": False},
+    "cbwc": {"bias": True}, "taper": {}, "taper layer": {"norm_type": "taper", "taper_base": "layer"}, "dyt": {},
+}  # fmt: skip
+TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+IDX, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
+
+
+def model_of(name, dtype=torch.float32, **keys):
+    """A model with gains that are not 1; a taper in the middle of its blend."""
+    variant = VARIANTS[name]
+    config = replace(SHAPE, **{"norm_type": variant.get("norm_type", name if not variant or name == "cbwc" else "rms")}
+                     | variant | keys)  # fmt: skip
+    model = shake(GPT(config)).to(DEVICE, dtype)
+    if config.norm_type == "taper":
+        with torch.no_grad():
+            model(IDX, TARGETS)
+        model.set_step(2, 10)
+        model.set_step(6, 10)
+        assert {norm.phase for norm in model.norms() if hasattr(norm, "phase")} == {"blend"}
+    return model
+
+
+def step(model, forward=None):
+    loss, aux = (model if forward is None else forward)(IDX, TARGETS)
+    (loss + aux).backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def same(actual, expected):
+    """Loss and gradients, but for the order of sums."""
+    assert abs(actual[0] - expected[0]) <= 2e-6 * abs(expected[0])
+    for parameter, gradient in expected[1].items():
+        assert (actual[1][parameter] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), parameter
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_gpt_on_the_kernels_is_the_gpt_in_plain_pytorch(name):
+    expected, actual = (step(model_of(name, kernels=mode)) for mode in ("torch", "triton"))
+    same(actual, expected)
+
+
+# Every variant on the kernels and in plain PyTorch, but for three that other tests compile in plain PyTorch in the same
+# way: layer (test_model.py), coupled fold (test_coupled_fold.py) and taper (below).
+GRAPHS = [(name, mode) for name in VARIANTS for mode in ("torch", "triton")
+          if (name, mode) not in (("layer", "torch"), ("coupled fold", "torch"), ("taper", "torch"))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mode"), GRAPHS)
+def test_one_graph_without_breaks(name, mode):
+    """fullgraph=True raises at a graph break. The backend traces forward and backward, and leaves out inductor.
+
+    One block holds a norm of every place; of coupled, two blocks show that a statistic stays with its own."""
+    model = model_of(name, kernels=mode, n_layer=2 if name == "coupled" else 1)
+    expected = step(model)
+    model.zero_grad()
+    torch._dynamo.reset()
+    actual = step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    same(actual, expected)
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="inductor wants a C++ compiler")
+@torch._inductor.config.patch(compile_threads=1)
+def test_inductor_takes_the_operators_as_they_are():
+    """It generates code for what is around them, forward and backward: C++, where there is no GPU."""
+    model = model_of("coupled", kernels="triton", n_layer=1)
+    expected = step(model)
+    model.zero_grad()
+    actual, code = torch._inductor.utils.run_and_get_code(step, model, torch.compile(model, fullgraph=True))
+    for name in ("rms_norm", "add_shared_rms_scale", "rms_norm_backward", "shared_rms_scale_backward"):
+        assert any(f"nanonorm.{name}.default" in text for text in code), name
+    same(actual, expected)
+
+
+@pytest.mark.parametrize("mode", ["torch", "triton"])
+def test_one_compilation_a_taper_phase(mode):
+    model = model_of("taper", kernels=mode, taper_warmup=1.0, taper_end=8.0, n_layer=1)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    gates = []
+    for at in range(4, 8):
+        model.set_step(at, 10)
+        gates.append(float(model.blocks[0].norm1.gate))
+        step(model, compiled)
+    assert len(set(gates)) == 4 and counter.frame_count == 1
+    model.set_step(8, 10)
+    step(model, compiled)
+    assert counter.frame_count == 2
+
+
+def test_the_mode_reaches_every_norm_of_a_model():
+    model = model_of("taper", kernels="triton")
+    norms = [module for module in model.modules() if hasattr(module, "normalize")]
+    assert len(norms) == 5 + 4 + 4 and {norm.kernels for norm in norms} == {"triton"}  # norms, tapers' bases, q and k
+
+
+def test_in_float64_nothing_depends_on_the_mode():
+    expected, actual = (step(model_of("rms", torch.float64, kernels=mode)) for mode in ("torch", "triton"))
+    assert torch.equal(actual[0], expected[0])
+    assert all(torch.equal(actual[1][name], gradient) for name, gradient in expected[1].items())

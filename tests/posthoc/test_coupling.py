@@ -1,0 +1,206 @@
+"""KL in chunks; the choice of positions that share, and of alpha, on a small trained model; posthoc/rms_stats.py.
+
+    python -m pytest tests/posthoc/test_coupling.py
+"""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from helpers import close, draw, shake
+from small_rms import SHAPE, L, sequences
+
+from common.errors import ConfigError, FoldError
+from model import GPT
+from posthoc import rms_stats
+from posthoc.coupling import (
+    GRID,
+    Calibration,
+    first_plan,
+    greedy,
+    ratios,
+    sources,
+    spell,
+    suggest_first,
+    text_windows,
+    view,
+)
+from posthoc.kl import kl_divergence
+from posthoc.rms_stats import summary, token_rms
+from training.checkpoint import BEST, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def calibration(trained_rms) -> Calibration:
+    return Calibration(trained_rms, sequences(32, 1000))
+
+
+@pytest.fixture(scope="module")
+def judge(trained_rms) -> Calibration:
+    return Calibration(trained_rms, sequences(32, 2000))
+
+
+# ------------------------------------------------------------------------------------------------------------------ KL
+
+
+@pytest.mark.parametrize("chunk", [7, 10, 64])
+def test_chunked_kl_is_kl(chunk):
+    """Against torch's own, float64: value and gradients, with rows of padding in the heads."""
+    x, head = draw(5, 8, seed=1).requires_grad_(), draw(24, 8, seed=2).requires_grad_()
+    x_teacher, head_teacher, weight = draw(5, 8, seed=3), draw(24, 8, seed=4), draw(5, seed=5)
+    ours = kl_divergence(x, head, x_teacher, head_teacher, 20, chunk)
+    p = (x_teacher @ head_teacher.T)[:, :20].log_softmax(-1)
+    q = (x @ head.T)[:, :20].log_softmax(-1)
+    theirs = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    close(ours, theirs)
+    got, expected = (torch.autograd.grad((kl * weight).sum(), (x, head)) for kl in (ours, theirs))
+    for ours, theirs in zip(got, expected, strict=True):
+        close(ours, theirs)
+    assert not kl_divergence(x, head, x, head, 20, chunk).any()  # exactly 0
+
+
+# ------------------------------------------------------------------------------------------------------- views, ratios
+
+
+def test_a_view_is_another_plan_on_the_same_tensors(trained_rms):
+    student = view(trained_rms, "Rs RR ss R", 1.3)
+    assert str(student.plan) == "Rs RR ss R"
+    for name, tensor in student.state_dict().items():
+        assert tensor.data_ptr() == trained_rms.state_dict()[name].data_ptr()
+    idx = sequences(2, 0)
+    assert not torch.equal(student(idx), trained_rms(idx))
+    assert torch.equal(view(student, first_plan(L, L))(idx), trained_rms(idx))  # coupled_first = L, bit for bit
+
+
+def test_sizes_and_ratios_by_hand():
+    model, idx = shake(GPT(SHAPE)).eval(), sequences(6, 3)
+    found, x, delta, rope = [], model.wte(idx), None, (model.rope_cos[:24], model.rope_sin[:24])
+    for block in model.blocks:
+        y, x, _ = block.norm1(x, delta, None)
+        found.append(x)
+        y, x, _ = block.norm2(x, block.attn(y, rope, None), None)
+        found.append(x)
+        delta = block.mlp(y)
+    rms = token_rms(model, idx, batch=4)
+    close(rms, torch.stack([(h.square().mean(-1) + SHAPE.norm_eps).sqrt() for h in [*found, x + delta]]))
+    rms[:, :, 0] = 1e9  # an attention sink
+    assert all(row["first"] == 1e9 and max(row["mean"], row["sd"], *row["quantiles"]) < 100 for row in summary(rms))
+    r = rms[3, :, 1:] / rms[2, :, 1:]
+    got = ratios(rms, 3, 2)
+    grid = torch.linspace(0.5, 2.0, 150_001, dtype=torch.float64)
+    errors = torch.stack([(1 - r / alpha).square().mean() for alpha in grid[::100]])
+    assert abs(got["least_squares"] - float(grid[::100][errors.argmin()])) < 2e-3
+    close(torch.tensor(got["geometric"]).double(), r.log().mean().exp(), 1e-6)
+    close(torch.tensor(got["means"]).double(), rms[3, :, 1:].mean() / rms[2, :, 1:].mean(), 1e-6)
+    assert sources("Rs ss RR R") == [0, 0, 0, 0, 4, 5, 6] and spell("RsssRRR") == "Rs ss RR R"
+
+
+# ------------------------------------------------------------------------------------------------------------- choices
+
+
+def test_suggested_alpha_is_near_the_best_of_a_grid(calibration, judge):
+    """On text that it was not chosen on, for every k < L; and the suggested k is the smallest within the budget."""
+    first, choices = suggest_first(calibration, budget=1e-2)
+    for k, choice in enumerate(choices[:L]):
+        grid = [(round(choice.alpha / GRID) + step) * GRID for step in range(-15, 16)]
+        assert judge.kl(choice.plan, choice.alpha) <= 1.1 * min(judge.kl(choice.plan, alpha) for alpha in grid)
+        layers = calibration.alpha(choice.plan)
+        assert judge.kl(choice.plan, layers) < judge.kl(choice.plan, 1.0)  # calibrating helps
+        assert {layers[p] for p in range(2 * L + 1) if choice.plan.replace(" ", "")[p] == "R"} == {1.0}
+        assert choice.saved == L - k
+    assert choices[L].kl == 0 and choices[L].alpha == 1
+    kls = [choice.kl for choice in choices]
+    assert first == min(k for k in range(L + 1) if kls[k] <= 1e-2)
+    for budget in (kls[1], kls[0], 0.0):
+        assert suggest_first(calibration, budget)[0] == min(k for k in range(L + 1) if kls[k] <= budget)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_greedy_takes_the_cheapest_first_and_keeps_the_budget(calibration, across):
+    everything = greedy(calibration, float("inf"), across)
+    assert [choice.saved for choice in everything] == list(range(2 * L if across else L + 1))
+    assert everything[-1].plan == ("Rs ss ss R" if across else "Rs Rs Rs R")
+    singles = [spell("R" * p + "s" + "R" * (2 * L - p)) for p in range(1, 2 * L, 1 if across else 2)]
+    costs = {plan: calibration.kl(plan, calibration.alpha(plan)) for plan in singles}
+    assert everything[1].plan == min(costs, key=costs.get) and everything[0].kl == 0
+    budget = everything[2].kl
+    within = greedy(calibration, budget, across)
+    assert all(choice.kl <= budget for choice in within) and len(within) >= 3
+    view(calibration.model, within[-1].plan, within[-1].alpha)  # a plan that a GPT takes
+
+
+def test_greedy_measures_again_what_a_position_costs():
+    """Sharing at 3 is cheap alone and dear after 1 shares: 5 comes second."""
+    costs = {(): 0.0, (1,): 1.0, (3,): 1.5, (5,): 2.0, (1, 3): 9.0, (1, 5): 3.0, (3, 5): 3.6, (1, 3, 5): 12.0}
+
+    class Scripted:
+        positions = 7
+
+        def alpha(self, plan):
+            return ()
+
+        def kl(self, plan, alpha):
+            return costs[tuple(i for i, letter in enumerate(plan.replace(" ", "")) if letter == "s")]
+
+    assert [choice.kl for choice in greedy(Scripted(), 100.0)] == [0.0, 1.0, 3.0, 12.0]
+
+
+@torch.no_grad()
+def test_kl_is_the_teachers_against_the_student_and_without_first_positions(calibration):
+    student = view(calibration.model, "Rs Rs Rs R", 3.0)
+    p, q = (m(calibration.windows)[..., :60].double().log_softmax(-1) for m in (calibration.model, student))
+    kl, reverse = (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1)
+    close(calibration.token_kl("Rs Rs Rs R", 3.0).double(), kl, 1e-4)
+    assert calibration.kl("Rs Rs Rs R", 3.0) == pytest.approx(float(kl[:, 1:].mean()), rel=1e-3)
+    for other in (reverse[:, 1:], kl):  # another figure
+        assert abs(float(other.mean()) / float(kl[:, 1:].mean()) - 1) > 0.01
+
+
+def test_what_cannot_be_coupled_is_refused():
+    for keys in ({"norm_type": "layer"}, {"norm_groups": 2}):
+        with pytest.raises(FoldError, match="coupling is for rms"):
+            view(GPT(replace(SHAPE, **keys)), "Rs Rs Rs R")
+    for keys in ({}, {"coupled_calibrate": 2}):  # its own statistics would make another function of it
+        with pytest.raises(ConfigError, match=r"shares statistics already \(norm plan Rs Rs Rs R\)"):
+            Calibration(GPT(replace(SHAPE, norm_type="coupled", **keys)), sequences(4, 1))
+    own = GPT(replace(SHAPE, norm_type="coupled", norm_plan="RR RR RR R", coupled_calibrate=2)).eval()
+    assert torch.equal(Calibration(own, sequences(4, 1)).hidden[0], own.hidden(sequences(4, 1)))
+
+
+# ------------------------------------------------------------------------------------------------------------- program
+
+
+def test_windows_of_text(run_folder, tmp_path):
+    meta = {"tokenizer": "bytes"}
+    assert text_windows(str(run_folder / "text.txt"), meta, 24, 10).shape == (10, 24)
+    with pytest.raises(ConfigError, match="two windows"):
+        text_windows(str(run_folder / "text.txt"), meta, 4000, 10)
+    rows = "".join(json.dumps({"text": chr(65 + i) * 480}) + "\n" for i in range(26))
+    (tmp_path / "many.jsonl").write_text(rows)
+    windows = text_windows(str(tmp_path / "many.jsonl"), meta, 24, 8)
+    assert windows[:, 0].tolist() == sorted(set(windows[:, 0].tolist())) and windows[-1, 0] - windows[0, 0] == 15
+    assert len(text_windows(str(tmp_path / "many.jsonl"), meta, 24, 400)) == 400  # more of each, where there are few
+
+
+def test_program(run_folder, tmp_path, capsys):
+    words = [str(run_folder), f"--text={run_folder / 'text.txt'}", "--windows=16", f"--out={tmp_path / 'o.jsonl'}"]
+    rms_stats.main([*words, "--across", f"--plot={tmp_path / 'fig3.png'}", "--budget=0.5"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "o.jsonl").read_text())
+    assert len(result["blocks"]) == L and result["curve"][0]["kl"] == 0 and result["curve"][-1]["kl"] <= 0.5
+    assert len(result["one_alpha"]["kl"]) == len(result["per_layer"]["kl"]) == L + 1
+    for block in result["blocks"]:
+        low, middle, high = block["mlp"]["quantiles"]
+        assert low < middle < high and low < block["mlp"]["mean"] < high
+    assert (tmp_path / "fig3.png").stat().st_size > 10_000
+    coupled = GPT(replace(SHAPE, norm_type="coupled", coupled_calibrate=2)).eval()
+    state, meta = coupled.state_dict(), torch.load(run_folder / BEST, weights_only=True)["meta"]
+    (tmp_path / "coupled").mkdir()
+    save_checkpoint(tmp_path / "coupled" / BEST, {"step": 0, "config": asdict(coupled.config), "meta": meta,
+                                                    "model": state})  # fmt: skip
+    rms_stats.main([str(tmp_path / "coupled"), *words[1:]])  # its own sizes, and no suggestion
+    assert "norm plan Rs Rs Rs R: it shares statistics already" in capsys.readouterr().out
+    for wrong, error in (([str(run_folder)], "text: name a file"), ([*words, "--windows=2"], "windows=2: must be at")):
+        with pytest.raises(ConfigError, match=error):
+            rms_stats.main(wrong)

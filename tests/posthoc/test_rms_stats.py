@@ -1,0 +1,176 @@
+"""Size and drift of the residual stream, and alpha calibrated to it.
+
+    python -m pytest tests/posthoc/test_rms_stats.py
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from coupled_shape import IDX, SHAPE, TARGETS
+from helpers import TINY, close, losses, records, shake
+
+from common.distributed import Ranks
+from model import GPT
+from posthoc.rms_stats import calibrate, measure
+from train import TrainConfig
+from training import evaluation
+from training.dataloader import Blocks
+from training.evaluation import Evaluator
+
+L = SHAPE.n_layer
+
+
+def gpt(**keys) -> GPT:
+    return shake(GPT(replace(SHAPE, **keys)))
+
+
+def streams(model: GPT) -> list[torch.Tensor]:
+    """The residual stream at every norm position, by hand."""
+    found, x, delta, inv_rms = [], model.wte(IDX) + model.wpe.weight[: IDX.shape[1]], None, None
+    for block in model.blocks:
+        y, x, inv_rms = block.norm1(x, delta, inv_rms)
+        found.append(x)
+        y, x, inv_rms = block.norm2(x, block.attn(y, None, None), inv_rms)
+        found.append(x)
+        delta = block.mlp(y, block.norm2.debt(x, inv_rms))
+    return [*found, x + delta]
+
+
+@pytest.mark.parametrize("keys", [{"coupled_span": 0}, {"coupled_span": 2, "coupled_impl": "fold"}], ids=str)
+def test_drift_is_the_ratio_of_the_rms(keys):
+    model = gpt(**keys)
+    stats, found = measure(model, IDX), streams(model)
+    rms = [(h.square().mean(-1) + SHAPE.norm_eps).sqrt() for h in found]  # (B, T) each
+    span = 2 * (keys["coupled_span"] or L)
+    sources = [position - position % span for position in range(2 * L)] + [2 * L]
+    for position, source in enumerate(sources):
+        ratio = (rms[position] / rms[source]).log()
+        close(stats.drift[position], ratio.mean().exp())
+        close(stats.spread[position], ratio.std(correction=0))
+        close(stats.rms[position], found[position].square().mean().sqrt())
+    assert stats.drift.max() > 1.1 and stats.spread.max() > 0.01
+
+
+def test_a_run_measures_windows_from_all_of_its_evaluation_text(tiny_data, monkeypatch):
+    config = TrainConfig(block_size=16, batch_size=2, eval_tokens=16 * 9)
+    blocks, seen = Blocks(str(tiny_data), "val", 16, 61), []
+    evaluator = Evaluator(config, blocks, {}, Ranks(0, 1, torch.device("cpu")), nullcontext)
+    monkeypatch.setattr(evaluation, "measure", lambda model, x, y: seen.extend([x, y]))
+    evaluator.rms_stats(None)
+    assert all(map(torch.equal, seen, blocks.batch([0, 5])))  # two of nine
+
+
+@pytest.mark.parametrize("norm_type", ["layer", "rms", "taper", "dyt"])
+def test_norms_with_their_own_statistic_have_no_drift(norm_type):
+    stats = measure(shake(GPT(replace(SHAPE, norm_type=norm_type))), IDX)
+    assert stats.rms.shape == (2 * L + 1,) and (stats.rms > 0).all()
+    assert torch.equal(stats.drift, torch.ones_like(stats.drift)) and not stats.spread.any()
+
+
+@pytest.mark.parametrize("base", ["rms", "layer"])
+def test_drift_of_a_taper_is_the_size_of_what_it_scales(base):
+    """1 while the norm has a statistic of its own, then RMS(c h), h centred with LayerNorm; c for each channel too."""
+    model = gpt(norm_type="taper", taper_base=base, taper_fit="channel" if base == "layer" else "norm",
+                taper_warmup=1.0, taper_end=3.0).train()  # fmt: skip
+    model.set_step(1, 10)
+    model(IDX, IDX)
+    for step, phase in ((1, "warm"), (2, "blend"), (3, "fixed")):
+        model.train().set_step(step, 10)
+        stats, found = measure(model, IDX), streams(model.eval())
+        assert model.blocks[0].norm1.phase == phase
+        for position, norm in enumerate(model.norms()):
+            h = found[position] - found[position].mean(-1, keepdim=True) if base == "layer" else found[position]
+            c_r = ((norm.scale * h).square().mean(-1) + SHAPE.norm_eps).sqrt() if position < 2 * L else torch.ones(1)
+            log_ratio = (c_r if phase != "warm" else torch.ones(1)).double().log()
+            close(stats.drift[position], log_ratio.mean().exp())
+            close(stats.spread[position], log_ratio.std(correction=0))
+        assert (stats.drift[: 2 * L] == 1).all() == (phase == "warm")
+
+
+@pytest.mark.parametrize("keys", [
+    {}, {"norm_type": "layer", "bias": True, "tie_embeddings": False}, {"norm_type": "taper", "taper_final": True},
+    {"norm_type": "none"}, {"norm_plan": "Rs ss ss ss s"}, {"norm_type": "rms", "n_vocab": 29},
+], ids=str)  # fmt: skip
+def test_the_output_is_measured_as_defined(keys):
+    """Against all logits and one gradient through them, by hand; a measurement without targets has no output."""
+    model = gpt(**keys)
+    idx, targets = IDX % model.n_vocab, TARGETS % model.n_vocab
+    stats, h = measure(model, idx, targets), []
+    model.norm_f.register_forward_hook(lambda norm, inputs, outputs: h.append(outputs[1]) or h[0].retain_grad())
+    logits = model.eval()(idx)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    centred = logits - logits.mean(-1, keepdim=True)
+    assert stats.logit_norm == pytest.approx(centred.square().sum(-1).mean().sqrt().item(), rel=1e-12)
+    radial = (h[0].grad * h[0]).sum() / TARGETS.numel()
+    assert stats.radial_gradient == pytest.approx(radial.item(), rel=1e-9, abs=1e-12)
+    assert stats.record().keys() == {"rms", "drift", "spread", "logit_norm", "radial_gradient"}
+    assert measure(model, idx).record().keys() == {"rms", "drift", "spread"}
+
+
+def test_measuring_leaves_no_trace():
+    model = gpt(dropout=0.5, coupled_span=0).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    measure(model, IDX)
+    assert torch.equal(torch.get_rng_state(), state) and model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_calibrated_alpha_is_the_drift_of_the_uncalibrated_model():
+    model = gpt(coupled_span=0, coupled_calibrate=1)
+    drift = measure(gpt(coupled_span=0), IDX).drift
+    calibrate(model, IDX)
+    for position, norm in enumerate(model.norms()):
+        if position % (2 * L):
+            close(norm.alpha, drift[position])
+    # Loaded into a model without calibration, alpha is absorbed into the gains: the same function without a buffer.
+    for alpha in (1.0, 1.5):
+        plain = gpt(coupled_span=0, coupled_alpha=alpha)
+        plain.load_state_dict(model.state_dict())
+        close(plain(IDX), model(IDX))
+    with pytest.raises(RuntimeError, match="alpha"):  # no gain could take it
+        gpt(coupled_span=0, norm_affine=False).load_state_dict(model.state_dict())
+
+
+def test_a_model_gone_wrong_keeps_its_alpha():
+    model = gpt(coupled_span=0, coupled_calibrate=1)
+    with torch.no_grad():
+        model.blocks[1].mlp.down.weight[0, 0] = torch.inf
+    stats = calibrate(model, IDX)
+    assert not stats.drift.isfinite().all()
+    assert all(norm.alpha.isfinite() for norm in model.norms() if hasattr(norm, "alpha"))
+
+
+def test_a_fixed_alpha_stays():
+    model = gpt(coupled_span=0, coupled_alpha=1.5)
+    calibrate(model, IDX)
+    assert {norm.alpha for norm in model.norms() if hasattr(norm, "alpha")} == {1.5}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_calibration_in_training_resumes_exactly_and_is_logged(train_ok, tiny_data, tmp_path, ranks):
+    """alpha is set from one training batch, the same on any number of ranks, and is part of the checkpoint."""
+
+    def run(name: str, *words: str) -> None:
+        train_ok(*TINY, "--norm_type=coupled", "--coupled_span=0", "--coupled_calibrate=7", "--eval_interval=10",
+                 "--lr_schedule=constant", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}", *words,
+                 ranks=ranks)  # fmt: skip
+
+    run("whole", "--max_iters=20")
+    run("halves", "--max_iters=10")
+    run("halves", "--max_iters=20")
+    assert losses(tmp_path / "whole") == losses(tmp_path / "halves")
+    whole, halves = (torch.load(tmp_path / name / "ckpt_last.pt", weights_only=True)["model"]
+                     for name in ("whole", "halves"))  # fmt: skip
+    alphas = [name for name in whole if name.endswith("alpha")]
+    assert len(alphas) == 3 and all(torch.equal(whole[name], halves[name]) for name in alphas)
+    assert all(whole[name] != 1 for name in alphas)
+    logged = [event for event in records(tmp_path / "whole") if event["event"] == "rms"]
+    assert [event["step"] for event in logged] == [0, 10, 20]
+    assert all(len(event[name]) == 5 for event in logged for name in ("rms", "drift", "spread"))
+    assert all(event["logit_norm"] > 0 > event["radial_gradient"] - 1e-3 for event in logged)

@@ -1,0 +1,254 @@
+"""--parallel=fsdp on CPU ranks: the same as DDP, exact resume, sharded checkpoints.
+
+    python -m pytest tests/training/test_fsdp.py
+"""
+
+import json
+import os
+import pickle
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import NORM_TYPES, TINY, keys_of, losses, records, steps_of, val_losses
+
+from common.errors import CheckpointError
+from training import checkpoint, sharded
+from training.checkpoint import BEST, LAST, find_checkpoint, load_model, read_checkpoint
+
+# 15 evaluation batches, and HellaSwag's rows are one batch: the ranks have unequal shares. A calm learning rate, as in
+# test_world_size_invariance. The 5 rows of some weights leave a fourth rank without any.
+FSDP = (*TINY, "--learning_rate=1e-3", "--eval_tokens=480", "--n_inner=5", "--bias=True", "--parallel=fsdp")
+
+
+def apart(a: dict, b: dict) -> float:
+    assert a.keys() == b.keys()
+    return max(abs(a[step] - b[step]) for step in a)
+
+
+def same_tensors(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def shards_of(run: Path, name: str = LAST) -> Path:
+    return run / torch.load(run / name, weights_only=True)["shards"]["folder"]
+
+
+@pytest.fixture(scope="module")
+def spaced_data(tiny_data, tmp_path_factory) -> Path:
+    """The tiny data with a blank in its alphabet, which HellaSwag's endings begin with."""
+    folder = shutil.copytree(tiny_data, tmp_path_factory.mktemp("spaced") / "data")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"chars": " " + meta["chars"][1:]}))
+    return folder
+
+
+def write_items(path: Path) -> Path:
+    items = [{"ind": i, "ctx": "1234"[: 1 + i], "endings": ["45", "6", "789", "1"], "label": i} for i in range(3)]
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return path
+
+
+@pytest.mark.parametrize("norm_type", [*NORM_TYPES, "dyt"])
+def test_equals_ddp(train_ok, spaced_data, tmp_path, norm_type):
+    """34 float32 steps on 2 ranks: losses, val losses and gradient norms; HellaSwag, sample, and the model afterwards.
+
+    cbwc centres whole weights: a share's own column means would give other losses from the first step on.
+    """
+    items = write_items(tmp_path / "items.jsonl")
+    for parallel in ("ddp", "fsdp"):
+        train_ok(*FSDP, *keys_of(norm_type), "--max_iters=34", "--eval_interval=17",
+                 "--lr_schedule=constant", "--sample_tokens=8",
+                 f"--hellaswag={items}", f"--parallel={parallel}", f"--data_dir={spaced_data}",
+                 f"--out_dir={tmp_path / parallel}", ranks=2)  # fmt: skip
+    ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
+    assert len(losses(ddp)) == 34 and losses(ddp)[34] < (1.0 if norm_type == "dyt" else 0.9) * losses(ddp)[1]
+    assert apart(losses(ddp), losses(fsdp)) <= 1e-6 and apart(val_losses(ddp), val_losses(fsdp)) <= 1e-6
+    grad_norms = [{record["step"]: record["grad_norm"] for record in steps_of(out)} for out in (ddp, fsdp)]
+    assert apart(*grad_norms) <= 1e-5
+    scores = [[record for record in records(out) if record["event"] == "hellaswag"] for out in (ddp, fsdp)]
+    assert scores[0] == scores[1] and len(scores[0]) == 1
+    assert (ddp / "samples.txt").read_text() == (fsdp / "samples.txt").read_text()
+    stored = sharded._Reader(str(shards_of(fsdp))).read_metadata().state_dict_metadata
+    for name in ("model/wte.weight", "model/blocks.1.attn.proj.weight", "optimizer/0/exp_avg"):
+        halves = [chunk.sizes[0] for chunk in stored[name].chunks]
+        assert len(halves) == 2 and halves[0] == halves[1]  # each rank had its share
+    models = [load_model(str(out)).state_dict() for out in (ddp, fsdp)]
+    assert models[0].keys() == models[1].keys()
+    assert all((models[0][name].double() - models[1][name].double()).abs().max() < 1e-4 for name in models[0])
+
+
+def test_calibrated_and_folded_equals_ddp(train_ok, tiny_data, tmp_path):
+    """What reads hidden states before the first step, and a weight folded with another one."""
+    for parallel in ("ddp", "fsdp"):
+        train_ok(*FSDP, "--norm_type=coupled", "--coupled_impl=fold", "--coupled_calibrate=5", "--bias=False",
+                 "--max_iters=10", f"--parallel={parallel}", f"--data_dir={tiny_data}",
+                 f"--out_dir={tmp_path / parallel}", ranks=2)  # fmt: skip
+    assert apart(losses(tmp_path / "ddp"), losses(tmp_path / "fsdp")) <= 1e-6
+    alphas = [load_model(str(tmp_path / parallel)).blocks[1].norm2.alpha for parallel in ("ddp", "fsdp")]
+    assert alphas[0] != 1 and abs(alphas[0] - alphas[1]) <= 1e-6
+
+
+def test_cbwc_equals_layer_in_float64(train_ok, tiny_data, tmp_path):
+    for norm_type in ("layer", "cbwc"):
+        train_ok(*FSDP, f"--norm_type={norm_type}", "--dtype=float64", "--max_iters=20",
+                 f"--data_dir={tiny_data}", f"--out_dir={tmp_path / norm_type}", ranks=2)  # fmt: skip
+    assert apart(losses(tmp_path / "layer"), losses(tmp_path / "cbwc")) <= 1e-12
+
+
+def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path):
+    """Killed while it saves step 18, in the taper's decay: goes on from step 15, and ends in the very same numbers."""
+
+    def words(name: str) -> tuple[str, ...]:
+        return (*FSDP, *keys_of("taper"), "--max_iters=32", "--checkpoint_interval=6", "--eval_interval=15",
+                "--dropout=0.1", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}")  # fmt: skip
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train_ok(*words("whole"), ranks=2)
+    job = launch(*words("broken"), ranks=2, patch=("die_in_save", {"step": 18}))
+    assert set(job.wait()) == {9}, job.text()
+    assert read_checkpoint(broken / LAST)["step"] == 15
+    assert len(list(broken.glob("ckpt_last.shards-*"))) == 2
+    train_ok(*words("broken"), ranks=2)
+    assert [record["step"] for record in records(broken) if record["event"] == "resume"] == [15]
+    assert losses(broken) == losses(whole) and val_losses(broken) == val_losses(whole)
+    for name in (LAST, BEST):
+        states = [read_checkpoint(out / name) for out in (whole, broken)]
+        assert same_tensors(*(state["model"] for state in states))
+        moments = [state["optimizer"]["state"] for state in states]
+        assert moments[0].keys() == moments[1].keys()
+        assert all(same_tensors(moments[0][index], moments[1][index]) for index in moments[0])
+    assert len(list(broken.glob("ckpt_*.shards-*"))) == 2  # what was left over is gone
+
+
+def test_a_run_goes_on_under_the_other_on_any_number_of_ranks(train_ok, tiny_data, tmp_path):
+    """DDP on 2 ranks, FSDP on 4, FSDP on 2, one process: as one DDP run. A taper is in its decay at each change."""
+    words = (*FSDP, *keys_of("taper"), f"--data_dir={tiny_data}", "--lr_schedule=constant")
+    train_ok(*words, "--parallel=ddp", f"--out_dir={tmp_path / 'whole'}", ranks=2)
+    for parallel, ranks, end in (("ddp", 2, 12), ("fsdp", 4, 18), ("fsdp", 2, 25), ("ddp", 1, 40)):
+        text = train_ok(*words, f"--parallel={parallel}", f"--max_iters={end}", f"--out_dir={tmp_path / 'run'}",
+                        ranks=ranks).text()  # fmt: skip
+        assert "changed since then" in text or end == 12
+        assert bool(list((tmp_path / "run").glob("ckpt_last.shards-*"))) == (parallel == "fsdp")
+    assert apart(losses(tmp_path / "whole"), losses(tmp_path / "run")) <= 1e-5
+
+
+def test_compiled(launch, tiny_data, tmp_path):
+    for compiled in (False, True):
+        job = launch(*FSDP, f"--compile={compiled}", "--n_layer=1", "--max_iters=3", f"--data_dir={tiny_data}",
+                     f"--out_dir={tmp_path / str(compiled)}", ranks=2,
+                     patch=("compile_with", {"backend": "aot_eager"}))  # fmt: skip
+        assert set(job.wait(300)) == {0}, job.text()  # dynamo takes its time
+    assert apart(losses(tmp_path / "True"), losses(tmp_path / "False")) <= 1e-6
+    assert apart(val_losses(tmp_path / "True"), val_losses(tmp_path / "False")) <= 1e-6
+
+
+def test_nan_in_one_share_is_named(launch, tiny_data, tmp_path):
+    fault = {"rank": 1, "step": 3, "name": "blocks.1.mlp.up.weight", "value": float("nan")}
+    job = launch(*FSDP, "--checkpoint_interval=2", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", ranks=2,
+                 patch=("bad_share", fault))  # fmt: skip
+    assert set(job.wait()) == {1}
+    assert "step 3: the gradient of blocks.1.mlp.up.weight is not finite" in job.text()
+    assert read_checkpoint(tmp_path / LAST)["step"] == 2
+
+
+def test_float16_skips_a_step_on_all_ranks(train_ok, tiny_data, tmp_path):
+    """An infinite gradient in one rank's share, under the loss scale: the step is left out as under DDP."""
+    for parallel, rank in (("ddp", None), ("fsdp", 1)):  # under DDP every rank has the sum
+        fault = {"rank": rank, "step": 3, "name": "blocks.1.mlp.up.weight", "value": float("inf")}
+        train_ok(*FSDP, "--dtype=float16", "--max_iters=8", f"--parallel={parallel}", f"--data_dir={tiny_data}",
+                 f"--out_dir={tmp_path / parallel}", ranks=2, patch=("bad_share", fault))  # fmt: skip
+        assert [step["step"] for step in steps_of(tmp_path / parallel) if step["grad_norm"] is None] == [3]
+    assert apart(losses(tmp_path / "ddp"), losses(tmp_path / "fsdp")) <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_data, tmp_path_factory):
+    """A run of 4 steps on 2 ranks."""
+    from helpers import Job
+
+    out = tmp_path_factory.mktemp("fsdp") / "run"
+    job = Job((*FSDP, "--max_iters=4", "--eval_interval=2", f"--data_dir={tiny_data}", f"--out_dir={out}"), 2,
+              out.with_name("job"), None)  # fmt: skip
+    assert set(job.wait()) == {0}, job.text()
+    return out
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def test_one_file(run, capsys):
+    """The command makes both checkpoints one file each; nothing else changes."""
+    before = [read_checkpoint(run / name) for name in (LAST, BEST)]
+    checkpoint.main([str(run)])
+    assert "is one file" in capsys.readouterr().out and not list(run.glob("*.shards-*"))
+    for name, state in zip((LAST, BEST), before, strict=True):
+        plain = torch.load(run / name, weights_only=True)
+        assert same_tensors(plain["model"], state["model"]) and "shards" not in plain
+        assert same_tensors(plain["optimizer"]["state"][0], state["optimizer"]["state"][0])
+        assert plain["step"] == 4 and plain["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
+def test_a_missing_or_torn_shard(run, name):
+    file = shards_of(run) / name
+    whole = file.read_bytes()
+    for place in (0, len(whole) // 2, len(whole) - 1):
+        torn = bytearray(whole)
+        torn[place] ^= 0x10
+        file.write_bytes(torn)
+        with pytest.raises(CheckpointError, match=f"{name} is torn"):
+            read_checkpoint(run / LAST)
+    file.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=f"{name} is torn"):
+        load_model(str(run / LAST))
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        read_checkpoint(run / LAST)
+    state, path, note = find_checkpoint(run, "auto")  # the best one serves
+    assert path == run / BEST and state["step"] == 4 and "is missing" in note
+
+
+class Malice:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def plant(run: Path, name: str, content: bytes) -> None:
+    """Replace a shard's file, and make its checksum right."""
+    (shards_of(run) / name).write_bytes(content)
+    state = torch.load(run / LAST, weights_only=True)
+    state["shards"]["files"][name] = (len(content), zlib.crc32(content))
+    torch.save(state, run / LAST)
+
+
+def test_foreign_metadata_is_never_executed(run, tmp_path):
+    """Neither what DCP would unpickle at once, nor an entry that it would unpickle as plain bytes later."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    mark, original = tmp_path / "executed", (shards_of(run) / ".metadata").read_bytes()
+    metadata = pickle.loads(original)
+    metadata.planner_data = Malice(mark)
+    plant(run, ".metadata", pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="more than tensors and plain values"):
+        read_checkpoint(run / LAST)
+    assert not mark.exists()
+    metadata = pickle.loads(original)
+    metadata.state_dict_metadata["model/wte.weight"] = BytesStorageMetadata()
+    plant(run, ".metadata", pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="BytesStorageMetadata"):
+        read_checkpoint(run / LAST)
+    plant(run, ".metadata", pickle.dumps({"state_dict_metadata": {}}))
+    with pytest.raises(CheckpointError, match="no metadata of DCP"):
+        read_checkpoint(run / LAST)
+    plant(run, ".metadata", original)
+    assert read_checkpoint(run / LAST)["step"] == 4

@@ -1,0 +1,276 @@
+"""Checkpoints: atomic save, safe load, resume; and `load_model(spec)`, the one front door to a trained model.
+
+    python -m training.checkpoint out/run         a run of --parallel=fsdp: make each of its checkpoints one file
+
+A checkpoint is a dict of tensors and plain values: format, step, config (every key of the run), meta (tokenizer),
+model (uncompiled weights and norm state), optimizer, scaler, best_val_loss. The random streams and the data position
+of a run are functions of (seed, step, rank), so `step` restores them. A run under FSDP leaves the tensors in a folder
+beside the file (training/sharded.py); every program reads both forms.
+"""
+
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common.distributed import Ranks
+from common.errors import CheckpointError, run_program
+from common.parallel import is_sharded
+from configurator import Overrides, parse_args
+from hf.config import random_model, resolve_hub
+from model import GPT, GPTConfig
+from norm_plan import foreign_keys
+
+FORMAT = 1
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")
+LAST, BEST = "ckpt_last.pt", "ckpt_best.pt"
+DISTILLING = "distill_last.pt"  # what distill.py goes on from; the student is not in it as a model
+# Keys of the model that may differ between a checkpoint and the run that resumes it: they decide no tensor.
+FREE_KEYS = {"dropout", "init", "init_std", "kernels", "residual", "coupled_impl"}
+# Keys that change what the same tensors compute.
+SAME_FUNCTION = ("bias", "n_head", "n_kv_head", "head_dim", "activation", "position", "rope_theta", "rope_scaling",
+                 "norm_eps")  # fmt: skip
+TAPER_BASE = {"layer": "layer", "cbwc": "layer", "rms": "rms", "coupled": "rms"}  # norm type -> what tapers it away
+NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f)\..*"  # tensors of the 2L + 1 norms
+
+
+def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = None) -> None:
+    """Write, fsync, rename: after a crash at any moment `path` holds the old checkpoint or the new one.
+
+    Of several `ranks` the main one writes; where the model is sharded, each writes its share.
+    """
+    if any(map(is_sharded, state["model"].values())):
+        from training.sharded import write_shards  # DCP takes a second to import
+
+        state = write_shards(path, state, ranks)
+    if ranks is not None and not ranks.is_main:
+        return
+    partial = path.with_name(path.name + ".tmp")
+    shards = path.with_name(state["shards"]["folder"]) if "shards" in state else None
+    try:
+        if shards is not None:
+            sync_folder(shards)
+        with open(partial, "wb") as file:
+            torch.save({"format": FORMAT, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)  # the rename itself must reach the disk too
+        for old in path.parent.glob(f"{path.stem}.shards-*"):  # of the one before, or of a save that did not end
+            if old != shards:
+                shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); the one before is untouched") from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Until the names in `folder` are on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
+
+
+def read_checkpoint(path: Path, whole: bool = True) -> dict[str, Any]:
+    """The dict that save_checkpoint wrote, on the CPU. Raises CheckpointError for torn and foreign files.
+
+    Shards are checked too, and read unless not `whole`: then `model` and the optimiser's state may be missing.
+    Only tensors and plain values are unpickled (weights_only), and the archive's checksums are compared first:
+    a flipped bit in a tensor would otherwise load without a word.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # torch takes an entry whose attributes say "folder" for an empty one, and no checksum covers attributes.
+            torn = archive.testzip() or next((e.filename for e in archive.infolist() if e.external_attr & 0x10), None)
+        state = torch.load(path, map_location="cpu", weights_only=True) if not torn else None
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such checkpoint: check the path") from None
+    except pickle.UnpicklingError:
+        raise CheckpointError(f"{path}: holds more than tensors and plain values: not a nanonorm checkpoint") from None
+    except Exception:  # a foreign pickle can fail in any way
+        raise CheckpointError(f"{path}: torn, or not a checkpoint at all: use another checkpoint") from None
+    if torn:
+        raise CheckpointError(f"{path}: {torn} in it is damaged, the file is torn: use another checkpoint")
+    if not isinstance(state, dict) or not ({"config", "step"} <= state.keys() and state.keys() & {"model", "shards"}):
+        raise CheckpointError(f"{path}: a PyTorch file, but not a nanonorm checkpoint")
+    if state.get("format", FORMAT) != FORMAT:
+        raise CheckpointError(f"{path}: checkpoint format {state['format']}, this program reads {FORMAT}: update it")
+    if "shards" in state:
+        from training.sharded import check_shards, read_state  # DCP takes a second to import
+
+        check_shards(path, state["shards"])
+        state = read_state(path, state) if whole else state
+    return state
+
+
+def find_checkpoint(out_dir: Path, resume: str) -> tuple[dict[str, Any], Path, str] | None:
+    """(state, path, note) of the checkpoint to resume from, or None to start afresh.
+
+    resume: "auto" takes the last checkpoint, or the best one if the last is torn, and says so in the note; "never"
+    refuses to overwrite a run; anything else is a path. A sharded state is not whole: `restore` completes it.
+    """
+    if resume not in ("auto", "never"):
+        path, log = Path(resume), out_dir / "log.jsonl"
+        if log.exists() and path.resolve().parent != out_dir.resolve():
+            raise CheckpointError(f"{out_dir} holds another run than {path}: choose another out_dir")
+        return read_checkpoint(path, whole=False), path, ""
+    present = [out_dir / name for name in (LAST, BEST) if (out_dir / name).exists()]
+    if resume == "never" and present:
+        raise CheckpointError(f"{out_dir} holds a run already: choose another out_dir, remove it, or --resume=auto")
+    complaints = []
+    for path in present:
+        try:
+            return read_checkpoint(path, whole=False), path, "; ".join(complaints)
+        except CheckpointError as error:
+            complaints.append(str(error))
+    if complaints:
+        raise CheckpointError("; ".join(complaints) + "; to start afresh, choose another out_dir")
+    return None
+
+
+def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
+    """The model's part of a saved config. Keys that an older config lacks, and those of other norm types, have their
+    defaults; norm_type is layer."""
+    overrides, foreign = Overrides(GPTConfig), foreign_keys(saved.get("norm_type", GPTConfig.norm_type))
+    for field in fields(GPTConfig):
+        if field.name in saved and field.name not in foreign:
+            overrides.set(field.name, saved[field.name], str(path))
+    return overrides.build()
+
+
+def check_same_model(saved: dict[str, Any], config: GPTConfig, path: Path, keys: tuple[str, ...] = ()) -> None:
+    """Raise CheckpointError naming the first of `keys` (all that matter) in which a saved model differs from ours."""
+    theirs = model_config(saved, path)
+    for name in keys or [field.name for field in fields(GPTConfig) if field.name not in FREE_KEYS]:
+        then, now = getattr(theirs, name), getattr(config, name)
+        if then != now:
+            raise CheckpointError(
+                f"{path} is of another model: {name}={then!r} there, {now!r} here: "
+                + (f"add --{name}={then}" if keys else "use its settings, or another out_dir")
+            )
+
+
+def load_weights(
+    model: nn.Module, weights: dict[str, torch.Tensor], path: Path, free: str = ""
+) -> tuple[list[str], list[str]]:
+    """Copy `weights` into `model`: (tensors that kept their initial values, weights that found no place).
+
+    Only names that match the pattern `free` may be among those. Raises CheckpointError naming what does not fit.
+    """
+    own = model.state_dict()
+    for name, tensor in weights.items():
+        if name in own and own[name].shape != tensor.shape:
+            raise CheckpointError(f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here")
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    for name in sorted({*missing, *unexpected}):
+        if not (free and re.fullmatch(free, name)):
+            hint = ": its head has weights of its own, say --tie_embeddings=False" if name == "lm_head.weight" else ""
+            word = "missing" if name in missing else f"not part of this model{hint}"
+            raise CheckpointError(f"{path}: {name} is {word}")
+    return missing, unexpected
+
+
+def load_hf(folder: Path) -> GPT:
+    """hf.load_hf, imported when it is wanted: with it comes transformers, which takes seconds."""
+    from hf import weights as hf
+
+    return hf.load_hf(folder)
+
+
+def load_model(spec: str) -> GPT:
+    """The model that `spec` names, on the CPU, in eval mode; `model.meta` says which tokenizer it has.
+
+    A spec is a run folder (its best checkpoint), a checkpoint file, a Hugging Face folder or hub name (owner/name),
+    or `random:` and a published shape (hf_config.SHAPES). Raises CheckpointError or HFError.
+    """
+    if spec.startswith("random:"):
+        return random_model(spec.removeprefix("random:"))
+    path = Path(spec)
+    if not path.exists() and HUB_NAME.fullmatch(spec):
+        return load_hf(resolve_hub(spec))
+    if path.is_dir():
+        names = [name for name in (BEST, LAST) if (path / name).exists()]
+        if not names and any(path.glob("*.safetensors*")):
+            return load_hf(path)
+        if not names and (path / DISTILLING).exists():
+            raise CheckpointError(f"{spec}: its distillation has not finished: the same distill.py command goes on")
+        if not names:
+            raise CheckpointError(f"{spec}: no {BEST}, no {LAST} and no safetensors in this folder: check the path")
+        path = path / names[0]
+    state = read_checkpoint(path)
+    model = GPT(model_config(state["config"], path))
+    load_weights(model, state["model"], path)
+    model.meta = state.get("meta", {})
+    return model.eval()
+
+
+def init_from(model: GPT, spec: str) -> str:
+    """Give `model` the weights of the model that `spec` names; a sentence about it.
+
+    Only the norms may be of another type, and the padded vocabulary smaller. Raises CheckpointError otherwise.
+    """
+    source = load_model(spec)
+    check_same_model(asdict(source.config), model.config, Path(spec), SAME_FUNCTION)
+    theirs = {**TAPER_BASE, "taper": source.config.taper_base}.get(source.config.norm_type)
+    if model.config.norm_type == "taper" and theirs and theirs != model.config.taper_base:
+        raise CheckpointError(f"{spec} has norm_type={source.config.norm_type}, and this run tapers taper_base="
+                              f"{model.config.taper_base} away: add --taper_base={theirs}")  # fmt: skip
+    weights, own = source.state_dict(), model.state_dict()
+    for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
+        more = len(own[name]) - len(weights[name])  # padded rows: no token reads them
+        weights[name] = F.pad(weights[name], (0, 0, 0, max(0, more)))
+    new, dropped = load_weights(model, weights, Path(spec), free=NORM_NAMES)
+    counts = f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new" if new or dropped else ""
+    return f"weights of {spec}{counts}"
+
+
+def restore(
+    path: Path, state: dict[str, Any], config: GPTConfig, model: nn.Module, optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> None:  # fmt: skip
+    """Put `state` of find_checkpoint into a run of `config`, whose model and optimiser may be sharded, or not.
+
+    Betas and weight decay stay the run's own. Raises CheckpointError for another model, and for weights alone.
+    """
+    if "optimizer" not in state:
+        raise CheckpointError(f"{path} holds weights alone: choose another out_dir, and --init_from={path}")
+    check_same_model(state["config"], config, path)
+    if "shards" in state or is_sharded(model):
+        from training.sharded import place_state  # DCP takes a second to import
+
+        state = place_state(path, state, model, optimizer)
+    load_weights(model, state["model"], path)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state["optimizer"])
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
+    if state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """training/checkpoint.py has no keys."""
+
+
+def main(argv: list[str]) -> None:
+    _, spec = parse_args(ConvertConfig, argv, __doc__, spec=True)
+    folder = Path(spec)
+    paths = [folder / name for name in (LAST, BEST) if (folder / name).exists()] if folder.is_dir() else [folder]
+    if not paths:
+        raise CheckpointError(f"{spec}: no {LAST} and no {BEST} in this folder: check the path")
+    for path in paths:
+        save_checkpoint(path, read_checkpoint(path))
+        print(f"{path} is one file")
+
+
+if __name__ == "__main__":
+    run_program(main)

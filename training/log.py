@@ -1,0 +1,286 @@
+"""What a run tells while it trains: log.jsonl, lines or a progress bar for people, wandb if asked; throughput."""
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from common.errors import UserError
+
+
+class RunLog:
+    """Log of one run. On ranks other than 0 (`active` false) every method does nothing."""
+
+    def __init__(self, out_dir: Path, config: dict[str, Any], max_iters: int, active: bool):
+        self.path, self.config, self.active = out_dir / "log.jsonl", config, active
+        self.file, self.held, self.bar, self.wandb = None, None, None, None
+        self.max_iters = max_iters
+
+    def lock(self) -> None:
+        """Keeps other processes out of the folder until this one ends, however it ends. Raises UserError."""
+        if not self.active:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.held = open(self.path.with_name("lock"), "w")
+        except OSError as error:
+            raise UserError(f"out_dir={self.path.parent}: cannot be written ({error.strerror})") from None
+        try:
+            fcntl.lockf(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.path.parent}: another process is training there: wait for it, or choose another "
+                            "out_dir") from None  # fmt: skip
+        except OSError:
+            self.say(f"{self.path.parent} is on a file system without locks: let no other run write there")
+
+    def open(self, resume_step: int | None, start: dict[str, Any], changed: list[str]) -> None:
+        """Begin a new log, or cut an old one back to the checkpoint at `resume_step` and go on, noting what settings
+        have changed since."""
+        if not self.active:
+            return
+        try:
+            if self.path.exists() and resume_step is None:
+                self.path.replace(self.path.with_name("log.jsonl.old"))  # of a run that left no checkpoint
+            elif self.path.exists():
+                self._cut_back(resume_step)
+            is_new = not self.path.exists()
+            self.file = open(self.path, "a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror})") from None
+        if self.config["wandb"] != "off":
+            self.wandb = _start_wandb(self.config)
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=self.max_iters, initial=resume_step or 0, unit="step", dynamic_ncols=True)
+        if is_new:
+            self.event("start", config=self.config, **start)
+        if resume_step is not None:
+            self.event("resume", step=resume_step, **({"changed": changed} if changed else {}))
+
+    def _cut_back(self, step: int) -> None:
+        """Drop what was logged after the checkpoint (and a last line torn by a kill); atomic."""
+        kept = []
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+                step_of = record.get("step", 0)
+            except (ValueError, AttributeError):
+                break
+            if step_of <= step and record.get("event") != "end":
+                kept.append(line + "\n")
+        cut = self.path.with_name("log.jsonl.tmp")
+        cut.write_text("".join(kept), encoding="utf-8")
+        cut.replace(self.path)
+
+    def event(self, event: str, **values: Any) -> None:
+        """One line of log.jsonl. Floats keep all their digits; what is not finite becomes null."""
+        if not self.active or self.file is None:
+            return
+        clean = {k: [_finite(part) for part in v] if isinstance(v, list) else _finite(v) for k, v in values.items()}
+        self.file.write(json.dumps({"event": event, **clean}) + "\n")
+        self.file.flush()
+        if self.wandb is not None and event in ("step", "eval"):
+            numbers = {k: v for k, v in clean.items() if k != "step" and v is not None}
+            self.wandb.log(numbers, step=values["step"])
+
+    def step(self, **values: Any) -> None:
+        """One training step, for the log and for people."""
+        self.event("step", **values)
+        if not self.active:
+            return
+        speed = "" if values["tok_per_s"] is None else f"  {values['tok_per_s'] / 1000:.1f} k tokens/s"
+        mfu = "n/a" if values["mfu"] is None else f"{values['mfu']:.1%}"
+        norm = "inf" if values["grad_norm"] is None else f"{values['grad_norm']:.3f}"
+        loss = format(values["loss"], ".2e" if 0 < values["loss"] < 0.01 else ".4f")  # a KL may be small
+        facts = f"loss {loss}  lr {values['lr']:.2e}  grad norm {norm}{speed}  MFU {mfu}"
+        if self.bar is None:
+            self.say(f"step {values['step']}/{self.max_iters}  {facts}")
+        else:
+            self.bar.set_postfix_str(facts, refresh=False)
+            self.bar.update(values["step"] - self.bar.n)
+
+    def say(self, text: str) -> None:
+        """A line for people; on a terminal it goes above the progress bar."""
+        if not self.active:
+            return
+        if self.bar is None:
+            print(text, flush=True)
+        else:
+            self.bar.write(text)
+
+    def close(self, reason: str, **values: Any) -> None:
+        self.event("end", reason=reason, **values)
+        if self.bar is not None:
+            self.bar.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+        for file in (self.file, self.held):
+            if file is not None:
+                file.close()
+        self.file, self.held = None, None
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _start_wandb(config: dict[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("wandb is not installed: pip install wandb, or --wandb=off") from None
+    out_dir = config["out_dir"]
+    return wandb.init(
+        project=config["wandb_project"], name=Path(out_dir).name, mode=config["wandb"], config=config, dir=out_dir,
+        resume="allow", id=Path(out_dir).as_posix().replace("/", "-"),
+    )  # fmt: skip
+
+
+def append_json(path: Path, record: dict[str, Any]) -> None:
+    """One line more in the file that the key `out` names. Raises UserError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            is_torn = file.read(1) not in (b"", b"\n")  # by a kill: what there is stays a line of its own
+            file.write(b"\n" * is_torn + json.dumps(record).encode() + b"\n")
+    except OSError as error:
+        raise UserError(f"out={path}: cannot be written ({error.strerror})") from None
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to place a measurement: commit, versions, device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({_processor()})"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+    products = torch.get_float32_matmul_precision()
+    place = {"git": _git_commit(), "versions": versions, "device": name, "float32_products": products}
+    if device.type == "cuda":
+        versions |= installed("triton") | {"cuda": torch.version.cuda}
+        place["clocks"] = clocks(device)
+    return place
+
+
+def timing_environment(device: torch.device) -> dict[str, Any]:
+    """`environment`, and what else a bench on a CPU depends on: threads, and the load average before it."""
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    return environment(device) | {"threads": torch.get_num_threads(), "load_average": load}
+
+
+def clocks(device: torch.device) -> str:
+    """Clocks and power of a GPU as its driver tells them; empty without the driver's program."""
+    names = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+    try:
+        words = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", f"--id={device.index or 0}"]
+        return f"{names}: {subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()}"
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """Versions of those of these packages that are there."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def _processor() -> str:
+    """Model name and number of cores of the CPU."""
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def _git_commit() -> str | None:
+    """Commit of the source tree, with `+` if it has uncommitted changes. Outside a repository (a mere copy of the
+    files) what NANONORM_COMMIT says, or None."""
+
+    def git(*words: str) -> str:
+        root = Path(__file__).resolve().parents[1]
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    status = "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"  # which a bench may be writing
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git(*status) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("NANONORM_COMMIT")
+
+
+class StepReport:
+    """Numbers of one step on their way from the device to the host, without making the device wait."""
+
+    def __init__(self, step: int, lr: float, values: Tensor):
+        self.step, self.lr, self.values, self.arrived = step, lr, values, None
+        if values.is_cuda:
+            self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.values.copy_(values, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def read(self) -> list[float]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.values.tolist()
+
+
+# Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity).
+PEAK_FLOPS = {
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+    "L40S": 362e12, "RTX 4090": 165e12,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak of a known GPU; None for every other device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)
+
+
+class Throughput:
+    """Tokens per second of training steps alone: evaluation, checkpoints and the first steps are left out."""
+
+    WARM_UP = 5  # steps: compilation, first allocations
+
+    def __init__(self, tokens_per_step: int):
+        self.tokens_per_step, self.steps = tokens_per_step, 0
+        self.all, self.recent = [0, 0.0], [0, 0.0]  # steps and seconds
+        self.last = time.perf_counter()
+
+    def restart(self) -> None:
+        """Something else took time: the next step begins now."""
+        self.last = time.perf_counter()
+
+    def tick(self) -> None:
+        """A step has ended."""
+        now = time.perf_counter()
+        self.steps += 1
+        if self.steps > self.WARM_UP:
+            for total in (self.all, self.recent):
+                total[0] += 1
+                total[1] += now - self.last
+        self.last = now
+
+    def window(self) -> float | None:
+        """Over the steps since the last call; None where there are only warm-up steps."""
+        (steps, seconds), self.recent = self.recent, [0, 0.0]
+        return steps * self.tokens_per_step / seconds if seconds else None
+
+    def steady(self) -> float | None:
+        """Over all steps after the warm-up."""
+        return self.all[0] * self.tokens_per_step / self.all[1] if self.all[1] else None
