@@ -41,30 +41,28 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from common.distributed import find_device
+from common.environment import find_device, find_dtype, timing_environment
 from common.errors import ConfigError, UserError, run_program
 from common.stats import cpu_seconds, median_ratio, paired_times, seconds
 from configurator import check_least, key, parse_args
 from decode import gpt_fast as decode_gpt_fast
 from decode import peers as decode_peers
 from decode import report
-from decode.arms import Arm, check_arm, find_arms, packed_arm
+from decode.arms import DecodeArm, check_arm, find_arms, packed_arm
 from decode.last_token import bench_last_token
 from decode.ledger import floor_bytes, launches, ledger_table, make_ledger, per_block, shape_on_meta
 from decode.pack import LIBRARY_FROM
 from decode.step import Decoder, can_overlap
 from decode.trace import trace_arms
+from load import load_model
 from model import GPT
-from training.checkpoint import load_model
-from training.log import timing_environment
-from training.optim import find_dtype
 
 TWIN = "A/A"  # a second copy of the first arm
 TUNED = "_tuned"  # behind the name of an arm's second variant
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class DecodeBenchConfig:
     """Keys of bench_decode.py."""
 
     arms: str = key("A,B,C,D", "arms, by letter or name, separated by commas")
@@ -112,7 +110,7 @@ class BenchConfig:
         return {"coupled": {"coupled_first": self.coupled_first, "coupled_span": self.coupled_span,
                             "coupled_alpha": self.coupled_alpha}}  # fmt: skip
 
-    def variants(self, arm: Arm, level: str, device: torch.device) -> list[tuple[str, bool, bool]]:
+    def variants(self, arm: DecodeArm, level: str, device: torch.device) -> list[tuple[str, bool, bool]]:
         """(name, compiled?, tuned?) of each way in which this arm, packed to a level, runs on a device."""
         cuda = device.type == "cuda"
         compiled = self.compiled and not (arm.level == "fused" and cuda)
@@ -122,14 +120,14 @@ class BenchConfig:
         return [(arm.name, compiled, can_be_tuned and self.tuning == "on")]
 
 
-def load(config: BenchConfig, spec: str, device: torch.device) -> GPT:
+def load(config: DecodeBenchConfig, spec: str, device: torch.device) -> GPT:
     """The model in the bench's type on `device`, in eval mode; random weights are drawn there."""
     with torch.device(device if spec.startswith("random:") else "cpu"):
         model = load_model(spec)
     return model.to(device, find_dtype(config.dtype, device))
 
 
-def prompt_ids(config: BenchConfig, model: GPT, device: torch.device) -> tuple[Tensor, str]:
+def prompt_ids(config: DecodeBenchConfig, model: GPT, device: torch.device) -> tuple[Tensor, str]:
     """((1, T) token ids, a word on where they come from). A shape without a tokenizer gets arbitrary ids."""
     from data.tokenizers import load_tokenizer
 
@@ -182,7 +180,7 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
 
 
 def prepare(
-    config: BenchConfig, model: GPT, prompt: Tensor, batch: int, missing: list[str]
+    config: DecodeBenchConfig, model: GPT, prompt: Tensor, batch: int, missing: list[str]
 ) -> tuple[dict[str, Decoder], dict[str, dict], int, str]:
     """({name: Decoder}, {name: what its check found}, bytes of the floor, of what TWIN is the second copy), each arm
     checked and warm. Those that computed something else are left out, and the reason appended to `missing`."""
@@ -216,7 +214,7 @@ def prepare(
     return decoders, rows, floor, copied
 
 
-def measure(config: BenchConfig, spec: str, model: GPT, batch: int, bandwidth: float) -> dict[str, Any]:
+def measure(config: DecodeBenchConfig, spec: str, model: GPT, batch: int, bandwidth: float) -> dict[str, Any]:
     """The record of one batch size: checks, times, ratios."""
     device, missing = model.wte.weight.device, []
     gc.collect()  # a decoder refers to itself: those of the batch size before go now, with their weights and graphs
@@ -288,7 +286,7 @@ def speed_ups(
 # --------------------------------------------------------------------------------------------------------- the program
 
 
-def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
+def run_ledger(config: DecodeBenchConfig, spec: str) -> dict[str, Any]:
     """The ledger of the first batch size; if there are several, all of them under "batches" beside it."""
     dtype = find_dtype(config.dtype, torch.device("cuda"))
     model, ledgers = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype), []
@@ -306,7 +304,7 @@ def run_ledger(config: BenchConfig, spec: str) -> dict[str, Any]:
     return ledgers[0] | ({"batches": ledgers} if len(ledgers) > 1 else {})
 
 
-def run_trace(config: BenchConfig, spec: str, model: GPT, device: torch.device) -> dict[str, Any]:
+def run_trace(config: DecodeBenchConfig, spec: str, model: GPT, device: torch.device) -> dict[str, Any]:
     """Traces of every batch size, in the same form."""
     prompt = prompt_ids(config, model, device)[0]
     traces = [trace_arms(config, spec, model, prompt, batch) for batch in config.batches]
@@ -315,7 +313,7 @@ def run_trace(config: BenchConfig, spec: str, model: GPT, device: torch.device) 
 
 def main(argv: list[str]) -> None:
     wants_model = not any(word.lower() in ("--last_token", "--last_token=true") for word in argv)
-    config, spec = parse_args(BenchConfig, argv, __doc__, spec=wants_model)
+    config, spec = parse_args(DecodeBenchConfig, argv, __doc__, spec=wants_model)
     if config.ledger and not config.last_token:
         print(json.dumps(run_ledger(config, spec)))
         return

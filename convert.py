@@ -6,13 +6,16 @@
     python convert.py out/coupled --to=decode                             does its packed form decode the same?
     python convert.py out/layer --analyze                                 which LayerNorms can become RMSNorm, and why
     python convert.py facebook/opt-350m --to=rms --out=out/opt-rms        any model of transformers: exact
+    python convert.py out/run --to=hf --out=FOLDER                        write it as transformers reads it
 
 The first word is the model: a run folder, a checkpoint file, a Hugging Face folder or hub name, or random:gpt2 and the
 like. A conversion is done again on float64 copies, with the given and with random weights; what is not exact is
 refused without --inexact. DIR gets a checkpoint that every program reads (train.py by --init_from), config.json and
 certificate.json; without --out nothing is written. --to=decode has no --out: decode/step.py packs a model as it loads.
+--to=hf writes a Hugging Face folder, tokenizer included: the stock architecture where all norms compute their own
+statistic, else coupled_gpt2, coupled_qwen3 or coupled_llama (hf/coupled.py).
 A Hugging Face model that our GPT does not load is folded as transformers computes it, as far as that goes, and DIR is
-a folder of transformers with fold.json beside it: fold_hub.load(DIR) is the model with its RMSNorms, and transformers
+a folder of transformers with fold.json beside it: fold.hub.load(DIR) is the model with its RMSNorms, and transformers
 alone reads it as LayerNorms with the same function. The last line of output is JSON.
 """
 
@@ -30,20 +33,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import fold as foldable
-from common.errors import ConfigError, FoldError, UserError, run_program, writing
+from common.errors import ConfigError, FoldError, UserError, run_program
+from common.output import write_bytes_atomically, writing
 from configurator import key, parse_args
-from data.shards import write_bytes_atomically
 from decode.pack import pack
 from decode.step import decode_logits
 from fold import Report, gpt
 from fold.certificate import Certificate, Inputs, certify, run, touched
 from fold.choice import LEFT
 from fold.hub import example_inputs, load, load_pretrained, read_inputs, save
-from hf.config import gpt_config, read_config, resolve_hub
+from hf.config import COUPLED, gpt_config
+from hf.hub import HUB_NAME, read_config, resolve_hub
+from hf.weights import export_hf
 from kernels.decode import reference as decode_reference
+from load import load_model
 from model import GPT, GPTConfig
 from posthoc.coupling import text_windows, to_coupled
-from training.checkpoint import BEST, HUB_NAME, LAST, load_model, save_checkpoint
+from training.checkpoint import BEST, LAST, save_checkpoint
 
 WINDOWS, LENGTH = 32, 256  # of text, at most; every second one calibrates, the others judge
 
@@ -52,7 +58,7 @@ WINDOWS, LENGTH = 32, 256  # of text, at most; every second one calibrates, the 
 class ConvertConfig:
     """Keys of convert.py."""
 
-    to: str = key("", "what to convert to", ("rms", "folded", "coupled", "decode"))
+    to: str = key("", "what to convert to", ("rms", "folded", "coupled", "decode", "hf"))
     out: str = key("", "new folder for the converted model ('': check only)")
     inexact: bool = key(False, "allow a conversion that changes the model's function")
     analyze: bool = key(False, "print a verdict on every LayerNorm and convert nothing")
@@ -67,9 +73,11 @@ class ConvertConfig:
 
     def __post_init__(self) -> None:
         if bool(self.to) == self.analyze:
-            raise ConfigError("say what to do: --to=rms, folded, coupled or decode; or --analyze")
+            raise ConfigError("say what to do: --to=rms, folded, coupled, decode or hf; or --analyze")
         if self.to == "decode" and self.out:
             raise ConfigError(f"out={self.out}: decode/step.py packs a model as it loads, there is no file: remove it")
+        if self.to == "hf" and not self.out:
+            raise ConfigError("to=hf: say where to: --out=FOLDER")
         if self.to != "coupled" and (self.norm_plan or self.text):
             raise ConfigError("norm_plan and text are keys of --to=coupled: remove them")
         if self.to != "rms" and (self.insert or not self.untie):
@@ -258,8 +266,21 @@ def model_keys(model: GPT) -> str:
     return " ".join(f"--{name}={shlex.quote(word)}" for name, word in words.items())
 
 
+def export(spec: str, out: str) -> None:
+    """Write a model of ours as a Hugging Face folder, and say how it is read."""
+    folder = export_hf(load_model(spec), out)
+    written = read_config(folder)
+    is_coupled = written["model_type"].startswith(COUPLED)
+    where = f"with {Path(__file__).parent} on PYTHONPATH: from hf.coupled import register; register(); "
+    print(f"wrote {folder} ({written['architectures'][0]}); {where if is_coupled else ''}import transformers; "
+          f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")  # fmt: skip
+    print(json.dumps({"spec": spec, "to": "hf", "out": out, "architecture": written["architectures"][0]}))
+
+
 def main(argv: list[str]) -> None:
     config, spec = parse_args(ConvertConfig, argv, __doc__, spec=True)
+    if config.to == "hf":
+        return export(spec, config.out)
     if config.analyze:
         report = analyze(spec, config)
         print(report)
@@ -270,7 +291,7 @@ def main(argv: list[str]) -> None:
         print(certificate)
         print(f"folded {certificate.folded} of {report.total} LayerNorms{ways(report, config)}")
         if config.out:
-            print(f"wrote {config.out}; read it with fold_hub.load({config.out!r}), or, with LayerNorms, transformers")
+            print(f"wrote {config.out}; read it with fold.hub.load({config.out!r}), or, with LayerNorms, transformers")
     else:
         model = load_model(spec)
         after, certificate = convert(model, config)

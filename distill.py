@@ -28,20 +28,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.distributed import Ranks, StopSignal, faster_float32_products, find_device
-from common.errors import CheckpointError, ConfigError, UserError, run_program
-from common.parallel import accumulate, replicate
+from common.distributed import Ranks, StopSignal, accumulate, replicate
+from common.environment import DTYPES, Precision, environment, faster_float32_products, find_device
+from common.errors import CheckpointError, ConfigError, DataError, UserError, run_program
 from configurator import check_least, key, parse_args
-from data.shards import DataError
 from hf import weights
+from load import load_model
 from model import GPT, cross_entropy
 from posthoc import adapters
 from posthoc.coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
 from posthoc.student import Pair, finished, make_student, teacher_config
 from posthoc.text import open_stream, shuffled
-from training.checkpoint import BEST, DISTILLING, load_model, read_checkpoint, save_checkpoint
-from training.log import RunLog, Throughput, environment
-from training.optim import DTYPES, Precision, guarded_update, learning_rate, make_optimizer, micro_step
+from training.checkpoint import BEST, DISTILLING, read_checkpoint, save_checkpoint
+from training.log import RunLog, Throughput
+from training.optim import guarded_update, learning_rate, make_optimizer, micro_step
 
 SPREAD = 16  # calibration blocks are every 16th of the first ones, where there are so many
 FREE = ("max_iters", "eval_interval", "log_interval", "device", "out_dir", "export")  # may differ when a run goes on

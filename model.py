@@ -19,7 +19,7 @@ from kernels import scaled_activation
 from kernels.cross_entropy import cross_entropy
 from kernels.reference import KINDS, activate
 from norm_plan import NormConfig, NormPlan
-from norms import Debt, Handover, Norm
+from norms import DeferredScale, Handover, Norm
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,16 @@ class Attention(nn.Module):
             k, v = cache.extend(self.block, k, v)
             if cache.filled and T > 1:  # several new tokens on top of old ones: each sees all before it
                 mask = torch.ones(T, k.shape[2], dtype=torch.bool, device=y.device).tril(cache.filled)
-        a = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+        a = self.attend(q, k, v, mask)
+        return project(self.proj, a.transpose(1, 2).reshape(B, T, -1), add)  # (B, H, T, head_dim) -> (B, T, C)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention of queries (B, H, T, head_dim) to keys and values (B, H_kv, S, head_dim): (B, H, T, head_dim).
+        Causal, unless `mask` (T, S) says what may be seen."""
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1,
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.kv_heads != self.heads,
         )  # fmt: skip
-        return project(self.proj, a.transpose(1, 2).reshape(B, T, -1), add)  # (B, H, T, head_dim) -> (B, T, C)
 
 
 def project(linear: nn.Linear, x: Tensor, add: Tensor | None) -> Tensor:
@@ -178,11 +183,11 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.n_embd, config.inner * (2 if self.activation == "swiglu" else 1), bias=config.bias)
         self.down = plan.residual_linear(config.inner, config.n_embd, config.bias)
 
-    def forward(self, y: Tensor, debt: Debt | None = None, add: Tensor | None = None) -> Tensor:
+    def forward(self, y: Tensor, deferred: DeferredScale | None = None, add: Tensor | None = None) -> Tensor:
         """(B, T, C) of normalised inputs y; `add`, if there is one, is added to the output."""
-        if debt is None:
+        if deferred is None:
             return project(self.down, activate(self.up(y), self.activation), add)
-        gain, scale = debt  # of the norm before: W (y s g) + b = s (W diag(g)) y + b
+        gain, scale = deferred  # of the norm before: W (y s g) + b = s (W diag(g)) y + b
         weight = self.up.weight if gain is None else (self.up.weight * gain).to(self.up.weight.dtype)
         z = F.linear(y, weight)
         return project(self.down, scaled_activation(z, scale, self.up.bias, self.activation, self.kernels), add)
@@ -201,12 +206,12 @@ class Block(nn.Module):
         y, x, inv_rms = self.norm1(x, delta, inv_rms)
         if self.norm2.folds(x) and self.adds_in_products(x):
             y, x, inv_rms = self.norm2(self.attn(y, rope, cache, x), None, inv_rms)
-            gain, scale = self.norm2.debt(x, inv_rms)
+            gain, scale = self.norm2.deferred_scale(x, inv_rms)
             rows = y.flatten(0, -2)  # (B T, C), where inductor has a product add in backward, too
-            return self.mlp(rows, (gain, scale.flatten(0, -2)), rows).view(x.shape), None, inv_rms
+            return self.mlp(rows, DeferredScale(gain, scale.flatten(0, -2)), rows).view(x.shape), None, inv_rms
         delta = self.dropout(self.attn(y, rope, cache))
         y, x, inv_rms = self.norm2(x, delta, inv_rms)
-        delta = self.dropout(self.mlp(y, self.norm2.debt(x, inv_rms)))
+        delta = self.dropout(self.mlp(y, self.norm2.deferred_scale(x, inv_rms)))
         return x, delta, inv_rms
 
     def adds_in_products(self, x: Tensor) -> bool:

@@ -7,20 +7,19 @@ R computes an RMS statistic, s shares the one before, L LayerNorm, T taper, D Dy
     coupled, 4 blocks, coupled_span=2:    Rs ss Rs ss R
 
 So CoupledNorm is no special block, only a plan in which some positions share. The norms are in norms.py and
-taper.py; a new norm type is one class and one row in NORM_TYPES at the end of this file (see DynamicTanh).
+taper.py; a new norm type is one class there, and one row in NORM_TYPES at the end of this file (see dyt).
 """
 
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-import torch
 from torch import Tensor, nn
 
 from common.errors import ConfigError
 from configurator import check_least, key
 from kernels import MODES
-from norms import CenteredLinear, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
+from norms import CenteredLinear, DynamicTanh, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
 from taper import ScaleAnchor, TaperNorm, TaperSchedule
 
 
@@ -80,6 +79,13 @@ def foreign_keys(norm_type: str) -> dict[str, str]:
     """{key: norm type that reads it}, of the keys that `norm_type` does not. A saved config's values of them mean
     nothing: they are the defaults of its day."""
     return {name: other for other, row in NORM_TYPES.items() if other != norm_type for name in row.keys}
+
+
+def keys_of(norm_type: str) -> dict[str, object]:
+    """{norm key: default} of the keys that `norm_type` reads."""
+    foreign = foreign_keys(norm_type)
+    names = (field.name for field in fields(NormConfig) if field.name != "norm_type")
+    return {name: _default(name) for name in names if name not in foreign}
 
 
 def _default(name: str) -> object:
@@ -233,15 +239,8 @@ def no_norm(config: NormConfig, site: Site) -> Norm:
     return NoNorm(site.channels, affine=False)
 
 
-class DynamicTanh(Norm):
-    """tanh(alpha x) * gain + bias: no statistic at all; Zhu et al. 2025, with their alpha of 0.5 at the start."""
-
-    def __init__(self, config: NormConfig, site: Site):
-        super().__init__(site.channels, config.norm_eps, config.norm_affine, site.bias)
-        self.alpha = nn.Parameter(torch.full((1,), 0.5))
-
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
-        return self.affine(torch.tanh(self.alpha * x), x.dtype), None
+def dynamic_tanh(config: NormConfig, site: Site) -> Norm:
+    return DynamicTanh(site.channels, config.norm_eps, config.norm_affine, site.bias)
 
 
 BASE_LETTER = {"rms": "R", "layer": "L"}
@@ -258,6 +257,6 @@ NORM_TYPES = {
     "coupled": NormType(coupled_letters, {"R": rms_norm, "s": shared_norm}, COUPLED_KEYS),
     "cbwc": NormType(uniform("R"), {"R": rms_norm_with_bias}, (), CenteredLinear, center),
     "taper": NormType(taper_letters, {name: anchored(norm) for name, norm in TAPER_NORMS.items()}, TAPER_KEYS),
-    "dyt": NormType(uniform("D"), {"D": DynamicTanh}),
+    "dyt": NormType(uniform("D"), {"D": dynamic_tanh}),
     "none": NormType(uniform("I"), {"I": no_norm, "R": rms_norm, "L": layer_norm}),  # a taper's folded form
 }

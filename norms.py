@@ -11,6 +11,8 @@ A norm that computes a statistic ignores the one that comes in and hands on its 
 that comes in. Which norm sits where is decided in norm_plan.py.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,8 +25,14 @@ from kernels.reference import affine, inverse_rms, scale_groups, statistics_dtyp
 # the gain's gradient, one more read of the 4 C^2 float32 weights that it folds and of their bfloat16 gradient.
 FOLD_PAYS = 24 / 4
 
-Debt = tuple[Tensor | None, Tensor]  # gain (C,) and scale (B, T, 1) that a projection is to pay
 Handover = tuple[nn.Parameter, nn.Parameter]  # (from, to): `to` has taken over the role, and the optimiser state
+
+
+class DeferredScale(NamedTuple):
+    """What a norm leaves to the projection that reads it: y * scale * gain."""
+
+    gain: Tensor | None  # (C,)
+    scale: Tensor  # (B, T, 1)
 
 
 class Norm(nn.Module):
@@ -77,9 +85,9 @@ class Norm(nn.Module):
         """Is the scaling of a stream x (B, T, C) left to the projection that reads it? Not by most."""
         return False
 
-    def debt(self, x: Tensor, inv_rms: Tensor | None) -> Debt | None:
-        """(gain (C,), scale (B, T, 1)) that y lacks and the projection which reads it must pay; None for most.
-        x and inv_rms are what `forward` returned."""
+    def deferred_scale(self, x: Tensor, inv_rms: Tensor | None) -> DeferredScale | None:
+        """What y lacks and the projection that reads it must apply; None for most. x and inv_rms are what `forward`
+        returned."""
         return None
 
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
@@ -136,9 +144,9 @@ class SharedRMSNorm(Norm):
 
     Loretz & Hochreiter 2026, equation 6; alpha from section 5.3. With `detach` the shared statistic is a constant in
     backward (section 4.3: "a scalar constant"), which then needs no reduction over channels for x. If `calibrated`,
-    alpha is a buffer, which rms_stats.calibrate sets to the measured drift.
+    alpha is a buffer, which training/stream.py's calibrate sets to the measured drift.
 
-    impl is "scale" or "fold" (section 4.3 in training): y is the stream itself and the scaling is left as a debt, the
+    impl is "scale" or "fold" (section 4.3 in training): y is the stream itself and the scaling is deferred, the
     gain for the input projection's weight, the scale for after the product. Nothing but the residual add is left here,
     and that the attention output projection can do in its epilogue. "auto" folds where it moves fewer bytes: compiled
     and with many tokens (in eager mode the folded weight is written out, and nothing fuses).
@@ -159,8 +167,8 @@ class SharedRMSNorm(Norm):
         pays = torch.compiler.is_compiling() and x.numel() > FOLD_PAYS * self.channels**2
         return self.impl == "fold" or (self.impl == "auto" and pays)
 
-    def debt(self, x: Tensor, inv_rms: Tensor) -> Debt | None:
-        return (self.weight, self.scale(inv_rms)) if self.folds(x) else None
+    def deferred_scale(self, x: Tensor, inv_rms: Tensor) -> DeferredScale | None:
+        return DeferredScale(self.weight, self.scale(inv_rms)) if self.folds(x) else None
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.folds(x):
@@ -185,6 +193,17 @@ class SharedRMSNorm(Norm):
     def scale(self, inv_rms: Tensor) -> Tensor:
         """What x is multiplied by (B, T, 1); alpha = 1 costs no kernel."""
         return inv_rms if isinstance(self.alpha, float) and self.alpha == 1 else inv_rms / self.alpha
+
+
+class DynamicTanh(Norm):
+    """tanh(alpha x) * gain + bias: no statistic at all; Zhu et al. 2025, with their alpha of 0.5 at the start."""
+
+    def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False, alpha: float = 0.5):
+        super().__init__(channels, eps, affine, bias)
+        self.alpha = nn.Parameter(torch.full((1,), alpha))
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
+        return self.affine(torch.tanh(self.alpha * x), x.dtype), None
 
 
 class GatedRMSNorm(nn.Module):

@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 from scipy.stats import gmean
 
-from common.errors import ConfigError, run_program, writing
-from common.tables import markdown
-from data.shards import write_bytes_atomically
+from common.errors import ConfigError, run_program
+from common.output import markdown, write_bytes_atomically, writing
 from evidence import published
-from evidence.comparison import EQUAL_TIME, Row, compare, exchange_rate, pair, usable
+from evidence.comparison import EQUAL_TIME, Comparison, compare, exchange_rate, pair, usable
 from evidence.plots import Arms, drifting, plot_differences, plot_drift, plot_loss, plot_output, plot_stream
 from evidence.runs import METRICS, by_arm, find_runs
 
@@ -50,7 +49,7 @@ def number(value: float | None, digits: int = 4) -> str:
     return "n/a" if value is None or not np.isfinite(value) else f"{value:.{digits}f}"
 
 
-def verdict_table(rows: list[Row]) -> str:
+def verdict_table(rows: list[Comparison]) -> str:
     header = ["metric", "arm", "seeds", "difference", "SD", "95 % interval", "Holm interval", "p", "p Holm",
               "p TOST (margin)", "p sign-flip", "BCa 95 %", "detectable", "needed", "verdict"]  # fmt: skip
     table = []
@@ -78,7 +77,7 @@ def seed_table(arms: Arms, metric: str) -> str:
     return markdown(["seed", *(f"`{arm}`" for arm in arms)], table)
 
 
-def equal_time_text(rows: list[Row], arms: Arms, baseline: str) -> str:
+def equal_time_text(rows: list[Comparison], arms: Arms, baseline: str) -> str:
     """What throughput is worth: the exchange rate, and losses at equal tokens and equal time side by side."""
     rates = [rate for run in arms[baseline].values() if (rate := exchange_rate(run)) is not None]
     timed = [row for row in rows if row.metric is EQUAL_TIME]
@@ -98,7 +97,7 @@ def equal_time_text(rows: list[Row], arms: Arms, baseline: str) -> str:
     )
 
 
-def report_text(arms: Arms, rows: list[Row], baseline: str, left_out: list[str], plots: list[Path]) -> str:
+def report_text(arms: Arms, rows: list[Comparison], baseline: str, left_out: list[str], plots: list[Path]) -> str:
     every = [run for runs in arms.values() for run in runs.values()]
 
     def distinct(values) -> str:
@@ -125,7 +124,7 @@ def report_text(arms: Arms, rows: list[Row], baseline: str, left_out: list[str],
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def verdict_sentences(rows: list[Row]) -> list[str]:
+def verdict_sentences(rows: list[Comparison]) -> list[str]:
     metrics = dict.fromkeys(row.metric for row in rows)
     return ["\n".join([f"{metric.name}:", "", *(f"- {row.sentence()}" for row in rows if row.metric is metric)])
             for metric in metrics]  # fmt: skip
@@ -137,7 +136,7 @@ def csv_text(header: list[str], rows: list[list[Any]]) -> str:
     return text.getvalue()
 
 
-def verdict_csv(rows: list[Row]) -> str:
+def verdict_csv(rows: list[Comparison]) -> str:
     header = ["metric", "arm", "baseline", "n_seeds", "mean_difference", "sd_difference", "standard_error", "low",
               "high", "low_holm", "high_holm", "p_t", "p_holm", "p_tost", "delta", "delta_kind", "p_sign_flip",
               "low_bca", "high_bca", "detectable", "seeds_needed", "is_log_ratio", "verdict"]  # fmt: skip

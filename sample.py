@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from common.distributed import find_device
+from common.environment import find_device
 from common.errors import ConfigError, run_program
 from configurator import check_least, key, parse_args
 from data.tokenizers import load_tokenizer
-from training.checkpoint import load_model
+from load import load_model
 
 
 @dataclass(frozen=True)

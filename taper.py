@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.distributed import whole
 from common.errors import ConfigError
-from common.parallel import whole
 from kernels import taper_norm
 from kernels.reference import inverse_rms, statistics_dtype
 from norms import Handover, LayerNorm, Norm, center

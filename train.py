@@ -23,20 +23,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed import Ranks, StopSignal, faster_float32_products
-from common.errors import ConfigError, UserError, run_program
-from common.parallel import accumulate, is_sharded, replicate, shard
+from common.distributed import Ranks, StopSignal, accumulate, is_sharded, replicate, shard
+from common.environment import DTYPES, Precision, environment, faster_float32_products, peak_flops
+from common.errors import CheckpointError, ConfigError, UserError, run_program
 from configurator import key, parse_args
 from data.shards import read_meta
-from hellaswag import ITEMS_FILE
+from evals.hellaswag import ITEMS_FILE, HellaSwag
+from load import init_from
 from model import GPT, GPTConfig
-from posthoc import rms_stats
+from norm_plan import keys_of
 from taper import TaperSchedule, is_tapered, taper_gate
-from training.checkpoint import BEST, LAST, CheckpointError, find_checkpoint, init_from, restore, save_checkpoint
+from training.checkpoint import BEST, LAST, find_checkpoint, restore, save_checkpoint
 from training.dataloader import Blocks, TrainLoader
 from training.evaluation import Evaluator
-from training.log import RunLog, StepReport, Throughput, environment, peak_flops
-from training.optim import DTYPES, Precision, carry_state, guarded_update, learning_rate, make_optimizer, micro_step
+from training.log import RunLog, StepReport, Throughput
+from training.optim import carry_state, guarded_update, learning_rate, make_optimizer, micro_step
+from training.stream import calibrate
 
 MAX_SKIPPED = 20  # float16: so many steps in a row with infinite gradients are no matter of the loss scale any more
 
@@ -138,7 +140,9 @@ class Trainer:
         self.precision = Precision(config.dtype, ranks.device)
         self.scaler = self.precision.scaler
         self.peak_flops = peak_flops(ranks.device) if self.precision.is_low else None
-        self.evaluator = Evaluator(config, val, self.meta, ranks, self.precision.autocast)
+        autocast, items = self.precision.autocast, (config.hellaswag, config.hellaswag_items)
+        scorer = HellaSwag(*items, self.meta, ranks, autocast) if config.hellaswag != "off" else None
+        self.evaluator = Evaluator(config, val, self.meta, ranks, autocast, scorer)
 
         # Model and optimiser
         self.model = GPT(config, config.seed)
@@ -198,6 +202,7 @@ class Trainer:
             except OSError as error:
                 raise UserError(f"out_dir={self.out_dir}: cannot be written ({error.strerror})") from None
         start = {"n_params": self.model.num_params(), "norm_plan": str(self.model.plan)}
+        start["norm_keys"] = keys_of(config["norm_type"])  # with their defaults: report.py names the arm by them
         start |= {"world_size": self.ranks.world_size, "tokens_per_step": self.tokens_per_step}
         if self.ranks.is_main:  # the only one that logs it
             start["data"] = f"{self.loader.blocks.fingerprint()} {self.evaluator.blocks.fingerprint()}"
@@ -256,7 +261,7 @@ class Trainer:
         if self.config.coupled_calibrate and self.step % self.config.coupled_calibrate == 0:
             x, _ = self.loader.blocks.batch(self.loader.sample_ids(self.step + 1, 0))
             with self.precision.autocast():
-                rms_stats.calibrate(self.model, x.to(self.ranks.device))
+                calibrate(self.model, x.to(self.ranks.device))
 
     def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepReport:
         """Forward and backward of this rank's micro-batches, then the update. Nothing here waits for the device."""

@@ -22,13 +22,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.stand_in import replaced
 from common.errors import ConfigError, UserError, run_program
 from configurator import key, parse_args
 from kernels import activation, binding, row_norm, shared_rms, taper
@@ -109,7 +109,7 @@ def launches(launch: Callable) -> list[tuple[triton.JITFunction, tuple, dict]]:
     def record(kernel, *arguments, grid, warmup, **keywords):
         made.append((kernel, arguments, keywords))
 
-    with mock.patch.object(triton.JITFunction, "run", record):
+    with replaced(triton.JITFunction, run=record):
         launch()
     return made
 

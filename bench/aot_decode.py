@@ -24,7 +24,7 @@ from kernels.decode import attention as decode_attention
 from kernels.decode import epilogue as decode_epilogue
 from kernels.decode import project as decode_project
 from kernels.decode.overlap import overlapping
-from kernels.decode.reference import Debt, attention_parts
+from kernels.decode.reference import Epilogue, attention_parts
 
 EARLY = ("vector_kernel", "attend_kernel")  # begin before they wait, which may cost registers: compiled in both ways
 # outputs x inputs of qkv, up (inner), proj and down, as in hf.SHAPES, and the activation
@@ -39,7 +39,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class AotConfig:
+class DecodeAotConfig:
     """Keys of bench/aot_decode.py."""
 
     batch: tuple[int, ...] = key((1, 8, 31, 128), "sequences decoded at once")
@@ -82,8 +82,8 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     rope = None if name == "gpt2" else (meta(256, channels), meta(256, channels))
     gains = [meta(channels, dtype=dtype) if name.startswith("qwen3") else None] * 2
     z, q = x((n_heads + 2 * kv_heads) * channels), meta(batch, n_heads, 1, channels, dtype=dtype)
-    for word, debt in (("", None), (" debt", Debt(inv_rms, vector(z.shape[-1])))):
-        given = z, debt, short, pos, rope, *gains, 1e-6
+    for word, epilogue in (("", None), (" epilogue", Epilogue(inv_rms, vector(z.shape[-1])))):
+        given = z, epilogue, short, pos, rope, *gains, 1e-6
         yield f"heads{word}", channels, lambda g=given: decode_attention.heads(*g)
         yield f"heads + attend{word}", channels, lambda g=given: decode_attention.heads_attend(*g)
     yield "attend", channels, lambda: decode_attention.attend(q, short, pos)
@@ -97,7 +97,7 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
         yield "combine", channels, lambda: decode_attention.combine(*found, dtype)
     raw = x(up[0] * copies)
     yield "epilogue", up[1], lambda: decode_epilogue.norm_activation(raw, x(up[1]), bias, 1e-6, kind)
-    yield "epilogue shared", up[1], lambda: decode_epilogue.activation(raw, Debt(inv_rms, bias), kind)
+    yield "epilogue shared", up[1], lambda: decode_epilogue.activation(raw, Epilogue(inv_rms, bias), kind)
     wpe = meta(256, qkv[1], dtype=dtype) if name == "gpt2" else None
     yield "embed", qkv[1], lambda: decode_attention.embed(token, pos, weight(head), wpe)
     yield "best", vocabulary, lambda: decode_attention.best(x(vocabulary))
@@ -117,7 +117,7 @@ def describe(operator: str, channels: int, sm: int, kernel: triton.JITFunction, 
 
 
 def main(argv: list[str]) -> int:
-    config, _ = parse_args(AotConfig, argv, __doc__)
+    config, _ = parse_args(DecodeAotConfig, argv, __doc__)
     if binding.INTERPRETED:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     can_overlap = config.sm >= 90

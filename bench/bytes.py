@@ -30,19 +30,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.cuda_codegen import cuda_code
-from common.errors import ConfigError, UserError, run_program, writing
-from common.tables import markdown
+from common.environment import environment, installed
+from common.errors import ConfigError, UserError, run_program
+from common.output import markdown, writing
 from configurator import key, parse_args
-from model import GPT, Block, GPTConfig
+from model import GPT, Attention, Block, GPTConfig
 from norm_plan import NormPlan
-from training.log import environment, installed
 
 # ------------------------------------------------------------------------------------------- counting, from source text
 
@@ -79,12 +77,12 @@ def launches(code: str, batch: int, tokens: int) -> list[Launch]:
 
     Works on any such source, also on what torch._inductor.utils.run_and_get_code returns where there is a GPU.
     """
-    reader = _Reader(batch, tokens)
+    reader = _NameReader(batch, tokens)
     reader.visit(ast.parse(code))
     return reader.launches
 
 
-class _Reader(ast.NodeVisitor):
+class _NameReader(ast.NodeVisitor):
     """Follows the shapes of buffers through a generated module and notes what each launch touches."""
 
     def __init__(self, batch: int, tokens: int):
@@ -216,8 +214,10 @@ class LoneBlock(nn.Module):
 def step_launches(model: nn.Module, inputs: list[Tensor]) -> list[Launch]:
     """Forward and backward launches of a compiled training step, model(*inputs). Raises UserError where cuda_codegen
     does not support the installation."""
-    with mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attention_core(q, k, v)):
-        sources = cuda_code(model, inputs)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = lambda q, k, v, mask: attention_core(q, k, v)
+    sources = cuda_code(model, inputs)
     return [launch for code in sources for launch in launches(code, *inputs[0].shape[:2])]
 
 

@@ -13,11 +13,11 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
 
+from bench.stand_in import replaced
 from common.errors import UserError
 
 TORCH = ("2.11", "2.13")
@@ -95,8 +95,12 @@ def _products_of_a_row(tuned: bool) -> Iterator[None]:
     def product(a: Tensor, b: Tensor, **more) -> Tensor:
         return by_inductor(a, b) if a.shape[0] == 1 else by_library(a, b, **more)
 
-    with mock.patch.dict(table, {mm: product}) if tuned else contextlib.nullcontext():
+    if tuned:
+        table[mm] = product
+    try:
         yield
+    finally:
+        table[mm] = by_library
 
 
 def _unfilled(like: list) -> Callable[[list], list]:
@@ -178,13 +182,13 @@ def _pretend_h200() -> Iterator[None]:
         torch.utils._triton: {"has_triton": True}, torch._inductor.scheduler: {"has_triton": True},
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(type(triton.runtime.driver), "active", property(lambda _: driver)))
-        stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+        stack.enter_context(replaced(type(triton.runtime.driver), active=property(lambda _: driver)))
+        stack.enter_context(replaced(torch.version, cuda="13.0"))
         for target, values in answers.items():
             for name, value in values.items():
                 call = answer(value)
                 patch = staticmethod(call) if isinstance(target, type) else call
-                stack.enter_context(mock.patch.object(target, name, patch))
+                stack.enter_context(replaced(target, **{name: patch}))
         if not interface._device_initialized:
             interface.init_device_reg()
         yield

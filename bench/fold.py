@@ -23,17 +23,16 @@ import torch
 from torch import Tensor, nn
 
 import fold as foldable
-from common.distributed import find_device
+from common.environment import environment, find_device, find_dtype
 from common.errors import ConfigError, UserError, run_program
+from common.output import append_json
 from common.stats import median_ratio, paired_ratio, paired_times
 from configurator import check_least, key, parse_args
 from fold import gpt
 from fold.certificate import randomize
 from fold.modules import Plan, Swap, swap_and_insert
-from hf.coupled import import_transformers
-from training.checkpoint import load_model
-from training.log import append_json, environment
-from training.optim import find_dtype
+from hf.hub import import_transformers
+from load import load_model
 
 SWAPPED = "all norms swapped (timing only)"
 MODES = ("eager", "compiled", "graph")
@@ -45,7 +44,7 @@ HF_SHAPES = {
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class FoldBenchConfig:
     """Keys of bench/fold.py."""
 
     lengths: tuple[int, ...] = key((256, 1024), "tokens of a sequence, several (an image has its own)")
@@ -65,7 +64,7 @@ class BenchConfig:
             raise ConfigError(f"modes: {unknown[0]!r} is none of {', '.join(MODES)}")
 
 
-def make_arms(spec: str, config: BenchConfig) -> tuple[dict[str, nn.Module], int]:
+def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module], int]:
     """(models by arm, in eval mode, on the CPU; norms folded)."""
     if not spec.startswith("hf:"):
         before = load_model(spec)
@@ -94,7 +93,7 @@ def make_arms(spec: str, config: BenchConfig) -> tuple[dict[str, nn.Module], int
     return arms, certificate.folded
 
 
-def sequence_lengths(model: nn.Module, config: BenchConfig) -> tuple[int, ...]:
+def sequence_lengths(model: nn.Module, config: FoldBenchConfig) -> tuple[int, ...]:
     """Those asked for; of pictures, the one that they have: patches and the class token."""
     if getattr(model, "main_input_name", "") != "pixel_values":
         return config.lengths
@@ -164,7 +163,7 @@ def sequential(arms: dict[str, Callable[[], None]], count: int) -> dict[str, flo
     return means
 
 
-def measure(models: dict[str, nn.Module], config: BenchConfig, mode: str, length: int, dtype: torch.dtype) -> dict:
+def measure(models: dict[str, nn.Module], config: FoldBenchConfig, mode: str, length: int, dtype: torch.dtype) -> dict:
     """One record: times, ratios with intervals, tokens/s."""
     torch.compiler.reset()  # all arms and lengths share the code of one forward: dynamo would give up at its limit
     with torch.no_grad():
@@ -215,7 +214,7 @@ def show(record: dict) -> str:
 
 
 def main(argv: list[str]) -> None:
-    config, spec = parse_args(BenchConfig, argv, __doc__, spec=True)
+    config, spec = parse_args(FoldBenchConfig, argv, __doc__, spec=True)
     device = find_device(config.device)
     if "graph" in config.modes and device.type != "cuda":
         raise ConfigError("modes=graph: CUDA graphs need a CUDA device: leave it out")

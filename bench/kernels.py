@@ -31,17 +31,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench.kernel_arms import OPERATORS, UNSCALED, Function, Operator, arms_of, make_inputs
-from common.errors import ConfigError, UserError, run_program, writing
+from common.environment import installed, timing_environment
+from common.errors import ConfigError, UserError, run_program
+from common.output import markdown, writing
 from common.stats import median_ratio, paired_times, seconds
-from common.tables import markdown
 from configurator import check_least, key, parse_args
-from training.log import installed, timing_environment
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 TRAFFIC = 1 << 30  # bytes that one timing moves at least, by rotating over so many sets of inputs
 MAX_SETS = 16
 QUEUEING = 1_000_000  # cycles: half a millisecond, to queue two events and a graph in
-WRONG = 0.03  # relative L2 error beyond which an arm computes something else
+MAX_ERROR = 0.03  # relative L2 error beyond which an arm computes something else
 
 # ------------------------------------------------------------------------------------------------------------- timing
 
@@ -131,7 +131,7 @@ def gpu_seconds(call: Callable[[], None]) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def measure(config: "BenchConfig", name: str, channels: int, device: torch.device) -> list[dict[str, Any]]:
+def measure(config: "KernelBenchConfig", name: str, channels: int, device: torch.device) -> list[dict[str, Any]]:
     """Records of one operator at one size, forward and backward. Raises UserError where our own kernel is wrong."""
     torch._dynamo.reset()
     case = Case(OPERATORS[name], config.rows, channels, DTYPES[config.dtype], device)
@@ -140,9 +140,9 @@ def measure(config: "BenchConfig", name: str, channels: int, device: torch.devic
     for arm in [arm for arm in arms if arm != UNSCALED]:
         with others_may_fail(arm, arms, missing):
             error = case.error(arms[arm])
-            if error > WRONG and arm == ours:
+            if error > MAX_ERROR and arm == ours:
                 raise UserError(f"{name} at C = {channels}: our own {arm} is wrong (error {error:.2g}): mend it first")
-            if error > WRONG:
+            if error > MAX_ERROR:
                 raise ValueError(f"wrong, relative error {error:.2g}")
     return [record(config, name, channels, phase, case, arms, missing, device) for phase in ("forward", "backward")]
 
@@ -160,7 +160,7 @@ def others_may_fail(arm: str, arms: dict[str, Function], missing: list[str]) -> 
 
 
 def record(
-    config: "BenchConfig", name: str, channels: int, phase: str, case: Case, arms: dict[str, Function],
+    config: "KernelBenchConfig", name: str, channels: int, phase: str, case: Case, arms: dict[str, Function],
     missing: list[str], device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
     """One operator, size and phase, measured: shares of copy bandwidth, and every arm's time over ours."""
@@ -213,7 +213,7 @@ LOOKS = dict(zip(
 
 def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Share of copy bandwidth over C: a row for each operator, forward on the left, backward on the right."""
-    from evidence.plots import plt, save  # matplotlib takes a second to import
+    from common.plotting import plt, save  # matplotlib takes a second to import
 
     names = list(dict.fromkeys(row["operator"] for row in records))
     figure, axes = plt.subplots(len(names), 2, figsize=(9, 1 + 2.2 * len(names)), layout="constrained", squeeze=False,
@@ -243,7 +243,7 @@ def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class KernelBenchConfig:
     """Keys of bench/kernels.py."""
 
     ops: str = key("all", f"operators, separated by commas: {', '.join(OPERATORS)}")
@@ -271,7 +271,7 @@ class BenchConfig:
 
 
 def main(argv: list[str]) -> None:
-    config, _ = parse_args(BenchConfig, argv, __doc__)
+    config, _ = parse_args(KernelBenchConfig, argv, __doc__)
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
     if kind == "cpu":
@@ -295,7 +295,7 @@ def main(argv: list[str]) -> None:
     print(json.dumps([{key: row[key] for key in ("operator", "phase", "channels", "share")} for row in records]))
 
 
-def report(config: BenchConfig, records: list[dict[str, Any]]) -> str:
+def report(config: KernelBenchConfig, records: list[dict[str, Any]]) -> str:
     """README.md of the results folder."""
     row, missing = records[0], sorted({reason for row in records for reason in row["missing"]})
     made = " ".join(f"--{field.name}={_word(getattr(config, field.name))}" for field in dataclasses.fields(config)

@@ -31,18 +31,17 @@ import torch
 from tqdm import tqdm
 
 from bench.bytes import bytes_of_one_more_block
-from bench.train_arms import NANOGPT, Arm, Batch, Step, build_step, is_compiled, parse_arms
+from bench.train_arms import NANOGPT, Batch, Step, TrainArm, build_step, is_compiled, parse_arms
 from bench.train_profile import by_class, profile_step, profile_table
-from common.distributed import Ranks, faster_float32_products
-from common.errors import ConfigError, UserError, run_program, writing
+from common.distributed import Ranks
+from common.environment import Precision, faster_float32_products, peak_flops, timing_environment
+from common.errors import ConfigError, UserError, run_program
+from common.output import markdown, writing
+from common.plotting import plt, save, style
 from common.stats import paired_ratio, paired_times
-from common.tables import markdown
 from configurator import key, parse_args
-from evidence.plots import plt, save, style
 from model import GPT
 from train import TrainConfig
-from training.log import peak_flops, timing_environment
-from training.optim import Precision
 
 CONTROLS = ("rms", "rms-no-mlp-gamma", "layer")
 WARM_UP = 2  # steps after the first, which compiles and allocates
@@ -50,7 +49,7 @@ AGAIN = " (A/A)"
 
 
 @dataclass(frozen=True)
-class BenchConfig(TrainConfig):
+class TrainBenchConfig(TrainConfig):
     """Keys of bench/train.py beside those of train.py."""
 
     vocab_size: int = key(50304, "rows of the embedding", least=1)
@@ -71,7 +70,7 @@ class BenchConfig(TrainConfig):
                               "karpathy/nanoGPT")  # fmt: skip
 
 
-def all_arms(config: BenchConfig) -> list[Arm]:
+def all_arms(config: TrainBenchConfig) -> list[TrainArm]:
     """The arms of the list, the controls it lacks, and the second copy of its first. Raises ConfigError."""
     common = TrainConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)})
     arms = parse_arms(config.arms, common)
@@ -97,7 +96,7 @@ def make_batches(config: TrainConfig, device: torch.device) -> list[Batch]:
     return [(part[:, :-1].contiguous().to(device), part[:, 1:].contiguous().to(device)) for part in tokens]
 
 
-def prepare(arm: Arm, batches: list[Batch], device: torch.device, nanogpt: str) -> tuple[Step, dict[str, Any]]:
+def prepare(arm: TrainArm, batches: list[Batch], device: torch.device, nanogpt: str) -> tuple[Step, dict[str, Any]]:
     """(the arm's step, compiled and warm; its loss at the first step, and on CUDA the bytes that it takes at most)."""
     on_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_cuda else 0
@@ -112,7 +111,7 @@ def prepare(arm: Arm, batches: list[Batch], device: torch.device, nanogpt: str) 
     return step, {"first_loss": first_loss, "peak_memory": peak}
 
 
-def count_bytes(arm: Arm) -> tuple[float | None, str]:
+def count_bytes(arm: TrainArm) -> tuple[float | None, str]:
     """(bytes that the norms and residual adds of a block move for a token in training, why there is no figure)."""
     tokens = max(2, arm.config.batch_size) * arm.config.block_size
     try:
@@ -122,7 +121,7 @@ def count_bytes(arm: Arm) -> tuple[float | None, str]:
         return None, f"bytes of {arm.name}: {(str(error).splitlines() or [type(error).__name__])[0]}"
 
 
-def time_rounds(steps: dict[str, Step], config: BenchConfig, device: torch.device) -> dict[str, list[float]]:
+def time_rounds(steps: dict[str, Step], config: TrainBenchConfig, device: torch.device) -> dict[str, list[float]]:
     """Seconds of one step of each arm in each round. Ctrl-C ends it; a round cut short is left out."""
     wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
 
@@ -144,7 +143,7 @@ def time_rounds(steps: dict[str, Step], config: BenchConfig, device: torch.devic
     return {name: [value / config.steps for value in values] for name, values in times.items()}
 
 
-def measure(config: BenchConfig, device: torch.device) -> tuple[list[dict[str, Any]], list[str]]:
+def measure(config: TrainBenchConfig, device: torch.device) -> tuple[list[dict[str, Any]], list[str]]:
     """(a record for each arm, remarks)."""
     torch._dynamo.config.recompile_limit = 64  # all arms' models share the code of one forward
     arms, batches, steps, facts, remarks = all_arms(config), make_batches(config, device), {}, {}, []
@@ -189,7 +188,7 @@ def tokens_per_step(config: TrainConfig) -> int:
     return config.gradient_accumulation_steps * config.batch_size * config.block_size
 
 
-def baselines(arms: list[Arm]) -> list[str]:
+def baselines(arms: list[TrainArm]) -> list[str]:
     """What all arms are compared with: the first arm, rms, and nanoGPT."""
     listed = [arm.name for arm in arms if arm is arms[0] or arm.name == "rms" or arm.is_nanogpt]
     return [name for name in listed if not name.endswith(AGAIN)]
@@ -220,7 +219,9 @@ def _cell(form: str, value: float | None, unit: float = 1.0) -> str:
     return "" if value is None else form.format(value / unit)
 
 
-def report(config: BenchConfig, device: torch.device, place: dict[str, Any], records: list, remarks: list[str]) -> str:
+def report(
+    config: TrainBenchConfig, device: torch.device, place: dict[str, Any], records: list, remarks: list[str]
+) -> str:
     """README.md of the results folder."""
     n = len(records[0]["seconds"])
     cut = f" (interrupted, {config.rounds} were wanted)" if n < config.rounds else ""
@@ -263,7 +264,7 @@ def plot(records: list[dict[str, Any]], target: Path, title: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    config, _ = parse_args(BenchConfig, argv, __doc__)
+    config, _ = parse_args(TrainBenchConfig, argv, __doc__)
     all_arms(config)  # what is wrong with them is said before anything is started
     ranks = Ranks.start(config.device)
     if ranks.world_size > 1:

@@ -22,12 +22,13 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from common.environment import Precision
 from common.errors import ConfigError, UserError
 from configurator import Overrides
 from model import GPT, GPTConfig
 from norm_plan import NormConfig, NormPlan
 from train import TrainConfig
-from training.optim import Precision, carry_state, guarded_update, make_optimizer, micro_step
+from training.optim import carry_state, guarded_update, make_optimizer, micro_step
 
 NO_MLP_GAMMA = "-no-mlp-gamma"
 STRIPPABLE = ("layer", "rms", "coupled", "cbwc")
@@ -42,7 +43,7 @@ Step = Callable[[], Tensor]  # one optimiser step; its loss, a scalar on the dev
 
 
 @dataclass(frozen=True)
-class Arm:
+class TrainArm:
     """One contestant. `name` is how it was written, `config` what its step runs under."""
 
     name: str
@@ -60,7 +61,7 @@ class Arm:
 # ------------------------------------------------------------------------------------------------- how they are written
 
 
-def parse_arms(text: str, config: TrainConfig) -> list[Arm]:
+def parse_arms(text: str, config: TrainConfig) -> list[TrainArm]:
     """Arms of a list as at the head of this file, on top of `config`. Raises ConfigError that names the arm."""
     arms = [parse_arm(" ".join(words.split()), config) for words in text.split(";") if words.strip()]
     for name in (names := [arm.name for arm in arms]):
@@ -69,7 +70,7 @@ def parse_arms(text: str, config: TrainConfig) -> list[Arm]:
     return arms
 
 
-def parse_arm(name: str, config: TrainConfig) -> Arm:
+def parse_arm(name: str, config: TrainConfig) -> TrainArm:
     """One arm, from its words with single spaces between."""
     kind, *words = name.split(" ")
     overrides = Overrides(TrainConfig)
@@ -93,7 +94,7 @@ def parse_arm(name: str, config: TrainConfig) -> Arm:
         raise ConfigError(f"arms: {name!r}: {error}") from None
     if is_nanogpt:
         check_is_nanogpts(config)
-    return Arm(name, config, is_nanogpt, not kind.endswith(NO_MLP_GAMMA))
+    return TrainArm(name, config, is_nanogpt, not kind.endswith(NO_MLP_GAMMA))
 
 
 def check_is_nanogpts(config: TrainConfig) -> None:
@@ -107,7 +108,7 @@ def check_is_nanogpts(config: TrainConfig) -> None:
 # --------------------------------------------------------------------------------------------------------- their steps
 
 
-def build_step(arm: Arm, batches: list[Batch], device: torch.device, nanogpt: str) -> Step:
+def build_step(arm: TrainArm, batches: list[Batch], device: torch.device, nanogpt: str) -> Step:
     """The arm's optimiser step over micro-batches (B, T) on `device`, with a model of its own. `nanogpt` is the folder
     with nanoGPT's clone."""
     if arm.is_nanogpt:
@@ -115,7 +116,7 @@ def build_step(arm: Arm, batches: list[Batch], device: torch.device, nanogpt: st
     return our_step(arm, batches, device)
 
 
-def our_step(arm: Arm, batches: list[Batch], device: torch.device) -> Step:
+def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
     """The step of train.py, less what does not depend on the model: data loading, schedule, log."""
     config, precision = arm.config, Precision(arm.config.dtype, device)
     model = GPT(config, config.seed)
@@ -140,7 +141,7 @@ def our_step(arm: Arm, batches: list[Batch], device: torch.device) -> Step:
     return step
 
 
-def nanogpt_step(arm: Arm, batches: list[Batch], device: torch.device, upstream: ModuleType) -> Step:
+def nanogpt_step(arm: TrainArm, batches: list[Batch], device: torch.device, upstream: ModuleType) -> Step:
     """The step of nanoGPT's train.py, with nanoGPT's own model and optimiser; its loss is that of the
     last micro-batch, as nanoGPT logs it."""
     config, precision = arm.config, Precision(arm.config.dtype, device)

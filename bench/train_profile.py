@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from common.tables import markdown
+from common.output import markdown
 
 STEPS = 3  # under the profiler
 ELEMENTWISE, REST = "norms and elementwise", "rest of the step"

@@ -1,53 +1,25 @@
-"""The processes of a run: torchrun's environment, or a single process."""
+"""The processes of a run, one or those of torchrun, and two ways to train on several (`--parallel`).
 
-import ctypes
+ddp: each rank holds everything. fsdp: each holds a share of weights, gradients and optimiser state (PyTorch's FSDP2).
+Both compute the same: weights stay float32, low precision comes by autocast, and norms reduce their statistics over
+ranks themselves.
+"""
+
 import os
 import signal
-import sys
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from common.environment import find_device, keep_freed_memory
 from common.errors import ConfigError
-
-ONEDNN_PAYS = 1 << 13  # n_embd head_dim from which a whole step gains, measured (LOG.md)
-
-
-def find_device(name: str) -> torch.device:
-    """The device called auto (the first there is of cuda, mps, cpu), cuda, mps or cpu. Raises ConfigError."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        name = next(kind for kind in there if there[kind])
-    if not there[name]:
-        raise ConfigError(f"device={name}: PyTorch finds no such device here: use --device=cpu")
-    return torch.device(name)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep what this process frees: a step on a CPU frees and asks for the same large blocks each time, and
-    pages that go back to the system must be zeroed and mapped anew. Does nothing where there is no glibc."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: blocks below 1 GiB come from the heap
-        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: the heap shrinks only beyond 2 GiB of free space
-
-
-def faster_float32_products(n_embd: int, head_dim: int) -> None:
-    """Have oneDNN do float32 products on AMD's CPUs with AVX-512, of which MKL uses no more than AVX2: twice as fast.
-
-    PyTorch grants oneDNN leave to round to bfloat16 along with it. Only where a CPU has AMX does it make use of that,
-    and there this does nothing. A call costs some 15 us more: attention with many small products would lose by it.
-    """
-    try:
-        cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return
-    if "AuthenticAMD" in cpu and "avx512" in cpu and "amx" not in cpu and n_embd * head_dim >= ONEDNN_PAYS:
-        torch.set_float32_matmul_precision("medium")
 
 
 class StopSignal:
@@ -131,3 +103,59 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
         return bool(bounds.sum() == 0)
+
+
+# ------------------------------------------------------------------------------------------ DDP and FSDP2
+
+# FSDP2 and DTensor are imported where they are used: that takes a second, and most programs never need it.
+
+
+def shard(model: nn.Module, device: torch.device) -> None:
+    """Have FSDP2 share the parameters of a GPT out, row by row, over all ranks; in place, before the optimiser.
+
+    A block's weights are gathered when its turn comes, forward and backward; the rest (embeddings, head, last norm)
+    once for both. Blocks move to `device` one by one, so that it never holds the whole model. Buffers are not sharded.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    with torch.no_grad():  # FSDP2 takes what runs first for the root of all, and that may be a block (gather_root)
+        model.eval()(torch.zeros(1, 1, dtype=torch.long, device=device))
+    model.train().reshard()
+
+
+def is_sharded(part: nn.Module | Tensor) -> bool:
+    """Is it a model, or a tensor of one, that `shard` has shared out?"""
+    return hasattr(part, "unshard") or hasattr(part, "to_local")
+
+
+def replicate(model: nn.Module) -> nn.Module:
+    """`model` behind DDP. Norms settle their statistics alike on all ranks: DDP must not copy rank 0's over them."""
+    with warnings.catch_warnings():  # of torch 2.13, whose new name for it 2.11 does not know
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def accumulate(model: nn.Module, last: bool) -> AbstractContextManager:
+    """Around a micro-batch's forward and backward. DDP adds up gradients on each rank and reduces them after the `last`
+    one; FSDP reduces each time, because whole gradients are what does not fit."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
+
+
+def gather_root(model: nn.Module) -> None:
+    """Gather what is in no block, for a caller of `model.hidden` or `model.logits`: FSDP does that on forward only."""
+    if is_sharded(model):
+        model.unshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that FSDP may have sharded, gathered; every rank must ask for it."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def share(tensor: Tensor) -> Tensor:
+    """This rank's share of a tensor that FSDP may have sharded; the very memory."""
+    return tensor.to_local() if is_sharded(tensor) else tensor

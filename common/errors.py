@@ -1,11 +1,9 @@
 """Errors meant for people: one line that names the thing and the remedy, and an exit code."""
 
-import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 
 class UserError(Exception):
@@ -30,14 +28,12 @@ class CheckpointError(UserError):
     """A checkpoint is missing, torn, no checkpoint at all, or of another model."""
 
 
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Makes the folder that the key `out` names. What the system then refuses to write becomes a UserError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
+class DataError(UserError):
+    """A data folder or shard is missing, torn, of another format, or does not fit the run."""
+
+
+class HFError(UserError):
+    """A Hugging Face folder is missing, torn, of an unknown architecture, or asks for what our GPT does not have."""
 
 
 def missing_on_this_machine(error: Exception) -> str | None:

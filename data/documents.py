@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import ConfigError
-from data.shards import DataError
+from common.errors import ConfigError, DataError
 
 FORMATS = (".jsonl", ".jsonl.xz", ".parquet", ".txt")
 EMPTY, BROKEN, NO_TEXT, REPLACED = "empty", "broken JSON", 'no "text"', "invalid UTF-8, replaced"

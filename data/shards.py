@@ -7,33 +7,18 @@ nanoGPT's headerless `train.bin` and `val.bin` are read too. The end-of-text tok
 """
 
 import json
-import os
 import re
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from common.errors import UserError
+from common.errors import DataError
+from common.output import write_bytes_atomically
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS
 NUMBERED = re.compile(r"(?P<name>.+)_(?P<split>train|val)_(?P<number>\d{6})\.bin")
-
-
-class DataError(UserError):
-    """A data folder or shard is missing, torn, of another format, or does not fit the run."""
-
-
-def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
-    """Write, fsync, rename: after a crash at any moment `path` holds the old content or the new, never a part."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:

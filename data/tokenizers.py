@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from data.shards import DataError
+from common.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -29,7 +29,7 @@ from taper import TaperNorm, is_tapered
 
 
 @dataclass(frozen=True)
-class Arm:
+class DecodeArm:
     """A norm type and a level of packing.LEVELS."""
 
     letter: str
@@ -41,15 +41,15 @@ class Arm:
 ARMS = {
     arm.letter: arm
     for arm in (
-        Arm("A", "rms", "rms", "plain"), Arm("B", "coupled", "coupled", "paper"),
-        Arm("C", "rms_fused", "rms", "fused"), Arm("D", "coupled_fused", "coupled", "fused"),
-        Arm("E", "taper_folded", "taper", "fused"),
-        Arm("L", "layer", "layer", "plain"), Arm("M", "layer_fused", "cbwc", "fused"),
+        DecodeArm("A", "rms", "rms", "plain"), DecodeArm("B", "coupled", "coupled", "paper"),
+        DecodeArm("C", "rms_fused", "rms", "fused"), DecodeArm("D", "coupled_fused", "coupled", "fused"),
+        DecodeArm("E", "taper_folded", "taper", "fused"),
+        DecodeArm("L", "layer", "layer", "plain"), DecodeArm("M", "layer_fused", "cbwc", "fused"),
     )
 }  # fmt: skip
 
 
-def find_arms(words: str) -> list[Arm]:
+def find_arms(words: str) -> list[DecodeArm]:
     """Arms by letter or name, separated by commas. Raises ConfigError."""
     by_word = ARMS | {arm.name: arm for arm in ARMS.values()}
     for word in words.split(","):
@@ -83,7 +83,7 @@ def with_norms(model: GPT, norm_type: str, calibration: Tensor | None = None, **
 
 
 def packed_arm(
-    model: GPT, arm: Arm, batch: int, idx: Tensor, keys: dict[str, dict[str, Any]], library_from: int
+    model: GPT, arm: DecodeArm, batch: int, idx: Tensor, keys: dict[str, dict[str, Any]], library_from: int
 ) -> tuple[GPT, PackedGPT]:
     """(`model` under the arm's norms, that packed for `batch` sequences); `keys` by norm type, the rest as above."""
     twin = with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {}))
@@ -116,7 +116,7 @@ def run_taper(model: GPT, idx: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------------- before timing
 
 # An arm whose error is more than so many times that of its unfused definition computes something else.
-WRONG = 1.5
+MAX_ERROR_RATIO = 1.5
 # What an arm is to keep to in 16 bits, where errors are what is rounded after every launch. A verdict and no condition:
 # a few tokens of one model are a sample, in which correct arms lie on both sides.
 AIM = 1.05
@@ -155,9 +155,9 @@ def check_arm(model: GPT, decoder: Decoder, idx: Tensor, tokens: int) -> dict[st
     exact, found = exact_logits(model, out[:, :-1])[:, T - 1 :], torch.cat(logits, 1).double()
     unfused = model(out[:, :-1])[:, T - 1 :].double()
     size, (error, error_unfused) = exact.std(), (rms_error(part, exact) for part in (found, unfused))
-    if not error <= WRONG * error_unfused + 1e-12 * size:
+    if not error <= MAX_ERROR_RATIO * error_unfused + 1e-12 * size:
         raise UserError(f"logits are {error / size:.3g} off float64, {error / error_unfused:.3g} times as far as the "
-                        f"unfused model's; {WRONG} times is allowed: the step, or a kernel, is wrong")
+                        f"unfused model's; {MAX_ERROR_RATIO} times is allowed: the step, or a kernel, is wrong")
     gap = exact.max(-1).values - exact.gather(-1, out[:, T:, None]).squeeze(-1)  # (rows, tokens)
     if gap.max() > 2 * max((part - exact).abs().max() for part in (found, unfused)):
         raise UserError(f"a token was taken that float64 puts {gap.max():.3g} below the best: the step is wrong")

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UserError, writing
+from common.environment import find_dtype
+from common.errors import UserError
+from common.output import markdown, writing
 from common.stats import median_ratio, paired_times
-from common.tables import markdown
 from decode.arms import with_norms
 from decode.ledger import LaunchLedger
 from decode.pack import pack
@@ -29,7 +30,6 @@ from decode.step import Decoder, compiled_alone
 from fold.gpt import to_folded
 from kernels.decode import reference as decode_reference
 from model import GPT, GPTConfig
-from training.optim import find_dtype
 
 SHAPE = GPTConfig(norm_type="rms", n_layer=6, n_head=6, n_embd=384, n_vocab=50257)  # 30.3 M parameters
 # Thousand tokens/s on an H100: (batch, context) -> RMSNorm, folded taper

@@ -16,14 +16,13 @@ import functools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.tables import markdown
+from common.output import markdown
 from decode import step
-from decode.arms import Arm, packed_arm
+from decode.arms import DecodeArm, packed_arm
 from decode.pack import PackedGPT
 from decode.step import Decoder
 from hf.config import shape_config
@@ -74,17 +73,15 @@ def launches(packed: PackedGPT, batch: int, length: int) -> list[Counter]:
     """Launches by name of one decoding step, for `batch` sequences and a cache of `length` tokens: [those of the ends,
     those of block 0, those of block 1, ...]."""
     decoder, ledger = Decoder(packed, batch, length), LaunchLedger()
-    blocks, one_block = [], step.decode_block
-
-    def counted(*words):
-        before = len(ledger.launches)
-        result = one_block(*words)
-        blocks.append(Counter(ledger.launches[before:]))
-        return result
-
-    with mock.patch.object(step, "decode_block", counted), ledger:
-        logits = step.decode_logits(ledger.ops, decoder.packed, decoder.caches, decoder.token, decoder.pos)
-        ledger.ops.take(*ledger.ops.best(logits), decoder.token, decoder.pos, decoder.out)
+    packed, ops, pos, blocks = decoder.packed, ledger.ops, decoder.pos, []
+    with ledger:  # the parts of step.decode_logits, one after the other
+        x, delta, inv_rms = ops.embed(decoder.token, pos, packed.wte, packed.wpe), None, None
+        for block, cache in zip(packed.blocks, decoder.caches, strict=True):
+            before = len(ledger.launches)
+            x, delta, inv_rms = step.decode_block(ops, packed, block, cache, pos, x, delta, inv_rms)
+            blocks.append(Counter(ledger.launches[before:]))
+        logits = step.head_logits(ops, packed, x, delta, inv_rms)
+        ops.take(*ops.best(logits), decoder.token, pos, decoder.out)
     return [Counter(ledger.launches) - total(blocks), *blocks]
 
 
@@ -125,7 +122,7 @@ def shape_on_meta(spec: str, dtype: torch.dtype) -> GPT | None:
 
 
 def make_ledger(
-    model: GPT, name: str, arms: list[Arm], batch: int, context: int, bandwidth: float, launch_us: float,
+    model: GPT, name: str, arms: list[DecodeArm], batch: int, context: int, bandwidth: float, launch_us: float,
     keys: dict[str, Any], library_from: int,
 ) -> dict[str, Any]:  # fmt: skip
     """The ledger of `arms` as a dict for JSON. bandwidth in bytes/s; a step gives each sequence one token."""

@@ -7,12 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import HFError, UserError
 from hf import weights
+from hf.config import SHAPES, architecture
+from hf.coupled import register
+from hf.hub import import_transformers
 from model import GPT
 
 NAMES = ("hf_eager", "hf_static")
-WRONG = 0.05  # relative distance of their logits from ours beyond which it is another model
+SAME_MODEL = 0.05  # relative distance of a peer's logits from ours up to which it is the same model
 
 
 def arms(
@@ -23,7 +26,8 @@ def arms(
     calls: dict[str, Callable[[], None]] = {}
     try:
         peer = hf_model(spec, model)
-        check_same(peer, model, idx)
+        with torch.no_grad():
+            check_same_logits(model(idx[:1]), peer(idx[:1]).logits[..., : model.n_vocab])
     except UserError as error:
         missing.append(f"Hugging Face: {error}")
         return calls
@@ -43,32 +47,33 @@ def arms(
 
 def hf_model(spec: str, model: GPT) -> torch.nn.Module:
     """transformers' model of the same weights, in the same type on the same device. Raises HFError."""
-    transformers = weights.import_transformers()
+    transformers = import_transformers()
+    register()  # a folder may be of a coupled class
     weight = model.wte.weight
     if Path(spec).is_dir() and (Path(spec) / "config.json").is_file() and not (Path(spec) / "log.jsonl").exists():
         peer = transformers.AutoModelForCausalLM.from_pretrained(spec, dtype=weight.dtype).to(weight.device)
         return peer.eval()
     name = spec.removeprefix("random:")
-    if name == spec or name not in weights.SHAPES:
-        raise weights.HFError(f"no model of its own for {spec}")
-    config = transformers.AutoConfig.for_model(**weights.SHAPES[name])
+    if name == spec or name not in SHAPES:
+        raise HFError(f"no model of its own for {spec}")
+    config = transformers.AutoConfig.for_model(**SHAPES[name])
     with torch.device(weight.device):
         peer = transformers.AutoModelForCausalLM.from_config(config, dtype=weight.dtype).eval()
     theirs = {key.removeprefix("model.").removeprefix("transformer."): value for key, value in peer.named_parameters()}
     with torch.no_grad():
-        for key, piece in weights.hf_pieces(model, weights.architecture(weights.SHAPES[name])):
+        for key, piece in weights.hf_pieces(model, architecture(SHAPES[name])):
             theirs.pop(key).copy_(piece)
     if left := [key for key in theirs if key != "lm_head.weight"]:
-        raise weights.HFError(f"{left[0]} has no counterpart in our model")
+        raise HFError(f"{left[0]} has no counterpart in our model")
     return peer
 
 
-@torch.no_grad()
-def check_same(peer: torch.nn.Module, model: GPT, idx: Tensor) -> None:
-    ours, theirs = model(idx[:1]).float(), peer(idx[:1]).logits[..., : model.n_vocab].float()
+def check_same_logits(ours: Tensor, theirs: Tensor) -> None:
+    """Raise UserError if a peer's logits are too far from ours for it to be the same model."""
+    ours, theirs = ours.float(), theirs.float()
     distance = ((ours - theirs).norm() / ours.norm()).item()
-    if not distance < WRONG:
-        raise weights.HFError(f"its logits are {distance:.2g} off ours: not the same model, so not timed")
+    if not distance < SAME_MODEL:
+        raise UserError(f"its logits are {distance:.2g} off ours: not the same model, so not timed")
 
 
 @torch.no_grad()

@@ -5,9 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.errors import writing
-from common.tables import markdown
-from data.shards import write_bytes_atomically
+from common.output import markdown, write_bytes_atomically, writing
 from decode.arms import AIM
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
@@ -64,7 +62,7 @@ def table(record: dict[str, Any]) -> str:
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
     """Speed-up over batch size, a line for each model; bars are 95 % intervals."""
-    from evidence.plots import STYLES, plt, save  # matplotlib takes a second to import
+    from common.plotting import STYLES, plt, save  # matplotlib takes a second to import
 
     panels = [panel for panel in PANELS if any(panel[0] in record["speed_ups"] for record in records)]
     if not panels:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from decode.pack import Entry, Exit, PackedBlock, PackedGPT
 from kernels.decode import reference as decode_reference
-from kernels.decode.reference import Debt
+from kernels.decode.reference import Epilogue
 
 Ops = ModuleType | SimpleNamespace  # the launches
 # What gpt-fast sets for its compiled step: inductor then writes the products of one row by itself and tunes its tiles.
@@ -38,9 +38,9 @@ OVERLAPPED = {"triton.enable_pdl": True}
 
 
 def enter_library(ops: Ops, entry: Entry, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None) -> tuple:
-    """(z, debt, x, inv_rms): norm, library product and activation. A folded norm leaves its scale as a debt, which the
-    activation pays, or whatever comes after the product."""
-    debt = None
+    """(z, epilogue, x, inv_rms): norm, library product and activation. A folded norm leaves its scale as an epilogue,
+    which the activation applies, or whatever comes after the product."""
+    epilogue = None
     if entry.norm is not None:
         y, x, inv_rms = ops.norm(entry.norm, x, delta, inv_rms)
         z = ops.matmul(y, entry.weight, entry.bias)
@@ -48,12 +48,12 @@ def enter_library(ops: Ops, entry: Entry, x: Tensor, delta: Tensor | None, inv_r
         z, inv_rms = ops.norm_activation(ops.matmul(x, entry.weight, None), x, entry.bias, entry.eps, entry.kind)
         return z, None, x, inv_rms
     elif entry.statistic == "shared":
-        z, debt = ops.matmul(x, entry.weight, None), Debt(inv_rms, entry.bias)
+        z, epilogue = ops.matmul(x, entry.weight, None), Epilogue(inv_rms, entry.bias)
     else:
         z = ops.matmul(x, entry.weight, entry.bias)
     if entry.kind:
-        z, debt = ops.activation(z, debt, entry.kind), None
-    return z, debt, x, inv_rms
+        z, epilogue = ops.activation(z, epilogue, entry.kind), None
+    return z, epilogue, x, inv_rms
 
 
 def enter_fused(ops: Ops, entry: Entry, x: Tensor, delta: None, inv_rms: Tensor | None) -> tuple:
@@ -92,15 +92,19 @@ def leave_fused(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, Non
 # arguments. Of one token to a long cache it is in parts, which takes a launch more.
 
 
-def attend_apart(ops: Ops, z: Tensor, debt: Debt | None, cache, pos: Tensor, given: tuple, parts: int) -> Tensor:
-    q = ops.heads(z, debt, cache, pos, *given)
+def attend_apart(
+    ops: Ops, z: Tensor, epilogue: Epilogue | None, cache, pos: Tensor, given: tuple, parts: int
+) -> Tensor:
+    q = ops.heads(z, epilogue, cache, pos, *given)
     return ops.attend(q, cache, pos) if parts == 1 else ops.combine(*ops.attend_parts(q, cache, pos, parts), q.dtype)
 
 
-def attend_at_once(ops: Ops, z: Tensor, debt: Debt | None, cache, pos: Tensor, given: tuple, parts: int) -> Tensor:
+def attend_at_once(
+    ops: Ops, z: Tensor, epilogue: Epilogue | None, cache, pos: Tensor, given: tuple, parts: int
+) -> Tensor:
     if parts == 1:
-        return ops.heads_attend(z, debt, cache, pos, *given)
-    return ops.combine(*ops.heads_attend_parts(z, debt, cache, pos, *given, parts), z.dtype)
+        return ops.heads_attend(z, epilogue, cache, pos, *given)
+    return ops.combine(*ops.heads_attend_parts(z, epilogue, cache, pos, *given, parts), z.dtype)
 
 
 STYLES = {"plain": (enter_library, attend_apart, leave_plain), "paper": (enter_library, attend_apart, leave_paper),
@@ -112,10 +116,10 @@ def decode_block(ops: Ops, packed: PackedGPT, block: PackedBlock, cache, pos, x,
     """(x, delta, inv_rms) behind one block."""
     enter, attend, leave = STYLES[packed.level]
     config, (B, T, _) = packed.config, x.shape
-    z, debt, x, inv_rms = enter(ops, block.qkv, x, delta, inv_rms)  # (B, T, (H + 2 H_kv) D)
+    z, epilogue, x, inv_rms = enter(ops, block.qkv, x, delta, inv_rms)  # (B, T, (H + 2 H_kv) D)
     given = packed.rope, block.q_gain, block.k_gain, config.norm_eps
     parts = 1 if T > 1 else decode_reference.attention_parts(B, config.n_head, cache[0].shape[2])
-    x, delta = leave(ops, block.proj, attend(ops, z, debt, cache, pos, given, parts), x)
+    x, delta = leave(ops, block.proj, attend(ops, z, epilogue, cache, pos, given, parts), x)
     z, _, x, inv_rms = enter(ops, block.up, x, delta, inv_rms)  # (B, T, inner)
     x, delta = leave(ops, block.down, z, x)
     return x, delta, inv_rms
@@ -128,9 +132,14 @@ def decode_logits(ops: Ops, packed: PackedGPT, caches: list, token: Tensor, pos:
         x, delta, inv_rms = decode_block(ops, packed, block, cache, pos, x, delta, inv_rms)
     if last:
         x, delta, inv_rms = (None if part is None else part[:, -1:] for part in (x, delta, inv_rms))
+    return head_logits(ops, packed, x, delta, inv_rms)
+
+
+def head_logits(ops: Ops, packed: PackedGPT, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None) -> Tensor:
+    """Logits (B, T, V) of what the last block returned: the final norm and the head."""
     enter = STYLES[packed.level][0]
-    logits, debt, _, _ = enter(ops, packed.head, x, delta, inv_rms)
-    return logits if debt is None else ops.scale(logits, debt)
+    logits, epilogue, _, _ = enter(ops, packed.head, x, delta, inv_rms)
+    return logits if epilogue is None else ops.scale(logits, epilogue)
 
 
 class Decoder:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from common.errors import UserError, writing
+from common.errors import UserError
+from common.output import writing
 from decode.arms import find_arms, packed_arm
 from decode.ledger import launches, mean, total
 from decode.step import Decoder
@@ -154,7 +155,7 @@ def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str) -> N
     """A row for each arm: the kernels of its middle blocks over time, norms flagged."""
     from matplotlib.patches import Patch
 
-    from evidence.plots import plt, save  # matplotlib takes a second to import
+    from common.plotting import plt, save  # matplotlib takes a second to import
 
     figure, axes = plt.subplots(len(pictures), 1, figsize=(12, 1 + 1.1 * len(pictures)), layout="constrained",
                                 squeeze=False, sharex=True)  # fmt: skip

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from data.shards import DataError
+from common.environment import Precision
+from common.errors import DataError
 from data.tokenizers import load_tokenizer
 from model import GPT
-from training.optim import Precision
 
 
 class Scorer:

@@ -23,15 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from common.distributed import faster_float32_products, find_device
-from common.errors import ConfigError, UserError, run_program, writing
+from common.environment import Precision, environment, faster_float32_products, find_device
+from common.errors import ConfigError, UserError, run_program
+from common.output import writing
 from common.stats import paired
 from configurator import check_least, key, parse_args
 from evals.likelihood import Scorer
 from evals.lm_eval_tasks import GENERATES, import_lm_eval, load_tasks
-from training.checkpoint import load_model
-from training.log import environment
-from training.optim import Precision
+from load import load_model
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from data.shards import DataError
-from hf.coupled import import_transformers
+from common.errors import DataError, UserError
+from hf.hub import import_transformers
 
 TASK = """
 task: {name}

@@ -26,7 +26,7 @@ NOT_JUDGED = "not judged"
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """One arm against the baseline in one metric. Differences are arm - baseline, of logarithms if relative."""
 
     metric: Metric
@@ -190,7 +190,7 @@ def at_equal_time(run: Run, baseline: Run) -> float | None:
 
 def compare(
     pairs: dict[str, list[tuple[Run, Run]]], baseline: str, post_hoc: dict[str, float], diverged: dict[str, str]
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[Comparison], list[str]]:
     """(rows of every metric and arm with two pairs or more, lines about pairs that lack a metric).
 
     diverged: arm -> sentence, for arms of which some seeds diverged; the seeds that are left speak for themselves only.
@@ -211,7 +211,7 @@ def compare(
         estimates = [measured.estimate() for measured in found.values()]
         verdicts = decide(estimates, delta, metric.lower_is_better)
         for (arm, measured), estimate, verdict in zip(found.items(), estimates, verdicts, strict=True):
-            row = Row(metric, arm, baseline, delta, kind, measured.seeds,
+            row = Comparison(metric, arm, baseline, delta, kind, measured.seeds,
                       np.array(measured.differences), estimate, verdict, len(found),
                       diverged.get(arm, "") or measured.caution(metric, run))  # fmt: skip
             rows.append(row)

@@ -6,36 +6,21 @@ import matplotlib
 import numpy as np
 
 from common.errors import UserError
-from evidence.comparison import Row
+from evidence.comparison import Comparison
 from evidence.runs import Run
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-# Okabe & Ito's colours, told apart under every common colour blindness; markers for black and white.
-STYLES = list(zip(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"], "osD^vPX"))
+from common.plotting import STYLES, save, style
+
 Arms = dict[str, dict[int, Run]]
-
-
-def style(index: int) -> dict:
-    color, marker = STYLES[index % len(STYLES)]
-    return {"color": color, "marker": marker, "markersize": 4.5}
 
 
 def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens (n,) and val losses (runs, n), of the evaluations that all these runs share."""
     shared = sorted(set.intersection(*(set(run.curve[:, 0]) for run in runs)))
     return np.array(shared), np.array([[dict(run.curve)[tokens] for tokens in shared] for run in runs])
-
-
-def save(figure: plt.Figure, target: Path) -> Path:
-    try:
-        figure.savefig(target, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{target}: cannot be written ({error})") from None
-    finally:
-        plt.close(figure)
-    return target
 
 
 def loss_unit(arms: Arms) -> str:
@@ -119,7 +104,7 @@ def plot_loss_differences(axis: plt.Axes, arms: Arms, baseline: str) -> None:
     axis.set(ylabel=f"val loss less that of {baseline}", title="Paired by seed: mean, band from lowest to highest seed")
 
 
-def plot_differences(rows: list[Row], target: Path) -> Path:
+def plot_differences(rows: list[Comparison], target: Path) -> Path:
     """One panel a metric: every seed's difference, the mean with its Holm-adjusted interval, the margin shaded."""
     metrics = list(dict.fromkeys(row.metric for row in rows))
     arms = list(dict.fromkeys(row.arm for row in rows))

@@ -5,7 +5,7 @@ An arm is the set of all norm keys; runs pair by seed, and only if they differ i
 
 import contextlib
 import json
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,21 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
-from model import GPTConfig
-from norm_plan import NormConfig, foreign_keys
 
-NORM_KEYS = {field.name: field.default for field in fields(NormConfig) if field.default is not MISSING}
+# Norm keys and their defaults, for logs that do not tell them: of all norm types, and of one alone.
+OLD_NORM_KEYS: dict[str, dict[str, Any]] = {
+    "": {"norm_plan": "", "norm_eps": 1e-5, "norm_affine": True, "qk_norm": False, "kernels": "auto"},
+    "rms": {"rms_fraction": 1.0, "norm_groups": 1, "rms_bias": False},
+    "coupled": {"coupled_first": 0, "coupled_span": 1, "coupled_alpha": 1.0, "coupled_calibrate": 0,
+                "coupled_grad": "detach", "coupled_impl": "scale"},
+    "taper": {"taper_base": "rms", "taper_warmup": 0.5, "taper_end": 0.75, "taper_fit": "norm", "taper_final": False,
+              "taper_anchor": 0.0},
+}  # fmt: skip
 # Settings that do nothing to a result. HellaSwag is scored beside training, and compared only on the same items.
 NAMES = {"out_dir", "resume", "wandb", "wandb_project", "parallel",
          "hellaswag", "hellaswag_interval", "hellaswag_items"}  # fmt: skip
 # What a run did whose program did not have the key yet
-BEFORE = {"compile_mode": "default"}
-BEFORE |= {field.name: field.default for field in fields(GPTConfig) if field.default is not MISSING}
+BEFORE = {"compile_mode": "default", "residual": "float32"}
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 
 
@@ -62,13 +67,18 @@ class Run:
         return self.config["seed"]
 
     @cached_property
+    def norm_keys(self) -> dict[str, Any]:
+        """Norm keys that the run's norm type reads, with their defaults: as its log tells them."""
+        old = OLD_NORM_KEYS[""] | OLD_NORM_KEYS.get(self.config["norm_type"], {})
+        return self.start.get("norm_keys", old)
+
+    @cached_property
     def arm(self) -> str:
         """The norm type and every norm key that is not at its default, as sweep.sh takes it."""
         words = [self.config["norm_type"]]
-        foreign = foreign_keys(words[0])
-        for name, default in NORM_KEYS.items():
+        for name, default in self.norm_keys.items():
             value = self.config.get(name, default)
-            if name != "norm_type" and name not in foreign and _plain(value) != _plain(default):
+            if _plain(value) != _plain(default):
                 words.append(f"--{name}={_text(value)}")
         return " ".join(words)
 
@@ -85,7 +95,7 @@ class Run:
     @cached_property
     def stream(self) -> dict[str, np.ndarray]:
         """At the last evaluation: size, drift and spread of the residual stream at each norm position, (2L + 1,) each
-        (posthoc/rms_stats.py). Empty in logs that do not have them."""
+        (training/stream.py). Empty in logs that do not have them."""
         last = next((event for event in reversed(self.events) if event["event"] == "rms"), {})
         return {name: np.array(last[name], dtype=float) for name in ("rms", "drift", "spread") if name in last}
 
@@ -203,7 +213,8 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
 
 def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -> str:
     """The first thing beside norms, names and the keys `but` in which two runs differ, or ""."""
-    for name in sorted({*run.config, *baseline.config} - NAMES - NORM_KEYS.keys() - {*but}):
+    of_norms = {"norm_type", *run.norm_keys, *baseline.norm_keys}.union(*OLD_NORM_KEYS.values())
+    for name in sorted({*run.config, *baseline.config} - NAMES - of_norms - {*but}):
         here, there = (_plain(r.config.get(name, BEFORE.get(name))) for r in (run, baseline))
         if here != there:
             return f"{name}={here or repr(here)} against {there or repr(there)}"

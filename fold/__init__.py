@@ -32,7 +32,7 @@ from fold.modules import carry_out, reparametrize
 
 
 @dataclass(frozen=True)
-class Row:
+class Finding:
     """One call of a norm."""
 
     name: str  # module path, with the number of the call if there are several
@@ -53,7 +53,7 @@ class Report:
     practical: int
     inserted: int  # centrings that `practical` needs
     worth: bool  # they fold more norms than they are
-    rows: list[Row]
+    rows: list[Finding]
     inputs: Inputs = field(repr=False)
     analysis: Analysis = field(repr=False)
 
@@ -92,7 +92,7 @@ def _report(graph: Graph, inputs: Inputs, rules: str) -> Report:
     analysis = Analysis(graph, rules == "paper")
     strict, untied, _, practical = (len(choice.norms) for choice in analysis.ways.values())
     inserted = len(analysis.ways["no gain"].centrings())
-    rows = [Row(norm.name, verdict, tuple(sources), reason)
+    rows = [Finding(norm.name, verdict, tuple(sources), reason)
             for norm in analysis.norms for verdict, sources, reason in [analysis.verdict(norm)]]  # fmt: skip
     return Report(type(graph.model).__name__, rules, len(rows), strict, untied, practical, inserted,
                   practical - strict > inserted, rows, inputs, analysis)  # fmt: skip

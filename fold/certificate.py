@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from common.environment import environment
 from common.errors import FoldError
-from training.log import environment
 
 TOLERANCE = 1e-12  # float64, relative to the largest output; a wrong conversion is off by 1e-4 and more
 OWN_TOLERANCE = 2e-6  # float32, likewise; in other types as many units of rounding: 17 eps

@@ -21,7 +21,7 @@ def _never(line: Line) -> bool:
 
 
 @dataclass(eq=False)
-class Norm:
+class NormCall:
     """What is known of one call of a norm."""
 
     node: Node
@@ -46,10 +46,10 @@ class Norm:
 class Choice:
     """Norms to fold, and the lines on which centrings are inserted for them."""
 
-    norms: list[Norm]
+    norms: list[NormCall]
     cut: set[Line]
 
-    def ends(self, norm: Norm) -> tuple[list[Line], list[Line]]:
+    def ends(self, norm: NormCall) -> tuple[list[Line], list[Line]]:
         """Where the way back from a norm ends: (sources and obstacles, inserted centrings)."""
         leaves, centrings, todo, done = [], [], [norm.line], set()
         while todo:
@@ -74,7 +74,7 @@ class Analysis:
 
     def __init__(self, graph: Graph, paper: bool = False):
         self.graph, self.paper, self.training = graph, paper, graph.model.training
-        self.norms: list[Norm] = []
+        self.norms: list[NormCall] = []
         for node in graph.nodes:
             if (found := norm_input(node)) is not None:
                 self.norms.append(self._norm(node, *found))
@@ -85,7 +85,7 @@ class Analysis:
             if len(swaps[norm.key]) > 1:
                 norm.swap = f"{norm.key} is called on inputs of several kinds"
 
-    def _norm(self, node: Node, line: Line, refused: str) -> Norm:
+    def _norm(self, node: Node, line: Line, refused: str) -> NormCall:
         path = module_path(node)
         calls = list(dict.fromkeys(self.graph.call(n) for n in self.graph.nodes if module_path(n) == path))
         name = path or describe(node)
@@ -93,7 +93,7 @@ class Analysis:
             name += f" (call {calls.index(self.graph.call(node)) + 1})"
         if any(norm.name == name for norm in self.norms):  # two norms in one call of one module
             name += f" ({node.name})"
-        norm = Norm(node, line, name, refused, find_swap(self.graph, node))
+        norm = NormCall(node, line, name, refused, find_swap(self.graph, node))
         if refused:
             return norm
         norm.demand = self.graph.demand(line, self.paper)
@@ -106,7 +106,7 @@ class Analysis:
                 self._unsafe(norm, at, source, shown)
         return norm
 
-    def _unsafe(self, norm: Norm, at: Line, source: Source, shown: str) -> None:
+    def _unsafe(self, norm: NormCall, at: Line, source: Source, shown: str) -> None:
         """A source that something else would feel: nothing to do if it is and stays 0; perhaps it can be untied."""
         name = str(source)
         if at.node in self.graph.names:
@@ -155,17 +155,17 @@ class Analysis:
             norms = left
 
     @staticmethod
-    def _spoilt(norm: Norm, obstacles: set[Line]) -> bool:
+    def _spoilt(norm: NormCall, obstacles: set[Line]) -> bool:
         return not norm.obstacles.keys().isdisjoint(obstacles)
 
-    def _closed(self, norms: list[Norm]) -> list[Norm]:
+    def _closed(self, norms: list[NormCall]) -> list[NormCall]:
         """Of these norms, those whose module is called by no other norm."""
         bad = {norm.key for norm in self.norms} - {norm.key for norm in norms}
         chosen = {norm.node for norm in norms}
         bad |= {norm.key for norm in self.norms if norm.node not in chosen}
         return [norm for norm in norms if norm.key not in bad]
 
-    def _may_cut(self, norms: Collection[Norm], hooks: bool):
+    def _may_cut(self, norms: Collection[NormCall], hooks: bool):
         """May a centring be inserted on this line? Not where it would show, nor where it would be a norm's own mean
         under another name: in front of one norm alone."""
         nodes = set().union(*(norm.nodes() for norm in norms))
@@ -202,7 +202,7 @@ class Analysis:
             return Insertion(taken[0], at.axis, at.block, taken[1])
         return None
 
-    def plan(self, untie: bool = False, insert: bool = False, trained: bool = False) -> tuple[Plan, list[Norm]]:
+    def plan(self, untie: bool = False, insert: bool = False, trained: bool = False) -> tuple[Plan, list[NormCall]]:
         """What to change, and the norms that are folded by it."""
         choice = self.choose(untie, insert, trained, hooks=True)
         sources, untied, keep = {}, {}, set()
@@ -223,7 +223,7 @@ class Analysis:
         return {"strict": self.choose(), "untied": self.choose(untie=True), "inserted": self.choose(insert=True),
                 "no gain": self.choose(insert=True, at_no_loss=True)}  # fmt: skip
 
-    def verdict(self, norm: Norm) -> tuple[str, list[str], str]:
+    def verdict(self, norm: NormCall) -> tuple[str, list[str], str]:
         """(verdict, what gives its input zero mean, the reason in one sentence)."""
         verdict, choice = next((way for way in self.ways.items() if norm in way[1].norms), ("refused", None))
         why = norm.refused or next(iter(norm.obstacles.values()), "another call of the same module cannot be folded")

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from common.errors import FoldError
+from load import NORM_NAMES
 from model import GPT, GPTConfig
 from norm_plan import NORM_TYPES
 from norms import SharedRMSNorm, center, fold_affine
 from taper import TaperNorm
-from training.checkpoint import NORM_NAMES
 
 Weights = dict[str, Tensor]
 

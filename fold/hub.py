@@ -1,7 +1,7 @@
 """Models of transformers, of any architecture, folded in folders: read, given inputs, written, read again.
 
     model = load_pretrained("facebook/opt-350m")     as transformers has it; a folder or a hub name
-    save(folded, "out/opt-rms")                      what foldable.fold made of it
+    save(folded, "out/opt-rms")                      what fold.fold made of it
     model = load("out/opt-rms")                      the same again, with its RMSNorms
 
 `save` writes what save_pretrained writes, the weights under their old names, and fold.json, which says what weights do
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from common.errors import CheckpointError, ConfigError, UserError
 from fold.certificate import Certificate
 from fold.modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
-from hf.config import read_config, resolve_hub
-from hf.coupled import import_transformers
+from hf.hub import import_transformers, read_config, resolve_hub
 
 FORMAT, RECIPE = 1, "fold.json"
 

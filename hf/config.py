@@ -7,21 +7,14 @@ Stock transformers knows none of these three, so it cannot run them as something
 """
 
 import difflib
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.errors import UserError
+from common.errors import HFError
 from configurator import Overrides
 from model import GPT, GPTConfig
 from norm_plan import NormPlan
-
-
-class HFError(UserError):
-    """A Hugging Face folder is missing, torn, of an unknown architecture, or asks for what our GPT does not have."""
-
 
 COUPLED = "coupled_"
 ARCHITECTURES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
@@ -82,34 +75,6 @@ def random_model(name: str, dtype: torch.dtype | None = None, seed: int = 0) -> 
     model = GPT(shape_config(name), seed).to(dtype or torch.float32)
     model.meta = {"vocab_size": model.config.vocab_size, **({"tokenizer": "gpt2"} if name == "gpt2" else {})}
     return model.eval()
-
-
-def resolve_hub(name: str) -> Path:
-    """Folder of the hub repository `name`, e.g. "Qwen/Qwen3-0.6B", downloaded into Hugging Face's cache if need be.
-
-    Raises HFError where huggingface_hub is not installed or the repository cannot be had.
-    """
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise HFError(f"{name}: hub names need a package: pip install huggingface_hub, or give a folder") from None
-    try:
-        patterns = ["*.json", "*.jinja", "model*.safetensors", "tokenizer*", "*.txt"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # whatever the hub, the HTTP library and the disk raise
-        raise HFError(f"{name}: not a local folder, and the hub did not give it ({type(error).__name__}): check name, "
-                      "network and access rights, or give a folder") from None  # fmt: skip
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder. Raises HFError."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise HFError(f"{folder}: no config.json there, so not a Hugging Face model folder: check the path")
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise HFError(f"{path}: not a JSON object ({error}): download it again") from None
 
 
 def architecture(hf: dict[str, Any]) -> str:

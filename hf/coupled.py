@@ -1,26 +1,26 @@
-"""CoupledNorm within transformers: coupled_gpt2, coupled_qwen3 and coupled_llama, for what hf.export_hf writes.
+"""CoupledNorm within transformers: coupled_gpt2, coupled_qwen3 and coupled_llama, for what hf/weights.py exports.
 
-    from hf import weights                                           # registers them with the Auto classes
+    from hf.coupled import register
+    register()                                                       # tells the Auto classes of them
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained("exported")         # generate, static cache, everything
 
 Each is the stock class with other norms. A norm that shares reads the statistic that its source computed a moment ago;
 so attention, caches and generation stay transformers' own. That statistic is state of the module: one forward at a time
 (no threads on one model), and no recomputing of a block whose source is in another one: gradient checkpointing is for
-plans that share within blocks. Without that first import no Auto class knows these model types, and the gains
+plans that share within blocks. Without `register()` no Auto class knows these model types, and the gains
 of the norms are stored as (1, C), which no stock class takes for its own (C,).
 """
 
 import functools
-import importlib
-import sys
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf.config import COUPLED, HFError
+from common.errors import HFError
+from hf.config import COUPLED
+from hf.hub import import_transformers
 
 
 class CoupledRMSNorm(nn.Module):
@@ -99,21 +99,3 @@ def register() -> None:
         auto.AutoModelForCausalLM.register(config, model, exist_ok=True)
 
 
-def import_transformers() -> ModuleType:
-    """transformers, which must not take our folder kernels/ for Hugging Face's package of that name.
-
-    transformers looks once for a module `kernels` and remembers the answer; the name is hidden while it looks. So
-    it always runs its own plain PyTorch code here. Raises HFError if transformers is not installed.
-    """
-    hidden = sys.modules.get("kernels")
-    sys.modules["kernels"] = None  # type: ignore[assignment]  # to find_spec and import: there is no such module
-    try:
-        transformers = importlib.import_module("transformers")
-        importlib.import_module("transformers.integrations.hub_kernels")  # where it looks
-        return transformers
-    except ModuleNotFoundError as error:
-        raise HFError(f"this needs a package ({error.name} is missing): pip install transformers") from None
-    finally:
-        del sys.modules["kernels"]
-        if hidden is not None:
-            sys.modules["kernels"] = hidden

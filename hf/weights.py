@@ -5,25 +5,21 @@
     model = random_model("llama3.2-1b", torch.bfloat16)    # the published shape with random weights, no download
     export_hf(model, "path/to/folder")                     # and back: stock classes, or hf/coupled.py's
 
-    python -m hf.weights out/run --out=path/to/folder              # export from the command line: any model of ours
+    python convert.py out/run --to=hf --out=path/to/folder         # export from the command line: any model of ours
 
 What the two sides store differently:
 
     GPT-2          Conv1D weights are (in, out) there, Linear weights (out, in) here: transposed
     Qwen3, Llama   q_proj, k_proj, v_proj are the rows of our one qkv, gate_proj and up_proj of our one up
 
-A config that asks for anything our GPT does not compute is refused. transformers is not needed to load weights; where
-it is installed, this module imports it and registers hf/coupled.py's classes, which takes seconds: what only wants a
-published shape or a config imports hf/config.py.
+A config that asks for anything our GPT does not compute is refused. transformers is not needed.
 """
 
-import contextlib
 import json
 import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,27 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, run_program
-from configurator import key, parse_args
-from data.shards import DataError, write_bytes_atomically
+from common.errors import DataError, HFError
+from common.output import write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
-from hf.config import (  # noqa: F401  # they belong here for callers
-    COUPLED,
-    SHAPES,
-    HFError,
-    architecture,
-    gpt_config,
-    hf_config,
-    random_model,
-    read_config,
-    resolve_hub,
-    shape_config,
-)
-from hf.coupled import import_transformers, register  # noqa: F401
+from hf.config import COUPLED, architecture, gpt_config, hf_config
+from hf.hub import read_config
 from model import GPT, rope_tables
-
-with contextlib.suppress(HFError):  # where transformers is not installed, there is nothing to tell
-    register()
 
 SHARD_BYTES = 5 << 30  # of a safetensors file
 # Causal masks and rotary frequencies that old checkpoints store among their weights.
@@ -272,31 +253,3 @@ def read_tensor(stored: Stored, name: str, folder: Path) -> Tensor:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise HFError(f"{folder}: {name} is stored as {tensor.dtype}: quantised weights are not supported")
     return tensor
-
-
-# --------------------------------------------------------------------------------------------------------- program
-
-
-@dataclass(frozen=True)
-class ExportConfig:
-    """Keys of hf/weights.py."""
-
-    out: str = key("", "new folder for the Hugging Face model")
-
-
-def main(argv: list[str]) -> None:
-    from training.checkpoint import load_model  # which imports this file for models of Hugging Face's
-
-    config, spec = parse_args(ExportConfig, argv, __doc__, spec=True)
-    if not config.out:
-        raise ConfigError("say where to: --out=FOLDER")
-    folder = export_hf(load_model(spec), config.out)
-    words = read_config(folder)
-    where = f"from here, or with {Path(__file__).parents[1]} on PYTHONPATH: import hf, transformers"
-    first = where if words["model_type"].startswith(COUPLED) else "import transformers"
-    print(f"wrote {folder} ({words['architectures'][0]}); {first}; "
-          f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")  # fmt: skip
-
-
-if __name__ == "__main__":
-    run_program(main)

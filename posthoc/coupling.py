@@ -22,7 +22,7 @@ from data.tokenizers import load_tokenizer
 from fold.gpt import rebuild, retype
 from model import GPT
 from posthoc.kl import kl_divergence
-from posthoc.rms_stats import token_rms
+from training.stream import token_rms
 
 BATCH = 8  # windows at once
 GRID = 0.01  # of a global alpha
@@ -156,7 +156,7 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CoupledChoice:
     """A plan, its alpha, its KL on the calibration text, and how many statistics it saves (launches in arm B)."""
 
     plan: str
@@ -187,7 +187,7 @@ def to_coupled(model: GPT, plan: str, idx: Tensor) -> GPT:
     return rebuild(model, config, {name: tensor.clone() for name, tensor in model.state_dict().items()})
 
 
-def suggest_first(calibration: Calibration, budget: float, per_layer: bool = False) -> tuple[int, list[Choice]]:
+def suggest_first(calibration: Calibration, budget: float, per_layer: bool = False) -> tuple[int, list[CoupledChoice]]:
     """(coupled_first, the choice at every k = 0 .. L): the smallest k whose KL is at most `budget`.
 
     With one alpha for all positions, the best there is; or per layer, by least squares.
@@ -197,13 +197,13 @@ def suggest_first(calibration: Calibration, budget: float, per_layer: bool = Fal
         plan = first_plan(n_layer, k)
         if per_layer:
             alpha = calibration.alpha(plan)
-            choices.append(Choice(plan, alpha, calibration.kl(plan, alpha)))
+            choices.append(CoupledChoice(plan, alpha, calibration.kl(plan, alpha)))
         else:
-            choices.append(Choice(plan, *calibration.best_alpha(plan)))
+            choices.append(CoupledChoice(plan, *calibration.best_alpha(plan)))
     return next(k for k, choice in enumerate(choices) if choice.kl <= budget or k == n_layer), choices
 
 
-def greedy(calibration: Calibration, budget: float, across: bool = False) -> list[Choice]:
+def greedy(calibration: Calibration, budget: float, across: bool = False) -> list[CoupledChoice]:
     """Let one position after another share, the cheapest first, while the KL is at most `budget`; every step.
 
     Candidates are the positions before MLPs; with `across` those before attention too, which then share with blocks
@@ -212,13 +212,13 @@ def greedy(calibration: Calibration, budget: float, across: bool = False) -> lis
     """
     letters = ["R"] * calibration.positions
 
-    def with_shared(position: int) -> Choice:
+    def with_shared(position: int) -> CoupledChoice:
         plan = spell([*letters[:position], "s", *letters[position + 1 :]])
         alpha = calibration.alpha(plan)
-        return Choice(plan, alpha, calibration.kl(plan, alpha))
+        return CoupledChoice(plan, alpha, calibration.kl(plan, alpha))
 
     plan = spell(letters)
-    steps = [Choice(plan, calibration.alpha(plan), calibration.kl(plan, 1.0))]
+    steps = [CoupledChoice(plan, calibration.alpha(plan), calibration.kl(plan, 1.0))]
     candidates = range(1, calibration.positions - 1, 1 if across else 2)
     queue = [(with_shared(position).kl, position) for position in candidates]
     heapq.heapify(queue)

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fold.gpt import absorb_alpha
-from hf import weights
+from hf.config import gpt_config, shape_config
+from hf.hub import HUB_NAME, read_config, resolve_hub
+from load import load_model
 from model import GPT, GPTConfig
 from posthoc import adapters
 from posthoc.coupling import view
 from posthoc.kl import kl_divergence
-from training.checkpoint import HUB_NAME, load_model
 
 
 class Pair(nn.Module):
@@ -69,10 +70,10 @@ def finished(student: GPT) -> GPT:
 def teacher_config(spec: str) -> GPTConfig:
     """The config of a teacher, without its weights where that is possible."""
     if spec.startswith("random:"):
-        return weights.shape_config(spec.removeprefix("random:"))
+        return shape_config(spec.removeprefix("random:"))
     path = Path(spec)
     if not path.exists() and HUB_NAME.fullmatch(spec):
-        path = weights.resolve_hub(spec)
+        path = resolve_hub(spec)
     if (path / "config.json").is_file() and any(path.glob("*.safetensors*")):
-        return weights.gpt_config(weights.read_config(path), spec)
+        return gpt_config(read_config(path), spec)
     return load_model(spec).config

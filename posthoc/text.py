@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import DataError
 from data.documents import Document, TextOf, checked, input_files, plain_text, read_files
-from data.shards import DataError
 from data.tokenizers import END_OF_TEXT, HFTokenizer, load_tokenizer
-from hf.coupled import import_transformers
+from hf.hub import import_transformers
 
 
 def text_of_rows(meta: dict) -> TextOf:

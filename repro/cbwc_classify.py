@@ -25,12 +25,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import ConfigError, UserError, run_program, writing
+from common.environment import environment
+from common.errors import ConfigError, UserError, run_program
+from common.output import write_bytes_atomically, writing
 from common.stats import decide, paired, seeds_needed
 from configurator import key, parse_args
-from data.shards import write_bytes_atomically
 from model import GPT, GPTConfig
-from training.log import environment
 from training.optim import learning_rate, make_optimizer
 
 PACKAGES = ("idlelib", "asyncio", "email", "tkinter", "xml", "multiprocessing", "unittest", "importlib")

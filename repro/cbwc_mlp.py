@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import ConfigError, run_program, writing
+from common.environment import environment
+from common.errors import ConfigError, run_program
+from common.output import write_bytes_atomically, writing
+from common.plotting import plt, save, style
 from common.stats import paired_ratio
 from configurator import check_least, key, parse_args
-from data.shards import write_bytes_atomically
-from evidence.plots import plt, save, style
 from norms import CenteredLinear, LayerNorm, RMSNorm
-from training.log import environment
 
 IMAGE, CLASSES = (3, 16, 16), 10
 ARMS = {"layer": (nn.Linear, LayerNorm), "cbwc": (CenteredLinear, RMSNorm), "nudged": (nn.Linear, LayerNorm),
@@ -63,7 +63,7 @@ class MLPConfig:
             raise ConfigError("a depth counts linear layers: 2 or more")
 
 
-class MLP(nn.Module):
+class NormMLP(nn.Module):
     """Linear, norm, ReLU, `depth` - 1 times, then a linear that gives the logits. x (B, pixels) -> (B, classes).
 
     Arms begin with the same weights for the same seed. With `residual`, all but the first block add to the stream.
@@ -113,7 +113,7 @@ def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.sigmoid(fields(CLASSES)[targets] + 0.25 * nuisance + 0.5 * noise), targets
 
 
-def train(model: MLP, config: MLPConfig, seed: int, optimizer: str = "sgd") -> Iterator[float]:
+def train(model: NormMLP, config: MLPConfig, seed: int, optimizer: str = "sgd") -> Iterator[float]:
     """Train in place; the mean loss of each epoch. The images and their order are functions of the seed alone."""
     images, targets = make_images(config.images, seed)
     images = images.to(model.head.weight.dtype)
@@ -141,7 +141,7 @@ def study_training(config: MLPConfig) -> tuple[list[dict], str]:
     records = []
     for dtype in ("float64", "float32"):
         for optimizer in ("sgd", "adamw"):
-            models = {arm: MLP(arm, config.depth, config.width, seed=0).to(getattr(torch, dtype)) for arm in ARMS}
+            models = {arm: NormMLP(arm, config.depth, config.width, seed=0).to(getattr(torch, dtype)) for arm in ARMS}
             nudge(models["nudged"])
             runs = {arm: train(model, config, 0, optimizer) for arm, model in models.items()}
             for epoch, losses in enumerate(zip(*runs.values()), 1):
@@ -205,7 +205,7 @@ def study_centering(config: MLPConfig) -> tuple[list[dict], str]:
         for seed in range(config.seeds):
             probe = make_images(config.images, seed)[0][:256].float()
             for arm in ("layer", "rms"):
-                model = MLP(arm, depth, config.width, seed, residual)
+                model = NormMLP(arm, depth, config.width, seed, residual)
                 for epoch, loss in enumerate(train(model, config, seed), 1):
                     mean, norm = model.inputs(probe).T.tolist()
                     records.append({"depth": depth, "residual": residual, "arm": arm, "seed": seed, "epoch": epoch,

@@ -17,11 +17,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.environment import environment
 from common.errors import ConfigError, run_program
 from configurator import key, parse_args
 from fold import analyze, fold
 from repro.fold_models import MODELS, TABLE3, build
-from training.log import environment
 
 COUNTS = ("total", "strict", "untied", "practical", "inserted")
 VMAMBA = """

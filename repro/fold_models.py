@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fold.certificate import randomize
-from hf.coupled import import_transformers
+from hf.hub import import_transformers
 
 hf = import_transformers()
 
@@ -161,7 +161,7 @@ class SelectiveScan(nn.Module):
         return self.out_proj(self.out_norm(y).view(gate.shape) * F.silu(gate))
 
 
-class Block(nn.Module):
+class ScanBlock(nn.Module):
     """Selective scan and MLP, each behind a LayerNorm, on a residual stream (B, H, W, C)."""
 
     def __init__(self, channels: int):
@@ -192,7 +192,7 @@ class VMamba(nn.Module):
             nn.Conv2d(channels, channels, 3, 2, 1), LayerNorm2d(channels),
         )  # fmt: skip
         widths = [channels * 2**stage for stage in range(len(depths))]
-        self.stages = nn.ModuleList(nn.Sequential(*[Block(width) for _ in range(depth)])
+        self.stages = nn.ModuleList(nn.Sequential(*[ScanBlock(width) for _ in range(depth)])
                                     for width, depth in zip(widths, depths))  # fmt: skip
         self.halve = nn.ModuleList(nn.Sequential(nn.Conv2d(width, 2 * width, 3, 2, 1), LayerNorm2d(2 * width))
                                    for width in widths[:-1])  # fmt: skip

@@ -26,14 +26,14 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.environment import environment
 from common.errors import run_program
 from configurator import key, parse_args
 from fold import analyze, fold
 from fold.choice import Analysis
 from fold.graph import Graph
 from fold.modules import Plan, carry_out
-from hf.coupled import import_transformers
-from training.log import environment
+from hf.hub import import_transformers
 
 
 @dataclass(frozen=True)

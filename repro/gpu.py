@@ -43,15 +43,15 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.distributed import find_device
+from common.environment import environment, find_device
 from common.errors import ConfigError, UserError, run_program
+from common.output import append_json
 from configurator import key, parse_args
 from model import GPT, GPTConfig
 from repro.gpu_report import render
 from repro.gpu_stages import STAGES, Stage
 from repro.gpu_targets import counted, read_lines
 from training.checkpoint import BEST, save_checkpoint
-from training.log import append_json, environment
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE = 30  # seconds that a stage has to save what it can, once it is told to stop

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-from common.errors import writing
-from common.tables import markdown
-from data.shards import write_bytes_atomically
-from evidence.plots import STYLES, plt, save
-from repro.gpu_targets import FILE, Line, Row, counted, read_lines, rows_of
+from common.output import markdown, write_bytes_atomically, writing
+from common.plotting import STYLES, plt, save
+from repro.gpu_targets import FILE, Line, Target, counted, read_lines, rows_of
 
 PICTURES = ("train/speed.png", "train_bfloat16/speed.png", "decode/decode.png", "kernels/norms/kernels.png",
             "kernels/coupled/kernels.png", "table1_small/loss_tokens.png", "pair_124m/loss_tokens.png",
@@ -17,7 +15,7 @@ REPORTS = ("train/README.md", "train_bfloat16/README.md", "train_autotuned/READM
            "pair_124m/report.md")  # fmt: skip
 
 
-def render(folder: Path) -> list[Row]:
+def render(folder: Path) -> list[Target]:
     """Writes README.md and targets.png into the folder, from the files there; the rows."""
     rows = rows_of(folder)
     stages = {line["stage"]: line for line in read_lines(folder / "stages.jsonl")}  # the last attempt at each
@@ -27,7 +25,7 @@ def render(folder: Path) -> list[Row]:
     return rows
 
 
-def text_of(folder: Path, rows: list[Row], stages: list[Line], drawn: bool) -> str:
+def text_of(folder: Path, rows: list[Target], stages: list[Line], drawn: bool) -> str:
     """README.md of the folder."""
     count = counted(rows)
     lines = ["# Measured on the GPU, beside what was aimed at", "",
@@ -59,7 +57,7 @@ def text_of(folder: Path, rows: list[Row], stages: list[Line], drawn: bool) -> s
     return "\n".join(lines) + "\n"
 
 
-def table_row(row: Row) -> tuple[str, ...]:
+def table_row(row: Target) -> tuple[str, ...]:
     values = ["" if value is None else row.form.format(value) for value in (row.aim, row.value, row.low, row.high)]
     interval = f"{values[2]} .. {values[3]}" if values[2] else ""
     origin = f"[{row.line[FILE]}]({row.line[FILE]})" if row.line else ""
@@ -78,7 +76,7 @@ def stage_row(line: Line) -> tuple[str, ...]:
     return line["stage"], line["state"], f"{line['seconds'] / 60:.1f}", place_of(line), clocks, said
 
 
-def plot(rows: list[Row], target: Path) -> bool:
+def plot(rows: list[Target], target: Path) -> bool:
     """Measured over aimed at, with its interval, a line for each aim that was measured; False where there is none."""
     shown = [row for row in rows if row.aim and row.value is not None]
     if not shown:

@@ -21,7 +21,7 @@ FILE = "its file"  # under this name a line has the file that it comes from
 
 
 @dataclass(frozen=True)
-class Row:
+class Target:
     """One aim, or a figure to be stated without one (aim None). value None: not measured."""
 
     area: str
@@ -61,17 +61,17 @@ def figures(folder: Path, *names: str) -> list[Line]:
 def row(
     area: str, what: str, aim: float | None, line: Line | None = None, ratio: dict[str, float] | float | None = None,
     note: str = "", form: str = "{:.3f}x",
-) -> Row:  # fmt: skip
+) -> Target:  # fmt: skip
     """A row from a figure, or from one with its interval; not measured without either."""
     if line is None or ratio is None:
-        return Row(area, what, aim, form=form)
+        return Target(area, what, aim, form=form)
     if not isinstance(ratio, dict):
-        return Row(area, what, aim, ratio, line=line, note=note, form=form)
+        return Target(area, what, aim, ratio, line=line, note=note, form=form)
     value = ratio["median"] if "median" in ratio else ratio["mean"]
-    return Row(area, what, aim, value, ratio["low"], ratio["high"], line, note, form)
+    return Target(area, what, aim, value, ratio["low"], ratio["high"], line, note, form)
 
 
-def worst(rows: list[Row]) -> Row:
+def worst(rows: list[Target]) -> Target:
     """A missed row before an open one before one that is met; of several the one furthest below its aim."""
     order = ("missed", "open", "met", "stated", "not measured")
     return min(rows, key=lambda row: (order.index(row.verdict), (row.value or 0) / (row.aim or 1)))
@@ -92,7 +92,7 @@ OPERATORS = ("rms_norm", "layer_norm", "add_rms_norm", "taper_norm", "shared_rms
              "scaled_gelu", "scaled_swiglu")  # fmt: skip
 
 
-def kernels(folder: Path) -> Iterator[Row]:
+def kernels(folder: Path) -> Iterator[Target]:
     """Shares of the bandwidth of a copy in the same run, and the fastest of other people's kernels."""
     points = figures(folder, "kernels/norms/kernels.jsonl", "kernels/coupled/kernels.jsonl")
     for (operator, phase), aims in SHARES.items():
@@ -114,7 +114,7 @@ def kernels(folder: Path) -> Iterator[Row]:
                   lambda line, name: name == UNSCALED)
 
 
-def against(points: list[Line], what: str, aim: float, wanted: Callable[[Line, str], bool]) -> Row:
+def against(points: list[Line], what: str, aim: float, wanted: Callable[[Line, str], bool]) -> Target:
     """Time of other implementations over that of ours, at the point where we are worst; and who they are."""
     pairs = [(line, name, ratio) for line in points for name, ratio in line["time_over_ours"].items()
              if wanted(line, name)]  # fmt: skip
@@ -130,7 +130,7 @@ def against(points: list[Line], what: str, aim: float, wanted: Callable[[Line, s
 FOLD, CONTROL = "coupled coupled_impl=fold", "rms-no-mlp-gamma"
 
 
-def training(folder: Path) -> Iterator[Row]:
+def training(folder: Path) -> Iterator[Target]:
     """Speed of training steps, 124 M, bfloat16, compiled, by residual stream and options of the compiler."""
     aims = ((FOLD, "rms", 1.012), (FOLD, CONTROL, 1.0), ("coupled", "rms", 1.003), ("rms (A/A)", "rms", None))
     nanogpt = (("rms", "nanogpt", 1.0), ("rms", "nanogpt", 1.3), ("layer", "nanogpt", None))
@@ -149,7 +149,7 @@ def training(folder: Path) -> Iterator[Row]:
                      f"{norm} with our operators over the same compiled from plain PyTorch")
 
 
-def faster(lines: list[Line], arm: str, base: str, aim: float | None, what: str) -> Row:
+def faster(lines: list[Line], arm: str, base: str, aim: float | None, what: str) -> Target:
     """Speed of one arm over another's, from the times of the same rounds."""
     arms = {line["arm"]: line for line in lines}
     if not {arm, base} <= arms.keys():
@@ -167,7 +167,7 @@ DECODING = {
 }  # fmt: skip
 
 
-def decoding(folder: Path) -> Iterator[Row]:
+def decoding(folder: Path) -> Iterator[Target]:
     """A decoded token at batch 1. D/A stands with D/C, which alone is the shared statistic's merit."""
     lines = {line["model"]: line for line in figures(folder, "decode/decode.jsonl") if line["batch"] == 1}
     for model, (paper, fused, share, eager) in DECODING.items():
@@ -194,7 +194,7 @@ def decoding(folder: Path) -> Iterator[Row]:
 SIZES = 6  # of TaperNorm's protocol
 
 
-def tapering(folder: Path) -> Iterator[Row]:
+def tapering(folder: Path) -> Iterator[Target]:
     """TaperNorm's protocol: the worst of its sizes, once all of them are there."""
     lines = figures(folder, "taper/last_token.jsonl")
     for pair, mode, aim in (("taper/rms", "eager", 1.15), ("taper_folded/rms", "eager", 1.22),
@@ -213,7 +213,7 @@ FOLDING = {"gpt2": {256: 4.2, 1024: 8.5, 4096: 13.9}, "bert": {256: 6.9, 1024: 1
            "opt": {256: 3.6, 4096: 8.0}}  # fmt: skip
 
 
-def folding(folder: Path) -> Iterator[Row]:
+def folding(folder: Path) -> Iterator[Target]:
     """LayerNorms folded: time saved by the paper's protocol, one arm after the other, eager; then paired rounds. Where
     not all norms fold (BERT), the paper's figures are of all norms swapped, which is another function."""
     for shape, aims in FOLDING.items():
@@ -232,7 +232,7 @@ def folding(folder: Path) -> Iterator[Row]:
                 yield row("fold", f"{shape}, {length} tokens: speed-up, {mode}, paired rounds", None, line, ratio)
 
 
-def distilling(folder: Path) -> Iterator[Row]:
+def distilling(folder: Path) -> Iterator[Target]:
     """Tokens/s and memory of the post-hoc conversion. The larger model has to fit a GPU of 141 GB."""
     lines = {line["stage"]: line for line in figures(folder, "distill/distill.jsonl")}
     for model in ("qwen3-0.6b", "qwen3-8b"):
@@ -243,19 +243,19 @@ def distilling(folder: Path) -> Iterator[Row]:
         yield row("distilling", f"{model}, 141 GB over the peak memory", 1.0, line, share, note)
 
 
-def rows_of(folder: Path) -> list[Row]:
+def rows_of(folder: Path) -> list[Target]:
     """All rows. Figures that are only to be stated stand there once anything of their area has been measured."""
     found = [list(area(folder)) for area in (kernels, training, decoding, tapering, folding, distilling)]
     return [one for rows in found for one in rows if one.aim is not None or is_begun(one, rows)]
 
 
-def is_begun(one: Row, rows: list[Row]) -> bool:
+def is_begun(one: Target, rows: list[Target]) -> bool:
     """Whether it has been measured, or, in decoding, anything of its model: D/A never stands without D/C."""
     subject = one.what.partition(",")[0] if one.area == "decoding" else one.what
     return any(row.value is not None for row in rows if row.what.partition(",")[0] == subject or row is one)
 
 
-def counted(rows: list[Row]) -> dict[str, int]:
+def counted(rows: list[Target]) -> dict[str, int]:
     """How many rows have each verdict."""
     words = [row.verdict for row in rows]
     return {word: words.count(word) for word in ("met", "open", "missed", "stated", "not measured")}

@@ -14,11 +14,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.distributed import faster_float32_products
+from common.environment import environment, faster_float32_products
 from common.errors import ConfigError, run_program
+from load import load_model
 from posthoc.coupling import GRID, Calibration, suggest_first, text_windows
-from training.checkpoint import load_model
-from training.log import environment
 
 WINDOWS, LENGTH, BUDGET, REACH = 32, 256, 0.01, 10
 

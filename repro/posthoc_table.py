@@ -17,15 +17,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.distributed import faster_float32_products
+from common.environment import environment, faster_float32_products
 from common.errors import ConfigError, run_program
 from common.stats import clustered
 from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
+from load import load_model
 from posthoc.coupling import BATCH, Calibration, first_plan, text_windows, view
 from posthoc.kl import kl_divergence
-from training.checkpoint import load_model
-from training.log import environment
 
 CALIBRATION = 16  # windows
 

@@ -3,7 +3,7 @@
     python repro/taper_output.py out/taper results/cpu/taper      writes output_end.jsonl and output_end.md there
 
 Each run's last checkpoint on windows spread evenly over validation and over training text: size of the stream at the
-output, length of the logits, radial gradient (posthoc/rms_stats.py); means and standard deviations over seeds.
+output, length of the logits, radial gradient (training/stream.py); means and standard deviations over seeds.
 """
 
 import json
@@ -16,13 +16,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.distributed import faster_float32_products
-from common.errors import ConfigError, run_program, writing
+from common.environment import environment, faster_float32_products
+from common.errors import ConfigError, run_program
+from common.output import writing
 from evidence.runs import Run
-from posthoc.rms_stats import measure
-from training.checkpoint import LAST, load_model
+from load import load_model
+from training.checkpoint import LAST
 from training.dataloader import Blocks
-from training.log import environment
+from training.stream import measure
 
 WINDOWS = 96
 

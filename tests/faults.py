@@ -6,7 +6,7 @@ import os
 import torch
 
 import train
-from common.parallel import share
+from common.distributed import share
 from training import sharded
 
 

@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 
-from hf import weights as hf
+from common.errors import HFError
+from hf.hub import import_transformers
 
 transformers, reason = None, ""
 try:
-    transformers = hf.import_transformers()
-except hf.HFError as error:
+    transformers = import_transformers()
+except HFError as error:
     reason = str(error)
 needs_transformers = pytest.mark.skipif(bool(reason), reason=reason)
 safetensors = pytest.importorskip("safetensors.torch")

@@ -23,7 +23,7 @@ from common.errors import UserError
 from decode import arms, gpt_fast, last_token, trace
 from decode.pack import pack
 from decode.step import Decoder
-from hf import weights
+from hf.config import SHAPES, shape_config
 from training.checkpoint import save_checkpoint
 
 
@@ -88,7 +88,7 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(run, 
 
     monkeypatch.setattr(arms, "pack", wrong)
     monkeypatch.setattr(bench_decode.decode_peers, "arms", peers)
-    monkeypatch.setattr(bench_decode.BenchConfig, "variants", lambda *words: [(words[1].name, False, False)])
+    monkeypatch.setattr(bench_decode.DecodeBenchConfig, "variants", lambda *words: [(words[1].name, False, False)])
     with pytest.raises(UserError, match="no more memory"):
         bench_decode.main([str(run), "--arms=B,A,D", "--batch=2,3,4", "--dtype=bfloat16", f"--out={tmp_path / 'out'}",
                            *FAST, "--compiled=true"])  # fmt: skip
@@ -132,8 +132,8 @@ def test_an_interrupt_keeps_the_rounds_so_far(run, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
 def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
-    tiny = weights.SHAPES["gpt2"] | {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    monkeypatch.setitem(weights.SHAPES, "tiny", tiny)
+    tiny = SHAPES["gpt2"] | {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    monkeypatch.setitem(SHAPES, "tiny", tiny)
     bench_decode.main(["random:tiny", "--arms=L,M", *FAST])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]
     assert record["arms"]["hf_eager"]["ms_per_token"] > 0 and "layer/hf_eager" in record["speed_ups"]
@@ -144,8 +144,8 @@ def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
 def test_what_gpt_fast_cannot_do_is_said(run, tmp_path):
     reasons = {"gpt2": "its norms are RMSNorm", "qwen3-0.6b": "it has no QK-norm", "llama3.2-1b": ""}
     for name, reason in reasons.items():
-        assert gpt_fast.unable(weights.shape_config(name)) == reason
-    llama = weights.shape_config("llama3.2-1b")
+        assert gpt_fast.unable(shape_config(name)) == reason
+    llama = shape_config("llama3.2-1b")
     for keys, reason in (({"bias": True}, "it has no biases"), ({"norm_type": "coupled"}, "its norms are RMSNorm"),
                          ({"head_dim": 128}, "its heads have n_embd / n_head channels")):  # fmt: skip
         assert gpt_fast.unable(dataclasses.replace(llama, **keys)) == reason
@@ -162,10 +162,10 @@ def test_gpt_fasts_model_takes_part(monkeypatch, run, capsys):
     folder = Path(os.environ.get("NANONORM_GPT_FAST", ROOT.parent / "gpt-fast"))
     if not (folder / "generate.py").is_file():
         pytest.skip(f"no gpt-fast checkout at {folder}; NANONORM_GPT_FAST names one")
-    tiny = weights.SHAPES["llama3.2-1b"] | {"vocab_size": 97, "max_position_embeddings": 64, "hidden_size": 64,
+    tiny = SHAPES["llama3.2-1b"] | {"vocab_size": 97, "max_position_embeddings": 64, "hidden_size": 64,
                                        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
                                        "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
-    monkeypatch.setitem(weights.SHAPES, "tiny", tiny)
+    monkeypatch.setitem(SHAPES, "tiny", tiny)
     before, modules = torch._inductor.config.get_config_copy(), sys.modules["model"]
     bench_decode.main(["random:tiny", "--arms=A,D", "--peers=false", "--batch=2", f"--gpt_fast={folder}", *FAST])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]
@@ -227,7 +227,7 @@ def test_a_trace_is_compared_with_the_ledger():
 
 
 def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
-    config = bench_decode.BenchConfig()
+    config = bench_decode.DecodeBenchConfig()
     cuda, cpu, (a, c) = torch.device("cuda"), torch.device("cpu"), arms.find_arms("A,C")
     monkeypatch.setattr(bench_decode, "can_overlap", lambda _: True)
     assert config.variants(a, "plain", cuda) == [("rms", True, False), ("rms_tuned", True, True)]

@@ -14,15 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import convert
 import sample
-from common.errors import ConfigError
+from common.errors import CheckpointError, ConfigError
 from fold import gpt as fold
 from fold.certificate import certify
-from hf.coupled import import_transformers
+from hf.hub import import_transformers
+from load import load_model
 from model import GPT, GPTConfig
 from norms import CenteredLinear, LayerNorm, NoNorm, RMSNorm
 from posthoc.coupling import to_coupled
 from taper import tapers
-from training.checkpoint import CheckpointError, load_model, save_checkpoint
+from training.checkpoint import save_checkpoint
 
 SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=12, n_layer=3, n_head=2, n_embd=16, init_std=0.2)
 LLAMA = {"position": "rope", "activation": "swiglu", "qk_norm": True, "n_kv_head": 1}

@@ -78,7 +78,7 @@ def test_auto_folds_where_there_are_many_tokens_to_a_channel():
 
     def forward(x):
         scale = torch.full((*x.shape[:2], 1), 2.0)
-        return norm(x, None, scale)[0], norm.debt(x, scale) is not None
+        return norm(x, None, scale)[0], norm.deferred_scale(x, scale) is not None
 
     compiled = torch.compile(forward, backend="eager", fullgraph=True, dynamic=False)
     for tokens, run, folds in ((100, compiled, True), (90, compiled, False), (100, forward, False)):

@@ -18,13 +18,14 @@ from helpers import ROOT, records
 from small_rms import SHAPE, L, sequences
 
 import distill
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, ConfigError, DataError, HFError
 from configurator import parse_args
 from data.documents import Document
-from data.shards import DataError
+from hf.config import SHAPES
+from load import load_model
 from model import GPT
 from posthoc import adapters, text
-from training.checkpoint import BEST, load_model, save_checkpoint
+from training.checkpoint import BEST, save_checkpoint
 
 pytest.importorskip("peft")
 WORDS = ("--rank=4", "--adapter_alpha=8", "--batch_size=4", "--gradient_accumulation_steps=2", "--max_iters=6",
@@ -162,7 +163,7 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
     """What the speed of the large shapes is measured with: no tokenizer, no text."""
     tiny = {"model_type": "qwen3", "vocab_size": 67, "max_position_embeddings": 16, "hidden_size": 32, "head_dim": 8,
             "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    monkeypatch.setitem(distill.weights.SHAPES, "tiny", tiny)
+    monkeypatch.setitem(SHAPES, "tiny", tiny)
     words, out, idx = [*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--export=True"], [], None
     (tmp_path / "out" / "hf.tmp").mkdir(parents=True)
     (tmp_path / "out" / "hf.tmp" / "torn").touch()  # left by a run that was stopped while it wrote
@@ -240,7 +241,7 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
         ([*words, f"--local={tmp_path / 'short.txt'}"], DataError, "too little text.* or --val=FILE"),
         ([*words, "--norm_plan=Rs Rs", "--coupled_first=auto"], ConfigError, "norm_plan"),
         ([*words, "--norm_plan=Rs Rs Rs R"], ConfigError, "both name the plan.*--coupled_first=auto"),
-        ([*words, "--teacher=random:qwen4"], distill.weights.HFError, "unknown shape"),
+        ([*words, "--teacher=random:qwen4"], HFError, "unknown shape"),
     ]
     for argv, error, match in cases:
         with pytest.raises(error, match=match) as caught:

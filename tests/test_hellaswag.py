@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from helpers import ROOT, TINY, losses, offline_data, records, val_losses, write_items, write_tiny_shards
 
 from common.distributed import Ranks
-from common.errors import UserError
-from data.shards import DataError
+from common.errors import DataError, UserError
 from data.tokenizers import byte_tokenizer
-from hellaswag import evaluate_hellaswag, items_file, load_items, main, make_rows, score_rows
+from evals.hellaswag import evaluate_hellaswag, load_items, make_endings, score_endings
+from hellaswag import items_file, main
 from model import GPT, GPTConfig
 from training.checkpoint import save_checkpoint
 
@@ -108,7 +108,8 @@ def test_lm_evaluation_harness_agrees_on_acc(tmp_path, monkeypatch):
     """The same items and model through lm-evaluation-harness, ending by ending; its acc_norm divides by bytes."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    from hf.weights import import_transformers, load_hf
+    from hf.hub import import_transformers
+    from hf.weights import load_hf
 
     transformers = import_transformers()
     lm_eval = pytest.importorskip("lm_eval")
@@ -129,9 +130,9 @@ def test_lm_evaluation_harness_agrees_on_acc(tmp_path, monkeypatch):
     tokenizer.save_pretrained(tmp_path)
     ours = load_hf(tmp_path)
     items = load_items(str(write_items(tmp_path / "items.jsonl", 40)))
-    rows = make_rows(items, tokenizer_of(ours), 256)
+    rows = make_endings(items, tokenizer_of(ours), 256)
     with torch.no_grad():
-        scores = -score_rows(ours, rows, torch.device("cpu"))
+        scores = -score_endings(ours, rows, torch.device("cpu"))
     harness = HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=4, max_length=256, device="cpu")
     requests = [Instance("loglikelihood", {}, (item["ctx"], " " + ending), 0) for item in items
                 for ending in item["endings"]]  # fmt: skip
@@ -200,7 +201,7 @@ def test_bad_items_are_named(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         load_items(str(torn))
     with pytest.raises(DataError, match="without context"):
-        make_rows([{"item": 5, "ctx": "", "endings": ["", "", "", ""], "label": 0}], byte_tokenizer(), 8)
+        make_endings([{"item": 5, "ctx": "", "endings": ["", "", "", ""], "label": 0}], byte_tokenizer(), 8)
 
 
 def test_bad_models_and_places(tmp_path):

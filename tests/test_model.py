@@ -22,19 +22,17 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.errors import ConfigError, UserError
+from common.errors import CheckpointError, ConfigError, UserError
 from kernels import cross_entropy as loss_file
 from kernels.cross_entropy import cross_entropy
+from load import NORM_NAMES, load_model
 from model import GPT, GPTConfig, KVCache, sample_token
 from norm_plan import NORM_TYPES
 from training.checkpoint import (
     BEST,
     LAST,
-    NORM_NAMES,
-    CheckpointError,
     check_same_model,
     find_checkpoint,
-    load_model,
     load_weights,
     model_config,
     read_checkpoint,

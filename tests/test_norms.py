@@ -17,8 +17,8 @@ from torch import nn
 import norms as norm_layers
 from common.errors import ConfigError
 from model import GPT, GPTConfig, rope_tables, rotate
-from norm_plan import NORM_TYPES, DynamicTanh, NormConfig, NormPlan, NormType, Site, uniform
-from norms import CenteredLinear, GatedRMSNorm, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
+from norm_plan import NORM_TYPES, NormConfig, NormPlan, NormType, uniform
+from norms import CenteredLinear, DynamicTanh, GatedRMSNorm, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=4, n_head=2, n_embd=16, init_std=0.2)
 L = SHAPE.n_layer
@@ -193,9 +193,8 @@ def test_the_statistic_is_not_rounded_to_the_inputs_type():
 
 
 def all_norms():
-    config = NormConfig(norm_type="dyt")
     return {"layer": LayerNorm(16), "rms": RMSNorm(16), "group": RMSNorm(16, groups=2), "shared": SharedRMSNorm(16),
-            "none": NoNorm(16, affine=False), "dyt": DynamicTanh(config, Site(0, False, 16, False))}  # fmt: skip
+            "none": NoNorm(16, affine=False), "dyt": DynamicTanh(16)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", all_norms())
@@ -227,7 +226,7 @@ def test_rms_bias(bias):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_dynamic_tanh(bias):
-    norm, x = DynamicTanh(NormConfig(norm_type="dyt"), Site(0, False, 16, bias)).double(), 2 * draw(2, 5, 16)
+    norm, x = DynamicTanh(16, bias=bias).double(), 2 * draw(2, 5, 16)
     close(norm(x)[0], torch.tanh(0.5 * x))  # Zhu et al.: alpha starts at 0.5, gain at 1, bias at 0
     parameters = {name: parameter.detach() for name, parameter in shake(norm).named_parameters()}
     assert parameters.keys() == {"weight", "alpha"} | ({"bias"} if bias else set())

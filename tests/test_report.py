@@ -19,9 +19,11 @@ from helpers import ROOT
 
 import report
 from common.errors import ConfigError, UserError
-from evidence import plots
+from common.plotting import plt
+from evidence import plots, runs
 from evidence.comparison import EQUAL_TIME, at_equal_time, compare, exchange_rate, margin, pair, usable
 from evidence.runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
+from norm_plan import NormConfig, keys_of
 from train import TrainConfig
 from training.checkpoint import model_config
 
@@ -72,7 +74,7 @@ def undrawn(monkeypatch):
     """Pictures are composed but not drawn, for tests that look at something else."""
 
     def close(figure, target: Path) -> Path:
-        plots.plt.close(figure)
+        plt.close(figure)
         return target
 
     monkeypatch.setattr(plots, "save", close)
@@ -173,6 +175,32 @@ def test_too_small_a_set_is_inconclusive_and_says_what_is_missing(tmp_path):
     row = rows_of(tmp_path)["val_loss", "layer"]
     assert row.word == "inconclusive"
     assert f"takes {row.needed} seeds (80 % power), {row.needed - 3} more" in row.sentence() and row.needed > 3
+
+
+def test_the_program_loads_no_model():
+    """What it needs to know of norms is in the logs."""
+    code = "import report, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "model", "norm_plan", "kernels"} & set(done.stdout.split())
+
+
+def test_norm_keys_of_old_logs_are_those_of_their_time():
+    """Keys that came later are in the log; a new setting of models needs an entry in BEFORE."""
+    for norm_type in ("layer", "rms", "coupled", "cbwc", "taper"):
+        old = runs.OLD_NORM_KEYS[""] | runs.OLD_NORM_KEYS.get(norm_type, {})
+        assert old.items() <= keys_of(norm_type).items()
+    config = find_runs([ROOT / "results/cpu/table1/runs/rms-8"])[0].config
+    added = {field.name: field.default for field in dataclasses.fields(TrainConfig) if field.name not in config}
+    for name in added.keys() - runs.NAMES - {field.name for field in dataclasses.fields(NormConfig)}:
+        assert runs.BEFORE[name] == added[name]
+
+
+def test_a_log_tells_its_norm_keys(tmp_path):
+    """A key that this program does not know names the arm, and is no difference in settings."""
+    log = write_run(tmp_path, "rms", 8, start={"norm_keys": {"norm_eps": 1e-5, "rms_new": 3}}) / "log.jsonl"
+    log.write_text(log.read_text().replace('"norm_eps": 1e-05, ', '"norm_eps": 1e-05, "rms_new": 4, ', 1))
+    new, other = find_runs([log.parent, write_run(tmp_path, "layer", 8)])
+    assert new.arm == "rms --rms_new=4" and difference_in_settings(new, other) == ""
 
 
 def test_an_old_default_of_another_norm_type_makes_no_arm(tmp_path):

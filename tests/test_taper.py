@@ -25,10 +25,10 @@ import train
 from common.errors import CheckpointError, ConfigError
 from configurator import parse_args
 from fold.gpt import to_folded
+from load import init_from, load_model
 from model import GPT, GPTConfig
 from norms import LayerNorm, RMSNorm
 from taper import EMA_DECAY, ScaleAnchor, StepMean, TaperNorm, TaperSchedule, tapers
-from training.checkpoint import init_from, load_model
 from training.optim import carry_state, make_optimizer
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, init_std=0.2, norm_type="taper",

@@ -9,11 +9,12 @@ import pytest
 import torch
 from helpers import NORM_TYPES, TINY, keys_of, losses, records, steps_of, val_losses
 
+from common.errors import CheckpointError
 from configurator import parse_args
+from load import init_from
 from model import GPT
 from taper import TaperSchedule
 from train import TrainConfig
-from training.checkpoint import CheckpointError, init_from
 
 
 def weights(path) -> dict[str, torch.Tensor]:
@@ -171,7 +172,7 @@ def test_low_precision_trains(train_ok, tiny_data, tmp_path, dtype):
 def test_log_format(train_ok, tiny_data, tmp_path):
     train_ok(*TINY, "--eval_interval=20", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
     log = records(tmp_path / "run")
-    assert log[0]["event"] == "start"
+    assert log[0]["event"] == "start" and log[0]["norm_keys"].items() >= {"norm_plan": "", "norm_eps": 1e-5}.items()
     assert {"config", "git", "versions", "device", "n_params", "norm_plan"} <= log[0].keys()
     assert [r["step"] for r in log if r["event"] == "eval"] == [0, 20, 40]
     step = steps_of(tmp_path / "run")[-1]

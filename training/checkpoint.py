@@ -1,4 +1,4 @@
-"""Checkpoints: atomic save, safe load, resume; and `load_model(spec)`, the one front door to a trained model.
+"""Checkpoints: atomic save, safe load, resume. load.py makes models of them.
 
     python -m training.checkpoint out/run         a run of --parallel=fsdp: make each of its checkpoints one file
 
@@ -13,33 +13,24 @@ import pickle
 import re
 import shutil
 import zipfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from common.distributed import Ranks
+from common.distributed import Ranks, is_sharded
 from common.errors import CheckpointError, run_program
-from common.parallel import is_sharded
 from configurator import Overrides, parse_args
-from hf.config import random_model, resolve_hub
-from model import GPT, GPTConfig
+from model import GPTConfig
 from norm_plan import foreign_keys
 
 FORMAT = 1
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")
 LAST, BEST = "ckpt_last.pt", "ckpt_best.pt"
 DISTILLING = "distill_last.pt"  # what distill.py goes on from; the student is not in it as a model
 # Keys of the model that may differ between a checkpoint and the run that resumes it: they decide no tensor.
 FREE_KEYS = {"dropout", "init", "init_std", "kernels", "residual", "coupled_impl"}
-# Keys that change what the same tensors compute.
-SAME_FUNCTION = ("bias", "n_head", "n_kv_head", "head_dim", "activation", "position", "rope_theta", "rope_scaling",
-                 "norm_eps")  # fmt: skip
-TAPER_BASE = {"layer": "layer", "cbwc": "layer", "rms": "rms", "coupled": "rms"}  # norm type -> what tapers it away
-NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f)\..*"  # tensors of the 2L + 1 norms
 
 
 def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = None) -> None:
@@ -178,60 +169,6 @@ def load_weights(
     return missing, unexpected
 
 
-def load_hf(folder: Path) -> GPT:
-    """hf.load_hf, imported when it is wanted: with it comes transformers, which takes seconds."""
-    from hf import weights as hf
-
-    return hf.load_hf(folder)
-
-
-def load_model(spec: str) -> GPT:
-    """The model that `spec` names, on the CPU, in eval mode; `model.meta` says which tokenizer it has.
-
-    A spec is a run folder (its best checkpoint), a checkpoint file, a Hugging Face folder or hub name (owner/name),
-    or `random:` and a published shape (hf_config.SHAPES). Raises CheckpointError or HFError.
-    """
-    if spec.startswith("random:"):
-        return random_model(spec.removeprefix("random:"))
-    path = Path(spec)
-    if not path.exists() and HUB_NAME.fullmatch(spec):
-        return load_hf(resolve_hub(spec))
-    if path.is_dir():
-        names = [name for name in (BEST, LAST) if (path / name).exists()]
-        if not names and any(path.glob("*.safetensors*")):
-            return load_hf(path)
-        if not names and (path / DISTILLING).exists():
-            raise CheckpointError(f"{spec}: its distillation has not finished: the same distill.py command goes on")
-        if not names:
-            raise CheckpointError(f"{spec}: no {BEST}, no {LAST} and no safetensors in this folder: check the path")
-        path = path / names[0]
-    state = read_checkpoint(path)
-    model = GPT(model_config(state["config"], path))
-    load_weights(model, state["model"], path)
-    model.meta = state.get("meta", {})
-    return model.eval()
-
-
-def init_from(model: GPT, spec: str) -> str:
-    """Give `model` the weights of the model that `spec` names; a sentence about it.
-
-    Only the norms may be of another type, and the padded vocabulary smaller. Raises CheckpointError otherwise.
-    """
-    source = load_model(spec)
-    check_same_model(asdict(source.config), model.config, Path(spec), SAME_FUNCTION)
-    theirs = {**TAPER_BASE, "taper": source.config.taper_base}.get(source.config.norm_type)
-    if model.config.norm_type == "taper" and theirs and theirs != model.config.taper_base:
-        raise CheckpointError(f"{spec} has norm_type={source.config.norm_type}, and this run tapers taper_base="
-                              f"{model.config.taper_base} away: add --taper_base={theirs}")  # fmt: skip
-    weights, own = source.state_dict(), model.state_dict()
-    for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
-        more = len(own[name]) - len(weights[name])  # padded rows: no token reads them
-        weights[name] = F.pad(weights[name], (0, 0, 0, max(0, more)))
-    new, dropped = load_weights(model, weights, Path(spec), free=NORM_NAMES)
-    counts = f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new" if new or dropped else ""
-    return f"weights of {spec}{counts}"
-
-
 def restore(
     path: Path, state: dict[str, Any], config: GPTConfig, model: nn.Module, optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
@@ -257,12 +194,12 @@ def restore(
 
 
 @dataclass(frozen=True)
-class ConvertConfig:
+class MergeConfig:
     """training/checkpoint.py has no keys."""
 
 
 def main(argv: list[str]) -> None:
-    _, spec = parse_args(ConvertConfig, argv, __doc__, spec=True)
+    _, spec = parse_args(MergeConfig, argv, __doc__, spec=True)
     folder = Path(spec)
     paths = [folder / name for name in (LAST, BEST) if (folder / name).exists()] if folder.is_dir() else [folder]
     if not paths:

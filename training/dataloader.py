@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.shards import DataError, find_shards, open_shard
+from common.errors import DataError
+from data.shards import find_shards, open_shard
 
 SCAN_LIMIT = 1 << 28  # splits of up to this many tokens are checked whole at the start, in about a tenth of a second
 

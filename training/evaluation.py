@@ -7,43 +7,37 @@ does the same.
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.distributed import Ranks
-from common.parallel import gather_root
-from data.shards import DataError
+from common.errors import DataError
 from data.tokenizers import load_tokenizer, token_bytes
-from hellaswag import Scores, download, evaluate_hellaswag, load_items
 from model import GPT
-from posthoc.rms_stats import RMSStats, measure
 from training.dataloader import Blocks, bytes_per_token, eval_batches
+from training.stream import RMSStats, measure
 
 
 class Evaluator:
-    """The measurements of one run. `config` is a TrainConfig, `meta` its data's meta.json.
+    """The measurements of one run. `config` is a TrainConfig, `meta` its data's meta.json, `scorer` what HellaSwag is
+    scored with (evals/hellaswag.py), or None."""
 
-    Raises DataError at once, not after hours of training, where HellaSwag is wanted and cannot be had.
-    """
-
-    def __init__(self, config, blocks: Blocks, meta: dict, ranks: Ranks, autocast: Callable):
+    def __init__(
+        self, config, blocks: Blocks, meta: dict, ranks: Ranks, autocast: Callable,
+        scorer: Callable[[GPT], Any] | None = None,
+    ):  # fmt: skip
         self.config, self.blocks, self.ranks, self.autocast = config, blocks, ranks, autocast
+        self.scorer = scorer
         self.batches = eval_batches(blocks, config.batch_size, config.eval_tokens)
-        self.tokenizer, self.no_tokenizer, self.bytes_per_token, self.items = None, "", 0.0, []
+        self.tokenizer, self.no_tokenizer, self.bytes_per_token = None, "", 0.0
         try:
             self.tokenizer = load_tokenizer(meta)
             if ranks.is_main:
                 self.bytes_per_token = bytes_per_token(blocks, self.batches, token_bytes(self.tokenizer))
         except DataError as error:
             self.no_tokenizer = str(error)
-        if config.hellaswag != "off":
-            if self.tokenizer is None:
-                raise DataError(f"HellaSwag needs the data's tokenizer: {self.no_tokenizer}")
-            if config.hellaswag == "auto" and ranks.is_main:
-                download()
-            ranks.wait()
-            self.items = load_items("" if config.hellaswag == "auto" else config.hellaswag, config.hellaswag_items)
 
     @torch.no_grad()
     def val_loss(self, model: nn.Module) -> float:
@@ -76,13 +70,11 @@ class Evaluator:
         """`val_loss` in bits per byte of text; None where the data does not say how to decode it."""
         return val_loss / (math.log(2) * self.bytes_per_token) if self.bytes_per_token else None
 
-    def hellaswag(self, model: GPT, step: int, last: bool) -> Scores | None:
-        """HellaSwag, if it is due after `step`."""
+    def hellaswag(self, model: GPT, step: int, last: bool) -> Any | None:
+        """HellaSwag's Scores, if they are due after `step`."""
         interval = self.config.hellaswag_interval
-        if not self.items or not (last or (interval and step and step % interval == 0)):
-            return None
-        gather_root(model)
-        return evaluate_hellaswag(model, self.tokenizer, self.items, self.ranks, autocast=self.autocast)
+        due = last or (interval and step and step % interval == 0)
+        return self.scorer(model) if self.scorer is not None and due else None
 
     def write_sample(self, model: GPT, path: Path) -> str:
         """A file with how the model continues the first tokens of the val shards; a sentence about it. All ranks

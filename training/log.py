@@ -1,19 +1,13 @@
 """What a run tells while it trains: log.jsonl, lines or a progress bar for people, wandb if asked; throughput."""
 
-import contextlib
 import fcntl
-import importlib.metadata
 import json
 import math
-import os
-import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -148,80 +142,6 @@ def _start_wandb(config: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def append_json(path: Path, record: dict[str, Any]) -> None:
-    """One line more in the file that the key `out` names. Raises UserError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - 1))
-            is_torn = file.read(1) not in (b"", b"\n")  # by a kill: what there is stays a line of its own
-            file.write(b"\n" * is_torn + json.dumps(record).encode() + b"\n")
-    except OSError as error:
-        raise UserError(f"out={path}: cannot be written ({error.strerror})") from None
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to place a measurement: commit, versions, device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({_processor()})"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-    products = torch.get_float32_matmul_precision()
-    place = {"git": _git_commit(), "versions": versions, "device": name, "float32_products": products}
-    if device.type == "cuda":
-        versions |= installed("triton") | {"cuda": torch.version.cuda}
-        place["clocks"] = clocks(device)
-    return place
-
-
-def timing_environment(device: torch.device) -> dict[str, Any]:
-    """`environment`, and what else a bench on a CPU depends on: threads, and the load average before it."""
-    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-    return environment(device) | {"threads": torch.get_num_threads(), "load_average": load}
-
-
-def clocks(device: torch.device) -> str:
-    """Clocks and power of a GPU as its driver tells them; empty without the driver's program."""
-    names = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
-    try:
-        words = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", f"--id={device.index or 0}"]
-        return f"{names}: {subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()}"
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def installed(*packages: str) -> dict[str, str]:
-    """Versions of those of these packages that are there."""
-    found = {}
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def _processor() -> str:
-    """Model name and number of cores of the CPU."""
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    return f"{name}, {os.cpu_count()} cores"
-
-
-def _git_commit() -> str | None:
-    """Commit of the source tree, with `+` if it has uncommitted changes. Outside a repository (a mere copy of the
-    files) what NANONORM_COMMIT says, or None."""
-
-    def git(*words: str) -> str:
-        root = Path(__file__).resolve().parents[1]
-        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-    status = "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"  # which a bench may be writing
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git(*status) else "")
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("NANONORM_COMMIT")
-
-
 class StepReport:
     """Numbers of one step on their way from the device to the host, without making the device wait."""
 
@@ -239,17 +159,6 @@ class StepReport:
         return self.values.tolist()
 
 
-# Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity).
-PEAK_FLOPS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
-    "L40S": 362e12, "RTX 4090": 165e12,
-}  # fmt: skip
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Peak of a known GPU; None for every other device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)
 
 
 class Throughput:

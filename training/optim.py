@@ -1,7 +1,6 @@
 """The parts of a training step: precision, learning-rate schedule, forward and backward of a micro-batch, AdamW, and
 the guarded update: a step that is not finite is never applied."""
 
-import contextlib
 import math
 from collections.abc import Callable
 
@@ -9,32 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.parallel import is_sharded, share
-
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def find_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type of this name, one of DTYPES, or auto: bfloat16 on CUDA, else float32."""
-    return DTYPES[name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"]
-
-
-class Precision:
-    """What a run on `device` computes in; `name` as for find_dtype.
-
-    Weights are float32 (float64 only if all is), low precision comes by autocast; float16 scales its loss.
-    """
-
-    def __init__(self, name: str, device: torch.device):
-        self.dtype = find_dtype(name, device)
-        self.is_low = self.dtype in (torch.bfloat16, torch.float16)
-        self.weights = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.device = device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
-
-    def autocast(self) -> contextlib.AbstractContextManager:
-        """Forward passes run within; does nothing in float32 and float64."""
-        return torch.autocast(self.device.type, self.dtype) if self.is_low else contextlib.nullcontext()
+from common.distributed import is_sharded, share
+from common.environment import Precision
 
 
 def micro_step(

@@ -38,10 +38,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.errors import ConfigError, run_program
+from common.errors import ConfigError, DataError, run_program
+from common.output import write_bytes_atomically
 from configurator import key, parse_args
 from data.documents import BROKEN, EMPTY, NO_TEXT, REPLACED, Document, checked, input_files, read_files
-from data.shards import HEADER_BYTES, DataError, write_bytes_atomically, write_meta, write_shard
+from data.shards import HEADER_BYTES, write_meta, write_shard
 from data.tokenizers import END_OF_TEXT, load_tokenizer
 
 HUB, SUBSET = "HuggingFaceFW/fineweb-edu", "sample-10BT"

@@ -15,8 +15,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.errors import ConfigError, run_program
-from data.shards import DataError, write_meta, write_shard
+from common.errors import ConfigError, DataError, run_program
+from data.shards import write_meta, write_shard
 from data.tokenizers import CharTokenizer
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

@@ -15,8 +15,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.errors import ConfigError, run_program
-from data.shards import DataError, write_meta, write_shard
+from common.errors import ConfigError, DataError, run_program
+from data.shards import write_meta, write_shard
 from data.tokenizers import END_OF_TEXT, byte_tokenizer
 
 # Beside tests and installed packages: `encodings`, whose files are mostly tables of code points, not text.

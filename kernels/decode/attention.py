@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import rows
 from kernels.decode import overlap
-from kernels.decode.reference import Debt
+from kernels.decode.reference import Epilogue
 
 KEYS, WARPS = 64, 8  # of an attention program: keys at a time
 PARTS = 32  # of the vocabulary, each searched by its own program
@@ -21,7 +21,7 @@ PARTS = 32  # of the vocabulary, each searched by its own program
 
 @triton.jit
 def load_paid(Z, INV, BIAS, row, first, col, mask, width):
-    """Channels first + col of a row of z in float32, its debt paid."""
+    """Channels first + col of a row of z in float32, its epilogue applied."""
     z = tl.load(Z + row * width + first + col, mask=mask, other=0.0).to(tl.float32)
     if INV is not None:
         z = z * tl.load(INV + row)
@@ -34,7 +34,7 @@ def load_paid(Z, INV, BIAS, row, first, col, mask, width):
 def load_head(
     Z, INV, BIAS, GAIN, COS, SIN, row, first, pos, eps, width, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A query or key (WIDE,) of a row of z in float32: its debt paid, QK-norm, rotary positions."""
+    """A query or key (WIDE,) of a row of z in float32: its epilogue applied, QK-norm, rotary positions."""
     col = tl.arange(0, WIDE)
     mask, half = col < D, D // 2
     other = tl.where(col < half, col + half, col - half)  # the channel that this one turns with
@@ -205,7 +205,7 @@ def take_kernel(VALUES, TOKENS, TOKEN, POS, OUT, n_rows, length, PARTS: tl.const
 
 
 def heads(
-    z: Tensor, debt: Debt | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
+    z: Tensor, epilogue: Epilogue | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     k_cache, v_cache = cache
@@ -214,7 +214,8 @@ def heads(
     q = rows.empty((batch, n_heads, 1, channels), k_cache.dtype, z.device)
     with rows.on_device(z):
         heads_kernel[(batch, n_heads + 2 * kv_heads)](
-            z, *(debt or (None, None)), *(rope or (None, None)), q_gain, k_gain, eps, q, k_cache, v_cache, pos, length,
+            z, *(epilogue or (None, None)), *(rope or (None, None)), q_gain, k_gain, eps, q, k_cache, v_cache, pos,
+            length,
             HEADS=n_heads, KV_HEADS=kv_heads, D=channels, WIDE=triton.next_power_of_2(channels), num_warps=1,
             **overlap.launch_options(),
         )  # fmt: skip
@@ -232,18 +233,18 @@ def attend_parts(
 
 
 def heads_attend(
-    z: Tensor, debt: Debt | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
+    z: Tensor, epilogue: Epilogue | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    return heads_attend_parts(z, debt, cache, pos, rope, q_gain, k_gain, eps, 1)[0]
+    return heads_attend_parts(z, epilogue, cache, pos, rope, q_gain, k_gain, eps, 1)[0]
 
 
 def heads_attend_parts(
-    z: Tensor, debt: Debt | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
+    z: Tensor, epilogue: Epilogue | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None, k_gain: Tensor | None, eps: float, parts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _, kv_heads, _, channels = cache[0].shape
-    words = (None, z, *(debt or (None, None)), *(rope or (None, None)), q_gain, k_gain, eps)
+    words = (None, z, *(epilogue or (None, None)), *(rope or (None, None)), q_gain, k_gain, eps)
     return _attend(words, z.shape[-1] // channels - 2 * kv_heads, cache, pos, parts)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import rows
 from kernels.activation import value
-from kernels.decode.reference import Debt
+from kernels.decode.reference import Epilogue
 
 WIDE = 1024  # columns of a program
 
@@ -71,9 +71,9 @@ def norm_activation(z: Tensor, x: Tensor, bias: Tensor | None, eps: float, kind:
     return _launch(z, x, None, bias, eps, kind)
 
 
-def activation(z: Tensor, debt: Debt | None, kind: str) -> Tensor:
-    return _launch(z, None, *(debt or (None, None)), 0.0, kind)[0]
+def activation(z: Tensor, epilogue: Epilogue | None, kind: str) -> Tensor:
+    return _launch(z, None, *(epilogue or (None, None)), 0.0, kind)[0]
 
 
-def scale(z: Tensor, debt: Debt) -> Tensor:
-    return activation(z, debt, "")
+def scale(z: Tensor, epilogue: Epilogue) -> Tensor:
+    return activation(z, epilogue, "")

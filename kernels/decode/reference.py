@@ -14,20 +14,20 @@ from torch import Tensor
 from kernels.reference import activate, inverse_rms, statistics_dtype
 
 
-class Debt(NamedTuple):
-    """What a raw product z still owes: z * inv_rms + bias. inv_rms (B, T, 1), bias (N,) or None."""
+class Epilogue(NamedTuple):
+    """What is still to be applied to a raw product z: z * inv_rms + bias. inv_rms (B, T, 1), bias (N,) or None."""
 
     inv_rms: Tensor
     bias: Tensor | None
 
 
-def pay(z: Tensor, debt: Debt | None) -> Tensor:
-    """z (B, T, N) in the precision of the statistics, its debt paid."""
+def apply_epilogue(z: Tensor, epilogue: Epilogue | None) -> Tensor:
+    """z (B, T, N) in the precision of the statistics, its epilogue applied."""
     z = z.to(statistics_dtype(z))
-    if debt is None:
+    if epilogue is None:
         return z
-    z = z * debt.inv_rms
-    return z if debt.bias is None else z + debt.bias
+    z = z * epilogue.inv_rms
+    return z if epilogue.bias is None else z + epilogue.bias
 
 
 # ------------------------------------------------------------------------------------------------------ every step has
@@ -44,7 +44,7 @@ def norm(module: torch.nn.Module, x: Tensor, delta: Tensor | None, inv_rms: Tens
 
 
 def heads(
-    z: Tensor, debt: Debt | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
+    z: Tensor, epilogue: Epilogue | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     """Queries (B, H, T, D) of z (B, T, (H + 2 H_kv) D); keys and values go into the cache at pos.
@@ -53,7 +53,7 @@ def heads(
     """
     k_cache, v_cache = cache
     kv_heads, channels = k_cache.shape[1], k_cache.shape[3]
-    z = pay(z, debt).unflatten(-1, (-1, channels)).transpose(1, 2)  # (B, H + 2 H_kv, T, D)
+    z = apply_epilogue(z, epilogue).unflatten(-1, (-1, channels)).transpose(1, 2)  # (B, H + 2 H_kv, T, D)
     q, k, v = z.split([z.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if q_gain is not None:
         q, k = (part * inverse_rms(part, eps) * gain for part, gain in ((q, q_gain), (k, k_gain)))
@@ -113,14 +113,14 @@ def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -
     return a.flatten(1).unsqueeze(1).to(dtype)
 
 
-def heads_attend(z, debt, cache, pos, rope, q_gain, k_gain, eps) -> Tensor:
+def heads_attend(z, epilogue, cache, pos, rope, q_gain, k_gain, eps) -> Tensor:
     """heads and attend at once: (B, T, H D). Rounded where these are."""
-    return attend(heads(z, debt, cache, pos, rope, q_gain, k_gain, eps), cache, pos)
+    return attend(heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps), cache, pos)
 
 
-def heads_attend_parts(z, debt, cache, pos, rope, q_gain, k_gain, eps, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+def heads_attend_parts(z, epilogue, cache, pos, rope, q_gain, k_gain, eps, parts: int) -> tuple[Tensor, Tensor, Tensor]:
     """heads and attend_parts at once."""
-    return attend_parts(heads(z, debt, cache, pos, rope, q_gain, k_gain, eps), cache, pos, parts)
+    return attend_parts(heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps), cache, pos, parts)
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,20 +148,20 @@ def matmul_add(a: Tensor, weight: Tensor, x: Tensor) -> Tensor:
     return torch.addmm(x.flatten(0, 1), a.flatten(0, 1), weight.T).view_as(x)
 
 
-def activation(z: Tensor, debt: Debt | None, kind: str) -> Tensor:
+def activation(z: Tensor, epilogue: Epilogue | None, kind: str) -> Tensor:
     """The MLP's activation of a product that may still owe its scale: the paper's 1 / sigma inside the activation."""
-    return activate(z if debt is None else pay(z, debt), kind).to(z.dtype)
+    return activate(z if epilogue is None else apply_epilogue(z, epilogue), kind).to(z.dtype)
 
 
 def norm_activation(z: Tensor, x: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
     """(y, inv_rms): act(inv_rms * z + bias) of a raw product z of x, whose statistic is taken here."""
     inv_rms = inverse_rms(x, eps)
-    return activation(z, Debt(inv_rms, bias), kind), inv_rms
+    return activation(z, Epilogue(inv_rms, bias), kind), inv_rms
 
 
-def scale(z: Tensor, debt: Debt) -> Tensor:
-    """A product (logits) with its debt paid."""
-    return pay(z, debt).to(z.dtype)
+def scale(z: Tensor, epilogue: Epilogue) -> Tensor:
+    """A product (logits) with its epilogue applied."""
+    return apply_epilogue(z, epilogue).to(z.dtype)
 
 
 # ---------------------------------------------------------------------------------------- products of our own: fused

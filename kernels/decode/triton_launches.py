@@ -18,7 +18,7 @@ from kernels.decode import attention as decode_attention
 from kernels.decode import epilogue as decode_epilogue
 from kernels.decode import project as decode_project
 from kernels.decode import reference as decode_reference
-from kernels.decode.reference import Debt
+from kernels.decode.reference import Epilogue
 
 REFERENCE = {name: value for name, value in vars(decode_reference).items() if not name.startswith("_")}
 OWN = {name: getattr(decode_attention, name)
@@ -32,9 +32,9 @@ def heads_operator(
     z: Tensor, inv_rms: Tensor | None, bias: Tensor | None, k_cache: Tensor, v_cache: Tensor, pos: Tensor,
     cos: Tensor | None, sin: Tensor | None, q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    debt = None if inv_rms is None else Debt(inv_rms.contiguous(), bias)
+    epilogue = None if inv_rms is None else Epilogue(inv_rms.contiguous(), bias)
     rope = None if cos is None else (cos, sin)
-    return decode_attention.heads(z.contiguous(), debt, (k_cache, v_cache), pos, rope, q_gain, k_gain, eps)
+    return decode_attention.heads(z.contiguous(), epilogue, (k_cache, v_cache), pos, rope, q_gain, k_gain, eps)
 
 
 @heads_operator.register_fake
@@ -53,8 +53,8 @@ def _(q, k_cache, v_cache, pos):
     return q.new_empty((q.shape[0], 1, q.shape[1] * q.shape[3]))
 
 
-def heads(z, debt, cache, pos, rope, q_gain, k_gain, eps):
-    return heads_operator(z, *(debt or (None, None)), *cache, pos, *(rope or (None, None)), q_gain, k_gain, eps)
+def heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps):
+    return heads_operator(z, *(epilogue or (None, None)), *cache, pos, *(rope or (None, None)), q_gain, k_gain, eps)
 
 
 def attend(q, cache, pos):

@@ -14,7 +14,7 @@ from helpers import ROOT
 from bench import aot
 from bench import aot_decode as decode_aot
 from common.errors import ConfigError
-from hf import weights
+from hf.config import SHAPES, shape_config
 
 if not all((aot.TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdisasm")):
     pytest.skip("Triton came without NVIDIA's tools", allow_module_level=True)
@@ -63,13 +63,13 @@ def test_kernels_of_a_decoding_step_do_not_spill():
     names = {record["kernel"] for record in summary["kernels"]}
     assert names == {"vector_kernel", "matrix_kernel", "heads_kernel", "attend_kernel", "combine_kernel",
                      "epilogue_kernel", "embed_kernel", "best_kernel", "take_kernel"}  # fmt: skip
-    assert summary["spills"] == summary["float64"] == 0 and decode_aot.SHAPES.keys() == weights.SHAPES.keys()
+    assert summary["spills"] == summary["float64"] == 0 and decode_aot.SHAPES.keys() == SHAPES.keys()
     for record in summary["kernels"]:  # where launches overlap, nothing else begins before the wait
         joint = record["kernel"] == "attend_kernel" and "heads" in record["operator"]
         wanted = 9 if joint else record.get("tile", 0)  # 64 keys and values of 128 channels by 8 warps; the position
         assert record["early"] == (wanted if record["PDL"] else None), record
     for name, shape in decode_aot.SHAPES.items():  # the matrices are the published models'
-        config = weights.shape_config(name)
+        config = shape_config(name)
         heads = (config.n_head, config.kv_heads, config.head_channels)
         width, qkv = config.n_embd, (heads[0] + 2 * heads[1]) * heads[2]
         assert shape == ((qkv, width), (config.inner, width), (width, heads[0] * heads[2]), (width, config.inner),

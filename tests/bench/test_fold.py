@@ -11,11 +11,10 @@ import torch
 from helpers import shake
 
 from bench import fold
-from bench.fold import SWAPPED, BenchConfig, inputs, make_arms
-from common.errors import ConfigError
+from bench.fold import SWAPPED, FoldBenchConfig, inputs, make_arms
+from common.errors import ConfigError, HFError
 from common.stats import paired_ratio
-from hf.config import HFError
-from hf.coupled import import_transformers
+from hf.hub import import_transformers
 from model import GPT, GPTConfig
 from norms import RMSNorm
 from training.checkpoint import save_checkpoint
@@ -54,7 +53,7 @@ def test_all_lengths_are_compiled(checkpoint, monkeypatch):
 
 
 def test_both_arms_compute_the_same(checkpoint):
-    before, after = make_arms(checkpoint, BenchConfig(lengths=(16,)))[0].values()
+    before, after = make_arms(checkpoint, FoldBenchConfig(lengths=(16,)))[0].values()
     x = inputs(before, 2, 16, torch.float32)
     assert all(isinstance(norm, RMSNorm) for norm in after.norms())
     assert (before(*x) - after(*x)).abs().max() < 2e-6 * before(*x).abs().max()
@@ -78,7 +77,7 @@ def test_shapes_of_transformers(name, monkeypatch, tmp_path):
         pytest.skip(str(error))
     family, shape, folds, total = TINY[name]
     monkeypatch.setitem(fold.HF_SHAPES, name, (family, shape))
-    arms, folded = make_arms(f"hf:{name}", BenchConfig(lengths=(3000,)))
+    arms, folded = make_arms(f"hf:{name}", FoldBenchConfig(lengths=(3000,)))
     before = arms["before"]
     x = inputs(before, 2, 16, torch.float32)
     norms = [sum(isinstance(module, torch.nn.LayerNorm) for module in model.modules()) for model in arms.values()]

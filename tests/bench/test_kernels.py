@@ -16,7 +16,7 @@ import torch
 
 from bench import kernel_arms, kernels
 from bench.kernel_arms import OPERATORS, UNSCALED, arms_of, make_inputs
-from bench.kernels import BenchConfig, Case
+from bench.kernels import Case, KernelBenchConfig
 from common.errors import ConfigError, UserError
 from common.stats import paired_times
 
@@ -85,7 +85,7 @@ def test_figures_are_medians_of_the_rounds_ratios(monkeypatch):
     times = {"reference": 2.0, "torch": 3.0, UNSCALED: 1.5, "copy": 0.5}
     monkeypatch.setattr(kernels, "paired_times",
                         lambda calls, *_, **__: {arm: [times[arm] * factor for factor in drift] for arm in calls})
-    forward, backward = kernels.measure(BenchConfig(rows=8, rounds=6), "scaled_swiglu", 16, CPU)
+    forward, backward = kernels.measure(KernelBenchConfig(rows=8, rounds=6), "scaled_swiglu", 16, CPU)
     for row, fewest in ((forward, 3 * 256 + 32), (backward, 5 * 256 + 32)):
         assert row["share"] == {"reference": 0.25, "torch": pytest.approx(1 / 6), UNSCALED: pytest.approx(1 / 3)}
         assert row["time_over_ours"]["torch"] == {"median": 1.5, "low": 1.5, "high": 1.5}
@@ -117,7 +117,7 @@ def test_what_is_wrong_or_fails_is_not_timed(monkeypatch):
     arms = {"reference": OPERATORS["rms_norm"].ours("torch"), "torch": plain, "Liger": without_gain,
             "quack": broken, "flash-attn": poisoned, "compiled": once}  # fmt: skip
     monkeypatch.setattr(kernels, "arms_of", lambda *_: (dict(arms), []))
-    config = BenchConfig(rows=8, rounds=6, dtype="float32")
+    config = KernelBenchConfig(rows=8, rounds=6, dtype="float32")
     for row in kernels.measure(config, "rms_norm", 16, CPU):
         assert set(row["share"]) == {"reference", "torch"}
         wrong, failed, nan, late = row["missing"]
@@ -231,7 +231,7 @@ def test_refused(words, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_cuda_is_refused():
     with pytest.raises(ConfigError, match="no GPU here"):
-        BenchConfig(device="cuda")
+        KernelBenchConfig(device="cuda")
 
 
 def test_what_is_measured_stays_when_time_runs_out(tmp_path, monkeypatch):

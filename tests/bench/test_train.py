@@ -13,15 +13,15 @@ import torch
 from helpers import ROOT, TINY
 
 from bench import cuda_codegen, train, train_arms, train_profile
-from bench.train import AGAIN, BenchConfig, all_arms, count_bytes, make_batches, time_rounds
+from bench.train import AGAIN, TrainBenchConfig, all_arms, count_bytes, make_batches, time_rounds
 from bench.train_arms import build_step, parse_arms
-from common import distributed
+from common import environment as environment_module
+from common.environment import Precision
 from common.errors import ConfigError, UserError
 from common.stats import paired_ratio
 from configurator import parse_args
 from model import GPT
 from training.dataloader import Blocks, TrainLoader
-from training.optim import Precision
 
 CPU = torch.device("cpu")
 EAGER = ("--compile=False", "--ledger=False", "--vocab_size=64", "--rounds=3")
@@ -59,8 +59,8 @@ class GPT(torch.nn.Module):
 '''
 
 
-def config_of(*words: str) -> BenchConfig:
-    return parse_args(BenchConfig, [*TINY, *EAGER, *words])[0]
+def config_of(*words: str) -> TrainBenchConfig:
+    return parse_args(TrainBenchConfig, [*TINY, *EAGER, *words])[0]
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_a_step_is_train_pys(norm, train_ok, tiny_data, tmp_path, models):
     train_ok(*words, *("--" + key for key in keys), f"--norm_type={norm}", f"--out_dir={tmp_path / 'run'}")
     trained = torch.load(tmp_path / "run" / "ckpt_last.pt", weights_only=True)["model"]
 
-    config, _ = parse_args(BenchConfig, [*words, f"--arms={' '.join([norm, *keys])}", "--controls=False"])
+    config, _ = parse_args(TrainBenchConfig, [*words, f"--arms={' '.join([norm, *keys])}", "--controls=False"])
     loader = TrainLoader(Blocks(str(tiny_data), "train", 16, 60), 2, 4, config.seed)
     stream = loader.batches(1, 0, 1, pin=False)
     batches = [next(stream) for _ in range(4)]
@@ -338,9 +338,9 @@ def test_auto_is_bfloat16_on_cuda_and_float32_elsewhere():
     ("vendor_id : GenuineIntel\nflags : avx2 avx512f", 128, "highest"),
 ])  # fmt: skip
 def test_who_gets_onednns_products(cpu, channels, expected, monkeypatch):
-    monkeypatch.setattr(distributed, "Path", lambda name: types.SimpleNamespace(read_text=lambda encoding: cpu))
+    monkeypatch.setattr(environment_module, "Path", lambda name: types.SimpleNamespace(read_text=lambda encoding: cpu))
     try:
-        distributed.faster_float32_products(channels, 64)
+        environment_module.faster_float32_products(channels, 64)
         assert torch.get_float32_matmul_precision() == expected
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -350,7 +350,7 @@ def test_float32_products_stay_exact():
     """All three products of a linear, at this CPU's setting; bfloat16 would be off by 3e-3."""
     generator = torch.Generator().manual_seed(0)
     try:
-        distributed.faster_float32_products(1024, 64)
+        environment_module.faster_float32_products(1024, 64)
         for rows, inputs, outputs in ((7, 5, 3), (64, 128, 512), (300, 1024, 96), (513, 257, 1027)):
             x, w, dy = (torch.randn(shape, generator=generator)
                         for shape in ((rows, inputs), (outputs, inputs), (rows, outputs)))  # fmt: skip
@@ -369,7 +369,7 @@ def test_the_commands_of_the_docstring_are_valid(upstream, monkeypatch):
     commands = [shlex.split(line)[3:] for line in text.splitlines() if line.startswith("    python -m bench.train")]
     assert len(commands) == 3
     for words in commands:
-        assert len(all_arms(parse_args(BenchConfig, words)[0])) >= 5
+        assert len(all_arms(parse_args(TrainBenchConfig, words)[0])) >= 5
 
 
 def test_the_profile_says_where_an_arms_time_goes():

@@ -16,17 +16,16 @@ from helpers import offline_data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError, DataError, UserError
+from common.output import write_bytes_atomically
 from data.shakespeare_char import prepare as shakespeare
 from data.shards import (
     HEADER_BYTES,
     MAGIC,
     VERSION,
-    DataError,
     find_shards,
     open_shard,
     read_meta,
-    write_bytes_atomically,
     write_meta,
     write_shard,
 )

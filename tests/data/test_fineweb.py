@@ -23,10 +23,10 @@ from helpers import ROOT, offline_data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import ConfigError
+from common.errors import ConfigError, DataError
 from data.documents import checked
 from data.fineweb_edu import prepare
-from data.shards import DataError, find_shards, open_shard, read_meta
+from data.shards import find_shards, open_shard, read_meta
 
 END = 50256
 WORDS = ["the", "of", "attention", "12", "345,", "gradient\n\n", "'tis", "we'll", "straße", "中文字", "🙂", "\t", ""]

@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ from decode_models import definition, distance, make, prompt
 from helpers import ROOT
 
 from bench import cuda_codegen
-from bench_decode import BenchConfig, main, run_ledger
+from bench_decode import DecodeBenchConfig, main, run_ledger
 from common.errors import ConfigError, UserError
 from decode.arms import ARMS, check_arm, exact_logits, find_arms, with_norms
 from decode.ledger import LaunchLedger, floor_bytes, launches, per_block, total
 from decode.pack import level_at, pack
 from decode.step import TUNED, Decoder, decode_logits
-from hf import weights
+from hf.config import SHAPES, shape_config
 from kernels.decode import reference as decode_reference
 from model import GPT
 
@@ -33,10 +34,10 @@ FLOORS = {"qwen3-0.6b": 0.279, "qwen3-1.7b": 0.802, "qwen3-8b": 3.52, "llama3.2-
 def shallow(name: str, layers: int = 3) -> GPT:
     """A published shape with few blocks, without memory."""
     with torch.device("meta"):
-        return GPT(dataclasses.replace(weights.shape_config(name), n_layer=layers)).bfloat16().eval()
+        return GPT(dataclasses.replace(shape_config(name), n_layer=layers)).bfloat16().eval()
 
 
-@pytest.mark.parametrize("name", weights.SHAPES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_launches_per_block(name):
     model, idx = shallow(name), torch.zeros(1, 4, dtype=torch.int64, device="meta")
     for arm in ARMS.values():
@@ -72,7 +73,7 @@ def test_biases_cost_no_launch():
 @pytest.mark.parametrize("name", FLOORS)
 def test_floors(name):
     """The bytes of an independent count: every matrix once, and the keys and values of 80 tokens."""
-    shape = weights.shape_config(name)
+    shape = shape_config(name)
     packed = pack(shallow(name), "plain")
     per_block = (floor_bytes(packed, 1, 80) - shape.vocab_size * shape.n_embd * 2) / 3
     floor = per_block * shape.n_layer + shape.vocab_size * shape.n_embd * 2
@@ -119,6 +120,16 @@ def test_inductor_launches_what_the_ledger_counts(shape, norm, tuned):
     assert counts == [ledger[0] - 1 - tuned, ledger[1] - 1 - 2 * tuned]
 
 
+@pytest.mark.parametrize("level", ("plain", "fused"))
+def test_the_ledger_counts_the_step_that_runs(level):
+    packed = pack(make("llama", "rms"), level)
+    decoder, ledger = Decoder(packed, 1, 16), LaunchLedger()
+    with torch.no_grad(), ledger:
+        logits = decode_logits(ledger.ops, decoder.packed, decoder.caches, decoder.token, decoder.pos)
+        ledger.ops.take(*ledger.ops.best(logits), decoder.token, decoder.pos, decoder.out)
+    assert total(launches(packed, 1, 16)) == Counter(ledger.launches)
+
+
 def test_a_launch_cannot_hold_two_products_and_loose_work_is_counted():
     x, weight = torch.ones(1, 1, 4), torch.ones(4, 4)
     ledger = LaunchLedger()
@@ -137,7 +148,7 @@ def test_a_launch_cannot_hold_two_products_and_loose_work_is_counted():
 
 
 def test_ledger_of_the_program(capsys):
-    config = BenchConfig(arms="A,B,C,D", ledger=True, dtype="bfloat16")
+    config = DecodeBenchConfig(arms="A,B,C,D", ledger=True, dtype="bfloat16")
     ledger = run_ledger(config, "random:gpt2")
     assert ledger["model"] == "random:gpt2" and ledger["floor_ms_per_token"] == pytest.approx(0.0581, rel=0.01)
     rows = ledger["arms"]
@@ -203,7 +214,7 @@ def test_exact_logits_and_the_check_before_timing():
 def test_the_readme_says_what_the_ledger_does():
     """The table of the README, from results/cpu/launches, which the program wrote."""
     every = [json.loads(line) for line in (ROOT / "results/cpu/launches/ledger.jsonl").read_text().splitlines()]
-    assert len(every) == len(weights.SHAPES)
+    assert len(every) == len(SHAPES)
     readme = (ROOT / "README.md").read_text()
     for arm in find_arms("A,B,C,D"):
         cells = [f"{one['arms'][arm.name]['predicted_ms_per_token']:.3f}, "

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import ConfigError, UserError
-from data.shards import DataError
+from common.environment import Precision
+from common.errors import ConfigError, DataError, UserError
 from evals import lm_eval_model
 from evals.likelihood import Scorer
 from evals.lm_eval_tasks import import_lm_eval
 from model import GPT, GPTConfig
 from training.checkpoint import BEST, save_checkpoint
-from training.optim import Precision
 
 FLOAT32, BFLOAT16 = (Precision(name, torch.device("cpu")) for name in ("float32", "bfloat16"))
 SHAPE = GPTConfig(vocab_size=320, n_vocab=257, block_size=48, n_layer=2, n_head=2, n_embd=32, init_std=0.1,

@@ -15,7 +15,7 @@ import convert
 from common.errors import CheckpointError, ConfigError, FoldError, UserError
 from fold import hub
 from fold.modules import FoldedNorm
-from hf.coupled import import_transformers
+from hf.hub import import_transformers
 
 hf = import_transformers()
 WORDS = dict(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2)

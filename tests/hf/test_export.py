@@ -14,12 +14,18 @@ import torch
 from helpers import ROOT, offline_data, shake, start_code
 from hf_models import edit_json, needs_transformers, save, tiny, tokens, transformers
 
-from common.errors import ConfigError, UserError
+import convert
+from common.errors import ConfigError, HFError, UserError
 from data.tokenizers import load_tokenizer
 from fold import gpt
 from hf import weights
+from hf.config import shape_config
+from hf.coupled import register
 from model import GPT, GPTConfig
 from training.checkpoint import save_checkpoint
+
+if transformers:
+    register()
 
 PLAN = "RR Rs ss R"  # a standard block, one that shares within itself, one that shares across
 SHAPE = GPTConfig(vocab_size=67, block_size=64, n_layer=3, n_head=4, n_embd=32, n_inner=48)
@@ -102,7 +108,7 @@ def test_gradient_checkpointing_keeps_to_its_batch(tmp_path):
     assert model.is_gradient_checkpointing
     assert (gradients(model) - plain).abs().max() <= 1e-12 * plain.abs().max() and plain.abs().max() > 0
     model = auto(weights.export_hf(couple(stock), tmp_path / "across"))
-    with pytest.raises(weights.HFError, match=r"'RR Rs ss R' shares statistics across blocks.*train without it"):
+    with pytest.raises(HFError, match=r"'RR Rs ss R' shares statistics across blocks.*train without it"):
         model.gradient_checkpointing_enable()
     assert not model.is_gradient_checkpointing
 
@@ -138,14 +144,16 @@ def test_export_from_the_command_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "run").mkdir()
     save_checkpoint(tmp_path / "run" / "ckpt_best.pt", {"step": 0, "config": asdict(model.config),
                     "meta": {"tokenizer": "bytes", "vocab_size": 257}, "model": model.state_dict()})  # fmt: skip
-    weights.main([str(tmp_path / "run"), f"--out={tmp_path / 'out'}"])
-    assert "(CoupledGPT2LMHeadModel); from here, or with" in capsys.readouterr().out
+    convert.main([str(tmp_path / "run"), "--to=hf", f"--out={tmp_path / 'out'}"])
+    shown = capsys.readouterr().out
+    assert "(CoupledGPT2LMHeadModel); with" in shown and "register()" in shown
+    assert json.loads(shown.splitlines()[-1])["architecture"] == "CoupledGPT2LMHeadModel"
     assert torch.equal(weights.load_hf(tmp_path / "out")(tokens(2, 20)), model(tokens(2, 20)))
     with pytest.raises(ConfigError, match="--out=FOLDER"):
-        weights.main([str(tmp_path / "run")])
+        convert.main([str(tmp_path / "run"), "--to=hf"])
     monkeypatch.setattr(weights, "find_spec", lambda name: None)
-    with pytest.raises(weights.HFError, match="pip install safetensors"):
-        weights.main([str(tmp_path / "run"), f"--out={tmp_path / 'more'}"])
+    with pytest.raises(HFError, match="pip install safetensors"):
+        convert.main([str(tmp_path / "run"), "--to=hf", f"--out={tmp_path / 'more'}"])
     assert not (tmp_path / "more").exists()
 
 
@@ -188,9 +196,11 @@ def test_shards(tmp_path, monkeypatch):
 
 FIRST = """
 import os, sys
-from hf import weights as hf
+from hf.coupled import register
+from hf.hub import import_transformers
 
-transformers = hf.import_transformers()
+transformers = import_transformers()
+register()
 for name in ("OPTModel", "BertModel", "ViTModel"):
     if child := os.fork():
         if os.waitpid(child, 0)[1]:
@@ -244,7 +254,7 @@ def test_stock_loaders_refuse_a_coupled_model(tmp_path):
     ({"n_kv_head": 2}, "n_kv_head"), ({"position": "rope", "norm_type": "rms"}, "activation"),
 ], ids=str)  # fmt: skip
 def test_what_no_architecture_computes_is_refused(keys, word, tmp_path):
-    with pytest.raises(weights.HFError, match=rf"^{word}=.*cannot be exported") as caught:
+    with pytest.raises(HFError, match=rf"^{word}=.*cannot be exported") as caught:
         weights.export_hf(GPT(replace(GPT2_SHAPE, **keys)), tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
@@ -252,17 +262,17 @@ def test_what_no_architecture_computes_is_refused(keys, word, tmp_path):
 @needs_transformers
 def test_damaged_folders(tmp_path):
     folder = weights.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), tmp_path / "out")
-    with pytest.raises(weights.HFError, match="something in it"):
+    with pytest.raises(HFError, match="something in it"):
         weights.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), folder)
     edit_json(folder / "config.json", norm_plan="Rs R")
     for load in (auto, weights.load_hf):
         with pytest.raises(UserError, match="norm_plan 'Rs R'"):
             load(folder)
     edit_json(folder / "config.json", norm_plan=...)
-    with pytest.raises(weights.HFError, match="norm_plan is missing"):
+    with pytest.raises(HFError, match="norm_plan is missing"):
         weights.load_hf(folder)
     edit_json(folder / "config.json", model_type="coupled_mamba", architectures=["CoupledMambaForCausalLM"])
-    with pytest.raises(weights.HFError, match=r"CoupledMambaForCausalLM.* is not supported"):
+    with pytest.raises(HFError, match=r"CoupledMambaForCausalLM.* is not supported"):
         weights.load_hf(folder)
 
 
@@ -303,7 +313,7 @@ print((peak - before) / sum(tensor.nbytes for tensor in model.parameters()))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_loading_needs_no_second_copy(tmp_path):
     """Peak anonymous memory above the level before, in checkpoints: at most 1.2. NANONORM_FULL=1: all 0.6 B."""
-    shape = weights.shape_config("qwen3-0.6b")
+    shape = shape_config("qwen3-0.6b")
     if not os.environ.get("NANONORM_FULL"):
         shape = replace(shape, vocab_size=8192, n_layer=4, block_size=1024)
     with torch.device("meta"):

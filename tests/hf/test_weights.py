@@ -25,8 +25,10 @@ from hf_models import (
     transformers,
 )
 
-from common.errors import UserError
+from common.errors import HFError, UserError
 from hf import weights as hf
+from hf.config import SHAPES, random_model, shape_config
+from hf.hub import resolve_hub
 from model import GPT, KVCache, rope_tables
 
 # --------------------------------------------------------------------------------------------- parity with transformers
@@ -88,10 +90,10 @@ def test_old_and_new_rope_keys_are_one_config(tmp_path):
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama3.2-1b", "llama3.2-3b"])
 def test_rotary_tables_are_bit_for_bit_those_of_transformers(name):
     family = "Qwen3" if name.startswith("qwen3") else "Llama"
-    theirs = getattr(transformers, f"{family}Config")(**hf.SHAPES[name])
+    theirs = getattr(transformers, f"{family}Config")(**SHAPES[name])
     module = getattr(transformers.models, family.lower())
     rotary = getattr(getattr(module, f"modeling_{family.lower()}"), f"{family}RotaryEmbedding")(theirs)
-    ours = hf.shape_config(name)
+    ours = shape_config(name)
     positions = torch.tensor([0, 1, 2, 1000, 8191, 8192, 40959, ours.block_size - 1])
     for table, expected in zip(rope_tables(ours), rotary(torch.zeros(1), positions[None]), strict=True):
         assert torch.equal(table[positions], expected[0])
@@ -122,7 +124,7 @@ def test_tied_head_may_be_stored_twice_but_must_be_the_embedding(tmp_path):
     edit_tensors(folder, lambda weights: weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
     torch.testing.assert_close(hf.load_hf(folder)(idx), model(idx).logits, rtol=1e-5, atol=1e-5)
     edit_tensors(folder, lambda weights: weights | {"lm_head.weight": weights["lm_head.weight"] + 1})
-    with pytest.raises(hf.HFError, match=r"lm_head\.weight"):
+    with pytest.raises(HFError, match=r"lm_head\.weight"):
         hf.load_hf(folder)
 
 
@@ -141,23 +143,23 @@ def test_meta_names_the_tokenizer_and_loading_needs_no_transformers(tmp_path, mo
 ])  # fmt: skip
 def test_named_shapes_have_the_published_number_of_parameters(name, parameters):
     with torch.device("meta"):
-        assert GPT(hf.shape_config(name)).num_params() == parameters
+        assert GPT(shape_config(name)).num_params() == parameters
 
 
 def test_random_model(monkeypatch):
-    monkeypatch.setitem(hf.SHAPES, "tiny", {"model_type": "llama", **LLAMA})
-    wide, narrow = hf.random_model("tiny"), hf.random_model("tiny", torch.bfloat16)
+    monkeypatch.setitem(SHAPES, "tiny", {"model_type": "llama", **LLAMA})
+    wide, narrow = random_model("tiny"), random_model("tiny", torch.bfloat16)
     assert not wide.training and wide.meta["vocab_size"] == 67
     assert torch.equal(wide.wte.weight.bfloat16(), narrow.wte.weight)
-    assert not torch.equal(wide.wte.weight, hf.random_model("tiny", seed=1).wte.weight)
-    with pytest.raises(hf.HFError, match=r"did you mean llama3\.2-1b"):
-        hf.random_model("llama-3.2-1b")
+    assert not torch.equal(wide.wte.weight, random_model("tiny", seed=1).wte.weight)
+    with pytest.raises(HFError, match=r"did you mean llama3\.2-1b"):
+        random_model("llama-3.2-1b")
 
 
 @torch.no_grad()
 def test_generating_from_a_long_context_model_allocates_little(monkeypatch):
-    monkeypatch.setitem(hf.SHAPES, "long", {"model_type": "llama", **LLAMA, "max_position_embeddings": 131072})
-    model, room = hf.random_model("long"), set()
+    monkeypatch.setitem(SHAPES, "long", {"model_type": "llama", **LLAMA, "max_position_embeddings": 131072})
+    model, room = random_model("long"), set()
     monkeypatch.setattr(KVCache, "extend", lambda cache, block, k, v: room.add(cache.blocks.shape[-2]) or (k, v))
     model.generate(tokens(1, 5), 1)
     assert room == {6}
@@ -255,14 +257,14 @@ def test_missing_and_torn_shards(tmp_path):
 
 def test_hub_without_package_or_network(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(hf.HFError, match="pip install huggingface_hub"):
-        hf.resolve_hub("Qwen/Qwen3-0.6B")
+    with pytest.raises(HFError, match="pip install huggingface_hub"):
+        resolve_hub("Qwen/Qwen3-0.6B")
     monkeypatch.undo()
     hub = pytest.importorskip("huggingface_hub")
     no_network = unittest.mock.Mock(side_effect=ConnectionError("several\nlines"))
     monkeypatch.setattr(hub, "snapshot_download", no_network)
-    with pytest.raises(hf.HFError, match="ConnectionError") as caught:
-        hf.resolve_hub("Qwen/Qwen3-0.6B")
+    with pytest.raises(HFError, match="ConnectionError") as caught:
+        resolve_hub("Qwen/Qwen3-0.6B")
     assert "\n" not in str(caught.value)
 
 
@@ -282,12 +284,13 @@ for paths in CASES:
 else:
     sys.exit()
 sys.path[:0] = paths
-from hf import weights as hf
-LlamaForCausalLM = hf.import_transformers().LlamaForCausalLM
+from hf.hub import import_transformers
+from hf.weights import load_hf
+LlamaForCausalLM = import_transformers().LlamaForCausalLM
 from transformers import LlamaConfig
 LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                              num_attention_heads=2)).save_pretrained("saved")
-hf.load_hf("saved")
+load_hf("saved")
 import kernels
 print(len(paths), kernels.rms_norm.__module__, hasattr(kernels, "WHOSE"))
 """

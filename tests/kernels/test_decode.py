@@ -21,7 +21,7 @@ from kernels.decode import overlap
 from kernels.decode import project as decode_project
 from kernels.decode import reference as decode_reference
 from kernels.decode import triton_launches as decode_triton
-from kernels.decode.reference import Debt
+from kernels.decode.reference import Epilogue
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if not binding.INTERPRETED and DEVICE.type == "cpu":
@@ -83,14 +83,14 @@ def test_epilogues_of_library_products(kind, dtype):
     wide = 2 * F if kind == "swiglu" else F
     z, x = tensor(3, 1, wide, dtype=dtype), tensor(3, 1, C, seed=1, dtype=dtype)
     bias = tensor(wide, seed=2, dtype=dtype)
-    debt = Debt(tensor(3, 1, 1, seed=3).abs() + 0.5, bias)
+    epilogue = Epilogue(tensor(3, 1, 1, seed=3).abs() + 0.5, bias)
     for b in (bias, None):
         ours, plain = (of.norm_activation(z, x, b, 1e-2, kind or "gelu") for of in (decode_epilogue, decode_reference))
         near(ours[0], plain[0])
         near(ours[1], plain[1])
-    for owed in (debt, Debt(debt.inv_rms, None), None) if kind else ():
+    for owed in (epilogue, Epilogue(epilogue.inv_rms, None), None) if kind else ():
         near(decode_epilogue.activation(z, owed, kind), decode_reference.activation(z, owed, kind))
-    near(decode_epilogue.scale(z, debt), decode_reference.scale(z, debt))
+    near(decode_epilogue.scale(z, epilogue), decode_reference.scale(z, epilogue))
 
 
 def test_more_rows_than_a_tile():
@@ -100,19 +100,20 @@ def test_more_rows_than_a_tile():
     near(ours[1], plain[1])
 
 
-@pytest.mark.parametrize("case", ("plain", "rope", "norm", "rope norm debt", "debt bias"))
+@pytest.mark.parametrize("case", ("plain", "rope", "norm", "rope norm epilogue", "epilogue bias"))
 def test_heads_and_attention(case):
     B, H, G, channels, length, at = 2, 4, 2, 12, 9, 5
     z = tensor(B, 1, (H + 2 * G) * channels)
     rope = (tensor(length, channels, seed=1).cos(), tensor(length, channels, seed=1).sin()) if "rope" in case else None
     gains = [tensor(channels, seed=seed) if "norm" in case else None for seed in (2, 3)]
-    debt = None
-    if "debt" in case:
-        debt = Debt(tensor(B, 1, 1, seed=6).abs() + 0.5, tensor(z.shape[-1], seed=5) if "bias" in case else None)
+    epilogue = None
+    if "epilogue" in case:
+        bias = tensor(z.shape[-1], seed=5) if "bias" in case else None
+        epilogue = Epilogue(tensor(B, 1, 1, seed=6).abs() + 0.5, bias)
     pos, found = torch.tensor([at], device=DEVICE), []
     for of in (decode_attention, decode_reference):
         cache = tensor(B, G, length, channels, seed=7), tensor(B, G, length, channels, seed=8)
-        q = of.heads(z, debt, cache, pos, rope, *gains, 1e-6)
+        q = of.heads(z, epilogue, cache, pos, rope, *gains, 1e-6)
         found.append((q, *cache, of.attend(q, cache, pos)))
     for ours, plain in zip(*found, strict=True):
         near(ours, plain)
@@ -124,9 +125,9 @@ def test_heads_and_attention(case):
 # part, alone in it as well.
 AT_ONCE = [
     (1, 4, 64, "", torch.float32, 0, 1), (3, 2, 12, "rope", torch.float32, 1, 1),
-    (1, 1, 128, "norm rope debt", torch.bfloat16, 63, 1), (1, 2, 80, "norm debt bias", torch.float32, 64, 1),
-    (3, 1, 80, "norm rope debt bias", torch.bfloat16, 65, 1), (1, 2, 64, "norm rope", torch.bfloat16, 0, 3),
-    (1, 4, 12, "debt bias", torch.float32, 57, 3), (1, 1, 80, "norm rope debt", torch.float32, 100, 3),
+    (1, 1, 128, "norm rope epilogue", torch.bfloat16, 63, 1), (1, 2, 80, "norm epilogue bias", torch.float32, 64, 1),
+    (3, 1, 80, "norm rope epilogue bias", torch.bfloat16, 65, 1), (1, 2, 64, "norm rope", torch.bfloat16, 0, 3),
+    (1, 4, 12, "epilogue bias", torch.float32, 57, 3), (1, 1, 80, "norm rope epilogue", torch.float32, 100, 3),
     (1, 2, 128, "rope", torch.bfloat16, 168, 3),
 ]  # fmt: skip
 
@@ -140,13 +141,13 @@ def test_heads_and_attention_at_once(B, G, channels, case, dtype, at, parts):
     rope = (tensor(length, channels, seed=1).cos(), tensor(length, channels, seed=1).sin()) if "rope" in case else None
     gains = [3 * tensor(channels, seed=seed, dtype=dtype) if "norm" in case else None for seed in (2, 3)]
     bias = tensor(z.shape[-1], seed=5, dtype=dtype) if "bias" in case else None
-    debt = Debt(tensor(B, 1, 1, seed=6).abs() + 0.5, bias) if "debt" in case else None
+    epilogue = Epilogue(tensor(B, 1, 1, seed=6).abs() + 0.5, bias) if "epilogue" in case else None
     pos = torch.tensor([at], device=DEVICE)
     full, cache = ([tensor(B, G, length, channels, seed=seed, dtype=dtype) for seed in (7, 8)] for _ in range(2))
     for part in cache:
         part[:, :, at:] = float("nan")
-    given = debt, cache, pos, rope, *gains, 1e-6
-    q = decode_reference.heads(z, debt, full, *given[2:]).double()
+    given = epilogue, cache, pos, rope, *gains, 1e-6
+    q = decode_reference.heads(z, epilogue, full, *given[2:]).double()
     exact = [part.double() for part in full]
     whole = decode_reference.attend(q, exact, pos).to(dtype)
     if parts == 1:

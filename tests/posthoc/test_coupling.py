@@ -27,8 +27,9 @@ from posthoc.coupling import (
     view,
 )
 from posthoc.kl import kl_divergence
-from posthoc.rms_stats import summary, token_rms
+from posthoc.rms_stats import summary
 from training.checkpoint import BEST, save_checkpoint
+from training.stream import token_rms
 
 
 @pytest.fixture(scope="module")

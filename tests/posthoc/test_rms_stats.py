@@ -14,11 +14,11 @@ from helpers import TINY, close, losses, records, shake
 
 from common.distributed import Ranks
 from model import GPT
-from posthoc.rms_stats import calibrate, measure
 from train import TrainConfig
 from training import evaluation
 from training.dataloader import Blocks
 from training.evaluation import Evaluator
+from training.stream import calibrate, measure
 
 L = SHAPE.n_layer
 
@@ -35,7 +35,7 @@ def streams(model: GPT) -> list[torch.Tensor]:
         found.append(x)
         y, x, inv_rms = block.norm2(x, block.attn(y, None, None), inv_rms)
         found.append(x)
-        delta = block.mlp(y, block.norm2.debt(x, inv_rms))
+        delta = block.mlp(y, block.norm2.deferred_scale(x, inv_rms))
     return [*found, x + delta]
 
 

@@ -22,14 +22,14 @@ import distill
 from bench import fold as bench_fold
 from bench import kernels, train
 from common.errors import ConfigError, UserError
+from common.output import append_json
 from configurator import parse_args
 from repro import gpu, gpu_report, gpu_targets
 from repro.gpu_stages import STAGES, Stage
 from train import TrainConfig
-from training.log import append_json
 
-PROGRAMS = {"bench.train": (train.BenchConfig, False), "bench_decode.py": (bench_decode.BenchConfig, True),
-            "bench.kernels": (kernels.BenchConfig, False), "bench.fold": (bench_fold.BenchConfig, True),
+PROGRAMS = {"bench.train": (train.TrainBenchConfig, False), "bench_decode.py": (bench_decode.DecodeBenchConfig, True),
+            "bench.kernels": (kernels.KernelBenchConfig, False), "bench.fold": (bench_fold.FoldBenchConfig, True),
             "distill.py": (distill.DistillConfig, False)}  # fmt: skip
 
 
@@ -240,17 +240,17 @@ def write(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def rows_of(folder: Path) -> dict[str, gpu_targets.Row]:
+def rows_of(folder: Path) -> dict[str, gpu_targets.Target]:
     return {row.what: row for row in gpu_report.render(folder)}
 
 
 def test_verdicts():
     def verdict(value, low=None, high=None, aim=1.0):
-        return gpu_targets.Row("area", "what", aim, value, low, high).verdict
+        return gpu_targets.Target("area", "what", aim, value, low, high).verdict
 
     assert [verdict(2, 1.0, 3), verdict(2, 0.9, 3), verdict(0.5, 0.4, 0.9), verdict(0.5), verdict(1), verdict(None),
             verdict(2, aim=None)] == ["met", "open", "missed", "missed", "met", "not measured", "stated"]  # fmt: skip
-    make = gpu_targets.Row
+    make = gpu_targets.Target
     rows = [make("a", "open", 1.0, 0.5, 0.2, 1.5), make("a", "missed", 1.0, 0.9, 0.8, 0.95), make("a", "met", 1.0, 2.0)]
     assert gpu_targets.worst(rows).what == "missed" and gpu_targets.worst(rows[:1] + rows[2:]).what == "open"
 

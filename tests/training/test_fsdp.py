@@ -15,8 +15,9 @@ import torch
 from helpers import NORM_TYPES, TINY, keys_of, losses, records, steps_of, val_losses
 
 from common.errors import CheckpointError
+from load import load_model
 from training import checkpoint, sharded
-from training.checkpoint import BEST, LAST, find_checkpoint, load_model, read_checkpoint
+from training.checkpoint import BEST, LAST, find_checkpoint, read_checkpoint
 
 # 15 evaluation batches, and HellaSwag's rows are one batch: the ranks have unequal shares. A calm learning rate, as in
 # test_world_size_invariance. The 5 rows of some weights leave a fourth rank without any.

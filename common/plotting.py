@@ -1,0 +1,28 @@
+"""Pictures: the one style of all plots, and how they are saved. Importing it imports matplotlib: a second."""
+
+from pathlib import Path
+
+import matplotlib
+
+from common.errors import UserError
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+# Okabe & Ito's colours, told apart under every common colour blindness; markers for black and white.
+STYLES = list(zip(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"], "osD^vPX"))
+
+
+def style(index: int) -> dict:
+    color, marker = STYLES[index % len(STYLES)]
+    return {"color": color, "marker": marker, "markersize": 4.5}
+
+
+def save(figure: plt.Figure, target: Path) -> Path:
+    try:
+        figure.savefig(target, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{target}: cannot be written ({error})") from None
+    finally:
+        plt.close(figure)
+    return target

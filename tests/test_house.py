@@ -1,0 +1,159 @@
+"""The import rule of the house: who may import whom. Imports inside functions count.
+
+    python -m pytest tests/test_house.py
+
+A package, or a file of the root, belongs to one level. It imports itself and lower levels: nothing above, nothing
+beside. So there is no circle between packages, and programs do not import one another. Files of a package do not
+import one another in a circle either.
+"""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+LEVELS = (
+    ("common",),
+    ("configurator",),
+    ("kernels", "data"),
+    ("norms",),
+    ("taper",),
+    ("norm_plan",),
+    ("model",),
+    ("training", "hf", "evidence"),
+    ("load",),
+    ("fold", "evals"),
+    ("decode", "posthoc"),
+    ("train", "sample", "hellaswag", "report", "convert", "distill", "bench_decode"),
+    ("bench",),
+    ("repro",),
+)
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+# These need little of the house, so that they can be used without the rest of it; one file each knows more.
+ALONE = {"kernels": {"common"}, "fold": {"common", "kernels"}}
+KNOWS_MORE = {"fold/gpt.py": {"norms", "taper", "norm_plan", "model", "load"}, "fold/hub.py": {"hf"}}
+
+
+def sources() -> dict[str, str]:
+    """Path -> content of the Python files that git knows, without tests and recipes."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True)
+    names = [name for name in listed.stdout.split() if not name.startswith(("tests/", "config/"))]
+    return {name: (ROOT / name).read_text() for name in names if (ROOT / name).exists()}
+
+
+def imported(file: str, source: str) -> list[tuple[int, str]]:
+    """(line, dotted name from the root) of all that a file imports, by `import_module("name")` too."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = Path(file).parts[: -node.level] if node.level else ()
+            base = [*parents, *(node.module or "").split(".")]
+            found += [(node.lineno, ".".join(filter(None, [*base, alias.name]))) for alias in node.names]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                found.append((node.lineno, node.args[0].value))
+    return found
+
+
+def violations(files: dict[str, str]) -> list[str]:
+    """Every line of `files` (path -> source) that breaks the rule, as `path:line: what is wrong`."""
+    wrong = []
+    for file, source in files.items():
+        room = file.split("/")[0].removesuffix(".py")
+        if room not in LEVEL:
+            wrong.append(f"{file}:1: {room} has no level: add it to LEVELS, or move the file")
+            continue
+        for line, target in sorted({(line, name.split(".")[0]) for line, name in imported(file, source)}):
+            if target == room or target not in LEVEL:
+                continue
+            where = f"{file}:{line}: {room} imports {target}"
+            if LEVEL[target] > LEVEL[room]:
+                wrong.append(f"{where}, which stands above it")
+            elif LEVEL[target] == LEVEL[room]:
+                wrong.append(f"{where}, which stands beside it")
+            elif room in ALONE and target not in ALONE[room] | KNOWS_MORE.get(file, set()):
+                wrong.append(f"{where}, and needs to do without")
+    return wrong + [f"circle: {' -> '.join(circle)}" for circle in circles(files)]
+
+
+def circles(files: dict[str, str]) -> list[list[str]]:
+    """For each group of files that import one another one circle of theirs."""
+    module = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files}
+    graph = {}
+    for file, source in files.items():
+        names = {name for _, name in imported(file, source)}
+        graph[file] = {module.get(name) or module.get(name.rpartition(".")[0]) for name in names} - {None, file}
+    done: set[str] = set()
+    found: list[list[str]] = []
+
+    def visit(file: str, path: list[str]) -> None:
+        if file in path:
+            found.append([*path[path.index(file) :], file])
+        elif file not in done:
+            for target in sorted(graph[file]):
+                visit(target, [*path, file])
+            done.add(file)
+
+    for file in sorted(graph):
+        visit(file, [])
+    return found
+
+
+def test_the_house_keeps_the_import_rule():
+    broken = violations(sources())
+    assert not broken, "\n".join(broken)
+
+
+def test_the_root_holds_what_people_run_or_read_first():
+    root = [file for file in sources() if "/" not in file]
+    assert len(root) <= 17, root
+
+
+def test_every_level_is_there():
+    rooms = {file.split("/")[0].removesuffix(".py") for file in sources()}
+    assert rooms == LEVEL.keys()
+
+
+PLANTED = {
+    "upwards": (
+        {"kernels/a.py": "x = 1\nfrom model import GPT\n"},
+        "kernels/a.py:2: kernels imports model, which stands above",
+    ),
+    "inside a function": (
+        {"common/a.py": "def f():\n    import train\n"},
+        "common/a.py:2: common imports train, which stands above",
+    ),
+    "sideways": (
+        {"training/a.py": "import torch\nfrom hf import config\n"},
+        "training/a.py:2: training imports hf, which stands beside",
+    ),
+    "two programs": (
+        {"sample.py": "from hellaswag import main\n"},
+        "sample.py:1: sample imports hellaswag, which stands beside",
+    ),
+    "by import_module": (
+        {"data/a.py": "from importlib import import_module\nimport_module('train')\n"},
+        "data/a.py:2: data imports train, which stands above",
+    ),
+    "not alone": (
+        {"fold/axes.py": "from model import GPT\n"},
+        "fold/axes.py:1: fold imports model, and needs to do without",
+    ),
+    "a circle": (
+        {"hf/a.py": "from hf import b\n", "hf/b.py": "def f():\n    from . import a\n"},
+        "circle: hf/a.py -> hf/b.py -> hf/a.py",
+    ),
+    "a new drawer": ({"utils/a.py": ""}, "utils/a.py:1: utils has no level"),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_violation_is_named(kind):
+    files, message = PLANTED[kind]
+    (line,) = violations(files)
+    assert line.startswith(message)
