@@ -1,1 +1,2 @@
-"""What runs wrote, read back: arms, comparisons, verdicts, plots. Nothing here loads a model."""
+"""What runs wrote, read back: run folders, pairs of runs, verdicts, pictures, published tables. report.py puts them
+together. Nothing here loads a model or imports PyTorch."""

@@ -1,1 +1,2 @@
-"""CoupledNorm in a model that is trained already: what to couple, adapters, text, teacher and student."""
+"""CoupledNorm in a model that is trained already: which positions to couple and with which alpha, KL, adapters, text,
+teacher and student. distill.py puts them together. Nothing here trains from scratch."""

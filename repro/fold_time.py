@@ -3,7 +3,7 @@
     python repro/fold_time.py --out=results/fold/time.jsonl
 
 One process, random weights, batch 1, 16 tokens; medians over rounds. `export` makes the graph, `analysis` reads it,
-`fold` copies the model and writes into the copy, `certificate` is the rest of foldable.fold: both models in float64
+`fold` copies the model and writes into the copy, `certificate` is the rest of fold.fold: both models in float64
 four times, and hashes of what was touched. CPU seconds, not seconds on a clock: other work on the machine counts less.
 The head is tied to the embedding, so there are two ways to fold: `insert` keeps it tied and inserts one centring,
 `untie` (convert.py's default) gives it weights of its own, an embedding matrix more.
