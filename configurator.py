@@ -236,7 +236,8 @@ def parse_args(cls: type[T], argv: list[str], doc: str = "", spec: bool = False)
         else:
             raise ConfigError(f"{word!r} is neither a config file (*.py) nor --key=value")
     if spec and not model:
-        raise ConfigError("name a model first: a run folder or a checkpoint file (--help says more)")
+        raise ConfigError("name a model first: a run folder, a checkpoint file, a Hugging Face folder or name, or "
+                          "random: and a shape (--help says more)")  # fmt: skip
     return overrides.build(), model
 
 

@@ -3,7 +3,7 @@
     python convert.py out/layer --to=rms --out=out/layer-rms              LayerNorm or cbwc -> RMSNorm: exact
     python convert.py out/taper --to=folded --out=out/taper-folded        norms tapered away -> weights: exact
     python convert.py out/rms --to=coupled --inexact --out=out/rms-coupled    RMSNorm -> CoupledNorm, alpha calibrated
-    python convert.py out/coupled --to=decode                             does its packed form decode the same?
+    python convert.py out/rms-coupled --to=decode                         does its packed form decode the same?
     python convert.py out/layer --analyze                                 which LayerNorms can become RMSNorm, and why
     python convert.py facebook/opt-350m --to=rms --out=out/opt-rms        any model of transformers: exact
     python convert.py out/run --to=hf --out=FOLDER                        write it as transformers reads it
@@ -15,8 +15,8 @@ certificate.json; without --out nothing is written. --to=decode has no --out: de
 --to=hf writes a Hugging Face folder, tokenizer included: the stock architecture where all norms compute their own
 statistic, else coupled_gpt2, coupled_qwen3 or coupled_llama (hf/coupled.py).
 A Hugging Face model that our GPT does not load is folded as transformers computes it, as far as that goes, and DIR is
-a folder of transformers with fold.json beside it: fold.hub.load(DIR) is the model with its RMSNorms, and transformers
-alone reads it as LayerNorms with the same function. The last line of output is JSON.
+a folder of transformers with fold.json beside it: hub.load(DIR) of fold/hub.py is the model with its RMSNorms, and
+transformers alone reads it as LayerNorms with the same function. The last line of output is JSON.
 """
 
 import json
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import fold as foldable
+import fold
 from common.errors import ConfigError, FoldError, UserError, run_program
 from common.output import write_bytes_atomically, writing
 from configurator import key, parse_args
@@ -189,8 +189,8 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[nn.Module, Certif
     nothing folds, or not exactly."""
     model = load_pretrained(spec)
     inputs = foreign_inputs(model, config)
-    report = foldable.analyze(model, inputs)
-    after, certificate = foldable.fold(model, report, untie=config.untie, insert=config.insert)
+    report = fold.analyze(model, inputs)
+    after, certificate = fold.fold(model, report, untie=config.untie, insert=config.insert)
     if not certificate.ok:
         raise FoldError(f"{spec}: the fold is not exact ({certificate.reason})")
     if not certificate.folded:
@@ -234,16 +234,16 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
     """
     if is_foreign(spec, config):
         model = load_pretrained(spec)
-        return foldable.analyze(model, foreign_inputs(model, config), config.rules)
+        return fold.analyze(model, foreign_inputs(model, config), config.rules)
     model = load_model(spec)
     if model.lm_head is None:
         with torch.device("meta"):
             model.lm_head = nn.Linear(*reversed(model.wte.weight.shape), bias=False)
         model.lm_head.weight = model.wte.weight
         model.logits = lambda hidden: model.lm_head(hidden)[..., : model.n_vocab]
-    report = foldable.analyze(model, (random_tokens(model, config.seed),), config.rules)
+    report = fold.analyze(model, (random_tokens(model, config.seed),), config.rules)
     rows = [replace(row, reason=row.reason.partition(LEFT)[0]) for row in report.rows]
-    return replace(report, rows=rows)  # fold.to_rms folds our norms, with the addition that is in them
+    return replace(report, rows=rows)  # fold.gpt.to_rms folds our norms, with the addition that is in them
 
 
 # ------------------------------------------------------------------------------------------------------------ program
@@ -273,7 +273,7 @@ def export(spec: str, out: str) -> None:
     is_coupled = written["model_type"].startswith(COUPLED)
     where = f"with {Path(__file__).parent} on PYTHONPATH: from hf.coupled import register; register(); "
     print(f"wrote {folder} ({written['architectures'][0]}); {where if is_coupled else ''}import transformers; "
-          f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")  # fmt: skip
+          f"transformers.AutoModelForCausalLM.from_pretrained({str(folder.resolve())!r})")  # fmt: skip
     print(json.dumps({"spec": spec, "to": "hf", "out": out, "architecture": written["architectures"][0]}))
 
 
@@ -291,7 +291,8 @@ def main(argv: list[str]) -> None:
         print(certificate)
         print(f"folded {certificate.folded} of {report.total} LayerNorms{ways(report, config)}")
         if config.out:
-            print(f"wrote {config.out}; read it with fold.hub.load({config.out!r}), or, with LayerNorms, transformers")
+            print(f"wrote {config.out}; read it with `from fold import hub; hub.load({config.out!r})`, or, with "
+                  "LayerNorms, transformers")  # fmt: skip
     else:
         model = load_model(spec)
         after, certificate = convert(model, config)

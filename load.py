@@ -17,7 +17,6 @@ from model import GPT
 from training.checkpoint import BEST, DISTILLING, LAST, check_same_model, load_weights, model_config, read_checkpoint
 
 # Keys that change what the same tensors compute.
-# Keys that change what the same tensors compute.
 SAME_FUNCTION = ("bias", "n_head", "n_kv_head", "head_dim", "activation", "position", "rope_theta", "rope_scaling",
                  "norm_eps")  # fmt: skip
 TAPER_BASE = {"layer": "layer", "cbwc": "layer", "rms": "rms", "coupled": "rms"}  # norm type -> what tapers it away

@@ -3,7 +3,8 @@
     python sample.py out/demo --prompt="def " --max_new_tokens=300
     python sample.py out/demo/ckpt_last.pt --prompt=FILE:prompt.txt --temperature=0
 
-The first word is the model: a run folder (its best checkpoint) or a checkpoint file.
+The first word is the model: a run folder (its best checkpoint), a checkpoint file, a Hugging Face folder or hub name,
+or `random:` and a published shape.
 """
 
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ from kernels.decode.overlap import overlapping
 from kernels.decode.reference import Epilogue, attention_parts
 
 EARLY = ("vector_kernel", "attend_kernel")  # begin before they wait, which may cost registers: compiled in both ways
-# outputs x inputs of qkv, up (inner), proj and down, as in hf.SHAPES, and the activation
+# outputs x inputs of qkv, up (inner), proj and down, as in hf/config.py's SHAPES, and the activation
 SHAPES = {
     "gpt2": ((2304, 768), (3072, 768), (768, 768), (768, 3072), "gelu_tanh", 50257, (12, 12, 64)),
     "qwen3-0.6b": ((4096, 1024), (3072, 1024), (1024, 2048), (1024, 3072), "swiglu", 151936, (16, 8, 128)),

@@ -3,8 +3,8 @@
     python -m bench.fold random:gpt2 --lengths=256,1024 --batch=2 --out=results/cpu/fold/fold.jsonl
     python -m bench.fold hf:bert --lengths=64,256,1024,4096,16384 --batch=4 --modes=eager,compiled,graph
 
-The first word is a model of ours (load_model's specs, converted by fold.to_rms) or a shape that transformers has
-(hf:gpt2, hf:bert, vit, opt, bloom, phi; random weights, folded by foldable.fold). Arms: before, after, and before again
+The first word is a model of ours (load_model's specs, converted by fold.gpt.to_rms) or a shape that transformers has
+(hf:gpt2, hf:bert, vit, opt, bloom, phi; random weights, folded by fold.fold). Arms: before, after, and before again
 (A/A), in randomised paired rounds. --sequential=50 adds the CBWC paper's protocol (appendix G.3): 50 passes to warm up,
 then 50 passes of one arm after the other, eager. That also measures whatever the machine did meanwhile, so it stands
 beside the paired ratio, not in its place. A ratio above 1 means that folding made it faster. Where not all norms fold
@@ -22,7 +22,7 @@ from time import perf_counter, process_time
 import torch
 from torch import Tensor, nn
 
-import fold as foldable
+import fold
 from common.environment import environment, find_device, find_dtype
 from common.errors import ConfigError, UserError, run_program
 from common.output import append_json
@@ -81,8 +81,8 @@ def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module],
     torch.manual_seed(0)
     before = getattr(transformers, family)(settings).eval()
     randomize(before, keep=[name for name, weight in before.named_parameters() if weight.dim() > 1])
-    report = foldable.analyze(before, inputs(before, 2, 16, torch.float32))
-    after, certificate = foldable.fold(before, report, untie=True, insert=report.worth)
+    report = fold.analyze(before, inputs(before, 2, 16, torch.float32))
+    after, certificate = fold.fold(before, report, untie=True, insert=report.worth)
     if not certificate.ok:
         raise UserError(f"{spec}: {certificate}")
     arms = {"before": before, "after": after}

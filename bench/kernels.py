@@ -5,7 +5,7 @@
 
 Share of copy bandwidth: the time of a plain copy that moves the fewest bytes the operator can do with, over the arm's
 own; 100 % is as fast as memory allows. All arms and the copy take turns in a new random order each round, and every
-figure is the median of the rounds' ratios (stats.median_ratio). Gains are float32, as in training.
+figure is the median of the rounds' ratios (common/stats.py). Gains are float32, as in training.
 
 On a GPU: every call has its own inputs and outputs, more than the L2 cache holds, so that it finds a cold cache; calls
 are captured in CUDA graphs, so that no time of the host counts; other libraries (Liger-Kernel, quack, flash-attention)

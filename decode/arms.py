@@ -30,7 +30,7 @@ from taper import TaperNorm, is_tapered
 
 @dataclass(frozen=True)
 class DecodeArm:
-    """A norm type and a level of packing.LEVELS."""
+    """A norm type and a level of decode.pack.LEVELS."""
 
     letter: str
     name: str

@@ -4,7 +4,7 @@
     decoder = Decoder(packed, batch=1, length=256)
     tokens = decoder.generate(prompt, 128)                       # (B, T) -> (B, T + 128)
 
-A step is a chain of launches, each one function of kernels/decode/reference.py (or of decode_triton.py, on a GPU).
+A step is a chain of launches, each one function of kernels/decode/reference.py (on a GPU of triton_launches.py there).
 Launches per block, with or without QK-norm, rotary positions and biases:
 
     plain   add + norm, qkv, heads, attention, proj, add + norm, up, activation, down     9
@@ -14,7 +14,7 @@ Launches per block, with or without QK-norm, rotary positions and biases:
 and one more where a long cache splits the attention (kernels/decode/reference.py, LONG).
 In `fused` a norm is part of the product behind it: the gain is in the weight, the sum of squares is taken in the loop
 over x that the product runs anyway (or the statistic is shared, or there is none), the scale is in the epilogue. From
-some batch size on (packing.level_at) the library's products are the better ones: `library` is as `paper`, but for
+some batch size on (pack.level_at) the library's products are the better ones: `library` is as `paper`, but for
 attention, with 7 launches for exact RMSNorm too, whose second statistic the activation takes. Tokens and positions stay
 on the device; there the whole step is one CUDA graph.
 """

@@ -1,2 +1,2 @@
 """What runs wrote, read back: run folders, pairs of runs, verdicts, pictures, published tables. report.py puts them
-together. Nothing here loads a model or imports PyTorch."""
+together; the rule of a verdict is common/stats.py's decide. Nothing here loads a model or imports PyTorch."""

@@ -227,7 +227,8 @@ def plot_drift(arms: Arms, target: Path) -> Path:
 
 def plot_sizes(rows: list[dict], plan: str, target: Path, title: str) -> Path:
     """Mean RMS of the residual stream before attention and MLP of every block, log scale, with the band of 5 to 95 % of
-    tokens; grey where `plan` shares a statistic. Figure 3 of Loretz & Hochreiter 2026. rows: rms_stats.summary."""
+    tokens; grey where `plan` shares a statistic. Figure 3 of Loretz & Hochreiter 2026. rows: `summary` of
+    posthoc/rms_stats.py."""
     figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     letters = plan.replace(" ", "")
     for index, name in enumerate(("before attention", "before MLP")):

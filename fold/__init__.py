@@ -15,6 +15,10 @@ the difference (appendix D.2). Three counts:
     practical   centrings are inserted where zero mean is lost: `inserted` of them, no more than the norms that they
                 fold, and worth it only if fewer
 
+choice.py decides which norms fold, rules.py says what each operation does to a zero mean, graph.py follows the stream
+back to its sources, modules.py carries the change out, certificate.py checks it. hub.py is for models of transformers,
+gpt.py for ours.
+
 rules="paper" counts as the paper's Table 3 does: every LayerNorm's output has zero mean, embeddings and parameters
 cannot be centred, and nothing is checked forwards. On trained weights that is not exact; it cannot be folded.
 """

@@ -6,8 +6,8 @@
 
 Each takes a GPT and returns another one, in eval mode, with the config that describes it; the argument stays as it is.
 The arithmetic is in float64, rounded once to the type of the weights. A model that the rewrite does not fit raises
-FoldError with the reason. Whoever needs to know that function and weights fit asks certificate.certify. (RMSNorm ->
-CoupledNorm is not exact: coupling.to_coupled.)
+FoldError with the reason. Whoever needs to know that function and weights fit asks fold.certificate.certify.
+(RMSNorm -> CoupledNorm is not exact: posthoc/coupling.py.)
 
 Shapes: C channels of the residual stream, V rows of the vocabulary; a linear's weight is (out, in).
 """

@@ -1,8 +1,7 @@
 """Hugging Face checkpoints -> GPT: GPT-2, Qwen3 and Llama 3.x, streamed tensor by tensor out of safetensors files.
 
     model = load_hf("path/to/Qwen3-0.6B")                  # a folder with config.json and safetensors
-    model = load_hf(resolve_hub("Qwen/Qwen3-0.6B"))        # the same from the hub
-    model = random_model("llama3.2-1b", torch.bfloat16)    # the published shape with random weights, no download
+    model = load_hf(resolve_hub("Qwen/Qwen3-0.6B"))        # the same from the hub (hf/hub.py)
     export_hf(model, "path/to/folder")                     # and back: stock classes, or hf/coupled.py's
 
     python convert.py out/run --to=hf --out=path/to/folder         # export from the command line: any model of ours

@@ -1,12 +1,18 @@
-"""Table of the four mygpt runs beside the chapter's figures: `python repro/mygpt_table.py RUNS TARGET`.
+"""Table of the four mygpt runs beside the chapter's figures (a step of mygpt.sh).
+
+    python repro/mygpt_table.py RUNS TARGET
 
 Copies each run's log.jsonl into TARGET and writes TARGET/README.md from them.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.errors import ConfigError, UserError, run_program
+from evidence.runs import read_log
 
 STEPS = (1, 500, 1000, 1500, 2000)
 # Printed in the chapter, sections 24.8 and 24.9 (training loss of one batch, on an Apple GPU).
@@ -20,7 +26,10 @@ def row(name: str, params: int, losses: tuple[float, ...], val: str, commit: str
     return f"| {name} | {params:,} | " + " | ".join(f"{loss:.4f}" for loss in losses) + f" | {val} | {commit} |"
 
 
-def main(runs: Path, target: Path) -> None:
+def main(argv: list[str]) -> None:
+    if len(argv) != 2:
+        raise ConfigError("mygpt_table.py wants two words: the folder of the four runs, and one for the results")
+    runs, target = map(Path, argv)
     target.mkdir(parents=True, exist_ok=True)
     lines = ["| run | parameters | " + " | ".join(f"step {step}" for step in STEPS) + " | val loss at 2000 | commit |",
              "| --- " * (len(STEPS) + 4) + "|"]  # fmt: skip
@@ -30,9 +39,11 @@ def main(runs: Path, target: Path) -> None:
         final = {}
         for norm in CHAPTER:
             source = runs / f"{init}-{norm}" / "log.jsonl"
-            log = [json.loads(line) for line in source.read_text().splitlines()]
+            log = read_log(source.parent)
             shutil.copyfile(source, target / f"{init}-{norm}.jsonl")
             losses = {record["step"]: record["loss"] for record in log if record["event"] == "step"}
+            if STEPS[-1] not in losses:
+                raise UserError(f"{source}: ends before step {STEPS[-1]}: run repro/mygpt.sh again")
             val = [record["val_loss"] for record in log if record["event"] == "eval"][-1]
             final[norm] = losses[2000], val
             at_steps, commit = tuple(losses[step] for step in STEPS), log[0]["git"]
@@ -56,4 +67,4 @@ def main(runs: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    run_program(main)

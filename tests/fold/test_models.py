@@ -119,7 +119,7 @@ def test_cbwc_trains_gpt2_as_layer_norm_does():
 
 
 def test_gpt2_after_a_fold(tmp_path):
-    """float32, untied: compiled by inductor, saved and loaded with and without fold_hub, fine-tuned."""
+    """float32, untied: compiled by inductor, saved and loaded with and without fold.hub, fine-tuned."""
     model, inputs = gpt2(layers=1)
     model = model.float()
     untied, certificate = fold(model, analyze(model, inputs), untie=True)
