@@ -35,7 +35,7 @@ from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from
 from model import GPT, GPTConfig
-from norm_plan import keys_of
+from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, taper_gate
 from training.checkpoint import BEST, LAST, find_checkpoint, restore, save_checkpoint
 from training.dataloader import Blocks, TrainLoader
@@ -206,7 +206,9 @@ class Trainer:
             except OSError as error:
                 raise UserError(f"out_dir={self.out_dir}: cannot be written ({error.strerror})") from None
         start = {"n_params": self.model.num_params(), "norm_plan": str(self.model.plan)}
-        start["norm_keys"] = keys_of(config["norm_type"])  # with their defaults: report.py names the arm by them
+        # report.py names the arm by the keys that are not at their defaults, and knows all norm keys from here
+        start["norm_keys"] = keys_of(config["norm_type"])
+        start["other_norm_keys"] = sorted(foreign_keys(config["norm_type"]))
         start |= {"world_size": self.ranks.world_size, "tokens_per_step": self.tokens_per_step}
         if self.ranks.is_main:  # the only one that logs it
             start["data"] = f"{self.loader.blocks.fingerprint()} {self.evaluator.blocks.fingerprint()}"

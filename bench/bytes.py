@@ -214,10 +214,14 @@ class LoneBlock(nn.Module):
 def step_launches(model: nn.Module, inputs: list[Tensor]) -> list[Launch]:
     """Forward and backward launches of a compiled training step, model(*inputs). Raises UserError where cuda_codegen
     does not support the installation."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.attend = lambda q, k, v, mask: attention_core(q, k, v)
-    sources = cuda_code(model, inputs)
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    for layer in layers:
+        layer.attend = lambda q, k, v, mask: attention_core(q, k, v)
+    try:
+        sources = cuda_code(model, inputs)
+    finally:
+        for layer in layers:
+            del layer.attend  # its class has the true one
     return [launch for code in sources for launch in launches(code, *inputs[0].shape[:2])]
 
 

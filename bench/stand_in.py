@@ -7,20 +7,19 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-_MISSING = object()
-
 
 @contextlib.contextmanager
 def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Within the block, `target` (a module or a class) has these attributes; then again its own."""
-    own = {name: vars(target).get(name, _MISSING) for name in values}
-    try:
+    """Within the block, `target` (a module or a class) has these attributes; then again its own.
+
+    Raises AttributeError for a name that `target` does not have: a library that has renamed it would not see the value.
+    """
+    with contextlib.ExitStack() as undo:
         for name, value in values.items():
+            getattr(target, name)
+            if name in vars(target):
+                undo.callback(setattr, target, name, vars(target)[name])
+            else:  # inherited
+                undo.callback(delattr, target, name)
             setattr(target, name, value)
         yield
-    finally:
-        for name, value in own.items():
-            if value is _MISSING:  # it was inherited
-                delattr(target, name)
-            else:
-                setattr(target, name, value)

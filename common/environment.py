@@ -48,6 +48,8 @@ def faster_float32_products(n_embd: int, head_dim: int) -> None:
         return
     if "AuthenticAMD" in cpu and "avx512" in cpu and "amx" not in cpu and n_embd * head_dim >= ONEDNN_PAYS:
         torch.set_float32_matmul_precision("medium")
+
+
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -133,6 +135,8 @@ def _git_commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+" if git(*status) else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("NANONORM_COMMIT")
+
+
 # Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_FLOPS = {
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,

@@ -2,17 +2,12 @@
 
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 
 from common.errors import UserError
+from common.plotting import STYLES, plt, save, style
 from evidence.comparison import Comparison
 from evidence.runs import Run
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-from common.plotting import STYLES, save, style
 
 Arms = dict[str, dict[int, Run]]
 

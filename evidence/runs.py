@@ -202,9 +202,16 @@ def find_runs(paths: list[Path]) -> list[Run]:
 
 
 def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
-    """arm -> seed -> run. Raises UserError if two runs have the same arm and seed."""
+    """arm -> seed -> run. Raises UserError if two runs have the same arm and seed, and if a default that changed
+    between two runs gives them one name for different norms."""
     arms: dict[str, dict[int, Run]] = {}
     for run in runs:
+        for known in list(arms.get(run.arm, {}).values())[:1]:
+            for name in run.norm_keys.keys() & known.norm_keys:
+                here, there = (_plain(r.config.get(name, r.norm_keys[name])) for r in (run, known))
+                if here != there:
+                    raise UserError(f"{known.path} and {run.path}: both are {run.arm}, but {name} is {there} and "
+                                    f"{here}, each the default of its day: report on them apart")  # fmt: skip
         other = arms.setdefault(run.arm, {}).setdefault(run.seed, run)
         if other is not run:
             raise UserError(f"{other.path} and {run.path}: both are {run.arm}, seed {run.seed}: name one of them")
@@ -213,7 +220,8 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
 
 def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -> str:
     """The first thing beside norms, names and the keys `but` in which two runs differ, or ""."""
-    of_norms = {"norm_type", *run.norm_keys, *baseline.norm_keys}.union(*OLD_NORM_KEYS.values())
+    told = (name for r in (run, baseline) for name in (*r.norm_keys, *r.start.get("other_norm_keys", ())))
+    of_norms = {"norm_type", *told}.union(*OLD_NORM_KEYS.values())
     for name in sorted({*run.config, *baseline.config} - NAMES - of_norms - {*but}):
         here, there = (_plain(r.config.get(name, BEFORE.get(name))) for r in (run, baseline))
         if here != there:

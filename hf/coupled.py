@@ -97,5 +97,3 @@ def register() -> None:
     for model_type, (config, model) in coupled_classes().items():
         auto.AutoConfig.register(model_type, config, exist_ok=True)
         auto.AutoModelForCausalLM.register(config, model, exist_ok=True)
-
-

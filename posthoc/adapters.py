@@ -7,11 +7,13 @@ a pack: 14 % fewer parameters than with seven adapters a block on the shape of Q
 
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import nn
 
 from common.errors import UserError
+from hf.hub import import_transformers
 from model import GPT, GPTConfig
 from posthoc.kl import CHUNK
 
@@ -24,6 +26,8 @@ KEPT = {"full": (16, 18, 18, 8, 0), "lora": (14, 16, 14, 8, 8), "dora": (22, 20,
 
 def add_adapters(model: GPT, rank: int, alpha: float, dora: bool) -> None:
     """Freeze `model` and put adapters, float32, on its linears, in place. At first they change nothing."""
+    if find_spec("transformers"):  # peft imports it, and it must not take our kernels/ for the package of that name
+        import_transformers()
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:

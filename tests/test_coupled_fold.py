@@ -82,8 +82,8 @@ def test_auto_folds_where_there_are_many_tokens_to_a_channel():
 
     compiled = torch.compile(forward, backend="eager", fullgraph=True, dynamic=False)
     for tokens, run, folds in ((100, compiled, True), (90, compiled, False), (100, forward, False)):
-        y, has_debt = run(torch.ones(1, tokens, 16))
-        assert has_debt == folds and torch.equal(y, torch.full_like(y, 1.0 if folds else 2.0))
+        y, is_deferred = run(torch.ones(1, tokens, 16))
+        assert is_deferred == folds and torch.equal(y, torch.full_like(y, 1.0 if folds else 2.0))
 
 
 @pytest.mark.parametrize("impl", ["scale", "fold"])
@@ -110,7 +110,7 @@ def test_float16_is_refused():
         TrainConfig(norm_type="coupled", coupled_impl="fold", dtype="float16")
 
 
-def test_only_the_mlp_pays_debts():
+def test_only_the_mlp_takes_deferred_scales():
     norms = list(gpt(coupled_span=0, coupled_impl="fold").norms())
     assert [norm.impl for norm in norms[1:-1]] == ["fold", "scale"] * (SHAPE.n_layer - 1) + ["fold"]
 

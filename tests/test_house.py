@@ -9,6 +9,7 @@ import one another in a circle either.
 
 import ast
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,19 +33,27 @@ LEVELS = (
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # These need little of the house, so that they can be used without the rest of it; one file each knows more.
-ALONE = {"kernels": {"common"}, "fold": {"common", "kernels"}}
+ALONE = {"kernels": {"common"}, "fold": {"common", "kernels"}, "evidence": {"common"}}
 KNOWS_MORE = {"fold/gpt.py": {"norms", "taper", "norm_plan", "model", "load"}, "fold/hub.py": {"hf"}}
+# Files that import what a variable names; never ours.
+BY_VARIABLE = {"bench/kernel_arms.py"}
 
 
 def sources() -> dict[str, str]:
-    """Path -> content of the Python files that git knows, without tests and recipes."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True)
-    names = [name for name in listed.stdout.split() if not name.startswith(("tests/", "config/"))]
+    """Path -> content of the Python files at the root and in the packages; not of tests and recipes."""
+    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.split()
+    if listed.returncode:  # a copy of the files alone
+        names = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py"))]
+        names = [name for name in names if not name.startswith(("out/", "runs/"))]
+    names = [name for name in names if not name.startswith(("tests/", "config/"))]
     return {name: (ROOT / name).read_text() for name in names if (ROOT / name).exists()}
 
 
 def imported(file: str, source: str) -> list[tuple[int, str]]:
-    """(line, dotted name from the root) of all that a file imports, by `import_module("name")` too."""
+    """(line, dotted name from the root) of all that a file imports, by `import_module("name")` too; "?" for a name that
+    only a run can tell."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -53,10 +62,11 @@ def imported(file: str, source: str) -> list[tuple[int, str]]:
             parents = Path(file).parts[: -node.level] if node.level else ()
             base = [*parents, *(node.module or "").split(".")]
             found += [(node.lineno, ".".join(filter(None, [*base, alias.name]))) for alias in node.names]
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                found.append((node.lineno, node.args[0].value))
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in ("import_module", "__import__", "run_module", "run_path"):
+                name = getattr(node.args[0], "value", "?") if node.args else "?"
+                found.append((node.lineno, name if isinstance(name, str) and name[0] != "." else "?"))
     return found
 
 
@@ -68,7 +78,17 @@ def violations(files: dict[str, str]) -> list[str]:
         if room not in LEVEL:
             wrong.append(f"{file}:1: {room} has no level: add it to LEVELS, or move the file")
             continue
-        for line, target in sorted({(line, name.split(".")[0]) for line, name in imported(file, source)}):
+        names = imported(file, source)
+        for line, name in names:
+            its_file = "/".join(name.split(".")[:2]) + ".py"
+            if its_file in KNOWS_MORE and name.startswith(f"{room}.") and file not in KNOWS_MORE:
+                wrong.append(f"{file}:{line}: imports {its_file}, and the rest of {room} has to do without")
+            if name == "?" and file not in BY_VARIABLE:
+                wrong.append(f"{file}:{line}: imports what only a run can tell: name it")
+        for line, target in sorted({(line, name.split(".")[0]) for line, name in names}):
+            where = f"{file}:{line}: {room} imports {target}"
+            if target in ("tests", "config") or (ROOT / "tests" / f"{target}.py").exists():
+                wrong.append(f"{where}, which is for tests and recipes")
             if target == room or target not in LEVEL:
                 continue
             where = f"{file}:{line}: {room} imports {target}"
@@ -77,7 +97,7 @@ def violations(files: dict[str, str]) -> list[str]:
             elif LEVEL[target] == LEVEL[room]:
                 wrong.append(f"{where}, which stands beside it")
             elif room in ALONE and target not in ALONE[room] | KNOWS_MORE.get(file, set()):
-                wrong.append(f"{where}, and needs to do without")
+                wrong.append(f"{where}, and has to do without")
     return wrong + [f"circle: {' -> '.join(circle)}" for circle in circles(files)]
 
 
@@ -119,6 +139,18 @@ def test_every_level_is_there():
     assert rooms == LEVEL.keys()
 
 
+@pytest.mark.parametrize(("room", "absent"), [
+    ("fold", {"model", "norms", "hf", "load", "transformers"}),
+    ("kernels", {"model", "norms", "fold"}),
+    ("evidence.plots", {"torch", "model"}),
+    ("hf.weights", {"transformers"}),
+])  # fmt: skip
+def test_what_a_part_does_without_is_not_loaded(room, absent):
+    code = f"import sys, {room}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not absent & set(done.stdout.split())
+
+
 PLANTED = {
     "upwards": (
         {"kernels/a.py": "x = 1\nfrom model import GPT\n"},
@@ -142,7 +174,23 @@ PLANTED = {
     ),
     "not alone": (
         {"fold/axes.py": "from model import GPT\n"},
-        "fold/axes.py:1: fold imports model, and needs to do without",
+        "fold/axes.py:1: fold imports model, and has to do without",
+    ),
+    "not alone, by a back door": (
+        {"fold/axes.py": "from fold.gpt import rebuild\n"},
+        "fold/axes.py:1: imports fold/gpt.py, and the rest of fold has to do without",
+    ),
+    "evidence of a model": (
+        {"evidence/runs.py": "def f():\n    import model\n"},
+        "evidence/runs.py:2: evidence imports model, and has to do without",
+    ),
+    "by a variable": (
+        {"hf/a.py": "import importlib as il\n\nil.import_module(name)\n"},
+        "hf/a.py:3: imports what only a run can tell",
+    ),
+    "what tests share": (
+        {"data/a.py": "from helpers import ROOT\n"},
+        "data/a.py:1: data imports helpers, which is for tests",
     ),
     "a circle": (
         {"hf/a.py": "from hf import b\n", "hf/b.py": "def f():\n    from . import a\n"},

@@ -23,7 +23,7 @@ from common.plotting import plt
 from evidence import plots, runs
 from evidence.comparison import EQUAL_TIME, at_equal_time, compare, exchange_rate, margin, pair, usable
 from evidence.runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
-from norm_plan import NormConfig, keys_of
+from norm_plan import NormConfig
 from train import TrainConfig
 from training.checkpoint import model_config
 
@@ -177,18 +177,22 @@ def test_too_small_a_set_is_inconclusive_and_says_what_is_missing(tmp_path):
     assert f"takes {row.needed} seeds (80 % power), {row.needed - 3} more" in row.sentence() and row.needed > 3
 
 
-def test_the_program_loads_no_model():
+def test_the_program_loads_no_model(tmp_path):
     """What it needs to know of norms is in the logs."""
-    code = "import report, sys; print(*sys.modules)"
+    words = ["results/cpu/taper_finetune/runs/layer-8", f"--plot={tmp_path / 'loss.png'}"]
+    code = f"import report, sys; report.main({words}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "model", "norm_plan", "kernels"} & set(done.stdout.split())
 
 
-def test_norm_keys_of_old_logs_are_those_of_their_time():
-    """Keys that came later are in the log; a new setting of models needs an entry in BEFORE."""
-    for norm_type in ("layer", "rms", "coupled", "cbwc", "taper"):
-        old = runs.OLD_NORM_KEYS[""] | runs.OLD_NORM_KEYS.get(norm_type, {})
-        assert old.items() <= keys_of(norm_type).items()
+def test_old_logs_keep_their_arms():
+    """Those that do not tell their norm keys; and a new setting of models needs an entry in BEFORE."""
+    arms = {path: {run.arm for run in find_runs([ROOT / "results/cpu" / path])} for path in ("table1", "taper")}
+    assert arms["table1"] == {"layer", "rms", "coupled", "cbwc", "taper --taper_warmup=0.1"}
+    internal, final, anchor = "taper", "--taper_final=True", "--taper_anchor=0.1"
+    assert arms["taper"] == {
+        "rms", internal, f"{internal} {final}", f"{internal} {anchor}", f"{internal} {final} {anchor}",
+        f"{internal} --taper_warmup=0.625 --taper_end=0.625"}  # fmt: skip
     config = find_runs([ROOT / "results/cpu/table1/runs/rms-8"])[0].config
     added = {field.name: field.default for field in dataclasses.fields(TrainConfig) if field.name not in config}
     for name in added.keys() - runs.NAMES - {field.name for field in dataclasses.fields(NormConfig)}:
@@ -196,11 +200,21 @@ def test_norm_keys_of_old_logs_are_those_of_their_time():
 
 
 def test_a_log_tells_its_norm_keys(tmp_path):
-    """A key that this program does not know names the arm, and is no difference in settings."""
-    log = write_run(tmp_path, "rms", 8, start={"norm_keys": {"norm_eps": 1e-5, "rms_new": 3}}) / "log.jsonl"
-    log.write_text(log.read_text().replace('"norm_eps": 1e-05, ', '"norm_eps": 1e-05, "rms_new": 4, ', 1))
+    """Keys that this program does not know name the arm, and are no difference in settings."""
+    start = {"norm_keys": {"norm_eps": 1e-5, "rms_new": 3}, "other_norm_keys": ["coupled_new"]}
+    log = write_run(tmp_path, "rms", 8, start=start) / "log.jsonl"
+    more = '"norm_eps": 1e-05, "rms_new": 4, "coupled_new": 5, '
+    log.write_text(log.read_text().replace('"norm_eps": 1e-05, ', more, 1))
     new, other = find_runs([log.parent, write_run(tmp_path, "layer", 8)])
     assert new.arm == "rms --rms_new=4" and difference_in_settings(new, other) == ""
+
+
+def test_a_default_that_changed_makes_no_arm_of_two_norms(tmp_path):
+    write_run(tmp_path, "rms", 8)
+    log = write_run(tmp_path, "rms", 9, start={"norm_keys": {"rms_fraction": 0.5}}) / "log.jsonl"
+    log.write_text(log.read_text().replace('"rms_fraction": 1.0', '"rms_fraction": 0.5', 1))
+    with pytest.raises(UserError, match=r"both are rms, but rms_fraction is 1\.0 and 0\.5"):
+        by_arm(find_runs([tmp_path]))
 
 
 def test_an_old_default_of_another_norm_type_makes_no_arm(tmp_path):

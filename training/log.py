@@ -159,8 +159,6 @@ class StepReport:
         return self.values.tolist()
 
 
-
-
 class Throughput:
     """Tokens per second of training steps alone: evaluation, checkpoints and the first steps are left out."""
 

@@ -13,6 +13,7 @@ from helpers import ROOT
 
 from bench import aot
 from bench import aot_decode as decode_aot
+from bench.stand_in import replaced
 from common.errors import ConfigError
 from hf.config import SHAPES, shape_config
 
@@ -101,6 +102,7 @@ def test_a_spill_and_float64_arithmetic_are_reported_and_exit_1(tmp_path):
 
 BAD = """
 import sys, torch, triton, triton.language as tl
+from bench.stand_in import replaced
 from common.errors import run_program
 from bench import aot
 
@@ -141,3 +143,24 @@ def test_the_program_starts_by_name_and_by_path():
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-m", "bench.aot"], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "unset" in done.stderr
+
+
+def test_replaced_attributes_come_back():
+    """Of a class: its own, as it was written; an inherited one; and none that is not there."""
+
+    class Base:
+        @staticmethod
+        def kind():
+            return "base"
+
+    class Own(Base):
+        size = property(lambda self: 1)
+
+    before = dict(vars(Own))
+    with pytest.raises(ZeroDivisionError), replaced(Own, kind=staticmethod(lambda: "new"), size=2):
+        assert Own().kind() == "new" and Own().size == 2
+        raise ZeroDivisionError
+    assert dict(vars(Own)) == before and Own().kind() == "base" and Own().size == 1
+    with pytest.raises(AttributeError, match="gone"), replaced(Own, size=3, gone=4):
+        pass
+    assert dict(vars(Own)) == before

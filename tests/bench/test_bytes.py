@@ -298,8 +298,8 @@ def test_a_real_step_has_the_kernels_and_bytes_that_are_counted(arm):
 
         def step(compiled: torch.nn.Module = compiled) -> None:
             with torch.autocast("cuda", torch.bfloat16):
-                cross_entropy, _ = compiled(idx, idx)
-            cross_entropy.backward()
+                loss, _ = compiled(idx, idx)
+            loss.backward()
 
         _, sources = run_and_get_code(step)
         with profile(activities=[ProfilerActivity.CUDA]) as trace:

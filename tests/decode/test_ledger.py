@@ -18,7 +18,7 @@ from bench_decode import DecodeBenchConfig, main, run_ledger
 from common.errors import ConfigError, UserError
 from decode.arms import ARMS, check_arm, exact_logits, find_arms, with_norms
 from decode.ledger import LaunchLedger, floor_bytes, launches, per_block, total
-from decode.pack import level_at, pack
+from decode.pack import LEVELS, level_at, pack
 from decode.step import TUNED, Decoder, decode_logits
 from hf.config import SHAPES, shape_config
 from kernels.decode import reference as decode_reference
@@ -120,9 +120,10 @@ def test_inductor_launches_what_the_ledger_counts(shape, norm, tuned):
     assert counts == [ledger[0] - 1 - tuned, ledger[1] - 1 - 2 * tuned]
 
 
-@pytest.mark.parametrize("level", ("plain", "fused"))
-def test_the_ledger_counts_the_step_that_runs(level):
-    packed = pack(make("llama", "rms"), level)
+@pytest.mark.parametrize("norm", ("rms", "coupled"))
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_ledger_counts_the_step_that_runs(level, norm):
+    packed = pack(make("llama", norm), level)
     decoder, ledger = Decoder(packed, 1, 16), LaunchLedger()
     with torch.no_grad(), ledger:
         logits = decode_logits(ledger.ops, decoder.packed, decoder.caches, decoder.token, decoder.pos)
@@ -139,7 +140,7 @@ def test_a_launch_cannot_hold_two_products_and_loose_work_is_counted():
         x.view(4).unsqueeze(0)  # no work
     assert ledger.launches == ["matmul", "mul"]
     two = decode_reference.activation
-    decode_reference.activation = lambda z, debt, kind: z @ weight @ weight
+    decode_reference.activation = lambda z, epilogue, kind: z @ weight @ weight
     try:
         with pytest.raises(RuntimeError, match="2 matrix products"), LaunchLedger() as faulty:
             faulty.ops.activation(x[0], None, "")

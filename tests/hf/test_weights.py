@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import unittest.mock
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -270,12 +271,13 @@ def test_hub_without_package_or_network(monkeypatch):
 
 # ------------------------------------------------------------------------------------------- a package named kernels
 
+FIRST = ["hub", *(["adapters"] if find_spec("peft") else [])]  # what imports transformers first
 # Each case in a process of its own: a copy of one that has imported what neither transformers nor kernels is part of.
 USE_BOTH = """
 import os, sys
 import scipy.optimize, sympy, torch, torch._dynamo, torch.distributed.tensor
 assert not {"hf", "kernels", "transformers"} & set(sys.modules)
-for paths in CASES:
+for first, paths in CASES:
     if child := os.fork():
         if os.waitpid(child, 0)[1]:
             sys.exit(1)
@@ -284,6 +286,10 @@ for paths in CASES:
 else:
     sys.exit()
 sys.path[:0] = paths
+if first == "adapters":  # peft imports transformers
+    from model import GPT, GPTConfig
+    from posthoc.adapters import add_adapters
+    add_adapters(GPT(GPTConfig(n_layer=1, n_embd=8, n_head=2, vocab_size=8, block_size=8)), 2, 4.0, True)
 from hf.hub import import_transformers
 from hf.weights import load_hf
 LlamaForCausalLM = import_transformers().LlamaForCausalLM
@@ -292,7 +298,7 @@ LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, n
                              num_attention_heads=2)).save_pretrained("saved")
 load_hf("saved")
 import kernels
-print(len(paths), kernels.rms_norm.__module__, hasattr(kernels, "WHOSE"))
+print(first, len(paths), kernels.rms_norm.__module__, hasattr(kernels, "WHOSE"))
 """
 
 
@@ -306,7 +312,8 @@ def test_transformers_works_beside_our_folder_named_kernels(tmp_path):
     about = site / f"kernels-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
-    program = f"CASES = {[[str(ROOT)], [str(ROOT), str(site)]]}\n" + USE_BOTH
+    cases = [(first, paths) for first in FIRST for paths in ([str(ROOT)], [str(ROOT), str(site)])]
+    program = f"CASES = {cases}\n" + USE_BOTH
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["1 kernels False", "2 kernels False"], done.stderr[-2000:]
+    assert done.stdout.splitlines() == [f"{first} {len(paths)} kernels False" for first, paths in cases]
