@@ -19,7 +19,7 @@ from common.environment import Precision
 from common.errors import run_program
 from configurator import check_least, key, parse_args
 from data.tokenizers import load_tokenizer
-from evals.hellaswag import BATCH_SIZE, ITEMS_FILE, download, evaluate_hellaswag, load_items
+from evals.hellaswag import BATCH_SIZE, ITEMS_FILE, HellaSwag
 from load import load_model
 
 
@@ -50,19 +50,16 @@ def main(argv: list[str]) -> None:
     ranks = Ranks.start(config.device)
     model = load_model(spec).to(ranks.device)
     tokenizer = load_tokenizer(model.meta)
-    if ranks.is_main and not config.data:
-        download()
-    ranks.wait()
-    items = load_items(config.data, config.items)
     autocast = Precision(config.dtype, ranks.device).autocast
-    scores = evaluate_hellaswag(model, tokenizer, items, ranks, config.batch_size, autocast)
+    scorer = HellaSwag(config.data, config.items, tokenizer, ranks, autocast, config.batch_size)
+    scores = scorer(model)
     if ranks.is_main:
         target = Path(config.out) if config.out else items_file(spec)
         # What training wrote about its last step stays, and a trial on some items is not the run's score.
         if target is not None and (config.out or not (target.exists() or config.items)):
             scores.write(target)
             print(f"wrote {target}")
-        print(f"{scores} (standard errors; {len(items):,} items)")
+        print(f"{scores} (standard errors; {len(scorer.items):,} items)")
         print(json.dumps({"spec": spec, **scores.summary()}))
     if dist.is_initialized():
         dist.destroy_process_group()

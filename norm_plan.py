@@ -83,9 +83,8 @@ def foreign_keys(norm_type: str) -> dict[str, str]:
 
 def keys_of(norm_type: str) -> dict[str, object]:
     """{norm key: default} of the keys that `norm_type` reads."""
-    foreign = foreign_keys(norm_type)
-    names = (field.name for field in fields(NormConfig) if field.name != "norm_type")
-    return {name: _default(name) for name in names if name not in foreign}
+    others = {"norm_type", *foreign_keys(norm_type)}
+    return {field.name: field.default for field in fields(NormConfig) if field.name not in others}
 
 
 def _default(name: str) -> object:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -144,9 +145,8 @@ class Trainer:
         self.precision = Precision(config.dtype, ranks.device)
         self.scaler = self.precision.scaler
         self.peak_flops = peak_flops(ranks.device) if self.precision.is_low else None
-        autocast, items = self.precision.autocast, (config.hellaswag, config.hellaswag_items)
-        scorer = HellaSwag(*items, self.meta, ranks, autocast) if config.hellaswag != "off" else None
-        self.evaluator = Evaluator(config, val, self.meta, ranks, autocast, scorer)
+        make_scorer = self._hellaswag if config.hellaswag != "off" else None
+        self.evaluator = Evaluator(config, val, self.meta, ranks, self.precision.autocast, make_scorer)
 
         # Model and optimiser
         self.model = GPT(config, config.seed)
@@ -185,6 +185,10 @@ class Trainer:
             notes.append(f"warning: the taper ends at step {end}, after max_iters={config.max_iters}: norms remain")
         for note in notes:
             self.log.say(note)
+
+    def _hellaswag(self, tokenizer: Any) -> HellaSwag:
+        file = "" if self.config.hellaswag == "auto" else self.config.hellaswag
+        return HellaSwag(file, self.config.hellaswag_items, tokenizer, self.ranks, self.precision.autocast)
 
     def _resume(self, state: dict, path: Path, note: str) -> list[str]:
         """Restore everything; what to tell about it."""

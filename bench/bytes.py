@@ -24,6 +24,7 @@ Attention's core is opaque, as on a GPU. Gains are float32. It is a count of byt
 """
 
 import ast
+import contextlib
 import dataclasses
 import json
 import math
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.cuda_codegen import cuda_code
+from bench.stand_in import replaced
 from common.environment import environment, installed
 from common.errors import ConfigError, UserError, run_program
 from common.output import markdown, writing
@@ -214,14 +216,11 @@ class LoneBlock(nn.Module):
 def step_launches(model: nn.Module, inputs: list[Tensor]) -> list[Launch]:
     """Forward and backward launches of a compiled training step, model(*inputs). Raises UserError where cuda_codegen
     does not support the installation."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    for layer in layers:
-        layer.attend = lambda q, k, v, mask: attention_core(q, k, v)
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, Attention):
+                stack.enter_context(replaced(module, attend=lambda q, k, v, mask: attention_core(q, k, v)))
         sources = cuda_code(model, inputs)
-    finally:
-        for layer in layers:
-            del layer.attend  # its class has the true one
     return [launch for code in sources for launch in launches(code, *inputs[0].shape[:2])]
 
 

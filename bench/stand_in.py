@@ -1,6 +1,7 @@
-"""Attributes of other libraries, replaced for a while: how Triton and inductor are asked about a GPU that is not here.
+"""Attributes replaced for a while: how Triton and inductor are asked about a GPU that is not here.
 
-Neither has another way in: both ask their own modules for the device. Our own code is never replaced like that.
+Neither has another way in: both ask their own modules for the device. Of our own code that is done to one method of the
+models that bench/bytes.py counts, whose graphs never run: Attention.attend.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Within the block, `target` (a module or a class) has these attributes; then again its own.
+    """Within the block, `target` (a module, a class, an object) has these attributes; then again its own.
 
     Raises AttributeError for a name that `target` does not have: a library that has renamed it would not see the value.
     """

@@ -21,10 +21,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.output import markdown
-from decode import step
 from decode.arms import DecodeArm, packed_arm
 from decode.pack import PackedGPT
-from decode.step import Decoder
+from decode.step import Decoder, decode_block, decode_logits
 from hf.config import shape_config
 from kernels.decode import reference as decode_reference
 from model import GPT
@@ -73,15 +72,18 @@ def launches(packed: PackedGPT, batch: int, length: int) -> list[Counter]:
     """Launches by name of one decoding step, for `batch` sequences and a cache of `length` tokens: [those of the ends,
     those of block 0, those of block 1, ...]."""
     decoder, ledger = Decoder(packed, batch, length), LaunchLedger()
-    packed, ops, pos, blocks = decoder.packed, ledger.ops, decoder.pos, []
-    with ledger:  # the parts of step.decode_logits, one after the other
-        x, delta, inv_rms = ops.embed(decoder.token, pos, packed.wte, packed.wpe), None, None
-        for block, cache in zip(packed.blocks, decoder.caches, strict=True):
-            before = len(ledger.launches)
-            x, delta, inv_rms = step.decode_block(ops, packed, block, cache, pos, x, delta, inv_rms)
-            blocks.append(Counter(ledger.launches[before:]))
-        logits = step.head_logits(ops, packed, x, delta, inv_rms)
-        ops.take(*ops.best(logits), decoder.token, pos, decoder.out)
+    blocks: list[Counter] = []
+
+    def counted(*words):
+        before = len(ledger.launches)
+        result = decode_block(*words)
+        blocks.append(Counter(ledger.launches[before:]))
+        return result
+
+    given = decoder.packed, decoder.caches, decoder.token, decoder.pos
+    with ledger:
+        logits = decode_logits(ledger.ops, *given, run_block=counted)
+        ledger.ops.take(*ledger.ops.best(logits), decoder.token, decoder.pos, decoder.out)
     return [Counter(ledger.launches) - total(blocks), *blocks]
 
 

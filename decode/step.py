@@ -125,18 +125,17 @@ def decode_block(ops: Ops, packed: PackedGPT, block: PackedBlock, cache, pos, x,
     return x, delta, inv_rms
 
 
-def decode_logits(ops: Ops, packed: PackedGPT, caches: list, token: Tensor, pos: Tensor, last: bool = False) -> Tensor:
-    """Logits (B, T, V) of tokens (B, T) at positions pos (T,); of the last token alone (B, 1, V) if `last`."""
+def decode_logits(
+    ops: Ops, packed: PackedGPT, caches: list, token: Tensor, pos: Tensor, last: bool = False,
+    run_block: Callable = decode_block,
+) -> Tensor:  # fmt: skip
+    """Logits (B, T, V) of tokens (B, T) at positions pos (T,); of the last token alone (B, 1, V) if `last`. Each block
+    goes through `run_block`, where decode/ledger.py counts its launches."""
     x, delta, inv_rms = ops.embed(token, pos, packed.wte, packed.wpe), None, None
     for block, cache in zip(packed.blocks, caches, strict=True):
-        x, delta, inv_rms = decode_block(ops, packed, block, cache, pos, x, delta, inv_rms)
+        x, delta, inv_rms = run_block(ops, packed, block, cache, pos, x, delta, inv_rms)
     if last:
         x, delta, inv_rms = (None if part is None else part[:, -1:] for part in (x, delta, inv_rms))
-    return head_logits(ops, packed, x, delta, inv_rms)
-
-
-def head_logits(ops: Ops, packed: PackedGPT, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None) -> Tensor:
-    """Logits (B, T, V) of what the last block returned: the final norm and the head."""
     enter = STYLES[packed.level][0]
     logits, epilogue, _, _ = enter(ops, packed.head, x, delta, inv_rms)
     return logits if epilogue is None else ops.scale(logits, epilogue)

@@ -31,7 +31,6 @@ from tqdm import tqdm
 from common.distributed import Ranks, gather_root
 from common.errors import DataError, UserError
 from common.output import write_bytes_atomically
-from data.tokenizers import load_tokenizer
 from model import GPT
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -198,23 +197,20 @@ def evaluate_hellaswag(
 
 
 class HellaSwag:
-    """HellaSwag for a run that trains: `scorer(model)` scores its items. train.py hands it to the evaluator.
+    """`scorer(model)` scores the items of a file, or of the stored ones ("", downloaded at first use) on all ranks.
 
-    source: auto (the stored items, downloaded at first use) or a file of items; count: as for load_items; meta: the
-    data's meta.json. Raises DataError at once, not after hours of training, where items or tokenizer cannot be had.
+    file, count: as for load_items. Raises DataError at once, not after hours of training, where they cannot be had.
     """
 
-    def __init__(self, source: str, count: int, meta: dict[str, Any], ranks: Ranks, autocast: Callable):
-        self.ranks, self.autocast = ranks, autocast
-        try:
-            self.tokenizer = load_tokenizer(meta)
-        except DataError as error:
-            raise DataError(f"HellaSwag needs the data's tokenizer: {error}") from None
-        if source == "auto" and ranks.is_main:
+    def __init__(
+        self, file: str, count: int, tokenizer: Any, ranks: Ranks, autocast: Callable, batch_size: int = BATCH_SIZE
+    ):
+        self.tokenizer, self.ranks, self.autocast, self.batch_size = tokenizer, ranks, autocast, batch_size
+        if not file and ranks.is_main:
             download()
         ranks.wait()
-        self.items = load_items("" if source == "auto" else source, count)
+        self.items = load_items(file, count)
 
     def __call__(self, model: GPT) -> Scores:
         gather_root(model)
-        return evaluate_hellaswag(model, self.tokenizer, self.items, self.ranks, autocast=self.autocast)
+        return evaluate_hellaswag(model, self.tokenizer, self.items, self.ranks, self.batch_size, self.autocast)

@@ -212,8 +212,8 @@ def compare(
         verdicts = decide(estimates, delta, metric.lower_is_better)
         for (arm, measured), estimate, verdict in zip(found.items(), estimates, verdicts, strict=True):
             row = Comparison(metric, arm, baseline, delta, kind, measured.seeds,
-                      np.array(measured.differences), estimate, verdict, len(found),
-                      diverged.get(arm, "") or measured.caution(metric, run))  # fmt: skip
+                             np.array(measured.differences), estimate, verdict, len(found),
+                             diverged.get(arm, "") or measured.caution(metric, run))  # fmt: skip
             rows.append(row)
     return rows, left_out
 

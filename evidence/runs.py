@@ -206,16 +206,21 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
     between two runs gives them one name for different norms."""
     arms: dict[str, dict[int, Run]] = {}
     for run in runs:
-        for known in list(arms.get(run.arm, {}).values())[:1]:
-            for name in run.norm_keys.keys() & known.norm_keys:
-                here, there = (_plain(r.config.get(name, r.norm_keys[name])) for r in (run, known))
-                if here != there:
-                    raise UserError(f"{known.path} and {run.path}: both are {run.arm}, but {name} is {there} and "
-                                    f"{here}, each the default of its day: report on them apart")  # fmt: skip
-        other = arms.setdefault(run.arm, {}).setdefault(run.seed, run)
+        its = arms.setdefault(run.arm, {})
+        check_same_norms(next(iter(its.values()), run), run)
+        other = its.setdefault(run.seed, run)
         if other is not run:
             raise UserError(f"{other.path} and {run.path}: both are {run.arm}, seed {run.seed}: name one of them")
     return arms
+
+
+def check_same_norms(first: Run, run: Run) -> None:
+    """Raise UserError where two runs of one arm differ in a norm key, which is then at the default of either's day."""
+    for name in run.norm_keys.keys() & first.norm_keys:
+        there, here = (_plain(r.config.get(name, r.norm_keys[name])) for r in (first, run))
+        if here != there:
+            raise UserError(f"{first.path} and {run.path}: both are {run.arm}, but {name} is {there} and {here}, each "
+                            "the default of its day: report on them apart")  # fmt: skip
 
 
 def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -> str:

@@ -21,15 +21,17 @@ from training.stream import RMSStats, measure
 
 
 class Evaluator:
-    """The measurements of one run. `config` is a TrainConfig, `meta` its data's meta.json, `scorer` what HellaSwag is
-    scored with (evals/hellaswag.py), or None."""
+    """The measurements of one run. `config` is a TrainConfig, `meta` its data's meta.json. make_scorer(tokenizer) gives
+    what HellaSwag is scored with (evals/hellaswag.py); None where it is not wanted.
+
+    Raises DataError at once, not after hours of training, where HellaSwag is wanted and cannot be had.
+    """
 
     def __init__(
         self, config, blocks: Blocks, meta: dict, ranks: Ranks, autocast: Callable,
-        scorer: Callable[[GPT], Any] | None = None,
+        make_scorer: Callable[[Any], Callable[[GPT], Any]] | None = None,
     ):  # fmt: skip
         self.config, self.blocks, self.ranks, self.autocast = config, blocks, ranks, autocast
-        self.scorer = scorer
         self.batches = eval_batches(blocks, config.batch_size, config.eval_tokens)
         self.tokenizer, self.no_tokenizer, self.bytes_per_token = None, "", 0.0
         try:
@@ -38,6 +40,9 @@ class Evaluator:
                 self.bytes_per_token = bytes_per_token(blocks, self.batches, token_bytes(self.tokenizer))
         except DataError as error:
             self.no_tokenizer = str(error)
+        if make_scorer is not None and self.tokenizer is None:
+            raise DataError(f"HellaSwag needs the data's tokenizer: {self.no_tokenizer}")
+        self.scorer = None if make_scorer is None else make_scorer(self.tokenizer)
 
     @torch.no_grad()
     def val_loss(self, model: nn.Module) -> float:
