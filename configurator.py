@@ -19,7 +19,7 @@ import operator
 import types
 import typing
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from common.errors import ConfigError
 
@@ -30,7 +30,6 @@ ARITHMETIC = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
     ast.UAdd: operator.pos, ast.USub: operator.neg,
 }  # fmt: skip
-MAX_NUMBER = 1e30  # no setting is larger; it also keeps `9**9**9` from running for ever
 
 
 def key(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
@@ -50,84 +49,58 @@ def check_least(config: Any) -> None:
 # ---------------------------------------------------------------------------------------------------- config files
 
 
-def read_config_file(path: str | Path) -> dict[str, Any]:
-    """Names and values that a config file assigns, private names left out. Nothing in it is executed.
+def read_config_file(path: str | Path) -> dict[str, tuple[Any, int]]:
+    """{name: (value, line)} of what a config file assigns, private names left out. Nothing in it is executed.
 
     Raises ConfigError with file and line for everything that is not an assignment of a literal or arithmetic.
     """
     try:
-        source = Path(path).read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        tree = ast.parse(Path(path).read_bytes())
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read ({error.strerror}): check the path") from None
-    except UnicodeDecodeError:  # a ValueError, as is the next
-        raise ConfigError(f"config file {path} is not UTF-8 text: is it a config file at all?") from None
-    except ValueError:
-        raise ConfigError(f"config file {str(path)!r} is no possible path: check it") from None
-    try:
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno}: not valid syntax ({error.msg}); write `key = value`") from None
-    except (ValueError, RecursionError, MemoryError) as error:  # null bytes, thousands of nested brackets
-        raise ConfigError(f"{path}: cannot be parsed ({type(error).__name__}); write `key = value`") from None
-    names: dict[str, Any] = {}
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # not UTF-8, null bytes, endless brackets
+        line, what = getattr(error, "lineno", None) or "?", getattr(error, "msg", None) or type(error).__name__
+        raise ConfigError(f"{path}:{line}: not valid syntax ({what}); write `key = value`") from None
+    found: dict[str, tuple[Any, int]] = {}
     for statement in tree.body:
-        if isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str):
-            continue  # a docstring
-        if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1
-                and isinstance(statement.targets[0], ast.Name)):  # fmt: skip
-            _refuse(path, statement)
         try:
-            names[statement.targets[0].id] = _evaluate(statement.value, names, path)
-        except RecursionError:
-            _refuse(path, statement)
-    return {name: value for name, value in names.items() if not name.startswith("_")}
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str())):
+                    pass  # a docstring
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    value = _evaluate(value, found)
+                    if isinstance(value, int) and value.bit_length() > 64:
+                        raise ValueError("an integer of more than 64 bits")
+                    found[name] = value, statement.lineno
+                case _:
+                    raise ValueError(f"`{type(statement).__name__}` is not allowed, only `key = value` is")
+        except (ValueError, ArithmeticError, RecursionError) as error:
+            raise ConfigError(f"{path}:{statement.lineno}: {error}") from None
+    return {name: value for name, value in found.items() if not name.startswith("_")}
 
 
-def _refuse(path: str | Path, node: ast.AST, why: str = "") -> NoReturn:
-    """Config files hold assignments and nothing else."""
-    what = why or f"`{type(node).__name__}` is not allowed: only `key = value` with literals and arithmetic is"
-    raise ConfigError(f"{path}:{getattr(node, 'lineno', '?')}: {what}")
-
-
-def _evaluate(node: ast.AST, names: dict[str, Any], path: str | Path) -> Any:
-    """Value of a literal expression; arithmetic on numbers only."""
+def _evaluate(node: ast.AST, found: dict[str, tuple[Any, int]]) -> Any:
+    """Value of a literal expression, with arithmetic on numbers. Raises ValueError or ArithmeticError."""
     match node:
-        case ast.Constant(value=bool() | str() | None):
+        case ast.Constant(value=bool() | str() | int() | float() | None):
             return node.value
-        case ast.Constant(value=int() | float()):
-            if not _is_number(node.value):
-                _refuse(path, node, "not a number of reasonable size")
-            return node.value
-        case ast.Name():
-            if node.id not in names:
-                _refuse(path, node, f"name {node.id!r} is not assigned above this line")
-            return names[node.id]
-        case ast.Tuple() | ast.List():
-            elements = tuple(_evaluate(element, names, path) for element in node.elts)
-            if any(isinstance(element, tuple) for element in elements):  # sixty doublings would fill any memory
-                _refuse(path, node, "a tuple holds no tuples")
-            return elements
-        case ast.UnaryOp(operand=operand, op=op):
-            operands = [_evaluate(operand, names, path)]
-        case ast.BinOp(left=left, right=right, op=op):
-            operands = [_evaluate(left, names, path), _evaluate(right, names, path)]
+        case ast.Name(id=name) if name in found:
+            return found[name][0]
+        case ast.Name(id=name):
+            raise ValueError(f"name {name!r} is not assigned above this line")
+        case ast.Tuple(elts=elements) | ast.List(elts=elements):
+            return tuple(_evaluate(element, found) for element in elements)
+        case ast.UnaryOp(op=op, operand=operand):
+            operands = [_evaluate(operand, found)]
+        case ast.BinOp(op=op, left=left, right=right):
+            operands = [_evaluate(left, found), _evaluate(right, found)]
         case _:
-            _refuse(path, node)
-    if type(op) not in ARITHMETIC or not all(_is_number(value) for value in operands):
-        _refuse(path, node, "arithmetic is on numbers only, with + - * / // % **")
-    if isinstance(op, ast.Pow) and abs(operands[1]) > 100:
-        _refuse(path, node, "exponent beyond 100")
-    try:
-        value = ARITHMETIC[type(op)](*operands)
-    except (ArithmeticError, ValueError) as error:
-        _refuse(path, node, str(error))
-    if not _is_number(value) or abs(value) > MAX_NUMBER:
-        _refuse(path, node, "the result is not a number of reasonable size")
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= MAX_NUMBER
+            raise ValueError(f"`{type(node).__name__}` is not allowed, only literals and arithmetic are")
+    if type(op) not in ARITHMETIC or not all(type(value) in (int, float) for value in operands):
+        raise ValueError("arithmetic is on numbers only, with + - * / // % **")
+    if isinstance(op, ast.Pow) and max(map(abs, operands)) > 1000:  # 9**9**9 would run for ever
+        raise ValueError("a power of numbers beyond 1000")
+    return ARITHMETIC[type(op)](*operands)
 
 
 # ---------------------------------------------------------------------------------------------- types and overrides
@@ -229,8 +202,8 @@ def parse_args(cls: type[T], argv: list[str], doc: str = "", spec: bool = False)
                 raise ConfigError(f"{word}: settings are written --key=value")
             overrides.set(name, text if equals else "true", word, is_text=True)
         elif word.endswith(".py"):
-            for name, value in read_config_file(word).items():
-                overrides.set(name, value, word)
+            for name, (value, line) in read_config_file(word).items():
+                overrides.set(name, value, f"{word}:{line}")
         elif spec and not model:
             model = word
         else:

@@ -4,12 +4,14 @@
     python report.py out/small --baseline=rms                    every run folder in out/small: report.md, report.csv,
                                                                  seeds.csv and plots, into out/small
     python report.py runs/ --baseline=rms --delta.val_loss=0.002 --out=results/mine
+    python report.py results/cpu/table1/runs.tar.xz --baseline=rms     an archive of runs, as sweep.sh keeps them
     python report.py --published                                 CoupledNorm's Table 1, from its printed numbers
 
 An arm is a norm type with its norm keys ("coupled --coupled_span=2"); arms are compared with the baseline by seed.
 The margins of equivalence are those that the runs declared (train.py's delta_* keys); one that is given here,
 --delta.METRIC=NUMBER, is labelled post hoc. Metrics: val_loss, train_loss, hellaswag_acc, hellaswag_acc_norm, tok_per_s
-(its margin is a share). Other keys: --out=DIR, --plot=FILE (the loss curves of runs without a baseline).
+(its margin is a share). Other keys: --out=DIR, --pictures=False (tables alone), --plot=FILE (the loss curves of runs
+without a baseline).
 """
 
 import csv
@@ -23,6 +25,7 @@ from scipy.stats import gmean
 from common.errors import ConfigError, run_program
 from common.output import markdown, write_bytes_atomically, writing
 from evidence import published
+from evidence.archive import SUFFIX
 from evidence.comparison import EQUAL_TIME, Comparison, compare, exchange_rate, pair, usable
 from evidence.plots import Arms, drifting, plot_differences, plot_drift, plot_loss, plot_output, plot_stream
 from evidence.runs import METRICS, by_arm, find_runs
@@ -167,6 +170,8 @@ def parse(argv: list[str]) -> tuple[list[Path], dict[str, str], dict[str, float]
             folders.append(Path(word))
         elif name in ("baseline", "out", "plot") and text:
             settings[name] = text
+        elif word == "--pictures=False":
+            settings["pictures"] = ""
         elif name.startswith("delta."):
             metric = name.removeprefix("delta.")
             try:
@@ -176,7 +181,8 @@ def parse(argv: list[str]) -> tuple[list[Path], dict[str, str], dict[str, float]
             if metric not in METRICS or not 0 < deltas[metric] < np.inf:
                 raise ConfigError(f"{word}: wants a margin above 0 for one of {', '.join(METRICS)}")
         else:
-            raise ConfigError(f"{word}: report.py knows --baseline=ARM, --delta.METRIC=NUMBER, --out=DIR, --plot=FILE")
+            raise ConfigError(f"{word}: report.py knows --baseline=ARM, --delta.METRIC=NUMBER, --out=DIR, --plot=FILE, "
+                              "--pictures=False")  # fmt: skip
     if not folders:
         raise ConfigError("name one run folder or more (--help says more)")
     if deltas and "baseline" not in settings:
@@ -184,7 +190,24 @@ def parse(argv: list[str]) -> tuple[list[Path], dict[str, str], dict[str, float]
     return folders, settings, deltas
 
 
-def write_report(arms: Arms, baseline: str, deltas: dict[str, float], out: Path) -> str:
+def draw(arms: Arms, rows: list[Comparison], baseline: str, out: Path) -> list[Path]:
+    """The pictures of a report. Losses over time are of runs on GPUs: speeds of runs on a CPU are not judged."""
+    every = [run for runs in arms.values() for run in runs.values()]
+    plots = [plot_loss(arms, out / "loss_tokens.png", "tokens", baseline)]
+    if not any(run.on_cpu for run in every):
+        plots.append(plot_loss(arms, out / "loss_time.png", "time"))
+    if rows:
+        plots.append(plot_differences(rows, out / "differences.png"))
+    if any(run.stream for run in every):
+        plots.append(plot_stream(arms, out / "stream.png"))
+    if any(run.history for run in every):
+        plots.append(plot_output(arms, out / "output.png"))
+    if moved := drifting(arms):
+        plots.append(plot_drift(moved, out / "drift.png"))
+    return plots
+
+
+def write_report(arms: Arms, baseline: str, deltas: dict[str, float], out: Path, pictures: bool = True) -> str:
     """Everything into `out`; the verdicts as text."""
     arms, left_out, diverged = usable(arms)
     pairs, unpaired = pair(arms, baseline, tuple(left_out))
@@ -194,15 +217,7 @@ def write_report(arms: Arms, baseline: str, deltas: dict[str, float], out: Path)
     used = {base.seed: base for its in pairs.values() for _, base in its} or arms[baseline]
     arms = {baseline: used, **{arm: {run.seed: run for run, _ in its} for arm, its in pairs.items() if its}}
     with writing(out):
-        plots = [plot_loss(arms, out / "loss_tokens.png", "tokens", baseline)]
-        plots += [plot_loss(arms, out / "loss_time.png", "time")]
-        plots += [plot_differences(rows, out / "differences.png")] if rows else []
-        if any(run.stream for runs in arms.values() for run in runs.values()):
-            plots += [plot_stream(arms, out / "stream.png")]
-        if any(run.history for runs in arms.values() for run in runs.values()):
-            plots += [plot_output(arms, out / "output.png")]
-        if moved := drifting(arms):
-            plots += [plot_drift(moved, out / "drift.png")]
+        plots = draw(arms, rows, baseline, out) if pictures else []
         texts = {"report.md": report_text(arms, rows, baseline, left_out, plots),
                  "report.csv": verdict_csv(rows), "seeds.csv": seeds_csv(arms)}  # fmt: skip
         for name, text in texts.items():
@@ -221,16 +236,22 @@ def main(argv: list[str]) -> None:
     if "baseline" not in settings:
         if len(folders) > 1 and not {"plot", "out"} & settings.keys():
             raise ConfigError("of several folders none is the plot's: say where it goes, --plot=FILE or --out=DIR")
-        out = Path(settings.get("out", folders[0] if folders[0].is_dir() else "."))
+        out = Path(settings.get("out", folder_of(folders[0])))
         with writing(out):
             target = Path(settings.get("plot", out / "loss.png"))
         print(f"wrote {plot_loss(named(runs), target)}")
         return
     if len(folders) > 1 and "out" not in settings:
         raise ConfigError("of several folders none is the report's: say where it goes, --out=DIR")
-    out = Path(settings.get("out", folders[0]))
-    print(write_report(by_arm(runs), settings["baseline"], deltas, out))
-    print(f"\nwrote report.md, report.csv, seeds.csv and plots into {out}")
+    out = Path(settings.get("out", folder_of(folders[0])))
+    pictures = "pictures" not in settings
+    print(write_report(by_arm(runs), settings["baseline"], deltas, out, pictures))
+    print(f"\nwrote report.md, report.csv, seeds.csv{' and plots' if pictures else ''} into {out}")
+
+
+def folder_of(path: Path) -> Path:
+    """Where a report goes if nobody says so: into the folder of the runs, or beside the file that holds them."""
+    return path if path.is_dir() else path.parent if path.name.endswith(SUFFIX) else Path()
 
 
 def named(runs: list) -> Arms:

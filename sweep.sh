@@ -8,7 +8,7 @@
 #   SEEDS      (8 9 10 11 12 13 14 15)
 #   OUT        folder of the run folders                       (out/ and the name of the first config file)
 #   HELLASWAG  off, auto (downloads the items) or their file   (auto)
-#   KEEP       copy each finished run's config, log and HellaSwag items here, and skip the runs that are here already
+#   KEEP       archive (a name in .tar.xz) for each finished run's config, log and HellaSwag items; runs in it are skipped
 #   NPROC      processes a run, through torchrun               (1)
 #
 # All arms of a seed run one after the other, beginning with another arm each time, so that a drift of the machine hits
@@ -23,6 +23,7 @@ if [ $# = 0 ] || [ "$1" = --help ] || [ "$1" = -h ]; then sed -n '2,/^set /{/^#/
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${OUT:-out/$(basename "$1" .py)}
 KEEP=${KEEP:-}
+[[ -z $KEEP || $KEEP == *.tar.xz ]] || { echo "error: KEEP=$KEEP: wants an archive's name, as runs.tar.xz" >&2; exit 2; }
 NPROC=${NPROC:-1}
 [ ! -f "$OUT/config.json" ] || die "OUT=$OUT is the folder of a run: give another one for the sweep, OUT=out/sweep"
 [ -f "$1" ] || die "$1: no such file; the first word is a config file"
@@ -57,6 +58,8 @@ def main(words):
 
 run_program(main)' "$@" "${check[@]}" || exit 2
 
+kept=$'\n'
+[ -z "$KEEP" ] || kept+=$("$PYTHON" -m evidence.archive "$KEEP")$'\n' || exit 1
 child= failed=0 number=0 total=$((${#arms[@]} * ${#seeds[@]}))
 stop() { [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; echo "stopped; run it again to go on"; exit 130; }
 trap stop INT TERM HUP
@@ -68,7 +71,7 @@ for round in "${!seeds[@]}"; do
     name=$(IFS=+; echo "${keys[*]}")
     name=${name//+--/+} name=${name// /_}-$seed number=$((number + 1))
     run=$OUT/$name label="[$number/$total] $name"
-    if [ -n "$KEEP" ] && [ -f "$KEEP/$name/log.jsonl" ]; then echo "$label: in $KEEP already"; continue; fi
+    if [[ $kept == *$'\n'"$name"$'\n'* ]]; then echo "$label: in $KEEP already"; continue; fi
     if grep -qs '"event": "end", "reason": "done"' "$run/log.jsonl"; then
       echo "$label: done already"
     else
@@ -87,14 +90,7 @@ for round in "${!seeds[@]}"; do
         *) echo "$label: FAILED with exit code $status: $last"; failed=1; [ "$status" != 2 ] || exit 2; continue ;;
       esac
     fi
-    if [ -n "$KEEP" ]; then
-      rm -rf "$KEEP/$name.part" "${KEEP:?}/$name"
-      mkdir -p "$KEEP/$name.part"
-      for file in config.json log.jsonl hellaswag.jsonl; do
-        [ ! -f "$run/$file" ] || cp "$run/$file" "$KEEP/$name.part/"
-      done
-      mv "$KEEP/$name.part" "$KEEP/$name"
-    fi
+    [ -z "$KEEP" ] || "$PYTHON" -m evidence.archive "$KEEP" "$run"
   done
 done
 exit $failed

@@ -1,8 +1,10 @@
 """Pictures: the one style of all plots, and how they are saved. Importing it imports matplotlib: a second."""
 
+import io
 from pathlib import Path
 
 import matplotlib
+from PIL import Image
 
 from common.errors import UserError
 
@@ -19,8 +21,17 @@ def style(index: int) -> dict:
 
 
 def save(figure: plt.Figure, target: Path) -> Path:
+    """Write and close a figure; PNG with a palette, which takes a quarter of the bytes. Raises UserError."""
     try:
-        figure.savefig(target, dpi=150)
+        if target.suffix != ".png":
+            figure.savefig(target)
+        else:
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format="png", dpi=110)
+            picture = Image.open(drawn).convert("RGB")
+            # Of Pillow's methods the one that keeps every colour within 16 of 255; dithering would cost bytes.
+            palette = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            palette.save(target, optimize=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{target}: cannot be written ({error})") from None
     finally:

@@ -5,7 +5,6 @@
 """
 
 out_dir = "out/small"
-data_dir = "data/fineweb_edu"
 
 n_layer = 6
 n_head = 6
@@ -21,4 +20,3 @@ min_lr = 1e-4
 warmup_iters = 200
 
 eval_interval = 200
-eval_tokens = 2097152

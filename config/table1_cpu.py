@@ -20,7 +20,6 @@ warmup_iters = 100
 
 eval_interval = 100
 eval_tokens = 65536
-log_interval = 10
 sample_tokens = 0
 hellaswag_items = 1000
 

@@ -25,4 +25,3 @@ min_lr = 1e-4
 warmup_iters = 500
 
 eval_interval = 500
-eval_tokens = 2097152

@@ -234,7 +234,7 @@ class Measured:
         """Why a verdict would mislead here, whatever the tests say; or ""."""
         if metric is EQUAL_TIME:
             return "the exchange rate is an upper estimate, so this is no verdict"
-        if metric.relative and run.start["device"].startswith("cpu"):
+        if metric.relative and run.on_cpu:
             return "speeds of runs on a CPU are described, not judged (bench/train.py compares steps in one process)"
         if self.by_item:
             ours, items = np.mean(self.values), len(self.by_item[0])

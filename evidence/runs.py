@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
+from evidence.archive import SUFFIX, unpack
 
 # Norm keys and their defaults, for logs that do not tell them: of all norm types, and of one alone.
 OLD_NORM_KEYS: dict[str, dict[str, Any]] = {
@@ -65,6 +66,10 @@ class Run:
     @property
     def seed(self) -> int:
         return self.config["seed"]
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.start["device"].startswith("cpu")
 
     @cached_property
     def norm_keys(self) -> dict[str, Any]:
@@ -188,13 +193,15 @@ def read_log(run: Path) -> list[dict]:
 
 
 def find_runs(paths: list[Path]) -> list[Run]:
-    """The runs that paths name: run folders, log files, or folders that hold run folders at any depth."""
+    """The runs that paths name: run folders, log files, folders that hold run folders at any depth, and archives of
+    those (.tar.xz)."""
     runs = []
-    for path in paths:
+    for named in paths:
+        path = unpack(named) if named.name.endswith(SUFFIX) else named
         if path.is_dir() and not (path / "log.jsonl").exists():
             inside = sorted(log.parent for log in path.rglob("log.jsonl") if log.parent.suffix != ".part")
             if not inside:
-                raise UserError(f"{path}: no run folder in it: name run folders, or the folder that holds them")
+                raise UserError(f"{named}: no run folder in it: name run folders, or the folder that holds them")
             runs.extend(map(Run, inside))
         else:
             runs.append(Run(path))

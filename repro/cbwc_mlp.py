@@ -165,7 +165,7 @@ def study_training(config: MLPConfig) -> tuple[list[dict], str]:
         "Apart: largest difference of any parameter to the LayerNorm model's, over all epochs (cbwc: of V to W; "
         "nudged: LayerNorm that started one rounding error away). Loss: of training, in the last epoch."
     )
-    return records, "\n".join([about, "", *lines])
+    return records, "\n".join([about, "", "![apart](apart.png)", "", *lines])
 
 
 @torch.no_grad()
@@ -222,7 +222,7 @@ def study_centering(config: MLPConfig) -> tuple[list[dict], str]:
         "first. Over training: the largest by the smallest norm of the last input, over epochs. Layers with RMS > LN: "
         "in every seed. Last loss: training loss of the last epoch, mean over seeds."
     )
-    return records, "\n".join([about, "", *lines])
+    return records, "\n".join([about, "", "![norm](norm.png)", "", "![mean](mean.png)", "", *lines])
 
 
 def select(records: list[dict], depth: int, residual: bool, arm: str, what: str) -> np.ndarray:

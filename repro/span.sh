@@ -2,7 +2,7 @@
 # One statistic for 1, 2, 3 or all blocks: the future work that CoupledNorm's paper names (Loretz & Hochreiter 2026).
 #
 #   repro/span.sh   0.84 M parameters, byte level, 4 blocks, seeds 8 to 15: the settings of `repro/table1.sh cpu`, whose
-#                   rms and coupled runs stand beside. 32 runs of four minutes on a free CPU core
+#                   rms and coupled runs stand beside. 32 runs more, of four minutes on a free CPU core
 #
 # alpha of every shared position is set to the measured drift every 10 steps (coupled_calibrate). Without that, two
 # blocks train badly and all of them diverge: results/cpu/span/uncalibrated.
@@ -11,9 +11,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/span} KEEP=${KEEP:-results/cpu/span/runs}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/span} KEEP=${KEEP:-results/cpu/span/runs.tar.xz}
 calibrated=--coupled_calibrate=10
-export ARMS="${ARMS:-"'coupled $calibrated' 'coupled --coupled_span=2 $calibrated' 'coupled --coupled_span=3 $calibrated' 'coupled --coupled_span=0 $calibrated'"}"
+arms="${ARMS:-"coupled 'coupled $calibrated' 'coupled --coupled_span=2 $calibrated' 'coupled --coupled_span=3 $calibrated' 'coupled --coupled_span=0 $calibrated'"}"
 [ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py
-./sweep.sh config/table1_cpu.py "$@"
-"$PYTHON" report.py "$KEEP" results/cpu/table1/runs/{rms,coupled}-* --baseline=rms --out="$(dirname "$KEEP")"
+folder=$(dirname "$KEEP")
+ARMS=rms KEEP=$folder/rms.tar.xz ./sweep.sh config/table1_cpu.py "$@"
+ARMS=$arms ./sweep.sh config/table1_cpu.py "$@"
+"$PYTHON" report.py "$KEEP" "$folder/rms.tar.xz" --baseline=rms --out="$folder"
+"$PYTHON" report.py "$KEEP" --baseline=coupled --pictures=False --out="$folder/against_coupled"

@@ -25,24 +25,24 @@ scale=${1:-} status=0
 [ $# = 0 ] || shift
 case $scale in
   full)
-    export NPROC=${NPROC:-8} OUT=${OUT:-out/table1} KEEP=${KEEP:-results/h200/table1/runs}
+    export NPROC=${NPROC:-8} OUT=${OUT:-out/table1} KEEP=${KEEP:-results/h200/table1/runs.tar.xz}
     ./sweep.sh config/layer.py --delta_val_loss=0.001 --delta_train_loss=0.001 --delta_hellaswag_acc=0.005 \
       --delta_hellaswag_acc_norm=0.005 --delta_tok_per_s=0.005 "$@" || status=$?
     ;;
   cpu)
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OUT=${OUT:-out/table1_cpu} KEEP=${KEEP:-results/cpu/table1/runs}
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OUT=${OUT:-out/table1_cpu} KEEP=${KEEP:-results/cpu/table1/runs.tar.xz}
     [ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py
     ./sweep.sh config/table1_cpu.py "$@" || status=$?
     ;;
   small)
     export SEEDS=${SEEDS:-8 9 10 11 12 13} HELLASWAG=${HELLASWAG:-off}
-    export OUT=${OUT:-out/table1_small} KEEP=${KEEP:-results/h200/table1_small/runs}
+    export OUT=${OUT:-out/table1_small} KEEP=${KEEP:-results/h200/table1_small/runs.tar.xz}
     ./sweep.sh config/small.py --gradient_accumulation_steps=2 --max_iters=730 --warmup_iters=70 --eval_interval=73 \
       --eval_tokens=851968 --delta_val_loss=0.01 "$@" || status=$?
     ;;
   pair)
     export ARMS=${ARMS:-rms coupled} SEEDS=${SEEDS:-8} HELLASWAG=${HELLASWAG:-off}
-    export OUT=${OUT:-out/pair_124m} KEEP=${KEEP:-results/h200/pair_124m/runs}
+    export OUT=${OUT:-out/pair_124m} KEEP=${KEEP:-results/h200/pair_124m/runs.tar.xz}
     ./sweep.sh config/layer.py --batch_size=48 --gradient_accumulation_steps=2 --max_iters=1000 --warmup_iters=100 \
       --eval_interval=50 --eval_tokens=851968 --delta_val_loss=0.01 "$@" || status=$?
     ;;
@@ -52,7 +52,8 @@ case $scale in
     case $scale in -h|--help) exit 0 ;; *) exit 2 ;; esac
     ;;
 esac
-[ -d "$KEEP" ] || exit $status  # stopped before any run had ended
+[ -f "$KEEP" ] || exit $status  # stopped before any run had ended
 "$PYTHON" report.py "$KEEP" --baseline=rms --out="$(dirname "$KEEP")"
-[ "$scale" = pair ] || "$PYTHON" report.py "$KEEP" --baseline=layer --out="$(dirname "$KEEP")/against_layer"
+[ "$scale" = pair ] || "$PYTHON" report.py "$KEEP" --baseline=layer --pictures=False \
+  --out="$(dirname "$KEEP")/against_layer"
 exit $status

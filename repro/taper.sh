@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/taper} KEEP=${KEEP:-results/cpu/taper/runs}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/taper} KEEP=${KEEP:-results/cpu/taper/runs.tar.xz}
 internal="taper --taper_warmup=0.5 --taper_end=0.75" anchor=--taper_anchor=0.1 final=--taper_final=True
 arms="rms '$internal' '$internal $anchor' '$internal $final' '$internal $final $anchor'"
 export ARMS="${ARMS:-"$arms 'taper --taper_warmup=0.625 --taper_end=0.625'"}"
@@ -21,5 +21,5 @@ status=0
 ./sweep.sh config/table1_cpu.py --delta_val_loss=0.0234 --delta_train_loss=0.0234 "$@" || status=$?
 "$PYTHON" report.py "$KEEP" --baseline=rms --out="$(dirname "$KEEP")"
 "$PYTHON" report.py "$KEEP" --baseline="taper --taper_warmup=0.625 --taper_end=0.625" \
-  --out="$(dirname "$KEEP")/against_abrupt"
+  --pictures=False --out="$(dirname "$KEEP")/against_abrupt"
 exit $status

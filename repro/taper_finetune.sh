@@ -18,13 +18,13 @@ arms="layer '$taper --taper_warmup=0.1 --taper_end=0.5' '$taper --taper_warmup=0
 export ARMS="${ARMS:-$arms}" SEEDS="${SEEDS:-8 9 10 11}" HELLASWAG=${HELLASWAG:-off}
 case $scale in
   gpt2)
-    export OUT=${OUT:-out/taper_finetune} KEEP=${KEEP:-results/h200/taper_finetune/runs}
+    export OUT=${OUT:-out/taper_finetune} KEEP=${KEEP:-results/h200/taper_finetune/runs.tar.xz}
     ./sweep.sh config/layer.py --init_from=openai-community/gpt2 --bias=True --activation=gelu_tanh --max_iters=200 \
       --learning_rate=6e-5 --min_lr=6e-6 --warmup_iters=20 --eval_interval=20 --delta_val_loss=0.02 "$@" || status=$?
     ;;
   cpu)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OUT=${OUT:-out/taper_finetune}
-    export KEEP=${KEEP:-results/cpu/taper_finetune/runs}
+    export KEEP=${KEEP:-results/cpu/taper_finetune/runs.tar.xz}
     [ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py
     for seed in $SEEDS; do
       SEEDS=$seed ARMS=layer OUT=$OUT/base KEEP="" ./sweep.sh config/table1_cpu.py
@@ -39,5 +39,5 @@ case $scale in
 esac
 "$PYTHON" report.py "$KEEP" --baseline=layer --out="$(dirname "$KEEP")"
 "$PYTHON" report.py "$KEEP" --baseline="$taper --taper_warmup=0.3 --taper_end=0.3" \
-  --out="$(dirname "$KEEP")/against_abrupt"
+  --pictures=False --out="$(dirname "$KEEP")/against_abrupt"
 exit $status

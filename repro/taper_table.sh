@@ -18,8 +18,8 @@ export SEEDS="${SEEDS:-8 9 10 11 12 13}" HELLASWAG=off
 declare -A shape=([1M]="6 4 128" [5M]="6 8 256" [9M]="5 6 384" [30M]="10 8 512")
 for size in ${SIZES:-1M 5M 9M 30M}; do
   read -r layers heads channels <<<"${shape[$size]:?$size: SIZES are 1M, 5M, 9M and 30M}"
-  OUT=$out/$size KEEP=$keep/$size/runs ./sweep.sh config/tinystories.py --n_layer="$layers" --n_head="$heads" \
+  OUT=$out/$size KEEP=$keep/$size/runs.tar.xz ./sweep.sh config/tinystories.py --n_layer="$layers" --n_head="$heads" \
     --n_embd="$channels" --delta_val_loss=0.02 --delta_train_loss=0.02 "$@" || status=$?
-  "$PYTHON" report.py "$keep/$size/runs" --baseline=rms --out="$keep/$size"
+  "$PYTHON" report.py "$keep/$size/runs.tar.xz" --baseline=rms --out="$keep/$size"
 done
 exit $status

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, run_program
-from configurator import MAX_NUMBER, help_text, key, parse_args, read_config_file
+from configurator import help_text, key, parse_args, read_config_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def test_wrong_type_on_the_command_line_names_key_and_type(word):
      ("n_kv = 2.0", "int")],
 )  # fmt: skip
 def test_wrong_type_in_a_file_names_file_key_and_type(line, wanted, config_file):
-    with pytest.raises(ConfigError, match=rf"config\.py: {line.split()[0]} wants .*{wanted}"):
+    with pytest.raises(ConfigError, match=rf"config\.py:1: {line.split()[0]} wants .*{wanted}"):
         parse(config_file(line))
 
 
@@ -186,7 +186,7 @@ n_kv = n_layer
         n_layer=5, dropout=0.25, bias=True, out_dir="out/run", alpha=(524288.0, -1.0, 0.5), n_kv=5
     )
     assert read_config_file(config_file("")) == {}
-    assert read_config_file(config_file("﻿n_layer = 1\r\n")) == {"n_layer": 1}  # a byte order mark
+    assert read_config_file(config_file("﻿n_layer = 1\r\n")) == {"n_layer": (1, 1)}  # a byte order mark
 
 
 REFUSED = {
@@ -224,7 +224,7 @@ REFUSED = {
     "infinite literal": "dropout = 1e999",
     "huge integer": "n_layer = 0x" + "f" * 10000,
     "huge integer for a bool": "bias = 0x" + "f" * 10000,
-    "nested tuple": "_a = (1, (2, 3))",
+    "nested tuple": "alpha = (1, (2, 3))",
     "shift": "n_layer = 1 << 40",
     "bitwise": "n_layer = ~3",
     "not": "bias = not True",
@@ -273,7 +273,7 @@ def test_not_a_config_file_at_all(config_file, tmp_path):
     with pytest.raises(ConfigError, match=r"folder\.py cannot be read"):
         (tmp_path / "folder.py").mkdir()
         parse(str(tmp_path / "folder.py"))
-    with pytest.raises(ConfigError, match="not UTF-8"):
+    with pytest.raises(ConfigError, match=r"config\.py.*not valid syntax.*utf-8"):
         parse(config_file(b"out_dir = '\xff\xfe'"))
     with pytest.raises(ConfigError, match=r"config\.py"):
         parse(config_file(b"n_layer = 3\0"))
@@ -303,13 +303,6 @@ def test_very_deep_nesting(shape, depth, config_file):
         assert parse(file).n_layer == 3  # sums and signs that Python itself can follow
     except ConfigError as error:
         assert "config.py" in str(error) and len(str(error)) < 500
-
-
-def test_a_file_cannot_make_a_value_that_explodes(config_file):
-    """Each line doubles: printed in an error message, the last would have 2^60 elements."""
-    lines = ["_0 = (1, 1)"] + [f"_{i} = (_{i - 1}, _{i - 1})" for i in range(1, 60)]
-    with pytest.raises(ConfigError, match=r"config\.py:2: "):
-        parse(config_file("\n".join(lines) + "\nout_dir = _59"))
 
 
 # --------------------------------------------------------------------------------------------------------- fuzzing
@@ -429,8 +422,8 @@ def test_arithmetic_is_pythons(tmp_path, left, right, op):
     path = tmp_path / "sum.py"
     path.write_text(f"dropout = {left!r} {op} {right!r}")
     try:
-        found = read_config_file(path)["dropout"]
+        found, _ = read_config_file(path)["dropout"]
     except ConfigError:
-        assert right == 0 or abs(left / right) > MAX_NUMBER
+        assert right == 0
     else:
         assert found == eval(compile(ast.parse(f"{left!r} {op} {right!r}", mode="eval"), "", "eval"))

@@ -81,14 +81,24 @@ def test_bits_per_byte(run):
 
 
 def test_the_five_recipes_differ_in_norm_type_and_names_alone():
-    configs = {name: read_config_file(ROOT / "config" / f"{name}.py")
+    configs = {name: {key: value for key, (value, _) in read_config_file(ROOT / "config" / f"{name}.py").items()}
                for name in ("layer", "rms", "coupled", "cbwc", "taper")}  # fmt: skip
     for name, values in configs.items():
         assert values.pop("norm_type") == name and name in values.pop("out_dir")
         assert values == configs["layer"]
     config, _ = parse_args(TrainConfig, [str(ROOT / "config" / "coupled.py")])
+    assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == (12, 12, 768, 1024)
+    assert (config.data_dir, config.max_iters) == ("data/fineweb_edu", 20345)
     assert config.batch_size * config.gradient_accumulation_steps * config.block_size == 491_520
     assert (config.learning_rate, config.min_lr, config.warmup_iters) == (6e-4, 6e-5, 2000)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("[!d]*.py")), ids=lambda path: path.name)
+def test_no_recipe_repeats_a_default_of_training(path):
+    """But for norm_type, which a recipe names."""
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    values = {name: value for name, (value, _) in read_config_file(path).items() if name != "norm_type"}
+    assert [name for name, value in values.items() if value == defaults[name]] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.name)

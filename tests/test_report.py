@@ -20,7 +20,7 @@ from helpers import ROOT
 import report
 from common.errors import ConfigError, UserError
 from common.plotting import plt
-from evidence import plots, runs
+from evidence import archive, plots, runs
 from evidence.comparison import EQUAL_TIME, at_equal_time, compare, exchange_rate, margin, pair, usable
 from evidence.runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
 from norm_plan import NormConfig
@@ -57,6 +57,12 @@ def write_items(run: Path, right: np.ndarray) -> None:
     chosen = [{"acc_choice": int(not r), "acc_norm_choice": int(not r)} for r in right]
     rows = [{"item": item, "label": 0, **choices} for item, choices in enumerate(chosen)]
     (run / "hellaswag.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def committed(study: str, name: str) -> runs.Run:
+    """A run of results/cpu."""
+    found = find_runs([ROOT / "results/cpu" / study / "runs.tar.xz"])
+    return next(run for run in found if run.path.name == name)
 
 
 @pytest.fixture
@@ -140,7 +146,7 @@ def test_the_stream_is_drawn_where_runs_measured_it(sweep, tmp_path):
 
 
 def test_runs_of_before_a_key_existed_are_comparable(tmp_path):
-    old = find_runs([ROOT / "results/cpu/table1/runs/rms-8"])[0]
+    old = committed("table1", "rms-8")
     new = write_run(tmp_path, "rms", 8)
     lines = (new / "log.jsonl").read_text().splitlines()
     start = {**old.start, "config": {**json.loads(lines[0])["config"], **old.config}}
@@ -179,7 +185,7 @@ def test_too_small_a_set_is_inconclusive_and_says_what_is_missing(tmp_path):
 
 def test_the_program_loads_no_model(tmp_path):
     """What it needs to know of norms is in the logs."""
-    words = ["results/cpu/taper_finetune/runs/layer-8", f"--plot={tmp_path / 'loss.png'}"]
+    words = ["results/cpu/taper_finetune/runs.tar.xz", f"--plot={tmp_path / 'loss.png'}"]
     code = f"import report, sys; report.main({words}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "model", "norm_plan", "kernels"} & set(done.stdout.split())
@@ -187,13 +193,14 @@ def test_the_program_loads_no_model(tmp_path):
 
 def test_old_logs_keep_their_arms():
     """Those that do not tell their norm keys; and a new setting of models needs an entry in BEFORE."""
-    arms = {path: {run.arm for run in find_runs([ROOT / "results/cpu" / path])} for path in ("table1", "taper")}
+    studies = {name: find_runs([ROOT / "results/cpu" / name / "runs.tar.xz"]) for name in ("table1", "taper")}
+    arms = {name: {run.arm for run in its} for name, its in studies.items()}
     assert arms["table1"] == {"layer", "rms", "coupled", "cbwc", "taper --taper_warmup=0.1"}
     internal, final, anchor = "taper", "--taper_final=True", "--taper_anchor=0.1"
     assert arms["taper"] == {
         "rms", internal, f"{internal} {final}", f"{internal} {anchor}", f"{internal} {final} {anchor}",
         f"{internal} --taper_warmup=0.625 --taper_end=0.625"}  # fmt: skip
-    config = find_runs([ROOT / "results/cpu/table1/runs/rms-8"])[0].config
+    config = committed("table1", "rms-8").config
     added = {field.name: field.default for field in dataclasses.fields(TrainConfig) if field.name not in config}
     for name in added.keys() - runs.NAMES - {field.name for field in dataclasses.fields(NormConfig)}:
         assert runs.BEFORE[name] == added[name]
@@ -431,3 +438,58 @@ def test_published_verdicts_come_from_the_file(tmp_path, capsys):
         report.main([f"--published={tmp_path / 'none.csv'}"])
     with pytest.raises(ConfigError, match="stands alone"):
         report.main(["--published", "--baseline=rms"])
+
+
+# ------------------------------------------------------------------------------------------------------------ archives
+
+
+@pytest.mark.parametrize("study", ("table1", "table1_again", "taper"))
+def test_committed_archives_give_the_committed_tables(study, tmp_path):
+    """Text for text; equal times are means in another order of rounding on another machine."""
+    folder = ROOT / "results/cpu" / study
+    report.main([str(folder / "runs.tar.xz"), "--baseline=rms", f"--out={tmp_path}", "--pictures=False"])
+    for name in ("seeds.csv", "report.csv"):
+        with (folder / name).open() as old, (tmp_path / name).open() as new:
+            for before, after in zip(csv.DictReader(old), csv.DictReader(new), strict=True):
+                for key, text in before.items():
+                    try:
+                        assert float(after[key]) == pytest.approx(float(text), rel=1e-6, abs=1e-9), (name, key)
+                    except ValueError:
+                        assert after[key] == text
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_an_archive_is_its_folders(sweep, tmp_path):
+    """Added one by one, a run twice: the same report; the same bytes in any order."""
+    folders = sorted(run for run in sweep.iterdir() if run.is_dir())
+    for name, order in (("a", folders), ("b", [*reversed(folders), folders[3]])):
+        for run in order:
+            archive.add(tmp_path / name / "runs.tar.xz", run)
+    first, second = (tmp_path / name / "runs.tar.xz" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    (tmp_path / "c").mkdir()
+    for source, out in ((first, "c"), (sweep, "d")):
+        report.main([str(source), "--baseline=rms", f"--out={tmp_path / out}", "--pictures=False"])
+    assert (tmp_path / "c/report.csv").read_text() == (tmp_path / "d/report.csv").read_text()
+
+
+def test_the_names_in_an_archive_and_what_is_none(sweep, tmp_path, capsys):
+    path = tmp_path / "runs.tar.xz"
+    archive.main([str(path)])
+    archive.main([str(path), str(sweep / "rms-8"), str(sweep / "rms-9")])
+    archive.main([str(path)])
+    assert capsys.readouterr().out == "rms-8\nrms-9\n"
+    with pytest.raises(UserError, match=r"no log\.jsonl there: name a run folder"):
+        archive.main([str(path), str(tmp_path)])
+    with pytest.raises(ConfigError, match="wants a name that ends in"):
+        archive.main([str(tmp_path / "runs.zip")])
+    whole = path.read_bytes()
+    for torn in (whole[: len(whole) // 2], b"", b"no archive"):
+        path.write_bytes(torn)
+        with pytest.raises(UserError, match="torn, or no archive of runs"):
+            find_runs([path])
+    with pytest.raises(UserError, match="no such archive"):
+        find_runs([tmp_path / "none.tar.xz"])
+    archive.write(path, {"../outside/log.jsonl": b"{}"})
+    with pytest.raises(UserError, match="no archive of ours"):
+        find_runs([path])

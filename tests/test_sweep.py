@@ -6,7 +6,6 @@
 import csv
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 from helpers import ROOT, TINY, records, write_items, write_tiny_shards
 
 import report
+from evidence import archive
 from evidence.runs import find_runs
 
 ARMS = "rms 'coupled --coupled_span=2'"
@@ -57,7 +57,11 @@ def test_a_killed_sweep_ends_with_the_same_table(train_ok, data, tmp_path):
 
     The table is that of the same four runs, each trained alone and without a break.
     """
-    whole, broken, keep = (tmp_path / name for name in ("whole", "broken", "keep"))
+    whole, broken, keep = (tmp_path / name for name in ("whole", "broken", "runs.tar.xz"))
+
+    def kept() -> set[str]:
+        return {name.split("/")[0] for name in archive.read(keep)}
+
     for seed in (1, 2):
         for name, keys in (("rms", ()), ("coupled", ("--coupled_span=2",))):
             train_ok(ROOT / "config/demo.py", *WORDS, f"--data_dir={data}", f"--norm_type={name}", *keys,
@@ -78,10 +82,11 @@ def test_a_killed_sweep_ends_with_the_same_table(train_ok, data, tmp_path):
             assert finish(job, 130)[-1].startswith("stopped")
 
     kill_at("coupled+coupled_span=2-1", 15, signal.SIGTERM)
-    assert (keep / "rms-1" / "hellaswag.jsonl").exists() and not (keep / "coupled+coupled_span=2-1").exists()
+    assert kept() == {"rms-1"} and "rms-1/hellaswag.jsonl" in archive.read(keep)
     kill_at("coupled+coupled_span=2-2", 25, signal.SIGKILL)
     (broken / "rms-1" / "log.jsonl").unlink()  # kept, so not looked at again
-    shutil.rmtree(keep / "coupled+coupled_span=2-1")  # done, so copied again
+    one_left = {name: part for name, part in archive.read(keep).items() if name.startswith("rms-1/")}
+    archive.write(keep, one_left)  # the other is done, so kept again
     rest = finish(start(data, broken, KEEP=str(keep)))
     assert [line.split(":")[0] for line in rest] == ["[1/4] rms-1", "[2/4] coupled+coupled_span=2-1",
                                                      "[3/4] coupled+coupled_span=2-2", "[4/4] rms-2"]  # fmt: skip
@@ -90,7 +95,8 @@ def test_a_killed_sweep_ends_with_the_same_table(train_ok, data, tmp_path):
     found = table(keep, tmp_path / "b")
     assert len(found) == 4 and found == table(whole, tmp_path / "a")
     for seed in (1, 2):
-        assert "resume" in [record["event"] for record in records(keep / f"coupled+coupled_span=2-{seed}")]
+        log = archive.read(keep)[f"coupled+coupled_span=2-{seed}/log.jsonl"].decode()
+        assert '"event": "resume"' in log
 
 
 @pytest.mark.xdist_group("sweep")

@@ -1,0 +1,89 @@
+"""Run folders in one compressed file: what a study leaves in results/, and what sweep.sh keeps.
+
+    python -m evidence.archive runs.tar.xz                       the names of its runs, a line each
+    python -m evidence.archive runs.tar.xz out/small/rms-8       add a run: config, log, HellaSwag items; or replace it
+"""
+
+import atexit
+import io
+import lzma
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from common.errors import ConfigError, UserError, run_program
+from common.output import write_bytes_atomically
+
+SUFFIX = ".tar.xz"
+FILES = ("config.json", "log.jsonl", "hellaswag.jsonl")  # of a run folder
+
+
+def read(archive: Path) -> dict[str, bytes]:
+    """name/file -> content; empty if there is no such archive. Raises UserError."""
+    try:
+        with tarfile.open(archive, "r:xz") as file:
+            return {member.name: file.extractfile(member).read() for member in file if member.isfile()}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(f"{archive}: cannot be read ({error.strerror or error}): check the path") from None
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise UserError(f"{archive}: torn, or no archive of runs ({error}): fetch it again") from None
+
+
+def write(archive: Path, content: dict[str, bytes]) -> None:
+    """Atomically; the same content gives the same bytes. Raises UserError."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as file:
+        for name in sorted(content):
+            member = tarfile.TarInfo(name)
+            member.size = len(content[name])
+            file.addfile(member, io.BytesIO(content[name]))
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomically(archive, packed.getvalue())
+    except OSError as error:
+        raise UserError(f"{archive}: cannot be written ({error.strerror})") from None
+
+
+def add(archive: Path, run: Path) -> None:
+    """Put a run folder into the archive, in place of one of its name. Raises UserError."""
+    kept = {name: part for name, part in read(archive).items() if name.split("/")[0] != run.name}
+    files = [run / name for name in FILES if (run / name).is_file()]
+    if not (run / "log.jsonl").is_file():
+        raise UserError(f"{run}: no log.jsonl there: name a run folder")
+    write(archive, kept | {f"{run.name}/{file.name}": file.read_bytes() for file in files})
+
+
+def unpack(archive: Path) -> Path:
+    """A temporary folder with the run folders of `archive`; it goes when the process ends. Raises UserError."""
+    if not archive.exists():
+        raise UserError(f"{archive}: no such archive: check the path")
+    folder = Path(tempfile.mkdtemp(prefix="runs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, part in read(archive).items():
+        target = (folder / name).resolve()
+        if not target.is_relative_to(folder.resolve()):
+            raise UserError(f"{archive}: {name} would be written elsewhere: no archive of ours")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(part)
+    return folder
+
+
+def main(argv: list[str]) -> None:
+    if not argv or argv[0] in ("--help", "-h"):
+        print(__doc__)
+        return
+    archive, *runs = map(Path, argv)
+    if not archive.name.endswith(SUFFIX):
+        raise ConfigError(f"{archive}: wants a name that ends in {SUFFIX}")
+    for run in runs:
+        add(archive, run)
+    if not runs:
+        sys.stdout.writelines(f"{name}\n" for name in sorted({name.split("/")[0] for name in read(archive)}))
+
+
+if __name__ == "__main__":
+    run_program(main)
