@@ -1,7 +1,7 @@
 # make demo    environment, embedded data set, some minutes of training, a text sample and a loss plot
 # make test    environment, linter, whole test suite
 # Both need Python 3.11+ and its headers, a C++ compiler and a package index; neither needs a GPU.
-# make gpu     every figure that wants a GPU, in stages (repro/gpu.py); in .venv, else in the python3 that has torch
+# make gpu     every figure that wants an H200, in stages (repro/h200.sh); in .venv, else in the python3 that has torch
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -41,7 +41,7 @@ test: lint data
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 gpu:
-	$$([ -x $(BIN)/python ] && echo $(BIN)/python || echo $(PYTHON)) repro/gpu.py $(GPU)
+	repro/h200.sh $(STAGES)
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@
 #                           once and other work beside them
 #
 #   repro/table1.sh small   30 M parameters of GPT-2's shape, one pass over the 24 M tokens of --data_dir=data/offline
-#                           (any texts; repro/gpu.py says how), 5 norm types x 6 seeds: 20 minutes of one H200 (estimate)
+#                           (any texts; repro/h200.sh says how), 5 norm types x 6 seeds: 20 minutes of one H200 (estimate)
 #   repro/table1.sh pair    GPT-2 124M, rms and coupled, one seed, four times those tokens: loss curves, no verdict; 10
 #                           minutes of one H200 (estimate)
 #

@@ -1,23 +1,44 @@
-"""What was aimed at on an H200, and what was measured: rows of results/h200/README.md, from its JSONL files.
+"""What was aimed at on an H200 beside what was measured: README.md and targets.png of a folder that h200.sh filled.
 
-Aims are those set before anything was measured there, most from the papers' own figures. An aim is met when the whole
-95 % interval lies on its good side, missed when all of it lies on the other, and open between; a figure without an
-interval is judged by itself. Where an aim holds for several sizes, the row shows the worst of them. Every row knows the
-line that it comes from, and so commit and device.
+    python repro/h200.py results/h200                              render (the last step of h200.sh)
+    python repro/h200.py --keep RUN results/h200/distill/distill.jsonl NAME      what a run's log says at its end
+
+Aims were set before anything was measured there, most from the papers' own figures. An aim is met when the whole 95 %
+interval lies on its good side, missed when all of it lies on the other, and open between; a figure without an interval
+is judged by itself. Where an aim holds for several sizes, the row shows the worst of them.
 """
 
 import contextlib
+import csv
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.errors import ConfigError, UserError, run_program
+from common.output import append_json, markdown, write_bytes_atomically, writing
+from common.plotting import STYLES, plt, save
 from common.stats import median_ratio, paired_ratio
+from evidence.runs import read_log
 
 Line = dict[str, Any]
 WIDE = 2048  # channels from which on a norm's aim is the higher one
 FILE = "its file"  # under this name a line has the file that it comes from
+VERDICTS = ("met", "open", "missed", "stated", "not measured")
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The records of a JSONL file; none where there is no file. Lines torn by a kill are left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
 
 
 @dataclass(frozen=True)
@@ -42,15 +63,6 @@ class Target:
             return "stated"
         low, high = (self.value if end is None else end for end in (self.low, self.high))
         return "met" if low >= self.aim else "missed" if high < self.aim else "open"
-
-
-def read_lines(path: Path) -> list[Line]:
-    """The records of a JSONL file; none where there is no file. Lines torn by a kill are left out."""
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
 
 
 def figures(folder: Path, *names: str) -> list[Line]:
@@ -234,9 +246,9 @@ def folding(folder: Path) -> Iterator[Target]:
 
 def distilling(folder: Path) -> Iterator[Target]:
     """Tokens/s and memory of the post-hoc conversion. The larger model has to fit a GPU of 141 GB."""
-    lines = {line["stage"]: line for line in figures(folder, "distill/distill.jsonl")}
+    lines = {line["model"]: line for line in figures(folder, "distill/distill.jsonl")}
     for model in ("qwen3-0.6b", "qwen3-8b"):
-        line = lines.get(f"distill-{model}", {})
+        line = lines.get(model, {})
         speed, peak = line.get("tok_per_s"), line.get("peak_bytes")
         yield row("distilling", f"{model}, tokens/s", None, line, speed, form="{:,.0f}")
         share, note = (141e9 / peak, f"peak {peak / 1e9:.1f} GB") if peak else (None, "")
@@ -255,7 +267,94 @@ def is_begun(one: Target, rows: list[Target]) -> bool:
     return any(row.value is not None for row in rows if row.what.partition(",")[0] == subject or row is one)
 
 
+# --------------------------------------------------------------------------------------------------- README and picture
+
+
+def render(folder: Path) -> list[Target]:
+    """Write README.md and targets.png into the folder, from the files there; the rows."""
+    rows = rows_of(folder)
+    with writing(folder):
+        drawn = plot(rows, folder / "targets.png")
+        write_bytes_atomically(folder / "README.md", text_of(folder, rows, drawn).encode())
+    return rows
+
+
 def counted(rows: list[Target]) -> dict[str, int]:
     """How many rows have each verdict."""
     words = [row.verdict for row in rows]
-    return {word: words.count(word) for word in ("met", "open", "missed", "stated", "not measured")}
+    return {word: words.count(word) for word in VERDICTS}
+
+
+def text_of(folder: Path, rows: list[Target], drawn: bool) -> str:
+    """README.md of the folder: a table for each area, the reports beside it, the last attempt at each stage."""
+    count = counted(rows)
+    lines = ["# Measured on the GPU, beside what was aimed at", "",
+             f"Made by repro/h200.sh from the files here. Of {sum(row.aim is not None for row in rows)} aims "
+             f"{count['met']} are met, {count['missed']} missed, {count['open']} open (the aim lies within the 95 % "
+             "interval); the others are not measured. A figure without an interval is judged by itself."]  # fmt: skip
+    if drawn:
+        lines += ["", "![Measured over aimed at](targets.png)"]
+    for area in dict.fromkeys(row.area for row in rows):
+        heads = ["what", "aim", "measured", "95 % interval", "verdict", "note", "from", "commit, device"]
+        lines += ["", f"## {area.capitalize()}", "", markdown(heads, (cells(row) for row in rows if row.area == area))]
+    reports = sorted(path.relative_to(folder) for path in folder.rglob("*.md") if path.parent != folder)
+    if reports:
+        lines += ["", "## Whole tables", "", *(f"- [{path}]({path})" for path in reports)]
+    heads = ["stage", "state", "seconds", "commit", "device", "clocks (SM, memory), power, temperature before", "after"]
+    with contextlib.suppress(FileNotFoundError), open(folder / "stages.csv", encoding="utf-8") as file:
+        last = {line[0]: line for line in csv.reader(file) if len(line) == len(heads)}
+        lines += ["", "## Stages", "", "A stage that is not done has the figures of an earlier attempt, or fewer than "
+                  "wanted; where tests failed, what they test is in doubt.", "", markdown(heads, last.values())]
+    return "\n".join(lines) + "\n"
+
+
+def cells(row: Target) -> tuple[str, ...]:
+    values = ["" if value is None else row.form.format(value) for value in (row.aim, row.value, row.low, row.high)]
+    interval = f"{values[2]} .. {values[3]}" if values[2] else ""
+    line = row.line or {}
+    place = f"{(line.get('git') or 'unknown')[:8]}, {line.get('device')}" if line else ""
+    origin = f"[{line[FILE]}]({line[FILE]})" if line else ""
+    return row.what, f">= {values[0]}" if values[0] else "", values[1], interval, row.verdict, row.note, origin, place
+
+
+def plot(rows: list[Target], target: Path) -> bool:
+    """Measured over aimed at, with its interval, a line for each aim that was measured; False where there is none."""
+    shown = [row for row in rows if row.aim and row.value is not None]
+    if not shown:
+        return False
+    areas = list(dict.fromkeys(row.area for row in shown))
+    figure, axis = plt.subplots(figsize=(9, 1.4 + 0.24 * len(shown)), layout="constrained")
+    for index, row in enumerate(shown):
+        color, marker = STYLES[areas.index(row.area) % len(STYLES)]
+        if row.low is not None:
+            axis.plot([row.low / row.aim, row.high / row.aim], [-index, -index], color=color, linewidth=2)
+        axis.plot(row.value / row.aim, -index, color=color, marker=marker, linestyle="",
+                  fillstyle={"met": "full", "open": "left"}.get(row.verdict, "none"))  # fmt: skip
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set_yticks([-index for index in range(len(shown))], [row.what for row in shown], fontsize=7)
+    axis.set_ylim(0.7 - len(shown), 0.7)
+    axis.set_xlabel("measured over aimed at, with 95 % interval; filled: met, half: open, hollow: missed")
+    axis.grid(axis="x", alpha=0.3)
+    save(figure, target)
+    return True
+
+
+def keep(run: Path, target: Path, name: str) -> None:
+    """The place and the end of a run's log as a line of `target`. Raises UserError for a run that did not end well."""
+    log = read_log(run)
+    if log[-1].get("event") != "end" or log[-1]["reason"] != "done":
+        raise UserError(f"{run}: the run did not end well: look at {run}/log.jsonl")
+    place = {key: log[0][key] for key in ("git", "versions", "device", "clocks") if key in log[0]}
+    append_json(target, {**log[-1], **place, "model": name})
+
+
+def main(argv: list[str]) -> None:
+    if argv[:1] == ["--keep"] and len(argv) == 4:
+        return keep(Path(argv[1]), Path(argv[2]), argv[3])
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ConfigError("h200.py wants the folder that h200.sh filled")
+    print(json.dumps({"targets": counted(render(Path(argv[0]))), "out": argv[0]}))
+
+
+if __name__ == "__main__":
+    run_program(main)
