@@ -39,7 +39,7 @@ from bench.cuda_codegen import cuda_code
 from bench.stand_in import replaced
 from common.environment import environment, installed
 from common.errors import ConfigError, UserError, run_program
-from common.output import markdown, writing
+from common.output import made_with, markdown, write_results
 from configurator import key, parse_args
 from model import GPT, Attention, Block, GPTConfig
 from norm_plan import NormPlan
@@ -328,14 +328,13 @@ def write(folder: Path, config: LedgerConfig, rows: dict[str, dict[str, float]])
     place = environment(torch.device("cpu"))
     shape = {name: getattr(config, name) for name in ("n_embd", "n_head", "inner", "block_size", "tokens")}
     size = f"d = {config.n_embd}, {config.tokens:,} tokens"
-    lines = [json.dumps({"norms": arm, "bytes_per_token": row, **shape, **place}) for arm, row in rows.items()]
-    command = f"python -m bench.bytes --n_embd={config.n_embd} --n_head={config.n_head} --tokens={config.tokens}"
+    records = [{"norms": arm, "bytes_per_token": row, **shape, **place} for arm, row in rows.items()]
     versions = f"torch {torch.__version__}, triton {installed('triton')['triton']}"
     text = f"""# Bytes that the norms of a block move in training
 
 kB per token and block, forward + backward; in brackets the difference from `rms`. {size}.
 Counted in the code that inductor generates for an H200, without one; {versions}, commit {place["git"]}.
-Made by `{command} --out={config.out}`; what is counted stands at the head of that program.
+Made by `python -m bench.bytes {made_with(config)}`; what is counted stands at the head of that program.
 
 {table(rows)}
 
@@ -345,9 +344,7 @@ Made by `{command} --out={config.out}`; what is counted stands at the head of th
 - copied: the same, with an addmm that copies its residual operand first, as PyTorch's does
 - float32 stream: what one more block costs train.py's model by default; whole: with attention's and the MLP's kernels
 """
-    with writing(folder):
-        (folder / "ledger.jsonl").write_text("\n".join(lines) + "\n")
-        (folder / "README.md").write_text(text)
+    write_results(folder, "ledger", records, "README.md", text)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ there the PyTorch references are timed against PyTorch's own functions. The last
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -33,7 +32,7 @@ from tqdm import tqdm
 from bench.kernel_arms import OPERATORS, UNSCALED, Function, Operator, arms_of, make_inputs
 from common.environment import installed, timing_environment
 from common.errors import ConfigError, UserError, run_program
-from common.output import markdown, writing
+from common.output import card, made_with, markdown, write_results
 from common.stats import median_ratio, paired_times, seconds
 from configurator import check_least, key, parse_args
 
@@ -261,7 +260,7 @@ class KernelBenchConfig:
         if unknown:
             raise ConfigError(f"ops: {unknown[0]!r} is none of {', '.join(OPERATORS)}")
         if min(self.channels, default=0) < 1:
-            raise ConfigError(f"channels={_word(self.channels)}: wants whole numbers from 1 on")
+            raise ConfigError(f"channels={','.join(map(str, self.channels))}: wants whole numbers from 1 on")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device=cuda, but torch sees no GPU here: leave it out to time the references")
 
@@ -286,7 +285,8 @@ def main(argv: list[str]) -> None:
             for channels in config.channels:
                 records += [row | place for row in measure(config, name, channels, device)]
                 if config.out:  # at once: a time limit may come before the last case
-                    write(Path(config.out), records, report(config, records))
+                    text = report(config, records) + "\n![Share of copy bandwidth](kernels.png)\n"
+                    write_results(Path(config.out), "kernels", records, "README.md", text)
                 bar.update()
     bar.close()
     if config.out:
@@ -298,32 +298,18 @@ def main(argv: list[str]) -> None:
 def report(config: KernelBenchConfig, records: list[dict[str, Any]]) -> str:
     """README.md of the results folder."""
     row, missing = records[0], sorted({reason for row in records for reason in row["missing"]})
-    made = " ".join(f"--{field.name}={_word(getattr(config, field.name))}" for field in dataclasses.fields(config)
-                    if getattr(config, field.name) != field.default)  # fmt: skip
     copy = median(row["copy_bytes_per_s"] for row in records) / 1e9
     where = "CUDA graphs, cold L2 cache" if row["ours"] == "triton" else (
-        f"{torch.get_num_threads()} CPU threads, load average {row['load_average']} at the start; Triton kernels "
-        "cannot run here: `reference` is ours")  # fmt: skip
+        "Triton kernels cannot run here: `reference` is ours")  # fmt: skip
     lines = [
         "# Kernels beside PyTorch's own and other people's", "",
-        f"{row['device']}; {', '.join(f'{name} {version}' for name, version in row['versions'].items())}; commit "
-        f"{row['git']}. {row['rows']:,} rows, {row['dtype']}; {where}.", "",
+        f"{card(row)}. {row['rows']:,} rows, {row['dtype']}; {where}.", "",
         f"Shares: time of a copy that moves the fewest bytes the operator can do with ({copy:,.0f} GB/s), over the "
         "arm's. Last column: the fastest of the others, its time over ours, with a 95 % interval (above 1: ours is "
         f"faster); `{UNSCALED}` computes less and is left out of it. Both are medians of {config.rounds} rounds' "
-        "ratios.", "", f"Made by `python -m bench.kernels {made}`.", "", table(records), "",
+        "ratios.", "", f"Made by `python -m bench.kernels {made_with(config)}`.", "", table(records), "",
     ]  # fmt: skip
     return "\n".join([*lines, *(f"- not timed: {reason}" for reason in missing)]) + "\n"
-
-
-def _word(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def write(folder: Path, records: list[dict[str, Any]], text: str) -> None:
-    with writing(folder):
-        (folder / "README.md").write_text(text + "\n![Share of copy bandwidth](kernels.png)\n", encoding="utf-8")
-        (folder / "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
 
 
 if __name__ == "__main__":

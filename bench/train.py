@@ -36,7 +36,7 @@ from bench.train_profile import by_class, profile_step, profile_table
 from common.distributed import Ranks
 from common.environment import Precision, faster_float32_products, peak_flops, timing_environment
 from common.errors import ConfigError, UserError, run_program
-from common.output import markdown, writing
+from common.output import card, markdown, span, write_results
 from common.plotting import plt, save, style
 from common.stats import paired_ratio, paired_times
 from configurator import key, parse_args
@@ -209,8 +209,7 @@ def table(records: list[dict[str, Any]]) -> str:
     }
     for base in bases:
         ratios = (row["speed_over"].get(base) for row in records)
-        cells[f"speed over {base}"] = ["{mean:.4f} ({low:.4f} .. {high:.4f})".format(**ratio) if ratio else ""
-                                       for ratio in ratios]  # fmt: skip
+        cells[f"speed over {base}"] = [span(ratio) if ratio else "" for ratio in ratios]
     cells = {head: column for head, column in cells.items() if any(column)}
     return markdown(cells, zip(*cells.values()))
 
@@ -219,17 +218,13 @@ def _cell(form: str, value: float | None, unit: float = 1.0) -> str:
     return "" if value is None else form.format(value / unit)
 
 
-def report(
-    config: TrainBenchConfig, device: torch.device, place: dict[str, Any], records: list, remarks: list[str]
-) -> str:
+def report(config: TrainBenchConfig, place: dict[str, Any], records: list, remarks: list[str]) -> str:
     """README.md of the results folder."""
     n = len(records[0]["seconds"])
     cut = f" (interrupted, {config.rounds} were wanted)" if n < config.rounds else ""
-    load = f", {place['threads']} threads, load average {place['load_average']} before" if device.type == "cpu" else ""
-    versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items())
     lines = [
         "# Speed of training steps", "",
-        f"{place['device']}{load}; {versions}; commit {place['git']}.",
+        f"{card(place)}.",
         f"{config.n_layer} layers, {config.n_embd} wide, {config.n_head} heads, vocabulary {config.vocab_size}; a step "
         f"has {config.gradient_accumulation_steps} x {config.batch_size} sequences of {config.block_size} tokens; "
         f"{place['dtype']}. {n} rounds{cut}, in each {config.steps} step(s) of every arm, in random order.", "",
@@ -274,20 +269,15 @@ def main(argv: list[str]) -> None:
     place = timing_environment(ranks.device)
     place["dtype"] = str(Precision(config.dtype, ranks.device).dtype).removeprefix("torch.")
     records, remarks = measure(config, ranks.device)
-    text = report(config, ranks.device, place, records, remarks)
+    text = report(config, place, records, remarks)
     print(text)
     if config.out:
         settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("nanogpt", "out")}
-        write(Path(config.out), [row | {"config": settings, **place} for row in records], text)
+        folder, text = Path(config.out), text + "\n![Speed of the arms](speed.png)\n"
+        write_results(folder, "steps", [row | {"config": settings, **place} for row in records], "README.md", text)
+        plot(records, folder / "speed.png", place["device"])
     shown = ("arm", "tokens_per_s", "mfu", "peak_memory", "norm_bytes_per_token", "speed_over")
     print(json.dumps([{name: row[name] for name in shown} for row in records]))
-
-
-def write(folder: Path, records: list[dict[str, Any]], text: str) -> None:
-    with writing(folder):
-        (folder / "README.md").write_text(text + "\n![Speed of the arms](speed.png)\n", encoding="utf-8")
-        (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
-    plot(records, folder / "speed.png", records[0]["device"])
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
-from common.errors import ConfigError
+from .errors import ConfigError
 
 ONEDNN_PAYS = 1 << 13  # n_embd head_dim from which a whole step gains, measured (LOG.md)
 
@@ -79,7 +78,7 @@ class Precision:
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to place a measurement: commit, versions, device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({_processor()})"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, **installed("numpy")}
     products = torch.get_float32_matmul_precision()
     place = {"git": _git_commit(), "versions": versions, "device": name, "float32_products": products}
     if device.type == "cuda":

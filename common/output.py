@@ -1,6 +1,7 @@
-"""What programs write: folders, files that are whole at any moment, JSON lines, Markdown tables."""
+"""What programs write: folders, files that are whole at any moment, JSON lines, Markdown tables, results folders."""
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -48,3 +49,47 @@ def markdown(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     """The lines of a table, without a newline at the end."""
     header = list(header)
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in (header, ["---"] * len(header), *rows))
+
+
+def read_json(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file; none where there is no file. Lines torn by a kill are left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def write_results(folder: Path, name: str, records: list[dict[str, Any]], page: str, text: str) -> None:
+    """NAME.jsonl, a line for each record, and `text` as the file `page` beside it; atomically. Raises UserError."""
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    with writing(folder):
+        write_bytes_atomically(folder / f"{name}.jsonl", lines.encode())
+        write_bytes_atomically(folder / page, f"{text.rstrip()}\n".encode())
+
+
+def made_with(config: Any) -> str:
+    """The keys of a config that are not at their defaults, as the command line takes them."""
+    return " ".join(f"--{field.name}={_word(getattr(config, field.name))}" for field in dataclasses.fields(config)
+                    if getattr(config, field.name) != field.default)  # fmt: skip
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value)
+    return str(value)
+
+
+def card(record: dict[str, Any]) -> str:
+    """Where a record was measured: device, versions, commit; of a CPU also threads and load before it."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    parts = [record["device"], versions, f"commit {record['git']}"]
+    if record["device"].startswith("cpu") and "threads" in record:
+        parts.append(f"{record['threads']} CPU threads, load average {record['load_average']} at the start")
+    return "; ".join(parts)
+
+
+def span(ratio: dict[str, float], form: str = "{:.4f}") -> str:
+    """A ratio with its interval: its median or mean (low .. high)."""
+    middle = ratio["median"] if "median" in ratio else ratio["mean"]
+    return f"{form.format(middle)} ({form.format(ratio['low'])} .. {form.format(ratio['high'])})"

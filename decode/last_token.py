@@ -9,7 +9,6 @@ one launch. All arms of a row run in the same way and take turns in paired round
 """
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from common.environment import find_dtype
 from common.errors import UserError
-from common.output import markdown, writing
+from common.output import card, markdown, span, write_results
 from common.stats import median_ratio, paired_times
 from decode.arms import with_norms
 from decode.ledger import LaunchLedger
@@ -157,12 +156,8 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
 def write(out: str, name: str, records: list[dict[str, Any]], text: str) -> None:
     """Prints `text`; if there is a folder `out`, writes NAME.jsonl and NAME.md into it."""
     print(text)
-    if not out:
-        return
-    with writing(folder := Path(out)):
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-        (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    if out:
+        write_results(Path(out), name, records, f"{name}.md", text)
 
 
 def launches_table(record: dict[str, Any]) -> str:
@@ -182,8 +177,7 @@ def last_token_table(records: list[dict[str, Any]]) -> str:
     """Markdown, the published speed-up of the folded taper beside ours."""
     row = records[0]
     lines = ["# Logits of the last token: TaperNorm's protocol", "",
-             f"{row['device']}; torch {row['versions']['torch']}; commit {row['git']}; {row['threads']} CPU threads, "
-             f"load average {row['load_average']} at the start; {row['parameters'] / 1e6:.1f} M parameters, "
+             f"{card(row)}; {row['parameters'] / 1e6:.1f} M parameters, "
              f"{row['dtype']}. Thousand tokens/s; speed-ups with 95 % intervals of {len(row['seconds']['rms'])} paired "
              "rounds; published: the folded taper over RMSNorm (not folded: 1.08 to 1.15; with a cache, eager: 1.14, "
              "folded 1.18). `cached` decodes tokens behind so many.", "",
@@ -192,7 +186,7 @@ def last_token_table(records: list[dict[str, Any]]) -> str:
     heads, rows = ["batch", "context", "mode", *row["seconds"], *row["speed_up"], "published"], []
     for row in records:
         speeds = (f"{1e-3 * row['tokens_per_s'][name]:.2f}" for name in row["seconds"])
-        ups = ("{median:.3f} ({low:.3f} .. {high:.3f})".format(**ratio) for ratio in row["speed_up"].values())
+        ups = (span(ratio, "{:.3f}") for ratio in row["speed_up"].values())
         before, after = PUBLISHED[row["batch"], row["context"]]
         published = f"{after / before:.2f}" if row["mode"] == "eager" else ""
         rows.append([row["batch"], row["context"], row["mode"], *speeds, *ups, published])

@@ -1,11 +1,11 @@
 """What bench_decode.py shows: the card, the table, and the picture in the manner of the paper's Figure 2."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from common.output import markdown, write_bytes_atomically, writing
+from common import output
+from common.output import markdown
 from decode.arms import AIM
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
@@ -17,15 +17,13 @@ PANELS = (("coupled/rms", "B/A: the paper's claim"), ("coupled_fused/rms", "D/A:
 
 def card(record: dict[str, Any]) -> str:
     """Where and on what a record was measured, several lines."""
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     weights = "random weights (not trained, not zeros)" if record["random_weights"] else "its own weights"
     lines = [
         f"{record['model']}: {weights}, stored as {record['norm_type']}, {record['dtype']}; "
         f"{record['prompt_tokens']} prompt tokens ({record['prompt_ids']}), {record['tokens']} decoded greedily, "
         f"{record['rounds']} rounds"
         f"{', process time' if record['clock'] == 'cpu_seconds' else ''}",
-        f"{record['device']}; {versions}; commit {record['git']}",
-        f"{record['threads']} CPU threads, load average {record['load_average']} at the start",
+        output.card(record),
         f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} GB/s (a copy's): "
         f"{record['floor_ms_per_token']:.3f} ms at batch {record['batch']}",
     ]
@@ -94,36 +92,28 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
     """Adds records to a results folder; one of the same model, batch, type and device takes the old one's place."""
-    made = " ".join(f"--{field.name}={_word(getattr(config, field.name))}" for field in dataclasses.fields(config)
-                    if getattr(config, field.name) != field.default)  # fmt: skip
     for record in records:
-        record["command"] = f"python bench_decode.py {record['model']} {made}"
-    with writing(folder):
-        lines = folder / "decode.jsonl"
-        old = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-        places = {place(record) for record in records}
-        every = [record for record in old if place(record) not in places] + records
-        write_bytes_atomically(lines, "".join(json.dumps(record) + "\n" for record in every).encode())
+        record["command"] = f"python bench_decode.py {record['model']} {output.made_with(config)}"
+    places = {place(record) for record in records}
+    every = [record for record in output.read_json(folder / "decode.jsonl") if place(record) not in places] + records
+    text = ["# A decoded token, by norm and by fusion", "", f"Speed-ups are medians over paired rounds. {ALONE}"]
+    for run in dict.fromkeys(map(one_run, every)):
+        its = [record for record in every if one_run(record) == run]
+        text += ["", f"## {its[0]['model']}, {its[0]['dtype']}", "",
+                 *(f"- {line}" for line in card(its[0]).splitlines()),
+                 f"- made by `{its[0]['command']}`"]  # fmt: skip
+        text += [part for record in its for part in ("", table(record))]
+    with output.writing(folder):
         plot(every, folder / "decode.png")
-        text = ["# A decoded token, by norm and by fusion", "", f"Speed-ups are medians over paired rounds. {ALONE}"]
-        for run in dict.fromkeys(map(one_run, every)):
-            its = [record for record in every if one_run(record) == run]
-            text += ["", f"## {its[0]['model']}, {its[0]['dtype']}", "",
-                     *(f"- {line}" for line in card(its[0]).splitlines()),
-                     f"- made by `{its[0]['command']}`"]  # fmt: skip
-            text += [part for record in its for part in ("", table(record))]
-        picture = ["", "![Speed-up over batch size](decode.png)"] if (folder / "decode.png").exists() else []
-        (folder / "README.md").write_text("\n".join([*text, *picture]) + "\n", encoding="utf-8")
+    picture = ["", "![Speed-up over batch size](decode.png)"] if (folder / "decode.png").exists() else []
+    output.write_results(folder, "decode", every, "README.md", "\n".join([*text, *picture]))
 
 
 def write_ledger(folder: Path, ledger: dict[str, Any]) -> None:
     """Adds a ledger to a folder: ledger.jsonl, and README.md with one table for all models."""
-    with writing(folder):
-        lines = folder / "ledger.jsonl"
-        old = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-        every = [one for one in old if (one["model"], one["batch"]) != (ledger["model"], ledger["batch"])] + [ledger]
-        lines.write_text("".join(json.dumps(one) + "\n" for one in every), encoding="utf-8")
-        (folder / "README.md").write_text(ledgers(every), encoding="utf-8")
+    old = output.read_json(folder / "ledger.jsonl")
+    every = [one for one in old if (one["model"], one["batch"]) != (ledger["model"], ledger["batch"])] + [ledger]
+    output.write_results(folder, "ledger", every, "README.md", ledgers(every))
 
 
 def ledgers(every: list[dict[str, Any]]) -> str:
@@ -161,7 +151,3 @@ def one_run(record: dict[str, Any]) -> str:
     """What records must have in common for one card to speak for all of them, but for the batch size and its floor."""
     return json.dumps([record.get(name) for name in (
         "model", "dtype", "device", "versions", "git", "command", "clocks", "threads", "load_average", "prompt_ids")])
-
-
-def _word(value: object) -> str:
-    return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)

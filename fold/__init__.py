@@ -28,11 +28,11 @@ from dataclasses import asdict, dataclass, field, replace
 
 from torch import nn
 
-from common.errors import FoldError
-from fold.certificate import TOLERANCE, Certificate, Inputs, certify, copied
-from fold.choice import Analysis
-from fold.graph import Graph
-from fold.modules import carry_out, reparametrize
+from .beside import FoldError
+from .certificate import TOLERANCE, Certificate, Inputs, certify, copied
+from .choice import Analysis
+from .graph import Graph
+from .modules import carry_out, reparametrize
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ Rounding hides them too, so code that casts to float32 on its way casts to float
 """
 
 import copy
+import ctypes
 import hashlib
 import inspect
 import json
@@ -23,8 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from common.environment import environment
-from common.errors import FoldError
+from .beside import FoldError, environment
 
 TOLERANCE = 1e-12  # float64, relative to the largest output; a wrong conversion is off by 1e-4 and more
 OWN_TOLERANCE = 2e-6  # float32, likewise; in other types as many units of rounding: 17 eps
@@ -245,7 +245,8 @@ def fresh_inputs(inputs: Inputs) -> Inputs:
 def tensor_hash(tensor: Tensor) -> str:
     """SHA-256 (first 16 digits) of type, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    whole = tensor.detach().cpu().contiguous()
+    digest.update((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))  # its memory; NumPy may not be there
     return digest.hexdigest()[:16]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from fold.axes import Line, describe, module_path, norm_input
-from fold.cut import cheapest_cut
-from fold.graph import Demand, Graph, Source
-from fold.modules import Insertion, Plan, Swap, find_swap
+from .axes import Line, describe, module_path, norm_input
+from .cut import cheapest_cut
+from .graph import Demand, Graph, Source
+from .modules import Insertion, Plan, Swap, find_swap
 
 LEFT = "; fold leaves it: "  # a norm could be folded, but `fold` cannot write that into the modules
 

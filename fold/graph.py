@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from common.errors import FoldError
-from fold.axes import Feeds, Line, aligned, describe, ignores, is_float, module_path, shape
-from fold.certificate import Inputs, plain_encoders
-from fold.rules import feeds
+from .axes import Feeds, Line, aligned, describe, ignores, is_float, module_path, shape
+from .beside import FoldError
+from .certificate import Inputs, plain_encoders
+from .rules import feeds
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import CheckpointError, ConfigError, UserError
-from fold.certificate import Certificate
-from fold.modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
 from hf.hub import import_transformers, read_config, resolve_hub
+
+from .certificate import Certificate
+from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
 
 FORMAT, RECIPE = 1, "fold.json"
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn.utils import parametrize
 
-from fold.axes import argument, is_float, moved, norm_input, shape
-from fold.graph import Graph, Source
-from kernels import rms_norm
+from .axes import argument, is_float, moved, norm_input, shape
+from .beside import rms_norm
+from .graph import Graph, Source
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Plan:
 
 
 class FoldedNorm(nn.Module):
-    """RMSNorm with LayerNorm's gain and bias, over `axis` of x (*), in the place of the norm `old`: same names.
+    """RMSNorm with LayerNorm's gain and bias, over `axis` of input (*), in the place of the norm `old`: same names.
 
     y = x / sqrt(mean(x^2) + eps) * gain + bias; the mean is over each of `groups` equal blocks of the axis. On a GPU in
     eager mode it runs as a kernel (kernels/); statistics are float32, or float64 for float64. Hooks of `old` stay.
@@ -67,11 +67,11 @@ class FoldedNorm(nn.Module):
         self.__dict__.update({name: value for name, value in vars(old).items() if "_hook" in name})
         self.train(old.training)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # LayerNorm's name for it, which callers may use
         gain, bias = (None if name is None else getattr(self, name) for name in self.names)
-        if self.axis == x.dim() - 1:
-            return rms_norm(x, gain, self.eps, bias, self.groups)[0]
-        return rms_norm(x.movedim(self.axis, -1), gain, self.eps, bias, self.groups)[0].movedim(-1, self.axis)
+        if self.axis == input.dim() - 1:
+            return rms_norm(input, gain, self.eps, bias, self.groups)[0]
+        return rms_norm(input.movedim(self.axis, -1), gain, self.eps, bias, self.groups)[0].movedim(-1, self.axis)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape[0]}, eps={self.eps}" + f", groups={self.groups}" * (self.groups > 1)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from fold.axes import Feeds, Line, aligned, argument, centring, describe, is_float, moved, shape
+from .axes import Feeds, Line, aligned, argument, centring, describe, is_float, moved, shape
 
 Rule = Callable[[Line], Feeds]
 RULES: dict[str, Rule] = {}

@@ -22,11 +22,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from common.errors import UserError
-from kernels import reference
+from . import reference
+
+if __package__ == "kernels":  # a clone
+    from common.errors import UserError
+else:  # installed, as nanonorm.kernels
+    from ..common.errors import UserError
 
 try:
-    from kernels import binding
+    from . import binding
 except ModuleNotFoundError as error:  # Triton has no wheels for macOS and Windows
     if error.name != "triton":
         raise

@@ -7,8 +7,8 @@ kernels/reference.py. KIND is gelu, gelu_tanh, relu2 or swiglu; swiglu reads z (
 import triton
 import triton.language as tl
 
-from kernels import rows
-from kernels.rows import load, load_vector, store, store_partial
+from . import rows
+from .rows import load, load_vector, store, store_partial
 
 WIDEST = 1024  # columns of a tile
 

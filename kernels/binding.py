@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import activation, reference, row_norm, shared_rms, taper
+from . import activation, reference, row_norm, shared_rms, taper
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = not isinstance(row_norm.forward_kernel, triton.JITFunction)  # TRITON_INTERPRET=1 when it was imported

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import rows
-from kernels.rows import load, load_sum, load_vector, store, store_partial
+from . import rows
+from .rows import load, load_sum, load_vector, store, store_partial
 
 
 @triton.jit

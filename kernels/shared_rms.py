@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import rows
-from kernels.rows import load, load_sum, load_vector, store, store_partial
+from . import rows
+from .rows import load, load_sum, load_vector, store, store_partial
 
 WIDEST = 1024  # columns of a tile; narrow, because nothing is gained by wide ones
 

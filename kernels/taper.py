@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import rows
-from kernels.row_norm import row_sums
-from kernels.rows import load, load_vector, store, store_partial
+from . import rows
+from .row_norm import row_sums
+from .rows import load, load_vector, store, store_partial
 
 
 @triton.jit

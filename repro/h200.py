@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import ConfigError, UserError, run_program
-from common.output import append_json, markdown, write_bytes_atomically, writing
+from common.output import append_json, markdown, read_json, write_bytes_atomically, writing
 from common.plotting import STYLES, plt, save
 from common.stats import median_ratio, paired_ratio
 from evidence.runs import read_log
@@ -29,16 +29,6 @@ Line = dict[str, Any]
 WIDE = 2048  # channels from which on a norm's aim is the higher one
 FILE = "its file"  # under this name a line has the file that it comes from
 VERDICTS = ("met", "open", "missed", "stated", "not measured")
-
-
-def read_lines(path: Path) -> list[Line]:
-    """The records of a JSONL file; none where there is no file. Lines torn by a kill are left out."""
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
-
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,7 @@ class Target:
 
 def figures(folder: Path, *names: str) -> list[Line]:
     """The lines of these files, each with the name of its own."""
-    return [line | {FILE: name} for name in names for line in read_lines(folder / name)]
+    return [line | {FILE: name} for name in names for line in read_json(folder / name)]
 
 
 def row(

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import rows
-from kernels.decode import overlap
-from kernels.decode.reference import Epilogue
+from .. import rows
+from . import overlap
+from .reference import Epilogue
 
 KEYS, WARPS = 64, 8  # of an attention program: keys at a time
 PARTS = 32  # of the vocabulary, each searched by its own program

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import rows
-from kernels.activation import value
-from kernels.decode.reference import Epilogue
+from .. import rows
+from ..activation import value
+from .reference import Epilogue
 
 WIDE = 1024  # columns of a program
 

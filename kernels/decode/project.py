@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import rows
-from kernels.activation import value
-from kernels.decode import overlap
+from .. import rows
+from ..activation import value
+from . import overlap
 
 ELEMENTS = 4096  # of W in registers at a time, for one row: 32 a thread of 4 warps
 PROGRAMS = 1024  # wanted at least, several for each SM, so that enough loads are under way

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.reference import activate, inverse_rms, statistics_dtype
+from ..reference import activate, inverse_rms, statistics_dtype
 
 
 class Epilogue(NamedTuple):

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.decode import attention as decode_attention
-from kernels.decode import epilogue as decode_epilogue
-from kernels.decode import project as decode_project
-from kernels.decode import reference as decode_reference
-from kernels.decode.reference import Epilogue
+from . import attention as decode_attention
+from . import epilogue as decode_epilogue
+from . import project as decode_project
+from . import reference as decode_reference
+from .reference import Epilogue
 
 REFERENCE = {name: value for name, value in vars(decode_reference).items() if not name.startswith("_")}
 OWN = {name: getattr(decode_attention, name)

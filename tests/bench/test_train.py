@@ -387,7 +387,7 @@ def test_the_profile_says_where_an_arms_time_goes():
                              for found in kernels.values()] for word in ("aten::mm", "aten::rsqrt"))  # fmt: skip
     assert products[0] == products[1] and statistics[0] > statistics[1]
     place = {"device": "cpu", "threads": 1, "load_average": 0, "versions": {}, "git": "x", "dtype": "float32"}
-    text = train.report(config, torch.device("cpu"), place, records, remarks)
+    text = train.report(config, place, records, remarks)
     assert "| kind | rms | coupled | more than first |" in text and "| rest of the step |" in text
 
 

@@ -19,7 +19,7 @@ import distill
 from bench import fold as bench_fold
 from bench import kernels, train
 from common.errors import ConfigError, UserError
-from common.output import append_json
+from common.output import append_json, read_json
 from configurator import parse_args
 from repro import h200
 from train import TrainConfig
@@ -187,7 +187,7 @@ def test_what_a_run_logs_at_its_end_is_kept(tmp_path):
             with pytest.raises(UserError, match="did not end well"):
                 h200.main(["--keep", str(run), str(target), "qwen3-8b"])
     h200.main(["--keep", str(run), str(target), "qwen3-8b"])
-    (row,) = h200.read_lines(target)
+    (row,) = read_json(target)
     assert (row["model"], row["tok_per_s"], row["device"]) == ("qwen3-8b", 7, "NVIDIA H200")
     with pytest.raises(ConfigError, match="wants the folder"):
         h200.main([])
@@ -200,7 +200,7 @@ def test_torn_lines_lose_no_others(tmp_path):
         file.write('{"x": 2')  # a kill here
     append_json(path, {"x": 3})
     append_json(path, {"x": 4})
-    assert [row["x"] for row in h200.read_lines(path)] == [1, 3, 4]
+    assert [row["x"] for row in read_json(path)] == [1, 3, 4]
 
 
 # --------------------------------------------------------------------------------------------------------------- aims
@@ -233,15 +233,15 @@ def test_figures_of_the_programs_themselves_are_read(tmp_path):
     shutil.copy(cpu / "train/steps.jsonl", tmp_path / "train/steps.jsonl")
     found = rows_of(tmp_path)
     fold = found["coupled coupled_impl=fold over rms, tokens/s, float32 stream"]
-    recorded = {row["arm"]: row for row in h200.read_lines(tmp_path / "train/steps.jsonl")}
+    recorded = {row["arm"]: row for row in read_json(tmp_path / "train/steps.jsonl")}
     ratio = recorded["coupled coupled_impl=fold"]["speed_over"]["rms"]
     assert [fold.value, fold.low, fold.high] == [ratio[end] for end in ("mean", "low", "high")]
     assert fold.verdict == "missed"
     assert found["rms over nanogpt, tokens/s, float32 stream"].verdict == "not measured"
 
-    (row,) = h200.read_lines(cpu / "decode/decode.jsonl")
+    (row,) = read_json(cpu / "decode/decode.jsonl")
     write(tmp_path / "decode/decode.jsonl", [row | {"model": "random:qwen3-0.6b"}])
-    for line in h200.read_lines(cpu / "fold/fold.jsonl")[:1]:
+    for line in read_json(cpu / "fold/fold.jsonl")[:1]:
         line |= {"length": 256, "mode": "eager", "sequential": {"saved": 0.05}}
         swapped = line | {"sequential": {"saved": 0.0, "saved_swapped": 0.08}}
         write(tmp_path / "fold/gpt2.jsonl", [line | {"sequential": {"saved": 0.01}}, line])
