@@ -42,7 +42,8 @@ def campaign(tmp_path):
     (tmp_path / "python").chmod(0o755)
 
     def run(stages: str, *words: str, **env: str) -> subprocess.Popen:
-        (tmp_path / "repro/h200.sh").write_text(f"{script[:start]}\n{stages}\n{script[rest:]}")
+        (tmp_path / "new.sh").write_text(f"{script[:start]}\n{stages}\n{script[rest:]}")
+        (tmp_path / "new.sh").replace(tmp_path / "repro/h200.sh")  # bash reads on in the file that it has begun
         settings = {**os.environ, "OUT": "figures", "PYTHON": str(tmp_path / "python"), **env}
         return subprocess.Popen(["bash", "repro/h200.sh", *words], cwd=tmp_path, env=settings, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
@@ -117,7 +118,7 @@ def test_one_campaign_at_a_time(campaign, tmp_path):
         assert time.monotonic() < end and first.poll() is None
         time.sleep(0.05)
     assert "still runs in this folder: end it first" in ended(campaign("stage next 1 true"), 2)
-    first.send_signal(signal.SIGINT)
+    first.send_signal(signal.SIGTERM)
     ended(first, 130)
 
 
