@@ -41,7 +41,7 @@ test: lint data
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 gpu:
-	repro/h200.sh $(STAGES)
+	set -f; repro/h200.sh $(STAGES)
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis

@@ -68,10 +68,7 @@ def read_config_file(path: str | Path) -> dict[str, tuple[Any, int]]:
                 case ast.Expr(value=ast.Constant(value=str())):
                     pass  # a docstring
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    value = _evaluate(value, found)
-                    if isinstance(value, int) and value.bit_length() > 64:
-                        raise ValueError("an integer of more than 64 bits")
-                    found[name] = value, statement.lineno
+                    found[name] = _evaluate(value, found), statement.lineno
                 case _:
                     raise ValueError(f"`{type(statement).__name__}` is not allowed, only `key = value` is")
         except (ValueError, ArithmeticError, RecursionError) as error:
@@ -83,13 +80,16 @@ def _evaluate(node: ast.AST, found: dict[str, tuple[Any, int]]) -> Any:
     """Value of a literal expression, with arithmetic on numbers. Raises ValueError or ArithmeticError."""
     match node:
         case ast.Constant(value=bool() | str() | int() | float() | None):
-            return node.value
+            return _short(node.value)
         case ast.Name(id=name) if name in found:
             return found[name][0]
         case ast.Name(id=name):
             raise ValueError(f"name {name!r} is not assigned above this line")
         case ast.Tuple(elts=elements) | ast.List(elts=elements):
-            return tuple(_evaluate(element, found) for element in elements)
+            values = tuple(_evaluate(element, found) for element in elements)
+            if any(isinstance(value, tuple) for value in values):  # lines that double it would fill the memory
+                raise ValueError("a tuple within a tuple")
+            return values
         case ast.UnaryOp(op=op, operand=operand):
             operands = [_evaluate(operand, found)]
         case ast.BinOp(op=op, left=left, right=right):
@@ -100,7 +100,14 @@ def _evaluate(node: ast.AST, found: dict[str, tuple[Any, int]]) -> Any:
         raise ValueError("arithmetic is on numbers only, with + - * / // % **")
     if isinstance(op, ast.Pow) and max(map(abs, operands)) > 1000:  # 9**9**9 would run for ever
         raise ValueError("a power of numbers beyond 1000")
-    return ARITHMETIC[type(op)](*operands)
+    return _short(ARITHMETIC[type(op)](*operands))
+
+
+def _short(value: Any) -> Any:
+    """`value`, or ValueError for an integer that no key takes and Python would not even print."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise ValueError("an integer of more than 64 bits")
+    return value
 
 
 # ---------------------------------------------------------------------------------------------- types and overrides

@@ -69,7 +69,7 @@ for round in "${!seeds[@]}"; do
     arm=${arms[(turn + round) % ${#arms[@]}]} seed=${seeds[round]}
     split "$arm"
     name=$(IFS=+; echo "${keys[*]}")
-    name=${name//+--/+} name=${name// /_}-$seed number=$((number + 1))
+    name=${name//+--/+} name=${name//[ \/]/_}-$seed number=$((number + 1))
     run=$OUT/$name label="[$number/$total] $name"
     if [[ $kept == *$'\n'"$name"$'\n'* ]]; then echo "$label: in $KEEP already"; continue; fi
     if grep -qs '"event": "end", "reason": "done"' "$run/log.jsonl"; then
@@ -90,7 +90,7 @@ for round in "${!seeds[@]}"; do
         *) echo "$label: FAILED with exit code $status: $last"; failed=1; [ "$status" != 2 ] || exit 2; continue ;;
       esac
     fi
-    [ -z "$KEEP" ] || "$PYTHON" -m evidence.archive "$KEEP" "$run"
+    [ -z "$KEEP" ] || "$PYTHON" -m evidence.archive "$KEEP" "$run" || failed=1
   done
 done
 exit $failed

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import fold
 from common.environment import environment, find_device, find_dtype
 from common.errors import ConfigError, UserError, run_program
-from common.output import append_json
+from common.output import append_json, span
 from common.stats import median_ratio, paired_ratio, paired_times
 from configurator import check_least, key, parse_args
 from fold import gpt
@@ -203,11 +203,8 @@ def show(record: dict) -> str:
     for title in ("before / after", f"before / {SWAPPED}", "A/A"):
         if title not in record:
             continue
-        median = record[title]["median"]
-        shown = {name: "{mean:.4f} ({low:.4f} .. {high:.4f})".format(**record[title][name])
-                 for name in ("mean", "processor")}  # fmt: skip
-        ratios.append(f"{title} {shown['mean']}, median {median['median']:.4f} ({median['low']:.4f} .. "
-                      f"{median['high']:.4f}), processor time {shown['processor']}")  # fmt: skip
+        mean, median, processor = (span(record[title][name]) for name in ("mean", "median", "processor"))
+        ratios.append(f"{title} {mean}, median {median}, processor time {processor}")
     paper = f"; one after the other, {record['sequential']['saved']:+.1%} saved" if "sequential" in record else ""
     times = f"{record['ms']['before']:.2f} ms before, {record['ms']['after']:.2f} ms after"
     return f"{record['mode']}, length {record['length']}: {times}; {'; '.join(ratios)}{paper}"

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from bench.kernel_arms import OPERATORS, UNSCALED, Function, Operator, arms_of, make_inputs
 from common.environment import installed, timing_environment
 from common.errors import ConfigError, UserError, run_program
-from common.output import card, made_with, markdown, write_results
+from common.output import card, made_with, markdown, span, write_results
 from common.stats import median_ratio, paired_times, seconds
 from configurator import check_least, key, parse_args
 
@@ -196,7 +196,7 @@ def table(records: list[dict[str, Any]]) -> str:
     for row in records:
         rivals = {arm: ratio for arm, ratio in row["time_over_ours"].items() if arm != UNSCALED}
         best = min(rivals, key=lambda arm: rivals[arm]["median"], default="")
-        ratio = f"{best}: " + "{median:.3f} ({low:.3f} .. {high:.3f})".format(**rivals[best]) if best else ""
+        ratio = f"{best}: " + span(rivals[best], "{:.3f}") if best else ""
         shares = (f"{row['share'][arm]:.0%}" if arm in row["share"] else "" for arm in arms)
         lines.append([row["operator"], row["channels"], row["phase"], *shares, ratio])
     return markdown(["operator", "C", "phase", *arms, "best other / ours"], lines)

@@ -122,8 +122,10 @@ def _processor() -> str:
 
 
 def _git_commit() -> str | None:
-    """Commit of the source tree, with `+` if it has uncommitted changes. Outside a repository (a mere copy of the
-    files) what NANONORM_COMMIT says, or None."""
+    """Commit of the source tree, with `+` if it has uncommitted changes; of an installed package its version. Outside a
+    repository (a mere copy of the files) what NANONORM_COMMIT says, or None."""
+    if __package__ != "common":  # installed, and the repository around it is the user's
+        return "nanonorm " + installed("nanonorm").get("nanonorm", "of unknown version")
 
     def git(*words: str) -> str:
         root = Path(__file__).resolve().parents[1]

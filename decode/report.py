@@ -103,10 +103,12 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
                  *(f"- {line}" for line in card(its[0]).splitlines()),
                  f"- made by `{its[0]['command']}`"]  # fmt: skip
         text += [part for record in its for part in ("", table(record))]
+    output.write_results(folder, "decode", every, "README.md", "\n".join(text))  # before the picture, which may fail
     with output.writing(folder):
         plot(every, folder / "decode.png")
-    picture = ["", "![Speed-up over batch size](decode.png)"] if (folder / "decode.png").exists() else []
-    output.write_results(folder, "decode", every, "README.md", "\n".join([*text, *picture]))
+    if (folder / "decode.png").exists():
+        text += ["", "![Speed-up over batch size](decode.png)"]
+        output.write_results(folder, "decode", every, "README.md", "\n".join(text))
 
 
 def write_ledger(folder: Path, ledger: dict[str, Any]) -> None:

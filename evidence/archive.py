@@ -2,15 +2,20 @@
 
     python -m evidence.archive runs.tar.xz                       the names of its runs, a line each
     python -m evidence.archive runs.tar.xz out/small/rms-8       add a run: config, log, HellaSwag items; or replace it
+    python -m evidence.archive runs.tar.xz --remove rms-8        take a run out
 """
 
 import atexit
+import contextlib
+import fcntl
 import io
 import lzma
+import os
 import shutil
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import ConfigError, UserError, run_program
@@ -36,7 +41,7 @@ def read(archive: Path) -> dict[str, bytes]:
 def write(archive: Path, content: dict[str, bytes]) -> None:
     """Atomically; the same content gives the same bytes. Raises UserError."""
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as file:
+    with tarfile.open(fileobj=packed, mode="w:xz", preset=9, format=tarfile.PAX_FORMAT) as file:
         for name in sorted(content):
             member = tarfile.TarInfo(name)
             member.size = len(content[name])
@@ -48,13 +53,40 @@ def write(archive: Path, content: dict[str, bytes]) -> None:
         raise UserError(f"{archive}: cannot be written ({error.strerror})") from None
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Within it no other process changes an archive in this folder: two sweeps may keep their runs in one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be opened ({error.strerror}): check the path") from None
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+
 def add(archive: Path, run: Path) -> None:
     """Put a run folder into the archive, in place of one of its name. Raises UserError."""
-    kept = {name: part for name, part in read(archive).items() if name.split("/")[0] != run.name}
-    files = [run / name for name in FILES if (run / name).is_file()]
     if not (run / "log.jsonl").is_file():
         raise UserError(f"{run}: no log.jsonl there: name a run folder")
-    write(archive, kept | {f"{run.name}/{file.name}": file.read_bytes() for file in files})
+    files = [run / name for name in FILES if (run / name).is_file()]
+    with locked(archive.parent):
+        kept = {name: part for name, part in read(archive).items() if name.split("/")[0] != run.name}
+        write(archive, kept | {f"{run.name}/{file.name}": file.read_bytes() for file in files})
+
+
+def remove(archive: Path, run: str) -> None:
+    """Take the run of this name out. Raises UserError if it is not there."""
+    with locked(archive.parent):
+        content = read(archive)
+        kept = {name: part for name, part in content.items() if name.split("/")[0] != run}
+        if len(kept) == len(content):
+            raise UserError(f"{archive}: no run {run} in it: `python -m evidence.archive {archive}` lists them")
+        write(archive, kept)
 
 
 def unpack(archive: Path) -> Path:
@@ -76,11 +108,12 @@ def main(argv: list[str]) -> None:
     if not argv or argv[0] in ("--help", "-h"):
         print(__doc__)
         return
-    archive, *runs = map(Path, argv)
+    archive, *runs = Path(argv[0]), *argv[1:]
     if not archive.name.endswith(SUFFIX):
         raise ConfigError(f"{archive}: wants a name that ends in {SUFFIX}")
-    for run in runs:
-        add(archive, run)
+    change = remove if runs[:1] == ["--remove"] else lambda archive, run: add(archive, Path(run))
+    for run in runs[runs[:1] == ["--remove"] :]:
+        change(archive, run)
     if not runs:
         sys.stdout.writelines(f"{name}\n" for name in sorted({name.split("/")[0] for name in read(archive)}))
 

@@ -57,8 +57,8 @@ METRICS = {
 class Run:
     """One run: its config, the events of its log, its HellaSwag items."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, name: str = ""):
+        self.path, self.name = path, name or str(path)  # the name as people know it, for messages
         self.events = read_log(path)
         self.start = self.events[0]
         self.config: dict[str, Any] = self.start["config"]
@@ -144,7 +144,7 @@ class Run:
             right = {rule: np.array([row[f"{rule}_choice"] == row["label"] for row in rows]) for rule in RULES}
             return {**right, "item": np.array([(row["item"], row["label"]) for row in rows])}
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: damaged: remove it and run `python hellaswag.py {self.path}`") from None
+            raise UserError(f"{self.name}: its hellaswag.jsonl is damaged: remove it and score the run again") from None
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -193,19 +193,31 @@ def read_log(run: Path) -> list[dict]:
 
 
 def find_runs(paths: list[Path]) -> list[Run]:
-    """The runs that paths name: run folders, log files, folders that hold run folders at any depth, and archives of
-    those (.tar.xz)."""
+    """The runs that paths name: run folders, log files, archives of runs (.tar.xz), and folders that hold run folders,
+    or archives alone, at any depth."""
     runs = []
-    for named in paths:
-        path = unpack(named) if named.name.endswith(SUFFIX) else named
-        if path.is_dir() and not (path / "log.jsonl").exists():
-            inside = sorted(log.parent for log in path.rglob("log.jsonl") if log.parent.suffix != ".part")
+    for path in paths:
+        if path.name.endswith(SUFFIX):
+            runs += in_archive(path)
+        elif path.is_dir() and not (path / "log.jsonl").exists():
+            inside = [Run(log.parent) for log in sorted(path.rglob("log.jsonl"))]
+            if not inside:  # else archives are copies of them
+                inside = [run for archive in sorted(path.rglob(f"*{SUFFIX}")) for run in in_archive(archive)]
             if not inside:
-                raise UserError(f"{named}: no run folder in it: name run folders, or the folder that holds them")
-            runs.extend(map(Run, inside))
+                raise UserError(f"{path}: no run folder in it: name run folders, or the folder that holds them")
+            runs += inside
         else:
             runs.append(Run(path))
     return runs
+
+
+def in_archive(archive: Path) -> list[Run]:
+    """The runs in an archive. Raises UserError if there are none."""
+    folder = unpack(archive)
+    inside = [Run(log.parent, f"{archive}: {log.parent.name}") for log in sorted(folder.rglob("log.jsonl"))]
+    if not inside:
+        raise UserError(f"{archive}: no run in it: check the path")
+    return inside
 
 
 def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
@@ -217,7 +229,7 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
         check_same_norms(next(iter(its.values()), run), run)
         other = its.setdefault(run.seed, run)
         if other is not run:
-            raise UserError(f"{other.path} and {run.path}: both are {run.arm}, seed {run.seed}: name one of them")
+            raise UserError(f"{other.name} and {run.name}: both are {run.arm}, seed {run.seed}: name one of them")
     return arms
 
 
@@ -226,7 +238,7 @@ def check_same_norms(first: Run, run: Run) -> None:
     for name in run.norm_keys.keys() & first.norm_keys:
         there, here = (_plain(r.config.get(name, r.norm_keys[name])) for r in (first, run))
         if here != there:
-            raise UserError(f"{first.path} and {run.path}: both are {run.arm}, but {name} is {there} and {here}, each "
+            raise UserError(f"{first.name} and {run.name}: both are {run.arm}, but {name} is {there} and {here}, each "
                             "the default of its day: report on them apart")  # fmt: skip
 
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.environment import environment
 from common.errors import ConfigError, UserError, run_program
-from common.output import write_bytes_atomically, writing
+from common.output import card, write_bytes_atomically, writing
 from common.stats import decide, paired, seeds_needed
 from configurator import key, parse_args
 from model import GPT, GPTConfig
@@ -156,8 +156,7 @@ def main(argv: list[str]) -> None:
                     lines = [json.dumps({**about, "config": settings}), *map(json.dumps, records)]
                     write_bytes_atomically(target, ("\n".join(lines) + "\n").encode())
         table = report([r for r in records if r["seed"] <= config.seeds], config)
-        versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-        made = f"`repro/cbwc_classify.sh`: {about['device']}, {versions}, commit {about['git'][:7]}."
+        made = f"`repro/cbwc_classify.sh`: {card(about)}."
         text = f"# Text classification with dropout {config.dropout}\n\n{made}\n\n{table}\n"
         write_bytes_atomically(out / "README.md", text.encode())
     print(table)

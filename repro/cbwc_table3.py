@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.environment import environment
 from common.errors import ConfigError, run_program
+from common.output import write_bytes_atomically
 from configurator import key, parse_args
 from fold import analyze, fold
 from repro.fold_models import MODELS, TABLE3, build
@@ -107,10 +108,12 @@ def main(argv: list[str]) -> None:
         print(json.dumps(record), flush=True)
         records[name] = record
         if stored:
-            stored.write_text("".join(json.dumps(records[n]) + "\n" for n in everything if n in records))
+            lines = [json.dumps(records[n]) + "\n" for n in everything if n in records]
+            write_bytes_atomically(stored, "".join(lines).encode())
     if config.out and config.rules == "exact":
         ordered = [records[name] for name in everything if name in records]
-        (Path(config.out) / "README.md").write_text(readme(ordered, environment(torch.device("cpu"))))
+        text = readme(ordered, environment(torch.device("cpu")))
+        write_bytes_atomically(Path(config.out) / "README.md", text.encode())
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from evidence.runs import read_log
 Line = dict[str, Any]
 WIDE = 2048  # channels from which on a norm's aim is the higher one
 FILE = "its file"  # under this name a line has the file that it comes from
+TITLE = "# Measured on the GPU, beside what was aimed at"
 VERDICTS = ("met", "open", "missed", "stated", "not measured")
 
 
@@ -261,11 +262,14 @@ def is_begun(one: Target, rows: list[Target]) -> bool:
 
 
 def render(folder: Path) -> list[Target]:
-    """Write README.md and targets.png into the folder, from the files there; the rows."""
+    """Write README.md and targets.png into the folder, from the files there; the rows. Raises UserError."""
+    page = folder / "README.md"
+    if page.exists() and not page.read_text(encoding="utf-8", errors="replace").startswith(TITLE):
+        raise UserError(f"{page} is another page, which would be overwritten: give a folder that h200.sh filled")
     rows = rows_of(folder)
     with writing(folder):
         drawn = plot(rows, folder / "targets.png")
-        write_bytes_atomically(folder / "README.md", text_of(folder, rows, drawn).encode())
+        write_bytes_atomically(page, text_of(folder, rows, drawn).encode())
     return rows
 
 
@@ -278,7 +282,7 @@ def counted(rows: list[Target]) -> dict[str, int]:
 def text_of(folder: Path, rows: list[Target], drawn: bool) -> str:
     """README.md of the folder: a table for each area, the reports beside it, the last attempt at each stage."""
     count = counted(rows)
-    lines = ["# Measured on the GPU, beside what was aimed at", "",
+    lines = [TITLE, "",
              f"Made by repro/h200.sh from the files here. Of {sum(row.aim is not None for row in rows)} aims "
              f"{count['met']} are met, {count['missed']} missed, {count['open']} open (the aim lies within the 95 % "
              "interval); the others are not measured. A figure without an interval is judged by itself."]  # fmt: skip
@@ -302,7 +306,9 @@ def cells(row: Target) -> tuple[str, ...]:
     values = ["" if value is None else row.form.format(value) for value in (row.aim, row.value, row.low, row.high)]
     interval = f"{values[2]} .. {values[3]}" if values[2] else ""
     line = row.line or {}
-    place = f"{(line.get('git') or 'unknown')[:8]}, {line.get('device')}" if line else ""
+    commit = line.get("git") or "unknown"
+    changed = "+" if commit.endswith("+") else ""
+    place = f"{commit.rstrip('+')[:8]}{changed}, {line.get('device')}" if line else ""
     origin = f"[{line[FILE]}]({line[FILE]})" if line else ""
     return row.what, f">= {values[0]}" if values[0] else "", values[1], interval, row.verdict, row.note, origin, place
 

@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import ConfigError, UserError, run_program
+from common.output import write_bytes_atomically
 from evidence.runs import read_log
 
 STEPS = (1, 500, 1000, 1500, 2000)
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> None:
         "an epoch. So its later losses are a neighbourhood, not a target; parameters and first loss are."
     )
     text = "\n".join(["# LayerNorm and RMSNorm on Tiny Shakespeare", "", about, note, "", *lines, "", *findings, ""])
-    (target / "README.md").write_text(text)
+    write_bytes_atomically(target / "README.md", text.encode())
     print(text)
 
 

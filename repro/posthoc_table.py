@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.environment import environment, faster_float32_products
 from common.errors import ConfigError, run_program
+from common.output import write_bytes_atomically
 from common.stats import clustered
 from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
@@ -96,7 +97,7 @@ def main(argv: list[str]) -> None:
                                    **environment(torch.device("cpu"))}) + "\n")  # fmt: skip
             lines.append(f"| {name} | {row['val_loss']:.5f} | {shown} | {row['kl']:.2e} |")
             print(lines[-1], flush=True)
-    (results / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_bytes_atomically(results / "table.md", ("\n".join(lines) + "\n").encode())
 
 
 if __name__ == "__main__":

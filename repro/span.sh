@@ -5,7 +5,7 @@
 #                   rms and coupled runs stand beside. 32 runs more, of four minutes on a free CPU core
 #
 # alpha of every shared position is set to the measured drift every 10 steps (coupled_calibrate). Without that, two
-# blocks train badly and all of them diverge: results/cpu/span/uncalibrated.
+# blocks train badly and all of them diverge: results/cpu/span/uncalibrated.tar.xz.
 # Runs that results/ holds already are not run again. Further words go to train.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -15,8 +15,8 @@
 #   repro/table1.sh pair    GPT-2 124M, rms and coupled, one seed, four times those tokens: loss curves, no verdict; 10
 #                           minutes of one H200 (estimate)
 #
-# Further words go to train.py. Runs that results/ holds already are not run again. To measure them anew, remove them
-# there, or set KEEP.
+# Further words go to train.py. Runs that results/ holds already are not run again; with another KEEP=FILE.tar.xz they
+# are.
 # Other settings (ARMS, SEEDS, NPROC, HELLASWAG) are sweep.sh's.
 set -euo pipefail
 cd "$(dirname "$0")/.."

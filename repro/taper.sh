@@ -7,7 +7,7 @@
 #                    are half gone
 #
 # The margin is 1.5 % of RMSNorm's val loss at this scale, declared before any run. Further words go to train.py. Runs
-# that results/ holds already are not run again. To measure them anew, remove them there, or set KEEP.
+# that results/ holds already are not run again; with another KEEP=FILE.tar.xz they are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}

@@ -6,7 +6,6 @@ Each run's last checkpoint on windows spread evenly over validation and over tra
 output, length of the logits, radial gradient (training/stream.py); means and standard deviations over seeds.
 """
 
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.environment import environment, faster_float32_products
 from common.errors import ConfigError, run_program
-from common.output import writing
+from common.output import write_results
 from evidence.runs import Run
 from load import load_model
 from training.checkpoint import LAST
@@ -58,9 +57,7 @@ def main(argv: list[str]) -> None:
         mean, sd = np.mean(values, 0), np.std(values, 0, ddof=1) if len(values) > 1 else np.full(3, np.nan)
         shown = " | ".join(f"{m:{sign}} ({s:.2g})" for m, s, sign in zip(mean, sd, (".2f", ".1f", "+.3f")))
         lines.append(f"| `{arm}` | {split} | {len(values)} | {shown} |")
-    with writing(target):
-        (target / "output_end.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        (target / "output_end.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_results(target, "output_end", rows, "output_end.md", "\n".join(lines))
     print("\n".join(lines))
 
 

@@ -305,6 +305,16 @@ def test_very_deep_nesting(shape, depth, config_file):
         assert "config.py" in str(error) and len(str(error)) < 500
 
 
+def test_a_file_cannot_make_a_value_that_explodes(config_file):
+    """Each line doubles: printed in an error message, the last would have 2^60 elements."""
+    lines = ["_0 = (1, 1)"] + [f"_{i} = (_{i - 1}, _{i - 1})" for i in range(1, 60)]
+    with pytest.raises(ConfigError, match=r"config\.py:2: a tuple within a tuple"):
+        parse(config_file("\n".join(lines) + "\nout_dir = _59"))
+    for value in (f"(0x{'f' * 10_000}, 1)", f"0x{'f' * 10_000}", "(2**40 * 2**40, 1)"):
+        with pytest.raises(ConfigError, match=r"config\.py:1: an integer of more than 64 bits"):
+            parse(config_file(f"_long = {value}"))
+
+
 # --------------------------------------------------------------------------------------------------------- fuzzing
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -43,6 +43,7 @@ model, x = Net().eval(), torch.randn(4, 5)
 report = analyze(model, (x,))
 folded, certificate = fold(model, report)
 assert certificate.ok and certificate.folded == 1, certificate
+assert certificate.environment["git"].startswith("nanonorm "), certificate.environment  # not the user's own commit
 assert not isinstance(folded.norm, nn.LayerNorm)
 assert (folded(x) - model(x)).abs().max() < 1e-5
 y, inv_rms = rms_norm(x, None, 1e-5)

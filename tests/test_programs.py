@@ -93,7 +93,9 @@ def test_the_five_recipes_differ_in_norm_type_and_names_alone():
     assert (config.learning_rate, config.min_lr, config.warmup_iters) == (6e-4, 6e-5, 2000)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("[!d]*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [
+    path for path in sorted((ROOT / "config").glob("*.py")) if not path.name.startswith("distill")
+], ids=lambda path: path.name)  # fmt: skip
 def test_no_recipe_repeats_a_default_of_training(path):
     """But for norm_type, which a recipe names."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}

@@ -473,12 +473,31 @@ def test_an_archive_is_its_folders(sweep, tmp_path):
     assert (tmp_path / "c/report.csv").read_text() == (tmp_path / "d/report.csv").read_text()
 
 
-def test_the_names_in_an_archive_and_what_is_none(sweep, tmp_path, capsys):
+def test_two_processes_keep_their_runs_in_one_archive(sweep, tmp_path):
+    """And runs of long names, as arms with long settings have."""
     path = tmp_path / "runs.tar.xz"
+    for name in "abcdefgh":
+        (tmp_path / (name * 100)).mkdir()
+        (tmp_path / (name * 100) / "log.jsonl").write_text((sweep / "rms-8/log.jsonl").read_text())
+    words = [[sys.executable, "-m", "evidence.archive", path, *(tmp_path / (name * 100) for name in names)]
+             for names in ("abcd", "efgh")]  # fmt: skip
+    for job in [subprocess.Popen(command, cwd=ROOT) for command in words]:
+        assert job.wait() == 0
+    assert {name[0] for name in archive.read(path)} == set("abcdefgh")
+
+
+def test_the_names_in_an_archive_and_what_is_none(sweep, tmp_path, capsys):
+    path = tmp_path / "kept/runs.tar.xz"
     archive.main([str(path)])
     archive.main([str(path), str(sweep / "rms-8"), str(sweep / "rms-9")])
     archive.main([str(path)])
     assert capsys.readouterr().out == "rms-8\nrms-9\n"
+    archive.main([str(path), "--remove", "rms-9"])
+    assert [run.name for run in find_runs([path.parent])] == [f"{path}: rms-8"]  # found in its folder too
+    with pytest.raises(UserError, match=r"rms-8 and .*rms-8: both are rms, seed 8"):
+        by_arm(find_runs([path, sweep / "rms-8"]))
+    with pytest.raises(UserError, match="no run rms-9 in it"):
+        archive.main([str(path), "--remove", "rms-9"])
     with pytest.raises(UserError, match=r"no log\.jsonl there: name a run folder"):
         archive.main([str(path), str(tmp_path)])
     with pytest.raises(ConfigError, match="wants a name that ends in"):

@@ -27,22 +27,23 @@ from train import TrainConfig
 PROGRAMS = {"bench.train": (train.TrainBenchConfig, False), "bench_decode.py": (bench_decode.DecodeBenchConfig, True),
             "bench.kernels": (kernels.KernelBenchConfig, False), "bench.fold": (bench_fold.FoldBenchConfig, True),
             "distill.py": (distill.DistillConfig, False)}  # fmt: skip
-MARK = "- the stages\n"
+FIRST, LAST = "every_stage() {\n", "\n}\n\n# ---"  # around the stages
 
 
 @pytest.fixture
 def campaign(tmp_path):
-    """campaign(stages, *words, **env) -> a process of a copy of the script with these stages, on a GPU that is not
-    there: the place that `python` names is in the file `place`."""
+    """campaign(stages, *words, **env) -> a process of a copy of the script with these stages ("": the real ones), on a
+    GPU that is not there: the place that `python` names is in the file `place`."""
     script = (ROOT / "repro/h200.sh").read_text()
     (tmp_path / "repro").mkdir()
-    start, rest = script.index(MARK) + len(MARK), script.index("for pattern in", script.index("folds phi"))
+    start = script.index(FIRST) + len(FIRST)
+    rest = script.index(LAST, start)
     (tmp_path / "place").write_text("aaaa,NVIDIA H200\n")
     (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" = repro/h200.py ] || cat place\n')
     (tmp_path / "python").chmod(0o755)
 
     def run(stages: str, *words: str, **env: str) -> subprocess.Popen:
-        (tmp_path / "new.sh").write_text(f"{script[:start]}\n{stages}\n{script[rest:]}")
+        (tmp_path / "new.sh").write_text(f"{script[:start]}{stages or script[start:rest]}{script[rest:]}")
         (tmp_path / "new.sh").replace(tmp_path / "repro/h200.sh")  # bash reads on in the file that it has begun
         settings = {**os.environ, "OUT": "figures", "PYTHON": str(tmp_path / "python"), **env}
         return subprocess.Popen(["bash", "repro/h200.sh", *words], cwd=tmp_path, env=settings, text=True,
@@ -77,25 +78,60 @@ def test_stages_are_done_once_and_a_failed_one_again_when_the_code_is_another(ca
     assert (tmp_path / "good").read_text() == "x\nx\n"
     assert "good: done, 1 minutes\n    'sh' '-c'" in ended(campaign(stages, "--list"))
     assert "other: no such stage" in ended(campaign(stages, "good", "other"), 2)
+    assert (tmp_path / "good").read_text() == "x\nx\n"  # nothing ran
 
 
 def test_a_stage_beyond_its_limit_is_stopped_with_all_that_it_started(campaign, tmp_path):
-    """One that ends well with what it has is done; one that wants to go on does so at the next call."""
+    """One that ends well has kept something; one that does not is tried twice; a sweep goes on each time."""
     loop = "sh -c 'trap \"echo saved > {0}; exit {1}\" INT; (while :; do sleep 0.1; date > {0}-child; done) & wait'"
-    stages = f"stage sweep 9 {loop.format('sweep', 130)}\nstage bench 9 {loop.format('bench', 0)}"
-    ended(campaign(stages, LIMIT="0.02"))
-    assert noted(tmp_path) == [("sweep", "stopped"), ("bench", "done")]
-    assert (tmp_path / "sweep").exists() and (tmp_path / "bench").exists()
+    stages = (f"goes_on=1 stage sweep 9 {loop.format('sweep', 130)}\nstage bench 9 {loop.format('bench', 0)}\n"
+              f"stage tests 9 {loop.format('tests', 2)}")  # fmt: skip
+    ended(campaign(stages, LIMIT="0.02"), 1)
+    assert noted(tmp_path) == [("sweep", "stopped"), ("bench", "cut short"), ("tests", "stopped")]
+    assert all((tmp_path / name).exists() for name in ("sweep", "bench", "tests"))
     written = (tmp_path / "sweep-child").stat().st_mtime_ns
     time.sleep(0.5)
     assert written == (tmp_path / "sweep-child").stat().st_mtime_ns  # nothing has outlived it
+    ended(campaign(stages, LIMIT="0.02"), 1)
     ended(campaign(stages, LIMIT="0.02"))
-    assert noted(tmp_path)[2:] == [("sweep", "stopped")]
+    assert noted(tmp_path)[3:] == [("sweep", "stopped"), ("tests", "stopped"), ("sweep", "stopped")]
 
 
 def test_nothing_is_begun_that_does_not_fit(campaign, tmp_path):
-    printed = ended(campaign("stage long 9 true\nstage short 1 true", MINUTES="2"))
-    assert "long: no time left\n" in printed and noted(tmp_path) == [("short", "done")]
+    printed = ended(campaign("stage long 9 true\nstage short 1 true\ngoes_on=1 stage sweep 30 true", MINUTES="3"))
+    assert "no time left for: long\n" in printed and noted(tmp_path) == [("short", "done"), ("sweep", "done")]
+
+
+def test_each_stage_fits_into_the_minutes_that_the_head_names(campaign, tmp_path):
+    """The commands fail at once here: begun is begun."""
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/meta.json").write_text("{}")
+    printed = ended(campaign("", MINUTES="9.5", DATA="shards"), 1)
+    assert "no time left" not in printed and len(noted(tmp_path)) == 61
+
+
+def test_a_distillation_that_fails_is_not_done(campaign, tmp_path):
+    stage = "distil qwen3-0.6b 4"
+    (tmp_path / "python").write_text('#!/bin/sh\ncase "$*" in *distill.py*|*--keep*) exit 1;; -c*) cat place;; esac\n')
+    ended(campaign(stage), 1)
+    assert noted(tmp_path) == [("distill-qwen3-0.6b", "failed")]
+    (tmp_path / "python").write_text('#!/bin/sh\ncase "$2" in *find_spec*) exit 1;; *import*) cat place;; esac\n')
+    assert "pip install peft" in ended(campaign(stage, "distill*"), 1)
+    assert len(noted(tmp_path)) == 1
+
+
+def test_a_torn_line_of_the_table_loses_no_other(campaign, tmp_path):
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures/stages.csv").write_text("one,done,1,aaaa,NVIDIA H200,,\ntwo,do")
+    ended(campaign("stage one 1 true\nstage two 1 true\nstage three 1 true"))
+    assert noted(tmp_path) == [("one", "done"), ("two", "do"), ("two", "done"), ("three", "done")]
+
+
+@pytest.mark.parametrize(("name", "value"), [("LIMIT", "x"), ("LIMIT", "0"), ("MINUTES", "-1"), ("OUT", "."),
+                                             ("OUT", "..")])  # fmt: skip
+def test_wrong_settings_are_refused(campaign, tmp_path, name, value):
+    assert f"error: {name}={value}: " in ended(campaign("stage one 1 touch begun", **{name: value}), 2)
+    assert not (tmp_path / "begun").exists()
 
 
 def test_interrupted_it_stops_its_stage_and_goes_on_there(campaign, tmp_path):
@@ -130,7 +166,7 @@ def test_what_the_user_has_exported_is_not_the_stages(campaign, tmp_path):
 @pytest.mark.parametrize(("place", "out", "message"), [
     ("aaaa,cpu (AMD EPYC 2 cores)", "figures", "no GPU here"),
     (",NVIDIA H200", "figures", "NANONORM_COMMIT="),
-    ("aaaa,NVIDIA A100", "results/h200", "NVIDIA A100: give its figures a folder of their own"),
+    ("aaaa,NVIDIA A100", "results/h200/", "NVIDIA A100: give its figures a folder of their own"),
 ])  # fmt: skip
 def test_wrong_places_are_refused(campaign, tmp_path, place, out, message):
     (tmp_path / "place").write_text(place + "\n")
@@ -150,7 +186,7 @@ def test_every_stage_says_what_its_program_understands(tmp_path, monkeypatch):
     spy.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" ::: >> {tmp_path}/words\n')
     spy.chmod(0o755)
     places = {"NANOGPT": f"{tmp_path}/nanogpt", "GPT_FAST": f"{tmp_path}/gpt_fast", "DATA": f"{tmp_path}/data",
-              "OUT": f"{tmp_path}/figures", "PYTHON": str(spy)}  # fmt: skip
+              "OUT": f"{tmp_path}/figures", "SCRATCH": f"{tmp_path}/scratch", "PYTHON": str(spy)}  # fmt: skip
     listed = subprocess.run(["bash", "repro/h200.sh", "--list"], env=os.environ | places, stdout=subprocess.PIPE,
                             text=True, check=True).stdout.splitlines()  # fmt: skip
     names, calls = [line.split(":")[0] for line in listed if not line.startswith(" ")], []
