@@ -4,14 +4,15 @@
     python report.py out/small --baseline=rms                    every run folder in out/small: report.md, report.csv,
                                                                  seeds.csv and plots, into out/small
     python report.py runs/ --baseline=rms --delta.val_loss=0.002 --out=results/mine
-    python report.py results/cpu/table1/runs.tar.xz --baseline=rms     an archive of runs, as sweep.sh keeps them
+    python report.py results/cpu/table1/runs.tar.xz --baseline=rms --out=out/table1
+                                                                 an archive of runs, as sweep.sh keeps them
     python report.py --published                                 CoupledNorm's Table 1, from its printed numbers
 
 An arm is a norm type with its norm keys ("coupled --coupled_span=2"); arms are compared with the baseline by seed.
 The margins of equivalence are those that the runs declared (train.py's delta_* keys); one that is given here,
 --delta.METRIC=NUMBER, is labelled post hoc. Metrics: val_loss, train_loss, hellaswag_acc, hellaswag_acc_norm, tok_per_s
-(its margin is a share). Other keys: --out=DIR, --pictures=False (tables alone), --plot=FILE (the loss curves of runs
-without a baseline).
+(its margin is a share). Other keys: --out=DIR (else beside the runs), --pictures=False (tables alone), --plot=FILE (the
+loss curves of runs without a baseline).
 """
 
 import csv

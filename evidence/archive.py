@@ -79,14 +79,13 @@ def add(archive: Path, run: Path) -> None:
         write(archive, kept | {f"{run.name}/{file.name}": file.read_bytes() for file in files})
 
 
-def remove(archive: Path, run: str) -> None:
-    """Take the run of this name out. Raises UserError if it is not there."""
+def remove(archive: Path, runs: list[str]) -> None:
+    """Take the runs of these names out. Raises UserError if one is not there; then all stay."""
     with locked(archive.parent):
         content = read(archive)
-        kept = {name: part for name, part in content.items() if name.split("/")[0] != run}
-        if len(kept) == len(content):
-            raise UserError(f"{archive}: no run {run} in it: `python -m evidence.archive {archive}` lists them")
-        write(archive, kept)
+        if missing := set(runs) - {name.split("/")[0] for name in content}:
+            raise UserError(f"{archive}: no run {missing.pop()} in it: the same command without --remove lists them")
+        write(archive, {name: part for name, part in content.items() if name.split("/")[0] not in runs})
 
 
 def unpack(archive: Path) -> Path:
@@ -111,9 +110,12 @@ def main(argv: list[str]) -> None:
     archive, *runs = Path(argv[0]), *argv[1:]
     if not archive.name.endswith(SUFFIX):
         raise ConfigError(f"{archive}: wants a name that ends in {SUFFIX}")
-    change = remove if runs[:1] == ["--remove"] else lambda archive, run: add(archive, Path(run))
-    for run in runs[runs[:1] == ["--remove"] :]:
-        change(archive, run)
+    if runs[:1] == ["--remove"]:
+        return remove(archive, runs[1:])
+    for run in runs:
+        if run.startswith("-"):
+            raise ConfigError(f"{run}: wants run folders, or --remove and names of runs")
+        add(archive, Path(run))
     if not runs:
         sys.stdout.writelines(f"{name}\n" for name in sorted({name.split("/")[0] for name in read(archive)}))
 

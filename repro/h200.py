@@ -347,7 +347,9 @@ def keep(run: Path, target: Path, name: str) -> None:
 def main(argv: list[str]) -> None:
     if argv[:1] == ["--keep"] and len(argv) == 4:
         return keep(Path(argv[1]), Path(argv[2]), argv[3])
-    if len(argv) != 1 or argv[0].startswith("-"):
+    if argv[:1] in (["--help"], ["-h"]):
+        return print(__doc__)
+    if len(argv) != 1 or not Path(argv[0]).is_dir():
         raise ConfigError("h200.py wants the folder that h200.sh filled")
     print(json.dumps({"targets": counted(render(Path(argv[0]))), "out": argv[0]}))
 

@@ -4,7 +4,8 @@
 #   repro/h200.sh                        all that is left, in the order in which figures are wanted
 #   repro/h200.sh train 'decode-qwen*'   these stages, done before or not
 #   repro/h200.sh --list                 the stages, their state, their minutes and their commands
-#   MINUTES=9.5 repro/h200.sh            begin nothing that will not be over by then; the same command goes on
+#   MINUTES=9.5 repro/h200.sh            begin nothing that will not be over by then (0: no such limit); the same command
+#                                        goes on
 #
 #   OUT      folder of the figures (results/h200); its README.md sets them beside the aims (repro/h200.py)
 #   DATA     token shards to train on (data/offline): data/fineweb_edu/prepare.py --local FILES --val FILES --out_dir=DATA
@@ -35,7 +36,7 @@ limit=$(seconds LIMIT "${LIMIT:-9.2}")  # in seconds, as `end`, which is 0 where
 end=$(seconds MINUTES "${MINUTES:-0}")
 nanogpt=${NANOGPT:-../nanoGPT} gpt_fast=${GPT_FAST:-../gpt-fast}
 jobs=$(($(nproc) > 4 ? $(nproc) - 4 : 1))
-[ "$limit" -ge 1 ] || die "LIMIT=$LIMIT: give a minute or more"
+[ "$limit" -ge 1 ] || die "LIMIT=$LIMIT: no time for anything: give minutes, e.g. LIMIT=9.2"
 [[ $PWD/ != "$(realpath -m "$out")"/* ]] || die "OUT=$out: its README.md would be overwritten: give a folder of its own"
 unset ARMS SEEDS OUT KEEP MODEL MODELS NPROC HELLASWAG RESULTS NANONORM_FULL TRITON_INTERPRET  # a stage gets its own
 export PYTHON=$python
@@ -190,9 +191,6 @@ for pattern in "${only[@]}"; do
 done
 if [ $mode = list ]; then every_stage; exit 0; fi
 
-mkdir -p "$scratch" "$out"
-exec 9>"$scratch/lock"
-flock -n 9 || die "another campaign, or a stage that has outlived it, still runs in this folder: end it first"
 place=$("$python" -c 'import torch
 from common.environment import environment
 found = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -205,6 +203,9 @@ case $device in
   *) [ "$(realpath -m "$out")" != "$PWD/results/h200" ] ||
     die "this GPU is a $device: give its figures a folder of their own, OUT=results/..." ;;
 esac
+mkdir -p "$scratch" "$out"
+exec 9>"$scratch/lock"
+flock -n 9 || die "another campaign, or a stage that has outlived it, still runs in this folder: end it first"
 stop() {
   trap '' INT TERM HUP
   if [ -n "$child" ]; then
