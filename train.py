@@ -9,9 +9,9 @@
 A run writes config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.txt into out_dir. The same command
 resumes it. SIGTERM and Ctrl-C finish the step, save, and exit 0.
 
-What runs, in order: configurator.py makes a TrainConfig of config files and keys; Trainer reads data
-(training/dataloader.py), builds the model (model.py, its norms by norm_plan.py) and its optimiser (training/optim.py),
-resumes (training/checkpoint.py), and loops.
+What runs, in order: configurator.py makes a TrainConfig of config files and keys; Trainer joins the other ranks
+(common/distributed.py), reads data (training/dataloader.py), builds the model (model.py, its norms by norm_plan.py) and
+its optimiser (training/optim.py), resumes (training/checkpoint.py), and loops.
 """
 
 import dataclasses
