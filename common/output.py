@@ -89,7 +89,11 @@ def card(record: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def middle(ratio: dict[str, float]) -> float:
+    """What a ratio with its interval is: a median, or a mean."""
+    return ratio["median"] if "median" in ratio else ratio["mean"]
+
+
 def span(ratio: dict[str, float], form: str = "{:.4f}") -> str:
     """A ratio with its interval: its median or mean (low .. high)."""
-    middle = ratio["median"] if "median" in ratio else ratio["mean"]
-    return f"{form.format(middle)} ({form.format(ratio['low'])} .. {form.format(ratio['high'])})"
+    return f"{form.format(middle(ratio))} ({form.format(ratio['low'])} .. {form.format(ratio['high'])})"

@@ -58,13 +58,16 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"- not timed: {reason}" for reason in record["missing"])])
 
 
+def panels_of(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The panels of the picture that there are figures for."""
+    return [panel for panel in PANELS if any(panel[0] in record["speed_ups"] for record in records)]
+
+
 def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up over batch size, a line for each model; bars are 95 % intervals."""
+    """Speed-up over batch size, a line for each model; bars are 95 % intervals. There must be a panel to draw."""
     from common.plotting import STYLES, plt, save  # matplotlib takes a second to import
 
-    panels = [panel for panel in PANELS if any(panel[0] in record["speed_ups"] for record in records)]
-    if not panels:
-        return
+    panels = panels_of(records)
     devices = list(dict.fromkeys(record["device"] for record in records))
     figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), layout="constrained", squeeze=False)
     for axis, (name, title) in zip(axes[0], panels):
@@ -103,12 +106,12 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
                  *(f"- {line}" for line in card(its[0]).splitlines()),
                  f"- made by `{its[0]['command']}`"]  # fmt: skip
         text += [part for record in its for part in ("", table(record))]
-    output.write_results(folder, "decode", every, "README.md", "\n".join(text))  # before the picture, which may fail
-    with output.writing(folder):
-        plot(every, folder / "decode.png")
-    if (folder / "decode.png").exists():
+    has_picture = bool(panels_of(every))
+    if has_picture:
         text += ["", "![Speed-up over batch size](decode.png)"]
-        output.write_results(folder, "decode", every, "README.md", "\n".join(text))
+    output.write_results(folder, "decode", every, "README.md", "\n".join(text))  # before the picture, which may fail
+    if has_picture:
+        plot(every, folder / "decode.png")
 
 
 def write_ledger(folder: Path, ledger: dict[str, Any]) -> None:

@@ -47,7 +47,6 @@ def write(archive: Path, content: dict[str, bytes]) -> None:
             member.size = len(content[name])
             file.addfile(member, io.BytesIO(content[name]))
     try:
-        archive.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomically(archive, packed.getvalue())
     except OSError as error:
         raise UserError(f"{archive}: cannot be written ({error.strerror})") from None
@@ -69,23 +68,35 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(number)
 
 
-def add(archive: Path, run: Path) -> None:
-    """Put a run folder into the archive, in place of one of its name. Raises UserError."""
-    if not (run / "log.jsonl").is_file():
-        raise UserError(f"{run}: no log.jsonl there: name a run folder")
-    files = [run / name for name in FILES if (run / name).is_file()]
+def names(content: dict[str, bytes]) -> set[str]:
+    """The names of the runs in it."""
+    return {name.split("/")[0] for name in content}
+
+
+def without(content: dict[str, bytes], runs: set[str]) -> dict[str, bytes]:
+    """What is left when the runs of these names are taken out."""
+    return {name: part for name, part in content.items() if not names({name: part}) & runs}
+
+
+def add(archive: Path, *runs: Path) -> None:
+    """Put run folders into the archive, each in place of one of its name. Raises UserError; then all is as before."""
+    added = {}
+    for run in runs:
+        if not (run / "log.jsonl").is_file():
+            raise UserError(f"{run}: no log.jsonl there: name a run folder")
+        files = (run / name for name in FILES)
+        added |= {f"{run.name}/{file.name}": file.read_bytes() for file in files if file.is_file()}
     with locked(archive.parent):
-        kept = {name: part for name, part in read(archive).items() if name.split("/")[0] != run.name}
-        write(archive, kept | {f"{run.name}/{file.name}": file.read_bytes() for file in files})
+        write(archive, without(read(archive), names(added)) | added)
 
 
 def remove(archive: Path, runs: list[str]) -> None:
     """Take the runs of these names out. Raises UserError if one is not there; then all stay."""
     with locked(archive.parent):
         content = read(archive)
-        if missing := set(runs) - {name.split("/")[0] for name in content}:
+        if missing := set(runs) - names(content):
             raise UserError(f"{archive}: no run {missing.pop()} in it: the same command without --remove lists them")
-        write(archive, {name: part for name, part in content.items() if name.split("/")[0] not in runs})
+        write(archive, without(content, set(runs)))
 
 
 def unpack(archive: Path) -> Path:
@@ -112,12 +123,11 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"{archive}: wants a name that ends in {SUFFIX}")
     if runs[:1] == ["--remove"]:
         return remove(archive, runs[1:])
-    for run in runs:
-        if run.startswith("-"):
-            raise ConfigError(f"{run}: wants run folders, or --remove and names of runs")
-        add(archive, Path(run))
-    if not runs:
-        sys.stdout.writelines(f"{name}\n" for name in sorted({name.split("/")[0] for name in read(archive)}))
+    if unknown := [run for run in runs if run.startswith("-")]:
+        raise ConfigError(f"{unknown[0]}: wants run folders, or --remove and names of runs")
+    if runs:
+        return add(archive, *map(Path, runs))
+    sys.stdout.writelines(f"{name}\n" for name in sorted(names(read(archive))))
 
 
 if __name__ == "__main__":

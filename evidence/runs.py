@@ -200,7 +200,7 @@ def find_runs(paths: list[Path]) -> list[Run]:
         if path.name.endswith(SUFFIX):
             runs += in_archive(path)
         elif path.is_dir() and not (path / "log.jsonl").exists():
-            inside = [Run(log.parent) for log in sorted(path.rglob("log.jsonl"))]
+            inside = [Run(folder) for folder in run_folders(path)]
             if not inside:  # else archives are copies of them
                 inside = [run for archive in sorted(path.rglob(f"*{SUFFIX}")) for run in in_archive(archive)]
             if not inside:
@@ -211,10 +211,14 @@ def find_runs(paths: list[Path]) -> list[Run]:
     return runs
 
 
+def run_folders(path: Path) -> list[Path]:
+    """The run folders in a folder, at any depth."""
+    return [log.parent for log in sorted(path.rglob("log.jsonl"))]
+
+
 def in_archive(archive: Path) -> list[Run]:
     """The runs in an archive. Raises UserError if there are none."""
-    folder = unpack(archive)
-    inside = [Run(log.parent, f"{archive}: {log.parent.name}") for log in sorted(folder.rglob("log.jsonl"))]
+    inside = [Run(folder, f"{archive}: {folder.name}") for folder in run_folders(unpack(archive))]
     if not inside:
         raise UserError(f"{archive}: no run in it: check the path")
     return inside

@@ -6,8 +6,6 @@
 #
 #   repro/cbwc_centering.sh [--key=value ...]
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+. "$(dirname "$0")/start.sh"
 "$PYTHON" repro/cbwc_mlp.py --study=centering --width=128 --epochs=20 --plain_depths=6,15 --residual_depths=40 --seeds=4 \
   --out=results/cpu/cbwc_centering "$@"

@@ -4,7 +4,5 @@
 #
 #   repro/cbwc_training.sh [--key=value ...]
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+. "$(dirname "$0")/start.sh"
 "$PYTHON" repro/cbwc_mlp.py --study=training --images=1280 --out=results/cpu/cbwc_training "$@"

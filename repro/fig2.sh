@@ -8,9 +8,7 @@
 #   repro/fig2.sh [--key=value ...]         MODELS="random:qwen3-0.6b path/to/Qwen3-0.6B" for others
 #   repro/fig2.sh --gpt_fast=../gpt-fast    gpt-fast's own model beside ours, for the Llama shapes
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+. "$(dirname "$0")/start.sh"
 models=${MODELS:-random:qwen3-0.6b random:qwen3-1.7b random:qwen3-8b random:llama3.2-1b random:llama3.2-3b}
 for model in $models; do
   case $(basename "$model" | tr '[:upper:]' '[:lower:]') in

@@ -7,9 +7,8 @@
 # with spread and quantiles, the first token apart, ratios, and what posthoc/rms_stats.py suggests. The paper has alpha = 1.09 for
 # Qwen and 1.1 for Llama, and the first 1 and 4 layers standard.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-case ${1:-} in ""|-h|--help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit $(($# == 0 ? 2 : 0));; esac
+. "$(dirname "$0")/start.sh"
+[ $# -gt 0 ] || { usage; exit 2; }
 text=$1 results=${RESULTS:-results/fig3}
 shift
 [ $# -gt 0 ] || set -- meta-llama/Llama-3.2-1B Qwen/Qwen3-0.6B

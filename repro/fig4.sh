@@ -5,8 +5,6 @@
 #
 #   repro/fig4.sh [--key=value ...]
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+. "$(dirname "$0")/start.sh"
 "$PYTHON" bench_decode.py "${MODEL:-random:qwen3-1.7b}" --trace --batch=8 --coupled_first=1 \
   --coupled_alpha=1.09 --out="${OUT:-results/h200/trace}" "$@"

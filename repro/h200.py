@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import ConfigError, UserError, run_program
-from common.output import append_json, markdown, read_json, write_bytes_atomically, writing
+from common.output import append_json, markdown, middle, read_json, write_bytes_atomically, writing
 from common.plotting import STYLES, plt, save
 from common.stats import median_ratio, paired_ratio
 from evidence.runs import read_log
@@ -70,8 +70,7 @@ def row(
         return Target(area, what, aim, form=form)
     if not isinstance(ratio, dict):
         return Target(area, what, aim, ratio, line=line, note=note, form=form)
-    value = ratio["median"] if "median" in ratio else ratio["mean"]
-    return Target(area, what, aim, value, ratio["low"], ratio["high"], line, note, form)
+    return Target(area, what, aim, middle(ratio), ratio["low"], ratio["high"], line, note, form)
 
 
 def worst(rows: list[Target]) -> Target:

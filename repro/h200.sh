@@ -23,14 +23,13 @@
 #   failed      not run again until the code is another
 # The minutes are estimates until then.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+. "$(dirname "$0")/start.sh"
 die() { echo "error: $1" >&2; exit 2; }
 seconds() {  # NAME MINUTES
   [[ $2 =~ ^[0-9]+(\.[0-9]+)?$ ]] || die "$1=$2: give minutes, e.g. $1=9.5"
   awk -v minutes="$2" 'BEGIN { printf "%d", 60 * minutes }'
 }
-python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+python=$PYTHON
 out=${OUT:-results/h200} data=${DATA:-data/offline} scratch=${SCRATCH:-out/h200}
 limit=$(seconds LIMIT "${LIMIT:-9.2}")  # in seconds, as `end`, which is 0 where there is none
 end=$(seconds MINUTES "${MINUTES:-0}")
@@ -114,10 +113,14 @@ stage() {
   elif [ $status != 0 ]; then
     state=failed
   fi
-  [ "$state" != failed ] && { [ "$state" != stopped ] || [ -n "$goes_on" ]; } || failed=1
   note "$name,$state,$((SECONDS - start)),$commit,$device,$before,$(clocks)"
   echo "$name: $state after $(((SECONDS - start) / 60)) minutes"
-  [ $failed = 0 ] || [ "$state" = done ] || tail -n 12 "$scratch/$name.txt" | sed 's/^/    /'
+  case $state$goes_on in  # a sweep that was stopped goes on
+    failed* | stopped)
+      failed=1
+      tail -n 12 "$scratch/$name.txt" | sed 's/^/    /'
+      ;;
+  esac
 }
 
 # ------------------------------------------------------------------------------------------------------------ the stages

@@ -13,9 +13,8 @@
 #
 # About two hours on a free core. What is done already is not done again.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-case ${1:-} in ""|-h|--help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit $(($# == 0 ? 2 : 0));; esac
+. "$(dirname "$0")/start.sh"
+[ $# -gt 0 ] || { usage; exit 2; }
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 source=$1 out=${OUT:-out/posthoc} results=${RESULTS:-results/cpu/posthoc}
 mkdir -p "$out" "$results"

@@ -8,9 +8,7 @@
 # blocks train badly and all of them diverge: results/cpu/span/uncalibrated.tar.xz.
 # Runs that results/ holds already are not run again. Further words go to train.py.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+. "$(dirname "$0")/start.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/span} KEEP=${KEEP:-results/cpu/span/runs.tar.xz}
 calibrated=--coupled_calibrate=10
 arms="${ARMS:-"coupled 'coupled $calibrated' 'coupled --coupled_span=2 $calibrated' 'coupled --coupled_span=3 $calibrated' 'coupled --coupled_span=0 $calibrated'"}"

@@ -19,8 +19,7 @@
 # are.
 # Other settings (ARMS, SEEDS, NPROC, HELLASWAG) are sweep.sh's.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+. "$(dirname "$0")/start.sh"
 scale=${1:-} status=0
 [ $# = 0 ] || shift
 case $scale in
@@ -47,9 +46,9 @@ case $scale in
       --eval_interval=50 --eval_tokens=851968 --delta_val_loss=0.01 "$@" || status=$?
     ;;
   *)
-    case $scale in ""|-h|--help) ;; *) echo "error: unknown scale $scale: full, cpu, small or pair" >&2; exit 2 ;; esac
-    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
-    case $scale in -h|--help) exit 0 ;; *) exit 2 ;; esac
+    [ -z "$scale" ] || { echo "error: unknown scale $scale: full, cpu, small or pair" >&2; exit 2; }
+    usage
+    exit 2
     ;;
 esac
 [ -f "$KEEP" ] || exit $status  # stopped before any run had ended

@@ -9,9 +9,7 @@
 # for which base models have no template, and its 46.0 on MMLU is beyond the base 1B. Further words in WORDS go to distill.py. The harness's mmlu and
 # gpqa_main_n_shot declare no number of examples (which is none at all), so 5 is said here. Not run here yet.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+. "$(dirname "$0")/start.sh"
 out=${OUT:-out/table2} results=${RESULTS:-results/h200/table2}
 mkdir -p "$results"
 [ $# -gt 0 ] || set -- qwen3-0.6b qwen3-1.7b qwen3-8b llama3.2-1b llama3.2-3b

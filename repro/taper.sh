@@ -9,9 +9,7 @@
 # The margin is 1.5 % of RMSNorm's val loss at this scale, declared before any run. Further words go to train.py. Runs
 # that results/ holds already are not run again; with another KEEP=FILE.tar.xz they are.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+. "$(dirname "$0")/start.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/taper} KEEP=${KEEP:-results/cpu/taper/runs.tar.xz}
 internal="taper --taper_warmup=0.5 --taper_end=0.75" anchor=--taper_anchor=0.1 final=--taper_final=True
 arms="rms '$internal' '$internal $anchor' '$internal $final' '$internal $final $anchor'"

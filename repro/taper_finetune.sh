@@ -9,8 +9,7 @@
 #
 # Further words go to train.py. SEEDS are sweep.sh's; a seed decides the order of the data and, on the CPU, the model.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+. "$(dirname "$0")/start.sh"
 scale=${1:-} status=0
 [ $# = 0 ] || shift
 taper="taper --taper_base=layer"
@@ -33,8 +32,8 @@ case $scale in
     done
     ;;
   *)
-    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
-    case $scale in -h|--help) exit 0 ;; *) exit 2 ;; esac
+    usage
+    exit 2
     ;;
 esac
 "$PYTHON" report.py "$KEEP" --baseline=layer --out="$(dirname "$KEEP")"

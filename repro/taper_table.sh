@@ -8,9 +8,7 @@
 # Sizes count the weights of the blocks, not the embeddings: 1M (1.2), 5M (4.7), 9M (8.8), 30M (31.5). SIZES chooses
 # some of them; SEEDS, ARMS and NPROC are sweep.sh's. Runs that results/ holds already are not run again.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+. "$(dirname "$0")/start.sh"
 out=${OUT:-out/taper_table} keep=${KEEP:-results/h200/taper_table} status=0
 internal="taper --taper_warmup=0.5 --taper_end=0.75" anchor=--taper_anchor=0.1 final=--taper_final=True
 export ARMS="${ARMS:-"rms '$internal' '$internal $anchor' '$internal $final' '$internal $final $anchor'"}"

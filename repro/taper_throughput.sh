@@ -5,7 +5,5 @@
 #
 #   repro/taper_throughput.sh [--key=value ...]      anywhere: OUT=results/cpu/taper repro/taper_throughput.sh --ledger
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+. "$(dirname "$0")/start.sh"
 "$PYTHON" bench_decode.py --last_token --out="${OUT:-results/h200/taper}" "$@"

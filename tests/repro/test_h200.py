@@ -36,6 +36,7 @@ def campaign(tmp_path):
     GPU that is not there: the place that `python` names is in the file `place`."""
     script = (ROOT / "repro/h200.sh").read_text()
     (tmp_path / "repro").mkdir()
+    shutil.copy(ROOT / "repro/start.sh", tmp_path / "repro")
     start = script.index(FIRST) + len(FIRST)
     rest = script.index(LAST, start)
     (tmp_path / "place").write_text("aaaa,NVIDIA H200\n")
