@@ -29,19 +29,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.distributed import Ranks, StopSignal, accumulate, replicate
-from common.environment import DTYPES, Precision, environment, faster_float32_products, find_device
+from common.environment import DTYPES, Precision, faster_float32_products, find_device
 from common.errors import CheckpointError, ConfigError, DataError, UserError, run_program
+from common.fingerprint import fingerprint
 from configurator import check_least, key, parse_args
 from hf import weights
 from load import load_model
 from model import GPT, cross_entropy
 from posthoc import adapters
 from posthoc.coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
-from posthoc.student import Pair, finished, make_student, teacher_config
-from posthoc.text import open_stream, shuffled
-from training.checkpoint import BEST, DISTILLING, read_checkpoint, save_checkpoint
-from training.log import RunLog, Throughput
+from posthoc.student import Pair, bytes_of, finished, make_student, teacher_config
+from posthoc.text import open_stream, shuffled, text_fingerprint
+from training.checkpoint import BEST, DISTILLING, different_checkpoints, read_checkpoint, save_checkpoint
+from training.lock import FolderLock
+from training.log import RunLog, Throughput, last_event
 from training.optim import guarded_update, learning_rate, make_optimizer, micro_step
+from training.place import changes, check_same_data, find_place, saved_place
 
 SPREAD = 16  # calibration blocks are every 16th of the first ones, where there are so many
 FREE = ("max_iters", "eval_interval", "log_interval", "device", "out_dir", "export")  # may differ when a run goes on
@@ -105,16 +108,40 @@ class Distiller:
         self.config, self.out_dir, self.stop_signal = config, Path(config.out_dir), StopSignal()
         self.ranks = ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
         self.precision = Precision(config.dtype, ranks.device)
+        self.lock = ranks.together(self._lock)  # before anybody looks for a checkpoint there
+        try:
+            self.state = ranks.together(self._find_state)
+            ranks.check_same(self.state["step"] if self.state else -1, different_checkpoints(self.out_dir))
+            self.summary = self._summary()
+            if self.summary is None:
+                self._prepare()
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _lock(self) -> FolderLock | None:
+        return FolderLock(self.out_dir, lambda: self.stop_signal.name) if self.ranks.is_main else None
+
+    def _unlock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def _prepare(self) -> None:
+        """Teacher, text, student, optimiser and log, as the checkpoint in the run folder left them if there is one."""
+        config, ranks, state = self.config, self.ranks, self.state
         with ranks.device if config.teacher.startswith("random:") else contextlib.nullcontext():  # drawn there
             teacher = load_model(config.teacher)
         if ranks.device.type == "cpu":
             faster_float32_products(teacher.config.n_embd, teacher.config.head_channels)
+        name_of_teacher = fingerprint("teacher", bytes_of(teacher))
         low = self.precision.dtype if self.precision.is_low and config.method != "full" else self.precision.weights
         teacher = teacher.to(low).to(ranks.device).requires_grad_(False)
         self.length = min(config.block_size, teacher.config.block_size)
         self.teacher = own_statistics(teacher, f"teacher={config.teacher}")
         self.calibration_ids, self.val = self._first_blocks(teacher)
-        state = self._find_state()
+        name_of_text = text_fingerprint([self.calibration_ids, self.val], [config.local, config.val])
+        self.place = find_place(f"{name_of_teacher} {name_of_text}", ranks)
+        changed = ranks.together(lambda: self._compare(state)) if state else []
         chosen = [(state["plan"], state["alpha"]) if state else self._choose()]
         if dist.is_initialized():  # sums in another order may choose another alpha on another rank
             dist.broadcast_object_list(chosen)
@@ -134,12 +161,13 @@ class Distiller:
             self.precision.scaler.load_state_dict(state["scaler"])
         self.log = RunLog(self.out_dir, {**dataclasses.asdict(config), "wandb": "off"}, config.max_iters, ranks.is_main)
         self.forward = replicate(self.pair) if dist.is_initialized() else self.pair
-        self.log.lock()
         trained = sum(parameter.numel() for parameter in parameters)
-        self.log.open(self.step if state else None, {"norm_plan": self.plan, "alpha": list(self.alpha),
-                      "trained_parameters": trained, **environment(ranks.device)}, [])  # fmt: skip
+        start = {"norm_plan": self.plan, "alpha": list(self.alpha), "trained_parameters": trained, **self.place}
+        ranks.together(lambda: self.log.open(self.step if state else None, start, changed))
         self.log.say(f"norm plan {self.plan}, {self.plan.count('s')} statistics saved, {trained:,} parameters train"
                      + (f"; resuming after step {self.step}" if state else ""))  # fmt: skip
+        if changed:
+            self.log.say(f"changed since then: {', '.join(changed)}")
 
     def _first_blocks(self, teacher: GPT) -> tuple[Tensor, Tensor]:
         """Blocks (N, T) for calibration, which train too, and held-out ones, that are skipped in training."""
@@ -180,6 +208,23 @@ class Distiller:
                                       f"{now[name]!r}: use its settings, or another out_dir")  # fmt: skip
         return state
 
+    def _summary(self) -> dict[str, Any] | None:
+        """What the end of a finished run has told; None where anything is left to do."""
+        wants_export = self.config.export and not (self.out_dir / "hf").exists()
+        if self.state is None or self.state["step"] < self.config.max_iters or wants_export:
+            return None
+        end = last_event(self.out_dir / "log.jsonl")
+        return end["summary"] if end.get("reason") == "done" and "summary" in end else None
+
+    def _compare(self, state: dict[str, Any]) -> list[str]:
+        """What has changed since `state` was saved. Raises CheckpointError for another teacher or text."""
+        path, config = self.out_dir / DISTILLING, self.config
+        place, now = saved_place(state, path), dataclasses.asdict(config)
+        remedy = "give teacher, local, val and dataset what they were, or choose another out_dir"
+        check_same_data(place, self.place, path, remedy)
+        settings = [name for name in sorted(now.keys() & state["config"].keys()) if state["config"][name] != now[name]]
+        return [f"{name} {state['config'][name]} -> {now[name]}" for name in settings] + changes(place, self.place)
+
     def _batches(self) -> Iterator[Tensor]:
         """This rank's micro-batches (B, T) from the step on that comes next; the text begins anew when it ends."""
         config, ranks = self.config, self.ranks
@@ -198,6 +243,11 @@ class Distiller:
 
     def run(self) -> None:
         config, ranks = self.config, self.ranks
+        if self.summary is not None:  # and nothing of the run is touched
+            if ranks.is_main:
+                print(f"finished already: step {self.state['step']} of max_iters={config.max_iters}")
+                print(json.dumps(self.summary), flush=True)
+            return self._unlock()
         micro_batches = config.gradient_accumulation_steps // ranks.world_size
         batches, parameters = self._batches(), list(self.trained.values())
         clock = Throughput(config.batch_size * config.gradient_accumulation_steps * self.length)
@@ -237,8 +287,10 @@ class Distiller:
             if stops and self.step < config.max_iters:
                 reason = f"stopped by {self.stop_signal.name or 'a signal'} after step {self.step}"
                 self.log.say(f"{reason}: the same command goes on")
-                return self.log.close(reason, step=self.step)
+                self.log.close(reason, step=self.step)
+                return self._unlock()
         self._finish(clock.steady())
+        self._unlock()
 
     @torch.no_grad()
     def _evaluate(self, pair: Pair, event: str = "eval") -> dict[str, float]:
@@ -267,7 +319,7 @@ class Distiller:
     def _save(self) -> None:
         save_checkpoint(self.out_dir / DISTILLING, {
             "step": self.step, "config": dataclasses.asdict(self.config), "plan": self.plan, "alpha": self.alpha,
-            "calibrated_kl": self.calibrated_kl,
+            "calibrated_kl": self.calibrated_kl, "place": self.place,
             "model": {name: p.detach() for name, p in self.trained.items()}, "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
         }, self.ranks)  # fmt: skip
@@ -282,7 +334,6 @@ class Distiller:
         if found["kl"] > self.calibrated_kl:
             self.log.say(f"warning: it is further from the teacher than before training (KL {self.calibrated_kl:.3e}): "
                          "train longer, or lower learning_rate")  # fmt: skip
-        self.log.close("done", step=self.step, tok_per_s=speed, peak_bytes=peak)
         student = student.cpu()
         config = dataclasses.asdict(student.config)
         (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -291,8 +342,11 @@ class Distiller:
         wanted = self.config.export
         if wanted or (wanted is None and student.meta.get("tokenizer") == "hf"):
             self._export(student)
-        print(json.dumps({**found, "norm_plan": self.plan, "alpha": list(self.alpha), "step": self.step,
-                          "tok_per_s": speed, "peak_bytes": peak}))  # fmt: skip
+        summary = {**found, "norm_plan": self.plan, "alpha": list(self.alpha), "step": self.step, "tok_per_s": speed,
+                   "peak_bytes": peak}  # fmt: skip
+        # The last thing: a run that is killed before it does all of this again.
+        self.log.close("done", step=self.step, tok_per_s=speed, peak_bytes=peak, summary=summary)
+        print(json.dumps(summary))
 
     def _export(self, student: GPT) -> None:
         """hf/, in place of one that an earlier end of this run has left; it is whole whenever it is there."""

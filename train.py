@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed import Ranks, StopSignal, accumulate, is_sharded, replicate, shard
-from common.environment import DTYPES, Precision, environment, faster_float32_products, peak_flops
-from common.errors import CheckpointError, ConfigError, UserError, run_program
+from common.environment import DTYPES, Precision, faster_float32_products, peak_flops
+from common.errors import ConfigError, DataError, UserError, run_program
 from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
@@ -38,11 +38,13 @@ from load import init_from
 from model import GPT, GPTConfig
 from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, taper_gate
-from training.checkpoint import BEST, LAST, find_checkpoint, restore, save_checkpoint
+from training.checkpoint import BEST, LAST, different_checkpoints, find_checkpoint, restore, save_checkpoint
 from training.dataloader import Blocks, TrainLoader
 from training.evaluation import Evaluator
+from training.lock import FolderLock
 from training.log import RunLog, StepReport, Throughput
 from training.optim import carry_state, guarded_update, learning_rate, make_optimizer, micro_step
+from training.place import changes, check_same_data, find_place, saved_place
 from training.stream import calibrate
 
 MAX_SKIPPED = 20  # float16: so many steps in a row with infinite gradients are no matter of the loss scale any more
@@ -128,7 +130,10 @@ class Trainer:
         self.ranks = ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
         if ranks.device.type == "cpu":
             faster_float32_products(config.n_embd, config.head_channels)
+        if config.parallel == "fsdp" and not dist.is_initialized():
+            raise ConfigError("parallel=fsdp shares the model out over ranks: start it with torchrun")
         self.out_dir = Path(config.out_dir)
+        self.place: dict[str, Any] = {}  # training/place.py; empty in a finished run
 
         # Data
         self.meta = read_meta(config.data_dir)
@@ -148,15 +153,33 @@ class Trainer:
         make_scorer = self._hellaswag if config.hellaswag != "off" else None
         self.evaluator = Evaluator(config, val, self.meta, ranks, self.precision.autocast, make_scorer)
 
-        # Model and optimiser
-        self.model = GPT(config, config.seed)
+        # The run folder is for this run alone before anybody looks for a checkpoint there
+        self.lock = ranks.together(self._lock)
+        try:
+            self._prepare()
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _lock(self) -> FolderLock | None:
+        return FolderLock(self.out_dir, lambda: self.stop_signal.name) if self.ranks.is_main else None
+
+    def _unlock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def _prepare(self) -> None:
+        """Model, optimiser and log, as the checkpoint in the run folder left them if there is one."""
+        config, ranks = self.config, self.ranks
         self.step, self.best, self.skipped, self.changed = 0, math.inf, 0, []
-        resumed, notes = find_checkpoint(self.out_dir, config.resume), []
+        resumed, notes = ranks.together(lambda: find_checkpoint(self.out_dir, config.resume)), []
+        ranks.check_same(resumed[0]["step"] if resumed else -1, different_checkpoints(self.out_dir))
+        if resumed is None or resumed[0]["step"] < config.max_iters:  # a finished run is not compared with anything
+            self.place = self._find_place()
+        self.model = GPT(config, config.seed)
         if config.init_from and resumed is None:
             notes = [init_from(self.model, config.init_from)]
         self.model.to(self.precision.weights).train()
-        if config.parallel == "fsdp" and not dist.is_initialized():
-            raise ConfigError("parallel=fsdp shares the model out over ranks: start it with torchrun")
         if config.parallel == "fsdp":
             shard(self.model, ranks.device)
         else:
@@ -166,8 +189,6 @@ class Trainer:
         )
         if resumed is not None:
             notes = self._resume(*resumed)
-        if not ranks.agree(self.step):
-            raise CheckpointError(f"ranks found different checkpoints in {self.out_dir}: it must be a shared folder")
         self.compiled = self.model
         if config.compile or (config.compile is None and ranks.on_cuda):
             torch._dynamo.config.recompile_limit = 32  # training and evaluation, in each of a taper's three phases
@@ -179,7 +200,7 @@ class Trainer:
         self.log = RunLog(self.out_dir, dataclasses.asdict(config), config.max_iters, ranks.is_main)
         if self.step < config.max_iters:
             self._next_step()  # a schedule that cannot go on raises, and the run in out_dir stays as it is
-            self._open_log(resumed is not None)
+            ranks.together(lambda: self._open_log(resumed is not None))
         end = TaperSchedule(config.taper_warmup, config.taper_end).steps(config.max_iters)[1]
         if config.norm_type == "taper" and end > config.max_iters:
             notes.append(f"warning: the taper ends at step {end}, after max_iters={config.max_iters}: norms remain")
@@ -190,33 +211,43 @@ class Trainer:
         file = "" if self.config.hellaswag == "auto" else self.config.hellaswag
         return HellaSwag(file, self.config.hellaswag_items, tokenizer, self.ranks, self.precision.autocast)
 
+    def _find_place(self) -> dict[str, Any]:
+        """What the log and checkpoints tell of data, machine and code. Raises DataError where ranks differ in data."""
+        data = " ".join(blocks.fingerprint() for blocks in (self.loader.blocks, self.evaluator.blocks))
+        differs = f"data_dir={self.config.data_dir}: ranks see different data: copy the same to each machine"
+        self.ranks.check_same(zlib.crc32(data.encode()), DataError(differs))
+        return find_place(data, self.ranks)
+
     def _resume(self, state: dict, path: Path, note: str) -> list[str]:
         """Restore everything; what to tell about it."""
+        place = self.ranks.together(lambda: saved_place(state, path))
+        if self.place:
+            remedy = f"give data_dir={self.config.data_dir} the data that it had, or choose another out_dir and "
+            remedy += f"--init_from={path}, which trains its weights on any data"
+            self.ranks.together(lambda: check_same_data(place, self.place, path, remedy))
         restore(path, state, self.config, self.model, self.optimizer, self.scaler)
         self.step, self.best = state["step"], state["best_val_loss"]
         then, now = (json.loads(json.dumps(part)) for part in (state["config"], dataclasses.asdict(self.config)))
         both = sorted(now.keys() & then.keys())
         self.changed = [f"{name} {then[name]} -> {now[name]}" for name in both if now[name] != then[name]]
+        self.changed += changes(place, self.place)
         notes = [f"not usable: {note}"] if note else []
         notes += [f"resuming from {path}, after step {self.step}"]
         return notes + ([f"changed since then: {', '.join(self.changed)}"] if self.changed else [])
 
     def _open_log(self, resumed: bool) -> None:
+        if not self.ranks.is_main:  # the others log nothing
+            return
         config = dataclasses.asdict(self.config)
-        self.log.lock()
-        if self.ranks.is_main:
-            try:
-                (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-            except OSError as error:
-                raise UserError(f"out_dir={self.out_dir}: cannot be written ({error.strerror})") from None
+        try:
+            (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"out_dir={self.out_dir}: cannot be written ({error.strerror})") from None
         start = {"n_params": self.model.num_params(), "norm_plan": str(self.model.plan)}
         # report.py names the arm by the keys that are not at their defaults, and knows all norm keys from here
         start["norm_keys"] = keys_of(config["norm_type"])
         start["other_norm_keys"] = sorted(foreign_keys(config["norm_type"]))
-        start |= {"world_size": self.ranks.world_size, "tokens_per_step": self.tokens_per_step}
-        if self.ranks.is_main:  # the only one that logs it
-            start["data"] = f"{self.loader.blocks.fingerprint()} {self.evaluator.blocks.fingerprint()}"
-        start |= environment(self.ranks.device)
+        start |= {"tokens_per_step": self.tokens_per_step, **self.place}
         self.log.open(self.step if resumed else None, start, self.changed)
         self.log.say(f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
                      f"{self.tokens_per_step:,} tokens a step")  # fmt: skip
@@ -226,7 +257,8 @@ class Trainer:
     def run(self) -> None:
         config, ranks = self.config, self.ranks
         if self.step >= config.max_iters:  # and nothing of the run is touched
-            return self.log.say(f"finished already: step {self.step} of max_iters={config.max_iters}")
+            self.log.say(f"finished already: step {self.step} of max_iters={config.max_iters}")
+            return self._unlock()
         self.clock = Throughput(self.tokens_per_step)
         if self.step == 0:
             self._calibrate()
@@ -257,6 +289,7 @@ class Trainer:
         done = f"done: best val loss {self.best:.4f}" + (f", {speed / 1000:.1f} k tokens/s" if speed else "")
         self.log.say(reason or done)
         self.log.close(reason or "done", step=self.step, tok_per_s=speed)
+        self._unlock()
 
     def _next_step(self) -> None:
         """The schedules of the norms move on; optimiser state follows a parameter's role."""
@@ -349,7 +382,7 @@ class Trainer:
         save_checkpoint(self.out_dir / name, {
             "step": self.step, "config": dataclasses.asdict(self.config), "meta": self.meta,
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(), "best_val_loss": self.best,
+            "scaler": self.scaler.state_dict(), "best_val_loss": self.best, "place": self.place,
         }, self.ranks)  # fmt: skip
 
 

@@ -8,10 +8,10 @@ ranks themselves.
 import os
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.environment import find_device, keep_freed_memory
-from common.errors import ConfigError
+from common.errors import ConfigError, UserError
+
+T = TypeVar("T")
 
 
 class StopSignal:
@@ -97,12 +99,46 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier()
 
-    def agree(self, number: float) -> bool:
-        """Have all ranks the same number?"""
+    def together(self, action: Callable[[], T]) -> T:
+        """Do `action` on every rank; it may not communicate. Where it fails on one rank, all of them end.
+
+        Raises:
+            UserError: on every rank that of the first rank where it failed, for rank 0 to print.
+        """
+        result, problem = None, None
+        try:
+            result = action()
+        except Exception as error:
+            problem = error
+        if self.world_size > 1:
+            problem = self._first_problem(problem)
+        if problem is not None:
+            raise problem
+        return result
+
+    def _first_problem(self, own: Exception | None) -> Exception | None:
+        """The exception of the first rank that has one. An unexpected one stays with its rank."""
+        told = None
+        if own is not None:
+            text = str(own) if isinstance(own, UserError) else f"rank {self.rank} failed: {type(own).__name__}: {own}"
+            told = text, getattr(own, "exit_code", 1)
+        everyone: list[tuple[str, int] | None] = [None] * self.world_size
+        dist.all_gather_object(everyone, told)
+        first = next(filter(None, everyone), None)
+        if first is None or not (own is None or isinstance(own, UserError)):
+            return own
+        problem = UserError(first[0])
+        problem.exit_code, problem.on_every_rank = first[1], True
+        return problem
+
+    def check_same(self, number: int, error: UserError) -> None:
+        """Raise `error` on every rank, for rank 0 to print, unless all ranks have the same number."""
         bounds = torch.tensor([number, -number], device=self.device)
         if self.world_size > 1:
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        return bool(bounds.sum() == 0)
+        if bounds.sum() != 0:
+            error.on_every_rank = True
+            raise error
 
 
 # ------------------------------------------------------------------------------------------ DDP and FSDP2

@@ -5,6 +5,7 @@ import ctypes
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ import torch
 
 from .errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[1]
+# What a commit must differ in to be other code; a bench may be writing to results meanwhile.
+CODE = ("--", ".", ":!results", ":!docs", ":!tests", ":!*.md")
 ONEDNN_PAYS = 1 << 13  # n_embd head_dim from which a whole step gains, measured (LOG.md)
 
 
@@ -78,7 +82,7 @@ class Precision:
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to place a measurement: commit, versions, device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({_processor()})"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, **installed("numpy")}
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), **installed("numpy")}
     products = torch.get_float32_matmul_precision()
     place = {"git": _git_commit(), "versions": versions, "device": name, "float32_products": products}
     if device.type == "cuda":
@@ -121,21 +125,31 @@ def _processor() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
+def _git(*words: str) -> str:
+    """What git prints, in this repository. Raises OSError and CalledProcessError."""
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def _git_commit() -> str | None:
-    """Commit of the source tree, with `+` if it has uncommitted changes; of an installed package its version. Outside a
-    repository (a mere copy of the files) what NANONORM_COMMIT says, or None."""
+    """Commit of the source tree, with `+` if its code has uncommitted changes; of an installed package its version.
+    Outside a repository (a mere copy of the files) what NANONORM_COMMIT says, or None."""
     if __package__ != "common":  # installed, and the repository around it is the user's
         return "nanonorm " + installed("nanonorm").get("nanonorm", "of unknown version")
-
-    def git(*words: str) -> str:
-        root = Path(__file__).resolve().parents[1]
-        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-    status = "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"  # which a bench may be writing
     try:
-        return git("rev-parse", "HEAD") + ("+" if git(*status) else "")
+        return _git("rev-parse", "HEAD") + ("+" if _git("status", "--porcelain", "--untracked-files=no", *CODE) else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("NANONORM_COMMIT")
+
+
+def is_same_code(then: str | None, now: str | None) -> bool:
+    """Do two commits differ in results and texts alone? False where one is not there, or has uncommitted changes."""
+    if not all(re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", commit or "") for commit in (then, now)):
+        return False
+    try:
+        _git("diff", "--quiet", "--end-of-options", then, now, *CODE)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
 
 
 # Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity).

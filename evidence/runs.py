@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
+from common.fingerprint import data_difference
 from evidence.archive import SUFFIX, unpack
 
 # Norm keys and their defaults, for logs that do not tell them: of all norm types, and of one alone.
@@ -27,6 +28,8 @@ OLD_NORM_KEYS: dict[str, dict[str, Any]] = {
 # Settings that do nothing to a result. HellaSwag is scored beside training, and compared only on the same items.
 NAMES = {"out_dir", "resume", "wandb", "wandb_project", "parallel",
          "hellaswag", "hellaswag_interval", "hellaswag_items"}  # fmt: skip
+# Versions with which a run may go on and still be compared
+HARMLESS_VERSIONS = {"python", "numpy"}
 # What a run did whose program did not have the key yet
 BEFORE = {"compile_mode": "default", "residual": "float32"}
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
@@ -117,8 +120,9 @@ class Run:
     def problem(self) -> str:
         """Why the run cannot be compared, or ""."""
         resumes = [event.get("changed", []) for event in self.events if event["event"] == "resume"]
-        if changed := [change for changes in resumes for change in changes if change.split()[0] not in NAMES]:
-            return f"resumed with other settings ({', '.join(changed)})"
+        harmless = NAMES | HARMLESS_VERSIONS
+        if changed := [change for changes in resumes for change in changes if change.split()[0] not in harmless]:
+            return f"resumed with other settings, code or machine ({', '.join(changed)})"
         if self.diverged:
             return next(e["reason"] for e in self.events if e["event"] == "end")
         last = max((e["step"] for e in self.events if e["event"] == "eval"), default=0)
@@ -254,7 +258,10 @@ def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -
         here, there = (_plain(r.config.get(name, BEFORE.get(name))) for r in (run, baseline))
         if here != there:
             return f"{name}={here or repr(here)} against {there or repr(there)}"
-    for name, before in {"data": None, "world_size": None, "device": None, "float32_products": "highest"}.items():
+    data = [r.start.get("data") for r in (run, baseline)]
+    if data[0] != data[1] and (None in data or data_difference(data[1], data[0])):
+        return f"data: {data[0]} against {data[1]}"
+    for name, before in {"world_size": None, "device": None, "float32_products": "highest"}.items():
         here, there = (r.start.get(name, before) for r in (run, baseline))
         if here != there:
             return f"{name}: {here} against {there}"

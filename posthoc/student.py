@@ -5,10 +5,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from common.fingerprint import END
 from fold.gpt import absorb_alpha
 from hf.config import gpt_config, shape_config
 from hf.hub import HUB_NAME, read_config, resolve_hub
@@ -65,6 +67,12 @@ def finished(student: GPT) -> GPT:
         block.__dict__.pop("forward", None)  # the checkpointed one
     adapters.merge(student)
     return absorb_alpha(student) if student.config.norm_affine else student.eval()
+
+
+def bytes_of(model: GPT) -> list[np.ndarray]:
+    """The bytes of each tensor of a model, for its fingerprint; of tensors that were drawn on a GPU, the first ones."""
+    tensors = [tensor.detach().flatten() for tensor in model.state_dict().values()]
+    return [(t if t.device.type == "cpu" else t[:END].cpu()).view(torch.uint8).numpy() for t in tensors]
 
 
 def teacher_config(spec: str) -> GPTConfig:

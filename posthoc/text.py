@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import DataError
+from common.fingerprint import fingerprint
 from data.documents import Document, TextOf, checked, input_files, plain_text, read_files
 from data.tokenizers import END_OF_TEXT, HFTokenizer, load_tokenizer
 from hf.hub import import_transformers
@@ -86,7 +88,7 @@ def blocks(documents: Iterator[Document], tokenizer: Any, length: int) -> Iterat
         ids = ids[full:]
     if problems and not useful:
         found = ", ".join(f"{count} times {problem}" for problem, count in problems.items())
-        raise DataError(f"no row with text to distil on ({found}): a row wants \"text\", or \"messages\"")
+        raise DataError(f'no row with text to distil on ({found}): a row wants "text", or "messages"')
 
 
 def shuffled(stream: Iterator[Tensor], size: int, seed: int) -> Iterator[Tensor]:
@@ -107,6 +109,17 @@ def random_blocks(n_vocab: int, length: int, seed: int) -> Iterator[Tensor]:
     draw = torch.Generator().manual_seed(seed)
     while True:
         yield torch.randint(n_vocab, (length,), generator=draw)
+
+
+def text_fingerprint(held: list[Tensor], lists_of_files: list[str]) -> str:
+    """Name a text, for telling runs on different texts apart: its blocks of token ids that are `held`, and each file of
+    comma-separated lists. Of a data set of the hub, which has no files here, the blocks alone."""
+    names = [fingerprint("blocks", [ids.flatten().numpy() for ids in held])]
+    for path in [path for text in lists_of_files for path in input_files(text)]:
+        is_empty = path.stat().st_size == 0  # nothing to map
+        data = np.zeros(0, np.uint8) if is_empty else np.memmap(path, np.uint8, mode="r")
+        names.append(fingerprint(path.name, [data]))
+    return " ".join(names)
 
 
 def open_stream(config: Any, meta: dict, n_vocab: int, length: int, local: str) -> Iterator[Tensor]:

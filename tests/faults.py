@@ -2,6 +2,7 @@
 
 import functools
 import os
+from pathlib import Path
 
 import torch
 
@@ -66,6 +67,28 @@ def slow_steps(seconds: float) -> None:
         return original(self, batches)
 
     train.Trainer._train_step = slow
+
+
+def impatient(seconds: float) -> None:
+    """A program waits so long for another one that trains in its folder."""
+    from training import lock
+
+    lock.PATIENCE = seconds
+
+
+def other_place(**values: object) -> None:
+    """The program believes that it runs in another place: other code, other versions."""
+    from training import place
+
+    original = place.environment
+    place.environment = lambda device: {**original(device), **values}
+
+
+def other_out_dir(rank: int, folder: str) -> None:
+    """One rank looks for checkpoints elsewhere, as on a machine of its own."""
+    if int(os.environ["RANK"]) == rank:
+        original = train.find_checkpoint
+        train.find_checkpoint = lambda out_dir, resume: original(Path(folder), resume)
 
 
 def record_samples(path: str) -> None:

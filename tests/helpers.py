@@ -123,11 +123,10 @@ def _write_to(output: str) -> None:
     stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
+    sys.stdout = open(1, "w", closefd=False)  # buffered, as in a process of its own, whatever this one was started with
 
 
-def _child(
-    argv: list[str], env: dict[str, str], output: str, patch: tuple[str, dict] | None, program: str
-) -> None:
+def _child(argv: list[str], env: dict[str, str], output: str, patch: tuple[str, dict] | None, program: str) -> None:
     """In the child: like `python PROGRAM.py ...` with stdout and stderr in a file. `patch` names a fault to inject."""
     os.environ.update(env)
     _write_to(output)
@@ -198,6 +197,11 @@ class Job:
 
     def text(self) -> str:
         return "\n".join(path.read_text() for path in self.outputs if path.exists())
+
+
+def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """Bytes of each file in a folder, and when it was written."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
 def records(out_dir: Path) -> list[dict]:

@@ -1,6 +1,6 @@
 """Distillation: one copy of the weights, exact resume, merging; its text; its memory estimate.
 
-    python -m pytest tests/test_distill.py
+python -m pytest tests/test_distill.py
 """
 
 import dataclasses
@@ -14,10 +14,11 @@ import types
 
 import pytest
 import torch
-from helpers import ROOT, records
+from helpers import ROOT, contents, records
 from small_rms import SHAPE, L, sequences
 
 import distill
+import training.place
 from common.errors import CheckpointError, ConfigError, DataError, HFError
 from configurator import parse_args
 from data.documents import Document
@@ -124,6 +125,61 @@ def test_resume_is_exact(method, dtype, words, tmp_path):
         distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False", "--resume=never"])
 
 
+def test_another_text_or_teacher_is_refused_on_resume(words, run_folder, tmp_path):
+    """Of the same size, and beyond the blocks that are held; other versions are told."""
+    text, whole = tmp_path / "mine.txt", (run_folder / "text.txt").read_text()
+    text.write_text(whole)
+    words = [*words, f"--local={text}"]
+    distiller([*words, "--max_iters=1"]).run()
+    before = contents(tmp_path / "out")
+    for place in (slice(-9, None), slice(len(whole) // 2, len(whole) // 2 + 40)):
+        start, end, _ = place.indices(len(whole))
+        text.write_text(whole[:start] + whole[start:end][::-1] + whole[end:])
+        with pytest.raises(CheckpointError, match=r"was trained on other data \(mine\.txt:.* give teacher, local"):
+            distiller([*words, "--max_iters=2"])
+    text.write_text(whole)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill, "load_model", lambda spec: changed(load_model(spec)))
+        with pytest.raises(CheckpointError, match=r"was trained on other data \(teacher:"):
+            distiller([*words, "--max_iters=2"])
+    assert contents(tmp_path / "out") == before
+    with pytest.MonkeyPatch.context() as patch:
+        place = {**training.place.environment(torch.device("cpu")), "git": "another"}
+        patch.setattr(training.place, "environment", lambda device: place)
+        distiller([*words, "--max_iters=2"]).run()
+    (told,) = (event["changed"] for event in records(tmp_path / "out") if event["event"] == "resume")
+    assert told[0] == "max_iters 1 -> 2" and told[1].startswith("git ") and told[1].endswith(" -> another")
+
+
+def changed(model: GPT) -> GPT:
+    with torch.no_grad():
+        model.wte.weight[3, 5] += 1
+    return model
+
+
+def test_a_finished_distillation_is_not_touched(words, tmp_path, capsys):
+    distiller([*words, "--max_iters=1"]).run()
+    first = capsys.readouterr().out.splitlines()[-1]
+    before = contents(tmp_path / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill, "load_model", None)  # not even its teacher is loaded
+        distiller([*words, "--max_iters=1"]).run()
+    text = capsys.readouterr().out.splitlines()
+    assert text[-2:] == ["finished already: step 1 of max_iters=1", first] and contents(tmp_path / "out") == before
+
+
+def test_a_distillation_that_is_killed_while_it_ends_ends_once_more(words, tmp_path):
+    run = distiller([*words, "--max_iters=1"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_export", lambda student: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(run, "config", dataclasses.replace(run.config, export=True))
+        with pytest.raises(KeyboardInterrupt):
+            run.run()
+    assert records(tmp_path / "out")[-1]["event"] != "end"
+    distiller([*words, "--max_iters=1"]).run()
+    assert records(tmp_path / "out")[-1]["reason"] == "done"
+
+
 def test_activation_checkpointing_changes_nothing(words, tmp_path, monkeypatch):
     calls, forward = [], distill.GPT.hidden.__globals__["Block"].forward
     monkeypatch.setattr(distill.GPT.hidden.__globals__["Block"], "forward",
@@ -161,8 +217,17 @@ def test_two_ranks_do_what_one_does(words, tmp_path, launch):
 
 def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
     """What the speed of the large shapes is measured with: no tokenizer, no text."""
-    tiny = {"model_type": "qwen3", "vocab_size": 67, "max_position_embeddings": 16, "hidden_size": 32, "head_dim": 8,
-            "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tiny = {
+        "model_type": "qwen3",
+        "vocab_size": 67,
+        "max_position_embeddings": 16,
+        "hidden_size": 32,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     monkeypatch.setitem(SHAPES, "tiny", tiny)
     words, out, idx = [*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--export=True"], [], None
     (tmp_path / "out" / "hf.tmp").mkdir(parents=True)

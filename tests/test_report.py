@@ -321,10 +321,16 @@ def test_diverged_seeds_take_the_verdict_with_them(sweep):
 
 def test_a_run_that_resumed_with_other_settings_is_left_out(sweep, tmp_path, capsys, undrawn):
     append(sweep / "taper-8", event="resume", step=50, changed=["learning_rate 0.01 -> 0.03"])
-    append(sweep / "taper-9", event="resume", step=50, changed=["out_dir a -> b"])
+    append(sweep / "taper-9", event="resume", step=50, changed=["out_dir a -> b", "python 3.11 -> 3.12"])
+    for seed, change in ((10, "git abc -> def"), (11, "world_size 1 -> 2"), (12, "torch 2.11 -> 2.13")):
+        append(sweep / f"taper-{seed}", event="resume", step=50, changed=[change])
     report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'out'}"])
     text = capsys.readouterr().out
-    assert "taper, seed 8: resumed with other settings (learning_rate 0.01 -> 0.03)" in text
+    left_out = "resumed with other settings, code or machine"
+    assert f"taper, seed 8: {left_out} (learning_rate 0.01 -> 0.03)" in text
+    assert f"taper, seed 10: {left_out} (git abc -> def)" in text
+    assert f"taper, seed 11: {left_out} (world_size 1 -> 2)" in text
+    assert f"taper, seed 12: {left_out} (torch 2.11 -> 2.13)" in text
     assert "taper, seed 9" not in text
 
 

@@ -1,20 +1,32 @@
 """train.py itself, run in fresh processes: equality of norms, resume, evaluation, ranks, faults.
 
-    python -m pytest tests/test_train.py
+python -m pytest tests/test_train.py
 """
 
+import errno
+import os
 import signal
+import subprocess
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers import NORM_TYPES, TINY, keys_of, losses, records, steps_of, val_losses
+from helpers import NORM_TYPES, TINY, contents, keys_of, losses, records, steps_of, val_losses, write_tiny_shards
 
-from common.errors import CheckpointError
+import common.fingerprint
+from common import environment
+from common.errors import CheckpointError, UserError
+from common.fingerprint import data_difference
 from configurator import parse_args
+from evidence.runs import Run
 from load import init_from
 from model import GPT
 from taper import TaperSchedule
 from train import TrainConfig
+from training import lock
+from training.dataloader import Blocks
 
 
 def weights(path) -> dict[str, torch.Tensor]:
@@ -259,9 +271,239 @@ def test_two_processes_do_not_train_in_one_folder(launch, tiny_data, tmp_path):
     first = launch(*words)
     first.signal_at(tmp_path / "run", 1, signal.SIGCONT)  # it trains
     config = (tmp_path / "run/config.json").read_text()
-    second = launch(*words, "--learning_rate=1e-4")
-    assert second.wait() == [1] and "another process is training there" in second.text()
+    for ranks in (1, 2):
+        second = launch(*words, "--learning_rate=1e-4", ranks=ranks, patch=("impatient", {"seconds": 0.5}))
+        assert second.wait() == [1] * ranks and "waiting for its end, 0 s at most" in second.text()
+        assert "another process is training there: wait for it" in second.text()
+        assert second.text().count("error:") == 1 and "Traceback" not in second.text()
     assert (tmp_path / "run/config.json").read_text() == config and first.processes[0].is_alive()
     first.signal_at(tmp_path / "run", 2, signal.SIGKILL)
     assert first.wait() == [-signal.SIGKILL]
     assert launch(*words, "--max_iters=3").wait() == [0] and sorted(losses(tmp_path / "run")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_start_waits_and_sees_what_the_first_one_leaves(launch, tiny_data, tmp_path, ranks):
+    """The same command twice, the second while the first one trains: it must not start from scratch and overwrite."""
+    words = (*TINY, "--max_iters=10", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    first = launch(*words, ranks=ranks, patch=("slow_steps", {"seconds": 0.3}))
+    first.signal_at(tmp_path / "run", 1, signal.SIGCONT)  # it trains, and there is no checkpoint yet
+    second = launch(*words, ranks=ranks)
+    wait_for(second, "another process is training there: waiting for its end, 60 s")
+    assert set(first.wait()) == {0}
+    before = contents(tmp_path / "run")
+    assert set(second.wait()) == {0} and "finished already" in second.text() and contents(tmp_path / "run") == before
+
+
+def wait_for(job, text: str, timeout: float = 60) -> None:
+    """Until a job has printed `text`."""
+    end = time.monotonic() + timeout
+    while text not in job.text():
+        assert time.monotonic() < end, job.text()
+        time.sleep(0.02)
+
+
+def test_a_job_that_is_queued_anew_goes_on_where_the_old_one_saves(launch, tiny_data, tmp_path):
+    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    first = launch(*words, patch=("slow_steps", {"seconds": 0.3}))
+    first.signal_at(tmp_path, 5, signal.SIGCONT)
+    second = launch(*words)
+    wait_for(second, "waiting for its end")
+    first.signal_at(tmp_path, 5, signal.SIGTERM)
+    assert first.wait() == [0] and second.wait() == [0]
+    stopped = next(record["step"] for record in records(tmp_path) if record["event"] == "resume")
+    assert 5 <= stopped < 40 and sorted(losses(tmp_path)) == list(range(1, 41))
+
+
+def test_a_second_start_that_waits_can_be_stopped(launch, tiny_data, tmp_path):
+    words = (*TINY, "--max_iters=100000", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    launch(*words).signal_at(tmp_path, 1, signal.SIGCONT)
+    second = launch(*words)
+    wait_for(second, "waiting for its end")
+    second.signal_at(tmp_path, 1, signal.SIGTERM)
+    assert second.wait() == [1] and "told to stop while another process" in second.text()
+
+
+def test_a_finished_run_says_so_where_nobody_can_write(train_ok, tiny_data, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    words = (*TINY, "--max_iters=2", f"--data_dir={tiny_data}", f"--out_dir={run}")
+    train_ok(*words)
+    before = contents(run)
+    monkeypatch.setattr(lock, "open", refuse, raising=False)  # root may write everywhere
+    monkeypatch.setattr(lock.os, "access", lambda *words: False)
+    assert "finished already" in train_ok(*words).text() and contents(run) == before
+    monkeypatch.setattr(lock.os, "access", lambda *words: True)
+    with pytest.raises(UserError, match="cannot be written"):
+        lock.FolderLock(run, lambda: False)
+
+
+def refuse(path: Path, mode: str) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def test_a_folder_in_which_nothing_happened_is_taken_away(launch, tiny_data, tmp_path):
+    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'new'}")
+    assert launch(*words, "--init_from=nowhere.pt").wait() == [1] and not (tmp_path / "new").exists()
+    (tmp_path / "new").mkdir()
+    assert launch(*words, "--init_from=nowhere.pt").wait() == [1] and (tmp_path / "new").is_dir()
+
+
+def test_a_lock_is_on_the_file_that_others_open(tmp_path, monkeypatch):
+    """Another process takes its empty folder away just after we have opened the lock in it."""
+    folder, lockf = tmp_path / "run", lock.fcntl.lockf
+
+    def late(file: object, kind: int) -> None:
+        if not (tmp_path / "taken").exists():
+            (tmp_path / "taken").touch()
+            (folder / "lock").unlink()
+            folder.rmdir()
+        lockf(file, kind)
+
+    monkeypatch.setattr(lock.fcntl, "lockf", late)
+    held = lock.FolderLock(folder, lambda: False)
+    assert os.path.samestat(os.fstat(held.file.fileno()), os.stat(folder / "lock"))
+    held.release()
+    assert not folder.exists()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+    def fail(file: object, kind: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(lock.fcntl, "lockf", fail)
+    number, said = errno.ENOLCK, []
+    lock.FolderLock(tmp_path, lambda: False, said.append)
+    assert "without locks" in said[0]
+    number = errno.EIO
+    with pytest.raises(UserError, match="cannot be locked"):
+        lock.FolderLock(tmp_path, lambda: False)
+
+
+def test_ranks_that_find_different_checkpoints_end(launch, train_ok, tiny_data, tmp_path):
+    """Where out_dir is a folder of each machine, only one of which has the run."""
+    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    train_ok(*words, "--max_iters=2")
+    job = launch(*words, ranks=2, patch=("other_out_dir", {"rank": 1, "folder": str(tmp_path / "elsewhere")}))
+    assert job.wait() == [1, 1] and job.text().count("error:") == 1 and "Traceback" not in job.text()
+    assert "ranks found different checkpoints" in job.text()
+
+
+def test_a_fault_of_one_rank_is_told_once(launch, train_ok, tiny_data, tmp_path):
+    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    train_ok(*words, "--max_iters=2")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/ckpt_last.pt").write_bytes(b"torn")
+    job = launch(*words, ranks=2, patch=("other_out_dir", {"rank": 1, "folder": str(tmp_path / "elsewhere")}))
+    assert job.wait() == [1, 1] and job.text().count("error:") == 1 and "Traceback" not in job.text()
+    assert "elsewhere/ckpt_last.pt: torn" in job.text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_data_is_refused_on_resume(launch, train_ok, tmp_path, ranks):
+    data, out = write_tiny_shards(tmp_path / "data"), tmp_path / "run"
+    words = (*TINY, "--lr_schedule=constant", f"--data_dir={data}", f"--out_dir={out}")
+    train_ok(*words, "--max_iters=4", ranks=ranks)
+    before = contents(out)
+    for name in ("tiny_train_000000.bin", "tiny_val_000000.bin"):
+        whole = (data / name).read_bytes()
+        half = len(whole) // 2  # of whole tokens
+        (data / name).write_bytes(whole[:half] + whole[half + 2 :] + whole[half : half + 2])
+        job = launch(*words, ranks=ranks)
+        assert set(job.wait()) == {1} and job.text().count("error:") == 1 and "Traceback" not in job.text()
+        assert f"ckpt_last.pt was trained on other data ({name}:" in job.text() and "--init_from=" in job.text()
+        assert before == contents(out)
+        assert "finished already" in train_ok(*words, "--max_iters=4", ranks=ranks).text()
+        (data / name).write_bytes(whole)
+    for path in data.iterdir():  # the name of a shard is not its contents
+        path.rename(path.with_name(path.name.replace("tiny", "other")))
+    train_ok(*words, ranks=ranks)
+
+
+def test_a_checkpoint_of_before_is_compared_with_the_log_beside_it(launch, train_ok, tmp_path):
+    data, out = write_tiny_shards(tmp_path / "data"), tmp_path / "run"
+    words = (*TINY, "--lr_schedule=constant", f"--data_dir={data}", f"--out_dir={out}")
+    train_ok(*words, "--max_iters=4")
+    state = torch.load(out / "ckpt_last.pt", weights_only=True)
+    del state["place"]
+    torch.save(state, out / "ckpt_last.pt")
+    whole = (data / "tiny_train_000000.bin").read_bytes()
+    (data / "tiny_train_000000.bin").write_bytes(whole[:-4] + whole[-2:] + whole[-4:-2])
+    job = launch(*words)
+    assert job.wait() == [1] and "was trained on other data (tiny_train_000000.bin:" in job.text()
+    (out / "log.jsonl").unlink()  # then nobody can tell
+    train_ok(*words)
+    torch.save({**state, "place": ["no place"]}, out / "ckpt_last.pt")
+    job = launch(*words)
+    assert job.wait() == [1] and "what it says of its place is damaged" in job.text()
+
+
+def test_a_fingerprint_covers_the_middle_of_a_long_shard(tmp_path, monkeypatch):
+    data = write_tiny_shards(tmp_path / "data", train=(1 << 20) + 5000)
+    short = Blocks(str(data), "val", 16, 60).fingerprint()
+    assert short.startswith("tiny_val_000000.bin:2000:") and short.count(":") == 2  # as in logs of before
+    before = Blocks(str(data), "train", 16, 60).fingerprint()
+    of_before = before.rsplit(":", 1)[0]
+    shard = np.fromfile(data / "tiny_train_000000.bin", np.uint16)
+    shard[len(shard) // 2] = (shard[len(shard) // 2] + 1) % 60
+    shard.tofile(data / "tiny_train_000000.bin")
+    after = Blocks(str(data), "train", 16, 60).fingerprint()
+    assert before.split(":")[:3] == after.split(":")[:3] and before != after
+    there = f"{after} there, {before} here"
+    assert data_difference(after, before) == there and data_difference(f"{after} a b:1:00000000", before)
+    assert not data_difference(of_before, after) and not data_difference(f"{short} {before}", f"{short} {of_before}")
+    assert data_difference(f"{short} {after}", f"{short} {before}") == there  # the part that differs
+    monkeypatch.setattr(common.fingerprint, "WHOLE", 1 << 20)  # a sample, which can miss one token, not all
+    sampled = Blocks(str(data), "train", 16, 60).fingerprint()
+    shard[1 << 19 : -(1 << 19)] = 0
+    shard.tofile(data / "tiny_train_000000.bin")
+    assert sampled != Blocks(str(data), "train", 16, 60).fingerprint() != after
+
+
+def test_another_place_is_told_on_resume(launch, train_ok, tiny_data, tmp_path):
+    """Other code, other versions, another number of ranks: the run goes on, its log says so, and report.py leaves it
+    out."""
+    words = (*TINY, "--lr_schedule=constant", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    train_ok(*words, "--max_iters=4")
+    train_ok(*words, "--max_iters=6")
+    assert [record["changed"] for record in records(tmp_path) if record["event"] == "resume"] == [["max_iters 4 -> 6"]]
+    other = ("other_place", {"git": "another", "versions": {"python": "3", "torch": "9.9"}})
+    job = launch(*words, "--max_iters=9", ranks=2, patch=other)  # it trains nothing that is kept
+    job.signal_at(tmp_path, 6, signal.SIGCONT)
+    wait_for(job, "changed since then: max_iters 6 -> 9, ")
+    for process in job.processes:
+        process.kill()
+    job.wait()
+    train_ok(*words, "--max_iters=7")
+    told = [record["changed"] for record in records(tmp_path) if record["event"] == "resume"]
+    assert told == [["max_iters 4 -> 6"], ["max_iters 6 -> 7"]]
+    train_ok(*words, "--max_iters=8", ranks=2, patch=other)
+    told = [record["changed"] for record in records(tmp_path) if record["event"] == "resume"][-1]
+    assert "world_size 1 -> 2" in told and any(line.startswith("git ") for line in told)
+    assert any(line.startswith("torch ") and line.endswith("-> 9.9") for line in told)
+    assert "world_size 1 -> 2" in Run(tmp_path).problem()
+
+
+def test_commits_that_differ_in_results_and_texts_are_one_code(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True,
+                              capture_output=True, text=True).stdout.strip()  # fmt: skip
+
+    git("init", "-q")
+    commits = []
+    for name in ("train.py", "results/log.jsonl", "README.md", "tests/test.py", "docs/page.md", "model.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+        git("add", ".")
+        git("commit", "-qm", name)
+        commits.append(git("rev-parse", "HEAD"))
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    first, *same, other = commits
+    assert all(environment.is_same_code(first, commit) for commit in (first, *same))
+    option = f"--output={tmp_path / 'written'}"  # a checkpoint may hold anything
+    for there in (other, first + "+", None, "0" * 40, "HEAD", option, first[:20]):
+        assert not environment.is_same_code(there, first) and not environment.is_same_code(first, there)
+    assert not (tmp_path / "written").exists()
+    (tmp_path / "tests/test.py").write_text("changed")
+    assert environment._git_commit() == other
+    (tmp_path / "train.py").write_text("changed")
+    assert environment._git_commit() == other + "+"

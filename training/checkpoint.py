@@ -3,9 +3,9 @@
     python -m training.checkpoint out/run         a run of --parallel=fsdp: make each of its checkpoints one file
 
 A checkpoint is a dict of tensors and plain values: format, step, config (every key of the run), meta (tokenizer),
-model (uncompiled weights and norm state), optimizer, scaler, best_val_loss. The random streams and the data position
-of a run are functions of (seed, step, rank), so `step` restores them. A run under FSDP leaves the tensors in a folder
-beside the file (training/sharded.py); every program reads both forms.
+model (uncompiled weights and norm state), optimizer, scaler, best_val_loss, place (training/place.py). The random
+streams and the data position of a run are functions of (seed, step, rank), so `step` restores them. A run under FSDP
+leaves the tensors in a folder beside the file (training/sharded.py); every program reads both forms.
 """
 
 import os
@@ -25,6 +25,7 @@ from common.errors import CheckpointError, run_program
 from configurator import Overrides, parse_args
 from model import GPTConfig
 from norm_plan import foreign_keys
+from training.lock import FolderLock
 
 FORMAT = 1
 LAST, BEST = "ckpt_last.pt", "ckpt_best.pt"
@@ -127,6 +128,11 @@ def find_checkpoint(out_dir: Path, resume: str) -> tuple[dict[str, Any], Path, s
     return None
 
 
+def different_checkpoints(out_dir: Path) -> CheckpointError:
+    """What ranks raise that go on from different steps."""
+    return CheckpointError(f"ranks found different checkpoints in {out_dir}: it must be a shared folder")
+
+
 def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
     """The model's part of a saved config. Keys that an older config lacks, and those of other norm types, have their
     defaults; norm_type is layer."""
@@ -204,9 +210,13 @@ def main(argv: list[str]) -> None:
     paths = [folder / name for name in (LAST, BEST) if (folder / name).exists()] if folder.is_dir() else [folder]
     if not paths:
         raise CheckpointError(f"{spec}: no {LAST} and no {BEST} in this folder: check the path")
+    if not paths[0].exists():
+        raise CheckpointError(f"{paths[0]}: no such checkpoint: check the path")
+    lock = FolderLock(paths[0].parent, lambda: False)  # a run that goes on there would save over it
     for path in paths:
         save_checkpoint(path, read_checkpoint(path))
         print(f"{path} is one file")
+    lock.release()
 
 
 if __name__ == "__main__":

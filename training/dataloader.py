@@ -5,7 +5,6 @@ every block once, in a new order seeded by (seed, epoch). Sample s of a run is b
 so resuming at step N needs no other state than N, and evaluation cannot disturb it.
 """
 
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import DataError
+from common.fingerprint import fingerprint
 from data.shards import find_shards, open_shard
 
 SCAN_LIMIT = 1 << 28  # splits of up to this many tokens are checked whole at the start, in about a tenth of a second
@@ -60,12 +60,8 @@ class Blocks:
             )
 
     def fingerprint(self) -> str:
-        """Names the tokens, for telling runs on different data apart: count and checksum of each shard's two ends."""
-        checksum = 0
-        for shard in self.shards:
-            for part in (shard[: 1 << 19], shard[-(1 << 19) :]):
-                checksum = zlib.crc32(part.tobytes(), checksum)
-        return f"{self.paths[0].name}:{sum(map(len, self.shards))}:{checksum:08x}"
+        """Name the tokens, for telling runs on different data apart (common/fingerprint.py)."""
+        return fingerprint(self.paths[0].name, self.shards)
 
     def batch(self, indices: list[int], rows: int = 0) -> tuple[Tensor, Tensor]:
         """Inputs and next-token targets, int64 (max(rows, len(indices)), block_size) each.

@@ -1,6 +1,5 @@
 """What a run tells while it trains: log.jsonl, lines or a progress bar for people, wandb if asked; throughput."""
 
-import fcntl
 import json
 import math
 import sys
@@ -20,25 +19,8 @@ class RunLog:
 
     def __init__(self, out_dir: Path, config: dict[str, Any], max_iters: int, active: bool):
         self.path, self.config, self.active = out_dir / "log.jsonl", config, active
-        self.file, self.held, self.bar, self.wandb = None, None, None, None
+        self.file, self.bar, self.wandb = None, None, None
         self.max_iters = max_iters
-
-    def lock(self) -> None:
-        """Keeps other processes out of the folder until this one ends, however it ends. Raises UserError."""
-        if not self.active:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.held = open(self.path.with_name("lock"), "w")
-        except OSError as error:
-            raise UserError(f"out_dir={self.path.parent}: cannot be written ({error.strerror})") from None
-        try:
-            fcntl.lockf(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{self.path.parent}: another process is training there: wait for it, or choose another "
-                            "out_dir") from None  # fmt: skip
-        except OSError:
-            self.say(f"{self.path.parent} is on a file system without locks: let no other run write there")
 
     def open(self, resume_step: int | None, start: dict[str, Any], changed: list[str]) -> None:
         """Begin a new log, or cut an old one back to the checkpoint at `resume_step` and go on, noting what settings
@@ -72,7 +54,9 @@ class RunLog:
                 step_of = record.get("step", 0)
             except (ValueError, AttributeError):
                 break
-            if step_of <= step and record.get("event") != "end":
+            # A resume at this very step trained nothing that is kept: the one that comes now says what has changed.
+            is_idle = record.get("event") == "resume" and step_of == step
+            if step_of <= step and record.get("event") != "end" and not is_idle:
                 kept.append(line + "\n")
         cut = self.path.with_name("log.jsonl.tmp")
         cut.write_text("".join(kept), encoding="utf-8")
@@ -120,10 +104,18 @@ class RunLog:
             self.bar.close()
         if self.wandb is not None:
             self.wandb.finish()
-        for file in (self.file, self.held):
-            if file is not None:
-                file.close()
-        self.file, self.held = None, None
+        if self.file is not None:
+            self.file.close()
+        self.file = None
+
+
+def last_event(path: Path) -> dict[str, Any]:
+    """The last event of a log.jsonl; {} where there is no log, and where its last line is torn."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _finite(value: Any) -> Any:
