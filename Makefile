@@ -1,7 +1,8 @@
-# make demo    environment, embedded data set, some minutes of training, a text sample and a loss plot
+# make demo    environment, embedded data set, some minutes of training, a text sample, a loss plot
 # make test    environment, linter, whole test suite
 # Both need Python 3.11+ and its headers, a C++ compiler and a package index; neither needs a GPU.
-# make gpu     every figure that wants an H200, in stages (repro/h200.sh); in .venv, else in the python3 that has torch
+# make gpu     every figure that wants an H200, in stages (repro/h200.sh); in .venv, else in the
+#              python3 that has torch
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,10 +32,12 @@ data/stdlib/meta.json: data/stdlib/prepare.py $(VENV)/.installed
 
 demo: env data
 	$(BIN)/python train.py config/demo.py
-	$(BIN)/python sample.py out/demo --prompt="$$(printf '$(PROMPT)')" --num_samples=2 --max_new_tokens=250 --temperature=0.7
+	$(BIN)/python sample.py out/demo --prompt="$$(printf '$(PROMPT)')" --num_samples=2 \
+	  --max_new_tokens=250 --temperature=0.7
 	$(BIN)/python report.py out/demo --plot=out/demo/loss.png
 
 lint: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
 test: lint data

@@ -1,29 +1,34 @@
-"""Time of a decoded token under several norms and levels of fusion: all arms in one process, in paired rounds.
+"""Time of a decoded token under several norms and levels of fusion: all arms in one process, in
+paired rounds.
 
     python bench_decode.py random:qwen3-0.6b --batch=1,2,4,8,16,32,64,128 --out=results/h200/decode
     python bench_decode.py random:gpt2 --arms=A,B,C,D,E,L,M --tokens=16 --out=results/cpu/decode
-    python bench_decode.py random:qwen3-8b --ledger                    # count launches, predict; no GPU, no memory
+    python bench_decode.py random:qwen3-8b --ledger     # count launches, predict; no GPU, no memory
     python bench_decode.py random:qwen3-1.7b --batch=8 --trace --out=results/h200/trace
-    python bench_decode.py --last_token --out=results/h200/taper       # TaperNorm's protocol; --ledger counts alone
+    # TaperNorm's protocol; --ledger counts alone
+    python bench_decode.py --last_token --out=results/h200/taper
 
-The model is a run folder, a checkpoint, a Hugging Face folder or name, or `random:` and a published shape, whose random
-weights are never zeros. Arms (decode/arms.py): A rms, B coupled (the paper's fusion), C rms_fused, D coupled_fused,
-E taper_folded, L layer, M layer_fused; all from the same weights. B/A is the paper's claim; D/A mixes fusion with the
-shared statistic, so D/C, which does not, always stands beside it.
+The model is a run folder, a checkpoint, a Hugging Face folder or name, or `random:` and a published
+shape, whose random weights are never zeros. Arms (decode/arms.py): A rms, B coupled (the paper's
+fusion), C rms_fused, D coupled_fused, E taper_folded, L layer, M layer_fused; all from the same
+weights. B/A is the paper's claim; D/A mixes fusion with the shared statistic, so D/C, which does
+not, always stands beside it.
 
-On a GPU every arm takes part twice: those around the library's products compiled with inductor's defaults, and
-(`_tuned`) with gpt-fast's options; those of our own kernels launched one after the other, and (`_tuned`) each while the
-one before ends, which kernels of the compiled ones then do as well. Ratios are of the faster ones, so that no baseline
-is weaker than it could be. `gpt_fast=FOLDER` adds gpt-fast's own model (from a checkout of that repository) for shapes
-that it can do.
+On a GPU every arm takes part twice: those around the library's products compiled with inductor's
+defaults, and (`_tuned`) with gpt-fast's options; those of our own kernels launched one after the
+other, and (`_tuned`) each while the one before ends, which kernels of the compiled ones then do as
+well. Ratios are of the faster ones, so that no baseline is weaker than it could be.
+`gpt_fast=FOLDER` adds gpt-fast's own model (from a checkout of that repository) for shapes that it
+can do.
 
-Greedy decoding of `tokens` tokens behind the prompt; an end token does not end it. Before timing, every arm's logits
-are compared with float64, and its tokens with those of its own unfused definition; one that fails is not timed. Then
-every arm decodes once a round, in random order; a second A (A/A), of its faster compilation, shows what the method
-makes of nothing. Ratios are medians of the rounds' ratios with a 95 % interval; above 1, the first is faster. Prefill,
-in eager mode and unfused in every arm, is timed apart. With one thread on a CPU it is the process's own time that is
-taken, which other work on the machine moves less. Ctrl-C ends a measurement and keeps the rounds so far, six or more.
-The last line is JSON.
+Greedy decoding of `tokens` tokens behind the prompt; an end token does not end it. Before timing,
+every arm's logits are compared with float64, and its tokens with those of its own unfused
+definition; one that fails is not timed. Then every arm decodes once a round, in random order; a
+second A (A/A), of its faster compilation, shows what the method makes of nothing. Ratios are
+medians of the rounds' ratios with a 95 % interval; above 1, the first is faster. Prefill, in eager
+mode and unfused in every arm, is timed apart. With one thread on a CPU it is the process's own time
+that is taken, which other work on the machine moves less. Ctrl-C ends a measurement and keeps the
+rounds so far, six or more. The last line is JSON.
 """
 
 import dataclasses
@@ -66,29 +71,50 @@ class DecodeBenchConfig:
     """Keys of bench_decode.py."""
 
     arms: str = key("A,B,C,D", "arms, by letter or name, separated by commas")
-    batch: tuple[float, ...] | float = key(1.0, "sequences decoded at once; several sizes, separated by commas")
+    batch: tuple[float, ...] | float = key(
+        1.0, "sequences decoded at once; several sizes, separated by commas"
+    )
     prompt: str = key("Who was Alan Turing?", "the same for every sequence")
     tokens: int = key(128, "tokens to decode", least=2)
     rounds: int = key(40, "rounds; in each, every arm decodes once", least=6)
     coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
     coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all)")
     coupled_alpha: float = key(1.0, "coupled: the shared statistic is divided by this")
-    tuning: str = key("auto", "inductor's defaults and plain launches (off), gpt-fast's options and programmatic "
-                              "dependent launches (on), both on a GPU (auto)",
-                      ("auto", "on", "off"))  # fmt: skip
-    library_from: int = key(LIBRARY_FROM, "fused arms: sequences from which on the library multiplies", least=1)
+    tuning: str = key(
+        "auto",
+        "inductor's defaults and plain launches (off), gpt-fast's options and programmatic "
+        "dependent launches (on), both on a GPU (auto)",
+        ("auto", "on", "off"),
+    )
+    library_from: int = key(
+        LIBRARY_FROM, "fused arms: sequences from which on the library multiplies", least=1
+    )
     gpt_fast: str = key("", "folder of a gpt-fast checkout, whose model is timed too")
     peers: bool = key(True, "time Hugging Face's generate too, where transformers is installed")
-    compiled: bool = key(True, "arms around the library's products go through torch.compile; on a CPU all arms do")
+    compiled: bool = key(
+        True, "arms around the library's products go through torch.compile; on a CPU all arms do"
+    )
     device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
-    dtype: str = key("auto", "of all tensors (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16", "float16"))
-    bandwidth: float = key(0.0, "bytes/s for the floor (0: a copy's; for the ledger an H200's 4.3e12)", least=0)
+    dtype: str = key(
+        "auto",
+        "of all tensors (auto: bfloat16 on CUDA)",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
+    bandwidth: float = key(
+        0.0, "bytes/s for the floor (0: a copy's; for the ledger an H200's 4.3e12)", least=0
+    )
     launch_us: float = key(1.3, "ledger: microseconds of a launch within a CUDA graph", least=0)
     context: int = key(80, "ledger: tokens in the cache", least=1)
     ledger: bool = key(False, "only count launches and predict times")
     trace: bool = key(False, "only trace one step of each arm, with the profiler, into `out`")
-    last_token: bool = key(False, "only TaperNorm's protocol: logits of the last token, about 30 M parameters")
-    out: str = key("", "write README.md, decode.jsonl and decode.png (ledger.jsonl) into this folder, to what is there")
+    last_token: bool = key(
+        False, "only TaperNorm's protocol: logits of the last token, about 30 M parameters"
+    )
+    out: str = key(
+        "",
+        "write README.md, decode.jsonl and decode.png (ledger.jsonl) into this folder, "
+        "to what is there",
+    )
 
     def __post_init__(self) -> None:
         check_least(self)
@@ -102,16 +128,27 @@ class DecodeBenchConfig:
 
     @property
     def batches(self) -> list[int]:
-        return [int(size) for size in (self.batch if isinstance(self.batch, tuple) else (self.batch,))]
+        return [
+            int(size) for size in (self.batch if isinstance(self.batch, tuple) else (self.batch,))
+        ]
 
     @property
     def norm_keys(self) -> dict[str, dict[str, Any]]:
         """Keys of a norm type that an arm puts on a model of another type."""
-        return {"coupled": {"coupled_first": self.coupled_first, "coupled_span": self.coupled_span,
-                            "coupled_alpha": self.coupled_alpha}}  # fmt: skip
+        return {
+            "coupled": {
+                "coupled_first": self.coupled_first,
+                "coupled_span": self.coupled_span,
+                "coupled_alpha": self.coupled_alpha,
+            }
+        }
 
-    def variants(self, arm: DecodeArm, level: str, device: torch.device) -> list[tuple[str, bool, bool]]:
-        """(name, compiled?, tuned?) of each way in which this arm, packed to a level, runs on a device."""
+    def variants(
+        self, arm: DecodeArm, level: str, device: torch.device
+    ) -> list[tuple[str, bool, bool]]:
+        """(name, compiled?, tuned?) of each way in which this arm, packed to a level, runs on a
+        device.
+        """
         cuda = device.type == "cuda"
         compiled = self.compiled and not (arm.level == "fused" and cuda)
         can_be_tuned = compiled or (level == "fused" and can_overlap(device))
@@ -128,23 +165,36 @@ def load(config: DecodeBenchConfig, spec: str, device: torch.device) -> GPT:
 
 
 def prompt_ids(config: DecodeBenchConfig, model: GPT, device: torch.device) -> tuple[Tensor, str]:
-    """((1, T) token ids, a word on where they come from). A shape without a tokenizer gets arbitrary ids."""
+    """((1, T) token ids, a word on where they come from).
+
+    A shape without a tokenizer gets arbitrary ids.
+    """
     from data.tokenizers import load_tokenizer
 
     try:
-        ids, origin = load_tokenizer(model.meta).encode_ordinary(config.prompt), "the prompt's tokens"
+        ids, origin = (
+            load_tokenizer(model.meta).encode_ordinary(config.prompt),
+            "the prompt's tokens",
+        )
     except (UserError, KeyError):
-        ids, origin = [(7919 * (i + 1)) % model.n_vocab for i in range(5)], "arbitrary ids: no tokenizer"
+        ids, origin = (
+            [(7919 * (i + 1)) % model.n_vocab for i in range(5)],
+            "arbitrary ids: no tokenizer",
+        )
     if not 0 < len(ids) <= model.config.block_size - config.tokens:
         room = model.config.block_size
-        raise ConfigError(f"a prompt of {len(ids)} tokens and tokens={config.tokens} do not fit block_size={room}")
+        raise ConfigError(
+            f"a prompt of {len(ids)} tokens and tokens={config.tokens} do not fit block_size={room}"
+        )
     return torch.tensor([ids], device=device), origin
 
 
-# ------------------------------------------------------------------------------------------------------------- timing
+# ------------------------------------------------------------------------------------------- timing
 
 
-def decode_tokens(decoder: Decoder, filled: int, steps: int, synchronize: Callable[[], None]) -> None:
+def decode_tokens(
+    decoder: Decoder, filled: int, steps: int, synchronize: Callable[[], None]
+) -> None:
     """Decode `steps` tokens behind a prompt of `filled` that is in the cache already."""
     decoder.rewind(filled)
     for _ in range(steps):
@@ -159,7 +209,8 @@ def read_prompt(decoder: Decoder, idx: Tensor, synchronize: Callable[[], None]) 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes/s, read and written, of a large copy: the best of several."""
-    size = 1 << (32 if device.type == "cuda" else 27)  # of 2 GB the host's share of the time would be 2 %
+    # of 2 GB the host's share of the time would be 2 %
+    size = 1 << (32 if device.type == "cuda" else 27)
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     sync = synchronizer(device)
 
@@ -182,8 +233,10 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
 def prepare(
     config: DecodeBenchConfig, model: GPT, prompt: Tensor, batch: int, missing: list[str]
 ) -> tuple[dict[str, Decoder], dict[str, dict], int, str]:
-    """({name: Decoder}, {name: what its check found}, bytes of the floor, of what TWIN is the second copy), each arm
-    checked and warm. Those that computed something else are left out, and the reason appended to `missing`."""
+    """({name: Decoder}, {name: what its check found}, bytes of the floor, of what TWIN is the
+    second copy), each arm checked and warm. Those that computed something else are left out, and
+    the reason appended to `missing`.
+    """
     device, idx = model.wte.weight.device, prompt.expand(batch, -1).contiguous()
     sync = synchronizer(device)
     filled, length = idx.shape[1], idx.shape[1] + config.tokens - 1
@@ -205,35 +258,51 @@ def prepare(
                 first[name] = decoder
     if not decoders:
         raise UserError(f"batch {batch}: no arm passed its check: {'; '.join(missing)}")
-    calls = {name: partial(decode_tokens, decoder, filled, config.tokens - 1, sync) for name, decoder in first.items()}
+    calls = {
+        name: partial(decode_tokens, decoder, filled, config.tokens - 1, sync)
+        for name, decoder in first.items()
+    }
     times = paired_times(calls, 3, measure=clock_of(device))
-    copied = min(times, key=lambda name: median(times[name]))  # ratios are of the faster compilation, so this one too
+    # ratios are of the faster compilation, so this one too
+    copied = min(times, key=lambda name: median(times[name]))
     old = first[copied]
     decoders[TWIN] = Decoder(old.packed, batch, length, compiled=old.compiled, tuned=old.tuned)
     decoders[TWIN].generate(idx, config.tokens)
     return decoders, rows, floor, copied
 
 
-def measure(config: DecodeBenchConfig, spec: str, model: GPT, batch: int, bandwidth: float) -> dict[str, Any]:
+def measure(
+    config: DecodeBenchConfig, spec: str, model: GPT, batch: int, bandwidth: float
+) -> dict[str, Any]:
     """The record of one batch size: checks, times, ratios."""
     device, missing = model.wte.weight.device, []
-    gc.collect()  # a decoder refers to itself: those of the batch size before go now, with their weights and graphs
+    # a decoder refers to itself: those of the batch size before go now, with their weights and
+    # graphs
+    gc.collect()
     if config.compiled:
-        torch.compiler.reset()  # or peers would be compiled for batch sizes of all kinds from the second one on
+        # or peers would be compiled for batch sizes of all kinds from the second one on
+        torch.compiler.reset()
     prompt, origin = prompt_ids(config, model, device)
     idx, sync = prompt.expand(batch, -1).contiguous(), synchronizer(device)
     filled, steps = idx.shape[1], config.tokens - 1
     decoders, rows, floor, copied = prepare(config, model, prompt, batch, missing)
-    calls = {name: partial(decode_tokens, decoder, filled, steps, sync) for name, decoder in decoders.items()}
+    calls = {
+        name: partial(decode_tokens, decoder, filled, steps, sync)
+        for name, decoder in decoders.items()
+    }
     if config.peers:
         calls |= decode_peers.arms(spec, model, idx, config.tokens, config.compiled, missing)
     if config.gpt_fast:
-        found, rows_found = decode_gpt_fast.arms(config.gpt_fast, model, idx, config.tokens, config.compiled, missing)
+        found, rows_found = decode_gpt_fast.arms(
+            config.gpt_fast, model, idx, config.tokens, config.compiled, missing
+        )
         calls, rows = calls | found, rows | rows_found
     for call in calls.values():  # warm-up: memory, clocks
         call()
     clock = clock_of(device)
-    with tqdm(total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(
+        total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty()
+    ) as bar:
         times = paired_times(calls, config.rounds, after_round=bar.update, measure=clock, least=6)
     rounds = len(times[TWIN])
     if rounds < config.rounds:
@@ -243,7 +312,11 @@ def measure(config: DecodeBenchConfig, spec: str, model: GPT, batch: int, bandwi
             whole, prefill = times[name], times.pop(f"{name} prefill")
             times[name] = [max(a - b, 1e-9) for a, b in zip(whole, prefill)]
             rows[name] = {}
-    reading = {name: partial(read_prompt, decoder, idx, sync) for name, decoder in decoders.items() if name in rows}
+    reading = {
+        name: partial(read_prompt, decoder, idx, sync)
+        for name, decoder in decoders.items()
+        if name in rows
+    }
     prefills = paired_times(reading, rounds, measure=clock)
     rows[TWIN] = {}
     for name, row in rows.items():
@@ -258,53 +331,104 @@ def measure(config: DecodeBenchConfig, spec: str, model: GPT, batch: int, bandwi
         if there and there != [name]:
             faster[name] = min(there, key=lambda word: median(times[word]))
     return {
-        "model": spec, "batch": batch, "prompt_tokens": filled, "prompt": config.prompt, "prompt_ids": origin,
-        "tokens": config.tokens, "rounds": rounds, "clock": clock.__name__,
-        "dtype": str(model.wte.weight.dtype).removeprefix("torch."), "norm_type": model.config.norm_type,
-        "random_weights": spec.startswith("random:"), "floor_bytes": floor, "bandwidth": bandwidth,
-        "floor_ms_per_token": 1e3 * floor / bandwidth, "tuning": config.tuning, "faster": faster,
-        "memory": "peak" if any(decoder.graph for decoder in decoders.values()) else "weights and cache",
-        "arms": rows, "speed_ups": speed_ups(times, arms, faster, copied), "missing": missing, "seconds": times,
-    }  # fmt: skip
+        "model": spec,
+        "batch": batch,
+        "prompt_tokens": filled,
+        "prompt": config.prompt,
+        "prompt_ids": origin,
+        "tokens": config.tokens,
+        "rounds": rounds,
+        "clock": clock.__name__,
+        "dtype": str(model.wte.weight.dtype).removeprefix("torch."),
+        "norm_type": model.config.norm_type,
+        "random_weights": spec.startswith("random:"),
+        "floor_bytes": floor,
+        "bandwidth": bandwidth,
+        "floor_ms_per_token": 1e3 * floor / bandwidth,
+        "tuning": config.tuning,
+        "faster": faster,
+        "memory": "peak"
+        if any(decoder.graph for decoder in decoders.values())
+        else "weights and cache",
+        "arms": rows,
+        "speed_ups": speed_ups(times, arms, faster, copied),
+        "missing": missing,
+        "seconds": times,
+    }
 
 
 def speed_ups(
     times: dict[str, list[float]], arms: list[str], faster: dict[str, str], copied: str
 ) -> dict[str, dict[str, float]]:
-    """Speed-up "X/Y": time of Y over time of X, for the pairs that mean something and are there. Of an arm that was
-    compiled twice, it is the time of the faster one; what the options made of it is "X_tuned/X". TWIN is a second
-    `copied`."""
-    pairs = [("coupled", "rms"), ("coupled_fused", "rms"), ("coupled_fused", "rms_fused"), ("rms_fused", "rms"),
-             ("taper_folded", "rms"), ("taper_folded", "rms_fused"), ("rms", "layer"), ("layer_fused", "layer")]
+    """Speed-up "X/Y": time of Y over time of X, for the pairs that mean something and are there. Of
+    an arm that was compiled twice, it is the time of the faster one; what the options made of it is
+    "X_tuned/X". TWIN is a second `copied`.
+    """
+    pairs = [
+        ("coupled", "rms"),
+        ("coupled_fused", "rms"),
+        ("coupled_fused", "rms_fused"),
+        ("rms_fused", "rms"),
+        ("taper_folded", "rms"),
+        ("taper_folded", "rms_fused"),
+        ("rms", "layer"),
+        ("layer_fused", "layer"),
+    ]
     pairs += [(arm, peer) for arm in arms for peer in (*decode_peers.NAMES, decode_gpt_fast.NAME)]
     found = {f"{x}/{y}": (faster.get(x, x), faster.get(y, y)) for x, y in pairs}
-    ratios = {name: median_ratio(times[y], times[x]) for name, (x, y) in found.items() if x in times and y in times}
-    alone = [(TWIN, copied), *((name + TUNED, name) for name in faster if name in times and name + TUNED in times)]
+    ratios = {
+        name: median_ratio(times[y], times[x])
+        for name, (x, y) in found.items()
+        if x in times and y in times
+    }
+    alone = [
+        (TWIN, copied),
+        *((name + TUNED, name) for name in faster if name in times and name + TUNED in times),
+    ]
     return ratios | {f"{x}/{y}": median_ratio(times[y], times[x]) for x, y in alone}
 
 
-# --------------------------------------------------------------------------------------------------------- the program
+# -------------------------------------------------------------------------------------- the program
 
 
 def run_ledger(config: DecodeBenchConfig, spec: str) -> dict[str, Any]:
-    """The ledger of the first batch size; if there are several, all of them under "batches" beside it."""
+    """The ledger of the first batch size; if there are several, all of them under "batches" beside
+    it.
+    """
     dtype = find_dtype(config.dtype, torch.device("cuda"))
     model, ledgers = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype), []
     if config.context > model.config.block_size:
-        raise ConfigError(f"context={config.context}: {spec} reads {model.config.block_size} tokens at most: lower it")
+        raise ConfigError(
+            f"context={config.context}: {spec} reads {model.config.block_size} tokens at most: "
+            "lower it"
+        )
     for batch in config.batches:
-        ledger = make_ledger(model, spec, find_arms(config.arms), batch, config.context, config.bandwidth or 4.3e12,
-                             config.launch_us, config.norm_keys, config.library_from)  # fmt: skip
+        ledger = make_ledger(
+            model,
+            spec,
+            find_arms(config.arms),
+            batch,
+            config.context,
+            config.bandwidth or 4.3e12,
+            config.launch_us,
+            config.norm_keys,
+            config.library_from,
+        )
         floor, speed = ledger["floor_ms_per_token"], ledger["bandwidth"] / 1e12
-        print(f"{spec}, batch {batch}: floor {floor:.3f} ms/token at {speed:g} TB/s, {config.launch_us:g} us a launch. "
-              f"A prediction, not a measurement. {report.ENDS}\n\n{ledger_table(ledger)}\n")  # fmt: skip
+        print(
+            f"{spec}, batch {batch}: floor {floor:.3f} ms/token at {speed:g} TB/s, "
+            f"{config.launch_us:g} us a launch. A prediction, not a measurement. "
+            f"{report.ENDS}\n\n{ledger_table(ledger)}\n"
+        )
         if config.out:
             report.write_ledger(Path(config.out), ledger)
         ledgers.append(ledger)
     return ledgers[0] | ({"batches": ledgers} if len(ledgers) > 1 else {})
 
 
-def run_trace(config: DecodeBenchConfig, spec: str, model: GPT, device: torch.device) -> dict[str, Any]:
+def run_trace(
+    config: DecodeBenchConfig, spec: str, model: GPT, device: torch.device
+) -> dict[str, Any]:
     """Traces of every batch size, in the same form."""
     prompt = prompt_ids(config, model, device)[0]
     traces = [trace_arms(config, spec, model, prompt, batch) for batch in config.batches]
@@ -340,7 +464,9 @@ def main(argv: list[str]) -> None:
             report.write(Path(config.out), records[-1:], config)
         if records[-1]["rounds"] < config.rounds:
             break  # interrupted
-    slim = [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+    slim = [
+        {name: value for name, value in record.items() if name != "seconds"} for record in records
+    ]
     print(json.dumps({"model": spec, "batches": slim, "config": dataclasses.asdict(config)}))
 
 

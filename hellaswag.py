@@ -1,11 +1,12 @@
 """Score a trained model on HellaSwag (evals/hellaswag.py says what is scored, and how).
 
-    python hellaswag.py out/small/rms-8                     downloads the items once (data/hellaswag/)
+    python hellaswag.py out/small/rms-8          downloads the items once (data/hellaswag/)
     python hellaswag.py openai-community/gpt2 --data=hellaswag_val.jsonl.xz
     torchrun --standalone --nproc_per_node=8 hellaswag.py out/gpt2
 
-Writes one line per item (choices, label) as JSONL; the last line of output is JSON. For a run folder the best
-checkpoint is scored, while training scores its last weights. GPT-2 124M, raw items: acc 0.286, acc_norm 0.296.
+Writes one line per item (choices, label) as JSONL; the last line of output is JSON. For a run
+folder the best checkpoint is scored, while training scores its last weights. GPT-2 124M, raw items:
+acc 0.286, acc_norm 0.296.
 """
 
 import json
@@ -27,12 +28,22 @@ from load import load_model
 class HellaSwagConfig:
     """Keys of hellaswag.py."""
 
-    data: str = key("", "file of items, jsonl or jsonl.xz ('': downloaded once into data/hellaswag)")
+    data: str = key(
+        "", "file of items, jsonl or jsonl.xz ('': downloaded once into data/hellaswag)"
+    )
     items: int = key(0, "score this many items, spread evenly over the file (0: all)", least=0)
     batch_size: int = key(BATCH_SIZE, "endings scored at once", least=1)
-    device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
-    dtype: str = key("auto", "of the computation (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16"))
-    out: str = key("", f"file for per-item results ('': a run's {ITEMS_FILE}, unless it has one or `items` is set)")
+    device: str = key(
+        "auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps")
+    )
+    dtype: str = key(
+        "auto", "of the computation (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16")
+    )
+    out: str = key(
+        "",
+        "file for per-item results ('': "
+        f"a run's {ITEMS_FILE}, unless it has one or `items` is set)",
+    )
 
     def __post_init__(self) -> None:
         check_least(self)
@@ -55,7 +66,8 @@ def main(argv: list[str]) -> None:
     scores = scorer(model)
     if ranks.is_main:
         target = Path(config.out) if config.out else items_file(spec)
-        # What training wrote about its last step stays, and a trial on some items is not the run's score.
+        # What training wrote about its last step stays, and a trial on some items is not the run's
+        # score.
         if target is not None and (config.out or not (target.exists() or config.items)):
             scores.write(target)
             print(f"wrote {target}")

@@ -3,8 +3,8 @@
     python sample.py out/demo --prompt="def " --max_new_tokens=300
     python sample.py out/demo/ckpt_last.pt --prompt=FILE:prompt.txt --temperature=0
 
-The first word is the model: a run folder (its best checkpoint), a checkpoint file, a Hugging Face folder or hub name,
-or `random:` and a published shape.
+The first word is the model: a run folder (its best checkpoint), a checkpoint file, a Hugging Face
+folder or hub name, or `random:` and a published shape.
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,16 @@ class SampleConfig:
     temperature: float = key(0.8, "0 is greedy; below 1 sharpens, above 1 flattens")
     top_k: int = key(200, "sample among this many likeliest tokens (0: all)", least=0)
     seed: int = key(1337, "of the random stream")
-    device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
+    device: str = key(
+        "auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps")
+    )
 
     def __post_init__(self) -> None:
         check_least(self)
-        if not (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3) or not 0 <= self.seed < 1 << 32:
+        if (
+            not (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3)
+            or not 0 <= self.seed < 1 << 32
+        ):
             raise ConfigError("temperature wants 0 (greedy) or 0.001 to 1000, seed 0 to 2**32 - 1")
 
 
@@ -44,7 +49,9 @@ def main(argv: list[str]) -> None:
         try:
             text = Path(text.removeprefix("FILE:")).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"prompt={text}: cannot be read as text ({type(error).__name__})") from None
+            raise ConfigError(
+                f"prompt={text}: cannot be read as text ({type(error).__name__})"
+            ) from None
     device = find_device(config.device)
     model = load_model(spec).to(device)
     tokenizer = load_tokenizer(model.meta)
@@ -56,7 +63,9 @@ def main(argv: list[str]) -> None:
     for number in range(config.num_samples):
         if number:
             print("-" * 80)
-        sequence = model.generate(prompt, config.max_new_tokens, config.temperature, config.top_k, stream)
+        sequence = model.generate(
+            prompt, config.max_new_tokens, config.temperature, config.top_k, stream
+        )
         print(tokenizer.decode(sequence[0].tolist()))
 
 

@@ -6,15 +6,17 @@
 #
 #   ARMS       norm types, each with any norm keys behind it   (layer rms coupled cbwc taper)
 #   SEEDS      (8 9 10 11 12 13 14 15)
-#   OUT        folder of the run folders                       (out/ and the name of the first config file)
+#   OUT        folder of the run folders                       (out/, first config file's name)
 #   HELLASWAG  off, auto (downloads the items) or their file   (auto)
-#   KEEP       archive (a name in .tar.xz) for each finished run's config, log and HellaSwag items; runs in it are skipped
+#   KEEP       archive (a name in .tar.xz) for each finished run's config, log and HellaSwag items;
+#              runs in it are skipped
 #   NPROC      processes a run, through torchrun               (1)
 #
-# All arms of a seed run one after the other, beginning with another arm each time, so that a drift of the machine hits
-# all alike. Run it again after an interruption: finished runs are skipped, the broken one goes on where it stopped.
-# Each run's output is in its folder's train.txt. Exits 1 if a run failed (the others are done all the same), 2 at once
-# if a setting is wrong, 130 if it was stopped.
+# All arms of a seed run one after the other, beginning with another arm each time, so that a drift
+# of the machine hits all alike. Run it again after an interruption: finished runs are skipped, the
+# broken one goes on where it stopped. Each run's output is in its folder's train.txt. Exits 1 if a
+# run failed (the others are done all the same), 2 at once if a setting is wrong, 130 if it was
+# stopped.
 set -euo pipefail
 cd "$(dirname "$0")"
 die() { echo "error: $1" >&2; exit 2; }
@@ -23,9 +25,11 @@ if [ $# = 0 ] || [ "$1" = --help ] || [ "$1" = -h ]; then sed -n '2,/^set /{/^#/
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${OUT:-out/$(basename "$1" .py)}
 KEEP=${KEEP:-}
-[[ -z $KEEP || $KEEP == *.tar.xz ]] || { echo "error: KEEP=$KEEP: wants an archive's name, as runs.tar.xz" >&2; exit 2; }
+[[ -z $KEEP || $KEEP == *.tar.xz ]] ||
+  { echo "error: KEEP=$KEEP: wants an archive's name, as runs.tar.xz" >&2; exit 2; }
 NPROC=${NPROC:-1}
-[ ! -f "$OUT/config.json" ] || die "OUT=$OUT is the folder of a run: give another one for the sweep, OUT=out/sweep"
+[ ! -f "$OUT/config.json" ] ||
+  die "OUT=$OUT is the folder of a run: give another one for the sweep, OUT=out/sweep"
 [ -f "$1" ] || die "$1: no such file; the first word is a config file"
 split() {  # words into keys, as a shell would, quotes included; xargs runs nothing of them
   local words
@@ -38,13 +42,18 @@ arms=("${keys[@]}")
 [ "$(printf '%s\n' "${arms[@]}" | sort | uniq -d)" = "" ] || die "ARMS: an arm stands there twice"
 read -ra seeds <<<"${SEEDS:-8 9 10 11 12 13 14 15}"
 [ "$(printf '%s\n' "${seeds[@]}" | sort | uniq -d)" = "" ] || die "SEEDS: a seed stands there twice"
-for seed in "${seeds[@]}"; do [[ $seed =~ ^[0-9]+$ ]] || die "SEEDS: $seed is no seed: give numbers with blanks between"; done
+for seed in "${seeds[@]}"; do
+  [[ $seed =~ ^[0-9]+$ ]] || die "SEEDS: $seed is no seed: give numbers with blanks between"
+done
 launcher=("$PYTHON")
 [ "$NPROC" = 1 ] || launcher+=(-m torch.distributed.run --standalone --nproc_per_node="$NPROC")
 
 # A wrong key in the last arm should not wait until all others have trained.
 check=()
-for arm in "${arms[@]}"; do split "$arm"; check+=("::" --norm_type="${keys[0]}" "${keys[@]:1}"); done
+for arm in "${arms[@]}"; do
+  split "$arm"
+  check+=("::" --norm_type="${keys[0]}" "${keys[@]:1}")
+done
 "$PYTHON" -c '
 import sys
 from configurator import parse_args
@@ -61,7 +70,11 @@ run_program(main)' "$@" "${check[@]}" || exit 2
 kept=$'\n'
 [ -z "$KEEP" ] || kept+=$("$PYTHON" -m evidence.archive "$KEEP")$'\n' || exit 1
 child= failed=0 number=0 total=$((${#arms[@]} * ${#seeds[@]}))
-stop() { [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; echo "stopped; run it again to go on"; exit 130; }
+stop() {
+  [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }
+  echo "stopped; run it again to go on"
+  exit 130
+}
 trap stop INT TERM HUP
 
 for round in "${!seeds[@]}"; do
@@ -77,8 +90,8 @@ for round in "${!seeds[@]}"; do
     else
       mkdir -p "$run"
       start=$SECONDS status=0
-      "${launcher[@]}" train.py "$@" --norm_type="${keys[0]}" "${keys[@]:1}" --seed="$seed" --out_dir="$run" \
-        --hellaswag="${HELLASWAG:-auto}" >"$run/train.txt" 2>&1 &
+      "${launcher[@]}" train.py "$@" --norm_type="${keys[0]}" "${keys[@]:1}" --seed="$seed" \
+        --out_dir="$run" --hellaswag="${HELLASWAG:-auto}" >"$run/train.txt" 2>&1 &
       child=$!
       wait "$child" || status=$?
       child=

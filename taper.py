@@ -1,12 +1,13 @@
-"""TaperNorm: a norm that a gate turns, during training, into a fixed scaling that can be folded into weights.
+"""TaperNorm: a norm that a gate turns, during training, into a fixed scaling that can be folded
+into weights.
 
 Kanavalau, Amo Alonso & Lall 2026. With the gate g, the norm's gain gamma and a second gain gamma~:
 
     y = g * norm(h) + (1 - g) * c * h * gamma~
 
-Three phases: "warm" (g = 1; statistics are collected), "blend" (g falls along a cosine), "fixed" (g = 0, a linear
-map). The phase is a Python attribute, so that torch.compile makes one graph for each; g is a 0-dim buffer, so that
-its movement recompiles nothing.
+Three phases: "warm" (g = 1; statistics are collected), "blend" (g falls along a cosine), "fixed" (g
+= 0, a linear map). The phase is a Python attribute, so that torch.compile makes one graph for each;
+g is a 0-dim buffer, so that its movement recompiles nothing.
 """
 
 import math
@@ -26,19 +27,28 @@ PHASES = ("warm", "blend", "fixed")
 
 
 class TaperSchedule:
-    """Gate g(k): 1 up to the warm-up's end, a half cosine, 0 from the taper's end on. Numbers below 1 are shares."""
+    """Gate g(k): 1 up to the warm-up's end, a half cosine, 0 from the taper's end on.
+
+    Numbers below 1 are shares.
+    """
 
     def __init__(self, warmup: float, end: float):
         self.warmup, self.end = warmup, end
 
     def steps(self, max_iters: int) -> tuple[int, int]:
-        """(last step of the warm-up, first step without the norm). At least one warm step collects the statistics.
+        """(last step of the warm-up, first step without the norm). At least one warm step collects
+        the statistics.
 
-        Raises ConfigError where the warm-up would end after the taper."""
-        warmup, end = (round(when * max_iters if when < 1 else when) for when in (self.warmup, self.end))
+        Raises ConfigError where the warm-up would end after the taper.
+        """
+        warmup, end = (
+            round(when * max_iters if when < 1 else when) for when in (self.warmup, self.end)
+        )
         if warmup > end:
-            raise ConfigError(f"taper_warmup={self.warmup:g} is step {warmup} of {max_iters}, after taper_end="
-                              f"{self.end:g}, which is step {end}: change one of them")  # fmt: skip
+            raise ConfigError(
+                f"taper_warmup={self.warmup:g} is step {warmup} of {max_iters}, after taper_end="
+                f"{self.end:g}, which is step {end}: change one of them"
+            )
         return max(1, warmup), max(2, warmup + 1, end)
 
     def at(self, step: int, max_iters: int) -> tuple[str, float]:
@@ -54,15 +64,18 @@ class TaperSchedule:
 class StepMean(nn.Module):
     """Exponential moving average, over steps, of a vector's mean over all tokens of a step.
 
-    Micro-batches add to a sum; `update` forms the mean over micro-batches and ranks and moves the average once a step.
-    So the value is the same on any number of ranks, and rank 0's checkpoint is everybody's.
+    Micro-batches add to a sum; `update` forms the mean over micro-batches and ranks and moves the
+    average once a step. So the value is the same on any number of ranks, and rank 0's checkpoint is
+    everybody's.
     """
 
     def __init__(self, size: int):
         super().__init__()
-        self.register_buffer("sum", torch.zeros(size + 1), persistent=False)  # last element: number of tokens
+        # last element: number of tokens
+        self.register_buffer("sum", torch.zeros(size + 1), persistent=False)
         self.register_buffer("average", torch.zeros(size))
-        self.register_buffer("weight", torch.zeros(()))  # 1 - decay^n: what bias correction divides by
+        # 1 - decay^n: what bias correction divides by
+        self.register_buffer("weight", torch.zeros(()))
 
     @torch.no_grad()
     def add(self, values: Tensor) -> None:
@@ -72,7 +85,10 @@ class StepMean(nn.Module):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Settle the step. Without tokens (right after a resume) nothing moves; no host synchronisation."""
+        """Settle the step.
+
+        Without tokens (right after a resume) nothing moves; no host synchronisation.
+        """
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.sum)
         rate = (1 - EMA_DECAY) * (self.sum[-1] > 0)
@@ -86,11 +102,13 @@ class StepMean(nn.Module):
 
 
 class TaperNorm(Norm):
-    """`base` (RMSNorm or LayerNorm, with gain gamma) blended into c * h * gamma~ (h centred for LayerNorm; + bias).
+    """`base` (RMSNorm or LayerNorm, with gain gamma) blended into c * h * gamma~ (h centred for
+    LayerNorm; + bias).
 
-    Calibration at the warm-up's end: c* = E[|h gamma|^2 / r] / E[|h gamma|^2], from the per-channel averages
-    A = E[h^2 / r] and B = E[h^2], so that it is right for the gamma of that moment; and gamma~ <- gamma. With
-    `fit_channels` each channel has a c* of its own (C,), A / B, whatever gamma is.
+    Calibration at the warm-up's end: c* = E[|h gamma|^2 / r] / E[|h gamma|^2], from the per-channel
+    averages A = E[h^2 / r] and B = E[h^2], so that it is right for the gamma of that moment; and
+    gamma~ <- gamma. With `fit_channels` each channel has a c* of its own (C,), A / B, whatever
+    gamma is.
     """
 
     def __init__(self, base: Norm, schedule: TaperSchedule, fit_channels: bool = False):
@@ -110,7 +128,8 @@ class TaperNorm(Norm):
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
         if self.phase == "fixed" and not self.centers and self.base.bias is None:
-            return keep_in_graph((x * self.c_tilde()).to(x.dtype), self.base.weight), None  # one rounding, few launches
+            # one rounding, few launches
+            return keep_in_graph((x * self.c_tilde()).to(x.dtype), self.base.weight), None
         if self.phase == "warm":
             if self.training:
                 self._collect(self._input(x.detach()))
@@ -136,7 +155,9 @@ class TaperNorm(Norm):
         return center(h) if self.centers else h
 
     def c_tilde(self) -> Tensor:
-        """c gamma~, what the fixed map multiplies by: (C,), or () with neither gains nor fit_channels."""
+        """c gamma~, what the fixed map multiplies by: (C,), or () with neither gains nor
+        fit_channels.
+        """
         return self.scale if self.weight_tilde is None else self.scale * self.weight_tilde
 
     def fixed_map(self) -> tuple[Tensor, Tensor | None, bool]:
@@ -155,8 +176,9 @@ class TaperNorm(Norm):
         self.phase, gate = self.schedule.at(step, max_iters)
         if PHASES.index(self.phase) < PHASES.index(before):
             raise ConfigError(
-                f"the taper would run backwards: this model is in its {before!r} phase, step {step} of {max_iters} is "
-                f"{self.phase!r}: keep max_iters, or fold the finished taper (convert.py --to=folded) and train that on"
+                f"the taper would run backwards: this model is in its {before!r} phase, step "
+                f"{step} of {max_iters} is {self.phase!r}: keep max_iters, or fold the finished "
+                "taper (convert.py --to=folded) and train that on"
             )
         if before == "warm":
             self.moments.update()
@@ -201,9 +223,11 @@ def taper_gate(model: nn.Module) -> float | None:
 
 
 class ScaleAnchor(nn.Module):
-    """Scale loss weight * E[(s(h) - target)^2], s the RMS (or, centred, the standard deviation) of each token.
+    """Scale loss weight * E[(s(h) - target)^2], s the RMS (or, centred, the standard deviation) of
+    each token.
 
-    The target is a bias-corrected average of E[s] over the warm steps, frozen when the taper starts.
+    The target is a bias-corrected average of E[s] over the warm steps, frozen when the taper
+    starts.
     """
 
     def __init__(self, schedule: TaperSchedule, weight: float, eps: float, centers: bool):
@@ -243,5 +267,9 @@ class _KeepInGraph(torch.autograd.Function):
 
 
 def keep_in_graph(y: Tensor, parameter: Tensor | None) -> Tensor:
-    """y, with a zero gradient for a parameter that this phase leaves out: DDP waits for one from each parameter."""
-    return y if parameter is None or not torch.is_grad_enabled() else _KeepInGraph.apply(y, parameter)
+    """y, with a zero gradient for a parameter that this phase leaves out: DDP waits for one from
+    each parameter.
+    """
+    return (
+        y if parameter is None or not torch.is_grad_enabled() else _KeepInGraph.apply(y, parameter)
+    )

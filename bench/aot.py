@@ -1,13 +1,13 @@
 """Compile every kernel for GPUs that are not here, and count what matters in the machine code.
 
-    python -m bench.aot                                      # all kernels, channels, architectures: some minutes
+    python -m bench.aot            # all kernels, channels, architectures: some minutes
     python -m bench.aot --sm=90 --channels=768 --out=aot.md  # some of them; the table as a file too
 
-The launchers run on tensors without memory, and each launch they make is compiled as on a GPU, with ptxas,
-cuobjdump and nvdisasm out of Triton's wheel. Columns: registers a thread; stack bytes; shared memory bytes a program;
-bits of the widest load and store of global memory, and how many loads are of fewer bits than 128 (a row's statistics
-are); instructions that shuffle between threads (SHFL), wait for other warps (BAR), move spilled registers (spill),
-compute in float64 (FP64).
+The launchers run on tensors without memory, and each launch they make is compiled as on a GPU, with
+ptxas, cuobjdump and nvdisasm out of Triton's wheel. Columns: registers a thread; stack bytes;
+shared memory bytes a program; bits of the widest load and store of global memory, and how many
+loads are of fewer bits than 128 (a row's statistics are); instructions that shuffle between threads
+(SHFL), wait for other warps (BAR), move spilled registers (spill), compute in float64 (FP64).
 
 The last line of output is JSON. Exit code 1 if a kernel spills or computes in float64.
 """
@@ -34,23 +34,46 @@ from configurator import key, parse_args
 from kernels import activation, binding, row_norm, shared_rms, taper
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+}
 ROWS = 65536
-ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)  # with bfloat16 that Triton compiles for; another one aborts in LLVM
-COLUMNS = ("registers", "stack", "shared", "load bits", "store bits", "narrow loads", "SHFL", "BAR", "spill", "FP64")
+# with bfloat16 that Triton compiles for; another one aborts in LLVM
+ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
+COLUMNS = (
+    "registers",
+    "stack",
+    "shared",
+    "load bits",
+    "store bits",
+    "narrow loads",
+    "SHFL",
+    "BAR",
+    "spill",
+    "FP64",
+)
 
 
 @dataclass(frozen=True)
 class AotConfig:
     """Keys of bench/aot.py."""
 
-    sm: tuple[int, ...] = key((80, 90, 100), f"compute capabilities times ten: {', '.join(map(str, ARCHITECTURES))}")
-    channels: tuple[int, ...] = key((768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first")
+    sm: tuple[int, ...] = key(
+        (80, 90, 100), f"compute capabilities times ten: {', '.join(map(str, ARCHITECTURES))}"
+    )
+    channels: tuple[int, ...] = key(
+        (768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first"
+    )
     out: str = key("", "write the table to this Markdown file")
 
     def __post_init__(self) -> None:
         if not self.sm or not {*self.sm} <= {*ARCHITECTURES}:
-            raise ConfigError(f"sm: give some of {', '.join(map(str, ARCHITECTURES))}, separated by commas")
+            raise ConfigError(
+                f"sm: give some of {', '.join(map(str, ARCHITECTURES))}, separated by commas"
+            )
         if not self.channels or min(self.channels) < 1:
             raise ConfigError("channels: give whole numbers from 1 on, separated by commas")
 
@@ -60,50 +83,101 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable]]:
-    """(name, launch) of every operator at C channels: activations in `dtype`, float32 gains, as in training."""
+    """(name, launch) of every operator at C channels: activations in `dtype`, float32 gains, as in
+    training.
+    """
     x, x2 = meta(ROWS, channels, dtype=dtype), meta(ROWS, 2 * channels, dtype=dtype)
     w, w2, s, gate_c = meta(channels), meta(2 * channels), meta(ROWS, 1), meta(2)
     C, eps = channels, 1e-5
     yield "rms_norm", lambda: row_norm.rms_norm(x, w, None, eps, 1, C)
-    yield "rms_norm_backward", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, True)
+    yield (
+        "rms_norm_backward",
+        lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, True),
+    )
     yield "add_rms_norm", lambda: row_norm.add_rms_norm(x, x, w, None, eps, 1, C)
-    yield "add_rms_norm_backward", lambda: row_norm.rms_norm_backward(x, x, None, x, w, None, s, C, True)
+    yield (
+        "add_rms_norm_backward",
+        lambda: row_norm.rms_norm_backward(x, x, None, x, w, None, s, C, True),
+    )
     yield "layer_norm", lambda: row_norm.layer_norm(x, w, w, eps)
     yield "layer_norm_backward", lambda: row_norm.layer_norm_backward(x, x, w, w, s, s, True)
     yield "shared_rms_scale", lambda: shared_rms.shared_rms_scale(x, s, w)
-    yield "shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, True)
+    yield (
+        "shared_rms_scale_backward",
+        lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, True),
+    )
     yield "add_shared_rms_scale", lambda: shared_rms.add_shared_rms_scale(x, x, s, w)
-    yield "add_shared_rms_scale_backward", lambda: shared_rms.shared_rms_scale_backward(x, x, x, s, w, True)
+    yield (
+        "add_shared_rms_scale_backward",
+        lambda: shared_rms.shared_rms_scale_backward(x, x, x, s, w, True),
+    )
     yield "taper_norm", lambda: taper.taper_norm(x, w, w, gate_c, eps)
     yield "taper_norm_backward", lambda: taper.taper_norm_backward(x, x, w, w, gate_c, s, True)
     for kind in ("gelu", "gelu_tanh", "relu2", "swiglu"):
         given = (x2, s, w2, kind) if kind == "swiglu" else (x, s, w, kind)
         yield f"{kind}", lambda given=given: activation.scaled_activation(*given)
-        yield f"{kind}_backward", lambda given=given: activation.scaled_activation_backward(x, *given, True)
+        yield (
+            f"{kind}_backward",
+            lambda given=given: activation.scaled_activation_backward(x, *given, True),
+        )
 
 
 def variants(channels: int) -> Iterator[tuple[str, Callable]]:
-    """What training meets more rarely: a float32 stream (train.py's autocast), a bias, a gradient of the statistic, no
-    gains, frozen gains."""
+    """What training meets more rarely: a float32 stream (train.py's autocast), a bias, a gradient
+    of the statistic, no gains, frozen gains.
+    """
     for name, launch in cases(channels, torch.float32):
         yield f"{name}, float32", launch
-    x, w, s, C, eps = meta(ROWS, channels, dtype=torch.bfloat16), meta(channels), meta(ROWS, 1), channels, 1e-5
+    x, w, s, C, eps = (
+        meta(ROWS, channels, dtype=torch.bfloat16),
+        meta(channels),
+        meta(ROWS, 1),
+        channels,
+        1e-5,
+    )
     yield "rms_norm, bias", lambda: row_norm.rms_norm(x, w, w, eps, 1, C)
-    yield "rms_norm_backward, bias", lambda: row_norm.rms_norm_backward(x, None, None, x, w, w, s, C, True)
-    yield "rms_norm_backward, ds", lambda: row_norm.rms_norm_backward(x, None, s, x, w, None, s, C, True)
-    yield "add_rms_norm_backward, bias, ds", lambda: row_norm.rms_norm_backward(x, x, s, x, w, w, s, C, True)
+    yield (
+        "rms_norm_backward, bias",
+        lambda: row_norm.rms_norm_backward(x, None, None, x, w, w, s, C, True),
+    )
+    yield (
+        "rms_norm_backward, ds",
+        lambda: row_norm.rms_norm_backward(x, None, s, x, w, None, s, C, True),
+    )
+    yield (
+        "add_rms_norm_backward, bias, ds",
+        lambda: row_norm.rms_norm_backward(x, x, s, x, w, w, s, C, True),
+    )
     yield "rms_norm, no gain", lambda: row_norm.rms_norm(x, None, None, eps, 1, C)
-    yield "rms_norm_backward, no gain", lambda: row_norm.rms_norm_backward(x, None, None, x, None, None, s, C, True)
-    yield "rms_norm_backward, frozen", lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, False)
-    yield "layer_norm_backward, no gain", lambda: row_norm.layer_norm_backward(x, x, None, None, s, s, True)
+    yield (
+        "rms_norm_backward, no gain",
+        lambda: row_norm.rms_norm_backward(x, None, None, x, None, None, s, C, True),
+    )
+    yield (
+        "rms_norm_backward, frozen",
+        lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, False),
+    )
+    yield (
+        "layer_norm_backward, no gain",
+        lambda: row_norm.layer_norm_backward(x, x, None, None, s, s, True),
+    )
     yield "shared_rms_scale, no gain", lambda: shared_rms.shared_rms_scale(x, s, None)
-    yield "shared_rms_scale_backward, no gain", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, None, True)
-    yield "shared_rms_scale_backward, frozen", lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, False)
-    yield "taper_norm_backward, no gain", lambda: taper.taper_norm_backward(x, x, None, None, meta(2), s, True)
+    yield (
+        "shared_rms_scale_backward, no gain",
+        lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, None, True),
+    )
+    yield (
+        "shared_rms_scale_backward, frozen",
+        lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, False),
+    )
+    yield (
+        "taper_norm_backward, no gain",
+        lambda: taper.taper_norm_backward(x, x, None, None, meta(2), s, True),
+    )
 
 
 def launches(launch: Callable) -> list[tuple[triton.JITFunction, tuple, dict]]:
-    """(kernel, arguments, keywords) of every kernel that `launch` would start; nothing is started."""
+    """(kernel, arguments, keywords) of every kernel that `launch` would start; none is started."""
     made: list[tuple[triton.JITFunction, tuple, dict]] = []
 
     def record(kernel, *arguments, grid, warmup, **keywords):
@@ -116,7 +190,9 @@ def launches(launch: Callable) -> list[tuple[triton.JITFunction, tuple, dict]]:
 
 @dataclass(frozen=True)
 class Binary:
-    """A kernel compiled for a GPU: its cubin (an ELF file) and the shared memory of a program in bytes."""
+    """A kernel compiled for a GPU: its cubin (an ELF file) and the shared memory of a program in
+    bytes.
+    """
 
     cubin: bytes
     shared: int
@@ -125,7 +201,9 @@ class Binary:
 def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict, sm: int) -> Binary:
     """Specialised to its arguments as Triton does on a GPU."""
     signature, constants, attributes = {}, {}, {}
-    given = dict(zip(kernel.arg_names, arguments)) | {k: v for k, v in keywords.items() if k in kernel.arg_names}
+    given = dict(zip(kernel.arg_names, arguments)) | {
+        k: v for k, v in keywords.items() if k in kernel.arg_names
+    }
     for place, name in enumerate(kernel.arg_names):
         value = given[name]
         if value is None or name in keywords or (isinstance(value, int) and value == 1):
@@ -137,13 +215,19 @@ def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict,
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {name: keywords[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in keywords}
+    options = {
+        name: keywords[name]
+        for name in ("num_warps", "num_stages", "launch_pdl")
+        if name in keywords
+    }
     compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     return Binary(compiled.asm["cubin"], compiled.metadata.shared)
 
 
 def instructions(cubin: bytes) -> bytes:
-    """The instructions of a cubin's kernel: the section .text of its ELF file (ELF64, little-endian)."""
+    """The instructions of a cubin's kernel: the section .text of its ELF file (ELF64,
+    little-endian).
+    """
     (headers,) = struct.unpack_from("<Q", cubin, 0x28)
     size, number, names = struct.unpack_from("<HHH", cubin, 0x3A)
     # of each section: its name's place in the section of names, its first byte and its length
@@ -154,12 +238,16 @@ def instructions(cubin: bytes) -> bytes:
         if cubin.startswith(b".text.", sections[names][1] + name)
     ]
     if len(text) != 1:
-        raise UserError(f"a cubin with {len(text)} kernels, where one is expected: another version of Triton?")
+        raise UserError(
+            f"a cubin with {len(text)} kernels, where one is expected: another version of Triton?"
+        )
     return text[0]
 
 
 def disassemble(cubins: list[bytes], sm: int) -> list[str]:
-    """The assembly of each. nvdisasm takes 0.4 s to start, whatever it reads, so that it is started once for all."""
+    """The assembly of each. nvdisasm takes 0.4 s to start, whatever it reads, so that it is started
+    once for all.
+    """
     codes = [instructions(cubin) for cubin in cubins]
     ends = list(itertools.accumulate(map(len, codes)))
     found: list[list[str]] = [[] for _ in codes]
@@ -172,7 +260,10 @@ def disassemble(cubins: list[bytes], sm: int) -> list[str]:
     for offset, instruction in re.findall(r"/\*([0-9a-f]+)\*/ +(.*)", assembly):
         found[bisect.bisect_right(ends, int(offset, 16))].append(instruction)
     if any(16 * len(lines) != len(code) for lines, code in zip(found, codes)):
-        raise UserError("nvdisasm's output has not one line for each instruction of 16 bytes: another version of it?")
+        raise UserError(
+            "nvdisasm's output has not one line for each instruction of 16 bytes: "
+            "another version of it?"
+        )
     return ["\n".join(lines) for lines in found]
 
 
@@ -190,12 +281,16 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
 def measured(compiled: list[tuple[dict, Binary]], sm: int) -> list[dict]:
     """The record of each kernel, with what `measure` finds added to it."""
     assemblies = disassemble([binary.cubin for _, binary in compiled], sm)
-    return [record | measure(binary, text) for (record, binary), text in zip(compiled, assemblies, strict=True)]
+    return [
+        record | measure(binary, text)
+        for (record, binary), text in zip(compiled, assemblies, strict=True)
+    ]
 
 
 def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
-    """The table's columns for one kernel; and `early`, the loads and stores, copies to shared memory included, that it
-    begins before it waits for the kernel before (None: it does not wait)."""
+    """The table's columns for one kernel; and `early`, the loads and stores, copies to shared
+    memory included, that it begins before it waits for the kernel before (None: it does not wait).
+    """
     start, wait, _ = assembly.partition("ACQBULK")
     early = len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start)) if wait else None
 
@@ -204,7 +299,9 @@ def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
 
     def widths(instruction: str) -> list[int]:
         found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly)
-        return [next((bits for bits in (128, 64) if f".{bits}" in word), 32) for word in found] or [0]
+        return [next((bits for bits in (128, 64) if f".{bits}" in word), 32) for word in found] or [
+            0
+        ]
 
     registers, stack = registers_and_stack(binary.cubin)
     return {
@@ -225,12 +322,16 @@ def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
 def table(records: list[dict]) -> str:
     """Markdown."""
     head = ("operator", "kernel", "C", "sm", *COLUMNS)
-    lines = [head, ["---"] * len(head)] + [[str(record[name]) for name in head] for record in records]
+    lines = [head, ["---"] * len(head)] + [
+        [str(record[name]) for name in head] for record in records
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def finish(records: list[dict], out: str) -> int:
-    """Prints the table, what spills or computes in float64, and the summary; writes the table. The exit status."""
+    """Prints the table, what spills or computes in float64, and the summary; writes the table. The
+    exit status.
+    """
     text = table(records)
     print(text)
     if out:
@@ -242,7 +343,12 @@ def finish(records: list[dict], out: str) -> int:
     doubles = [record for record in records if record["FP64"]]
     for record in spills + doubles:
         print(f"{'float64 arithmetic' if record in doubles else 'spill'}: {record}")
-    summary = {"triton": triton.__version__, "spills": len(spills), "float64": len(doubles), "kernels": records}
+    summary = {
+        "triton": triton.__version__,
+        "spills": len(spills),
+        "float64": len(doubles),
+        "kernels": records,
+    }
     print(json.dumps(summary))
     return 1 if spills or doubles else 0
 
@@ -255,7 +361,9 @@ def main(argv: list[str]) -> int:
     for sm in config.sm:
         compiled = []
         for place, channels in enumerate(config.channels):
-            for name, launch in itertools.chain(cases(channels), variants(channels) if place == 0 else ()):
+            for name, launch in itertools.chain(
+                cases(channels), variants(channels) if place == 0 else ()
+            ):
                 for kernel, arguments, keywords in launches(launch):
                     record = {"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm}
                     compiled.append((record, compile_launch(kernel, arguments, keywords, sm)))

@@ -1,16 +1,20 @@
-"""The decoding kernels compiled for a GPU that is not here, for every matrix of the published shapes.
+"""The decoding kernels compiled for a GPU that is not here, for every matrix of the published
+shapes.
 
-    python -m bench.aot_decode                        # batch 1, 8, 31, 128, sm_90: registers, spills, widths of loads
+    # batch 1, 8, 31, 128, sm_90: registers, spills, widths of loads
+    python -m bench.aot_decode
     python -m bench.aot_decode --batch=64 --sm=100
 
-Columns, JSON line and exit code are those of `python -m bench.aot`; C is the number of inputs of a product, of a
-head's channels, or of a row. Loads that go to shared memory ahead of use (LDGSTS) are not among the load bits. From
-sm_90 on kernels are those of overlapping launches; the JSON line has how many loads each begins before it waits.
+Columns, JSON line and exit code are those of `python -m bench.aot`; C is the number of inputs of a
+product, of a head's channels, or of a row. Loads that go to shared memory ahead of use (LDGSTS) are
+not among the load bits. From sm_90 on kernels are those of overlapping launches; the JSON line has
+how many loads each begins before it waits.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,16 +30,47 @@ from kernels.decode import project as decode_project
 from kernels.decode.overlap import overlapping
 from kernels.decode.reference import Epilogue, attention_parts
 
-EARLY = ("vector_kernel", "attend_kernel")  # begin before they wait, which may cost registers: compiled in both ways
-# outputs x inputs of qkv, up (inner), proj and down, as in hf/config.py's SHAPES, and the activation
+# begin before they wait, which may cost registers: compiled in both ways
+EARLY = ("vector_kernel", "attend_kernel")
+
+
+class Shape(NamedTuple):
+    """Outputs x inputs of a model's matrices (up: inner), and the rest that kernels depend on."""
+
+    qkv: tuple[int, int]
+    up: tuple[int, int]
+    proj: tuple[int, int]
+    down: tuple[int, int]
+    activation: str
+    vocabulary: int
+    heads: tuple[int, int, int]  # query heads, key and value heads, channels of a head
+
+
+def shape_of(
+    channels: int, inner: int, heads: tuple[int, int, int], activation: str, vocabulary: int
+) -> Shape:
+    """The shape of a model with `channels` channels in the stream and `inner` in the MLP."""
+    query, shared, width = heads
+    return Shape(
+        qkv=((query + 2 * shared) * width, channels),
+        up=(inner, channels),
+        proj=(channels, query * width),
+        down=(channels, inner),
+        activation=activation,
+        vocabulary=vocabulary,
+        heads=heads,
+    )
+
+
+# The models of hf/config.py's SHAPES.
 SHAPES = {
-    "gpt2": ((2304, 768), (3072, 768), (768, 768), (768, 3072), "gelu_tanh", 50257, (12, 12, 64)),
-    "qwen3-0.6b": ((4096, 1024), (3072, 1024), (1024, 2048), (1024, 3072), "swiglu", 151936, (16, 8, 128)),
-    "qwen3-1.7b": ((4096, 2048), (6144, 2048), (2048, 2048), (2048, 6144), "swiglu", 151936, (16, 8, 128)),
-    "qwen3-8b": ((6144, 4096), (12288, 4096), (4096, 4096), (4096, 12288), "swiglu", 151936, (32, 8, 128)),
-    "llama3.2-1b": ((3072, 2048), (8192, 2048), (2048, 2048), (2048, 8192), "swiglu", 128256, (32, 8, 64)),
-    "llama3.2-3b": ((5120, 3072), (8192, 3072), (3072, 3072), (3072, 8192), "swiglu", 128256, (24, 8, 128)),
-}  # fmt: skip
+    "gpt2": shape_of(768, 3072, (12, 12, 64), "gelu_tanh", 50257),
+    "qwen3-0.6b": shape_of(1024, 3072, (16, 8, 128), "swiglu", 151936),
+    "qwen3-1.7b": shape_of(2048, 6144, (16, 8, 128), "swiglu", 151936),
+    "qwen3-8b": shape_of(4096, 12288, (32, 8, 128), "swiglu", 151936),
+    "llama3.2-1b": shape_of(2048, 8192, (32, 8, 64), "swiglu", 128256),
+    "llama3.2-3b": shape_of(3072, 8192, (24, 8, 128), "swiglu", 128256),
+}
 
 
 @dataclass(frozen=True)
@@ -55,9 +90,13 @@ class DecodeAotConfig:
 
 
 def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
-    """(launch's name, C, launch) of a step of the fused arms, and of heads and attention as the others
-    have them, apart."""
-    dtype, (qkv, up, proj, down, kind, vocabulary, (n_heads, kv_heads, channels)) = torch.bfloat16, SHAPES[name]
+    """(launch's name, C, launch) of a step of the fused arms, and of heads and attention as the
+    others have them, apart.
+    """
+    dtype, (qkv, up, proj, down, kind, vocabulary, (n_heads, kv_heads, channels)) = (
+        torch.bfloat16,
+        SHAPES[name],
+    )
 
     def x(size: int) -> torch.Tensor:
         return meta(batch, 1, size, dtype=dtype)
@@ -71,10 +110,18 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     inv_rms, project, copies = meta(batch, 1, 1), decode_project, 2 if kind == "swiglu" else 1
     yield "qkv", qkv[1], lambda: project.norm_project(x(qkv[1]), weight(qkv), vector(qkv[0]), 1e-6)
     for word, matrix in (("proj", proj), ("down", down)):
-        yield word, matrix[1], lambda m=matrix: project.project(x(m[1]), weight(m), vector(m[0]), x(m[0]))
+        yield (
+            word,
+            matrix[1],
+            lambda m=matrix: project.project(x(m[1]), weight(m), vector(m[0]), x(m[0])),
+        )
     bias = vector(up[0])
     yield "up", up[1], lambda: project.norm_project(x(up[1]), weight(up, copies), bias, 1e-6, kind)
-    yield "up shared", up[1], lambda: project.shared_project(x(up[1]), inv_rms, weight(up, copies), bias, kind)
+    yield (
+        "up shared",
+        up[1],
+        lambda: project.shared_project(x(up[1]), inv_rms, weight(up, copies), bias, kind),
+    )
     head = (vocabulary, qkv[1])
     yield "head", qkv[1], lambda: project.norm_project(x(qkv[1]), weight(head), None, 1e-6)
     short = [meta(batch, kv_heads, 256, channels, dtype=dtype) for _ in range(2)]
@@ -93,23 +140,47 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
         yield "attend parts", channels, lambda: decode_attention.attend_parts(q, long, pos, parts)
         given = z, None, long, pos, rope, *gains, 1e-6, parts
         yield "heads + attend parts", channels, lambda: decode_attention.heads_attend_parts(*given)
-        found = meta(batch, n_heads, parts, channels), *(meta(batch, n_heads, parts) for _ in range(2))
+        found = (
+            meta(batch, n_heads, parts, channels),
+            *(meta(batch, n_heads, parts) for _ in range(2)),
+        )
         yield "combine", channels, lambda: decode_attention.combine(*found, dtype)
     raw = x(up[0] * copies)
-    yield "epilogue", up[1], lambda: decode_epilogue.norm_activation(raw, x(up[1]), bias, 1e-6, kind)
-    yield "epilogue shared", up[1], lambda: decode_epilogue.activation(raw, Epilogue(inv_rms, bias), kind)
+    yield (
+        "epilogue",
+        up[1],
+        lambda: decode_epilogue.norm_activation(raw, x(up[1]), bias, 1e-6, kind),
+    )
+    yield (
+        "epilogue shared",
+        up[1],
+        lambda: decode_epilogue.activation(raw, Epilogue(inv_rms, bias), kind),
+    )
     wpe = meta(256, qkv[1], dtype=dtype) if name == "gpt2" else None
     yield "embed", qkv[1], lambda: decode_attention.embed(token, pos, weight(head), wpe)
     yield "best", vocabulary, lambda: decode_attention.best(x(vocabulary))
     searched = decode_attention.PARTS
     tops = meta(batch, searched), meta(batch, searched, dtype=torch.int64)
-    yield "take", searched, lambda: decode_attention.take(*tops, token, pos, meta(batch, 257, dtype=torch.int64))
+    yield (
+        "take",
+        searched,
+        lambda: decode_attention.take(*tops, token, pos, meta(batch, 257, dtype=torch.int64)),
+    )
 
 
-def describe(operator: str, channels: int, sm: int, kernel: triton.JITFunction, keywords: dict) -> dict:
-    """What is known of a row before its kernel is compiled; with `tile`, loads of a thread for the weights of a first
-    tile."""
-    record = {"operator": operator, "kernel": kernel.__name__, "C": channels, "sm": sm, "PDL": keywords.get("PDL")}
+def describe(
+    operator: str, channels: int, sm: int, kernel: triton.JITFunction, keywords: dict
+) -> dict:
+    """What is known of a row before its kernel is compiled; with `tile`, loads of a thread for the
+    weights of a first tile.
+    """
+    record = {
+        "operator": operator,
+        "kernel": kernel.__name__,
+        "C": channels,
+        "sm": sm,
+        "PDL": keywords.get("PDL"),
+    }
     if kernel.__name__ == "vector_kernel":
         weights = keywords["OUT"] * keywords["IN"] * (2 if keywords["KIND"] == "swiglu" else 1)
         record["tile"] = weights * 16 // (32 * keywords["num_warps"] * 128)
@@ -132,7 +203,9 @@ def main(argv: list[str]) -> int:
                         if is_overlapping == can_overlap or kernel.__name__ in EARLY:
                             operator = f"{name} {word}, batch {batch}"
                             record = describe(operator, size, config.sm, kernel, keywords)
-                            compiled.append((record, aot.compile_launch(kernel, arguments, keywords, config.sm)))
+                            compiled.append(
+                                (record, aot.compile_launch(kernel, arguments, keywords, config.sm))
+                            )
     return aot.finish(aot.measured(compiled, config.sm), config.out)
 
 

@@ -1,26 +1,34 @@
-"""How many bytes the norms and residual adds of a block move through GPU memory in training, counted without a GPU.
+"""How many bytes the norms and residual adds of a block move through GPU memory in training,
+counted without a GPU.
 
-    python -m bench.bytes --n_embd=768 --tokens=65536          # every norm type; the last line is JSON
+    python -m bench.bytes --n_embd=768 --tokens=65536    # every norm type; the last line is JSON
     python -m bench.bytes --n_embd=2048 --n_head=16 --tokens=16384
-    python -m bench.bytes --out=results/cpu/bytes              # README.md and ledger.jsonl too
+    python -m bench.bytes --out=results/cpu/bytes        # README.md and ledger.jsonl too
 
-Inductor generates the code that it would run on an H200 (bench/cuda_codegen.py) from the Blocks of model.py and from
-train.py's model, and that code is read. Figures are forward + backward, in bytes per token and block:
+Inductor generates the code that it would run on an H200 (bench/cuda_codegen.py) from the Blocks of
+model.py and from train.py's model, and that code is read. Figures are forward + backward, in bytes
+per token and block:
 
-    one block        a bfloat16 block alone. Its last product takes the closing residual add into its epilogue.
-    bfloat16 stream  train.py's model with residual=autocast, three blocks less two: what one more block costs it
-    copied           the same, if each addmm copies its residual operand before it adds the product, which is two
-                     crossings more: BLAS could read it in an epilogue, but PyTorch's CUDA addmm copies it (ATen)
-    float32 stream   train.py's model as it is by default: float32 stream and weights, bfloat16 products
-    ..., whole       the same with the generated kernels of attention and MLP, weights' too: what a norm shifts there
+    one block        a bfloat16 block alone. Its last product takes the closing residual add into
+                     its epilogue.
+    bfloat16 stream  train.py's model with residual=autocast, three blocks less two: what one more
+                     block costs it
+    copied           the same, if each addmm copies its residual operand before it adds the product,
+                     which is two crossings more: BLAS could read it in an epilogue, but PyTorch's
+                     CUDA addmm copies it (ATen)
+    float32 stream   train.py's model as it is by default: float32 stream and weights, bfloat16
+                     products
+    ..., whole       the same with the generated kernels of attention and MLP, weights' too: what a
+                     norm shifts there
 
-Counted: every tensor that a generated kernel loads or stores, once for each (a second load of it in the same kernel
-comes from the cache), work spaces, and the residual that an addmm reads for its epilogue. Not of norms: kernels that
-touch a tensor wider than the stream (queries, keys and values together, the MLP's hidden layer: they are attention's
-and the MLP's) or none as wide (the loss); pointwise kernels on weights, except where they touch a gain or its gradient
-(sums over weights are a norm's: fold's gain gradient, cbwc's means); of one block alone, the read of the closing
-residual, which all have. Not counted: what matrix products and attention's core move besides.
-Attention's core is opaque, as on a GPU. Gains are float32. It is a count of bytes, not a time.
+Counted: every tensor that a generated kernel loads or stores, once for each (a second load of it in
+the same kernel comes from the cache), work spaces, and the residual that an addmm reads for its
+epilogue. Not of norms: kernels that touch a tensor wider than the stream (queries, keys and values
+together, the MLP's hidden layer: they are attention's and the MLP's) or none as wide (the loss);
+pointwise kernels on weights, except where they touch a gain or its gradient (sums over weights are
+a norm's: fold's gain gradient, cbwc's means); of one block alone, the read of the closing residual,
+which all have. Not counted: what matrix products and attention's core move besides. Attention's
+core is opaque, as on a GPU. Gains are float32. It is a count of bytes, not a time.
 """
 
 import ast
@@ -44,16 +52,21 @@ from configurator import key, parse_args
 from model import GPT, Attention, Block, GPTConfig
 from norm_plan import NormPlan
 
-# ------------------------------------------------------------------------------------------- counting, from source text
+# ----------------------------------------------------------------------- counting, from source text
 
-SIZES = {"fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "fp16": 2, "bf16": 2, "i1": 1, "i8": 1, "u8": 1}  # bytes an element
+# bytes an element
+SIZES = {"fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "fp16": 2, "bf16": 2, "i1": 1, "i8": 1, "u8": 1}
 
-# Calls that move bytes out of sight, and those of them that are not counted (see the head of this file).
+# Calls that move bytes out of sight, and those of them that are not counted (see the head of this
+# file).
 OPAQUE = ("torch.ops.", "extern_kernels.")
 UNCOUNTED = (
-    "extern_kernels.mm", "extern_kernels.addmm", "extern_kernels.bmm", "torch.ops.nanonorm_ledger.attention_core",
+    "extern_kernels.mm",
+    "extern_kernels.addmm",
+    "extern_kernels.bmm",
+    "torch.ops.nanonorm_ledger.attention_core",
     "torch.ops.aten._scaled_dot_product_",
-)  # fmt: skip
+)
 
 REDUCTIONS = ("triton_red_", "triton_per_")  # how inductor names kernels that sum
 
@@ -64,7 +77,8 @@ class Launch:
 
     name: str
     bytes_moved: int
-    widths: tuple[int, ...]  # elements a token of every tensor it touches that has a row for each token
+    # elements a token of every tensor it touches that has a row for each token
+    widths: tuple[int, ...]
     others: tuple[int, ...]  # elements of every other tensor
 
     def is_of_norms(self, channels: int) -> bool:
@@ -75,9 +89,11 @@ class Launch:
 
 
 def launches(code: str, batch: int, tokens: int) -> list[Launch]:
-    """All launches in the source of a module generated by inductor, in order, for `batch` sequences of `tokens` tokens.
+    """All launches in the source of a module generated by inductor, in order, for `batch` sequences
+    of `tokens` tokens.
 
-    Works on any such source, also on what torch._inductor.utils.run_and_get_code returns where there is a GPU.
+    Works on any such source, also on what torch._inductor.utils.run_and_get_code returns where
+    there is a GPU.
     """
     reader = _NameReader(batch, tokens)
     reader.visit(ast.parse(code))
@@ -85,7 +101,7 @@ def launches(code: str, batch: int, tokens: int) -> list[Launch]:
 
 
 class _NameReader(ast.NodeVisitor):
-    """Follows the shapes of buffers through a generated module and notes what each launch touches."""
+    """Follows shapes of buffers through a generated module and notes what each launch touches."""
 
     def __init__(self, batch: int, tokens: int):
         self.batch, self.tokens = batch, tokens
@@ -107,10 +123,15 @@ class _NameReader(ast.NodeVisitor):
         if called == "assert_size_stride" and isinstance(node.args[0], ast.Name):
             self.shapes[node.args[0].id] = ast.literal_eval(node.args[1])
         elif called.startswith(OPAQUE) and not called.startswith(UNCOUNTED):
-            raise UserError(f"{called} is opaque to inductor: the bytes that it moves cannot be counted")
+            raise UserError(
+                f"{called} is opaque to inductor: the bytes that it moves cannot be counted"
+            )
         elif kernel != called:
             if kernel not in self.kernels:
-                raise UserError(f"{kernel} is no Triton kernel of the generated code: its bytes cannot be counted")
+                raise UserError(
+                    f"{kernel} is no Triton kernel of the generated code: "
+                    "its bytes cannot be counted"
+                )
             uses = zip(node.args, self.kernels[kernel])
             self.note(kernel, [(self.shape(value, True), *use) for value, use in uses if use])
         elif called == "extern_kernels.addmm" and len(shape := self.shape(node.args[0], True)) > 1:
@@ -118,18 +139,29 @@ class _NameReader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def note(self, name: str, touched: list[tuple[tuple[int, ...], int, int]]) -> None:
-        """One launch that touches tensors of these (shape, bytes an element, crossings of the memory bus)."""
+        """One launch that touches tensors of these (shape, bytes an element, crossings of the
+        memory bus).
+        """
         total = sum(math.prod(shape) * size * crossings for shape, size, crossings in touched)
         rows = self.batch * self.tokens
-        has_rows = [rows in shape or {self.batch, self.tokens} <= set(shape) for shape, *_ in touched]
+        has_rows = [
+            rows in shape or {self.batch, self.tokens} <= set(shape) for shape, *_ in touched
+        ]
         counts = [math.prod(shape) for shape, *_ in touched]
-        self.launches.append(Launch(
-            name, total, tuple(count // rows for count, mine in zip(counts, has_rows) if mine),
-            tuple(count for count, mine in zip(counts, has_rows) if not mine),
-        ))  # fmt: skip
+        self.launches.append(
+            Launch(
+                name,
+                total,
+                tuple(count // rows for count, mine in zip(counts, has_rows) if mine),
+                tuple(count for count, mine in zip(counts, has_rows) if not mine),
+            )
+        )
 
     def shape(self, node: ast.expr, needed: bool = False) -> tuple[int, ...] | None:
-        """Shape of the tensor that an expression stands for. Raises UserError where one is needed and not known."""
+        """Shape of the tensor that an expression stands for.
+
+        Raises UserError where one is needed and not known.
+        """
         called, found = _called(node), None
         if isinstance(node, ast.Name):
             found = self.shapes.get(node.id)
@@ -138,7 +170,9 @@ class _NameReader(ast.NodeVisitor):
         elif called == "reinterpret_tensor":
             found = ast.literal_eval(node.args[1])
         if needed and found is None:
-            raise UserError(f"generated code not understood at {ast.unparse(node)!r}: it is another torch's")
+            raise UserError(
+                f"generated code not understood at {ast.unparse(node)!r}: it is another torch's"
+            )
         return found
 
 
@@ -148,48 +182,77 @@ def _called(node: ast.expr) -> str:
 
 
 def _pointers(source: str) -> list[tuple[int, int] | None]:
-    """For each argument of a Triton kernel: (bytes an element, crossings: loaded + stored); None for numbers.
+    """For each argument of a Triton kernel: (bytes an element, crossings: loaded + stored); None
+    for numbers.
 
-    Raises UserError for a pointer that is used in another way than by tl.load and tl.store, and so would count nothing.
+    Raises UserError for a pointer that is used in another way than by tl.load and tl.store, and so
+    would count nothing.
     """
     function = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
-    decorators = (node for line in function.decorator_list for node in ast.walk(line) if isinstance(node, ast.Dict))
-    signature = next(ast.literal_eval(value) for node in decorators for key, value in zip(node.keys, node.values)
-                     if getattr(key, "value", None) == "signature")  # fmt: skip
+    decorators = (
+        node
+        for line in function.decorator_list
+        for node in ast.walk(line)
+        if isinstance(node, ast.Dict)
+    )
+    signature = next(
+        ast.literal_eval(value)
+        for node in decorators
+        for key, value in zip(node.keys, node.values)
+        if getattr(key, "value", None) == "signature"
+    )
     crossings = {name: set() for name in signature}
     for node in ast.walk(function):
         if _called(node) in ("tl.load", "tl.store"):
-            for name in {part.id for part in ast.walk(node.args[0]) if isinstance(part, ast.Name)} & crossings.keys():
+            for name in {
+                part.id for part in ast.walk(node.args[0]) if isinstance(part, ast.Name)
+            } & crossings.keys():
                 crossings[name].add(_called(node))
     if "ws_ptr" in crossings:
-        crossings["ws_ptr"].add("sum")  # partial sums over tokens: a torch sum after the launch reads them again
+        # partial sums over tokens: a torch sum after the launch reads them again
+        crossings["ws_ptr"].add("sum")
     for name, ways in crossings.items():
         if signature[name].startswith("*") and not ways - {"sum"}:
-            raise UserError(f"{function.name} neither loads nor stores {name} plainly: its bytes cannot be counted")
-    return [(SIZES[signature[argument.arg][1:]], len(crossings[argument.arg]))
-            if signature[argument.arg].startswith("*") else None for argument in function.args.args]  # fmt: skip
+            raise UserError(
+                f"{function.name} neither loads nor stores {name} plainly: "
+                "its bytes cannot be counted"
+            )
+    return [
+        (SIZES[signature[argument.arg][1:]], len(crossings[argument.arg]))
+        if signature[argument.arg].startswith("*")
+        else None
+        for argument in function.args.args
+    ]
 
 
-# --------------------------------------------------------------------------------------------- the graphs to be counted
+# ------------------------------------------------------------------------- the graphs to be counted
 
 
 @torch.library.custom_op("nanonorm_ledger::attention_core", mutates_args=())
 def attention_core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Flash attention as inductor sees it: opaque, (B, H, T, D) in the memory order of (B, T, H, D)."""
+    """Flash attention as inductor sees it: opaque, (B, H, T, D) in the memory order of (B, T, H,
+    D).
+    """
     raise NotImplementedError("stands for attention in graphs that never run")
 
 
 @torch.library.custom_op("nanonorm_ledger::attention_core_backward", mutates_args=())
-def attention_core_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attention_core_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     raise NotImplementedError("stands for attention in graphs that never run")
 
 
 def _heads_last(x: Tensor) -> Tensor:
-    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
+        1, 2
+    )
 
 
 attention_core.register_fake(lambda q, k, v: _heads_last(q))
-attention_core_backward.register_fake(lambda grad, q, k, v: (_heads_last(q), _heads_last(k), _heads_last(v)))
+attention_core_backward.register_fake(
+    lambda grad, q, k, v: (_heads_last(q), _heads_last(k), _heads_last(v))
+)
 attention_core.register_autograd(
     lambda ctx, grad: attention_core_backward(grad, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
@@ -197,7 +260,9 @@ attention_core.register_autograd(
 
 
 class LoneBlock(nn.Module):
-    """The first block of a GPT, bfloat16, on a stream x (B, T, C) that is not an embedding's output."""
+    """The first block of a GPT, bfloat16, on a stream x (B, T, C) that is not an embedding's
+    output.
+    """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -208,61 +273,83 @@ class LoneBlock(nn.Module):
                 module.bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B T, C): in two dimensions, where inductor moves the closing add into the product before it."""
+        """(B, T, C) -> (B T, C): in two dimensions, where inductor moves the closing add into the
+        product before it.
+        """
         x, delta, _ = self.block(x, None, None, None, None)
         return x.flatten(0, 1) if delta is None else x.flatten(0, 1) + delta.flatten(0, 1)
 
 
 def step_launches(model: nn.Module, inputs: list[Tensor]) -> list[Launch]:
-    """Forward and backward launches of a compiled training step, model(*inputs). Raises UserError where cuda_codegen
-    does not support the installation."""
+    """Forward and backward launches of a compiled training step, model(*inputs). Raises UserError
+    where cuda_codegen does not support the installation.
+    """
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, Attention):
-                stack.enter_context(replaced(module, attend=lambda q, k, v, mask: attention_core(q, k, v)))
+                stack.enter_context(
+                    replaced(module, attend=lambda q, k, v, mask: attention_core(q, k, v))
+                )
         sources = cuda_code(model, inputs)
     return [launch for code in sources for launch in launches(code, *inputs[0].shape[:2])]
 
 
 def total(found: list[Launch], channels: int, addmm_crossings: int = 1, whole: bool = False) -> int:
     """Bytes of the launches that are of norms, or of all."""
-    return sum(launch.bytes_moved * (addmm_crossings if launch.name == "addmm" else 1)
-               for launch in found if whole or launch.is_of_norms(channels))  # fmt: skip
+    return sum(
+        launch.bytes_moved * (addmm_crossings if launch.name == "addmm" else 1)
+        for launch in found
+        if whole or launch.is_of_norms(channels)
+    )
 
 
 def bytes_of_one_block(config: GPTConfig, tokens: int) -> float:
     """Bytes per token of a block alone."""
-    x = torch.empty(tokens // config.block_size, config.block_size, config.n_embd).bfloat16().requires_grad_()
+    x = (
+        torch.empty(tokens // config.block_size, config.block_size, config.n_embd)
+        .bfloat16()
+        .requires_grad_()
+    )
     found = step_launches(LoneBlock(config), [x])
     closing = next(launch for launch in found if launch.name == "addmm")  # they all move the same
     return (total(found, config.n_embd) - closing.bytes_moved) / tokens
 
 
 def bytes_of_one_more_block(
-    config: GPTConfig, tokens: int, figures: Iterable[tuple[int, bool]],
+    config: GPTConfig,
+    tokens: int,
+    figures: Iterable[tuple[int, bool]],
     alter: Callable[[nn.ModuleList], None] = lambda blocks: None,
-) -> list[float]:  # fmt: skip
-    """Bytes per token that a third block adds to train.py's model of two, under the autocast that train.py uses on a
-    GPU, for each of `figures`: (crossings that an addmm counts for, whole or norms). `alter` may change the blocks."""
+) -> list[float]:
+    """Bytes per token that a third block adds to train.py's model of two, under the autocast that
+    train.py uses on a GPU, for each of `figures`: (crossings that an addmm counts for, whole or
+    norms). `alter` may change the blocks.
+    """
     idx, found = torch.zeros(tokens // config.block_size, config.block_size, dtype=torch.int64), []
     for blocks in (3, 2):
         model = GPT(dataclasses.replace(config, n_layer=blocks, vocab_size=64, n_vocab=0))
         alter(model.blocks)
         for table in filter(None, (model.wte, model.wpe)):
-            table.requires_grad_(False)  # gradients are atomic adds, which have no bytes to count: no norm's business
+            # gradients are atomic adds, which have no bytes to count: no norm's business
+            table.requires_grad_(False)
         with torch.autocast("cpu", torch.bfloat16):
             found.append(step_launches(model, [idx, idx]))
     totals = ([total(launched, config.n_embd, *figure) for launched in found] for figure in figures)
     return [(three - two) / tokens for three, two in totals]
 
 
-# --------------------------------------------------------------------------------------------------------- the program
+# -------------------------------------------------------------------------------------- the program
 
 ARMS = {
-    "layer": {}, "rms": {}, "coupled": {}, "coupled, fold": {"coupled_impl": "fold"},
-    "coupled, full gradient": {"coupled_grad": "full"}, "cbwc": {},
-    "rms, no gains": {"norm_affine": False}, "coupled, no gains": {"norm_affine": False},
-}  # fmt: skip
+    "layer": {},
+    "rms": {},
+    "coupled": {},
+    "coupled, fold": {"coupled_impl": "fold"},
+    "coupled, full gradient": {"coupled_grad": "full"},
+    "cbwc": {},
+    "rms, no gains": {"norm_affine": False},
+    "coupled, no gains": {"norm_affine": False},
+}
 
 
 @dataclass(frozen=True)
@@ -277,37 +364,66 @@ class LedgerConfig(GPTConfig):
         if self.norm_type != "layer":
             raise ConfigError("norm_type: the ledger goes through all of them, leave it out")
         if self.bias:
-            raise ConfigError("bias=True: with biases no product adds to the stream, the ledger is about those that do")
+            raise ConfigError(
+                "bias=True: with biases no product adds to the stream, "
+                "the ledger is about those that do"
+            )
         if self.kernels == "triton":
-            raise ConfigError("kernels=triton: inductor does not see into those, nothing could be counted; remove it")
+            raise ConfigError(
+                "kernels=triton: inductor does not see into those, nothing could be counted; "
+                "remove it"
+            )
         if self.tokens % self.block_size or self.tokens == self.block_size:
-            raise ConfigError(f"tokens={self.tokens}: must be a multiple of block_size={self.block_size}, two "
-                              "sequences or more, so that rows can be told from channels")  # fmt: skip
+            raise ConfigError(
+                f"tokens={self.tokens}: must be a multiple of block_size={self.block_size}, two "
+                "sequences or more, so that rows can be told from channels"
+            )
         if self.inner <= self.n_embd or self.dropout:
-            raise ConfigError("n_inner must be above n_embd, and dropout 0: else norms cannot be told from the MLP")
+            raise ConfigError(
+                "n_inner must be above n_embd, and dropout 0: "
+                "else norms cannot be told from the MLP"
+            )
 
 
-# Of a stack, for each precision of the residual stream: its figures, as bytes_of_one_more_block takes them.
-STACKS = {"autocast": {"bfloat16 stream": (1, False), "copied": (3, False), "copied, whole": (3, True)},
-          "float32": {"float32 stream": (1, False), "float32, whole": (1, True)}}  # fmt: skip
+# Of a stack, for each precision of the residual stream: its figures, as bytes_of_one_more_block
+# takes them.
+STACKS = {
+    "autocast": {"bfloat16 stream": (1, False), "copied": (3, False), "copied, whole": (3, True)},
+    "float32": {"float32 stream": (1, False), "float32, whole": (1, True)},
+}
 
 
-def count(config: LedgerConfig, arm: str, stacks: Sequence[str] = tuple(STACKS)) -> dict[str, float]:
-    """The figures of one arm, bytes per token and block: of one block, and of stacks with these residual streams."""
+def count(
+    config: LedgerConfig, arm: str, stacks: Sequence[str] = tuple(STACKS)
+) -> dict[str, float]:
+    """The figures of one arm, bytes per token and block: of one block, and of stacks with these
+    residual streams.
+    """
     shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
     shape = GPTConfig(**shape | {"norm_type": arm.split(",")[0], **ARMS[arm]})
     row = {"one block": bytes_of_one_block(shape, config.tokens)}
     for stream in stacks:
         of_stream = dataclasses.replace(shape, residual=stream)
-        row |= zip(STACKS[stream], bytes_of_one_more_block(of_stream, config.tokens, STACKS[stream].values()))
+        row |= zip(
+            STACKS[stream],
+            bytes_of_one_more_block(of_stream, config.tokens, STACKS[stream].values()),
+        )
     return row
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     """Markdown, in kB (1000 bytes) per token and block; in brackets the difference from rms."""
     columns = list(next(iter(rows.values())))
-    cells = [[arm, *(f"{row[name] / 1000:.1f} ({(row[name] - rows['rms'][name]) / 1000:+.1f})" for name in columns)]
-             for arm, row in rows.items()]  # fmt: skip
+    cells = [
+        [
+            arm,
+            *(
+                f"{row[name] / 1000:.1f} ({(row[name] - rows['rms'][name]) / 1000:+.1f})"
+                for name in columns
+            ),
+        ]
+        for arm, row in rows.items()
+    ]
     return markdown(["norms", *columns], cells)
 
 
@@ -316,7 +432,10 @@ def main(argv: list[str]) -> None:
     rows = {}
     for arm in ARMS:
         rows[arm] = count(config, arm)
-        print(f"{arm}: " + ", ".join(f"{name} {value:,.0f}" for name, value in rows[arm].items()), flush=True)
+        print(
+            f"{arm}: " + ", ".join(f"{name} {value:,.0f}" for name, value in rows[arm].items()),
+            flush=True,
+        )
     print(table(rows))
     if config.out:
         write(Path(config.out), config, rows)
@@ -326,23 +445,31 @@ def main(argv: list[str]) -> None:
 def write(folder: Path, config: LedgerConfig, rows: dict[str, dict[str, float]]) -> None:
     """README.md and ledger.jsonl, one line an arm."""
     place = environment(torch.device("cpu"))
-    shape = {name: getattr(config, name) for name in ("n_embd", "n_head", "inner", "block_size", "tokens")}
+    shape = {
+        name: getattr(config, name)
+        for name in ("n_embd", "n_head", "inner", "block_size", "tokens")
+    }
     size = f"d = {config.n_embd}, {config.tokens:,} tokens"
-    records = [{"norms": arm, "bytes_per_token": row, **shape, **place} for arm, row in rows.items()]
+    records = [
+        {"norms": arm, "bytes_per_token": row, **shape, **place} for arm, row in rows.items()
+    ]
     versions = f"torch {torch.__version__}, triton {installed('triton')['triton']}"
     text = f"""# Bytes that the norms of a block move in training
 
 kB per token and block, forward + backward; in brackets the difference from `rms`. {size}.
-Counted in the code that inductor generates for an H200, without one; {versions}, commit {place["git"]}.
-Made by `python -m bench.bytes {made_with(config)}`; what is counted stands at the head of that program.
+Counted in the code that inductor generates for an H200, without one; {versions}, commit
+{place["git"]}. Made by `python -m bench.bytes {made_with(config)}`; what is counted stands at the
+head of that program.
 
 {table(rows)}
 
 - one block: a bfloat16 block alone, closed by a product that adds the residual itself
-- bfloat16 stream: what one more block costs train.py's model with residual=autocast. Every residual read counts here,
-  the closing add's too, which one block leaves out as all have it: {2 * config.n_embd / 1000:.1f} kB in each row
+- bfloat16 stream: what one more block costs train.py's model with residual=autocast. Every residual
+  read counts here, the closing add's too, which one block leaves out as all have it:
+  {2 * config.n_embd / 1000:.1f} kB in each row
 - copied: the same, with an addmm that copies its residual operand first, as PyTorch's does
-- float32 stream: what one more block costs train.py's model by default; whole: with attention's and the MLP's kernels
+- float32 stream: what one more block costs train.py's model by default; whole: with attention's and
+  the MLP's kernels
 """
     write_results(folder, "ledger", records, "README.md", text)
 

@@ -2,10 +2,11 @@
 
     forward, backward = cuda_code(function, inputs)
 
-torch.compile traces the function on CPU tensors that nobody ever fills, with inductor's own passes and partitioner. The
-two graphs are then re-labelled as CUDA graphs and lowered to Triton source for an H200, which is described to inductor
-instead of being there. Nothing is compiled further and nothing runs. All of this is inductor's private interface, so it
-works with the torch versions named here and is refused elsewhere.
+torch.compile traces the function on CPU tensors that nobody ever fills, with inductor's own passes
+and partitioner. The two graphs are then re-labelled as CUDA graphs and lowered to Triton source for
+an H200, which is described to inductor instead of being there. Nothing is compiled further and
+nothing runs. All of this is inductor's private interface, so it works with the torch versions named
+here and is refused elsewhere.
 """
 
 import contextlib
@@ -24,18 +25,32 @@ TORCH = ("2.11", "2.13")
 
 # An H200, as torch.cuda.get_device_properties would describe it.
 H200 = SimpleNamespace(
-    name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=143771 << 20, warp_size=32,
-    max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536,
-    shared_memory_per_block=48 << 10, shared_memory_per_block_optin=227 << 10,
-    shared_memory_per_multiprocessor=228 << 10, L2_cache_size=60 << 20, gcnArchName="", clock_rate=1980000,
-    memory_clock_rate=3201000, memory_bus_width=6144,
-)  # fmt: skip
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=143771 << 20,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=48 << 10,
+    shared_memory_per_block_optin=227 << 10,
+    shared_memory_per_multiprocessor=228 << 10,
+    L2_cache_size=60 << 20,
+    gcnArchName="",
+    clock_rate=1980000,
+    memory_clock_rate=3201000,
+    memory_bus_width=6144,
+)
 
 
 def supported() -> str:
     """Why this installation cannot generate the code; empty if it can."""
     if not torch.__version__.startswith(tuple(f"{version}." for version in TORCH)):
-        return f"reads private interfaces of torch {' and '.join(TORCH)}, this is {torch.__version__}"
+        return (
+            f"reads private interfaces of torch {' and '.join(TORCH)}, this is {torch.__version__}"
+        )
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -44,13 +59,17 @@ def supported() -> str:
 
 
 def cuda_code(
-    function: Callable[..., Tensor | tuple], inputs: Sequence[Tensor], options: dict[str, Any] | None = None
+    function: Callable[..., Tensor | tuple],
+    inputs: Sequence[Tensor],
+    options: dict[str, Any] | None = None,
 ) -> tuple[str, str]:
-    """Source of the (forward, backward) modules that inductor would run on a GPU for `function(*inputs)`.
+    """Source of the (forward, backward) modules that inductor would run on a GPU for
+    `function(*inputs)`.
 
-    function: a module or function with one graph; parameters and inputs on the CPU, contents unused. Every output that
-    has a gradient gets one of its own shape; where none has (torch.no_grad), backward is "". options: torch.compile's.
-    Raises UserError where torch or triton do not fit.
+    function: a module or function with one graph; parameters and inputs on the CPU, contents
+    unused. Every output that has a gradient gets one of its own shape; where none has
+    (torch.no_grad), backward is "". options: torch.compile's. Raises UserError where torch or
+    triton do not fit.
     """
     if reason := supported():
         raise UserError(f"inductor's CUDA code cannot be generated here: it {reason}")
@@ -60,7 +79,9 @@ def cuda_code(
 
     sources: dict[bool, str] = {}
 
-    def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Tensor], is_backward=False, **_):
+    def inner_compile(
+        graph: fx.GraphModule, example_inputs: Sequence[Tensor], is_backward=False, **_
+    ):
         outputs = graph.graph.output_node().args[0]
         results = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
         sources[is_backward] = _lower(graph, example_inputs, is_backward)
@@ -69,20 +90,33 @@ def cuda_code(
     torch._dynamo.reset()  # a function seen before would not be traced again
     patches = {**(options or {}), "fx_graph_cache": False, "compile_threads": 1}
     tuned = bool(patches.get("coordinate_descent_tuning"))
-    with config.patch(patches), functorch_config.patch(enable_autograd_cache=False), _products_of_a_row(tuned):
-        compiled = torch.compile(function, backend=functools.partial(compile_fx, inner_compile=inner_compile),
-                                 fullgraph=True, dynamic=False)  # fmt: skip
+    with (
+        config.patch(patches),
+        functorch_config.patch(enable_autograd_cache=False),
+        _products_of_a_row(tuned),
+    ):
+        compiled = torch.compile(
+            function,
+            backend=functools.partial(compile_fx, inner_compile=inner_compile),
+            fullgraph=True,
+            dynamic=False,
+        )
         results = torch.utils._pytree.tree_leaves(compiled(*inputs))
-        differentiable = [value for value in results if isinstance(value, Tensor) and value.requires_grad]
+        differentiable = [
+            value for value in results if isinstance(value, Tensor) and value.requires_grad
+        ]
         if differentiable:
-            torch.autograd.backward(differentiable, [torch.empty_like(value) for value in differentiable])
+            torch.autograd.backward(
+                differentiable, [torch.empty_like(value) for value in differentiable]
+            )
     return sources[False], sources.get(True, "")
 
 
 @contextlib.contextmanager
 def _products_of_a_row(tuned: bool) -> Iterator[None]:
-    """With coordinate descent tuning inductor writes a product with one row itself, but asks for the device while the
-    graph is still on the CPU."""
+    """With coordinate descent tuning inductor writes a product with one row itself, but asks for
+    the device while the graph is still on the CPU.
+    """
     from torch._inductor import decomposition
 
     table, mm = decomposition.fast_random_decomps(), torch.ops.aten.mm.default
@@ -104,13 +138,22 @@ def _products_of_a_row(tuned: bool) -> Iterator[None]:
 
 
 def _unfilled(like: list) -> Callable[[list], list]:
-    """In place of a compiled graph: takes its inputs as a list, returns tensors of the right shapes."""
-    like = [(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in like]
+    """In place of a compiled graph: takes its inputs as a list, returns tensors of the right
+    shapes.
+    """
+    like = [
+        (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+        for value in like
+    ]
 
     def run(inputs: list) -> list:
         inputs.clear()
-        return [torch.empty_strided(part[0], part[1], dtype=part[2]) if isinstance(part, tuple) else part
-                for part in like]  # fmt: skip
+        return [
+            torch.empty_strided(part[0], part[1], dtype=part[2])
+            if isinstance(part, tuple)
+            else part
+            for part in like
+        ]
 
     run._boxed_call = True
     return run
@@ -119,7 +162,11 @@ def _unfilled(like: list) -> Callable[[list], list]:
 def _lower(graph: fx.GraphModule, example_inputs: Sequence[Tensor], is_backward: bool) -> str:
     """Triton source for a graph that was traced on the CPU."""
     from torch._guards import detect_fake_mode
-    from torch._inductor.compile_fx import _recursive_post_grad_passes, record_original_output_strides, view_to_reshape
+    from torch._inductor.compile_fx import (
+        _recursive_post_grad_passes,
+        record_original_output_strides,
+        view_to_reshape,
+    )
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
@@ -133,8 +180,13 @@ def _lower(graph: fx.GraphModule, example_inputs: Sequence[Tensor], is_backward:
                 _relabel(node)
         view_to_reshape(graph)
         _recursive_post_grad_passes(graph, is_inference=False)
-        lowering = GraphLowering(graph, example_inputs=inputs, shape_env=fake.shape_env, is_backward=is_backward,
-                                 graph_id=0)  # fmt: skip
+        lowering = GraphLowering(
+            graph,
+            example_inputs=inputs,
+            shape_env=fake.shape_env,
+            is_backward=is_backward,
+            graph_id=0,
+        )
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
             lowering.run(*inputs)
             return lowering.codegen()[0].value
@@ -167,22 +219,40 @@ def _pretend_h200() -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
 
     driver = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
         get_active_torch_device=lambda: torch.device("cuda", 0),
-    )  # fmt: skip
+    )
     cuda, answer = interface.CudaInterface, lambda value: lambda *args, **kwargs: value
     answers = {
-        torch.cuda: {"is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": H200,
-                     "get_device_capability": (9, 0), "synchronize": None, "_lazy_init": None,
-                     "is_bf16_supported": True},
-        cuda: {"is_available": True, "get_compute_capability": 90, "get_device_properties": H200,
-               "is_triton_capable": True, "raise_if_triton_unavailable": None, "current_device": 0},
+        torch.cuda: {
+            "is_available": True,
+            "device_count": 1,
+            "current_device": 0,
+            "get_device_properties": H200,
+            "get_device_capability": (9, 0),
+            "synchronize": None,
+            "_lazy_init": None,
+            "is_bf16_supported": True,
+        },
+        cuda: {
+            "is_available": True,
+            "get_compute_capability": 90,
+            "get_device_properties": H200,
+            "is_triton_capable": True,
+            "raise_if_triton_unavailable": None,
+            "current_device": 0,
+        },
         cuda.Worker: {"get_device_properties": H200, "current_device": 0},
-        torch._subclasses.fake_tensor: {"init_gpu_context": None},  # it would allocate, in a CUDA build
-        torch.utils._triton: {"has_triton": True}, torch._inductor.scheduler: {"has_triton": True},
-    }  # fmt: skip
+        # it would allocate, in a CUDA build
+        torch._subclasses.fake_tensor: {"init_gpu_context": None},
+        torch.utils._triton: {"has_triton": True},
+        torch._inductor.scheduler: {"has_triton": True},
+    }
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(type(triton.runtime.driver), active=property(lambda _: driver)))
+        stack.enter_context(
+            replaced(type(triton.runtime.driver), active=property(lambda _: driver))
+        )
         stack.enter_context(replaced(torch.version, cuda="13.0"))
         for target, values in answers.items():
             for name, value in values.items():

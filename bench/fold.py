@@ -1,15 +1,18 @@
-"""What folding LayerNorm into RMSNorm saves: time of a forward pass before and after, side by side in one process.
+"""What folding LayerNorm into RMSNorm saves: time of a forward pass before and after, side by side
+in one process.
 
     python -m bench.fold random:gpt2 --lengths=256,1024 --batch=2 --out=results/cpu/fold/fold.jsonl
-    python -m bench.fold hf:bert --lengths=64,256,1024,4096,16384 --batch=4 --modes=eager,compiled,graph
+    python -m bench.fold hf:bert --lengths=64,256,1024,4096,16384 --batch=4 \\
+      --modes=eager,compiled,graph
 
-The first word is a model of ours (load_model's specs, converted by fold.gpt.to_rms) or a shape that transformers has
-(hf:gpt2, hf:bert, vit, opt, bloom, phi; random weights, folded by fold.fold). Arms: before, after, and before again
-(A/A), in randomised paired rounds. --sequential=50 adds the CBWC paper's protocol (appendix G.3): 50 passes to warm up,
-then 50 passes of one arm after the other, eager. That also measures whatever the machine did meanwhile, so it stands
-beside the paired ratio, not in its place. A ratio above 1 means that folding made it faster. Where not all norms fold
-(hf:bert, 1 of 25), one more arm has them all swapped, as the paper's figures do: another function, for its time alone.
-The last line is JSON.
+The first word is a model of ours (load_model's specs, converted by fold.gpt.to_rms) or a shape that
+transformers has (hf:gpt2, hf:bert, vit, opt, bloom, phi; random weights, folded by fold.fold).
+Arms: before, after, and before again (A/A), in randomised paired rounds. --sequential=50 adds the
+CBWC paper's protocol (appendix G.3): 50 passes to warm up, then 50 passes of one arm after the
+other, eager. That also measures whatever the machine did meanwhile, so it stands beside the paired
+ratio, not in its place. A ratio above 1 means that folding made it faster. Where not all norms fold
+(hf:bert, 1 of 25), one more arm has them all swapped, as the paper's figures do: another function,
+for its time alone. The last line is JSON.
 """
 
 import copy
@@ -36,24 +39,37 @@ from load import load_model
 
 SWAPPED = "all norms swapped (timing only)"
 MODES = ("eager", "compiled", "graph")
-# What the published models have where transformers' defaults are others; positions are as many as are asked for.
+# What the published models have where transformers' defaults are others; positions are as many as
+# are asked for.
 HF_SHAPES = {
-    "gpt2": ("GPT2LMHeadModel", {}), "bert": ("BertModel", {}), "vit": ("ViTModel", {}), "phi": ("PhiForCausalLM", {}),
-    "opt": ("OPTForCausalLM", {}), "bloom": ("BloomForCausalLM", {"hidden_size": 1024, "n_layer": 24, "n_head": 16}),
-}  # fmt: skip
+    "gpt2": ("GPT2LMHeadModel", {}),
+    "bert": ("BertModel", {}),
+    "vit": ("ViTModel", {}),
+    "phi": ("PhiForCausalLM", {}),
+    "opt": ("OPTForCausalLM", {}),
+    "bloom": ("BloomForCausalLM", {"hidden_size": 1024, "n_layer": 24, "n_head": 16}),
+}
 
 
 @dataclass(frozen=True)
 class FoldBenchConfig:
     """Keys of bench/fold.py."""
 
-    lengths: tuple[int, ...] = key((256, 1024), "tokens of a sequence, several (an image has its own)")
+    lengths: tuple[int, ...] = key(
+        (256, 1024), "tokens of a sequence, several (an image has its own)"
+    )
     batch: int = key(2, "sequences in a pass", least=1)
     modes: tuple[str, ...] = key(("eager",), "eager, compiled, graph (CUDA); several")
     rounds: int = key(20, "paired rounds; in each, every arm does one pass", least=6)
     sequential: int = key(0, "passes of each arm by the paper's protocol (0: none)", least=0)
-    device: str = key("auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps"))
-    dtype: str = key("auto", "of the weights (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16", "float16"))
+    device: str = key(
+        "auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps")
+    )
+    dtype: str = key(
+        "auto",
+        "of the weights (auto: bfloat16 on CUDA)",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
     out: str = key("", "append the measurements to this JSONL file")
 
     def __post_init__(self) -> None:
@@ -69,14 +85,21 @@ def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module],
     if not spec.startswith("hf:"):
         before = load_model(spec)
         if max(config.lengths) > before.config.block_size:
-            raise ConfigError(f"{spec} reads {before.config.block_size} tokens at most: give smaller lengths")
+            raise ConfigError(
+                f"{spec} reads {before.config.block_size} tokens at most: give smaller lengths"
+            )
         return {"before": before, "after": gpt.to_rms(before)}, len(before.plan.letters)
     name = spec.removeprefix("hf:")
     if name not in HF_SHAPES:
-        raise ConfigError(f"{spec}: the shapes are {', '.join(f'hf:{shape}' for shape in HF_SHAPES)}")
+        raise ConfigError(
+            f"{spec}: the shapes are {', '.join(f'hf:{shape}' for shape in HF_SHAPES)}"
+        )
     transformers, (family, shape) = import_transformers(), HF_SHAPES[name]
     settings = getattr(transformers, family).config_class(**shape)
-    for positions in {"n_positions", "max_position_embeddings"} & {*vars(settings), *settings.attribute_map}:
+    for positions in {"n_positions", "max_position_embeddings"} & {
+        *vars(settings),
+        *settings.attribute_map,
+    }:
         setattr(settings, positions, max(2048, *config.lengths))
     torch.manual_seed(0)
     before = getattr(transformers, family)(settings).eval()
@@ -100,19 +123,29 @@ def sequence_lengths(model: nn.Module, config: FoldBenchConfig) -> tuple[int, ..
     return ((model.config.image_size // model.config.patch_size) ** 2 + 1,)
 
 
-def inputs(model: nn.Module, batch: int, length: int, dtype: torch.dtype) -> dict[str, Tensor] | tuple[Tensor]:
-    """Random token ids (batch, length), or images (batch, channels, height, width), as the model's main input asks."""
+def inputs(
+    model: nn.Module, batch: int, length: int, dtype: torch.dtype
+) -> dict[str, Tensor] | tuple[Tensor]:
+    """Random token ids (batch, length), or images (batch, channels, height, width), as the model's
+    main input asks.
+    """
     generator, device = torch.Generator().manual_seed(length), next(model.parameters()).device
     settings, name = model.config, getattr(model, "main_input_name", "")
     if name == "pixel_values":
         shape = batch, settings.num_channels, settings.image_size, settings.image_size
         return {name: torch.randn(shape, generator=generator).to(device, dtype)}
     ids = torch.randint(settings.vocab_size, (batch, length), generator=generator).to(device)
-    return {name: ids, **({"use_cache": False} if hasattr(settings, "use_cache") else {})} if name else (ids,)
+    return (
+        {name: ids, **({"use_cache": False} if hasattr(settings, "use_cache") else {})}
+        if name
+        else (ids,)
+    )
 
 
 def passes(model: nn.Module, x: dict[str, Tensor] | tuple[Tensor], mode: str) -> Callable[[], None]:
-    """One forward pass of `model` on x, as a function of nothing; it returns when the device is done."""
+    """One forward pass of `model` on x, as a function of nothing; it returns when the device is
+    done.
+    """
     forward = torch.compile(model, dynamic=False) if mode == "compiled" else model
     cuda = next(model.parameters()).is_cuda
 
@@ -140,7 +173,9 @@ def passes(model: nn.Module, x: dict[str, Tensor] | tuple[Tensor], mode: str) ->
 
 
 def clocked(arm: Callable[[], None], spent: list[float]) -> Callable[[], None]:
-    """`arm`, which also notes the processor's seconds (all threads): on a busy CPU they tell more than the clock's."""
+    """`arm`, which also notes the processor's seconds (all threads): on a busy CPU they tell more
+    than the clock's.
+    """
 
     def run() -> None:
         start = process_time()
@@ -151,7 +186,9 @@ def clocked(arm: Callable[[], None], spent: list[float]) -> Callable[[], None]:
 
 
 def sequential(arms: dict[str, Callable[[], None]], count: int) -> dict[str, float]:
-    """Mean seconds of `count` passes of each arm, one arm after the other, each after as many passes to warm up."""
+    """Mean seconds of `count` passes of each arm, one arm after the other, each after as many
+    passes to warm up.
+    """
     means = {}
     for name, arm in arms.items():
         for _ in range(count):
@@ -163,9 +200,16 @@ def sequential(arms: dict[str, Callable[[], None]], count: int) -> dict[str, flo
     return means
 
 
-def measure(models: dict[str, nn.Module], config: FoldBenchConfig, mode: str, length: int, dtype: torch.dtype) -> dict:
+def measure(
+    models: dict[str, nn.Module],
+    config: FoldBenchConfig,
+    mode: str,
+    length: int,
+    dtype: torch.dtype,
+) -> dict:
     """One record: times, ratios with intervals, tokens/s."""
-    torch.compiler.reset()  # all arms and lengths share the code of one forward: dynamo would give up at its limit
+    # all arms and lengths share the code of one forward: dynamo would give up at its limit
+    torch.compiler.reset()
     with torch.no_grad():
         x = inputs(models["before"], config.batch, length, dtype)
         arms = {name: passes(model, x, mode) for name, model in models.items()}
@@ -174,25 +218,36 @@ def measure(models: dict[str, nn.Module], config: FoldBenchConfig, mode: str, le
         arm()
     arms["before again"] = arms["before"]
     spent = {name: [] for name in arms}
-    times = paired_times({name: clocked(arm, spent[name]) for name, arm in arms.items()}, config.rounds)
+    times = paired_times(
+        {name: clocked(arm, spent[name]) for name, arm in arms.items()}, config.rounds
+    )
     medians = {name: sorted(its)[len(its) // 2] for name, its in times.items()}
     pairs = {"before / after": ("before", "after"), "A/A": ("before", "before again")}
     if SWAPPED in arms:
         pairs[f"before / {SWAPPED}"] = "before", SWAPPED
     record = {
-        "mode": mode, "length": length, "batch": config.batch, "rounds": config.rounds,
-        "seconds": times, "processor_seconds": spent,
+        "mode": mode,
+        "length": length,
+        "batch": config.batch,
+        "rounds": config.rounds,
+        "seconds": times,
+        "processor_seconds": spent,
         "ms": {name: 1e3 * median for name, median in medians.items()},
         "tok_per_s": {name: config.batch * length / median for name, median in medians.items()},
-    }  # fmt: skip
+    }
     for title, (slow, fast) in pairs.items():
-        record[title] = {"mean": asdict(paired_ratio(times[slow], times[fast])),
-                         "median": median_ratio(times[slow], times[fast]),
-                         "processor": asdict(paired_ratio(spent[slow], spent[fast]))}  # fmt: skip
+        record[title] = {
+            "mean": asdict(paired_ratio(times[slow], times[fast])),
+            "median": median_ratio(times[slow], times[fast]),
+            "processor": asdict(paired_ratio(spent[slow], spent[fast])),
+        }
     if config.sequential and mode == "eager":
         means = sequential({name: arms[name] for name in models}, config.sequential)
-        saved = {"saved_swapped" if name == SWAPPED else "saved": 1 - means[name] / means["before"]
-                 for name in means if name != "before"}  # fmt: skip
+        saved = {
+            "saved_swapped" if name == SWAPPED else "saved": 1 - means[name] / means["before"]
+            for name in means
+            if name != "before"
+        }
         record["sequential"] = means | saved
     return record
 
@@ -203,9 +258,15 @@ def show(record: dict) -> str:
     for title in ("before / after", f"before / {SWAPPED}", "A/A"):
         if title not in record:
             continue
-        mean, median, processor = (span(record[title][name]) for name in ("mean", "median", "processor"))
+        mean, median, processor = (
+            span(record[title][name]) for name in ("mean", "median", "processor")
+        )
         ratios.append(f"{title} {mean}, median {median}, processor time {processor}")
-    paper = f"; one after the other, {record['sequential']['saved']:+.1%} saved" if "sequential" in record else ""
+    paper = (
+        f"; one after the other, {record['sequential']['saved']:+.1%} saved"
+        if "sequential" in record
+        else ""
+    )
     times = f"{record['ms']['before']:.2f} ms before, {record['ms']['after']:.2f} ms after"
     return f"{record['mode']}, length {record['length']}: {times}; {'; '.join(ratios)}{paper}"
 
@@ -218,9 +279,16 @@ def main(argv: list[str]) -> None:
     dtype = find_dtype(config.dtype, device)
     models, folded = make_arms(spec, config)
     models = {name: model.to(device, dtype) for name, model in models.items()}
-    about = {"spec": spec, "folded": folded, "dtype": str(dtype).removeprefix("torch."),
-             "threads": torch.get_num_threads(), **environment(device)}  # fmt: skip
-    print(f"{spec}: {folded} norms folded, {about['dtype']}, batch {config.batch}, {about['device']}")
+    about = {
+        "spec": spec,
+        "folded": folded,
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        **environment(device),
+    }
+    print(
+        f"{spec}: {folded} norms folded, {about['dtype']}, batch {config.batch}, {about['device']}"
+    )
     summary = []
     for length in sequence_lengths(models["before"], config):
         for mode in config.modes:
@@ -232,11 +300,17 @@ def main(argv: list[str]) -> None:
             except RuntimeError as error:
                 if mode != "graph":
                     raise
-                # Some of transformers' models (bloom) make a tensor on the host in each pass, which no graph can hold.
-                print(f"graph, length {length}: cannot be captured ({(str(error).splitlines() or [''])[0]})")
+                # Some of transformers' models (bloom) make a tensor on the host in each pass, which
+                # no graph can hold.
+                print(
+                    f"graph, length {length}: cannot be captured "
+                    f"({(str(error).splitlines() or [''])[0]})"
+                )
                 continue
             print(show(record), flush=True)
-            summary.append({"mode": mode, "length": record["length"], **record["before / after"]["mean"]})
+            summary.append(
+                {"mode": mode, "length": record["length"], **record["before / after"]["mean"]}
+            )
             if config.out:
                 append_json(Path(config.out), about | record)
     print(json.dumps({"spec": spec, "folded": folded, "ratios": summary}))

@@ -1,4 +1,6 @@
-"""What bench/kernels.py times: the operators of kernels/, what PyTorch has instead, and other people's kernels."""
+"""What bench/kernels.py times: the operators of kernels/, what PyTorch has instead, and other
+people's kernels.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -27,7 +29,8 @@ class Operator:
     statistics: int = 1  # float32 numbers a row that go with them
 
 
-# Gains are float32, as in training. PyTorch's own norms are fused for gains of the stream's type only: they get a cast.
+# Gains are float32, as in training. PyTorch's own norms are fused for gains of the stream's type
+# only: they get a cast.
 
 
 def plain_rms(x: Tensor, w: Tensor) -> Tensor:
@@ -61,73 +64,121 @@ def plain_add_scale(x: Tensor, a: Tensor, s: Tensor, w: Tensor) -> tuple[Tensor,
 
 OPERATORS = {
     "rms_norm": Operator(
-        "xw", lambda mode: lambda x, w: kernels.rms_norm(x, w, EPS, mode=mode)[0],
-        plain_rms, (2, 3),
+        "xw",
+        lambda mode: lambda x, w: kernels.rms_norm(x, w, EPS, mode=mode)[0],
+        plain_rms,
+        (2, 3),
     ),
     "layer_norm": Operator(
-        "xwb", lambda mode: lambda x, w, b: kernels.layer_norm(x, w, b, EPS, mode)[0],
-        plain_layer, (2, 3), 2,
+        "xwb",
+        lambda mode: lambda x, w, b: kernels.layer_norm(x, w, b, EPS, mode)[0],
+        plain_layer,
+        (2, 3),
+        2,
     ),
     "add_rms_norm": Operator(
-        "xaw", lambda mode: lambda x, a, w: kernels.add_rms_norm(x, a, w, EPS, mode=mode)[:2], plain_add_rms, (4, 4),
+        "xaw",
+        lambda mode: lambda x, a, w: kernels.add_rms_norm(x, a, w, EPS, mode=mode)[:2],
+        plain_add_rms,
+        (4, 4),
     ),
     "shared_rms_scale": Operator(
-        "xsw", lambda mode: lambda x, s, w: kernels.shared_rms_scale(x, s, w, mode), plain_scale, (2, 3),
+        "xsw",
+        lambda mode: lambda x, s, w: kernels.shared_rms_scale(x, s, w, mode),
+        plain_scale,
+        (2, 3),
     ),
     "add_shared_rms_scale": Operator(
-        "xasw", lambda mode: lambda x, a, s, w: kernels.add_shared_rms_scale(x, a, s, w, mode), plain_add_scale, (4, 4),
+        "xasw",
+        lambda mode: lambda x, a, s, w: kernels.add_shared_rms_scale(x, a, s, w, mode),
+        plain_add_scale,
+        (4, 4),
     ),
     "scaled_gelu": Operator(
-        "xs", lambda mode: lambda x, s: kernels.scaled_activation(x, s, None, "gelu", mode),
-        lambda x, s: F.gelu((x.float() * s).to(x.dtype)), (2, 3),
+        "xs",
+        lambda mode: lambda x, s: kernels.scaled_activation(x, s, None, "gelu", mode),
+        lambda x, s: F.gelu((x.float() * s).to(x.dtype)),
+        (2, 3),
     ),
     "scaled_swiglu": Operator(
-        "zs", lambda mode: lambda z, s: kernels.scaled_activation(z, s, None, "swiglu", mode),
-        lambda z, s: plain_swiglu((z.float() * s).to(z.dtype)), (3, 5),
+        "zs",
+        lambda mode: lambda z, s: kernels.scaled_activation(z, s, None, "swiglu", mode),
+        lambda z, s: plain_swiglu((z.float() * s).to(z.dtype)),
+        (3, 5),
     ),
     "taper_norm": Operator(
-        "xwug", lambda mode: lambda x, w, u, g: kernels.taper_norm(x, w, u, g, EPS, mode)[0], plain_taper, (2, 3),
+        "xwug",
+        lambda mode: lambda x, w, u, g: kernels.taper_norm(x, w, u, g, EPS, mode)[0],
+        plain_taper,
+        (2, 3),
     ),
-}  # fmt: skip
+}
 
 # The activations without their scale, by PyTorch's own functions: no rivals, they compute less.
 UNSCALED = "torch, unscaled"
-UNSCALED_ACTIVATIONS = {"scaled_gelu": lambda x, s: F.gelu(x), "scaled_swiglu": lambda z, s: plain_swiglu(z)}
+UNSCALED_ACTIVATIONS = {
+    "scaled_gelu": lambda x, s: F.gelu(x),
+    "scaled_swiglu": lambda z, s: plain_swiglu(z),
+}
 
-# Other libraries: module to import, and how each of our operators is called there. In-place variants, which overwrite
-# the gradient that comes in, are off: they are no drop-in.
+# Other libraries: module to import, and how each of our operators is called there. In-place
+# variants, which overwrite the gradient that comes in, are off: they are no drop-in.
 PEERS: dict[str, tuple[str, dict[str, Callable[[Any], Function]]]] = {
-    "Liger": ("liger_kernel.transformers.functional", {
-        "rms_norm": lambda lib: lambda x, w: lib.liger_rms_norm(x, w, EPS, in_place=False),
-        "layer_norm": lambda lib: lambda x, w, b: lib.liger_layer_norm(x, w, b, EPS),
-        "add_rms_norm": lambda lib: lambda x, a, w: lib.liger_fused_add_rms_norm(x, a, w, EPS, in_place=False),
-    }),
-    "quack": ("quack", {
-        "rms_norm": lambda lib: lambda x, w: lib.rmsnorm(x, w, eps=EPS),
-        "add_rms_norm": lambda lib: lambda x, a, w: lib.rmsnorm(x, w, residual=a, eps=EPS, prenorm=True),
-    }),
-    "flash-attn": ("flash_attn.ops.triton.layer_norm", {
-        "rms_norm": lambda lib: lambda x, w: lib.rms_norm_fn(x, w, None, eps=EPS),
-        "layer_norm": lambda lib: lambda x, w, b: lib.layer_norm_fn(x, w, b, eps=EPS),
-        "add_rms_norm": lambda lib: lambda x, a, w: lib.rms_norm_fn(x, w, None, residual=a, eps=EPS, prenorm=True),
-    }),
-}  # fmt: skip
+    "Liger": (
+        "liger_kernel.transformers.functional",
+        {
+            "rms_norm": lambda lib: lambda x, w: lib.liger_rms_norm(x, w, EPS, in_place=False),
+            "layer_norm": lambda lib: lambda x, w, b: lib.liger_layer_norm(x, w, b, EPS),
+            "add_rms_norm": lambda lib: (
+                lambda x, a, w: lib.liger_fused_add_rms_norm(x, a, w, EPS, in_place=False)
+            ),
+        },
+    ),
+    "quack": (
+        "quack",
+        {
+            "rms_norm": lambda lib: lambda x, w: lib.rmsnorm(x, w, eps=EPS),
+            "add_rms_norm": lambda lib: (
+                lambda x, a, w: lib.rmsnorm(x, w, residual=a, eps=EPS, prenorm=True)
+            ),
+        },
+    ),
+    "flash-attn": (
+        "flash_attn.ops.triton.layer_norm",
+        {
+            "rms_norm": lambda lib: lambda x, w: lib.rms_norm_fn(x, w, None, eps=EPS),
+            "layer_norm": lambda lib: lambda x, w, b: lib.layer_norm_fn(x, w, b, eps=EPS),
+            "add_rms_norm": lambda lib: (
+                lambda x, a, w: lib.rms_norm_fn(x, w, None, residual=a, eps=EPS, prenorm=True)
+            ),
+        },
+    ),
+}
 
 
-def make_inputs(letters: str, rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """x, a (rows, C) and z (rows, 2 C) in `dtype`, gains and biases w, u, b (C,) in float32, all want gradients;
-    s (rows, 1) and g (2,), float32, do not."""
-    shapes = {"s": (rows, 1), "g": (2,), "z": (rows, 2 * channels)} | dict.fromkeys("wub", (channels,))
+def make_inputs(
+    letters: str, rows: int, channels: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """x, a (rows, C) and z (rows, 2 C) in `dtype`, gains and biases w, u, b (C,) in float32, all
+    want gradients; s (rows, 1) and g (2,), float32, do not.
+    """
+    shapes = {"s": (rows, 1), "g": (2,), "z": (rows, 2 * channels)} | dict.fromkeys(
+        "wub", (channels,)
+    )
     found = []
     for letter in letters:
         constant = letter in "sg"
         value = torch.randn(shapes.get(letter, (rows, channels)), device=device)
-        value = value.abs() + 0.5 if constant else value.to(dtype if letter in "xaz" else torch.float32)
+        value = (
+            value.abs() + 0.5 if constant else value.to(dtype if letter in "xaz" else torch.float32)
+        )
         found.append(value.requires_grad_(not constant))
     return found
 
 
-def arms_of(name: str, device: torch.device, compiled: bool) -> tuple[dict[str, Function], list[str]]:
+def arms_of(
+    name: str, device: torch.device, compiled: bool
+) -> tuple[dict[str, Function], list[str]]:
     """(the contestants for operator `name`, why others are missing). The first one is ours."""
     operator, missing = OPERATORS[name], []
     arms = {"triton": operator.ours("triton")} if device.type == "cuda" else {}
@@ -141,5 +192,8 @@ def arms_of(name: str, device: torch.device, compiled: bool) -> tuple[dict[str, 
             try:
                 arms[peer] = calls[name](importlib.import_module(module))
             except Exception as error:  # not installed, or not for this GPU or torch
-                missing.append(f"{peer}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                missing.append(
+                    f"{peer}: {type(error).__name__}: "
+                    f"{str(error).splitlines()[0] if str(error) else ''}"
+                )
     return arms, missing

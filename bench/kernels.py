@@ -1,16 +1,18 @@
 """Time of every kernel in kernels/, forward and backward, beside PyTorch's own and other people's.
 
-    python -m bench.kernels --out=results/h200/kernels                         # all operators, on the GPU that is here
+    python -m bench.kernels --out=results/h200/kernels  # all operators, on the GPU that is here
     python -m bench.kernels --ops=rms_norm,add_rms_norm --channels=768,2048 --dtype=float16
 
-Share of copy bandwidth: the time of a plain copy that moves the fewest bytes the operator can do with, over the arm's
-own; 100 % is as fast as memory allows. All arms and the copy take turns in a new random order each round, and every
-figure is the median of the rounds' ratios (common/stats.py). Gains are float32, as in training.
+Share of copy bandwidth: the time of a plain copy that moves the fewest bytes the operator can do
+with, over the arm's own; 100 % is as fast as memory allows. All arms and the copy take turns in a
+new random order each round, and every figure is the median of the rounds' ratios (common/stats.py).
+Gains are float32, as in training.
 
-On a GPU: every call has its own inputs and outputs, more than the L2 cache holds, so that it finds a cold cache; calls
-are captured in CUDA graphs, so that no time of the host counts; other libraries (Liger-Kernel, quack, flash-attention)
-take part where they are installed. An arm whose results are wrong is not timed. On a CPU the Triton kernels cannot run:
-there the PyTorch references are timed against PyTorch's own functions. The last line is JSON.
+On a GPU: every call has its own inputs and outputs, more than the L2 cache holds, so that it finds
+a cold cache; calls are captured in CUDA graphs, so that no time of the host counts; other libraries
+(Liger-Kernel, quack, flash-attention) take part where they are installed. An arm whose results are
+wrong is not timed. On a CPU the Triton kernels cannot run: there the PyTorch references are timed
+against PyTorch's own functions. The last line is JSON.
 """
 
 import contextlib
@@ -42,20 +44,33 @@ MAX_SETS = 16
 QUEUEING = 1_000_000  # cycles: half a millisecond, to queue two events and a graph in
 MAX_ERROR = 0.03  # relative L2 error beyond which an arm computes something else
 
-# ------------------------------------------------------------------------------------------------------------- timing
+# ------------------------------------------------------------------------------------------- timing
 
 
 class Case:
     """One operator at one size: `sets` of inputs and gradients that all arms share."""
 
-    def __init__(self, operator: Operator, rows: int, channels: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, operator: Operator, rows: int, channels: int, dtype: torch.dtype, device: torch.device
+    ):
         stream = rows * channels * dtype.itemsize
-        self.bytes = [streams * stream + 4 * operator.statistics * rows for streams in operator.streams]
-        count = min(MAX_SETS, max(2, math.ceil(TRAFFIC / min(self.bytes)))) if device.type == "cuda" else 1
-        self.sets = [make_inputs(operator.inputs, rows, channels, dtype, device) for _ in range(count)]
+        self.bytes = [
+            streams * stream + 4 * operator.statistics * rows for streams in operator.streams
+        ]
+        count = (
+            min(MAX_SETS, max(2, math.ceil(TRAFFIC / min(self.bytes))))
+            if device.type == "cuda"
+            else 1
+        )
+        self.sets = [
+            make_inputs(operator.inputs, rows, channels, dtype, device) for _ in range(count)
+        ]
         outputs = _several(operator.plain(*self.sets[0]))
         self.gradients = [[torch.randn_like(output) for output in outputs] for _ in range(count)]
-        self.copies = [torch.zeros(2, max(self.bytes) // 2, dtype=torch.uint8, device=device) for _ in range(count)]
+        self.copies = [
+            torch.zeros(2, max(self.bytes) // 2, dtype=torch.uint8, device=device)
+            for _ in range(count)
+        ]
         self.plain = operator.plain
 
     def forward(self, arm: Function) -> list[tuple[Tensor, ...]]:
@@ -64,26 +79,39 @@ class Case:
 
     def backward(self, outputs: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
         """For outputs of `forward`: gradients of all inputs that want one."""
-        return [torch.autograd.grad(output, [value for value in inputs if value.requires_grad], gradients,
-                                    retain_graph=True)
-                for inputs, output, gradients in zip(self.sets, outputs, self.gradients)]  # fmt: skip
+        return [
+            torch.autograd.grad(
+                output,
+                [value for value in inputs if value.requires_grad],
+                gradients,
+                retain_graph=True,
+            )
+            for inputs, output, gradients in zip(self.sets, outputs, self.gradients)
+        ]
 
     def copy(self, phase: str) -> None:
-        """What memory can do: for every set, moves as many bytes as the operator must, half of them read, half written.
-        As many, so that launching costs a copy no larger share of its time than it costs the arms."""
+        """What memory can do: for every set, moves as many bytes as the operator must, half of them
+        read, half written. As many, so that launching costs a copy no larger share of its time than
+        it costs the arms.
+        """
         half = self.bytes[phase == "backward"] // 2
         for source, target in self.copies:
             target[:half].copy_(source[:half])
 
     def error(self, arm: Function) -> float:
-        """Largest relative L2 distance of outputs and gradients of the first set from the plain formula's."""
+        """Largest relative L2 distance of outputs and gradients of the first set from the plain
+        formula's.
+        """
         found = []
         for function in (arm, self.plain):
             output = _several(function(*self.sets[0]))
             wanted = [value for value in self.sets[0] if value.requires_grad]
             found.append([*output, *torch.autograd.grad(output, wanted, self.gradients[0])])
         pairs = [(ours.detach().float(), plain.detach().float()) for ours, plain in zip(*found)]
-        return max(((ours - plain).norm() / plain.norm()).nan_to_num(math.inf).item() for ours, plain in pairs)
+        return max(
+            ((ours - plain).norm() / plain.norm()).nan_to_num(math.inf).item()
+            for ours, plain in pairs
+        )
 
 
 def _several(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -94,11 +122,14 @@ def runner(case: Case, arm: Function, phase: str, device: torch.device) -> Calla
     """A call that does `phase` for all sets of a case; on a GPU it replays a CUDA graph."""
 
     def work_of(outputs: list) -> Callable[[], list]:
-        return (lambda: case.backward(outputs)) if phase == "backward" else lambda: case.forward(arm)
+        return (
+            (lambda: case.backward(outputs)) if phase == "backward" else lambda: case.forward(arm)
+        )
 
     if device.type != "cuda":
         return work_of(case.forward(arm) if phase == "backward" else [])
-    # Backward kernels run on the stream of their forward, so all of it happens on the stream that is captured.
+    # Backward kernels run on the stream of their forward, so all of it happens on the stream that
+    # is captured.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -109,8 +140,10 @@ def runner(case: Case, arm: Function, phase: str, device: torch.device) -> Calla
 
 
 def captured(work: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """`work` as a CUDA graph. A replay reads and writes the memory of the capture, whatever lies there by then: so the
-    graph keeps what `work` reads (forward's saved tensors, for a backward) and what it wrote."""
+    """`work` as a CUDA graph. A replay reads and writes the memory of the capture, whatever lies
+    there by then: so the graph keeps what `work` reads (forward's saved tensors, for a backward)
+    and what it wrote.
+    """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
@@ -120,7 +153,9 @@ def captured(work: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[],
 
 
 def gpu_seconds(call: Callable[[], None]) -> float:
-    """Time between two events on the GPU, which is kept busy until all is queued: else it would wait for the host."""
+    """Time between two events on the GPU, which is kept busy until all is queued: else it would
+    wait for the host.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(QUEUEING)
     start.record()
@@ -130,25 +165,40 @@ def gpu_seconds(call: Callable[[], None]) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def measure(config: "KernelBenchConfig", name: str, channels: int, device: torch.device) -> list[dict[str, Any]]:
-    """Records of one operator at one size, forward and backward. Raises UserError where our own kernel is wrong."""
+def measure(
+    config: "KernelBenchConfig", name: str, channels: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Records of one operator at one size, forward and backward.
+
+    Raises UserError where our own kernel is wrong.
+    """
     torch._dynamo.reset()
     case = Case(OPERATORS[name], config.rows, channels, DTYPES[config.dtype], device)
-    arms, missing = arms_of(name, device, config.compiled if config.compiled is not None else device.type == "cuda")
+    arms, missing = arms_of(
+        name, device, config.compiled if config.compiled is not None else device.type == "cuda"
+    )
     ours = next(iter(arms))
     for arm in [arm for arm in arms if arm != UNSCALED]:
         with others_may_fail(arm, arms, missing):
             error = case.error(arms[arm])
             if error > MAX_ERROR and arm == ours:
-                raise UserError(f"{name} at C = {channels}: our own {arm} is wrong (error {error:.2g}): mend it first")
+                raise UserError(
+                    f"{name} at C = {channels}: our own {arm} is wrong (error {error:.2g}): "
+                    "mend it first"
+                )
             if error > MAX_ERROR:
                 raise ValueError(f"wrong, relative error {error:.2g}")
-    return [record(config, name, channels, phase, case, arms, missing, device) for phase in ("forward", "backward")]
+    return [
+        record(config, name, channels, phase, case, arms, missing, device)
+        for phase in ("forward", "backward")
+    ]
 
 
 @contextlib.contextmanager
 def others_may_fail(arm: str, arms: dict[str, Function], missing: list[str]) -> Iterator[None]:
-    """An arm that fails within is taken out, and the reason noted; but not the first one, which is ours."""
+    """An arm that fails within is taken out, and the reason noted; but not the first one, which is
+    ours.
+    """
     try:
         yield
     except Exception as failure:  # another library's limits are no failure of this program
@@ -159,10 +209,18 @@ def others_may_fail(arm: str, arms: dict[str, Function], missing: list[str]) -> 
 
 
 def record(
-    config: "KernelBenchConfig", name: str, channels: int, phase: str, case: Case, arms: dict[str, Function],
-    missing: list[str], device: torch.device,
-) -> dict[str, Any]:  # fmt: skip
-    """One operator, size and phase, measured: shares of copy bandwidth, and every arm's time over ours."""
+    config: "KernelBenchConfig",
+    name: str,
+    channels: int,
+    phase: str,
+    case: Case,
+    arms: dict[str, Function],
+    missing: list[str],
+    device: torch.device,
+) -> dict[str, Any]:
+    """One operator, size and phase, measured: shares of copy bandwidth, and every arm's time over
+    ours.
+    """
     on_gpu, calls = device.type == "cuda", {}
     for arm in list(arms):
         with others_may_fail(arm, arms, missing):
@@ -177,20 +235,31 @@ def record(
     bandwidth = fewest / middle.pop("copy")
     shares = {arm: median_ratio(times["copy"], times[arm]) for arm in middle}
     return {
-        "operator": name, "phase": phase, "channels": channels, "rows": config.rows, "dtype": config.dtype,
-        "fewest_bytes": fewest, "copy_bytes_per_s": bandwidth, "seconds": middle, "ours": ours,
+        "operator": name,
+        "phase": phase,
+        "channels": channels,
+        "rows": config.rows,
+        "dtype": config.dtype,
+        "fewest_bytes": fewest,
+        "copy_bytes_per_s": bandwidth,
+        "seconds": middle,
+        "ours": ours,
         "share": {arm: share["median"] for arm, share in shares.items()},
         "share_interval": {arm: [share["low"], share["high"]] for arm, share in shares.items()},
-        "time_over_ours": {arm: median_ratio(times[arm], times[ours]) for arm in middle if arm != ours},
+        "time_over_ours": {
+            arm: median_ratio(times[arm], times[ours]) for arm in middle if arm != ours
+        },
         "missing": list(missing),
-    }  # fmt: skip
+    }
 
 
-# ------------------------------------------------------------------------------------------------------------- results
+# ------------------------------------------------------------------------------------------ results
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Markdown: share of copy bandwidth of every arm, and how ours compares with the best of the others."""
+    """Markdown: share of copy bandwidth of every arm, and how ours compares with the best of the
+    others.
+    """
     arms = list(dict.fromkeys(arm for row in records for arm in row["share"]))
     lines = []
     for row in records:
@@ -203,42 +272,72 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; markers tell them apart in print.
-LOOKS = dict(zip(
-    ("triton", "reference", "torch", "compiled", "Liger", "quack", "flash-attn", UNSCALED),
-    (("#D55E00", "o"), ("#0072B2", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
-     ("#000000", "X"), ("#999999", "*")),
-))  # fmt: skip
+LOOKS = dict(
+    zip(
+        ("triton", "reference", "torch", "compiled", "Liger", "quack", "flash-attn", UNSCALED),
+        (
+            ("#D55E00", "o"),
+            ("#0072B2", "s"),
+            ("#009E73", "^"),
+            ("#CC79A7", "D"),
+            ("#E69F00", "v"),
+            ("#56B4E9", "P"),
+            ("#000000", "X"),
+            ("#999999", "*"),
+        ),
+    )
+)
 
 
 def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Share of copy bandwidth over C: a row for each operator, forward on the left, backward on the right."""
+    """Share of copy bandwidth over C: a row for each operator, forward on the left, backward on the
+    right.
+    """
     from common.plotting import plt, save  # matplotlib takes a second to import
 
     names = list(dict.fromkeys(row["operator"] for row in records))
-    figure, axes = plt.subplots(len(names), 2, figsize=(9, 1 + 2.2 * len(names)), layout="constrained", squeeze=False,
-                                sharex=True)  # fmt: skip
+    figure, axes = plt.subplots(
+        len(names),
+        2,
+        figsize=(9, 1 + 2.2 * len(names)),
+        layout="constrained",
+        squeeze=False,
+        sharex=True,
+    )
     for name, line in zip(names, axes):
         for phase, axis in zip(("forward", "backward"), line):
             rows = [row for row in records if (row["operator"], row["phase"]) == (name, phase)]
             for arm in dict.fromkeys(arm for row in rows for arm in row["share"]):
-                points = [(row["channels"], 100 * row["share"][arm]) for row in rows if arm in row["share"]]
+                points = [
+                    (row["channels"], 100 * row["share"][arm])
+                    for row in rows
+                    if arm in row["share"]
+                ]
                 color, marker = LOOKS[arm]
                 axis.plot(*zip(*points), color=color, marker=marker, label=arm)
             axis.set_xscale("log", base=2)
-            axis.set_xticks(sorted({row["channels"] for row in rows}), sorted({row["channels"] for row in rows}))
+            axis.set_xticks(
+                sorted({row["channels"] for row in rows}), sorted({row["channels"] for row in rows})
+            )
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
             axis.set_title(f"{name}, {phase}", fontsize=10)
         line[0].set_ylabel("% of copy")
     for axis in axes[-1]:
         axis.set_xlabel("channels")
-    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize=9)
+    handles = {
+        label: handle
+        for axis in axes.flat
+        for handle, label in zip(*axis.get_legend_handles_labels())
+    }
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize=9
+    )
     figure.suptitle(title, fontsize=10)
     save(figure, path)
 
 
-# --------------------------------------------------------------------------------------------------------- the program
+# -------------------------------------------------------------------------------------- the program
 
 
 @dataclass(frozen=True)
@@ -248,7 +347,9 @@ class KernelBenchConfig:
     ops: str = key("all", f"operators, separated by commas: {', '.join(OPERATORS)}")
     channels: tuple[int, ...] = key((768, 1024, 2048, 4096, 8192), "sizes C, separated by commas")
     rows: int = key(65536, "rows (tokens)", least=1)
-    dtype: str = key("bfloat16", "of activations; gains, statistics and maths are in float32", tuple(DTYPES))
+    dtype: str = key(
+        "bfloat16", "of activations; gains, statistics and maths are in float32", tuple(DTYPES)
+    )
     rounds: int = key(50, "rounds; in each, every arm is timed once", least=6)
     compiled: bool | None = key(None, "time torch.compile of the references too (auto: on a GPU)")
     device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
@@ -260,9 +361,13 @@ class KernelBenchConfig:
         if unknown:
             raise ConfigError(f"ops: {unknown[0]!r} is none of {', '.join(OPERATORS)}")
         if min(self.channels, default=0) < 1:
-            raise ConfigError(f"channels={','.join(map(str, self.channels))}: wants whole numbers from 1 on")
+            raise ConfigError(
+                f"channels={','.join(map(str, self.channels))}: wants whole numbers from 1 on"
+            )
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device=cuda, but torch sees no GPU here: leave it out to time the references")
+            raise ConfigError(
+                "device=cuda, but torch sees no GPU here: leave it out to time the references"
+            )
 
     @property
     def names(self) -> list[str]:
@@ -271,16 +376,24 @@ class KernelBenchConfig:
 
 def main(argv: list[str]) -> None:
     config, _ = parse_args(KernelBenchConfig, argv, __doc__)
-    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = (
+        config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     device = torch.device(kind)
     if kind == "cpu":
-        print("no GPU: PyTorch references of the kernels against PyTorch's own functions, cache not flushed")
+        print(
+            "no GPU: PyTorch references of the kernels against PyTorch's own functions, "
+            "cache not flushed"
+        )
     torch.manual_seed(0)
     place = timing_environment(device)
     place["versions"] |= installed("triton", "liger-kernel", "quack-kernels", "flash-attn")
     records = []
-    bar = tqdm(total=len(config.names) * len(config.channels), unit="case", disable=not sys.stderr.isatty())
-    with torch._functorch.config.patch(donated_buffer=False):  # else compiled backwards run only once
+    bar = tqdm(
+        total=len(config.names) * len(config.channels), unit="case", disable=not sys.stderr.isatty()
+    )
+    # else compiled backwards run only once
+    with torch._functorch.config.patch(donated_buffer=False):
         for name in config.names:
             for channels in config.channels:
                 records += [row | place for row in measure(config, name, channels, device)]
@@ -290,25 +403,46 @@ def main(argv: list[str]) -> None:
                 bar.update()
     bar.close()
     if config.out:
-        plot(records, Path(config.out) / "kernels.png", f"{records[0]['device']}, {records[0]['rows']:,} rows")
+        plot(
+            records,
+            Path(config.out) / "kernels.png",
+            f"{records[0]['device']}, {records[0]['rows']:,} rows",
+        )
     print(report(config, records))
-    print(json.dumps([{key: row[key] for key in ("operator", "phase", "channels", "share")} for row in records]))
+    print(
+        json.dumps(
+            [
+                {key: row[key] for key in ("operator", "phase", "channels", "share")}
+                for row in records
+            ]
+        )
+    )
 
 
 def report(config: KernelBenchConfig, records: list[dict[str, Any]]) -> str:
     """README.md of the results folder."""
     row, missing = records[0], sorted({reason for row in records for reason in row["missing"]})
     copy = median(row["copy_bytes_per_s"] for row in records) / 1e9
-    where = "CUDA graphs, cold L2 cache" if row["ours"] == "triton" else (
-        "Triton kernels cannot run here: `reference` is ours")  # fmt: skip
+    where = (
+        "CUDA graphs, cold L2 cache"
+        if row["ours"] == "triton"
+        else ("Triton kernels cannot run here: `reference` is ours")
+    )
     lines = [
-        "# Kernels beside PyTorch's own and other people's", "",
-        f"{card(row)}. {row['rows']:,} rows, {row['dtype']}; {where}.", "",
-        f"Shares: time of a copy that moves the fewest bytes the operator can do with ({copy:,.0f} GB/s), over the "
-        "arm's. Last column: the fastest of the others, its time over ours, with a 95 % interval (above 1: ours is "
-        f"faster); `{UNSCALED}` computes less and is left out of it. Both are medians of {config.rounds} rounds' "
-        "ratios.", "", f"Made by `python -m bench.kernels {made_with(config)}`.", "", table(records), "",
-    ]  # fmt: skip
+        "# Kernels beside PyTorch's own and other people's",
+        "",
+        f"{card(row)}. {row['rows']:,} rows, {row['dtype']}; {where}.",
+        "",
+        f"Shares: time of a copy that moves the fewest bytes the operator can do with ({copy:,.0f} "
+        "GB/s), over the arm's. Last column: the fastest of the others, its time over ours, with "
+        f"a 95 % interval (above 1: ours is faster); `{UNSCALED}` computes less and is left out of "
+        f"it. Both are medians of {config.rounds} rounds' ratios.",
+        "",
+        f"Made by `python -m bench.kernels {made_with(config)}`.",
+        "",
+        table(records),
+        "",
+    ]
     return "\n".join([*lines, *(f"- not timed: {reason}" for reason in missing)]) + "\n"
 
 

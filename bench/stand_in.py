@@ -1,7 +1,7 @@
 """Attributes replaced for a while: how Triton and inductor are asked about a GPU that is not here.
 
-Neither has another way in: both ask their own modules for the device. Of our own code that is done to one method of the
-models that bench/bytes.py counts, whose graphs never run: Attention.attend.
+Neither has another way in: both ask their own modules for the device. Of our own code that is done
+to one method of the models that bench/bytes.py counts, whose graphs never run: Attention.attend.
 """
 
 import contextlib
@@ -11,9 +11,11 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Within the block, `target` (a module, a class, an object) has these attributes; then again its own.
+    """Within the block, `target` (a module, a class, an object) has these attributes; then again
+    its own.
 
-    Raises AttributeError for a name that `target` does not have: a library that has renamed it would not see the value.
+    Raises AttributeError for a name that `target` does not have: a library that has renamed it
+    would not see the value.
     """
     with contextlib.ExitStack() as undo:
         for name, value in values.items():

@@ -1,20 +1,25 @@
 """Training steps per second of any list of arms, in one process, in randomised paired rounds.
 
-    python -m bench.train config/rms.py --arms="rms; coupled; coupled coupled_impl=fold" --rounds=40 --out=out/speed
-    python -m bench.train config/rms.py --arms="coupled; coupled coupled_span=2; coupled compile=False"
-    python -m bench.train config/shakespeare_char.py --dropout=0 --batch_size=12 --vocab_size=65 --controls=False \\
-        --nanogpt=../nanoGPT --arms="layer; layer compile=False; nanogpt; nanogpt compile=False"
+    python -m bench.train config/rms.py --arms="rms; coupled; coupled coupled_impl=fold" \\
+      --rounds=40 --out=out/speed
+    python -m bench.train config/rms.py \\
+      --arms="coupled; coupled coupled_span=2; coupled compile=False"
+    python -m bench.train config/shakespeare_char.py --dropout=0 --batch_size=12 --vocab_size=65 \\
+      --controls=False --nanogpt=../nanoGPT \\
+      --arms="layer; layer compile=False; nanogpt; nanogpt compile=False"
 
-bench/train_arms.py says how arms are written. Three controls are added to every list: rms, rms-no-mlp-gamma and layer;
-so is an A/A arm, a second copy of the first: how far its ratio is from 1 is the machine's noise. With nanogpt=FOLDER
-(a clone of karpathy/nanoGPT), upstream's model and optimiser take part.
+bench/train_arms.py says how arms are written. Three controls are added to every list: rms,
+rms-no-mlp-gamma and layer; so is an A/A arm, a second copy of the first: how far its ratio is from
+1 is the machine's noise. With nanogpt=FOLDER (a clone of karpathy/nanoGPT), upstream's model and
+optimiser take part.
 
-A step is what train.py does with gradient_accumulation_steps micro-batches: forward, backward, clipping, AdamW, the
-norms' schedules; nanoGPT's is its own. What train.py sets for the whole process (memory, float32 products) serves all
-arms alike. Batches are random tokens, the same for all, on the device beforehand. All keys of train.py are taken, so
-that its config files serve; those of data, schedule and evaluation do nothing here. In each round all arms take turns
-in a new random order. Ratios are geometric means of the rounds' with 95 % t intervals, each on its own; above 1 the arm
-is faster. Ctrl-C ends the measurement and keeps the rounds so far. The last line is JSON.
+A step is what train.py does with gradient_accumulation_steps micro-batches: forward, backward,
+clipping, AdamW, the norms' schedules; nanoGPT's is its own. What train.py sets for the whole
+process (memory, float32 products) serves all arms alike. Batches are random tokens, the same for
+all, on the device beforehand. All keys of train.py are taken, so that its config files serve; those
+of data, schedule and evaluation do nothing here. In each round all arms take turns in a new random
+order. Ratios are geometric means of the rounds' with 95 % t intervals, each on its own; above 1 the
+arm is faster. Ctrl-C ends the measurement and keeps the rounds so far. The last line is JSON.
 """
 
 import contextlib
@@ -53,26 +58,41 @@ class TrainBenchConfig(TrainConfig):
     """Keys of bench/train.py beside those of train.py."""
 
     vocab_size: int = key(50304, "rows of the embedding", least=1)
-    compile: bool | None = key(True, "torch.compile, where an arm says nothing else (auto: on CUDA)")
-    arms: str = key("rms", "arms, with semicolons between: 'rms; coupled coupled_span=2; layer compile=False'")
+    compile: bool | None = key(
+        True, "torch.compile, where an arm says nothing else (auto: on CUDA)"
+    )
+    arms: str = key(
+        "rms", "arms, with semicolons between: 'rms; coupled coupled_span=2; layer compile=False'"
+    )
     controls: bool = key(True, f"add the arms that every comparison wants: {', '.join(CONTROLS)}")
     nanogpt: str = key("", "folder with upstream nanoGPT, for the arm of that name")
     rounds: int = key(20, "rounds; in each, all arms take turns", least=2)
     steps: int = key(1, "optimiser steps of an arm's turn, timed together", least=1)
-    ledger: bool = key(True, "count the bytes that an arm's norms would move on an H200 (bench/bytes.py)")
-    profile: bool = key(False, "afterwards, where each arm's time goes, kernels by kind (bench/train_profile.py)")
+    ledger: bool = key(
+        True, "count the bytes that an arm's norms would move on an H200 (bench/bytes.py)"
+    )
+    profile: bool = key(
+        False, "afterwards, where each arm's time goes, kernels by kind (bench/train_profile.py)"
+    )
     out: str = key("", "write README.md, steps.jsonl and speed.png into this folder")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nanogpt and not (Path(self.nanogpt) / "model.py").is_file():
-            raise ConfigError(f"nanogpt={self.nanogpt}: there is no model.py: give the folder of a clone of "
-                              "karpathy/nanoGPT")  # fmt: skip
+            raise ConfigError(
+                f"nanogpt={self.nanogpt}: there is no model.py: give the folder of a clone of "
+                "karpathy/nanoGPT"
+            )
 
 
 def all_arms(config: TrainBenchConfig) -> list[TrainArm]:
-    """The arms of the list, the controls it lacks, and the second copy of its first. Raises ConfigError."""
-    common = TrainConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)})
+    """The arms of the list, the controls it lacks, and the second copy of its first.
+
+    Raises ConfigError.
+    """
+    common = TrainConfig(
+        **{field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
+    )
     arms = parse_arms(config.arms, common)
     if not arms:
         raise ConfigError("arms: name one or more, e.g. --arms='rms; coupled'")
@@ -86,18 +106,27 @@ def all_arms(config: TrainBenchConfig) -> list[TrainArm]:
     return [*arms, dataclasses.replace(arms[0], name=arms[0].name + AGAIN)]
 
 
-# ----------------------------------------------------------------------------------------------------------- measuring
+# ---------------------------------------------------------------------------------------- measuring
 
 
 def make_batches(config: TrainConfig, device: torch.device) -> list[Batch]:
     """The micro-batches of a step: random tokens (B, T) and their successors."""
     shape = config.gradient_accumulation_steps, config.batch_size, config.block_size + 1
-    tokens = torch.randint(config.n_vocab or config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    return [(part[:, :-1].contiguous().to(device), part[:, 1:].contiguous().to(device)) for part in tokens]
+    tokens = torch.randint(
+        config.n_vocab or config.vocab_size, shape, generator=torch.Generator().manual_seed(0)
+    )
+    return [
+        (part[:, :-1].contiguous().to(device), part[:, 1:].contiguous().to(device))
+        for part in tokens
+    ]
 
 
-def prepare(arm: TrainArm, batches: list[Batch], device: torch.device, nanogpt: str) -> tuple[Step, dict[str, Any]]:
-    """(the arm's step, compiled and warm; its loss at the first step, and on CUDA the bytes that it takes at most)."""
+def prepare(
+    arm: TrainArm, batches: list[Batch], device: torch.device, nanogpt: str
+) -> tuple[Step, dict[str, Any]]:
+    """(the arm's step, compiled and warm; its loss at the first step, and on CUDA the bytes that it
+    takes at most).
+    """
     on_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_cuda else 0
     step = build_step(arm, batches, device, nanogpt)
@@ -112,17 +141,28 @@ def prepare(arm: TrainArm, batches: list[Batch], device: torch.device, nanogpt: 
 
 
 def count_bytes(arm: TrainArm) -> tuple[float | None, str]:
-    """(bytes that the norms and residual adds of a block move for a token in training, why there is no figure)."""
+    """(bytes that the norms and residual adds of a block move for a token in training, why there is
+    no figure).
+    """
     tokens = max(2, arm.config.batch_size) * arm.config.block_size
     try:
         figures = [(3, False)]  # an addmm copies its operand (ATen)
         return bytes_of_one_more_block(arm.config, tokens, figures, arm.strip)[0], ""
-    except Exception as error:  # inductor's private interfaces are another torch's, or the norm is opaque to them
-        return None, f"bytes of {arm.name}: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    # inductor's private interfaces are another torch's, or the norm is opaque to them
+    except Exception as error:
+        return (
+            None,
+            f"bytes of {arm.name}: {(str(error).splitlines() or [type(error).__name__])[0]}",
+        )
 
 
-def time_rounds(steps: dict[str, Step], config: TrainBenchConfig, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of one step of each arm in each round. Ctrl-C ends it; a round cut short is left out."""
+def time_rounds(
+    steps: dict[str, Step], config: TrainBenchConfig, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of one step of each arm in each round.
+
+    Ctrl-C ends it; a round cut short is left out.
+    """
     wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
 
     def turn(step: Step) -> Callable[[], None]:
@@ -139,29 +179,51 @@ def time_rounds(steps: dict[str, Step], config: TrainBenchConfig, device: torch.
         with tqdm(total=config.rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
             times = paired_times(turns, config.rounds, after_round=bar.update, least=2)
     except KeyboardInterrupt:
-        raise UserError("interrupted before the second round was over: there is nothing to compare") from None
+        raise UserError(
+            "interrupted before the second round was over: there is nothing to compare"
+        ) from None
     return {name: [value / config.steps for value in values] for name, values in times.items()}
 
 
-def measure(config: TrainBenchConfig, device: torch.device) -> tuple[list[dict[str, Any]], list[str]]:
+def measure(
+    config: TrainBenchConfig, device: torch.device
+) -> tuple[list[dict[str, Any]], list[str]]:
     """(a record for each arm, remarks)."""
     torch._dynamo.config.recompile_limit = 64  # all arms' models share the code of one forward
-    arms, batches, steps, facts, remarks = all_arms(config), make_batches(config, device), {}, {}, []
+    arms, batches, steps, facts, remarks = (
+        all_arms(config),
+        make_batches(config, device),
+        {},
+        {},
+        [],
+    )
     for arm in tqdm(arms, desc="compiling", unit="arm", disable=not sys.stderr.isatty()):
         try:
             steps[arm.name], facts[arm.name] = prepare(arm, batches, device, config.nanogpt)
         except torch.OutOfMemoryError:
-            raise UserError(f"arm {arm.name}: the GPU's memory is too small for {len(arms)} arms at "
-                            f"batch_size={config.batch_size}: lower it") from None  # fmt: skip
+            raise UserError(
+                f"arm {arm.name}: the GPU's memory is too small for {len(arms)} arms at "
+                f"batch_size={config.batch_size}: lower it"
+            ) from None
         except KeyboardInterrupt:
-            raise UserError("interrupted before the first round: there is nothing to compare") from None
+            raise UserError(
+                "interrupted before the first round: there is nothing to compare"
+            ) from None
     counted, ledger = {}, config.ledger and config.compile_mode == "default"
     if config.ledger and not ledger:
-        remarks.append(f"the norms' bytes are counted in inductor's default code, not with {config.compile_mode}")
+        remarks.append(
+            "the norms' bytes are counted in inductor's default code, "
+            f"not with {config.compile_mode}"
+        )
     elif ledger and not any(is_compiled(arm.config, device) for arm in arms):
         remarks.append("the norms' bytes are counted in compiled code, and no arm is compiled")
     for arm in arms:  # before the rounds, so that what an interrupt leaves of those can be shown
-        if ledger and is_compiled(arm.config, device) and not arm.is_nanogpt and not arm.name.endswith(AGAIN):
+        if (
+            ledger
+            and is_compiled(arm.config, device)
+            and not arm.is_nanogpt
+            and not arm.name.endswith(AGAIN)
+        ):
             counted[arm.name], remark = count_bytes(arm)
             remarks += [remark] if remark else []
     times = time_rounds(steps, config, device)
@@ -170,13 +232,21 @@ def measure(config: TrainBenchConfig, device: torch.device) -> tuple[list[dict[s
     peak, records = peak_flops(device) if Precision(config.dtype, device).is_low else None, []
     for arm in arms:
         speed = tokens_per_step(config) / median(times[arm.name])
-        records.append({
-            "arm": arm.name, "tokens_per_s": speed, "mfu": speed * flops / peak if peak else None,
-            "norm_bytes_per_token": counted.get(arm.name), **facts[arm.name],
-            "speed_over": {base: dataclasses.asdict(paired_ratio(times[base], times[arm.name]))
-                           for base in baselines(arms) if base != arm.name},
-            "seconds": times[arm.name],
-        })  # fmt: skip
+        records.append(
+            {
+                "arm": arm.name,
+                "tokens_per_s": speed,
+                "mfu": speed * flops / peak if peak else None,
+                "norm_bytes_per_token": counted.get(arm.name),
+                **facts[arm.name],
+                "speed_over": {
+                    base: dataclasses.asdict(paired_ratio(times[base], times[arm.name]))
+                    for base in baselines(arms)
+                    if base != arm.name
+                },
+                "seconds": times[arm.name],
+            }
+        )
     if config.profile:
         with contextlib.suppress(KeyboardInterrupt):
             for row in records:
@@ -194,12 +264,14 @@ def baselines(arms: list[TrainArm]) -> list[str]:
     return [name for name in listed if not name.endswith(AGAIN)]
 
 
-# ------------------------------------------------------------------------------------------------------------- results
+# ------------------------------------------------------------------------------------------ results
 
 
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown, one row an arm; columns that say nothing about any arm are left out."""
-    bases = [row["arm"] for row in records if any(row["arm"] in other["speed_over"] for other in records)]
+    bases = [
+        row["arm"] for row in records if any(row["arm"] in other["speed_over"] for other in records)
+    ]
     cells = {
         "arm": [row["arm"] for row in records],
         "tokens/s": [f"{row['tokens_per_s']:,.0f}" for row in records],
@@ -218,24 +290,35 @@ def _cell(form: str, value: float | None, unit: float = 1.0) -> str:
     return "" if value is None else form.format(value / unit)
 
 
-def report(config: TrainBenchConfig, place: dict[str, Any], records: list, remarks: list[str]) -> str:
+def report(
+    config: TrainBenchConfig, place: dict[str, Any], records: list, remarks: list[str]
+) -> str:
     """README.md of the results folder."""
     n = len(records[0]["seconds"])
     cut = f" (interrupted, {config.rounds} were wanted)" if n < config.rounds else ""
     lines = [
-        "# Speed of training steps", "",
+        "# Speed of training steps",
+        "",
         f"{card(place)}.",
-        f"{config.n_layer} layers, {config.n_embd} wide, {config.n_head} heads, vocabulary {config.vocab_size}; a step "
-        f"has {config.gradient_accumulation_steps} x {config.batch_size} sequences of {config.block_size} tokens; "
-        f"{place['dtype']}. {n} rounds{cut}, in each {config.steps} step(s) of every arm, in random order.", "",
-        "Speed over another arm: geometric mean of the rounds' ratios with its 95 % t interval, not corrected for how "
-        f"many there are; above 1 the arm is faster.{AGAIN}: a second copy of the first arm. tokens/s: median. norms' "
-        "bytes: what norms and residual adds of a block move for a token under autocast on an H200, counted, not "
-        "measured.", "", table(records), "",
-    ]  # fmt: skip
+        f"{config.n_layer} layers, {config.n_embd} wide, {config.n_head} heads, vocabulary "
+        f"{config.vocab_size}; a step has {config.gradient_accumulation_steps} x "
+        f"{config.batch_size} sequences of {config.block_size} tokens; {place['dtype']}. {n} "
+        f"rounds{cut}, in each {config.steps} step(s) of every arm, in random order.",
+        "",
+        "Speed over another arm: geometric mean of the rounds' ratios with its 95 % t interval, "
+        f"not corrected for how many there are; above 1 the arm is faster.{AGAIN}: a second copy "
+        "of the first arm. tokens/s: median. norms' bytes: what norms and residual adds of a "
+        "block move for a token under autocast on an H200, counted, not measured.",
+        "",
+        table(records),
+        "",
+    ]
     if config.profile:
-        profiles = {row["arm"]: by_class(row["kernels"], 1e6 * median(row["seconds"])) for row in records
-                    if "kernels" in row}  # fmt: skip
+        profiles = {
+            row["arm"]: by_class(row["kernels"], 1e6 * median(row["seconds"]))
+            for row in records
+            if "kernels" in row
+        }
         lines += [profile_table(profiles), ""] if profiles else []
     return "\n".join([*lines, *(f"- {remark}" for remark in remarks)]).rstrip() + "\n"
 
@@ -272,9 +355,19 @@ def main(argv: list[str]) -> None:
     text = report(config, place, records, remarks)
     print(text)
     if config.out:
-        settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("nanogpt", "out")}
+        settings = {
+            name: value
+            for name, value in dataclasses.asdict(config).items()
+            if name not in ("nanogpt", "out")
+        }
         folder, text = Path(config.out), text + "\n![Speed of the arms](speed.png)\n"
-        write_results(folder, "steps", [row | {"config": settings, **place} for row in records], "README.md", text)
+        write_results(
+            folder,
+            "steps",
+            [row | {"config": settings, **place} for row in records],
+            "README.md",
+            text,
+        )
         plot(records, folder / "speed.png", place["device"])
     shown = ("arm", "tokens_per_s", "mfu", "peak_memory", "norm_bytes_per_token", "speed_over")
     print(json.dumps([{name: row[name] for name in shown} for row in records]))

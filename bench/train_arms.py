@@ -4,8 +4,9 @@ An arm is a norm type and what it sets otherwise, an arm list has semicolons bet
 
     rms; coupled; coupled coupled_impl=fold; layer compile=False; rms-no-mlp-gamma; nanogpt
 
-`X-no-mlp-gamma` is X without the gain of the norm before each MLP; `nanogpt` is upstream nanoGPT's model and optimiser.
-Arms differ in keys of the norms, `residual` and `compile` alone, so that nothing else can make one of them fast.
+`X-no-mlp-gamma` is X without the gain of the norm before each MLP; `nanogpt` is upstream nanoGPT's
+model and optimiser. Arms differ in keys of the norms, `residual` and `compile` alone, so that
+nothing else can make one of them fast.
 """
 
 import contextlib
@@ -35,7 +36,10 @@ STRIPPABLE = ("layer", "rms", "coupled", "cbwc")
 NANOGPT = "nanogpt"
 NANOGPT_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
 # Not coupled_calibrate: train.py calibrates between steps, which would not be timed.
-MAY_DIFFER = {field.name for field in dataclasses.fields(NormConfig)} - {"norm_type", "coupled_calibrate"}
+MAY_DIFFER = {field.name for field in dataclasses.fields(NormConfig)} - {
+    "norm_type",
+    "coupled_calibrate",
+}
 MAY_DIFFER |= {"residual", "compile"}
 
 Batch = tuple[Tensor, Tensor]
@@ -58,15 +62,22 @@ class TrainArm:
                 block.norm2.weight = None
 
 
-# ------------------------------------------------------------------------------------------------- how they are written
+# ----------------------------------------------------------------------------- how they are written
 
 
 def parse_arms(text: str, config: TrainConfig) -> list[TrainArm]:
-    """Arms of a list as at the head of this file, on top of `config`. Raises ConfigError that names the arm."""
-    arms = [parse_arm(" ".join(words.split()), config) for words in text.split(";") if words.strip()]
+    """Arms of a list as at the head of this file, on top of `config`.
+
+    Raises ConfigError that names the arm.
+    """
+    arms = [
+        parse_arm(" ".join(words.split()), config) for words in text.split(";") if words.strip()
+    ]
     for name in (names := [arm.name for arm in arms]):
         if names.count(name) > 1:
-            raise ConfigError(f"arms: {name!r} is there twice: the first arm gets a second copy anyway (A/A)")
+            raise ConfigError(
+                f"arms: {name!r} is there twice: the first arm gets a second copy anyway (A/A)"
+            )
     return arms
 
 
@@ -77,16 +88,22 @@ def parse_arm(name: str, config: TrainConfig) -> TrainArm:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ConfigError(f"arms: {name!r}: settings are written key=value, and arms have a semicolon between")
+            raise ConfigError(
+                f"arms: {name!r}: settings are written key=value, and arms have a semicolon between"
+            )
         overrides.set(key, value, f"arms: {name!r}", is_text=True)
         if key not in MAY_DIFFER:
-            raise ConfigError(f"arms: {name!r}: {key} must be the same for all arms, set it once: --{key}={value}")
+            raise ConfigError(
+                f"arms: {name!r}: {key} must be the same for all arms, set it once: --{key}={value}"
+            )
     is_nanogpt = kind == NANOGPT
     if is_nanogpt and overrides.values.keys() - {"compile"}:
         raise ConfigError(f"arms: {name!r}: nanoGPT knows no such key, only compile")
     norm_type = "layer" if is_nanogpt else kind.removesuffix(NO_MLP_GAMMA)
     if kind.endswith(NO_MLP_GAMMA) and norm_type not in STRIPPABLE:
-        raise ConfigError(f"arms: {name!r}: the MLP norm's gain can be left out of {', '.join(STRIPPABLE)} alone")
+        raise ConfigError(
+            f"arms: {name!r}: the MLP norm's gain can be left out of {', '.join(STRIPPABLE)} alone"
+        )
     try:
         config = dataclasses.replace(config, norm_type=norm_type, **overrides.values)
         NormPlan(config, config.n_layer, config.n_embd, config.bias)
@@ -101,16 +118,20 @@ def check_is_nanogpts(config: TrainConfig) -> None:
     """Raises ConfigError for a model that nanoGPT cannot build."""
     for field in dataclasses.fields(GPTConfig):
         value = getattr(config, field.name)
-        if field.name not in (*NANOGPT_SHAPE, "init", "init_std", "kernels") and value != field.default:
+        if (
+            field.name not in (*NANOGPT_SHAPE, "init", "init_std", "kernels")
+            and value != field.default
+        ):
             raise ConfigError(f"arms: nanoGPT has no {field.name}={value}: remove it, or the arm")
 
 
-# --------------------------------------------------------------------------------------------------------- their steps
+# -------------------------------------------------------------------------------------- their steps
 
 
 def build_step(arm: TrainArm, batches: list[Batch], device: torch.device, nanogpt: str) -> Step:
-    """The arm's optimiser step over micro-batches (B, T) on `device`, with a model of its own. `nanogpt` is the folder
-    with nanoGPT's clone."""
+    """The arm's optimiser step over micro-batches (B, T) on `device`, with a model of its own.
+    `nanogpt` is the folder with nanoGPT's clone.
+    """
     if arm.is_nanogpt:
         return nanogpt_step(arm, batches, device, import_nanogpt(Path(nanogpt)))
     return our_step(arm, batches, device)
@@ -124,9 +145,17 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
     model.to(device, precision.weights).train()
     parameters = list(model.parameters())
     optimizer = make_optimizer(
-        model, config.learning_rate, (config.beta1, config.beta2), config.adam_eps, config.weight_decay
+        model,
+        config.learning_rate,
+        (config.beta1, config.beta2),
+        config.adam_eps,
+        config.weight_decay,
     )
-    forward = torch.compile(model, dynamic=False, mode=config.compile_mode) if is_compiled(config, device) else model
+    forward = (
+        torch.compile(model, dynamic=False, mode=config.compile_mode)
+        if is_compiled(config, device)
+        else model
+    )
     model.set_step(1, config.max_iters)
     following = itertools.count(2)
 
@@ -141,17 +170,26 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
     return step
 
 
-def nanogpt_step(arm: TrainArm, batches: list[Batch], device: torch.device, upstream: ModuleType) -> Step:
-    """The step of nanoGPT's train.py, with nanoGPT's own model and optimiser; its loss is that of the
-    last micro-batch, as nanoGPT logs it."""
+def nanogpt_step(
+    arm: TrainArm, batches: list[Batch], device: torch.device, upstream: ModuleType
+) -> Step:
+    """The step of nanoGPT's train.py, with nanoGPT's own model and optimiser; its loss is that of
+    the last micro-batch, as nanoGPT logs it.
+    """
     config, precision = arm.config, Precision(arm.config.dtype, device)
     with contextlib.redirect_stdout(io.StringIO()):  # it tells its number of parameters
         torch.manual_seed(config.seed)
-        model = upstream.GPT(upstream.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_SHAPE}))
+        model = upstream.GPT(
+            upstream.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_SHAPE})
+        )
         model.to(device, precision.weights).train()
         betas = config.beta1, config.beta2
-        optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, betas, device.type)
-    forward = torch.compile(model, mode=config.compile_mode) if is_compiled(config, device) else model
+        optimizer = model.configure_optimizers(
+            config.weight_decay, config.learning_rate, betas, device.type
+        )
+    forward = (
+        torch.compile(model, mode=config.compile_mode) if is_compiled(config, device) else model
+    )
     scaler = precision.scaler
 
     def step() -> Tensor:
@@ -176,7 +214,10 @@ def is_compiled(config: TrainConfig, device: torch.device) -> bool:
 
 
 def import_nanogpt(folder: Path) -> ModuleType:
-    """nanoGPT's model.py as a module of another name than ours. Raises UserError where it is none."""
+    """nanoGPT's model.py as a module of another name than ours.
+
+    Raises UserError where it is none.
+    """
     spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt_model"] = module
@@ -184,5 +225,7 @@ def import_nanogpt(folder: Path) -> ModuleType:
         spec.loader.exec_module(module)
         module.GPT, module.GPTConfig  # noqa: B018
     except Exception as error:  # somebody else's file can do anything
-        raise UserError(f"nanogpt={folder}: its model.py is not nanoGPT's ({type(error).__name__}: {error})") from None
+        raise UserError(
+            f"nanogpt={folder}: its model.py is not nanoGPT's ({type(error).__name__}: {error})"
+        ) from None
     return module

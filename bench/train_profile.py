@@ -1,7 +1,9 @@
-"""Where the time of a training step goes: kernels by class, for bench/train.py's arms side by side (its key `profile`).
+"""Where the time of a training step goes: kernels by class, for bench/train.py's arms side by side
+(its key `profile`).
 
-A ratio says that an arm is faster; this says where. On a GPU the kernels and copies of a few steps are summed, and what
-they leave of a step's measured time is the GPU waiting; on a CPU it is the operators, each without those that it calls.
+A ratio says that an arm is faster; this says where. On a GPU the kernels and copies of a few steps
+are summed, and what they leave of a step's measured time is the GPU waiting; on a CPU it is the
+operators, each without those that it calls.
 """
 
 import math
@@ -17,18 +19,35 @@ from common.output import markdown
 
 STEPS = 3  # under the profiler
 ELEMENTWISE, REST = "norms and elementwise", "rest of the step"
-# What a kernel is, by its name: the first match counts. Names are inductor's, cuBLAS', flash attention's and ATen's.
+# What a kernel is, by its name: the first match counts. Names are inductor's, cuBLAS', flash
+# attention's and ATen's.
 CLASSES = (
     ("copy", ("memcpy", "memset")),
     ("optimizer", ("adam", "multi_tensor_apply", "lpnorm", "foreach", "linalg_vector_norm")),
     ("loss", ("log_softmax", "logsumexp", "nll_loss", "cross_entropy")),
-    # Inductor's are named after all that they fuse or stand beside; on a CPU they are the call of their graph.
+    # Inductor's are named after all that they fuse or stand beside; on a CPU they are the call of
+    # their graph.
     (ELEMENTWISE, ("triton_per", "triton_red", "triton_poi", "cpp_fused", "compiledfxgraph")),
     ("attention", ("flash", "fmha", "sdpa", "attention", "cudnn")),
-    ("product", ("gemm", "gemv", "cutlass", "nvjet", "xmma", "splitk", "triton_tem", "::mm", "bmm", "addmm", "linear")),
+    (
+        "product",
+        (
+            "gemm",
+            "gemv",
+            "cutlass",
+            "nvjet",
+            "xmma",
+            "splitk",
+            "triton_tem",
+            "::mm",
+            "bmm",
+            "addmm",
+            "linear",
+        ),
+    ),
     ("embedding", ("embedding", "index_put", "indexing_backward")),
     (ELEMENTWISE, ("",)),
-)  # fmt: skip
+)
 NAMES = tuple(dict.fromkeys(name for name, _ in CLASSES))
 
 
@@ -39,10 +58,13 @@ def kernel_class(name: str) -> str:
 
 
 def profile_step(step: Callable[[], Tensor], device: torch.device) -> list[dict[str, Any]]:
-    """{name, class, launches, us} of each kernel of a step, means over STEPS of them, longest first; none where the
-    profiler sees nothing."""
+    """{name, class, launches, us} of each kernel of a step, means over STEPS of them, longest
+    first; none where the profiler sees nothing.
+    """
     cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    ) as profiler:
         for _ in range(STEPS):
             step()
         if cuda:
@@ -50,31 +72,55 @@ def profile_step(step: Callable[[], Tensor], device: torch.device) -> list[dict[
     wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     launches, spent = Counter(), Counter()
     for event in profiler.events():
-        if event.device_type == wanted and not event.is_user_annotation:  # which spans kernels that count already
+        # which spans kernels that count already
+        if event.device_type == wanted and not event.is_user_annotation:
             launches[event.name] += 1
-            spent[event.name] += event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
-    return [{"name": name, "class": kernel_class(name), "launches": launches[name] / STEPS, "us": us / STEPS}
-            for name, us in spent.most_common()]  # fmt: skip
+            spent[event.name] += (
+                event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
+            )
+    return [
+        {
+            "name": name,
+            "class": kernel_class(name),
+            "launches": launches[name] / STEPS,
+            "us": us / STEPS,
+        }
+        for name, us in spent.most_common()
+    ]
 
 
 def by_class(kernels: list[dict[str, Any]], step_us: float) -> dict[str, tuple[float, float]]:
-    """class -> (milliseconds of a step, launches), classes without any left out; REST: what they leave of the step."""
+    """class -> (milliseconds of a step, launches), classes without any left out; REST: what they
+    leave of the step.
+    """
     found = {}
     for name in NAMES:
         its = [kernel for kernel in kernels if kernel["class"] == name]
         if its:
-            found[name] = (math.fsum(kernel["us"] for kernel in its) / 1e3, sum(kernel["launches"] for kernel in its))
+            found[name] = (
+                math.fsum(kernel["us"] for kernel in its) / 1e3,
+                sum(kernel["launches"] for kernel in its),
+            )
     return found | {REST: (step_us / 1e3 - math.fsum(ms for ms, _ in found.values()), 0)}
 
 
 def profile_table(arms: dict[str, dict[str, tuple[float, float]]]) -> str:
-    """Markdown: classes down, `by_class` of each arm across, and how much longer than in the first arm."""
+    """Markdown: classes down, `by_class` of each arm across, and how much longer than in the first
+    arm.
+    """
     first = next(iter(arms.values()))
-    heads = [head for number, arm in enumerate(arms) for head in ([arm, "more than first"] if number else [arm])]
-    lines = ["Milliseconds of a step by kind of kernel (launches in brackets), from the profiler, and how much more "
-             f"than in the first arm; {REST}: what they leave of its median time. Below 0, profiling itself, or other "
-             "work beside, has taken so much that differences mean little: compare with those of the A/A arm.",
-             ""]  # fmt: skip
+    heads = [
+        head
+        for number, arm in enumerate(arms)
+        for head in ([arm, "more than first"] if number else [arm])
+    ]
+    lines = [
+        "Milliseconds of a step by kind of kernel (launches in brackets), from the profiler, and "
+        f"how much more than in the first arm; {REST}: what they leave of its median time. Below "
+        "0, profiling itself, or other work beside, has taken so much that differences mean "
+        "little: compare with those of the A/A arm.",
+        "",
+    ]
     rows = []
     for name in (*NAMES, REST):
         if not any(name in classes for classes in arms.values()):

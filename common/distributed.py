@@ -1,8 +1,9 @@
-"""The processes of a run, one or those of torchrun, and two ways to train on several (`--parallel`).
+"""The processes of a run, one or those of torchrun, and two ways to train on several
+(`--parallel`).
 
-ddp: each rank holds everything. fsdp: each holds a share of weights, gradients and optimiser state (PyTorch's FSDP2).
-Both compute the same: weights stay float32, low precision comes by autocast, and norms reduce their statistics over
-ranks themselves.
+ddp: each rank holds everything. fsdp: each holds a share of weights, gradients and optimiser state
+(PyTorch's FSDP2). Both compute the same: weights stay float32, low precision comes by autocast, and
+norms reduce their statistics over ranks themselves.
 """
 
 import os
@@ -25,8 +26,9 @@ T = TypeVar("T")
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT in `name` ("" before), for a loop that stops after its step. Launchers send SIGTERM more
-    than once; a second Ctrl-C means it, and ends the process at once."""
+    """Notes SIGTERM and SIGINT in `name` ("" before), for a loop that stops after its step.
+    Launchers send SIGTERM more than once; a second Ctrl-C means it, and ends the process at once.
+    """
 
     def __init__(self):
         self.name = ""
@@ -56,8 +58,8 @@ class Ranks:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if micro_batches % world_size:
             raise ConfigError(
-                f"gradient_accumulation_steps={micro_batches} counts over all ranks, and {world_size} ranks do not "
-                "divide it: change one of them"
+                f"gradient_accumulation_steps={micro_batches} counts over all ranks, and "
+                f"{world_size} ranks do not divide it: change one of them"
             )
         place = find_device(device)
         if place.type == "cpu":
@@ -65,7 +67,10 @@ class Ranks:
         if place.type == "cuda":
             local = int(os.environ.get("LOCAL_RANK", 0))
             if local >= torch.cuda.device_count():
-                raise ConfigError(f"rank {rank} finds no GPU, there are {torch.cuda.device_count()}: start fewer ranks")
+                raise ConfigError(
+                    f"rank {rank} finds no GPU, there are {torch.cuda.device_count()}: "
+                    "start fewer ranks"
+                )
             place = torch.device("cuda", local)
             torch.cuda.set_device(place)
             torch.set_float32_matmul_precision("high")  # TF32 where a run computes in float32
@@ -82,8 +87,10 @@ class Ranks:
         return self.device.type == "cuda"
 
     def deal(self, items: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
-        """(item, does it count) for this rank's part of `items`, equally many on every rank: one that runs out does the
-        first item again, for nothing, because under FSDP all ranks must take part in each forward."""
+        """(item, does it count) for this rank's part of `items`, equally many on every rank: one
+        that runs out does the first item again, for nothing, because under FSDP all ranks must take
+        part in each forward.
+        """
         for start in range(0, len(items), self.world_size):
             counts = start + self.rank < len(items)
             yield items[start + self.rank if counts else 0], counts
@@ -100,7 +107,8 @@ class Ranks:
             dist.barrier()
 
     def together(self, action: Callable[[], T]) -> T:
-        """Do `action` on every rank; it may not communicate. Where it fails on one rank, all of them end.
+        """Do `action` on every rank; it may not communicate. Where it fails on one rank, all of
+        them end.
 
         Raises:
             UserError: on every rank that of the first rank where it failed, for rank 0 to print.
@@ -120,7 +128,11 @@ class Ranks:
         """The exception of the first rank that has one. An unexpected one stays with its rank."""
         told = None
         if own is not None:
-            text = str(own) if isinstance(own, UserError) else f"rank {self.rank} failed: {type(own).__name__}: {own}"
+            text = (
+                str(own)
+                if isinstance(own, UserError)
+                else f"rank {self.rank} failed: {type(own).__name__}: {own}"
+            )
             told = text, getattr(own, "exit_code", 1)
         everyone: list[tuple[str, int] | None] = [None] * self.world_size
         dist.all_gather_object(everyone, told)
@@ -132,7 +144,7 @@ class Ranks:
         return problem
 
     def check_same(self, number: int, error: UserError) -> None:
-        """Raise `error` on every rank, for rank 0 to print, unless all ranks have the same number."""
+        """Raise `error` on every rank, for rank 0 to print, unless their numbers are the same."""
         bounds = torch.tensor([number, -number], device=self.device)
         if self.world_size > 1:
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
@@ -141,16 +153,19 @@ class Ranks:
             raise error
 
 
-# ------------------------------------------------------------------------------------------ DDP and FSDP2
+# ------------------------------------------------------------------------------------ DDP and FSDP2
 
-# FSDP2 and DTensor are imported where they are used: that takes a second, and most programs never need it.
+# FSDP2 and DTensor are imported where they are used: that takes a second, and most programs never
+# need it.
 
 
 def shard(model: nn.Module, device: torch.device) -> None:
-    """Have FSDP2 share the parameters of a GPT out, row by row, over all ranks; in place, before the optimiser.
+    """Have FSDP2 share the parameters of a GPT out, row by row, over all ranks; in place, before
+    the optimiser.
 
-    A block's weights are gathered when its turn comes, forward and backward; the rest (embeddings, head, last norm)
-    once for both. Blocks move to `device` one by one, so that it never holds the whole model. Buffers are not sharded.
+    A block's weights are gathered when its turn comes, forward and backward; the rest (embeddings,
+    head, last norm) once for both. Blocks move to `device` one by one, so that it never holds the
+    whole model. Buffers are not sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -158,7 +173,9 @@ def shard(model: nn.Module, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)
-    with torch.no_grad():  # FSDP2 takes what runs first for the root of all, and that may be a block (gather_root)
+    with (
+        torch.no_grad()
+    ):  # FSDP2 takes what runs first for the root of all, and that may be a block (gather_root)
         model.eval()(torch.zeros(1, 1, dtype=torch.long, device=device))
     model.train().reshard()
 
@@ -169,20 +186,31 @@ def is_sharded(part: nn.Module | Tensor) -> bool:
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """`model` behind DDP. Norms settle their statistics alike on all ranks: DDP must not copy rank 0's over them."""
+    """`model` behind DDP.
+
+    Norms settle their statistics alike on all ranks: DDP must not copy rank 0's over them.
+    """
     with warnings.catch_warnings():  # of torch 2.13, whose new name for it 2.11 does not know
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def accumulate(model: nn.Module, last: bool) -> AbstractContextManager:
-    """Around a micro-batch's forward and backward. DDP adds up gradients on each rank and reduces them after the `last`
-    one; FSDP reduces each time, because whole gradients are what does not fit."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
+    """Around a micro-batch's forward and backward. DDP adds up gradients on each rank and reduces
+    them after the `last` one; FSDP reduces each time, because whole gradients are what does not
+    fit.
+    """
+    return (
+        model.no_sync()
+        if isinstance(model, DistributedDataParallel) and not last
+        else nullcontext()
+    )
 
 
 def gather_root(model: nn.Module) -> None:
-    """Gather what is in no block, for a caller of `model.hidden` or `model.logits`: FSDP does that on forward only."""
+    """Gather what is in no block, for a caller of `model.hidden` or `model.logits`: FSDP does that
+    on forward only.
+    """
     if is_sharded(model):
         model.unshard()
 

@@ -33,22 +33,37 @@ class DataError(UserError):
 
 
 class HFError(UserError):
-    """A Hugging Face folder is missing, torn, of an unknown architecture, or asks for what our GPT does not have."""
+    """A Hugging Face folder is missing, torn, of an unknown architecture, or asks for what our GPT
+    does not have.
+    """
 
 
 def missing_on_this_machine(error: Exception) -> str | None:
-    """What to do about an error that is the machine's, not ours: memory or a compiler that is not there."""
+    """What to do about an error that is the machine's, not ours: memory or a compiler that is not
+    there.
+    """
     text = f"{type(error).__name__}: {error}"
     if "OutOfMemoryError" in text:
         asked = re.search(r"Tried to allocate [\d.]+ \w+|$", text)[0]
-        return (f"the GPU's memory is too small ({asked}): lower the batch or other sizes (train.py does the same with "
-                "a smaller batch_size and as many times more gradient_accumulation_steps)")  # fmt: skip
-    # Inductor's C++, inductor without a compiler, Triton without one, Triton's C (gcc has said more on stderr)
-    failed = (r"fatal error: Python\.h", "InvalidCxxCompiler", "Failed to find C compiler",
-              r"CalledProcessError: Command '\['\S*(cc|clang)'")  # fmt: skip
+        return (
+            f"the GPU's memory is too small ({asked}): lower the batch or other sizes (train.py "
+            "does the same with a smaller batch_size and as many times more "
+            "gradient_accumulation_steps)"
+        )
+    # Inductor's C++, inductor without a compiler, Triton without one, Triton's C (gcc has said more
+    # on stderr)
+    failed = (
+        r"fatal error: Python\.h",
+        "InvalidCxxCompiler",
+        "Failed to find C compiler",
+        r"CalledProcessError: Command '\['\S*(cc|clang)'",
+    )
     if any(re.search(pattern, text) for pattern in failed):
-        return ("torch.compile and Triton need a C++ compiler and Python's headers, which are not both here: install "
-                "them (Debian, Ubuntu: g++ python3-dev), or do without (--compile=False, on a GPU --kernels=torch too)")
+        return (
+            "torch.compile and Triton need a C++ compiler and Python's headers, which are not "
+            "both here: install them (Debian, Ubuntu: g++ python3-dev), or do without "
+            "(--compile=False, on a GPU --kernels=torch too)"
+        )
     return None
 
 

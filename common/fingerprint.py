@@ -1,8 +1,9 @@
 """Fingerprints of data: short strings by which runs on different data are told apart.
 
-One part for each split or file, with blanks between. A part is `name:size:ends`, of longer data `name:size:ends:inner`:
-how many items it has, the CRC-32 of the first and the last END bytes of each array, and the CRC-32 of all bytes, or of
-a sample of PAGES pages where there are more than WHOLE of them. Logs of before have no `inner`.
+One part for each split or file, with blanks between. A part is `name:size:ends`, of longer data
+`name:size:ends:inner`: how many items it has, the CRC-32 of the first and the last END bytes of
+each array, and the CRC-32 of all bytes, or of a sample of PAGES pages where there are more than
+WHOLE of them. Logs of before have no `inner`.
 """
 
 import re
@@ -19,7 +20,9 @@ PART = re.compile(r"(?:^| )(.*?):(\d+:[0-9a-f]{8}(?::[0-9a-f]{8})?)(?= |$)")
 
 
 def fingerprint(name: str, arrays: Sequence[np.ndarray]) -> str:
-    """Name the contents of `arrays`, 1-d and contiguous, in this order; memory-mapped ones are read page by page."""
+    """Name the contents of `arrays`, 1-d and contiguous, in this order; memory-mapped ones are read
+    page by page.
+    """
     ends = inner = 0
     is_whole = sum(array.nbytes for array in arrays) <= WHOLE
     for array in arrays:
@@ -37,7 +40,8 @@ def fingerprint(name: str, arrays: Sequence[np.ndarray]) -> str:
 
 
 def data_difference(then: str, now: str) -> str:
-    """The first part in which two fingerprints differ, as "X there, Y here"; "" where they name the same data.
+    """The first part in which two fingerprints differ, as "X there, Y here"; "" where they name the
+    same data.
 
     Names do not count. A fingerprint of before, without `inner`, is compared in what it has.
     """

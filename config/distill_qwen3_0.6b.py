@@ -1,11 +1,15 @@
-"""CoupledNorm in Qwen3-0.6B, after training: section 5.3 of the paper (DoRA r = 1024, alpha = 2048, KL alone).
+"""CoupledNorm in Qwen3-0.6B, after training: section 5.3 of the paper (DoRA r = 1024, alpha = 2048,
+KL alone).
 
-One GPU; `--estimate` says how much memory. The paper keeps the first block standard. It does not say how long it
-distils, nor with which learning rate: those are ours. Not run here: no network, no GPU.
+One GPU; `--estimate` says how much memory. The paper keeps the first block standard. It does not
+say how long it distils, nor with which learning rate: those are ours. Not run here: no network, no
+GPU.
 
     python distill.py config/distill_qwen3_0.6b.py
-    python distill.py config/distill_qwen3_0.6b.py --teacher=Qwen/Qwen3-8B --out_dir=out/distill/qwen3-8b
-    python distill.py config/distill_qwen3_0.6b.py --teacher=meta-llama/Llama-3.2-1B-Instruct --coupled_first=4
+    python distill.py config/distill_qwen3_0.6b.py --teacher=Qwen/Qwen3-8B \\
+      --out_dir=out/distill/qwen3-8b
+    python distill.py config/distill_qwen3_0.6b.py --teacher=meta-llama/Llama-3.2-1B-Instruct \\
+      --coupled_first=4
 """
 
 teacher = "Qwen/Qwen3-0.6B"

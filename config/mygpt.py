@@ -1,8 +1,10 @@
-"""The 0.2 M parameter character-level GPT of the chapter "RMSNorm replaces LayerNorm" (mygpt), on Tiny Shakespeare.
+"""The 0.2 M parameter character-level GPT of the chapter "RMSNorm replaces LayerNorm" (mygpt), on
+Tiny Shakespeare.
 
-2,000 steps at a constant learning rate without clipping, about a minute on one CPU core. `repro/mygpt.sh` runs it for
-layer and rms, in both initialisations. Batch size 16, learning rate 1e-3, 4 heads and AdamW at PyTorch's defaults are
-those of the course's repository (egde/mygpt), chapters 17 and 18.
+2,000 steps at a constant learning rate without clipping, about a minute on one CPU core.
+`repro/mygpt.sh` runs it for layer and rms, in both initialisations. Batch size 16, learning rate
+1e-3, 4 heads and AdamW at PyTorch's defaults are those of the course's repository (egde/mygpt),
+chapters 17 and 18.
 """
 
 out_dir = "out/mygpt"

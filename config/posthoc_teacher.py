@@ -1,4 +1,5 @@
-"""A teacher for the conversion after training: 10 M parameters in Llama's shape, RMSNorm, byte level, 3.1 M tokens.
+"""A teacher for the conversion after training: 10 M parameters in Llama's shape, RMSNorm, byte
+level, 3.1 M tokens.
 
 About 40 minutes on one CPU core; what follows it, and the data: repro/posthoc.sh
 """

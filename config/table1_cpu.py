@@ -1,7 +1,8 @@
-"""Table 1 at the scale of one CPU core: 0.84 M parameters, byte level, 2 M tokens, three to four minutes a run.
+"""Table 1 at the scale of one CPU core: 0.84 M parameters, byte level, 2 M tokens, three to four
+minutes a run.
 
-Forty runs (five norm types, seeds 8 to 15) and the report: repro/table1.sh cpu
-Ends near a val loss of 1.6 nats per byte. The margins are what we call equal, declared before any run.
+Forty runs (five norm types, seeds 8 to 15) and the report: repro/table1.sh cpu Ends near a val loss
+of 1.6 nats per byte. The margins are what we call equal, declared before any run.
 """
 
 data_dir = "data/stdlib"

@@ -1,6 +1,8 @@
-"""About 30 M weights in the blocks, on TinyStories: one GPU; smaller shapes by repro/taper_table.sh. Not run yet.
+"""About 30 M weights in the blocks, on TinyStories: one GPU; smaller shapes by
+repro/taper_table.sh. Not run yet.
 
-    hf download roneneldan/TinyStories --repo-type dataset --local-dir data/tinystories/text     # parquet files
+    # parquet files
+    hf download roneneldan/TinyStories --repo-type dataset --local-dir data/tinystories/text
     python data/fineweb_edu/prepare.py --local data/tinystories/text/data/train-*.parquet \\
       --val data/tinystories/text/data/validation-*.parquet --out_dir=data/tinystories
     python train.py config/tinystories.py --norm_type=taper --out_dir=out/tinystories-taper

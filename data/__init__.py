@@ -1,2 +1,3 @@
-"""Token shards, tokenizers and documents, and one folder with a prepare script for each data set. Batches are made in
-training/dataloader.py."""
+"""Token shards, tokenizers and documents, and one folder with a prepare script for each data set.
+Batches are made in training/dataloader.py.
+"""

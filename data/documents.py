@@ -1,5 +1,6 @@
-"""Text files -> documents: jsonl, jsonl.xz, parquet and txt. Whatever is in a file, a document is text that can be used
-or a reason why it is skipped; only a file that cannot be read at all is an error.
+"""Text files -> documents: jsonl, jsonl.xz, parquet and txt. Whatever is in a file, a document is
+text that can be used or a reason why it is skipped; only a file that cannot be read at all is an
+error.
 """
 
 import json
@@ -16,14 +17,20 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin a UTF-8 file with it
 
 
 class Document(NamedTuple):
-    """One record of the input. `problem` is why it is skipped, or "" or REPLACED for one that is used."""
+    """One record of the input.
+
+    `problem` is why it is skipped, or "" or REPLACED for one that is used.
+    """
 
     text: str
     problem: str
 
 
 def checked(text: Any) -> Document:
-    """A document from bytes or str as it was found in a file. Bytes that are no UTF-8 become U+FFFD."""
+    """A document from bytes or str as it was found in a file.
+
+    Bytes that are no UTF-8 become U+FFFD.
+    """
     if not isinstance(text, str | bytes):
         return Document("", NO_TEXT)
     problem = ""
@@ -31,7 +38,8 @@ def checked(text: Any) -> Document:
         if isinstance(text, bytes):
             text = text.decode()
         else:
-            text.encode()  # JSON can spell half a surrogate pair, "\\ud800", which is no text either
+            # JSON can spell half a surrogate pair, "\\ud800", which is no text either
+            text.encode()
     except UnicodeDecodeError:
         text, problem = text.decode(errors="replace"), REPLACED
     except UnicodeEncodeError:
@@ -65,11 +73,15 @@ def read_jsonl(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]:
                 if not line.isspace():
                     yield parse_line(line, text_of)
         except (EOFError, lzma.LZMAError) as error:
-            raise DataError(f"{path}: truncated or damaged .xz file ({error}): fetch it again") from None
+            raise DataError(
+                f"{path}: truncated or damaged .xz file ({error}): fetch it again"
+            ) from None
 
 
 def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]:
-    """Rows of a parquet file; its column "text", or where it has none what `text_of` makes of a row."""
+    """Rows of a parquet file; its column "text", or where it has none what `text_of` makes of a
+    row.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -79,7 +91,9 @@ def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]
         with pyarrow.parquet.ParquetFile(path) as file:
             if "text" not in file.schema_arrow.names:
                 if text_of is plain_text:
-                    raise DataError(f"{path}: no column 'text', only {', '.join(file.schema_arrow.names)}")
+                    raise DataError(
+                        f"{path}: no column 'text', only {', '.join(file.schema_arrow.names)}"
+                    )
                 for batch in file.iter_batches(batch_size=256):
                     yield from (checked(text_of(row)) for row in batch.to_pylist())
                 return
@@ -88,11 +102,15 @@ def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]
                 yield from map(checked, batch.column(0).cast(pyarrow.large_binary()).to_pylist())
     except pyarrow.ArrowException as error:
         reason = str(error).partition("\n")[0]
-        raise DataError(f"{path}: not a parquet file with a text column, or damaged ({reason})") from None
+        raise DataError(
+            f"{path}: not a parquet file with a text column, or damaged ({reason})"
+        ) from None
 
 
 def read_files(paths: list[Path], text_of: TextOf = plain_text) -> Iterator[Document]:
-    """The documents of all files, in order; `text_of` for JSON lines, and for parquet without a column "text"."""
+    """The documents of all files, in order; `text_of` for JSON lines, and for parquet without a
+    column "text".
+    """
     for path in paths:
         if path.suffix == ".parquet":
             yield from read_parquet(path, text_of)
@@ -103,11 +121,18 @@ def read_files(paths: list[Path], text_of: TextOf = plain_text) -> Iterator[Docu
 
 
 def input_files(text: str) -> list[Path]:
-    """The files that a comma-separated list names. Raises UserError for one that cannot be an input."""
+    """The files that a comma-separated list names.
+
+    Raises UserError for one that cannot be an input.
+    """
     paths = [Path(word) for word in text.split(",") if word]
     for path in paths:
         if not path.name.endswith(FORMATS):
-            raise ConfigError(f"{path}: the name of an input file ends in one of {', '.join(FORMATS)}")
+            raise ConfigError(
+                f"{path}: the name of an input file ends in one of {', '.join(FORMATS)}"
+            )
         if not path.is_file():
-            raise DataError(f"no file {path}: check the path (in a list of several, no path may hold a comma)")
+            raise DataError(
+                f"no file {path}: check the path (in a list of several, no path may hold a comma)"
+            )
     return paths

@@ -1,9 +1,12 @@
-"""Token shards on disk: a 1 KiB header, then uint16 tokens, little-endian. The format of llm.c's .bin files.
+"""Token shards on disk: a 1 KiB header, then uint16 tokens, little-endian. The format of llm.c's
+.bin files.
 
     header: 256 int32 = [20240520 (magic), 1 (version), number of tokens, 0, ...]
-    files:  NAME_{train,val}_000000.bin, and meta.json beside them: {"tokenizer": ..., "vocab_size": ...}
+    files:  NAME_{train,val}_000000.bin, and meta.json beside them:
+            {"tokenizer": ..., "vocab_size": ...}
 
-nanoGPT's headerless `train.bin` and `val.bin` are read too. The end-of-text token goes before each document.
+nanoGPT's headerless `train.bin` and `val.bin` are read too. The end-of-text token goes before each
+document.
 """
 
 import json
@@ -36,31 +39,44 @@ def open_shard(path: Path) -> np.ndarray:
         size = path.stat().st_size
         header = np.fromfile(path, dtype="<i4", count=min(3, size // 4))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}): prepare or copy it again") from None
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}): prepare or copy it again"
+        ) from None
     if len(header) == 3 and header[0] == MAGIC:
         if header[1] != VERSION:
-            raise DataError(f"{path}: shard version {header[1]}, this program reads {VERSION}: prepare the data again")
+            raise DataError(
+                f"{path}: shard version {header[1]}, this program reads {VERSION}: "
+                "prepare the data again"
+            )
         count = int(header[2])
         if count < 0 or size != HEADER_BYTES + 2 * count:
             raise DataError(
-                f"{path}: truncated or overlong shard: its header promises {count} tokens, the file has room for "
-                f"{max(0, size - HEADER_BYTES) // 2}: prepare or copy it again"
+                f"{path}: truncated or overlong shard: its header promises {count} tokens, the "
+                f"file has room for {max(0, size - HEADER_BYTES) // 2}: prepare or copy it again"
             )
         offset = HEADER_BYTES
     elif path.name in ("train.bin", "val.bin"):  # nanoGPT's form, known by its name alone
         if size % 2:
-            raise DataError(f"{path}: odd number of bytes, so not uint16 tokens: prepare or copy it again")
+            raise DataError(
+                f"{path}: odd number of bytes, so not uint16 tokens: prepare or copy it again"
+            )
         count, offset = size // 2, 0
     else:
         found = int(header[0]) if len(header) else "nothing"
-        raise DataError(f"{path}: wrong magic number {found}, a shard begins with {MAGIC}: is it another kind of file?")
+        raise DataError(
+            f"{path}: wrong magic number {found}, a shard begins with {MAGIC}: "
+            "is it another kind of file?"
+        )
     if not count:
         raise DataError(f"{path}: holds no tokens: prepare the data again")
     return np.memmap(path, dtype="<u2", mode="r", offset=offset, shape=(count,))
 
 
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
-    """Shard files of `split` ("train" or "val") in `data_dir`, in order. Raises DataError if there is none."""
+    """Shard files of `split` ("train" or "val") in `data_dir`, in order.
+
+    Raises DataError if there is none.
+    """
     folder = Path(data_dir)
     names = {path: NUMBERED.fullmatch(path.name) for path in sorted(folder.glob("*.bin"))}
     shards = [path for path, match in names.items() if match and match["split"] == split]
@@ -68,14 +84,18 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
         return [folder / f"{split}.bin"]
     if not shards:
         script = folder / "prepare.py"
-        remedy = f"run `python {script}`" if script.is_file() else "prepare the data, or set data_dir"
+        remedy = (
+            f"run `python {script}`" if script.is_file() else "prepare the data, or set data_dir"
+        )
         raise DataError(f"no {split} shards in {folder}: {remedy}")
     if len({match["name"] for match in names.values() if match}) > 1:
         raise DataError(f"{folder} holds shards of several data sets: keep one data set per folder")
     numbers = [int(names[path]["number"]) for path in shards]
     for before, after in pairwise(numbers):
         if after != before + 1:
-            raise DataError(f"{folder}: {split} shard {before + 1:06d} is missing: prepare or copy it again")
+            raise DataError(
+                f"{folder}: {split} shard {before + 1:06d} is missing: prepare or copy it again"
+            )
     return shards
 
 
@@ -96,5 +116,7 @@ def read_meta(data_dir: str | Path) -> dict:
         if not isinstance(meta["tokenizer"], str):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise DataError(f"{path}: wants tokenizer and vocab_size as JSON: prepare the data again") from None
+        raise DataError(
+            f"{path}: wants tokenizer and vocab_size as JSON: prepare the data again"
+        ) from None
     return meta

@@ -1,15 +1,17 @@
-"""What a decoding step costs, counted without a GPU: its launches, the bytes it must read, the time they predict.
+"""What a decoding step costs, counted without a GPU: its launches, the bytes it must read, the time
+they predict.
 
-A step is written as one function per launch (kernels/decode/reference.py). Here the step runs once, on tensors without
-memory if need be, under a TorchDispatchMode which sees every operation of PyTorch: those inside a launch function are
-one launch, and a launch that held two matrix products would be none, so that is refused; any operation outside that
-computes is a launch of its own. Blocks need not be alike (coupled_first, coupled_span), so each is counted by itself,
-and a launch per block is a mean over all of them.
+A step is written as one function per launch (kernels/decode/reference.py). Here the step runs once,
+on tensors without memory if need be, under a TorchDispatchMode which sees every operation of
+PyTorch: those inside a launch function are one launch, and a launch that held two matrix products
+would be none, so that is refused; any operation outside that computes is a launch of its own.
+Blocks need not be alike (coupled_first, coupled_span), so each is counted by itself, and a launch
+per block is a mean over all of them.
 
     predicted time of a step = bytes that must be read / bandwidth + launches * time of a launch
 
-The bytes are the same for all arms: every weight once, and the keys and values up to the context. It is a bound and a
-model, not a measurement.
+The bytes are the same for all arms: every weight once, and the keys and values up to the context.
+It is a bound and a model, not a measurement.
 """
 
 import functools
@@ -28,15 +30,35 @@ from hf.config import shape_config
 from kernels.decode import reference as decode_reference
 from model import GPT
 
-LAUNCHES = ("embed", "norm", "heads", "attend", "attend_parts", "heads_attend", "heads_attend_parts", "combine", "best",
-            "take", "matmul", "matmul_add", "activation", "scale", "norm_activation", "project", "norm_project",
-            "shared_project")  # fmt: skip
+LAUNCHES = (
+    "embed",
+    "norm",
+    "heads",
+    "attend",
+    "attend_parts",
+    "heads_attend",
+    "heads_attend_parts",
+    "combine",
+    "best",
+    "take",
+    "matmul",
+    "matmul_add",
+    "activation",
+    "scale",
+    "norm_activation",
+    "project",
+    "norm_project",
+    "shared_project",
+)
 PRODUCTS = {"mm", "addmm", "bmm"}
 FREE = {"empty", "empty_like", "detach", "_unsafe_view", "lift_fresh"}
 
 
 class LaunchLedger(TorchDispatchMode):
-    """Counts launches. `ops` are the launch functions, to be given to a step that runs inside `with ledger:`."""
+    """Counts launches.
+
+    `ops` are the launch functions, to be given to a step that runs inside `with ledger:`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,14 +85,17 @@ class LaunchLedger(TorchDispatchMode):
             self.launches.append(name)
         self.products += name in PRODUCTS
         if self.inside and self.products > 1 and "attend" not in self.inside:
-            raise RuntimeError(f"{self.inside} holds {self.products} matrix products: no launch does that")
+            raise RuntimeError(
+                f"{self.inside} holds {self.products} matrix products: no launch does that"
+            )
         return operation(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
 def launches(packed: PackedGPT, batch: int, length: int) -> list[Counter]:
-    """Launches by name of one decoding step, for `batch` sequences and a cache of `length` tokens: [those of the ends,
-    those of block 0, those of block 1, ...]."""
+    """Launches by name of one decoding step, for `batch` sequences and a cache of `length` tokens:
+    [those of the ends, those of block 0, those of block 1, ...].
+    """
     decoder, ledger = Decoder(packed, batch, length), LaunchLedger()
     blocks: list[Counter] = []
 
@@ -92,7 +117,9 @@ def total(counters: list[Counter]) -> Counter:
 
 
 def per_block(blocks: list[Counter]) -> dict[str, Any]:
-    """{launches_per_block, norm_launches_per_block}, means; {blocks}: how many are of each kind, where they differ."""
+    """{launches_per_block, norm_launches_per_block}, means; {blocks}: how many are of each kind,
+    where they differ.
+    """
     kinds = Counter(tuple(sorted(block.items())) for block in blocks)
     every = total(blocks)
     return {
@@ -108,15 +135,22 @@ def mean(count: int, blocks: int) -> float | int:
 
 
 def floor_bytes(packed: PackedGPT, batch: int, context: int) -> int:
-    """Bytes that one step must read: every matrix once, and `context` keys and values of every sequence."""
+    """Bytes that one step must read: every matrix once, and `context` keys and values of every
+    sequence.
+    """
     config = packed.config
     matrices = [part.weight for part in (*packed.entries, *packed.exits)]
     keys = 2 * config.n_layer * config.kv_heads * config.head_channels * batch * context
-    return sum(matrix.numel() * matrix.element_size() for matrix in matrices) + keys * packed.dtype.itemsize
+    return (
+        sum(matrix.numel() * matrix.element_size() for matrix in matrices)
+        + keys * packed.dtype.itemsize
+    )
 
 
 def shape_on_meta(spec: str, dtype: torch.dtype) -> GPT | None:
-    """The model of a `random:` spec without memory, since a count needs no weights; None for any other spec."""
+    """The model of a `random:` spec without memory, since a count needs no weights; None for any
+    other spec.
+    """
     if not spec.startswith("random:"):
         return None
     with torch.device("meta"):
@@ -124,10 +158,19 @@ def shape_on_meta(spec: str, dtype: torch.dtype) -> GPT | None:
 
 
 def make_ledger(
-    model: GPT, name: str, arms: list[DecodeArm], batch: int, context: int, bandwidth: float, launch_us: float,
-    keys: dict[str, Any], library_from: int,
-) -> dict[str, Any]:  # fmt: skip
-    """The ledger of `arms` as a dict for JSON. bandwidth in bytes/s; a step gives each sequence one token."""
+    model: GPT,
+    name: str,
+    arms: list[DecodeArm],
+    batch: int,
+    context: int,
+    bandwidth: float,
+    launch_us: float,
+    keys: dict[str, Any],
+    library_from: int,
+) -> dict[str, Any]:
+    """The ledger of `arms` as a dict for JSON. bandwidth in bytes/s; a step gives each sequence one
+    token.
+    """
     device, rows, floor = model.wte.weight.device, {}, 0.0
     idx = torch.zeros(1, 8, dtype=torch.int64, device=device)
     for arm in arms:
@@ -136,18 +179,42 @@ def make_ledger(
         of_step = total(parts).total()
         floor = 1e3 * floor_bytes(packed, batch, context) / bandwidth
         rows[arm.name] = per_block(parts[1:]) | {
-            "launches_per_step": of_step, "predicted_ms_per_token": floor + 1e-3 * launch_us * of_step,
-        }  # fmt: skip
-    return {"model": name, "batch": batch, "context": context, "bandwidth": bandwidth, "launch_us": launch_us,
-            "arms": rows, "floor_ms_per_token": floor}  # fmt: skip
+            "launches_per_step": of_step,
+            "predicted_ms_per_token": floor + 1e-3 * launch_us * of_step,
+        }
+    return {
+        "model": name,
+        "batch": batch,
+        "context": context,
+        "bandwidth": bandwidth,
+        "launch_us": launch_us,
+        "arms": rows,
+        "floor_ms_per_token": floor,
+    }
 
 
 def ledger_table(ledger: dict[str, Any]) -> str:
     """Markdown."""
-    heads = ["arm", "launches per block", "of norms", "launches per step", "predicted ms/token", "share of floor"]
+    heads = [
+        "arm",
+        "launches per block",
+        "of norms",
+        "launches per step",
+        "predicted ms/token",
+        "share of floor",
+    ]
     floor = ledger["floor_ms_per_token"]
-    return markdown(heads, (
-        [name, row["launches_per_block"], row["norm_launches_per_block"], row["launches_per_step"],
-         f"{row['predicted_ms_per_token']:.3f}", f"{floor / row['predicted_ms_per_token']:.0%}"]
-        for name, row in ledger["arms"].items()
-    ))  # fmt: skip
+    return markdown(
+        heads,
+        (
+            [
+                name,
+                row["launches_per_block"],
+                row["norm_launches_per_block"],
+                row["launches_per_step"],
+                f"{row['predicted_ms_per_token']:.3f}",
+                f"{floor / row['predicted_ms_per_token']:.0%}",
+            ]
+            for name, row in ledger["arms"].items()
+        ),
+    )

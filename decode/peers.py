@@ -1,4 +1,6 @@
-"""Hugging Face's generate beside our arms, with our weights: dynamic cache in eager mode, static cache compiled."""
+"""Hugging Face's generate beside our arms, with our weights: dynamic cache in eager mode, static
+cache compiled.
+"""
 
 import functools
 from collections.abc import Callable
@@ -21,8 +23,10 @@ SAME_MODEL = 0.05  # relative distance of a peer's logits from ours up to which 
 def arms(
     spec: str, model: GPT, idx: Tensor, tokens: int, compiled: bool, missing: list[str]
 ) -> dict[str, Callable[[], None]]:
-    """Calls that generate `tokens` tokens behind idx (B, T), and beside each, `NAME prefill`, a single one: the
-    difference is decoding. What cannot run is left out, and the reason appended to `missing`."""
+    """Calls that generate `tokens` tokens behind idx (B, T), and beside each, `NAME prefill`, a
+    single one: the difference is decoding. What cannot run is left out, and the reason appended to
+    `missing`.
+    """
     calls: dict[str, Callable[[], None]] = {}
     try:
         peer = hf_model(spec, model)
@@ -41,17 +45,28 @@ def arms(
                 found[word]()
             calls |= found
         except Exception as failure:  # another library's limits are no failure of this program
-            missing.append(f"{name}: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}")
+            missing.append(
+                f"{name}: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+            )
     return calls
 
 
 def hf_model(spec: str, model: GPT) -> torch.nn.Module:
-    """transformers' model of the same weights, in the same type on the same device. Raises HFError."""
+    """transformers' model of the same weights, in the same type on the same device.
+
+    Raises HFError.
+    """
     transformers = import_transformers()
     register()  # a folder may be of a coupled class
     weight = model.wte.weight
-    if Path(spec).is_dir() and (Path(spec) / "config.json").is_file() and not (Path(spec) / "log.jsonl").exists():
-        peer = transformers.AutoModelForCausalLM.from_pretrained(spec, dtype=weight.dtype).to(weight.device)
+    if (
+        Path(spec).is_dir()
+        and (Path(spec) / "config.json").is_file()
+        and not (Path(spec) / "log.jsonl").exists()
+    ):
+        peer = transformers.AutoModelForCausalLM.from_pretrained(spec, dtype=weight.dtype).to(
+            weight.device
+        )
         return peer.eval()
     name = spec.removeprefix("random:")
     if name == spec or name not in SHAPES:
@@ -59,7 +74,10 @@ def hf_model(spec: str, model: GPT) -> torch.nn.Module:
     config = transformers.AutoConfig.for_model(**SHAPES[name])
     with torch.device(weight.device):
         peer = transformers.AutoModelForCausalLM.from_config(config, dtype=weight.dtype).eval()
-    theirs = {key.removeprefix("model.").removeprefix("transformer."): value for key, value in peer.named_parameters()}
+    theirs = {
+        key.removeprefix("model.").removeprefix("transformer."): value
+        for key, value in peer.named_parameters()
+    }
     with torch.no_grad():
         for key, piece in weights.hf_pieces(model, architecture(SHAPES[name])):
             theirs.pop(key).copy_(piece)
@@ -78,9 +96,23 @@ def check_same_logits(ours: Tensor, theirs: Tensor) -> None:
 
 @torch.no_grad()
 def generate(peer: torch.nn.Module, idx: Tensor, count: int, static: bool, longest: int) -> None:
-    """Greedy generation of `count` tokens; a static cache is as long for all counts, so that nothing is recompiled."""
-    more = {"cache_implementation": "static", "max_cache_len": idx.shape[1] + longest} if static else {}
-    peer.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=count, min_new_tokens=count,
-                  do_sample=False, pad_token_id=0, eos_token_id=None, **more)  # fmt: skip
+    """Greedy generation of `count` tokens; a static cache is as long for all counts, so that
+    nothing is recompiled.
+    """
+    more = (
+        {"cache_implementation": "static", "max_cache_len": idx.shape[1] + longest}
+        if static
+        else {}
+    )
+    peer.generate(
+        idx,
+        attention_mask=torch.ones_like(idx),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        **more,
+    )
     if idx.is_cuda:
         torch.cuda.synchronize()

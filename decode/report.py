@@ -1,4 +1,6 @@
-"""What bench_decode.py shows: the card, the table, and the picture in the manner of the paper's Figure 2."""
+"""What bench_decode.py shows: the card, the table, and the picture in the manner of the paper's
+Figure 2.
+"""
 
 import json
 from pathlib import Path
@@ -9,52 +11,98 @@ from common.output import markdown
 from decode.arms import AIM
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
-ENDS = ("A step's ends are nominal, 5 launches (embedding, norm, head, best, take; 4 where norm and head are one): "
-        "inductor embeds in the first norm's kernel, which is one less in A, B and L.")
-PANELS = (("coupled/rms", "B/A: the paper's claim"), ("coupled_fused/rms", "D/A: all fused, against compiled RMSNorm"),
-          ("coupled_fused/rms_fused", "D/C: the shared statistic alone"))  # fmt: skip
+ENDS = (
+    "A step's ends are nominal, 5 launches (embedding, norm, head, best, take; 4 where norm and "
+    "head are one): inductor embeds in the first norm's kernel, which is one less in A, B and L."
+)
+PANELS = (
+    ("coupled/rms", "B/A: the paper's claim"),
+    ("coupled_fused/rms", "D/A: all fused, against compiled RMSNorm"),
+    ("coupled_fused/rms_fused", "D/C: the shared statistic alone"),
+)
 
 
 def card(record: dict[str, Any]) -> str:
     """Where and on what a record was measured, several lines."""
-    weights = "random weights (not trained, not zeros)" if record["random_weights"] else "its own weights"
+    weights = (
+        "random weights (not trained, not zeros)" if record["random_weights"] else "its own weights"
+    )
     lines = [
         f"{record['model']}: {weights}, stored as {record['norm_type']}, {record['dtype']}; "
-        f"{record['prompt_tokens']} prompt tokens ({record['prompt_ids']}), {record['tokens']} decoded greedily, "
-        f"{record['rounds']} rounds"
+        f"{record['prompt_tokens']} prompt tokens ({record['prompt_ids']}), {record['tokens']} "
+        f"decoded greedily, {record['rounds']} rounds"
         f"{', process time' if record['clock'] == 'cpu_seconds' else ''}",
         output.card(record),
-        f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} GB/s (a copy's): "
-        f"{record['floor_ms_per_token']:.3f} ms at batch {record['batch']}",
+        f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} "
+        f"GB/s (a copy's): {record['floor_ms_per_token']:.3f} ms at batch {record['batch']}",
     ]
-    return "\n".join([*lines, *(word for word in (record.get("clocks"), record.get("note")) if word)])
+    return "\n".join(
+        [*lines, *(word for word in (record.get("clocks"), record.get("note")) if word)]
+    )
 
 
 def table(record: dict[str, Any]) -> str:
     """Markdown: every arm's time, then the ratios."""
-    heads = ["arm", "ms/token", "tok/s", "share of floor", "prefill ms (eager, unfused)", "launches (norms) per block",
-             f"{record['memory']}, MB", "error (unfused)", "tokens as unfused"]  # fmt: skip
+    heads = [
+        "arm",
+        "ms/token",
+        "tok/s",
+        "share of floor",
+        "prefill ms (eager, unfused)",
+        "launches (norms) per block",
+        f"{record['memory']}, MB",
+        "error (unfused)",
+        "tokens as unfused",
+    ]
     rows = []
     for name, row in record["arms"].items():
-        cells = [f"{row['ms_per_token']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['share_of_floor']:.0%}", *[""] * 5]
+        cells = [
+            f"{row['ms_per_token']:.3f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['share_of_floor']:.0%}",
+            *[""] * 5,
+        ]
         if "prefill_ms" in row:  # one of ours, and not its second copy
-            cells[3:] = [f"{row['prefill_ms']:.2f}", f"{row['launches_per_block']} ({row['norm_launches_per_block']})",
-                         f"{row['memory_mb']:,.0f}", f"{row['error']:.2g} ({row['error_unfused']:.2g})",
-                         ""]  # fmt: skip
+            cells[3:] = [
+                f"{row['prefill_ms']:.2f}",
+                f"{row['launches_per_block']} ({row['norm_launches_per_block']})",
+                f"{row['memory_mb']:,.0f}",
+                f"{row['error']:.2g} ({row['error_unfused']:.2g})",
+                "",
+            ]
         if "within_aim" in row:
             verdict = f"{'within' if row['within_aim'] else 'above'} {AIM}"
             cells[6] += f", {row['error'] / row['error_unfused']:.2f}x: {verdict}"
         if "same_tokens" in row:
             cells[7] = f"{row['same_tokens']} of {record['tokens']}"
         rows.append([name, *cells])
-    ratios = [[name, f"{ratio['median']:.4f}", f"{ratio['low']:.4f} .. {ratio['high']:.4f}"]
-              for name, ratio in record["speed_ups"].items()]  # fmt: skip
-    lines = [f"batch {record['batch']}", "", markdown(heads, rows), "",
-             markdown(["speed-up", "median", "95 % interval"], ratios)]  # fmt: skip
+    ratios = [
+        [name, f"{ratio['median']:.4f}", f"{ratio['low']:.4f} .. {ratio['high']:.4f}"]
+        for name, ratio in record["speed_ups"].items()
+    ]
+    lines = [
+        f"batch {record['batch']}",
+        "",
+        markdown(heads, rows),
+        "",
+        markdown(["speed-up", "median", "95 % interval"], ratios),
+    ]
     if record["faster"]:
-        lines += ["", f"Each in two variants; these ratios are of the faster: {', '.join(record['faster'].values())}."]
+        lines += [
+            "",
+            (
+                "Each in two variants; these ratios are of the faster: "
+                f"{', '.join(record['faster'].values())}."
+            ),
+        ]
     if "hf_static" in record["arms"] and record["device"].startswith("cpu"):
-        lines += ["", "hf_static is not compiled here: on a CPU transformers runs its static cache in eager mode."]
+        lines += [
+            "",
+            (
+                "hf_static is not compiled here: "
+                "on a CPU transformers runs its static cache in eager mode."
+            ),
+        ]
     return "\n".join([*lines, *(f"- not timed: {reason}" for reason in record["missing"])])
 
 
@@ -64,23 +112,39 @@ def panels_of(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up over batch size, a line for each model; bars are 95 % intervals. There must be a panel to draw."""
+    """Speed-up over batch size, a line for each model; bars are 95 % intervals.
+
+    There must be a panel to draw.
+    """
     from common.plotting import STYLES, plt, save  # matplotlib takes a second to import
 
     panels = panels_of(records)
     devices = list(dict.fromkeys(record["device"] for record in records))
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.6 * len(panels), 3.8), layout="constrained", squeeze=False
+    )
     for axis, (name, title) in zip(axes[0], panels):
         for line, (color, marker) in zip(dict.fromkeys(map(one_line, records)), STYLES * 9):
-            rows = sorted((r for r in records if one_line(r) == line and name in r["speed_ups"]),
-                          key=lambda r: r["batch"])  # fmt: skip
+            rows = sorted(
+                (r for r in records if one_line(r) == line and name in r["speed_ups"]),
+                key=lambda r: r["batch"],
+            )
             if not rows:
                 continue
             ratios = [row["speed_ups"][name] for row in rows]
             middle = [ratio["median"] for ratio in ratios]
-            bars = [[abs(ratio[end] - ratio["median"]) for ratio in ratios] for end in ("low", "high")]
-            axis.errorbar([row["batch"] for row in rows], middle, bars, color=color, marker=marker, capsize=3,
-                          label=", ".join(line[: 2 if len(devices) == 1 else 3]))  # fmt: skip
+            bars = [
+                [abs(ratio[end] - ratio["median"]) for ratio in ratios] for end in ("low", "high")
+            ]
+            axis.errorbar(
+                [row["batch"] for row in rows],
+                middle,
+                bars,
+                color=color,
+                marker=marker,
+                capsize=3,
+                label=", ".join(line[: 2 if len(devices) == 1 else 3]),
+            )
         axis.axhline(1, color="black", linewidth=1)
         axis.set_xscale("log", base=2)
         sizes = sorted({record["batch"] for record in records})
@@ -94,22 +158,37 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
-    """Adds records to a results folder; one of the same model, batch, type and device takes the old one's place."""
+    """Adds records to a results folder; one of the same model, batch, type and device takes the old
+    one's place.
+    """
     for record in records:
         record["command"] = f"python bench_decode.py {record['model']} {output.made_with(config)}"
     places = {place(record) for record in records}
-    every = [record for record in output.read_json(folder / "decode.jsonl") if place(record) not in places] + records
-    text = ["# A decoded token, by norm and by fusion", "", f"Speed-ups are medians over paired rounds. {ALONE}"]
+    every = [
+        record
+        for record in output.read_json(folder / "decode.jsonl")
+        if place(record) not in places
+    ] + records
+    text = [
+        "# A decoded token, by norm and by fusion",
+        "",
+        f"Speed-ups are medians over paired rounds. {ALONE}",
+    ]
     for run in dict.fromkeys(map(one_run, every)):
         its = [record for record in every if one_run(record) == run]
-        text += ["", f"## {its[0]['model']}, {its[0]['dtype']}", "",
-                 *(f"- {line}" for line in card(its[0]).splitlines()),
-                 f"- made by `{its[0]['command']}`"]  # fmt: skip
+        text += [
+            "",
+            f"## {its[0]['model']}, {its[0]['dtype']}",
+            "",
+            *(f"- {line}" for line in card(its[0]).splitlines()),
+            f"- made by `{its[0]['command']}`",
+        ]
         text += [part for record in its for part in ("", table(record))]
     has_picture = bool(panels_of(every))
     if has_picture:
         text += ["", "![Speed-up over batch size](decode.png)"]
-    output.write_results(folder, "decode", every, "README.md", "\n".join(text))  # before the picture, which may fail
+    # before the picture, which may fail
+    output.write_results(folder, "decode", every, "README.md", "\n".join(text))
     if has_picture:
         plot(every, folder / "decode.png")
 
@@ -117,28 +196,42 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
 def write_ledger(folder: Path, ledger: dict[str, Any]) -> None:
     """Adds a ledger to a folder: ledger.jsonl, and README.md with one table for all models."""
     old = output.read_json(folder / "ledger.jsonl")
-    every = [one for one in old if (one["model"], one["batch"]) != (ledger["model"], ledger["batch"])] + [ledger]
+    every = [
+        one for one in old if (one["model"], one["batch"]) != (ledger["model"], ledger["batch"])
+    ] + [ledger]
     output.write_results(folder, "ledger", every, "README.md", ledgers(every))
 
 
 def ledgers(every: list[dict[str, Any]]) -> str:
-    """Markdown: arms down, models across; launches per block (of norms), predicted ms/token and share of the floor."""
+    """Markdown: arms down, models across; launches per block (of norms), predicted ms/token and
+    share of the floor.
+    """
     names = list(dict.fromkeys(name for ledger in every for name in ledger["arms"]))
     heads = [f"{one['model'].removeprefix('random:')}, batch {one['batch']}" for one in every]
-    lines = ["# Launches of a decoding step, and the time they predict", "",
-             "Counted by `python bench_decode.py MODEL --ledger`, with no GPU. A cell: launches per block (of norms), "
-             f"then floor + launches x {every[0]['launch_us']:g} us in ms/token, and the floor's share of it. The "
-             f"floor: every matrix once and {every[0]['context']} tokens' keys and values, at "
-             f"{every[0]['bandwidth'] / 1e12:g} TB/s. "
-             f"Predictions, not measurements. {ENDS}", ""]  # fmt: skip
+    lines = [
+        "# Launches of a decoding step, and the time they predict",
+        "",
+        "Counted by `python bench_decode.py MODEL --ledger`, with no GPU. A cell: launches per "
+        f"block (of norms), then floor + launches x {every[0]['launch_us']:g} us in ms/token, and "
+        f"the floor's share of it. The floor: every matrix once and {every[0]['context']} tokens' "
+        f"keys and values, at {every[0]['bandwidth'] / 1e12:g} TB/s. "
+        f"Predictions, not measurements. {ENDS}",
+        "",
+    ]
     rows = []
     for name in names:
         cells = []
         for one in every:
             row = one["arms"].get(name)
-            cells.append("" if row is None else (
-                f"{row['launches_per_block']} ({row['norm_launches_per_block']}): {row['predicted_ms_per_token']:.3f}, "
-                f"{one['floor_ms_per_token'] / row['predicted_ms_per_token']:.0%}"))  # fmt: skip
+            cells.append(
+                ""
+                if row is None
+                else (
+                    f"{row['launches_per_block']} ({row['norm_launches_per_block']}): "
+                    f"{row['predicted_ms_per_token']:.3f}, "
+                    f"{one['floor_ms_per_token'] / row['predicted_ms_per_token']:.0%}"
+                )
+            )
         rows.append([name, *cells])
     return "\n".join([*lines, markdown(["arm", *heads], rows)]) + "\n"
 
@@ -153,6 +246,23 @@ def one_line(record: dict[str, Any]) -> tuple[str, ...]:
 
 
 def one_run(record: dict[str, Any]) -> str:
-    """What records must have in common for one card to speak for all of them, but for the batch size and its floor."""
-    return json.dumps([record.get(name) for name in (
-        "model", "dtype", "device", "versions", "git", "command", "clocks", "threads", "load_average", "prompt_ids")])
+    """What records must have in common for one card to speak for all of them, but for the batch
+    size and its floor.
+    """
+    return json.dumps(
+        [
+            record.get(name)
+            for name in (
+                "model",
+                "dtype",
+                "device",
+                "versions",
+                "git",
+                "command",
+                "clocks",
+                "threads",
+                "load_average",
+                "prompt_ids",
+            )
+        ]
+    )

@@ -1,4 +1,6 @@
-"""Tasks for evals/lm_eval_model.py: the harness's own, a folder's, MMLU from local rows; and how they form groups."""
+"""Tasks for evals/lm_eval_model.py: the harness's own, a folder's, MMLU from local rows; and how
+they form groups.
+"""
 
 import json
 import logging
@@ -19,47 +21,69 @@ fewshot_split: dev
 fewshot_config: {{sampler: first_n}}
 output_type: multiple_choice
 description: "The following are multiple choice questions (with answers) about {subject}.\\n\\n"
-doc_to_text: "{{{{question.strip()}}}}\\nA. {{{{choices[0]}}}}\\nB. {{{{choices[1]}}}}\\nC. {{{{choices[2]}}}}\\n\
-D. {{{{choices[3]}}}}\\nAnswer:"
+doc_to_text: "{{{{question.strip()}}}}\\n\
+A. {{{{choices[0]}}}}\\nB. {{{{choices[1]}}}}\\n\
+C. {{{{choices[2]}}}}\\nD. {{{{choices[3]}}}}\\nAnswer:"
 doc_to_choice: ["A", "B", "C", "D"]
 doc_to_target: answer
 num_fewshot: 5
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
-GROUP = "group: {name}\ntask: [{tasks}]\naggregate_metric_list: [{{metric: acc, weight_by_size: true}}]\n"
+GROUP = """\
+group: {name}
+task: [{tasks}]
+aggregate_metric_list: [{{metric: acc, weight_by_size: true}}]
+"""
 LOCAL_MMLU = "local_mmlu"
-GENERATES = "a task wants generated text, or the likelihood of whole documents: this program answers multiple choice"
+GENERATES = (
+    "a task wants generated text, or the likelihood of whole documents: "
+    "this program answers multiple choice"
+)
 
 
 def import_lm_eval() -> Any:
-    import_transformers()  # before the harness does, so that it does not take our kernels/ for another package
+    # before the harness does, so that it does not take our kernels/ for another package
+    import_transformers()
     try:
         import lm_eval
         import lm_eval.api.model
         import lm_eval.tasks
     except ImportError as error:
-        raise UserError(f"this needs a package ({error.name or error} is missing): pip install lm-eval") from None
+        raise UserError(
+            f"this needs a package ({error.name or error} is missing): pip install lm-eval"
+        ) from None
     if not hasattr(lm_eval.tasks.TaskManager, "load"):
         raise UserError("this needs lm-eval 0.4.12 or later: pip install --upgrade lm-eval")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every task whose num_fewshot we set
+    # it warns of every task whose num_fewshot we set
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return lm_eval
 
 
 def local_mmlu(files: str, folder: Path) -> None:
-    """Task files in `folder`, one a subject, for dev and test rows, and one for their group LOCAL_MMLU."""
+    """Task files in `folder`, one a subject, for dev and test rows, and one for their group
+    LOCAL_MMLU.
+    """
     rows: dict[str, dict[str, list[str]]] = defaultdict(lambda: {"dev": [], "test": []})
     for split, name in zip(("dev", "test"), files.split(","), strict=True):
         try:
-            with lzma.open(name, "rt") if name.endswith(".xz") else open(name, encoding="utf-8") as lines:
+            with (
+                lzma.open(name, "rt")
+                if name.endswith(".xz")
+                else open(name, encoding="utf-8") as lines
+            ):
                 for line in lines:
                     row = json.loads(line)
                     if len(row["choices"]) != 4 or row["answer"] not in range(4):
                         raise ValueError
                     rows[row["subject"]][split].append(json.dumps(row))
         except (OSError, EOFError, lzma.LZMAError) as error:
-            raise DataError(f"{name}: cannot be read ({error}): it should be MMLU rows as jsonl or jsonl.xz") from None
+            raise DataError(
+                f"{name}: cannot be read ({error}): it should be MMLU rows as jsonl or jsonl.xz"
+            ) from None
         except (ValueError, KeyError, TypeError):
-            raise DataError(f"{name}: no MMLU rows: want subject, question, four choices, answer 0 to 3") from None
+            raise DataError(
+                f"{name}: no MMLU rows: want subject, question, four choices, answer 0 to 3"
+            ) from None
     names = {subject: f"{LOCAL_MMLU}_{subject}" for subject in sorted(rows)}
     for subject, name in names.items():
         data = folder / subject
@@ -68,11 +92,15 @@ def local_mmlu(files: str, folder: Path) -> None:
             (data / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         task = TASK.format(name=name, folder=data, subject=subject.replace("_", " "))
         (folder / f"{subject}.yaml").write_text(task, encoding="utf-8")
-    (folder / "group.yaml").write_text(GROUP.format(name=LOCAL_MMLU, tasks=", ".join(names.values())), encoding="utf-8")
+    (folder / "group.yaml").write_text(
+        GROUP.format(name=LOCAL_MMLU, tasks=", ".join(names.values())), encoding="utf-8"
+    )
 
 
 def load_groups(names: list[str], manager: Any) -> dict[str, list[Any]]:
-    """{group: its tasks} for tasks, groups and tags of the harness; every task that no group averages is its own."""
+    """{group: its tasks} for tasks, groups and tags of the harness; every task that no group
+    averages is its own.
+    """
 
     def parts(item: Any) -> dict[str, list[Any]]:
         if not hasattr(item, "get_all_tasks"):
@@ -84,7 +112,9 @@ def load_groups(names: list[str], manager: Any) -> dict[str, list[Any]]:
     groups: dict[str, list[Any]] = {}
     for name in names:
         loaded = manager.load([name])
-        for item in [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values():
+        for item in (
+            [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
+        ):
             groups |= parts(item)
     for task in (task for tasks in groups.values() for task in tasks):
         if task.get_config("output_type") in ("generate_until", "loglikelihood_rolling"):
@@ -96,8 +126,9 @@ def load_groups(names: list[str], manager: Any) -> dict[str, list[Any]]:
 def prepare_once(task: Any) -> None:
     """Have a task of the harness prepare its documents once, not each time it looks at them.
 
-    GPQA's choices are shuffled by a generator that goes on with every look (lm-eval 0.4.13): questions would be asked
-    in one order and marked by another, and the next model be asked a third.
+    GPQA's choices are shuffled by a generator that goes on with every look (lm-eval 0.4.13):
+    questions would be asked in one order and marked by another, and the next model be asked a
+    third.
     """
     process, made = task.config.process_docs, {}
     if process is None:
@@ -112,11 +143,15 @@ def prepare_once(task: Any) -> None:
     if task.fewshot_cfg.process_docs is process:
         task.fewshot_cfg.process_docs = once
     if hasattr(task, "sampler"):
-        task.sampler.replace_df(list(task.fewshot_docs()))  # looking alike, a question is kept from its own examples
+        # looking alike, a question is kept from its own examples
+        task.sampler.replace_df(list(task.fewshot_docs()))
 
 
-def load_tasks(names: str, mmlu: str, include: str, folder: Path) -> tuple[dict[str, list[Any]], Any]:
-    """({group: its tasks}, the harness's manager of them) for the program's keys tasks, mmlu and include.
+def load_tasks(
+    names: str, mmlu: str, include: str, folder: Path
+) -> tuple[dict[str, list[Any]], Any]:
+    """({group: its tasks}, the harness's manager of them) for the program's keys tasks, mmlu and
+    include.
 
     Task files that `mmlu` needs are written to `folder`. Raises UserError, DataError.
     """
@@ -128,4 +163,6 @@ def load_tasks(names: str, mmlu: str, include: str, folder: Path) -> tuple[dict[
         manager = lm_eval.tasks.TaskManager(include_path=include or None, include_defaults=not mmlu)
         return load_groups(names.split(","), manager), manager
     except (KeyError, ValueError, OSError, ImportError) as error:
-        raise UserError(f"tasks={names[:80]}: the harness cannot load them ({str(error)[:200]!r})") from None
+        raise UserError(
+            f"tasks={names[:80]}: the harness cannot load them ({str(error)[:200]!r})"
+        ) from None

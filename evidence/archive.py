@@ -1,8 +1,11 @@
 """Run folders in one compressed file: what a study leaves in results/, and what sweep.sh keeps.
 
-    python -m evidence.archive runs.tar.xz                       the names of its runs, a line each
-    python -m evidence.archive runs.tar.xz out/small/rms-8       add a run: config, log, HellaSwag items; or replace it
-    python -m evidence.archive runs.tar.xz --remove rms-8        take a run out
+python -m evidence.archive runs.tar.xz
+    the names of its runs, a line each
+python -m evidence.archive runs.tar.xz out/small/rms-8
+    add a run: config, log, HellaSwag items; or replace it
+python -m evidence.archive runs.tar.xz --remove rms-8
+    take a run out
 """
 
 import atexit
@@ -29,13 +32,19 @@ def read(archive: Path) -> dict[str, bytes]:
     """name/file -> content; empty if there is no such archive. Raises UserError."""
     try:
         with tarfile.open(archive, "r:xz") as file:
-            return {member.name: file.extractfile(member).read() for member in file if member.isfile()}
+            return {
+                member.name: file.extractfile(member).read() for member in file if member.isfile()
+            }
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise UserError(f"{archive}: cannot be read ({error.strerror or error}): check the path") from None
+        raise UserError(
+            f"{archive}: cannot be read ({error.strerror or error}): check the path"
+        ) from None
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-        raise UserError(f"{archive}: torn, or no archive of runs ({error}): fetch it again") from None
+        raise UserError(
+            f"{archive}: torn, or no archive of runs ({error}): fetch it again"
+        ) from None
 
 
 def write(archive: Path, content: dict[str, bytes]) -> None:
@@ -54,7 +63,9 @@ def write(archive: Path, content: dict[str, bytes]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within it no other process changes an archive in this folder: two sweeps may keep their runs in one."""
+    """Within it no other process changes an archive in this folder: two sweeps may keep their runs
+    in one.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         number = os.open(folder, os.O_RDONLY)
@@ -79,7 +90,10 @@ def without(content: dict[str, bytes], runs: set[str]) -> dict[str, bytes]:
 
 
 def add(archive: Path, *runs: Path) -> None:
-    """Put run folders into the archive, each in place of one of its name. Raises UserError; then all is as before."""
+    """Put run folders into the archive, each in place of one of its name.
+
+    Raises UserError; then all is as before.
+    """
     added = {}
     for run in runs:
         if not (run / "log.jsonl").is_file():
@@ -95,12 +109,18 @@ def remove(archive: Path, runs: list[str]) -> None:
     with locked(archive.parent):
         content = read(archive)
         if missing := set(runs) - names(content):
-            raise UserError(f"{archive}: no run {missing.pop()} in it: the same command without --remove lists them")
+            raise UserError(
+                f"{archive}: no run {missing.pop()} in it: "
+                "the same command without --remove lists them"
+            )
         write(archive, without(content, set(runs)))
 
 
 def unpack(archive: Path) -> Path:
-    """A temporary folder with the run folders of `archive`; it goes when the process ends. Raises UserError."""
+    """A temporary folder with the run folders of `archive`; it goes when the process ends.
+
+    Raises UserError.
+    """
     if not archive.exists():
         raise UserError(f"{archive}: no such archive: check the path")
     folder = Path(tempfile.mkdtemp(prefix="runs-"))

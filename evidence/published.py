@@ -1,7 +1,8 @@
-"""CoupledNorm's Table 1, re-read: what its printed means and deviations support. Used by `report.py --published`.
+"""CoupledNorm's Table 1, re-read: what its printed means and deviations support. Used by `report.py
+--published`.
 
-The paper (Loretz & Hochreiter 2026, section 5.2) prints means over 8 runs of each of two models. Seeds were paired, but
-the pairs are not printed, so only an unpaired test can be made: Welch's.
+The paper (Loretz & Hochreiter 2026, section 5.2) prints means over 8 runs of each of two models.
+Seeds were paired, but the pairs are not printed, so only an unpaired test can be made: Welch's.
 """
 
 import csv
@@ -14,10 +15,11 @@ from common.errors import ConfigError, UserError
 from common.stats import ALPHA, Estimate, decide, holm, welch
 
 INTRO = """\
-CoupledNorm, Table 1, re-read from its printed numbers: Welch's unpaired t test, because the pairs are not printed.
-Deviations are taken for standard deviations (the paper does not say). p Holm
-corrects for all metrics of the table, and decides. Margins are ours, set after the fact; the paper declares none, and
-without one nothing can be called equivalent. Each line reads: the paper's baseline -> CoupledNorm.
+CoupledNorm, Table 1, re-read from its printed numbers: Welch's unpaired t test, because the pairs
+are not printed. Deviations are taken for standard deviations (the paper does not say). p Holm
+corrects for all metrics of the table, and decides. Margins are ours, set after the fact; the paper
+declares none, and without one nothing can be called equivalent. Each line reads: the paper's
+baseline -> CoupledNorm.
 """
 TABLE = Path(__file__).resolve().parents[1] / "repro" / "coupled_table1.csv"
 
@@ -25,13 +27,32 @@ TABLE = Path(__file__).resolve().parents[1] / "repro" / "coupled_table1.csv"
 def read_table(path: Path) -> list[dict]:
     """Rows of the CSV, numbers as numbers. Raises UserError."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+        lines = [
+            line
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if not line.startswith("#")
+        ]
         rows = []
         for row in csv.DictReader(lines):
-            numbers = {k: float(v) for k, v in row.items() if k not in ("metric", "unit", "lower_is_better", "n")}
-            rows.append({**row, **numbers, "n": int(row["n"]), "lower_is_better": row["lower_is_better"] == "yes"})
+            numbers = {
+                k: float(v)
+                for k, v in row.items()
+                if k not in ("metric", "unit", "lower_is_better", "n")
+            }
+            rows.append(
+                {
+                    **row,
+                    **numbers,
+                    "n": int(row["n"]),
+                    "lower_is_better": row["lower_is_better"] == "yes",
+                }
+            )
             sds = numbers["baseline_sd"], numbers["coupled_sd"]
-            if rows[-1]["n"] < 2 or not all(map(math.isfinite, numbers.values())) or not numbers["baseline_mean"]:
+            if (
+                rows[-1]["n"] < 2
+                or not all(map(math.isfinite, numbers.values()))
+                or not numbers["baseline_mean"]
+            ):
                 raise ValueError
             if min(sds) < 0 or max(sds) <= 0 or numbers["delta"] < 0 or numbers["sd_unit"] <= 0:
                 raise ValueError
@@ -39,18 +60,29 @@ def read_table(path: Path) -> list[dict]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path}: not a table like repro/coupled_table1.csv: compare the columns") from None
+        raise UserError(
+            f"{path}: not a table like repro/coupled_table1.csv: compare the columns"
+        ) from None
     return rows
 
 
 def read_row(row: dict) -> tuple[Estimate, str]:
     """(difference coupled - baseline, what was read) of one row."""
     scale = row["sd_unit"]
-    estimate = welch(row["baseline_mean"], row["baseline_sd"] * scale, row["n"],
-                     row["coupled_mean"], row["coupled_sd"] * scale, row["n"])  # fmt: skip
+    estimate = welch(
+        row["baseline_mean"],
+        row["baseline_sd"] * scale,
+        row["n"],
+        row["coupled_mean"],
+        row["coupled_sd"] * scale,
+        row["n"],
+    )
     note = f"; both means are rounded, by up to {row['rounding']:g} each"
     note += f"; deviations stand in another unit there, taken times {scale:g}" if scale != 1 else ""
-    return estimate, f"{row['baseline_mean']} -> {row['coupled_mean']} {row['unit']}, n = {row['n']} each{note}"
+    return (
+        estimate,
+        f"{row['baseline_mean']} -> {row['coupled_mean']} {row['unit']}, n = {row['n']} each{note}",
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -70,15 +102,24 @@ def main(argv: list[str]) -> None:
         base = row["baseline_mean"]
         shown = "undefined" if t is None else f"{t:.2f}"
         print(f"{row['metric']}: {what}")
-        print(f"  difference {estimate.mean:+.4g} ({estimate.mean / base:+.2%}), 95 % interval {low:+.4g} … "
-              f"{high:+.4g} ({low / base:+.2%} … {high / base:+.2%})")  # fmt: skip
-        print(f"  t = {shown}, p = {verdict.p:.2g}, p Holm = {corrected:.2g}"
-              + (f"; TOST within {row['delta']:g}: p = {verdict.p_tost:.2g}" if row["delta"] else ""))  # fmt: skip
+        print(
+            f"  difference {estimate.mean:+.4g} ({estimate.mean / base:+.2%}), 95 % interval "
+            f"{low:+.4g} … {high:+.4g} ({low / base:+.2%} … {high / base:+.2%})"
+        )
+        print(
+            f"  t = {shown}, p = {verdict.p:.2g}, p Holm = {corrected:.2g}"
+            + (f"; TOST within {row['delta']:g}: p = {verdict.p_tost:.2g}" if row["delta"] else "")
+        )
         print(f"  {verdict.word}: {reason(verdict.word, row, verdict.p)}\n")
         found[row["metric"]] = {
-            "t": t, "p": verdict.p, "p_holm": corrected, "ci": [low, high], "ci_relative": [low / base, high / base],
-            "p_tost": verdict.p_tost, "verdict": verdict.word,
-        }  # fmt: skip
+            "t": t,
+            "p": verdict.p,
+            "p_holm": corrected,
+            "ci": [low, high],
+            "ci_relative": [low / base, high / base],
+            "p_tost": verdict.p_tost,
+            "verdict": verdict.word,
+        }
     print(json.dumps(found))
 
 
@@ -87,5 +128,17 @@ def reason(word: str, row: dict, p: float) -> str:
         return f"the printed numbers support a difference, coupled being {word}."
     if word == "equivalent":
         return f"the printed numbers support equality within {row['delta']:g}."
-    alone = "a difference is not shown" if p >= ALPHA else "a difference shows only without correction for the metrics"
-    return alone + (f"; equality within {row['delta']:g} is not shown" if row["delta"] else "; nor is equality") + "."
+    alone = (
+        "a difference is not shown"
+        if p >= ALPHA
+        else "a difference shows only without correction for the metrics"
+    )
+    return (
+        alone
+        + (
+            f"; equality within {row['delta']:g} is not shown"
+            if row["delta"]
+            else "; nor is equality"
+        )
+        + "."
+    )

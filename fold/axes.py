@@ -1,7 +1,9 @@
-"""Lines of numbers in a graph of ATen operations: the rows that a norm averages, and which operations are norms.
+"""Lines of numbers in a graph of ATen operations: the rows that a norm averages, and which
+operations are norms.
 
-A `Line` is an axis of a tensor in the graph, cut into blocks: the last axis in one block of C numbers is what
-a LayerNorm over C averages; in blocks of C / G it is G groups. How lines follow from one another: fold/rules.py.
+A `Line` is an axis of a tensor in the graph, cut into blocks: the last axis in one block of C
+numbers is what a LayerNorm over C averages; in blocks of C / G it is G groups. How lines follow
+from one another: fold/rules.py.
 """
 
 import math
@@ -28,10 +30,11 @@ class Feeds:
 
     inputs: tuple[Line, ...] = ()
     spoils: str = ""
-    gain: Node | None = None  # of a norm along this very line: only this spoils, and not if it is one number for all
+    # of a norm along this very line: only this spoils, and not if it is one number for all
+    gain: Node | None = None
 
 
-# ------------------------------------------------------------------------------------------------------------- helpers
+# ------------------------------------------------------------------------------------------ helpers
 
 
 def shape(node: Node) -> tuple[int, ...]:
@@ -51,7 +54,9 @@ def argument(node: Node, position: int, default: Any = None, name: str = "") -> 
 
 
 def moved(node: Node) -> list[int]:
-    """For each axis of the output of a permutation, the axis of its input; other operations move none."""
+    """For each axis of the output of a permutation, the axis of its input; other operations move
+    none.
+    """
     name, ndim = str(node.target), len(shape(node))
     axes = list(range(ndim))
     if "permute" in name:
@@ -66,7 +71,11 @@ def describe(node: Node) -> str:
     """The operation and the module it is called in, for people."""
     if node.op == "placeholder":
         return node.meta.get("kind", node.name)  # fold/graph.py
-    name = str(node.target).removeprefix("aten.").split(".")[0] if node.target is not operator.getitem else "getitem"
+    name = (
+        str(node.target).removeprefix("aten.").split(".")[0]
+        if node.target is not operator.getitem
+        else "getitem"
+    )
     where = module_path(node)
     return f"{name} in {where}" if where else name
 
@@ -78,18 +87,25 @@ def module_path(node: Node) -> str:
 
 
 def aligned(x: Any, line: Line) -> Line | None:
-    """The line of x that lies on `line` when x is broadcast to it; None where x is the same all along the axis."""
+    """The line of x that lies on `line` when x is broadcast to it; None where x is the same all
+    along the axis.
+    """
     if not is_tensor(x):
         return None
     axis = line.axis - (len(shape(line.node)) - len(shape(x)))
-    return Line(x, axis, line.block) if axis >= 0 and shape(x)[axis] == shape(line.node)[line.axis] else None
+    return (
+        Line(x, axis, line.block)
+        if axis >= 0 and shape(x)[axis] == shape(line.node)[line.axis]
+        else None
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- norms
+# -------------------------------------------------------------------------------------------- norms
 
 
 def norm_input(node: Node) -> tuple[Line, str] | None:
-    """The line that a norm centres, and why it is none that can be folded ("" if it is); None if node is no norm.
+    """The line that a norm centres, and why it is none that can be folded ("" if it is); None if
+    node is no norm.
 
     Norms are LayerNorms, and GroupNorms whose statistics are over channels alone (appendix C.3).
     """
@@ -101,19 +117,29 @@ def norm_input(node: Node) -> tuple[Line, str] | None:
             why = f"its mean is over {len(sizes)} axes"
         elif sizes[0] == 1:
             why = "its mean is over one number"
-        elif any(user.args[1] > 0 and user.users for user in node.users if user.target is operator.getitem):
+        elif any(
+            user.args[1] > 0 and user.users
+            for user in node.users
+            if user.target is operator.getitem
+        ):
             why = "its mean or its deviation is used as well"
         return line, why
     if name.startswith("aten.group_norm"):
         x, groups = node.args[:2]
         if math.prod(shape(x)[2:]) == 1:
-            return Line(x, 1, shape(x)[1] // groups), "" if shape(x)[1] > groups else "its mean is over one number"
+            return Line(x, 1, shape(x)[1] // groups), "" if shape(x)[
+                1
+            ] > groups else "its mean is over one number"
     return None
 
 
 def centring(node: Node) -> tuple[int, int] | None:
     """(axis, block) if node is x - x.mean(axis, keepdim=True)."""
-    if str(node.target) != "aten.sub.Tensor" or node.kwargs or not all(is_tensor(x) for x in node.args):
+    if (
+        str(node.target) != "aten.sub.Tensor"
+        or node.kwargs
+        or not all(is_tensor(x) for x in node.args)
+    ):
         return None
     x, mean = node.args
     if str(mean.target) != "aten.mean.dim" or mean.args[0] is not x or len(mean.args[1]) != 1:
@@ -130,14 +156,20 @@ def ignores(user: Node, line: Line) -> bool:
         return norm == (line, "") and user.args.count(line.node) == 1
     if name.startswith(("aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax")):
         return whole and user.args[1] % ndim == line.axis
-    if name.startswith(("aten.var.correction", "aten.std.correction", "aten.var.dim", "aten.std.dim")):
-        return whole and list(argument(user, 1, [], "dim") or []) in ([line.axis], [line.axis - ndim])
+    if name.startswith(
+        ("aten.var.correction", "aten.std.correction", "aten.var.dim", "aten.std.dim")
+    ):
+        return whole and list(argument(user, 1, [], "dim") or []) in (
+            [line.axis],
+            [line.axis - ndim],
+        )
     if centring(user) == (line.axis, line.block):
         return True
     if name.startswith(("aten.copy.", "aten.fill.")):  # writes over it
         return user.args[0] is line.node and user.args.count(line.node) == 1
     if name == "aten.mean.dim":  # the other half of a centring
         return bool(user.users) and all(
-            centring(sub) == (line.axis, line.block) and sub.args == (line.node, user) for sub in user.users
+            centring(sub) == (line.axis, line.block) and sub.args == (line.node, user)
+            for sub in user.users
         )
     return name.startswith(("aten._assert", "aten.sym_")) or not (user.users or user.op == "output")

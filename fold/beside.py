@@ -1,4 +1,6 @@
-"""What fold takes from the packages beside it: top-level ones in a clone, parts of nanonorm where it is installed."""
+"""What fold takes from the packages beside it: top-level ones in a clone, parts of nanonorm where
+it is installed.
+"""
 
 if __package__ == "fold":
     from common.environment import environment

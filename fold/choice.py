@@ -1,4 +1,6 @@
-"""Which norms of a graph to fold, and at what price: obstacles, untying, inserted centrings, the plan."""
+"""Which norms of a graph to fold, and at what price: obstacles, untying, inserted centrings, the
+plan.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -30,8 +32,10 @@ class NormCall:
     refused: str  # why it can never be folded
     swap: Swap | str  # how it is swapped, or why `fold` cannot
     demand: Demand = field(default_factory=Demand)
-    obstacles: dict[Line, str] = field(default_factory=dict)  # what has no zero mean and cannot be given one -> why
-    untie: dict[Line, tuple[str, ...]] = field(default_factory=dict)  # obstacles that go -> names to be given a copy
+    # what has no zero mean and cannot be given one -> why
+    obstacles: dict[Line, str] = field(default_factory=dict)
+    # obstacles that go -> names to be given a copy
+    untie: dict[Line, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def key(self) -> Any:
@@ -70,7 +74,10 @@ class Choice:
 
 
 class Analysis:
-    """The norms of a graph, with what each needs. `paper`: by the rules of the paper's table (fold/__init__.py)."""
+    """The norms of a graph, with what each needs.
+
+    `paper`: by the rules of the paper's table (fold/__init__.py).
+    """
 
     def __init__(self, graph: Graph, paper: bool = False):
         self.graph, self.paper, self.training = graph, paper, graph.model.training
@@ -87,7 +94,9 @@ class Analysis:
 
     def _norm(self, node: Node, line: Line, refused: str) -> NormCall:
         path = module_path(node)
-        calls = list(dict.fromkeys(self.graph.call(n) for n in self.graph.nodes if module_path(n) == path))
+        calls = list(
+            dict.fromkeys(self.graph.call(n) for n in self.graph.nodes if module_path(n) == path)
+        )
         name = path or describe(node)
         if len(calls) > 1 and path:
             name += f" (call {calls.index(self.graph.call(node)) + 1})"
@@ -100,19 +109,25 @@ class Analysis:
         nodes = norm.nodes()
         for at, why in norm.demand.failures.items():
             shown = "" if at.node in self.graph.names or self.paper else self.graph.shows(at, nodes)
-            norm.obstacles[at] = why + (f", and a centring behind it would show in {shown}" if shown else "")
+            norm.obstacles[at] = why + (
+                f", and a centring behind it would show in {shown}" if shown else ""
+            )
         for at, source in {} if self.paper else norm.demand.sources.items():
             if shown := self.graph.shows(at):
                 self._unsafe(norm, at, source, shown)
         return norm
 
     def _unsafe(self, norm: NormCall, at: Line, source: Source, shown: str) -> None:
-        """A source that something else would feel: nothing to do if it is and stays 0; perhaps it can be untied."""
+        """A source that something else would feel: nothing to do if it is and stays 0; perhaps it
+        can be untied.
+        """
         name = str(source)
         if at.node in self.graph.names:
             users = [user for user in at.node.users if user in norm.nodes()]
             mine = self.graph.owners(at.node, users)
-            others = self.graph.owners(at.node, [user for user in at.node.users if user not in users])
+            others = self.graph.owners(
+                at.node, [user for user in at.node.users if user not in users]
+            )
             name = min(mine)
             value = self.graph.values[self.graph.names[at.node]]
             if self.graph.stays(value) and not value.any():
@@ -122,12 +137,16 @@ class Analysis:
                 norm.untie[at] = tuple(sorted(mine))
         norm.obstacles[at] = f"centring {name} would show in {shown}"
 
-    # --------------------------------------------------------------------------------------------------------- choices
+    # -------------------------------------------------------------------------------------- choices
 
     def choose(
-        self, untie: bool = False, insert: bool = False, trained: bool = False, hooks: bool = False,
+        self,
+        untie: bool = False,
+        insert: bool = False,
+        trained: bool = False,
+        hooks: bool = False,
         at_no_loss: bool = False,
-    ) -> Choice:  # fmt: skip
+    ) -> Choice:
         """The norms to fold. Centrings are inserted only where they fold more norms than they are.
 
         untie       parameters may be given copies
@@ -136,8 +155,13 @@ class Analysis:
         hooks       only centrings and swaps that can be written into the modules
         at_no_loss  centrings also where they fold as many norms as they are
         """
-        norms = [norm for norm in self.norms if not norm.refused and not (trained and norm.demand.keep)
-                 and not (hooks and isinstance(norm.swap, str))]  # fmt: skip
+        norms = [
+            norm
+            for norm in self.norms
+            if not norm.refused
+            and not (trained and norm.demand.keep)
+            and not (hooks and isinstance(norm.swap, str))
+        ]
         while True:
             norms = self._closed(norms)
             onwards, obstacles, ends = defaultdict(set), set(), defaultdict(int)
@@ -149,7 +173,9 @@ class Analysis:
                 ends[norm.line] += 1
             may_cut = self._may_cut(norms, hooks) if insert else _never
             cut, kept = cheapest_cut(onwards, obstacles, ends, may_cut, at_no_loss)
-            left = [norm for norm in norms if norm.line in kept or not self._spoilt(norm, obstacles)]
+            left = [
+                norm for norm in norms if norm.line in kept or not self._spoilt(norm, obstacles)
+            ]
             if len(left) == len(norms):
                 return Choice(norms, cut)
             norms = left
@@ -166,8 +192,9 @@ class Analysis:
         return [norm for norm in norms if norm.key not in bad]
 
     def _may_cut(self, norms: Collection[NormCall], hooks: bool):
-        """May a centring be inserted on this line? Not where it would show, nor where it would be a norm's own mean
-        under another name: in front of one norm alone."""
+        """May a centring be inserted on this line? Not where it would show, nor where it would be a
+        norm's own mean under another name: in front of one norm alone.
+        """
         nodes = set().union(*(norm.nodes() for norm in norms))
         wanted = defaultdict(int)
         for norm in norms:
@@ -186,11 +213,13 @@ class Analysis:
         def may_cut(line: Line) -> bool:
             if line.node in self.graph.names or line in own:
                 return False
-            return self.paper or (not self.graph.shows(line, nodes) and not (hooks and self.insertion(line) is None))
+            return self.paper or (
+                not self.graph.shows(line, nodes) and not (hooks and self.insertion(line) is None)
+            )
 
         return may_cut
 
-    # ------------------------------------------------------------------------------------------------------------ plans
+    # ---------------------------------------------------------------------------------------- plans
 
     def insertion(self, at: Line) -> Insertion | None:
         """Where in the modules a centring on a line goes; None if there is no place."""
@@ -202,7 +231,9 @@ class Analysis:
             return Insertion(taken[0], at.axis, at.block, taken[1])
         return None
 
-    def plan(self, untie: bool = False, insert: bool = False, trained: bool = False) -> tuple[Plan, list[NormCall]]:
+    def plan(
+        self, untie: bool = False, insert: bool = False, trained: bool = False
+    ) -> tuple[Plan, list[NormCall]]:
         """What to change, and the norms that are folded by it."""
         choice = self.choose(untie, insert, trained, hooks=True)
         sources, untied, keep = {}, {}, set()
@@ -211,7 +242,10 @@ class Analysis:
             for at in choice.ends(norm)[0]:
                 if at in norm.obstacles:
                     untied[norm.demand.sources[at], norm.untie[at]] = None
-                elif at in norm.demand.sources and self.graph.names.get(at.node) not in norm.demand.keep:
+                elif (
+                    at in norm.demand.sources
+                    and self.graph.names.get(at.node) not in norm.demand.keep
+                ):
                     sources[norm.demand.sources[at]] = None
         insertions = [self.insertion(line) for line in sorted(choice.centrings(), key=str)]
         swaps = list(dict.fromkeys(norm.swap for norm in choice.norms))
@@ -220,21 +254,33 @@ class Analysis:
     @cached_property
     def ways(self) -> dict[str, Choice]:
         """Verdict -> what is folded that way; the strictest comes first."""
-        return {"strict": self.choose(), "untied": self.choose(untie=True), "inserted": self.choose(insert=True),
-                "no gain": self.choose(insert=True, at_no_loss=True)}  # fmt: skip
+        return {
+            "strict": self.choose(),
+            "untied": self.choose(untie=True),
+            "inserted": self.choose(insert=True),
+            "no gain": self.choose(insert=True, at_no_loss=True),
+        }
 
     def verdict(self, norm: NormCall) -> tuple[str, list[str], str]:
         """(verdict, what gives its input zero mean, the reason in one sentence)."""
-        verdict, choice = next((way for way in self.ways.items() if norm in way[1].norms), ("refused", None))
-        why = norm.refused or next(iter(norm.obstacles.values()), "another call of the same module cannot be folded")
+        verdict, choice = next(
+            (way for way in self.ways.items() if norm in way[1].norms), ("refused", None)
+        )
+        why = norm.refused or next(
+            iter(norm.obstacles.values()), "another call of the same module cannot be folded"
+        )
         if choice is None:
             return verdict, [], why
         leaves, centrings = choice.ends(norm)
-        sources = [" and ".join(norm.untie.get(at, [str(norm.demand.sources[at])])) for at in leaves
-                   if at in norm.demand.sources]  # fmt: skip
+        sources = [
+            " and ".join(norm.untie.get(at, [str(norm.demand.sources[at])]))
+            for at in leaves
+            if at in norm.demand.sources
+        ]
         sources += [f"a centring behind {describe(at.node)}" for at in centrings]
         reason = {
-            "strict": f"all that is added up in its input can be centred ({len(sources)} parameters)",
+            "strict": "all that is added up in its input can be centred "
+            f"({len(sources)} parameters)",
             "untied": f"{why}, unless it gets a centred copy of its own",
             "inserted": f"{why}, unless centrings are inserted: they fold more norms than they are",
             "no gain": f"{why}: it would take as many centrings as norms would fold",

@@ -1,8 +1,8 @@
 """Where to insert centrings: a smallest cut.
 
-Lines without zero mean (obstacles) spoil every norm that they reach. A centring on a line stops them there and costs 1;
-giving up a norm costs 1, too. The cheapest mixture of both is a minimum cut between obstacles and norms (Ford and
-Fulkerson).
+Lines without zero mean (obstacles) spoil every norm that they reach. A centring on a line stops
+them there and costs 1; giving up a norm costs 1, too. The cheapest mixture of both is a minimum cut
+between obstacles and norms (Ford and Fulkerson).
 """
 
 from collections import defaultdict, deque
@@ -13,18 +13,28 @@ START, END = "start", "end"
 
 
 def cheapest_cut(
-    onwards: dict[Hashable, Collection[Hashable]], obstacles: Collection[Hashable], ends: dict[Hashable, int],
-    may_cut: Callable[[Hashable], bool], at_no_loss: bool = False,
-) -> tuple[set[Hashable], set[Hashable]]:  # fmt: skip
+    onwards: dict[Hashable, Collection[Hashable]],
+    obstacles: Collection[Hashable],
+    ends: dict[Hashable, int],
+    may_cut: Callable[[Hashable], bool],
+    at_no_loss: bool = False,
+) -> tuple[set[Hashable], set[Hashable]]:
     """(lines to cut, ends that no obstacle reaches any more).
 
     onwards     line -> the lines that it feeds
     ends        line -> what giving it up costs: how many norms it is the input of
     may_cut     may this line be cut, at a cost of 1?
-    at_no_loss  keep ends also where that costs as much as giving them up; else only where it is cheaper
+    at_no_loss  keep ends also where that costs as much as giving them up; else only where it is
+                cheaper
     """
-    edges: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)  # node -> node -> what may still flow
-    for line in onwards.keys() | {below for fed in onwards.values() for below in fed} | set(obstacles) | ends.keys():
+    # node -> node -> what may still flow
+    edges: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)
+    for line in (
+        onwards.keys()
+        | {below for fed in onwards.values() for below in fed}
+        | set(obstacles)
+        | ends.keys()
+    ):
         edges[line, "in"][line, "out"] = 1 if may_cut(line) else NEVER
         for fed in onwards.get(line, ()):
             edges[line, "out"][fed, "in"] = NEVER
@@ -65,7 +75,9 @@ def _path(edges: dict) -> list[tuple]:
     return path
 
 
-def _connected(edges: dict, start: Hashable, room: Callable[[Hashable, Hashable], int]) -> set[Hashable]:
+def _connected(
+    edges: dict, start: Hashable, room: Callable[[Hashable, Hashable], int]
+) -> set[Hashable]:
     """All nodes that are connected to `start` by edges with room."""
     found, todo = {start}, [start]
     while todo:

@@ -1,12 +1,14 @@
-"""Models of transformers, of any architecture, folded in folders: read, given inputs, written, read again.
+"""Models of transformers, of any architecture, folded in folders: read, given inputs, written, read
+again.
 
     model = load_pretrained("facebook/opt-350m")     as transformers has it; a folder or a hub name
     save(folded, "out/opt-rms")                      what fold.fold made of it
     model = load("out/opt-rms")                      the same again, with its RMSNorms
 
-`save` writes what save_pretrained writes, the weights under their old names, and fold.json, which says what weights do
-not: which norms are RMSNorms now, and where centrings were inserted. Whoever loads the folder with transformers alone
-gets LayerNorms on the centred weights: the same function, as long as the weights are not trained on.
+`save` writes what save_pretrained writes, the weights under their old names, and fold.json, which
+says what weights do not: which norms are RMSNorms now, and where centrings were inserted. Whoever
+loads the folder with transformers alone gets LayerNorms on the centred weights: the same function,
+as long as the weights are not trained on.
 """
 
 import inspect
@@ -35,10 +37,11 @@ def hub_folder(spec: str | Path) -> Path:
 
 
 def load_pretrained(spec: str | Path) -> nn.Module:
-    """The model of a folder or hub name, of the class that saved it and the type it is stored in; CPU, eval mode.
+    """The model of a folder or hub name, of the class that saved it and the type it is stored in;
+    CPU, eval mode.
 
-    Raises ConfigError where transformers has no such class or cannot load it, and where weights are missing, which it
-    would fill with random numbers.
+    Raises ConfigError where transformers has no such class or cannot load it, and where weights are
+    missing, which it would fill with random numbers.
     """
     folder = hub_folder(spec)
     config = read_config(folder)
@@ -47,29 +50,47 @@ def load_pretrained(spec: str | Path) -> nn.Module:
     transformers.logging.disable_progress_bar()
     name = (config.get("architectures") or ["AutoModel"])[0]
     if not hasattr(transformers, name):
-        raise ConfigError(f"{spec}: transformers has no {name}: is it a newer model, or one with code of its own?")
+        raise ConfigError(
+            f"{spec}: transformers has no {name}: is it a newer model, or one with code of its own?"
+        )
     try:
-        model, info = getattr(transformers, name).from_pretrained(folder, dtype="auto", output_loading_info=True)
+        model, info = getattr(transformers, name).from_pretrained(
+            folder, dtype="auto", output_loading_info=True
+        )
     except Exception as error:  # whatever the class, safetensors, a quantiser and the disk raise
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{spec}: transformers cannot load it ({first}): check the folder") from None
+        raise ConfigError(
+            f"{spec}: transformers cannot load it ({first}): check the folder"
+        ) from None
     if missing := sorted(info["missing_keys"]):
-        raise ConfigError(f"{spec}: {missing[0]} is not there ({len(missing)} are missing): are config.json and the "
-                          "weights of one model?")  # fmt: skip
+        raise ConfigError(
+            f"{spec}: {missing[0]} is not there ({len(missing)} are missing): are config.json and "
+            "the weights of one model?"
+        )
     return model.eval()
 
 
-def save(model: nn.Module, folder: str | Path, certificate: Certificate | None = None, source: str = "") -> None:
-    """Write a folded model of transformers: save_pretrained, fold.json, certificate.json; from the folder or hub name
-    `source` also its tokenizer and the like. Raises UserError where that cannot be written."""
+def save(
+    model: nn.Module, folder: str | Path, certificate: Certificate | None = None, source: str = ""
+) -> None:
+    """Write a folded model of transformers: save_pretrained, fold.json, certificate.json; from the
+    folder or hub name `source` also its tokenizer and the like. Raises UserError where that cannot
+    be written.
+    """
     folder = Path(folder)
     swaps = [module.swap for module in model.modules() if isinstance(module, FoldedNorm)]
-    recipe = {"format": FORMAT, "class": type(model).__name__, "swaps": [asdict(swap) for swap in swaps],
-              "insertions": [asdict(hook.insertion) for hook in _centers(model)]}  # fmt: skip
+    recipe = {
+        "format": FORMAT,
+        "class": type(model).__name__,
+        "swaps": [asdict(swap) for swap in swaps],
+        "insertions": [asdict(hook.insertion) for hook in _centers(model)],
+    }
     try:
         model.save_pretrained(folder)
         for path in hub_folder(source).glob("*") if source else ():
-            side = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(".index.json")
+            side = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(
+                ".index.json"
+            )
             if side and not (folder / path.name).exists():
                 shutil.copyfile(path, folder / path.name)
         (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
@@ -80,24 +101,37 @@ def save(model: nn.Module, folder: str | Path, certificate: Certificate | None =
 
 
 def load(spec: str | Path) -> nn.Module:
-    """The model that `save` wrote, in eval mode. Raises ConfigError, and CheckpointError for a fold.json of another."""
+    """The model that `save` wrote, in eval mode.
+
+    Raises ConfigError, and CheckpointError for a fold.json of another.
+    """
     path = hub_folder(spec) / RECIPE
     try:
         recipe = json.loads(path.read_text(encoding="utf-8"))
         swaps = [Swap(**swap) for swap in recipe["swaps"]]
-        insertions = [Insertion(**{**found, "argument": found["argument"] and tuple(found["argument"])})
-                      for found in recipe["insertions"]]  # fmt: skip
+        insertions = [
+            Insertion(**{**found, "argument": found["argument"] and tuple(found["argument"])})
+            for found in recipe["insertions"]
+        ]
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: not there, so not a folded model: load it with transformers") from None
+        raise CheckpointError(
+            f"{path}: not there, so not a folded model: load it with transformers"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged, or not of this program ({error}): convert the model again") from None
+        raise CheckpointError(
+            f"{path}: damaged, or not of this program ({error}): convert the model again"
+        ) from None
     if recipe.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {recipe.get('format')}, this program reads {FORMAT}: update it")
+        raise CheckpointError(
+            f"{path}: format {recipe.get('format')}, this program reads {FORMAT}: update it"
+        )
     model = load_pretrained(spec)
     try:
         swap_and_insert(Plan(swaps=swaps, insertions=insertions), model)
     except AttributeError as error:  # no such module
-        raise CheckpointError(f"{path}: of another model than the weights beside it ({error})") from None
+        raise CheckpointError(
+            f"{path}: of another model than the weights beside it ({error})"
+        ) from None
     return model
 
 
@@ -108,12 +142,13 @@ def _centers(model: nn.Module) -> Iterator[Center]:
                 yield hook
 
 
-# ------------------------------------------------------------------------------------------------------------- inputs
+# ------------------------------------------------------------------------------------------- inputs
 
 
 def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
-    """Random inputs of a transformers model, two examples, without a cache: token ids, pictures, films, sound, as its
-    main input and its config ask. Raises ConfigError where they do not tell."""
+    """Random inputs of a transformers model, two examples, without a cache: token ids, pictures,
+    films, sound, as its main input and its config ask. Raises ConfigError where they do not tell.
+    """
     config, name, inputs = model.config, model.main_input_name, {}
     generator, stored = torch.Generator().manual_seed(seed), next(model.parameters()).dtype
 
@@ -137,7 +172,10 @@ def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
     elif name == "input_features" and hasattr(config, "max_source_positions"):
         inputs[name] = noise(config.num_mel_bins, 2 * config.max_source_positions)
     if not inputs:
-        raise ConfigError(f"{type(model).__name__} reads {name}: give --inputs=FILE, tensors named as its arguments")
+        raise ConfigError(
+            f"{type(model).__name__} reads {name}: "
+            "give --inputs=FILE, tensors named as its arguments"
+        )
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:
         inputs["decoder_input_ids"] = ids
     return inputs | no_cache(model)
@@ -145,7 +183,9 @@ def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
 
 def no_cache(model: nn.Module) -> dict[str, bool]:
     """A cache of keys and values is nothing that torch.export returns."""
-    takes = "use_cache" in inspect.signature(model.forward).parameters or getattr(model.config, "use_cache", False)
+    takes = "use_cache" in inspect.signature(model.forward).parameters or getattr(
+        model.config, "use_cache", False
+    )
     return {"use_cache": False} if takes else {}
 
 
@@ -156,5 +196,7 @@ def read_inputs(path: str, model: nn.Module) -> dict[str, Any]:
 
         found = load_file(path)
     except Exception as error:  # no package, no file, another file
-        raise ConfigError(f"inputs={path}: cannot be read as safetensors ({error}): write it with save_file") from None
+        raise ConfigError(
+            f"inputs={path}: cannot be read as safetensors ({error}): write it with save_file"
+        ) from None
     return found | no_cache(model)

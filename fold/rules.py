@@ -1,14 +1,18 @@
-"""Which lines of numbers make up a line of numbers? The rules of folding, one for each kind of ATen operation.
+"""Which lines of numbers make up a line of numbers? The rules of folding, one for each kind of ATen
+operation.
 
-A rule says for the output of an operation which lines of its inputs feed a line of the output, such that
+A rule says for the output of an operation which lines of its inputs feed a line of the output, such
+that
 
-    adding a constant to every block of these inputs adds a constant to the blocks of the output, and
-    if the blocks of all these inputs have zero mean, the output's have, unless something `spoils` it.
+    adding a constant to every block of these inputs adds a constant to the blocks of the output,
+    and if the blocks of all these inputs have zero mean, the output's have, unless something
+    `spoils` it.
 
-The same rules are read backwards (which parameters must be centred for this LayerNorm?) and forwards (what else would
-feel it?): fold/graph.py. A rule gives None where an operation does neither along this axis, and so do operations that
-have no rule. Source: "Enjoy Your Layer Normalization", section 4.2 (scalars, adds, linears) and appendix C
-(convolutions, groups), but on ATen operations, so that in-place code, functions and modules of any name are alike.
+The same rules are read backwards (which parameters must be centred for this LayerNorm?) and
+forwards (what else would feel it?): fold/graph.py. A rule gives None where an operation does
+neither along this axis, and so do operations that have no rule. Source: "Enjoy Your Layer
+Normalization", section 4.2 (scalars, adds, linears) and appendix C (convolutions, groups), but on
+ATen operations, so that in-place code, functions and modules of any name are alike.
 """
 
 import math
@@ -35,7 +39,9 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def feeds(line: Line) -> Feeds:
-    """What feeds a line; `spoils` says in words why it cannot be made to have zero mean through its inputs."""
+    """What feeds a line; `spoils` says in words why it cannot be made to have zero mean through its
+    inputs.
+    """
     node = line.node
     if node.target is operator.getitem:
         found = RULES["aten.getitem"](line)
@@ -52,10 +58,15 @@ def _through(node: Any, axis: int, line: Line) -> Feeds | None:
 
 
 def _any_of(parts: Iterable[Any], line: Line, why: str) -> Feeds:
-    """Lines of the parts that vary along the axis; another part, unless it is 0, spoils, and `why` says how."""
+    """Lines of the parts that vary along the axis; another part, unless it is 0, spoils, and `why`
+    says how.
+    """
     found = [(x, aligned(x, line)) for x in parts]
     spoils = any(at is None and not is_zero(x) for x, at in found)
-    return Feeds(tuple(at for _, at in found if at is not None), f"{describe(line.node)} {why}" if spoils else "")
+    return Feeds(
+        tuple(at for _, at in found if at is not None),
+        f"{describe(line.node)} {why}" if spoils else "",
+    )
 
 
 def is_zero(x: Any) -> bool:
@@ -67,14 +78,25 @@ def is_zero(x: Any) -> bool:
         return is_zero(x.args[0])
     if name.startswith(("aten.full", "aten.scalar_tensor")):
         return is_zero(next(a for a in reversed(x.args) if isinstance(a, int | float)))
-    return name.startswith(("aten.zeros", "aten.new_zeros")) or x.meta.get("zero", False)  # a constant: fold/graph.py
+    # a constant: fold/graph.py
+    return name.startswith(("aten.zeros", "aten.new_zeros")) or x.meta.get("zero", False)
 
 
-# ---------------------------------------------------------------------------------------------------- scalars and adds
+# --------------------------------------------------------------------------------- scalars and adds
 
 
-@rule("clone.default", "alias.default", "detach.default", "contiguous.default", "_to_copy.default", "to.dtype",
-      "to.device", "to.dtype_layout", "neg.default", "lift_fresh_copy.default")  # fmt: skip
+@rule(
+    "clone.default",
+    "alias.default",
+    "detach.default",
+    "contiguous.default",
+    "_to_copy.default",
+    "to.dtype",
+    "to.device",
+    "to.dtype_layout",
+    "neg.default",
+    "lift_fresh_copy.default",
+)
 def _same(line: Line) -> Feeds | None:
     return _through(line.node.args[0], line.axis, line)
 
@@ -83,7 +105,9 @@ def _same(line: Line) -> Feeds | None:
 def _dropout(line: Line) -> Feeds | None:
     x, p, training = line.node.args
     if training and p > 0:
-        return Feeds(spoils=f"{describe(line.node)} is in training mode: zeros at random make a mean")
+        return Feeds(
+            spoils=f"{describe(line.node)} is in training mode: zeros at random make a mean"
+        )
     return _through(x, line.axis, line)
 
 
@@ -135,28 +159,49 @@ def _mul(line: Line) -> Feeds | None:
 def _choose(line: Line) -> Feeds | None:
     """Where the condition is the same all along the axis."""
     masked = "masked_fill" in str(line.node.target)
-    condition, options = line.node.args[masked], [x for i, x in enumerate(line.node.args) if i != masked]
+    condition, options = (
+        line.node.args[masked],
+        [x for i, x in enumerate(line.node.args) if i != masked],
+    )
     if aligned(condition, line) is not None:
         return None
     return _any_of(options, line, "puts one number into a whole row")
 
 
-@rule("zeros.default", "zeros_like.default", "new_zeros.default", "full.default", "full_like.default")
+@rule(
+    "zeros.default", "zeros_like.default", "new_zeros.default", "full.default", "full_like.default"
+)
 def _zeros(line: Line) -> Feeds | None:
     return Feeds() if is_zero(line.node) else None
 
 
-# ------------------------------------------------------------------------------------------------------ moving numbers
+# ----------------------------------------------------------------------------------- moving numbers
 
 
-@rule("view.default", "_unsafe_view.default", "reshape.default", "flatten.using_ints", "unflatten.int",
-      "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "view_as.default")  # fmt: skip
+@rule(
+    "view.default",
+    "_unsafe_view.default",
+    "reshape.default",
+    "flatten.using_ints",
+    "unflatten.int",
+    "unsqueeze.default",
+    "squeeze.default",
+    "squeeze.dim",
+    "squeeze.dims",
+    "view_as.default",
+)
 def _view(line: Line) -> Feeds | None:
-    """A reshape keeps a block whole if some axis of its input has the same stride and holds whole blocks."""
+    """A reshape keeps a block whole if some axis of its input has the same stride and holds whole
+    blocks.
+    """
     x = line.node.args[0]
     stride = math.prod(shape(line.node)[line.axis + 1 :])
     for axis, size in enumerate(shape(x)):
-        if size >= line.block and size % line.block == 0 and math.prod(shape(x)[axis + 1 :]) == stride:
+        if (
+            size >= line.block
+            and size % line.block == 0
+            and math.prod(shape(x)[axis + 1 :]) == stride
+        ):
             return _through(x, axis, line)
     return None
 
@@ -172,7 +217,14 @@ def _expand(line: Line) -> Feeds | None:
     return None if at is None else Feeds((at,))
 
 
-@rule("slice.Tensor", "index_select.default", "narrow.default", "cumsum.default", "roll.default", "flip.default")
+@rule(
+    "slice.Tensor",
+    "index_select.default",
+    "narrow.default",
+    "cumsum.default",
+    "roll.default",
+    "flip.default",
+)
 def _along_another_axis(line: Line) -> Feeds | None:
     """Picks, sums or moves whole blocks, as long as it works along another axis."""
     dims = argument(line.node, 2 if "roll" in str(line.node.target) else 1, 0, "dim")
@@ -192,7 +244,11 @@ def _select(line: Line) -> Feeds | None:
 def _reduce(line: Line) -> Feeds | None:
     x, dims = line.node.args[:2]
     dims = [dim % len(shape(x)) for dim in dims or range(len(shape(x)))]
-    left = [axis for axis in range(len(shape(x))) if axis not in dims or argument(line.node, 2, False, "keepdim")]
+    left = [
+        axis
+        for axis in range(len(shape(x)))
+        if axis not in dims or argument(line.node, 2, False, "keepdim")
+    ]
     return _through(x, left[line.axis], line) if left[line.axis] not in dims else None
 
 
@@ -202,11 +258,21 @@ def _pad(line: Line) -> Feeds | None:
     from_last = len(shape(line.node)) - 1 - line.axis
     if any(widths[2 * from_last : 2 * from_last + 2]) or not is_float(x):
         return None
-    value = line.node.args[-1] if "constant" in str(line.node.target) else argument(line.node, 3, 0, "value")
+    value = (
+        line.node.args[-1]
+        if "constant" in str(line.node.target)
+        else argument(line.node, 3, 0, "value")
+    )
     zero = len(line.node.args) == 2 or value is None or is_zero(value)
-    if "constant" not in str(line.node.target) and argument(line.node, 2, "constant", "mode") != "constant":
+    if (
+        "constant" not in str(line.node.target)
+        and argument(line.node, 2, "constant", "mode") != "constant"
+    ):
         zero = True  # reflects or repeats whole rows
-    return Feeds((Line(x, line.axis, line.block),), "" if zero else f"{describe(line.node)} adds rows of one number")
+    return Feeds(
+        (Line(x, line.axis, line.block),),
+        "" if zero else f"{describe(line.node)} adds rows of one number",
+    )
 
 
 @rule("index.Tensor")
@@ -227,7 +293,10 @@ def _index(line: Line) -> Feeds | None:
 def _gather(line: Line) -> Feeds | None:
     """Rows picked by an index that is the same all along the axis."""
     x, dim, index = line.node.args[:3]
-    even = str(index.target) in ("aten.expand.default", "aten.repeat.default") and aligned(index.args[0], line) is None
+    even = (
+        str(index.target) in ("aten.expand.default", "aten.repeat.default")
+        and aligned(index.args[0], line) is None
+    )
     return _through(x, line.axis, line) if even and dim % len(shape(x)) != line.axis else None
 
 
@@ -251,16 +320,29 @@ def _overwrite(line: Line) -> Feeds | None:
     return Feeds((Line(x, line.axis, line.block), Line(rows, axis, line.block)))
 
 
-@rule("avg_pool1d.default", "avg_pool2d.default", "adaptive_avg_pool1d.default", "adaptive_avg_pool2d.default",
-      "upsample_nearest2d.default", "upsample_nearest2d.vec", "upsample_bilinear2d.default",
-      "upsample_bilinear2d.vec", "upsample_bicubic2d.default", "upsample_bicubic2d.vec")  # fmt: skip
+@rule(
+    "avg_pool1d.default",
+    "avg_pool2d.default",
+    "adaptive_avg_pool1d.default",
+    "adaptive_avg_pool2d.default",
+    "upsample_nearest2d.default",
+    "upsample_nearest2d.vec",
+    "upsample_bilinear2d.default",
+    "upsample_bilinear2d.vec",
+    "upsample_bicubic2d.default",
+    "upsample_bicubic2d.vec",
+)
 def _pool(line: Line) -> Feeds | None:
-    """Means over positions; zero rows at the border change no mean of zero, and shift a row evenly."""
+    """Means over positions; zero rows at the border keep a mean of zero, and shift a row evenly."""
     spatial = 1 if "1d" in str(line.node.target) else 2
-    return _through(line.node.args[0], line.axis, line) if line.axis == len(shape(line.node)) - spatial - 1 else None
+    return (
+        _through(line.node.args[0], line.axis, line)
+        if line.axis == len(shape(line.node)) - spatial - 1
+        else None
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- products
+# ----------------------------------------------------------------------------------------- products
 
 
 def _with_bias(line: Line, weight: Line, bias: Any) -> Feeds:
@@ -273,7 +355,9 @@ def _linear(line: Line) -> Feeds | None:
     x, weight, bias = line.node.args[0], line.node.args[1], argument(line.node, 2, None, "bias")
     if line.axis == len(shape(line.node)) - 1:
         return _with_bias(line, Line(weight, 0, line.block), bias)
-    spoils = "" if bias is None else f"the bias of {describe(line.node)} is the same for a whole row"
+    spoils = (
+        "" if bias is None else f"the bias of {describe(line.node)} is the same for a whole row"
+    )
     return Feeds((Line(x, line.axis, line.block),), spoils)
 
 
@@ -300,7 +384,11 @@ def _matmul(line: Line) -> Feeds | None:
 def _attention(line: Line) -> Feeds | None:
     """Linear in the values (appendix D.3)."""
     value = line.node.args[2]
-    return _through(value, len(shape(value)) - 1, line) if line.axis == len(shape(line.node)) - 1 else None
+    return (
+        _through(value, len(shape(value)) - 1, line)
+        if line.axis == len(shape(line.node)) - 1
+        else None
+    )
 
 
 @rule("embedding.default")
@@ -308,9 +396,18 @@ def _embedding(line: Line) -> Feeds | None:
     return _through(line.node.args[0], 1, line) if line.axis == len(shape(line.node)) - 1 else None
 
 
-@rule("conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding", "conv3d.padding",
-      "conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input",
-      "convolution.default")  # fmt: skip
+@rule(
+    "conv1d.default",
+    "conv2d.default",
+    "conv3d.default",
+    "conv1d.padding",
+    "conv2d.padding",
+    "conv3d.padding",
+    "conv_transpose1d.default",
+    "conv_transpose2d.input",
+    "conv_transpose3d.input",
+    "convolution.default",
+)
 def _conv(line: Line) -> Feeds | None:
     """Along the channels: the kernels' output axis (appendix C.2.2)."""
     node, name = line.node, str(line.node.target)
@@ -322,16 +419,19 @@ def _conv(line: Line) -> Feeds | None:
     if line.axis != channel_axis:
         return None
     if groups > 1 and (transposed or shape(node)[channel_axis] // groups % line.block):
-        return Feeds(spoils=f"{describe(node)} is a grouped convolution: each output channel has inputs of its own")
+        return Feeds(
+            spoils=f"{describe(node)} is a grouped convolution: "
+            "each output channel has inputs of its own"
+        )
     return _with_bias(line, Line(weight, 1 if transposed else 0, line.block), bias)
 
 
-# -------------------------------------------------------------------------------------------------------------- norms
+# -------------------------------------------------------------------------------------------- norms
 
 
 @rule("layer_norm.default")
 def _layer_norm(line: Line) -> Feeds | None:
-    """Zero mean already if it has no gain, or one gain for all: fold/graph.py looks at the values."""
+    """Zero mean already if it has no gain, or one for all: fold/graph.py looks at the values."""
     x, sizes, weight, bias = (argument(line.node, i) for i in range(4))
     if len(sizes) != 1 or line.axis != len(shape(x)) - 1 or line.block != sizes[0]:
         return None

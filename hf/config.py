@@ -1,9 +1,12 @@
-"""The config.json of a Hugging Face model <-> GPTConfig: GPT-2, Qwen3, Llama 3.x, and CoupledNorm in each of them.
+"""The config.json of a Hugging Face model <-> GPTConfig: GPT-2, Qwen3, Llama 3.x, and CoupledNorm
+in each of them.
 
-    coupled_gpt2, coupled_qwen3, coupled_llama     model_type where a norm shares its statistic (or, on the shape of
-                                                   GPT-2, is an RMSNorm); two keys more: norm_plan and coupled_alpha
+    coupled_gpt2, coupled_qwen3, coupled_llama
+        model_type where a norm shares its statistic (or, on the shape of GPT-2, is an RMSNorm); two
+        keys more: norm_plan and coupled_alpha
 
-Stock transformers knows none of these three, so it cannot run them as something else; hf/coupled.py can run them.
+Stock transformers knows none of these three, so it cannot run them as something else; hf/coupled.py
+can run them.
 """
 
 import difflib
@@ -17,44 +20,84 @@ from model import GPT, GPTConfig
 from norm_plan import NormPlan
 
 COUPLED = "coupled_"
-ARCHITECTURES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "GPT2LMHeadModel": "gpt2",
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+}
 ARCHITECTURES |= {f"Coupled{name}": COUPLED + family for name, family in ARCHITECTURES.items()}
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
-# Keys of config.json that change what a model computes, with the values under which our GPT computes it.
+# Keys of config.json that change what a model computes, with the values under which our GPT
+# computes it.
 NEUTRAL: dict[str, tuple] = {
-    "quantization_config": (None,), "partial_rotary_factor": (1, None), "add_cross_attention": (False,),
-    "is_causal": (True, None), "use_bidirectional_attention": (False, None),
-    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-}  # fmt: skip
+    "quantization_config": (None,),
+    "partial_rotary_factor": (1, None),
+    "add_cross_attention": (False,),
+    "is_causal": (True, None),
+    "use_bidirectional_attention": (False, None),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+}
 
 # The published shapes, in the words of their config.json.
 QWEN3 = {
-    "model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
-    "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
 LLAMA32 = {
-    "model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "num_key_value_heads": 8, "intermediate_size": 8192, "rope_theta": 5e5, "tie_word_embeddings": True,
-    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                     "original_max_position_embeddings": 8192},
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
 
 
-def _shape(base: dict, hidden: int, inner: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {**base, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
-            "num_attention_heads": heads, **more}  # fmt: skip
+def _shape(
+    base: dict, hidden: int, inner: int, layers: int, heads: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        **base,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **more,
+    }
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12,
-             "n_head": 12},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+    },
     "qwen3-0.6b": _shape(QWEN3, 1024, 3072, 28, 16),
     "qwen3-1.7b": _shape(QWEN3, 2048, 6144, 28, 16),
     "qwen3-8b": _shape(QWEN3, 4096, 12288, 36, 32, tie_word_embeddings=False),
     "llama3.2-1b": _shape(LLAMA32, 2048, 8192, 16, 32, head_dim=64),
     "llama3.2-3b": _shape(LLAMA32, 3072, 8192, 28, 24, head_dim=128),
-}  # fmt: skip
+}
 
 
 def shape_config(name: str) -> GPTConfig:
@@ -67,31 +110,41 @@ def shape_config(name: str) -> GPTConfig:
 
 
 def random_model(name: str, dtype: torch.dtype | None = None, seed: int = 0) -> GPT:
-    """GPT of a published shape with random weights, in eval mode: a key of SHAPES, e.g. "qwen3-0.6b".
+    """GPT of a published shape with random weights, in eval mode: a key of SHAPES, e.g.
+    "qwen3-0.6b".
 
-    Weights are drawn in float32, then rounded to `dtype`. For the large shapes, `with torch.device("cuda")` around
-    the call draws them on the GPU. Raises HFError for an unknown name.
+    Weights are drawn in float32, then rounded to `dtype`. For the large shapes, `with
+    torch.device("cuda")` around the call draws them on the GPU. Raises HFError for an unknown name.
     """
     model = GPT(shape_config(name), seed).to(dtype or torch.float32)
-    model.meta = {"vocab_size": model.config.vocab_size, **({"tokenizer": "gpt2"} if name == "gpt2" else {})}
+    model.meta = {
+        "vocab_size": model.config.vocab_size,
+        **({"tokenizer": "gpt2"} if name == "gpt2" else {}),
+    }
     return model.eval()
 
 
 def architecture(hf: dict[str, Any]) -> str:
-    """gpt2, llama or qwen3, or coupled_ and one of them: by the class that saved the model, else by model_type.
+    """gpt2, llama or qwen3, or coupled_ and one of them: by the class that saved the model, else by
+    model_type.
 
-    Raises HFError for any other."""
+    Raises HFError for any other.
+    """
     found = (hf.get("architectures") or [hf.get("model_type")])[0]
     family = ARCHITECTURES.get(found, found)
     if family not in ARCHITECTURES.values() or hf.get("model_type", family) != family:
-        raise HFError(f"architecture {found!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        raise HFError(
+            f"architecture {found!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
     return family
 
 
 def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
-    """GPTConfig for the content of a config.json; absent keys have the defaults of transformers' config classes.
+    """GPTConfig for the content of a config.json; absent keys have the defaults of transformers'
+    config classes.
 
-    Raises HFError for what our GPT does not compute, ConfigError for values of the wrong type; both name `origin`.
+    Raises HFError for what our GPT does not compute, ConfigError for values of the wrong type; both
+    name `origin`.
     """
     family = architecture(hf)
     base = family.removeprefix(COUPLED)
@@ -104,7 +157,11 @@ def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
     try:
         keys = gpt2_keys(hf) if base == "gpt2" else llama_keys(hf, base)
         if base != family:
-            keys |= {"norm_type": "coupled", "norm_plan": hf["norm_plan"], "coupled_alpha": hf["coupled_alpha"]}
+            keys |= {
+                "norm_type": "coupled",
+                "norm_plan": hf["norm_plan"],
+                "coupled_alpha": hf["coupled_alpha"],
+            }
     except KeyError as error:
         raise HFError(f"{origin}: {error.args[0]} is missing: is the file complete?") from None
     except (ValueError, TypeError, ArithmeticError) as error:
@@ -120,12 +177,19 @@ def gpt2_keys(hf: dict[str, Any]) -> dict[str, Any]:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation_function={activation!r} is not supported")
     return {
-        "vocab_size": hf["vocab_size"], "block_size": hf["n_positions"], "n_layer": hf["n_layer"],
-        "n_head": hf["n_head"], "n_embd": hf["n_embd"], "n_inner": hf.get("n_inner") or 4 * hf["n_embd"],
-        "activation": ACTIVATIONS[activation], "position": "learned", "bias": True,
-        "norm_type": "layer", "norm_eps": hf.get("layer_norm_epsilon", 1e-5),
+        "vocab_size": hf["vocab_size"],
+        "block_size": hf["n_positions"],
+        "n_layer": hf["n_layer"],
+        "n_head": hf["n_head"],
+        "n_embd": hf["n_embd"],
+        "n_inner": hf.get("n_inner") or 4 * hf["n_embd"],
+        "activation": ACTIVATIONS[activation],
+        "position": "learned",
+        "bias": True,
+        "norm_type": "layer",
+        "norm_eps": hf.get("layer_norm_epsilon", 1e-5),
         "tie_embeddings": hf.get("tie_word_embeddings", True),
-    }  # fmt: skip
+    }
 
 
 def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
@@ -133,19 +197,31 @@ def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
         raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported")
     heads = hf["num_attention_heads"]
     return {
-        "vocab_size": hf["vocab_size"], "block_size": hf["max_position_embeddings"],
-        "n_layer": hf["num_hidden_layers"], "n_embd": hf["hidden_size"], "n_inner": hf["intermediate_size"],
-        "n_head": heads, "n_kv_head": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or (128 if family == "qwen3" else hf["hidden_size"] // heads),
-        "activation": "swiglu", "position": "rope", **rope_keys(hf),
-        "bias": family == "llama" and hf.get("mlp_bias", False), "attn_bias": hf.get("attention_bias", False),
-        "norm_type": "rms", "norm_eps": hf.get("rms_norm_eps", 1e-6), "qk_norm": family == "qwen3",
+        "vocab_size": hf["vocab_size"],
+        "block_size": hf["max_position_embeddings"],
+        "n_layer": hf["num_hidden_layers"],
+        "n_embd": hf["hidden_size"],
+        "n_inner": hf["intermediate_size"],
+        "n_head": heads,
+        "n_kv_head": hf.get("num_key_value_heads") or heads,
+        "head_dim": hf.get("head_dim")
+        or (128 if family == "qwen3" else hf["hidden_size"] // heads),
+        "activation": "swiglu",
+        "position": "rope",
+        **rope_keys(hf),
+        "bias": family == "llama" and hf.get("mlp_bias", False),
+        "attn_bias": hf.get("attention_bias", False),
+        "norm_type": "rms",
+        "norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "qk_norm": family == "qwen3",
         "tie_embeddings": hf.get("tie_word_embeddings", False),
-    }  # fmt: skip
+    }
 
 
 def rope_keys(hf: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (before)."""
+    """Rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and
+    `rope_scaling` (before).
+    """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError("rope parameters of their own for each kind of layer are not supported")
@@ -154,15 +230,24 @@ def rope_keys(hf: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rope {rope} is not supported; rope_type default and llama3 are")
     scaling: tuple[float, ...] = ()
     if kind == "llama3":
-        original = hf.get("original_max_position_embeddings") or rope["original_max_position_embeddings"]
+        original = (
+            hf.get("original_max_position_embeddings") or rope["original_max_position_embeddings"]
+        )
         scaling = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original
-    return {"rope_theta": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0, "rope_scaling": scaling}
+    return {
+        "rope_theta": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
+        "rope_scaling": scaling,
+    }
 
-# ---------------------------------------------------------------------------------------------------- GPTConfig -> HF
+
+# ---------------------------------------------------------------------------------- GPTConfig -> HF
 
 
 def hf_config(config: GPTConfig) -> dict[str, Any]:
-    """The config.json of a GPT's config. Raises HFError naming what no supported architecture computes."""
+    """The config.json of a GPT's config.
+
+    Raises HFError naming what no supported architecture computes.
+    """
     learned = config.position == "learned"
     family = "gpt2" if learned else "qwen3" if config.qk_norm else "llama"
     plan = str(NormPlan(config, config.n_layer, config.n_embd, config.bias))
@@ -170,53 +255,95 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
     refuse_unknown(config, family)
     hf = gpt2_words(config) if learned else llama_words(config, family)
     if coupled:
-        alpha = config.coupled_alpha if isinstance(config.coupled_alpha, tuple) else [config.coupled_alpha]
+        alpha = (
+            config.coupled_alpha
+            if isinstance(config.coupled_alpha, tuple)
+            else [config.coupled_alpha]
+        )
         alpha = list(alpha) * (len(plan.replace(" ", "")) if len(alpha) == 1 else 1)
         hf |= {"norm_plan": plan, "coupled_alpha": alpha}
-    name = next(name for name, known in ARCHITECTURES.items() if known == (COUPLED if coupled else "") + family)
+    name = next(
+        name
+        for name, known in ARCHITECTURES.items()
+        if known == (COUPLED if coupled else "") + family
+    )
     rows = config.n_vocab or config.vocab_size  # rows of padding are left out
-    return {"architectures": [name], "model_type": ARCHITECTURES[name], "vocab_size": rows,
-            "tie_word_embeddings": config.tie_embeddings, "bos_token_id": None, "eos_token_id": None, **hf}  # fmt: skip
+    return {
+        "architectures": [name],
+        "model_type": ARCHITECTURES[name],
+        "vocab_size": rows,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **hf,
+    }
 
 
 def refuse_unknown(config: GPTConfig, family: str) -> None:
     """Raise HFError for what the architecture does not compute."""
     is_layer = config.norm_type == "layer"
     wanted = {
-        "norm_type": is_layer if family == "gpt2" and is_layer else config.norm_type in ("rms", "coupled"),
-        "rms_fraction": config.rms_fraction == 1, "norm_groups": config.norm_groups == 1,
-        "rms_bias": not (config.rms_bias and config.bias), "qk_norm": family != "gpt2" or not config.qk_norm,
-        "activation": config.activation in ACTIVATIONS.values() if family == "gpt2" else config.activation == "swiglu",
+        "norm_type": is_layer
+        if family == "gpt2" and is_layer
+        else config.norm_type in ("rms", "coupled"),
+        "rms_fraction": config.rms_fraction == 1,
+        "norm_groups": config.norm_groups == 1,
+        "rms_bias": not (config.rms_bias and config.bias),
+        "qk_norm": family != "gpt2" or not config.qk_norm,
+        "activation": config.activation in ACTIVATIONS.values()
+        if family == "gpt2"
+        else config.activation == "swiglu",
         "bias": family != "qwen3" or not config.bias,
         "n_kv_head": family != "gpt2" or config.kv_heads == config.n_head,
         "head_dim": family != "gpt2" or config.head_channels * config.n_head == config.n_embd,
-    }  # fmt: skip
+    }
     for name, known in wanted.items():
         if not known:
-            raise HFError(f"{name}={getattr(config, name)!r}: no {family} of transformers computes that, so it cannot "
-                          "be exported (convert.py makes other norm types rms)")  # fmt: skip
+            raise HFError(
+                f"{name}={getattr(config, name)!r}: no {family} of transformers computes that, so "
+                "it cannot be exported (convert.py makes other norm types rms)"
+            )
 
 
 def gpt2_words(config: GPTConfig) -> dict[str, Any]:
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
     return {
-        "n_positions": config.block_size, "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd,
-        "n_inner": config.inner, "activation_function": activation, "layer_norm_epsilon": config.norm_eps,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    }  # fmt: skip
+        "n_positions": config.block_size,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.n_embd,
+        "n_inner": config.inner,
+        "activation_function": activation,
+        "layer_norm_epsilon": config.norm_eps,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
 
 
 def llama_words(config: GPTConfig, family: str) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scaling:
         factor, low, high, original = config.rope_scaling
-        rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
-                "original_max_position_embeddings": int(original)}  # fmt: skip
+        rope = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": int(original),
+        }
     attn_bias = config.bias if config.attn_bias is None else config.attn_bias
     return {
-        "max_position_embeddings": config.block_size, "num_hidden_layers": config.n_layer,
-        "hidden_size": config.n_embd, "intermediate_size": config.inner, "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.kv_heads, "head_dim": config.head_channels, "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps, "rope_parameters": {"rope_theta": config.rope_theta, **rope},
-        "attention_bias": attn_bias, **({"mlp_bias": config.bias} if family == "llama" else {}),
-    }  # fmt: skip
+        "max_position_embeddings": config.block_size,
+        "num_hidden_layers": config.n_layer,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.inner,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_channels,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_theta": config.rope_theta, **rope},
+        "attention_bias": attn_bias,
+        **({"mlp_bias": config.bias} if family == "llama" else {}),
+    }

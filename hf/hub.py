@@ -1,4 +1,7 @@
-"""Where models of Hugging Face come from: a folder, the hub, the package transformers. Nothing here knows our GPT."""
+"""Where models of Hugging Face come from: a folder, the hub, the package transformers.
+
+Nothing here knows our GPT.
+"""
 
 import importlib
 import json
@@ -14,27 +17,34 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")
 
 
 def resolve_hub(name: str) -> Path:
-    """Folder of the hub repository `name`, e.g. "Qwen/Qwen3-0.6B", downloaded into Hugging Face's cache if need be.
+    """Folder of the hub repository `name`, e.g. "Qwen/Qwen3-0.6B", downloaded into Hugging Face's
+    cache if need be.
 
     Raises HFError where huggingface_hub is not installed or the repository cannot be had.
     """
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise HFError(f"{name}: hub names need a package: pip install huggingface_hub, or give a folder") from None
+        raise HFError(
+            f"{name}: hub names need a package: pip install huggingface_hub, or give a folder"
+        ) from None
     try:
         patterns = ["*.json", "*.jinja", "model*.safetensors", "tokenizer*", "*.txt"]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # whatever the hub, the HTTP library and the disk raise
-        raise HFError(f"{name}: not a local folder, and the hub did not give it ({type(error).__name__}): check name, "
-                      "network and access rights, or give a folder") from None  # fmt: skip
+        raise HFError(
+            f"{name}: not a local folder, and the hub did not give it ({type(error).__name__}): "
+            "check name, network and access rights, or give a folder"
+        ) from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder. Raises HFError."""
     path = folder / "config.json"
     if not path.is_file():
-        raise HFError(f"{folder}: no config.json there, so not a Hugging Face model folder: check the path")
+        raise HFError(
+            f"{folder}: no config.json there, so not a Hugging Face model folder: check the path"
+        )
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -42,19 +52,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def import_transformers() -> ModuleType:
-    """transformers, which must not take our folder kernels/ for Hugging Face's package of that name.
+    """transformers, which must not take our folder kernels/ for Hugging Face's package of that
+    name.
 
-    transformers looks once for a module `kernels` and remembers the answer; the name is hidden while it looks. So
-    it always runs its own plain PyTorch code here. Raises HFError if transformers is not installed.
+    transformers looks once for a module `kernels` and remembers the answer; the name is hidden
+    while it looks. So it always runs its own plain PyTorch code here. Raises HFError if
+    transformers is not installed.
     """
     hidden = sys.modules.get("kernels")
-    sys.modules["kernels"] = None  # type: ignore[assignment]  # to find_spec and import: there is no such module
+    # to find_spec and import: there is no such module
+    sys.modules["kernels"] = None  # type: ignore[assignment]
     try:
         transformers = importlib.import_module("transformers")
         importlib.import_module("transformers.integrations.hub_kernels")  # where it looks
         return transformers
     except ModuleNotFoundError as error:
-        raise HFError(f"this needs a package ({error.name} is missing): pip install transformers") from None
+        raise HFError(
+            f"this needs a package ({error.name} is missing): pip install transformers"
+        ) from None
     finally:
         del sys.modules["kernels"]
         if hidden is not None:

@@ -1,7 +1,9 @@
-"""The MLP's activation with the norm's statistic paid inside: act(z inv + b), for a gain folded into the projection.
+"""The MLP's activation with the norm's statistic paid inside: act(z inv + b), for a gain folded
+into the projection.
 
-No reduction over channels; only the bias' gradient sums, over rows. Functions have the signatures of
-kernels/reference.py. KIND is gelu, gelu_tanh, relu2 or swiglu; swiglu reads z (..., 2 F): gate, then up.
+No reduction over channels; only the bias' gradient sums, over rows. Functions have the signatures
+of kernels/reference.py. KIND is gelu, gelu_tanh, relu2 or swiglu; swiglu reads z (..., 2 F): gate,
+then up.
 """
 
 import triton
@@ -46,7 +48,10 @@ def value(u, KIND: tl.constexpr):
 def slope(u, KIND: tl.constexpr):
     """Derivative of `value` at u."""
     if KIND == "gelu":
-        return 0.5 * (1.0 + tl.erf(u * 0.7071067811865476)) + u * tl.exp(-0.5 * u * u) * 0.3989422804014327
+        return (
+            0.5 * (1.0 + tl.erf(u * 0.7071067811865476))
+            + u * tl.exp(-0.5 * u * u) * 0.3989422804014327
+        )
     elif KIND == "gelu_tanh":
         sigma = tl.sigmoid(tanh_argument(u))
         return sigma + u * sigma * (1.0 - sigma) * 1.5957691216057308 * (1.0 + 0.134145 * u * u)
@@ -59,7 +64,16 @@ def slope(u, KIND: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    Z, INV, B, Y, n_rows, z_stride, F: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    Z,
+    INV,
+    B,
+    Y,
+    n_rows,
+    z_stride,
+    F: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """One tile of y, F channels wide in all."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -75,10 +89,22 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    DY, Z, INV, B, DZ, DB, n_rows, chunk, dy_stride, z_stride,
-    F: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """dz = dy act'(u) inv for a chunk of rows, u formed again from z; DB takes sums of dy act'(u)."""
+    DY,
+    Z,
+    INV,
+    B,
+    DZ,
+    DB,
+    n_rows,
+    chunk,
+    dy_stride,
+    z_stride,
+    F: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """dz = dy act'(u) inv of a chunk of rows, u formed again from z; DB: sums of dy act'(u)."""
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     width: tl.constexpr = 2 * F if KIND == "swiglu" else F
     db = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -111,7 +137,15 @@ def scaled_activation(z, inv_rms, b, kind):
     work = rows.split(z, channels, rows.FORWARD, WIDEST)
     with rows.on_device(z):
         forward_kernel[(work.row_tiles, work.column_tiles)](
-            z, inv_rms.contiguous(), rows.vector(b), y, z.shape[0], rows.stride(z), F=channels, KIND=kind, **work.meta
+            z,
+            inv_rms.contiguous(),
+            rows.vector(b),
+            y,
+            z.shape[0],
+            rows.stride(z),
+            F=channels,
+            KIND=kind,
+            **work.meta,
         )
     return y
 
@@ -123,7 +157,18 @@ def scaled_activation_backward(dy, z, inv_rms, b, kind, gains):
     db = rows.partial_sums(work.programs, b, gains)
     with rows.on_device(z):
         backward_kernel[(work.programs, work.column_tiles)](
-            dy, z, inv_rms.contiguous(), rows.vector(b), dz, db, z.shape[0], work.chunk, rows.stride(dy),
-            rows.stride(z), F=channels, KIND=kind, **work.meta,
-        )  # fmt: skip
+            dy,
+            z,
+            inv_rms.contiguous(),
+            rows.vector(b),
+            dz,
+            db,
+            z.shape[0],
+            work.chunk,
+            rows.stride(dy),
+            rows.stride(z),
+            F=channels,
+            KIND=kind,
+            **work.meta,
+        )
     return dz, rows.sum_partials(db, b, z)

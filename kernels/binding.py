@@ -1,8 +1,10 @@
-"""The Triton kernels as PyTorch operators nanonorm::<name>: functional, with a fake implementation and a gradient.
+"""The Triton kernels as PyTorch operators nanonorm::<name>: functional, with a fake implementation
+and a gradient.
 
-An operator takes the arguments of the function of its name in kernels/reference.py. Where there is no kernel (float64,
-or a CPU without Triton's interpreter) it computes the reference instead, gradient included: so its binding can be
-checked anywhere. torch.compile takes an operator as it is and fuses nothing into it.
+An operator takes the arguments of the function of its name in kernels/reference.py. Where there is
+no kernel (float64, or a CPU without Triton's interpreter) it computes the reference instead,
+gradient included: so its binding can be checked anywhere. torch.compile takes an operator as it is
+and fuses nothing into it.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,17 +16,29 @@ from torch import Tensor
 from . import activation, reference, row_norm, shared_rms, taper
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INTERPRETED = not isinstance(row_norm.forward_kernel, triton.JITFunction)  # TRITON_INTERPRET=1 when it was imported
+# TRITON_INTERPRET=1 when it was imported
+INTERPRETED = not isinstance(row_norm.forward_kernel, triton.JITFunction)
 
 
 def _contiguous(outputs: Tensor | Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
     """Outputs in the layout that the kernels write."""
-    return outputs.contiguous() if isinstance(outputs, Tensor) else tuple(output.contiguous() for output in outputs)
+    return (
+        outputs.contiguous()
+        if isinstance(outputs, Tensor)
+        else tuple(output.contiguous() for output in outputs)
+    )
 
 
-def operator(compute: Callable, kernel: Callable, setup: Callable | None = None, gradient: Callable | None = None):
-    """Registers nanonorm::<name of compute>. What `compute` (the reference) returns for fake tensors describes the
-    outputs; `setup(ctx, inputs, outputs)` and `gradient(ctx, *grads)` are as in torch.autograd.Function."""
+def operator(
+    compute: Callable,
+    kernel: Callable,
+    setup: Callable | None = None,
+    gradient: Callable | None = None,
+):
+    """Registers nanonorm::<name of compute>. What `compute` (the reference) returns for fake
+    tensors describes the outputs; `setup(ctx, inputs, outputs)` and `gradient(ctx, *grads)` are as
+    in torch.autograd.Function.
+    """
 
     def plain(*inputs):
         return _contiguous(compute(*inputs))
@@ -34,7 +48,9 @@ def operator(compute: Callable, kernel: Callable, setup: Callable | None = None,
         return (kernel if has_kernel else plain)(*inputs)
 
     schema = torch.library.infer_schema(compute, mutates_args=())
-    op = torch.library.custom_op(f"nanonorm::{compute.__name__}", run, mutates_args=(), schema=schema)
+    op = torch.library.custom_op(
+        f"nanonorm::{compute.__name__}", run, mutates_args=(), schema=schema
+    )
     op.register_fake(plain)
     if gradient is not None:
         op.register_autograd(gradient, setup_context=setup)
@@ -42,13 +58,18 @@ def operator(compute: Callable, kernel: Callable, setup: Callable | None = None,
 
 
 def _save(ctx, *tensors: Tensor | None) -> None:
-    """For operators of several outputs: the gradient of one that nobody used is None, and the kernel skips it."""
+    """For operators of several outputs: the gradient of one that nobody used is None, and the
+    kernel skips it.
+    """
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
 
 
 def _gains(ctx, *places: int) -> bool:
-    """Does one of the inputs at these places, gains and biases, want a gradient? They are not summed if frozen."""
+    """Does one of the inputs at these places, gains and biases, want a gradient?
+
+    They are not summed if frozen.
+    """
     return any(ctx.needs_input_grad[place] for place in places)
 
 
@@ -64,12 +85,16 @@ def _of_the_summands(ctx, dh: Tensor | None) -> tuple[Tensor | None, ...]:
 
 rms_norm_backward = operator(reference.rms_norm_backward, row_norm.rms_norm_backward)
 layer_norm_backward = operator(reference.layer_norm_backward, row_norm.layer_norm_backward)
-shared_rms_scale_backward = operator(reference.shared_rms_scale_backward, shared_rms.shared_rms_scale_backward)
-scaled_activation_backward = operator(reference.scaled_activation_backward, activation.scaled_activation_backward)
+shared_rms_scale_backward = operator(
+    reference.shared_rms_scale_backward, shared_rms.shared_rms_scale_backward
+)
+scaled_activation_backward = operator(
+    reference.scaled_activation_backward, activation.scaled_activation_backward
+)
 taper_norm_backward = operator(reference.taper_norm_backward, taper.taper_norm_backward)
 
 
-# -------------------------------------------------------------------------------------------------------------- RMSNorm
+# ------------------------------------------------------------------------------------------ RMSNorm
 
 
 def _rms_setup(ctx, inputs, output):
@@ -78,7 +103,9 @@ def _rms_setup(ctx, inputs, output):
 
 
 def _rms_gradients(ctx, dy, dh, ds, gains):
-    """(dx, dw, db) for the gradients of y, of the stream x itself and of inv_rms; None for one that nobody used."""
+    """(dx, dw, db) for the gradients of y, of the stream x itself and of inv_rms; None for one that
+    nobody used.
+    """
     x, w, b, inv_rms = ctx.saved_tensors
     if dy is not None:
         dx, dw, db = rms_norm_backward(dy, dh, ds, x, w, b, inv_rms, ctx.counted, gains)
@@ -105,10 +132,12 @@ def _add_rms_gradient(ctx, dy, dh, ds):
 
 
 rms_norm = operator(reference.rms_norm, row_norm.rms_norm, _rms_setup, _rms_gradient)
-add_rms_norm = operator(reference.add_rms_norm, row_norm.add_rms_norm, _add_rms_setup, _add_rms_gradient)
+add_rms_norm = operator(
+    reference.add_rms_norm, row_norm.add_rms_norm, _add_rms_setup, _add_rms_gradient
+)
 
 
-# ------------------------------------------------------------------------------------------------------------ LayerNorm
+# ---------------------------------------------------------------------------------------- LayerNorm
 
 
 def _layer_setup(ctx, inputs, output):
@@ -126,7 +155,7 @@ def _layer_gradient(ctx, dy, _mean, _inv_std):
 layer_norm = operator(reference.layer_norm, row_norm.layer_norm, _layer_setup, _layer_gradient)
 
 
-# ------------------------------------------------------------------------------------------ CoupledNorm, the activation
+# ---------------------------------------------------------------------- CoupledNorm, the activation
 
 
 def _shared_setup(ctx, inputs, output):
@@ -165,16 +194,24 @@ def _activation_gradient(ctx, dy):
     return dz, None, _wanted(db), None
 
 
-shared_rms_scale = operator(reference.shared_rms_scale, shared_rms.shared_rms_scale, _shared_setup, _shared_gradient)
+shared_rms_scale = operator(
+    reference.shared_rms_scale, shared_rms.shared_rms_scale, _shared_setup, _shared_gradient
+)
 add_shared_rms_scale = operator(
-    reference.add_shared_rms_scale, shared_rms.add_shared_rms_scale, _add_shared_setup, _add_shared_gradient
+    reference.add_shared_rms_scale,
+    shared_rms.add_shared_rms_scale,
+    _add_shared_setup,
+    _add_shared_gradient,
 )
 scaled_activation = operator(
-    reference.scaled_activation, activation.scaled_activation, _activation_setup, _activation_gradient
+    reference.scaled_activation,
+    activation.scaled_activation,
+    _activation_setup,
+    _activation_gradient,
 )
 
 
-# ------------------------------------------------------------------------------------------------------------ TaperNorm
+# ---------------------------------------------------------------------------------------- TaperNorm
 
 
 def _taper_setup(ctx, inputs, output):

@@ -1,10 +1,12 @@
-"""RMSNorm, add + RMSNorm and LayerNorm: one forward and one backward kernel; LayerNorm only centres as well.
+"""RMSNorm, add + RMSNorm and LayerNorm: one forward and one backward kernel; LayerNorm only centres
+as well.
 
 Functions here have the signatures of kernels/reference.py, which says what they compute.
 
-Rows of at most WHOLE channels are held in registers. Longer ones are read tile by tile: the forward program goes over
-its row once more for each statistic (from cache), and the backward takes <u, v> and sum(u) from a kernel that runs
-before it. Groups are programs side by side, so that the plain norms pay nothing for them.
+Rows of at most WHOLE channels are held in registers. Longer ones are read tile by tile: the forward
+program goes over its row once more for each statistic (from cache), and the backward takes <u, v>
+and sum(u) from a kernel that runs before it. Groups are programs side by side, so that the plain
+norms pay nothing for them.
 """
 
 import torch
@@ -18,10 +20,27 @@ from .rows import load, load_sum, load_vector, store, store_partial
 
 @triton.jit
 def forward_kernel(
-    X, A, W, B, Y, H, MEAN, INV, n_rows, x_stride, a_stride, eps,
-    C: tl.constexpr, COUNTED: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """C channels of each of GROUPS groups; A and H for the residual add, MEAN for LayerNorm, else None."""
+    X,
+    A,
+    W,
+    B,
+    Y,
+    H,
+    MEAN,
+    INV,
+    n_rows,
+    x_stride,
+    a_stride,
+    eps,
+    C: tl.constexpr,
+    COUNTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """C channels of each of GROUPS groups; A and H for the residual add, MEAN for LayerNorm, else
+    None.
+    """
     group = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = group * C
@@ -33,7 +52,9 @@ def forward_kernel(
         if MEAN is not None:
             mean = tl.sum(h, 1) / C
             v = tl.where((col < C)[None, :], h - mean[:, None], 0.0)
-        inv = tl.rsqrt(tl.sum(counted_square(v, col, C, COUNTED), 1) / COUNTED + tl.cast(eps, tl.float32))
+        inv = tl.rsqrt(
+            tl.sum(counted_square(v, col, C, COUNTED), 1) / COUNTED + tl.cast(eps, tl.float32)
+        )
         write(Y, H, W, B, h, v * inv[:, None], row, col, first, mask, C, GROUPS)
     else:
         if MEAN is not None:
@@ -87,10 +108,24 @@ def write(Y, H, W, B, h, v, row, col, first, mask, C: tl.constexpr, GROUPS: tl.c
 
 @triton.jit
 def dots_kernel(
-    DY, X, W, MEAN, INV, DOT, SUM, n_rows, dy_stride, x_stride,
-    C: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """DOT = <u, v> and, for LayerNorm, SUM = sum(u) of every row that is too long for one tile; u = dy w."""
+    DY,
+    X,
+    W,
+    MEAN,
+    INV,
+    DOT,
+    SUM,
+    n_rows,
+    dy_stride,
+    x_stride,
+    C: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """DOT = <u, v> and, for LayerNorm, SUM = sum(u) of every row that is too long for one tile; u =
+    dy w.
+    """
     group = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid, first = row < n_rows, group * C
@@ -115,10 +150,33 @@ def dots_kernel(
 
 @triton.jit
 def backward_kernel(
-    DY, DH, DS, X, W, MEAN, INV, DOT, SUM, DX, DW, DB, n_rows, chunk, dy_stride, dh_stride, x_stride,
-    C: tl.constexpr, COUNTED: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One chunk of rows, one group, one tile of columns. DOT and SUM are given where a row has several tiles."""
+    DY,
+    DH,
+    DS,
+    X,
+    W,
+    MEAN,
+    INV,
+    DOT,
+    SUM,
+    DX,
+    DW,
+    DB,
+    n_rows,
+    chunk,
+    dy_stride,
+    dh_stride,
+    x_stride,
+    C: tl.constexpr,
+    COUNTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One chunk of rows, one group, one tile of columns.
+
+    DOT and SUM are given where a row has several tiles.
+    """
     group = tl.program_id(1)
     first = group * C
     col = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -144,7 +202,9 @@ def backward_kernel(
             dw += u * v
         if W is not None:
             u = u * w
-        dot = tl.load(DOT + statistic, mask=valid, other=0.0) if DOT is not None else tl.sum(u * v, 1)
+        dot = (
+            tl.load(DOT + statistic, mask=valid, other=0.0) if DOT is not None else tl.sum(u * v, 1)
+        )
         if DS is not None:
             dot += inv * tl.load(DS + statistic, mask=valid, other=0.0)
         through = v * (dot / COUNTED)[:, None]
@@ -163,11 +223,18 @@ def backward_kernel(
         store_partial(DB + first, tl.program_id(0), col, C, C * GROUPS, db)
 
 
-# ------------------------------------------------------------------------------------------------------------ launchers
+# ---------------------------------------------------------------------------------------- launchers
 
 
 def _forward(
-    x: Tensor, a: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float, groups: int, counted: int, center: bool
+    x: Tensor,
+    a: Tensor | None,
+    w: Tensor | None,
+    b: Tensor | None,
+    eps: float,
+    groups: int,
+    counted: int,
+    center: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """(y, h or None, mean or None, inv)"""
     (y, h), channels = rows.outputs(x, a), x.shape[-1] // groups
@@ -177,14 +244,34 @@ def _forward(
     work = rows.split(x, channels, rows.FORWARD)
     with rows.on_device(x):
         forward_kernel[(work.row_tiles, groups)](
-            x, a, rows.vector(w), rows.vector(b), y, h, mean, inv, x.shape[0], rows.stride(x), rows.stride(a), eps,
-            C=channels, COUNTED=counted, GROUPS=groups, **work.meta,
-        )  # fmt: skip
+            x,
+            a,
+            rows.vector(w),
+            rows.vector(b),
+            y,
+            h,
+            mean,
+            inv,
+            x.shape[0],
+            rows.stride(x),
+            rows.stride(a),
+            eps,
+            C=channels,
+            COUNTED=counted,
+            GROUPS=groups,
+            **work.meta,
+        )
     return y, h, mean, inv
 
 
 def row_sums(
-    dy: Tensor, x: Tensor, w: Tensor | None, mean: Tensor | None, inv: Tensor, channels: int, work: rows.Work
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor | None,
+    mean: Tensor | None,
+    inv: Tensor,
+    channels: int,
+    work: rows.Work,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(<u, v>, sum(u) or None) of rows that are too long for one tile; (None, None) for others."""
     if work.column_tiles == 1:
@@ -192,17 +279,40 @@ def row_sums(
     dot = rows.empty(inv.shape, torch.float32, x.device)
     total = None if mean is None else rows.empty(mean.shape, torch.float32, x.device)
     dots_kernel[(work.row_tiles, inv.shape[-1])](
-        dy, x, w, mean, inv, dot, total, x.shape[0], rows.stride(dy), rows.stride(x), C=channels,
-        GROUPS=inv.shape[-1], **work.meta,
-    )  # fmt: skip
+        dy,
+        x,
+        w,
+        mean,
+        inv,
+        dot,
+        total,
+        x.shape[0],
+        rows.stride(dy),
+        rows.stride(x),
+        C=channels,
+        GROUPS=inv.shape[-1],
+        **work.meta,
+    )
     return dot, total
 
 
 def _backward(
-    dy: Tensor, dh: Tensor | None, ds: Tensor | None, x: Tensor, w: Tensor | None, b: Tensor | None,
-    mean: Tensor | None, inv: Tensor, counted: int, gains: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, groups, channels = rows.empty(x.shape, x.dtype, x.device), inv.shape[-1], x.shape[-1] // inv.shape[-1]
+    dy: Tensor,
+    dh: Tensor | None,
+    ds: Tensor | None,
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    mean: Tensor | None,
+    inv: Tensor,
+    counted: int,
+    gains: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, groups, channels = (
+        rows.empty(x.shape, x.dtype, x.device),
+        inv.shape[-1],
+        x.shape[-1] // inv.shape[-1],
+    )
     dy, dh, x, w = rows.as_rows(dy), rows.as_rows(dh), rows.as_rows(x), rows.vector(w)
     ds = None if ds is None else ds.contiguous()
     work = rows.split(x, channels, rows.BACKWARD, groups=groups)
@@ -210,9 +320,28 @@ def _backward(
     with rows.on_device(x):
         dot, total = row_sums(dy, x, w, mean, inv, channels, work)
         backward_kernel[(work.programs, groups, work.column_tiles)](
-            dy, dh, ds, x, w, mean, inv, dot, total, dx, dw, db, x.shape[0], work.chunk, rows.stride(dy),
-            rows.stride(dh), rows.stride(x), C=channels, COUNTED=counted, GROUPS=groups, **work.meta,
-        )  # fmt: skip
+            dy,
+            dh,
+            ds,
+            x,
+            w,
+            mean,
+            inv,
+            dot,
+            total,
+            dx,
+            dw,
+            db,
+            x.shape[0],
+            work.chunk,
+            rows.stride(dy),
+            rows.stride(dh),
+            rows.stride(x),
+            C=channels,
+            COUNTED=counted,
+            GROUPS=groups,
+            **work.meta,
+        )
     return dx, rows.sum_partials(dw, w, x), rows.sum_partials(db, b, x)
 
 

@@ -1,8 +1,9 @@
 """What all Triton kernels share: rows of a tensor, the shape of a tile, how many programs, loads.
 
-A kernel works on tiles of (ROWS, COLUMNS) elements. Forward kernels take one tile (or one row of tiles) a program.
-Backward kernels walk down a chunk of rows, and leave the gradients of gain and bias as one float32 row of partial
-sums a program: (programs, C), summed by one more pass in a fixed order. No atomics, so the same bits every time.
+A kernel works on tiles of (ROWS, COLUMNS) elements. Forward kernels take one tile (or one row of
+tiles) a program. Backward kernels walk down a chunk of rows, and leave the gradients of gain and
+bias as one float32 row of partial sums a program: (programs, C), summed by one more pass in a fixed
+order. No atomics, so the same bits every time.
 """
 
 import functools
@@ -13,11 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WHOLE = 8192  # widest row that one tile holds; an untiled backward of 16384 columns spills registers
+# widest row that one tile holds; an untiled backward of 16384 columns spills registers
+WHOLE = 8192
 THREADS = 128  # of a program, or more where a row is long
-FORWARD, BACKWARD = 16, 8  # elements a thread: one or two 128-bit loads of bfloat16. Backward kernels hold more of them
-WARPS_PER_SM = 32  # of a backward kernel, in all its programs: all resident at 64 registers a thread (84: 24 of them)
-LEAST = 4  # rows of a backward program: one leaves a row of float32 partial sums, as many bytes as two bfloat16 rows
+# elements a thread: one or two 128-bit loads of bfloat16. Backward kernels hold more of them
+FORWARD, BACKWARD = 16, 8
+# of a backward kernel, in all its programs: all resident at 64 registers a thread (84: 24 of them)
+WARPS_PER_SM = 32
+# rows of a backward program: one leaves a row of float32 partial sums, as many bytes as two
+# bfloat16 rows
+LEAST = 4
 
 
 class Tile(NamedTuple):
@@ -29,7 +35,9 @@ class Tile(NamedTuple):
 
 
 class Work(NamedTuple):
-    """How a kernel's work is split: tiles down and across, or programs that walk down `chunk` rows each."""
+    """How a kernel's work is split: tiles down and across, or programs that walk down `chunk` rows
+    each.
+    """
 
     row_tiles: int
     column_tiles: int
@@ -47,16 +55,24 @@ def tile(columns: int, each: int, widest: int = WHOLE) -> Tile:
 
 @functools.cache
 def programs(device: torch.device, warps: int) -> int:
-    """Programs of `warps` warps that a backward kernel is spread over. The CPU's number is for the interpreter."""
+    """Programs of `warps` warps that a backward kernel is spread over.
+
+    The CPU's number is for the interpreter.
+    """
     if device.type != "cuda":
         return 4
-    return max(1, WARPS_PER_SM // warps) * torch.cuda.get_device_properties(device).multi_processor_count
+    return (
+        max(1, WARPS_PER_SM // warps)
+        * torch.cuda.get_device_properties(device).multi_processor_count
+    )
 
 
 def chunks(n_rows: int, shape: Tile, beside: int, device: torch.device) -> tuple[int, int]:
-    """(programs, rows of each) that cover n_rows with tiles of `shape`; `beside` programs share each chunk of rows.
+    """(programs, rows of each) that cover n_rows with tiles of `shape`; `beside` programs share
+    each chunk of rows.
 
-    Never fewer than LEAST rows each, so that short inputs leave few partial sums on however large a device.
+    Never fewer than LEAST rows each, so that short inputs leave few partial sums on however large a
+    device.
     """
     tiles = triton.cdiv(n_rows, shape.rows)
     spread = triton.cdiv(tiles, max(1, programs(device, shape.warps) // beside))
@@ -65,15 +81,24 @@ def chunks(n_rows: int, shape: Tile, beside: int, device: torch.device) -> tuple
 
 
 def split(x: Tensor, channels: int, each: int, widest: int = WHOLE, groups: int = 1) -> Work:
-    """The work on x (rows, ...) in tiles of `each` elements a thread, at most `widest` of the `channels` across."""
+    """The work on x (rows, ...) in tiles of `each` elements a thread, at most `widest` of the
+    `channels` across.
+    """
     shape = tile(channels, each, widest)
-    row_tiles, column_tiles = triton.cdiv(x.shape[0], shape.rows), triton.cdiv(channels, shape.columns)
+    row_tiles, column_tiles = (
+        triton.cdiv(x.shape[0], shape.rows),
+        triton.cdiv(channels, shape.columns),
+    )
     meta = {"ROWS": shape.rows, "COLUMNS": shape.columns, "num_warps": shape.warps}
-    return Work(row_tiles, column_tiles, *chunks(x.shape[0], shape, groups * column_tiles, x.device), meta)
+    return Work(
+        row_tiles, column_tiles, *chunks(x.shape[0], shape, groups * column_tiles, x.device), meta
+    )
 
 
 def as_rows(x: Tensor | None) -> Tensor | None:
-    """(..., C) -> (rows, C) with unit stride along C: a view where there is one, else a copy. None for None."""
+    """(..., C) -> (rows, C) with unit stride along C: a view where there is one, else a copy. None
+    for None.
+    """
     if x is None:
         return None
     x = x.reshape(-1, x.shape[-1])
@@ -97,13 +122,23 @@ def outputs(x: Tensor, a: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 
 def partial_sums(n_programs: int, like: Tensor | None, wanted: bool) -> Tensor | None:
-    """(programs, C) float32 for the gradient of a (C,) parameter; None if there is none, or it is not wanted."""
-    return None if like is None or not wanted else empty((n_programs, like.shape[0]), torch.float32, like.device)
+    """(programs, C) float32 for the gradient of a (C,) parameter; None if there is none, or it is
+    not wanted.
+    """
+    return (
+        None
+        if like is None or not wanted
+        else empty((n_programs, like.shape[0]), torch.float32, like.device)
+    )
 
 
 def sum_partials(partials: Tensor | None, like: Tensor | None, x: Tensor) -> Tensor:
-    """(programs, C) -> (C,) in the parameter's type; for None a tensor without elements, as in reference."""
-    return x.new_empty(0, dtype=torch.float32) if partials is None else partials.sum(0).to(like.dtype)
+    """(programs, C) -> (C,) in the parameter's type; for None a tensor without elements, as in
+    reference.
+    """
+    return (
+        x.new_empty(0, dtype=torch.float32) if partials is None else partials.sum(0).to(like.dtype)
+    )
 
 
 def vector(parameter: Tensor | None) -> Tensor | None:
@@ -111,7 +146,8 @@ def vector(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
 
 
-on_device = torch.cuda.device_of  # with on_device(x): launches go to the GPU that holds x; nothing on a CPU
+# with on_device(x): launches go to the GPU that holds x; nothing on a CPU
+on_device = torch.cuda.device_of
 
 
 @triton.jit
@@ -149,5 +185,5 @@ def load_vector(W, col, size):
 
 @triton.jit
 def store_partial(P, program, col, size, width, value):
-    """Sum of a (ROWS, COLUMNS) tile over its rows, as part of row `program` of P (programs, width)."""
+    """Store the sum over rows of a (ROWS, COLUMNS) tile in row `program` of P (programs, width)."""
     tl.store(P + program.to(tl.int64) * width + col, tl.sum(value, 0), mask=col < size)

@@ -1,8 +1,9 @@
 """CoupledNorm's shared position: a row's statistic is known already, and a constant.
 
-So there is no reduction over the channels, neither forward nor backward: no program needs a whole row, columns are
-tiled freely, and no thread waits for another (section 4.3 of Loretz & Hochreiter 2026). Only the gradient of the gain
-sums, over rows, within a thread. Functions have the signatures of kernels/reference.py.
+So there is no reduction over the channels, neither forward nor backward: no program needs a whole
+row, columns are tiled freely, and no thread waits for another (section 4.3 of Loretz & Hochreiter
+2026). Only the gradient of the gain sums, over rows, within a thread. Functions have the signatures
+of kernels/reference.py.
 """
 
 import triton
@@ -17,7 +18,18 @@ WIDEST = 1024  # columns of a tile; narrow, because nothing is gained by wide on
 
 @triton.jit
 def forward_kernel(
-    X, A, INV, W, Y, H, n_rows, x_stride, a_stride, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    X,
+    A,
+    INV,
+    W,
+    Y,
+    H,
+    n_rows,
+    x_stride,
+    a_stride,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """y = h inv w, with h = x + a where A is not None."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -35,9 +47,22 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    DY, DH, H, INV, W, DX, DW, n_rows, chunk, dy_stride, dh_stride, h_stride,
-    C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    DY,
+    DH,
+    H,
+    INV,
+    W,
+    DX,
+    DW,
+    n_rows,
+    chunk,
+    dy_stride,
+    dh_stride,
+    h_stride,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """With q = dy inv: dx = q w + dh, dw = sum of q h over the rows of a chunk."""
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if W is not None:
@@ -48,7 +73,8 @@ def backward_kernel(
         row = start + tl.arange(0, ROWS)
         valid = row < n_rows
         mask = valid[:, None] & (col < C)[None, :]
-        dx = load(DY, row, col, dy_stride, mask)  # long loads before the short one: else float32 spills on sm_90
+        # long loads before the short one: else float32 spills on sm_90
+        dx = load(DY, row, col, dy_stride, mask)
         if DW is not None:
             h = load(H, row, col, h_stride, mask)
         dx = dx * tl.load(INV + row, mask=valid, other=0.0)[:, None]
@@ -63,15 +89,26 @@ def backward_kernel(
         store_partial(DW, tl.program_id(0), col, C, C, dw)
 
 
-def _forward(x: Tensor, a: Tensor | None, inv_rms: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _forward(
+    x: Tensor, a: Tensor | None, inv_rms: Tensor, w: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     (y, h), channels = rows.outputs(x, a), x.shape[-1]
     x, a = rows.as_rows(x), rows.as_rows(a)
     work = rows.split(x, channels, rows.FORWARD, WIDEST)
     with rows.on_device(x):
         forward_kernel[(work.row_tiles, work.column_tiles)](
-            x, a, inv_rms.contiguous(), rows.vector(w), y, h, x.shape[0], rows.stride(x), rows.stride(a), C=channels,
+            x,
+            a,
+            inv_rms.contiguous(),
+            rows.vector(w),
+            y,
+            h,
+            x.shape[0],
+            rows.stride(x),
+            rows.stride(a),
+            C=channels,
             **work.meta,
-        )  # fmt: skip
+        )
     return y, h
 
 
@@ -90,7 +127,19 @@ def shared_rms_scale_backward(dy, dh, h, inv_rms, w, gains):
     dw = rows.partial_sums(work.programs, w, gains)
     with rows.on_device(h):
         backward_kernel[(work.programs, work.column_tiles)](
-            dy, dh, h, inv_rms.contiguous(), rows.vector(w), dx, dw, h.shape[0], work.chunk, rows.stride(dy),
-            rows.stride(dh), rows.stride(h), C=channels, **work.meta,
-        )  # fmt: skip
+            dy,
+            dh,
+            h,
+            inv_rms.contiguous(),
+            rows.vector(w),
+            dx,
+            dw,
+            h.shape[0],
+            work.chunk,
+            rows.stride(dy),
+            rows.stride(dh),
+            rows.stride(h),
+            C=channels,
+            **work.meta,
+        )
     return dx, rows.sum_partials(dw, w, h)

@@ -1,7 +1,8 @@
 """TaperNorm's blend g RMSNorm(h) + (1 - g) c h w_tilde in one pass, forward and backward.
 
-Gate g and scale c are read from device memory, so that a moving gate neither recompiles nor waits for the host.
-Functions have the signatures of kernels/reference.py. Long rows as in row_norm.py, whose sums they use.
+Gate g and scale c are read from device memory, so that a moving gate neither recompiles nor waits
+for the host. Functions have the signatures of kernels/reference.py. Long rows as in row_norm.py,
+whose sums they use.
 """
 
 import torch
@@ -26,7 +27,18 @@ def write(Y, W, WT, h, inv, gate, rest, row, col, mask, C: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    X, W, WT, GATE_C, Y, INV, n_rows, x_stride, eps, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    X,
+    W,
+    WT,
+    GATE_C,
+    Y,
+    INV,
+    n_rows,
+    x_stride,
+    eps,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """WT is w_tilde; GATE_C holds g, c."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -56,10 +68,28 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    DY, X, W, WT, GATE_C, INV, DOT, DX, DW, DWT, n_rows, chunk, dy_stride, x_stride,
-    C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One chunk of rows, one tile of columns. DOT = <dy w, v> is given where a row has several tiles."""
+    DY,
+    X,
+    W,
+    WT,
+    GATE_C,
+    INV,
+    DOT,
+    DX,
+    DW,
+    DWT,
+    n_rows,
+    chunk,
+    dy_stride,
+    x_stride,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One chunk of rows, one tile of columns.
+
+    DOT = <dy w, v> is given where a row has several tiles.
+    """
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     gate = tl.load(GATE_C)
     rest = (1.0 - gate) * tl.load(GATE_C + 1)
@@ -104,9 +134,18 @@ def taper_norm(h, w, w_tilde, gate_c, eps):
     work = rows.split(x, channels, rows.FORWARD)
     with rows.on_device(x):
         forward_kernel[(work.row_tiles,)](
-            x, rows.vector(w), rows.vector(w_tilde), gate_c.float().contiguous(), y, inv_rms, x.shape[0],
-            rows.stride(x), eps, C=channels, **work.meta,
-        )  # fmt: skip
+            x,
+            rows.vector(w),
+            rows.vector(w_tilde),
+            gate_c.float().contiguous(),
+            y,
+            inv_rms,
+            x.shape[0],
+            rows.stride(x),
+            eps,
+            C=channels,
+            **work.meta,
+        )
     return y, inv_rms
 
 
@@ -118,7 +157,21 @@ def taper_norm_backward(dy, h, w, w_tilde, gate_c, inv_rms, gains):
     with rows.on_device(x):
         dot, _ = row_sums(dy, x, w, None, inv_rms, channels, work)
         backward_kernel[(work.programs, work.column_tiles)](
-            dy, x, w, w_tilde, gate_c.float().contiguous(), inv_rms, dot, dx, dw, dwt, x.shape[0], work.chunk,
-            rows.stride(dy), rows.stride(x), C=channels, **work.meta,
-        )  # fmt: skip
+            dy,
+            x,
+            w,
+            w_tilde,
+            gate_c.float().contiguous(),
+            inv_rms,
+            dot,
+            dx,
+            dw,
+            dwt,
+            x.shape[0],
+            work.chunk,
+            rows.stride(dy),
+            rows.stride(x),
+            C=channels,
+            **work.meta,
+        )
     return dx, rows.sum_partials(dw, w, h), rows.sum_partials(dwt, w_tilde, h)

@@ -1,4 +1,6 @@
-"""The models of a distillation: the teacher, the student that is a view of it, and the student as a plain GPT again."""
+"""The models of a distillation: the teacher, the student that is a view of it, and the student as a
+plain GPT again.
+"""
 
 import copy
 import functools
@@ -22,15 +24,21 @@ from posthoc.kl import kl_divergence
 
 
 class Pair(nn.Module):
-    """Teacher and student behind the face of a model that micro_step knows; only the student is a part of it."""
+    """Teacher and student behind the face of a model that micro_step knows; only the student is a
+    part of it.
+    """
 
     def __init__(self, teacher: GPT, student: GPT):
         super().__init__()
-        self.student, self.frozen = student, (teacher,)  # a tuple: no submodule, nothing of it is trained or saved
+        self.student, self.frozen = (
+            student,
+            (teacher,),
+        )  # a tuple: no submodule, nothing of it is trained or saved
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Mean KL(teacher || student) in nats a token over idx (B, T), first positions too, which held-out KL tells
-        apart; and 0 for the auxiliary loss."""
+        """Mean KL(teacher || student) in nats a token over idx (B, T), first positions too, which
+        held-out KL tells apart; and 0 for the auxiliary loss.
+        """
         loss = self.token_kl(idx).mean()
         return loss, torch.zeros_like(loss)
 
@@ -40,16 +48,22 @@ class Pair(nn.Module):
         with torch.no_grad():
             taught = teacher.hidden(idx).flatten(0, 1)  # (B T, C)
         x = student.hidden(idx).flatten(0, 1)
-        return kl_divergence(x, student.head_weight(), taught, teacher.head_weight(), teacher.n_vocab).view(idx.shape)
+        return kl_divergence(
+            x, student.head_weight(), taught, teacher.head_weight(), teacher.n_vocab
+        ).view(idx.shape)
 
 
 def make_student(teacher: GPT, plan: str, alpha: Any, config: Any) -> GPT:
-    """The teacher's weights under `plan`: a view with adapters, or for full fine-tuning a float32 copy. `config` is a
-    DistillConfig: method, rank, adapter_alpha, seed and checkpoint_activations count here."""
+    """The teacher's weights under `plan`: a view with adapters, or for full fine-tuning a float32
+    copy. `config` is a DistillConfig: method, rank, adapter_alpha, seed and checkpoint_activations
+    count here.
+    """
     student = view(teacher, plan, alpha)
     if config.method == "full":
         student = copy.deepcopy(student)
-        student.to(torch.promote_types(teacher.wte.weight.dtype, torch.float32)).requires_grad_(True)
+        student.to(torch.promote_types(teacher.wte.weight.dtype, torch.float32)).requires_grad_(
+            True
+        )
     else:
         torch.manual_seed(config.seed)
         adapters.add_adapters(student, config.rank, config.adapter_alpha, config.method == "dora")
@@ -61,8 +75,9 @@ def make_student(teacher: GPT, plan: str, alpha: Any, config: Any) -> GPT:
 
 @torch.no_grad()
 def finished(student: GPT) -> GPT:
-    """The student as a plain GPT: adapters merged, alpha absorbed into the gains. The argument is used up; tensors that
-    it shares with a teacher stay as they are."""
+    """The student as a plain GPT: adapters merged, alpha absorbed into the gains. The argument is
+    used up; tensors that it shares with a teacher stay as they are.
+    """
     for block in student.blocks:
         block.__dict__.pop("forward", None)  # the checkpointed one
     adapters.merge(student)
@@ -70,9 +85,13 @@ def finished(student: GPT) -> GPT:
 
 
 def bytes_of(model: GPT) -> list[np.ndarray]:
-    """The bytes of each tensor of a model, for its fingerprint; of tensors that were drawn on a GPU, the first ones."""
+    """The bytes of each tensor of a model, for its fingerprint; of tensors that were drawn on a
+    GPU, the first ones.
+    """
     tensors = [tensor.detach().flatten() for tensor in model.state_dict().values()]
-    return [(t if t.device.type == "cpu" else t[:END].cpu()).view(torch.uint8).numpy() for t in tensors]
+    return [
+        (t if t.device.type == "cpu" else t[:END].cpu()).view(torch.uint8).numpy() for t in tensors
+    ]
 
 
 def teacher_config(spec: str) -> GPTConfig:

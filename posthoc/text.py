@@ -1,7 +1,8 @@
-"""Text for distillation -> packed blocks of token ids, read lazily; no labels, for the teacher gives them.
+"""Text for distillation -> packed blocks of token ids, read lazily; no labels, for the teacher
+gives them.
 
-Local jsonl, jsonl.xz, parquet and txt files, or a data set of the Hugging Face hub, streamed. A row has "text", or
-"messages", a chat that the teacher's own template turns into text.
+Local jsonl, jsonl.xz, parquet and txt files, or a data set of the Hugging Face hub, streamed. A row
+has "text", or "messages", a chat that the teacher's own template turns into text.
 """
 
 import random
@@ -21,7 +22,7 @@ from hf.hub import import_transformers
 
 
 def text_of_rows(meta: dict) -> TextOf:
-    """What a row holds, chats by the teacher's template, which is read when the first chat comes."""
+    """What a row holds; chats by the teacher's template, which is read at the first chat."""
     chat: Any = None
 
     def text_of(row: dict) -> Any:
@@ -36,13 +37,18 @@ def text_of_rows(meta: dict) -> TextOf:
 
 
 def load_chat_tokenizer(meta: dict) -> Any:
-    """transformers' tokenizer of the teacher's folder. Raises DataError where there is none, or no template in it."""
+    """transformers' tokenizer of the teacher's folder.
+
+    Raises DataError where there is none, or no template in it.
+    """
     if meta.get("tokenizer") == "hf":
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(meta["path"])
         if tokenizer.chat_template:
             return tokenizer
-    raise DataError("rows hold chats (messages), and the teacher's tokenizer has no chat template: give text, or a "
-                    "teacher that was trained on chats")  # fmt: skip
+    raise DataError(
+        "rows hold chats (messages), and the teacher's tokenizer has no chat template: give text, "
+        "or a teacher that was trained on chats"
+    )
 
 
 def hub_documents(dataset: str, split: str, text_of: TextOf) -> Iterator[Document]:
@@ -50,7 +56,9 @@ def hub_documents(dataset: str, split: str, text_of: TextOf) -> Iterator[Documen
     try:
         from datasets import load_dataset
     except ImportError:
-        raise DataError(f"{dataset}: streaming needs datasets: pip install datasets, or give --local=FILES") from None
+        raise DataError(
+            f"{dataset}: streaming needs datasets: pip install datasets, or give --local=FILES"
+        ) from None
     try:
         for row in load_dataset(dataset, split=split, streaming=True):
             yield checked(text_of(row))
@@ -58,23 +66,35 @@ def hub_documents(dataset: str, split: str, text_of: TextOf) -> Iterator[Documen
         raise
     except Exception as error:  # whatever its HTTP libraries raise
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise DataError(f"dataset={dataset}: split {split!r} cannot be had ({what}): check name and network, or give "
-                        "--local=FILES") from None  # fmt: skip
+        raise DataError(
+            f"dataset={dataset}: split {split!r} cannot be had ({what}): check name and network, "
+            "or give --local=FILES"
+        ) from None
 
 
 def teacher_tokenizer(meta: dict, n_vocab: int) -> Any:
-    """The teacher's tokenizer. Raises DataError if it has none, or tokens that the teacher does not know."""
+    """The teacher's tokenizer.
+
+    Raises DataError if it has none, or tokens that the teacher does not know.
+    """
     tokenizer = load_tokenizer(meta)
     if tokenizer.n_vocab > n_vocab:
-        raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the teacher's vocabulary {n_vocab}: they are "
-                        "not of one model")  # fmt: skip
+        raise DataError(
+            f"the tokenizer has {tokenizer.n_vocab} tokens, the teacher's vocabulary {n_vocab}: "
+            "they are not of one model"
+        )
     return tokenizer
 
 
 def blocks(documents: Iterator[Document], tokenizer: Any, length: int) -> Iterator[Tensor]:
-    """Token ids (length,), one document after another; tiktoken's end-of-text token goes before each."""
-    start = [] if isinstance(tokenizer, HFTokenizer) or not hasattr(tokenizer, "encode_single_token") else [
-        tokenizer.encode_single_token(END_OF_TEXT)]  # fmt: skip
+    """Token ids (length,), one document after another; tiktoken's end-of-text token goes before
+    each.
+    """
+    start = (
+        []
+        if isinstance(tokenizer, HFTokenizer) or not hasattr(tokenizer, "encode_single_token")
+        else [tokenizer.encode_single_token(END_OF_TEXT)]
+    )
     ids: list[int] = []
     problems, useful = Counter[str](), False
     for document in documents:
@@ -88,11 +108,15 @@ def blocks(documents: Iterator[Document], tokenizer: Any, length: int) -> Iterat
         ids = ids[full:]
     if problems and not useful:
         found = ", ".join(f"{count} times {problem}" for problem, count in problems.items())
-        raise DataError(f'no row with text to distil on ({found}): a row wants "text", or "messages"')
+        raise DataError(
+            f'no row with text to distil on ({found}): a row wants "text", or "messages"'
+        )
 
 
 def shuffled(stream: Iterator[Tensor], size: int, seed: int) -> Iterator[Tensor]:
-    """`stream` in an order drawn from a buffer of `size` blocks; a function of stream, size and seed."""
+    """`stream` in an order drawn from a buffer of `size` blocks; a function of stream, size and
+    seed.
+    """
     draw, buffer = random.Random(seed), []
     for block in stream:
         buffer.append(block)
@@ -112,8 +136,10 @@ def random_blocks(n_vocab: int, length: int, seed: int) -> Iterator[Tensor]:
 
 
 def text_fingerprint(held: list[Tensor], lists_of_files: list[str]) -> str:
-    """Name a text, for telling runs on different texts apart: its blocks of token ids that are `held`, and each file of
-    comma-separated lists. Of a data set of the hub, which has no files here, the blocks alone."""
+    """Name a text, for telling runs on different texts apart: its blocks of token ids that are
+    `held`, and each file of comma-separated lists. Of a data set of the hub, which has no files
+    here, the blocks alone.
+    """
     names = [fingerprint("blocks", [ids.flatten().numpy() for ids in held])]
     for path in [path for text in lists_of_files for path in input_files(text)]:
         is_empty = path.stat().st_size == 0  # nothing to map
@@ -123,10 +149,16 @@ def text_fingerprint(held: list[Tensor], lists_of_files: list[str]) -> str:
 
 
 def open_stream(config: Any, meta: dict, n_vocab: int, length: int, local: str) -> Iterator[Tensor]:
-    """Blocks (length,) of the files `local`, or of the config's data set on the hub where that is ""."""
+    """Blocks (length,) of the files `local`, or of the config's data set on the hub where that is
+    "".
+    """
     if config.dataset == "random" and not local:
         return random_blocks(n_vocab, length, config.seed)
     text_of = text_of_rows(meta)
     files = input_files(local)
-    documents = read_files(files, text_of) if files else hub_documents(config.dataset, config.split, text_of)
+    documents = (
+        read_files(files, text_of)
+        if files
+        else hub_documents(config.dataset, config.split, text_of)
+    )
     return blocks(documents, teacher_tokenizer(meta, n_vocab), length)

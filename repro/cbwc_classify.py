@@ -1,12 +1,14 @@
-"""Text classification with dropout on, where CBWC + RMSNorm is not LayerNorm any more: LayerNorm, RMSNorm, CBWC.
+"""Text classification with dropout on, where CBWC + RMSNorm is not LayerNorm any more: LayerNorm,
+RMSNorm, CBWC.
 
     python repro/cbwc_classify.py --out=results/cpu/cbwc_classify
 
-After section 5.3 of the CBWC paper (AG News, a small Transformer), with data that every machine has: which of eight
-packages of Python's standard library do 32 words come from? A word is a row of letters, its token a hash. About every
-fourth file, chosen by a hash of its name, is test data. The GPT's hidden states are averaged over the text, its head's
-first eight rows give the classes. Runs pair by seed (initial weights, texts, dropout); verdicts are report.py's: paired
-t interval with Holm, TOST within margins declared here. Finished runs in --out are not run again. The last line of
+After section 5.3 of the CBWC paper (AG News, a small Transformer), with data that every machine
+has: which of eight packages of Python's standard library do 32 words come from? A word is a row of
+letters, its token a hash. About every fourth file, chosen by a hash of its name, is test data. The
+GPT's hidden states are averaged over the text, its head's first eight rows give the classes. Runs
+pair by seed (initial weights, texts, dropout); verdicts are report.py's: paired t interval with
+Holm, TOST within margins declared here. Finished runs in --out are not run again. The last line of
 output is JSON.
 """
 
@@ -33,7 +35,16 @@ from configurator import key, parse_args
 from model import GPT, GPTConfig
 from training.optim import learning_rate, make_optimizer
 
-PACKAGES = ("idlelib", "asyncio", "email", "tkinter", "xml", "multiprocessing", "unittest", "importlib")
+PACKAGES = (
+    "idlelib",
+    "asyncio",
+    "email",
+    "tkinter",
+    "xml",
+    "multiprocessing",
+    "unittest",
+    "importlib",
+)
 ARMS = ("layer", "rms", "cbwc")
 Texts = list[Tensor]  # of each package: all its tokens, one file after the other
 
@@ -53,8 +64,12 @@ class ClassifyConfig(GPTConfig):
     seeds: int = key(6, "runs of each arm, seeds 1, 2, ...", least=2)
     max_iters: int = key(300, "optimiser steps", least=2)
     batch_size: int = key(32, "texts in a step", least=2)
-    learning_rate: float = key(2e-3, "highest; a cosine takes it to a tenth after 50 steps of warm-up")
-    test_texts: int = key(1024, "texts that test loss and accuracy are over, the same for every run", least=2)
+    learning_rate: float = key(
+        2e-3, "highest; a cosine takes it to a tenth after 50 steps of warm-up"
+    )
+    test_texts: int = key(
+        1024, "texts that test loss and accuracy are over, the same for every run", least=2
+    )
     delta_loss: float = key(0.02, "equivalence margin, nats per text, declared before the runs")
     delta_accuracy: float = key(0.01, "equivalence margin, share of texts")
 
@@ -67,21 +82,32 @@ def read_packages(vocab: int) -> dict[str, Texts]:
         for path in sorted((root / package).rglob("*.py")):
             name = path.relative_to(root)
             if not {"test", "tests", "idle_test"} & {*name.parts}:
-                content["train" if zlib.crc32(name.as_posix().encode()) % 4 else "test"] += path.read_bytes()
+                content["train" if zlib.crc32(name.as_posix().encode()) % 4 else "test"] += (
+                    path.read_bytes()
+                )
         for split, texts in splits.items():
             words = re.findall(rb"[a-z]+", content[split].lower())
             if len(words) < 1024:
-                raise UserError(f"{package}: no sources of it in {root}: this Python lacks a part of its library")
+                raise UserError(
+                    f"{package}: no sources of it in {root}: "
+                    "this Python lacks a part of its library"
+                )
             texts.append(torch.tensor([zlib.crc32(word) % vocab for word in words]))
     return splits
 
 
-def draw(texts: Texts, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(token ids (count, length), packages (count,)): packages equally likely, then a place in the package."""
+def draw(
+    texts: Texts, count: int, length: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """(token ids (count, length), packages (count,)): packages equally likely, then a place in the
+    package.
+    """
     targets = torch.randint(len(texts), (count,), generator=generator)
     share = torch.rand(count, generator=generator, dtype=torch.float64)
     starts = [int(s * (len(texts[t]) - length)) for s, t in zip(share.tolist(), targets.tolist())]
-    return torch.stack([texts[t][s : s + length] for s, t in zip(starts, targets.tolist())]), targets
+    return torch.stack(
+        [texts[t][s : s + length] for s, t in zip(starts, targets.tolist())]
+    ), targets
 
 
 def classify(model: GPT, ids: Tensor) -> Tensor:
@@ -90,14 +116,21 @@ def classify(model: GPT, ids: Tensor) -> Tensor:
 
 
 def run(config: ClassifyConfig, arm: str, seed: int, data: dict[str, Texts]) -> dict:
-    """Train one model; its test loss (nats per text), accuracy and training loss of the last tenth."""
+    """Train a model; its test loss (nats per text), accuracy, training loss of the last tenth."""
     model = GPT(replace(config, norm_type=arm), seed).train()
     optimizer = make_optimizer(model, config.learning_rate, (0.9, 0.95), 1e-8, 0.1)
     stream, losses = torch.Generator().manual_seed(seed), []
     for step in range(1, config.max_iters + 1):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, "cosine", 50, config.max_iters, config.learning_rate,
-                                        config.learning_rate / 10, 0.2)  # fmt: skip
+            group["lr"] = learning_rate(
+                step,
+                "cosine",
+                50,
+                config.max_iters,
+                config.learning_rate,
+                config.learning_rate / 10,
+                0.2,
+            )
         torch.manual_seed(zlib.crc32(f"{seed} {step}".encode()))  # dropout's stream
         ids, targets = draw(data["train"], config.batch_size, config.block_size, stream)
         loss = F.cross_entropy(classify(model, ids), targets)
@@ -106,33 +139,62 @@ def run(config: ClassifyConfig, arm: str, seed: int, data: dict[str, Texts]) -> 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    ids, targets = draw(data["test"], config.test_texts, config.block_size, torch.Generator().manual_seed(0))
+    ids, targets = draw(
+        data["test"], config.test_texts, config.block_size, torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         logits = torch.cat([classify(model.eval(), part) for part in ids.split(256)])
     accuracy = (logits.argmax(-1) == targets).double().mean()
-    return {"arm": arm, "seed": seed, "loss": float(F.cross_entropy(logits, targets)), "accuracy": float(accuracy),
-            "train_loss": float(np.mean(losses[-max(1, config.max_iters // 10) :]))}  # fmt: skip
+    return {
+        "arm": arm,
+        "seed": seed,
+        "loss": float(F.cross_entropy(logits, targets)),
+        "accuracy": float(accuracy),
+        "train_loss": float(np.mean(losses[-max(1, config.max_iters // 10) :])),
+    }
 
 
 def report(records: list[dict], config: ClassifyConfig) -> str:
     """Means and verdicts against LayerNorm, as Markdown."""
     lines = ["| arm | test loss | SD | accuracy | SD | training loss |", "| --- " * 6 + "|"]
-    values = {arm: sorted((r for r in records if r["arm"] == arm), key=lambda r: r["seed"]) for arm in ARMS}
+    values = {
+        arm: sorted((r for r in records if r["arm"] == arm), key=lambda r: r["seed"])
+        for arm in ARMS
+    }
     for arm, its in values.items():
-        loss, accuracy, training = (np.array([r[name] for r in its]) for name in ("loss", "accuracy", "train_loss"))
-        cells = f"{loss.mean():.4f} | {loss.std(ddof=1):.4f} | {accuracy.mean():.2%} | {accuracy.std(ddof=1):.2%}"
+        loss, accuracy, training = (
+            np.array([r[name] for r in its]) for name in ("loss", "accuracy", "train_loss")
+        )
+        cells = (
+            f"{loss.mean():.4f} | {loss.std(ddof=1):.4f} | "
+            f"{accuracy.mean():.2%} | {accuracy.std(ddof=1):.2%}"
+        )
         lines.append(f"| {arm} | {cells} | {training.mean():.4f} |")
-    lines += ["", "| metric | arm, less layer | difference | Holm interval | p Holm | p TOST (margin) | verdict "
-              "| seeds for a verdict |", "| --- " * 8 + "|"]  # fmt: skip
-    for name, delta, lower in (("loss", config.delta_loss, True), ("accuracy", config.delta_accuracy, False)):
-        differences = {arm: np.array([a[name] - b[name] for a, b in zip(values[arm], values["layer"], strict=True)])
-                       for arm in ARMS[1:]}  # fmt: skip
+    lines += [
+        "",
+        "| metric | arm, less layer | difference | Holm interval | p Holm | p TOST (margin) | "
+        "verdict | seeds for a verdict |",
+        "| --- " * 8 + "|",
+    ]
+    for name, delta, lower in (
+        ("loss", config.delta_loss, True),
+        ("accuracy", config.delta_accuracy, False),
+    ):
+        differences = {
+            arm: np.array(
+                [a[name] - b[name] for a, b in zip(values[arm], values["layer"], strict=True)]
+            )
+            for arm in ARMS[1:]
+        }
         verdicts = decide([paired(d) for d in differences.values()], delta, lower)
         for (arm, d), verdict in zip(differences.items(), verdicts):
             needed = seeds_needed(d.mean(), delta, d.std(ddof=1), 0.025) or "more than 10,000"
             low, high = verdict.interval
-            lines.append(f"| {name} | {arm} | {d.mean():+.4f} | {low:+.4f} … {high:+.4f} | {verdict.p_holm:.2g} | "
-                         f"{verdict.p_tost:.2g} ({delta}) | {verdict.word} | {needed} |")  # fmt: skip
+            lines.append(
+                f"| {name} | {arm} | {d.mean():+.4f} | {low:+.4f} … {high:+.4f} | "
+                f"{verdict.p_holm:.2g} | {verdict.p_tost:.2g} ({delta}) | {verdict.word} | "
+                f"{needed} |"
+            )
     return "\n".join(lines)
 
 
@@ -140,7 +202,11 @@ def main(argv: list[str]) -> None:
     config, _ = parse_args(ClassifyConfig, argv, __doc__)
     out, about = Path(config.out), environment(torch.device("cpu"))
     target, records = out / "records.jsonl", []
-    settings = {name: value for name, value in asdict(config).items() if name not in ("out", "seeds", "rope_scaling")}
+    settings = {
+        name: value
+        for name, value in asdict(config).items()
+        if name not in ("out", "seeds", "rope_scaling")
+    }
     with writing(out):
         if target.exists():
             first, *records = map(json.loads, target.read_text(encoding="utf-8").splitlines())

@@ -1,14 +1,18 @@
-"""MLPs with LayerNorm, RMSNorm and CBWC + RMSNorm on synthetic images: two checks of the CBWC paper.
+"""MLPs with LayerNorm, RMSNorm and CBWC + RMSNorm on synthetic images: two checks of the CBWC
+paper.
 
-    python repro/cbwc_mlp.py --study=training --out=results/cpu/cbwc_training     appendix H.4.1: one trajectory
-    python repro/cbwc_mlp.py --study=centering --out=results/cpu/cbwc_centering   appendix F: what centring does
+    python repro/cbwc_mlp.py --study=training --out=results/cpu/cbwc_training
+        appendix H.4.1: one trajectory
+    python repro/cbwc_mlp.py --study=centering --out=results/cpu/cbwc_centering
+        appendix F: what centring does
 
-training: depth 6, width 256, 40 epochs, batches of 256, learning rate 0.01, from the same weights: how far do V, the
-weights of the CBWC model, come from W, those of the LayerNorm model? A LayerNorm model that starts one rounding error
-away ("nudged") shows how far rounding alone takes two runs apart, plain RMSNorm what a real difference does.
-centering: input mean and norm of each linear, for LayerNorm and RMSNorm, plain and residual, over several seeds.
-The images are not CIFAR's (no download): ten classes of smooth random fields, a random mixture of other fields on top,
-noise, pixels in 0 .. 1, so with a mean that is not zero. A residual block is h + relu(norm(linear(h))).
+training: depth 6, width 256, 40 epochs, batches of 256, learning rate 0.01, from the same weights:
+how far do V, the weights of the CBWC model, come from W, those of the LayerNorm model? A LayerNorm
+model that starts one rounding error away ("nudged") shows how far rounding alone takes two runs
+apart, plain RMSNorm what a real difference does. centering: input mean and norm of each linear, for
+LayerNorm and RMSNorm, plain and residual, over several seeds. The images are not CIFAR's (no
+download): ten classes of smooth random fields, a random mixture of other fields on top, noise,
+pixels in 0 .. 1, so with a mean that is not zero. A residual block is h + relu(norm(linear(h))).
 Writes records.jsonl, README.md and plots into --out. The last line of output is JSON.
 """
 
@@ -35,8 +39,12 @@ from configurator import check_least, key, parse_args
 from norms import CenteredLinear, LayerNorm, RMSNorm
 
 IMAGE, CLASSES = (3, 16, 16), 10
-ARMS = {"layer": (nn.Linear, LayerNorm), "cbwc": (CenteredLinear, RMSNorm), "nudged": (nn.Linear, LayerNorm),
-        "rms": (nn.Linear, RMSNorm)}  # fmt: skip
+ARMS = {
+    "layer": (nn.Linear, LayerNorm),
+    "cbwc": (CenteredLinear, RMSNorm),
+    "nudged": (nn.Linear, LayerNorm),
+    "rms": (nn.Linear, RMSNorm),
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,9 @@ class MLPConfig:
     out: str = key("out/cbwc_mlp", "folder for results")
     width: int = key(256, "neurons of a hidden layer", least=1)
     depth: int = key(6, "training: number of linear layers")
-    plain_depths: tuple[int, ...] = key((6, 15, 35), "centering: depths without residual connections")
+    plain_depths: tuple[int, ...] = key(
+        (6, 15, 35), "centering: depths without residual connections"
+    )
     residual_depths: tuple[int, ...] = key((65, 100), "centering: depths with residual connections")
     epochs: int = key(40, "passes over the images", least=1)
     images: int = key(2560, "number of images")
@@ -58,15 +68,19 @@ class MLPConfig:
     def __post_init__(self) -> None:
         check_least(self)
         if self.images < self.batch_size:
-            raise ConfigError(f"images={self.images}: must be at least batch_size={self.batch_size}")
+            raise ConfigError(
+                f"images={self.images}: must be at least batch_size={self.batch_size}"
+            )
         if min(self.depth, *self.plain_depths, *self.residual_depths) < 2:
             raise ConfigError("a depth counts linear layers: 2 or more")
 
 
 class NormMLP(nn.Module):
-    """Linear, norm, ReLU, `depth` - 1 times, then a linear that gives the logits. x (B, pixels) -> (B, classes).
+    """Linear, norm, ReLU, `depth` - 1 times, then a linear that gives the logits. x (B, pixels) ->
+    (B, classes).
 
-    Arms begin with the same weights for the same seed. With `residual`, all but the first block add to the stream.
+    Arms begin with the same weights for the same seed. With `residual`, all but the first block add
+    to the stream.
     """
 
     def __init__(self, arm: str, depth: int, width: int, seed: int, residual: bool = False):
@@ -114,11 +128,16 @@ def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: NormMLP, config: MLPConfig, seed: int, optimizer: str = "sgd") -> Iterator[float]:
-    """Train in place; the mean loss of each epoch. The images and their order are functions of the seed alone."""
+    """Train in place; the mean loss of each epoch.
+
+    The images and their order are functions of the seed alone.
+    """
     images, targets = make_images(config.images, seed)
     images = images.to(model.head.weight.dtype)
-    make = {"sgd": lambda p: torch.optim.SGD(p, config.learning_rate, momentum=0.9, weight_decay=1e-4),
-            "adamw": lambda p: torch.optim.AdamW(p, config.learning_rate / 10, weight_decay=0.1)}  # fmt: skip
+    make = {
+        "sgd": lambda p: torch.optim.SGD(p, config.learning_rate, momentum=0.9, weight_decay=1e-4),
+        "adamw": lambda p: torch.optim.AdamW(p, config.learning_rate / 10, weight_decay=0.1),
+    }
     update, order = make[optimizer](model.parameters()), torch.Generator().manual_seed(seed)
     for _ in range(config.epochs):
         total = 0.0
@@ -133,7 +152,7 @@ def train(model: NormMLP, config: MLPConfig, seed: int, optimizer: str = "sgd") 
         yield total
 
 
-# ------------------------------------------------------------------------------------------------------------ training
+# ----------------------------------------------------------------------------------------- training
 
 
 def study_training(config: MLPConfig) -> tuple[list[dict], str]:
@@ -141,15 +160,25 @@ def study_training(config: MLPConfig) -> tuple[list[dict], str]:
     records = []
     for dtype in ("float64", "float32"):
         for optimizer in ("sgd", "adamw"):
-            models = {arm: NormMLP(arm, config.depth, config.width, seed=0).to(getattr(torch, dtype)) for arm in ARMS}
+            models = {
+                arm: NormMLP(arm, config.depth, config.width, seed=0).to(getattr(torch, dtype))
+                for arm in ARMS
+            }
             nudge(models["nudged"])
             runs = {arm: train(model, config, 0, optimizer) for arm, model in models.items()}
             for epoch, losses in enumerate(zip(*runs.values()), 1):
-                records.append({
-                    "dtype": dtype, "optimizer": optimizer, "epoch": epoch, "loss": dict(zip(runs, losses)),
-                    "apart": {arm: max_apart(models[arm], models["layer"]) for arm in ARMS},
-                    "largest_weight": max(float(p.detach().abs().max()) for p in models["layer"].parameters()),
-                })  # fmt: skip
+                records.append(
+                    {
+                        "dtype": dtype,
+                        "optimizer": optimizer,
+                        "epoch": epoch,
+                        "loss": dict(zip(runs, losses)),
+                        "apart": {arm: max_apart(models[arm], models["layer"]) for arm in ARMS},
+                        "largest_weight": max(
+                            float(p.detach().abs().max()) for p in models["layer"].parameters()
+                        ),
+                    }
+                )
             print(json.dumps(records[-1]))
     plot_training(records, Path(config.out) / "apart.png")
     arms = list(ARMS)
@@ -157,13 +186,22 @@ def study_training(config: MLPConfig) -> tuple[list[dict], str]:
     header += [f"loss: {arm}" for arm in arms]
     lines = [row(header), row(["---"] * len(header))]
     for last in (r for r in records if r["epoch"] == config.epochs):
-        same = [r["apart"] for r in records if all(r[name] == last[name] for name in ("dtype", "optimizer"))]
+        same = [
+            r["apart"]
+            for r in records
+            if all(r[name] == last[name] for name in ("dtype", "optimizer"))
+        ]
         apart = [f"{max(apart[arm] for apart in same):.1e}" for arm in arms[1:]]
         losses = [f"{last['loss'][arm]:.6f}" for arm in arms]
-        lines.append(row([last["dtype"], last["optimizer"], *apart, f"{last['largest_weight']:.2f}", *losses]))
+        lines.append(
+            row(
+                [last["dtype"], last["optimizer"], *apart, f"{last['largest_weight']:.2f}", *losses]
+            )
+        )
     about = (
-        "Apart: largest difference of any parameter to the LayerNorm model's, over all epochs (cbwc: of V to W; "
-        "nudged: LayerNorm that started one rounding error away). Loss: of training, in the last epoch."
+        "Apart: largest difference of any parameter to the LayerNorm model's, over all epochs "
+        "(cbwc: of V to W; nudged: LayerNorm that started one rounding error away). Loss: of "
+        "training, in the last epoch."
     )
     return records, "\n".join([about, "", "![apart](apart.png)", "", *lines])
 
@@ -177,16 +215,26 @@ def nudge(model: nn.Module) -> None:
 
 def max_apart(one: nn.Module, other: nn.Module) -> float:
     """Largest difference of any parameter."""
-    return max(float((a - b).abs().max().detach()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    return max(
+        float((a - b).abs().max().detach())
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
 def plot_training(records: list[dict], target: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharey=True)
     for axis, optimizer in zip(axes, ("sgd", "adamw")):
-        for number, (arm, dtype) in enumerate(product(("cbwc", "nudged", "rms"), ("float64", "float32"))):
+        for number, (arm, dtype) in enumerate(
+            product(("cbwc", "nudged", "rms"), ("float64", "float32"))
+        ):
             curve = [r for r in records if (r["dtype"], r["optimizer"]) == (dtype, optimizer)]
-            axis.semilogy([r["epoch"] for r in curve], [r["apart"][arm] for r in curve], label=f"{arm}, {dtype}",
-                          markevery=4, **style(number))  # fmt: skip
+            axis.semilogy(
+                [r["epoch"] for r in curve],
+                [r["apart"][arm] for r in curve],
+                label=f"{arm}, {dtype}",
+                markevery=4,
+                **style(number),
+            )
         axis.set(title=optimizer, xlabel="epoch")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("largest difference to LayerNorm's weights")
@@ -194,12 +242,14 @@ def plot_training(records: list[dict], target: Path) -> None:
     save(figure, target)
 
 
-# ----------------------------------------------------------------------------------------------------------- centering
+# ---------------------------------------------------------------------------------------- centering
 
 
 def study_centering(config: MLPConfig) -> tuple[list[dict], str]:
     """Records of the inputs of every linear after each epoch, and a table of them."""
-    shapes = [(depth, False) for depth in config.plain_depths] + [(depth, True) for depth in config.residual_depths]
+    shapes = [(depth, False) for depth in config.plain_depths] + [
+        (depth, True) for depth in config.residual_depths
+    ]
     records = []
     for depth, residual in shapes:
         for seed in range(config.seeds):
@@ -208,19 +258,43 @@ def study_centering(config: MLPConfig) -> tuple[list[dict], str]:
                 model = NormMLP(arm, depth, config.width, seed, residual)
                 for epoch, loss in enumerate(train(model, config, seed), 1):
                     mean, norm = model.inputs(probe).T.tolist()
-                    records.append({"depth": depth, "residual": residual, "arm": arm, "seed": seed, "epoch": epoch,
-                                    "loss": loss, "mean": mean, "norm": norm})  # fmt: skip
-                print(json.dumps({"depth": depth, "residual": residual, "seed": seed, "arm": arm, "loss": loss}))
+                    records.append(
+                        {
+                            "depth": depth,
+                            "residual": residual,
+                            "arm": arm,
+                            "seed": seed,
+                            "epoch": epoch,
+                            "loss": loss,
+                            "mean": mean,
+                            "norm": norm,
+                        }
+                    )
+                print(
+                    json.dumps(
+                        {
+                            "depth": depth,
+                            "residual": residual,
+                            "seed": seed,
+                            "arm": arm,
+                            "loss": loss,
+                        }
+                    )
+                )
     for what in ("norm", "mean"):
         plot_centering(records, shapes, what, Path(config.out) / f"{what}.png")
-    lines = ["| MLP | last input, LN | RMS | RMS / LN | all layers, RMS / LN | over training, RMS / LN "
-             "| layers with RMS > LN | last loss, LN | RMS |", "| --- " * 9 + "|"]  # fmt: skip
+    lines = [
+        "| MLP | last input, LN | RMS | RMS / LN | all layers, RMS / LN | over training, RMS / LN "
+        "| layers with RMS > LN | last loss, LN | RMS |",
+        "| --- " * 9 + "|",
+    ]
     lines += [centering_row(records, *shape) for shape in shapes]
     about = (
-        f"Input norms at the end of training, geometric mean over {config.seeds} seeds; RMS / LN paired by seed, with "
-        "its 95 % t interval. Last input: of the last linear. All layers: the geometric mean over the linears but the "
-        "first. Over training: the largest by the smallest norm of the last input, over epochs. Layers with RMS > LN: "
-        "in every seed. Last loss: training loss of the last epoch, mean over seeds."
+        f"Input norms at the end of training, geometric mean over {config.seeds} seeds; RMS / LN "
+        "paired by seed, with its 95 % t interval. Last input: of the last linear. All layers: "
+        "the geometric mean over the linears but the first. Over training: the largest by the "
+        "smallest norm of the last input, over epochs. Layers with RMS > LN: in every seed. Last "
+        "loss: training loss of the last epoch, mean over seeds."
     )
     return records, "\n".join([about, "", "![norm](norm.png)", "", "![mean](mean.png)", "", *lines])
 
@@ -234,9 +308,14 @@ def select(records: list[dict], depth: int, residual: bool, arm: str, what: str)
 
 def centering_row(records: list[dict], depth: int, residual: bool) -> str:
     layer, rms = (select(records, depth, residual, arm, "norm") for arm in ("layer", "rms"))
-    losses = [select(records, depth, residual, arm, "loss")[:, -1].mean() for arm in ("layer", "rms")]
-    measures = [lambda x: x[:, -1, -1], lambda x: np.exp(np.log(x[:, -1, 1:]).mean(-1)),
-                lambda x: x[:, :, -1].max(1) / x[:, :, -1].min(1)]  # fmt: skip
+    losses = [
+        select(records, depth, residual, arm, "loss")[:, -1].mean() for arm in ("layer", "rms")
+    ]
+    measures = [
+        lambda x: x[:, -1, -1],
+        lambda x: np.exp(np.log(x[:, -1, 1:]).mean(-1)),
+        lambda x: x[:, :, -1].max(1) / x[:, :, -1].min(1),
+    ]
     cells = []
     for measure in measures:
         ratio = paired_ratio(measure(rms), measure(layer))
@@ -255,16 +334,25 @@ def row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def plot_centering(records: list[dict], shapes: list[tuple[int, bool]], what: str, target: Path) -> None:
-    """Above: over layers, after training. Below: of the last layer, over epochs. Band: all seeds."""
-    figure, axes = plt.subplots(2, len(shapes), figsize=(3.6 * len(shapes), 6), layout="constrained", squeeze=False)
+def plot_centering(
+    records: list[dict], shapes: list[tuple[int, bool]], what: str, target: Path
+) -> None:
+    """Above: over layers, after training.
+
+    Below: of the last layer, over epochs. Band: all seeds.
+    """
+    figure, axes = plt.subplots(
+        2, len(shapes), figsize=(3.6 * len(shapes), 6), layout="constrained", squeeze=False
+    )
     for column, (depth, residual) in enumerate(shapes):
         for number, arm in enumerate(("layer", "rms")):
             values = select(records, depth, residual, arm, what)
             for axis, curves in zip(axes[:, column], (values[:, -1, 1:], values[:, :, -1])):
                 x, look = np.arange(1, curves.shape[1] + 1), style(number)
                 axis.plot(x, curves.mean(0), label=arm, markevery=max(1, len(x) // 12), **look)
-                axis.fill_between(x, curves.min(0), curves.max(0), color=look["color"], alpha=0.18, linewidth=0)
+                axis.fill_between(
+                    x, curves.min(0), curves.max(0), color=look["color"], alpha=0.18, linewidth=0
+                )
                 axis.grid(alpha=0.3)
         axes[0, column].set(title=title(depth, residual), xlabel="linear layer (without the first)")
         axes[1, column].set(xlabel="epoch")
@@ -274,8 +362,10 @@ def plot_centering(records: list[dict], shapes: list[tuple[int, bool]], what: st
     save(figure, target)
 
 
-STUDIES = {"training": (study_training, "CBWC + RMSNorm and LayerNorm train alike"),
-           "centering": (study_centering, "Inputs of linear layers, LayerNorm and RMSNorm")}  # fmt: skip
+STUDIES = {
+    "training": (study_training, "CBWC + RMSNorm and LayerNorm train alike"),
+    "centering": (study_centering, "Inputs of linear layers, LayerNorm and RMSNorm"),
+}
 
 
 def main(argv: list[str]) -> None:
@@ -287,8 +377,13 @@ def main(argv: list[str]) -> None:
         lines = [json.dumps({"config": asdict(config), **about}), *map(json.dumps, records)]
         write_bytes_atomically(out / "records.jsonl", ("\n".join(lines) + "\n").encode())
         command = f"`python repro/cbwc_mlp.py {' '.join(argv)}`"
-        machine = f"{about['device']}, torch {about['versions']['torch']}, commit {about['git'][:7]}"
-        text = f"# {heading}\n\n{command}: {machine}. Synthetic images, as its docstring says.\n\n{table}\n"
+        machine = (
+            f"{about['device']}, torch {about['versions']['torch']}, commit {about['git'][:7]}"
+        )
+        text = (
+            f"# {heading}\n\n{command}: {machine}. Synthetic images, as its docstring says.\n\n"
+            f"{table}\n"
+        )
         write_bytes_atomically(out / "README.md", text.encode())
     print(table)
     print(json.dumps({"study": config.study, "records": len(records), "out": str(out)}))

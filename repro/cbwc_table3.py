@@ -1,10 +1,14 @@
-"""The paper's Table 3 beside ours, and the same counts for many more architectures, each with a certificate.
+"""The paper's Table 3 beside ours, and the same counts for many more architectures, each with a
+certificate.
 
-    python repro/cbwc_table3.py --out=results/fold                      everything: README.md, models.jsonl
-    python repro/cbwc_table3.py --rules=paper --models=gpt2,bert,bloom  counts by the paper's rules alone, on the screen
+    python repro/cbwc_table3.py --out=results/fold
+        everything: README.md, models.jsonl
+    python repro/cbwc_table3.py --rules=paper --models=gpt2,bert,bloom
+        counts by the paper's rules alone, on the screen
 
-Models have random weights, small widths and, for the table, the full number of layers; gains, biases and means are
-moved away from their initial values. Every fold is checked in float64 on given and fresh inputs and weights.
+Models have random weights, small widths and, for the table, the full number of layers; gains,
+biases and means are moved away from their initial values. Every fold is checked in float64 on given
+and fresh inputs and weights.
 """
 
 import json
@@ -26,13 +30,15 @@ from repro.fold_models import MODELS, TABLE3, build
 
 COUNTS = ("total", "strict", "untied", "practical", "inserted")
 VMAMBA = """
-VMamba's row is not reproduced. The paper prints 0 strict and 36 practical. Its model is not transformers', so ours is a
-stand-in (repro/fold_models.py): the 51 norms of VMamba-T where they are there, small widths, random weights. By the
-paper's rules 36 of these fold, but strictly, with nothing inserted: all but the 15 behind the selective scans, and each
-of those would take a centring right in front (51 practical). So 36 is met as another count, and why the paper has 0
-strict, though its rules centre the convolutions in the stem, is not known: it does not say how VMamba was counted.
-Exactly, 5 fold strictly and 10 with one centring: in the first three stages the residual stream is read by a
-convolution that halves the picture, not by a norm, and that would feel a centred stream."""
+VMamba's row is not reproduced. The paper prints 0 strict and 36 practical. Its model is not
+transformers', so ours is a stand-in (repro/fold_models.py): the 51 norms of VMamba-T where they
+are there, small widths, random weights. By the paper's rules 36 of these fold, but strictly,
+with nothing inserted: all but the 15 behind the selective scans, and each of those would take a
+centring right in front (51 practical). So 36 is met as another count, and why the paper has 0
+strict, though its rules centre the convolutions in the stem, is not known: it does not say how
+VMamba was counted. Exactly, 5 fold strictly and 10 with one centring: in the first three stages
+the residual stream is read by a convolution that halves the picture, not by a norm, and that
+would feel a centred stream."""
 
 
 @dataclass(frozen=True)
@@ -40,54 +46,88 @@ class Table3Config:
     """Keys of cbwc_table3.py."""
 
     models: str = key("", "names of models, separated by commas ('': all)")
-    rules: str = key("exact", "exact: count both ways and fold; paper: only count, by the paper's rules",
-                     ("exact", "paper"))  # fmt: skip
+    rules: str = key(
+        "exact",
+        "exact: count both ways and fold; paper: only count, by the paper's rules",
+        ("exact", "paper"),
+    )
     out: str = key("", "folder for README.md and models.jsonl ('': the screen alone)")
 
 
 def measure(name: str, rules: str, git: str) -> dict:
-    """Counts by our rules and by the paper's; the fold with everything that is worth it, and its error."""
+    """Counts by our rules and by the paper's; the fold with everything that is worth it, and its
+    error.
+    """
     model, inputs = build(name)
     start = time.process_time()
     report = analyze(model, inputs)
     paper = report.by("paper")
-    record = {"model": name, "class": report.model, "git": git,
-              "paper_rules": {c: getattr(paper, c) for c in COUNTS}}  # fmt: skip
+    record = {
+        "model": name,
+        "class": report.model,
+        "git": git,
+        "paper_rules": {c: getattr(paper, c) for c in COUNTS},
+    }
     if rules == "paper":
         return record
     _, certificate = fold(model, report, untie=True, insert=True)
-    refused = sorted(dict.fromkeys(row.reason for row in report.rows if row.verdict in ("refused", "no gain")), key=len)
+    refused = sorted(
+        dict.fromkeys(row.reason for row in report.rows if row.verdict in ("refused", "no gain")),
+        key=len,
+    )
     return record | {
-        **{c: getattr(report, c) for c in COUNTS}, "worth": report.worth, "ok": certificate.ok,
-        "folded": certificate.folded, "inserted_by_fold": certificate.inserted, "max_rel": certificate.max_rel,
-        "refusals": refused[:3], "cpu_seconds": round(time.process_time() - start, 1),
-    }  # fmt: skip
+        **{c: getattr(report, c) for c in COUNTS},
+        "worth": report.worth,
+        "ok": certificate.ok,
+        "folded": certificate.folded,
+        "inserted_by_fold": certificate.inserted,
+        "max_rel": certificate.max_rel,
+        "refusals": refused[:3],
+        "cpu_seconds": round(time.process_time() - start, 1),
+    }
 
 
 def readme(records: list[dict], where: dict) -> str:
     """Both tables as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    lines = ["# Which LayerNorms fold", "", __doc__.splitlines()[0], "",
-             "Made by `repro/cbwc_table3.sh`; the commit of each line is in models.jsonl. "
-             f"{where['device']}; {versions}.", "",
-             "| model | norms | paper: strict, practical | by its rules: strict, practical | ours: strict | untied | "
-             "practical (inserted) |", "| --- " * 7 + "|"]  # fmt: skip
+    lines = [
+        "# Which LayerNorms fold",
+        "",
+        " ".join(__doc__.split("\n\n")[0].split()),
+        "",
+        "Made by `repro/cbwc_table3.sh`; the commit of each line is in models.jsonl. "
+        f"{where['device']}; {versions}.",
+        "",
+        "| model | norms | paper: strict, practical | by its rules: strict, practical | ours: "
+        "strict | untied | practical (inserted) |",
+        "| --- " * 7 + "|",
+    ]
     for r in records:
         if r["model"] in TABLE3:
             total, strict, practical = TABLE3[r["model"]]
             rules = r["paper_rules"]
-            lines.append(f"| {r['model']} | {total} | {strict}, {practical} | {rules['strict']}, {rules['practical']} "
-                         f"| {r['strict']} | {r['untied']} | {r['practical']} ({r['inserted']}) |")  # fmt: skip
+            lines.append(
+                f"| {r['model']} | {total} | {strict}, {practical} | {rules['strict']}, "
+                f"{rules['practical']} | {r['strict']} | {r['untied']} | {r['practical']} "
+                f"({r['inserted']}) |"
+            )
     lines += [VMAMBA] * any(r["model"] == "vmamba" for r in records)
-    lines += ["", "All models. `folded` is what `fold(untie=True, insert=True)` did: centrings only where they fold "
-              "more norms than they are.", "", "| model | norms | strict | untied | practical (inserted) | worth it "
-              "| folded (inserted) | float64 error | what stands in the way, for one |",
-              "| --- " * 9 + "|"]  # fmt: skip
+    lines += [
+        "",
+        "All models. `folded` is what `fold(untie=True, insert=True)` did: centrings only where "
+        "they fold more norms than they are.",
+        "",
+        "| model | norms | strict | untied | practical (inserted) | worth it "
+        "| folded (inserted) | float64 error | what stands in the way, for one |",
+        "| --- " * 9 + "|",
+    ]
     for r in records:
         why = r["refusals"][0] if r["refusals"] else ""
-        lines.append(f"| {r['class']} | {r['total']} | {r['strict']} | {r['untied']} | {r['practical']} "
-                     f"({r['inserted']}) | {'yes' if r['worth'] else 'no'} | {r['folded']} ({r['inserted_by_fold']}) | "
-                     f"{r['max_rel']:.0e} | {why} |")  # fmt: skip
+        lines.append(
+            f"| {r['class']} | {r['total']} | {r['strict']} | {r['untied']} | {r['practical']} "
+            f"({r['inserted']}) | {'yes' if r['worth'] else 'no'} | {r['folded']} "
+            f"({r['inserted_by_fold']}) | {r['max_rel']:.0e} | {why} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -100,9 +140,12 @@ def main(argv: list[str]) -> None:
     if config.out:
         Path(config.out).mkdir(parents=True, exist_ok=True)
     stored = Path(config.out) / "models.jsonl" if config.out else None
-    records, git = {}, environment(torch.device("cpu"))["git"]  # before models.jsonl changes the tree
+    # before models.jsonl changes the tree
+    records, git = {}, environment(torch.device("cpu"))["git"]
     if stored and stored.exists() and config.models:
-        records = {record["model"]: record for record in map(json.loads, stored.read_text().splitlines())}
+        records = {
+            record["model"]: record for record in map(json.loads, stored.read_text().splitlines())
+        }
     for name in names:
         record = measure(name, config.rules, git)
         print(json.dumps(record), flush=True)

@@ -1,7 +1,8 @@
-"""Small models with random weights, for counting and folding their LayerNorms: the seven of the paper's Table 3 with
-their full number of layers, and many more of other shapes.
+"""Small models with random weights, for counting and folding their LayerNorms: the seven of the
+paper's Table 3 with their full number of layers, and many more of other shapes.
 
-    build(name) -> (model in float64 and eval mode, every gain, bias and mean moved away from its initial value; inputs)
+    build(name) -> (model in float64 and eval mode, every gain, bias and mean moved away from its
+                    initial value; inputs)
 """
 
 from typing import Any
@@ -16,76 +17,212 @@ from hf.hub import import_transformers
 hf = import_transformers()
 
 # Table 3 of "Enjoy Your Layer Normalization": LayerNorms, foldable, foldable in practice.
-TABLE3 = {"gpt2": (25, 0, 25), "bert": (25, 24, 25), "vit": (25, 0, 25), "phi": (25, 0, 25), "opt": (25, 0, 25),
-          "bloom": (6, 5, 6), "vmamba": (51, 0, 36)}  # fmt: skip
+TABLE3 = {
+    "gpt2": (25, 0, 25),
+    "bert": (25, 24, 25),
+    "vit": (25, 0, 25),
+    "phi": (25, 0, 25),
+    "opt": (25, 0, 25),
+    "bloom": (6, 5, 6),
+    "vmamba": (51, 0, 36),
+}
 
 VOCAB = dict(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SIZE = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4)
 IMAGE = dict(image_size=16, patch_size=8)
-SEQ2SEQ = dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
-               encoder_attention_heads=4, decoder_attention_heads=4, decoder_start_token_id=2, **VOCAB)  # fmt: skip
-AUDIO = dict(conv_dim=(16, 16), conv_stride=(4, 4), conv_kernel=(8, 4), num_conv_pos_embeddings=4,
-             num_conv_pos_embedding_groups=2, num_feat_extract_layers=2)  # fmt: skip
-PYRAMID = dict(num_encoder_blocks=2, sr_ratios=[2, 1], hidden_sizes=[16, 32], patch_sizes=[7, 3], strides=[2, 2],
-               num_attention_heads=[2, 4], mlp_ratios=[2, 2])  # fmt: skip
+SEQ2SEQ = dict(
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_ffn_dim=64,
+    decoder_ffn_dim=64,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    decoder_start_token_id=2,
+    **VOCAB,
+)
+AUDIO = dict(
+    conv_dim=(16, 16),
+    conv_stride=(4, 4),
+    conv_kernel=(8, 4),
+    num_conv_pos_embeddings=4,
+    num_conv_pos_embedding_groups=2,
+    num_feat_extract_layers=2,
+)
+PYRAMID = dict(
+    num_encoder_blocks=2,
+    sr_ratios=[2, 1],
+    hidden_sizes=[16, 32],
+    patch_sizes=[7, 3],
+    strides=[2, 2],
+    num_attention_heads=[2, 4],
+    mlp_ratios=[2, 2],
+)
 SWIN = dict(embed_dim=16, depths=[2, 2], num_heads=[2, 2], image_size=16, patch_size=2)
 
 TWELVE = dict(n_layer=12, n_embd=32, n_head=4, n_positions=16, **VOCAB)
 DEEP = {**SIZE, "num_hidden_layers": 12}
-OPT = dict(num_hidden_layers=12, hidden_size=32, ffn_dim=64, num_attention_heads=4, word_embed_proj_dim=32,
-           max_position_embeddings=16, **VOCAB)  # fmt: skip
+OPT = dict(
+    num_hidden_layers=12,
+    hidden_size=32,
+    ffn_dim=64,
+    num_attention_heads=4,
+    word_embed_proj_dim=32,
+    max_position_embeddings=16,
+    **VOCAB,
+)
+
+
+def entry(name: str, inputs: str, **config: Any) -> tuple[str, dict[str, Any], str]:
+    """A row of MODELS: class, configuration, kind of input."""
+    return name, config, inputs
+
 
 # name -> (class, configuration, kind of input)
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gpt2": ("GPT2Model", TWELVE, "ids"),
-    "gpt2_lm": ("GPT2LMHeadModel", TWELVE, "ids"),
-    "bert": ("BertModel", dict(**DEEP, **VOCAB), "both"),
-    "vit": ("ViTModel", dict(**DEEP, **IMAGE), "image"),
-    "phi": ("PhiModel", {**SIZE, **VOCAB, "num_hidden_layers": 24}, "ids"),
-    "opt": ("OPTModel", OPT, "ids"),
-    "opt_lm": ("OPTForCausalLM", OPT, "ids"),
-    "bloom": ("BloomModel", dict(n_layer=2, hidden_size=32, n_head=4, **VOCAB), "ids"),
-    "gpt_neox": ("GPTNeoXModel", dict(**SIZE, **VOCAB), "ids"),
-    "gptj": ("GPTJModel", dict(n_layer=2, n_embd=32, n_head=4, rotary_dim=4, n_positions=16, **VOCAB), "ids"),
-    "falcon": ("FalconModel", dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_kv_heads=2,
-                                   new_decoder_architecture=True, **VOCAB), "ids"),
-    "mpt": ("MptModel", dict(n_layers=2, d_model=32, n_heads=4, max_seq_len=16, **VOCAB), "ids"),
-    "stablelm": ("StableLmModel", dict(**SIZE, num_key_value_heads=2, qk_layernorm=True, **VOCAB), "ids"),
-    "olmo": ("OlmoModel", dict(**SIZE, num_key_value_heads=2, **VOCAB), "ids"),
-    "xglm": ("XGLMModel", dict(num_layers=2, d_model=32, ffn_dim=64, attention_heads=4, max_position_embeddings=16,
-                               **VOCAB), "ids"),
-    "albert": ("AlbertModel", dict(**SIZE, embedding_size=16, **VOCAB), "both"),
-    "deberta_v2": ("DebertaV2Model", dict(**SIZE, relative_attention=True, pos_att_type=["p2c", "c2p"], **VOCAB),
-                   "both"),
-    "fnet": ("FNetModel", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=64, **VOCAB), "fnet"),
-    "rwkv": ("RwkvModel", dict(hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, intermediate_size=64,
-                               **VOCAB), "ids"),
-    "bart": ("BartModel", dict(**SEQ2SEQ, max_position_embeddings=16), "seq2seq"),
-    "mbart": ("MBartModel", dict(**SEQ2SEQ, max_position_embeddings=16), "seq2seq"),
-    "whisper": ("WhisperModel", dict(**SEQ2SEQ, num_mel_bins=8, max_source_positions=10, max_target_positions=16),
-                "speech"),
-    "wav2vec2": ("Wav2Vec2Model", dict(**SIZE, **AUDIO, do_stable_layer_norm=True, feat_extract_norm="layer"), "wave"),
-    "hubert": ("HubertModel", dict(**SIZE, **AUDIO), "wave"),
-    "ast": ("ASTModel", dict(**SIZE, patch_size=4, frequency_stride=4, time_stride=4, max_length=16, num_mel_bins=8),
-            "spectrum"),
-    "beit": ("BeitForImageClassification", dict(**SIZE, **IMAGE, use_relative_position_bias=True), "image"),
-    "dinov2": ("Dinov2Model", dict(num_hidden_layers=2, hidden_size=32, mlp_ratio=2, num_attention_heads=4, **IMAGE),
-               "image"),
-    "swin": ("SwinModel", dict(**SWIN, window_size=2), "image"),
-    "swinv2": ("Swinv2Model", dict(**SWIN, window_size=4), "image"),
-    "convnext": ("ConvNextModel", dict(hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, patch_size=2), "image"),
-    "segformer": ("SegformerModel", dict(**PYRAMID, depths=[2, 2]), "image"),
-    "siglip": ("SiglipVisionModel", dict(**SIZE, **IMAGE), "image"),
-    "clip": ("CLIPModel", dict(text_config=dict(**SIZE, max_position_embeddings=16, **VOCAB),
-                               vision_config=dict(**SIZE, **IMAGE), projection_dim=16), "pair"),
-    "detr": ("DetrModel", dict(
-        use_timm_backbone=False, use_pretrained_backbone=False, backbone=None, num_queries=5,
-        backbone_config=dict(model_type="resnet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
-                             out_features=["stage2"]),
-        **{name: value for name, value in SEQ2SEQ.items() if name not in VOCAB and "token" not in name}), "image"),
-    "vit_mae": ("ViTMAEModel", dict(**SIZE, **IMAGE, decoder_num_attention_heads=4, decoder_hidden_size=16), "image"),
-    "timesformer": ("TimesformerModel", dict(**SIZE, **IMAGE, num_frames=2), "video"),
-}  # fmt: skip
+    "gpt2": entry("GPT2Model", "ids", **TWELVE),
+    "gpt2_lm": entry("GPT2LMHeadModel", "ids", **TWELVE),
+    "bert": entry("BertModel", "both", **DEEP, **VOCAB),
+    "vit": entry("ViTModel", "image", **DEEP, **IMAGE),
+    "phi": entry("PhiModel", "ids", **{**SIZE, **VOCAB, "num_hidden_layers": 24}),
+    "opt": entry("OPTModel", "ids", **OPT),
+    "opt_lm": entry("OPTForCausalLM", "ids", **OPT),
+    "bloom": entry("BloomModel", "ids", n_layer=2, hidden_size=32, n_head=4, **VOCAB),
+    "gpt_neox": entry("GPTNeoXModel", "ids", **SIZE, **VOCAB),
+    "gptj": entry(
+        "GPTJModel", "ids", n_layer=2, n_embd=32, n_head=4, rotary_dim=4, n_positions=16, **VOCAB
+    ),
+    "falcon": entry(
+        "FalconModel",
+        "ids",
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        **VOCAB,
+    ),
+    "mpt": entry("MptModel", "ids", n_layers=2, d_model=32, n_heads=4, max_seq_len=16, **VOCAB),
+    "stablelm": entry(
+        "StableLmModel", "ids", **SIZE, num_key_value_heads=2, qk_layernorm=True, **VOCAB
+    ),
+    "olmo": entry("OlmoModel", "ids", **SIZE, num_key_value_heads=2, **VOCAB),
+    "xglm": entry(
+        "XGLMModel",
+        "ids",
+        num_layers=2,
+        d_model=32,
+        ffn_dim=64,
+        attention_heads=4,
+        max_position_embeddings=16,
+        **VOCAB,
+    ),
+    "albert": entry("AlbertModel", "both", **SIZE, embedding_size=16, **VOCAB),
+    "deberta_v2": entry(
+        "DebertaV2Model",
+        "both",
+        **SIZE,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        **VOCAB,
+    ),
+    "fnet": entry(
+        "FNetModel", "fnet", num_hidden_layers=2, hidden_size=32, intermediate_size=64, **VOCAB
+    ),
+    "rwkv": entry(
+        "RwkvModel",
+        "ids",
+        hidden_size=32,
+        num_hidden_layers=2,
+        attention_hidden_size=32,
+        intermediate_size=64,
+        **VOCAB,
+    ),
+    "bart": entry("BartModel", "seq2seq", **SEQ2SEQ, max_position_embeddings=16),
+    "mbart": entry("MBartModel", "seq2seq", **SEQ2SEQ, max_position_embeddings=16),
+    "whisper": entry(
+        "WhisperModel",
+        "speech",
+        **SEQ2SEQ,
+        num_mel_bins=8,
+        max_source_positions=10,
+        max_target_positions=16,
+    ),
+    "wav2vec2": entry(
+        "Wav2Vec2Model",
+        "wave",
+        **SIZE,
+        **AUDIO,
+        do_stable_layer_norm=True,
+        feat_extract_norm="layer",
+    ),
+    "hubert": entry("HubertModel", "wave", **SIZE, **AUDIO),
+    "ast": entry(
+        "ASTModel",
+        "spectrum",
+        **SIZE,
+        patch_size=4,
+        frequency_stride=4,
+        time_stride=4,
+        max_length=16,
+        num_mel_bins=8,
+    ),
+    "beit": entry(
+        "BeitForImageClassification", "image", **SIZE, **IMAGE, use_relative_position_bias=True
+    ),
+    "dinov2": entry(
+        "Dinov2Model",
+        "image",
+        num_hidden_layers=2,
+        hidden_size=32,
+        mlp_ratio=2,
+        num_attention_heads=4,
+        **IMAGE,
+    ),
+    "swin": entry("SwinModel", "image", **SWIN, window_size=2),
+    "swinv2": entry("Swinv2Model", "image", **SWIN, window_size=4),
+    "convnext": entry(
+        "ConvNextModel", "image", hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, patch_size=2
+    ),
+    "segformer": entry("SegformerModel", "image", **PYRAMID, depths=[2, 2]),
+    "siglip": entry("SiglipVisionModel", "image", **SIZE, **IMAGE),
+    "clip": entry(
+        "CLIPModel",
+        "pair",
+        text_config=dict(**SIZE, max_position_embeddings=16, **VOCAB),
+        vision_config=dict(**SIZE, **IMAGE),
+        projection_dim=16,
+    ),
+    "detr": entry(
+        "DetrModel",
+        "image",
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        num_queries=5,
+        backbone_config=dict(
+            model_type="resnet",
+            embedding_size=8,
+            hidden_sizes=[8, 16],
+            depths=[1, 1],
+            out_features=["stage2"],
+        ),
+        **{
+            name: value
+            for name, value in SEQ2SEQ.items()
+            if name not in VOCAB and "token" not in name
+        },
+    ),
+    "vit_mae": entry(
+        "ViTMAEModel",
+        "image",
+        **SIZE,
+        **IMAGE,
+        decoder_num_attention_heads=4,
+        decoder_hidden_size=16,
+    ),
+    "timesformer": entry("TimesformerModel", "video", **SIZE, **IMAGE, num_frames=2),
+}
 
 
 def inputs_of(kind: str) -> dict[str, Any]:
@@ -94,13 +231,17 @@ def inputs_of(kind: str) -> dict[str, Any]:
     ids, image = torch.randint(3, 50, (2, 7)), torch.randn(2, 3, 16, 16, dtype=torch.float64)
     return {
         "ids": dict(input_ids=ids, use_cache=False),
-        "both": dict(input_ids=ids, attention_mask=torch.ones_like(ids).index_fill(1, torch.tensor([6]), 0)),
+        "both": dict(
+            input_ids=ids, attention_mask=torch.ones_like(ids).index_fill(1, torch.tensor([6]), 0)
+        ),
         "fnet": dict(input_ids=ids),
         "image": dict(pixel_values=image),
         "video": dict(pixel_values=torch.stack([image, image.flip(0)], 1)),
         "pair": dict(input_ids=ids, pixel_values=image),
         "seq2seq": dict(input_ids=ids, decoder_input_ids=ids[:, :5], use_cache=False),
-        "speech": dict(input_features=torch.randn(2, 8, 20).double(), decoder_input_ids=ids, use_cache=False),
+        "speech": dict(
+            input_features=torch.randn(2, 8, 20).double(), decoder_input_ids=ids, use_cache=False
+        ),
         "wave": dict(input_values=torch.randn(2, 400, dtype=torch.float64)),
         "spectrum": dict(input_values=image[:, 0, :, :8]),
     }[kind]
@@ -116,7 +257,10 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any] | tuple]:
         kind, config, given = MODELS[name]
         torch.manual_seed(0)
         if isinstance(config.get("backbone_config"), dict):
-            config = {**config, "backbone_config": hf.AutoConfig.for_model(**config["backbone_config"])}
+            config = {
+                **config,
+                "backbone_config": hf.AutoConfig.for_model(**config["backbone_config"]),
+            }
         cls = getattr(hf, kind)
         model, inputs = cls(cls.config_class(**config)), inputs_of(given)
     model = model.double().eval()
@@ -124,14 +268,16 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any] | tuple]:
     return model, inputs
 
 
-# --------------------------------------------------------------------------------------------------- a selective scan
+# --------------------------------------------------------------------------------- a selective scan
 
 
 class SelectiveScan(nn.Module):
-    """SS2D of VMamba (Liu et al. 2024) over two directions: (B, H, W, C) -> (B, H, W, C), with its `out_norm`.
+    """SS2D of VMamba (Liu et al. 2024) over two directions: (B, H, W, C) -> (B, H, W, C), with its
+    `out_norm`.
 
-    h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t, y_t = C_t h_t + D x_t (Mamba, equation 2), written as one product
-    with decays exp(A (s_t - s_u)), s the running sum of delta: fine for the few positions here.
+    h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t, y_t = C_t h_t + D x_t (Mamba, equation 2),
+    written as one product with decays exp(A (s_t - s_u)), s the running sum of delta: fine for the
+    few positions here.
     """
 
     def __init__(self, channels: int, states: int = 2):
@@ -140,17 +286,22 @@ class SelectiveScan(nn.Module):
         self.in_proj = nn.Linear(channels, 2 * inner)
         self.conv = nn.Conv2d(inner, inner, 3, padding=1, groups=inner)
         self.x_proj = nn.Linear(inner, inner + 2 * states)
-        self.A_log, self.D = nn.Parameter(torch.zeros(inner, states)), nn.Parameter(torch.ones(inner))
+        self.A_log, self.D = (
+            nn.Parameter(torch.zeros(inner, states)),
+            nn.Parameter(torch.ones(inner)),
+        )
         self.states = states
         self.out_norm, self.out_proj = nn.LayerNorm(inner), nn.Linear(inner, channels)
 
     def scan(self, x: Tensor) -> Tensor:
-        delta, b, c = self.x_proj(x).split([x.shape[-1], self.states, self.states], -1)  # (B, L, D), (B, L, N) twice
+        # (B, L, D), (B, L, N) twice
+        delta, b, c = self.x_proj(x).split([x.shape[-1], self.states, self.states], -1)
         delta = F.softplus(delta)
         time = delta.cumsum(1)  # (B, L, D)
         later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         gaps = (time[:, :, None] - time[:, None]).masked_fill(~later[:, :, None], 0)  # (B, L, L, D)
-        decay = torch.exp(-gaps[..., None] * self.A_log.exp()) * later[:, :, None, None]  # (B, L, L, D, N)
+        # (B, L, L, D, N)
+        decay = torch.exp(-gaps[..., None] * self.A_log.exp()) * later[:, :, None, None]
         mixed = torch.einsum("btudn,btn,bun->btud", decay, c, b)
         return torch.einsum("btud,bud->btd", mixed, delta * x) + self.D * x
 
@@ -166,8 +317,14 @@ class ScanBlock(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        self.norm, self.op, self.norm2 = nn.LayerNorm(channels), SelectiveScan(channels), nn.LayerNorm(channels)
-        self.mlp = nn.Sequential(nn.Linear(channels, 2 * channels), nn.GELU(), nn.Linear(2 * channels, channels))
+        self.norm, self.op, self.norm2 = (
+            nn.LayerNorm(channels),
+            SelectiveScan(channels),
+            nn.LayerNorm(channels),
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(channels, 2 * channels), nn.GELU(), nn.Linear(2 * channels, channels)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.op(self.norm(x))
@@ -182,20 +339,28 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 class VMamba(nn.Module):
-    """The norms of VMamba-T, in small: 15 blocks with three norms each (one behind the scan), two in the stem, three
-    behind the convolutions that halve the picture, one in front of the head: 51."""
+    """The norms of VMamba-T, in small: 15 blocks with three norms each (one behind the scan), two
+    in the stem, three behind the convolutions that halve the picture, one in front of the head: 51.
+    """
 
     def __init__(self, depths: tuple[int, ...] = (2, 2, 9, 2), channels: int = 4):
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, channels, 3, 2, 1), LayerNorm2d(channels), nn.GELU(),
-            nn.Conv2d(channels, channels, 3, 2, 1), LayerNorm2d(channels),
-        )  # fmt: skip
+            nn.Conv2d(3, channels, 3, 2, 1),
+            LayerNorm2d(channels),
+            nn.GELU(),
+            nn.Conv2d(channels, channels, 3, 2, 1),
+            LayerNorm2d(channels),
+        )
         widths = [channels * 2**stage for stage in range(len(depths))]
-        self.stages = nn.ModuleList(nn.Sequential(*[ScanBlock(width) for _ in range(depth)])
-                                    for width, depth in zip(widths, depths))  # fmt: skip
-        self.halve = nn.ModuleList(nn.Sequential(nn.Conv2d(width, 2 * width, 3, 2, 1), LayerNorm2d(2 * width))
-                                   for width in widths[:-1])  # fmt: skip
+        self.stages = nn.ModuleList(
+            nn.Sequential(*[ScanBlock(width) for _ in range(depth)])
+            for width, depth in zip(widths, depths)
+        )
+        self.halve = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, 2 * width, 3, 2, 1), LayerNorm2d(2 * width))
+            for width in widths[:-1]
+        )
         self.norm, self.head = nn.LayerNorm(widths[-1]), nn.Linear(widths[-1], 10)
 
     def forward(self, x: Tensor) -> Tensor:

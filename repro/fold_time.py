@@ -2,11 +2,12 @@
 
     python repro/fold_time.py --out=results/fold/time.jsonl
 
-One process, random weights, batch 1, 16 tokens; medians over rounds. `export` makes the graph, `analysis` reads it,
-`fold` copies the model and writes into the copy, `certificate` is the rest of fold.fold: both models in float64
-four times, and hashes of what was touched. CPU seconds, not seconds on a clock: other work on the machine counts less.
-The head is tied to the embedding, so there are two ways to fold: `insert` keeps it tied and inserts one centring,
-`untie` (convert.py's default) gives it weights of its own, an embedding matrix more.
+One process, random weights, batch 1, 16 tokens; medians over rounds. `export` makes the graph,
+`analysis` reads it, `fold` copies the model and writes into the copy, `certificate` is the rest of
+fold.fold: both models in float64 four times, and hashes of what was touched. CPU seconds, not
+seconds on a clock: other work on the machine counts less. The head is tied to the embedding, so
+there are two ways to fold: `insert` keeps it tied and inserts one centring, `untie` (convert.py's
+default) gives it weights of its own, an embedding matrix more.
 """
 
 import copy
@@ -78,15 +79,32 @@ def main(argv: list[str]) -> None:
     ways = {}
     for name, how in (("insert", {"insert": True}), ("untie", {"untie": True})):
         for _ in range(config.rounds):
-            new = timed(f"fold, {name}", lambda: written(model, report.analysis.plan(**how)[0]))  # noqa: B023
-        certificate = timed(f"fold and certificate, {name}", lambda: fold(model, report, **how))[1]  # noqa: B023
-        ways[name] = {"folded": certificate.folded, "inserted": certificate.inserted, "bytes": parameter_bytes(new),
-                      "ok": certificate.ok, "max_rel": certificate.max_rel,
-                      "float32_rel": certificate.checks[-1].max_rel}  # fmt: skip
-    record = {"model": "gpt2", "parameters": sum(p.numel() for p in model.parameters()),
-              "bytes": parameter_bytes(model), **ways,
-              "cpu_seconds": {name: statistics.median(times) for name, times in spent.items()}, "rounds": dict(spent),
-              "load": round(os.getloadavg()[0], 1), **environment(torch.device("cpu"))}  # fmt: skip
+            new = timed(
+                f"fold, {name}",
+                lambda: written(model, report.analysis.plan(**how)[0]),  # noqa: B023
+            )
+        certificate = timed(
+            f"fold and certificate, {name}",
+            lambda: fold(model, report, **how),  # noqa: B023
+        )[1]
+        ways[name] = {
+            "folded": certificate.folded,
+            "inserted": certificate.inserted,
+            "bytes": parameter_bytes(new),
+            "ok": certificate.ok,
+            "max_rel": certificate.max_rel,
+            "float32_rel": certificate.checks[-1].max_rel,
+        }
+    record = {
+        "model": "gpt2",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bytes": parameter_bytes(model),
+        **ways,
+        "cpu_seconds": {name: statistics.median(times) for name, times in spent.items()},
+        "rounds": dict(spent),
+        "load": round(os.getloadavg()[0], 1),
+        **environment(torch.device("cpu")),
+    }
     if config.out:
         with open(config.out, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")

@@ -4,22 +4,27 @@
 #   repro/h200.sh                        all that is left, in the order in which figures are wanted
 #   repro/h200.sh train 'decode-qwen*'   these stages, done before or not
 #   repro/h200.sh --list                 the stages, their state, their minutes and their commands
-#   MINUTES=9.5 repro/h200.sh            begin nothing that will not be over by then (0: no such limit); the same command
-#                                        goes on
+#   MINUTES=9.5 repro/h200.sh            begin nothing that will not be over by then (0: no such
+#                                        limit); the same command goes on
 #
-#   OUT      folder of the figures (results/h200); its README.md sets them beside the aims (repro/h200.py)
-#   DATA     token shards to train on (data/offline): data/fineweb_edu/prepare.py --local FILES --val FILES --out_dir=DATA
+#   OUT      folder of the figures (results/h200); its README.md sets them beside the aims
+#            (repro/h200.py)
+#   DATA     token shards to train on (data/offline): data/fineweb_edu/prepare.py --local FILES
+#            --val FILES --out_dir=DATA
 #   LIMIT    minutes after which a stage is stopped, as by Ctrl-C (9.2)
 #   SCRATCH  folder of run folders, and of what the stages print (out/h200)
 #
-# It needs no network, and the packages of requirements.txt; to distil, peft. Liger-Kernel and quack take part where they
-# are installed, nanoGPT and gpt-fast where their clones lie beside this folder (NANOGPT, GPT_FAST).
+# It needs no network, and the packages of requirements.txt; to distil, peft. Liger-Kernel and quack
+# take part where they are installed, nanoGPT and gpt-fast where their clones lie beside this folder
+# (NANOGPT, GPT_FAST).
 #
-# Each attempt is a line of OUT/stages.csv: stage, state, seconds, commit, device, clocks before and after. States:
+# Each attempt is a line of OUT/stages.csv: stage, state, seconds, commit, device, clocks before and
+# after. States:
 #   done        it is not run again, unless it is named
-#   cut short   it was stopped at its limit and kept what it had: fewer rounds than wanted; not run again either
-#   stopped     it was stopped at its limit and kept nothing: once more, then only when the code is another. A sweep goes
-#               on each time
+#   cut short   it was stopped at its limit and kept what it had: fewer rounds than wanted; not run
+#               again either
+#   stopped     it was stopped at its limit and kept nothing: once more, then only when the code is
+#               another. A sweep goes on each time
 #   failed      not run again until the code is another
 # The minutes are estimates until then.
 set -euo pipefail
@@ -36,14 +41,16 @@ end=$(seconds MINUTES "${MINUTES:-0}")
 nanogpt=${NANOGPT:-../nanoGPT} gpt_fast=${GPT_FAST:-../gpt-fast}
 jobs=$(($(nproc) > 4 ? $(nproc) - 4 : 1))
 [ "$limit" -ge 1 ] || die "LIMIT=$LIMIT: no time for anything: give minutes, e.g. LIMIT=9.2"
-[[ $PWD/ != "$(realpath -m "$out")"/* ]] || die "OUT=$out: its README.md would be overwritten: give a folder of its own"
-unset ARMS SEEDS OUT KEEP MODEL MODELS NPROC HELLASWAG RESULTS NANONORM_FULL TRITON_INTERPRET  # a stage gets its own
+[[ $PWD/ != "$(realpath -m "$out")"/* ]] ||
+  die "OUT=$out: its README.md would be overwritten: give a folder of its own"
+# a stage gets its own
+unset ARMS SEEDS OUT KEEP MODEL MODELS NPROC HELLASWAG RESULTS NANONORM_FULL TRITON_INTERPRET
 export PYTHON=$python
 mode=run only=("$@")
 if [ "${1:-}" = --list ]; then mode=list only=("${@:2}"); fi
 names=() no_time=() failed=0 child= goes_on= needs= commit=
 
-# ------------------------------------------------------------------------------------------------------------- one stage
+# ---------------------------------------------------------------------------------------- one stage
 
 is_named() {  # NAME: is it among the words of the command line?
   local pattern
@@ -67,20 +74,26 @@ lack() {  # what is not here, and the remedy; empty if all that `needs` names is
       echo "it needs a package: pip install $needs" ;;
   esac
 }
-seconds_for() {  # MINUTES: how long a stage that is to take so long may take; 0 where it does not fit in
-  local left=$((end - SECONDS - 40)) wanted=$((60 * $1 < limit ? 60 * $1 : limit))  # 40 s: to stop it, and to render
+# seconds_for MINUTES: how long a stage that is to take so long may take; 0 where it does not fit in
+seconds_for() {
+  # 40 s: to stop it, and to render
+  local left=$((end - SECONDS - 40)) wanted=$((60 * $1 < limit ? 60 * $1 : limit))
   if [ "$end" = 0 ]; then echo "$limit"; return; fi
   [ -z "$goes_on" ] || wanted=150
   if [ "$left" -lt $((wanted - 30)) ] || [ "$left" -lt 1 ]; then echo 0; else echo $((left < limit ? left : limit)); fi
 }
-clocks() { { nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu --format=csv,noheader || true; } 2>/dev/null | tr ',\n' '  '; }
+clocks() {
+  local names=clocks.sm,clocks.mem,power.draw,temperature.gpu
+  { nvidia-smi --query-gpu=$names --format=csv,noheader || true; } 2>/dev/null | tr ',\n' '  '
+}
 note() {  # a line of stages.csv; one that a kill has torn loses no other
   [ -z "$(tail -c 1 "$out/stages.csv" 2>/dev/null)" ] || echo >>"$out/stages.csv"
   echo "$1" >>"$out/stages.csv"
 }
 
 # stage NAME MINUTES COMMAND...: run it, if it is wanted, not done, and there is time.
-# goes_on=1: what was stopped goes on at the next call; needs=shards or a package: left out where that is not here
+# goes_on=1: what was stopped goes on at the next call;
+# needs=shards or a package: left out where that is not here
 stage() {
   local name=$1 wanted=$2 state=done why allowed status=0 before start
   shift 2
@@ -103,7 +116,8 @@ stage() {
   if [ "$allowed" = 0 ]; then no_time+=("$name"); return; fi
   echo "$name: about $wanted minutes, at most $((allowed / 60))"
   before=$(clocks) start=$SECONDS
-  setsid timeout --preserve-status --signal=INT --kill-after=30 "$allowed" "$@" >"$scratch/$name.txt" 2>&1 &
+  setsid timeout --preserve-status --signal=INT --kill-after=30 "$allowed" "$@" \
+    >"$scratch/$name.txt" 2>&1 &
   child=$!
   wait "$child" || status=$?
   kill -KILL -- "-$child" 2>/dev/null || true  # what outlives a stage shares no GPU with the next
@@ -123,12 +137,15 @@ stage() {
   esac
 }
 
-# ------------------------------------------------------------------------------------------------------------ the stages
+# --------------------------------------------------------------------------------------- the stages
 
-tests() { stage "$1" "$2" env OMP_NUM_THREADS=1 "${@:4}" "$python" -m pytest -p no:cacheprovider -rf $3; }  # NAME MINUTES WORDS VARIABLE...
+tests() {  # NAME MINUTES WORDS VARIABLE...
+  stage "$1" "$2" env OMP_NUM_THREADS=1 "${@:4}" "$python" -m pytest -p no:cacheprovider -rf $3
+}
 train_speed() {  # NAME ARMS WORDS...
-  stage "$1" 9 "$python" -m bench.train config/rms.py --batch_size=60 --gradient_accumulation_steps=2 --rounds=40 \
-    --ledger=False --profile "--arms=$2" "--out=$out/$1" "${@:3}"
+  stage "$1" 9 "$python" -m bench.train config/rms.py --batch_size=60 \
+    --gradient_accumulation_steps=2 --rounds=40 --ledger=False --profile "--arms=$2" \
+    "--out=$out/$1" "${@:3}"
 }
 decode() {  # BATCH MODEL...
   local batch=$1 model name words
@@ -137,33 +154,47 @@ decode() {  # BATCH MODEL...
     name=decode-$model words=()
     [ "$batch" = 1 ] || name+=-$batch
     [ ! -f "$gpt_fast/model.py" ] || words+=("--gpt_fast=$gpt_fast")
-    if [ "$model" = qwen3-8b ]; then words+=(--arms=A,B,C,D --tokens=64); [ "$batch" -le 32 ] || words+=(--peers=false); fi
-    stage "$name" 8 env "MODELS=random:$model" "OUT=$out/decode" repro/fig2.sh "--batch=$batch" --rounds=20 "${words[@]}"
+    if [ "$model" = qwen3-8b ]; then
+      words+=(--arms=A,B,C,D --tokens=64)
+      [ "$batch" -le 32 ] || words+=(--peers=false)
+    fi
+    stage "$name" 8 env "MODELS=random:$model" "OUT=$out/decode" repro/fig2.sh "--batch=$batch" \
+      --rounds=20 "${words[@]}"
   done
 }
 kernels() { stage "kernels-$1" 9 "$python" -m bench.kernels "--ops=$2" "--out=$out/kernels/$1"; }
-folds() { stage "fold-$1" 6 "$python" -m bench.fold "hf:$1" "${@:2}" --rounds=40 --sequential=50 --modes=eager,compiled,graph "--out=$out/fold/$1.jsonl"; }
+folds() {
+  stage "fold-$1" 6 "$python" -m bench.fold "hf:$1" "${@:2}" --rounds=40 --sequential=50 \
+    --modes=eager,compiled,graph "--out=$out/fold/$1.jsonl"
+}
 distil() {  # MODEL MINUTES: the last line of its log is kept, its weights are not
   needs=peft stage "distill-$1" "$2" sh -c 'rm -rf "$3"; mkdir -p "$4"; status=0
-    "$1" distill.py config/distill_qwen3_0.6b.py --teacher=random:"$2" --dataset=random --eval_blocks=8 --max_iters=10 \
-      --warmup_iters=2 --eval_interval=10 --shuffle=64 --out_dir="$3" || true  # its log has the figures before its end
+    # its log has the figures before its end
+    "$1" distill.py config/distill_qwen3_0.6b.py --teacher=random:"$2" --dataset=random \
+      --eval_blocks=8 --max_iters=10 --warmup_iters=2 --eval_interval=10 --shuffle=64 \
+      --out_dir="$3" || true
     "$1" repro/h200.py --keep "$3" "$4/distill.jsonl" "$2" || status=$?
     rm -rf "$3"; exit $status' distil "$python" "$1" "$scratch/distill-$1" "$out/distill"
 }
 sweep() {  # NAME MINUTES SCALE
-  goes_on=1 needs=shards stage "$1" "$2" env "OUT=$scratch/$1" "KEEP=$out/$1/runs.tar.xz" repro/table1.sh "$3" \
-    "--data_dir=$data" --sample_tokens=0
+  goes_on=1 needs=shards stage "$1" "$2" env "OUT=$scratch/$1" "KEEP=$out/$1/runs.tar.xz" \
+    repro/table1.sh "$3" "--data_dir=$data" --sample_tokens=0
 }
 models=(qwen3-0.6b qwen3-1.7b qwen3-8b llama3.2-1b llama3.2-3b)
-kernel_tests="tests/kernels/test_kernels.py tests/kernels/test_binding.py tests/bench/test_kernels.py tests/kernels/test_decode.py"
+kernel_tests="tests/kernels/test_kernels.py tests/kernels/test_binding.py"
+kernel_tests+=" tests/bench/test_kernels.py tests/kernels/test_decode.py"
 main="rms; coupled; coupled coupled_impl=fold"
 
 every_stage() {
-  stage tests-step 3 env OMP_NUM_THREADS=1 "$python" -m pytest -p no:cacheprovider -rf -s tests/bench/test_bytes.py \
-    tests/bench/test_train.py -k "real_step or clear_line"
+  stage tests-step 3 env OMP_NUM_THREADS=1 "$python" -m pytest -p no:cacheprovider -rf -s \
+    tests/bench/test_bytes.py tests/bench/test_train.py -k "real_step or clear_line"
   tests tests-kernels 6 "-n $jobs $kernel_tests" NANONORM_FULL=1/500
   tests tests-decode 8 "-n 8 tests/decode/test_graph.py"
-  if [ -f "$nanogpt/model.py" ]; then train_speed train "$main" "--nanogpt=$nanogpt"; else train_speed train "$main"; fi
+  if [ -f "$nanogpt/model.py" ]; then
+    train_speed train "$main" "--nanogpt=$nanogpt"
+  else
+    train_speed train "$main"
+  fi
   decode 1 "${models[@]}"
   train_speed train_bfloat16 "$main" --residual=autocast
   kernels norms rms_norm,layer_norm,add_rms_norm,taper_norm
@@ -174,17 +205,21 @@ every_stage() {
   distil qwen3-8b 8
   sweep table1_small 30 small
   sweep pair_124m 12 pair
-  train_speed train_kernels "rms kernels=torch; rms kernels=triton; coupled kernels=torch; coupled kernels=triton" --controls=False
+  train_speed train_kernels \
+    "rms kernels=torch; rms kernels=triton; coupled kernels=torch; coupled kernels=triton" \
+    --controls=False
   stage trace 8 env "OUT=$out/trace" repro/fig4.sh
   # Without `layer`, for time: each of an arm's 216 products is tried in some twenty ways.
-  train_speed train_autotuned "$main; rms-no-mlp-gamma" --residual=autocast --compile_mode=max-autotune-no-cudagraphs --rounds=20 --controls=False
+  train_speed train_autotuned "$main; rms-no-mlp-gamma" --residual=autocast \
+    --compile_mode=max-autotune-no-cudagraphs --rounds=20 --controls=False
   folds bloom --batch=2 --lengths=256,1024,4096
   folds vit --batch=32
   for batch in 8 32 2 4 16 64 128; do decode $batch "${models[@]}"; done
-  folds phi --batch=2 --lengths=256,1024,4096  # folds and certifies 2.7 B parameters on the CPU first: minutes, and 60 GB
+  # folds and certifies 2.7 B parameters on the CPU first: minutes, and 60 GB
+  folds phi --batch=2 --lengths=256,1024,4096
 }
 
-# ---------------------------------------------------------------------------------------------------------- the campaign
+# ------------------------------------------------------------------------------------- the campaign
 
 mode=names every_stage
 for pattern in "${only[@]}"; do
@@ -199,7 +234,8 @@ from common.environment import environment
 found = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 print(found["git"] or "", found["device"].replace(",", ""), sep=",")')
 commit=${place%%,*} device=${place#*,}
-[ -n "$commit" ] || die "there is no .git here: say which commit these files are, NANONORM_COMMIT=..."
+[ -n "$commit" ] ||
+  die "there is no .git here: say which commit these files are, NANONORM_COMMIT=..."
 case $device in
   cpu*) die "there is no GPU here" ;;
   *H200*) ;;
@@ -208,7 +244,8 @@ case $device in
 esac
 mkdir -p "$scratch" "$out"
 exec 9>"$scratch/lock"
-flock -n 9 || die "another campaign, or a stage that has outlived it, still runs in this folder: end it first"
+flock -n 9 ||
+  die "another campaign, or a stage that has outlived it, still runs in this folder: end it first"
 stop() {
   trap '' INT TERM HUP
   if [ -n "$child" ]; then

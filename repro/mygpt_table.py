@@ -24,16 +24,26 @@ CHAPTER = {
 
 
 def row(name: str, params: int, losses: tuple[float, ...], val: str, commit: str) -> str:
-    return f"| {name} | {params:,} | " + " | ".join(f"{loss:.4f}" for loss in losses) + f" | {val} | {commit} |"
+    return (
+        f"| {name} | {params:,} | "
+        + " | ".join(f"{loss:.4f}" for loss in losses)
+        + f" | {val} | {commit} |"
+    )
 
 
 def main(argv: list[str]) -> None:
     if len(argv) != 2:
-        raise ConfigError("mygpt_table.py wants two words: the folder of the four runs, and one for the results")
+        raise ConfigError(
+            "mygpt_table.py wants two words: the folder of the four runs, and one for the results"
+        )
     runs, target = map(Path, argv)
     target.mkdir(parents=True, exist_ok=True)
-    lines = ["| run | parameters | " + " | ".join(f"step {step}" for step in STEPS) + " | val loss at 2000 | commit |",
-             "| --- " * (len(STEPS) + 4) + "|"]  # fmt: skip
+    lines = [
+        "| run | parameters | "
+        + " | ".join(f"step {step}" for step in STEPS)
+        + " | val loss at 2000 | commit |",
+        "| --- " * (len(STEPS) + 4) + "|",
+    ]
     lines += [row(f"chapter, {norm}", *CHAPTER[norm], "not given", "") for norm in CHAPTER]
     findings = []
     for init in ("torch", "gpt2"):
@@ -49,20 +59,38 @@ def main(argv: list[str]) -> None:
             final[norm] = losses[2000], val
             at_steps, commit = tuple(losses[step] for step in STEPS), log[0]["git"]
             short = commit[:7] + commit[40:]  # + where the tree had uncommitted changes
-            lines.append(row(f"init={init}, {norm}", log[0]["n_params"], at_steps, f"{val:.4f}", short))
+            lines.append(
+                row(f"init={init}, {norm}", log[0]["n_params"], at_steps, f"{val:.4f}", short)
+            )
         apart = [f"{abs(a / b - 1):.2%}" for a, b in zip(final["layer"], final["rms"], strict=True)]
-        findings.append(f"- init={init}: the last training losses of layer and rms are {apart[0]} apart, their val "
-                        f"losses {apart[1]}.")  # fmt: skip
+        findings.append(
+            f"- init={init}: the last training losses of layer and rms are {apart[0]} apart, their "
+            f"val losses {apart[1]}."
+        )
     start = log[0]
     about = (
-        f"Training loss of single batches, nats per character. {start['device']}, torch {start['versions']['torch']}; "
-        "made by `repro/mygpt.sh`. A + behind a commit: with uncommitted changes."
+        f"Training loss of single batches, nats per character. {start['device']}, torch "
+        f"{start['versions']['torch']}; made by `repro/mygpt.sh`. A + behind a commit: "
+        "with uncommitted changes."
     )
     note = (
-        "The chapter draws random windows from the whole text; here 90 % of it is training data, in blocks, each once "
-        "an epoch. So its later losses are a neighbourhood, not a target; parameters and first loss are."
+        "The chapter draws random windows from the whole text; here 90 % of it is training data, "
+        "in blocks, each once an epoch. So its later losses are a neighbourhood, not a target; "
+        "parameters and first loss are."
     )
-    text = "\n".join(["# LayerNorm and RMSNorm on Tiny Shakespeare", "", about, note, "", *lines, "", *findings, ""])
+    text = "\n".join(
+        [
+            "# LayerNorm and RMSNorm on Tiny Shakespeare",
+            "",
+            about,
+            note,
+            "",
+            *lines,
+            "",
+            *findings,
+            "",
+        ]
+    )
     write_bytes_atomically(target / "README.md", text.encode())
     print(text)
 

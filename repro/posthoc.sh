@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# CoupledNorm in a model that is trained already, from the first step to the table, on one CPU core (results/cpu/posthoc).
+# CoupledNorm in a model that is trained already, from the first step to the table, on one CPU core
+# (results/cpu/posthoc).
 #
-#   repro/posthoc.sh FOLDER   FOLDER holds openstax_ccby_train.jsonl.xz and openstax_ccby_val.jsonl.xz (college textbooks;
-#                             any other two files of documents under these names will do)
+#   repro/posthoc.sh FOLDER   FOLDER holds openstax_ccby_train.jsonl.xz and
+#                             openstax_ccby_val.jsonl.xz (college textbooks; any other two files of
+#                             documents under these names will do)
 #
 # 1. a teacher of 10 M parameters, Llama's shape, bytes, 3.1 M tokens of every second document
 # 2. sizes of its residual stream, alpha, which blocks to couple, KL against statistics saved
-# 3. distillation from KL alone on the other documents, two plans: every block coupled, and the suggested one
-# 4. the control: the teacher trained on, on the same text, for as many tokens and with the same settings
-# 5. two small models more, to see whether the suggested alpha is near the best there is in all three
+# 3. distillation from KL alone on the other documents, two plans: every block coupled, and the
+#    suggested one
+# 4. the control: the teacher trained on, on the same text, for as many tokens and with the same
+#    settings
+# 5. two small models more, to see whether the suggested alpha is near the best there is in all
+#    three
 # 6. KL and val loss of all of them on all held-out documents, paired by window
 #
 # About two hours on a free core. What is done already is not done again.
@@ -26,29 +31,35 @@ half, source, target = sys.argv[1:]
 lines = lzma.open(source, "rt", encoding="utf-8").readlines()[half == "b" :: 2]
 random.Random(0).shuffle(lines) if half == "b" else None
 open(target, "w", encoding="utf-8").writelines(lines)' $half "$source/openstax_ccby_train.jsonl.xz" "$out/$half.jsonl"
-  "$PYTHON" data/fineweb_edu/prepare.py --local "$out/$half.jsonl" --val "$source/openstax_ccby_val.jsonl.xz" \
-    --tokenizer=bytes --out_dir="$out/text_$half" --processes=1
+  "$PYTHON" data/fineweb_edu/prepare.py --local "$out/$half.jsonl" \
+    --val "$source/openstax_ccby_val.jsonl.xz" --tokenizer=bytes --out_dir="$out/text_$half" \
+    --processes=1
 done
 "$PYTHON" train.py config/posthoc_teacher.py --out_dir="$out/teacher" --data_dir="$out/text_a"
-[ -f "$out/sizes.jsonl" ] || "$PYTHON" -m posthoc.rms_stats "$out/teacher" --text="$out/b.jsonl" --windows=32 --across \
-  --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
-# AdamW's steps are of the learning rate's size however small the KL is, so that a low one ends lower.
-settings="--learning_rate=1e-4 --min_lr=0 --weight_decay=0 --warmup_iters=20 --max_iters=1000 --eval_interval=500"
+[ -f "$out/sizes.jsonl" ] ||
+  "$PYTHON" -m posthoc.rms_stats "$out/teacher" --text="$out/b.jsonl" --windows=32 --across \
+    --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
+# AdamW's steps are of the learning rate's size however small the KL is, so that a low one ends
+# lower.
+settings="--learning_rate=1e-4 --min_lr=0 --weight_decay=0 --warmup_iters=20 --max_iters=1000"
+settings+=" --eval_interval=500"
 distil() {  # coupled_first
-  "$PYTHON" distill.py --teacher="$out/teacher" --local="$out/b.jsonl" \
-    --method=full --coupled_first="$1" --block_size=256 --batch_size=8 --gradient_accumulation_steps=1 \
-    --checkpoint_activations=False --dtype=bfloat16 --shuffle=65536 $settings --out_dir="$out/student-$1"
+  "$PYTHON" distill.py --teacher="$out/teacher" --local="$out/b.jsonl" --method=full \
+    --coupled_first="$1" --block_size=256 --batch_size=8 --gradient_accumulation_steps=1 \
+    --checkpoint_activations=False --dtype=bfloat16 --shuffle=65536 $settings \
+    --out_dir="$out/student-$1"
 }
 distil 0  # every block
 distil 1  # the suggested plan
-"$PYTHON" train.py config/posthoc_teacher.py --init_from="$out/teacher" --data_dir="$out/text_b" --seed=2 \
-  $settings --eval_tokens=16384 --sample_tokens=0 --out_dir="$out/teacher-longer"
+"$PYTHON" train.py config/posthoc_teacher.py --init_from="$out/teacher" --data_dir="$out/text_b" \
+  --seed=2 $settings --eval_tokens=16384 --sample_tokens=0 --out_dir="$out/teacher-longer"
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
   --data_dir="$out/text_a" --out_dir="$out/small-gpt2"
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=9 --n_layer=6 \
   --position=rope --activation=swiglu --data_dir="$out/text_a" --out_dir="$out/small-llama"
 if [ ! -f "$out/alpha.jsonl" ]; then  # it grows line by line: whole when it has its name
-  "$PYTHON" repro/posthoc_alpha.py "$out/alpha.part" "$out/b.jsonl" "$out/small-gpt2" "$out/small-llama" "$out/teacher"
+  "$PYTHON" repro/posthoc_alpha.py "$out/alpha.part" "$out/b.jsonl" "$out/small-gpt2" \
+    "$out/small-llama" "$out/teacher"
   mv "$out/alpha.part" "$out/alpha.jsonl"
 fi
 cp "$out/sizes.jsonl" "$out/fig3.png" "$out/alpha.jsonl" "$results/"

@@ -1,9 +1,12 @@
-"""Is the suggested alpha near the best there is, and the suggested coupled_first the smallest within its budget?
+"""Is the suggested alpha near the best there is, and the suggested coupled_first the smallest
+within its budget?
 
-    python repro/posthoc_alpha.py results/cpu/posthoc/alpha.jsonl TEXT MODEL [MODEL ...]    (a step of posthoc.sh)
+    python repro/posthoc_alpha.py results/cpu/posthoc/alpha.jsonl TEXT MODEL [MODEL ...]
+        (a step of posthoc.sh)
 
-Half the windows of TEXT suggest. On the other half, for every k < L, the KL at the suggested alpha is compared with the
-lowest of a grid of 0.01 that reaches 0.1 to both sides. One line a model and k.
+Half the windows of TEXT suggest. On the other half, for every k < L, the KL at the suggested alpha
+is compared with the lowest of a grid of 0.01 that reaches 0.1 to both sides. One line a model and
+k.
 """
 
 import json
@@ -24,7 +27,9 @@ WINDOWS, LENGTH, BUDGET, REACH = 32, 256, 0.01, 10
 
 def main(argv: list[str]) -> None:
     if len(argv) < 3:
-        raise ConfigError("posthoc_alpha.py wants a file for the results, a file of text, and models")
+        raise ConfigError(
+            "posthoc_alpha.py wants a file for the results, a file of text, and models"
+        )
     target, text, *specs = argv
     with open(target, "w", encoding="utf-8") as file:
         for spec in specs:
@@ -35,19 +40,38 @@ def main(argv: list[str]) -> None:
             first, choices = suggest_first(calibration, BUDGET)
             for k, choice in enumerate(choices[:-1]):
                 held_out = judge.kl(choice.plan, choice.alpha)
-                points = range(max(1, round(choice.alpha / GRID) - REACH), round(choice.alpha / GRID) + REACH + 1)
+                points = range(
+                    max(1, round(choice.alpha / GRID) - REACH),
+                    round(choice.alpha / GRID) + REACH + 1,
+                )
                 grid = {point * GRID: judge.kl(choice.plan, point * GRID) for point in points}
                 best = min(grid, key=grid.get)
                 layers = calibration.alpha(choice.plan)
-                row = {"model": spec, "coupled_first": k, "plan": choice.plan, "suggested": k == first,
-                       "budget": BUDGET, "alpha": choice.alpha, "kl_calibration": choice.kl, "kl_held_out": held_out,
-                       "best_alpha": best, "best_kl": grid[best], "ratio": held_out / grid[best],
-                       "kl_per_layer": judge.kl(choice.plan, layers), "kl_alpha_1": judge.kl(choice.plan, 1.0),
-                       "alpha_per_layer": layers, **environment(torch.device("cpu"))}  # fmt: skip
+                row = {
+                    "model": spec,
+                    "coupled_first": k,
+                    "plan": choice.plan,
+                    "suggested": k == first,
+                    "budget": BUDGET,
+                    "alpha": choice.alpha,
+                    "kl_calibration": choice.kl,
+                    "kl_held_out": held_out,
+                    "best_alpha": best,
+                    "best_kl": grid[best],
+                    "ratio": held_out / grid[best],
+                    "kl_per_layer": judge.kl(choice.plan, layers),
+                    "kl_alpha_1": judge.kl(choice.plan, 1.0),
+                    "alpha_per_layer": layers,
+                    **environment(torch.device("cpu")),
+                }
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-                print(f"{spec}  k={k}  alpha {choice.alpha:.3f}  KL {held_out:.3e}, best {best:.2f} {grid[best]:.3e}, "
-                      f"ratio {row['ratio']:.3f}, per layer {row['kl_per_layer']:.3e}", flush=True)  # fmt: skip
+                print(
+                    f"{spec}  k={k}  alpha {choice.alpha:.3f}  KL {held_out:.3e}, best {best:.2f} "
+                    f"{grid[best]:.3e}, ratio {row['ratio']:.3f}, per layer "
+                    f"{row['kl_per_layer']:.3e}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

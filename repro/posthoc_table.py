@@ -1,11 +1,13 @@
-"""Teacher, coupled teacher, students and the teacher trained on, on the same held-out windows: a table with intervals.
+"""Teacher, coupled teacher, students and the teacher trained on, on the same held-out windows: a
+table with intervals.
 
-    python repro/posthoc_table.py out/posthoc val.jsonl.xz results/cpu/posthoc        (the last step of posthoc.sh)
+    python repro/posthoc_table.py out/posthoc val.jsonl.xz results/cpu/posthoc
+        (the last step of posthoc.sh)
 
-Writes models.jsonl and README.md's table. Val loss and KL(teacher || model) are in nats a token, a token is a byte;
-the first position of a window is left out of the KL, not of the loss, where it predicts the second byte.
-Differences to the teacher are paired by window, over all whole windows of every document of the file; their intervals
-count documents, for windows of one are alike.
+Writes models.jsonl and README.md's table. Val loss and KL(teacher || model) are in nats a token, a
+token is a byte; the first position of a window is left out of the KL, not of the loss, where it
+predicts the second byte. Differences to the teacher are paired by window, over all whole windows of
+every document of the file; their intervals count documents, for windows of one are alike.
 """
 
 import json
@@ -38,42 +40,62 @@ def all_windows(text: str, meta: dict, length: int) -> tuple[torch.Tensor, torch
         windows.append(ids[: len(ids) // length * length].view(-1, length))
         documents += [number] * len(windows[-1])
     if len(set(documents)) < 2:
-        raise ConfigError(f"{text}: two documents of {length} tokens or more are needed: give more text")
+        raise ConfigError(
+            f"{text}: two documents of {length} tokens or more are needed: give more text"
+        )
     return torch.cat(windows), torch.tensor(documents)
 
 
 @torch.no_grad()
-def judge(model, teacher, windows: torch.Tensor, states: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def judge(
+    model, teacher, windows: torch.Tensor, states: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(val loss, KL from the teacher, whose states these are) of each window (N,), float64."""
     losses, kls = [], []
     for idx, taught in zip(windows.split(BATCH), states, strict=True):
         x = model.hidden(idx)
         log_p = model.logits(x)[:, :-1].double().log_softmax(-1)
         losses.append(-log_p.gather(-1, idx[:, 1:, None]).squeeze(-1).mean(1))
-        kl = kl_divergence(x.flatten(0, 1).double(), model.head_weight().double(), taught.flatten(0, 1).double(),
-                           teacher.head_weight().double(), teacher.n_vocab)  # fmt: skip
+        kl = kl_divergence(
+            x.flatten(0, 1).double(),
+            model.head_weight().double(),
+            taught.flatten(0, 1).double(),
+            teacher.head_weight().double(),
+            teacher.n_vocab,
+        )
         kls.append(kl.view(idx.shape)[:, 1:].mean(1))
     return torch.cat(losses), torch.cat(kls)
 
 
 def main(argv: list[str]) -> None:
     if len(argv) != 3:
-        raise ConfigError("posthoc_table.py wants three words: the runs' folder, a file of held-out text, a folder")
+        raise ConfigError(
+            "posthoc_table.py wants three words: "
+            "the runs' folder, a file of held-out text, a folder"
+        )
     runs, text, results = Path(argv[0]), argv[1], Path(argv[2])
     teacher = load_model(str(runs / "teacher"))
     faster_float32_products(teacher.config.n_embd, teacher.config.head_channels)
     length = teacher.config.block_size
     windows, documents = all_windows(text, teacher.meta, length)
-    calibration = Calibration(teacher, text_windows(str(runs / "b.jsonl"), teacher.meta, length, CALIBRATION))
+    calibration = Calibration(
+        teacher, text_windows(str(runs / "b.jsonl"), teacher.meta, length, CALIBRATION)
+    )
     with torch.no_grad():
         states = [teacher.hidden(idx) for idx in windows.split(BATCH)]
     models = {"teacher": lambda: teacher}
     for first in (0, 1):
         plan = first_plan(teacher.config.n_layer, first)
         models[f"coupled_first={first}, alpha 1"] = partial(view, teacher, plan)
-        models[f"coupled_first={first}, one alpha"] = partial(view, teacher, plan, calibration.best_alpha(plan)[0])
-        models[f"coupled_first={first}, alpha per layer"] = partial(view, teacher, plan, calibration.alpha(plan))
-        models[f"coupled_first={first}, distilled"] = partial(load_model, str(runs / f"student-{first}"))
+        models[f"coupled_first={first}, one alpha"] = partial(
+            view, teacher, plan, calibration.best_alpha(plan)[0]
+        )
+        models[f"coupled_first={first}, alpha per layer"] = partial(
+            view, teacher, plan, calibration.alpha(plan)
+        )
+        models[f"coupled_first={first}, distilled"] = partial(
+            load_model, str(runs / f"student-{first}")
+        )
     models["teacher trained on"] = partial(load_model, str(runs / "teacher-longer"))
     lines = ["| model | val loss | difference to the teacher | relative | KL from the teacher |"]
     lines += ["|---|---|---|---|---|"]
@@ -90,11 +112,22 @@ def main(argv: list[str]) -> None:
                 row |= {"difference": estimate.mean, "interval": [low, high]}
                 relative = [value / float(base.mean()) for value in (estimate.mean, low, high)]
                 row |= {"relative": relative[0], "relative_interval": relative[1:]}
-                shown = (f"{estimate.mean:+.5f} ({low:+.5f} .. {high:+.5f}) | "
-                         "{:+.3%} ({:+.3%} .. {:+.3%})".format(*relative))  # fmt: skip
-            file.write(json.dumps({**row, "windows": len(windows), "length": length,
-                                   "documents": len(documents.unique()),
-                                   **environment(torch.device("cpu"))}) + "\n")  # fmt: skip
+                shown = (
+                    f"{estimate.mean:+.5f} ({low:+.5f} .. {high:+.5f}) | "
+                    "{:+.3%} ({:+.3%} .. {:+.3%})".format(*relative)
+                )
+            file.write(
+                json.dumps(
+                    {
+                        **row,
+                        "windows": len(windows),
+                        "length": length,
+                        "documents": len(documents.unique()),
+                        **environment(torch.device("cpu")),
+                    }
+                )
+                + "\n"
+            )
             lines.append(f"| {name} | {row['val_loss']:.5f} | {shown} | {row['kl']:.2e} |")
             print(lines[-1], flush=True)
     write_bytes_atomically(results / "table.md", ("\n".join(lines) + "\n").encode())

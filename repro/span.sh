@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# One statistic for 1, 2, 3 or all blocks: the future work that CoupledNorm's paper names (Loretz & Hochreiter 2026).
+# One statistic for 1, 2, 3 or all blocks: the future work that CoupledNorm's paper names (Loretz &
+# Hochreiter 2026).
 #
-#   repro/span.sh   0.84 M parameters, byte level, 4 blocks, seeds 8 to 15: the settings of `repro/table1.sh cpu`, whose
-#                   rms and coupled runs stand beside. 32 runs more, of four minutes on a free CPU core
+#   repro/span.sh   0.84 M parameters, byte level, 4 blocks, seeds 8 to 15: the settings of
+#                   `repro/table1.sh cpu`, whose rms and coupled runs stand beside. 32 runs more, of
+#                   four minutes on a free CPU core
 #
-# alpha of every shared position is set to the measured drift every 10 steps (coupled_calibrate). Without that, two
-# blocks train badly and all of them diverge: results/cpu/span/uncalibrated.tar.xz.
-# Runs that results/ holds already are not run again. Further words go to train.py.
+# alpha of every shared position is set to the measured drift every 10 steps (coupled_calibrate).
+# Without that, two blocks train badly and all of them diverge:
+# results/cpu/span/uncalibrated.tar.xz. Runs that results/ holds already are not run again. Further
+# words go to train.py.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/span} KEEP=${KEEP:-results/cpu/span/runs.tar.xz}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/span} \
+  KEEP=${KEEP:-results/cpu/span/runs.tar.xz}
 calibrated=--coupled_calibrate=10
 arms="${ARMS:-"coupled 'coupled $calibrated' 'coupled --coupled_span=2 $calibrated' 'coupled --coupled_span=3 $calibrated' 'coupled --coupled_span=0 $calibrated'"}"
 [ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py

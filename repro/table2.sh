@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# CoupledNorm's Table 2 (Loretz & Hochreiter 2026): MMLU and GPQA, 5-shot, of five models and their coupled students.
+# CoupledNorm's Table 2 (Loretz & Hochreiter 2026): MMLU and GPQA, 5-shot, of five models and their
+# coupled students.
 #
-#   repro/table2.sh [NAME ...]    NAME: qwen3-0.6b qwen3-1.7b qwen3-8b llama3.2-1b llama3.2-3b (none: all five)
+#   repro/table2.sh [NAME ...]    NAME: qwen3-0.6b qwen3-1.7b qwen3-8b llama3.2-1b llama3.2-3b
+#                                 (none: all five)
 #
-# One GPU of 141 GB, a network, and access to the Llama repositories. The paper's choices: DoRA r = 1024, alpha = 2048,
-# KL alone, Nemotron stem; the first block standard in Qwen, the first four in Llama. How long it distilled it does not
-# say: STEPS (1000) of 65,536 tokens are ours. That its Llamas are the Instruct ones is our reading: the data are chats,
-# for which base models have no template, and its 46.0 on MMLU is beyond the base 1B. Further words in WORDS go to distill.py. The harness's mmlu and
-# gpqa_main_n_shot declare no number of examples (which is none at all), so 5 is said here. Not run here yet.
+# One GPU of 141 GB, a network, and access to the Llama repositories. The paper's choices: DoRA r =
+# 1024, alpha = 2048, KL alone, Nemotron stem; the first block standard in Qwen, the first four in
+# Llama. How long it distilled it does not say: STEPS (1000) of 65,536 tokens are ours. That its
+# Llamas are the Instruct ones is our reading: the data are chats, for which base models have no
+# template, and its 46.0 on MMLU is beyond the base 1B. Further words in WORDS go to distill.py. The
+# harness's mmlu and gpqa_main_n_shot declare no number of examples (which is none at all), so 5 is
+# said here. Not run here yet.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 out=${OUT:-out/table2} results=${RESULTS:-results/h200/table2}
@@ -22,8 +26,8 @@ for name in "$@"; do
     llama3.2-3b) hub=meta-llama/Llama-3.2-3B-Instruct first=4 ;;
     *) echo "error: unknown model $name: see --help" >&2; exit 2 ;;
   esac
-  "$PYTHON" distill.py config/distill_qwen3_0.6b.py --teacher=$hub --coupled_first=$first --max_iters="${STEPS:-1000}" \
-    --out_dir="$out/$name" ${WORDS:-}
+  "$PYTHON" distill.py config/distill_qwen3_0.6b.py --teacher=$hub --coupled_first=$first \
+    --max_iters="${STEPS:-1000}" --out_dir="$out/$name" ${WORDS:-}
   "$PYTHON" -m evals.lm_eval_model $hub "$out/$name" --tasks=mmlu,gpqa_main_n_shot --num_fewshot=5 \
     --out="$results/$name-items.jsonl" | tee "$results/$name.txt"
   tail -1 "$results/$name.txt" >"$results/$name.json"

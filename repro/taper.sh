@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
-# Norms tapered away while a small model trains (Kanavalau, Amo Alonso & Lall 2026, section 5), eight seeds an arm.
+# Norms tapered away while a small model trains (Kanavalau, Amo Alonso & Lall 2026, section 5),
+# eight seeds an arm.
 #
-#   repro/taper.sh   0.84 M parameters, byte level, 2 M tokens, the settings of `repro/table1.sh cpu`. 48 runs of three
-#                    to four minutes on a free CPU core. Arms: RMSNorm; internal norms tapered away, without and with
-#                    the scale loss; all norms, without and with it; internal norms dropped at once, where the others
-#                    are half gone
+#   repro/taper.sh   0.84 M parameters, byte level, 2 M tokens, the settings of `repro/table1.sh
+#                    cpu`. 48 runs of three to four minutes on a free CPU core. Arms: RMSNorm;
+#                    internal norms tapered away, without and with the scale loss; all norms,
+#                    without and with it; internal norms dropped at once, where the others are half
+#                    gone
 #
-# The margin is 1.5 % of RMSNorm's val loss at this scale, declared before any run. Further words go to train.py. Runs
-# that results/ holds already are not run again; with another KEEP=FILE.tar.xz they are.
+# The margin is 1.5 % of RMSNorm's val loss at this scale, declared before any run. Further words go
+# to train.py. Runs that results/ holds already are not run again; with another KEEP=FILE.tar.xz
+# they are.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/taper} KEEP=${KEEP:-results/cpu/taper/runs.tar.xz}
-internal="taper --taper_warmup=0.5 --taper_end=0.75" anchor=--taper_anchor=0.1 final=--taper_final=True
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/taper} \
+  KEEP=${KEEP:-results/cpu/taper/runs.tar.xz}
+internal="taper --taper_warmup=0.5 --taper_end=0.75"
+anchor=--taper_anchor=0.1 final=--taper_final=True
 arms="rms '$internal' '$internal $anchor' '$internal $final' '$internal $final $anchor'"
 export ARMS="${ARMS:-"$arms 'taper --taper_warmup=0.625 --taper_end=0.625'"}"
 [ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py

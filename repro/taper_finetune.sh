@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# The LayerNorms of a model that is already trained, tapered away while it is fine-tuned (Kanavalau, Amo Alonso & Lall
-# 2026, section 5), against dropping them at once and against training on with them.
+# The LayerNorms of a model that is already trained, tapered away while it is fine-tuned (Kanavalau,
+# Amo Alonso & Lall 2026, section 5), against dropping them at once and against training on with
+# them.
 #
-#   repro/taper_finetune.sh gpt2   GPT-2 124M from the hub on FineWeb-Edu, 0.1 B tokens an arm: on a GPU, with
-#                                  data/fineweb_edu. Some five minutes an arm and seed on an H200 (estimate)
-#   repro/taper_finetune.sh cpu    our own model of `repro/table1.sh cpu`, trained with LayerNorm first: seven minutes of
-#                                  a CPU core a seed
+#   repro/taper_finetune.sh gpt2   GPT-2 124M from the hub on FineWeb-Edu, 0.1 B tokens an arm: on a
+#                                  GPU, with data/fineweb_edu. Some five minutes an arm and seed on
+#                                  an H200 (estimate)
+#   repro/taper_finetune.sh cpu    our own model of `repro/table1.sh cpu`, trained with LayerNorm
+#                                  first: seven minutes of a CPU core a seed
 #
-# Further words go to train.py. SEEDS are sweep.sh's; a seed decides the order of the data and, on the CPU, the model.
+# Further words go to train.py. SEEDS are sweep.sh's; a seed decides the order of the data and, on
+# the CPU, the model.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 scale=${1:-} status=0
@@ -18,8 +21,9 @@ export ARMS="${ARMS:-$arms}" SEEDS="${SEEDS:-8 9 10 11}" HELLASWAG=${HELLASWAG:-
 case $scale in
   gpt2)
     export OUT=${OUT:-out/taper_finetune} KEEP=${KEEP:-results/h200/taper_finetune/runs.tar.xz}
-    ./sweep.sh config/layer.py --init_from=openai-community/gpt2 --bias=True --activation=gelu_tanh --max_iters=200 \
-      --learning_rate=6e-5 --min_lr=6e-6 --warmup_iters=20 --eval_interval=20 --delta_val_loss=0.02 "$@" || status=$?
+    ./sweep.sh config/layer.py --init_from=openai-community/gpt2 --bias=True \
+      --activation=gelu_tanh --max_iters=200 --learning_rate=6e-5 --min_lr=6e-6 --warmup_iters=20 \
+      --eval_interval=20 --delta_val_loss=0.02 "$@" || status=$?
     ;;
   cpu)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OUT=${OUT:-out/taper_finetune}
@@ -27,8 +31,9 @@ case $scale in
     [ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py
     for seed in $SEEDS; do
       SEEDS=$seed ARMS=layer OUT=$OUT/base KEEP="" ./sweep.sh config/table1_cpu.py
-      SEEDS=$seed ./sweep.sh config/table1_cpu.py --init_from="$OUT/base/layer-$seed" --max_iters=300 \
-        --warmup_iters=20 --learning_rate=1e-3 --min_lr=1e-4 --eval_interval=30 --delta_val_loss=0.0234 "$@" || status=$?
+      SEEDS=$seed ./sweep.sh config/table1_cpu.py --init_from="$OUT/base/layer-$seed" \
+        --max_iters=300 --warmup_iters=20 --learning_rate=1e-3 --min_lr=1e-4 --eval_interval=30 \
+        --delta_val_loss=0.0234 "$@" || status=$?
     done
     ;;
   *)

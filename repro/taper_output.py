@@ -1,9 +1,12 @@
-"""What holds the scale of the stream at the output, at the end of each run of repro/taper.sh, over spread windows.
+"""What holds the scale of the stream at the output, at the end of each run of repro/taper.sh, over
+spread windows.
 
-    python repro/taper_output.py out/taper results/cpu/taper      writes output_end.jsonl and output_end.md there
+    python repro/taper_output.py out/taper results/cpu/taper
+        writes output_end.jsonl and output_end.md there
 
-Each run's last checkpoint on windows spread evenly over validation and over training text: size of the stream at the
-output, length of the logits, radial gradient (training/stream.py); means and standard deviations over seeds.
+Each run's last checkpoint on windows spread evenly over validation and over training text: size of
+the stream at the output, length of the logits, radial gradient (training/stream.py); means and
+standard deviations over seeds.
 """
 
 import sys
@@ -29,7 +32,9 @@ WINDOWS = 96
 
 def main(argv: list[str]) -> None:
     if len(argv) != 2:
-        raise ConfigError("taper_output.py wants two words: the folder of the runs, and one for the results")
+        raise ConfigError(
+            "taper_output.py wants two words: the folder of the runs, and one for the results"
+        )
     source, target = map(Path, argv)
     folders = sorted(folder for folder in source.iterdir() if (folder / LAST).exists())
     if not folders:
@@ -43,19 +48,44 @@ def main(argv: list[str]) -> None:
             evaluated = run.config["eval_tokens"] // blocks.block_size
             count = len(blocks) if split == "train" else min(len(blocks), evaluated)
             with torch.no_grad():
-                stats = measure(model, *blocks.batch(np.linspace(0, count - 1, WINDOWS).astype(int).tolist()))
-            rows.append({"arm": run.arm, "seed": run.seed, "text": split, "windows": WINDOWS,
-                         "rms": float(stats.rms[-1]), "logit_norm": stats.logit_norm,
-                         "radial_gradient": stats.radial_gradient, **environment(torch.device("cpu"))})  # fmt: skip
-        print(folder.name, f"{rows[-2]['radial_gradient']:+.3f} {rows[-1]['radial_gradient']:+.3f}", flush=True)
+                stats = measure(
+                    model, *blocks.batch(np.linspace(0, count - 1, WINDOWS).astype(int).tolist())
+                )
+            rows.append(
+                {
+                    "arm": run.arm,
+                    "seed": run.seed,
+                    "text": split,
+                    "windows": WINDOWS,
+                    "rms": float(stats.rms[-1]),
+                    "logit_norm": stats.logit_norm,
+                    "radial_gradient": stats.radial_gradient,
+                    **environment(torch.device("cpu")),
+                }
+            )
+        print(
+            folder.name,
+            f"{rows[-2]['radial_gradient']:+.3f} {rows[-1]['radial_gradient']:+.3f}",
+            flush=True,
+        )
     cells = defaultdict(list)
     for row in rows:
-        cells[row["arm"], row["text"]].append([row["rms"], row["logit_norm"], row["radial_gradient"]])
-    lines = ["| arm | text | seeds | RMS of the stream at the output (SD) | length of the logits (SD) | radial "
-             "gradient, nats (SD) |", "| --- " * 6 + "|"]  # fmt: skip
+        cells[row["arm"], row["text"]].append(
+            [row["rms"], row["logit_norm"], row["radial_gradient"]]
+        )
+    lines = [
+        "| arm | text | seeds | RMS of the stream at the output (SD) | length of the logits (SD) "
+        "| radial gradient, nats (SD) |",
+        "| --- " * 6 + "|",
+    ]
     for (arm, split), values in cells.items():
-        mean, sd = np.mean(values, 0), np.std(values, 0, ddof=1) if len(values) > 1 else np.full(3, np.nan)
-        shown = " | ".join(f"{m:{sign}} ({s:.2g})" for m, s, sign in zip(mean, sd, (".2f", ".1f", "+.3f")))
+        mean, sd = (
+            np.mean(values, 0),
+            np.std(values, 0, ddof=1) if len(values) > 1 else np.full(3, np.nan),
+        )
+        shown = " | ".join(
+            f"{m:{sign}} ({s:.2g})" for m, s, sign in zip(mean, sd, (".2f", ".1f", "+.3f"))
+        )
         lines.append(f"| `{arm}` | {split} | {len(values)} | {shown} |")
     write_results(target, "output_end", rows, "output_end.md", "\n".join(lines))
     print("\n".join(lines))

@@ -8,7 +8,9 @@ from helpers import Job, write_tiny_shards  # before any module of ours: it prep
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays until the end: the garbage collector need not go through it again and again."""
+    """What is imported by now stays until the end: the garbage collector need not go through it
+    again and again.
+    """
     gc.freeze()
 
 
@@ -23,7 +25,10 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def launch(tmp_path: Path):
-    """launch(*argv, ranks=1, patch=None, program="train") -> Job. Paths in argv are as on the command line."""
+    """launch(*argv, ranks=1, patch=None, program="train") -> Job.
+
+    Paths in argv are as on the command line.
+    """
     jobs: list[Job] = []
 
     def start(

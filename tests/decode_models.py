@@ -1,4 +1,6 @@
-"""Small models of every norm and shape for the tests of decoding, and what the model itself computes."""
+"""Small models of every norm and shape for the tests of decoding, and what the model itself
+computes.
+"""
 
 import torch
 from helpers import shake
@@ -10,34 +12,69 @@ from model import GPT, GPTConfig, KVCache
 SHAPES = {
     "gpt2": {"activation": "gelu_tanh"},
     "gpt2-bias": {"activation": "gelu", "bias": True},
-    "qwen3": {"position": "rope", "activation": "swiglu", "n_kv_head": 2, "head_dim": 16, "qk_norm": True,
-              "tie_embeddings": False, "norm_eps": 1e-6},
-    "llama": {"position": "rope", "activation": "swiglu", "n_kv_head": 2, "head_dim": 8, "rope_theta": 5e5,
-              "rope_scaling": (32.0, 1.0, 4.0, 16.0), "tie_embeddings": True},
-}  # fmt: skip
+    "qwen3": {
+        "position": "rope",
+        "activation": "swiglu",
+        "n_kv_head": 2,
+        "head_dim": 16,
+        "qk_norm": True,
+        "tie_embeddings": False,
+        "norm_eps": 1e-6,
+    },
+    "llama": {
+        "position": "rope",
+        "activation": "swiglu",
+        "n_kv_head": 2,
+        "head_dim": 8,
+        "rope_theta": 5e5,
+        "rope_scaling": (32.0, 1.0, 4.0, 16.0),
+        "tie_embeddings": True,
+    },
+}
 ALPHAS = (1.0, 1.09, 0.9, 1.2, 1.1, 0.8, 1.3, 1.05, 1.0)
 NORMS = {
     "rms": {"norm_type": "rms"},
     "coupled": {"norm_type": "coupled", "coupled_alpha": 1.09},
     "coupled-first": {"norm_type": "coupled", "coupled_first": 2, "coupled_alpha": ALPHAS},
     "coupled-span": {"norm_type": "coupled", "coupled_span": 2, "coupled_alpha": 1.1},
-    "coupled-odd": {"norm_type": "coupled", "coupled_first": 2, "coupled_span": 2, "norm_affine": False,
-                    "coupled_impl": "fold"},
+    "coupled-odd": {
+        "norm_type": "coupled",
+        "coupled_first": 2,
+        "coupled_span": 2,
+        "norm_affine": False,
+        "coupled_impl": "fold",
+    },
     "coupled-end": {"norm_type": "coupled", "norm_plan": "RR Rs ss Rs s", "coupled_alpha": 1.1},
     "layer": {"norm_type": "layer"},
     "cbwc": {"norm_type": "cbwc"},
     "taper": {"norm_type": "taper", "taper_warmup": 1, "taper_end": 2},
-    "taper-layer": {"norm_type": "taper", "taper_base": "layer", "taper_warmup": 1, "taper_end": 2,
-                    "taper_final": True, "taper_anchor": 0.1, "taper_fit": "channel"},
+    "taper-layer": {
+        "norm_type": "taper",
+        "taper_base": "layer",
+        "taper_warmup": 1,
+        "taper_end": 2,
+        "taper_final": True,
+        "taper_anchor": 0.1,
+        "taper_fit": "channel",
+    },
     "dyt": {"norm_type": "dyt"},
     "partial": {"norm_type": "rms", "rms_fraction": 0.5, "norm_groups": 2},
-}  # fmt: skip
+}
 
 
 def make(shape: str, norm: str, init_std: float = 0.1, seed: int = 0, n_layer: int = 4) -> GPT:
     """A small model in float64 with gains, biases and tapers far from their initial values."""
-    config = GPTConfig(n_layer=n_layer, n_head=4, n_embd=32, block_size=32, vocab_size=64, n_vocab=61,
-                       init_std=init_std, **SHAPES[shape], **NORMS[norm])  # fmt: skip
+    config = GPTConfig(
+        n_layer=n_layer,
+        n_head=4,
+        n_embd=32,
+        block_size=32,
+        vocab_size=64,
+        n_vocab=61,
+        init_std=init_std,
+        **SHAPES[shape],
+        **NORMS[norm],
+    )
     model = shake(GPT(config, seed))
     if config.norm_type == "taper":
         model.train().set_step(1, 10)
@@ -52,10 +89,14 @@ def prompt(batch: int, tokens: int = 7) -> torch.Tensor:
 
 @torch.no_grad()
 def definition(model: GPT, idx: torch.Tensor, prefill: int) -> torch.Tensor:
-    """Logits of the model itself, with its own cache: of the prompt's last token and of each token after it."""
+    """Logits of the model itself, with its own cache: of the prompt's last token and of each token
+    after it.
+    """
     cache = KVCache(model.config, len(idx), idx.shape[1], model.wte.weight)
     logits = [model(idx[:, :prefill], cache=cache)[:, -1:]]
-    return torch.cat(logits + [model(idx[:, i : i + 1], cache=cache) for i in range(prefill, idx.shape[1])], 1)
+    return torch.cat(
+        logits + [model(idx[:, i : i + 1], cache=cache) for i in range(prefill, idx.shape[1])], 1
+    )
 
 
 def decoded(model: GPT, level: str, idx: torch.Tensor, prefill: int) -> torch.Tensor:

@@ -18,7 +18,9 @@ def nan_loss(rank: int, step: int) -> None:
     def poisoned(self, batches):
         if self.step == step and self.ranks.rank == rank:
             forward = self.model.forward
-            self.model.forward = lambda *words: tuple(part * float("nan") for part in forward(*words))
+            self.model.forward = lambda *words: tuple(
+                part * float("nan") for part in forward(*words)
+            )
             try:
                 return original(self, batches)
             finally:
@@ -34,7 +36,9 @@ def nan_gradient(name: str, step: int) -> None:
 
     def poisoned(self, batches):
         parameter = dict(self.model.named_parameters())[name]
-        hook = parameter.register_hook(lambda grad: grad * float("nan")) if self.step == step else None
+        hook = (
+            parameter.register_hook(lambda grad: grad * float("nan")) if self.step == step else None
+        )
         try:
             return original(self, batches)
         finally:
@@ -45,7 +49,9 @@ def nan_gradient(name: str, step: int) -> None:
 
 
 def die_after(step: int) -> None:
-    """The process dies at once, with nothing flushed, when it has done `step` (as SIGKILL at that moment)."""
+    """The process dies at once, with nothing flushed, when it has done `step` (as SIGKILL at that
+    moment).
+    """
     original = train.Trainer._next_step
 
     def fatal(self):
@@ -126,7 +132,9 @@ def bad_share(rank: int, step: int, name: str, value: float) -> None:
 
 
 def die_in_save(step: int) -> None:
-    """The process dies when the shards of the checkpoint of `step` are written and nothing names them yet."""
+    """The process dies when the shards of the checkpoint of `step` are written and nothing names
+    them yet.
+    """
     original = train.Trainer._save
 
     def fatal(self, name):
@@ -138,7 +146,7 @@ def die_in_save(step: int) -> None:
 
 
 def compile_with(backend: str) -> None:
-    """torch.compile uses another backend: what dynamo traces is the same, and no C++ is compiled."""
+    """torch.compile uses another backend: dynamo traces the same, and no C++ is compiled."""
     torch.compile = functools.partial(torch.compile, backend=backend)
 
 

@@ -1,4 +1,6 @@
-"""Modules for the tests of folding: a function with the parts it needs, weights at random, in float64."""
+"""Modules for the tests of folding: a function with the parts it needs, weights at random, in
+float64.
+"""
 
 import torch
 from torch import nn

@@ -1,7 +1,8 @@
-"""What tests share: tiny shards, and Job, which runs train.py's main in fresh processes, as torchrun would.
+"""What tests share: tiny shards, and Job, which runs train.py's main in fresh processes, as
+torchrun would.
 
-Processes are forked from a server that has imported torch already, so that a test can start dozens of runs, kill
-them with real signals, and still be done in seconds.
+Processes are forked from a server that has imported torch already, so that a test can start dozens
+of runs, kill them with real signals, and still be done in seconds.
 """
 
 import contextlib
@@ -22,11 +23,13 @@ import numpy as np
 import pytest
 import torch
 
-# Inductor compiles a test program for each vector instruction set, in every process anew: eight seconds of a core. It
-# is told that the compiler knows the basic ones (AVX2, AVX512) where the processor has them.
+# Inductor compiles a test program for each vector instruction set, in every process anew: eight
+# seconds of a core. It is told that the compiler knows the basic ones (AVX2, AVX512) where the
+# processor has them.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# Triton decides when it is imported: without a GPU its kernels run in the interpreter, on CPU tensors.
+# Triton decides when it is imported: without a GPU its kernels run in the interpreter, on CPU
+# tensors.
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
 if find_spec("triton"):
     from triton.language import bfloat16, float32
@@ -34,7 +37,9 @@ if find_spec("triton"):
     from triton.runtime import interpreter
 
     def cast_as_a_gpu(builder, source, target, cast=interpreter.InterpreterBuilder.cast_impl):
-        """Triton's interpreter truncates float32 to bfloat16; a GPU rounds to the nearest, ties to even, as PyTorch."""
+        """Triton's interpreter truncates float32 to bfloat16; a GPU rounds to the nearest, ties to
+        even, as PyTorch.
+        """
         if (source.dtype.scalar, target.scalar) != (float32, bfloat16):
             return cast(builder, source, target)
         rounded = torch.from_numpy(np.array(source.data)).bfloat16().view(torch.uint16).numpy()
@@ -43,7 +48,9 @@ if find_spec("triton"):
     interpreter.InterpreterBuilder.cast_impl = cast_as_a_gpu
 
     def patch_builtins(package, builder, scope, found={}):  # noqa: B006
-        """As Triton does before each call of a kernel or helper, but it looks for what to patch only once."""
+        """As Triton does before each call of a kernel or helper, but it looks for what to patch
+        only once.
+        """
         if package not in found:
             found[package] = [pair for pair in inspect.getmembers(package) if is_builtin(pair[1])]
         for name, member in found[package]:
@@ -62,15 +69,31 @@ if find_spec("triton"):
 
 ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
-# What a run imports sooner or later (AdamW imports dynamo): two seconds that each process would take again
-FORKS.set_forkserver_preload(["train", "training.sharded", "torch.distributed.fsdp", "torch._dynamo"])
+# What a run imports sooner or later (AdamW imports dynamo): two seconds that each process would
+# take again
+FORKS.set_forkserver_preload(
+    ["train", "training.sharded", "torch.distributed.fsdp", "torch._dynamo"]
+)
 
 torch.set_num_threads(1)
 
 
-TINY = ("--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=2", "--eval_tokens=512",
-        "--gradient_accumulation_steps=4", "--max_iters=40", "--warmup_iters=5", "--learning_rate=1e-2",
-        "--eval_interval=1000", "--log_interval=1", "--sample_tokens=0", "--device=cpu")  # fmt: skip
+TINY = (
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=32",
+    "--block_size=16",
+    "--batch_size=2",
+    "--eval_tokens=512",
+    "--gradient_accumulation_steps=4",
+    "--max_iters=40",
+    "--warmup_iters=5",
+    "--learning_rate=1e-2",
+    "--eval_interval=1000",
+    "--log_interval=1",
+    "--sample_tokens=0",
+    "--device=cpu",
+)
 
 
 NORM_TYPES = ("layer", "rms", "coupled", "cbwc", "taper")
@@ -78,7 +101,9 @@ TAPER_KEYS = ("--taper_warmup=10", "--taper_end=30", "--taper_final=True", "--ta
 
 
 def keys_of(norm_type: str) -> tuple[str, ...]:
-    """The taper of these runs lasts from step 10 to step 30, so that a kill at step 20 falls into its decay."""
+    """The taper of these runs lasts from step 10 to step 30, so that a kill at step 20 falls into
+    its decay.
+    """
     return (f"--norm_type={norm_type}", *(TAPER_KEYS if norm_type == "taper" else ()))
 
 
@@ -99,11 +124,32 @@ def write_tiny_shards(folder: Path, train: int = 20000, val: int = 2000, vocab: 
     for split, count in (("train", train), ("val", val)):
         noise = random.randint(0, 3, count)
         write_shard(folder / f"tiny_{split}_000000.bin", np.cumsum(1 + noise) % vocab)
-    write_meta(folder, {"tokenizer": "chars", "vocab_size": vocab, "chars": "".join(chr(48 + i) for i in range(vocab))})
+    write_meta(
+        folder,
+        {
+            "tokenizer": "chars",
+            "vocab_size": vocab,
+            "chars": "".join(chr(48 + i) for i in range(vocab)),
+        },
+    )
     return folder
 
 
-ITEM_WORDS = ["the", "a", "man", "woman", "dog", "runs", "sits", "jumps", "over", "under", "table", "house", "slowly"]
+ITEM_WORDS = [
+    "the",
+    "a",
+    "man",
+    "woman",
+    "dog",
+    "runs",
+    "sits",
+    "jumps",
+    "over",
+    "under",
+    "table",
+    "house",
+    "slowly",
+]
 
 
 def write_items(path: Path, count: int) -> Path:
@@ -112,8 +158,14 @@ def write_items(path: Path, count: int) -> Path:
     items = []
     for number in range(count):
         endings = [" ".join(random.choice(ITEM_WORDS, random.randint(1, 9))) for _ in range(4)]
-        items.append({"ind": 3 * number, "ctx": " ".join(random.choice(ITEM_WORDS, random.randint(2, 20))),
-                      "endings": endings, "label": random.randint(4)})  # fmt: skip
+        items.append(
+            {
+                "ind": 3 * number,
+                "ctx": " ".join(random.choice(ITEM_WORDS, random.randint(2, 20))),
+                "endings": endings,
+                "label": random.randint(4),
+            }
+        )
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
     return path
 
@@ -123,11 +175,18 @@ def _write_to(output: str) -> None:
     stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
-    sys.stdout = open(1, "w", closefd=False)  # buffered, as in a process of its own, whatever this one was started with
+    sys.stdout = open(
+        1, "w", closefd=False
+    )  # buffered, as in a process of its own, whatever this one was started with
 
 
-def _child(argv: list[str], env: dict[str, str], output: str, patch: tuple[str, dict] | None, program: str) -> None:
-    """In the child: like `python PROGRAM.py ...` with stdout and stderr in a file. `patch` names a fault to inject."""
+def _child(
+    argv: list[str], env: dict[str, str], output: str, patch: tuple[str, dict] | None, program: str
+) -> None:
+    """In the child: like `python PROGRAM.py ...` with stdout and stderr in a file.
+
+    `patch` names a fault to inject.
+    """
     os.environ.update(env)
     _write_to(output)
     sys.argv = [f"{program}.py", *argv]
@@ -148,8 +207,12 @@ def _code(code: str, argv: list[str], output: str) -> None:
 
 
 def start_code(code: str, output: Path, *argv: object) -> multiprocessing.process.BaseProcess:
-    """Like `python -c CODE argv` with stdout and stderr in a file, where train.py and torch are imported already."""
-    process = FORKS.Process(target=_code, args=(code, list(map(str, argv)), str(output)), daemon=True)
+    """Like `python -c CODE argv` with stdout and stderr in a file, where train.py and torch are
+    imported already.
+    """
+    process = FORKS.Process(
+        target=_code, args=(code, list(map(str, argv)), str(output)), daemon=True
+    )
     process.start()
     return process
 
@@ -158,7 +221,12 @@ class Job:
     """One run of train.py, or another program, on `ranks` processes."""
 
     def __init__(
-        self, argv: tuple[str, ...], ranks: int, output: Path, patch: tuple[str, dict] | None, program: str = "train"
+        self,
+        argv: tuple[str, ...],
+        ranks: int,
+        output: Path,
+        patch: tuple[str, dict] | None,
+        program: str = "train",
     ):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -168,9 +236,16 @@ class Job:
         for rank in range(ranks):
             env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
             if ranks > 1:
-                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-            job = FORKS.Process(target=_child, args=(list(argv), env, str(self.outputs[rank]), patch, program))
+                env |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
+            job = FORKS.Process(
+                target=_child, args=(list(argv), env, str(self.outputs[rank]), patch, program)
+            )
             job.start()
             self.processes.append(job)
 
@@ -190,7 +265,9 @@ class Job:
         """Send signal `number` to all ranks once log.jsonl shows `step`."""
         end = time.monotonic() + timeout
         while not any(record.get("step") == step for record in steps_of(out_dir)):
-            assert time.monotonic() < end and self.processes[0].is_alive(), f"never came to step {step}: {self.text()}"
+            assert time.monotonic() < end and self.processes[0].is_alive(), (
+                f"never came to step {step}: {self.text()}"
+            )
             time.sleep(0.002)
         for process in self.processes:
             os.kill(process.pid, number)
@@ -201,7 +278,11 @@ class Job:
 
 def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
     """Bytes of each file in a folder, and when it was written."""
-    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+    return {
+        path: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def records(out_dir: Path) -> list[dict]:
@@ -223,12 +304,18 @@ def losses(out_dir: Path) -> dict[int, float]:
 
 
 def val_losses(out_dir: Path) -> dict[int, float]:
-    return {record["step"]: record["val_loss"] for record in records(out_dir) if record["event"] == "eval"}
+    return {
+        record["step"]: record["val_loss"]
+        for record in records(out_dir)
+        if record["event"] == "eval"
+    }
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Standard normal numbers, always the same for a seed."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12) -> None:
@@ -237,7 +324,9 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12
 
 @torch.no_grad()
 def shake(module: torch.nn.Module) -> torch.nn.Module:
-    """float64, and gains and biases away from 1 and 0: the same way for the same role (a taper's base or a norm)."""
+    """float64, and gains and biases away from 1 and 0: the same way for the same role (a taper's
+    base or a norm).
+    """
     module.double()
     for name, parameter in module.named_parameters():
         if parameter.dim() == 1:

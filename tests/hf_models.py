@@ -16,33 +16,78 @@ except HFError as error:
 needs_transformers = pytest.mark.skipif(bool(reason), reason=reason)
 safetensors = pytest.importorskip("safetensors.torch")
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
-GPT2 = dict(vocab_size=67, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=None, eos_token_id=None)
-LLAMA = dict(vocab_size=67, max_position_embeddings=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-             num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GPT2 = dict(
+    vocab_size=67,
+    n_positions=64,
+    n_embd=32,
+    n_layer=3,
+    n_head=4,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+LLAMA = dict(
+    vocab_size=67,
+    max_position_embeddings=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    bos_token_id=None,
+    eos_token_id=None,
+)
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 MODELS = {
     "gpt2": ("GPT2", GPT2),
-    "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 40, "layer_norm_epsilon": 1e-3}),
+    "gpt2-exact-gelu": (
+        "GPT2",
+        {**GPT2, "activation_function": "gelu", "n_inner": 40, "layer_norm_epsilon": 1e-3},
+    ),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
-    "qwen3": ("Qwen3", {**LLAMA, "head_dim": 12, "rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": True}),
-    "qwen3-untied-bias": ("Qwen3", {**LLAMA, "head_dim": 16, "rms_norm_eps": 1e-3, "attention_bias": True}),
+    "qwen3": (
+        "Qwen3",
+        {**LLAMA, "head_dim": 12, "rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": True},
+    ),
+    "qwen3-untied-bias": (
+        "Qwen3",
+        {**LLAMA, "head_dim": 16, "rms_norm_eps": 1e-3, "attention_bias": True},
+    ),
     "llama": ("Llama", {**LLAMA, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "llama-untied-biases": ("Llama", {**LLAMA, "rope_parameters": LLAMA3, "head_dim": 16, "attention_bias": True,
-                                      "mlp_bias": True, "num_key_value_heads": 1}),
+    "llama-untied-biases": (
+        "Llama",
+        {
+            **LLAMA,
+            "rope_parameters": LLAMA3,
+            "head_dim": 16,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 1,
+        },
+    ),
     "llama-plain": ("Llama", {**LLAMA, "num_key_value_heads": None, "rms_norm_eps": 1e-5}),
-}  # fmt: skip
+}
 
 
 @torch.no_grad()
 def tiny(name):
-    """A transformers model in eval mode whose every parameter, gains and biases too, has a non-trivial value."""
+    """A transformers model in eval mode whose every parameter, gains and biases too, has a
+    non-trivial value.
+    """
     if transformers is None:
         pytest.skip(reason)
     family, shape = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**shape)
-    model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).eval()
+    model = getattr(
+        transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    )(config).eval()
     stream = torch.Generator().manual_seed(1)
     for parameter_name, parameter in model.named_parameters():
         gain = parameter.dim() == 1 and parameter_name.endswith("weight")

@@ -1,4 +1,6 @@
-"""An RMSNorm model that is trained in a second on sequences it can learn, for the tests of coupling after training."""
+"""An RMSNorm model that is trained in a second on sequences it can learn, for the tests of coupling
+after training.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,8 +10,18 @@ import torch
 from model import GPT, GPTConfig
 from training.checkpoint import BEST, save_checkpoint
 
-SHAPE = GPTConfig(vocab_size=64, n_vocab=60, block_size=24, n_layer=3, n_head=2, n_embd=32, norm_type="rms",
-                  position="rope", activation="swiglu", init_std=0.1)  # fmt: skip
+SHAPE = GPTConfig(
+    vocab_size=64,
+    n_vocab=60,
+    block_size=24,
+    n_layer=3,
+    n_head=2,
+    n_embd=32,
+    norm_type="rms",
+    position="rope",
+    activation="swiglu",
+    init_std=0.1,
+)
 L = SHAPE.n_layer
 
 
@@ -32,8 +44,15 @@ def train() -> GPT:
 
 def write_run(model: GPT, folder: Path) -> Path:
     """A run folder with the model's best checkpoint, and a text that it knows."""
-    meta = {"tokenizer": "chars", "vocab_size": 60, "chars": "".join(chr(48 + i) for i in range(60))}
-    save_checkpoint(folder / BEST, {"step": 0, "config": asdict(SHAPE), "meta": meta, "model": model.state_dict()})
+    meta = {
+        "tokenizer": "chars",
+        "vocab_size": 60,
+        "chars": "".join(chr(48 + i) for i in range(60)),
+    }
+    save_checkpoint(
+        folder / BEST,
+        {"step": 0, "config": asdict(SHAPE), "meta": meta, "model": model.state_dict()},
+    )
     text = "".join(meta["chars"][i] for i in sequences(200, 7).flatten())
     (folder / "text.txt").write_text(text)
     return folder

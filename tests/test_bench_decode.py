@@ -1,4 +1,5 @@
-"""bench_decode.py to its end on tiny models: records, tables, peers, traces, the last-token protocol.
+"""bench_decode.py to its end on tiny models: records, tables, peers, traces, the last-token
+protocol.
 
     python -m pytest tests/test_bench_decode.py
 """
@@ -31,7 +32,12 @@ from training.checkpoint import save_checkpoint
 def run(tmp_path):
     """A run folder with a trained model's checkpoint, as far as a bench can tell."""
     model = make("qwen3", "rms", init_std=0.3, n_layer=2).float()
-    state = {"step": 1, "config": dataclasses.asdict(model.config), "meta": {}, "model": model.state_dict()}
+    state = {
+        "step": 1,
+        "config": dataclasses.asdict(model.config),
+        "meta": {},
+        "model": model.state_dict(),
+    }
     (tmp_path / "run").mkdir()
     save_checkpoint(tmp_path / "run" / "ckpt_last.pt", state)
     return tmp_path / "run"
@@ -47,16 +53,29 @@ def test_every_arm_is_checked_timed_and_written(run, tmp_path, capsys):
     summary = json.loads(printed.splitlines()[-1])
     assert [record["batch"] for record in summary["batches"]] == [1, 3]
     for record in map(json.loads, (out / "decode.jsonl").read_text().splitlines()):
-        names = {"rms", "coupled", "rms_fused", "coupled_fused", "taper_folded", "layer", "layer_fused"}
-        assert set(record["arms"]) == names | {"A/A"} and all(len(times) == 6 for times in record["seconds"].values())
-        assert {"coupled/rms", "coupled_fused/rms", "coupled_fused/rms_fused", "A/A/rms"} <= set(record["speed_ups"])
+        names = {
+            "rms",
+            "coupled",
+            "rms_fused",
+            "coupled_fused",
+            "taper_folded",
+            "layer",
+            "layer_fused",
+        }
+        assert set(record["arms"]) == names | {"A/A"} and all(
+            len(times) == 6 for times in record["seconds"].values()
+        )
+        assert {"coupled/rms", "coupled_fused/rms", "coupled_fused/rms_fused", "A/A/rms"} <= set(
+            record["speed_ups"]
+        )
         for name in names:
             row = record["arms"][name]
             assert row["same_tokens"] == 4 and row["error"] < 1e-5 and row["prefill_ms"] > 0
             assert row["tokens_per_s"] == pytest.approx(record["batch"] * 1e3 / row["ms_per_token"])
         for ratio in record["speed_ups"].values():
             assert ratio["low"] <= ratio["median"] <= ratio["high"]
-        assert not record["random_weights"] and record["missing"]  # no Hugging Face model of a run folder
+        # no Hugging Face model of a run folder
+        assert not record["random_weights"] and record["missing"]
     text = (out / "README.md").read_text()
     assert "coupled_fused/rms_fused" in text and "A mixes" in text and (out / "decode.png").exists()
     assert "| coupled |" in printed and "floor:" in printed
@@ -67,8 +86,12 @@ def test_every_arm_is_checked_timed_and_written(run, tmp_path, capsys):
     assert [(record["batch"], len(record["arms"])) for record in records] == [(1, 8), (3, 3)]
 
 
-def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(run, tmp_path, monkeypatch, capsys):
-    """The first arm, in bfloat16, is refused; peers compile for one batch size each; and the third of them fails."""
+def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
+    run, tmp_path, monkeypatch, capsys
+):
+    """The first arm, in bfloat16, is refused; peers compile for one batch size each; and the third
+    of them fails.
+    """
     sizes = []
 
     def wrong(twin, level):
@@ -81,34 +104,59 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(run, 
         return 2 * x
 
     def peers(spec, model, idx, tokens, compiled, missing):
-        torch.compile(double, backend=lambda graph, inputs: sizes.append(inputs) or graph.forward)(torch.ones(len(idx)))
+        torch.compile(double, backend=lambda graph, inputs: sizes.append(inputs) or graph.forward)(
+            torch.ones(len(idx))
+        )
         if len(idx) == 4:
             raise UserError("no more memory")
         return {}
 
     monkeypatch.setattr(arms, "pack", wrong)
     monkeypatch.setattr(bench_decode.decode_peers, "arms", peers)
-    monkeypatch.setattr(bench_decode.DecodeBenchConfig, "variants", lambda *words: [(words[1].name, False, False)])
+    monkeypatch.setattr(
+        bench_decode.DecodeBenchConfig, "variants", lambda *words: [(words[1].name, False, False)]
+    )
     with pytest.raises(UserError, match="no more memory"):
-        bench_decode.main([str(run), "--arms=B,A,D", "--batch=2,3,4", "--dtype=bfloat16", f"--out={tmp_path / 'out'}",
-                           *FAST, "--compiled=true"])  # fmt: skip
-    assert [[tuple(part.shape) for part in inputs] for inputs in sizes] == [[(2,)], [(3,)], [(4,)]]  # no size is open
-    records = [json.loads(line) for line in (tmp_path / "out" / "decode.jsonl").read_text().splitlines()]
+        bench_decode.main(
+            [
+                str(run),
+                "--arms=B,A,D",
+                "--batch=2,3,4",
+                "--dtype=bfloat16",
+                f"--out={tmp_path / 'out'}",
+                *FAST,
+                "--compiled=true",
+            ]
+        )
+    # no size is open
+    assert [[tuple(part.shape) for part in inputs] for inputs in sizes] == [[(2,)], [(3,)], [(4,)]]
+    records = [
+        json.loads(line) for line in (tmp_path / "out" / "decode.jsonl").read_text().splitlines()
+    ]
     assert [record["batch"] for record in records] == [2, 3]
     for record in records:
-        assert set(record["arms"]) == {"rms", "coupled_fused", "A/A"} and len(record["missing"]) == 1
-        assert record["missing"][0].startswith("coupled: ") and "1.5 times is allowed" in record["missing"][0]
+        assert (
+            set(record["arms"]) == {"rms", "coupled_fused", "A/A"} and len(record["missing"]) == 1
+        )
+        assert (
+            record["missing"][0].startswith("coupled: ")
+            and "1.5 times is allowed" in record["missing"][0]
+        )
         assert set(record["speed_ups"]) == {"coupled_fused/rms", "A/A/rms"}
     printed = capsys.readouterr().out
     assert "x: within 1.05 |" in printed and "- not timed: coupled: logits are" in printed
-    monkeypatch.setattr(bench_decode, "check_arm", lambda *words: (_ for _ in ()).throw(UserError("it is off")))
+    monkeypatch.setattr(
+        bench_decode, "check_arm", lambda *words: (_ for _ in ()).throw(UserError("it is off"))
+    )
     with pytest.raises(UserError, match="batch 1: no arm passed its check: rms: it is off"):
         bench_decode.main([str(run), "--arms=A", *FAST])
 
 
 def test_a_compiled_step_decodes_the_same(run, capsys):
     """torch.compile and the cache that it writes in place: the program's own checks pass."""
-    bench_decode.main([str(run), "--arms=B,D", "--peers=false", "--tokens=4", "--rounds=6", "--device=cpu"])
+    bench_decode.main(
+        [str(run), "--arms=B,D", "--peers=false", "--tokens=4", "--rounds=6", "--device=cpu"]
+    )
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]["arms"]
     assert rows["coupled"]["same_tokens"] == rows["coupled_fused"]["same_tokens"] == 4
 
@@ -119,12 +167,23 @@ def test_an_interrupt_keeps_the_rounds_so_far(run, tmp_path, monkeypatch):
 
     def interrupted(*words):
         turns.append(words)
-        if len(turns) == 3 + 2 + 2 * 7 + 1:  # three to find the faster, two to warm up, seven rounds
+        # three to find the faster, two to warm up, seven rounds
+        if len(turns) == 3 + 2 + 2 * 7 + 1:
             raise KeyboardInterrupt
         decode_tokens(*words)
 
     monkeypatch.setattr(bench_decode, "decode_tokens", interrupted)
-    bench_decode.main([str(run), "--arms=A", "--batch=1,2", f"--out={tmp_path}", "--peers=false", *FAST, "--rounds=40"])
+    bench_decode.main(
+        [
+            str(run),
+            "--arms=A",
+            "--batch=1,2",
+            f"--out={tmp_path}",
+            "--peers=false",
+            *FAST,
+            "--rounds=40",
+        ]
+    )
     (record,) = (json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines())
     assert record["batch"] == 1 and record["rounds"] == 7 == len(record["seconds"]["rms"])
     assert record["missing"] == ["rounds 8 to 40: interrupted"]
@@ -132,42 +191,72 @@ def test_an_interrupt_keeps_the_rounds_so_far(run, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
 def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
-    tiny = SHAPES["gpt2"] | {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    tiny = SHAPES["gpt2"] | {
+        "vocab_size": 97,
+        "n_positions": 32,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+    }
     monkeypatch.setitem(SHAPES, "tiny", tiny)
     bench_decode.main(["random:tiny", "--arms=L,M", *FAST])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]
-    assert record["arms"]["hf_eager"]["ms_per_token"] > 0 and "layer/hf_eager" in record["speed_ups"]
+    assert (
+        record["arms"]["hf_eager"]["ms_per_token"] > 0 and "layer/hf_eager" in record["speed_ups"]
+    )
     assert "arbitrary ids" in record["prompt_ids"] and record["prompt"] == "Who was Alan Turing?"
     assert record["random_weights"] and record["missing"] == []
 
 
 def test_what_gpt_fast_cannot_do_is_said(run, tmp_path):
-    reasons = {"gpt2": "its norms are RMSNorm", "qwen3-0.6b": "it has no QK-norm", "llama3.2-1b": ""}
+    reasons = {
+        "gpt2": "its norms are RMSNorm",
+        "qwen3-0.6b": "it has no QK-norm",
+        "llama3.2-1b": "",
+    }
     for name, reason in reasons.items():
         assert gpt_fast.unable(shape_config(name)) == reason
     llama = shape_config("llama3.2-1b")
-    for keys, reason in (({"bias": True}, "it has no biases"), ({"norm_type": "coupled"}, "its norms are RMSNorm"),
-                         ({"head_dim": 128}, "its heads have n_embd / n_head channels")):  # fmt: skip
+    for keys, reason in (
+        ({"bias": True}, "it has no biases"),
+        ({"norm_type": "coupled"}, "its norms are RMSNorm"),
+        ({"head_dim": 128}, "its heads have n_embd / n_head channels"),
+    ):
         assert gpt_fast.unable(dataclasses.replace(llama, **keys)) == reason
-    with pytest.raises(UserError, match=r"there is no model\.py: give the folder of a gpt-fast checkout"):
+    with pytest.raises(
+        UserError, match=r"there is no model\.py: give the folder of a gpt-fast checkout"
+    ):
         bench_decode.main([str(run), "--arms=A", "--peers=false", f"--gpt_fast={tmp_path}", *FAST])
     for name in ("model.py", "generate.py"):
         (tmp_path / name).write_text("raise ImportError('no torch.nn.attention')")
-    with pytest.raises(UserError, match=r"model\.py does not load: ImportError: no torch\.nn\.attention"):
+    with pytest.raises(
+        UserError, match=r"model\.py does not load: ImportError: no torch\.nn\.attention"
+    ):
         gpt_fast.load(str(tmp_path))
 
 
 def test_gpt_fasts_model_takes_part(monkeypatch, run, capsys):
-    """Its cache, its loop and its rotary pairs, our weights: the same tokens, and its options stay its own."""
+    """Its cache, its loop and its rotary pairs, our weights: the same tokens, and its options stay
+    its own.
+    """
     folder = Path(os.environ.get("NANONORM_GPT_FAST", ROOT.parent / "gpt-fast"))
     if not (folder / "generate.py").is_file():
         pytest.skip(f"no gpt-fast checkout at {folder}; NANONORM_GPT_FAST names one")
-    tiny = SHAPES["llama3.2-1b"] | {"vocab_size": 97, "max_position_embeddings": 64, "hidden_size": 64,
-                                       "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-                                       "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+    tiny = SHAPES["llama3.2-1b"] | {
+        "vocab_size": 97,
+        "max_position_embeddings": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
     monkeypatch.setitem(SHAPES, "tiny", tiny)
     before, modules = torch._inductor.config.get_config_copy(), sys.modules["model"]
-    bench_decode.main(["random:tiny", "--arms=A,D", "--peers=false", "--batch=2", f"--gpt_fast={folder}", *FAST])
+    bench_decode.main(
+        ["random:tiny", "--arms=A,D", "--peers=false", "--batch=2", f"--gpt_fast={folder}", *FAST]
+    )
     record = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]
     assert record["missing"] == [] and record["arms"]["gpt_fast"]["same_tokens"] == 4
     assert {"rms/gpt_fast", "coupled_fused/gpt_fast"} <= set(record["speed_ups"])
@@ -180,17 +269,35 @@ def test_gpt_fasts_model_takes_part(monkeypatch, run, capsys):
 def test_traces(run, tmp_path, capsys):
     bench_decode.main([str(run), "--arms=A,C", "--trace", f"--out={tmp_path / 'trace'}", *FAST])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["arms"]
-    assert rows["rms"]["kernels_per_step"] > 2 * rows["rms"]["kernels_per_block"] > rows["rms"]["ledger_per_block"] == 9
+    assert (
+        rows["rms"]["kernels_per_step"]
+        > 2 * rows["rms"]["kernels_per_block"]
+        > rows["rms"]["ledger_per_block"]
+        == 9
+    )
     assert json.loads((tmp_path / "trace" / "rms-1.json").read_text())["traceEvents"]
     assert (tmp_path / "trace" / "trace-1.png").exists()
-    kinds = {"triton_per_fused_add_mul_rsqrt_0": "norm", "vector_kernel": "product", "attend_kernel": "attention",
-             "ampere_bf16_s16816gemm_bf16_64x64": "product", "triton_poi_fused_mean_rsqrt_silu_split_3": "activation",
-             "heads_kernel": "heads", "take_kernel": "other", "Memset (Device)": "copy",
-             "epilogue_kernel": "activation", "combine_kernel": "attention", "forward_kernel": "norm",
-             "triton_poi_fused_addmm_gelu_0": "activation", "triton_red_fused_mm_t_view_2": "product",
-             "triton_red_fused__to_copy_add_mean_mm_pow_3": "product", "triton_red_fused_mm_silu_split_4": "product",
-             "triton_red_fused__unsafe_view_argmax_4": "other", "triton_red_fused_mean_mm": "product",
-             "aten::scaled_dot_product_attention": "attention", "aten::addmm": "product"}  # fmt: skip
+    kinds = {
+        "triton_per_fused_add_mul_rsqrt_0": "norm",
+        "vector_kernel": "product",
+        "attend_kernel": "attention",
+        "ampere_bf16_s16816gemm_bf16_64x64": "product",
+        "triton_poi_fused_mean_rsqrt_silu_split_3": "activation",
+        "heads_kernel": "heads",
+        "take_kernel": "other",
+        "Memset (Device)": "copy",
+        "epilogue_kernel": "activation",
+        "combine_kernel": "attention",
+        "forward_kernel": "norm",
+        "triton_poi_fused_addmm_gelu_0": "activation",
+        "triton_red_fused_mm_t_view_2": "product",
+        "triton_red_fused__to_copy_add_mean_mm_pow_3": "product",
+        "triton_red_fused_mm_silu_split_4": "product",
+        "triton_red_fused__unsafe_view_argmax_4": "other",
+        "triton_red_fused_mean_mm": "product",
+        "aten::scaled_dot_product_attention": "attention",
+        "aten::addmm": "product",
+    }
     assert {name: trace.kind(name) for name in kinds} == kinds
 
 
@@ -205,25 +312,51 @@ def test_a_trace_without_kernels_is_refused(monkeypatch):
 
 
 def test_a_trace_is_compared_with_the_ledger():
-    """A made-up trace of two blocks: as many kernels as launches; one copy more; a norm that came back."""
-    kernels = Counter({"triton_red_fused_add_mean_rsqrt_1": 2, "nvjet_qkv": 2, "heads_kernel": 2, "attend_kernel": 2,
-                       "gemv2T_kernel": 4, "triton_poi_fused_silu_3": 2, "nvjet_addmm": 2})  # fmt: skip
-    ledger = Counter({"norm": 2, "matmul": 4, "heads": 2, "attend": 2, "matmul_add": 4, "activation": 2})
+    """A made-up trace of two blocks: as many kernels as launches; one copy more; a norm that came
+    back.
+    """
+    kernels = Counter(
+        {
+            "triton_red_fused_add_mean_rsqrt_1": 2,
+            "nvjet_qkv": 2,
+            "heads_kernel": 2,
+            "attend_kernel": 2,
+            "gemv2T_kernel": 4,
+            "triton_poi_fused_silu_3": 2,
+            "nvjet_addmm": 2,
+        }
+    )
+    ledger = Counter(
+        {"norm": 2, "matmul": 4, "heads": 2, "attend": 2, "matmul_add": 4, "activation": 2}
+    )
     found = trace.compare(kernels, ledger, 2)
     assert found["equal"] and found["line"] == "8 kernels per block, the ledger's 8: equal"
-    assert found["per_block_by_class"] == {"norm": 1, "product": 4, "heads": 1, "attention": 1, "activation": 1}
+    assert found["per_block_by_class"] == {
+        "norm": 1,
+        "product": 4,
+        "heads": 1,
+        "attention": 1,
+        "activation": 1,
+    }
     copies = Counter({"Memcpy DtoD (Device -> Device)": 2})
     found = trace.compare(kernels + copies, ledger, 2)
     assert not found["equal"] and "copy +1 (Memcpy DtoD (Device -> Device))" in found["line"]
     assert found["line"].startswith("9 kernels per block, the ledger's 8: differs")
-    assert not trace.compare(kernels - Counter({"nvjet_qkv": 2}) + copies, ledger, 2)["equal"]  # 8, and a copy
-    assert "norm -1 (none)" in trace.compare(kernels - Counter({"triton_red_fused_add_mean_rsqrt_1": 2}),
-                                                    ledger, 2)["line"]  # fmt: skip
+    # 8, and a copy
+    assert not trace.compare(kernels - Counter({"nvjet_qkv": 2}) + copies, ledger, 2)["equal"]
+    assert (
+        "norm -1 (none)"
+        in trace.compare(kernels - Counter({"triton_red_fused_add_mean_rsqrt_1": 2}), ledger, 2)[
+            "line"
+        ]
+    )
     # Two compilations: the shorter one's names are not all among the longer one's.
     whole = kernels + Counter({"embed_kernel": 1, "triton_red_fused_mean_9": 1})
     shorter = Counter({"embed_kernel": 1, "triton_red_fused_mean_5": 1})
     assert trace.difference(whole, shorter).total() == kernels.total()
-    assert trace.difference(whole, Counter({"embed_kernel": 1})) == whole - Counter({"embed_kernel": 1})
+    assert trace.difference(whole, Counter({"embed_kernel": 1})) == whole - Counter(
+        {"embed_kernel": 1}
+    )
 
 
 def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
@@ -231,23 +364,44 @@ def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
     cuda, cpu, (a, c) = torch.device("cuda"), torch.device("cpu"), arms.find_arms("A,C")
     monkeypatch.setattr(bench_decode, "can_overlap", lambda _: True)
     assert config.variants(a, "plain", cuda) == [("rms", True, False), ("rms_tuned", True, True)]
-    assert config.variants(c, "fused", cuda) == [("rms_fused", False, False), ("rms_fused_tuned", False, True)]
-    assert config.variants(c, "library", cuda) == [("rms_fused", False, False)]  # the library's launches do not overlap
-    assert config.variants(a, "plain", cpu) == [("rms", True, False)] and config.variants(c, "fused", cpu)[0][1]
+    assert config.variants(c, "fused", cuda) == [
+        ("rms_fused", False, False),
+        ("rms_fused_tuned", False, True),
+    ]
+    # the library's launches do not overlap
+    assert config.variants(c, "library", cuda) == [("rms_fused", False, False)]
+    assert (
+        config.variants(a, "plain", cpu) == [("rms", True, False)]
+        and config.variants(c, "fused", cpu)[0][1]
+    )
     forced = dataclasses.replace(config, tuning="on")
     assert forced.variants(a, "plain", cuda) == [("rms", True, True)]
     assert forced.variants(c, "fused", cuda) == [("rms_fused", False, True)]
     monkeypatch.setattr(bench_decode, "can_overlap", lambda _: False)
-    assert config.variants(c, "fused", cuda) == [("rms_fused", False, False)]  # no such launches there
-    times = {"rms": [3.0] * 6, "rms_tuned": [2.0] * 6, "coupled": [1.0] * 6, "coupled_tuned": [4.0] * 6,
-             "A/A": [3.0] * 6}  # fmt: skip
-    found = bench_decode.speed_ups(times, ["rms", "coupled"], {"rms": "rms_tuned", "coupled": "coupled"}, "rms")
+    # no such launches there
+    assert config.variants(c, "fused", cuda) == [("rms_fused", False, False)]
+    times = {
+        "rms": [3.0] * 6,
+        "rms_tuned": [2.0] * 6,
+        "coupled": [1.0] * 6,
+        "coupled_tuned": [4.0] * 6,
+        "A/A": [3.0] * 6,
+    }
+    found = bench_decode.speed_ups(
+        times, ["rms", "coupled"], {"rms": "rms_tuned", "coupled": "coupled"}, "rms"
+    )
     assert {name: ratio["median"] for name, ratio in found.items()} == {
-        "coupled/rms": 2, "A/A/rms": 1, "rms_tuned/rms": 1.5, "coupled_tuned/coupled": 0.25}
+        "coupled/rms": 2,
+        "A/A/rms": 1,
+        "rms_tuned/rms": 1.5,
+        "coupled_tuned/coupled": 0.25,
+    }
 
 
 def test_last_token_protocol(monkeypatch, tmp_path, capsys):
-    """Of the compiled arms the tapers, folded and not, go through inductor; the others stop in front of it."""
+    """Of the compiled arms the tapers, folded and not, go through inductor; the others stop in
+    front of it.
+    """
     compiled, inductor = [], last_token.compiled_alone
 
     def compiled_alone(function):
@@ -257,24 +411,33 @@ def test_last_token_protocol(monkeypatch, tmp_path, capsys):
         return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
 
     monkeypatch.setattr(last_token, "compiled_alone", compiled_alone)
-    shape = dataclasses.replace(last_token.SHAPE, n_layer=2, n_embd=32, n_head=2, vocab_size=50304, block_size=128)
+    shape = dataclasses.replace(
+        last_token.SHAPE, n_layer=2, n_embd=32, n_head=2, vocab_size=50304, block_size=128
+    )
     monkeypatch.setattr(last_token, "SHAPE", shape)
     monkeypatch.setattr(last_token, "PUBLISHED", {(2, 24): (79.3, 96.8)})
-    bench_decode.main(["--last_token", "--rounds=6", "--compiled=false", "--device=cpu", f"--out={tmp_path}"])
+    bench_decode.main(
+        ["--last_token", "--rounds=6", "--compiled=false", "--device=cpu", f"--out={tmp_path}"]
+    )
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(row["batch"], row["context"], row["mode"]) for row in rows] == [
-        (2, 24, mode) for mode in ("eager", "compiled", "cached")]
+        (2, 24, mode) for mode in ("eager", "compiled", "cached")
+    ]
     assert len(compiled) == 4 and list(last_token.ARMS)[1:4:2] == ["taper", "taper_folded"]
     ratios = {"taper/rms", "rms_folded/rms", "taper_folded/rms", "taper_folded/rms_folded"}
     assert all(set(row["speed_up"]) == ratios for row in rows)
     text = (tmp_path / "last_token.md").read_text()
     assert "| 2 | 24 | eager |" in text and "Launches of an eager forward pass: rms " in text
-    bench_decode.main(["--last_token", "--ledger", "--dtype=float32", "--device=cpu", f"--out={tmp_path}"])
+    bench_decode.main(
+        ["--last_token", "--ledger", "--dtype=float32", "--device=cpu", f"--out={tmp_path}"]
+    )
     launches = json.loads(capsys.readouterr().out.splitlines()[-1])["launches"]
     assert {name: sum(counts.values()) for name, counts in launches.items()} == rows[0]["launches"]
-    # Of 5 norms, the 4 internal ones lose square, mean, + eps, root and a product when tapered, and the rest folded.
+    # Of 5 norms, the 4 internal ones lose square, mean, + eps, root and a product when tapered, and
+    # the rest folded.
     assert [launches[name].get("mean", 0) for name in ("rms", "taper", "taper_folded")] == [5, 1, 1]
-    assert rows[0]["launches"]["rms"] - rows[0]["launches"]["rms_folded"] == 5  # products with gains
+    # products with gains
+    assert rows[0]["launches"]["rms"] - rows[0]["launches"]["rms_folded"] == 5
     assert rows[0]["launches"]["rms"] - rows[0]["launches"]["taper"] == 4 * 4
     assert rows[0]["launches"]["taper"] - rows[0]["launches"]["taper_folded"] == 4 * 2
     assert "| taper_folded |" in (tmp_path / "launches.md").read_text()
@@ -283,7 +446,9 @@ def test_last_token_protocol(monkeypatch, tmp_path, capsys):
 def test_what_cannot_be_is_refused(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="out="):
-        bench_decode.main([str(run), "--arms=A", "--peers=false", f"--out={tmp_path / 'file'}", *FAST])
+        bench_decode.main(
+            [str(run), "--arms=A", "--peers=false", f"--out={tmp_path / 'file'}", *FAST]
+        )
     with pytest.raises(UserError, match=r"context=9999: .* tokens at most: lower it"):
         bench_decode.main([str(run), "--ledger", "--context=9999"])
     with pytest.raises(UserError, match="do not fit"):

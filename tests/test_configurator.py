@@ -50,12 +50,13 @@ def config_file(tmp_path):
     return write
 
 
-# ---------------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------- command line
 
 
 def test_defaults_types_and_inheritance():
     assert parse() == Config()
-    assert parse("--bias").bias and not parse("--bias", "--bias=false").bias  # a bare switch is true
+    # a bare switch is true
+    assert parse("--bias").bias and not parse("--bias", "--bias=false").bias
     config = parse("--n_layer=3", "--dropout=1", "--bias=true", "--norm_type=rms", "--out_dir=a=b")
     assert config == Config(n_layer=3, dropout=1.0, bias=True, norm_type="rms", out_dir="a=b")
     assert type(config.dropout) is float
@@ -63,7 +64,9 @@ def test_defaults_types_and_inheritance():
         config.n_layer = 4
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("n_layers", "n_layer"), ("drop_out", "dropout"), ("Bias", "bias")])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("n_layers", "n_layer"), ("drop_out", "dropout"), ("Bias", "bias")]
+)
 def test_unknown_key_names_the_nearest(typed, meant, config_file):
     with pytest.raises(ConfigError, match=f"'{typed}'.*did you mean {meant}\\?"):
         parse(f"--{typed}=1")
@@ -75,15 +78,41 @@ def test_unknown_key_names_the_nearest(typed, meant, config_file):
 
 @pytest.mark.parametrize(
     "word",
-    ["--n_layer=1.5", "--n_layer=1e3", "--n_layer=", "--n_layer=True", "--n_layer=twelve", "--n_layer=" + "9" * 5000,
-     "--bias=1", "--bias=yes", "--bias=", "--dropout=nan", "--dropout=inf", "--dropout=-inf", "--dropout=1e999",
-     "--dropout=0.1,0.2", "--dropout=x", "--attn_bias=2", "--n_kv=none", "--alpha=1,x", "--alpha=nan", "--alpha=1,inf",
-     "--scaling=x"],
-)  # fmt: skip
+    [
+        "--n_layer=1.5",
+        "--n_layer=1e3",
+        "--n_layer=",
+        "--n_layer=True",
+        "--n_layer=twelve",
+        "--n_layer=" + "9" * 5000,
+        "--bias=1",
+        "--bias=yes",
+        "--bias=",
+        "--dropout=nan",
+        "--dropout=inf",
+        "--dropout=-inf",
+        "--dropout=1e999",
+        "--dropout=0.1,0.2",
+        "--dropout=x",
+        "--attn_bias=2",
+        "--n_kv=none",
+        "--alpha=1,x",
+        "--alpha=nan",
+        "--alpha=1,inf",
+        "--scaling=x",
+    ],
+)
 def test_wrong_type_on_the_command_line_names_key_and_type(word):
     name = word[2:].partition("=")[0]
-    wanted = {"n_layer": "int", "bias": "bool", "dropout": "float", "attn_bias": "bool | auto", "n_kv": "int | auto",
-              "alpha": "float | tuple", "scaling": "tuple"}[name]  # fmt: skip
+    wanted = {
+        "n_layer": "int",
+        "bias": "bool",
+        "dropout": "float",
+        "attn_bias": "bool | auto",
+        "n_kv": "int | auto",
+        "alpha": "float | tuple",
+        "scaling": "tuple",
+    }[name]
     with pytest.raises(ConfigError) as caught:
         parse(word)
     assert f"{name} wants {wanted}" in str(caught.value).replace("[float, ...]", "")
@@ -91,11 +120,22 @@ def test_wrong_type_on_the_command_line_names_key_and_type(word):
 
 @pytest.mark.parametrize(
     ("line", "wanted"),
-    [("n_layer = 1.5", "int"), ("n_layer = True", "int"), ("n_layer = '3'", "int"), ("n_layer = None", "int"),
-     ("n_layer = (1,)", "int"), ("bias = 1", "bool"), ("bias = 'true'", "bool"), ("dropout = '0.1'", "float"),
-     ("dropout = True", "float"), ("out_dir = 1", "str"), ("alpha = (1.0, '2')", "float"), ("alpha = True", "float"),
-     ("n_kv = 2.0", "int")],
-)  # fmt: skip
+    [
+        ("n_layer = 1.5", "int"),
+        ("n_layer = True", "int"),
+        ("n_layer = '3'", "int"),
+        ("n_layer = None", "int"),
+        ("n_layer = (1,)", "int"),
+        ("bias = 1", "bool"),
+        ("bias = 'true'", "bool"),
+        ("dropout = '0.1'", "float"),
+        ("dropout = True", "float"),
+        ("out_dir = 1", "str"),
+        ("alpha = (1.0, '2')", "float"),
+        ("alpha = True", "float"),
+        ("n_kv = 2.0", "int"),
+    ],
+)
 def test_wrong_type_in_a_file_names_file_key_and_type(line, wanted, config_file):
     with pytest.raises(ConfigError, match=rf"config\.py:1: {line.split()[0]} wants .*{wanted}"):
         parse(config_file(line))
@@ -110,8 +150,14 @@ def test_choices(config_file):
 def test_auto_is_none_and_numbers_are_one_or_several(config_file):
     auto = parse("--attn_bias=auto", "--n_kv=auto", "--name=auto")
     assert (auto.attn_bias, auto.n_kv, auto.name) == (None, None, None)
-    assert (parse("--attn_bias=false").attn_bias, parse("--n_kv=2").n_kv, parse("--name=x").name) == (False, 2, "x")
-    file = config_file("attn_bias = None\nn_kv = 'auto'\nname = 'auto'\nalpha = [1, 2.5]\nscaling = (1,)")
+    assert (
+        parse("--attn_bias=false").attn_bias,
+        parse("--n_kv=2").n_kv,
+        parse("--name=x").name,
+    ) == (False, 2, "x")
+    file = config_file(
+        "attn_bias = None\nn_kv = 'auto'\nname = 'auto'\nalpha = [1, 2.5]\nscaling = (1,)"
+    )
     assert parse(file) == Config(alpha=(1.0, 2.5), scaling=(1.0,))
     assert parse("--alpha=2").alpha == 2.0
     assert parse("--alpha=1,2.5").alpha == parse("--alpha=(1, 2.5)").alpha == (1.0, 2.5)
@@ -119,7 +165,10 @@ def test_auto_is_none_and_numbers_are_one_or_several(config_file):
 
 
 def test_later_words_win(config_file):
-    first, second = config_file("n_layer = 1\nout_dir = 'x'", "first.py"), config_file("n_layer = 2", "second.py")
+    first, second = (
+        config_file("n_layer = 1\nout_dir = 'x'", "first.py"),
+        config_file("n_layer = 2", "second.py"),
+    )
     assert parse(first, second) == Config(n_layer=2, out_dir="x")
     assert parse(second, first).n_layer == 1
     assert parse("--n_layer=3", first).n_layer == 1
@@ -133,14 +182,19 @@ def test_a_bool_alone_is_true():
             parse(word)
 
 
-@pytest.mark.parametrize("word", ["--n_layer", "-n_layer=3", "n_layer=3", "-", "--", "--=", "", "config.txt", "--=3"])
+@pytest.mark.parametrize(
+    "word", ["--n_layer", "-n_layer=3", "n_layer=3", "-", "--", "--=", "", "config.txt", "--=3"]
+)
 def test_words_that_are_no_settings(word):
     with pytest.raises(ConfigError):
         parse(word)
 
 
 def test_model_spec():
-    assert parse_args(Config, ["out/run", "--n_layer=3"], spec=True) == (Config(n_layer=3), "out/run")
+    assert parse_args(Config, ["out/run", "--n_layer=3"], spec=True) == (
+        Config(n_layer=3),
+        "out/run",
+    )
     with pytest.raises(ConfigError, match="neither a config file"):
         parse_args(Config, ["out/run", "out/other"], spec=True)
     with pytest.raises(ConfigError, match="name a model"):
@@ -152,11 +206,22 @@ def test_help_lists_every_key_with_type_default_and_a_line(capsys):
         parse_args(Config, ["--n_layer=3", "--help"], "What it does.")
     assert not caught.value.code
     text = capsys.readouterr().out
-    assert text.startswith("What it does.") and text.strip() == help_text(Config, "What it does.").strip()
+    assert (
+        text.startswith("What it does.")
+        and text.strip() == help_text(Config, "What it does.").strip()
+    )
     for field in dataclasses.fields(Config):
         default = "auto" if field.default is None else repr(field.default)
         assert f"--{field.name}={default}  (" in text and field.metadata["help"] in text
-    for kind in ("(int)", "(float)", "(bool)", "(layer|rms)", "(str)", "(bool | auto)", "(int | auto)"):
+    for kind in (
+        "(int)",
+        "(float)",
+        "(bool)",
+        "(layer|rms)",
+        "(str)",
+        "(bool | auto)",
+        "(int | auto)",
+    ):
         assert kind in text
 
 
@@ -165,10 +230,13 @@ def test_user_errors_exit_2_with_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         run_program(lambda argv: parse(*argv) and None)
     assert caught.value.code == ConfigError.exit_code == 2
-    assert capsys.readouterr().err == "error: --n_layers=3: unknown key 'n_layers': did you mean n_layer?\n"
+    assert (
+        capsys.readouterr().err
+        == "error: --n_layers=3: unknown key 'n_layers': did you mean n_layer?\n"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- config files
+# ------------------------------------------------------------------------------------- config files
 
 
 def test_what_a_file_may_hold(config_file):
@@ -186,7 +254,8 @@ n_kv = n_layer
         n_layer=5, dropout=0.25, bias=True, out_dir="out/run", alpha=(524288.0, -1.0, 0.5), n_kv=5
     )
     assert read_config_file(config_file("")) == {}
-    assert read_config_file(config_file("﻿n_layer = 1\r\n")) == {"n_layer": (1, 1)}  # a byte order mark
+    # a byte order mark
+    assert read_config_file(config_file("﻿n_layer = 1\r\n")) == {"n_layer": (1, 1)}
 
 
 REFUSED = {
@@ -260,7 +329,8 @@ REFUSED = {
 @pytest.mark.parametrize("source", REFUSED.values(), ids=REFUSED.keys())
 def test_refused_with_file_and_line(source, config_file):
     lines = ["# a comment", *source.splitlines()]
-    statement = max(number for number, line in enumerate(lines, 1) if not line.startswith(" "))  # the last
+    # the last
+    statement = max(number for number, line in enumerate(lines, 1) if not line.startswith(" "))
     with pytest.raises(ConfigError) as caught:
         parse(config_file("\n".join(lines)))
     assert f"config.py:{statement}: " in str(caught.value)
@@ -315,15 +385,24 @@ def test_a_file_cannot_make_a_value_that_explodes(config_file):
             parse(config_file(f"_long = {value}"))
 
 
-# --------------------------------------------------------------------------------------------------------- fuzzing
+# ------------------------------------------------------------------------------------------ fuzzing
 
-FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 EXECUTED: list[str] | None = None  # what Python reports while a test watches, else None
 
 
 def watch(event: str, arguments: tuple) -> None:
-    """An audit hook: Python itself reports every exec, import, process, socket and file operation."""
-    if EXECUTED is not None and event.partition(".")[0] in ("exec", "import", "os", "subprocess", "socket", "shutil"):
+    """An audit hook: Python reports every exec, import, process, socket and file operation."""
+    if EXECUTED is not None and event.partition(".")[0] in (
+        "exec",
+        "import",
+        "os",
+        "subprocess",
+        "socket",
+        "shutil",
+    ):
         EXECUTED.append(f"{event} {arguments}")
 
 
@@ -356,15 +435,43 @@ def test_the_watch_sees_an_execution(config_file, monkeypatch):
 
 ATTACK = "__import__('os').system('echo executed')"
 ATOMS = st.sampled_from(
-    [ATTACK, "1", "0", "-1", "2.5", "1e300", "1e999", "True", "None", "'text'", "b'x'", "f'{print(1)}'", "...", "1j",
-     "n_layer", "_a", "os", "print", "eval", "__builtins__", "open('sentinel', 'w')", "9**9**9", "0x" + "f" * 5000,
-     "'x'.__class__.__mro__"]
-)  # fmt: skip
+    [
+        ATTACK,
+        "1",
+        "0",
+        "-1",
+        "2.5",
+        "1e300",
+        "1e999",
+        "True",
+        "None",
+        "'text'",
+        "b'x'",
+        "f'{print(1)}'",
+        "...",
+        "1j",
+        "n_layer",
+        "_a",
+        "os",
+        "print",
+        "eval",
+        "__builtins__",
+        "open('sentinel', 'w')",
+        "9**9**9",
+        "0x" + "f" * 5000,
+        "'x'.__class__.__mro__",
+    ]
+)
 EXPRESSIONS = st.recursive(
     ATOMS,
     lambda inner: st.one_of(
-        st.tuples(st.sampled_from(["+", "-", "*", "/", "//", "%", "**", "@", "<<", "|", " and ", "==", " if 1 else "]),
-                  inner, inner).map(lambda parts: f"({parts[1]}{parts[0]}{parts[2]})"),
+        st.tuples(
+            st.sampled_from(
+                ["+", "-", "*", "/", "//", "%", "**", "@", "<<", "|", " and ", "==", " if 1 else "]
+            ),
+            inner,
+            inner,
+        ).map(lambda parts: f"({parts[1]}{parts[0]}{parts[2]})"),
         st.tuples(inner, inner).map(lambda parts: f"{parts[0]}({parts[1]})"),
         st.tuples(inner, inner).map(lambda parts: f"{parts[0]}[{parts[1]}]"),
         st.tuples(inner, inner).map(lambda parts: f"({parts[0]}, {parts[1]})"),
@@ -375,18 +482,33 @@ EXPRESSIONS = st.recursive(
         inner.map(lambda part: f"(_w := {part})"),
     ),
     max_leaves=6,
-)  # fmt: skip
+)
 STATEMENTS = st.one_of(
-    st.tuples(st.sampled_from([field.name for field in dataclasses.fields(Config)] + ["_a", "_b", "unknown"]),
-              EXPRESSIONS).map(lambda parts: f"{parts[0]} = {parts[1]}"),
+    st.tuples(
+        st.sampled_from(
+            [field.name for field in dataclasses.fields(Config)] + ["_a", "_b", "unknown"]
+        ),
+        EXPRESSIONS,
+    ).map(lambda parts: f"{parts[0]} = {parts[1]}"),
     EXPRESSIONS,
     EXPRESSIONS.map(lambda part: f"@{part}\ndef f(x={part}): pass"),
     EXPRESSIONS.map(lambda part: f"n_layer: {part} = {part}"),
     EXPRESSIONS.map(lambda part: f"if {part}: n_layer = 1"),
     EXPRESSIONS.map(lambda part: f"class C({part}): pass"),
     EXPRESSIONS.map(lambda part: f"import os\n{part}"),
-    st.sampled_from(["'''docstring'''", "from os import *", "del n_layer", "global x", "_a = _a", "\t", "\0", "\\"]),
-)  # fmt: skip
+    st.sampled_from(
+        [
+            "'''docstring'''",
+            "from os import *",
+            "del n_layer",
+            "global x",
+            "_a = _a",
+            "\t",
+            "\0",
+            "\\",
+        ]
+    ),
+)
 
 
 @FUZZ
@@ -396,8 +518,13 @@ def test_generated_python_never_runs(config_file, source):
 
 
 @FUZZ
-@given(st.one_of(st.text().map(lambda text: text.encode("utf-8", "surrogatepass")), st.binary(),
-                 st.text("()[]{}'\"\\=+-*/%_ \n\t01ean,.#:").map(str.encode)))  # fmt: skip
+@given(
+    st.one_of(
+        st.text().map(lambda text: text.encode("utf-8", "surrogatepass")),
+        st.binary(),
+        st.text("()[]{}'\"\\=+-*/%_ \n\t01ean,.#:").map(str.encode),
+    )
+)
 def test_arbitrary_bytes_never_run(config_file, source):
     parse_watched(config_file(source))
 
@@ -411,9 +538,17 @@ def test_arbitrary_values_on_the_command_line(name, text):
         assert name in str(error)
         return
     optional = {"attn_bias": bool, "n_kv": int, "name": str}
-    expected = type(None) if text == "auto" and name in optional else optional.get(name, type(getattr(Config(), name)))
+    expected = (
+        type(None)
+        if text == "auto" and name in optional
+        else optional.get(name, type(getattr(Config(), name)))
+    )
     assert type(value) is expected or (name == "alpha" and type(value) is tuple)
-    assert all(math.isfinite(part) for part in (value if type(value) is tuple else [value]) if type(part) is float)
+    assert all(
+        math.isfinite(part)
+        for part in (value if type(value) is tuple else [value])
+        if type(part) is float
+    )
 
 
 @FUZZ
@@ -436,4 +571,6 @@ def test_arithmetic_is_pythons(tmp_path, left, right, op):
     except ConfigError:
         assert right == 0
     else:
-        assert found == eval(compile(ast.parse(f"{left!r} {op} {right!r}", mode="eval"), "", "eval"))
+        assert found == eval(
+            compile(ast.parse(f"{left!r} {op} {right!r}", mode="eval"), "", "eval")
+        )

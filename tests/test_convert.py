@@ -1,4 +1,5 @@
-"""fold/gpt.py and convert.py: what is exact is exact in float64, the rest is refused, what is written can be used.
+"""fold/gpt.py and convert.py: what is exact is exact in float64, the rest is refused, what is
+written can be used.
 
     python -m pytest tests/test_convert.py
 """
@@ -25,11 +26,20 @@ from posthoc.coupling import to_coupled
 from taper import tapers
 from training.checkpoint import save_checkpoint
 
-SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=12, n_layer=3, n_head=2, n_embd=16, init_std=0.2)
+SHAPE = GPTConfig(
+    vocab_size=40, n_vocab=32, block_size=12, n_layer=3, n_head=2, n_embd=16, init_std=0.2
+)
 LLAMA = {"position": "rope", "activation": "swiglu", "qk_norm": True, "n_kv_head": 1}
-SHAPES = {"gpt2": {}, "biases": {"bias": True}, "no biases in attention": {"bias": True, "attn_bias": False},
-          "untied": {"tie_embeddings": False}, "untied, biases": {"tie_embeddings": False, "bias": True},
-          "no gains": {"norm_affine": False}, "llama": LLAMA, "llama, biases": {**LLAMA, "bias": True}}  # fmt: skip
+SHAPES = {
+    "gpt2": {},
+    "biases": {"bias": True},
+    "no biases in attention": {"bias": True, "attn_bias": False},
+    "untied": {"tie_embeddings": False},
+    "untied, biases": {"tie_embeddings": False, "bias": True},
+    "no gains": {"norm_affine": False},
+    "llama": LLAMA,
+    "llama, biases": {**LLAMA, "bias": True},
+}
 
 
 def tokens(*shape, seed=0):
@@ -37,7 +47,10 @@ def tokens(*shape, seed=0):
 
 
 def gpt(steps=0, **keys):
-    """A small float64 model whose gains and biases are not 1 and 0. A taper is at `steps` of its schedule 2 .. 6."""
+    """A small float64 model whose gains and biases are not 1 and 0.
+
+    A taper is at `steps` of its schedule 2 .. 6.
+    """
     taper = {"taper_warmup": 2.0, "taper_end": 6.0} if keys.get("norm_type") == "taper" else {}
     model = shake(GPT(replace(SHAPE, **taper | keys)))
     for step in range(1, steps + 1):
@@ -51,12 +64,15 @@ def gpt(steps=0, **keys):
 
 def certified(model, rewrite, **options):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    after, certificate = certify(model, rewrite, (tokens(2, 12),), logits=lambda out: out, **options)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())  # as it was
+    after, certificate = certify(
+        model, rewrite, (tokens(2, 12),), logits=lambda out: out, **options
+    )
+    # as it was
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     return after, certificate
 
 
-# ------------------------------------------------------------------------------------------------------------ rewrites
+# ----------------------------------------------------------------------------------------- rewrites
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -70,13 +86,18 @@ def test_layer_norm_becomes_rms_norm(norm_type, shape):
     assert (after.norm_f.bias is None) == (model.norm_f.bias is None)
     assert not any(isinstance(module, CenteredLinear) for module in after.modules())
     assert torch.equal(after.lm_head.weight, model.head_weight())
-    assert after.wte.weight.mean(-1).abs().max() < 1e-16 and model.wte.weight.mean(-1).abs().max() > 1e-2
+    assert (
+        after.wte.weight.mean(-1).abs().max() < 1e-16
+        and model.wte.weight.mean(-1).abs().max() > 1e-2
+    )
     replaced = certified(model, lambda m: fold.rebuild(m, after.config, fold.untied(m)))[1]
     assert not replaced.ok and replaced.max_rel > 1e-2  # RMSNorm alone is another function
 
 
 class Reductions(TorchDispatchMode):
-    """Names of operations that read (..., C), C the channels of the stream, and give (...,) or (..., 1)."""
+    """Names of operations that read (..., C), C the channels of the stream, and give (...,) or
+    (..., 1).
+    """
 
     def __init__(self):
         super().__init__()
@@ -86,8 +107,14 @@ class Reductions(TorchDispatchMode):
         result = operation(*args, **(kwargs or {}))
         for part in result if isinstance(result, tuple | list) else (result,):
             for x in args:
-                if torch.is_tensor(x) and x.dim() > 1 and x.shape[-1] == SHAPE.n_embd and torch.is_tensor(part) and \
-                   part.shape in (x.shape[:-1], (*x.shape[:-1], 1)) and not operation.is_view:  # fmt: skip
+                if (
+                    torch.is_tensor(x)
+                    and x.dim() > 1
+                    and x.shape[-1] == SHAPE.n_embd
+                    and torch.is_tensor(part)
+                    and part.shape in (x.shape[:-1], (*x.shape[:-1], 1))
+                    and not operation.is_view
+                ):
                     self.found.append(operation._schema.name)
         return result
 
@@ -103,7 +130,14 @@ def reductions(module, *inputs):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_taper_at_gate_0_becomes_nothing(base, final, shape):
     fit = "channel" if "biases" in shape else "norm"
-    model = gpt(steps=7, norm_type="taper", taper_base=base, taper_final=final, taper_fit=fit, **SHAPES[shape])
+    model = gpt(
+        steps=7,
+        norm_type="taper",
+        taper_base=base,
+        taper_final=final,
+        taper_fit=fit,
+        **SHAPES[shape],
+    )
     assert {norm.scale.shape for norm in tapers(model)} == {(16,) if fit == "channel" else ()}
     after, certificate = certified(model, fold.to_folded)
     assert certificate.ok and certificate.max_rel < 1e-13
@@ -112,14 +146,22 @@ def test_taper_at_gate_0_becomes_nothing(base, final, shape):
     assert str(after.plan) == "II II II " + ("I" if final else "R" if base == "rms" else "L")
     assert type(norms[-1]) is (NoNorm if final else RMSNorm if base == "rms" else LayerNorm)
     assert after.config.tie_embeddings == (model.config.tie_embeddings and not final)
-    # What is left of reductions over channels is the final norm's own, and none where that is folded too.
+    # What is left of reductions over channels is the final norm's own, and none where that is
+    # folded too.
     own = [] if final else reductions(norms[-1], torch.ones(2, 12, 16, dtype=torch.float64))
     assert reductions(after, tokens(2, 12)) == own and bool(own) != final
     assert len(reductions(gpt(norm_type=base, **SHAPES[shape]), tokens(2, 12))) > len(own)
 
 
 def test_a_plan_with_tapers_here_and_there():
-    model = gpt(steps=7, norm_type="taper", taper_base="layer", bias=True, attn_bias=False, norm_plan="LT TL RT L")
+    model = gpt(
+        steps=7,
+        norm_type="taper",
+        taper_base="layer",
+        bias=True,
+        attn_bias=False,
+        norm_plan="LT TL RT L",
+    )
     after, certificate = certified(model, fold.to_folded)
     assert certificate.ok and str(after.plan) == "LI IL RI L"
     model = gpt(steps=7, norm_type="taper", taper_base="layer", bias=True, norm_plan="LT TL RT T")
@@ -133,41 +175,66 @@ def test_a_taper_whose_gate_is_open_is_refused(steps):
     with pytest.raises(fold.FoldError, match=r"position 0: its gate is at .*train to the end"):
         fold.to_folded(model)
     if steps:  # half way its scaling is known, and can be had if one wants it
-        certificate = certified(model, lambda m: fold.to_folded(m, exact=False), random_weights=False)[1]
+        certificate = certified(
+            model, lambda m: fold.to_folded(m, exact=False), random_weights=False
+        )[1]
         assert not certificate.ok and certificate.checks[0].kl > 1e-6
     else:
         with pytest.raises(fold.FoldError):
             fold.to_folded(model, exact=False)
 
 
-@pytest.mark.parametrize("keys", [{"coupled_alpha": 1.3}, {"coupled_calibrate": 2}, {"coupled_span": 0}, LLAMA],
-                         ids=lambda keys: next(iter(keys)))  # fmt: skip
+@pytest.mark.parametrize(
+    "keys",
+    [{"coupled_alpha": 1.3}, {"coupled_calibrate": 2}, {"coupled_span": 0}, LLAMA],
+    ids=lambda keys: next(iter(keys)),
+)
 def test_alpha_goes_into_the_gains(keys):
-    model = gpt(norm_type="coupled", **{"coupled_alpha": (1.0, 1.2, 1.0, 0.7, 1.0, 2.0, 1.0)} | keys)
+    model = gpt(
+        norm_type="coupled", **{"coupled_alpha": (1.0, 1.2, 1.0, 0.7, 1.0, 2.0, 1.0)} | keys
+    )
     after, certificate = certified(model, fold.absorb_alpha)
     assert certificate.ok and certificate.max_rel < 1e-13
-    assert after.config.coupled_alpha == 1.0 and {norm.alpha for norm in after.norms() if hasattr(norm, "alpha")} == {1}
+    assert after.config.coupled_alpha == 1.0 and {
+        norm.alpha for norm in after.norms() if hasattr(norm, "alpha")
+    } == {1}
     assert not torch.equal(after.blocks[0].norm2.weight, model.blocks[0].norm2.weight)
 
 
 @pytest.mark.parametrize("plan", ["", "RR Rs ss R"])
 def test_calibrated_alpha_brings_coupled_nearer_to_rms(plan):
     model = gpt(norm_type="rms")
-    after, certificate = certified(model, lambda m: to_coupled(m, plan, tokens(8, 12)), random_weights=False)
+    after, certificate = certified(
+        model, lambda m: to_coupled(m, plan, tokens(8, 12)), random_weights=False
+    )
     assert str(after.plan) == (plan or "Rs Rs Rs R") and not certificate.ok
     again = to_coupled(model, plan, tokens(8, 12))
     assert again.wte.weight.data_ptr() != model.wte.weight.data_ptr()
-    assert after.config.coupled_alpha == again.config.coupled_alpha and len(after.config.coupled_alpha) == 7
-    assert all((alpha == 1) == (letter == "R") for alpha, letter in zip(after.config.coupled_alpha, after.plan.letters))
+    assert (
+        after.config.coupled_alpha == again.config.coupled_alpha
+        and len(after.config.coupled_alpha) == 7
+    )
+    assert all(
+        (alpha == 1) == (letter == "R")
+        for alpha, letter in zip(after.config.coupled_alpha, after.plan.letters)
+    )
     plain = replace(after.config, coupled_alpha=1.0)
-    without = certified(model, lambda m: fold.rebuild(m, plain, fold.wide_state(m)), random_weights=False)[1]
+    without = certified(
+        model, lambda m: fold.rebuild(m, plain, fold.wide_state(m)), random_weights=False
+    )[1]
     assert certificate.checks[0].kl < 0.9 * without.checks[0].kl
 
 
-@pytest.mark.parametrize(("rewrite", "accepted"), [
-    (fold.to_rms, {"layer", "cbwc"}), (fold.to_folded, set()), (fold.absorb_alpha, {"coupled"}),
-    (lambda model: to_coupled(model, "", tokens(2, 12)), {"rms"}),
-], ids=["rms", "folded", "alpha", "coupled"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rewrite", "accepted"),
+    [
+        (fold.to_rms, {"layer", "cbwc"}),
+        (fold.to_folded, set()),
+        (fold.absorb_alpha, {"coupled"}),
+        (lambda model: to_coupled(model, "", tokens(2, 12)), {"rms"}),
+    ],
+    ids=["rms", "folded", "alpha", "coupled"],
+)
 def test_what_does_not_fit_is_refused(rewrite, accepted):
     for norm_type in ("layer", "rms", "coupled", "cbwc", "dyt", "none"):
         model = gpt(norm_type=norm_type)
@@ -178,13 +245,15 @@ def test_what_does_not_fit_is_refused(rewrite, accepted):
                 rewrite(model)
 
 
-@pytest.mark.parametrize("keys", [{"norm_groups": 2}, {"rms_fraction": 0.5}, {"rms_bias": True, "bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "keys", [{"norm_groups": 2}, {"rms_fraction": 0.5}, {"rms_bias": True, "bias": True}], ids=str
+)
 def test_variants_of_rms_are_not_coupled(keys):
     with pytest.raises(fold.FoldError, match="whole and without biases"):
         to_coupled(gpt(norm_type="rms", **keys), "", tokens(2, 12))
 
 
-# ------------------------------------------------------------------------------------------------------------- programs
+# ----------------------------------------------------------------------------------------- programs
 
 
 @pytest.fixture
@@ -195,24 +264,40 @@ def saved(tmp_path):
         model, path = gpt(steps, **keys).float(), tmp_path / f"{keys['norm_type']}.pt"
         chars = "".join(chr(48 + i) for i in range(32))
         meta = {"tokenizer": "chars", "vocab_size": 32, "chars": chars}
-        save_checkpoint(path, {"step": steps, "config": vars(model.config), "meta": meta, "model": model.state_dict()})
+        save_checkpoint(
+            path,
+            {
+                "step": steps,
+                "config": vars(model.config),
+                "meta": meta,
+                "model": model.state_dict(),
+            },
+        )
         return path
 
     return save
 
 
-@pytest.mark.parametrize(("to", "source", "words"), [
-    ("rms", {"norm_type": "layer", "bias": True}, []), ("rms", {"norm_type": "cbwc"}, []),
-    ("folded", {"norm_type": "taper", "steps": 7}, []), ("folded", {"norm_type": "taper", "steps": 4}, ["--inexact"]),
-    ("coupled", {"norm_type": "rms"}, ["--inexact"]), ("coupled", {"norm_type": "coupled", "coupled_alpha": 1.2}, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("to", "source", "words"),
+    [
+        ("rms", {"norm_type": "layer", "bias": True}, []),
+        ("rms", {"norm_type": "cbwc"}, []),
+        ("folded", {"norm_type": "taper", "steps": 7}, []),
+        ("folded", {"norm_type": "taper", "steps": 4}, ["--inexact"]),
+        ("coupled", {"norm_type": "rms"}, ["--inexact"]),
+        ("coupled", {"norm_type": "coupled", "coupled_alpha": 1.2}, []),
+    ],
+)
 def test_what_is_written_is_the_converted_model(to, source, words, saved, tmp_path, capsys):
     path, out = saved(**source), tmp_path / "out"
     convert.main([str(path), f"--to={to}", f"--out={out}", *words])
     printed = capsys.readouterr().out.splitlines()
     told, certificate = json.loads(printed[-1]), json.loads((out / "certificate.json").read_text())
     assert told["ok"] == certificate["ok"] == (words == [])
-    assert certificate["checks"][-1]["dtype"] == "float32" and certificate["environment"]["versions"]
+    assert (
+        certificate["checks"][-1]["dtype"] == "float32" and certificate["environment"]["versions"]
+    )
     assert certificate["folded"] == {"rms": 7, "folded": 6, "coupled": 3}[to]
     before, after, idx = load_model(str(path)), load_model(str(out)), tokens(2, 12, seed=5)
     difference = (before(idx) - after(idx)).abs().max() / before(idx).abs().max()
@@ -224,11 +309,19 @@ def test_what_is_written_is_the_converted_model(to, source, words, saved, tmp_pa
         convert.main([str(path), f"--to={to}", f"--out={out}"])
 
 
-@pytest.mark.parametrize(("keys", "folded"), [
-    ({"norm_type": "rms"}, 7), ({"norm_type": "cbwc", "bias": True}, 7), ({"norm_type": "layer", "bias": True}, 0),
-    ({"norm_type": "coupled", "coupled_alpha": 1.2}, 7), ({"norm_type": "taper", "steps": 7}, 7),
-    ({"norm_type": "rms", **LLAMA}, 7), ({"norm_type": "none", "norm_plan": "II II II R"}, 7),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "folded"),
+    [
+        ({"norm_type": "rms"}, 7),
+        ({"norm_type": "cbwc", "bias": True}, 7),
+        ({"norm_type": "layer", "bias": True}, 0),
+        ({"norm_type": "coupled", "coupled_alpha": 1.2}, 7),
+        ({"norm_type": "taper", "steps": 7}, 7),
+        ({"norm_type": "rms", **LLAMA}, 7),
+        ({"norm_type": "none", "norm_plan": "II II II R"}, 7),
+    ],
+    ids=str,
+)
 def test_decode_form_is_certified(keys, folded, saved, tmp_path, capsys):
     path = saved(**keys)
     convert.main([str(path), "--to=decode"])
@@ -241,7 +334,9 @@ def test_decode_form_is_certified(keys, folded, saved, tmp_path, capsys):
 def test_text_calibrates_and_judges(saved, tmp_path, capsys):
     path, text = saved(norm_type="rms"), tmp_path / "text.txt"
     text.write_text("0123456789:;<=>?@ABCDEFGHIJKLMNO" * 20)
-    convert.main([str(path), "--to=coupled", "--inexact", f"--text={text}", "--norm_plan=RR Rs Rs R"])
+    convert.main(
+        [str(path), "--to=coupled", "--inexact", f"--text={text}", "--norm_plan=RR Rs Rs R"]
+    )
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1])["kl"] > 0 and "KL" in printed
     text.write_text("0123")
@@ -249,7 +344,9 @@ def test_text_calibrates_and_judges(saved, tmp_path, capsys):
         convert.main([str(path), "--to=coupled", "--inexact", f"--text={text}"])
 
 
-@pytest.mark.parametrize("broken", ["wte.weight", "wpe.weight", "blocks.1.attn.proj.bias", "blocks.2.mlp.down.weight"])
+@pytest.mark.parametrize(
+    "broken", ["wte.weight", "wpe.weight", "blocks.1.attn.proj.bias", "blocks.2.mlp.down.weight"]
+)
 def test_a_mistake_is_found_and_nothing_written(broken, saved, tmp_path, monkeypatch):
     """One tensor that is not centred: the random weights of the certificate show it."""
     path, centered = saved(norm_type="layer", bias=True), fold.center_stream
@@ -265,42 +362,73 @@ def test_a_mistake_is_found_and_nothing_written(broken, saved, tmp_path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("words", [
-    [], ["--to=rms"], ["--to=rms", "--analyze"], ["--to=layer"], ["--to=rms", "--text=x"],
-    ["--to=coupled"], ["--to=rms", "--out"], ["--to=folded", "--insert"], ["--to=decode", "--transformers"],
-    ["--to=rms", "--rules=paper"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--to=rms"],
+        ["--to=rms", "--analyze"],
+        ["--to=layer"],
+        ["--to=rms", "--text=x"],
+        ["--to=coupled"],
+        ["--to=rms", "--out"],
+        ["--to=folded", "--insert"],
+        ["--to=decode", "--transformers"],
+        ["--to=rms", "--rules=paper"],
+    ],
+)
 def test_refusals(words, saved):
     with pytest.raises(ConfigError):
         convert.main([str(saved(norm_type="rms")), *words])
 
 
-@pytest.mark.parametrize(("word", "named"), [
-    ("--transformers", "no Hugging Face folder"), ("--insert", "for models of transformers"),
-    ("--inputs=x", "for models of transformers"), ("--untie=False", "--untie gives it weights of its own"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("--transformers", "no Hugging Face folder"),
+        ("--insert", "for models of transformers"),
+        ("--inputs=x", "for models of transformers"),
+        ("--untie=False", "--untie gives it weights of its own"),
+    ],
+)
 def test_keys_that_do_not_fit_our_models(word, named, saved):
     with pytest.raises(ConfigError, match=named):
         convert.main([str(saved(norm_type="layer")), "--to=rms", word])
 
 
 def test_training_goes_on_from_a_converted_run(train_ok, launch, tiny_data, tmp_path, capsys):
-    """train.py reads it with the words that convert.py prints, and the loss is where it was; it does not take it for a
-    run to resume."""
+    """train.py reads it with the words that convert.py prints, and the loss is where it was; it
+    does not take it for a run to resume.
+    """
     words = (*TINY, f"--data_dir={tiny_data}", "--bias=True", "--eval_interval=40")
     train_ok(*words, f"--out_dir={tmp_path / 'run'}")
     convert.main([str(tmp_path / "run"), "--to=rms", f"--out={tmp_path / 'rms'}"])
     (told,) = (line for line in capsys.readouterr().out.splitlines() if "to train on: " in line)
     keys = shlex.split(told.partition("python train.py ")[2].partition(" --data_dir")[0])
     shape = {word.partition("=")[0] for word in keys}
-    assert {"--init_from", "--norm_type", "--rms_bias", "--tie_embeddings", "--n_layer", "--n_embd"} <= shape
-    settings = [word for word in words if word.partition("=")[0] not in shape]  # those of training alone
+    assert {
+        "--init_from",
+        "--norm_type",
+        "--rms_bias",
+        "--tie_embeddings",
+        "--n_layer",
+        "--n_embd",
+    } <= shape
+    # those of training alone
+    settings = [word for word in words if word.partition("=")[0] not in shape]
     train_ok(*keys, *settings, "--max_iters=10", f"--out_dir={tmp_path / 'tuned'}")
-    ends = [[e["val_loss"] for e in records(tmp_path / name) if e["event"] == "eval"] for name in ("run", "tuned")]
+    ends = [
+        [e["val_loss"] for e in records(tmp_path / name) if e["event"] == "eval"]
+        for name in ("run", "tuned")
+    ]
     assert ends[1][0] == pytest.approx(ends[0][-1], abs=1e-5)
     assert losses(tmp_path / "tuned")[10] < losses(tmp_path / "run")[1]
     job = launch(*keys[1:], *settings, f"--out_dir={tmp_path / 'rms'}")
-    assert job.wait() == [CheckpointError.exit_code] and "--init_from" in job.text() and "Traceback" not in job.text()
+    assert (
+        job.wait() == [CheckpointError.exit_code]
+        and "--init_from" in job.text()
+        and "Traceback" not in job.text()
+    )
 
 
 def test_a_hugging_face_gpt2_becomes_rms(tmp_path):
@@ -321,14 +449,23 @@ def test_a_hugging_face_gpt2_becomes_rms(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_analyze_prints_verdicts(tied, saved, capsys):
-    """Of our checkpoints (models of transformers: fold/test_hub.py): what --to=rms does, head and embedding by name."""
+    """Of our checkpoints (models of transformers: fold/test_hub.py): what --to=rms does, head and
+    embedding by name.
+    """
     path = str(saved(norm_type="layer", n_layer=1, tie_embeddings=tied))
     convert.main([path, "--analyze"])
     printed = capsys.readouterr().out
     told = json.loads(printed.splitlines()[-1])
-    assert (told["total"], told["strict"], told["untied"]) == (3, 0 if tied else 3, 3) and "leaves it" not in printed
+    assert (told["total"], told["strict"], told["untied"]) == (
+        3,
+        0 if tied else 3,
+        3,
+    ) and "leaves it" not in printed
     assert f"blocks.0.norm2  {'untied' if tied else 'strict'}" in printed
-    assert ("centring wte.weight would show in linear in lm_head, unless it gets a centred copy" in printed) == tied
+    assert (
+        "centring wte.weight would show in linear in lm_head, unless it gets a centred copy"
+        in printed
+    ) == tied
     convert.main([path, "--to=rms"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["folded"] == 3
 

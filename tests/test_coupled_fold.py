@@ -1,6 +1,6 @@
 """coupled_impl=fold: the same function as scale, by other arithmetic.
 
-    python -m pytest tests/test_coupled_fold.py
+python -m pytest tests/test_coupled_fold.py
 """
 
 from dataclasses import replace
@@ -18,10 +18,17 @@ from train import TrainConfig
 
 LLAMA = {"position": "rope", "activation": "swiglu", "n_kv_head": 1, "tie_embeddings": False}
 CASES = [
-    {}, {"bias": True}, {"activation": "gelu_tanh", "bias": True}, {"activation": "relu2"}, LLAMA,
-    {**LLAMA, "bias": True, "qk_norm": True}, {"coupled_span": 2}, {"coupled_span": 0, "coupled_alpha": 1.3},
-    {"coupled_first": 1, "norm_affine": False}, {"coupled_calibrate": 5, "coupled_span": 3},
-]  # fmt: skip
+    {},
+    {"bias": True},
+    {"activation": "gelu_tanh", "bias": True},
+    {"activation": "relu2"},
+    LLAMA,
+    {**LLAMA, "bias": True, "qk_norm": True},
+    {"coupled_span": 2},
+    {"coupled_span": 0, "coupled_alpha": 1.3},
+    {"coupled_first": 1, "norm_affine": False},
+    {"coupled_calibrate": 5, "coupled_span": 3},
+]
 
 
 def gpt(**keys) -> GPT:
@@ -51,8 +58,13 @@ def test_fold_is_scale_in_loss_and_every_gradient(keys):
             buffer.fill_(1.3)
     fold.load_state_dict(scale.state_dict())  # the same tensors under the same names
     shared = [norm for norm in fold.norms() if isinstance(norm, SharedRMSNorm)]
-    assert sum(norm.impl == "fold" for norm in shared) == SHAPE.n_layer - keys.get("coupled_first", 0)
-    (loss, gradients), (loss_scale, gradients_scale) = loss_and_gradients(fold), loss_and_gradients(scale)
+    assert sum(norm.impl == "fold" for norm in shared) == SHAPE.n_layer - keys.get(
+        "coupled_first", 0
+    )
+    (loss, gradients), (loss_scale, gradients_scale) = (
+        loss_and_gradients(fold),
+        loss_and_gradients(scale),
+    )
     close(loss, loss_scale)
     same_gradients(gradients, gradients_scale)
 
@@ -61,7 +73,8 @@ def test_fold_is_scale_in_loss_and_every_gradient(keys):
 def test_fold_compiles_to_one_graph_with_the_same_gradients(bias):
     torch._dynamo.reset()
     plain, compiled = gpt(bias=bias, n_layer=2), gpt(bias=bias, n_layer=2, coupled_impl="fold")
-    assert compiled.blocks[0].adds_in_products(torch.ones(1, 1, 16)) != bias  # both ways to add are tested
+    # both ways to add are tested
+    assert compiled.blocks[0].adds_in_products(torch.ones(1, 1, 16)) != bias
     loss, gradients = loss_and_gradients(compiled, backend="aot_eager", fullgraph=True)
     loss_plain, gradients_plain = loss_and_gradients(plain)
     close(loss, loss_plain)
@@ -88,13 +101,17 @@ def test_auto_folds_where_there_are_many_tokens_to_a_channel():
 
 @pytest.mark.parametrize("impl", ["scale", "fold"])
 def test_the_stream_in_autocasts_precision(impl):
-    """residual=autocast: a bfloat16 stream under bfloat16 autocast, and a loss near float64's; else nothing."""
+    """residual=autocast: a bfloat16 stream under bfloat16 autocast, and a loss near float64's; else
+    nothing.
+    """
     exact = gpt(coupled_impl=impl)(IDX, TARGETS)[0]
     found = {}
     for residual in ("float32", "autocast"):
         model = gpt(coupled_impl=impl, residual=residual).float()
         with torch.autocast("cpu", torch.bfloat16):
-            x = model.dropout(model.wte(IDX).to(torch.bfloat16 if residual == "autocast" else torch.float32))
+            x = model.dropout(
+                model.wte(IDX).to(torch.bfloat16 if residual == "autocast" else torch.float32)
+            )
             stream = model.blocks[0](x, None, None, None, None)[0]
             found[residual] = model(IDX, TARGETS)[0]
         assert stream.dtype == x.dtype
@@ -121,13 +138,26 @@ def test_fold_has_no_gradient_through_the_statistic():
 
 
 @pytest.mark.parametrize(("ranks", "steps", "bias"), [(1, 100, False), (2, 40, True)])
-def test_training_is_the_same_and_checkpoints_are_interchangeable(train_ok, tiny_data, tmp_path, ranks, steps, bias):
-    """float64 steps through train.py with accumulation; half of them in one form, the rest in the other."""
+def test_training_is_the_same_and_checkpoints_are_interchangeable(
+    train_ok, tiny_data, tmp_path, ranks, steps, bias
+):
+    """float64 steps through train.py with accumulation; half of them in one form, the rest in the
+    other.
+    """
 
     def run(name: str, impl: str, steps: int) -> None:
-        train_ok(*TINY, f"--max_iters={steps}", "--dtype=float64", f"--bias={bias}", "--norm_type=coupled",
-                 "--lr_schedule=constant", f"--coupled_impl={impl}", f"--data_dir={tiny_data}",
-                 f"--out_dir={tmp_path / name}", ranks=ranks)  # fmt: skip
+        train_ok(
+            *TINY,
+            f"--max_iters={steps}",
+            "--dtype=float64",
+            f"--bias={bias}",
+            "--norm_type=coupled",
+            "--lr_schedule=constant",
+            f"--coupled_impl={impl}",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / name}",
+            ranks=ranks,
+        )
 
     run("scale", "scale", steps)
     run("both", "scale", steps // 2)

@@ -29,14 +29,32 @@ from posthoc import adapters, text
 from training.checkpoint import BEST, save_checkpoint
 
 pytest.importorskip("peft")
-WORDS = ("--rank=4", "--adapter_alpha=8", "--batch_size=4", "--gradient_accumulation_steps=2", "--max_iters=6",
-         "--eval_interval=3", "--log_interval=1", "--eval_blocks=8", "--calibration_blocks=8", "--coupled_first=0",
-         "--learning_rate=3e-3", "--warmup_iters=1", "--device=cpu", "--shuffle=20")  # fmt: skip
+WORDS = (
+    "--rank=4",
+    "--adapter_alpha=8",
+    "--batch_size=4",
+    "--gradient_accumulation_steps=2",
+    "--max_iters=6",
+    "--eval_interval=3",
+    "--log_interval=1",
+    "--eval_blocks=8",
+    "--calibration_blocks=8",
+    "--coupled_first=0",
+    "--learning_rate=3e-3",
+    "--warmup_iters=1",
+    "--device=cpu",
+    "--shuffle=20",
+)
 
 
 @pytest.fixture
 def words(run_folder, tmp_path):
-    return [*WORDS, f"--teacher={run_folder}", f"--local={run_folder / 'text.txt'}", f"--out_dir={tmp_path / 'out'}"]
+    return [
+        *WORDS,
+        f"--teacher={run_folder}",
+        f"--local={run_folder / 'text.txt'}",
+        f"--out_dir={tmp_path / 'out'}",
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +71,18 @@ def evals(folder):
 
 
 @pytest.mark.parametrize("method", ["dora", "lora", "full"])
-def test_the_student_learns_and_the_teacher_does_not_move(method, words, run_folder, tmp_path, capsys):
-    run = distiller([*words, f"--method={method}", *(["--learning_rate=1e-4"] if method == "full" else [])])
+def test_the_student_learns_and_the_teacher_does_not_move(
+    method, words, run_folder, tmp_path, capsys
+):
+    run = distiller(
+        [*words, f"--method={method}", *(["--learning_rate=1e-4"] if method == "full" else [])]
+    )
     before, idx = load_model(str(run_folder)), sequences(4, 50)
     shared = {tensor.data_ptr() for tensor in run.teacher.state_dict().values()}
     frozen = [p for p in run.pair.student.parameters() if not p.requires_grad]
-    assert all(p.data_ptr() in shared for p in frozen) and bool(frozen) == (method != "full")  # no second copy
+    assert all(p.data_ptr() in shared for p in frozen) and bool(frozen) == (
+        method != "full"
+    )  # no second copy
     run.run()
     with torch.no_grad():
         assert torch.equal(run.teacher(idx), before(idx))  # error exactly 0
@@ -76,7 +100,10 @@ def test_the_student_learns_and_the_teacher_does_not_move(method, words, run_fol
 @pytest.mark.parametrize("dora", [True, False])
 @torch.no_grad()
 def test_merged_and_absorbed_student_is_the_unmerged(dora, trained_rms):
-    teacher, idx = distill.view(trained_rms, "RR Rs ss R", (1.0, 1.0, 1.0, 1.2, 1.1, 0.9, 1.0)), sequences(8, 3)
+    teacher, idx = (
+        distill.view(trained_rms, "RR Rs ss R", (1.0, 1.0, 1.0, 1.2, 1.1, 0.9, 1.0)),
+        sequences(8, 3),
+    )
     student = distill.view(teacher, "RR Rs ss R", teacher.config.coupled_alpha)
     adapters.add_adapters(student, 4, 8.0, dora)
     trained_ones = [parameter for parameter in student.parameters() if parameter.requires_grad]
@@ -84,10 +111,14 @@ def test_merged_and_absorbed_student_is_the_unmerged(dora, trained_rms):
     same = (student(idx) - teacher(idx)).abs().max() / teacher(idx).abs().max()
     assert same < 5e-6  # adapters change nothing at first
     for parameter in trained_ones:
-        parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+        parameter += 0.1 * torch.randn(
+            parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
+        )
     unmerged, untouched = student(idx), teacher(idx)
     merged = distill.finished(student)
-    assert merged.config.coupled_alpha == 1 and not any("lora" in name for name in merged.state_dict())
+    assert merged.config.coupled_alpha == 1 and not any(
+        "lora" in name for name in merged.state_dict()
+    )
     assert (unmerged - untouched).abs().max() > 0.1 * untouched.abs().max()
     assert (merged(idx) - unmerged).abs().max() <= 5e-6 * unmerged.abs().max()
     assert torch.equal(teacher(idx), untouched)  # merging took copies
@@ -101,7 +132,9 @@ def test_adapters_start_at_a_teacher_in_bfloat16(method, words):
         assert not run.pair.token_kl(sequences(8, 3)).any()  # exactly 0
 
 
-@pytest.mark.parametrize("method, dtype", [("dora", "float32"), ("full", "float16")])  # float16 scales its loss
+@pytest.mark.parametrize(
+    "method, dtype", [("dora", "float32"), ("full", "float16")]
+)  # float16 scales its loss
 def test_resume_is_exact(method, dtype, words, tmp_path):
     words = [*words, f"--method={method}", f"--dtype={dtype}", "--coupled_first=1"]
     distiller([*words, f"--out_dir={tmp_path / 'whole'}", "--checkpoint_activations=False"]).run()
@@ -109,20 +142,38 @@ def test_resume_is_exact(method, dtype, words, tmp_path):
     run.stop_signal.name = "SIGINT"
     run.run()
     assert records(tmp_path / "halves")[-1]["reason"] == "stopped by SIGINT after step 1"
-    with pytest.raises(CheckpointError, match=r"its distillation has not finished: the same distill.py command"):
+    with pytest.raises(
+        CheckpointError, match=r"its distillation has not finished: the same distill.py command"
+    ):
         load_model(str(tmp_path / "halves"))
     run = distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False"])
     with pytest.MonkeyPatch.context() as patch:  # stopped after the checkpoint of step 3
-        patch.setattr(run, "_save", lambda save=run._save: (save(), (_ for _ in ()).throw(KeyboardInterrupt)))
+        patch.setattr(
+            run, "_save", lambda save=run._save: (save(), (_ for _ in ()).throw(KeyboardInterrupt))
+        )
         with pytest.raises(KeyboardInterrupt):
             run.run()
     distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False"]).run()
     whole, halves = (load_model(str(tmp_path / name)).state_dict() for name in ("whole", "halves"))
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
     with pytest.raises(CheckpointError, match="rank=4, now it is 5"):
-        distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False", "--rank=5"])
+        distiller(
+            [
+                *words,
+                f"--out_dir={tmp_path / 'halves'}",
+                "--checkpoint_activations=False",
+                "--rank=5",
+            ]
+        )
     with pytest.raises(CheckpointError, match="holds a run already"):
-        distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False", "--resume=never"])
+        distiller(
+            [
+                *words,
+                f"--out_dir={tmp_path / 'halves'}",
+                "--checkpoint_activations=False",
+                "--resume=never",
+            ]
+        )
 
 
 def test_another_text_or_teacher_is_refused_on_resume(words, run_folder, tmp_path):
@@ -135,7 +186,9 @@ def test_another_text_or_teacher_is_refused_on_resume(words, run_folder, tmp_pat
     for place in (slice(-9, None), slice(len(whole) // 2, len(whole) // 2 + 40)):
         start, end, _ = place.indices(len(whole))
         text.write_text(whole[:start] + whole[start:end][::-1] + whole[end:])
-        with pytest.raises(CheckpointError, match=r"was trained on other data \(mine\.txt:.* give teacher, local"):
+        with pytest.raises(
+            CheckpointError, match=r"was trained on other data \(mine\.txt:.* give teacher, local"
+        ):
             distiller([*words, "--max_iters=2"])
     text.write_text(whole)
     with pytest.MonkeyPatch.context() as patch:
@@ -147,8 +200,14 @@ def test_another_text_or_teacher_is_refused_on_resume(words, run_folder, tmp_pat
         place = {**training.place.environment(torch.device("cpu")), "git": "another"}
         patch.setattr(training.place, "environment", lambda device: place)
         distiller([*words, "--max_iters=2"]).run()
-    (told,) = (event["changed"] for event in records(tmp_path / "out") if event["event"] == "resume")
-    assert told[0] == "max_iters 1 -> 2" and told[1].startswith("git ") and told[1].endswith(" -> another")
+    (told,) = (
+        event["changed"] for event in records(tmp_path / "out") if event["event"] == "resume"
+    )
+    assert (
+        told[0] == "max_iters 1 -> 2"
+        and told[1].startswith("git ")
+        and told[1].endswith(" -> another")
+    )
 
 
 def changed(model: GPT) -> GPT:
@@ -165,7 +224,10 @@ def test_a_finished_distillation_is_not_touched(words, tmp_path, capsys):
         patch.setattr(distill, "load_model", None)  # not even its teacher is loaded
         distiller([*words, "--max_iters=1"]).run()
     text = capsys.readouterr().out.splitlines()
-    assert text[-2:] == ["finished already: step 1 of max_iters=1", first] and contents(tmp_path / "out") == before
+    assert (
+        text[-2:] == ["finished already: step 1 of max_iters=1", first]
+        and contents(tmp_path / "out") == before
+    )
 
 
 def test_a_distillation_that_is_killed_while_it_ends_ends_once_more(words, tmp_path):
@@ -182,11 +244,21 @@ def test_a_distillation_that_is_killed_while_it_ends_ends_once_more(words, tmp_p
 
 def test_activation_checkpointing_changes_nothing(words, tmp_path, monkeypatch):
     calls, forward = [], distill.GPT.hidden.__globals__["Block"].forward
-    monkeypatch.setattr(distill.GPT.hidden.__globals__["Block"], "forward",
-                        lambda block, *words: (calls.append(block), forward(block, *words))[1])  # fmt: skip
+    monkeypatch.setattr(
+        distill.GPT.hidden.__globals__["Block"],
+        "forward",
+        lambda block, *words: (calls.append(block), forward(block, *words))[1],
+    )
     for value in ("True", "False"):
         calls.append(value)
-        distiller([*words, f"--out_dir={tmp_path / value}", f"--checkpoint_activations={value}", "--max_iters=3"]).run()
+        distiller(
+            [
+                *words,
+                f"--out_dir={tmp_path / value}",
+                f"--checkpoint_activations={value}",
+                "--max_iters=3",
+            ]
+        ).run()
     assert evals(tmp_path / "True") == evals(tmp_path / "False")
     recomputed = calls.index("False") - 1 - (len(calls) - calls.index("False") - 1)
     assert recomputed == 3 * 2 * L  # each block once more, in every micro-batch
@@ -194,16 +266,26 @@ def test_activation_checkpointing_changes_nothing(words, tmp_path, monkeypatch):
 
 def test_first_positions_are_told_apart(words, monkeypatch):
     run = distiller(words)
-    monkeypatch.setattr(run.pair, "token_kl", lambda idx: torch.arange(24.0).expand(len(idx), 24) + 100)
+    monkeypatch.setattr(
+        run.pair, "token_kl", lambda idx: torch.arange(24.0).expand(len(idx), 24) + 100
+    )
     found = run._evaluate(run.pair)
     assert found["kl_first"] == 100 and found["kl"] == pytest.approx(112)
 
 
 def test_two_ranks_do_what_one_does(words, tmp_path, launch):
-    words = [word for word in words if "coupled_first" not in word] + ["--budget=1e-3"]  # the plan is chosen, too
+    words = [word for word in words if "coupled_first" not in word] + [
+        "--budget=1e-3"
+    ]  # the plan is chosen, too
     alone = distiller([*words, f"--out_dir={tmp_path / 'one'}"])
     alone.run()
-    job = launch(*words, f"--out_dir={tmp_path / 'two'}", ranks=2, program="distill", patch=("ranks_disagree", {}))
+    job = launch(
+        *words,
+        f"--out_dir={tmp_path / 'two'}",
+        ranks=2,
+        program="distill",
+        patch=("ranks_disagree", {}),
+    )
     assert set(job.wait()) == {0}, job.text()
     for one, two in zip(evals(tmp_path / "one"), evals(tmp_path / "two"), strict=True):
         assert one["step"] == two["step"] and two["kl"] == pytest.approx(one["kl"], rel=1e-3)
@@ -211,7 +293,9 @@ def test_two_ranks_do_what_one_does(words, tmp_path, launch):
     assert str(one.plan) == str(two.plan) == alone.plan and "s" in alone.plan
     before = alone.teacher.state_dict()
     moved = max((tensor - before[name]).abs().max() for name, tensor in one.state_dict().items())
-    apart = max((tensor - two.state_dict()[name]).abs().max() for name, tensor in one.state_dict().items())
+    apart = max(
+        (tensor - two.state_dict()[name]).abs().max() for name, tensor in one.state_dict().items()
+    )
     assert apart < 1e-3 * moved
 
 
@@ -229,21 +313,34 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
         "num_key_value_heads": 2,
     }
     monkeypatch.setitem(SHAPES, "tiny", tiny)
-    words, out, idx = [*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--export=True"], [], None
+    words, out, idx = (
+        [*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--export=True"],
+        [],
+        None,
+    )
     (tmp_path / "out" / "hf.tmp").mkdir(parents=True)
     (tmp_path / "out" / "hf.tmp" / "torn").touch()  # left by a run that was stopped while it wrote
-    for steps, count in ((2, 2), (2, 2), (4, 4)):  # a finished run: repeated (nothing trains), and continued
+    for steps, count in (
+        (2, 2),
+        (2, 2),
+        (4, 4),
+    ):  # a finished run: repeated (nothing trains), and continued
         distill.main([*words, f"--max_iters={steps}"])
-        assert len(evals(tmp_path / "out")) == count and evals(tmp_path / "out")[-1]["step"] == steps
+        assert (
+            len(evals(tmp_path / "out")) == count and evals(tmp_path / "out")[-1]["step"] == steps
+        )
         exported, idx = distill.weights.load_hf(tmp_path / "out" / "hf"), sequences(2, 1)[:, :16]
         with torch.no_grad():
             out.append(exported(idx))
             assert torch.equal(out[-1], load_model(str(tmp_path / "out"))(idx))
     assert torch.equal(out[0], out[1]) and not torch.equal(out[1], out[2])
-    assert not (tmp_path / "out" / "hf.tmp").exists() and not (tmp_path / "out" / "hf" / "torn").exists()
+    assert (
+        not (tmp_path / "out" / "hf.tmp").exists()
+        and not (tmp_path / "out" / "hf" / "torn").exists()
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- text
+# --------------------------------------------------------------------------------------------- text
 
 
 def test_blocks_pack_documents():
@@ -262,7 +359,9 @@ def test_chats_go_through_the_teachers_template(monkeypatch, tmp_path):
         def apply_chat_template(self, messages, tokenize):
             return "".join(f"<{turn['role']}>{turn['content']}" for turn in messages)
 
-    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]}
+    row = {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    }
     with pytest.raises(DataError, match="no chat template"):
         text.text_of_rows({"tokenizer": "bytes"})(row)
     monkeypatch.setattr(text, "load_chat_tokenizer", lambda meta: Tokenizer())
@@ -271,7 +370,10 @@ def test_chats_go_through_the_teachers_template(monkeypatch, tmp_path):
     found = list(text.read_files([path], text.text_of_rows({})))
     assert [document.text for document in found] == ["<user>Hi<assistant>Yes?", "plain"]
     parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    parquet.write_table(pa.table({"id": [1], **{name: [value] for name, value in row.items()}}), tmp_path / "a.parquet")
+    parquet.write_table(
+        pa.table({"id": [1], **{name: [value] for name, value in row.items()}}),
+        tmp_path / "a.parquet",
+    )
     found = list(text.read_files([tmp_path / "a.parquet"], text.text_of_rows({})))
     assert [document.text for document in found] == ["<user>Hi<assistant>Yes?"]
 
@@ -294,18 +396,39 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=absent))
     coupled = GPT(dataclasses.replace(SHAPE, norm_type="coupled", coupled_calibrate=2))
     (tmp_path / "coupled").mkdir()
-    save_checkpoint(tmp_path / "coupled" / BEST, {"step": 0, "config": dataclasses.asdict(coupled.config), "meta": {},
-                                                  "model": coupled.state_dict()})  # fmt: skip
-    (tmp_path / "short.txt").write_text((run_folder / "text.txt").read_text()[: 8 * 24 + 5])  # 8 blocks and a rest
+    save_checkpoint(
+        tmp_path / "coupled" / BEST,
+        {
+            "step": 0,
+            "config": dataclasses.asdict(coupled.config),
+            "meta": {},
+            "model": coupled.state_dict(),
+        },
+    )
+    (tmp_path / "short.txt").write_text(
+        (run_folder / "text.txt").read_text()[: 8 * 24 + 5]
+    )  # 8 blocks and a rest
     cases = [
-        ([*words, f"--teacher={tmp_path / 'coupled'}"], ConfigError, "teacher=.*coupled shares statistics already"),
+        (
+            [*words, f"--teacher={tmp_path / 'coupled'}"],
+            ConfigError,
+            "teacher=.*coupled shares statistics already",
+        ),
         ([*words, "--local="], DataError, "dataset=nvidia/.*DatasetNotFoundError.*--local=FILES"),
         ([*words, "--local=nowhere.jsonl"], DataError, "no file nowhere"),
         ([*words, "--eval_blocks=100000"], DataError, "too little text"),
         ([*words, "--block_size=1"], ConfigError, "block_size=1: must be at least 2"),
-        ([*words, f"--local={tmp_path / 'short.txt'}"], DataError, "too little text.* or --val=FILE"),
+        (
+            [*words, f"--local={tmp_path / 'short.txt'}"],
+            DataError,
+            "too little text.* or --val=FILE",
+        ),
         ([*words, "--norm_plan=Rs Rs", "--coupled_first=auto"], ConfigError, "norm_plan"),
-        ([*words, "--norm_plan=Rs Rs Rs R"], ConfigError, "both name the plan.*--coupled_first=auto"),
+        (
+            [*words, "--norm_plan=Rs Rs Rs R"],
+            ConfigError,
+            "both name the plan.*--coupled_first=auto",
+        ),
         ([*words, "--teacher=random:qwen4"], HFError, "unknown shape"),
     ]
     for argv, error, match in cases:
@@ -316,25 +439,52 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
         text.teacher_tokenizer({"tokenizer": "bytes"}, 60)
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 def test_memory_estimate(capsys, run_folder):
     for method in ("dora", "full"):
-        distill.main([f"--teacher={run_folder}", f"--method={method}", "--rank=8", "--device=cpu", "--estimate"])
+        distill.main(
+            [
+                f"--teacher={run_folder}",
+                f"--method={method}",
+                "--rank=8",
+                "--device=cpu",
+                "--estimate",
+            ]
+        )
         parts = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert parts["parameters"] == GPT(SHAPE).num_params()
-        wanted = parts["parameters"] if method == "full" else adapters.adapter_parameters(SHAPE, 8, True)
+        wanted = (
+            parts["parameters"] if method == "full" else adapters.adapter_parameters(SHAPE, 8, True)
+        )
         assert parts["trained_parameters"] == wanted and parts["trained"] == 16 * wanted
-        assert parts["total"] == sum(parts[name] for name in ("weights", "trained", "activations", "dora", "kl"))
+        assert parts["total"] == sum(
+            parts[name] for name in ("weights", "trained", "activations", "dora", "kl")
+        )
     config = distill.teacher_config("random:qwen3-8b")  # at once: no weights are drawn
     parts = adapters.memory(config, "dora", 1024, 8 * 1024, low=True, checkpointing=True)
-    assert parts["parameters"] == 8_190_735_360 and 60 < parts["total"] / adapters.GIB < 130  # one GPU of 141 GB
-    assert adapters.memory(config, "dora", 1024, 8 * 1024, low=True, checkpointing=False)["total"] > parts["total"]
+    assert (
+        parts["parameters"] == 8_190_735_360 and 60 < parts["total"] / adapters.GIB < 130
+    )  # one GPU of 141 GB
+    assert (
+        adapters.memory(config, "dora", 1024, 8 * 1024, low=True, checkpointing=False)["total"]
+        > parts["total"]
+    )
     full = adapters.memory(config, "full", 1024, 8 * 1024, low=True, checkpointing=True)
     assert full["weights"] == 4 * full["parameters"] and full["trained"] == 18 * full["parameters"]
-    for keys, wide in (({"dtype": "float32"}, True), ({"dtype": "bfloat16"}, False), ({"device": "cpu"}, True)):
-        distill.main([f"--teacher={run_folder}", "--estimate", *(f"--{name}={value}" for name, value in keys.items())])
+    for keys, wide in (
+        ({"dtype": "float32"}, True),
+        ({"dtype": "bfloat16"}, False),
+        ({"device": "cpu"}, True),
+    ):
+        distill.main(
+            [
+                f"--teacher={run_folder}",
+                "--estimate",
+                *(f"--{name}={value}" for name, value in keys.items()),
+            ]
+        )
         parts = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert parts["weights"] == (4 if wide else 2) * parts["parameters"]
     assert L == 3
@@ -345,10 +495,22 @@ def test_the_estimate_of_activations_is_what_backward_keeps(method):
     """Bytes of all tensors with a row a token, of one block more, under autocast to bfloat16."""
     tokens, kept = 61, []
     for layers in (1, 2):
-        shape = dataclasses.replace(SHAPE, n_layer=layers, block_size=tokens, n_embd=72, n_head=6, n_kv_head=3,
-                                    head_dim=16, n_inner=160, qk_norm=True)  # fmt: skip
+        shape = dataclasses.replace(
+            SHAPE,
+            n_layer=layers,
+            block_size=tokens,
+            n_embd=72,
+            n_head=6,
+            n_kv_head=3,
+            head_dim=16,
+            n_inner=160,
+            qk_norm=True,
+        )
         teacher = GPT(shape).eval().requires_grad_(False)
-        student, seen = distill.view(teacher.bfloat16() if method != "full" else teacher, "Rs " * layers + "R"), {}
+        student, seen = (
+            distill.view(teacher.bfloat16() if method != "full" else teacher, "Rs " * layers + "R"),
+            {},
+        )
         if method == "full":
             student.requires_grad_(True)
         else:
@@ -359,7 +521,10 @@ def test_the_estimate_of_activations_is_what_backward_keeps(method):
                 seen[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
             end = student.hidden(torch.zeros(1, tokens, dtype=torch.long))
         kept.append(sum(tensor.untyped_storage().nbytes() for tensor in seen.values()))
         del end
@@ -375,12 +540,17 @@ def test_the_estimate_counts_what_a_run_holds(method, words):
     parts = adapters.memory(SHAPE, method, 4, 4 * 24, low=True, checkpointing=True)
     assert sum(p.nbytes for p in run.teacher.parameters()) == parts["weights"]
     state = [t for entry in run.optimizer.state.values() for t in entry.values() if t.dim()]
-    held = sum(t.nbytes for p in run.trained.values() for t in (p, p.grad if p.grad is not None else p)) + sum(
-        t.nbytes for t in state)  # fmt: skip
-    assert held == 16 * parts["trained_parameters"] == parts["trained"] - 2 * parts["trained_parameters"]
+    held = sum(
+        t.nbytes for p in run.trained.values() for t in (p, p.grad if p.grad is not None else p)
+    ) + sum(t.nbytes for t in state)
+    assert (
+        held
+        == 16 * parts["trained_parameters"]
+        == parts["trained"] - 2 * parts["trained_parameters"]
+    )
 
 
-# -------------------------------------------------------------------------------------------------- repro/posthoc.sh
+# --------------------------------------------------------------------------------- repro/posthoc.sh
 
 STUB = """#!/usr/bin/env bash
 [ "$1" != -m ] || shift
@@ -394,7 +564,9 @@ esac; done
 
 
 def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
-    """In a fresh clone results/ holds records of another run: they must not stand for steps of this one."""
+    """In a fresh clone results/ holds records of another run: they must not stand for steps of this
+    one.
+    """
     shutil.copytree(ROOT / "repro", tmp_path / "repro")
     (tmp_path / "python").write_text(STUB)
     (tmp_path / "python").chmod(0o755)
@@ -403,11 +575,20 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
     results.mkdir()
     for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png"):
         (results / name).write_text("old\n")
-    keys = {"PYTHON": str(tmp_path / "python"), "OUT": str(tmp_path / "out"), "RESULTS": str(results)}
+    keys = {
+        "PYTHON": str(tmp_path / "python"),
+        "OUT": str(tmp_path / "out"),
+        "RESULTS": str(results),
+    }
     words = ["bash", "repro/posthoc.sh", str(tmp_path)]
     for _ in range(2):
-        subprocess.run(words, cwd=tmp_path, env={**os.environ, **keys}, check=True, capture_output=True)
+        subprocess.run(
+            words, cwd=tmp_path, env={**os.environ, **keys}, check=True, capture_output=True
+        )
     calls = (tmp_path / "calls").read_text().split()
     steps = ("posthoc.rms_stats", "repro/posthoc_alpha.py", "repro/posthoc_table.py")
     assert [calls.count(step) for step in steps] == [1, 1, 2]
-    assert all((results / name).read_text() == "new\n" for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png"))
+    assert all(
+        (results / name).read_text() == "new\n"
+        for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png")
+    )

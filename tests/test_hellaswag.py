@@ -1,4 +1,5 @@
-"""HellaSwag: the rule against a naive loop, ranks and batch sizes, chance, lm-evaluation-harness, bad input.
+"""HellaSwag: the rule against a naive loop, ranks and batch sizes, chance, lm-evaluation-harness,
+bad input.
 
     python -m pytest tests/test_hellaswag.py
 """
@@ -15,7 +16,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, TINY, losses, offline_data, records, val_losses, write_items, write_tiny_shards
+from helpers import (
+    ROOT,
+    TINY,
+    losses,
+    offline_data,
+    records,
+    val_losses,
+    write_items,
+    write_tiny_shards,
+)
 
 from common.distributed import Ranks
 from common.errors import DataError, UserError
@@ -30,15 +40,30 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 def tiny_gpt(block_size: int = 128) -> GPT:
     """A byte-level GPT with weights large enough to have opinions."""
-    config = GPTConfig(vocab_size=264, n_vocab=257, n_layer=2, n_head=2, n_embd=16, block_size=block_size, init_std=0.3)
+    config = GPTConfig(
+        vocab_size=264,
+        n_vocab=257,
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        block_size=block_size,
+        init_std=0.3,
+    )
     return GPT(config, seed=1).eval()
 
 
 def save_run(folder: Path) -> Path:
     folder.mkdir()
     model = tiny_gpt()
-    save_checkpoint(folder / "ckpt_last.pt", {"step": 1, "config": dataclasses.asdict(model.config), "model":
-                                              model.state_dict(), "meta": {"tokenizer": "bytes"}})  # fmt: skip
+    save_checkpoint(
+        folder / "ckpt_last.pt",
+        {
+            "step": 1,
+            "config": dataclasses.asdict(model.config),
+            "model": model.state_dict(),
+            "meta": {"tokenizer": "bytes"},
+        },
+    )
     (folder / "log.jsonl").write_text("")
     return folder
 
@@ -51,24 +76,33 @@ def naive(model: GPT, item: dict) -> tuple[int, int]:
         context, tokens = encode(item["ctx"]), encode(" " + ending)
         ids = (context + tokens)[-(model.config.block_size + 1) :]
         log_p = F.log_softmax(model(torch.tensor([ids[:-1]]))[0], -1)
-        first = max(1, len(ids) - len(tokens))  # of an ending longer than the context, only the end is there
+        # of an ending longer than the context, only the end is there
+        first = max(1, len(ids) - len(tokens))
         each = [-log_p[position - 1, ids[position]].item() for position in range(first, len(ids))]
         sums.append(sum(each))
         means.append(sum(each) / len(each))
     return int(np.argmin(sums)), int(np.argmin(means))
 
 
-@pytest.mark.parametrize("block_size", [256, 60, 20])  # with 60 most texts lose their beginning, with 20 endings too
+# with 60 most texts lose their beginning, with 20 endings too
+@pytest.mark.parametrize("block_size", [256, 60, 20])
 def test_equals_a_naive_loop_on_200_items(tmp_path, block_size):
     items, model = load_items(str(write_items(tmp_path / "items.jsonl", 200))), tiny_gpt(block_size)
     scores = evaluate_hellaswag(model, byte_tokenizer(), items, ALONE, batch_size=24)
-    assert [(i["acc_choice"], i["acc_norm_choice"]) for i in scores.items] == [naive(model, item) for item in items]
+    assert [(i["acc_choice"], i["acc_norm_choice"]) for i in scores.items] == [
+        naive(model, item) for item in items
+    ]
     assert [i["item"] for i in scores.items] == [3 * number for number in range(200)]
     choices = np.array([[i["acc_choice"], i["acc_norm_choice"], i["label"]] for i in scores.items])
     share = (choices[:, 0] == choices[:, 2]).mean()
-    assert scores.accuracy("acc") == (share, pytest.approx(np.std(choices[:, 0] == choices[:, 2], ddof=1) / 200**0.5))
+    assert scores.accuracy("acc") == (
+        share,
+        pytest.approx(np.std(choices[:, 0] == choices[:, 2], ddof=1) / 200**0.5),
+    )
     assert (choices[:, 0] != choices[:, 1]).any()  # the two rules are not one
-    assert {256: scores.texts_cut == 0, 60: 0 < scores.texts_cut < 1, 20: scores.texts_cut > 0.9}[block_size]
+    assert {256: scores.texts_cut == 0, 60: 0 < scores.texts_cut < 1, 20: scores.texts_cut > 0.9}[
+        block_size
+    ]
 
 
 def test_ranks_and_batch_size_change_nothing(launch, tmp_path):
@@ -76,11 +110,29 @@ def test_ranks_and_batch_size_change_nothing(launch, tmp_path):
     run, items, found = save_run(tmp_path / "run"), write_items(tmp_path / "items.jsonl", 60), []
     for ranks, size, torchrun in ((2, 64, True), (1, 64, False), (1, 1, False), (2, 1, False)):
         out = tmp_path / f"{ranks}-{size}.jsonl"
-        words = [str(run), f"--data={items}", f"--out={out}", f"--batch_size={size}", "--device=cpu"]
+        words = [
+            str(run),
+            f"--data={items}",
+            f"--out={out}",
+            f"--batch_size={size}",
+            "--device=cpu",
+        ]
         if torchrun:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={ranks}",
+            ]
             env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            done = subprocess.run([*command, "hellaswag.py", *words], cwd=ROOT, capture_output=True, text=True, env=env)
+            done = subprocess.run(
+                [*command, "hellaswag.py", *words],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                env=env,
+            )
             assert done.returncode == 0, done.stderr
             printed = done.stdout
         else:
@@ -105,7 +157,9 @@ def test_an_untrained_model_is_at_chance():
 
 
 def test_lm_evaluation_harness_agrees_on_acc(tmp_path, monkeypatch):
-    """The same items and model through lm-evaluation-harness, ending by ending; its acc_norm divides by bytes."""
+    """The same items and model through lm-evaluation-harness, ending by ending; its acc_norm
+    divides by bytes.
+    """
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     from hf.hub import import_transformers
@@ -119,12 +173,24 @@ def test_lm_evaluation_harness_agrees_on_acc(tmp_path, monkeypatch):
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token=alphabet[0],
-                                                     pad_token=alphabet[0])  # fmt: skip
+    words.pre_tokenizer, words.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token=alphabet[0], pad_token=alphabet[0]
+    )
     torch.manual_seed(0)
-    shape = transformers.GPT2Config(vocab_size=256, n_positions=256, n_embd=32, n_layer=2, n_head=2, bos_token_id=0,
-                                    eos_token_id=0, initializer_range=0.3)  # fmt: skip
+    shape = transformers.GPT2Config(
+        vocab_size=256,
+        n_positions=256,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        initializer_range=0.3,
+    )
     theirs = transformers.GPT2LMHeadModel(shape).eval()
     theirs.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -133,19 +199,39 @@ def test_lm_evaluation_harness_agrees_on_acc(tmp_path, monkeypatch):
     rows = make_endings(items, tokenizer_of(ours), 256)
     with torch.no_grad():
         scores = -score_endings(ours, rows, torch.device("cpu"))
-    harness = HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=4, max_length=256, device="cpu")
-    requests = [Instance("loglikelihood", {}, (item["ctx"], " " + ending), 0) for item in items
-                for ending in item["endings"]]  # fmt: skip
-    expected = torch.tensor([log_p for log_p, _ in harness.loglikelihood(requests, disable_tqdm=True)])
+    harness = HFLM(
+        pretrained=theirs, tokenizer=tokenizer, batch_size=4, max_length=256, device="cpu"
+    )
+    requests = [
+        Instance("loglikelihood", {}, (item["ctx"], " " + ending), 0)
+        for item in items
+        for ending in item["endings"]
+    ]
+    expected = torch.tensor(
+        [log_p for log_p, _ in harness.loglikelihood(requests, disable_tqdm=True)]
+    )
     torch.testing.assert_close(scores, expected.double(), rtol=1e-4, atol=1e-4)
     # And as a task of its own multiple-choice scorer, the one that its hellaswag uses
-    task = {"task": "items", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice",
-            "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}}, "doc_to_text": "{{ctx}}",
-            "doc_to_choice": "endings", "doc_to_target": "label", "metric_list": [{"metric": "acc"}]}  # fmt: skip
+    task = {
+        "task": "items",
+        "dataset_path": "json",
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}},
+        "doc_to_text": "{{ctx}}",
+        "doc_to_choice": "endings",
+        "doc_to_target": "label",
+        "metric_list": [{"metric": "acc"}],
+    }
     found = lm_eval.simple_evaluate(harness, tasks=[task], bootstrap_iters=0, log_samples=True)
-    right = [sample["acc"] for sample in sorted(found["samples"]["items"], key=lambda sample: sample["doc_id"])]
-    ours_right = [item["acc_choice"] == item["label"] for item in
-                  evaluate_hellaswag(ours, tokenizer_of(ours), items, ALONE).items]  # fmt: skip
+    right = [
+        sample["acc"]
+        for sample in sorted(found["samples"]["items"], key=lambda sample: sample["doc_id"])
+    ]
+    ours_right = [
+        item["acc_choice"] == item["label"]
+        for item in evaluate_hellaswag(ours, tokenizer_of(ours), items, ALONE).items
+    ]
     assert right == [float(each) for each in ours_right] and 0 < sum(right) < len(right)
 
 
@@ -156,7 +242,9 @@ def tokenizer_of(model: GPT):
 
 
 def test_training_scores_it_and_is_not_disturbed(train_ok, tmp_path):
-    """With scores every 20 steps and without: the same losses; the log has the scores, the folder the last items."""
+    """With scores every 20 steps and without: the same losses; the log has the scores, the folder
+    the last items.
+    """
     data = write_tiny_shards(tmp_path / "data", vocab=200)
     (data / "meta.json").write_text(json.dumps({"tokenizer": "bytes", "vocab_size": 257}))
     items = write_items(tmp_path / "items.jsonl", 12)
@@ -170,7 +258,8 @@ def test_training_scores_it_and_is_not_disturbed(train_ok, tmp_path):
     scores = [record for record in records(tmp_path / "with") if record["event"] == "hellaswag"]
     assert [record["step"] for record in scores] == [20, 40] and scores[0]["n_items"] == 10
     assert len((tmp_path / "with" / "hellaswag.jsonl").read_text().splitlines()) == 10
-    assert len((tmp_path / "two" / "hellaswag.jsonl").read_text().splitlines()) == 10  # dropout differs by rank
+    # dropout differs by rank
+    assert len((tmp_path / "two" / "hellaswag.jsonl").read_text().splitlines()) == 10
 
 
 def test_items_are_spread_evenly(tmp_path):
@@ -184,8 +273,13 @@ def test_items_are_spread_evenly(tmp_path):
 def test_bad_items_are_named(tmp_path):
     good = write_items(tmp_path / "items.jsonl", 3).read_text()
     bad = tmp_path / "bad.jsonl"
-    for line in ("{", '{"ctx": "a", "endings": ["b"], "label": 0}', '{"ctx": "a", "endings": [1, 2, 3, 4], "label": 0}',
-                 '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 7}', "[]"):  # fmt: skip
+    for line in (
+        "{",
+        '{"ctx": "a", "endings": ["b"], "label": 0}',
+        '{"ctx": "a", "endings": [1, 2, 3, 4], "label": 0}',
+        '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 7}',
+        "[]",
+    ):
         bad.write_text(good + line + "\n")
         with pytest.raises(DataError, match=r"bad.jsonl:4: no HellaSwag item"):
             load_items(str(bad))
@@ -201,13 +295,22 @@ def test_bad_items_are_named(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         load_items(str(torn))
     with pytest.raises(DataError, match="without context"):
-        make_endings([{"item": 5, "ctx": "", "endings": ["", "", "", ""], "label": 0}], byte_tokenizer(), 8)
+        make_endings(
+            [{"item": 5, "ctx": "", "endings": ["", "", "", ""], "label": 0}], byte_tokenizer(), 8
+        )
 
 
 def test_bad_models_and_places(tmp_path):
     items, run = write_items(tmp_path / "items.jsonl", 3), save_run(tmp_path / "run")
     with pytest.raises(UserError, match="cannot be written"):
-        main([str(run), f"--data={items}", f"--out={tmp_path / 'no' / 'folder.jsonl'}", "--device=cpu"])
+        main(
+            [
+                str(run),
+                f"--data={items}",
+                f"--out={tmp_path / 'no' / 'folder.jsonl'}",
+                "--device=cpu",
+            ]
+        )
     assert items_file(str(run)) == items_file(str(run / "ckpt_last.pt")) == run / "hellaswag.jsonl"
     assert items_file("random:gpt2") is None
     broken = tiny_gpt()

@@ -2,9 +2,9 @@
 
     python -m pytest tests/test_house.py
 
-A package, or a file of the root, belongs to one level. It imports itself and lower levels: nothing above, nothing
-beside. So there is no circle between packages, and programs do not import one another. Files of a package do not
-import one another in a circle either.
+A package, or a file of the root, belongs to one level. It imports itself and lower levels: nothing
+above, nothing beside. So there is no circle between packages, and programs do not import one
+another. Files of a package do not import one another in a circle either.
 """
 
 import ast
@@ -32,28 +32,38 @@ LEVELS = (
     ("repro",),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-# These need little of the house, so that they can be used without the rest of it; one file each knows more.
+# These need little of the house, so that they can be used without the rest of it; one file each
+# knows more.
 ALONE = {"kernels": {"common"}, "fold": {"common", "kernels"}, "evidence": {"common"}}
-KNOWS_MORE = {"fold/gpt.py": {"norms", "taper", "norm_plan", "model", "load"}, "fold/hub.py": {"hf"}}
+KNOWS_MORE = {
+    "fold/gpt.py": {"norms", "taper", "norm_plan", "model", "load"},
+    "fold/hub.py": {"hf"},
+}
 # Files that import what a variable names; never ours.
 BY_VARIABLE = {"bench/kernel_arms.py"}
 
 
 def sources() -> dict[str, str]:
-    """Path -> content of the Python files at the root and in the packages; not of tests and recipes."""
+    """Path -> content of the Python files at the root and in the packages; not of tests and
+    recipes.
+    """
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     names = listed.stdout.split()
     if listed.returncode:  # a copy of the files alone
-        names = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py"))]
+        names = [
+            str(path.relative_to(ROOT))
+            for path in (*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py"))
+        ]
         names = [name for name in names if not name.startswith(("out/", "runs/"))]
     names = [name for name in names if not name.startswith(("tests/", "config/"))]
     return {name: (ROOT / name).read_text() for name in names if (ROOT / name).exists()}
 
 
 def imported(file: str, source: str) -> list[tuple[int, str]]:
-    """(line, dotted name from the root) of all that a file imports, by `import_module("name")` too; "?" for a name that
-    only a run can tell."""
+    """(line, dotted name from the root) of all that a file imports, by `import_module("name")` too;
+    "?" for a name that only a run can tell.
+    """
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -61,17 +71,21 @@ def imported(file: str, source: str) -> list[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             parents = Path(file).parts[: -node.level] if node.level else ()
             base = [*parents, *(node.module or "").split(".")]
-            found += [(node.lineno, ".".join(filter(None, [*base, alias.name]))) for alias in node.names]
+            found += [
+                (node.lineno, ".".join(filter(None, [*base, alias.name]))) for alias in node.names
+            ]
         elif isinstance(node, ast.Call):
             called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if called in ("import_module", "__import__", "run_module", "run_path"):
                 name = getattr(node.args[0], "value", "?") if node.args else "?"
-                found.append((node.lineno, name if isinstance(name, str) and name[0] != "." else "?"))
+                found.append(
+                    (node.lineno, name if isinstance(name, str) and name[0] != "." else "?")
+                )
     return found
 
 
 def violations(files: dict[str, str]) -> list[str]:
-    """Every line of `files` (path -> source) that breaks the rule, as `path:line: what is wrong`."""
+    """Each line of `files` (path -> source) that breaks the rule, as `path:line: what is wrong`."""
     wrong = []
     for file, source in files.items():
         room = file.split("/")[0].removesuffix(".py")
@@ -82,7 +96,9 @@ def violations(files: dict[str, str]) -> list[str]:
         for line, name in names:
             its_file = "/".join(name.split(".")[:2]) + ".py"
             if its_file in KNOWS_MORE and name.startswith(f"{room}.") and file not in KNOWS_MORE:
-                wrong.append(f"{file}:{line}: imports {its_file}, and the rest of {room} has to do without")
+                wrong.append(
+                    f"{file}:{line}: imports {its_file}, and the rest of {room} has to do without"
+                )
             if name == "?" and file not in BY_VARIABLE:
                 wrong.append(f"{file}:{line}: imports what only a run can tell: name it")
         for line, target in sorted({(line, name.split(".")[0]) for line, name in names}):
@@ -103,11 +119,15 @@ def violations(files: dict[str, str]) -> list[str]:
 
 def circles(files: dict[str, str]) -> list[list[str]]:
     """For each group of files that import one another one circle of theirs."""
-    module = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files}
+    module = {
+        file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files
+    }
     graph = {}
     for file, source in files.items():
         names = {name for _, name in imported(file, source)}
-        graph[file] = {module.get(name) or module.get(name.rpartition(".")[0]) for name in names} - {None, file}
+        graph[file] = {
+            module.get(name) or module.get(name.rpartition(".")[0]) for name in names
+        } - {None, file}
     done: set[str] = set()
     found: list[list[str]] = []
 
@@ -139,15 +159,20 @@ def test_every_level_is_there():
     assert rooms == LEVEL.keys()
 
 
-@pytest.mark.parametrize(("room", "absent"), [
-    ("fold", {"model", "norms", "hf", "load", "transformers"}),
-    ("kernels", {"model", "norms", "fold"}),
-    ("evidence.plots", {"torch", "model"}),
-    ("hf.weights", {"transformers"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("room", "absent"),
+    [
+        ("fold", {"model", "norms", "hf", "load", "transformers"}),
+        ("kernels", {"model", "norms", "fold"}),
+        ("evidence.plots", {"torch", "model"}),
+        ("hf.weights", {"transformers"}),
+    ],
+)
 def test_what_a_part_does_without_is_not_loaded(room, absent):
     code = f"import sys, {room}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert not absent & set(done.stdout.split())
 
 

@@ -1,4 +1,5 @@
-"""What `pip install .` installs: nanonorm.fold and nanonorm.kernels, in a process that has torch and not the clone.
+"""What `pip install .` installs: nanonorm.fold and nanonorm.kernels, in a process that has torch
+and not the clone.
 
     python -m pytest tests/test_installed.py
 """
@@ -14,7 +15,8 @@ from helpers import ROOT
 PROGRAM = """
 import importlib, pkgutil, sys
 
-for name in (*sys.argv[1:], "transformers", "scipy", "matplotlib", "tiktoken", "tqdm", "safetensors", "PIL"):
+others = ("transformers", "scipy", "matplotlib", "tiktoken", "tqdm", "safetensors", "PIL")
+for name in (*sys.argv[1:], *others):
     sys.modules[name] = None  # as if it were not installed
 import nanonorm
 names = [module.name for module in pkgutil.walk_packages(nanonorm.__path__, "nanonorm.")]
@@ -43,7 +45,8 @@ model, x = Net().eval(), torch.randn(4, 5)
 report = analyze(model, (x,))
 folded, certificate = fold(model, report)
 assert certificate.ok and certificate.folded == 1, certificate
-assert certificate.environment["git"].startswith("nanonorm "), certificate.environment  # not the user's own commit
+# not the user's own commit
+assert certificate.environment["git"].startswith("nanonorm "), certificate.environment
 assert not isinstance(folded.norm, nn.LayerNorm)
 assert (folded(x) - model(x)).abs().max() < 1e-5
 y, inv_rms = rms_norm(x, None, 1e-5)
@@ -54,7 +57,9 @@ print(len(names))
 
 @pytest.mark.parametrize("absent", [(), ("triton", "numpy")], ids=["with triton", "torch alone"])
 def test_every_shipped_module_works_without_the_clone(absent, tmp_path):
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+        "targets"
+    ]["wheel"]
     for name in wheel["only-include"]:
         first, *rest = name.split("/")
         target = tmp_path.joinpath(wheel["sources"][first], *rest)
@@ -65,7 +70,11 @@ def test_every_shipped_module_works_without_the_clone(absent, tmp_path):
             shutil.copy(ROOT / name, target)
     for name in wheel["exclude"]:
         (tmp_path / "nanonorm" / name).unlink()
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *absent], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *absent], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     shipped = list((tmp_path / "nanonorm").rglob("*.py"))
-    assert int(done.stdout) == len(shipped) and {path.name for path in tmp_path.iterdir()} == {"nanonorm"}
+    assert int(done.stdout) == len(shipped) and {path.name for path in tmp_path.iterdir()} == {
+        "nanonorm"
+    }

@@ -1,6 +1,6 @@
 """Every norm type in the Llama shape: rotary positions, SwiGLU, grouped heads, QK-norm.
 
-    python -m pytest tests/test_llama_shape.py
+python -m pytest tests/test_llama_shape.py
 """
 
 import math
@@ -11,12 +11,28 @@ import torch
 
 from model import GPT, GPTConfig, KVCache
 
-SHAPE = GPTConfig(vocab_size=64, block_size=32, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, head_dim=12, n_inner=48,
-                  activation="swiglu", position="rope", qk_norm=True, init_std=0.15)  # fmt: skip
+SHAPE = GPTConfig(
+    vocab_size=64,
+    block_size=32,
+    n_layer=2,
+    n_head=4,
+    n_kv_head=2,
+    n_embd=32,
+    head_dim=12,
+    n_inner=48,
+    activation="swiglu",
+    position="rope",
+    qk_norm=True,
+    init_std=0.15,
+)
 NORMS = {
-    "layer": {}, "rms": {"norm_groups": 2}, "coupled": {"coupled_alpha": 1.1}, "cbwc": {}, "dyt": {},
+    "layer": {},
+    "rms": {"norm_groups": 2},
+    "coupled": {"coupled_alpha": 1.1},
+    "cbwc": {},
+    "dyt": {},
     "taper": {"taper_warmup": 0.2, "taper_end": 0.8},
-}  # fmt: skip
+}
 
 
 def tokens(batch, length):
@@ -66,5 +82,8 @@ def test_cache_is_no_cache(norm_type):
         parts = [model(part, cache=cache) for part in idx.split([7, 1, 1, 9, 14], dim=1)]
         torch.testing.assert_close(torch.cat(parts, 1), model(idx), rtol=1e-12, atol=1e-12)
     # 40 new tokens in a context of 32: the window is cut, and read again, on the way
-    greedy = [model.generate(idx[:, :7], 40, temperature=0, use_cache=use_cache) for use_cache in (True, False)]
+    greedy = [
+        model.generate(idx[:, :7], 40, temperature=0, use_cache=use_cache)
+        for use_cache in (True, False)
+    ]
     assert torch.equal(*greedy)

@@ -40,12 +40,28 @@ from training.checkpoint import (
 )
 from training.optim import guarded_update, learning_rate, make_optimizer
 
-SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=12, n_layer=2, n_head=2, n_embd=16, init_std=0.2, bias=True)
+SHAPE = GPTConfig(
+    vocab_size=40,
+    n_vocab=32,
+    block_size=12,
+    n_layer=2,
+    n_head=2,
+    n_embd=16,
+    init_std=0.2,
+    bias=True,
+)
 NORMS = {name: {} for name in NORM_TYPES} | {
-    "rms": {"norm_groups": 2, "rms_fraction": 0.5}, "coupled": {"coupled_alpha": 1.1, "coupled_span": 2},
+    "rms": {"norm_groups": 2, "rms_fraction": 0.5},
+    "coupled": {"coupled_alpha": 1.1, "coupled_span": 2},
     "taper": {"taper_warmup": 2.0, "taper_end": 6.0, "taper_final": True, "taper_anchor": 0.1},
-}  # fmt: skip
-LLAMA = {"position": "rope", "activation": "swiglu", "qk_norm": True, "n_kv_head": 1, "tie_embeddings": False}
+}
+LLAMA = {
+    "position": "rope",
+    "activation": "swiglu",
+    "qk_norm": True,
+    "n_kv_head": 1,
+    "tie_embeddings": False,
+}
 
 
 def tokens(*shape, seed=0, below=32):
@@ -61,15 +77,19 @@ def gpt(norm_type="layer", **keys):
     return model
 
 
-# ------------------------------------------------------------------------------------------------- sizes and weights
+# -------------------------------------------------------------------------------- sizes and weights
 
 
-CHAPTER = GPTConfig(vocab_size=65, n_embd=64, n_layer=4, n_head=4, block_size=64, bias=True, attn_bias=False)
+CHAPTER = GPTConfig(
+    vocab_size=65, n_embd=64, n_layer=4, n_head=4, block_size=64, bias=True, attn_bias=False
+)
 
 
 @pytest.mark.parametrize(("norm_type", "parameters"), [("layer", 207_296), ("rms", 206_720)])
 def test_number_of_parameters(norm_type, parameters):
-    """Embeddings 65 C + 64 C; a block 4 C^2 + 8 C^2 + 5 C; 9 norms of 2 C (layer) or C (rms); C = 64."""
+    """Embeddings 65 C + 64 C; a block 4 C^2 + 8 C^2 + 5 C; 9 norms of 2 C (layer) or C (rms); C =
+    64.
+    """
     model = GPT(replace(CHAPTER, norm_type=norm_type))
     C, norm = 64, {"layer": 2, "rms": 1}[norm_type]
     assert model.num_params() == 129 * C + 4 * (12 * C * C + 5 * C) + 9 * norm * C == parameters
@@ -77,6 +97,7 @@ def test_number_of_parameters(norm_type, parameters):
 
 def test_norm_types_start_from_the_same_weights():
     """Same seed, same names: bit for bit. Another seed: every one of them is another."""
+
     def weights(norm_type, seed):
         model = GPT(replace(SHAPE, norm_type=norm_type, qk_norm=True, tie_embeddings=False), seed)
         return {name: tensor for name, tensor in model.named_parameters() if "norm" not in name}
@@ -87,17 +108,25 @@ def test_norm_types_start_from_the_same_weights():
         assert same.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in same.items())
     drawn = [name for name in expected if not name.endswith("bias")]
-    assert len(drawn) == 3 + 4 * 2 and not any(torch.equal(expected[name], other[name]) for name in drawn)
-    assert len({expected[name].flatten()[0].item() for name in drawn}) == len(drawn)  # no two share a stream
+    assert len(drawn) == 3 + 4 * 2 and not any(
+        torch.equal(expected[name], other[name]) for name in drawn
+    )
+    # no two share a stream
+    assert len({expected[name].flatten()[0].item() for name in drawn}) == len(drawn)
 
 
-WIDE = GPTConfig(vocab_size=96, block_size=96, n_layer=8, n_head=2, n_embd=96, bias=True, tie_embeddings=False)
+WIDE = GPTConfig(
+    vocab_size=96, block_size=96, n_layer=8, n_head=2, n_embd=96, bias=True, tie_embeddings=False
+)
 
 
 def is_like(tensor, std):
     """Mean 0 and standard deviation `std`, each to five standard errors of normal numbers."""
     count = tensor.numel()
-    return abs(tensor.mean()) < 5 * std / count**0.5 and abs(tensor.std() / std - 1) < 5 / (2 * count) ** 0.5
+    return (
+        abs(tensor.mean()) < 5 * std / count**0.5
+        and abs(tensor.std() / std - 1) < 5 / (2 * count) ** 0.5
+    )
 
 
 def test_init_gpt2():
@@ -107,11 +136,15 @@ def test_init_gpt2():
         elif "norm" in name:
             assert (tensor == 1).all()
         else:
-            assert is_like(tensor, 0.05 / 16**0.5 if name.endswith(("proj.weight", "down.weight")) else 0.05), name
+            assert is_like(
+                tensor, 0.05 / 16**0.5 if name.endswith(("proj.weight", "down.weight")) else 0.05
+            ), name
 
 
 def test_init_torch():
-    """Embeddings unit normal, linears and their biases uniform within 1 / sqrt(inputs): PyTorch's own defaults."""
+    """Embeddings unit normal, linears and their biases uniform within 1 / sqrt(inputs): PyTorch's
+    own defaults.
+    """
     model = GPT(replace(WIDE, init="torch"))
     assert is_like(model.wte.weight, 1.0) and is_like(model.wpe.weight, 1.0)
     for name, module in model.named_modules():
@@ -122,14 +155,18 @@ def test_init_torch():
                 assert is_like(tensor, bound / 3**0.5), name
     # The same distribution as PyTorch's: equal largest values to 1 %.
     theirs = nn.Linear(96, 384)
-    assert model.blocks[0].mlp.up.weight.abs().max().item() == pytest.approx(theirs.weight.abs().max().item(), rel=0.01)
+    assert model.blocks[0].mlp.up.weight.abs().max().item() == pytest.approx(
+        theirs.weight.abs().max().item(), rel=0.01
+    )
 
 
-# ------------------------------------------------------------------------------------------------- the reference
+# ------------------------------------------------------------------------------------ the reference
 
 
 def reference_logits(model, idx):
-    """GPT-2, written straight down from its state dict: loops over blocks, einsum, an explicit mask."""
+    """GPT-2, written straight down from its state dict: loops over blocks, einsum, an explicit
+    mask.
+    """
     w, config = model.state_dict(), model.config
     B, T = idx.shape
     H, D = config.n_head, config.n_embd // config.n_head
@@ -172,8 +209,13 @@ def test_the_gpt2_shape_is_gpt2(bias, activation, tied):
     idx = tokens(3, 12, below=40)
     close(model(idx), reference_logits(model, idx))
     close(model(idx[:, :5]), reference_logits(model, idx[:, :5]))
-    other = gpt(bias=bias, activation={"gelu": "gelu_tanh", "gelu_tanh": "gelu"}[activation], tie_embeddings=tied,
-                n_vocab=0, n_head=4)  # fmt: skip
+    other = gpt(
+        bias=bias,
+        activation={"gelu": "gelu_tanh", "gelu_tanh": "gelu"}[activation],
+        tie_embeddings=tied,
+        n_vocab=0,
+        n_head=4,
+    )
     assert (other(idx) - reference_logits(model, idx)).abs().max() > 1e-6
 
 
@@ -188,14 +230,18 @@ def test_causal(norm_type, shape):
     assert ((after - before)[:, 7:].abs().amax((0, 2)) > 1e-6).all()
 
 
-# ------------------------------------------------------------------------------------------------- decoding
+# ----------------------------------------------------------------------------------------- decoding
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_cached_generation_is_uncached_also_beyond_block_size(norm_type):
     model, idx = gpt(norm_type).eval(), tokens(3, 5)
-    cached, plain = (model.generate(idx, 30, temperature=0, use_cache=cache) for cache in (True, False))
-    assert cached.shape == (3, 35) and torch.equal(cached, plain) and torch.equal(cached[:, :5], idx)
+    cached, plain = (
+        model.generate(idx, 30, temperature=0, use_cache=cache) for cache in (True, False)
+    )
+    assert (
+        cached.shape == (3, 35) and torch.equal(cached, plain) and torch.equal(cached[:, :5], idx)
+    )
     # The first token beyond the context is predicted from the context's later half alone.
     assert torch.equal(cached[:, 13], model(cached[:, 7:13])[:, -1].argmax(-1))
     assert torch.equal(cached[:, 12], model(cached[:, :12])[:, -1].argmax(-1))
@@ -228,8 +274,13 @@ def test_temperature_zero_and_top_k():
     assert torch.equal(sample_token(logits, 0, 0, stream), best)
     assert torch.equal(sample_token(logits, 5.0, 1, stream), best)
     likeliest = logits.topk(3).indices.sort().values
-    for top_k, allowed in ((3, likeliest), (0, torch.arange(20).expand(4, 20)), (50, torch.arange(20).expand(4, 20))):
-        drawn = torch.cat([sample_token(logits, 100.0, top_k, stream) for _ in range(600)], 1)  # (4, 600)
+    for top_k, allowed in (
+        (3, likeliest),
+        (0, torch.arange(20).expand(4, 20)),
+        (50, torch.arange(20).expand(4, 20)),
+    ):
+        # (4, 600)
+        drawn = torch.cat([sample_token(logits, 100.0, top_k, stream) for _ in range(600)], 1)
         for row in range(4):
             assert torch.equal(drawn[row].unique(), allowed[row])
 
@@ -242,7 +293,7 @@ def test_sampling_follows_the_softmax_at_its_temperature():
     assert ((counted - p).abs() < 5 * (p * (1 - p) / 20_000).sqrt()).all()
 
 
-# ------------------------------------------------------------------------------------------------- padding and loss
+# --------------------------------------------------------------------------------- padding and loss
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -259,7 +310,9 @@ def test_padded_vocabulary(tied):
     close(loss, -log_p.gather(2, targets[..., None]).mean())
     loss.backward()
     assert (head.grad[32:] == 0).all() and (head.grad[:32].abs().amax(1) > 0).all()
-    sampled = model.eval().generate(idx[:, :4], 200, temperature=1e6, generator=torch.Generator().manual_seed(0))
+    sampled = model.eval().generate(
+        idx[:, :4], 200, temperature=1e6, generator=torch.Generator().manual_seed(0)
+    )
     assert sampled[:, 4:].unique().tolist() == list(range(32))
 
 
@@ -273,7 +326,9 @@ def test_loss_of_nothing_but_ignored_targets_is_nan():
 @pytest.mark.parametrize("chunks", [2, 3, 7, 36])
 @pytest.mark.parametrize("tied", [True, False])
 def test_chunked_loss_is_the_plain_loss(tied, chunks, ignored, monkeypatch):
-    """Loss and all gradients; 36 tokens, in chunks that need not divide them; some targets left out (-1)."""
+    """Loss and all gradients; 36 tokens, in chunks that need not divide them; some targets left out
+    (-1).
+    """
     idx, targets = tokens(3, 12), tokens(3, 12, seed=1)
     if ignored:
         targets[0] = -1  # a whole chunk, and single tokens
@@ -288,7 +343,9 @@ def test_chunked_loss_is_the_plain_loss(tied, chunks, ignored, monkeypatch):
     assert "_ChunkedCrossEntropy" in split_loss.grad_fn.next_functions[0][0].name()
     close(split_loss, loss)
     (2.5 * split_loss).backward()
-    for (name, parameter), other in zip(chunked.named_parameters(), plain.parameters(), strict=True):
+    for (name, parameter), other in zip(
+        chunked.named_parameters(), plain.parameters(), strict=True
+    ):
         close(parameter.grad, other.grad)
         assert parameter.grad.abs().max() > 0, name
     with torch.no_grad():
@@ -296,7 +353,7 @@ def test_chunked_loss_is_the_plain_loss(tied, chunks, ignored, monkeypatch):
 
 
 def test_chunked_loss_under_autocast(monkeypatch):
-    """bfloat16 products, float32 weights: losses and gradients agree within what bfloat16 can show."""
+    """bfloat16 products, float32 weights: losses and gradients agree as far as bfloat16 shows."""
     results = {}
     for limit in (1 << 29, 700):
         monkeypatch.setattr(loss_file, "LOGITS_BYTES", limit)
@@ -341,10 +398,12 @@ def test_training_never_makes_all_logits_at_once(chunks, monkeypatch):
         assert 48 * 500 <= seen.largest < 384 * 500 // 4
 
 
-# ------------------------------------------------------------------------------------------------- compiled, dropout
+# -------------------------------------------------------------------------------- compiled, dropout
 
 
-@pytest.mark.parametrize(("norm_type", "shape"), [*((name, {}) for name in NORM_TYPES), ("coupled", LLAMA)])
+@pytest.mark.parametrize(
+    ("norm_type", "shape"), [*((name, {}) for name in NORM_TYPES), ("coupled", LLAMA)]
+)
 def test_compiles_without_a_graph_break(norm_type, shape):
     torch._dynamo.reset()
     model, eager = (gpt(norm_type, n_layer=1, **shape) for _ in range(2))
@@ -374,7 +433,9 @@ def test_a_chunked_loss_compiles(narrow, chunks, monkeypatch):
     model, eager = (model.float(), eager.float()) if narrow else (model, eager)
     idx, targets = tokens(3, 12), tokens(3, 12, seed=1)
     with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-        loss = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))(idx, targets)[0]
+        loss = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))(
+            idx, targets
+        )[0]
         monkeypatch.setattr(loss_file, "LOGITS_BYTES", 1 << 29)
         whole = eager(idx, targets)[0]
     assert counts[0] == chunks
@@ -382,7 +443,9 @@ def test_a_chunked_loss_compiles(narrow, chunks, monkeypatch):
     loss.backward()
     whole.backward()
     for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
-        assert (parameter.grad - other.grad).norm() <= (0.02 if narrow else 1e-12) * other.grad.norm()
+        assert (parameter.grad - other.grad).norm() <= (
+            0.02 if narrow else 1e-12
+        ) * other.grad.norm()
 
 
 def test_dropout_in_training_only():
@@ -417,46 +480,64 @@ def test_dropout_of_both_sublayers():
     close(model(idx), expected)
 
 
-# ------------------------------------------------------------------------------------------------- counts and refusals
+# ------------------------------------------------------------------------------ counts and refusals
 
 
-@pytest.mark.parametrize(("keys", "weights", "attention"), [
-    ({}, 2 * (16 * 48 + 16 * 16 + 2 * 16 * 64) + 40 * 16, 2 * 2 * 8),
-    ({"tie_embeddings": False}, 2 * (16 * 48 + 16 * 16 + 2 * 16 * 64) + 40 * 16, 2 * 2 * 8),
-    (LLAMA, 2 * (16 * 32 + 16 * 16 + 3 * 16 * 64) + 40 * 16, 2 * 2 * 8),  # one key and value head; gate, up, down
-    ({"head_dim": 6, "n_inner": 10}, 2 * (16 * 36 + 12 * 16 + 2 * 16 * 10) + 40 * 16, 2 * 2 * 6),
-], ids=["tied", "untied", "llama", "head_dim"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "weights", "attention"),
+    [
+        ({}, 2 * (16 * 48 + 16 * 16 + 2 * 16 * 64) + 40 * 16, 2 * 2 * 8),
+        ({"tie_embeddings": False}, 2 * (16 * 48 + 16 * 16 + 2 * 16 * 64) + 40 * 16, 2 * 2 * 8),
+        # one key and value head; gate, up, down
+        (LLAMA, 2 * (16 * 32 + 16 * 16 + 3 * 16 * 64) + 40 * 16, 2 * 2 * 8),
+        (
+            {"head_dim": 6, "n_inner": 10},
+            2 * (16 * 36 + 12 * 16 + 2 * 16 * 10) + 40 * 16,
+            2 * 2 * 6,
+        ),
+    ],
+    ids=["tied", "untied", "llama", "head_dim"],
+)
 def test_flops_per_token(keys, weights, attention):
-    """6 per weight in a product, 12 L H D T for attention. The head counts once, embeddings that are read do not."""
+    """6 per weight in a product, 12 L H D T for attention.
+
+    The head counts once, embeddings that are read do not.
+    """
     assert gpt(**keys).flops_per_token() == 6 * weights + 12 * attention * 12
 
 
 def test_flops_of_gpt2_124m():
-    """85 M weights in blocks and 38.6 M in the head; PaLM's formula gives 0.86 GFLOP a token at 1024."""
+    """85 M weights in blocks and 38.6 M in the head; PaLM's formula gives 0.86 GFLOP a token at
+    1024.
+    """
     with torch.device("meta"):
         model = GPT(GPTConfig())
     assert model.flops_per_token() == 6 * (12 * 12 * 768**2 + 50304 * 768) + 12 * 12 * 768 * 1024
 
 
-@pytest.mark.parametrize(("keys", "words"), [
-    ({"n_embd": 30, "n_head": 4}, ["n_embd=30", "n_head=4"]),
-    ({"n_head": 4, "n_kv_head": 3}, ["n_head=4", "n_kv_head=3"]),
-    ({"n_kv_head": -1}, ["n_kv_head=-1"]),
-    ({"position": "rope", "head_dim": 7}, ["rope", "7"]),
-    ({"rope_scaling": (8.0, 1.0, 4.0)}, ["rope_scaling"]),
-    ({"vocab_size": 30, "n_vocab": 31}, ["vocab_size=30", "n_vocab=31"]),
-    ({"n_vocab": -1}, ["n_vocab=-1"]),
-    ({"vocab_size": 0, "n_vocab": 0}, ["vocab_size=0"]),
-    ({"dropout": 1.0}, ["dropout=1.0"]),
-    ({"dropout": -0.1}, ["dropout=-0.1"]),
-    ({"dropout": float("nan")}, ["dropout=nan"]),
-    ({"n_layer": 0}, ["n_layer=0"]),
-    ({"n_head": 0}, ["n_head=0"]),
-    ({"n_embd": -16}, ["n_embd=-16"]),
-    ({"block_size": 0}, ["block_size=0"]),
-    ({"n_inner": -1}, ["n_inner=-1"]),
-    ({"init_std": -0.02}, ["init_std=-0.02"]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"n_embd": 30, "n_head": 4}, ["n_embd=30", "n_head=4"]),
+        ({"n_head": 4, "n_kv_head": 3}, ["n_head=4", "n_kv_head=3"]),
+        ({"n_kv_head": -1}, ["n_kv_head=-1"]),
+        ({"position": "rope", "head_dim": 7}, ["rope", "7"]),
+        ({"rope_scaling": (8.0, 1.0, 4.0)}, ["rope_scaling"]),
+        ({"vocab_size": 30, "n_vocab": 31}, ["vocab_size=30", "n_vocab=31"]),
+        ({"n_vocab": -1}, ["n_vocab=-1"]),
+        ({"vocab_size": 0, "n_vocab": 0}, ["vocab_size=0"]),
+        ({"dropout": 1.0}, ["dropout=1.0"]),
+        ({"dropout": -0.1}, ["dropout=-0.1"]),
+        ({"dropout": float("nan")}, ["dropout=nan"]),
+        ({"n_layer": 0}, ["n_layer=0"]),
+        ({"n_head": 0}, ["n_head=0"]),
+        ({"n_embd": -16}, ["n_embd=-16"]),
+        ({"block_size": 0}, ["block_size=0"]),
+        ({"n_inner": -1}, ["n_inner=-1"]),
+        ({"init_std": -0.02}, ["init_std=-0.02"]),
+    ],
+    ids=str,
+)
 def test_bad_shapes_are_refused(keys, words):
     with pytest.raises(ConfigError) as error:
         GPT(replace(SHAPE, **keys))
@@ -469,13 +550,15 @@ def test_a_context_that_is_too_long_is_refused():
         gpt()(tokens(1, 13))
 
 
-# ------------------------------------------------------------------------------------------------- learning rate
+# ------------------------------------------------------------------------------------ learning rate
 
 
 def rates(schedule, warmup=10, max_iters=100, highest=6e-4, lowest=6e-5, wsd_decay=0.2):
     """Learning rates of steps 1 .. max_iters; index 0 is not used."""
-    return [math.nan] + [learning_rate(step, schedule, warmup, max_iters, highest, lowest, wsd_decay)
-                         for step in range(1, max_iters + 1)]  # fmt: skip
+    return [math.nan] + [
+        learning_rate(step, schedule, warmup, max_iters, highest, lowest, wsd_decay)
+        for step in range(1, max_iters + 1)
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
@@ -491,8 +574,11 @@ def test_warmup(schedule, warmup):
 
 def test_cosine():
     rate = rates("cosine")
-    assert rate[100] == pytest.approx(6e-5, rel=1e-12) and rate[55] == pytest.approx((6e-4 + 6e-5) / 2, rel=1e-12)
-    assert rate[40] == pytest.approx(6e-5 + 0.75 * (6e-4 - 6e-5), rel=1e-12)  # a third of the way: cos 60 degrees
+    assert rate[100] == pytest.approx(6e-5, rel=1e-12) and rate[55] == pytest.approx(
+        (6e-4 + 6e-5) / 2, rel=1e-12
+    )
+    # a third of the way: cos 60 degrees
+    assert rate[40] == pytest.approx(6e-5 + 0.75 * (6e-4 - 6e-5), rel=1e-12)
     assert rate[10:] == sorted(rate[10:], reverse=True)
 
 
@@ -501,14 +587,15 @@ def test_wsd():
     assert set(rate[10:81]) == {6e-4}
     for step in range(81, 101):
         assert rate[step] == pytest.approx(6e-4 - (step - 80) / 20 * (6e-4 - 6e-5), rel=1e-12)
-    assert rates("wsd", wsd_decay=1.0)[55] == pytest.approx((6e-4 + 6e-5) / 2)  # the decay never begins in the warm-up
+    # the decay never begins in the warm-up
+    assert rates("wsd", wsd_decay=1.0)[55] == pytest.approx((6e-4 + 6e-5) / 2)
 
 
 def test_constant():
     assert set(rates("constant")[10:]) == {6e-4}
 
 
-# ------------------------------------------------------------------------------------------------- optimiser
+# ---------------------------------------------------------------------------------------- optimiser
 
 
 def optimizer_of(model, lr=1e-2):
@@ -518,7 +605,11 @@ def optimizer_of(model, lr=1e-2):
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_weight_decay_is_for_matrices(norm_type):
     model = gpt(norm_type)
-    decay = {id(p): group["weight_decay"] for group in optimizer_of(model).param_groups for p in group["params"]}
+    decay = {
+        id(p): group["weight_decay"]
+        for group in optimizer_of(model).param_groups
+        for p in group["params"]
+    }
     assert len(decay) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.1 if parameter.dim() >= 2 else 0.0), name
@@ -539,14 +630,18 @@ def test_adamw_is_adamw():
 
 def step_with(optimizer, model, clip=0.0, bad=0.0, scaler=None):
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    return guarded_update(optimizer, scaler, list(model.parameters()), clip, torch.tensor(bad, dtype=torch.float64))
+    return guarded_update(
+        optimizer, scaler, list(model.parameters()), clip, torch.tensor(bad, dtype=torch.float64)
+    )
 
 
 def everything(model, optimizer):
     """Copies of all weights, all moments and all step counts, by name."""
     state = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        state |= {f"{name} {key}": value.clone() for key, value in optimizer.state[parameter].items()}
+        state |= {
+            f"{name} {key}": value.clone() for key, value in optimizer.state[parameter].items()
+        }
     return state
 
 
@@ -554,13 +649,22 @@ def backward(model, seed):
     model(tokens(3, 12, seed=seed), tokens(3, 12, seed=seed + 1))[0].backward()
 
 
-@pytest.mark.parametrize(("fault", "scaled"), [
-    ("nan gradient", False), ("inf gradient", False), ("nan loss", False),
-    ("nan gradient", True), ("inf gradient", True),  # with loss scaling, a bad loss shows in the gradients
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "scaled"),
+    [
+        ("nan gradient", False),
+        ("inf gradient", False),
+        ("nan loss", False),
+        # with loss scaling, a bad loss shows in the gradients
+        ("nan gradient", True),
+        ("inf gradient", True),
+    ],
+)
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_step_that_is_not_finite_is_not_applied(fault, clip, scaled):
-    """Weights, moments and step counts stay bit for bit, and the run goes on as if that step had never been."""
+    """Weights, moments and step counts stay bit for bit, and the run goes on as if that step had
+    never been.
+    """
     model, other = gpt(), gpt()
     optimizer, optimizer_other = optimizer_of(model), optimizer_of(other)
     for this, its in ((model, optimizer), (other, optimizer_other)):
@@ -582,7 +686,9 @@ def test_a_step_that_is_not_finite_is_not_applied(fault, clip, scaled):
         backward(this, 3)
         step_with(its, this, clip)
     expected = everything(other, optimizer_other)
-    assert all(torch.equal(value, expected[name]) for name, value in everything(model, optimizer).items())
+    assert all(
+        torch.equal(value, expected[name]) for name, value in everything(model, optimizer).items()
+    )
     assert not torch.equal(expected["wte.weight"], before["wte.weight"])
 
 
@@ -594,15 +700,20 @@ def test_clipping_and_the_norms_reported(clip):
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     total = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     reported = step_with(optimizer, model, clip)
-    close(reported, torch.stack([total, *(gradient.norm() for gradient in gradients)]))  # before clipping
+    # before clipping
+    close(reported, torch.stack([total, *(gradient.norm() for gradient in gradients)]))
     factor = clip / (total + 1e-6) if clip and clip < total else 1.0
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        close(optimizer.state[parameter]["exp_avg"], 0.1 * factor * gradient)  # (1 - beta1) times what was applied
-    applied = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in model.parameters()]).norm() / 0.1
+        # (1 - beta1) times what was applied
+        close(optimizer.state[parameter]["exp_avg"], 0.1 * factor * gradient)
+    applied = (
+        torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in model.parameters()]).norm()
+        / 0.1
+    )
     assert applied == pytest.approx(clip if 0 < clip < total else total.item(), rel=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.fixture
@@ -613,18 +724,35 @@ def trained():
     optimizer = optimizer_of(model)
     backward(model, 1)
     optimizer.step()
-    return model, optimizer, {
-        "step": 7, "config": asdict(model.config) | {"learning_rate": 1e-3}, "meta": model.meta,
-        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}, "best_val_loss": 1.5,
-    }  # fmt: skip
+    return (
+        model,
+        optimizer,
+        {
+            "step": 7,
+            "config": asdict(model.config) | {"learning_rate": 1e-3},
+            "meta": model.meta,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scaler": {},
+            "best_val_loss": 1.5,
+        },
+    )
 
 
 def same_state(state, other):
-    """Equal dicts of dicts, lists, tensors and plain values; equal tensors are equal bit for bit, and in type."""
+    """Equal dicts of dicts, lists, tensors and plain values; equal tensors are equal bit for bit,
+    and in type.
+    """
     if isinstance(state, torch.Tensor):
-        return isinstance(other, torch.Tensor) and state.dtype == other.dtype and torch.equal(state, other)
+        return (
+            isinstance(other, torch.Tensor)
+            and state.dtype == other.dtype
+            and torch.equal(state, other)
+        )
     if isinstance(state, dict):
-        return state.keys() == other.keys() and all(same_state(value, other[key]) for key, value in state.items())
+        return state.keys() == other.keys() and all(
+            same_state(value, other[key]) for key, value in state.items()
+        )
     if isinstance(state, list | tuple):
         return len(state) == len(other) and all(map(same_state, state, other))
     return state == other
@@ -645,7 +773,9 @@ def test_round_trip(trained, tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["write", "replace"])
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("boom"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("boom"), KeyboardInterrupt()]
+)
 def test_a_crash_while_saving_leaves_the_old_file(trained, tmp_path, monkeypatch, moment, error):
     state, path = trained[2], tmp_path / LAST
     save_checkpoint(path, state)
@@ -669,7 +799,9 @@ def test_a_crash_while_saving_leaves_the_old_file(trained, tmp_path, monkeypatch
     assert path.read_bytes() == old
     monkeypatch.undo()
     save_checkpoint(path, state | {"step": 9})  # and what is left of it is not in the way
-    assert read_checkpoint(path)["step"] == 9 and [path.name for path in tmp_path.iterdir()] == [LAST]
+    assert read_checkpoint(path)["step"] == 9 and [path.name for path in tmp_path.iterdir()] == [
+        LAST
+    ]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -706,7 +838,9 @@ def test_a_flipped_byte_in_a_tensor(trained, tmp_path):
             torn = bytearray(whole)
             torn[place] ^= 0x10
             path.write_bytes(torn)
-            assert not torch.equal(torch.load(path, weights_only=True)["model"][name], weights[name])
+            assert not torch.equal(
+                torch.load(path, weights_only=True)["model"][name], weights[name]
+            )
             with pytest.raises(CheckpointError, match="torn"):
                 read_checkpoint(path)
 
@@ -716,9 +850,14 @@ def test_a_flipped_byte_anywhere(trained, tmp_path):
     path = tmp_path / LAST
     save_checkpoint(path, trained[2])
     whole, refused = path.read_bytes(), 0
-    entry = whole.find(b"PK\x01\x02")  # every byte of an entry in the archive's directory, and others elsewhere
+    # every byte of an entry in the archive's directory, and others elsewhere
+    entry = whole.find(b"PK\x01\x02")
     tensor = whole.find(b"PK\x01\x02", whole.find(b"/data/0", entry))
-    places = [*range(entry, entry + 60), *range(tensor, tensor + 60), *range(0, len(whole), len(whole) // 100)]
+    places = [
+        *range(entry, entry + 60),
+        *range(tensor, tensor + 60),
+        *range(0, len(whole), len(whole) // 100),
+    ]
     for place in places:
         torn = bytearray(whole)
         torn[place] ^= 0xFF
@@ -756,14 +895,18 @@ def test_a_foreign_pickle_is_never_executed(trained, tmp_path):
     assert mark.exists()  # so it was malicious
 
 
-@pytest.mark.parametrize("content", [b"", b"hello\n" * 100, b"PK\x05\x06" + 18 * b"\0"], ids=["empty", "text", "zip"])
+@pytest.mark.parametrize(
+    "content", [b"", b"hello\n" * 100, b"PK\x05\x06" + 18 * b"\0"], ids=["empty", "text", "zip"]
+)
 def test_not_a_checkpoint_at_all(content, tmp_path):
     (tmp_path / LAST).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"not a.* checkpoint"):
         read_checkpoint(tmp_path / LAST)
 
 
-@pytest.mark.parametrize("content", [b"", b".", b"0.", b"h\x05.", b"}s.", b"\x80\x02\x8c\xff", b"X\xff\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b".", b"0.", b"h\x05.", b"}s.", b"\x80\x02\x8c\xff", b"X\xff\xff"]
+)
 def test_an_archive_with_nonsense_for_a_pickle(content, tmp_path):
     """Its checksums are right; the unpickler fails in ways of its own."""
     with zipfile.ZipFile(tmp_path / LAST, "w") as archive:
@@ -773,9 +916,15 @@ def test_an_archive_with_nonsense_for_a_pickle(content, tmp_path):
         read_checkpoint(tmp_path / LAST)
 
 
-@pytest.mark.parametrize("change", [
-    lambda state: [1, 2], lambda state: state["model"], lambda state: {"model": {}, "config": {}},
-], ids=["list", "weights", "no step"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: [1, 2],
+        lambda state: state["model"],
+        lambda state: {"model": {}, "config": {}},
+    ],
+    ids=["list", "weights", "no step"],
+)
 def test_a_pytorch_file_that_is_no_checkpoint(change, trained, tmp_path):
     torch.save(change(trained[2]), tmp_path / LAST)
     with pytest.raises(CheckpointError, match="not a nanonorm checkpoint"):
@@ -791,24 +940,37 @@ def test_another_format_is_refused(trained, tmp_path):
 def test_a_config_without_norm_type_is_layer(tmp_path):
     """Checkpoints from before there were norm types: only the keys of the shape."""
     model = gpt("layer")
-    shape = {name: getattr(SHAPE, name) for name in ("vocab_size", "n_vocab", "block_size", "n_layer", "n_head",
-                                                     "n_embd", "bias")}  # fmt: skip
-    save_checkpoint(tmp_path / LAST, {"step": 1, "config": shape, "model": model.float().state_dict()})
+    shape = {
+        name: getattr(SHAPE, name)
+        for name in ("vocab_size", "n_vocab", "block_size", "n_layer", "n_head", "n_embd", "bias")
+    }
+    save_checkpoint(
+        tmp_path / LAST, {"step": 1, "config": shape, "model": model.float().state_dict()}
+    )
     loaded = load_model(str(tmp_path))
     assert loaded.config.norm_type == "layer" and str(loaded.plan) == "LL LL L"
     assert torch.equal(loaded(tokens(2, 12)), model(tokens(2, 12)))
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"n_layer": 3}, ["n_layer=2 there, 3 here"]), ({"n_embd": 32}, ["n_embd=16 there, 32 here"]),
-    ({"norm_type": "rms", "coupled_alpha": 1.0, "coupled_span": 1}, ["norm_type='coupled' there, 'rms' here"]),
-    ({"coupled_span": 1}, ["coupled_span=2 there, 1 here"]), ({"bias": False}, ["bias=True there, False here"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_layer": 3}, ["n_layer=2 there, 3 here"]),
+        ({"n_embd": 32}, ["n_embd=16 there, 32 here"]),
+        (
+            {"norm_type": "rms", "coupled_alpha": 1.0, "coupled_span": 1},
+            ["norm_type='coupled' there, 'rms' here"],
+        ),
+        ({"coupled_span": 1}, ["coupled_span=2 there, 1 here"]),
+        ({"bias": False}, ["bias=True there, False here"]),
+    ],
+)
 def test_another_model_names_the_key(change, words, trained):
     model, path = trained[0], Path("run") / LAST
     saved = asdict(model.config)
     check_same_model(saved, model.config, path)
-    check_same_model(saved, replace(model.config, dropout=0.1, init="torch", init_std=0.01), path)  # decide no tensor
+    # decide no tensor
+    check_same_model(saved, replace(model.config, dropout=0.1, init="torch", init_std=0.01), path)
     with pytest.raises(CheckpointError) as error:
         check_same_model(saved, replace(model.config, **change), path)
     assert all(word in str(error.value) for word in [*words, str(path)])
@@ -816,8 +978,10 @@ def test_another_model_names_the_key(change, words, trained):
 
 def test_a_tensor_of_another_shape_is_named(trained, tmp_path):
     state = trained[2]
-    for change, word in (({"norm_f.weight": torch.ones(3)}, "norm_f.weight is (3,) there, (16,) here"),
-                         ({"extra": torch.ones(3)}, "extra is not part of this model")):  # fmt: skip
+    for change, word in (
+        ({"norm_f.weight": torch.ones(3)}, "norm_f.weight is (3,) there, (16,) here"),
+        ({"extra": torch.ones(3)}, "extra is not part of this model"),
+    ):
         save_checkpoint(tmp_path / LAST, state | {"model": state["model"] | change})
         with pytest.raises(CheckpointError) as error:
             load_model(str(tmp_path))
@@ -830,7 +994,9 @@ def test_a_tensor_of_another_shape_is_named(trained, tmp_path):
 
 @pytest.mark.parametrize("base", ["rms", "layer"])
 def test_a_trained_norm_goes_on_as_the_base_of_a_taper(base, tmp_path):
-    """As with init_from: the taper begins as the very model it is made from, gains and biases included."""
+    """As with init_from: the taper begins as the very model it is made from, gains and biases
+    included.
+    """
     source = shake(GPT(replace(SHAPE, norm_type=base)))
     model = GPT(replace(SHAPE, norm_type="taper", taper_base=base, taper_final=True)).double()
     with pytest.raises(CheckpointError, match="is missing"):
@@ -852,7 +1018,8 @@ def test_find_checkpoint(trained, tmp_path):
     with pytest.raises(CheckpointError, match="resume=auto"):
         find_checkpoint(tmp_path, "never")
 
-    (tmp_path / LAST).write_bytes((tmp_path / LAST).read_bytes()[:1000])  # torn: the best one, and it says so
+    # torn: the best one, and it says so
+    (tmp_path / LAST).write_bytes((tmp_path / LAST).read_bytes()[:1000])
     found, path, note = find_checkpoint(tmp_path, "auto")
     assert (found["step"], path) == (5, tmp_path / BEST) and LAST in note and "torn" in note
     with pytest.raises(CheckpointError, match="torn"):
@@ -880,14 +1047,19 @@ def test_load_model(trained, tmp_path):
     with torch.no_grad():
         expected = model(tokens(2, 12))
         assert torch.equal(load_model(str(tmp_path))(tokens(2, 12)), expected)
-        save_checkpoint(tmp_path / BEST, state | {"model": {k: 2 * v for k, v in state["model"].items()}})
-        assert not torch.equal(load_model(str(tmp_path))(tokens(2, 12)), expected)  # a folder's best one
+        save_checkpoint(
+            tmp_path / BEST, state | {"model": {k: 2 * v for k, v in state["model"].items()}}
+        )
+        # a folder's best one
+        assert not torch.equal(load_model(str(tmp_path))(tokens(2, 12)), expected)
         assert torch.equal(load_model(str(tmp_path / LAST))(tokens(2, 12)), expected)
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_every_norm_type_loads_from_its_checkpoint(norm_type, tmp_path):
     model = gpt(norm_type).float().eval()
-    save_checkpoint(tmp_path / LAST, {"step": 4, "config": asdict(model.config), "model": model.state_dict()})
+    save_checkpoint(
+        tmp_path / LAST, {"step": 4, "config": asdict(model.config), "model": model.state_dict()}
+    )
     assert model_config(read_checkpoint(tmp_path / LAST)["config"], tmp_path) == model.config
     assert torch.equal(load_model(str(tmp_path))(tokens(2, 12)), model(tokens(2, 12)))

@@ -2,7 +2,8 @@
 
     python -m pytest tests/test_norms.py
 
-In float64 unless a test says otherwise. References are PyTorch's own, or written out here from the papers.
+In float64 unless a test says otherwise. References are PyTorch's own, or written out here from the
+papers.
 """
 
 import inspect
@@ -18,7 +19,17 @@ import norms as norm_layers
 from common.errors import ConfigError
 from model import GPT, GPTConfig, rope_tables, rotate
 from norm_plan import NORM_TYPES, NormConfig, NormPlan, NormType, uniform
-from norms import CenteredLinear, DynamicTanh, GatedRMSNorm, LayerNorm, NoNorm, Norm, RMSNorm, SharedRMSNorm, center
+from norms import (
+    CenteredLinear,
+    DynamicTanh,
+    GatedRMSNorm,
+    LayerNorm,
+    NoNorm,
+    Norm,
+    RMSNorm,
+    SharedRMSNorm,
+    center,
+)
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=4, n_head=2, n_embd=16, init_std=0.2)
 L = SHAPE.n_layer
@@ -38,12 +49,19 @@ def loss_and_gradients(model):
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-# ------------------------------------------------------------------------------------------------- the norms themselves
+# ----------------------------------------------------------------------------- the norms themselves
 
 
-@pytest.mark.parametrize("norm", [
-    RMSNorm(16, eps=0), RMSNorm(16, eps=0, fraction=0.25), RMSNorm(16, eps=0, groups=4), LayerNorm(16, eps=0),
-], ids=["rms", "partial", "group", "layer"])  # fmt: skip
+@pytest.mark.parametrize(
+    "norm",
+    [
+        RMSNorm(16, eps=0),
+        RMSNorm(16, eps=0, fraction=0.25),
+        RMSNorm(16, eps=0, groups=4),
+        LayerNorm(16, eps=0),
+    ],
+    ids=["rms", "partial", "group", "layer"],
+)
 def test_scale_invariance_and_no_radial_gradient(norm):
     x = draw(2, 5, 16).requires_grad_()
     shake(norm)
@@ -86,7 +104,11 @@ def test_eps_is_inside_the_root():
 
 def test_gradient_of_rms_norm_in_closed_form():
     """dx = s u - s^3 / n * x * <u, x>, u = g gamma, s = 1 / rms; d gamma = sum g x s."""
-    x, g, norm = draw(2, 5, 16).requires_grad_(), draw(2, 5, 16, seed=1), shake(RMSNorm(16, eps=0.1))
+    x, g, norm = (
+        draw(2, 5, 16).requires_grad_(),
+        draw(2, 5, 16, seed=1),
+        shake(RMSNorm(16, eps=0.1)),
+    )
     norm(x)[0].backward(g)
     gamma, h = norm.weight.detach(), x.detach()
     s = (h.square().mean(-1, keepdim=True) + 0.1) ** -0.5
@@ -114,7 +136,10 @@ def test_partial_counts_only_the_first_channels(fraction, counted):
 
 @pytest.mark.parametrize(("groups", "fraction"), [(1, 1.0), (4, 1.0), (4, 0.5)])
 def test_groups_are_separate_norms(groups, fraction):
-    x, norm = draw(2, 5, 16) * torch.arange(1, 17), shake(RMSNorm(16, groups=groups, fraction=fraction))
+    x, norm = (
+        draw(2, 5, 16) * torch.arange(1, 17),
+        shake(RMSNorm(16, groups=groups, fraction=fraction)),
+    )
     y, _, inv_rms = norm(x)
     chunks = zip(x.chunk(groups, -1), norm.weight.chunk(groups), strict=True)
     apart = []
@@ -122,7 +147,9 @@ def test_groups_are_separate_norms(groups, fraction):
         single = RMSNorm(16 // groups, fraction=fraction).double()
         with torch.no_grad():
             single.weight.copy_(gain)
-        apart.append(single(part)[0] if fraction < 1 else F.rms_norm(part, (16 // groups,), gain, 1e-5))
+        apart.append(
+            single(part)[0] if fraction < 1 else F.rms_norm(part, (16 // groups,), gain, 1e-5)
+        )
     close(y, torch.cat(apart, -1))
     assert inv_rms.shape == (2, 5, groups)
 
@@ -148,7 +175,9 @@ def test_gated_is_mamba2s(groups, norm_before_gate):
     if groups == 1 and norm_before_gate:
         close(y, x / (x.square().mean(-1, keepdim=True) + 0.01).sqrt() * norm.weight * silu)
     elif groups == 1:
-        close(y, x * silu / ((x * silu).square().mean(-1, keepdim=True) + 0.01).sqrt() * norm.weight)
+        close(
+            y, x * silu / ((x * silu).square().mean(-1, keepdim=True) + 0.01).sqrt() * norm.weight
+        )
     other = shake(GatedRMSNorm(16, 0.01, not norm_before_gate, groups))
     assert (y - other(x, z)).abs().max() > 0.1
 
@@ -157,13 +186,24 @@ def test_gated_gate_after_the_norm_scales_and_gate_before_it_does_not():
     x, z = draw(2, 5, 16), torch.full((2, 5, 16), 3.0, dtype=torch.float64)
     plain = RMSNorm(16, eps=0).double()(x)[0]
     close(GatedRMSNorm(16, 0).double()(x, z), plain)
-    close(GatedRMSNorm(16, 0, norm_before_gate=True).double()(x, z), plain * F.silu(torch.tensor(3.0).double()))
+    close(
+        GatedRMSNorm(16, 0, norm_before_gate=True).double()(x, z),
+        plain * F.silu(torch.tensor(3.0).double()),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("norm", [
-    RMSNorm(64), RMSNorm(64, bias=True), RMSNorm(64, fraction=0.125), RMSNorm(64, groups=4), SharedRMSNorm(64),
-], ids=["rms", "bias", "partial", "group", "shared"])  # fmt: skip
+@pytest.mark.parametrize(
+    "norm",
+    [
+        RMSNorm(64),
+        RMSNorm(64, bias=True),
+        RMSNorm(64, fraction=0.125),
+        RMSNorm(64, groups=4),
+        SharedRMSNorm(64),
+    ],
+    ids=["rms", "bias", "partial", "group", "shared"],
+)
 def test_low_precision_has_wide_statistics(norm, dtype):
     x = (1e4 * draw(2, 5, 64)).to(dtype)  # the square of 1e4 is beyond float16
     own = RMSNorm(64)(x)[2] if isinstance(norm, SharedRMSNorm) else None
@@ -186,20 +226,30 @@ def test_low_precision_layer_norm_and_gated(dtype):
 
 
 def test_the_statistic_is_not_rounded_to_the_inputs_type():
-    """A mean square in float16 would be infinite; one rounded to bfloat16 would be off by up to 0.4 %."""
+    """A mean square in float16 would be infinite; one rounded to bfloat16 would be off by up to 0.4
+    %.
+    """
     x = draw(4, 64, 64).bfloat16()
     exact = 1 / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
     close(RMSNorm(64)(x)[2].double(), exact, 1e-6)
 
 
 def all_norms():
-    return {"layer": LayerNorm(16), "rms": RMSNorm(16), "group": RMSNorm(16, groups=2), "shared": SharedRMSNorm(16),
-            "none": NoNorm(16, affine=False), "dyt": DynamicTanh(16)}  # fmt: skip
+    return {
+        "layer": LayerNorm(16),
+        "rms": RMSNorm(16),
+        "group": RMSNorm(16, groups=2),
+        "shared": SharedRMSNorm(16),
+        "none": NoNorm(16, affine=False),
+        "dyt": DynamicTanh(16),
+    }
 
 
 @pytest.mark.parametrize("name", all_norms())
 def test_the_common_face(name):
-    """delta is added first; x comes back with it; who computes ignores what comes in; who shares hands it on."""
+    """delta is added first; x comes back with it; who computes ignores what comes in; who shares
+    hands it on.
+    """
     norm, x, delta = shake(all_norms()[name]), draw(2, 5, 16), draw(2, 5, 16, seed=1)
     incoming = draw(2, 5, 1, seed=2).abs() + 0.5
     y, stream, handed_on = norm(x, delta, incoming)
@@ -221,7 +271,11 @@ def test_rms_bias(bias):
     names = {f"blocks.{i}.norm{k}.bias" for i in range(L) for k in (1, 2)} | {"norm_f.bias"}
     assert biased.state_dict().keys() - plain.state_dict().keys() == (names if bias else set())
     norm, x = biased.norm_f, draw(2, 5, 16)
-    close(norm(x)[0], x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + (norm.bias if bias else 0))
+    close(
+        norm(x)[0],
+        x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+        + (norm.bias if bias else 0),
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -236,31 +290,46 @@ def test_dynamic_tanh(bias):
 
 
 def test_qk_norm_commutes_with_rotation_where_the_gain_is_equal_within_each_pair():
-    """Rotary positions turn channel i with channel i + head_dim / 2; RMS is invariant, a gain only if both share it."""
+    """Rotary positions turn channel i with channel i + head_dim / 2; RMS is invariant, a gain only
+    if both share it.
+    """
     config = replace(SHAPE, position="rope", head_dim=8, block_size=16)
     cos, sin = (table.double() for table in rope_tables(config))
     q, half = draw(2, 3, 16, 8), draw(4, seed=1)
     norm = RMSNorm(8).double()
-    for gain, commutes in ((torch.cat([half, half]), True), (torch.ones(8), True), (half.repeat_interleave(2), False),
-                           (draw(8, seed=2), False)):  # fmt: skip
+    for gain, commutes in (
+        (torch.cat([half, half]), True),
+        (torch.ones(8), True),
+        (half.repeat_interleave(2), False),
+        (draw(8, seed=2), False),
+    ):
         with torch.no_grad():
             norm.weight.copy_(gain)
         apart = (rotate(norm(q)[0], cos, sin) - norm(rotate(q, cos, sin))[0]).abs().max()
         assert apart <= 1e-6 if commutes else apart > 0.1  # the tables were made in float32
 
 
-# ------------------------------------------------------------------------------------------------- CoupledNorm
+# -------------------------------------------------------------------------------------- CoupledNorm
 
 
 def coupled_reference(model, idx, source):
-    """Logits by equations 3-7. Position p divides by the RMS of the stream at position source[p], times alpha[p]."""
+    """Logits by equations 3-7.
+
+    Position p divides by the RMS of the stream at position source[p], times alpha[p].
+    """
     config, rms = model.config, {}
-    alpha = config.coupled_alpha if isinstance(config.coupled_alpha, tuple) else [config.coupled_alpha] * (2 * L + 1)
+    alpha = (
+        config.coupled_alpha
+        if isinstance(config.coupled_alpha, tuple)
+        else [config.coupled_alpha] * (2 * L + 1)
+    )
     norms = list(model.norms())
 
     def normalize(h, p):
-        rms[p] = ((h * h).sum(-1, keepdim=True) / h.shape[-1] + config.norm_eps).sqrt()  # equation 3
-        sigma = rms[source[p]] * (alpha[p] if source[p] != p else 1)  # sigma'_mlp = alpha sigma_rms, section 5.3
+        # equation 3
+        rms[p] = ((h * h).sum(-1, keepdim=True) / h.shape[-1] + config.norm_eps).sqrt()
+        # sigma'_mlp = alpha sigma_rms, section 5.3
+        sigma = rms[source[p]] * (alpha[p] if source[p] != p else 1)
         return h / sigma * norms[p].weight  # equations 4 and 6
 
     x = model.wte.weight[idx] + model.wpe.weight[: idx.shape[1]]
@@ -286,7 +355,9 @@ COUPLED_PLANS = [  # keys, printed plan, the position whose statistic each posit
 ]
 
 
-@pytest.mark.parametrize(("keys", "printed", "source"), COUPLED_PLANS, ids=lambda value: str(value).replace(" ", ""))
+@pytest.mark.parametrize(
+    ("keys", "printed", "source"), COUPLED_PLANS, ids=lambda value: str(value).replace(" ", "")
+)
 def test_coupled_plan_and_equations(keys, printed, source):
     model = gpt("coupled", **keys)
     assert str(model.plan) == printed
@@ -297,7 +368,9 @@ ALPHAS = (1.0, 1.3, 1.0, 0.8, 1.5, 1.1, 1.0, 0.7, 1.0)
 
 
 @pytest.mark.parametrize("alpha", [1.09, ALPHAS], ids=["scalar", "tuple"])
-@pytest.mark.parametrize(("span", "source"), [(1, [0, 0, 2, 2, 4, 4, 6, 6, 8]), (2, [0, 0, 0, 0, 4, 4, 4, 4, 8])])
+@pytest.mark.parametrize(
+    ("span", "source"), [(1, [0, 0, 2, 2, 4, 4, 6, 6, 8]), (2, [0, 0, 0, 0, 4, 4, 4, 4, 8])]
+)
 def test_coupled_alpha(alpha, span, source):
     model = gpt("coupled", coupled_alpha=alpha, coupled_span=span)
     logits = model(IDX)
@@ -309,16 +382,23 @@ def test_coupled_with_all_blocks_standard_is_rms_bit_for_bit():
     loss, gradients = loss_and_gradients(gpt("coupled", coupled_first=L))
     expected, expected_gradients = loss_and_gradients(gpt("rms"))
     assert torch.equal(loss, expected) and gradients.keys() == expected_gradients.keys()
-    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected_gradients.items())
+    assert all(
+        torch.equal(gradients[name], gradient) for name, gradient in expected_gradients.items()
+    )
     for first in range(L):
         assert not torch.equal(loss_and_gradients(gpt("coupled", coupled_first=first))[0], expected)
 
 
 @pytest.mark.parametrize("detach", [True, False])
 def test_gradients_of_the_shared_position(detach):
-    """y = h s / alpha gamma, h = x + delta. With u = g gamma: dh = u s / alpha + g_h, d gamma = sum g h s / alpha,
-    and ds = <u, h> / alpha in full, nothing when detached."""
-    x, delta, s = draw(2, 5, 16).requires_grad_(), draw(2, 5, 16, seed=1).requires_grad_(), draw(2, 5, 1, seed=2).abs()
+    """y = h s / alpha gamma, h = x + delta. With u = g gamma: dh = u s / alpha + g_h, d gamma = sum
+    g h s / alpha, and ds = <u, h> / alpha in full, nothing when detached.
+    """
+    x, delta, s = (
+        draw(2, 5, 16).requires_grad_(),
+        draw(2, 5, 16, seed=1).requires_grad_(),
+        draw(2, 5, 1, seed=2).abs(),
+    )
     g, g_h = draw(2, 5, 16, seed=3), draw(2, 5, 16, seed=4)
     norm = shake(SharedRMSNorm(16, alpha=1.1, detach=detach))
     s.requires_grad_()
@@ -344,7 +424,10 @@ def test_gradients_of_a_block_through_both_positions(detach):
     """
     x, weight, alpha, eps = draw(2, 5, 16).requires_grad_(), 0.3 * draw(16, 16, seed=1), 1.1, 0.1
     g, g_h = draw(2, 5, 16, seed=3), draw(2, 5, 16, seed=4)
-    first, second = RMSNorm(16, eps).double(), SharedRMSNorm(16, eps, alpha=alpha, detach=detach).double()
+    first, second = (
+        RMSNorm(16, eps).double(),
+        SharedRMSNorm(16, eps, alpha=alpha, detach=detach).double(),
+    )
     with torch.no_grad():
         first.weight += 0.3 * draw(16, seed=5)
         second.weight += 0.3 * draw(16, seed=6)
@@ -372,33 +455,56 @@ def test_full_is_autograd_of_the_plain_formula_and_detach_is_not():
     logits = coupled_reference(plain, IDX, source)
     F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten()).backward()
     for mode in ("full", "detach"):
-        gradients[mode] = loss_and_gradients(gpt("coupled", coupled_alpha=1.1, coupled_grad=mode))[1]
+        gradients[mode] = loss_and_gradients(gpt("coupled", coupled_alpha=1.1, coupled_grad=mode))[
+            1
+        ]
     for name, parameter in plain.named_parameters():
         close(gradients["full"][name], parameter.grad)
     assert (gradients["detach"]["wte.weight"] - plain.wte.weight.grad).abs().max() > 1e-3
 
 
-# ------------------------------------------------------------------------------------------------- plans and refusals
+# ------------------------------------------------------------------------------- plans and refusals
 
 
-@pytest.mark.parametrize(("norm_type", "keys"), [
-    ("layer", {}), ("rms", {"norm_groups": 2}), ("cbwc", {"bias": True}), ("dyt", {}), ("taper", {}),
-    ("taper", {"taper_base": "layer", "taper_final": True}), *(("coupled", keys) for keys, _, _ in COUPLED_PLANS),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("norm_type", "keys"),
+    [
+        ("layer", {}),
+        ("rms", {"norm_groups": 2}),
+        ("cbwc", {"bias": True}),
+        ("dyt", {}),
+        ("taper", {}),
+        ("taper", {"taper_base": "layer", "taper_final": True}),
+        *(("coupled", keys) for keys, _, _ in COUPLED_PLANS),
+    ],
+    ids=str,
+)
 def test_a_printed_plan_parses_back_to_the_same_model(norm_type, keys):
     model = gpt(norm_type, **keys)
-    keys = {name: value for name, value in keys.items() if not name.startswith(("coupled", "taper_final"))}
+    keys = {
+        name: value
+        for name, value in keys.items()
+        if not name.startswith(("coupled", "taper_final"))
+    }
     again = gpt(norm_type, **keys | {"norm_plan": str(model.plan)})
     assert str(again.plan) == str(model.plan)
     assert list(again.state_dict()) == list(model.state_dict())
     assert torch.equal(again(IDX), model(IDX))
 
 
-@pytest.mark.parametrize(("norm_type", "keys", "printed"), [
-    ("layer", {}, "LL LL LL LL L"), ("rms", {}, "RR RR RR RR R"), ("cbwc", {}, "RR RR RR RR R"),
-    ("dyt", {}, "DD DD DD DD D"), ("none", {}, "II II II II I"), ("taper", {}, "TT TT TT TT R"),
-    ("taper", {"taper_base": "layer"}, "TT TT TT TT L"), ("taper", {"taper_final": True}, "TT TT TT TT T"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("norm_type", "keys", "printed"),
+    [
+        ("layer", {}, "LL LL LL LL L"),
+        ("rms", {}, "RR RR RR RR R"),
+        ("cbwc", {}, "RR RR RR RR R"),
+        ("dyt", {}, "DD DD DD DD D"),
+        ("none", {}, "II II II II I"),
+        ("taper", {}, "TT TT TT TT R"),
+        ("taper", {"taper_base": "layer"}, "TT TT TT TT L"),
+        ("taper", {"taper_final": True}, "TT TT TT TT T"),
+    ],
+)
 def test_printed_plans_of_the_other_types(norm_type, keys, printed):
     assert str(NormPlan(NormConfig(norm_type=norm_type, **keys), L, 16, bias=False)) == printed
 
@@ -408,12 +514,29 @@ def test_layer_is_the_default():
 
 
 NOT_THE_DEFAULT = {
-    "rms_fraction": 0.5, "norm_groups": 2, "coupled_first": 1, "coupled_span": 2, "coupled_alpha": 1.1,
-    "coupled_calibrate": 10, "coupled_grad": "full", "coupled_impl": "fold", "taper_base": "layer", "taper_warmup": 0.2,
-    "taper_end": 0.9, "taper_fit": "channel", "taper_final": True, "taper_anchor": 0.1, "rms_bias": True,
-}  # fmt: skip
-FOREIGN_KEYS = [(norm_type, owner, name) for norm_type in NORM_TYPES for owner, row in NORM_TYPES.items()
-                for name in row.keys if owner != norm_type]  # fmt: skip
+    "rms_fraction": 0.5,
+    "norm_groups": 2,
+    "coupled_first": 1,
+    "coupled_span": 2,
+    "coupled_alpha": 1.1,
+    "coupled_calibrate": 10,
+    "coupled_grad": "full",
+    "coupled_impl": "fold",
+    "taper_base": "layer",
+    "taper_warmup": 0.2,
+    "taper_end": 0.9,
+    "taper_fit": "channel",
+    "taper_final": True,
+    "taper_anchor": 0.1,
+    "rms_bias": True,
+}
+FOREIGN_KEYS = [
+    (norm_type, owner, name)
+    for norm_type in NORM_TYPES
+    for owner, row in NORM_TYPES.items()
+    for name in row.keys
+    if owner != norm_type
+]
 
 
 @pytest.mark.parametrize(("norm_type", "owner", "name"), FOREIGN_KEYS)
@@ -427,44 +550,53 @@ def test_the_keys_of_the_norm_types_are_these():
     assert {name for row in NORM_TYPES.values() for name in row.keys} == NOT_THE_DEFAULT.keys()
 
 
-@pytest.mark.parametrize(("typed", "hint"), [
-    ("cupled", "did you mean coupled?"), ("rmsnorm", "did you mean rms?"), ("layernorm", "did you mean layer?"),
-    ("tapper", "did you mean taper?"), ("zzz", "layer, rms, coupled, cbwc, taper, dyt"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("cupled", "did you mean coupled?"),
+        ("rmsnorm", "did you mean rms?"),
+        ("layernorm", "did you mean layer?"),
+        ("tapper", "did you mean taper?"),
+        ("zzz", "layer, rms, coupled, cbwc, taper, dyt"),
+    ],
+)
 def test_unknown_norm_type_names_the_nearest(typed, hint):
     with pytest.raises(ConfigError) as error:
         NormConfig(norm_type=typed)
     assert repr(typed) in str(error.value) and hint in str(error.value)
 
 
-@pytest.mark.parametrize(("norm_type", "keys", "words"), [
-    ("coupled", {"norm_plan": "RL Rs Rs Rs R"}, ["'L'", "coupled", "R, s"]),
-    ("layer", {"norm_plan": "RR RR RR RR R"}, ["'R'", "layer"]),
-    ("rms", {"norm_plan": "Rs Rs Rs Rs R"}, ["'s'", "rms"]),
-    ("coupled", {"norm_plan": "Rs Rs R"}, ["5 letters", "4 blocks", "9"]),
-    ("coupled", {"norm_plan": "RsRsRsRsRR"}, ["10 letters", "9"]),
-    ("coupled", {"norm_plan": "sR Rs Rs Rs R"}, ["position 0"]),
-    ("coupled", {"norm_plan": "ss Rs Rs Rs R"}, ["position 0"]),
-    ("coupled", {"coupled_first": 5}, ["coupled_first=5", "4 blocks"]),
-    ("coupled", {"coupled_alpha": (1.0, 1.1)}, ["coupled_alpha", "9"]),
-    ("coupled", {"coupled_alpha": (1.1,)}, ["coupled_alpha", "9"]),
-    ("coupled", {"coupled_alpha": ()}, ["coupled_alpha"]),
-    ("coupled", {"coupled_alpha": 0.0}, ["coupled_alpha", "positive"]),
-    ("coupled", {"coupled_alpha": (*ALPHAS[:-1], -1.0)}, ["coupled_alpha", "positive"]),
-    ("coupled", {"coupled_first": -1}, ["coupled_first"]),
-    ("coupled", {"coupled_span": -1}, ["coupled_span"]),
-    ("rms", {"norm_groups": 3}, ["norm_groups=3", "n_embd=16"]),
-    ("rms", {"norm_groups": 0}, ["norm_groups"]),
-    ("rms", {"rms_fraction": 0.0}, ["rms_fraction"]),
-    ("rms", {"rms_fraction": 1.5}, ["rms_fraction"]),
-    ("layer", {"norm_eps": -1e-5}, ["norm_eps"]),
-    ("layer", {"norm_eps": float("nan")}, ["norm_eps"]),
-    ("taper", {"taper_warmup": 0.8}, ["taper_warmup=0.8", "taper_end=0.75"]),
-    ("taper", {"taper_warmup": 200.0, "taper_end": 100.0}, ["taper_warmup", "taper_end"]),
-    ("taper", {"taper_warmup": -0.1}, ["taper_warmup"]),
-    ("taper", {"taper_end": 1.0}, ["taper_end=1"]),
-    ("taper", {"taper_anchor": -0.1}, ["taper_anchor"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("norm_type", "keys", "words"),
+    [
+        ("coupled", {"norm_plan": "RL Rs Rs Rs R"}, ["'L'", "coupled", "R, s"]),
+        ("layer", {"norm_plan": "RR RR RR RR R"}, ["'R'", "layer"]),
+        ("rms", {"norm_plan": "Rs Rs Rs Rs R"}, ["'s'", "rms"]),
+        ("coupled", {"norm_plan": "Rs Rs R"}, ["5 letters", "4 blocks", "9"]),
+        ("coupled", {"norm_plan": "RsRsRsRsRR"}, ["10 letters", "9"]),
+        ("coupled", {"norm_plan": "sR Rs Rs Rs R"}, ["position 0"]),
+        ("coupled", {"norm_plan": "ss Rs Rs Rs R"}, ["position 0"]),
+        ("coupled", {"coupled_first": 5}, ["coupled_first=5", "4 blocks"]),
+        ("coupled", {"coupled_alpha": (1.0, 1.1)}, ["coupled_alpha", "9"]),
+        ("coupled", {"coupled_alpha": (1.1,)}, ["coupled_alpha", "9"]),
+        ("coupled", {"coupled_alpha": ()}, ["coupled_alpha"]),
+        ("coupled", {"coupled_alpha": 0.0}, ["coupled_alpha", "positive"]),
+        ("coupled", {"coupled_alpha": (*ALPHAS[:-1], -1.0)}, ["coupled_alpha", "positive"]),
+        ("coupled", {"coupled_first": -1}, ["coupled_first"]),
+        ("coupled", {"coupled_span": -1}, ["coupled_span"]),
+        ("rms", {"norm_groups": 3}, ["norm_groups=3", "n_embd=16"]),
+        ("rms", {"norm_groups": 0}, ["norm_groups"]),
+        ("rms", {"rms_fraction": 0.0}, ["rms_fraction"]),
+        ("rms", {"rms_fraction": 1.5}, ["rms_fraction"]),
+        ("layer", {"norm_eps": -1e-5}, ["norm_eps"]),
+        ("layer", {"norm_eps": float("nan")}, ["norm_eps"]),
+        ("taper", {"taper_warmup": 0.8}, ["taper_warmup=0.8", "taper_end=0.75"]),
+        ("taper", {"taper_warmup": 200.0, "taper_end": 100.0}, ["taper_warmup", "taper_end"]),
+        ("taper", {"taper_warmup": -0.1}, ["taper_warmup"]),
+        ("taper", {"taper_end": 1.0}, ["taper_end=1"]),
+        ("taper", {"taper_anchor": -0.1}, ["taper_anchor"]),
+    ],
+)
 def test_refused(norm_type, keys, words):
     with pytest.raises(ConfigError) as error:
         GPT(replace(SHAPE, norm_type=norm_type, **keys))
@@ -475,14 +607,15 @@ def test_refused(norm_type, keys, words):
 def test_norm_affine_false_has_no_norm_parameters(norm_type):
     model = gpt(norm_type, norm_affine=False, bias=True, qk_norm=True)
     names = [name.rpartition(".")[2] for name, _ in model.named_parameters() if "norm" in name]
-    assert set(names) == ({"alpha"} if norm_type == "dyt" else set())  # dyt's alpha is no gain, it shapes the tanh
+    # dyt's alpha is no gain, it shapes the tanh
+    assert set(names) == ({"alpha"} if norm_type == "dyt" else set())
     with_gains = gpt(norm_type, bias=True, qk_norm=True)
     assert sum("norm" in name for name, _ in with_gains.named_parameters()) > len(names)
     loss, gradients = loss_and_gradients(model)
     assert loss.isfinite() and all(gradient is not None for gradient in gradients.values())
 
 
-# ------------------------------------------------------------------------------------------------- CBWC
+# --------------------------------------------------------------------------------------------- CBWC
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -500,7 +633,10 @@ def test_cbwc_is_layer_in_logits_and_gradients(bias, tied):
     assert weights.keys() == cbwc.state_dict().keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in cbwc.state_dict().items())
     close(cbwc(IDX), layer(IDX))
-    (loss, gradients), (expected, expected_gradients) = loss_and_gradients(cbwc), loss_and_gradients(layer)
+    (loss, gradients), (expected, expected_gradients) = (
+        loss_and_gradients(cbwc),
+        loss_and_gradients(layer),
+    )
     close(loss, expected)
     for name, gradient in expected_gradients.items():
         close(gradients[name], gradient)
@@ -532,7 +668,9 @@ def test_cbwc_needs_every_centring(mutate, monkeypatch):
 def test_cbwc_leaves_the_head_alone():
     untied, tied = gpt("cbwc", tie_embeddings=False), gpt("cbwc")
     assert type(untied.lm_head) is nn.Linear and tied.lm_head is None
-    assert all(type(block.attn.proj) is type(block.mlp.down) is CenteredLinear for block in tied.blocks)
+    assert all(
+        type(block.attn.proj) is type(block.mlp.down) is CenteredLinear for block in tied.blocks
+    )
     assert all(type(block.attn.qkv) is type(block.mlp.up) is nn.Linear for block in tied.blocks)
     idx = IDX
     logits = tied(idx)
@@ -542,7 +680,7 @@ def test_cbwc_leaves_the_head_alone():
     assert (tied(idx) - logits).abs().max() > 0.1
 
 
-# ------------------------------------------------------------------------------------------------- the registry
+# ------------------------------------------------------------------------------------- the registry
 
 
 def register_manhattan(monkeypatch):

@@ -1,6 +1,6 @@
 """sample.py, report.py, the configs and the README's claims about them.
 
-    python -m pytest tests/test_programs.py
+python -m pytest tests/test_programs.py
 """
 
 import ast
@@ -31,17 +31,35 @@ from train import TrainConfig
 
 @pytest.fixture
 def run(train_ok, tiny_data, tmp_path) -> Path:
-    train_ok(*TINY, "--norm_type=taper", "--eval_interval=20", "--sample_tokens=30", f"--data_dir={tiny_data}",
-             f"--out_dir={tmp_path / 'run'}")  # fmt: skip
+    train_ok(
+        *TINY,
+        "--norm_type=taper",
+        "--eval_interval=20",
+        "--sample_tokens=30",
+        f"--data_dir={tiny_data}",
+        f"--out_dir={tmp_path / 'run'}",
+    )
     return tmp_path / "run"
 
 
 def test_sample_continues_the_prompt(run, capsys):
     """Deterministic by seed; several samples; the run's own sample begins with val text."""
-    sample.main([str(run), "--prompt=579", "--max_new_tokens=20", "--num_samples=2", "--device=cpu"])
+    sample.main(
+        [str(run), "--prompt=579", "--max_new_tokens=20", "--num_samples=2", "--device=cpu"]
+    )
     text = capsys.readouterr().out
-    assert text.startswith("579") and len(text.split("-" * 80)) == 2 and len(text.split("\n")[0]) == 23
-    sample.main([str(run / "ckpt_last.pt"), "--prompt=579", "--max_new_tokens=20", "--num_samples=2", "--device=cpu"])
+    assert (
+        text.startswith("579") and len(text.split("-" * 80)) == 2 and len(text.split("\n")[0]) == 23
+    )
+    sample.main(
+        [
+            str(run / "ckpt_last.pt"),
+            "--prompt=579",
+            "--max_new_tokens=20",
+            "--num_samples=2",
+            "--device=cpu",
+        ]
+    )
     assert capsys.readouterr().out == text  # the last step was the best, too
     assert len((run / "samples.txt").read_text().strip()) == 16 + 30
 
@@ -74,15 +92,22 @@ def test_bits_per_byte(run):
     """One character of this data is one byte, so bits per byte are nats per token over ln 2."""
     for record in records(run):
         if record["event"] == "eval":
-            assert record["bits_per_byte"] == pytest.approx(record["val_loss"] / math.log(2), rel=1e-12)
+            assert record["bits_per_byte"] == pytest.approx(
+                record["val_loss"] / math.log(2), rel=1e-12
+            )
     assert np.array_equal(token_bytes(byte_tokenizer()), [1] * 256 + [0])
     assert token_bytes(CharTokenizer("aé€")).tolist() == [1, 2, 3]
     assert val_losses(run)[40] < val_losses(run)[0]
 
 
 def test_the_five_recipes_differ_in_norm_type_and_names_alone():
-    configs = {name: {key: value for key, (value, _) in read_config_file(ROOT / "config" / f"{name}.py").items()}
-               for name in ("layer", "rms", "coupled", "cbwc", "taper")}  # fmt: skip
+    configs = {
+        name: {
+            key: value
+            for key, (value, _) in read_config_file(ROOT / "config" / f"{name}.py").items()
+        }
+        for name in ("layer", "rms", "coupled", "cbwc", "taper")
+    }
     for name, values in configs.items():
         assert values.pop("norm_type") == name and name in values.pop("out_dir")
         assert values == configs["layer"]
@@ -93,23 +118,35 @@ def test_the_five_recipes_differ_in_norm_type_and_names_alone():
     assert (config.learning_rate, config.min_lr, config.warmup_iters) == (6e-4, 6e-5, 2000)
 
 
-@pytest.mark.parametrize("path", [
-    path for path in sorted((ROOT / "config").glob("*.py")) if not path.name.startswith("distill")
-], ids=lambda path: path.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in sorted((ROOT / "config").glob("*.py"))
+        if not path.name.startswith("distill")
+    ],
+    ids=lambda path: path.name,
+)
 def test_no_recipe_repeats_a_default_of_training(path):
     """But for norm_type, which a recipe names."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    values = {name: value for name, (value, _) in read_config_file(path).items() if name != "norm_type"}
+    values = {
+        name: value for name, (value, _) in read_config_file(path).items() if name != "norm_type"
+    }
     assert [name for name, value in values.items() if value == defaults[name]] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.name)
 def test_every_config_is_valid_and_says_what_it_is(path):
-    config, _ = parse_args(DistillConfig if path.name.startswith("distill") else TrainConfig, [str(path)])
+    config, _ = parse_args(
+        DistillConfig if path.name.startswith("distill") else TrainConfig, [str(path)]
+    )
     assert config.out_dir.startswith("out/") and ast.get_docstring(ast.parse(path.read_text()))
 
 
-@pytest.mark.parametrize(("name", "millions"), [("demo", 0.84), ("small", 30.1), ("coupled", 124.4)])
+@pytest.mark.parametrize(
+    ("name", "millions"), [("demo", 0.84), ("small", 30.1), ("coupled", 124.4)]
+)
 def test_model_sizes(name, millions):
     config, _ = parse_args(TrainConfig, [str(ROOT / "config" / f"{name}.py")])
     rows = {"demo": 320}.get(name, 50304)
@@ -117,8 +154,20 @@ def test_model_sizes(name, millions):
     assert model.num_params() / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-PROGRAMS = ["sample", "report", "bench.train", "hellaswag", "convert", "bench.fold", "bench_decode", "bench.kernels",
-            "bench.bytes", "distill", "posthoc.rms_stats", "evals.lm_eval_model"]  # fmt: skip
+PROGRAMS = [
+    "sample",
+    "report",
+    "bench.train",
+    "hellaswag",
+    "convert",
+    "bench.fold",
+    "bench_decode",
+    "bench.kernels",
+    "bench.bytes",
+    "distill",
+    "posthoc.rms_stats",
+    "evals.lm_eval_model",
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -131,7 +180,9 @@ def test_help(program, capsys):
 
 
 def test_help_of_training_lists_every_key():
-    result = subprocess.run([sys.executable, ROOT / "train.py", "--help"], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--help"], capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0 and "python train.py" in result.stdout
     for field in dataclasses.fields(TrainConfig):
         assert re.search(rf"--{field.name}=.*\(.+\)\n +\S", result.stdout), field.name

@@ -2,7 +2,8 @@
 
     python -m pytest tests/test_report.py
 
-Most run folders here are written by `write_run`, with losses of known difference; test_sweep.py reports on real ones.
+Most run folders here are written by `write_run`, with losses of known difference; test_sweep.py
+reports on real ones.
 """
 
 import csv
@@ -21,7 +22,15 @@ import report
 from common.errors import ConfigError, UserError
 from common.plotting import plt
 from evidence import archive, plots, runs
-from evidence.comparison import EQUAL_TIME, at_equal_time, compare, exchange_rate, margin, pair, usable
+from evidence.comparison import (
+    EQUAL_TIME,
+    at_equal_time,
+    compare,
+    exchange_rate,
+    margin,
+    pair,
+    usable,
+)
 from evidence.runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
 from norm_plan import NormConfig
 from train import TrainConfig
@@ -30,15 +39,43 @@ from training.checkpoint import model_config
 SEEDS = range(8, 16)
 
 
-def write_run(folder: Path, norm_type: str, seed: int, extra: float = 0.0, speed: float = 1000.0, until: int = 100,
-              items: float | None = None, start: dict | None = None, **keys) -> Path:  # fmt: skip
-    """A run folder of 100 steps whose losses are a power law, noise by seed, noise by run, and `extra`."""
-    shown = "".join(f"+{name}={value}" for name, value in keys.items() if not name.startswith("delta_"))
+def write_run(
+    folder: Path,
+    norm_type: str,
+    seed: int,
+    extra: float = 0.0,
+    speed: float = 1000.0,
+    until: int = 100,
+    items: float | None = None,
+    start: dict | None = None,
+    **keys,
+) -> Path:
+    """A run folder of 100 steps whose losses are a power law, noise by seed, noise by run, and
+    `extra`.
+    """
+    shown = "".join(
+        f"+{name}={value}" for name, value in keys.items() if not name.startswith("delta_")
+    )
     run = folder / f"{norm_type}{shown}-{seed}"
     run.mkdir(parents=True)
-    config = dataclasses.asdict(TrainConfig(norm_type=norm_type, seed=seed, out_dir=str(run), max_iters=100, **keys))
-    first = {"event": "start", "config": config, "git": "0" * 40, "versions": {"torch": "2.13.0"}, "device": "a GPU"}
-    first |= {"n_params": 1, "norm_plan": "", "tokens_per_step": 100, "world_size": 1, "data": "x", **(start or {})}
+    config = dataclasses.asdict(
+        TrainConfig(norm_type=norm_type, seed=seed, out_dir=str(run), max_iters=100, **keys)
+    )
+    first = {
+        "event": "start",
+        "config": config,
+        "git": "0" * 40,
+        "versions": {"torch": "2.13.0"},
+        "device": "a GPU",
+    }
+    first |= {
+        "n_params": 1,
+        "norm_plan": "",
+        "tokens_per_step": 100,
+        "world_size": 1,
+        "data": "x",
+        **(start or {}),
+    }
     own = np.random.RandomState(zlib.crc32(run.name.encode()))
     noise = 0.02 * np.random.RandomState(seed).randn() + 0.002 * own.randn()
     events = [first, {"event": "eval", "step": 0, "val_loss": 5.0}]
@@ -101,8 +138,13 @@ def test_verdicts_and_sentences(sweep):
     assert rows["hellaswag_acc", "taper"].word == "inconclusive"
     assert rows["val_loss", "layer"].delta_kind == "declared"
     for row in rows.values():
-        assert row.sentence().startswith(f"{row.arm}: {row.word}: ") and "rms over 8 seeds" in row.sentence()
-    assert rows["train_loss", "coupled"].word == "inconclusive"  # the same numbers as val_loss, but no margin
+        assert (
+            row.sentence().startswith(f"{row.arm}: {row.word}: ")
+            and "rms over 8 seeds" in row.sentence()
+        )
+    assert (
+        rows["train_loss", "coupled"].word == "inconclusive"
+    )  # the same numbers as val_loss, but no margin
     assert "no margin was declared" in rows["train_loss", "coupled"].sentence()
 
 
@@ -111,7 +153,12 @@ def test_files_are_written_and_agree(sweep, tmp_path, capsys):
     report.main([str(sweep), "--baseline=rms", f"--out={out}"])
     assert "taper: better" in capsys.readouterr().out
     text = (out / "report.md").read_text()
-    for heading in ("## Verdicts", "## Equal tokens, equal time", "### val_loss (nats per token)", "| SD |"):
+    for heading in (
+        "## Verdicts",
+        "## Equal tokens, equal time",
+        "### val_loss (nats per token)",
+        "| SD |",
+    ):
         assert heading in text
     table = list(csv.DictReader((out / "report.csv").open()))
     assert len(table) == 3 * (len(METRICS) + 1)
@@ -127,8 +174,15 @@ def test_files_are_written_and_agree(sweep, tmp_path, capsys):
 
 
 def test_the_stream_is_drawn_where_runs_measured_it(sweep, tmp_path):
-    last = {"event": "rms", "step": 100, "rms": [0.1, 0.2, 0.3], "drift": [1.0, 2.0, 1.0], "spread": [0.0, 0.1, 0.0],
-            "logit_norm": 7.0, "radial_gradient": -0.5}  # fmt: skip
+    last = {
+        "event": "rms",
+        "step": 100,
+        "rms": [0.1, 0.2, 0.3],
+        "drift": [1.0, 2.0, 1.0],
+        "spread": [0.0, 0.1, 0.0],
+        "logit_norm": 7.0,
+        "radial_gradient": -0.5,
+    }
     first = {**last, "step": 0, "rms": [9.0, 9.0, 9.0], "logit_norm": 2.0}
     report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'without'}"])
     for seed in SEEDS:
@@ -137,7 +191,10 @@ def test_the_stream_is_drawn_where_runs_measured_it(sweep, tmp_path):
     runs = find_runs([sweep / "coupled-8", sweep / "rms-8"])
     assert runs[0].stream["rms"].tolist() == [0.1, 0.2, 0.3] and not runs[1].stream
     report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'with'}"])
-    assert runs[0].history["logit_norm"].tolist() == [2.0, 7.0] and runs[0].history["rms"][0, -1] == 9.0
+    assert (
+        runs[0].history["logit_norm"].tolist() == [2.0, 7.0]
+        and runs[0].history["rms"][0, -1] == 9.0
+    )
     assert runs[0].history["tokens"].tolist() == [0, 10000] and not runs[1].history
     for name in ("stream", "output", "drift"):
         assert (tmp_path / "with" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -150,8 +207,11 @@ def test_runs_of_before_a_key_existed_are_comparable(tmp_path):
     new = write_run(tmp_path, "rms", 8)
     lines = (new / "log.jsonl").read_text().splitlines()
     start = {**old.start, "config": {**json.loads(lines[0])["config"], **old.config}}
-    for key, value, message in (("residual", "float32", ""), ("parallel", "fsdp", ""),
-                                ("residual", "autocast", "residual=autocast against float32")):  # fmt: skip
+    for key, value, message in (
+        ("residual", "float32", ""),
+        ("parallel", "fsdp", ""),
+        ("residual", "autocast", "residual=autocast against float32"),
+    ):
         start["config"][key] = value
         (new / "log.jsonl").write_text("\n".join([json.dumps(start), *lines[1:]]) + "\n")
         assert difference_in_settings(find_runs([new])[0], old) == message
@@ -180,29 +240,48 @@ def test_too_small_a_set_is_inconclusive_and_says_what_is_missing(tmp_path):
         write_run(tmp_path, "layer", seed, extra=0.003 * (seed - 9), delta_val_loss=0.001)
     row = rows_of(tmp_path)["val_loss", "layer"]
     assert row.word == "inconclusive"
-    assert f"takes {row.needed} seeds (80 % power), {row.needed - 3} more" in row.sentence() and row.needed > 3
+    assert (
+        f"takes {row.needed} seeds (80 % power), {row.needed - 3} more" in row.sentence()
+        and row.needed > 3
+    )
 
 
 def test_the_program_loads_no_model(tmp_path):
     """What it needs to know of norms is in the logs."""
     words = ["results/cpu/taper_finetune/runs.tar.xz", f"--plot={tmp_path / 'loss.png'}"]
     code = f"import report, sys; report.main({words}); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert not {"torch", "model", "norm_plan", "kernels"} & set(done.stdout.split())
 
 
 def test_old_logs_keep_their_arms():
-    """Those that do not tell their norm keys; and a new setting of models needs an entry in BEFORE."""
-    studies = {name: find_runs([ROOT / "results/cpu" / name / "runs.tar.xz"]) for name in ("table1", "taper")}
+    """Those that do not tell their norm keys; a new setting of models needs an entry in BEFORE."""
+    studies = {
+        name: find_runs([ROOT / "results/cpu" / name / "runs.tar.xz"])
+        for name in ("table1", "taper")
+    }
     arms = {name: {run.arm for run in its} for name, its in studies.items()}
     assert arms["table1"] == {"layer", "rms", "coupled", "cbwc", "taper --taper_warmup=0.1"}
     internal, final, anchor = "taper", "--taper_final=True", "--taper_anchor=0.1"
     assert arms["taper"] == {
-        "rms", internal, f"{internal} {final}", f"{internal} {anchor}", f"{internal} {final} {anchor}",
-        f"{internal} --taper_warmup=0.625 --taper_end=0.625"}  # fmt: skip
+        "rms",
+        internal,
+        f"{internal} {final}",
+        f"{internal} {anchor}",
+        f"{internal} {final} {anchor}",
+        f"{internal} --taper_warmup=0.625 --taper_end=0.625",
+    }
     config = committed("table1", "rms-8").config
-    added = {field.name: field.default for field in dataclasses.fields(TrainConfig) if field.name not in config}
-    for name in added.keys() - runs.NAMES - {field.name for field in dataclasses.fields(NormConfig)}:
+    added = {
+        field.name: field.default
+        for field in dataclasses.fields(TrainConfig)
+        if field.name not in config
+    }
+    for name in (
+        added.keys() - runs.NAMES - {field.name for field in dataclasses.fields(NormConfig)}
+    ):
         assert runs.BEFORE[name] == added[name]
 
 
@@ -230,8 +309,12 @@ def test_an_old_default_of_another_norm_type_makes_no_arm(tmp_path):
         log.write_text(log.read_text().replace('"taper_warmup": 0.5', '"taper_warmup": 0.1'))
         run = find_runs([log.parent])[0]
         assert run.config["taper_warmup"] == 0.1 and run.arm == arm
-        config = model_config(run.config | {"vocab_size": 64}, log)  # a checkpoint with such a config still loads
-        assert config.norm_type == norm_type and config.taper_warmup == (0.1 if norm_type == "taper" else 0.5)
+        config = model_config(
+            run.config | {"vocab_size": 64}, log
+        )  # a checkpoint with such a config still loads
+        assert config.norm_type == norm_type and config.taper_warmup == (
+            0.1 if norm_type == "taper" else 0.5
+        )
 
 
 def test_norm_keys_make_arms(tmp_path):
@@ -252,8 +335,10 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path):
     write_run(tmp_path, "layer", 11)
     pairs, left_out = pair(by_arm(find_runs([tmp_path])), "rms")
     assert [run.seed for run, _ in pairs["layer"]] == [8]
-    for line in ("layer, seed 9: not paired: learning_rate=0.001 against 0.0006",
-                 "layer, seed 11: not paired: rms has no such seed"):  # fmt: skip
+    for line in (
+        "layer, seed 9: not paired: learning_rate=0.001 against 0.0006",
+        "layer, seed 11: not paired: rms has no such seed",
+    ):
         assert any(line in found for found in left_out)
     assert any("data: y against x" in line for line in left_out)
 
@@ -263,7 +348,9 @@ def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
         write_run(tmp_path, "rms", seed)
         write_run(tmp_path, "layer", seed, until=60 if seed == 9 else 100)
     report.main([str(tmp_path), "--baseline=rms"])
-    assert "layer, seed 9: not finished: last evaluation at step 60 of 100" in capsys.readouterr().out
+    assert (
+        "layer, seed 9: not finished: last evaluation at step 60 of 100" in capsys.readouterr().out
+    )
     assert rows_of(tmp_path)["val_loss", "layer"].seeds == [8, 10]
 
 
@@ -277,8 +364,10 @@ def test_one_seed_gives_curves_and_no_verdict(tmp_path):
 
 def test_equal_time_is_worth_the_exchange_rate(tmp_path):
     """On L = 1 + 4 s^-1/2 the later half falls by about 2 s^-1/2 nats per e-fold of tokens."""
-    base, fast = (find_runs([write_run(tmp_path, name, 8, speed=speed)])[0]
-                  for name, speed in (("rms", 1000.0), ("taper", 1100.0)))  # fmt: skip
+    base, fast = (
+        find_runs([write_run(tmp_path, name, 8, speed=speed)])[0]
+        for name, speed in (("rms", 1000.0), ("taper", 1100.0))
+    )
     rate = exchange_rate(base)
     assert 2 * 100**-0.5 < rate < 2 * 60**-0.5
     gain = np.log(fast.metrics["tok_per_s"] / base.metrics["tok_per_s"])
@@ -311,18 +400,33 @@ def append(run: Path, **event) -> None:
 def test_diverged_seeds_take_the_verdict_with_them(sweep):
     """The four good seeds of an arm whose other four diverged are no fair sample of it."""
     for seed in (8, 10, 12, 14):
-        append(sweep / f"taper-{seed}", event="end", reason="step 100: the loss on rank 0 is not finite")
+        append(
+            sweep / f"taper-{seed}",
+            event="end",
+            reason="step 100: the loss on rank 0 is not finite",
+        )
     row = rows_of(sweep)["val_loss", "taper"]
     assert row.verdict.word == "better" and row.word == "inconclusive"
     assert "4 of 8 seeds diverged" in row.sentence()
-    with pytest.raises(ConfigError, match="usable runs are 'rms'; taper, seed 8: step 100: the loss"):
+    with pytest.raises(
+        ConfigError, match="usable runs are 'rms'; taper, seed 8: step 100: the loss"
+    ):
         pair({"rms": {}}, "taper", ("taper, seed 8: step 100: the loss on rank 0 is not finite",))
 
 
 def test_a_run_that_resumed_with_other_settings_is_left_out(sweep, tmp_path, capsys, undrawn):
     append(sweep / "taper-8", event="resume", step=50, changed=["learning_rate 0.01 -> 0.03"])
-    append(sweep / "taper-9", event="resume", step=50, changed=["out_dir a -> b", "python 3.11 -> 3.12"])
-    for seed, change in ((10, "git abc -> def"), (11, "world_size 1 -> 2"), (12, "torch 2.11 -> 2.13")):
+    append(
+        sweep / "taper-9",
+        event="resume",
+        step=50,
+        changed=["out_dir a -> b", "python 3.11 -> 3.12"],
+    )
+    for seed, change in (
+        (10, "git abc -> def"),
+        (11, "world_size 1 -> 2"),
+        (12, "torch 2.11 -> 2.13"),
+    ):
         append(sweep / f"taper-{seed}", event="resume", step=50, changed=[change])
     report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'out'}"])
     text = capsys.readouterr().out
@@ -347,10 +451,14 @@ def test_means_are_of_the_runs_that_are_compared(tmp_path, undrawn):
     """A run that is not paired enters no table."""
     for seed in (8, 9, 10):
         write_run(tmp_path, "rms", seed)
-        write_run(tmp_path, "layer", seed, **({"learning_rate": 1e-3, "extra": 5.0} if seed == 10 else {}))
+        write_run(
+            tmp_path, "layer", seed, **({"learning_rate": 1e-3, "extra": 5.0} if seed == 10 else {})
+        )
     report.main([str(tmp_path), "--baseline=rms"])
     seeds = list(csv.DictReader((tmp_path / "seeds.csv").open()))
-    assert {(row["arm"], row["seed"]) for row in seeds} == {(arm, seed) for arm in ("rms", "layer") for seed in "89"}
+    assert {(row["arm"], row["seed"]) for row in seeds} == {
+        (arm, seed) for arm in ("rms", "layer") for seed in "89"
+    }
 
 
 def test_a_run_without_hellaswag_costs_its_own_pair_only(sweep, tmp_path, capsys, undrawn):
@@ -358,7 +466,9 @@ def test_a_run_without_hellaswag_costs_its_own_pair_only(sweep, tmp_path, capsys
     write_items(sweep / "layer-9", np.ones(5, bool))
     rows = rows_of(sweep)
     assert rows["hellaswag_acc", "taper"].seeds == list(range(9, 16))
-    assert 9 not in rows["hellaswag_acc", "layer"].seeds and len(rows["val_loss", "taper"].seeds) == 8
+    assert (
+        9 not in rows["hellaswag_acc", "layer"].seeds and len(rows["val_loss", "taper"].seeds) == 8
+    )
     report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'out'}"])
     assert "hellaswag_acc of taper leaves out seed 8" in capsys.readouterr().out
 
@@ -367,7 +477,9 @@ def test_models_at_chance_and_speeds_on_a_cpu_get_no_verdict(tmp_path):
     for seed in SEEDS:
         for norm_type in ("rms", "layer"):
             faster = norm_type == "layer"
-            run = write_run(tmp_path, norm_type, seed, speed=1000 + 500 * faster, start={"device": "cpu"})
+            run = write_run(
+                tmp_path, norm_type, seed, speed=1000 + 500 * faster, start={"device": "cpu"}
+            )
             write_items(run, np.arange(1000) < 230 + 10 * faster)
     rows = rows_of(tmp_path)
     by_chance = rows["hellaswag_acc", "layer"]
@@ -380,11 +492,18 @@ def test_arms_are_written_as_sweep_takes_them(tmp_path):
     assert find_runs([run])[0].arm == "coupled --norm_plan='Rs Rs R' --coupled_alpha=1.0,1.1"
 
 
-@pytest.mark.parametrize(("argv", "error"), [
-    ([], None), (["--baseline=rms"], "name one run folder"), (["x", "--base=rms"], "--baseline=ARM"),
-    (["x", "--delta.val_loss=0.1"], "needs a comparison"), (["x", "--baseline=rms", "--delta.val_loss=-1"], "above 0"),
-    (["x", "--baseline=rms", "--delta.speed=1"], "val_loss, train_loss"), (["nowhere"], "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        ([], None),
+        (["--baseline=rms"], "name one run folder"),
+        (["x", "--base=rms"], "--baseline=ARM"),
+        (["x", "--delta.val_loss=0.1"], "needs a comparison"),
+        (["x", "--baseline=rms", "--delta.val_loss=-1"], "above 0"),
+        (["x", "--baseline=rms", "--delta.speed=1"], "val_loss, train_loss"),
+        (["nowhere"], "cannot be read"),
+    ],
+)
 def test_bad_words(argv, error, capsys):
     if error is None:
         report.main(argv)
@@ -412,18 +531,27 @@ def test_bad_folders(tmp_path):
         report.main([str(run)])
 
 
-# ------------------------------------------------------------------------------------------------- the published table
+# ------------------------------------------------------------------------------ the published table
 
 
 def test_published_table_supports_no_gain():
-    """Throughput t = 1.43, p = 0.17, -0.27 % ... +1.35 %; equal losses are not shown within 0.001 (TOST p = 0.074)."""
+    """Throughput t = 1.43, p = 0.17, -0.27 % ... +1.35 %; equal losses are not shown within 0.001
+    (TOST p = 0.074).
+    """
     words = [sys.executable, "report.py", "--published"]
     job = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(job.stdout.splitlines()[-1])
     speed = found["train_throughput"]
-    assert (round(speed["t"], 2), round(speed["p"], 2), speed["verdict"]) == (1.43, 0.17, "inconclusive")
+    assert (round(speed["t"], 2), round(speed["p"], 2), speed["verdict"]) == (
+        1.43,
+        0.17,
+        "inconclusive",
+    )
     assert [round(100 * bound, 2) for bound in speed["ci_relative"]] == [-0.27, 1.35]
-    assert round(found["train_loss"]["p_tost"], 3) == 0.074 and found["train_loss"]["verdict"] == "inconclusive"
+    assert (
+        round(found["train_loss"]["p_tost"], 3) == 0.074
+        and found["train_loss"]["verdict"] == "inconclusive"
+    )
     assert found["hellaswag"]["p"] < 0.05 < found["hellaswag"]["p_holm"]  # and corrected p decides
     assert found["hellaswag"]["verdict"] == "inconclusive"
 
@@ -435,7 +563,10 @@ def test_published_verdicts_come_from_the_file(tmp_path, capsys):
     changed.write_text(faster.replace("3.096,0.0012,3.096,0.0014", "3.096,0.0002,3.096,0.0002"))
     report.main([f"--published={changed}"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["train_throughput"]["verdict"] == "better" and found["train_loss"]["verdict"] == "equivalent"
+    assert (
+        found["train_throughput"]["verdict"] == "better"
+        and found["train_loss"]["verdict"] == "equivalent"
+    )
     for wrong in ("many", "nan", "0.0"):
         changed.write_text(text.replace("443.0", wrong))
         with pytest.raises(UserError, match="not a table"):
@@ -446,20 +577,24 @@ def test_published_verdicts_come_from_the_file(tmp_path, capsys):
         report.main(["--published", "--baseline=rms"])
 
 
-# ------------------------------------------------------------------------------------------------------------ archives
+# ----------------------------------------------------------------------------------------- archives
 
 
 @pytest.mark.parametrize("study", ("table1", "table1_again", "taper"))
 def test_committed_archives_give_the_committed_tables(study, tmp_path):
     """Text for text; equal times are means in another order of rounding on another machine."""
     folder = ROOT / "results/cpu" / study
-    report.main([str(folder / "runs.tar.xz"), "--baseline=rms", f"--out={tmp_path}", "--pictures=False"])
+    report.main(
+        [str(folder / "runs.tar.xz"), "--baseline=rms", f"--out={tmp_path}", "--pictures=False"]
+    )
     for name in ("seeds.csv", "report.csv"):
         with (folder / name).open() as old, (tmp_path / name).open() as new:
             for before, after in zip(csv.DictReader(old), csv.DictReader(new), strict=True):
                 for key, text in before.items():
                     try:
-                        assert float(after[key]) == pytest.approx(float(text), rel=1e-6, abs=1e-9), (name, key)
+                        assert float(after[key]) == pytest.approx(
+                            float(text), rel=1e-6, abs=1e-9
+                        ), (name, key)
                     except ValueError:
                         assert after[key] == text
     assert not list(tmp_path.glob("*.png"))
@@ -485,8 +620,16 @@ def test_two_processes_keep_their_runs_in_one_archive(sweep, tmp_path):
     for name in "abcdefgh":
         (tmp_path / (name * 100)).mkdir()
         (tmp_path / (name * 100) / "log.jsonl").write_text((sweep / "rms-8/log.jsonl").read_text())
-    words = [[sys.executable, "-m", "evidence.archive", path, *(tmp_path / (name * 100) for name in names)]
-             for names in ("abcd", "efgh")]  # fmt: skip
+    words = [
+        [
+            sys.executable,
+            "-m",
+            "evidence.archive",
+            path,
+            *(tmp_path / (name * 100) for name in names),
+        ]
+        for names in ("abcd", "efgh")
+    ]
     for job in [subprocess.Popen(command, cwd=ROOT) for command in words]:
         assert job.wait() == 0
     assert {name[0] for name in archive.read(path)} == set("abcdefgh")
@@ -499,7 +642,9 @@ def test_the_names_in_an_archive_and_what_is_none(sweep, tmp_path, capsys):
     archive.main([str(path)])
     assert capsys.readouterr().out == "rms-8\nrms-9\n"
     archive.main([str(path), "--remove", "rms-9"])
-    assert [run.name for run in find_runs([path.parent])] == [f"{path}: rms-8"]  # found in its folder too
+    assert [run.name for run in find_runs([path.parent])] == [
+        f"{path}: rms-8"
+    ]  # found in its folder too
     with pytest.raises(UserError, match=r"rms-8 and .*rms-8: both are rms, seed 8"):
         by_arm(find_runs([path, sweep / "rms-8"]))
     with pytest.raises(UserError, match="no run rms-9 in it"):

@@ -1,4 +1,5 @@
-"""sweep.sh with real runs: arms and seeds, killed and continued, failed runs, what is kept; then report.py on them.
+"""sweep.sh with real runs: arms and seeds, killed and continued, failed runs, what is kept; then
+report.py on them.
 
     python -m pytest tests/test_sweep.py
 """
@@ -32,11 +33,25 @@ def data(tmp_path_factory) -> Path:
 
 
 def start(data: Path, out: Path, *words: str, **env: str) -> subprocess.Popen:
-    settings = {"ARMS": ARMS, "SEEDS": "1 2", "OUT": str(out), "HELLASWAG": str(data / "items.jsonl"),
-                "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **env}  # fmt: skip
+    settings = {
+        "ARMS": ARMS,
+        "SEEDS": "1 2",
+        "OUT": str(out),
+        "HELLASWAG": str(data / "items.jsonl"),
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        **env,
+    }
     command = ["./sweep.sh", "config/demo.py", *WORDS, f"--data_dir={data}", *words]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **settings}, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def finish(job: subprocess.Popen, code: int = 0) -> list[str]:
@@ -48,12 +63,16 @@ def finish(job: subprocess.Popen, code: int = 0) -> list[str]:
 def table(folder: Path, out: Path) -> list[dict]:
     """seeds.csv of a sweep, without the throughput."""
     report.main([str(folder), "--baseline=rms", f"--out={out}"])
-    return [{k: v for k, v in row.items() if k != "tok_per_s"} for row in csv.DictReader((out / "seeds.csv").open())]
+    return [
+        {k: v for k, v in row.items() if k != "tok_per_s"}
+        for row in csv.DictReader((out / "seeds.csv").open())
+    ]
 
 
 @pytest.mark.xdist_group("sweep")
 def test_a_killed_sweep_ends_with_the_same_table(train_ok, data, tmp_path):
-    """Killed by SIGTERM in one run and, with the training process, by SIGKILL in another; what is done stays done.
+    """Killed by SIGTERM in one run and, with the training process, by SIGKILL in another; what is
+    done stays done.
 
     The table is that of the same four runs, each trained alone and without a break.
     """
@@ -64,9 +83,16 @@ def test_a_killed_sweep_ends_with_the_same_table(train_ok, data, tmp_path):
 
     for seed in (1, 2):
         for name, keys in (("rms", ()), ("coupled", ("--coupled_span=2",))):
-            train_ok(ROOT / "config/demo.py", *WORDS, f"--data_dir={data}", f"--norm_type={name}", *keys,
-                     f"--seed={seed}", f"--out_dir={whole / name}-{seed}",
-                     f"--hellaswag={data / 'items.jsonl'}")  # fmt: skip
+            train_ok(
+                ROOT / "config/demo.py",
+                *WORDS,
+                f"--data_dir={data}",
+                f"--norm_type={name}",
+                *keys,
+                f"--seed={seed}",
+                f"--out_dir={whole / name}-{seed}",
+                f"--hellaswag={data / 'items.jsonl'}",
+            )
 
     def kill_at(run: str, step: int, number: int) -> None:
         job = start(data, broken, KEEP=str(keep))
@@ -85,11 +111,17 @@ def test_a_killed_sweep_ends_with_the_same_table(train_ok, data, tmp_path):
     assert kept() == {"rms-1"} and "rms-1/hellaswag.jsonl" in archive.read(keep)
     kill_at("coupled+coupled_span=2-2", 25, signal.SIGKILL)
     (broken / "rms-1" / "log.jsonl").unlink()  # kept, so not looked at again
-    one_left = {name: part for name, part in archive.read(keep).items() if name.startswith("rms-1/")}
+    one_left = {
+        name: part for name, part in archive.read(keep).items() if name.startswith("rms-1/")
+    }
     archive.write(keep, one_left)  # the other is done, so kept again
     rest = finish(start(data, broken, KEEP=str(keep)))
-    assert [line.split(":")[0] for line in rest] == ["[1/4] rms-1", "[2/4] coupled+coupled_span=2-1",
-                                                     "[3/4] coupled+coupled_span=2-2", "[4/4] rms-2"]  # fmt: skip
+    assert [line.split(":")[0] for line in rest] == [
+        "[1/4] rms-1",
+        "[2/4] coupled+coupled_span=2-1",
+        "[3/4] coupled+coupled_span=2-2",
+        "[4/4] rms-2",
+    ]
     assert "[1/4] rms-1: in " in rest[0] and rest[1].endswith("done already")
     assert all("done: best val loss" in line for line in rest[2:])
     found = table(keep, tmp_path / "b")
@@ -112,26 +144,42 @@ def test_a_failed_run_does_not_stop_the_others(data, tmp_path):
 
 @pytest.mark.xdist_group("sweep")
 def test_keys_with_blanks_and_two_processes(data, tmp_path):
-    """An arm's keys may hold blanks, in quotes; NPROC=2 goes through torchrun. The arm before it is done already."""
+    """An arm's keys may hold blanks, in quotes; NPROC=2 goes through torchrun.
+
+    The arm before it is done already.
+    """
     arms = """layer "coupled  --norm_plan='Rs Rs R' --coupled_alpha=1.5" """
     done = tmp_path / "out" / "layer-1" / "log.jsonl"
     done.parent.mkdir(parents=True)
-    done.write_text('{"event": "start", "config": {"norm_type": "layer"}}\n{"event": "end", "reason": "done"}\n')
+    done.write_text(
+        '{"event": "start", "config": {"norm_type": "layer"}}\n{"event": "end", "reason": "done"}\n'
+    )
     lines = finish(start(data, tmp_path / "out", ARMS=arms, SEEDS="1", NPROC="2"))
     assert lines[0] == "[1/2] layer-1: done already"
     assert "[2/2] coupled+norm_plan=Rs_Rs_R+coupled_alpha=1.5-1: done" in lines[1]
     [run] = [run for run in find_runs([tmp_path / "out"]) if run.config["norm_type"] == "coupled"]
-    assert run.arm == "coupled --norm_plan='Rs Rs R' --coupled_alpha=1.5" and run.start["world_size"] == 2
+    assert (
+        run.arm == "coupled --norm_plan='Rs Rs R' --coupled_alpha=1.5"
+        and run.start["world_size"] == 2
+    )
 
 
 @pytest.mark.xdist_group("sweep")
 def test_a_wrong_setting_stops_at_once(data, tmp_path):
     lines = finish(start(data, tmp_path / "out", "--n_layers=3"), 2)
     assert len(lines) == 1 and "n_layer" in lines[0]
-    wrong = (("ARMS", "rms 'coupled", "quote is not closed"), ("ARMS", "rms rms", "stands there twice"),
-             ("SEEDS", "1,2", "1,2 is no seed"), ("ARMS", "rms copled", "did you mean coupled"),
-             ("SEEDS", "1 1", "stands there twice"))  # fmt: skip
+    wrong = (
+        ("ARMS", "rms 'coupled", "quote is not closed"),
+        ("ARMS", "rms rms", "stands there twice"),
+        ("SEEDS", "1,2", "1,2 is no seed"),
+        ("ARMS", "rms copled", "did you mean coupled"),
+        ("SEEDS", "1 1", "stands there twice"),
+    )
     for name, value, error in wrong:
-        assert any(error in line for line in finish(start(data, tmp_path / "out", **{name: value}), 2))
-    help_text = subprocess.run(["./sweep.sh"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert any(
+            error in line for line in finish(start(data, tmp_path / "out", **{name: value}), 2)
+        )
+    help_text = subprocess.run(
+        ["./sweep.sh"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert "ARMS" in help_text and "set -euo" not in help_text

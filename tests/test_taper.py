@@ -31,8 +31,17 @@ from norms import LayerNorm, RMSNorm
 from taper import EMA_DECAY, ScaleAnchor, StepMean, TaperNorm, TaperSchedule, tapers
 from training.optim import carry_state, make_optimizer
 
-SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, init_std=0.2, norm_type="taper",
-                  taper_warmup=3.0, taper_end=7.0)  # fmt: skip
+SHAPE = GPTConfig(
+    vocab_size=32,
+    block_size=8,
+    n_layer=2,
+    n_head=2,
+    n_embd=16,
+    init_std=0.2,
+    norm_type="taper",
+    taper_warmup=3.0,
+    taper_end=7.0,
+)
 PHASES = {"warm": 2, "blend": 5, "fixed": 8}  # a training step in each, with SHAPE's schedule
 BASES = ["rms", "layer"]
 ITERS = 10  # max_iters
@@ -52,7 +61,9 @@ IDX, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
 
 
 def train_to(model, step, lr=1e-2):
-    """The optimiser, when `model` has been trained up to the beginning of `step`, as the training loop does it."""
+    """The optimiser, when `model` has been trained up to the beginning of `step`, as the training
+    loop does it.
+    """
     optimizer = make_optimizer(model.train(), lr, (0.9, 0.95), 1e-8, 0.1)
     for now in range(1, step + 1):
         for source, target in model.set_step(now, ITERS):
@@ -75,15 +86,26 @@ def step_of(norm, step):
     return norm
 
 
-# ------------------------------------------------------------------------------------------------- the schedule
+# ------------------------------------------------------------------------------------- the schedule
 
 
-@pytest.mark.parametrize(("step", "phase", "gate"), [
-    (1, "warm", 1.0), (20, "warm", 1.0),
-    (21, "blend", 0.5 * (1 + math.cos(math.pi / 60))), (40, "blend", 0.75), (50, "blend", 0.5), (60, "blend", 0.25),
-    (79, "blend", 0.5 * (1 + math.cos(math.pi * 59 / 60))), (80, "fixed", 0.0), (1000, "fixed", 0.0),
-])  # fmt: skip
-@pytest.mark.parametrize(("warmup", "end", "max_iters"), [(20, 80, 100), (0.2, 0.8, 100), (0.05, 80, 400)])
+@pytest.mark.parametrize(
+    ("step", "phase", "gate"),
+    [
+        (1, "warm", 1.0),
+        (20, "warm", 1.0),
+        (21, "blend", 0.5 * (1 + math.cos(math.pi / 60))),
+        (40, "blend", 0.75),
+        (50, "blend", 0.5),
+        (60, "blend", 0.25),
+        (79, "blend", 0.5 * (1 + math.cos(math.pi * 59 / 60))),
+        (80, "fixed", 0.0),
+        (1000, "fixed", 0.0),
+    ],
+)
+@pytest.mark.parametrize(
+    ("warmup", "end", "max_iters"), [(20, 80, 100), (0.2, 0.8, 100), (0.05, 80, 400)]
+)
 def test_gate(step, phase, gate, warmup, end, max_iters):
     """Steps, shares of max_iters, or one of each: the same schedule."""
     assert TaperSchedule(warmup, end).at(step, max_iters) == (phase, pytest.approx(gate, abs=1e-12))
@@ -93,9 +115,14 @@ def test_gate_falls_and_one_step_at_least_is_warm():
     gates = [TaperSchedule(0.1, 0.75).at(step, 1000)[1] for step in range(1, 1001)]
     assert gates == sorted(gates, reverse=True)
     assert gates.count(1.0) == 100 and gates.count(0.0) == 251
-    assert TaperSchedule(0.0, 0.5).at(1, 10)[0] == "warm" and TaperSchedule(0.0, 0.5).at(2, 10)[0] == "blend"
+    assert (
+        TaperSchedule(0.0, 0.5).at(1, 10)[0] == "warm"
+        and TaperSchedule(0.0, 0.5).at(2, 10)[0] == "blend"
+    )
     abrupt = TaperSchedule(0.5, 0.5)
-    assert [abrupt.at(step, 10) for step in (1, 5, 6, 10)] == [("warm", 1.0)] * 2 + [("fixed", 0.0)] * 2
+    assert [abrupt.at(step, 10) for step in (1, 5, 6, 10)] == [("warm", 1.0)] * 2 + [
+        ("fixed", 0.0)
+    ] * 2
 
 
 def test_dropped_at_once_it_is_calibrated_all_the_same():
@@ -104,21 +131,28 @@ def test_dropped_at_once_it_is_calibrated_all_the_same():
     assert torch.equal(norm.weight_tilde, norm.base.weight)
 
 
-# ------------------------------------------------------------------------------------------------- the three phases
+# --------------------------------------------------------------------------------- the three phases
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_warm_is_the_base_norm_bit_for_bit(base):
-    norm, plain = step_of(taper(base), 2), shake(LayerNorm(16, 0.1, bias=True) if base == "layer" else RMSNorm(16, 0.1))
+    norm, plain = (
+        step_of(taper(base), 2),
+        shake(LayerNorm(16, 0.1, bias=True) if base == "layer" else RMSNorm(16, 0.1)),
+    )
     x, delta = draw(2, 5, 16), draw(2, 5, 16, seed=1)
     y, stream, handed_on = norm(x, delta)
-    assert torch.equal(y, plain(x, delta)[0]) and torch.equal(stream, x + delta) and handed_on is None
+    assert (
+        torch.equal(y, plain(x, delta)[0]) and torch.equal(stream, x + delta) and handed_on is None
+    )
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_warm_model_trains_as_its_base_bit_for_bit(base):
     """Three steps of AdamW: losses and all shared gradients."""
-    plain = {name: getattr(GPTConfig(), name) for name in ("norm_type", "taper_warmup", "taper_end")}
+    plain = {
+        name: getattr(GPTConfig(), name) for name in ("norm_type", "taper_warmup", "taper_end")
+    }
     models = gpt(taper_base=base, bias=True), gpt(**plain | {"norm_type": base}, bias=True)
     optimizers = [make_optimizer(model, 1e-2, (0.9, 0.95), 1e-8, 0.1) for model in models]
     for step in range(1, 4):
@@ -129,17 +163,23 @@ def test_a_warm_model_trains_as_its_base_bit_for_bit(base):
             optimizer.zero_grad()
             losses[-1].backward()
             optimizer.step()
-            gradients.append({name.replace("base.", ""): p.grad for name, p in model.named_parameters()})
+            gradients.append(
+                {name.replace("base.", ""): p.grad for name, p in model.named_parameters()}
+            )
         assert torch.equal(*losses)
         assert gradients[0].keys() - gradients[1].keys() == {
             f"blocks.{i}.norm{j}.weight_tilde" for i in range(2) for j in (1, 2)
         }
-        assert all(torch.equal(gradient, gradients[0][name]) for name, gradient in gradients[1].items())
+        assert all(
+            torch.equal(gradient, gradients[0][name]) for name, gradient in gradients[1].items()
+        )
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_blend_and_fixed_are_their_formulas(base):
-    """y = g norm(h) + (1 - g) c h gamma~, then c h gamma~ alone; h centred, and + bias, for a LayerNorm base."""
+    """y = g norm(h) + (1 - g) c h gamma~, then c h gamma~ alone; h centred, and + bias, for a
+    LayerNorm base.
+    """
     norm, h = taper(base), draw(2, 5, 16, seed=9) + 0.5
     step_of(norm, 5)
     with torch.no_grad():
@@ -167,7 +207,10 @@ def test_fixed_is_linear(base):
         def apply(x, norm=norm, bias=bias):
             return norm(x)[0] - bias
 
-        error = max((apply(a + b) - apply(a) - apply(b)).abs().max(), (apply(-3.5 * a) + 3.5 * apply(a)).abs().max())
+        error = max(
+            (apply(a + b) - apply(a) - apply(b)).abs().max(),
+            (apply(-3.5 * a) + 3.5 * apply(a)).abs().max(),
+        )
         assert error <= 1e-12 if linear else error > 0.1
 
 
@@ -185,9 +228,15 @@ def test_low_precision(base, phase, dtype):
 
 
 def test_a_schedule_in_two_units_keeps_its_order():
-    assert TaperSchedule(10, 0.5).steps(40) == (10, 20) and TaperSchedule(0.5, 30).steps(40) == (20, 30)
+    assert TaperSchedule(10, 0.5).steps(40) == (10, 20) and TaperSchedule(0.5, 30).steps(40) == (
+        20,
+        30,
+    )
     assert TaperSchedule(0, 0.01).steps(40) == (1, 2)
-    for keys in ({"taper_warmup": 30.0, "taper_end": 0.5}, {"taper_warmup": 0.5, "taper_end": 10.0}):
+    for keys in (
+        {"taper_warmup": 30.0, "taper_end": 0.5},
+        {"taper_warmup": 0.5, "taper_end": 10.0},
+    ):
         with pytest.raises(ConfigError, match=r"is step .* of 40, after taper_end"):
             train.TrainConfig(norm_type="taper", max_iters=40, **keys)
 
@@ -198,15 +247,19 @@ def test_a_taper_never_runs_backwards(reached, asked):
         step_of(taper("rms"), reached).set_step(asked, ITERS)
 
 
-# ------------------------------------------------------------------------------------------------- calibration
+# -------------------------------------------------------------------------------------- calibration
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_c_is_the_least_squares_optimum_for_the_gain_of_that_moment(base):
-    """The objective E|h gamma / r - c h gamma|^2, computed directly on the collected data, step means weighted as the
-    moving average weighs them. gamma moves after collecting, as the last warm step moves it."""
+    """The objective E|h gamma / r - c h gamma|^2, computed directly on the collected data, step
+    means weighted as the moving average weighs them. gamma moves after collecting, as the last warm
+    step moves it.
+    """
     norm = taper(base)
-    data = [(1 + step) * draw(4, 6, 16, seed=step) * torch.linspace(0.2, 3, 16) for step in range(3)]
+    data = [
+        (1 + step) * draw(4, 6, 16, seed=step) * torch.linspace(0.2, 3, 16) for step in range(3)
+    ]
     for step, h in enumerate(data, start=1):
         norm.set_step(step, ITERS)
         norm(h)
@@ -228,13 +281,18 @@ def test_c_is_the_least_squares_optimum_for_the_gain_of_that_moment(base):
     assert objective(c, gain) < min(objective(1.01 * c, gain), objective(0.99 * c, gain))
     low, middle, high = (objective(c + d, gain) for d in (-0.1, 0, 0.1))  # a parabola in c
     assert 0.1 * (low - high) / (2 * (low + high - 2 * middle)) == pytest.approx(0, abs=1e-6 * c)
-    # With the gain as it was when the data were collected, c would be another one: so the test can fail.
-    assert objective(c, old_gain) > min(objective(1.01 * c, old_gain), objective(0.99 * c, old_gain))
+    # With the gain as it was when the data were collected, c would be another one: so the test can
+    # fail.
+    assert objective(c, old_gain) > min(
+        objective(1.01 * c, old_gain), objective(0.99 * c, old_gain)
+    )
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_channel_may_have_its_own_least_squares_optimum(base):
-    """c_i = E[h_i^2 / r] / E[h_i^2] minimises E[(h_i / r - c_i h_i)^2], whatever the gain; blend and fixed use it."""
+    """c_i = E[h_i^2 / r] / E[h_i^2] minimises E[(h_i / r - c_i h_i)^2], whatever the gain; blend
+    and fixed use it.
+    """
     plain = LayerNorm(16, 0.1, bias=True) if base == "layer" else RMSNorm(16, 0.1)
     norm, data = shake(TaperNorm(plain, TaperSchedule(1, 3), fit_channels=True)), draw(40, 6, 16)
     data = data * torch.linspace(0.2, 3, 16)
@@ -251,7 +309,8 @@ def test_a_channel_may_have_its_own_least_squares_optimum(base):
 
     assert (objective(norm.scale) < objective(1.01 * norm.scale)).all()
     assert (objective(norm.scale) < objective(0.99 * norm.scale)).all()
-    assert (norm.scale.max() / norm.scale.min()) > 1.05  # so one c for all would be another function
+    # so one c for all would be another function
+    assert (norm.scale.max() / norm.scale.min()) > 1.05
     bias = norm.base.bias if base == "layer" else 0.0
     fixed = norm.scale * norm.weight_tilde * h
     close(norm(data)[0], norm.gate * h / r * norm.base.weight + (1 - norm.gate) * fixed + bias)
@@ -260,7 +319,10 @@ def test_a_channel_may_have_its_own_least_squares_optimum(base):
 
 
 def test_a_channel_that_is_always_zero_takes_the_common_factor():
-    norm, h = TaperNorm(RMSNorm(16, 0.1), TaperSchedule(1, 3), fit_channels=True).double(), draw(4, 6, 16)
+    norm, h = (
+        TaperNorm(RMSNorm(16, 0.1), TaperSchedule(1, 3), fit_channels=True).double(),
+        draw(4, 6, 16),
+    )
     h[..., 5] = 0
     norm.set_step(1, ITERS)
     norm(h)
@@ -306,20 +368,30 @@ def test_gamma_tilde_takes_over_gain_and_optimiser_state():
         assert model.set_step(step, ITERS) == []  # once only
 
 
-def test_training_hands_over_and_its_best_model_has_lost_its_norms(tiny_data, tmp_path, monkeypatch):
+def test_training_hands_over_and_its_best_model_has_lost_its_norms(
+    tiny_data, tmp_path, monkeypatch
+):
     """A taper may cost some loss: the best checkpoint is the best of those that can be folded."""
     monkeypatch.setattr("signal.signal", lambda *words: None)  # the handlers of this process stay
-    scripted = iter([2.0, 0.5, 0.9, 1.5, 1.3, 1.4])  # norms whole until step 16, gone from step 24 on
+    # norms whole until step 16, gone from step 24 on
+    scripted = iter([2.0, 0.5, 0.9, 1.5, 1.3, 1.4])
     monkeypatch.setattr(train.Evaluator, "val_loss", lambda *words: next(scripted))
     words = (*TINY, "--norm_type=taper", "--taper_warmup=16", "--taper_end=24", "--eval_interval=8")
-    run = train.Trainer(parse_args(train.TrainConfig, [*words, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"])[0])
+    run = train.Trainer(
+        parse_args(train.TrainConfig, [*words, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"])[
+            0
+        ]
+    )
     step, moments = run._next_step, []
 
     def watched():
         step()
         if run.step == 16:
             for norm in tapers(run.model):
-                pair = [run.optimizer.state[gain]["exp_avg"] for gain in (norm.base.weight, norm.weight_tilde)]
+                pair = [
+                    run.optimizer.state[gain]["exp_avg"]
+                    for gain in (norm.base.weight, norm.weight_tilde)
+                ]
                 moments.append(bool(torch.equal(*pair) and pair[0].any()))
 
     monkeypatch.setattr(run, "_next_step", watched)
@@ -335,7 +407,10 @@ def test_gpt2_of_hugging_face_is_tapered_and_folded(tmp_path):
     source = load_model(str(hf_save(hf_tiny("gpt2"), tmp_path)))
     keys = dict(norm_type="taper", taper_base="layer", taper_warmup=1.0, taper_end=2.0)
     model, idx = GPT(replace(source.config, **keys)), torch.randint(67, (2, 16))
-    with pytest.raises(CheckpointError, match="activation='gelu_tanh' there, 'relu2' here: add --activation=gelu_tanh"):
+    with pytest.raises(
+        CheckpointError,
+        match="activation='gelu_tanh' there, 'relu2' here: add --activation=gelu_tanh",
+    ):
         init_from(GPT(replace(source.config, **keys, activation="relu2")), str(tmp_path))
     init_from(model, str(tmp_path))
     source, model = source.double(), model.double()
@@ -353,7 +428,10 @@ def test_gpt2_of_hugging_face_is_tapered_and_folded(tmp_path):
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("final", [False, True])
 def test_every_parameter_gets_a_gradient_in_every_phase(base, final):
-    """DDP waits for a gradient of each. Those that a phase leaves out get zero, the others do not."""
+    """DDP waits for a gradient of each.
+
+    Those that a phase leaves out get zero, the others do not.
+    """
     idle = {"warm": "weight_tilde", "blend": "none of them", "fixed": "base.weight"}
     for phase, step in PHASES.items():
         model = gpt(taper_base=base, taper_final=final, taper_anchor=0.1, bias=True)
@@ -365,7 +443,7 @@ def test_every_parameter_gets_a_gradient_in_every_phase(base, final):
             assert (parameter.grad.abs().max() == 0) == name.endswith(idle[phase]), (phase, name)
 
 
-# ------------------------------------------------------------------------------------------------- the statistics
+# ----------------------------------------------------------------------------------- the statistics
 
 
 def average_of(*micro_batches_of_steps):
@@ -387,7 +465,9 @@ def test_step_mean_is_a_bias_corrected_average_of_step_means():
 
 
 def test_recomputation_in_backward_does_not_move_the_statistics():
-    """Activation checkpointing runs a block's forward twice: sums and tokens double alike, so means stay."""
+    """Activation checkpointing runs a block's forward twice: sums and tokens double alike, so means
+    stay.
+    """
     plain, checkpointed = gpt(taper_anchor=0.1), gpt(taper_anchor=0.1)
     for block in checkpointed.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -405,7 +485,10 @@ def test_recomputation_in_backward_does_not_move_the_statistics():
 @pytest.mark.parametrize("sizes", [[24], [12, 12], [6] * 4, [1] * 24, [1, 20, 3]], ids=str)
 def test_step_mean_does_not_depend_on_micro_batches(sizes):
     steps = [draw(24, 5, seed=seed) + seed for seed in range(3)]
-    mean, whole = average_of(*(step.split(sizes) for step in steps)), average_of(*([step] for step in steps))
+    mean, whole = (
+        average_of(*(step.split(sizes) for step in steps)),
+        average_of(*([step] for step in steps)),
+    )
     close(mean.value(), whole.value())
     assert torch.equal(mean.weight, whole.weight)
 
@@ -419,16 +502,22 @@ def test_step_mean_without_tokens_does_not_move():
 
 
 def rank_main(rank, folder):
-    """One of two ranks: half of each step's tokens, three steps of a whole taper model's statistics and the anchor."""
+    """One of two ranks: half of each step's tokens, three steps of a whole taper model's statistics
+    and the anchor.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
     torch.save(statistics_of(slice(2 * rank, 2 * rank + 2)), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def statistics_of(rows):
-    """State of the norms of a model that has seen `rows` of three steps' sequences, in micro-batches of one row."""
+    """State of the norms of a model that has seen `rows` of three steps' sequences, in
+    micro-batches of one row.
+    """
     model = gpt(taper_anchor=0.1).float()
     for step in range(1, 4):
         model.set_step(step, ITERS)
@@ -446,13 +535,22 @@ def test_two_ranks_are_one(tmp_path):
     for job in jobs:
         job.join(60)
     assert [job.exitcode for job in jobs] == [0, 0]
-    first, second, alone = torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"), statistics_of(slice(0, 4))
-    assert sum(name.endswith("scale") for name in alone) == 4 and "norm_f.anchor.target.average" in alone
+    first, second, alone = (
+        torch.load(tmp_path / "0.pt"),
+        torch.load(tmp_path / "1.pt"),
+        statistics_of(slice(0, 4)),
+    )
+    assert (
+        sum(name.endswith("scale") for name in alone) == 4
+        and "norm_f.anchor.target.average" in alone
+    )
     for name, tensor in alone.items():
         assert torch.equal(first[name], second[name]), name
         close(first[name], tensor, 1e-6)
     half = statistics_of(slice(0, 2))  # one rank's own half is not enough: so the test can fail
-    assert any((half[name] - alone[name]).abs().max() > 1e-3 for name in alone if name.endswith("scale"))
+    assert any(
+        (half[name] - alone[name]).abs().max() > 1e-3 for name in alone if name.endswith("scale")
+    )
 
 
 def test_eval_collects_nothing():
@@ -465,14 +563,20 @@ def test_eval_collects_nothing():
         model(IDX)
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     model.train()(IDX, TARGETS)
-    moved = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
-    assert moved == {f"blocks.{i}.norm{j}.moments.sum" for i in range(2) for j in (1, 2)} | {"norm_f.anchor.target.sum"}
+    moved = {
+        name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])
+    }
+    assert moved == {f"blocks.{i}.norm{j}.moments.sum" for i in range(2) for j in (1, 2)} | {
+        "norm_f.anchor.target.sum"
+    }
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("base", BASES)
 def test_resuming_at_a_checkpoint_moves_nothing_and_goes_on_alike(base, phase):
-    """A checkpoint is taken after set_step for the next step; the resumed run calls set_step for that step again."""
+    """A checkpoint is taken after set_step for the next step; the resumed run calls set_step for
+    that step again.
+    """
     keys = {"taper_base": base, "taper_final": True, "taper_anchor": 0.1, "bias": True}
     straight, resumed = gpt(**keys), gpt(**keys)
     train_to(straight, PHASES[phase])
@@ -494,7 +598,10 @@ def test_resuming_at_a_checkpoint_moves_nothing_and_goes_on_alike(base, phase):
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("base", BASES)
 def test_a_state_dict_restores_the_phase(base, phase, training):
-    model, loaded = gpt(taper_base=base, taper_final=True), gpt(taper_base=base, taper_final=True).train(training)
+    model, loaded = (
+        gpt(taper_base=base, taper_final=True),
+        gpt(taper_base=base, taper_final=True).train(training),
+    )
     train_to(model, PHASES[phase])
     loaded.load_state_dict(model.state_dict())
     for norm, other in zip(model.norms(), loaded.norms(), strict=True):
@@ -505,7 +612,7 @@ def test_a_state_dict_restores_the_phase(base, phase, training):
     assert torch.equal(loaded(IDX), model(IDX))
 
 
-# ------------------------------------------------------------------------------------------------- the scale anchor
+# --------------------------------------------------------------------------------- the scale anchor
 
 
 def scales(h, base, eps=0.1):
@@ -535,7 +642,9 @@ def test_anchor_target_is_bias_corrected_and_frozen_when_the_taper_starts(base):
 
 @pytest.mark.parametrize("base", BASES)
 def test_anchor_loss_and_gradient(base):
-    """weight * mean (s - t)^2; its gradient 2 weight / N * (s - t) * h / (C s), h centred for layer."""
+    """weight * mean (s - t)^2; its gradient 2 weight / N * (s - t) * h / (C s), h centred for
+    layer.
+    """
     norm, h = anchor(base), draw(4, 6, 16, seed=1).requires_grad_()
     norm(3 * draw(4, 6, 16) + 1)
     norm.set_step(4, ITERS)
@@ -552,7 +661,9 @@ def test_anchor_loss_and_gradient(base):
 @pytest.mark.parametrize("final", [False, True])
 @pytest.mark.parametrize("phase", PHASES)
 def test_anchor_in_a_model(phase, final):
-    """It weighs the stream before the final norm, whichever norm that is; in training only, and only after warm-up."""
+    """It weighs the stream before the final norm, whichever norm that is; in training only, and
+    only after warm-up.
+    """
     model, streams = gpt(taper_anchor=0.3, taper_final=final), []
     assert [norm.anchor is not None for norm in model.norms()] == [False] * 4 + [True]
     train_to(model, PHASES[phase])
@@ -605,11 +716,13 @@ def test_proposition_4_2_without_one_a_right_token_pushes_outwards():
     margin, p = at_target - others, logits.softmax(-1).gather(1, targets[:, None])[:, 0]
     right = margin > 0
     assert right.sum() == 12
-    assert (radial[right] <= -(1 - p[right]) * margin[right] + 1e-12).all() and (radial[right] < 0).all()
+    assert (radial[right] <= -(1 - p[right]) * margin[right] + 1e-12).all() and (
+        radial[right] < 0
+    ).all()
     assert (radial[~right] > 0).all()  # the unlikeliest token pulls inwards
 
 
-# ------------------------------------------------------------------------------------------------- compilation
+# -------------------------------------------------------------------------------------- compilation
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -13,7 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import NORM_TYPES, TINY, contents, keys_of, losses, records, steps_of, val_losses, write_tiny_shards
+from helpers import (
+    NORM_TYPES,
+    TINY,
+    contents,
+    keys_of,
+    losses,
+    records,
+    steps_of,
+    val_losses,
+    write_tiny_shards,
+)
 
 import common.fingerprint
 from common import environment
@@ -35,34 +45,57 @@ def weights(path) -> dict[str, torch.Tensor]:
 
 def same_weights(a, b) -> bool:
     left, right = weights(a), weights(b)
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_cbwc_trains_as_layer_and_rms_does_not(train_ok, tiny_data, tmp_path, bias):
     """100 float64 steps with weight decay, clipping, accumulation and a tied head."""
     for norm_type in ("layer", "cbwc", "rms"):
-        train_ok(*TINY, "--max_iters=100", "--dtype=float64", f"--bias={bias}", f"--norm_type={norm_type}",
-                 f"--data_dir={tiny_data}", f"--out_dir={tmp_path / norm_type}")  # fmt: skip
+        train_ok(
+            *TINY,
+            "--max_iters=100",
+            "--dtype=float64",
+            f"--bias={bias}",
+            f"--norm_type={norm_type}",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / norm_type}",
+        )
     layer, cbwc, rms = (losses(tmp_path / name) for name in ("layer", "cbwc", "rms"))
     assert len(layer) == 100 and layer[100] < 0.8 * layer[1]
     assert max(abs(layer[step] - cbwc[step]) for step in layer) <= 1e-12
     assert max(abs(layer[step] - rms[step]) for step in layer) > 1e-3
 
 
-@pytest.mark.parametrize(("norm_type", "ranks"), [
-    ("layer", 1), ("rms", 2), ("coupled", 1), ("cbwc", 2), ("taper", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("norm_type", "ranks"),
+    [
+        ("layer", 1),
+        ("rms", 2),
+        ("coupled", 1),
+        ("cbwc", 2),
+        ("taper", 2),
+    ],
+)
 def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, ranks):
     """40 steps in one go; and with SIGTERM, resume, SIGKILL, resume from an earlier checkpoint.
 
-    Every norm type meets both signals, and so does every number of ranks; not every type every number. One rank and a
-    taper: the next test. Both signals fall into the taper's decay.
+    Every norm type meets both signals, and so does every number of ranks; not every type every
+    number. One rank and a taper: the next test. Both signals fall into the taper's decay.
     """
 
     def words(name: str) -> tuple[str, ...]:
-        return (*TINY, *keys_of(norm_type), "--checkpoint_interval=6", "--eval_interval=15", "--dropout=0.1",
-                f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}")  # fmt: skip
+        return (
+            *TINY,
+            *keys_of(norm_type),
+            "--checkpoint_interval=6",
+            "--eval_interval=15",
+            "--dropout=0.1",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / name}",
+        )
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train_ok(*words("whole"), ranks=ranks)
@@ -89,18 +122,28 @@ def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, r
 
 
 def test_a_taper_killed_in_each_phase_goes_on_bit_for_bit(launch, train_ok, tiny_data, tmp_path):
-    """One run that dies while it is warm, in its decay and after its end, each time beyond its last checkpoint."""
+    """One run that dies while it is warm, in its decay and after its end, each time beyond its last
+    checkpoint.
+    """
 
     def words(name: str) -> tuple[str, ...]:
-        return (*TINY, *keys_of("taper"), "--checkpoint_interval=6", "--dropout=0.1", f"--data_dir={tiny_data}",
-                f"--out_dir={tmp_path / name}")  # fmt: skip
+        return (
+            *TINY,
+            *keys_of("taper"),
+            "--checkpoint_interval=6",
+            "--dropout=0.1",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / name}",
+        )
 
     train_ok(*words("whole"))
     for step, phase in ((8, "warm"), (21, "blend"), (33, "fixed")):
         assert TaperSchedule(10, 30).at(step, 40)[0] == phase
         assert set(launch(*words("killed"), patch=("die_after", {"step": step})).wait()) == {9}
     train_ok(*words("killed"))
-    resumes = [record["step"] for record in records(tmp_path / "killed") if record["event"] == "resume"]
+    resumes = [
+        record["step"] for record in records(tmp_path / "killed") if record["event"] == "resume"
+    ]
     assert resumes == [6, 18, 30]
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert same_weights(tmp_path / "killed", tmp_path / "whole")
@@ -110,8 +153,14 @@ def test_evaluation_is_neutral(train_ok, tiny_data, tmp_path):
     """Evaluating every 5 steps or never changes no training loss, dropout included."""
     for norm_type in ("layer", "taper"):
         for interval in (5, 1000):
-            train_ok(*TINY, *keys_of(norm_type), "--dropout=0.2", f"--eval_interval={interval}",
-                     f"--data_dir={tiny_data}", f"--out_dir={tmp_path / norm_type / str(interval)}")  # fmt: skip
+            train_ok(
+                *TINY,
+                *keys_of(norm_type),
+                "--dropout=0.2",
+                f"--eval_interval={interval}",
+                f"--data_dir={tiny_data}",
+                f"--out_dir={tmp_path / norm_type / str(interval)}",
+            )
         often, never = (losses(tmp_path / norm_type / name) for name in ("5", "1000"))
         assert len(often) == 40 and often == never
         assert len(val_losses(tmp_path / norm_type / "5")) == 9
@@ -119,43 +168,74 @@ def test_evaluation_is_neutral(train_ok, tiny_data, tmp_path):
 
 @pytest.mark.parametrize("norm_type", ["coupled", "taper"])
 def test_world_size_invariance(train_ok, tiny_data, tmp_path, norm_type):
-    """1, 2 and 4 ranks at equal tokens a step: the same samples, losses within 1e-5, the same validation set."""
+    """1, 2 and 4 ranks at equal tokens a step: the same samples, losses within 1e-5, the same
+    validation set.
+    """
     samples, runs = {}, {}
     for ranks in (1, 2, 4):
         out = tmp_path / str(ranks)
-        # A calm learning rate: a violent taper amplifies the last bit of a sum to 0.1 within 30 steps.
-        train_ok(*TINY, *keys_of(norm_type), "--max_iters=50", "--eval_interval=25", "--learning_rate=1e-3",
-                 f"--data_dir={tiny_data}", f"--out_dir={out}", ranks=ranks,
-                 patch=("record_samples", {"path": str(tmp_path / f"ids{ranks}")}))  # fmt: skip
-        lines = [line for rank in range(ranks) for line in (tmp_path / f"ids{ranks}.{rank}").read_text().splitlines()]
+        # A calm learning rate: a violent taper amplifies the last bit of a sum to 0.1 within 30
+        # steps.
+        train_ok(
+            *TINY,
+            *keys_of(norm_type),
+            "--max_iters=50",
+            "--eval_interval=25",
+            "--learning_rate=1e-3",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={out}",
+            ranks=ranks,
+            patch=("record_samples", {"path": str(tmp_path / f"ids{ranks}")}),
+        )
+        lines = [
+            line
+            for rank in range(ranks)
+            for line in (tmp_path / f"ids{ranks}.{rank}").read_text().splitlines()
+        ]
         samples[ranks] = sorted(line for line in lines if int(line.split()[0]) <= 50)
         runs[ranks] = losses(out), val_losses(out)
     assert len(samples[1]) == 200 and samples[1] == samples[2] == samples[4]
     for ranks in (2, 4):
         assert max(abs(runs[1][0][step] - runs[ranks][0][step]) for step in runs[1][0]) <= 1e-5
         assert runs[ranks][1].keys() == runs[1][1].keys() == {0, 25, 50}
-        assert runs[ranks][1][0] == runs[1][1][0]  # before training: the very same sum, in the same order
+        assert (
+            runs[ranks][1][0] == runs[1][1][0]
+        )  # before training: the very same sum, in the same order
 
 
 def test_norm_types_share_weights_and_data(train_ok, tiny_data, tmp_path):
-    """Runs that differ in norm_type start from the same non-norm weights and see the same samples."""
+    """Runs that differ in norm_type share the initial non-norm weights and see the same samples."""
     seen, start = {}, {}
     for norm_type in NORM_TYPES:
-        train_ok(*TINY, f"--norm_type={norm_type}", "--max_iters=1", "--learning_rate=1e-30", "--min_lr=0",
-                 "--bias=True", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / norm_type}",
-                 patch=("record_samples", {"path": str(tmp_path / norm_type) + ".ids"}))  # fmt: skip
+        train_ok(
+            *TINY,
+            f"--norm_type={norm_type}",
+            "--max_iters=1",
+            "--learning_rate=1e-30",
+            "--min_lr=0",
+            "--bias=True",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / norm_type}",
+            patch=("record_samples", {"path": str(tmp_path / norm_type) + ".ids"}),
+        )
         seen[norm_type] = (tmp_path / f"{norm_type}.ids.0").read_text().splitlines()[:4]
-        start[norm_type] = {name: w for name, w in weights(tmp_path / norm_type).items() if "norm" not in name}
+        start[norm_type] = {
+            name: w for name, w in weights(tmp_path / norm_type).items() if "norm" not in name
+        }
     assert len(seen["layer"]) == 4
     for norm_type in NORM_TYPES[1:]:
         assert seen[norm_type] == seen["layer"]
         assert start[norm_type].keys() == start["layer"].keys()
-        for name, w in start[norm_type].items():  # zero biases have moved by the 1e-31 of the one step
+        for name, w in start[
+            norm_type
+        ].items():  # zero biases have moved by the 1e-31 of the one step
             assert torch.allclose(w, start["layer"][name], rtol=0, atol=1e-29), name
 
 
 @pytest.mark.parametrize(("ranks", "bad_rank"), [(1, 0), (2, 1)])
-def test_nan_loss_stops_all_ranks_and_keeps_the_checkpoint(launch, tiny_data, tmp_path, ranks, bad_rank):
+def test_nan_loss_stops_all_ranks_and_keeps_the_checkpoint(
+    launch, tiny_data, tmp_path, ranks, bad_rank
+):
     out = tmp_path / "run"
     words = (*TINY, "--checkpoint_interval=5", f"--data_dir={tiny_data}", f"--out_dir={out}")
     job = launch(*words, ranks=ranks, patch=("nan_loss", {"rank": bad_rank, "step": 7}))
@@ -169,8 +249,12 @@ def test_nan_loss_stops_all_ranks_and_keeps_the_checkpoint(launch, tiny_data, tm
 
 
 def test_nan_gradient_is_named(launch, tiny_data, tmp_path):
-    job = launch(*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}",
-                 patch=("nan_gradient", {"name": "blocks.1.mlp.up.weight", "step": 3}))  # fmt: skip
+    job = launch(
+        *TINY,
+        f"--data_dir={tiny_data}",
+        f"--out_dir={tmp_path / 'run'}",
+        patch=("nan_gradient", {"name": "blocks.1.mlp.up.weight", "step": 3}),
+    )
     assert job.wait() == [1]
     assert "step 3: the gradient of blocks.1.mlp.up.weight is not finite" in job.text()
 
@@ -182,36 +266,61 @@ def test_low_precision_trains(train_ok, tiny_data, tmp_path, dtype):
 
 
 def test_log_format(train_ok, tiny_data, tmp_path):
-    train_ok(*TINY, "--eval_interval=20", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    train_ok(
+        *TINY, "--eval_interval=20", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}"
+    )
     log = records(tmp_path / "run")
-    assert log[0]["event"] == "start" and log[0]["norm_keys"].items() >= {"norm_plan": "", "norm_eps": 1e-5}.items()
+    assert (
+        log[0]["event"] == "start"
+        and log[0]["norm_keys"].items() >= {"norm_plan": "", "norm_eps": 1e-5}.items()
+    )
     assert {"config", "git", "versions", "device", "n_params", "norm_plan"} <= log[0].keys()
     assert [r["step"] for r in log if r["event"] == "eval"] == [0, 20, 40]
     step = steps_of(tmp_path / "run")[-1]
     assert {"step", "loss", "lr", "grad_norm", "tokens", "tok_per_s", "mfu"} <= step.keys()
     assert step["tokens"] == 40 * 2 * 4 * 16 and step["mfu"] is None and step["tok_per_s"] > 0
     assert steps_of(tmp_path / "run")[0]["tok_per_s"] is None  # warm-up
-    assert log[-1] == {"event": "end", "reason": "done", "step": 40, "tok_per_s": log[-1]["tok_per_s"]}
+    assert log[-1] == {
+        "event": "end",
+        "reason": "done",
+        "step": 40,
+        "tok_per_s": log[-1]["tok_per_s"],
+    }
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.json", "log.jsonl", "ckpt_last.pt", "ckpt_best.pt"} <= names
 
 
 def test_finished_run_is_left_alone_and_longer_run_goes_on(train_ok, tiny_data, tmp_path):
-    words = (*TINY, "--lr_schedule=constant", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    words = (
+        *TINY,
+        "--lr_schedule=constant",
+        f"--data_dir={tiny_data}",
+        f"--out_dir={tmp_path / 'run'}",
+    )
     train_ok(*words)
     before = losses(tmp_path / "run")
     assert "finished already" in train_ok(*words).text() and losses(tmp_path / "run") == before
     text = train_ok(*words, "--max_iters=45").text()
-    assert "changed since then: max_iters 40 -> 45" in text and sorted(losses(tmp_path / "run")) == list(range(1, 46))
+    assert "changed since then: max_iters 40 -> 45" in text and sorted(
+        losses(tmp_path / "run")
+    ) == list(range(1, 46))
 
 
 def test_init_from_turns_rms_into_taper(train_ok, tiny_data, tmp_path):
     train_ok(*TINY, "--norm_type=rms", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'rms'}")
     final = val_losses(tmp_path / "rms")[40]
-    text = train_ok(*TINY, *keys_of("taper"), f"--init_from={tmp_path / 'rms'}", f"--data_dir={tiny_data}",
-                    "--learning_rate=1e-3", f"--out_dir={tmp_path / 'taper'}").text()  # fmt: skip
+    text = train_ok(
+        *TINY,
+        *keys_of("taper"),
+        f"--init_from={tmp_path / 'rms'}",
+        f"--data_dir={tiny_data}",
+        "--learning_rate=1e-3",
+        f"--out_dir={tmp_path / 'taper'}",
+    ).text()
     assert "0 are left out" in text
-    assert val_losses(tmp_path / "taper")[0] == pytest.approx(final, abs=1e-6)  # still the same function
+    assert val_losses(tmp_path / "taper")[0] == pytest.approx(
+        final, abs=1e-6
+    )  # still the same function
     gains = weights(tmp_path / "rms")["blocks.0.norm1.weight"]
     assert not torch.allclose(gains, torch.ones_like(gains), atol=1e-3)
 
@@ -219,12 +328,19 @@ def test_init_from_turns_rms_into_taper(train_ok, tiny_data, tmp_path):
 def test_init_from_refuses_another_function(launch, train_ok, tiny_data, tmp_path):
     train_ok(*TINY, "--max_iters=2", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
     for key in ("--n_head=4", "--activation=relu2", "--qk_norm=True"):
-        job = launch(*TINY, key, f"--init_from={tmp_path / 'run'}", f"--data_dir={tiny_data}",
-                     f"--out_dir={tmp_path / 'other'}")  # fmt: skip
+        job = launch(
+            *TINY,
+            key,
+            f"--init_from={tmp_path / 'run'}",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / 'other'}",
+        )
         assert job.wait() == [1]
         assert "add --" in job.text() or "is missing" in job.text()
     taper = GPT(parse_args(TrainConfig, [*TINY, "--norm_type=taper", "--vocab_size=128"])[0])
-    with pytest.raises(CheckpointError, match=r"norm_type=layer.*taper_base=rms away: add --taper_base=layer"):
+    with pytest.raises(
+        CheckpointError, match=r"norm_type=layer.*taper_base=rms away: add --taper_base=layer"
+    ):
         init_from(taper, str(tmp_path / "run"))
     padded = ("--vocab_size=128", f"--init_from={tmp_path / 'run'}", f"--data_dir={tiny_data}")
     train_ok(*TINY, *padded, "--max_iters=1", f"--out_dir={tmp_path / 'padded'}")
@@ -234,25 +350,43 @@ def test_init_from_refuses_another_function(launch, train_ok, tiny_data, tmp_pat
 
 def test_signals_that_come_twice(launch, tiny_data, tmp_path):
     """Launchers repeat SIGTERM: the run saves all the same."""
-    job = launch(*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}",
-                 patch=("slow_steps", {"seconds": 0.1}))  # fmt: skip
+    job = launch(
+        *TINY,
+        f"--data_dir={tiny_data}",
+        f"--out_dir={tmp_path}",
+        patch=("slow_steps", {"seconds": 0.1}),
+    )
     job.signal_at(tmp_path, 5, signal.SIGTERM)
     job.signal_at(tmp_path, 5, signal.SIGTERM)
     assert job.wait() == [0] and (tmp_path / "ckpt_last.pt").exists()
 
 
-def test_resume_takes_new_optimiser_settings_and_refuses_a_taper_backwards(launch, train_ok, tiny_data, tmp_path):
+def test_resume_takes_new_optimiser_settings_and_refuses_a_taper_backwards(
+    launch, train_ok, tiny_data, tmp_path
+):
     words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
     train_ok(*words, "--weight_decay=0.3")
     train_ok(*words, "--weight_decay=0.2", "--beta2=0.9", "--max_iters=42")
-    groups = torch.load(tmp_path / "run" / "ckpt_last.pt", weights_only=True)["optimizer"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.2, 0.0] and groups[0]["betas"] == (0.9, 0.9)
-    words = (*TINY, "--norm_type=taper", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'taper'}")
+    groups = torch.load(tmp_path / "run" / "ckpt_last.pt", weights_only=True)["optimizer"][
+        "param_groups"
+    ]
+    assert [group["weight_decay"] for group in groups] == [0.2, 0.0] and groups[0]["betas"] == (
+        0.9,
+        0.9,
+    )
+    words = (
+        *TINY,
+        "--norm_type=taper",
+        f"--data_dir={tiny_data}",
+        f"--out_dir={tmp_path / 'taper'}",
+    )
     train_ok(*words)  # its schedule is in shares of max_iters
     before = {path: path.read_bytes() for path in (tmp_path / "taper").iterdir()}
     job = launch(*words, "--max_iters=80")
     assert job.wait() == [2] and "backwards" in job.text() and "keep max_iters" in job.text()
-    assert before == {path: path.read_bytes() for path in (tmp_path / "taper").iterdir()}  # the run is as it was
+    assert before == {
+        path: path.read_bytes() for path in (tmp_path / "taper").iterdir()
+    }  # the run is as it was
 
 
 def test_resume_from_a_path(launch, train_ok, tiny_data, tmp_path):
@@ -260,39 +394,62 @@ def test_resume_from_a_path(launch, train_ok, tiny_data, tmp_path):
     train_ok(*words, "--max_iters=20", f"--out_dir={tmp_path / 'a'}")
     last = f"--resume={tmp_path / 'a' / 'ckpt_last.pt'}"
     train_ok(*words, last, f"--out_dir={tmp_path / 'b'}")
-    assert records(tmp_path / "b")[0]["event"] == "start" and sorted(losses(tmp_path / "b")) == list(range(21, 41))
+    assert records(tmp_path / "b")[0]["event"] == "start" and sorted(
+        losses(tmp_path / "b")
+    ) == list(range(21, 41))
     job = launch(*words, last, "--max_iters=60", f"--out_dir={tmp_path / 'b'}")
     assert job.wait() == [1] and "holds another run" in job.text()
 
 
 def test_two_processes_do_not_train_in_one_folder(launch, tiny_data, tmp_path):
     """The second is told so and touches nothing; a killed one keeps nobody out."""
-    words = (*TINY, "--max_iters=100000", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    words = (
+        *TINY,
+        "--max_iters=100000",
+        f"--data_dir={tiny_data}",
+        f"--out_dir={tmp_path / 'run'}",
+    )
     first = launch(*words)
     first.signal_at(tmp_path / "run", 1, signal.SIGCONT)  # it trains
     config = (tmp_path / "run/config.json").read_text()
     for ranks in (1, 2):
-        second = launch(*words, "--learning_rate=1e-4", ranks=ranks, patch=("impatient", {"seconds": 0.5}))
+        second = launch(
+            *words, "--learning_rate=1e-4", ranks=ranks, patch=("impatient", {"seconds": 0.5})
+        )
         assert second.wait() == [1] * ranks and "waiting for its end, 0 s at most" in second.text()
         assert "another process is training there: wait for it" in second.text()
         assert second.text().count("error:") == 1 and "Traceback" not in second.text()
     assert (tmp_path / "run/config.json").read_text() == config and first.processes[0].is_alive()
     first.signal_at(tmp_path / "run", 2, signal.SIGKILL)
     assert first.wait() == [-signal.SIGKILL]
-    assert launch(*words, "--max_iters=3").wait() == [0] and sorted(losses(tmp_path / "run")) == [1, 2, 3]
+    assert launch(*words, "--max_iters=3").wait() == [0] and sorted(losses(tmp_path / "run")) == [
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_second_start_waits_and_sees_what_the_first_one_leaves(launch, tiny_data, tmp_path, ranks):
-    """The same command twice, the second while the first one trains: it must not start from scratch and overwrite."""
+def test_a_second_start_waits_and_sees_what_the_first_one_leaves(
+    launch, tiny_data, tmp_path, ranks
+):
+    """The same command twice, the second while the first one trains: it must not start from scratch
+    and overwrite.
+    """
     words = (*TINY, "--max_iters=10", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
     first = launch(*words, ranks=ranks, patch=("slow_steps", {"seconds": 0.3}))
-    first.signal_at(tmp_path / "run", 1, signal.SIGCONT)  # it trains, and there is no checkpoint yet
+    first.signal_at(
+        tmp_path / "run", 1, signal.SIGCONT
+    )  # it trains, and there is no checkpoint yet
     second = launch(*words, ranks=ranks)
     wait_for(second, "another process is training there: waiting for its end, 60 s")
     assert set(first.wait()) == {0}
     before = contents(tmp_path / "run")
-    assert set(second.wait()) == {0} and "finished already" in second.text() and contents(tmp_path / "run") == before
+    assert (
+        set(second.wait()) == {0}
+        and "finished already" in second.text()
+        and contents(tmp_path / "run") == before
+    )
 
 
 def wait_for(job, text: str, timeout: float = 60) -> None:
@@ -343,7 +500,9 @@ def refuse(path: Path, mode: str) -> None:
 
 def test_a_folder_in_which_nothing_happened_is_taken_away(launch, tiny_data, tmp_path):
     words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'new'}")
-    assert launch(*words, "--init_from=nowhere.pt").wait() == [1] and not (tmp_path / "new").exists()
+    assert (
+        launch(*words, "--init_from=nowhere.pt").wait() == [1] and not (tmp_path / "new").exists()
+    )
     (tmp_path / "new").mkdir()
     assert launch(*words, "--init_from=nowhere.pt").wait() == [1] and (tmp_path / "new").is_dir()
 
@@ -383,8 +542,12 @@ def test_ranks_that_find_different_checkpoints_end(launch, train_ok, tiny_data, 
     """Where out_dir is a folder of each machine, only one of which has the run."""
     words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
     train_ok(*words, "--max_iters=2")
-    job = launch(*words, ranks=2, patch=("other_out_dir", {"rank": 1, "folder": str(tmp_path / "elsewhere")}))
-    assert job.wait() == [1, 1] and job.text().count("error:") == 1 and "Traceback" not in job.text()
+    job = launch(
+        *words, ranks=2, patch=("other_out_dir", {"rank": 1, "folder": str(tmp_path / "elsewhere")})
+    )
+    assert (
+        job.wait() == [1, 1] and job.text().count("error:") == 1 and "Traceback" not in job.text()
+    )
     assert "ranks found different checkpoints" in job.text()
 
 
@@ -393,8 +556,12 @@ def test_a_fault_of_one_rank_is_told_once(launch, train_ok, tiny_data, tmp_path)
     train_ok(*words, "--max_iters=2")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/ckpt_last.pt").write_bytes(b"torn")
-    job = launch(*words, ranks=2, patch=("other_out_dir", {"rank": 1, "folder": str(tmp_path / "elsewhere")}))
-    assert job.wait() == [1, 1] and job.text().count("error:") == 1 and "Traceback" not in job.text()
+    job = launch(
+        *words, ranks=2, patch=("other_out_dir", {"rank": 1, "folder": str(tmp_path / "elsewhere")})
+    )
+    assert (
+        job.wait() == [1, 1] and job.text().count("error:") == 1 and "Traceback" not in job.text()
+    )
     assert "elsewhere/ckpt_last.pt: torn" in job.text()
 
 
@@ -409,8 +576,15 @@ def test_other_data_is_refused_on_resume(launch, train_ok, tmp_path, ranks):
         half = len(whole) // 2  # of whole tokens
         (data / name).write_bytes(whole[:half] + whole[half + 2 :] + whole[half : half + 2])
         job = launch(*words, ranks=ranks)
-        assert set(job.wait()) == {1} and job.text().count("error:") == 1 and "Traceback" not in job.text()
-        assert f"ckpt_last.pt was trained on other data ({name}:" in job.text() and "--init_from=" in job.text()
+        assert (
+            set(job.wait()) == {1}
+            and job.text().count("error:") == 1
+            and "Traceback" not in job.text()
+        )
+        assert (
+            f"ckpt_last.pt was trained on other data ({name}:" in job.text()
+            and "--init_from=" in job.text()
+        )
         assert before == contents(out)
         assert "finished already" in train_ok(*words, "--max_iters=4", ranks=ranks).text()
         (data / name).write_bytes(whole)
@@ -440,7 +614,9 @@ def test_a_checkpoint_of_before_is_compared_with_the_log_beside_it(launch, train
 def test_a_fingerprint_covers_the_middle_of_a_long_shard(tmp_path, monkeypatch):
     data = write_tiny_shards(tmp_path / "data", train=(1 << 20) + 5000)
     short = Blocks(str(data), "val", 16, 60).fingerprint()
-    assert short.startswith("tiny_val_000000.bin:2000:") and short.count(":") == 2  # as in logs of before
+    assert (
+        short.startswith("tiny_val_000000.bin:2000:") and short.count(":") == 2
+    )  # as in logs of before
     before = Blocks(str(data), "train", 16, 60).fingerprint()
     of_before = before.rsplit(":", 1)[0]
     shard = np.fromfile(data / "tiny_train_000000.bin", np.uint16)
@@ -449,10 +625,18 @@ def test_a_fingerprint_covers_the_middle_of_a_long_shard(tmp_path, monkeypatch):
     after = Blocks(str(data), "train", 16, 60).fingerprint()
     assert before.split(":")[:3] == after.split(":")[:3] and before != after
     there = f"{after} there, {before} here"
-    assert data_difference(after, before) == there and data_difference(f"{after} a b:1:00000000", before)
-    assert not data_difference(of_before, after) and not data_difference(f"{short} {before}", f"{short} {of_before}")
-    assert data_difference(f"{short} {after}", f"{short} {before}") == there  # the part that differs
-    monkeypatch.setattr(common.fingerprint, "WHOLE", 1 << 20)  # a sample, which can miss one token, not all
+    assert data_difference(after, before) == there and data_difference(
+        f"{after} a b:1:00000000", before
+    )
+    assert not data_difference(of_before, after) and not data_difference(
+        f"{short} {before}", f"{short} {of_before}"
+    )
+    assert (
+        data_difference(f"{short} {after}", f"{short} {before}") == there
+    )  # the part that differs
+    monkeypatch.setattr(
+        common.fingerprint, "WHOLE", 1 << 20
+    )  # a sample, which can miss one token, not all
     sampled = Blocks(str(data), "train", 16, 60).fingerprint()
     shard[1 << 19 : -(1 << 19)] = 0
     shard.tofile(data / "tiny_train_000000.bin")
@@ -460,12 +644,15 @@ def test_a_fingerprint_covers_the_middle_of_a_long_shard(tmp_path, monkeypatch):
 
 
 def test_another_place_is_told_on_resume(launch, train_ok, tiny_data, tmp_path):
-    """Other code, other versions, another number of ranks: the run goes on, its log says so, and report.py leaves it
-    out."""
+    """Other code, other versions, another number of ranks: the run goes on, its log says so, and
+    report.py leaves it out.
+    """
     words = (*TINY, "--lr_schedule=constant", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
     train_ok(*words, "--max_iters=4")
     train_ok(*words, "--max_iters=6")
-    assert [record["changed"] for record in records(tmp_path) if record["event"] == "resume"] == [["max_iters 4 -> 6"]]
+    assert [record["changed"] for record in records(tmp_path) if record["event"] == "resume"] == [
+        ["max_iters 4 -> 6"]
+    ]
     other = ("other_place", {"git": "another", "versions": {"python": "3", "torch": "9.9"}})
     job = launch(*words, "--max_iters=9", ranks=2, patch=other)  # it trains nothing that is kept
     job.signal_at(tmp_path, 6, signal.SIGCONT)
@@ -485,12 +672,23 @@ def test_another_place_is_told_on_resume(launch, train_ok, tiny_data, tmp_path):
 
 def test_commits_that_differ_in_results_and_texts_are_one_code(tmp_path, monkeypatch):
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True,
-                              capture_output=True, text=True).stdout.strip()  # fmt: skip
+        return subprocess.run(
+            ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
 
     git("init", "-q")
     commits = []
-    for name in ("train.py", "results/log.jsonl", "README.md", "tests/test.py", "docs/page.md", "model.py"):
+    for name in (
+        "train.py",
+        "results/log.jsonl",
+        "README.md",
+        "tests/test.py",
+        "docs/page.md",
+        "model.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
         git("add", ".")
@@ -501,7 +699,9 @@ def test_commits_that_differ_in_results_and_texts_are_one_code(tmp_path, monkeyp
     assert all(environment.is_same_code(first, commit) for commit in (first, *same))
     option = f"--output={tmp_path / 'written'}"  # a checkpoint may hold anything
     for there in (other, first + "+", None, "0" * 40, "HEAD", option, first[:20]):
-        assert not environment.is_same_code(there, first) and not environment.is_same_code(first, there)
+        assert not environment.is_same_code(there, first) and not environment.is_same_code(
+            first, there
+        )
     assert not (tmp_path / "written").exists()
     (tmp_path / "tests/test.py").write_text("changed")
     assert environment._git_commit() == other

@@ -17,7 +17,8 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class FolderLock:
-    """Keeps other processes out of a folder, which is made if need be, until `release` or the end of this process.
+    """Keeps other processes out of a folder, which is made if need be, until `release` or the end
+    of this process.
 
     Another process may be about to end: wait for it, PATIENCE seconds at most.
 
@@ -27,23 +28,35 @@ class FolderLock:
         say: prints a line for people.
 
     Raises:
-        UserError: another process stays there, the folder cannot be made, or the program is told to stop.
+        UserError: another process stays there, the folder cannot be made, or the program is told to
+        stop.
     """
 
     def __init__(
-        self, folder: Path, is_told_to_stop: Callable[[], str | bool], say: Callable[[str], None] | None = None
+        self,
+        folder: Path,
+        is_told_to_stop: Callable[[], str | bool],
+        say: Callable[[str], None] | None = None,
     ):
-        self.folder, self.is_told_to_stop, self.say = folder, is_told_to_stop, say or partial(print, flush=True)
+        self.folder, self.is_told_to_stop, self.say = (
+            folder,
+            is_told_to_stop,
+            say or partial(print, flush=True),
+        )
         self.is_new = False
         self.end: float | None = None  # of the patience, once another process is met
         self.file = self._open()
         while self.file is not None and not self._try():
             self.file.close()
             self._wait()
-            self.file = self._open()  # anew, because the other process may take away a folder that remained empty
+            self.file = (
+                self._open()
+            )  # anew, because the other process may take away a folder that remained empty
 
     def _open(self) -> IO[str] | None:
-        """The lock file; None in a folder in which nobody can write, so that there is nothing to keep others from."""
+        """The lock file; None in a folder in which nobody can write, so that there is nothing to
+        keep others from.
+        """
         try:
             self.is_new |= not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +64,9 @@ class FolderLock:
         except OSError as error:
             if self.folder.is_dir() and not os.access(self.folder, os.W_OK):
                 return None
-            raise UserError(f"out_dir={self.folder}: cannot be written ({error.strerror})") from None
+            raise UserError(
+                f"out_dir={self.folder}: cannot be written ({error.strerror})"
+            ) from None
 
     def _try(self) -> bool:
         """Is the folder ours now?"""
@@ -61,8 +76,12 @@ class FolderLock:
             if error.errno in (errno.EACCES, errno.EAGAIN):  # another process has it
                 return False
             if error.errno not in NO_LOCKS:
-                raise UserError(f"{self.folder / 'lock'}: cannot be locked ({error.strerror})") from None
-            self.say(f"{self.folder} is on a file system without locks: let no other run write there")
+                raise UserError(
+                    f"{self.folder / 'lock'}: cannot be locked ({error.strerror})"
+                ) from None
+            self.say(
+                f"{self.folder} is on a file system without locks: let no other run write there"
+            )
         try:  # it must still be the file that others will open
             return os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.folder / "lock"))
         except OSError:
@@ -72,11 +91,17 @@ class FolderLock:
         """A moment; raises UserError when there is no sense in waiting any longer."""
         if self.end is None:
             self.end = time.monotonic() + PATIENCE
-            self.say(f"{self.folder}: another process is training there: waiting for its end, {PATIENCE:.0f} s at most")
+            self.say(
+                f"{self.folder}: another process is training there: "
+                f"waiting for its end, {PATIENCE:.0f} s at most"
+            )
         if self.is_told_to_stop():
             raise UserError(f"{self.folder}: told to stop while another process is training there")
         if time.monotonic() > self.end:
-            raise UserError(f"{self.folder}: another process is training there: wait for it, or choose another out_dir")
+            raise UserError(
+                f"{self.folder}: another process is training there: "
+                "wait for it, or choose another out_dir"
+            )
         time.sleep(0.2)
 
     def release(self) -> None:

@@ -1,4 +1,6 @@
-"""What a run tells while it trains: log.jsonl, lines or a progress bar for people, wandb if asked; throughput."""
+"""What a run tells while it trains: log.jsonl, lines or a progress bar for people, wandb if asked;
+throughput.
+"""
 
 import json
 import math
@@ -23,13 +25,16 @@ class RunLog:
         self.max_iters = max_iters
 
     def open(self, resume_step: int | None, start: dict[str, Any], changed: list[str]) -> None:
-        """Begin a new log, or cut an old one back to the checkpoint at `resume_step` and go on, noting what settings
-        have changed since."""
+        """Begin a new log, or cut an old one back to the checkpoint at `resume_step` and go on,
+        noting what settings have changed since.
+        """
         if not self.active:
             return
         try:
             if self.path.exists() and resume_step is None:
-                self.path.replace(self.path.with_name("log.jsonl.old"))  # of a run that left no checkpoint
+                self.path.replace(
+                    self.path.with_name("log.jsonl.old")
+                )  # of a run that left no checkpoint
             elif self.path.exists():
                 self._cut_back(resume_step)
             is_new = not self.path.exists()
@@ -39,7 +44,9 @@ class RunLog:
         if self.config["wandb"] != "off":
             self.wandb = _start_wandb(self.config)
         if sys.stderr.isatty():
-            self.bar = tqdm(total=self.max_iters, initial=resume_step or 0, unit="step", dynamic_ncols=True)
+            self.bar = tqdm(
+                total=self.max_iters, initial=resume_step or 0, unit="step", dynamic_ncols=True
+            )
         if is_new:
             self.event("start", config=self.config, **start)
         if resume_step is not None:
@@ -54,7 +61,8 @@ class RunLog:
                 step_of = record.get("step", 0)
             except (ValueError, AttributeError):
                 break
-            # A resume at this very step trained nothing that is kept: the one that comes now says what has changed.
+            # A resume at this very step trained nothing that is kept: the one that comes now says
+            # what has changed.
             is_idle = record.get("event") == "resume" and step_of == step
             if step_of <= step and record.get("event") != "end" and not is_idle:
                 kept.append(line + "\n")
@@ -66,7 +74,10 @@ class RunLog:
         """One line of log.jsonl. Floats keep all their digits; what is not finite becomes null."""
         if not self.active or self.file is None:
             return
-        clean = {k: [_finite(part) for part in v] if isinstance(v, list) else _finite(v) for k, v in values.items()}
+        clean = {
+            k: [_finite(part) for part in v] if isinstance(v, list) else _finite(v)
+            for k, v in values.items()
+        }
         self.file.write(json.dumps({"event": event, **clean}) + "\n")
         self.file.flush()
         if self.wandb is not None and event in ("step", "eval"):
@@ -78,10 +89,14 @@ class RunLog:
         self.event("step", **values)
         if not self.active:
             return
-        speed = "" if values["tok_per_s"] is None else f"  {values['tok_per_s'] / 1000:.1f} k tokens/s"
+        speed = (
+            "" if values["tok_per_s"] is None else f"  {values['tok_per_s'] / 1000:.1f} k tokens/s"
+        )
         mfu = "n/a" if values["mfu"] is None else f"{values['mfu']:.1%}"
         norm = "inf" if values["grad_norm"] is None else f"{values['grad_norm']:.3f}"
-        loss = format(values["loss"], ".2e" if 0 < values["loss"] < 0.01 else ".4f")  # a KL may be small
+        loss = format(
+            values["loss"], ".2e" if 0 < values["loss"] < 0.01 else ".4f"
+        )  # a KL may be small
         facts = f"loss {loss}  lr {values['lr']:.2e}  grad norm {norm}{speed}  MFU {mfu}"
         if self.bar is None:
             self.say(f"step {values['step']}/{self.max_iters}  {facts}")
@@ -129,13 +144,18 @@ def _start_wandb(config: dict[str, Any]) -> Any:
         raise UserError("wandb is not installed: pip install wandb, or --wandb=off") from None
     out_dir = config["out_dir"]
     return wandb.init(
-        project=config["wandb_project"], name=Path(out_dir).name, mode=config["wandb"], config=config, dir=out_dir,
-        resume="allow", id=Path(out_dir).as_posix().replace("/", "-"),
-    )  # fmt: skip
+        project=config["wandb_project"],
+        name=Path(out_dir).name,
+        mode=config["wandb"],
+        config=config,
+        dir=out_dir,
+        resume="allow",
+        id=Path(out_dir).as_posix().replace("/", "-"),
+    )
 
 
 class StepReport:
-    """Numbers of one step on their way from the device to the host, without making the device wait."""
+    """Numbers of one step on their way from device to host, without making the device wait."""
 
     def __init__(self, step: int, lr: float, values: Tensor):
         self.step, self.lr, self.values, self.arrived = step, lr, values, None
@@ -152,7 +172,9 @@ class StepReport:
 
 
 class Throughput:
-    """Tokens per second of training steps alone: evaluation, checkpoints and the first steps are left out."""
+    """Tokens per second of training steps alone: evaluation, checkpoints and the first steps are
+    left out.
+    """
 
     WARM_UP = 5  # steps: compilation, first allocations
 

@@ -1,15 +1,17 @@
-"""The residual stream at every norm position: its size, its drift from the statistic used, and what the output does.
+"""The residual stream at every norm position: its size, its drift from the statistic used, and what
+the output does.
 
-CoupledNorm divides the stream by the RMS of an earlier position. How much larger the stream is by then is the drift
-RMS(h) / RMS(shared), one number a token. Its typical value can be compensated by a scalar at each position (alpha,
-section 5.3 of Loretz & Hochreiter 2026), its spread over tokens cannot. TaperNorm multiplies by a constant c instead:
-its drift, RMS(c h), is about 1 when c is set (c fits the squares, over an average of some 100 steps), and moves as the
-stream grows away from it.
+CoupledNorm divides the stream by the RMS of an earlier position. How much larger the stream is by
+then is the drift RMS(h) / RMS(shared), one number a token. Its typical value can be compensated by
+a scalar at each position (alpha, section 5.3 of Loretz & Hochreiter 2026), its spread over tokens
+cannot. TaperNorm multiplies by a constant c instead: its drift, RMS(c h), is about 1 when c is set
+(c fits the squares, over an average of some 100 steps), and moves as the stream grows away from it.
 
-At the output, the size of the logits and the radial gradient tell whether anything holds the scale of the stream
-(Kanavalau, Amo Alonso & Lall 2026, section 4): with a final norm that gradient is 0, without one it is negative where
-tokens are predicted well, and logits grow ("logit chasing"). Its mean over a text is near 0 once the model is about as
-sure as it is right there, and takes many windows to tell: those of one document all err to one side.
+At the output, the size of the logits and the radial gradient tell whether anything holds the scale
+of the stream (Kanavalau, Amo Alonso & Lall 2026, section 4): with a final norm that gradient is 0,
+without one it is negative where tokens are predicted well, and logits grow ("logit chasing"). Its
+mean over a text is near 0 once the model is about as sure as it is right there, and takes many
+windows to tell: those of one document all err to one side.
 """
 
 from dataclasses import dataclass
@@ -27,39 +29,53 @@ from taper import TaperNorm
 
 @dataclass(frozen=True)
 class RMSStats:
-    """One float64 number for each norm position (2L + 1,); at the output, if targets were given, one number each."""
+    """One float64 number for each norm position (2L + 1,); at the output, if targets were given,
+    one number each.
+    """
 
     rms: Tensor  # root of the mean square over tokens and channels
-    drift: Tensor  # geometric mean over tokens of RMS(h) / RMS(statistic used); 1 where the position has its own
+    # geometric mean over tokens of RMS(h) / RMS(statistic used); 1 where the position has its own
+    drift: Tensor
     spread: Tensor  # standard deviation over tokens of the logarithm of that ratio
-    logit_norm: float | None = None  # length of a token's logits around their mean; root of the mean square over tokens
-    radial_gradient: float | None = None  # <gradient of a token's loss, h>, h the stream before the final norm; mean
+    # length of a token's logits around their mean; root of the mean square over tokens
+    logit_norm: float | None = None
+    # <gradient of a token's loss, h>, h the stream before the final norm; mean
+    radial_gradient: float | None = None
 
     def record(self) -> dict[str, list[float] | float]:
         """For a log."""
-        columns = {"rms": self.rms.tolist(), "drift": self.drift.tolist(), "spread": self.spread.tolist()}
+        columns = {
+            "rms": self.rms.tolist(),
+            "drift": self.drift.tolist(),
+            "spread": self.spread.tolist(),
+        }
         output = {"logit_norm": self.logit_norm, "radial_gradient": self.radial_gradient}
         return columns | {name: value for name, value in output.items() if value is not None}
 
 
 @torch.no_grad()
 def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
-    """Statistics on tokens idx (B, T), dropout off; of the output too, if there are targets (B, T). Under FSDP all
-    ranks must call it."""
+    """Statistics on tokens idx (B, T), dropout off; of the output too, if there are targets (B, T).
+    Under FSDP all ranks must call it.
+    """
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     output: list[float] = []
 
     def note(norm: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
         _, h, used = outputs
         log_ratio = log_drift(norm, h, used)
-        rows.append((h.double().square().mean().sqrt(), log_ratio.mean().exp(), log_ratio.std(correction=0)))
-        if norm is model.norm_f and targets is not None:  # within forward, where FSDP has the head gathered
+        rows.append(
+            (h.double().square().mean().sqrt(), log_ratio.mean().exp(), log_ratio.std(correction=0))
+        )
+        # within forward, where FSDP has the head gathered
+        if norm is model.norm_f and targets is not None:
             output.extend(output_statistics(model, h, used, targets))
 
     handles = [norm.register_forward_hook(note) for norm in model.norms()]
     was_training = model.training
     try:
-        model.eval()(idx, idx)  # with targets, as in training: FSDP's hooks run, and no whole logits are made
+        # with targets, as in training: FSDP's hooks run, and no whole logits are made
+        model.eval()(idx, idx)
     finally:
         model.train(was_training)
         for handle in handles:
@@ -68,19 +84,26 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
 
 
 def log_drift(norm: Norm, h: Tensor, used: Tensor | None) -> Tensor:
-    """log of RMS(h) / RMS(statistic used) (B, T, 1), float64, for a norm that has read the stream h (B, T, C). Zero for
-    norms with a statistic of their own, of whatever kind."""
+    """log of RMS(h) / RMS(statistic used) (B, T, 1), float64, for a norm that has read the stream h
+    (B, T, C). Zero for norms with a statistic of their own, of whatever kind.
+    """
     if isinstance(norm, TaperNorm) and norm.phase != "warm":
-        return -inverse_rms((center(h) if norm.centers else h) * norm.scale, norm.eps).log().double()
+        return (
+            -inverse_rms((center(h) if norm.centers else h) * norm.scale, norm.eps).log().double()
+        )
     if isinstance(norm, SharedRMSNorm):
         return (used / inverse_rms(h, norm.eps)).log().double()
     return torch.zeros(*h.shape[:-1], 1, dtype=torch.float64, device=h.device)
 
 
-def output_statistics(model: GPT, h: Tensor, used: Tensor | None, targets: Tensor) -> tuple[float, float]:
-    """(logit norm, radial gradient) for the stream h (B, T, C) before the final norm, whose forward handed on `used`.
+def output_statistics(
+    model: GPT, h: Tensor, used: Tensor | None, targets: Tensor
+) -> tuple[float, float]:
+    """(logit norm, radial gradient) for the stream h (B, T, C) before the final norm, whose forward
+    handed on `used`.
 
-    Neither needs all logits at once: |W y|^2 is y^T (W^T W) y, and the loss comes chunk by chunk. In full precision.
+    Neither needs all logits at once: |W y|^2 is y^T (W^T W) y, and the loss comes chunk by chunk.
+    In full precision.
     """
     with torch.autocast(h.device.type, enabled=False), torch.enable_grad():
         h = h.detach().to(statistics_dtype(h)).requires_grad_()
@@ -96,14 +119,19 @@ def output_statistics(model: GPT, h: Tensor, used: Tensor | None, targets: Tenso
 
 @torch.no_grad()
 def token_rms(model: GPT, windows: Tensor, batch: int = 8) -> Tensor:
-    """sqrt(mean square + eps) of the residual stream of every token at every norm position: float64 (2L + 1, N, T) on
-    the CPU, for a GPT in eval mode and token ids (N, T), `batch` windows at once."""
+    """sqrt(mean square + eps) of the residual stream of every token at every norm position: float64
+    (2L + 1, N, T) on the CPU, for a GPT in eval mode and token ids (N, T), `batch` windows at once.
+    """
     rows: list[list[Tensor]] = [[] for _ in model.norms()]
 
-    def note(norm: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None], row: int) -> None:
+    def note(
+        norm: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None], row: int
+    ) -> None:
         rows[row].append(1 / inverse_rms(outputs[1], norm.eps).double().squeeze(-1).cpu())
 
-    handles = [norm.register_forward_hook(partial(note, row=row)) for row, norm in enumerate(model.norms())]
+    handles = [
+        norm.register_forward_hook(partial(note, row=row)) for row, norm in enumerate(model.norms())
+    ]
     try:
         for part in windows.split(batch):
             model.hidden(part.to(model.wte.weight.device))
@@ -115,11 +143,18 @@ def token_rms(model: GPT, windows: Tensor, batch: int = 8) -> Tensor:
 
 @torch.no_grad()
 def calibrate(model: GPT, idx: Tensor) -> RMSStats:
-    """Set alpha of every shared position to its drift on tokens idx (B, T), where the config lets it move
-    (coupled_calibrate); the statistics before that."""
+    """Set alpha of every shared position to its drift on tokens idx (B, T), where the config lets
+    it move (coupled_calibrate); the statistics before that.
+    """
     stats = measure(model, idx)
     for norm, drift in zip(model.norms(), stats.drift, strict=True):
-        # A model that has just gone wrong keeps its alpha: the next loss will tell, and name the step.
-        if isinstance(norm, SharedRMSNorm) and isinstance(norm.alpha, Tensor) and drift.isfinite() and drift > 0:
+        # A model that has just gone wrong keeps its alpha: the next loss will tell, and name the
+        # step.
+        if (
+            isinstance(norm, SharedRMSNorm)
+            and isinstance(norm.alpha, Tensor)
+            and drift.isfinite()
+            and drift > 0
+        ):
             norm.alpha.fill_(drift)
     return stats

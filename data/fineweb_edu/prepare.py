@@ -1,19 +1,24 @@
 """FineWeb-Edu sample-10BT as GPT-2 token shards, or any text files in the same form.
 
-    python data/fineweb_edu/prepare.py                               # stream sample-10BT from the Hugging Face hub
-    python data/fineweb_edu/prepare.py --max_tokens=1000000000       # the first 1 B tokens of it
-    python data/fineweb_edu/prepare.py --local a.jsonl.xz b.parquet  # files instead; or --local=a.jsonl.xz,b.parquet
+    # stream sample-10BT from the Hugging Face hub; then only the first 1 B tokens of it
+    python data/fineweb_edu/prepare.py
+    python data/fineweb_edu/prepare.py --max_tokens=1000000000
+    # files instead; or --local=a.jsonl.xz,b.parquet
+    python data/fineweb_edu/prepare.py --local a.jsonl.xz b.parquet
     python data/fineweb_edu/prepare.py --local train.jsonl --val val.jsonl --out_dir=data/mine
 
-Files are jsonl or jsonl.xz (one {"text": ...} a line), parquet (a column "text") or txt (one document a file).
+Files are jsonl or jsonl.xz (one {"text": ...} a line), parquet (a column "text") or txt (one
+document a file).
 
-It makes fineweb_edu_val_000000.bin, fineweb_edu_train_000001.bin, ... of 100 M tokens each (see data/shards.py), with
-the end-of-text token before each document; meta.json; and progress.json, its own notes. The first shard is validation
-data. With --val, those files are, and the training shards count from 0.
+It makes fineweb_edu_val_000000.bin, fineweb_edu_train_000001.bin, ... of 100 M tokens each (see
+data/shards.py), with the end-of-text token before each document; meta.json; and progress.json, its
+own notes. The first shard is validation data. With --val, those files are, and the training shards
+count from 0.
 
-The whole sample has about 9.7 M documents and 10 B tokens: 100 shards, 20 GB, from a download of some 27 GB. One
-process tokenises about 2.5 M tokens a second, an hour for all; with several, the download sets the pace. Kill it at
-any moment and run the same command again: finished shards are kept, and the result is the same to the byte.
+The whole sample has about 9.7 M documents and 10 B tokens: 100 shards, 20 GB, from a download of
+some 27 GB. One process tokenises about 2.5 M tokens a second, an hour for all; with several, the
+download sets the pace. Kill it at any moment and run the same command again: finished shards are
+kept, and the result is the same to the byte.
 """
 
 import json
@@ -41,7 +46,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.errors import ConfigError, DataError, run_program
 from common.output import write_bytes_atomically
 from configurator import key, parse_args
-from data.documents import BROKEN, EMPTY, NO_TEXT, REPLACED, Document, checked, input_files, read_files
+from data.documents import (
+    BROKEN,
+    EMPTY,
+    NO_TEXT,
+    REPLACED,
+    Document,
+    checked,
+    input_files,
+    read_files,
+)
 from data.shards import HEADER_BYTES, write_meta, write_shard
 from data.tokenizers import END_OF_TEXT, load_tokenizer
 
@@ -50,19 +64,26 @@ VOCABULARIES = {"gpt2": 50257, "bytes": 257}
 MAX_PIECE = 16384  # characters that the tokenizer sees at once; see `pieces`
 BATCH_CHARS = 1 << 20  # text sent to a process at once
 NOTE_KEYS = {"tokens", "counts", "offset", "is_last"}  # of a shard in progress.json; see Progress
-# Split after non-whitespace, before a space or newline: GPT-2's pattern never matches across such a place.
+# Split after non-whitespace, before a space or newline: GPT-2's pattern never matches across such a
+# place.
 SAFE_SPLIT = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    local: str = key("", "files to tokenise, with commas between ('': stream sample-10BT from the hub)")
+    local: str = key(
+        "", "files to tokenise, with commas between ('': stream sample-10BT from the hub)"
+    )
     val: str = key("", "files for the val shards ('': the first shard is validation data)")
     out_dir: str = key(str(Path(__file__).resolve().parent), "folder for the shards")
-    tokenizer: str = key("gpt2", "GPT-2's BPE, or single bytes for models of few parameters", tuple(VOCABULARIES))
+    tokenizer: str = key(
+        "gpt2", "GPT-2's BPE, or single bytes for models of few parameters", tuple(VOCABULARIES)
+    )
     shard_tokens: int = key(100_000_000, "tokens in a shard; only the last has fewer")
     max_tokens: int = key(0, "stop after this many tokens, val files not counted (0: all)")
-    processes: int | None = key(None, "tokenising processes; the shards do not depend on it (auto: one a CPU core)")
+    processes: int | None = key(
+        None, "tokenising processes; the shards do not depend on it (auto: one a CPU core)"
+    )
 
 
 def read_hub(skip: int) -> Iterator[Document]:
@@ -70,24 +91,34 @@ def read_hub(skip: int) -> Iterator[Document]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise DataError("streaming FineWeb-Edu needs datasets: pip install datasets, or pass --local FILES") from None
+        raise DataError(
+            "streaming FineWeb-Edu needs datasets: pip install datasets, or pass --local FILES"
+        ) from None
     try:
-        rows = load_dataset(HUB, name=SUBSET, split="train", streaming=True).select_columns(["text"]).skip(skip)
+        rows = (
+            load_dataset(HUB, name=SUBSET, split="train", streaming=True)
+            .select_columns(["text"])
+            .skip(skip)
+        )
         for row in rows:
             yield checked(row["text"])
     except Exception as error:  # whatever its HTTP libraries raise
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise DataError(f"reading {HUB} failed ({what}): run the same command again to go on") from None
+        raise DataError(
+            f"reading {HUB} failed ({what}): run the same command again to go on"
+        ) from None
 
 
-# ------------------------------------------------------------------------------------------------------- tokenising
+# --------------------------------------------------------------------------------------- tokenising
 
 
 def pieces(text: str) -> Iterator[str]:
-    """`text` in pieces of at most MAX_PIECE characters, cut where it changes no token if there is such a place.
+    """`text` in pieces of at most MAX_PIECE characters, cut where it changes no token if there is
+    such a place.
 
-    A run without whitespace costs the tokenizer more than linear time (quadratic in older versions), and a run of
-    whitespace a deep stack. Runs longer than MAX_PIECE are cut anywhere, which still decodes to the same text.
+    A run without whitespace costs the tokenizer more than linear time (quadratic in older
+    versions), and a run of whitespace a deep stack. Runs longer than MAX_PIECE are cut anywhere,
+    which still decodes to the same text.
     """
     start = 0
     while len(text) - start > MAX_PIECE:
@@ -115,7 +146,8 @@ def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     batch, size = [], 0
     for document in documents:
         batch.append(document)
-        size += len(document.text) + 100  # a million empty documents shall not fill the memory either
+        # a million empty documents shall not fill the memory either
+        size += len(document.text) + 100
         if size >= BATCH_CHARS:
             yield batch
             batch, size = [], 0
@@ -134,7 +166,9 @@ def start_worker() -> None:
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
-def tokenise(documents: Iterator[Document], name: str, processes: int) -> Iterator[tuple[Document, np.ndarray]]:
+def tokenise(
+    documents: Iterator[Document], name: str, processes: int
+) -> Iterator[tuple[Document, np.ndarray]]:
     """Each document and its tokens, in the order of the input whatever the number of processes."""
     if processes == 1:
         for document in documents:
@@ -145,26 +179,32 @@ def tokenise(documents: Iterator[Document], name: str, processes: int) -> Iterat
     try:
         pending: deque = deque()  # bounded, so that reading does not run away from tokenising
         for batch in batches(documents):
-            pending.append((batch, pool.submit(encode, [document.text for document in batch], name)))
+            pending.append(
+                (batch, pool.submit(encode, [document.text for document in batch], name))
+            )
             if len(pending) > 2 * processes:
                 batch, encoded = pending.popleft()
                 yield from zip(batch, encoded.result(), strict=True)
         for batch, encoded in pending:
             yield from zip(batch, encoded.result(), strict=True)
     except BrokenProcessPool:
-        raise DataError("a tokenising process was killed; out of memory? Run again with fewer --processes") from None
+        raise DataError(
+            "a tokenising process was killed; out of memory? Run again with fewer --processes"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-# ---------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 class Progress:
-    """progress.json: the settings, and for each shard how much of the input was used when it was full.
+    """progress.json: the settings, and for each shard how much of the input was used when it was
+    full.
 
-    A shard is noted before it is written and counts once its file is there; both are atomic. So a kill at any moment
-    loses no finished shard, and only the tokens of the shard in work are computed again.
+    A shard is noted before it is written and counts once its file is there; both are atomic. So a
+    kill at any moment loses no finished shard, and only the tokens of the shard in work are
+    computed again.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
@@ -173,25 +213,37 @@ class Progress:
         present = {path.name for path in folder.glob("*.bin")}
         if not present:
             return
-        remedy = f"choose another --out_dir, or delete its shards and {self.path.name} to begin again"
+        remedy = (
+            f"choose another --out_dir, or delete its shards and {self.path.name} to begin again"
+        )
         try:
             found = json.loads(self.path.read_text())
             noted = {name for name, note in found["shards"].items() if note.keys() >= NOTE_KEYS}
-            different = [name for name, value in settings.items() if found["settings"].get(name) != value]
+            different = [
+                name for name, value in settings.items() if found["settings"].get(name) != value
+            ]
         except FileNotFoundError:
-            raise DataError(f"{folder} holds shards that this script did not make: {remedy}") from None
+            raise DataError(
+                f"{folder} holds shards that this script did not make: {remedy}"
+            ) from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise DataError(f"{self.path} is damaged: {remedy}") from None
         if different:
-            raise DataError(f"{folder} holds shards made with other settings ({', '.join(different)}): {remedy}")
+            raise DataError(
+                f"{folder} holds shards made with other settings ({', '.join(different)}): {remedy}"
+            )
         if strangers := present - noted:
-            raise DataError(f"{folder} holds {min(strangers)}, which this run did not make: {remedy}")
+            raise DataError(
+                f"{folder} holds {min(strangers)}, which this run did not make: {remedy}"
+            )
         self.notes = found["shards"]
 
     def last_finished(self, name_of: Callable[[int], str]) -> tuple[int, dict | None]:
         """Number of finished shards, in unbroken order, and the note of the last."""
         index, last = 0, None
-        while (note := self.notes.get(name_of(index))) and self._is_there(name_of(index), note["tokens"]):
+        while (note := self.notes.get(name_of(index))) and self._is_there(
+            name_of(index), note["tokens"]
+        ):
             index, last = index + 1, note
         return index, last
 
@@ -210,7 +262,9 @@ class Progress:
         tqdm.write(f"{name}: {len(tokens):,} tokens")
 
 
-def up_to(limit: int, encoded: Iterator[tuple[Document, np.ndarray]]) -> Iterator[tuple[Document, np.ndarray]]:
+def up_to(
+    limit: int, encoded: Iterator[tuple[Document, np.ndarray]]
+) -> Iterator[tuple[Document, np.ndarray]]:
     """The first `limit` tokens, and the documents that they come from."""
     for document, tokens in encoded:
         yield document, tokens[:limit]
@@ -219,9 +273,16 @@ def up_to(limit: int, encoded: Iterator[tuple[Document, np.ndarray]]) -> Iterato
             return
 
 
-def write_shards(read: Callable[[int], Iterator[Document]], name_of: Callable[[int], str], first_is_val: bool,
-                 limit: int, config: PrepareConfig, progress: Progress) -> Counter:
-    """Tokenise the documents of `read(documents to skip)` into shards; go on where a killed run stopped.
+def write_shards(
+    read: Callable[[int], Iterator[Document]],
+    name_of: Callable[[int], str],
+    first_is_val: bool,
+    limit: int,
+    config: PrepareConfig,
+    progress: Progress,
+) -> Counter:
+    """Tokenise the documents of `read(documents to skip)` into shards; go on where a killed run
+    stopped.
 
     Returns how many documents there were of each kind.
     """
@@ -231,15 +292,26 @@ def write_shards(read: Callable[[int], Iterator[Document]], name_of: Callable[[i
         return counts
     size = config.shard_tokens
     shard, filled = np.empty(size, np.uint16), 0
-    left = (limit or sys.maxsize) - index * size + offset  # counted from the start of the document in work
-    encoded = up_to(left, tokenise(read(counts["records"]), config.tokenizer, config.processes or os.cpu_count() or 1))
+    # counted from the start of the document in work
+    left = (limit or sys.maxsize) - index * size + offset
+    encoded = up_to(
+        left,
+        tokenise(
+            read(counts["records"]), config.tokenizer, config.processes or os.cpu_count() or 1
+        ),
+    )
     interval = 0.5 if sys.stderr.isatty() else 60  # a log file wants fewer lines than a terminal
-    with tqdm(unit="tok", unit_scale=True, initial=index * size, total=limit or None, mininterval=interval) as bar:
+    with tqdm(
+        unit="tok", unit_scale=True, initial=index * size, total=limit or None, mininterval=interval
+    ) as bar:
         for document, tokens in encoded:
             while offset < len(tokens):
-                # A full shard is written when the next token is known, so that the last shard knows that it is.
+                # A full shard is written when the next token is known, so that the last shard knows
+                # that it is.
                 if filled == size:
-                    progress.write(name_of(index), shard, counts=dict(counts), offset=offset, is_last=False)
+                    progress.write(
+                        name_of(index), shard, counts=dict(counts), offset=offset, is_last=False
+                    )
                     index, filled = index + 1, 0
                 part = tokens[offset : offset + size - filled]
                 shard[filled : filled + len(part)] = part
@@ -251,23 +323,29 @@ def write_shards(read: Callable[[int], Iterator[Document]], name_of: Callable[[i
             if document.problem:
                 counts[document.problem] += 1
     if not filled:
-        raise DataError(f"{name_of(0)}: no usable document in the input ({summary(counts)}): is it text, and "
-                        'for jsonl one {"text": ...} a line?')
+        raise DataError(
+            f"{name_of(0)}: no usable document in the input ({summary(counts)}): is it text, and "
+            'for jsonl one {"text": ...} a line?'
+        )
     if first_is_val and index == 0:
-        raise DataError(f"{filled:,} tokens fit in one shard, which leaves none for training: set a --shard_tokens "
-                        "below that, or name validation files with --val")
+        raise DataError(
+            f"{filled:,} tokens fit in one shard, which leaves none for training: set a "
+            "--shard_tokens below that, or name validation files with --val"
+        )
     progress.write(name_of(index), shard[:filled], counts=dict(counts), offset=0, is_last=True)
     return counts
 
 
 def summary(counts: Counter) -> str:
     """`12 documents; skipped: 3 empty; ...`"""
-    skipped = ", ".join(f"{counts[kind]:,} {kind}" for kind in (EMPTY, BROKEN, NO_TEXT) if counts[kind])
+    skipped = ", ".join(
+        f"{counts[kind]:,} {kind}" for kind in (EMPTY, BROKEN, NO_TEXT) if counts[kind]
+    )
     replaced = f"; {counts[REPLACED]:,} with {REPLACED}" if counts[REPLACED] else ""
     return f"{counts['documents']:,} documents; skipped: {skipped or 'none'}{replaced}"
 
 
-# ------------------------------------------------------------------------------------------------------------- main
+# --------------------------------------------------------------------------------------------- main
 
 
 def join_paths(argv: list[str]) -> list[str]:
@@ -290,15 +368,22 @@ def prepare(config: PrepareConfig) -> None:
     local, val = input_files(config.local), input_files(config.val)
     if len({path.resolve() for path in local + val}) < len(local) + len(val):
         raise ConfigError("the same file is named twice in --local and --val")
-    load_tokenizer({"tokenizer": config.tokenizer})  # may download it, and says what to do if it cannot
+    # may download it, and says what to do if it cannot
+    load_tokenizer({"tokenizer": config.tokenizer})
     folder = Path(config.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
 
     def known_by(paths: list[Path]) -> list:
-        return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+        return [
+            [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths
+        ]
 
-    settings = {"local": known_by(local) or f"{HUB} {SUBSET}", "val": known_by(val),
-                "shard_tokens": config.shard_tokens, "max_tokens": config.max_tokens}  # fmt: skip
+    settings = {
+        "local": known_by(local) or f"{HUB} {SUBSET}",
+        "val": known_by(val),
+        "shard_tokens": config.shard_tokens,
+        "max_tokens": config.max_tokens,
+    }
     if config.tokenizer != "gpt2":  # older folders do not name it
         settings["tokenizer"] = config.tokenizer
     progress = Progress(folder, settings)
@@ -311,9 +396,13 @@ def prepare(config: PrepareConfig) -> None:
 
     counts = Counter()
     if val:
-        counts += write_shards(partial(read, val), partial(name_of, "val"), False, 0, config, progress)
+        counts += write_shards(
+            partial(read, val), partial(name_of, "val"), False, 0, config, progress
+        )
     split = "train" if val else ""
-    counts += write_shards(partial(read, local), partial(name_of, split), not val, config.max_tokens, config, progress)
+    counts += write_shards(
+        partial(read, local), partial(name_of, split), not val, config.max_tokens, config, progress
+    )
     for split in ("train", "val"):
         sizes = [note["tokens"] for name, note in progress.notes.items() if f"_{split}_" in name]
         print(f"{split}: {sum(sizes):,} tokens in {len(sizes)} shards")
@@ -327,11 +416,16 @@ def main(argv: list[str]) -> None:
     if config.processes is not None and config.processes < 1:
         raise ConfigError("processes is 1 or more")
     if not config.val and 0 < config.max_tokens <= config.shard_tokens:
-        raise ConfigError("max_tokens fits in the first shard, which is validation data: set a smaller shard_tokens")
+        raise ConfigError(
+            "max_tokens fits in the first shard, which is validation data: "
+            "set a smaller shard_tokens"
+        )
     try:
         prepare(config)
     except OSError as error:  # a full disk, an unreadable file
-        raise DataError(f"{error}: put that right, and run the same command again to go on") from None
+        raise DataError(
+            f"{error}: put that right, and run the same command again to go on"
+        ) from None
     except KeyboardInterrupt:
         raise DataError("interrupted: run the same command again to go on") from None
 

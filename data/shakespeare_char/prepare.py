@@ -2,8 +2,8 @@
 
     python data/shakespeare_char/prepare.py [--local=FILE]
 
-Downloads the 1.1 MB text once, or reads it from FILE. The first 90 % is training data, the rest validation. The
-text is one document, so no end-of-text token is needed.
+Downloads the 1.1 MB text once, or reads it from FILE. The first 90 % is training data, the rest
+validation. The text is one document, so no end-of-text token is needed.
 """
 
 import sys
@@ -24,7 +24,11 @@ URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 
 def read_text(argv: list[str]) -> str:
     """The text from --local=FILE (or --local FILE), else from the network."""
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--local=") else [word])]
+    words = [
+        part
+        for word in argv
+        for part in (word.split("=", 1) if word.startswith("--local=") else [word])
+    ]
     if words and (len(words) != 2 or words[0] != "--local"):
         raise ConfigError(f"{' '.join(argv)}: usage: prepare.py [--local=FILE]")
     try:
@@ -35,7 +39,9 @@ def read_text(argv: list[str]) -> str:
                 raw = response.read()
         return raw.decode("utf-8")
     except (OSError, urllib.error.URLError) as error:
-        raise DataError(f"{words[1] if words else URL}: {error}: fetch it by hand and pass --local=FILE") from None
+        raise DataError(
+            f"{words[1] if words else URL}: {error}: fetch it by hand and pass --local=FILE"
+        ) from None
     except UnicodeDecodeError:
         raise DataError(f"{words[1] if words else URL}: not UTF-8 text") from None
 
@@ -47,13 +53,17 @@ def main(argv: list[str]) -> None:
     folder, text = Path(__file__).resolve().parent, read_text(argv)
     tokenizer = CharTokenizer("".join(sorted(set(text))))
     if len(text) < 100 or tokenizer.n_vocab > 1000:
-        raise DataError(f"{len(text)} characters, {tokenizer.n_vocab} distinct: this is not the expected text")
+        raise DataError(
+            f"{len(text)} characters, {tokenizer.n_vocab} distinct: this is not the expected text"
+        )
     tokens = np.array(tokenizer.encode_ordinary(text), dtype=np.uint16)
     boundary = int(0.9 * len(tokens))
     for split, part in (("train", tokens[:boundary]), ("val", tokens[boundary:])):
         write_shard(folder / f"shakespeare_char_{split}_000000.bin", part)
         print(f"{split}: {len(part):,} tokens")
-    write_meta(folder, {"tokenizer": "chars", "vocab_size": tokenizer.n_vocab, "chars": tokenizer.chars})
+    write_meta(
+        folder, {"tokenizer": "chars", "vocab_size": tokenizer.n_vocab, "chars": tokenizer.chars}
+    )
 
 
 if __name__ == "__main__":

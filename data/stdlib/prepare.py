@@ -1,9 +1,11 @@
-"""The embedded data set: byte-level shards of the Python standard library that runs this script. No download.
+"""The embedded data set: byte-level shards of the Python standard library that runs this script. No
+download.
 
     python data/stdlib/prepare.py
 
-About 10 MB of real text on every machine (tests and code tables left out): one document a source file, the
-end-of-text token before each. About every 40th file, chosen by a hash of its name, is validation data.
+About 10 MB of real text on every machine (tests and code tables left out): one document a source
+file, the end-of-text token before each. About every 40th file, chosen by a hash of its name, is
+validation data.
 """
 
 import sys
@@ -19,8 +21,18 @@ from common.errors import ConfigError, DataError, run_program
 from data.shards import write_meta, write_shard
 from data.tokenizers import END_OF_TEXT, byte_tokenizer
 
-# Beside tests and installed packages: `encodings`, whose files are mostly tables of code points, not text.
-LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "encodings"}
+# Beside tests and installed packages: `encodings`, whose files are mostly tables of code points,
+# not text.
+LEFT_OUT = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib2to3",
+    "encodings",
+}
 
 
 def documents(root: Path) -> dict[str, list[bytes]]:
@@ -45,10 +57,16 @@ def main(argv: list[str]) -> None:
     end_of_text = tokenizer.encode_single_token(END_OF_TEXT)
     for split, texts in documents(root).items():
         if not texts:
-            raise DataError(f"no Python sources in {root}: is this Python's standard library packed into an archive?")
-        # A byte is its own token id, so the bytes themselves are the tokens (a test compares with the tokenizer).
+            raise DataError(
+                f"no Python sources in {root}: "
+                "is this Python's standard library packed into an archive?"
+            )
+        # A byte is its own token id, so the bytes themselves are the tokens (a test compares with
+        # the tokenizer).
         pieces = [np.frombuffer(text, dtype=np.uint8).astype(np.uint16) for text in texts]
-        tokens = np.concatenate([part for piece in pieces for part in (np.array([end_of_text], np.uint16), piece)])
+        tokens = np.concatenate(
+            [part for piece in pieces for part in (np.array([end_of_text], np.uint16), piece)]
+        )
         write_shard(folder / f"stdlib_{split}_000000.bin", tokens)
         print(f"{split}: {len(texts)} files, {len(tokens):,} tokens")
     write_meta(folder, {"tokenizer": "bytes", "vocab_size": tokenizer.n_vocab})

@@ -1,9 +1,9 @@
 """Triton: what a decoding step does between its products, for one new token of every sequence.
 
-heads: QK-norm, rotary positions and the write into the cache; attend: attention to the cache up to the position, which
-is read from the device; attend_parts and combine: the same for a long cache, over more programs; heads_attend and
-heads_attend_parts: both at once; embed, best and take: the ends of a step. Functions are those of
-kernels/decode/reference.py.
+heads: QK-norm, rotary positions and the write into the cache; attend: attention to the cache up to
+the position, which is read from the device; attend_parts and combine: the same for a long cache,
+over more programs; heads_attend and heads_attend_parts: both at once; embed, best and take: the
+ends of a step. Functions are those of kernels/decode/reference.py.
 """
 
 import torch
@@ -32,9 +32,23 @@ def load_paid(Z, INV, BIAS, row, first, col, mask, width):
 
 @triton.jit
 def load_head(
-    Z, INV, BIAS, GAIN, COS, SIN, row, first, pos, eps, width, D: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """A query or key (WIDE,) of a row of z in float32: its epilogue applied, QK-norm, rotary positions."""
+    Z,
+    INV,
+    BIAS,
+    GAIN,
+    COS,
+    SIN,
+    row,
+    first,
+    pos,
+    eps,
+    width,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """A query or key (WIDE,) of a row of z in float32: its epilogue applied, QK-norm, rotary
+    positions.
+    """
     col = tl.arange(0, WIDE)
     mask, half = col < D, D // 2
     other = tl.where(col < half, col + half, col - half)  # the channel that this one turns with
@@ -53,9 +67,25 @@ def load_head(
 
 @triton.jit
 def heads_kernel(
-    Z, INV, BIAS, COS, SIN, Q_GAIN, K_GAIN, eps, Q, K, V, POS, length,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    Z,
+    INV,
+    BIAS,
+    COS,
+    SIN,
+    Q_GAIN,
+    K_GAIN,
+    eps,
+    Q,
+    K,
+    V,
+    POS,
+    length,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One head of one sequence: a query, a key or a value."""
     overlap.wait(PDL)
     row, head, pos = tl.program_id(0), tl.program_id(1), tl.load(POS)
@@ -75,22 +105,47 @@ def heads_kernel(
 
 @triton.jit
 def load_tile(CACHE, first, key, end, col, D: tl.constexpr):
-    """(KEYS, WIDE) of the cache, in its own type; zero from `end` on. first: where the head's keys begin."""
+    """(KEYS, WIDE) of the cache, in its own type; zero from `end` on. first: where the head's keys
+    begin.
+    """
     mask = (key < end)[:, None] & (col < D)[None, :]
     return tl.load(CACHE + (first + key)[:, None] * D + col[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def attend_kernel(
-    Q, Z, INV, BIAS, COS, SIN, Q_GAIN, K_GAIN, eps, K, V, POS, A, LARGEST, TOTAL, scale, length, part_keys,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One query head of one sequence: softmax over the keys, or a part of them, in one pass with a running maximum.
-    With PARTS, A (rows, HEADS, PARTS, D) is not divided by the weights' sum yet.
+    Q,
+    Z,
+    INV,
+    BIAS,
+    COS,
+    SIN,
+    Q_GAIN,
+    K_GAIN,
+    eps,
+    K,
+    V,
+    POS,
+    A,
+    LARGEST,
+    TOTAL,
+    scale,
+    length,
+    part_keys,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One query head of one sequence: softmax over the keys, or a part of them, in one pass with a
+    running maximum. With PARTS, A (rows, HEADS, PARTS, D) is not divided by the weights' sum yet.
 
-    Without Q, query and new key and value come from Z, by every query head of their group. The first of these writes
-    them into the cache, where no program of this launch reads them: so none has to wait.
+    Without Q, query and new key and value come from Z, by every query head of their group. The
+    first of these writes them into the cache, where no program of this launch reads them: so none
+    has to wait.
     """
     if Z is None:
         overlap.wait(PDL)  # the launch before has written the newest key
@@ -100,7 +155,8 @@ def attend_kernel(
     first = (row * KV_HEADS + group).to(tl.int64) * length
     pos, begin = tl.load(POS).to(tl.int32), part * part_keys
     end = tl.minimum(pos + 1 if Z is None else pos, begin + part_keys)
-    k = load_tile(K, first, begin + lane, end, col, D)  # of steps before; under way while the query is made
+    # of steps before; under way while the query is made
+    k = load_tile(K, first, begin + lane, end, col, D)
     v = load_tile(V, first, begin + lane, end, col, D)
     if Z is not None:
         overlap.wait(PDL)
@@ -113,9 +169,12 @@ def attend_kernel(
     else:
         width = (HEADS + 2 * KV_HEADS) * D
         q = load_head(Z, INV, BIAS, Q_GAIN, COS, SIN, row, head * D, pos, eps, width, D, WIDE)
-        key = load_head(Z, INV, BIAS, K_GAIN, COS, SIN, row, (HEADS + group) * D, pos, eps, width, D, WIDE)
+        key = load_head(
+            Z, INV, BIAS, K_GAIN, COS, SIN, row, (HEADS + group) * D, pos, eps, width, D, WIDE
+        )
         value = load_paid(Z, INV, BIAS, row, (HEADS + KV_HEADS + group) * D, col, channel, width)
-        key, value = key.to(K.dtype.element_ty), value.to(V.dtype.element_ty)  # rounded as the cache has them
+        # rounded as the cache has them
+        key, value = key.to(K.dtype.element_ty), value.to(V.dtype.element_ty)
         q = q.to(K.dtype.element_ty).to(tl.float32) * tl.cast(scale, tl.float32)
         here = (begin <= pos) & (pos < begin + part_keys)
         largest = tl.where(here, tl.sum(q * key.to(tl.float32), 0), largest)
@@ -125,7 +184,9 @@ def attend_kernel(
             tl.store(K + (first + pos) * D + col, key, mask=channel)
             tl.store(V + (first + pos) * D + col, value, mask=channel)
     for start in range(begin, end, KEYS):
-        score = tl.where(start + lane < end, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf"))
+        score = tl.where(
+            start + lane < end, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf")
+        )
         k = load_tile(K, first, start + KEYS + lane, end, col, D)
         before, largest = largest, tl.maximum(largest, tl.max(score, 0))
         weight = tl.exp(score - largest)
@@ -143,8 +204,17 @@ def attend_kernel(
 
 
 @triton.jit
-def combine_kernel(SUMS, LARGEST, TOTAL, A, D: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-                   MANY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def combine_kernel(
+    SUMS,
+    LARGEST,
+    TOTAL,
+    A,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    MANY: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The parts of one head of one sequence as one."""
     overlap.wait(PDL)
     head, col, part = tl.program_id(0), tl.arange(0, WIDE), tl.arange(0, MANY)
@@ -163,12 +233,17 @@ def embed_kernel(TOKEN, POS, WTE, WPE, X, C: tl.constexpr, WIDE: tl.constexpr):
     mask = col < C
     x = tl.load(WTE + tl.load(TOKEN + row) * C + col, mask=mask, other=0.0)
     if WPE is not None:
-        x = (x.to(tl.float32) + tl.load(WPE + tl.load(POS) * C + col, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+        x = (
+            x.to(tl.float32)
+            + tl.load(WPE + tl.load(POS) * C + col, mask=mask, other=0.0).to(tl.float32)
+        ).to(x.dtype)
     tl.store(X + row * C + col, x, mask=mask)
 
 
 @triton.jit
-def best_kernel(Z, VALUES, TOKENS, V, part, PARTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+def best_kernel(
+    Z, VALUES, TOKENS, V, part, PARTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr
+):
     """The largest logit of one part of the vocabulary; of equal ones the first."""
     overlap.wait(PDL)
     row, first = tl.program_id(0), tl.program_id(1) * part
@@ -177,7 +252,9 @@ def best_kernel(Z, VALUES, TOKENS, V, part, PARTS: tl.constexpr, WIDE: tl.conste
     token = tl.full((WIDE,), 0, tl.int32) + first
     for start in range(first, end, WIDE):
         col = start + tl.arange(0, WIDE)
-        z = tl.load(Z + row.to(tl.int64) * V + col, mask=col < end, other=float("-inf")).to(tl.float32)
+        z = tl.load(Z + row.to(tl.int64) * V + col, mask=col < end, other=float("-inf")).to(
+            tl.float32
+        )
         token = tl.where(z > largest, col, token)
         largest = tl.maximum(z, largest)
     top = tl.max(largest, 0)
@@ -187,8 +264,18 @@ def best_kernel(Z, VALUES, TOKENS, V, part, PARTS: tl.constexpr, WIDE: tl.conste
 
 
 @triton.jit
-def take_kernel(VALUES, TOKENS, TOKEN, POS, OUT, n_rows, length, PARTS: tl.constexpr, ROWS: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
+def take_kernel(
+    VALUES,
+    TOKENS,
+    TOKEN,
+    POS,
+    OUT,
+    n_rows,
+    length,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program for all sequences, so that the position moves once."""
     overlap.wait(PDL)
     pos = tl.load(POS) + 1
@@ -205,20 +292,39 @@ def take_kernel(VALUES, TOKENS, TOKEN, POS, OUT, n_rows, length, PARTS: tl.const
 
 
 def heads(
-    z: Tensor, epilogue: Epilogue | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
-    q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
-) -> Tensor:  # fmt: skip
+    z: Tensor,
+    epilogue: Epilogue | None,
+    cache: tuple[Tensor, Tensor],
+    pos: Tensor,
+    rope: tuple[Tensor, Tensor] | None,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    eps: float,
+) -> Tensor:
     k_cache, v_cache = cache
     batch, kv_heads, length, channels = k_cache.shape
     n_heads = z.shape[-1] // channels - 2 * kv_heads
     q = rows.empty((batch, n_heads, 1, channels), k_cache.dtype, z.device)
     with rows.on_device(z):
         heads_kernel[(batch, n_heads + 2 * kv_heads)](
-            z, *(epilogue or (None, None)), *(rope or (None, None)), q_gain, k_gain, eps, q, k_cache, v_cache, pos,
+            z,
+            *(epilogue or (None, None)),
+            *(rope or (None, None)),
+            q_gain,
+            k_gain,
+            eps,
+            q,
+            k_cache,
+            v_cache,
+            pos,
             length,
-            HEADS=n_heads, KV_HEADS=kv_heads, D=channels, WIDE=triton.next_power_of_2(channels), num_warps=1,
+            HEADS=n_heads,
+            KV_HEADS=kv_heads,
+            D=channels,
+            WIDE=triton.next_power_of_2(channels),
+            num_warps=1,
             **overlap.launch_options(),
-        )  # fmt: skip
+        )
     return q
 
 
@@ -228,40 +334,70 @@ def attend(q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor) -> Tensor:
 
 def attend_parts(
     q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor, parts: int
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     return _attend((q, *[None] * 7, 0.0), q.shape[1], cache, pos, parts)
 
 
 def heads_attend(
-    z: Tensor, epilogue: Epilogue | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
-    q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
-) -> Tensor:  # fmt: skip
+    z: Tensor,
+    epilogue: Epilogue | None,
+    cache: tuple[Tensor, Tensor],
+    pos: Tensor,
+    rope: tuple[Tensor, Tensor] | None,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    eps: float,
+) -> Tensor:
     return heads_attend_parts(z, epilogue, cache, pos, rope, q_gain, k_gain, eps, 1)[0]
 
 
 def heads_attend_parts(
-    z: Tensor, epilogue: Epilogue | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
-    q_gain: Tensor | None, k_gain: Tensor | None, eps: float, parts: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    z: Tensor,
+    epilogue: Epilogue | None,
+    cache: tuple[Tensor, Tensor],
+    pos: Tensor,
+    rope: tuple[Tensor, Tensor] | None,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    eps: float,
+    parts: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     _, kv_heads, _, channels = cache[0].shape
     words = (None, z, *(epilogue or (None, None)), *(rope or (None, None)), q_gain, k_gain, eps)
     return _attend(words, z.shape[-1] // channels - 2 * kv_heads, cache, pos, parts)
 
 
 def _attend(words, n_heads, cache, pos, parts):
-    """(sums, largest, totals); of one part (a, None, None). words: the kernel's arguments before the cache."""
+    """(sums, largest, totals); of one part (a, None, None). words: the kernel's arguments before
+    the cache.
+    """
     batch, kv_heads, length, channels = cache[0].shape
     if parts == 1:
         found = rows.empty((batch, 1, n_heads * channels), cache[0].dtype, pos.device), None, None
     else:
         shape = (batch, n_heads, parts)
-        found = [rows.empty(size, torch.float32, pos.device) for size in ((*shape, channels), shape, shape)]
+        found = [
+            rows.empty(size, torch.float32, pos.device)
+            for size in ((*shape, channels), shape, shape)
+        ]
     with rows.on_device(pos):
         attend_kernel[(batch, n_heads, parts)](
-            *words, *cache, pos, *found, channels**-0.5, length, triton.cdiv(length, parts), HEADS=n_heads,
-            KV_HEADS=kv_heads, D=channels, WIDE=triton.next_power_of_2(channels), KEYS=KEYS, PARTS=parts,
-            num_warps=WARPS, **overlap.launch_options(),
-        )  # fmt: skip
+            *words,
+            *cache,
+            pos,
+            *found,
+            channels**-0.5,
+            length,
+            triton.cdiv(length, parts),
+            HEADS=n_heads,
+            KV_HEADS=kv_heads,
+            D=channels,
+            WIDE=triton.next_power_of_2(channels),
+            KEYS=KEYS,
+            PARTS=parts,
+            num_warps=WARPS,
+            **overlap.launch_options(),
+        )
     return tuple(found)
 
 
@@ -270,9 +406,17 @@ def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -
     a = rows.empty((batch, 1, n_heads * channels), dtype, sums.device)
     with rows.on_device(sums):
         combine_kernel[(batch * n_heads,)](
-            sums, largest, totals, a, D=channels, WIDE=triton.next_power_of_2(channels), PARTS=parts,
-            MANY=triton.next_power_of_2(parts), num_warps=4, **overlap.launch_options(),
-        )  # fmt: skip
+            sums,
+            largest,
+            totals,
+            a,
+            D=channels,
+            WIDE=triton.next_power_of_2(channels),
+            PARTS=parts,
+            MANY=triton.next_power_of_2(parts),
+            num_warps=4,
+            **overlap.launch_options(),
+        )
     return a
 
 
@@ -280,7 +424,9 @@ def embed(token: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor
     batch, channels = token.shape[0], wte.shape[1]
     x = rows.empty((batch, 1, channels), wte.dtype, wte.device)
     with rows.on_device(wte):
-        embed_kernel[(batch, triton.cdiv(channels, 1024))](token, pos, wte, wpe, x, C=channels, WIDE=1024, num_warps=4)
+        embed_kernel[(batch, triton.cdiv(channels, 1024))](
+            token, pos, wte, wpe, x, C=channels, WIDE=1024, num_warps=4
+        )
     return x
 
 
@@ -289,12 +435,32 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     values = rows.empty((batch, PARTS), torch.float32, logits.device)
     tokens = rows.empty((batch, PARTS), torch.int64, logits.device)
     with rows.on_device(logits):
-        best_kernel[(batch, PARTS)](logits, values, tokens, size, triton.cdiv(size, PARTS), PARTS=PARTS, WIDE=1024,
-                                    num_warps=4, **overlap.launch_options())  # fmt: skip
+        best_kernel[(batch, PARTS)](
+            logits,
+            values,
+            tokens,
+            size,
+            triton.cdiv(size, PARTS),
+            PARTS=PARTS,
+            WIDE=1024,
+            num_warps=4,
+            **overlap.launch_options(),
+        )
     return values, tokens
 
 
 def take(values: Tensor, tokens: Tensor, token: Tensor, pos: Tensor, out: Tensor) -> None:
     with rows.on_device(values):
-        take_kernel[(1,)](values, tokens, token, pos, out, len(token), out.shape[1], PARTS=PARTS,
-                          ROWS=triton.next_power_of_2(len(token)), num_warps=4, **overlap.launch_options())  # fmt: skip
+        take_kernel[(1,)](
+            values,
+            tokens,
+            token,
+            pos,
+            out,
+            len(token),
+            out.shape[1],
+            PARTS=PARTS,
+            ROWS=triton.next_power_of_2(len(token)),
+            num_warps=4,
+            **overlap.launch_options(),
+        )

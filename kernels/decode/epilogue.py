@@ -1,7 +1,8 @@
 """Triton: what remains of a norm and an activation behind the library's product, in one launch.
 
-y = act(inv_rms * z + b) for a raw product z (B, T, N), N = 2 F for swiglu. Exact RMSNorm has its statistic taken here,
-too: every program sums over its row of x, which is small beside z. Functions are those of kernels/decode/reference.py.
+y = act(inv_rms * z + b) for a raw product z (B, T, N), N = 2 F for swiglu. Exact RMSNorm has its
+statistic taken here, too: every program sums over its row of x, which is small beside z. Functions
+are those of kernels/decode/reference.py.
 """
 
 import torch
@@ -27,9 +28,22 @@ def load_argument(Z, B, place, col, inv, mask):
 
 @triton.jit
 def epilogue_kernel(
-    Z, X, INV, B, Y, INV_OUT, eps, F: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """WIDE columns of one row. X (rows, C) or None: the statistic is taken from it; else it is INV, or 1."""
+    Z,
+    X,
+    INV,
+    B,
+    Y,
+    INV_OUT,
+    eps,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """WIDE columns of one row.
+
+    X (rows, C) or None: the statistic is taken from it; else it is INV, or 1.
+    """
     row, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     mask = col < F
     inv = 1.0
@@ -61,13 +75,25 @@ def _launch(z, x, inv_rms, bias, eps, kind):
     taken = None if x is None else rows.empty((*z.shape[:-1], 1), torch.float32, z.device)
     with rows.on_device(z):
         epilogue_kernel[(len(z_rows), triton.cdiv(width, WIDE))](
-            z_rows, None if x is None else x.contiguous(), inv_rms, bias, y, taken, eps, F=width,
-            C=1 if x is None else x.shape[-1], KIND=kind, WIDE=WIDE, num_warps=4,
-        )  # fmt: skip
+            z_rows,
+            None if x is None else x.contiguous(),
+            inv_rms,
+            bias,
+            y,
+            taken,
+            eps,
+            F=width,
+            C=1 if x is None else x.shape[-1],
+            KIND=kind,
+            WIDE=WIDE,
+            num_warps=4,
+        )
     return y, taken
 
 
-def norm_activation(z: Tensor, x: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
+def norm_activation(
+    z: Tensor, x: Tensor, bias: Tensor | None, eps: float, kind: str
+) -> tuple[Tensor, Tensor]:
     return _launch(z, x, None, bias, eps, kind)
 
 

@@ -1,8 +1,10 @@
-"""Triton: the products of a decoding step, a few rows by a large matrix, with everything around them in one launch.
+"""Triton: the products of a decoding step, a few rows by a large matrix, with everything around
+them in one launch.
 
-y = act(inv_rms * x W^T + b) + residual, for x (B, T, K) and W (N, K). A program reads OUT rows of W once, and all of x:
-so it can take x's sum of squares along the way, and exact RMSNorm costs no launch. One row is multiplied and summed in
-registers; more rows are padded to 16 or more for the tensor cores. Functions are those of kernels/decode/reference.py.
+y = act(inv_rms * x W^T + b) + residual, for x (B, T, K) and W (N, K). A program reads OUT rows of W
+once, and all of x: so it can take x's sum of squares along the way, and exact RMSNorm costs no
+launch. One row is multiplied and summed in registers; more rows are padded to 16 or more for the
+tensor cores. Functions are those of kernels/decode/reference.py.
 """
 
 import torch
@@ -27,9 +29,23 @@ def load_weight(W, out, col, N: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def vector_kernel(
-    X, W, B, R, INV, Y, INV_OUT, eps, N: tl.constexpr, K: tl.constexpr, OWN: tl.constexpr, KIND: tl.constexpr,
-    OUT: tl.constexpr, IN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    B,
+    R,
+    INV,
+    Y,
+    INV_OUT,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    OWN: tl.constexpr,
+    KIND: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One row: OUT outputs of it. For swiglu W is (2 N, K), gate then up."""
     out, lane = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.arange(0, IN)
     w = load_weight(W, out, lane, N, K)  # needs nothing of the kernel before
@@ -76,9 +92,25 @@ def vector_kernel(
 
 @triton.jit
 def matrix_kernel(
-    X, W, B, R, INV, Y, INV_OUT, eps, n_rows, N: tl.constexpr, K: tl.constexpr, OWN: tl.constexpr, KIND: tl.constexpr,
-    ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    B,
+    R,
+    INV,
+    Y,
+    INV_OUT,
+    eps,
+    n_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    OWN: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """ROWS rows: OUT outputs of each."""
     overlap.wait(PDL)
     out, lane = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.arange(0, IN)
@@ -92,7 +124,9 @@ def matrix_kernel(
         x = tl.load(X + row[:, None] * K + col[None, :], mask=mask, other=0.0)
         acc = tl.dot(x, load_weight(W, out, col, N, K).T, acc, input_precision="ieee")
         if KIND == "swiglu":
-            acc_up = tl.dot(x, load_weight(W + N * K, out, col, N, K).T, acc_up, input_precision="ieee")
+            acc_up = tl.dot(
+                x, load_weight(W + N * K, out, col, N, K).T, acc_up, input_precision="ieee"
+            )
         if OWN:
             wide = x.to(tl.float32)
             squares += tl.sum(wide * wide, 1)
@@ -143,26 +177,50 @@ def _launch(x, weight, bias, residual, inv_rms, eps, kind):
         if n_rows == 1:
             outputs, inputs = vector_tile(N, K, kind)
             vector_kernel[(triton.cdiv(N, outputs),)](
-                *words, N=N, K=K, OWN=own, KIND=kind, OUT=outputs, IN=inputs, STAGES=3, num_warps=4,
+                *words,
+                N=N,
+                K=K,
+                OWN=own,
+                KIND=kind,
+                OUT=outputs,
+                IN=inputs,
+                STAGES=3,
+                num_warps=4,
                 **overlap.launch_options(),
-            )  # fmt: skip
+            )
         else:
             tall = min(128, max(16, triton.next_power_of_2(n_rows)))
             inputs = 128 if tall <= 32 else 64  # four stages of x and W in shared memory
             matrix_kernel[(triton.cdiv(N, 16), triton.cdiv(n_rows, tall))](
-                *words, n_rows, N=N, K=K, OWN=own, KIND=kind, ROWS=tall, OUT=16, IN=inputs, STAGES=4, num_warps=4,
+                *words,
+                n_rows,
+                N=N,
+                K=K,
+                OWN=own,
+                KIND=kind,
+                ROWS=tall,
+                OUT=16,
+                IN=inputs,
+                STAGES=4,
+                num_warps=4,
                 **overlap.launch_options(),
-            )  # fmt: skip
+            )
     return y, taken
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str = "") -> Tensor:
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str = ""
+) -> Tensor:
     return _launch(x, weight, bias, residual, None, None, kind)[0]
 
 
-def norm_project(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str = "") -> tuple[Tensor, Tensor]:
+def norm_project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str = ""
+) -> tuple[Tensor, Tensor]:
     return _launch(x, weight, bias, None, None, eps, kind)
 
 
-def shared_project(x: Tensor, inv_rms: Tensor, weight: Tensor, bias: Tensor | None, kind: str = "") -> Tensor:
+def shared_project(
+    x: Tensor, inv_rms: Tensor, weight: Tensor, bias: Tensor | None, kind: str = ""
+) -> Tensor:
     return _launch(x, weight, bias, None, inv_rms, None, kind)[0]

@@ -1,8 +1,10 @@
-"""What each launch of a decoding step computes, in plain PyTorch: one function, one launch on a GPU.
+"""What each launch of a decoding step computes, in plain PyTorch: one function, one launch on a
+GPU.
 
-Tokens (B, T), T = 1 in a step; the stream x (B, T, C); positions pos (T,) int64, the same for every sequence. A block's
-cache is two tensors (B, n_kv_head, S, head_dim). Maths between a product and its rounding is in float32, in float64
-where x is, as a kernel's accumulators are. kernels/decode/triton_launches.py has the same functions for a GPU.
+Tokens (B, T), T = 1 in a step; the stream x (B, T, C); positions pos (T,) int64, the same for every
+sequence. A block's cache is two tensors (B, n_kv_head, S, head_dim). Maths between a product and
+its rounding is in float32, in float64 where x is, as a kernel's accumulators are.
+kernels/decode/triton_launches.py has the same functions for a GPU.
 """
 
 from typing import NamedTuple
@@ -15,7 +17,9 @@ from ..reference import activate, inverse_rms, statistics_dtype
 
 
 class Epilogue(NamedTuple):
-    """What is still to be applied to a raw product z: z * inv_rms + bias. inv_rms (B, T, 1), bias (N,) or None."""
+    """What is still to be applied to a raw product z: z * inv_rms + bias. inv_rms (B, T, 1), bias
+    (N,) or None.
+    """
 
     inv_rms: Tensor
     bias: Tensor | None
@@ -30,12 +34,14 @@ def apply_epilogue(z: Tensor, epilogue: Epilogue | None) -> Tensor:
     return z if epilogue.bias is None else z + epilogue.bias
 
 
-# ------------------------------------------------------------------------------------------------------ every step has
+# ----------------------------------------------------------------------------------- every step has
 
 
 def embed(token: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor:
     """(B, T) -> (B, T, C)."""
-    return F.embedding(token, wte) if wpe is None else F.embedding(token, wte) + F.embedding(pos, wpe)
+    return (
+        F.embedding(token, wte) if wpe is None else F.embedding(token, wte) + F.embedding(pos, wpe)
+    )
 
 
 def norm(module: torch.nn.Module, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None) -> tuple:
@@ -44,16 +50,23 @@ def norm(module: torch.nn.Module, x: Tensor, delta: Tensor | None, inv_rms: Tens
 
 
 def heads(
-    z: Tensor, epilogue: Epilogue | None, cache: tuple[Tensor, Tensor], pos: Tensor, rope: tuple[Tensor, Tensor] | None,
-    q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
-) -> Tensor:  # fmt: skip
+    z: Tensor,
+    epilogue: Epilogue | None,
+    cache: tuple[Tensor, Tensor],
+    pos: Tensor,
+    rope: tuple[Tensor, Tensor] | None,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    eps: float,
+) -> Tensor:
     """Queries (B, H, T, D) of z (B, T, (H + 2 H_kv) D); keys and values go into the cache at pos.
 
     QK-norm where there are gains (D,), then rotary positions where there are tables (length, D).
     """
     k_cache, v_cache = cache
     kv_heads, channels = k_cache.shape[1], k_cache.shape[3]
-    z = apply_epilogue(z, epilogue).unflatten(-1, (-1, channels)).transpose(1, 2)  # (B, H + 2 H_kv, T, D)
+    # (B, H + 2 H_kv, T, D)
+    z = apply_epilogue(z, epilogue).unflatten(-1, (-1, channels)).transpose(1, 2)
     q, k, v = z.split([z.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if q_gain is not None:
         q, k = (part * inverse_rms(part, eps) * gain for part, gain in ((q, q_gain), (k, k_gain)))
@@ -78,7 +91,8 @@ def attend(q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor) -> Tensor:
     return a.transpose(1, 2).flatten(2)
 
 
-# A long cache is split over more programs than there are heads ("flash decoding"), for one more launch. By reckoning:
+# A long cache is split over more programs than there are heads ("flash decoding"), for one more
+# launch. By reckoning:
 LONG = 1024  # tokens that a cache has room for, beyond which it is split
 PART = 128  # keys of a part, at least
 PROGRAMS = 264  # two for each SM of an H200: no more parts than they take
@@ -91,18 +105,22 @@ def attention_parts(batch: int, n_heads: int, length: int) -> int:
 
 def attend_parts(
     q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor, parts: int
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attention of one token q (B, H, 1, D) to each of equal parts of the cache, before it is divided by its sum: the
-    values' weighted sums (B, H, parts, D), the largest scores and the weights' sums (B, H, parts)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of one token q (B, H, 1, D) to each of equal parts of the cache, before it is
+    divided by its sum: the values' weighted sums (B, H, parts, D), the largest scores and the
+    weights' sums (B, H, parts).
+    """
     wide, groups = statistics_dtype(q), q.shape[1] // cache[0].shape[1]
     k, v = (part.to(wide).repeat_interleave(groups, 1) for part in cache)  # (B, H, S, D)
     score = (q.to(wide) @ k.mT).squeeze(2) * q.shape[-1] ** -0.5  # (B, H, S)
     score = score.masked_fill(torch.arange(k.shape[2], device=pos.device) > pos, float("-inf"))
     missing = -k.shape[2] % parts
-    score = F.pad(score, (0, missing), value=float("-inf")).unflatten(-1, (parts, -1))  # (B, H, parts, S / parts)
+    # (B, H, parts, S / parts)
+    score = F.pad(score, (0, missing), value=float("-inf")).unflatten(-1, (parts, -1))
     v = F.pad(v, (0, 0, 0, missing)).unflatten(2, (parts, -1))
     largest = score.amax(-1)
-    weight = (score - largest.clamp(min=torch.finfo(wide).min)[..., None]).exp()  # of a part without a key yet: zeros
+    # of a part without a key yet: zeros
+    weight = (score - largest.clamp(min=torch.finfo(wide).min)[..., None]).exp()
     return (weight.unsqueeze(-2) @ v).squeeze(-2), largest, weight.sum(-1)
 
 
@@ -118,24 +136,32 @@ def heads_attend(z, epilogue, cache, pos, rope, q_gain, k_gain, eps) -> Tensor:
     return attend(heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps), cache, pos)
 
 
-def heads_attend_parts(z, epilogue, cache, pos, rope, q_gain, k_gain, eps, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+def heads_attend_parts(
+    z, epilogue, cache, pos, rope, q_gain, k_gain, eps, parts: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """heads and attend_parts at once."""
-    return attend_parts(heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps), cache, pos, parts)
+    return attend_parts(
+        heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps), cache, pos, parts
+    )
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest logits (B, n) of logits (B, 1, V) and their tokens (B, n), for one or more parts of the vocabulary."""
+    """Largest logits (B, n) of logits (B, 1, V) and their tokens (B, n), for one or more parts of
+    the vocabulary.
+    """
     return logits[:, -1].max(-1, keepdim=True)
 
 
 def take(values: Tensor, tokens: Tensor, token: Tensor, pos: Tensor, out: Tensor) -> None:
-    """The token of the largest value goes into token (B, 1) and, behind pos, into out (B, length); pos + 1."""
+    """The token of the largest value goes into token (B, 1) and, behind pos, into out (B, length);
+    pos + 1.
+    """
     token.copy_(tokens.gather(1, values.argmax(-1, keepdim=True)))
     pos.add_(1)
     out.index_copy_(1, pos, token)
 
 
-# ------------------------------------------------------------------------- around the library's products
+# -------------------------------------------------------------------- around the library's products
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,17 +170,23 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def matmul_add(a: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    """x + a weight^T with the library's addmm: the residual add in the product's epilogue. On a GPU, x is written."""
+    """x + a weight^T with the library's addmm: the residual add in the product's epilogue. On a
+    GPU, x is written.
+    """
     return torch.addmm(x.flatten(0, 1), a.flatten(0, 1), weight.T).view_as(x)
 
 
 def activation(z: Tensor, epilogue: Epilogue | None, kind: str) -> Tensor:
-    """The MLP's activation of a product that may still owe its scale: the paper's 1 / sigma inside the activation."""
+    """The MLP's activation of a product that may still owe its scale: the paper's 1 / sigma inside
+    the activation.
+    """
     return activate(z if epilogue is None else apply_epilogue(z, epilogue), kind).to(z.dtype)
 
 
-def norm_activation(z: Tensor, x: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
-    """(y, inv_rms): act(inv_rms * z + bias) of a raw product z of x, whose statistic is taken here."""
+def norm_activation(
+    z: Tensor, x: Tensor, bias: Tensor | None, eps: float, kind: str
+) -> tuple[Tensor, Tensor]:
+    """(y, inv_rms): act(inv_rms * z + bias) of a raw product z of x; inv_rms is taken of x."""
     inv_rms = inverse_rms(x, eps)
     return activation(z, Epilogue(inv_rms, bias), kind), inv_rms
 
@@ -164,21 +196,30 @@ def scale(z: Tensor, epilogue: Epilogue) -> Tensor:
     return apply_epilogue(z, epilogue).to(z.dtype)
 
 
-# ---------------------------------------------------------------------------------------- products of our own: fused
+# ----------------------------------------------------------------------- products of our own: fused
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str = "") -> Tensor:
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str = ""
+) -> Tensor:
     """act(x weight^T + bias), plus residual (B, T, N): everything in the product's epilogue."""
     return _epilogue(_product(x, weight), None, bias, residual, kind, x.dtype)
 
 
-def norm_project(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str = "") -> tuple[Tensor, Tensor]:
-    """(y, inv_rms): act(inv_rms * x weight^T + bias). The sum of squares is taken in the product's own loop over x."""
+def norm_project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str = ""
+) -> tuple[Tensor, Tensor]:
+    """(y, inv_rms): act(inv_rms * x weight^T + bias).
+
+    The sum of squares is taken in the product's own loop over x.
+    """
     inv_rms = inverse_rms(x, eps)
     return _epilogue(_product(x, weight), inv_rms, bias, None, kind, x.dtype), inv_rms
 
 
-def shared_project(x: Tensor, inv_rms: Tensor, weight: Tensor, bias: Tensor | None, kind: str = "") -> Tensor:
+def shared_project(
+    x: Tensor, inv_rms: Tensor, weight: Tensor, bias: Tensor | None, kind: str = ""
+) -> Tensor:
     """act(inv_rms * x weight^T + bias) with a statistic (B, T, 1) from elsewhere."""
     return _epilogue(_product(x, weight), inv_rms, bias, None, kind, x.dtype)
 

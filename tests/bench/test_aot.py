@@ -1,6 +1,6 @@
 """The machine code of every kernel, compiled without a GPU.
 
-    python -m pytest tests/bench/test_aot.py
+python -m pytest tests/bench/test_aot.py
 """
 
 import json
@@ -35,21 +35,32 @@ def test_no_spills_wide_loads_no_shuffles_where_nothing_is_reduced(sm, tmp_path)
     done = run_aot(f"--sm={sm}", f"--out={tmp_path / 'aot.md'}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = json.loads(done.stdout.splitlines()[-1])
-    found = {(record["operator"], record["kernel"], record["C"]): record for record in summary["kernels"]}
-    assert {C for _, _, C in found} == set(CHANNELS) and {record["sm"] for record in found.values()} == {sm}
+    found = {
+        (record["operator"], record["kernel"], record["C"]): record for record in summary["kernels"]
+    }
+    assert {C for _, _, C in found} == set(CHANNELS) and {
+        record["sm"] for record in found.values()
+    } == {sm}
     assert (tmp_path / "aot.md").read_text().count("\n| rms_norm |") == len(CHANNELS)
-    variants = {"rms_norm_backward, float32", "rms_norm_backward, no gain", "rms_norm_backward, ds", "rms_norm, bias"}
+    variants = {
+        "rms_norm_backward, float32",
+        "rms_norm_backward, no gain",
+        "rms_norm_backward, ds",
+        "rms_norm, bias",
+    }
     assert variants <= {name for name, _, _ in found}
     for (operator, kernel, C), record in found.items():
         assert record["stack"] == record["spill"] == record["FP64"] == 0, record
         assert record["load bits"] == 128, record
-        # A stream read in pieces would be at least four loads a thread. Without a gain some loops are unrolled by four.
+        # A stream read in pieces would be at least four loads a thread. Without a gain some loops
+        # are unrolled by four.
         assert C > 768 or record["narrow loads"] <= (8 if "no gain" in operator else 3), record
         assert record["store bits"] == 128 or kernel == "dots_kernel", record
         coupled = operator.startswith(("shared", "add_shared"))
         if coupled or operator.startswith(("gelu", "relu2", "swiglu")):
             assert record["SHFL"] == 0, record
-        elif "backward" not in operator or C <= 8192:  # else the sums come from a kernel of their own
+        # else the sums come from a kernel of their own
+        elif "backward" not in operator or C <= 8192:
             assert record["SHFL"] > 0, record
         if coupled and "backward" in operator:
             rival = found[(operator.replace("shared_rms_scale", "rms_norm"), "backward_kernel", C)]
@@ -57,24 +68,45 @@ def test_no_spills_wide_loads_no_shuffles_where_nothing_is_reduced(sm, tmp_path)
 
 
 def test_kernels_of_a_decoding_step_do_not_spill():
-    """Of one row and of as many as our own products take; the program's default is all shapes and four batch sizes."""
+    """Of one row and of as many as our own products take; the program's default is all shapes and
+    four batch sizes.
+    """
     done = run_aot("--shapes=qwen3-0.6b", "--batch=1,31", module="bench.aot_decode")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     names = {record["kernel"] for record in summary["kernels"]}
-    assert names == {"vector_kernel", "matrix_kernel", "heads_kernel", "attend_kernel", "combine_kernel",
-                     "epilogue_kernel", "embed_kernel", "best_kernel", "take_kernel"}  # fmt: skip
-    assert summary["spills"] == summary["float64"] == 0 and decode_aot.SHAPES.keys() == SHAPES.keys()
+    assert names == {
+        "vector_kernel",
+        "matrix_kernel",
+        "heads_kernel",
+        "attend_kernel",
+        "combine_kernel",
+        "epilogue_kernel",
+        "embed_kernel",
+        "best_kernel",
+        "take_kernel",
+    }
+    assert (
+        summary["spills"] == summary["float64"] == 0 and decode_aot.SHAPES.keys() == SHAPES.keys()
+    )
     for record in summary["kernels"]:  # where launches overlap, nothing else begins before the wait
         joint = record["kernel"] == "attend_kernel" and "heads" in record["operator"]
-        wanted = 9 if joint else record.get("tile", 0)  # 64 keys and values of 128 channels by 8 warps; the position
+        # 64 keys and values of 128 channels by 8 warps; the position
+        wanted = 9 if joint else record.get("tile", 0)
         assert record["early"] == (wanted if record["PDL"] else None), record
     for name, shape in decode_aot.SHAPES.items():  # the matrices are the published models'
         config = shape_config(name)
         heads = (config.n_head, config.kv_heads, config.head_channels)
         width, qkv = config.n_embd, (heads[0] + 2 * heads[1]) * heads[2]
-        assert shape == ((qkv, width), (config.inner, width), (width, heads[0] * heads[2]), (width, config.inner),
-                         config.activation, config.n_vocab or config.vocab_size, heads)  # fmt: skip
+        assert shape == (
+            (qkv, width),
+            (config.inner, width),
+            (width, heads[0] * heads[2]),
+            (width, config.inner),
+            config.activation,
+            config.n_vocab or config.vocab_size,
+            heads,
+        )
 
 
 def test_every_operator_is_compiled():
@@ -139,9 +171,15 @@ def test_wrong_settings_are_refused():
 
 def test_the_program_starts_by_name_and_by_path():
     done = run_aot("--sm=91")
-    assert done.returncode == 2 and done.stderr.startswith("error: sm") and len(done.stderr.splitlines()) == 1
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("error: sm")
+        and len(done.stderr.splitlines()) == 1
+    )
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-m", "bench.aot"], env=env, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.aot"], env=env, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 1 and "unset" in done.stderr
 
 

@@ -2,7 +2,8 @@
 
     python -m pytest tests/bench/test_bytes.py
 
-Inductor is told of a GPU that is not there, and remembers some of it: what generates code runs in a child process.
+Inductor is told of a GPU that is not there, and remembers some of it: what generates code runs in a
+child process.
 """
 
 import collections
@@ -25,8 +26,11 @@ from model import GPT, GPTConfig
 from norms import FOLD_PAYS, Norm, SharedRMSNorm
 
 TOKENS = 65536
-pytestmark = pytest.mark.xdist_group("byte_ledger")  # one worker computes the figures, none waits for them
-needs_codegen = pytest.mark.skipif(bool(cuda_codegen.supported()), reason=cuda_codegen.supported() or "can run")
+# one worker computes the figures, none waits for them
+pytestmark = pytest.mark.xdist_group("byte_ledger")
+needs_codegen = pytest.mark.skipif(
+    bool(cuda_codegen.supported()), reason=cuda_codegen.supported() or "can run"
+)
 
 
 def in_child(function, *args):
@@ -34,9 +38,10 @@ def in_child(function, *args):
         return pool.apply(function, args)
 
 
-# ------------------------------------------------------------------------------------------------------- how it counts
+# ------------------------------------------------------------------------------------ how it counts
 
-# What inductor writes, cut to what counts: x * gain in place over (4, 8, 16), a reduction that uses a work space.
+# What inductor writes, cut to what counts: x * gain in place over (4, 8, 16), a reduction that uses
+# a work space.
 SOURCE = """
 triton_poi = async_compile.triton('triton_poi', '''
 @triton_heuristics.pointwise(size_hints={'x': 512}, triton_meta={'signature':
@@ -70,7 +75,8 @@ class Runner:
             buf0 = reinterpret_tensor(primals_1, (32, 16), (16, 1), 0); del primals_1  # reuse
             triton_poi.run(buf0, primals_2, 512, stream=stream0)
             buf1 = empty_strided_cuda((32, 16), (16, 1), torch.bfloat16)
-            extern_kernels.addmm(buf0, buf0, reinterpret_tensor(primals_3, (16, 16), (1, 16), 0), out=buf1)
+            extern_kernels.addmm(
+                buf0, buf0, reinterpret_tensor(primals_3, (16, 16), (1, 16), 0), out=buf1)
             extern_kernels.addmm(primals_2, buf0, primals_3, out=buf1)
             buf2 = empty_strided_cuda((4, 8, 1), (8, 1, 32), torch.float32)
             workspace_0 = empty_strided_cuda((48, ), (1, ), torch.float32)
@@ -85,18 +91,25 @@ class Runner:
 
 def test_what_is_read_from_generated_source():
     scaled, residual, reduced, again, hidden, gains, weights = launches(SOURCE, batch=4, tokens=8)
-    assert scaled.bytes_moved == 2 * 512 * 2 + 16 * 4  # loaded and stored; the gain once, though loaded twice
+    # loaded and stored; the gain once, though loaded twice
+    assert scaled.bytes_moved == 2 * 512 * 2 + 16 * 4
     assert (scaled.name, scaled.widths, scaled.others) == ("triton_poi", (16,), (16,))
     assert (residual.name, residual.bytes_moved, residual.widths) == ("addmm", 512 * 2, (16,))
-    assert reduced.bytes_moved == 512 * 2 + 32 * 4 + 2 * 48 * 4  # the work space is written here and read by a sum
+    # the work space is written here and read by a sum
+    assert reduced.bytes_moved == 512 * 2 + 32 * 4 + 2 * 48 * 4
     assert reduced.widths == (16, 1) and reduced.others == (48,)
     assert again == scaled
     assert [launch.is_of_norms(16) for launch in (scaled, residual, reduced)] == [True] * 3
     assert not hidden.is_of_norms(16)  # touches 64 numbers a token: the MLP's
-    assert not dataclasses.replace(reduced, widths=(1, 1)).is_of_norms(16)  # and one number: the loss
-    assert gains.is_of_norms(16) and not weights.is_of_norms(16)  # no tokens: counts only where a gain is touched
-    partial = dataclasses.replace(weights, name="triton_red_fused_mul_sum_6", others=(1024, 1024, 64))
-    assert partial.is_of_norms(16)  # the first of two steps of a sum over weights: the gradient of a folded gain
+    # and one number: the loss
+    assert not dataclasses.replace(reduced, widths=(1, 1)).is_of_norms(16)
+    # no tokens: counts only where a gain is touched
+    assert gains.is_of_norms(16) and not weights.is_of_norms(16)
+    partial = dataclasses.replace(
+        weights, name="triton_red_fused_mul_sum_6", others=(1024, 1024, 64)
+    )
+    # the first of two steps of a sum over weights: the gradient of a folded gain
+    assert partial.is_of_norms(16)
 
 
 def test_a_buffer_of_unknown_shape_is_an_error_not_a_zero():
@@ -104,13 +117,28 @@ def test_a_buffer_of_unknown_shape_is_an_error_not_a_zero():
         launches(SOURCE.replace("buf0 = reinterpret", "buf9 = reinterpret"), 4, 8)
 
 
-@pytest.mark.parametrize(("seen", "unseen", "message"), [
-    ("tmp1 = tl.load(in_ptr0 + (x1), xmask)\n    tmp2 = tl.load(in_ptr0", "tl.atomic_add(in_ptr0", "in_ptr0 plainly"),
-    ("tl.store(ws_ptr", "tl.atomic_add(ws_ptr", "ws_ptr plainly"),
-    ("buf3 = buf1", "buf3 = torch.ops.nanonorm.rms_norm.default(buf1)", "rms_norm.default is opaque"),
-    ("extern_kernels.addmm(primals_2", "extern_kernels.convolution(primals_2", "convolution is opaque"),
-    ("triton_per.run", "cpp_fused.run", "cpp_fused is no Triton kernel"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seen", "unseen", "message"),
+    [
+        (
+            "tmp1 = tl.load(in_ptr0 + (x1), xmask)\n    tmp2 = tl.load(in_ptr0",
+            "tl.atomic_add(in_ptr0",
+            "in_ptr0 plainly",
+        ),
+        ("tl.store(ws_ptr", "tl.atomic_add(ws_ptr", "ws_ptr plainly"),
+        (
+            "buf3 = buf1",
+            "buf3 = torch.ops.nanonorm.rms_norm.default(buf1)",
+            "rms_norm.default is opaque",
+        ),
+        (
+            "extern_kernels.addmm(primals_2",
+            "extern_kernels.convolution(primals_2",
+            "convolution is opaque",
+        ),
+        ("triton_per.run", "cpp_fused.run", "cpp_fused is no Triton kernel"),
+    ],
+)
 def test_what_cannot_be_counted_is_an_error_not_a_zero(seen, unseen, message):
     assert seen in SOURCE
     with pytest.raises(UserError, match=message):
@@ -118,32 +146,47 @@ def test_what_cannot_be_counted_is_an_error_not_a_zero(seen, unseen, message):
 
 
 def test_attention_and_products_are_not_counted():
-    called = "buf3 = torch.ops.aten._scaled_dot_product_flash_attention.default(buf1)[0]; extern_kernels.mm(buf1, buf1)"
-    assert launches(SOURCE.replace("buf3 = buf1; ", f"{called}; buf3 = buf1; "), 4, 8) == launches(SOURCE, 4, 8)
+    called = (
+        "buf3 = torch.ops.aten._scaled_dot_product_flash_attention.default(buf1)[0]; "
+        "extern_kernels.mm(buf1, buf1)"
+    )
+    assert launches(SOURCE.replace("buf3 = buf1; ", f"{called}; buf3 = buf1; "), 4, 8) == launches(
+        SOURCE, 4, 8
+    )
 
 
 def count_an_add() -> list[list[tuple[int, tuple[int, ...]]]]:
-    x, delta = (torch.empty(8, 512, 768, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    x, delta = (
+        torch.empty(8, 512, 768, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)
+    )
     sources = cuda_codegen.cuda_code(lambda x, delta: (x + delta).relu(), [x, delta])
-    return [[(launch.bytes_moved, launch.widths) for launch in launches(code, 8, 512)] for code in sources]
+    return [
+        [(launch.bytes_moved, launch.widths) for launch in launches(code, 8, 512)]
+        for code in sources
+    ]
 
 
 @needs_codegen
 def test_an_add_with_relu_moves_what_it_must():
     forward, backward = in_child(count_an_add)
     stream = 8 * 512 * 768 * 2
-    (moved, widths), = forward
-    # Two inputs and the sum; backward wants to know where the sum was positive: one byte an element, or the sum itself.
+    ((moved, widths),) = forward
+    # Two inputs and the sum; backward wants to know where the sum was positive: one byte an
+    # element, or the sum itself.
     assert 3 * stream <= moved <= 3.5 * stream and widths[:3] == (768, 768, 768)
-    (moved, widths), = backward
+    ((moved, widths),) = backward
     assert 2.5 * stream <= moved <= 3 * stream and set(widths) == {768}
 
 
 def code_of_a_loss_in_chunks() -> str:
     cross_entropy.COMPILED_LOGITS_BYTES = 4 * 256 * 512 // 2
-    x, head = (torch.empty(rows, 64, dtype=torch.bfloat16, requires_grad=True) for rows in (256, 512))
+    x, head = (
+        torch.empty(rows, 64, dtype=torch.bfloat16, requires_grad=True) for rows in (256, 512)
+    )
     targets = torch.zeros(256, dtype=torch.int64)
-    return cuda_codegen.cuda_code(lambda x, head: cross_entropy.cross_entropy(x, head, targets, 500), [x, head])[0]
+    return cuda_codegen.cuda_code(
+        lambda x, head: cross_entropy.cross_entropy(x, head, targets, 500), [x, head]
+    )[0]
 
 
 @needs_codegen
@@ -160,19 +203,27 @@ def test_another_torch_is_refused(monkeypatch):
         cuda_codegen.cuda_code(torch.relu, [torch.ones(2)])
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--norm_type=rms"], "norm_type"), (["--tokens=1000"], "multiple of block_size=1024"),
-    (["--tokens=0"], "tokens=0"), (["--tokens=1024"], "two sequences"), (["--n_inner=768"], "n_inner"),
-    (["--dropout=0.1"], "dropout"), (["--bias=True"], "bias=True"),
-    (["--kernels=triton"], "does not see into"), (["--n_embd=700"], "n_head"),
-    (["--token=2048"], "did you mean tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--norm_type=rms"], "norm_type"),
+        (["--tokens=1000"], "multiple of block_size=1024"),
+        (["--tokens=0"], "tokens=0"),
+        (["--tokens=1024"], "two sequences"),
+        (["--n_inner=768"], "n_inner"),
+        (["--dropout=0.1"], "dropout"),
+        (["--bias=True"], "bias=True"),
+        (["--kernels=triton"], "does not see into"),
+        (["--n_embd=700"], "n_head"),
+        (["--token=2048"], "did you mean tokens"),
+    ],
+)
 def test_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         bytes.main(words)
 
 
-# -------------------------------------------------------------------------------------------- what it says of the norms
+# ------------------------------------------------------------------------ what it says of the norms
 
 
 class NaivelyDetached(SharedRMSNorm):
@@ -185,13 +236,15 @@ class NaivelyDetached(SharedRMSNorm):
 
 
 COMPARED = ("layer", "rms", "coupled", "coupled, fold")
-OLDER = torch.__version__.startswith("2.11.")  # it adds the gradients of two paths within a norm's backward kernel
+# it adds the gradients of two paths within a norm's backward kernel
+OLDER = torch.__version__.startswith("2.11.")
 
 
 def figures(folder: str) -> dict[str, dict[str, float]]:
-    """The ledger of every arm of the program, of the naive form of coupled, and of a small shape, bytes per token and
-    block. Of arms that no test compares, the block alone: a tenth of the work. The program writes the row of rms at the
-    small shape into `folder`; it finds it counted already."""
+    """The ledger of every arm of the program, of the naive form of coupled, and of a small shape,
+    bytes per token and block. Of arms that no test compares, the block alone: a tenth of the work.
+    The program writes the row of rms at the small shape into `folder`; it finds it counted already.
+    """
     gc.disable()  # it takes 15 % of the time; this process soon ends
     bytes.count = functools.cache(bytes.count)
     config = bytes.LedgerConfig()
@@ -232,25 +285,41 @@ def test_one_block_of_each_norm(ledger):
 
 @needs_codegen
 def test_one_more_block_of_a_deep_model(ledger):
-    """There RMSNorm's gain gradient rides along with its row reduction, and coupled's needs a pass of its own."""
+    """There RMSNorm's gain gradient rides along with its row reduction, and coupled's needs a pass
+    of its own.
+    """
     deep = {arm: ledger[arm]["bfloat16 stream"] for arm in (*COMPARED, "naive")}
     least = 16 * 768 * 2  # two adds and norms, four streams forward and four backward each
     assert least <= deep["rms"] <= 1.02 * least
     assert deep["rms"] < deep["coupled"] <= 26_500  # so says the README
     assert deep["naive"] > deep["coupled"] + 4_000
-    wide = {arm: ledger[arm]["float32 stream"] for arm in COMPARED}  # the stream's cast costs nothing: norms see rows
-    assert wide["coupled, fold"] <= 37_800 < wide["coupled"] < wide["rms"] <= 43_500 < wide["layer"] <= 48_100
+    # the stream's cast costs nothing: norms see rows
+    wide = {arm: ledger[arm]["float32 stream"] for arm in COMPARED}
+    assert (
+        wide["coupled, fold"]
+        <= 37_800
+        < wide["coupled"]
+        < wide["rms"]
+        <= 43_500
+        < wide["layer"]
+        <= 48_100
+    )
 
 
 @needs_codegen
 def test_fold_in_the_step_of_training(ledger):
-    """norm2 is gone: three addmm take the adds, and what is left are norm1, its backward and passes over weights."""
+    """norm2 is gone: three addmm take the adds, and what is left are norm1, its backward and passes
+    over weights.
+    """
     fold, rms, stream = ledger["coupled, fold"], ledger["rms"], 2 * 768
     assert fold["bfloat16 stream"] <= 14_700 < 0.59 * rms["bfloat16 stream"]
-    assert fold["bfloat16 stream"] - stream <= 13_200  # as a lone block counts, without the closing add's read
-    assert fold["copied"] == pytest.approx(fold["bfloat16 stream"] + 3 * 2 * stream)  # three addmm, two crossings each
-    # Passes over the 4 C^2 weights: float32 -> bfloat16 and back, 24 C^2 bytes each, counted here alone, though every
-    # norm's weights are cast; and for the gain's gradient a read of both, which only fold has.
+    # as a lone block counts, without the closing add's read
+    assert fold["bfloat16 stream"] - stream <= 13_200
+    # three addmm, two crossings each
+    assert fold["copied"] == pytest.approx(fold["bfloat16 stream"] + 3 * 2 * stream)
+    # Passes over the 4 C^2 weights: float32 -> bfloat16 and back, 24 C^2 bytes each, counted here
+    # alone, though every norm's weights are cast; and for the gain's gradient a read of both, which
+    # only fold has.
     extra, casts = 24 * 768**2 / TOKENS, 48 * 768**2 / TOKENS
     saved = ledger["coupled"]["bfloat16 stream"] - (fold["copied"] - casts - extra)
     assert pytest.approx(extra * TOKENS / 768 / saved, rel=0.02) == FOLD_PAYS
@@ -260,7 +329,9 @@ def test_fold_in_the_step_of_training(ledger):
 
 @needs_codegen
 def test_what_a_norm_saves_is_not_spent_in_the_mlp(ledger):
-    """The activation of fold, like the others', keeps its bfloat16 input for backward, not its slope in float32."""
+    """The activation of fold, like the others', keeps its bfloat16 input for backward, not its
+    slope in float32.
+    """
     for stream, name in (("copied", "copied, whole"), ("float32 stream", "float32, whole")):
         rest = {arm: ledger[arm][name] - ledger[arm][stream] for arm in COMPARED}
         casts = 48 * 768**2 / TOKENS  # of weights, which count as fold's norm's (above)
@@ -270,20 +341,31 @@ def test_what_a_norm_saves_is_not_spent_in_the_mlp(ledger):
 
 @needs_codegen
 def test_the_table_in_results_is_todays(ledger):
-    records = [json.loads(line) for line in (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()
+    ]
     recorded = {record["norms"]: record["bytes_per_token"] for record in records}
     assert recorded.keys() == bytes.ARMS.keys() == ledger.keys() - {"naive", "small"}
     assert all(row.keys() == ledger["rms"].keys() for row in recorded.values())
-    changed = {(arm, name) for arm, row in recorded.items() for name in ledger[arm]
-               if ledger[arm][name] != pytest.approx(row[name], rel=1e-3)}  # fmt: skip
-    assert changed == ({(arm, "one block") for arm in ("layer", "coupled, full gradient")} if OLDER else set())
+    changed = {
+        (arm, name)
+        for arm, row in recorded.items()
+        for name in ledger[arm]
+        if ledger[arm][name] != pytest.approx(row[name], rel=1e-3)
+    }
+    assert changed == (
+        {(arm, "one block") for arm in ("layer", "coupled, full gradient")} if OLDER else set()
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a trace of a compiled step")
 @pytest.mark.parametrize("arm", ["rms", "coupled, fold"])
 def test_a_real_step_has_the_kernels_and_bytes_that_are_counted(arm):
-    """On a GPU: its generated kernels run as often as they are read in the code, and one more block moves the bytes of
-    results/. Prints the copies of whole streams, which tell whether an addmm copies its operand."""
+    """On a GPU: its generated kernels run as often as they are read in the code, and one more block
+    moves the bytes of results/. Prints the copies of whole streams, which tell whether an addmm
+    copies its operand.
+    """
     from torch._inductor.utils import run_and_get_code
     from torch.profiler import ProfilerActivity, profile
 
@@ -309,10 +391,17 @@ def test_a_real_step_has_the_kernels_and_bytes_that_are_counted(arm):
         moved[blocks] = bytes.total([launch for launch in found if launch.is_of_norms(768)])
         ran = collections.Counter(event.name for event in trace.events())
         generated = {name: times for name, times in ran.items() if name.startswith("triton_")}
-        assert generated == collections.Counter(launch.name for launch in found if launch.name != "addmm")
+        assert generated == collections.Counter(
+            launch.name for launch in found if launch.name != "addmm"
+        )
         print(arm, blocks, {name: times for name, times in ran.items() if "copy" in name.lower()})
-    records = [json.loads(line) for line in (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()]
-    expected = next(row["bytes_per_token"]["bfloat16 stream"] for row in records if row["norms"] == arm)
+    records = [
+        json.loads(line)
+        for line in (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()
+    ]
+    expected = next(
+        row["bytes_per_token"]["bfloat16 stream"] for row in records if row["norms"] == arm
+    )
     assert (moved[3] - moved[2]) / TOKENS == pytest.approx(expected, rel=0.02)
 
 
@@ -321,12 +410,19 @@ def test_the_program_writes_its_table(ledger, written):
     record = json.loads((written / "ledger.jsonl").read_text())
     assert record["n_embd"] == 64 and record["versions"]["torch"] == torch.__version__
     row = record["bytes_per_token"]
-    assert row == ledger["small"] and 14 * 64 * 2 < row["one block"] < row["float32 stream"] < 100 * 64 * 2
+    assert (
+        row == ledger["small"]
+        and 14 * 64 * 2 < row["one block"] < row["float32 stream"] < 100 * 64 * 2
+    )
     assert f"| rms | {row['one block'] / 1000:.1f} (+0.0) |" in (written / "README.md").read_text()
 
 
 def test_the_kernels_key_reaches_every_norm():
-    model = GPT(GPTConfig(norm_type="taper", kernels="torch", qk_norm=True, n_layer=2, n_embd=24, vocab_size=64))
+    model = GPT(
+        GPTConfig(
+            norm_type="taper", kernels="torch", qk_norm=True, n_layer=2, n_embd=24, vocab_size=64
+        )
+    )
     assert {part.kernels for part in model.modules() if isinstance(part, Norm)} == {"torch"}
 
 

@@ -1,6 +1,6 @@
 """bench/fold.py: arms that compute the same, records that add up. No timing is asserted.
 
-    python -m pytest tests/bench/test_fold.py
+python -m pytest tests/bench/test_fold.py
 """
 
 import functools
@@ -22,7 +22,9 @@ from training.checkpoint import save_checkpoint
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    model = shake(GPT(GPTConfig(vocab_size=40, block_size=32, n_layer=1, n_head=2, n_embd=16, bias=True))).float()
+    model = shake(
+        GPT(GPTConfig(vocab_size=40, block_size=32, n_layer=1, n_head=2, n_embd=16, bias=True))
+    ).float()
     state = {"step": 0, "config": vars(model.config), "meta": {}, "model": model.state_dict()}
     save_checkpoint(tmp_path / "layer.pt", state)
     return str(tmp_path / "layer.pt")
@@ -30,26 +32,50 @@ def checkpoint(tmp_path):
 
 def test_a_record_of_our_model(checkpoint, tmp_path, capsys):
     out = tmp_path / "new" / "fold.jsonl"
-    fold.main([checkpoint, "--lengths=8,16", "--rounds=6", "--sequential=2", "--device=cpu", f"--out={out}"])
+    fold.main(
+        [
+            checkpoint,
+            "--lengths=8,16",
+            "--rounds=6",
+            "--sequential=2",
+            "--device=cpu",
+            f"--out={out}",
+        ]
+    )
     records = [json.loads(line) for line in out.read_text().splitlines()]
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [record["length"] for record in records] == [8, 16] and told["folded"] == 3
     for record, ratio in zip(records, told["ratios"], strict=True):
         times = record["seconds"]
         for clock in (times, record["processor_seconds"]):
-            assert {name: len(its) for name, its in clock.items()} == {"before": 6, "after": 6, "before again": 6}
-        assert record["before / after"]["mean"]["mean"] == paired_ratio(times["before"], times["after"]).mean
+            assert {name: len(its) for name, its in clock.items()} == {
+                "before": 6,
+                "after": 6,
+                "before again": 6,
+            }
+        assert (
+            record["before / after"]["mean"]["mean"]
+            == paired_ratio(times["before"], times["after"]).mean
+        )
         assert ratio["mean"] == record["before / after"]["mean"]["mean"]
-        assert record["tok_per_s"]["after"] == pytest.approx(2 * record["length"] / record["ms"]["after"] * 1e3)
+        assert record["tok_per_s"]["after"] == pytest.approx(
+            2 * record["length"] / record["ms"]["after"] * 1e3
+        )
         means = record["sequential"]
-        assert means["saved"] == 1 - means["after"] / means["before"] and record["versions"]["torch"]
+        assert (
+            means["saved"] == 1 - means["after"] / means["before"] and record["versions"]["torch"]
+        )
 
 
 def test_all_lengths_are_compiled(checkpoint, monkeypatch):
-    """Dynamo keeps compiled versions by code object, which arms and lengths share; beyond its limit it runs eagerly."""
+    """Dynamo keeps compiled versions by code object, which arms and lengths share; beyond its limit
+    it runs eagerly.
+    """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
-        fold.main([checkpoint, "--lengths=8,12,16", "--rounds=6", "--modes=compiled", "--device=cpu"])
+        fold.main(
+            [checkpoint, "--lengths=8,12,16", "--rounds=6", "--modes=compiled", "--device=cpu"]
+        )
 
 
 def test_both_arms_compute_the_same(checkpoint):
@@ -61,16 +87,38 @@ def test_both_arms_compute_the_same(checkpoint):
 
 TINY = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50}, 3, 3),
-    "bert": ("BertModel", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-                           "intermediate_size": 16, "vocab_size": 50}, 1, 3),
-    "vit": ("ViTModel", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
-                         "image_size": 32}, 3, 3),
-}  # fmt: skip
+    "bert": (
+        "BertModel",
+        {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+            "vocab_size": 50,
+        },
+        1,
+        3,
+    ),
+    "vit": (
+        "ViTModel",
+        {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+            "image_size": 32,
+        },
+        3,
+        3,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_shapes_of_transformers(name, monkeypatch, tmp_path):
-    """Arms that compute the same on gains and biases that are not initial; the one that does not is called so."""
+    """Arms that compute the same on gains and biases that are not initial; the one that does not is
+    called so.
+    """
     try:
         import_transformers()
     except HFError as error:
@@ -80,10 +128,19 @@ def test_shapes_of_transformers(name, monkeypatch, tmp_path):
     arms, folded = make_arms(f"hf:{name}", FoldBenchConfig(lengths=(3000,)))
     before = arms["before"]
     x = inputs(before, 2, 16, torch.float32)
-    norms = [sum(isinstance(module, torch.nn.LayerNorm) for module in model.modules()) for model in arms.values()]
-    assert folded == folds and norms == [total, total - folds, 0][: len(arms)] and (SWAPPED in arms) == (folds < total)
+    norms = [
+        sum(isinstance(module, torch.nn.LayerNorm) for module in model.modules())
+        for model in arms.values()
+    ]
+    assert (
+        folded == folds
+        and norms == [total, total - folds, 0][: len(arms)]
+        and (SWAPPED in arms) == (folds < total)
+    )
     assert name == "vit" or before.config.max_position_embeddings == 3000
-    assert all(norm.weight.std() > 0.1 for norm in before.modules() if isinstance(norm, torch.nn.LayerNorm))
+    assert all(
+        norm.weight.std() > 0.1 for norm in before.modules() if isinstance(norm, torch.nn.LayerNorm)
+    )
     outputs = [model(**x)[0].detach() for model in arms.values()]
     assert all((y - outputs[0]).abs().max() < 2e-6 * outputs[0].abs().max() for y in outputs[1:2])
     assert SWAPPED not in arms or (outputs[2] - outputs[0]).abs().max() > 1e-3
@@ -95,10 +152,17 @@ def test_shapes_of_transformers(name, monkeypatch, tmp_path):
     assert record["tok_per_s"]["after"] == pytest.approx(2 * length / record["ms"]["after"] * 1e3)
 
 
-@pytest.mark.parametrize(("words", "named"), [
-    (["hf:gpt5"], "hf:gpt2"), (["x", "--rounds=5"], "rounds"), (["x", "--modes=eager,fast"], "fast"),
-    (["x", "--lengths=0"], "length"), (["x", "--modes=graph", "--device=cpu"], "CUDA"), ([], "name a model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["hf:gpt5"], "hf:gpt2"),
+        (["x", "--rounds=5"], "rounds"),
+        (["x", "--modes=eager,fast"], "fast"),
+        (["x", "--lengths=0"], "length"),
+        (["x", "--modes=graph", "--device=cpu"], "CUDA"),
+        ([], "name a model"),
+    ],
+)
 def test_refusals(words, named):
     with pytest.raises(ConfigError, match=named):
         fold.main(words)

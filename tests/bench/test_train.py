@@ -1,4 +1,5 @@
-"""bench/train.py: what its arms are, that their steps are train.py's, what it writes. Nothing here asserts a time.
+"""bench/train.py: what its arms are, that their steps are train.py's, what it writes. Nothing here
+asserts a time.
 
     python -m pytest tests/bench/test_train.py
 """
@@ -25,7 +26,7 @@ from training.dataloader import Blocks, TrainLoader
 
 CPU = torch.device("cpu")
 EAGER = ("--compile=False", "--ledger=False", "--vocab_size=64", "--rounds=3")
-UPSTREAM = '''
+UPSTREAM = """
 import inspect
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ class GPT(torch.nn.Module):
     def forward(self, idx, targets):
         logits = self.table(idx)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-'''
+"""
 
 
 def config_of(*words: str) -> TrainBenchConfig:
@@ -84,49 +85,90 @@ def models(monkeypatch) -> list[GPT]:
     return built
 
 
-# ---------------------------------------------------------------------------------------------------------------- arms
+# --------------------------------------------------------------------------------------------- arms
 
 
 def test_arms_differ_in_what_they_say_alone():
-    arms = {arm.name: arm for arm in all_arms(config_of(
-        "--norm_type=cbwc",  # of a config file: the arms say which it is
-        "--arms=coupled;  coupled   coupled_span=2;layer compile=True kernels=torch; rms norm_eps=1e-6 ;",
-    ))}  # fmt: skip
-    assert list(arms) == ["coupled", "coupled coupled_span=2", "layer compile=True kernels=torch", "rms norm_eps=1e-6",
-                          "rms", "rms-no-mlp-gamma", "layer", "coupled" + AGAIN]  # fmt: skip
+    arms = {
+        arm.name: arm
+        for arm in all_arms(
+            config_of(
+                "--norm_type=cbwc",  # of a config file: the arms say which it is
+                "--arms=coupled;  coupled   coupled_span=2;layer compile=True kernels=torch; "
+                "rms norm_eps=1e-6 ;",
+            )
+        )
+    }
+    assert list(arms) == [
+        "coupled",
+        "coupled coupled_span=2",
+        "layer compile=True kernels=torch",
+        "rms norm_eps=1e-6",
+        "rms",
+        "rms-no-mlp-gamma",
+        "layer",
+        "coupled" + AGAIN,
+    ]
     base = dataclasses.asdict(arms["layer"].config)
     differences = {
-        "coupled": {"norm_type": "coupled"}, "rms": {"norm_type": "rms"}, "layer": {},
+        "coupled": {"norm_type": "coupled"},
+        "rms": {"norm_type": "rms"},
+        "layer": {},
         "coupled coupled_span=2": {"norm_type": "coupled", "coupled_span": 2},
         "layer compile=True kernels=torch": {"compile": True, "kernels": "torch"},
         "rms norm_eps=1e-6": {"norm_type": "rms", "norm_eps": 1e-6},
-        "rms-no-mlp-gamma": {"norm_type": "rms"}, "coupled" + AGAIN: {"norm_type": "coupled"},
-    }  # fmt: skip
+        "rms-no-mlp-gamma": {"norm_type": "rms"},
+        "coupled" + AGAIN: {"norm_type": "coupled"},
+    }
     for name, arm in arms.items():
         now = dataclasses.asdict(arm.config)
         assert {key: now[key] for key in now if now[key] != base[key]} == differences[name], name
         assert arm.mlp_gamma == (name != "rms-no-mlp-gamma") and not arm.is_nanogpt
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--arms=rsm"], r"arms: 'rsm': unknown norm_type 'rsm': did you mean rms"),
-    (["--arms=coupled coupled_spam=2"], r"'coupled coupled_spam=2': unknown key 'coupled_spam': did you mean c"),
-    (["--arms=coupled coupled_span=two"], r"coupled_span wants int, got 'two'"),
-    (["--arms=rms coupled_span=2"], r"arms: 'rms coupled_span=2': coupled_span is a key of norm_type=coupled"),
-    (["--arms=rms, coupled"], r"'rms, coupled': settings are written key=value, and arms have a semicolon"),
-    (["--arms=rms n_embd=64"], r"n_embd must be the same for all arms, set it once: --n_embd=64"),
-    (["--arms=rms batch_size=1"], r"batch_size must be the same for all arms"),
-    (["--arms=layer; rms; layer"], r"'layer' is there twice"),
-    (["--arms=coupled norm_plan=Rs"], r"arms: 'coupled norm_plan=Rs': norm_plan 'Rs' has 2 letters, 2 blocks want 5"),
-    (["--arms=taper-no-mlp-gamma"], r"left out of layer, rms, coupled, cbwc alone"),
-    (["--arms=taper", "--norm_type=taper", "--taper_end=0.9"], r"arms: 'rms': taper_end is a key of norm_type=taper"),
-    (["--arms= ; "], r"arms: name one or more"),
-    (["--arms=nanogpt"], r"nanogpt wants --nanogpt=FOLDER"),
-    (["--arms=nanogpt norm_eps=0.1"], r"nanoGPT knows no such key, only compile"),
-    (["--arms=nanogpt", "--activation=swiglu"], r"nanoGPT has no activation=swiglu: remove it, or the arm"),
-    (["--nanogpt=nowhere"], r"nanogpt=nowhere: there is no model\.py"),
-    (["--rounds=1"], r"rounds=1: must be at least 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arms=rsm"], r"arms: 'rsm': unknown norm_type 'rsm': did you mean rms"),
+        (
+            ["--arms=coupled coupled_spam=2"],
+            r"'coupled coupled_spam=2': unknown key 'coupled_spam': did you mean c",
+        ),
+        (["--arms=coupled coupled_span=two"], r"coupled_span wants int, got 'two'"),
+        (
+            ["--arms=rms coupled_span=2"],
+            r"arms: 'rms coupled_span=2': coupled_span is a key of norm_type=coupled",
+        ),
+        (
+            ["--arms=rms, coupled"],
+            r"'rms, coupled': settings are written key=value, and arms have a semicolon",
+        ),
+        (
+            ["--arms=rms n_embd=64"],
+            r"n_embd must be the same for all arms, set it once: --n_embd=64",
+        ),
+        (["--arms=rms batch_size=1"], r"batch_size must be the same for all arms"),
+        (["--arms=layer; rms; layer"], r"'layer' is there twice"),
+        (
+            ["--arms=coupled norm_plan=Rs"],
+            r"arms: 'coupled norm_plan=Rs': norm_plan 'Rs' has 2 letters, 2 blocks want 5",
+        ),
+        (["--arms=taper-no-mlp-gamma"], r"left out of layer, rms, coupled, cbwc alone"),
+        (
+            ["--arms=taper", "--norm_type=taper", "--taper_end=0.9"],
+            r"arms: 'rms': taper_end is a key of norm_type=taper",
+        ),
+        (["--arms= ; "], r"arms: name one or more"),
+        (["--arms=nanogpt"], r"nanogpt wants --nanogpt=FOLDER"),
+        (["--arms=nanogpt norm_eps=0.1"], r"nanoGPT knows no such key, only compile"),
+        (
+            ["--arms=nanogpt", "--activation=swiglu"],
+            r"nanoGPT has no activation=swiglu: remove it, or the arm",
+        ),
+        (["--nanogpt=nowhere"], r"nanogpt=nowhere: there is no model\.py"),
+        (["--rounds=1"], r"rounds=1: must be at least 2"),
+    ],
+)
 def test_what_cannot_be_timed_is_one_clear_line(words, message):
     with pytest.raises(ConfigError, match=message) as failure:
         all_arms(config_of(*words))
@@ -134,10 +176,16 @@ def test_what_cannot_be_timed_is_one_clear_line(words, message):
 
 
 def test_controls_can_be_left_out_and_nanogpt_comes_with_its_folder(upstream):
-    names = [arm.name for arm in all_arms(config_of("--arms=layer", "--controls=False", f"--nanogpt={upstream}"))]
+    names = [
+        arm.name
+        for arm in all_arms(config_of("--arms=layer", "--controls=False", f"--nanogpt={upstream}"))
+    ]
     assert names == ["layer", "nanogpt", "layer" + AGAIN]
     listed = all_arms(config_of("--arms=nanogpt compile=False; layer", f"--nanogpt={upstream}"))
-    assert [arm.name for arm in listed if arm.is_nanogpt] == ["nanogpt compile=False", "nanogpt compile=False" + AGAIN]
+    assert [arm.name for arm in listed if arm.is_nanogpt] == [
+        "nanogpt compile=False",
+        "nanogpt compile=False" + AGAIN,
+    ]
 
 
 def test_no_mlp_gamma_takes_just_those_gains_away(models):
@@ -146,22 +194,43 @@ def test_no_mlp_gamma_takes_just_those_gains_away(models):
     for arm in parse_arms("rms; rms-no-mlp-gamma", config):
         build_step(arm, make_batches(config, CPU), CPU, "")()
         names.append({name for name, _ in models[-1].named_parameters()})
-    assert names[0] - names[1] == {"blocks.0.norm2.weight", "blocks.1.norm2.weight"} and names[1] < names[0]
+    assert (
+        names[0] - names[1] == {"blocks.0.norm2.weight", "blocks.1.norm2.weight"}
+        and names[1] < names[0]
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- steps
+# -------------------------------------------------------------------------------------------- steps
 
 
 @pytest.mark.parametrize("norm", ["coupled", "taper"])
 def test_a_step_is_train_pys(norm, train_ok, tiny_data, tmp_path, models):
-    """Two steps of train.py on its own batches leave the parameters that two steps of the arm leave, bit for bit."""
-    words = [*TINY, "--lr_schedule=constant", "--warmup_iters=0", "--vocab_size=64", f"--data_dir={tiny_data}",
-             "--compile=False", "--max_iters=2", "--dtype=float64", "--grad_clip=0.1"]  # fmt: skip
+    """Two steps of train.py on its own batches leave the parameters that two steps of the arm
+    leave, bit for bit.
+    """
+    words = [
+        *TINY,
+        "--lr_schedule=constant",
+        "--warmup_iters=0",
+        "--vocab_size=64",
+        f"--data_dir={tiny_data}",
+        "--compile=False",
+        "--max_iters=2",
+        "--dtype=float64",
+        "--grad_clip=0.1",
+    ]
     keys = ["taper_warmup=1", "taper_end=3"] if norm == "taper" else []
-    train_ok(*words, *("--" + key for key in keys), f"--norm_type={norm}", f"--out_dir={tmp_path / 'run'}")
+    train_ok(
+        *words,
+        *("--" + key for key in keys),
+        f"--norm_type={norm}",
+        f"--out_dir={tmp_path / 'run'}",
+    )
     trained = torch.load(tmp_path / "run" / "ckpt_last.pt", weights_only=True)["model"]
 
-    config, _ = parse_args(TrainBenchConfig, [*words, f"--arms={' '.join([norm, *keys])}", "--controls=False"])
+    config, _ = parse_args(
+        TrainBenchConfig, [*words, f"--arms={' '.join([norm, *keys])}", "--controls=False"]
+    )
     loader = TrainLoader(Blocks(str(tiny_data), "train", 16, 60), 2, 4, config.seed)
     stream = loader.batches(1, 0, 1, pin=False)
     batches = [next(stream) for _ in range(4)]
@@ -179,13 +248,17 @@ def test_a_step_is_train_pys(norm, train_ok, tiny_data, tmp_path, models):
 
 def test_nanogpts_step_is_a_mean_over_micro_batches(upstream):
     """With the stand-in, whose gradient is known: accumulation, clipping, update."""
-    config = config_of(f"--nanogpt={upstream}", "--grad_clip=0.01", "--weight_decay=0.0", "--dtype=float64")
+    config = config_of(
+        f"--nanogpt={upstream}", "--grad_clip=0.01", "--weight_decay=0.0", "--dtype=float64"
+    )
     arm, batches = parse_arms("nanogpt", config)[0], make_batches(config, CPU)
     module = train_arms.import_nanogpt(train.Path(upstream))
     torch.manual_seed(config.seed)
     shape = {name: getattr(config, name) for name in train_arms.NANOGPT_SHAPE}
     reference = module.GPT(module.GPTConfig(**shape)).double()
-    optimizer = torch.optim.AdamW(reference.parameters(), config.learning_rate, (0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        reference.parameters(), config.learning_rate, (0.9, 0.95), weight_decay=0.0
+    )
     losses = []
     for _ in range(2):
         x, y = (torch.cat(parts) for parts in zip(*batches))
@@ -204,7 +277,7 @@ def test_a_folder_with_another_model_is_refused(tmp_path):
         train_arms.import_nanogpt(tmp_path)
 
 
-# -------------------------------------------------------------------------------------------------------------- rounds
+# ------------------------------------------------------------------------------------------- rounds
 
 
 def test_every_arm_runs_once_a_round_in_a_random_order():
@@ -228,7 +301,8 @@ def test_ctrl_c_keeps_the_rounds_that_are_complete():
 
         return {"a": step, "b": step}
 
-    times = time_rounds(steps_until(8), config_of("--rounds=9"), CPU)  # in the second half of the fourth round
+    # in the second half of the fourth round
+    times = time_rounds(steps_until(8), config_of("--rounds=9"), CPU)
     assert [len(values) for values in times.values()] == [3, 3]
     with pytest.raises(UserError, match="before the second round"):
         time_rounds(steps_until(3), config_of("--rounds=9"), CPU)
@@ -236,11 +310,20 @@ def test_ctrl_c_keeps_the_rounds_that_are_complete():
 
 def test_a_run_writes_table_plot_and_records(tmp_path, capsys, upstream):
     folder = tmp_path / "new" / "train"
-    words = [*TINY, *EAGER, "--arms=coupled; layer; nanogpt", f"--nanogpt={upstream}", f"--out={folder}"]
+    words = [
+        *TINY,
+        *EAGER,
+        "--arms=coupled; layer; nanogpt",
+        f"--nanogpt={upstream}",
+        f"--out={folder}",
+    ]
     train.main(words)
     output = capsys.readouterr().out
     assert "number of parameters" not in output
-    records = {row["arm"]: row for row in map(json.loads, (folder / "steps.jsonl").read_text().splitlines())}
+    records = {
+        row["arm"]: row
+        for row in map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
+    }
     names = ["coupled", "layer", "nanogpt", "rms", "rms-no-mlp-gamma", "coupled" + AGAIN]
     assert list(records) == [row["arm"] for row in json.loads(output.splitlines()[-1])] == names
     for name, row in records.items():
@@ -248,13 +331,21 @@ def test_a_run_writes_table_plot_and_records(tmp_path, capsys, upstream):
         assert row["tokens_per_s"] == pytest.approx(2 * 4 * 16 / sorted(row["seconds"])[1])
         assert set(row["speed_over"]) == {"coupled", "rms", "nanogpt"} - {name}
         for base, ratio in row["speed_over"].items():
-            assert ratio == dataclasses.asdict(paired_ratio(records[base]["seconds"], row["seconds"]))
+            assert ratio == dataclasses.asdict(
+                paired_ratio(records[base]["seconds"], row["seconds"])
+            )
         assert row["mfu"] is row["peak_memory"] is row["norm_bytes_per_token"] is None
-        assert "git" in row and row["threads"] == torch.get_num_threads() and row["config"]["n_embd"] == 32
+        assert (
+            "git" in row
+            and row["threads"] == torch.get_num_threads()
+            and row["config"]["n_embd"] == 32
+        )
         assert row["versions"]["torch"] == torch.__version__ and row["dtype"] == "float32"
     # The same weights and batches: arms that compute the same have the same loss
     assert records["coupled"]["first_loss"] == records["coupled" + AGAIN]["first_loss"]
-    assert records["rms"]["first_loss"] == pytest.approx(records["rms-no-mlp-gamma"]["first_loss"], rel=1e-6)
+    assert records["rms"]["first_loss"] == pytest.approx(
+        records["rms-no-mlp-gamma"]["first_loss"], rel=1e-6
+    )
     assert records["layer"]["first_loss"] == pytest.approx(math.log(64), rel=0.05)
     readme = (folder / "README.md").read_text()
     assert readme.count("\n| ") == 2 + len(names) and "3 rounds," in readme and "MFU" not in readme
@@ -262,20 +353,36 @@ def test_a_run_writes_table_plot_and_records(tmp_path, capsys, upstream):
 
 
 def test_compiled_arms_share_a_process(capsys, monkeypatch):
-    """Arms are traced one after the other through the same forward, each for itself. The first one goes through
-    inductor, the others stop in front of it."""
+    """Arms are traced one after the other through the same forward, each for itself. The first one
+    goes through inductor, the others stop in front of it.
+    """
     inductor, compiled = torch.compile, []
 
     def compile_model(model, **how):
         compiled.append(model.config.norm_type)
-        return inductor(model, **how) if len(compiled) == 1 else inductor(model, backend="aot_eager", **how)
+        return (
+            inductor(model, **how)
+            if len(compiled) == 1
+            else inductor(model, backend="aot_eager", **how)
+        )
 
     monkeypatch.setattr(torch, "compile", compile_model)
-    words = [*TINY, "--n_layer=1", "--vocab_size=64", "--rounds=2", "--ledger=False", "--controls=False",
-             "--arms=rms; layer; rms compile=False"]  # fmt: skip
+    words = [
+        *TINY,
+        "--n_layer=1",
+        "--vocab_size=64",
+        "--rounds=2",
+        "--ledger=False",
+        "--controls=False",
+        "--arms=rms; layer; rms compile=False",
+    ]
     train.main(words)
     rows = {row["arm"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])}
-    assert list(rows) == ["rms", "layer", "rms compile=False", "rms" + AGAIN] and compiled == ["rms", "layer", "rms"]
+    assert list(rows) == ["rms", "layer", "rms compile=False", "rms" + AGAIN] and compiled == [
+        "rms",
+        "layer",
+        "rms",
+    ]
 
 
 def test_bytes_of_an_arm_are_those_of_its_blocks():
@@ -285,13 +392,23 @@ def test_bytes_of_an_arm_are_those_of_its_blocks():
     rms, bare = (count_bytes(arm)[0] for arm in parse_arms("rms; rms-no-mlp-gamma", config))
     assert 0 < bare < rms
     nothing, remark = count_bytes(parse_arms("rms kernels=triton", config)[0])
-    assert nothing is None and remark.startswith("bytes of rms kernels=triton: ") and "\n" not in remark
+    assert (
+        nothing is None
+        and remark.startswith("bytes of rms kernels=triton: ")
+        and "\n" not in remark
+    )
 
 
-@pytest.mark.parametrize(("failure", "message"), [
-    (torch.OutOfMemoryError("CUDA"), r"arm rms: the GPU's memory is too small for 4 arms at batch_size=2: lower it"),
-    (KeyboardInterrupt(), "interrupted before the first round"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA"),
+            r"arm rms: the GPU's memory is too small for 4 arms at batch_size=2: lower it",
+        ),
+        (KeyboardInterrupt(), "interrupted before the first round"),
+    ],
+)
 def test_what_goes_wrong_before_the_first_round(failure, message, monkeypatch):
     def fails(*_):
         raise failure
@@ -302,13 +419,24 @@ def test_what_goes_wrong_before_the_first_round(failure, message, monkeypatch):
 
 
 def test_the_table_leaves_out_columns_without_a_figure():
-    row = {"arm": "rms", "tokens_per_s": 2.5e5, "mfu": 0.456, "peak_memory": 3.21e9, "norm_bytes_per_token": None,
-           "speed_over": {}}  # fmt: skip
-    other = row | {"arm": "layer", "speed_over": {"rms": {"mean": 0.99, "low": 0.98, "high": 1.0, "n": 2}}}
+    row = {
+        "arm": "rms",
+        "tokens_per_s": 2.5e5,
+        "mfu": 0.456,
+        "peak_memory": 3.21e9,
+        "norm_bytes_per_token": None,
+        "speed_over": {},
+    }
+    other = row | {
+        "arm": "layer",
+        "speed_over": {"rms": {"mean": 0.99, "low": 0.98, "high": 1.0, "n": 2}},
+    }
     assert train.table([row, other]).splitlines() == [
-        "| arm | tokens/s | MFU | peak memory | speed over rms |", "| --- | --- | --- | --- | --- |",
-        "| rms | 250,000 | 45.6% | 3.2 GB |  |", "| layer | 250,000 | 45.6% | 3.2 GB | 0.9900 (0.9800 .. 1.0000) |",
-    ]  # fmt: skip
+        "| arm | tokens/s | MFU | peak memory | speed over rms |",
+        "| --- | --- | --- | --- | --- |",
+        "| rms | 250,000 | 45.6% | 3.2 GB |  |",
+        "| layer | 250,000 | 45.6% | 3.2 GB | 0.9900 (0.9800 .. 1.0000) |",
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -320,7 +448,9 @@ def test_memory_and_mfu_on_a_gpu(capsys):
 
 
 def test_auto_is_bfloat16_on_cuda_and_float32_elsewhere():
-    precisions = {kind: Precision("auto", types.SimpleNamespace(type=kind)) for kind in ("cpu", "mps")}
+    precisions = {
+        kind: Precision("auto", types.SimpleNamespace(type=kind)) for kind in ("cpu", "mps")
+    }
     assert all(found.dtype == torch.float32 and not found.is_low for found in precisions.values())
     for name, low in (("bfloat16", True), ("float64", False)):
         found = Precision(name, CPU)
@@ -330,15 +460,24 @@ def test_auto_is_bfloat16_on_cuda_and_float32_elsewhere():
         assert product.dtype == (torch.bfloat16 if low else torch.float32)
 
 
-@pytest.mark.parametrize(("cpu", "channels", "expected"), [
-    ("vendor_id : AuthenticAMD\nflags : avx2 avx512f", 128, "medium"),
-    ("vendor_id : AuthenticAMD\nflags : avx2 avx512f", 127, "highest"),  # attention's products are too small
-    ("vendor_id : AuthenticAMD\nflags : avx2", 128, "highest"),
-    ("vendor_id : AuthenticAMD\nflags : avx2 avx512f amx_bf16", 128, "highest"),  # it would round to bfloat16
-    ("vendor_id : GenuineIntel\nflags : avx2 avx512f", 128, "highest"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cpu", "channels", "expected"),
+    [
+        ("vendor_id : AuthenticAMD\nflags : avx2 avx512f", 128, "medium"),
+        # attention's products are too small
+        ("vendor_id : AuthenticAMD\nflags : avx2 avx512f", 127, "highest"),
+        ("vendor_id : AuthenticAMD\nflags : avx2", 128, "highest"),
+        # it would round to bfloat16
+        ("vendor_id : AuthenticAMD\nflags : avx2 avx512f amx_bf16", 128, "highest"),
+        ("vendor_id : GenuineIntel\nflags : avx2 avx512f", 128, "highest"),
+    ],
+)
 def test_who_gets_onednns_products(cpu, channels, expected, monkeypatch):
-    monkeypatch.setattr(environment_module, "Path", lambda name: types.SimpleNamespace(read_text=lambda encoding: cpu))
+    monkeypatch.setattr(
+        environment_module,
+        "Path",
+        lambda name: types.SimpleNamespace(read_text=lambda encoding: cpu),
+    )
     try:
         environment_module.faster_float32_products(channels, 64)
         assert torch.get_float32_matmul_precision() == expected
@@ -352,9 +491,16 @@ def test_float32_products_stay_exact():
     try:
         environment_module.faster_float32_products(1024, 64)
         for rows, inputs, outputs in ((7, 5, 3), (64, 128, 512), (300, 1024, 96), (513, 257, 1027)):
-            x, w, dy = (torch.randn(shape, generator=generator)
-                        for shape in ((rows, inputs), (outputs, inputs), (rows, outputs)))  # fmt: skip
-            for a, b in ((x, w.t()), (dy, w), (dy.t(), x), (x.expand(2, -1, -1), w.t().expand(2, -1, -1))):
+            x, w, dy = (
+                torch.randn(shape, generator=generator)
+                for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
+            )
+            for a, b in (
+                (x, w.t()),
+                (dy, w),
+                (dy.t(), x),
+                (x.expand(2, -1, -1), w.t().expand(2, -1, -1)),
+            ):
                 exact = a.double() @ b.double()
                 assert (a @ b - exact).norm() <= 2e-6 * exact.norm()
     finally:
@@ -366,38 +512,66 @@ def test_the_commands_of_the_docstring_are_valid(upstream, monkeypatch):
 
     monkeypatch.chdir(ROOT)
     text = train.__doc__.replace("\\\n", " ").replace("../nanoGPT", upstream)
-    commands = [shlex.split(line)[3:] for line in text.splitlines() if line.startswith("    python -m bench.train")]
+    commands = [
+        shlex.split(line)[3:]
+        for line in text.splitlines()
+        if line.startswith("    python -m bench.train")
+    ]
     assert len(commands) == 3
     for words in commands:
         assert len(all_arms(parse_args(TrainBenchConfig, words)[0])) >= 5
 
 
 def test_the_profile_says_where_an_arms_time_goes():
-    """Every kernel has a kind; their milliseconds and the rest are the step's; arms do the same products."""
-    config = config_of("--n_layer=1", "--arms=rms; coupled", "--rounds=2", "--controls=False", "--profile")
+    """Every kernel has a kind; their milliseconds and the rest are the step's; arms do the same
+    products.
+    """
+    config = config_of(
+        "--n_layer=1", "--arms=rms; coupled", "--rounds=2", "--controls=False", "--profile"
+    )
     records, remarks = train.measure(config, torch.device("cpu"))
     kernels = {row["arm"]: row["kernels"] for row in records if "kernels" in row}
     assert set(kernels) == {"rms", "coupled", f"rms{AGAIN}"}
     del kernels[f"rms{AGAIN}"]
     classes = {arm: train_profile.by_class(found, 1e6) for arm, found in kernels.items()}
     for found, parts in zip(kernels.values(), classes.values()):
-        assert {kernel["class"] for kernel in found} <= set(train_profile.NAMES) and parts["product"][0] > 0
+        assert {kernel["class"] for kernel in found} <= set(train_profile.NAMES) and parts[
+            "product"
+        ][0] > 0
         assert sum(ms for ms, _ in parts.values()) == pytest.approx(1e3)  # of a step of one second
-    products, statistics = ([sum(kernel["launches"] for kernel in found if word in kernel["name"])
-                             for found in kernels.values()] for word in ("aten::mm", "aten::rsqrt"))  # fmt: skip
+    products, statistics = (
+        [
+            sum(kernel["launches"] for kernel in found if word in kernel["name"])
+            for found in kernels.values()
+        ]
+        for word in ("aten::mm", "aten::rsqrt")
+    )
     assert products[0] == products[1] and statistics[0] > statistics[1]
-    place = {"device": "cpu", "threads": 1, "load_average": 0, "versions": {}, "git": "x", "dtype": "float32"}
+    place = {
+        "device": "cpu",
+        "threads": 1,
+        "load_average": 0,
+        "versions": {},
+        "git": "x",
+        "dtype": "float32",
+    }
     text = train.report(config, place, records, remarks)
     assert "| kind | rms | coupled | more than first |" in text and "| rest of the step |" in text
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "product"), ("triton_tem_fused_addmm_0", "product"),
-    ("triton_poi_fused_addmm_gelu_3", train_profile.ELEMENTWISE), ("Memcpy DtoD (Device -> Device)", "copy"),
-    ("triton_red_fused__log_softmax_nll_loss_forward_7", "loss"), ("cudnn_generated_native_sdpa_sm90", "attention"),
-    ("void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 64>", "attention"),
-    ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-    ("void at::native::vectorized_elementwise_kernel<4>", train_profile.ELEMENTWISE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "product"),
+        ("triton_tem_fused_addmm_0", "product"),
+        ("triton_poi_fused_addmm_gelu_3", train_profile.ELEMENTWISE),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("triton_red_fused__log_softmax_nll_loss_forward_7", "loss"),
+        ("cudnn_generated_native_sdpa_sm90", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 64>", "attention"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void at::native::vectorized_elementwise_kernel<4>", train_profile.ELEMENTWISE),
+    ],
+)
 def test_kinds_of_kernels(name, kind):
     assert train_profile.kernel_class(name) == kind

@@ -1,4 +1,5 @@
-"""Bad input to train.py: one line that names the thing and the remedy, the right exit code, nothing lost.
+"""Bad input to train.py: one line that names the thing and the remedy, the right exit code, nothing
+lost.
 
     python -m pytest tests/common/test_errors.py
 """
@@ -30,26 +31,29 @@ def complaint(launch, tiny_data, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("words", "parts"), [
-    (["--n_layr=2"], ["n_layr", "n_layer"]),
-    (["--n_layer=two"], ["n_layer", "int"]),
-    (["--learning_rate=nan"], ["learning_rate", "float"]),
-    (["--n_layer", "2"], ["--n_layer", "--key=value"]),
-    (["config/nowhere.py"], ["config/nowhere.py"]),
-    (["--norm_type=rmsnorm"], ["rmsnorm", "rms"]),
-    (["--norm_type=layer", "--coupled_first=1"], ["coupled_first", "coupled"]),
-    (["--norm_type=coupled", "--norm_plan=sR Rs R"], ["position 0"]),
-    (["--n_embd=33"], ["n_embd=33", "n_head=2"]),
-    (["--gradient_accumulation_steps=0"], ["gradient_accumulation_steps"]),
-    (["--beta2=1.0"], ["beta2"]),
-    (["--weight_decay=-1"], ["weight_decay"]),
-    (["--n_vocab=10"], ["n_vocab=10", "60"]),
-    (["--position=rope", "--rope_theta=0"], ["rope_theta"]),
-    (["--norm_type=taper", "--taper_end=1"], ["taper_end"]),
-    (["--n_embd=99999999999999999999999"], ["n_embd"]),
-    (["--vocab_size=50"], ["vocab_size=50", "60"]),
-    (["--device=cuda"] if not torch.cuda.is_available() else ["--device=mps"], ["device"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--n_layr=2"], ["n_layr", "n_layer"]),
+        (["--n_layer=two"], ["n_layer", "int"]),
+        (["--learning_rate=nan"], ["learning_rate", "float"]),
+        (["--n_layer", "2"], ["--n_layer", "--key=value"]),
+        (["config/nowhere.py"], ["config/nowhere.py"]),
+        (["--norm_type=rmsnorm"], ["rmsnorm", "rms"]),
+        (["--norm_type=layer", "--coupled_first=1"], ["coupled_first", "coupled"]),
+        (["--norm_type=coupled", "--norm_plan=sR Rs R"], ["position 0"]),
+        (["--n_embd=33"], ["n_embd=33", "n_head=2"]),
+        (["--gradient_accumulation_steps=0"], ["gradient_accumulation_steps"]),
+        (["--beta2=1.0"], ["beta2"]),
+        (["--weight_decay=-1"], ["weight_decay"]),
+        (["--n_vocab=10"], ["n_vocab=10", "60"]),
+        (["--position=rope", "--rope_theta=0"], ["rope_theta"]),
+        (["--norm_type=taper", "--taper_end=1"], ["taper_end"]),
+        (["--n_embd=99999999999999999999999"], ["n_embd"]),
+        (["--vocab_size=50"], ["vocab_size=50", "60"]),
+        (["--device=cuda"] if not torch.cuda.is_available() else ["--device=mps"], ["device"]),
+    ],
+)
 def test_bad_settings_exit_2(complaint, words, parts):
     line = complaint(*words, code=2)
     assert all(part in line for part in parts), line
@@ -71,11 +75,19 @@ def damage(folder, change) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-@pytest.mark.parametrize(("change", "part"), [
-    (lambda raw: raw[:-100], "truncated"),
-    (lambda raw: b"\0\0\0\1" + raw[4:], "magic"),
-    (lambda raw: raw[: HEADER_BYTES + 10000] + np.uint16(61).tobytes() + raw[HEADER_BYTES + 10002 :], "61 is beyond"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda raw: raw[:-100], "truncated"),
+        (lambda raw: b"\0\0\0\1" + raw[4:], "magic"),
+        (
+            lambda raw: (
+                raw[: HEADER_BYTES + 10000] + np.uint16(61).tobytes() + raw[HEADER_BYTES + 10002 :]
+            ),
+            "61 is beyond",
+        ),
+    ],
+)
 def test_corrupt_shard(complaint, tmp_path, change, part):
     folder = write_tiny_shards(tmp_path / "data")
     damage(folder, change)
@@ -88,7 +100,9 @@ def test_block_size_beyond_the_shard(complaint, tmp_path):
     assert "block_size=128" in complaint(f"--data_dir={folder}", "--block_size=128", code=1)
 
 
-def test_torn_checkpoint_falls_back_to_the_other_and_says_so(complaint, train_ok, tiny_data, tmp_path):
+def test_torn_checkpoint_falls_back_to_the_other_and_says_so(
+    complaint, train_ok, tiny_data, tmp_path
+):
     run = tmp_path / "run"
     words = (*TINY, "--eval_interval=20", f"--data_dir={tiny_data}", f"--out_dir={run}")
     train_ok(*words)
@@ -105,7 +119,9 @@ def test_torn_checkpoint_falls_back_to_the_other_and_says_so(complaint, train_ok
     assert (run / "log.jsonl").read_bytes() == log  # nothing was lost
 
 
-def test_checkpoint_of_another_shape_and_never_overwriting(complaint, train_ok, tiny_data, tmp_path):
+def test_checkpoint_of_another_shape_and_never_overwriting(
+    complaint, train_ok, tiny_data, tmp_path
+):
     train_ok(*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
     line = complaint("--n_embd=64", code=1)
     assert "n_embd=32" in line and "64" in line
@@ -115,7 +131,13 @@ def test_checkpoint_of_another_shape_and_never_overwriting(complaint, train_ok, 
 
 
 def test_micro_batches_that_ranks_do_not_divide(launch, tiny_data, tmp_path):
-    job = launch(*TINY, "--gradient_accumulation_steps=3", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", ranks=2)
+    job = launch(
+        *TINY,
+        "--gradient_accumulation_steps=3",
+        f"--data_dir={tiny_data}",
+        f"--out_dir={tmp_path}",
+        ranks=2,
+    )
     assert job.wait() == [2, 2]
     assert job.text().count("error:") == 1 and "gradient_accumulation_steps=3" in job.text()
 
@@ -132,17 +154,35 @@ def test_a_machine_without_a_compiler(tmp_path):
     words = [sys.executable, "-c", COMPILES]
     job = subprocess.run(words, cwd=ROOT, env=os.environ | keys, capture_output=True, text=True)
     assert job.returncode == 1 and "Traceback" not in job.stderr
-    assert job.stderr.startswith("error: torch.compile and Triton need a C++ compiler and Python's headers")
+    assert job.stderr.startswith(
+        "error: torch.compile and Triton need a C++ compiler and Python's headers"
+    )
 
 
-@pytest.mark.parametrize(("error", "start"), [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-     "the GPU's memory is too small (Tried to allocate 2.00 GiB): lower"),
-    (RuntimeError("CppCompileError: C++ compile error\na.cpp:7:10: fatal error: Python.h: No such file"),
-     "torch.compile and Triton need"),
-    (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), "torch.compile and Triton need"),
-    (RuntimeError("Failed to find C compiler. Please specify via CC"), "torch.compile and Triton need"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "start"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            "the GPU's memory is too small (Tried to allocate 2.00 GiB): lower",
+        ),
+        (
+            RuntimeError(
+                "CppCompileError: C++ compile error\na.cpp:7:10: fatal error: Python.h: "
+                "No such file"
+            ),
+            "torch.compile and Triton need",
+        ),
+        (
+            subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]),
+            "torch.compile and Triton need",
+        ),
+        (
+            RuntimeError("Failed to find C compiler. Please specify via CC"),
+            "torch.compile and Triton need",
+        ),
+    ],
+)
 def test_what_the_machine_lacks(error, start, capsys):
     def fail(argv):
         raise error
@@ -152,10 +192,15 @@ def test_what_the_machine_lacks(error, start, capsys):
     assert capsys.readouterr().err.startswith(f"error: {start}")
 
 
-@pytest.mark.parametrize("error", [
-    RuntimeError("a mistake"), subprocess.CalledProcessError(1, ["git", "log"]),
-    RuntimeError("CppCompileError: a.cpp:7:10: error: expected ';'"),
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("a mistake"),
+        subprocess.CalledProcessError(1, ["git", "log"]),
+        RuntimeError("CppCompileError: a.cpp:7:10: error: expected ';'"),
+    ],
+    ids=repr,
+)
 def test_an_error_of_ours_keeps_its_traceback(error):
     def fail(argv):
         raise error

@@ -1,6 +1,6 @@
 """Statistics against scipy and against cases with known answers.
 
-    python -m pytest tests/common/test_stats.py
+python -m pytest tests/common/test_stats.py
 """
 
 import math
@@ -56,12 +56,16 @@ def test_welch_is_scipys_test_on_samples():
     a, b = draws(0, 9), 0.4 + 2 * draws(1, 7)
     reference = scipy_stats.ttest_ind(b, a, equal_var=False)
     estimate = welch(a.mean(), a.std(ddof=1), 9, b.mean(), b.std(ddof=1), 7)
-    assert (estimate.p_value(), estimate.df) == pytest.approx((reference.pvalue, reference.df), rel=1e-12)
+    assert (estimate.p_value(), estimate.df) == pytest.approx(
+        (reference.pvalue, reference.df), rel=1e-12
+    )
     assert estimate.mean / estimate.se == pytest.approx(reference.statistic, rel=1e-12)
 
 
 def test_sign_flip_is_scipys_permutation_test():
-    reference = scipy_stats.permutation_test((SAMPLE,), np.mean, permutation_type="samples", n_resamples=np.inf)
+    reference = scipy_stats.permutation_test(
+        (SAMPLE,), np.mean, permutation_type="samples", n_resamples=np.inf
+    )
     assert sign_flip_p(SAMPLE) == pytest.approx(reference.pvalue, rel=1e-12)
     assert sign_flip_p(np.ones(8)) == 2 / 2**8  # only all + and all - are as extreme
     assert sign_flip_p(np.zeros(8)) == 1.0
@@ -70,12 +74,15 @@ def test_sign_flip_is_scipys_permutation_test():
 
 
 def test_bootstrap_covers_the_mean():
-    """Its 95 % intervals hold the mean of a skewed distribution about as often as 20 values allow; without a spread, or
-    with too few values, there is none."""
+    """Its 95 % intervals hold the mean of a skewed distribution about as often as 20 values allow;
+    without a spread, or with too few values, there is none.
+    """
     samples = np.random.RandomState(0).exponential(1.0, (300, 20))
     covered = np.mean([low < 1.0 < high for low, high in map(bca_interval, samples)])
     assert 0.86 < covered < 0.97
-    assert all(math.isnan(bound) for sample in (np.ones(5), SAMPLE[:3]) for bound in bca_interval(sample))
+    assert all(
+        math.isnan(bound) for sample in (np.ones(5), SAMPLE[:3]) for bound in bca_interval(sample)
+    )
 
 
 def test_holm():
@@ -102,7 +109,9 @@ def test_detectable_effect_and_seeds_agree():
 
 
 def test_seeds_for_equivalence_are_those_of_simulated_tests():
-    """With as many seeds as it says, TOST or t come to a verdict in about 80 % of simulated sets, or in more."""
+    """With as many seeds as it says, TOST or t come to a verdict in about 80 % of simulated sets,
+    or in more.
+    """
     for mean, delta, alpha in ((0.0, 1.0, 0.05), (0.4, 1.0, 0.0125), (1.5, 1.0, 0.05)):
         n = seeds_needed(mean, delta, 1.0, alpha)
         for seeds, enough in ((n, True), (max(2, n // 2), False)):
@@ -112,10 +121,15 @@ def test_seeds_for_equivalence_are_those_of_simulated_tests():
 
 
 def test_paired_times_take_turns_in_random_order():
-    """Every arm once a round; both orders of two arms occur; what `measure` says is what comes back."""
+    """Every arm once a round; both orders of two arms occur; what `measure` says is what comes
+    back.
+    """
     ran: list[str] = []
-    times = paired_times({name: (lambda name=name: ran.append(name)) for name in "ab"}, 40,
-                         measure=lambda arm: arm() or float(len(ran)))  # fmt: skip
+    times = paired_times(
+        {name: (lambda name=name: ran.append(name)) for name in "ab"},
+        40,
+        measure=lambda arm: arm() or float(len(ran)),
+    )
     rounds = ["".join(ran[i : i + 2]) for i in range(0, 80, 2)]
     assert {*rounds} == {"ab", "ba"} and 8 < rounds.count("ab") < 32
     assert sorted(times["a"] + times["b"]) == [float(i) for i in range(1, 81)]
@@ -140,17 +154,23 @@ def test_an_interrupt_keeps_whole_rounds(least, kept):
 
 
 def test_clustered_error_counts_clusters():
-    rows = np.random.RandomState(0).randn(12, 5) + np.random.RandomState(1).randn(12, 1)  # 12 clusters of 5
+    # 12 clusters of 5
+    rows = np.random.RandomState(0).randn(12, 5) + np.random.RandomState(1).randn(12, 1)
     names = np.repeat(np.arange(12) * 7, 5)
     even = clustered(rows.flatten(), names)
-    assert astuple(even) == pytest.approx(astuple(paired(rows.mean(1))))  # of one size: means are the sample
-    assert astuple(clustered(rows[:, 0], np.arange(12))) == pytest.approx(astuple(paired(rows[:, 0])))  # each alone
+    # of one size: means are the sample
+    assert astuple(even) == pytest.approx(astuple(paired(rows.mean(1))))
+    # each alone
+    assert astuple(clustered(rows[:, 0], np.arange(12))) == pytest.approx(
+        astuple(paired(rows[:, 0]))
+    )
     assert even.se > 1.5 * paired(rows.flatten()).se
     order = np.random.RandomState(2).permutation(60)
     assert astuple(clustered(rows.flatten()[order], names[order])) == pytest.approx(astuple(even))
     with pytest.raises(ValueError, match="two clusters"):
         clustered(rows[0], np.zeros(5))
-    sizes = np.repeat(np.arange(19), np.arange(19) ** 2 // 2 + 3)  # unlike sizes: 95 % intervals hold the mean 0
+    # unlike sizes: 95 % intervals hold the mean 0
+    sizes = np.repeat(np.arange(19), np.arange(19) ** 2 // 2 + 3)
     hits = 0
     for seed in range(1000):
         draw = np.random.RandomState(seed)
@@ -160,11 +180,17 @@ def test_clustered_error_counts_clusters():
 
 
 def test_crossed_error_covers_seeds_and_items():
-    """The error of the mean of a seeds x items table, against simulation; each source alone; no item effect at all."""
+    """The error of the mean of a seeds x items table, against simulation; each source alone; no
+    item effect at all.
+    """
 
     def table(seed: int, by_seed: float, by_item: float, rest: float) -> np.ndarray:
         random = np.random.RandomState(seed)
-        return by_seed * random.randn(8, 1) + by_item * random.randn(1, 200) + rest * random.randn(8, 200)
+        return (
+            by_seed * random.randn(8, 1)
+            + by_item * random.randn(1, 200)
+            + rest * random.randn(8, 200)
+        )
 
     for sources in ((0.05, 0.3, 1.0), (0.1, 0.0, 1.0), (0.0, 1.0, 0.2)):
         estimates = [crossed(table(seed, *sources)) for seed in range(400)]
@@ -185,7 +211,9 @@ def test_identical_pairs_are_equal_and_no_more():
 def test_interval_and_adjusted_p_always_agree():
     """The Holm-adjusted interval leaves out zero exactly where the adjusted p is below ALPHA."""
     for seed in range(200):
-        estimates = [paired(row) for row in draws(seed, 4, 8) + np.array([[0.0], [0.5], [1.0], [1.5]])]
+        estimates = [
+            paired(row) for row in draws(seed, 4, 8) + np.array([[0.0], [0.5], [1.0], [1.5]])
+        ]
         for verdict in decide(estimates, 0.0, True):
             low, high = verdict.interval
             assert (low > 0 or high < 0) == (verdict.p_holm < ALPHA)
@@ -196,13 +224,17 @@ def test_same_arms_are_seldom_called_different():
     words = []
     for seed in range(1000):
         base, arms = draws(seed, 8), draws(10_000 + seed, 4, 8)
-        words.append([verdict.word for verdict in decide([paired(arm - base) for arm in arms], 0.5, True)])
+        words.append(
+            [verdict.word for verdict in decide([paired(arm - base) for arm in arms], 0.5, True)]
+        )
     assert np.mean(["better" in arms for arms in words]) <= 0.05
     assert np.mean(["better" in arms or "worse" in arms for arms in words]) <= 0.07
 
 
 def test_a_planted_effect_is_found():
-    """Twice the SD of the paired differences, 8 seeds, 4 arms of which one has it: found in at least 95 %."""
+    """Twice the SD of the paired differences, 8 seeds, 4 arms of which one has it: found in at
+    least 95 %.
+    """
     found = []
     for seed in range(1000):
         differences = draws(seed, 4, 8)
@@ -213,13 +245,21 @@ def test_a_planted_effect_is_found():
 
 
 def test_equivalence_wants_evidence():
-    """A tight set within the margin is equivalent, a wide one is not, and no margin gives no equivalence."""
+    """A tight set within the margin is equivalent, a wide one is not, and no margin gives no
+    equivalence.
+    """
     tight, wide = 0.001 * draws(0, 8), 0.05 * draws(0, 8)
-    for differences, delta, word in ((tight, 0.01, "equivalent"), (wide, 0.01, "inconclusive"),
-                                     (tight, 0.0, "inconclusive")):  # fmt: skip
+    for differences, delta, word in (
+        (tight, 0.01, "equivalent"),
+        (wide, 0.01, "inconclusive"),
+        (tight, 0.0, "inconclusive"),
+    ):
         assert decide([paired(differences)], delta, True)[0].word == word
     # The margin is missed as often as TOST allows when the true difference lies on it.
-    wrong = [decide([paired(0.01 + 0.004 * draws(seed, 8))], 0.01, True)[0].p_tost < ALPHA for seed in range(1000)]
+    wrong = [
+        decide([paired(0.01 + 0.004 * draws(seed, 8))], 0.01, True)[0].p_tost < ALPHA
+        for seed in range(1000)
+    ]
     assert 0.02 < np.mean(wrong) <= 0.065
 
 
@@ -233,7 +273,9 @@ def test_paired_ratio():
     ratio = paired_ratio([2.0, 4.2, 8.8], [1.0, 2.0, 4.0])
     logs = np.log([2.0, 2.1, 2.2])
     reference = scipy_stats.ttest_1samp(logs, 0).confidence_interval()
-    assert (ratio.mean, ratio.low, ratio.high) == pytest.approx(tuple(np.exp([logs.mean(), *reference])))
+    assert (ratio.mean, ratio.low, ratio.high) == pytest.approx(
+        tuple(np.exp([logs.mean(), *reference]))
+    )
     for wrong in (([1.0], [1.0]), ([1.0, 2.0], [1.0])):
         with pytest.raises(ValueError):
             paired_ratio(*wrong)
@@ -245,10 +287,15 @@ def test_median_ratio_covers_the_median_and_shrugs_off_slow_rounds():
         ratio = median_ratio(list(np.exp(sample)), [1.0] * 15)
         assert ratio["low"] <= ratio["median"] <= ratio["high"]
         covered += ratio["low"] <= 1 <= ratio["high"]
-    exact = 1 - 2 * scipy_stats.binom.cdf(3, 15, 0.5)  # 0.965: the third from each end, and beyond, are left out
+    # 0.965: the third from each end, and beyond, are left out
+    exact = 1 - 2 * scipy_stats.binom.cdf(3, 15, 0.5)
     assert exact >= 0.95 and abs(covered / 400 - exact) < 0.03
     steady, upset = [2.0] * 20, [2.0] * 17 + [900.0] * 3
-    assert median_ratio(upset, [1.0] * 20) == median_ratio(steady, [1.0] * 20) == dict(median=2.0, low=2.0, high=2.0)
+    assert (
+        median_ratio(upset, [1.0] * 20)
+        == median_ratio(steady, [1.0] * 20)
+        == dict(median=2.0, low=2.0, high=2.0)
+    )
     for wrong in (([1.0] * 5, [1.0] * 5), ([1.0] * 6, [1.0] * 7)):
         with pytest.raises(ValueError, match="six"):
             median_ratio(*wrong)

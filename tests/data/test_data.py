@@ -1,6 +1,6 @@
 """data/ and training/dataloader.py: shards, tokenizers, batches, and the two small prepare scripts.
 
-    python -m pytest tests/data/test_data.py
+python -m pytest tests/data/test_data.py
 """
 
 import os
@@ -33,7 +33,9 @@ from data.stdlib import prepare as stdlib
 from data.tokenizers import END_OF_TEXT, CharTokenizer, byte_tokenizer, load_tokenizer
 from training.dataloader import Blocks, TrainLoader, epoch_order, eval_batches
 
-FUZZ = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def header(magic: int = MAGIC, version: int = VERSION, count: int = 0) -> bytes:
@@ -49,7 +51,7 @@ def shards_of(folder: Path, *lengths: int, split: str = "train", first: int = 0)
     return folder
 
 
-# ----------------------------------------------------------------------------------------------------------- shards
+# ------------------------------------------------------------------------------------------- shards
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, np.uint64])
@@ -89,7 +91,10 @@ DAMAGED = {
     "truncated": (GOOD[:-1], "header promises 3 tokens, the file has room for 2"),
     "truncated in the header": (GOOD[:100], "header promises 3 tokens, the file has room for 0"),
     "overlong": (GOOD + b"\4\0", "header promises 3 tokens, the file has room for 4"),
-    "another magic": (header(magic=20240801, count=3) + b"123456", f"wrong magic number 20240801.*{MAGIC}"),
+    "another magic": (
+        header(magic=20240801, count=3) + b"123456",
+        f"wrong magic number 20240801.*{MAGIC}",
+    ),
     "another version": (header(version=2, count=3) + b"123456", "shard version 2"),
     "an empty file": (b"", "wrong magic number nothing"),
     "two bytes": (b"\1\2", "wrong magic number"),
@@ -113,8 +118,14 @@ def test_damaged_shard(tmp_path, case):
 
 
 @FUZZ
-@given(st.one_of(st.binary(max_size=50), st.tuples(st.integers(-600, 600), st.integers(0, 1100)).map(
-    lambda case: header(count=case[0])[: case[1]] + b"\1\0" * max(0, case[1] - HEADER_BYTES))))  # fmt: skip
+@given(
+    st.one_of(
+        st.binary(max_size=50),
+        st.tuples(st.integers(-600, 600), st.integers(0, 1100)).map(
+            lambda case: header(count=case[0])[: case[1]] + b"\1\0" * max(0, case[1] - HEADER_BYTES)
+        ),
+    )
+)
 def test_arbitrary_bytes_are_a_shard_or_a_data_error(tmp_path, content):
     for name in ("x_train_000000.bin", "train.bin"):
         path = tmp_path / name
@@ -143,7 +154,9 @@ def test_headerless_nanogpt_shards(tmp_path):
 
 def test_missing_data_says_what_to_do(tmp_path):
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(DataError, match=r"no train shards in .*prepare the data, or set data_dir"):
+        with pytest.raises(
+            DataError, match=r"no train shards in .*prepare the data, or set data_dir"
+        ):
             find_shards(folder, "train")
     (tmp_path / "prepare.py").touch()
     with pytest.raises(DataError, match=rf"no val shards in .*run `python {tmp_path}/prepare\.py`"):
@@ -153,7 +166,9 @@ def test_missing_data_says_what_to_do(tmp_path):
 def test_shards_come_in_order_and_without_gaps(tmp_path):
     shards_of(tmp_path, 5, 5, 5, first=1)
     shards_of(tmp_path, 5, split="val")
-    assert [path.name for path in find_shards(tmp_path, "train")] == [f"x_train_00000{n}.bin" for n in (1, 2, 3)]
+    assert [path.name for path in find_shards(tmp_path, "train")] == [
+        f"x_train_00000{n}.bin" for n in (1, 2, 3)
+    ]
     (tmp_path / "x_train_000002.bin").unlink()
     with pytest.raises(DataError, match="train shard 000002 is missing"):
         find_shards(tmp_path, "train")
@@ -178,19 +193,34 @@ def test_meta_round_trip(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b"3", b"\xff\xfe", b"{}", b'{"tokenizer": "gpt2"}', b'{"vocab_size": 5}',
-     b'{"tokenizer": 3, "vocab_size": 5}', b'{"tokenizer": "gpt2", "vocab_size": 0}',
-     b'{"tokenizer": "gpt2", "vocab_size": "50257"}', b'{"tokenizer": "gpt2", "vocab_size": 5.5}',
-     b'{"tokenizer": "gpt2", "vocab_size": Infinity}', b'{"tokenizer": "gpt2", "vocab_size": NaN}',
-     b'{"tokenizer": "gpt2", "vocab_size": null}', b'{"tokenizer": "gpt2", "vocab_size": 65537}', b"[" * 100_000],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"3",
+        b"\xff\xfe",
+        b"{}",
+        b'{"tokenizer": "gpt2"}',
+        b'{"vocab_size": 5}',
+        b'{"tokenizer": 3, "vocab_size": 5}',
+        b'{"tokenizer": "gpt2", "vocab_size": 0}',
+        b'{"tokenizer": "gpt2", "vocab_size": "50257"}',
+        b'{"tokenizer": "gpt2", "vocab_size": 5.5}',
+        b'{"tokenizer": "gpt2", "vocab_size": Infinity}',
+        b'{"tokenizer": "gpt2", "vocab_size": NaN}',
+        b'{"tokenizer": "gpt2", "vocab_size": null}',
+        b'{"tokenizer": "gpt2", "vocab_size": 65537}',
+        b"[" * 100_000,
+    ],
+)
 def test_damaged_meta(tmp_path, content):
     (tmp_path / "meta.json").write_bytes(content)
     with pytest.raises(DataError, match=r"meta\.json: wants tokenizer and vocab_size"):
         read_meta(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------- tokenizers
+# --------------------------------------------------------------------------------------- tokenizers
 
 
 @FUZZ
@@ -227,7 +257,7 @@ def test_gpt2_tokenizer(monkeypatch):
     assert load_tokenizer({"tokenizer": "gpt2"}).encode_ordinary("hello world") == [31373, 995]
 
 
-# ---------------------------------------------------------------------------------------------------------- batches
+# ------------------------------------------------------------------------------------------ batches
 
 
 def test_blocks_cover_the_split_and_targets_are_shifted_by_one(tmp_path):
@@ -244,16 +274,21 @@ def test_blocks_cover_the_split_and_targets_are_shifted_by_one(tmp_path):
 def test_a_split_without_one_block(tmp_path):
     shards_of(tmp_path, 5, 8)
     assert len(Blocks(str(tmp_path), "train", 7, 100)) == 1
-    with pytest.raises(DataError, match=r"block_size=8 needs 9 tokens, the longest train shard .* has 8"):
+    with pytest.raises(
+        DataError, match=r"block_size=8 needs 9 tokens, the longest train shard .* has 8"
+    ):
         Blocks(str(tmp_path), "train", 8, 100)
 
 
 def test_token_beyond_the_vocabulary(tmp_path, monkeypatch):
     shards_of(tmp_path, 10, 10)
     Blocks(str(tmp_path), "train", 4, 20)
-    with pytest.raises(DataError, match=r"x_train_000001\.bin: token id 19 is beyond the vocabulary of 19"):
+    with pytest.raises(
+        DataError, match=r"x_train_000001\.bin: token id 19 is beyond the vocabulary of 19"
+    ):
         Blocks(str(tmp_path), "train", 4, 19)
-    monkeypatch.setattr("training.dataloader.SCAN_LIMIT", 0)  # large splits are not checked at the start, but when read
+    # large splits are not checked at the start, but when read
+    monkeypatch.setattr("training.dataloader.SCAN_LIMIT", 0)
     blocks = Blocks(str(tmp_path), "train", 4, 15)
     blocks.batch([0, 1])
     with pytest.raises(DataError, match=r"x_train_000001\.bin: token id 18"):
@@ -269,7 +304,12 @@ def blocks(tmp_path):
 
 def test_every_block_of_an_epoch_is_visited_once(blocks):
     loader = TrainLoader(blocks, batch_size=5, micro_batches=2, seed=3)  # 4 steps an epoch
-    order = [block for step in range(1, 13) for micro in range(2) for block in loader.sample_ids(step, micro)]
+    order = [
+        block
+        for step in range(1, 13)
+        for micro in range(2)
+        for block in loader.sample_ids(step, micro)
+    ]
     epochs = [order[start : start + 40] for start in (0, 40, 80)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(40)) and epoch != sorted(epoch)
@@ -280,7 +320,12 @@ def test_every_block_of_an_epoch_is_visited_once(blocks):
 
 def test_epochs_that_no_batch_size_divides(blocks):
     loader = TrainLoader(blocks, batch_size=7, micro_batches=3, seed=0)
-    ids = [block for step in range(1, 41) for micro in range(3) for block in loader.sample_ids(step, micro)]
+    ids = [
+        block
+        for step in range(1, 41)
+        for micro in range(3)
+        for block in loader.sample_ids(step, micro)
+    ]
     assert len(ids) == 840
     for epoch in range(21):
         assert sorted(ids[40 * epoch : 40 * epoch + 40]) == list(range(40))
@@ -296,7 +341,11 @@ def test_a_batch_is_a_pure_function_of_seed_step_and_micro_batch(blocks):
     def fresh() -> TrainLoader:
         return TrainLoader(blocks, batch_size=3, micro_batches=4, seed=7)
 
-    forwards = {(step, micro): fresh().sample_ids(step, micro) for step in range(1, 30) for micro in range(4)}
+    forwards = {
+        (step, micro): fresh().sample_ids(step, micro)
+        for step in range(1, 30)
+        for micro in range(4)
+    }
     torch.manual_seed(0)
     np.random.seed(0)  # the loader draws from nobody else's stream
     used = fresh()
@@ -308,21 +357,35 @@ def test_a_batch_is_a_pure_function_of_seed_step_and_micro_batch(blocks):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_share_the_same_global_batches(blocks, world_size):
     def steps(first_step: int, count: int) -> list[list[list[list[int]]]]:
-        """[step][micro-batch][sequence] -> tokens, the micro-batches of all ranks in their global order."""
-        loaders = [TrainLoader(blocks, 3, 4, seed=7).batches(first_step, rank, world_size, pin=False)
-                   for rank in range(world_size)]  # fmt: skip
-        return [[next(loader)[0].tolist() for _ in range(4 // world_size) for loader in loaders] for _ in range(count)]
+        """[step][micro-batch][sequence] -> tokens, the micro-batches of all ranks in their global
+        order.
+        """
+        loaders = [
+            TrainLoader(blocks, 3, 4, seed=7).batches(first_step, rank, world_size, pin=False)
+            for rank in range(world_size)
+        ]
+        return [
+            [next(loader)[0].tolist() for _ in range(4 // world_size) for loader in loaders]
+            for _ in range(count)
+        ]
 
     reference = TrainLoader(blocks, 3, 4, seed=7)
-    expected = [[blocks.batch(reference.sample_ids(step, micro))[0].tolist() for micro in range(4)]
-                for step in range(1, 13)]  # fmt: skip
+    expected = [
+        [blocks.batch(reference.sample_ids(step, micro))[0].tolist() for micro in range(4)]
+        for step in range(1, 13)
+    ]
     assert steps(1, 12) == expected
     assert steps(9, 4) == expected[8:]  # to start at step 9 is to have run there
 
 
 def test_batches_are_inputs_and_targets(blocks):
     x, y = next(TrainLoader(blocks, 3, 2, seed=0).batches(1, 0, 1, pin=False))
-    assert x.shape == (3, 4) and x.is_contiguous() and y.is_contiguous() and torch.equal(y[:, :-1], x[:, 1:])
+    assert (
+        x.shape == (3, 4)
+        and x.is_contiguous()
+        and y.is_contiguous()
+        and torch.equal(y[:, :-1], x[:, 1:])
+    )
 
 
 def test_eval_batches_are_the_first_tokens_in_order(blocks):
@@ -331,7 +394,7 @@ def test_eval_batches_are_the_first_tokens_in_order(blocks):
     assert [block for batch in eval_batches(blocks, 7, 10**9) for block in batch] == list(range(40))
 
 
-# -------------------------------------------------------------------------------------------------- prepare scripts
+# ---------------------------------------------------------------------------------- prepare scripts
 
 
 @pytest.fixture
@@ -381,9 +444,13 @@ def test_prepare_shakespeare(out, words):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "fetch it by hand"), (b"\xff\xfe" * 100, "not UTF-8"), (b"too short", "not the expected text"),
-     ("".join(map(chr, range(0x4E00, 0x5300))).encode(), "1280 distinct")],
-)  # fmt: skip
+    [
+        (None, "fetch it by hand"),
+        (b"\xff\xfe" * 100, "not UTF-8"),
+        (b"too short", "not the expected text"),
+        ("".join(map(chr, range(0x4E00, 0x5300))).encode(), "1280 distinct"),
+    ],
+)
 def test_prepare_shakespeare_refuses_other_texts(out, content, message):
     if content is not None:
         (out / "in").write_bytes(content)

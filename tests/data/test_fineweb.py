@@ -29,7 +29,21 @@ from data.fineweb_edu import prepare
 from data.shards import find_shards, open_shard, read_meta
 
 END = 50256
-WORDS = ["the", "of", "attention", "12", "345,", "gradient\n\n", "'tis", "we'll", "straße", "中文字", "🙂", "\t", ""]
+WORDS = [
+    "the",
+    "of",
+    "attention",
+    "12",
+    "345,",
+    "gradient\n\n",
+    "'tis",
+    "we'll",
+    "straße",
+    "中文字",
+    "🙂",
+    "\t",
+    "",
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +58,10 @@ pytestmark = pytest.mark.usefixtures("gpt2")
 
 def some_texts(count: int, words: int = 200, seed: int = 0) -> list[str]:
     choose = random.Random(seed)
-    return [f"{number}: " + " ".join(choose.choices(WORDS, k=choose.randint(1, words))) for number in range(count)]
+    return [
+        f"{number}: " + " ".join(choose.choices(WORDS, k=choose.randint(1, words)))
+        for number in range(count)
+    ]
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
@@ -54,7 +71,14 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def run(out: Path, *words: object, shard_tokens: int = 1000, processes: int = 1) -> None:
-    prepare.main([*map(str, words), f"--out_dir={out}", f"--shard_tokens={shard_tokens}", f"--processes={processes}"])
+    prepare.main(
+        [
+            *map(str, words),
+            f"--out_dir={out}",
+            f"--shard_tokens={shard_tokens}",
+            f"--processes={processes}",
+        ]
+    )
 
 
 def tokens_of(out: Path, split: str = "") -> np.ndarray:
@@ -69,10 +93,14 @@ def documents_of(tokens: np.ndarray, gpt2: tiktoken.Encoding) -> list[str]:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in out.iterdir() if path.suffix == ".bin" or path.name == "meta.json"}
+    return {
+        path.name: path.read_bytes()
+        for path in out.iterdir()
+        if path.suffix == ".bin" or path.name == "meta.json"
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------- formats
+# ------------------------------------------------------------------------------------------ formats
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.xz", ".parquet", ".txt"])
@@ -87,7 +115,10 @@ def test_every_format_gives_the_same_shards(tmp_path, gpt2, suffix, capsys):
         paths = [tmp_path / "x.parquet"]
         parquet.write_table(pa.table({"id": range(60), "text": texts}), paths[0])
     else:
-        paths = [write_jsonl(tmp_path / f"a{suffix}", texts[:20]), write_jsonl(tmp_path / f"b{suffix}", texts[20:])]
+        paths = [
+            write_jsonl(tmp_path / f"a{suffix}", texts[:20]),
+            write_jsonl(tmp_path / f"b{suffix}", texts[20:]),
+        ]
     run(tmp_path / "out", "--local", *paths)
     tokens = tokens_of(tmp_path / "out")
     expected = [token for text in texts for token in [END, *gpt2.encode_ordinary(text)]]
@@ -96,8 +127,14 @@ def test_every_format_gives_the_same_shards(tmp_path, gpt2, suffix, capsys):
     assert read_meta(tmp_path / "out") == {"tokenizer": "gpt2", "vocab_size": 50257}
     names = sorted(path.name for path in (tmp_path / "out").glob("*.bin"))
     count = -(-len(expected) // 1000)
-    assert names == sorted(["fineweb_edu_val_000000.bin", *(f"fineweb_edu_train_{n:06d}.bin" for n in range(1, count))])
-    assert all(len(open_shard(tmp_path / "out" / name)) == 1000 for name in names if name != names[count - 2])
+    assert names == sorted(
+        ["fineweb_edu_val_000000.bin", *(f"fineweb_edu_train_{n:06d}.bin" for n in range(1, count))]
+    )
+    assert all(
+        len(open_shard(tmp_path / "out" / name)) == 1000
+        for name in names
+        if name != names[count - 2]
+    )
     printed = capsys.readouterr().out
     assert f"train: {len(expected) - 1000:,} tokens in {count - 1} shards" in printed
     assert "val: 1,000 tokens in 1 shards" in printed and "60 documents; skipped: none\n" in printed
@@ -105,7 +142,14 @@ def test_every_format_gives_the_same_shards(tmp_path, gpt2, suffix, capsys):
 
 def test_bytes_as_tokens(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["héllo", "world"])
-    run(tmp_path / "out", "--local", path, "--val", write_jsonl(tmp_path / "v.jsonl", ["x"]), "--tokenizer=bytes")
+    run(
+        tmp_path / "out",
+        "--local",
+        path,
+        "--val",
+        write_jsonl(tmp_path / "v.jsonl", ["x"]),
+        "--tokenizer=bytes",
+    )
     tokens = open_shard(tmp_path / "out" / "fineweb_edu_train_000000.bin")
     assert tokens.tolist() == [256, *"héllo".encode(), 256, *b"world"]
     assert read_meta(tmp_path / "out") == {"tokenizer": "bytes", "vocab_size": 257}
@@ -113,7 +157,10 @@ def test_bytes_as_tokens(tmp_path):
 
 def test_paths_with_commas_or_as_words(tmp_path):
     texts = some_texts(40)
-    a, b = write_jsonl(tmp_path / "a.jsonl", texts[:20]), write_jsonl(tmp_path / "b.jsonl", texts[20:])
+    a, b = (
+        write_jsonl(tmp_path / "a.jsonl", texts[:20]),
+        write_jsonl(tmp_path / "b.jsonl", texts[20:]),
+    )
     for number, words in enumerate([["--local", a, b], [f"--local={a},{b}"], [f"--local={a}", b]]):
         run(tmp_path / f"out{number}", *words)
     assert contents(tmp_path / "out0") == contents(tmp_path / "out1") == contents(tmp_path / "out2")
@@ -121,8 +168,13 @@ def test_paths_with_commas_or_as_words(tmp_path):
 
 def test_named_validation_files(tmp_path, gpt2):
     train, val = some_texts(40), some_texts(15, seed=1)
-    run(tmp_path / "out", "--local", write_jsonl(tmp_path / "t.jsonl", train), "--val",
-        write_jsonl(tmp_path / "v.jsonl", val))  # fmt: skip
+    run(
+        tmp_path / "out",
+        "--local",
+        write_jsonl(tmp_path / "t.jsonl", train),
+        "--val",
+        write_jsonl(tmp_path / "v.jsonl", val),
+    )
     assert documents_of(tokens_of(tmp_path / "out", "train"), gpt2) == train
     assert documents_of(tokens_of(tmp_path / "out", "val"), gpt2) == val
     for split in ("train", "val"):
@@ -138,7 +190,8 @@ def test_max_tokens(tmp_path, limit):
     expected = tokens_of(tmp_path / "all")[:limit].tolist()
     assert tokens_of(tmp_path / "out").tolist() == expected
     max(find_shards(tmp_path / "out", "train")).unlink()
-    run(tmp_path / "out", "--local", source, f"--max_tokens={limit}")  # a resume stops at the same token
+    # a resume stops at the same token
+    run(tmp_path / "out", "--local", source, f"--max_tokens={limit}")
     assert tokens_of(tmp_path / "out").tolist() == expected
 
 
@@ -162,7 +215,12 @@ def test_the_hub_is_read_by_the_same_code(tmp_path, monkeypatch):
             return Rows(self[count:])
 
     def load_dataset(path: str, name: str, split: str, streaming: bool) -> Rows:
-        assert (path, name, split, streaming) == ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", True)
+        assert (path, name, split, streaming) == (
+            "HuggingFaceFW/fineweb-edu",
+            "sample-10BT",
+            "train",
+            True,
+        )
         return Rows({"text": text, "score": 3} for text in texts)
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
@@ -186,12 +244,20 @@ def test_no_network_and_no_datasets(tmp_path, monkeypatch):
         run(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------------ pieces
+# ------------------------------------------------------------------------------------------- pieces
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sampled_from(["a", " ", "\n", "'s", "\r\n", "é", "中", "🙂", "12", "\u00a0", "\x1c", "!?"])),
-       st.integers(1, 12))  # fmt: skip
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.sampled_from(
+            ["a", " ", "\n", "'s", "\r\n", "é", "中", "🙂", "12", "\u00a0", "\x1c", "!?"]
+        )
+    ),
+    st.integers(1, 12),
+)
 def test_pieces_keep_the_text_and_where_possible_the_tokens(gpt2, monkeypatch, parts, longest):
     text = "".join(parts)
     monkeypatch.setattr(prepare, "MAX_PIECE", longest)
@@ -218,7 +284,7 @@ def test_long_runs_take_linear_time(gpt2, unit):
     assert gpt2.decode(tokens[1:].tolist()) == text
 
 
-# ---------------------------------------------------------------------------------------------------- hostile input
+# ------------------------------------------------------------------------------------ hostile input
 
 
 def test_hostile_jsonl_is_used_or_counted(tmp_path, gpt2, capsys):
@@ -249,30 +315,52 @@ def test_hostile_jsonl_is_used_or_counted(tmp_path, gpt2, capsys):
         b'{"text": "no newline at the end"}',
     ]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    expected = ["after a byte order mark", "caf\ufffd latin-1", "half a pair \ufffd.", "a pair 🙂",
-                "<|endoftext|> stays text<|endoftext|>", "nul \0 and a line\nbreak",
-                "separators\u2028inside\u0085lines", "x" * 300_000, "no newline at the end"]  # fmt: skip
+    expected = [
+        "after a byte order mark",
+        "caf\ufffd latin-1",
+        "half a pair \ufffd.",
+        "a pair 🙂",
+        "<|endoftext|> stays text<|endoftext|>",
+        "nul \0 and a line\nbreak",
+        "separators\u2028inside\u0085lines",
+        "x" * 300_000,
+        "no newline at the end",
+    ]
     for processes in (1, 2):
         run(tmp_path / f"out{processes}", "--local", tmp_path / "a.jsonl", processes=processes)
         assert documents_of(tokens_of(tmp_path / f"out{processes}"), gpt2) == expected
         assert capsys.readouterr().out.splitlines()[-1] == (
-            '9 documents; skipped: 2 empty, 5 broken JSON, 6 no "text"; 2 with invalid UTF-8, replaced'
+            '9 documents; skipped: 2 empty, 5 broken JSON, 6 no "text"; '
+            "2 with invalid UTF-8, replaced"
         )
 
 
 def test_hostile_txt(tmp_path, gpt2, capsys):
-    for name, content in {"a": b"caf\xe9 " * 300, "b": b"", "c": b"\xef\xbb\xbfmarked", "d": b" \n"}.items():
+    for name, content in {
+        "a": b"caf\xe9 " * 300,
+        "b": b"",
+        "c": b"\xef\xbb\xbfmarked",
+        "d": b" \n",
+    }.items():
         (tmp_path / f"{name}.txt").write_bytes(content)
-    run(tmp_path / "out", "--local", *(tmp_path / f"{name}.txt" for name in "abcd"), shard_tokens=500)
+    run(
+        tmp_path / "out",
+        "--local",
+        *(tmp_path / f"{name}.txt" for name in "abcd"),
+        shard_tokens=500,
+    )
     assert documents_of(tokens_of(tmp_path / "out"), gpt2) == ["caf\ufffd " * 300, "marked"]
-    assert "2 documents; skipped: 2 empty; 1 with invalid UTF-8, replaced" in capsys.readouterr().out
+    assert (
+        "2 documents; skipped: 2 empty; 1 with invalid UTF-8, replaced" in capsys.readouterr().out
+    )
 
 
 def test_hostile_parquet(tmp_path, gpt2, capsys):
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     raw = pa.array([b"good " * 600, b"caf\xe9", b"", None], pa.binary())
-    text = pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0])  # a string that is no UTF-8
+    # a string that is no UTF-8
+    text = pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0])
     for kind, column in (("string", text), ("binary", raw), ("large", raw.cast(pa.large_binary()))):
         parquet.write_table(pa.table({"text": column}), tmp_path / f"{kind}.parquet")
         run(tmp_path / kind, "--local", tmp_path / f"{kind}.parquet", shard_tokens=500)
@@ -282,7 +370,11 @@ def test_hostile_parquet(tmp_path, gpt2, capsys):
     parquet.write_table(pa.table({"body": ["x"]}), tmp_path / "body.parquet")
     parquet.write_table(pa.table({"text": [[1]]}), tmp_path / "list.parquet")
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "string.parquet").read_bytes()[:-20])
-    for name, message in (("body", "no column 'text', only body"), ("list", "not a parquet file"), ("torn", "damaged")):
+    for name, message in (
+        ("body", "no column 'text', only body"),
+        ("list", "not a parquet file"),
+        ("torn", "damaged"),
+    ):
         with pytest.raises(DataError, match=rf"{name}\.parquet: .*{message}"):
             run(tmp_path / name, "--local", tmp_path / f"{name}.parquet")
 
@@ -298,13 +390,23 @@ def test_damaged_xz(tmp_path):
     for content in (whole[: len(whole) // 2], whole[:-4], b"", b"not xz at all", bytes(flipped)):
         (tmp_path / "torn.jsonl.xz").write_bytes(content)
         for processes in (1, 2) if content == whole[:-4] else (1,):
-            with pytest.raises(DataError, match=r"torn\.jsonl\.xz: truncated or damaged \.xz file .*fetch it again"):
-                run(tmp_path / "out", "--local", tmp_path / "torn.jsonl.xz", shard_tokens=10**6, processes=processes)
+            with pytest.raises(
+                DataError, match=r"torn\.jsonl\.xz: truncated or damaged \.xz file .*fetch it again"
+            ):
+                run(
+                    tmp_path / "out",
+                    "--local",
+                    tmp_path / "torn.jsonl.xz",
+                    shard_tokens=10**6,
+                    processes=processes,
+                )
 
 
 def test_nothing_usable(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"title": 1}\n\n{\n{"text": ""}\n')
-    with pytest.raises(DataError, match=r'no usable document .*1 empty, 1 broken JSON, 1 no "text"'):
+    with pytest.raises(
+        DataError, match=r'no usable document .*1 empty, 1 broken JSON, 1 no "text"'
+    ):
         run(tmp_path / "out", "--local", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(DataError, match="no usable document"):
@@ -314,24 +416,26 @@ def test_nothing_usable(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "error", "message"),
-    [(["--local", "missing.jsonl"], DataError, "no file missing.jsonl"),
-     (["--local", "."], ConfigError, "the name of an input file ends in"),
-     (["--local", "x.csv"], ConfigError, "x.csv: .*jsonl, .jsonl.xz, .parquet, .txt"),
-     (["--local"], ConfigError, "--local wants at least one file"),
-     (["--local="], ConfigError, "--local wants at least one file"),
-     (["--local", "a.txt", "--val"], ConfigError, "--val wants"),
-     (["--local", "a.txt", "a.txt"], ConfigError, "named twice"),
-     (["--local", "a.txt", "--val=a.txt"], ConfigError, "named twice"),
-     (["--local=a.txt", "--shard_tokens=0"], ConfigError, "shard_tokens"),
-     (["--local=a.txt", "--shard_tokens=4294967296"], ConfigError, "shard_tokens"),
-     (["--local=a.txt", "--max_tokens=-1"], ConfigError, "max_tokens"),
-     (["--local=a.txt", "--max_tokens=100"], ConfigError, "smaller shard_tokens"),
-     (["--local=a.txt", "--processes=0"], ConfigError, "processes"),
-     (["--local=a.txt", "--shards=3"], ConfigError, "unknown key"),
-     (["a.txt"], ConfigError, "neither a config file"),
-     (["--local=a.txt"], DataError, "3 tokens fit in one shard.*--shard_tokens"),
-     (["--local=a.txt", "--out_dir=a.txt"], DataError, "File exists")],
-)  # fmt: skip
+    [
+        (["--local", "missing.jsonl"], DataError, "no file missing.jsonl"),
+        (["--local", "."], ConfigError, "the name of an input file ends in"),
+        (["--local", "x.csv"], ConfigError, "x.csv: .*jsonl, .jsonl.xz, .parquet, .txt"),
+        (["--local"], ConfigError, "--local wants at least one file"),
+        (["--local="], ConfigError, "--local wants at least one file"),
+        (["--local", "a.txt", "--val"], ConfigError, "--val wants"),
+        (["--local", "a.txt", "a.txt"], ConfigError, "named twice"),
+        (["--local", "a.txt", "--val=a.txt"], ConfigError, "named twice"),
+        (["--local=a.txt", "--shard_tokens=0"], ConfigError, "shard_tokens"),
+        (["--local=a.txt", "--shard_tokens=4294967296"], ConfigError, "shard_tokens"),
+        (["--local=a.txt", "--max_tokens=-1"], ConfigError, "max_tokens"),
+        (["--local=a.txt", "--max_tokens=100"], ConfigError, "smaller shard_tokens"),
+        (["--local=a.txt", "--processes=0"], ConfigError, "processes"),
+        (["--local=a.txt", "--shards=3"], ConfigError, "unknown key"),
+        (["a.txt"], ConfigError, "neither a config file"),
+        (["--local=a.txt"], DataError, "3 tokens fit in one shard.*--shard_tokens"),
+        (["--local=a.txt", "--out_dir=a.txt"], DataError, "File exists"),
+    ],
+)
 def test_user_errors(tmp_path, monkeypatch, words, error, message):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("hello world")
@@ -345,22 +449,33 @@ def test_help(capsys):
     with pytest.raises(SystemExit):
         prepare.main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"--{name}=" in text for name in ("local", "val", "out_dir", "shard_tokens", "max_tokens", "processes"))
+    assert all(
+        f"--{name}=" in text
+        for name in ("local", "val", "out_dir", "shard_tokens", "max_tokens", "processes")
+    )
 
 
-# -------------------------------------------------------------------------------------------------- kills and resume
+# --------------------------------------------------------------------------------- kills and resume
 
 
 def test_the_shards_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
-    source = write_jsonl(tmp_path / "a.jsonl", [*some_texts(300), "x" * 100_000, *some_texts(300, seed=1)])
+    source = write_jsonl(
+        tmp_path / "a.jsonl", [*some_texts(300), "x" * 100_000, *some_texts(300, seed=1)]
+    )
     monkeypatch.setattr(prepare, "BATCH_CHARS", 5000)  # many more batches than processes
     run(tmp_path / "one", "--local", source, processes=1)
     run(tmp_path / "three", "--local", source, processes=3)
-    assert contents(tmp_path / "one") == contents(tmp_path / "three") and len(contents(tmp_path / "one")) > 20
+    assert (
+        contents(tmp_path / "one") == contents(tmp_path / "three")
+        and len(contents(tmp_path / "one")) > 20
+    )
 
 
 def test_other_settings_in_a_used_folder_are_refused(tmp_path):
-    a, b = write_jsonl(tmp_path / "a.jsonl", some_texts(40)), write_jsonl(tmp_path / "b.jsonl", some_texts(40, seed=1))
+    a, b = (
+        write_jsonl(tmp_path / "a.jsonl", some_texts(40)),
+        write_jsonl(tmp_path / "b.jsonl", some_texts(40, seed=1)),
+    )
     out = tmp_path / "out"
     run(out, "--local", a)
     before = contents(out)
@@ -370,7 +485,9 @@ def test_other_settings_in_a_used_folder_are_refused(tmp_path):
         (["--local", a, "--val", b], "val"),
         (["--local", a, "--max_tokens=2000"], "max_tokens"),
     ):
-        with pytest.raises(DataError, match=rf"other settings \({named}\): choose another --out_dir, or delete"):
+        with pytest.raises(
+            DataError, match=rf"other settings \({named}\): choose another --out_dir, or delete"
+        ):
             run(out, *words)
     with pytest.raises(DataError, match=r"other settings \(shard_tokens\)"):
         run(out, "--local", a, shard_tokens=999)
@@ -385,13 +502,23 @@ def test_a_folder_of_other_shards_or_a_damaged_progress_file_is_refused(tmp_path
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(40)), tmp_path / "out"
     run(out, "--local", source)
     progress = (out / "progress.json").read_text()
-    for content in ("", "{", "[]", "null", '{"settings": {}}', '{"settings": 3, "shards": {}}', progress[:-9]):
+    for content in (
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"settings": {}}',
+        '{"settings": 3, "shards": {}}',
+        progress[:-9],
+    ):
         (out / "progress.json").write_text(content)
         with pytest.raises(DataError, match=r"progress\.json is damaged"):
             run(out, "--local", source)
     (out / "progress.json").write_text(progress)
     (out / "other_train_000000.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"holds other_train_000000\.bin, which this run did not make"):
+    with pytest.raises(
+        DataError, match=r"holds other_train_000000\.bin, which this run did not make"
+    ):
         run(out, "--local", source)
     (out / "progress.json").unlink()
     with pytest.raises(DataError, match="holds shards that this script did not make"):
@@ -414,7 +541,11 @@ def test_a_missing_or_torn_shard_is_made_again(tmp_path, capsys):
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(100)), tmp_path / "out"
     run(out, "--local", source)
     before, printed = contents(out), capsys.readouterr().out.splitlines()[-3:]
-    for name in ("fineweb_edu_val_000000.bin", "fineweb_edu_train_000003.bin", max(before.keys() - {"meta.json"})):
+    for name in (
+        "fineweb_edu_val_000000.bin",
+        "fineweb_edu_train_000003.bin",
+        max(before.keys() - {"meta.json"}),
+    ):
         for content in (None, before[name][:-2]):
             (out / name).unlink()
             if content is not None:
@@ -429,7 +560,9 @@ def test_a_crash_at_each_write(tmp_path, monkeypatch, step):
     """Whatever the last thing on disk is, the next run ends with the same bytes."""
     source = write_jsonl(tmp_path / "a.jsonl", some_texts(40))
     run(tmp_path / "whole", "--local", source)
-    function = {"progress": "write_bytes_atomically", "meta": "write_meta", "shard": "write_shard"}[step]
+    function = {"progress": "write_bytes_atomically", "meta": "write_meta", "shard": "write_shard"}[
+        step
+    ]
     original, calls = getattr(prepare, function), []
 
     def crash(*words: object) -> None:
@@ -441,7 +574,10 @@ def test_a_crash_at_each_write(tmp_path, monkeypatch, step):
     for crash_at in (1,) if step == "meta" else (1, 2, 3):
         calls.clear()
         out = tmp_path / f"out{crash_at}"
-        with monkeypatch.context() as patch, pytest.raises(DataError, match="interrupted: run the same command again"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(DataError, match="interrupted: run the same command again"),
+        ):
             patch.setattr(prepare, function, crash)
             run(out, "--local", source)
         run(out, "--local", source)
@@ -449,7 +585,9 @@ def test_a_crash_at_each_write(tmp_path, monkeypatch, step):
 
 
 def test_killed_three_times_at_random_moments(tmp_path):
-    """SIGKILL to the parent only: its tokenising processes must go too, and the result be that of an unbroken run."""
+    """SIGKILL to the parent only: its tokenising processes must go too, and the result be that of
+    an unbroken run.
+    """
     texts = [*some_texts(2000), "y" * 50_000, *some_texts(2000, seed=1)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     val = write_jsonl(tmp_path / "v.jsonl", some_texts(500, seed=2))
@@ -458,7 +596,12 @@ def test_killed_three_times_at_random_moments(tmp_path):
     run(whole, "--local", source, "--val", val, shard_tokens=8000)
     total, choose = len(contents(whole)), random.Random()
     assert total > 50
-    command = [sys.executable, str(ROOT / "data" / "fineweb_edu" / "prepare.py"), *words, f"--out_dir={out}"]
+    command = [
+        sys.executable,
+        str(ROOT / "data" / "fineweb_edu" / "prepare.py"),
+        *words,
+        f"--out_dir={out}",
+    ]
     kept: dict[Path, int] = {}
     for number in (1, 2, 3):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -467,7 +610,8 @@ def test_killed_three_times_at_random_moments(tmp_path):
             time.sleep(0.001)
         time.sleep(choose.uniform(0, 0.01))
         process.send_signal(signal.SIGKILL)
-        text = process.communicate(timeout=10)[0].decode()  # ends when the last process that can write there has
+        # ends when the last process that can write there has
+        text = process.communicate(timeout=10)[0].decode()
         assert process.returncode == -signal.SIGKILL, f"kill {number} of 3 came too late: {text}"
         for path, written in kept.items():
             assert path.stat().st_mtime_ns == written, f"{path.name} was made again"

@@ -1,4 +1,5 @@
-"""Steps that are captured in a CUDA graph: over several prompts, with each level of fusion and each compilation.
+"""Steps that are captured in a CUDA graph: over several prompts, with each level of fusion and each
+compilation.
 
     python -m pytest tests/decode/test_graph.py
 """
@@ -18,12 +19,18 @@ from decode.pack import LEVELS, pack
 from decode.step import Decoder
 
 # As bench_decode.py has them: what is made of our own kernels is not compiled.
-WAYS = [(level, way) for level in LEVELS for way in ("graph", "compiled", "tuned")
-        if way == "graph" or level in ("plain", "paper") or (level, way) == ("fused", "tuned")]  # fmt: skip
+WAYS = [
+    (level, way)
+    for level in LEVELS
+    for way in ("graph", "compiled", "tuned")
+    if way == "graph" or level in ("plain", "paper") or (level, way) == ("fused", "tuned")
+]
 
 
 class Recorder(TorchDispatchMode):
-    """What a CUDA graph is, on a CPU: the operations of a capture, done again with the very same tensors."""
+    """What a CUDA graph is, on a CPU: the operations of a capture, done again with the very same
+    tensors.
+    """
 
     def __init__(self):
         super().__init__()
@@ -36,13 +43,17 @@ class Recorder(TorchDispatchMode):
 
     def replay(self):
         for operation, args, kwargs, results in self.calls:
-            for old, new in zip(tree_leaves(results), tree_leaves(operation(*args, **kwargs)), strict=True):
+            for old, new in zip(
+                tree_leaves(results), tree_leaves(operation(*args, **kwargs)), strict=True
+            ):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
 def two_generations(model, decoder, batch, tokens=5):
-    """A second prompt through the same captured step: logits against float64, tokens against the model's own."""
+    """A second prompt through the same captured step: logits against float64, tokens against the
+    model's own.
+    """
     device = model.wte.weight.device
     for idx in (prompt(batch).to(device), prompt(batch, 9).to(device)):
         check_arm(model, decoder, idx, tokens)
@@ -50,11 +61,20 @@ def two_generations(model, decoder, batch, tokens=5):
 
 @pytest.mark.parametrize(("level", "tuned"), (("plain", False), ("fused", False), ("fused", True)))
 def test_a_captured_step_serves_a_second_prompt(level, tuned, monkeypatch):
-    """The graph emulated: its logits stay where they were captured, whatever a prefill leaves behind."""
-    cuda = {"Stream": lambda: SimpleNamespace(wait_stream=lambda _: None), "current_stream": lambda: None,
-            "stream": contextlib.nullcontext, "synchronize": lambda: None, "CUDAGraph": Recorder,
-            "graph": lambda graph, stream: graph, "reset_peak_memory_stats": lambda: None,
-            "memory_allocated": lambda: 0, "max_memory_allocated": lambda: 0}  # fmt: skip
+    """The graph emulated: its logits stay where they were captured, whatever a prefill leaves
+    behind.
+    """
+    cuda = {
+        "Stream": lambda: SimpleNamespace(wait_stream=lambda _: None),
+        "current_stream": lambda: None,
+        "stream": contextlib.nullcontext,
+        "synchronize": lambda: None,
+        "CUDAGraph": Recorder,
+        "graph": lambda graph, stream: graph,
+        "reset_peak_memory_stats": lambda: None,
+        "memory_allocated": lambda: 0,
+        "max_memory_allocated": lambda: 0,
+    }
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
     if tuned:
@@ -79,12 +99,16 @@ def test_captured_steps_on_a_gpu(level, way, batch, dtype):
     shape = "gpt2-bias" if batch == 3 else "qwen3"
     model = make(shape, "rms" if level == "plain" else "coupled", init_std=0.3).to(dtype).cuda()
     compiled = way != "graph" and level != "fused"
-    decoder = Decoder(pack(model, level), batch, 16, compiled=compiled, tuned=way == "tuned", graph=True)
+    decoder = Decoder(
+        pack(model, level), batch, 16, compiled=compiled, tuned=way == "tuned", graph=True
+    )
     two_generations(model, decoder, batch)
 
 
-@pytest.mark.skipif(not step.can_overlap(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-                    reason="launches that overlap need a GPU of compute capability 9.0")  # fmt: skip
+@pytest.mark.skipif(
+    not step.can_overlap(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+    reason="launches that overlap need a GPU of compute capability 9.0",
+)
 @pytest.mark.parametrize(("batch", "length"), ((1, 300), (4, 300), (1, 2500)))
 def test_overlapping_launches_decode_what_plain_ones_do(batch, length):
     """A kernel that did not wait would show in some of these tokens."""

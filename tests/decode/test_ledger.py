@@ -1,4 +1,5 @@
-"""The launch ledger: launches per block of every arm and shape, floors, predictions; the arms' weights.
+"""The launch ledger: launches per block of every arm and shape, floors, predictions; the arms'
+weights.
 
     python -m pytest tests/decode/test_ledger.py
 """
@@ -24,11 +25,30 @@ from hf.config import SHAPES, shape_config
 from kernels.decode import reference as decode_reference
 from model import GPT
 
-PER_BLOCK = {"rms": (9, 2), "coupled": (8, 1), "rms_fused": (5, 0), "coupled_fused": (5, 0), "taper_folded": (5, 0),
-             "layer": (9, 2), "layer_fused": (5, 0)}  # fmt: skip
-BY_LIBRARY = PER_BLOCK | {"rms_fused": (7, 1), "coupled_fused": (7, 1), "layer_fused": (7, 1), "taper_folded": (6, 0)}
-SIZES = ((1, PER_BLOCK), (31, PER_BLOCK), (32, BY_LIBRARY))  # sequences; 31 are the most that `fused` is for
-FLOORS = {"qwen3-0.6b": 0.279, "qwen3-1.7b": 0.802, "qwen3-8b": 3.52, "llama3.2-1b": 0.575, "llama3.2-3b": 1.50}
+PER_BLOCK = {
+    "rms": (9, 2),
+    "coupled": (8, 1),
+    "rms_fused": (5, 0),
+    "coupled_fused": (5, 0),
+    "taper_folded": (5, 0),
+    "layer": (9, 2),
+    "layer_fused": (5, 0),
+}
+BY_LIBRARY = PER_BLOCK | {
+    "rms_fused": (7, 1),
+    "coupled_fused": (7, 1),
+    "layer_fused": (7, 1),
+    "taper_folded": (6, 0),
+}
+# sequences; 31 are the most that `fused` is for
+SIZES = ((1, PER_BLOCK), (31, PER_BLOCK), (32, BY_LIBRARY))
+FLOORS = {
+    "qwen3-0.6b": 0.279,
+    "qwen3-1.7b": 0.802,
+    "qwen3-8b": 3.52,
+    "llama3.2-1b": 0.575,
+    "llama3.2-3b": 1.50,
+}
 
 
 def shallow(name: str, layers: int = 3) -> GPT:
@@ -46,14 +66,20 @@ def test_launches_per_block(name):
             packed = pack(twin, level_at(arm.level, batch))
             ends, *blocks = launches(packed, batch, 16)
             found = per_block(blocks)
-            assert (found["launches_per_block"], found["norm_launches_per_block"]) == expected[arm.name], (arm, found)
+            assert (found["launches_per_block"], found["norm_launches_per_block"]) == expected[
+                arm.name
+            ], (arm, found)
             head = {"norm_project"} if packed.level == "fused" else {"norm", "matmul"}
             assert set(ends) == {"embed", "best", "take"} | head
-            assert len(blocks) == 3 and found["blocks"] == [{"count": 3, "launches": dict(blocks[0])}]
+            assert len(blocks) == 3 and found["blocks"] == [
+                {"count": 3, "launches": dict(blocks[0])}
+            ]
 
 
 def test_blocks_that_keep_or_share_more():
-    """coupled_first blocks cost what rms does; a block that shares at both positions has no norm launch at all."""
+    """coupled_first blocks cost what rms does; a block that shares at both positions has no norm
+    launch at all.
+    """
     model, keys = shallow("qwen3-0.6b"), {"coupled_first": 1, "coupled_span": 2}
     blocks = launches(pack(with_norms(model, "coupled", **keys), "paper"), 1, 16)[1:]
     assert [(block.total(), block["norm"]) for block in blocks] == [(9, 2), (8, 1), (7, 0)]
@@ -66,13 +92,18 @@ def test_blocks_that_keep_or_share_more():
 def test_biases_cost_no_launch():
     for norm in ("rms", "coupled", "coupled-span", "layer", "cbwc"):
         for level in ("plain", "paper", "fused"):
-            counts = [total(launches(pack(make(shape, norm), level), 1, 8)) for shape in ("gpt2", "gpt2-bias")]
-            assert counts[0].total() == counts[1].total() and counts[0]["norm"] == counts[1]["norm"], (norm, level)
+            counts = [
+                total(launches(pack(make(shape, norm), level), 1, 8))
+                for shape in ("gpt2", "gpt2-bias")
+            ]
+            assert (
+                counts[0].total() == counts[1].total() and counts[0]["norm"] == counts[1]["norm"]
+            ), (norm, level)
 
 
 @pytest.mark.parametrize("name", FLOORS)
 def test_floors(name):
-    """The bytes of an independent count: every matrix once, and the keys and values of 80 tokens."""
+    """The bytes of an independent count: each matrix once, and keys and values of 80 tokens."""
     shape = shape_config(name)
     packed = pack(shallow(name), "plain")
     per_block = (floor_bytes(packed, 1, 80) - shape.vocab_size * shape.n_embd * 2) / 3
@@ -80,20 +111,34 @@ def test_floors(name):
     assert 1e3 * floor / 4.3e12 == pytest.approx(FLOORS[name], rel=5e-3)
 
 
-CALLS = re.compile(r"^\s+(?:\w+ = )?(triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.\w+\.[\w.]+)\(", re.MULTILINE)
+CALLS = re.compile(
+    r"^\s+(?:\w+ = )?(triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.\w+\.[\w.]+)\(", re.MULTILINE
+)
 
 
-@pytest.mark.skipif(bool(cuda_codegen.supported()), reason=f"cuda_codegen {cuda_codegen.supported()}")
-@pytest.mark.parametrize(("shape", "norm", "tuned"), [
-    ("gpt2-bias", "rms", False), ("gpt2-bias", "coupled", False), ("gpt2-bias", "layer", False),
-    ("qwen3", "rms", False), ("qwen3", "coupled", False), ("qwen3", "rms", True), ("qwen3", "coupled", True),
-])  # fmt: skip
+@pytest.mark.skipif(
+    bool(cuda_codegen.supported()), reason=f"cuda_codegen {cuda_codegen.supported()}"
+)
+@pytest.mark.parametrize(
+    ("shape", "norm", "tuned"),
+    [
+        ("gpt2-bias", "rms", False),
+        ("gpt2-bias", "coupled", False),
+        ("gpt2-bias", "layer", False),
+        ("qwen3", "rms", False),
+        ("qwen3", "coupled", False),
+        ("qwen3", "rms", True),
+        ("qwen3", "coupled", True),
+    ],
+)
 def test_inductor_launches_what_the_ledger_counts(shape, norm, tuned):
-    """The code that torch.compile generates for an H200: kernels and library calls of a block, by difference, and of
-    a whole step, in which inductor embeds in the first norm's kernel and our operators search for the next token.
+    """The code that torch.compile generates for an H200: kernels and library calls of a block, by
+    difference, and of a whole step, in which inductor embeds in the first norm's kernel and our
+    operators search for the next token.
 
-    With gpt-fast's options inductor writes the products of one row itself, and the activation into the one behind it:
-    a launch less for A and for B alike."""
+    With gpt-fast's options inductor writes the products of one row itself, and the activation into
+    the one behind it: a launch less for A and for B alike.
+    """
     pytest.importorskip("triton", reason="Triton has no wheels for this platform")
     from kernels.decode import triton_launches as decode_triton
 
@@ -110,9 +155,14 @@ def test_inductor_launches_what_the_ledger_counts(shape, norm, tuned):
             return logits
 
         with torch.no_grad():
-            code, _ = cuda_codegen.cuda_code(step, (decoder.token, decoder.pos), TUNED if tuned else None)
+            code, _ = cuda_codegen.cuda_code(
+                step, (decoder.token, decoder.pos), TUNED if tuned else None
+            )
         calls = CALLS.findall(code)
-        assert calls[-2:] == ["torch.ops.nanonorm.decode_best.default", "torch.ops.nanonorm.decode_take.default"]
+        assert calls[-2:] == [
+            "torch.ops.nanonorm.decode_best.default",
+            "torch.ops.nanonorm.decode_take.default",
+        ]
         counts.append(len(calls))
         ledger.append(total(launches(part, 1, 16)).total())
     assert launches(packed, 1, 16)[-1].total() == PER_BLOCK[norm][0]
@@ -126,7 +176,9 @@ def test_the_ledger_counts_the_step_that_runs(level, norm):
     packed = pack(make("llama", norm), level)
     decoder, ledger = Decoder(packed, 1, 16), LaunchLedger()
     with torch.no_grad(), ledger:
-        logits = decode_logits(ledger.ops, decoder.packed, decoder.caches, decoder.token, decoder.pos)
+        logits = decode_logits(
+            ledger.ops, decoder.packed, decoder.caches, decoder.token, decoder.pos
+        )
         ledger.ops.take(*ledger.ops.best(logits), decoder.token, decoder.pos, decoder.out)
     assert total(launches(packed, 1, 16)) == Counter(ledger.launches)
 
@@ -151,28 +203,43 @@ def test_a_launch_cannot_hold_two_products_and_loose_work_is_counted():
 def test_ledger_of_the_program(capsys):
     config = DecodeBenchConfig(arms="A,B,C,D", ledger=True, dtype="bfloat16")
     ledger = run_ledger(config, "random:gpt2")
-    assert ledger["model"] == "random:gpt2" and ledger["floor_ms_per_token"] == pytest.approx(0.0581, rel=0.01)
+    assert ledger["model"] == "random:gpt2" and ledger["floor_ms_per_token"] == pytest.approx(
+        0.0581, rel=0.01
+    )
     rows = ledger["arms"]
-    assert {name: (row["launches_per_block"], row["norm_launches_per_block"]) for name, row in rows.items()} == {
-        name: PER_BLOCK[name] for name in ("rms", "coupled", "rms_fused", "coupled_fused")}  # fmt: skip
+    assert {
+        name: (row["launches_per_block"], row["norm_launches_per_block"])
+        for name, row in rows.items()
+    } == {name: PER_BLOCK[name] for name in ("rms", "coupled", "rms_fused", "coupled_fused")}
     for row in rows.values():
         expected = ledger["floor_ms_per_token"] + 1.3e-3 * row["launches_per_step"]
         assert row["predicted_ms_per_token"] == pytest.approx(expected)
     assert rows["coupled"]["launches_per_step"] == rows["rms"]["launches_per_step"] - 12
-    assert json.loads(json.dumps(ledger)) == ledger and "| coupled | 8 | 1 |" in capsys.readouterr().out
+    assert (
+        json.loads(json.dumps(ledger)) == ledger
+        and "| coupled | 8 | 1 |" in capsys.readouterr().out
+    )
     several = run_ledger(dataclasses.replace(config, batch=(2.0, 64.0)), "random:gpt2")
     assert several["batch"] == 2 and [one["batch"] for one in several["batches"]] == [2, 64]
     assert [one["arms"]["rms_fused"]["launches_per_block"] for one in several["batches"]] == [5, 7]
 
 
 def test_wrong_settings_are_refused():
-    for word in ("--arms=A,Z", "--batch=0", "--tokens=1", "--trace", "--rounds=5", "--library_from=0", "--tuning=x"):
+    for word in (
+        "--arms=A,Z",
+        "--batch=0",
+        "--tokens=1",
+        "--trace",
+        "--rounds=5",
+        "--library_from=0",
+        "--tuning=x",
+    ):
         with pytest.raises(ConfigError):
             main(["random:gpt2", word])
     assert [arm.letter for arm in find_arms("D,rms,D,A")] == ["D", "A"]
 
 
-# ------------------------------------------------------------------------------------------------------- arms' weights
+# ------------------------------------------------------------------------------------ arms' weights
 
 
 @pytest.mark.parametrize("shape", ("gpt2-bias", "qwen3"))
@@ -194,12 +261,17 @@ def test_arms_share_all_but_their_norms(shape):
 def test_exact_logits_and_the_check_before_timing():
     model, idx = make("llama", "coupled", init_std=0.3), prompt(1)
     out = model.generate(idx, 6, temperature=0)
-    assert distance(exact_logits(model.float(), out), make("llama", "coupled", init_std=0.3)(out)) < 1e-5
+    assert (
+        distance(exact_logits(model.float(), out), make("llama", "coupled", init_std=0.3)(out))
+        < 1e-5
+    )
     found = check_arm(model, Decoder(pack(model, "fused"), 1, 20), idx, 6)
     assert found["same_tokens"] == 6 and 0 < found["error"] < 1.5 * found["error_unfused"] < 1e-5
     wrong = pack(model, "fused")
     wrong.blocks[2].up.eps = wrong.blocks[2].qkv.eps = 1.0
-    with pytest.raises(UserError, match=r"times as far as the unfused model's; 1\.5 times is allowed"):
+    with pytest.raises(
+        UserError, match=r"times as far as the unfused model's; 1\.5 times is allowed"
+    ):
         check_arm(model, Decoder(wrong, 1, 20), idx, 6)
     assert "within_aim" not in found  # in float32 the order of sums makes the errors
     model = make("llama", "coupled", init_std=0.3).bfloat16()
@@ -214,15 +286,25 @@ def test_exact_logits_and_the_check_before_timing():
 
 def test_the_readme_says_what_the_ledger_does():
     """The table of the README, from results/cpu/launches, which the program wrote."""
-    every = [json.loads(line) for line in (ROOT / "results/cpu/launches/ledger.jsonl").read_text().splitlines()]
+    every = [
+        json.loads(line)
+        for line in (ROOT / "results/cpu/launches/ledger.jsonl").read_text().splitlines()
+    ]
     assert len(every) == len(SHAPES)
     readme = (ROOT / "README.md").read_text()
     for arm in find_arms("A,B,C,D"):
-        cells = [f"{one['arms'][arm.name]['predicted_ms_per_token']:.3f}, "
-                 f"{one['floor_ms_per_token'] / one['arms'][arm.name]['predicted_ms_per_token']:.0%}"
-                 for one in every if one["model"] != "random:gpt2"]  # fmt: skip
+        cells = [
+            f"{one['arms'][arm.name]['predicted_ms_per_token']:.3f}, "
+            f"{one['floor_ms_per_token'] / one['arms'][arm.name]['predicted_ms_per_token']:.0%}"
+            for one in every
+            if one["model"] != "random:gpt2"
+        ]
         launches, norms = PER_BLOCK[arm.name]
-        row = next(line for line in readme.splitlines() if line.startswith(f"| {arm.letter} `{arm.name}` |"))
+        row = next(
+            line
+            for line in readme.splitlines()
+            if line.startswith(f"| {arm.letter} `{arm.name}` |")
+        )
         assert row.endswith(f"| {launches} ({norms}) | {' | '.join(cells)} |")
     ratios = []
     for arm in find_arms("A,B"):  # with gpt-fast's options: a launch less in every block
@@ -233,6 +315,13 @@ def test_the_readme_says_what_the_ledger_does():
             tuned = rows[arm.name]["predicted_ms_per_token"] - 1e-3 * one["launch_us"] * blocks
             cells.append(f"{tuned:.3f}, {floor / tuned:.0%}")
             ratios.append(f"{tuned / rows['coupled_fused']['predicted_ms_per_token']:.2f}")
-        row = next(line for line in readme.splitlines() if line.startswith(f"| {arm.letter} `{arm.name}_tuned` |"))
+        row = next(
+            line
+            for line in readme.splitlines()
+            if line.startswith(f"| {arm.letter} `{arm.name}_tuned` |")
+        )
         assert row.endswith(f"| {PER_BLOCK[arm.name][0] - 1} | {' | '.join(cells)} |")
-    assert f"D/A of {', '.join(ratios[:3])} (Qwen3) and {', '.join(ratios[3:5])} (Llama)" in " ".join(readme.split())
+    assert (
+        f"D/A of {', '.join(ratios[:3])} (Qwen3) and {', '.join(ratios[3:5])} (Llama)"
+        in " ".join(readme.split())
+    )

@@ -1,8 +1,7 @@
 """Decoding from packed weights is the model's own function: every norm type, every level of fusion.
 
-    python -m pytest tests/decode/test_step.py
+python -m pytest tests/decode/test_step.py
 """
-
 
 import copy
 
@@ -19,8 +18,9 @@ from kernels.decode import reference as decode_reference
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_decoding_is_the_definition(shape, norm):
-    """Every norm on every shape, at every level. One of the two batch sizes is in float64 and the other in float32; the
-    next case has them the other way round."""
+    """Every norm on every shape, at every level. One of the two batch sizes is in float64 and the
+    other in float32; the next case has them the other way round.
+    """
     turn = (list(SHAPES).index(shape) + list(NORMS).index(norm)) % 2
     for dtype, batch in zip((torch.float64, torch.float32), ((1, 3), (3, 1))[turn], strict=True):
         model, idx = make(shape, norm).to(dtype), prompt(batch, 7 + 9)
@@ -31,7 +31,7 @@ def test_packed_decoding_is_the_definition(shape, norm):
 
 
 def test_attention_in_parts_is_attention(monkeypatch):
-    """A step whose cache is split, exactly, from positions that leave parts empty to a full cache."""
+    """A step with a split cache, exactly, from positions that leave parts empty to a full cache."""
     model, idx = make("qwen3", "coupled"), prompt(3, 7 + 16)
     expected = definition(model, idx, 7)
     monkeypatch.setattr(decode_reference, "LONG", 8)
@@ -39,14 +39,25 @@ def test_attention_in_parts_is_attention(monkeypatch):
     assert decode_reference.attention_parts(3, 4, 23) == 5  # of 5 tokens, the last of 3
     for level in ("plain", "fused"):
         assert distance(decoded(model, level, idx, 7), expected) <= 1e-13, level
-    assert [launches(pack(model, level), 3, 23)[1].total() for level in ("plain", "fused")] == [10, 6]
+    assert [launches(pack(model, level), 3, 23)[1].total() for level in ("plain", "fused")] == [
+        10,
+        6,
+    ]
     monkeypatch.undo()
-    assert decode_reference.attention_parts(1, 16, 1024) == 1 and decode_reference.attention_parts(1, 16, 4096) == 16
-    assert decode_reference.attention_parts(1, 16, 2048) == 16 and decode_reference.attention_parts(128, 16, 4096) == 1
+    assert (
+        decode_reference.attention_parts(1, 16, 1024) == 1
+        and decode_reference.attention_parts(1, 16, 4096) == 16
+    )
+    assert (
+        decode_reference.attention_parts(1, 16, 2048) == 16
+        and decode_reference.attention_parts(128, 16, 4096) == 1
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("norm", ("rms", "coupled", "coupled-first", "coupled-span", "layer", "cbwc", "taper"))
+@pytest.mark.parametrize(
+    "norm", ("rms", "coupled", "coupled-first", "coupled-span", "layer", "cbwc", "taper")
+)
 def test_greedy_tokens_are_generates(shape, norm):
     """At every level; of the two batch sizes one at each, the other one in the next case."""
     model, idx = make(shape, norm, init_std=0.3), prompt(3)
@@ -55,20 +66,27 @@ def test_greedy_tokens_are_generates(shape, norm):
     turn = (list(SHAPES).index(shape) + list(NORMS).index(norm)) % 2
     for i, level in enumerate(LEVELS):
         batch = (1, 3)[(i + turn) % 2]
-        assert torch.equal(Decoder(pack(model, level), batch, 23).generate(idx[:batch], 16), expected[:batch]), level
+        assert torch.equal(
+            Decoder(pack(model, level), batch, 23).generate(idx[:batch], 16), expected[:batch]
+        ), level
 
 
 # Norms take turns on the two shapes of each family.
-ROUNDED = [(shape, norm) for i, norm in enumerate(("rms", "coupled", "coupled-first", "coupled-span", "cbwc", "taper"))
-           for shape in (("gpt2", "qwen3"), ("gpt2-bias", "llama"))[i % 2]]  # fmt: skip
+ROUNDED = [
+    (shape, norm)
+    for i, norm in enumerate(("rms", "coupled", "coupled-first", "coupled-span", "cbwc", "taper"))
+    for shape in (("gpt2", "qwen3"), ("gpt2-bias", "llama"))[i % 2]
+]
 
 
 @pytest.mark.parametrize(("shape", "norm"), ROUNDED)
 def test_bfloat16_loses_nothing_by_fusion(shape, norm):
-    """Squared error against float64, pooled over four models: the rounding of one is a matter of luck, single ones of
-    `paper` reach 1.09. Arm A (`plain`, up to 1.12 on one model) and LayerNorm, which are not fused, are left out.
+    """Squared error against float64, pooled over four models: the rounding of one is a matter of
+    luck, single ones of `paper` reach 1.09. Arm A (`plain`, up to 1.12 on one model) and LayerNorm,
+    which are not fused, are left out.
 
-    Every norm is fused exactly on every shape in test_packed_decoding_is_the_definition."""
+    Every norm is fused exactly on every shape in test_packed_decoding_is_the_definition.
+    """
     levels = ("paper", "library", "fused") if norm.startswith("coupled") else ("library", "fused")
     errors = dict.fromkeys((*levels, "definition"), 0.0)
     for seed in range(4):

@@ -22,7 +22,11 @@ class Head(nn.Module):
         self.inner, self.norm, self.head = nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 5)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"logits": self.head(self.norm(self.inner(x)).float().softmax(-1, dtype=torch.float32).type_as(x))}
+        return {
+            "logits": self.head(
+                self.norm(self.inner(x)).float().softmax(-1, dtype=torch.float32).type_as(x)
+            )
+        }
 
 
 def centered(model: nn.Module) -> nn.Module:
@@ -47,10 +51,15 @@ def test_exact_conversion():
     assert certificate.ok and certificate.max_rel < 1e-13 and certificate.folded == 1
     assert [check.dtype for check in certificate.checks] == ["float64"] * 4 + ["float32"]
     assert certificate.checks[-1].max_rel < 2e-6
-    assert all(abs(check.kl) < 1e-12 and check.argmax_agreement == 1 for check in certificate.checks[:4])
+    assert all(
+        abs(check.kl) < 1e-12 and check.argmax_agreement == 1 for check in certificate.checks[:4]
+    )
     assert certificate.parameters.keys() == {"inner.weight", "inner.bias"}
     hashes = certificate.parameters["inner.weight"]
-    assert hashes == {"before": tensor_hash(model.inner.weight), "after": tensor_hash(after.inner.weight)}
+    assert hashes == {
+        "before": tensor_hash(model.inner.weight),
+        "after": tensor_hash(after.inner.weight),
+    }
     told = json.loads(certificate.to_json())
     assert told["ok"] and told["environment"]["versions"]["torch"] == torch.__version__
     assert "exact" in str(certificate)
@@ -59,14 +68,18 @@ def test_exact_conversion():
 def test_a_mistake_that_initial_weights_hide():
     x = draw(3, 8, dtype=torch.float32)
     certificate = certify(Head(), without_bias, (x,))[1]
-    assert not certificate.ok and certificate.max_rel > 1e-4 and "random weights" in certificate.reason
+    assert (
+        not certificate.ok and certificate.max_rel > 1e-4 and "random weights" in certificate.reason
+    )
     assert "NOT exact" in str(certificate)
     assert certify(Head(), without_bias, (x,), random_weights=False)[1].ok
     assert certify(Head(), without_bias, (x,), keep=("norm.bias",))[1].ok
 
 
 def test_exact_in_float64_alone_is_not_enough():
-    """Rounded to float32, 1e4 in every weight of a linear leaves little of what the norm behind it reads."""
+    """Rounded to float32, 1e4 in every weight of a linear leaves little of what the norm behind it
+    reads.
+    """
 
     def uncentered(model: nn.Module) -> nn.Module:
         after = copy.deepcopy(model)
@@ -76,7 +89,9 @@ def test_exact_in_float64_alone_is_not_enough():
 
     certificate = certify(Head(), uncentered, (draw(3, 8, dtype=torch.float32),), tolerance=1e-9)[1]
     assert certificate.max_rel <= 1e-9 and not certificate.ok
-    assert "in float32, 2e-06 is allowed" in certificate.reason and certificate.own_tolerance == 2e-6
+    assert (
+        "in float32, 2e-06 is allowed" in certificate.reason and certificate.own_tolerance == 2e-6
+    )
 
 
 def test_a_model_that_rounds_more_is_allowed_more():
@@ -115,8 +130,11 @@ def test_model_and_random_stream_are_left_alone():
     before, x = copy.deepcopy(model.state_dict()), draw(4, 8, dtype=torch.float32)
     state = torch.get_rng_state()
     certificate = certify(model, copy.deepcopy, (x,))[1]
-    assert certificate.ok and certificate.max_abs == 0 and not certificate.parameters  # the same dropout on both sides
-    assert all(torch.equal(old, new) for old, new in zip(before.values(), model.state_dict().values()))
+    # the same dropout on both sides
+    assert certificate.ok and certificate.max_abs == 0 and not certificate.parameters
+    assert all(
+        torch.equal(old, new) for old, new in zip(before.values(), model.state_dict().values())
+    )
     assert torch.equal(state, torch.get_rng_state()) and torch.get_default_dtype() is torch.float32
 
 
@@ -124,8 +142,12 @@ def test_random_weights_have_no_zero_means():
     model = nn.Sequential(nn.Embedding(9, 6), nn.LayerNorm(6), nn.Linear(6, 4))
     nn.init.zeros_(model[0].weight)
     randomize(model, keep=("2.bias",))
-    assert all(abs(float(p.detach().mean(axis).abs().min())) > 1e-4
-               for p in model.parameters() for axis in range(p.dim()) if p.dim() > 1)  # fmt: skip
+    assert all(
+        abs(float(p.detach().mean(axis).abs().min())) > 1e-4
+        for p in model.parameters()
+        for axis in range(p.dim())
+        if p.dim() > 1
+    )
     assert not torch.equal(model[1].bias, torch.zeros(6)) and model[1].weight.std() > 0.05
 
 
@@ -133,7 +155,10 @@ def test_parameters_of_one_number():
     model = nn.Sequential(nn.Linear(1, 1), nn.Conv1d(1, 1, 1))
     before = copy.deepcopy(model.state_dict())
     randomize(model)
-    assert all(p.isfinite().all() and not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(
+        p.isfinite().all() and not torch.equal(p, before[name])
+        for name, p in model.named_parameters()
+    )
 
 
 def test_large_outputs_are_compared_piece_by_piece(monkeypatch):
@@ -141,15 +166,27 @@ def test_large_outputs_are_compared_piece_by_piece(monkeypatch):
     for piece in (certificate_module.PIECE, 7):
         monkeypatch.setattr(certificate_module, "PIECE", piece)
         found.append(certify(Head(), without_bias, (draw(3, 8, dtype=torch.float32),))[1])
-    assert [c.max_rel for c in found[0].checks] == [c.max_rel for c in found[1].checks] and found[0].checks[2].kl > 1e-6
-    assert [c.kl for c in found[0].checks] == pytest.approx([c.kl for c in found[1].checks], rel=1e-9)
+    assert [c.max_rel for c in found[0].checks] == [c.max_rel for c in found[1].checks] and found[
+        0
+    ].checks[2].kl > 1e-6
+    assert [c.kl for c in found[0].checks] == pytest.approx(
+        [c.kl for c in found[1].checks], rel=1e-9
+    )
 
 
 def test_fresh_inputs():
     ids, mask, x = torch.tensor([[3, 9, 4, 11]]), torch.tensor([[1, 1, 1, 0]]), draw(40, 30) * 2 + 5
     fresh = fresh_inputs({"ids": ids, "mask": mask, "x": x, "flag": True})
-    assert set(fresh["ids"].flatten().tolist()) <= {3, 9, 4, 11} and torch.equal(fresh["mask"], mask) and fresh["flag"]
-    assert abs(fresh["x"].mean() - 5) < 0.3 and abs(fresh["x"].std() - 2) < 0.2 and not torch.equal(fresh["x"], x)
+    assert (
+        set(fresh["ids"].flatten().tolist()) <= {3, 9, 4, 11}
+        and torch.equal(fresh["mask"], mask)
+        and fresh["flag"]
+    )
+    assert (
+        abs(fresh["x"].mean() - 5) < 0.3
+        and abs(fresh["x"].std() - 2) < 0.2
+        and not torch.equal(fresh["x"], x)
+    )
 
 
 def test_output_without_numbers():
@@ -163,11 +200,15 @@ def test_another_number_of_outputs():
             return (super().forward(x)["logits"],) * 2
 
     with pytest.raises(FoldError, match="1 floating-point tensors, the converted one 2"):
-        certify(Head(), lambda model: Twice().to(model.head.weight), (draw(3, 8, dtype=torch.float32),))
+        certify(
+            Head(), lambda model: Twice().to(model.head.weight), (draw(3, 8, dtype=torch.float32),)
+        )
 
 
 def test_casts_are_widened():
     model = Head().double()
     x = draw(2, 8)
     assert run(model, (x,))["logits"].dtype is torch.float64
-    assert run(model, (x,))["logits"].sub(run(model, (x,), widen=False)["logits"]).abs().max() > 1e-10
+    assert (
+        run(model, (x,))["logits"].sub(run(model, (x,), widen=False)["logits"]).abs().max() > 1e-10
+    )

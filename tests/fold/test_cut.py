@@ -9,7 +9,7 @@ from fold.cut import cheapest_cut
 
 
 def best(onwards, obstacles, ends, may_cut) -> int:
-    """The smallest price over all subsets of the lines that may be cut: lines cut + ends given up."""
+    """The smallest price over all subsets of lines that may be cut: lines cut + ends given up."""
 
     def price(cut: tuple) -> int:
         reached, todo = set(), list(obstacles)
@@ -21,7 +21,9 @@ def best(onwards, obstacles, ends, may_cut) -> int:
         return len(cut) + sum(cost for line, cost in ends.items() if line in reached)
 
     able = [line for line in {*onwards, *ends, *obstacles} if may_cut(line)]
-    return min(price(cut) for size in range(len(able) + 1) for cut in itertools.combinations(able, size))
+    return min(
+        price(cut) for size in range(len(able) + 1) for cut in itertools.combinations(able, size)
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -29,7 +31,10 @@ def best(onwards, obstacles, ends, may_cut) -> int:
 def test_no_subset_is_cheaper(seed, at_no_loss):
     draw = random.Random(seed)
     onwards = {a: {b for b in range(a + 1, 9) if draw.random() < 0.3} for a in range(9)}
-    obstacles, ends = {a for a in range(4) if draw.random() < 0.5}, {a: draw.randint(1, 2) for a in range(5, 9)}
+    obstacles, ends = (
+        {a for a in range(4) if draw.random() < 0.5},
+        {a: draw.randint(1, 2) for a in range(5, 9)},
+    )
     fixed = {a for a in range(9) if draw.random() < 0.3}
     cut, kept = cheapest_cut(onwards, obstacles, ends, lambda line: line not in fixed, at_no_loss)
     assert not cut & fixed
@@ -41,6 +46,9 @@ def test_ties():
     """One centring for one norm: no gain, and no loss either."""
     chain = {"x": {"y"}}
     assert cheapest_cut(chain, {"x"}, {"y": 1}, lambda line: True) == (set(), set())
-    assert cheapest_cut(chain, {"x"}, {"y": 1}, lambda line: True, at_no_loss=True) == ({"x"}, {"y"})
+    assert cheapest_cut(chain, {"x"}, {"y": 1}, lambda line: True, at_no_loss=True) == (
+        {"x"},
+        {"y"},
+    )
     assert cheapest_cut(chain, {"x"}, {"y": 2}, lambda line: True)[1] == {"y"}
     assert cheapest_cut(chain, set(), {"y": 1}, lambda line: False) == (set(), {"y"})

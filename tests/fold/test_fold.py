@@ -1,6 +1,8 @@
-"""fold/__init__.py on hand-written modules: what folds, what must be refused and why, and what comes after a fold.
+"""fold/__init__.py on hand-written modules: what folds, what must be refused and why, and what
+comes after a fold.
 
-Every expectation is a table of counts and a certificate in float64 on random weights; nothing here needs a download.
+Every expectation is a table of counts and a certificate in float64 on random weights; nothing here
+needs a download.
 """
 
 import copy
@@ -50,28 +52,54 @@ def class_token(m, x):
 
 
 def head_norm(m, x):
-    heads = m.a(x).view(*x.shape[:-1], 2, C // 2).transpose(1, 2)  # one LayerNorm for each head of C / 2
+    # one LayerNorm for each head of C / 2
+    heads = m.a(x).view(*x.shape[:-1], 2, C // 2).transpose(1, 2)
     return m.out(m.norm(heads).transpose(1, 2).flatten(-2))
 
 
 FOLDS = {
     "in-place adds and scaling": (net(in_place), 1),
-    "LayerScale": (net(layer_scale, emb=nn.Parameter(torch.randn(1, 1, C)), gain=nn.Parameter(torch.rand(C))), 2),
+    "LayerScale": (
+        net(layer_scale, emb=nn.Parameter(torch.randn(1, 1, C)), gain=nn.Parameter(torch.rand(C))),
+        2,
+    ),
     "convolution, padding, pooling": (net(channels_first, conv=nn.Conv2d(C, C, 1)), 1),
     "recurrent cell": (net(rnn_cell), 3),
-    "LSTM and a projection": (net(lambda m, x: m.out(m.ln(m.a(m.lstm(x)[0]))), lstm=nn.LSTM(C, C)), 1),
-    "class token, positions": (net(class_token, emb=nn.Parameter(torch.randn(1, 1, C)),
-                                   pos=nn.Parameter(torch.randn(1, 9, C))), 1),
+    "LSTM and a projection": (
+        net(lambda m, x: m.out(m.ln(m.a(m.lstm(x)[0]))), lstm=nn.LSTM(C, C)),
+        1,
+    ),
+    "class token, positions": (
+        net(
+            class_token,
+            emb=nn.Parameter(torch.randn(1, 1, C)),
+            pos=nn.Parameter(torch.randn(1, 9, C)),
+        ),
+        1,
+    ),
     "norm of each head": (net(head_norm, norm=nn.LayerNorm(C // 2)), 1),
     "GroupNorm": (net(lambda m, x: m.out(m.norm(m.a(x[:, 0]))), norm=nn.GroupNorm(2, C)), 1),
-    "attention": (net(lambda m, x: m.out(m.ln(m.mha(x, x, x, need_weights=False)[0])),
-                      mha=nn.MultiheadAttention(C, 2, batch_first=True)), 1),
-    "no gain above": (net(lambda m, x: m.out(m.ln(m.plain(x) + m.a(x))),
-                          plain=nn.LayerNorm(C, elementwise_affine=False)), 1),
+    "attention": (
+        net(
+            lambda m, x: m.out(m.ln(m.mha(x, x, x, need_weights=False)[0])),
+            mha=nn.MultiheadAttention(C, 2, batch_first=True),
+        ),
+        1,
+    ),
+    "no gain above": (
+        net(
+            lambda m, x: m.out(m.ln(m.plain(x) + m.a(x))),
+            plain=nn.LayerNorm(C, elementwise_affine=False),
+        ),
+        1,
+    ),
     "masked rows": (net(lambda m, x: m.out(m.ln(m.a(x).masked_fill(x[..., :1] > 0, 0)))), 1),
-    "shared by two places that fold": (net(lambda m, x: m.out(m.ln(m.a(x)) + m.ln2(m.a(x.relu())))), 2),
+    "shared by two places that fold": (
+        net(lambda m, x: m.out(m.ln(m.a(x)) + m.ln2(m.a(x.relu())))),
+        2,
+    ),
     "its own softmax": (net(lambda m, x: m.out(m.ln(h := m.a(x)) + h.softmax(-1))), 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FOLDS)
@@ -80,9 +108,11 @@ def test_folds(name):
     before = copy.deepcopy(model.state_dict())
     after, certificate = folded(model, (draw(2, 4, C),), number)
     assert after.state_dict().keys() == before.keys() and certificate.parameters
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())  # a copy was folded
+    # a copy was folded
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     unfolded = copy.deepcopy(model)
-    unfolded.load_state_dict(after.state_dict())  # the weights are right for the LayerNorm model, too
+    # the weights are right for the LayerNorm model, too
+    unfolded.load_state_dict(after.state_dict())
     x = (draw(2, 4, C, seed=1),)
     torch.testing.assert_close(run(unfolded, x), run(model, x), rtol=0, atol=1e-12)
 
@@ -99,21 +129,43 @@ def double_use(m, x):
 REFUSED = {
     "input also to a linear": (net(lambda m, x: m.out(m.ln(h := m.a(x)) + h)), "linear in out"),
     "input also to a ReLU": (net(lambda m, x: m.out(m.ln(h := m.a(x)) + h.relu())), "relu"),
-    "input also to the output": (net(lambda m, x: (m.out(m.ln(h := m.a(x))), h)), "the model's output"),
+    "input also to the output": (
+        net(lambda m, x: (m.out(m.ln(h := m.a(x))), h)),
+        "the model's output",
+    ),
     "in-place activation": (net(lambda m, x: m.out(m.ln(m.a(x).relu_()))), "relu"),
     "concatenated channels": (net(concatenated), "along the axis of the norm"),
-    "depthwise convolution": (net(lambda m, x: m.out(m.ln(m.conv(x.transpose(1, 2)).transpose(1, 2))),
-                                  conv=nn.Conv1d(C, C, 1, groups=C)), "grouped convolution"),
+    "depthwise convolution": (
+        net(
+            lambda m, x: m.out(m.ln(m.conv(x.transpose(1, 2)).transpose(1, 2))),
+            conv=nn.Conv1d(C, C, 1, groups=C),
+        ),
+        "grouped convolution",
+    ),
     "RMSNorm above": (net(lambda m, x: m.out(m.ln(m.rms(m.a(x)))), rms=nn.RMSNorm(C)), "rms_norm"),
-    "another number for every channel": (net(lambda m, x: m.out(m.ln(m.a(x) * x))), "another factor"),
+    "another number for every channel": (
+        net(lambda m, x: m.out(m.ln(m.a(x) * x))),
+        "another factor",
+    ),
     "a layer that multiplies itself": (net(double_use), "matmul"),
     "one number added to a row": (net(lambda m, x: m.out(m.ln(m.a(x) + x[..., :1]))), "whole row"),
     "a weight that is used as a matrix, too": (
-        net(lambda m, x: m.out(m.ln(m.a(x))) + (x @ m.a.weight).sum(-1, keepdim=True)), "centring a.weight"),
-    "proj_size feeds back": (net(lambda m, x: m.out(m.ln(m.lstm(x)[0])), lstm=nn.LSTM(C, 2 * C, proj_size=C)), "lstm"),
-    "mean over two axes": (net(lambda m, x: m.out(m.ln3(m.a(x)).flatten(-1)), ln3=nn.LayerNorm([4, C])), "2 axes"),
-    "statistics of positions": (net(lambda m, x: m.out(m.ln(m.gn(m.a(x)))), gn=nn.GroupNorm(2, 4)), "group_norm"),
-}  # fmt: skip
+        net(lambda m, x: m.out(m.ln(m.a(x))) + (x @ m.a.weight).sum(-1, keepdim=True)),
+        "centring a.weight",
+    ),
+    "proj_size feeds back": (
+        net(lambda m, x: m.out(m.ln(m.lstm(x)[0])), lstm=nn.LSTM(C, 2 * C, proj_size=C)),
+        "lstm",
+    ),
+    "mean over two axes": (
+        net(lambda m, x: m.out(m.ln3(m.a(x)).flatten(-1)), ln3=nn.LayerNorm([4, C])),
+        "2 axes",
+    ),
+    "statistics of positions": (
+        net(lambda m, x: m.out(m.ln(m.gn(m.a(x)))), gn=nn.GroupNorm(2, 4)),
+        "group_norm",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -121,7 +173,9 @@ def test_refused(name):
     model, why = REFUSED[name]
     report = analyze(model, (draw(2, 4, C),))
     assert counts(report)[1:] == (0, 0, 0, 0) and not report.worth
-    assert {row.verdict for row in report.rows} == {"refused"} and why in report.rows[0].reason, str(report)
+    assert {row.verdict for row in report.rows} == {"refused"} and why in report.rows[0].reason, (
+        str(report)
+    )
     after, certificate = fold(model, report, untie=True, insert=True)
     assert certificate.ok and certificate.folded == 0 and not certificate.parameters
     assert certificate.refusals == {row.name: row.reason for row in report.rows}
@@ -138,8 +192,12 @@ NO_LAYER_SCALE = {  # a gain on what has no weights, or not only weights, to mer
 
 @pytest.mark.parametrize("name", NO_LAYER_SCALE)
 def test_gain_that_merges_into_nothing(name):
-    model = net(NO_LAYER_SCALE[name], gain=nn.Parameter(torch.rand(C)), bias=nn.Parameter(torch.randn(C)),
-                plain=nn.LayerNorm(C, elementwise_affine=False))  # fmt: skip
+    model = net(
+        NO_LAYER_SCALE[name],
+        gain=nn.Parameter(torch.rand(C)),
+        bias=nn.Parameter(torch.randn(C)),
+        plain=nn.LayerNorm(C, elementwise_affine=False),
+    )
     report = analyze(model, (draw(2, 4, C),))
     assert counts(report)[1:3] == (0, 0) and "another factor" in report.rows[-1].reason, str(report)
     certificate = fold(model, report, untie=True, insert=True)[1]
@@ -155,13 +213,15 @@ OTHER_AXES = {  # uniform gains of a norm say nothing about any line but its own
     "groups of positions": initial(lambda m, x: m.out(m.ln2(m.norm(x))), norm=nn.GroupNorm(2, 4)),
     "two axes": initial(lambda m, x: m.out(m.ln2(m.norm(x))), norm=nn.LayerNorm([4, C])),
     "positions": initial(lambda m, x: m.norm(m.ln(x).transpose(1, 2)), norm=nn.LayerNorm(4)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OTHER_AXES)
 def test_uniform_gains_along_another_axis(name):
     report = analyze(OTHER_AXES[name], (draw(2, 4, C),), trained=False)
-    assert counts(report)[1:3] == (0, 0) and "keep a zero mean" in report.rows[-1].reason, str(report)
+    assert counts(report)[1:3] == (0, 0) and "keep a zero mean" in report.rows[-1].reason, str(
+        report
+    )
     assert fold(OTHER_AXES[name], report)[1].folded == 0
 
 
@@ -196,7 +256,9 @@ def test_norm_without_a_module_is_counted_and_left():
 def stack(final: bool = True, **layer) -> nn.Module:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(C, 2, 16, batch_first=True, **layer)
-    model = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(C) if final else None, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(
+        layer, 3, norm=nn.LayerNorm(C) if final else None, enable_nested_tensor=False
+    )
     model = model.double().eval()
     randomize(model)
     return model
@@ -208,11 +270,20 @@ def test_pre_norm_encoder():
     assert counts(report) == (7, 0, 0, 7, 1) and report.worth
     assert "7 practical (centrings inserted: 1, worth it)" in str(report)
     told = json.loads(report.to_json())
-    assert told["practical"] == 7 and len(told["rows"]) == 7 and told["rows"][0]["verdict"] == "inserted"
+    assert (
+        told["practical"] == 7
+        and len(told["rows"]) == 7
+        and told["rows"][0]["verdict"] == "inserted"
+    )
     assert fold(model, report)[1].folded == 0
     after, certificate = fold(model, report, insert=True)
-    assert certificate.ok and (certificate.folded, certificate.inserted) == (7, 1) and certificate.max_rel < 1e-13
-    torch.testing.assert_close(run(after, {"src": x}), run(model, (x,)), rtol=0, atol=1e-12)  # by name, too
+    assert (
+        certificate.ok
+        and (certificate.folded, certificate.inserted) == (7, 1)
+        and certificate.max_rel < 1e-13
+    )
+    # by name, too
+    torch.testing.assert_close(run(after, {"src": x}), run(model, (x,)), rtol=0, atol=1e-12)
     single = fold(model.float(), replace(report, inputs=(x.float(),)), insert=True)[1].checks[-1]
     assert single.dtype == "float32" and single.max_rel <= 2e-6
 
@@ -237,8 +308,10 @@ def test_encoder_calls_its_folded_norms(grad):
 
 
 def test_post_norm_encoder_with_padding():
-    """Frozen norms, so that their outputs are known to have zero mean. Without gradients torch's encoder takes nested
-    tensors and leaves zeros at padded positions; folded, it computes them as it does with gradients."""
+    """Frozen norms, so that their outputs are known to have zero mean. Without gradients torch's
+    encoder takes nested tensors and leaves zeros at padded positions; folded, it computes them as
+    it does with gradients.
+    """
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(C, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).double().eval()
@@ -246,12 +319,17 @@ def test_post_norm_encoder_with_padding():
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.constant_(parameter, float(name.endswith("weight"))).requires_grad_(False)
-    inputs = {"src": draw(2, 4, C), "src_key_padding_mask": torch.arange(4).expand(2, 4) >= torch.tensor([[4], [2]])}
+    inputs = {
+        "src": draw(2, 4, C),
+        "src_key_padding_mask": torch.arange(4).expand(2, 4) >= torch.tensor([[4], [2]]),
+    }
     with torch.no_grad():
         report = analyze(model, inputs)
     assert counts(report)[:2] == (4, 3), str(report)
     after, certificate = fold(model, report)
-    assert certificate.ok and certificate.folded == 3 and certificate.max_rel < 1e-13, str(certificate)
+    assert certificate.ok and certificate.folded == 3 and certificate.max_rel < 1e-13, str(
+        certificate
+    )
     torch.testing.assert_close(after(**inputs), model(**inputs), rtol=0, atol=1e-12)
     with torch.no_grad():
         theirs, ours, padded = model(**inputs), after(**inputs), inputs["src_key_padding_mask"]
@@ -268,7 +346,9 @@ def test_centrings_that_gain_nothing_are_not_inserted():
 
 
 def test_two_norms_of_one_input():
-    """An input of the model that two norms and a linear read: one centring in front of both norms would do."""
+    """An input of the model that two norms and a linear read: one centring in front of both norms
+    would do.
+    """
     model = net(lambda m, x: m.out(m.ln(h := x.relu()) + m.ln2(h)))
     report = analyze(model, (draw(2, 4, C),))
     assert counts(report) == (2, 0, 0, 2, 1) and report.worth
@@ -278,7 +358,11 @@ def tied() -> nn.Module:
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
-            self.wte, self.fc, self.head = nn.Embedding(11, C), nn.Linear(C, C), nn.Linear(C, 11, bias=False)
+            self.wte, self.fc, self.head = (
+                nn.Embedding(11, C),
+                nn.Linear(C, C),
+                nn.Linear(C, 11, bias=False),
+            )
             self.ln, self.ln_f = nn.LayerNorm(C), nn.LayerNorm(C)
             self.head.weight = self.wte.weight
 
@@ -298,8 +382,13 @@ def test_tied_head():
     assert counts(report) == (2, 0, 2, 2, 1) and report.worth
     assert "centring wte.weight would show in linear in head" in report.rows[0].reason
     untied, certificate = folded(model, (ids,), 2, untie=True)
-    assert torch.equal(untied.head.weight, model.head.weight) and untied.wte.weight is not untied.head.weight
-    assert all(abs(check.kl) < 1e-12 and check.argmax_agreement == 1 for check in certificate.checks)
+    assert (
+        torch.equal(untied.head.weight, model.head.weight)
+        and untied.wte.weight is not untied.head.weight
+    )
+    assert all(
+        abs(check.kl) < 1e-12 and check.argmax_agreement == 1 for check in certificate.checks
+    )
     centred, certificate = folded(model, (ids,), 2, insert=True)
     assert certificate.inserted == 1 and centred.wte.weight is centred.head.weight
 
@@ -311,7 +400,9 @@ def test_uniform_gains_are_relied_upon_only_while_they_last():
     report = analyze(model, (draw(2, 4, C),), trained=False)
     certificate = fold(model, report)[1]
     assert report.strict == 1 and certificate.ok and certificate.folded == 1
-    assert certificate.kept == ["ln.weight"] and "only for the present values of ln.weight" in str(certificate)
+    assert certificate.kept == ["ln.weight"] and "only for the present values of ln.weight" in str(
+        certificate
+    )
     trained = parametrize_cbwc(model, report)
     assert isinstance(trained.ln2, nn.LayerNorm)  # training would move the gains apart
 
@@ -325,16 +416,21 @@ def test_frozen_values_are_relied_upon():
 
 
 def test_a_zero_vector_that_may_be_trained():
-    model = net(lambda m, x: m.out(m.ln(m.a(x) + m.bias)) + m.bias.sum(), bias=nn.Parameter(torch.zeros(C)))
+    model = net(
+        lambda m, x: m.out(m.ln(m.a(x) + m.bias)) + m.bias.sum(), bias=nn.Parameter(torch.zeros(C))
+    )
     nn.init.zeros_(model.bias)
-    assert [analyze(model, (draw(2, 4, C),), trained=trained).strict for trained in (True, False)] == [0, 1]
+    assert [
+        analyze(model, (draw(2, 4, C),), trained=trained).strict for trained in (True, False)
+    ] == [0, 1]
 
 
 def test_a_wrong_fold_is_rolled_back():
     model, x = net(in_place), (draw(2, 4, C),)
     report = analyze(model, x)
     norm = report.analysis.norms[0]
-    norm.demand.sources = dict(list(norm.demand.sources.items())[1:])  # forget to centre one of the weights
+    # forget to centre one of the weights
+    norm.demand.sources = dict(list(norm.demand.sources.items())[1:])
     after, certificate = fold(model, report)
     assert after is model and not certificate.ok and certificate.folded == 0
     assert "rolled back" in certificate.what and "off by" in certificate.reason
@@ -367,7 +463,8 @@ def test_sizes_that_depend_on_values():
 def test_paper_rules_count_what_is_not_exact():
     model = net(lambda m, x: m.out(m.ln2(m.ln(m.a(x)) + m.b(x))))
     report = analyze(model, (draw(2, 4, C),))
-    assert report.strict == 1 and report.by("paper").strict == 2  # an affine LayerNorm taken for zero-mean
+    # an affine LayerNorm taken for zero-mean
+    assert report.strict == 1 and report.by("paper").strict == 2
 
 
 def test_after_a_fold(tmp_path):
@@ -375,9 +472,16 @@ def test_after_a_fold(tmp_path):
     model = tied().float()
     ids = torch.arange(11)[None]
     after, certificate = fold(model, analyze(model, (ids,)), insert=True)
-    assert certificate.ok and certificate.checks[-1].dtype == "float32" and certificate.checks[-1].max_rel < 2e-6
+    assert (
+        certificate.ok
+        and certificate.checks[-1].dtype == "float32"
+        and certificate.checks[-1].max_rel < 2e-6
+    )
     size = sum(p.numel() for p in model.parameters())
-    assert sum(p.numel() for p in after.parameters()) == size and after.state_dict().keys() == model.state_dict().keys()
+    assert (
+        sum(p.numel() for p in after.parameters()) == size
+        and after.state_dict().keys() == model.state_dict().keys()
+    )
     expected = after(ids)["logits"]
     compiled = torch.compile(after, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(ids)["logits"], expected, rtol=1e-5, atol=1e-5)
@@ -402,7 +506,7 @@ def step(model, optimizer, ids) -> float:
 
 @pytest.mark.parametrize("insert", [False, True])
 def test_cbwc_trains_as_layer_norm_does(insert):
-    """A tied head, weight decay, 50 steps in float64: the losses and all parameters stay together."""
+    """A tied head, weight decay, 50 steps in float64: losses and all parameters stay together."""
     model, ids = tied(), torch.arange(11)[None]
     cbwc = parametrize_cbwc(model, analyze(model, (ids,)), insert=insert)
     assert sum(isinstance(module, FoldedNorm) for module in cbwc.modules()) == 2
@@ -412,8 +516,10 @@ def test_cbwc_trains_as_layer_norm_does(insert):
         runs.append([step(net_, optimizer, ids) for _ in range(50)])
     torch.testing.assert_close(*map(torch.tensor, runs), rtol=0, atol=1e-10)
     assert runs[0][-1] < 0.5 * runs[0][0]
-    trained = {name.replace("parametrizations.", "").removesuffix(".original"): value
-               for name, value in cbwc.named_parameters()}  # fmt: skip
+    trained = {
+        name.replace("parametrizations.", "").removesuffix(".original"): value
+        for name, value in cbwc.named_parameters()
+    }
     torch.testing.assert_close(trained, dict(model_.named_parameters()), rtol=0, atol=1e-10)
 
 

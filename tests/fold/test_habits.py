@@ -1,5 +1,5 @@
-"""fold/__init__.py on what people's modules do beside: hooks, parametrisations, tensors kept as attributes, buffers
-that are not saved, rows written in place, blocks without gradients.
+"""fold/__init__.py on what people's modules do beside: hooks, parametrisations, tensors kept as
+attributes, buffers that are not saved, rows written in place, blocks without gradients.
 
     python -m pytest tests/fold/test_habits.py
 """
@@ -25,7 +25,9 @@ def plain(m, x):
 
 
 def test_inputs_are_a_tuple_or_a_dict():
-    with pytest.raises(FoldError, match=r"the inputs are a Tensor: give a tuple of positional arguments, as \(x,\)"):
+    with pytest.raises(
+        FoldError, match=r"the inputs are a Tensor: give a tuple of positional arguments, as \(x,\)"
+    ):
         analyze(net(plain), draw(2, 4, C))
     assert analyze(net(plain), {"x": draw(2, 4, C)}).strict == 1
 
@@ -34,16 +36,22 @@ def test_hooks_of_a_norm_stay():
     """They run on the norm that takes its place, and may change what it returns."""
     seen, model = [], net(plain)
     model.ln.register_forward_hook(lambda module, args, output: seen.append(type(module)))
-    model.ln.register_forward_pre_hook(lambda module, args, kwargs: seen.append("before"), with_kwargs=True)
+    model.ln.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append("before"), with_kwargs=True
+    )
     x = draw(2, 4, C)
     report = analyze(model, (x,))
     for after in (fold(model, report)[0], parametrize_cbwc(model, report)):
         seen.clear()
         after(x).sum().backward()
         assert isinstance(after.ln, FoldedNorm) and seen == ["before", FoldedNorm]
-    model.ln.register_full_backward_hook(lambda module, *grads: None)  # torch puts operations around the norm for it
+    # torch puts operations around the norm for it
+    model.ln.register_full_backward_hook(lambda module, *grads: None)
     report = analyze(model, (x,))
-    assert fold(model, report)[1].folded == 0 and "together with other operations" in report.rows[0].reason
+    assert (
+        fold(model, report)[1].folded == 0
+        and "together with other operations" in report.rows[0].reason
+    )
     doubling = net(plain)
     doubling.ln.register_forward_hook(lambda module, args, output: 2 * output)
     report = analyze(doubling, (x,))
@@ -80,11 +88,17 @@ def write_and_read(m, x):
 
 
 def test_rows_written_in_place():
-    """Along the rows a mean of zero stays; not along the channels, nor with one number in all of them."""
+    """Along the rows a mean of zero stays; not along the channels, nor with one number in all of
+    them.
+    """
     x, more = (draw(2, 4, C),), dict(token=nn.Parameter(torch.randn(C)), c=nn.Linear(C, C))
     _, certificate = folded(net(write_rows, **more), x, 1)
     assert {"a.weight", "b.weight", "c.weight", "token"} <= certificate.parameters.keys()
-    for forward, why in ((write_channels, "select_scatter"), (write_a_number, "one number"), (write_and_read, "relu")):
+    for forward, why in (
+        (write_channels, "select_scatter"),
+        (write_a_number, "one number"),
+        (write_and_read, "relu"),
+    ):
         report = analyze(net(forward), x)
         assert report.strict == 0 and why in report.rows[0].reason, str(report)
 
@@ -130,11 +144,16 @@ def test_tensors_that_are_plain_attributes():
     model.proj = [draw(C, C, dtype=torch.float32)]
     x = (draw(2, 4, C, dtype=torch.float32),)
     after, certificate = fold(model, analyze(model, x))
-    assert certificate.ok and certificate.folded == 1 and certificate.max_rel < 1e-13, str(certificate)
+    assert certificate.ok and certificate.folded == 1 and certificate.max_rel < 1e-13, str(
+        certificate
+    )
     assert after.proj[0].dtype == model.proj[0].dtype == torch.float32
     model = net(lambda m, x: m.out(m.ln(m.a(x) + m.pos)))
     model.pos = draw(4, C)
-    assert "pos, a tensor that is neither parameter nor buffer," in analyze(model, x64(x)).rows[0].reason
+    assert (
+        "pos, a tensor that is neither parameter nor buffer,"
+        in analyze(model, x64(x)).rows[0].reason
+    )
     model = net(lambda m, x: m.out(m.ln(m.a(m.b(x).bfloat16().to(x.dtype)) @ m.made(x)))).float()
     model.made = lambda x: torch.from_numpy(np.eye(C, dtype=np.float32))
     with pytest.raises(FoldError, match="cannot be run in float64, as its check is"):
@@ -152,13 +171,19 @@ class Doubled(nn.Module):
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_modules_with_parametrisations_of_their_own(name):
-    """Copies of a module share the class that torch makes for its parametrisations: the original must not feel ours."""
+    """Copies of a module share the class that torch makes for its parametrisations: the original
+    must not feel ours.
+    """
     model, x = net(plain), draw(2, 4, C)
     parametrize.register_parametrization(model.a, name, Doubled())
     expected, kind = run(model, (x,)), type(model.a)
     report = analyze(model, (x,))
     trained = parametrize_cbwc(model, report)
-    assert isinstance(trained.ln, FoldedNorm) and type(model.a) is kind and not model.a.parametrizations.keys() - {name}
+    assert (
+        isinstance(trained.ln, FoldedNorm)
+        and type(model.a) is kind
+        and not model.a.parametrizations.keys() - {name}
+    )
     for one in (model, trained, fold(model, report)[0], copy.deepcopy(trained)):
         close(run(one, (x,)), expected)
     close(trained.a.weight.mean(0), torch.zeros(C, dtype=torch.float64))

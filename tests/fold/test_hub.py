@@ -1,4 +1,5 @@
-"""fold/hub.py, and convert.py --to=rms on models of transformers: what is written is the folded model, to them as well.
+"""fold/hub.py, and convert.py --to=rms on models of transformers: what is written is the folded
+model, to them as well.
 
     python -m pytest tests/fold/test_hub.py
 """
@@ -20,14 +21,23 @@ from hf.hub import import_transformers
 hf = import_transformers()
 WORDS = dict(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SIZE = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
-OPT = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=24, word_embed_proj_dim=16,
-           max_position_embeddings=32, **WORDS)  # fmt: skip
+OPT = dict(
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    ffn_dim=24,
+    word_embed_proj_dim=16,
+    max_position_embeddings=32,
+    **WORDS,
+)
 GPT2 = dict(n_embd=16, n_layer=1, n_head=2, n_positions=32, **WORDS)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """folder(class name, **config) -> path of a saved float32 model whose gains, biases and means are not initial."""
+    """folder(class name, **config) -> path of a saved float32 model whose gains, biases and means
+    are not initial.
+    """
 
     def make(name, **config):
         torch.manual_seed(0)
@@ -45,15 +55,27 @@ def run(model, inputs):
         return model.eval()(**inputs)[0]
 
 
-@pytest.mark.parametrize(("name", "shape", "words", "folded", "inserted"), [
-    ("OPTForCausalLM", OPT, [], 3, 0),  # its tied head gets weights of its own
-    ("OPTForCausalLM", OPT, ["--untie=False", "--insert"], 3, 1),
-    ("BloomForCausalLM", dict(hidden_size=16, n_layer=1, n_head=2, **WORDS), ["--insert"], 4, 1),
-    ("BertModel", dict(vocab_size=50, **SIZE), [], 1, 0),
-    ("ViTForImageClassification", dict(image_size=16, patch_size=8, **SIZE), [], 3, 0),
-    ("GPT2LMHeadModel", GPT2, ["--transformers"], 3, 0),
-], ids=str)  # fmt: skip
-def test_what_is_written_is_the_folded_model(name, shape, words, folded, inserted, folder, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "shape", "words", "folded", "inserted"),
+    [
+        ("OPTForCausalLM", OPT, [], 3, 0),  # its tied head gets weights of its own
+        ("OPTForCausalLM", OPT, ["--untie=False", "--insert"], 3, 1),
+        (
+            "BloomForCausalLM",
+            dict(hidden_size=16, n_layer=1, n_head=2, **WORDS),
+            ["--insert"],
+            4,
+            1,
+        ),
+        ("BertModel", dict(vocab_size=50, **SIZE), [], 1, 0),
+        ("ViTForImageClassification", dict(image_size=16, patch_size=8, **SIZE), [], 3, 0),
+        ("GPT2LMHeadModel", GPT2, ["--transformers"], 3, 0),
+    ],
+    ids=str,
+)
+def test_what_is_written_is_the_folded_model(
+    name, shape, words, folded, inserted, folder, tmp_path, capsys
+):
     source, out = folder(name, **shape), tmp_path / "out"
     convert.main([str(source), "--to=rms", f"--out={out}", *words])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -69,20 +91,27 @@ def test_what_is_written_is_the_folded_model(name, shape, words, folded, inserte
     x = hub.example_inputs(before, seed=5)
     expected = run(before, x)
     for model in (after, theirs):
-        torch.testing.assert_close(run(model, x), expected, rtol=0, atol=3e-6 * float(expected.abs().max()))
-    hub.save(after.train(), tmp_path / "again")  # a folded model can be loaded, trained on and saved again
+        torch.testing.assert_close(
+            run(model, x), expected, rtol=0, atol=3e-6 * float(expected.abs().max())
+        )
+    # a folded model can be loaded, trained on and saved again
+    hub.save(after.train(), tmp_path / "again")
     assert torch.equal(run(hub.load(tmp_path / "again"), x), run(after, x))
 
 
 def test_a_buffer_that_is_not_saved_is_not_centred(folder, tmp_path, capsys):
-    xglm = dict(d_model=16, num_layers=1, attention_heads=2, ffn_dim=24, max_position_embeddings=32, **WORDS)
+    xglm = dict(
+        d_model=16, num_layers=1, attention_heads=2, ffn_dim=24, max_position_embeddings=32, **WORDS
+    )
     source, out = folder("XGLMModel", **xglm), tmp_path / "out"
     convert.main([str(source), "--to=rms", "--insert", f"--out={out}"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["inserted"] == 1
     before, after = hub.load_pretrained(source), hub.load(out)
     x = {"input_ids": torch.arange(30)[None], "use_cache": False}
     expected = run(before, x)
-    torch.testing.assert_close(run(after, x), expected, rtol=0, atol=3e-6 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        run(after, x), expected, rtol=0, atol=3e-6 * float(expected.abs().max())
+    )
 
 
 def test_nothing_is_left_of_a_folder_that_is_another_model(folder, tmp_path, monkeypatch):
@@ -101,7 +130,10 @@ def test_nothing_is_left_of_a_folder_that_is_another_model(folder, tmp_path, mon
 
 def test_refusals(folder, tmp_path):
     opt = folder("OPTForCausalLM", **OPT)
-    with pytest.raises(FoldError, match=r"none of 3 .* folds \(--untie 3, --insert 3 would fold\): .* unless it gets"):
+    with pytest.raises(
+        FoldError,
+        match=r"none of 3 .* folds \(--untie 3, --insert 3 would fold\): .* unless it gets",
+    ):
         convert.main([str(opt), "--to=rms", "--untie=False", f"--out={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()
     with pytest.raises(FoldError, match="none of 0 LayerNorms"):
@@ -111,7 +143,9 @@ def test_refusals(folder, tmp_path):
     (opt / "fold.json").write_text('{"swaps": []}')
     with pytest.raises(CheckpointError, match="damaged"):
         hub.load(opt)
-    swap = dict(path="model.norm", axis=2, channels=16, groups=1, eps=1e-5, gain="weight", bias="bias")
+    swap = dict(
+        path="model.norm", axis=2, channels=16, groups=1, eps=1e-5, gain="weight", bias="bias"
+    )
     (opt / "fold.json").write_text(json.dumps({"format": 1, "swaps": [swap], "insertions": []}))
     with pytest.raises(CheckpointError, match="another model than the weights"):
         hub.load(opt)
@@ -124,9 +158,13 @@ def test_weights_that_are_missing_are_not_made_up(folder):
     weights = load_file(path / "model.safetensors")
     del weights["encoder.layer.0.attention.self.query.bias"]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"layer\.0\.attention\.self\.query\.bias is not there \(1 are missing\)"):
+    with pytest.raises(
+        ConfigError, match=r"layer\.0\.attention\.self\.query\.bias is not there \(1 are missing\)"
+    ):
         convert.main([str(path), "--to=rms"])
-    (path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"], "model_type": "bert"}))
+    (path / "config.json").write_text(
+        json.dumps({"architectures": ["NoSuchModel"], "model_type": "bert"})
+    )
     with pytest.raises(ConfigError, match="no NoSuchModel"):
         convert.main([str(path), "--analyze"])
 
@@ -136,7 +174,8 @@ def test_inputs_of_a_file(folder, tmp_path, capsys):
 
     path = folder("OPTForCausalLM", **OPT)
     save_file({"inputs_embeds": torch.randn(1, 3, 16)}, tmp_path / "x.safetensors")
-    convert.main([str(path), "--analyze", f"--inputs={tmp_path / 'x.safetensors'}"])  # so the embedding is not in it
+    # so the embedding is not in it
+    convert.main([str(path), "--analyze", f"--inputs={tmp_path / 'x.safetensors'}"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["strict"] == 0
     with pytest.raises(ConfigError, match="cannot be read as safetensors"):
         convert.main([str(path), "--analyze", f"--inputs={tmp_path / 'none'}"])
@@ -152,18 +191,41 @@ def test_paper_rules_from_the_command_line(folder, capsys):
     assert counts == [("exact", 3, 1), ("paper", 3, 2)]
 
 
-SOUND = dict(conv_dim=(8, 8), conv_stride=(4, 4), conv_kernel=(8, 4), num_conv_pos_embeddings=4,
-             num_conv_pos_embedding_groups=2, num_feat_extract_layers=2)  # fmt: skip
-SEQ2SEQ = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=24, decoder_ffn_dim=24,
-               encoder_attention_heads=2, decoder_attention_heads=2, decoder_start_token_id=2, **WORDS)  # fmt: skip
+SOUND = dict(
+    conv_dim=(8, 8),
+    conv_stride=(4, 4),
+    conv_kernel=(8, 4),
+    num_conv_pos_embeddings=4,
+    num_conv_pos_embedding_groups=2,
+    num_feat_extract_layers=2,
+)
+SEQ2SEQ = dict(
+    d_model=16,
+    encoder_layers=1,
+    decoder_layers=1,
+    encoder_ffn_dim=24,
+    decoder_ffn_dim=24,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    decoder_start_token_id=2,
+    **WORDS,
+)
 KINDS = {
-    "WhisperModel": dict(num_mel_bins=8, max_source_positions=10, max_target_positions=20, **SEQ2SEQ),
-    "Wav2Vec2Model": dict(**SIZE, **SOUND), "BartModel": dict(max_position_embeddings=20, **SEQ2SEQ),
-    "ASTModel": dict(patch_size=4, frequency_stride=4, time_stride=4, max_length=16, num_mel_bins=8, **SIZE),
+    "WhisperModel": dict(
+        num_mel_bins=8, max_source_positions=10, max_target_positions=20, **SEQ2SEQ
+    ),
+    "Wav2Vec2Model": dict(**SIZE, **SOUND),
+    "BartModel": dict(max_position_embeddings=20, **SEQ2SEQ),
+    "ASTModel": dict(
+        patch_size=4, frequency_stride=4, time_stride=4, max_length=16, num_mel_bins=8, **SIZE
+    ),
     "TimesformerModel": dict(image_size=16, patch_size=8, num_frames=2, **SIZE),
-    "CLIPModel": dict(text_config=dict(max_position_embeddings=16, **SIZE, **WORDS), projection_dim=8,
-                      vision_config=dict(image_size=16, patch_size=8, **SIZE)),
-}  # fmt: skip
+    "CLIPModel": dict(
+        text_config=dict(max_position_embeddings=16, **SIZE, **WORDS),
+        projection_dim=8,
+        vision_config=dict(image_size=16, patch_size=8, **SIZE),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -173,7 +235,9 @@ def test_example_inputs(name):
     model = cls(cls.config_class(**KINDS[name])).eval()
     x, other = (hub.example_inputs(model, seed) for seed in (0, 1))
     assert isinstance(run(model, x), torch.Tensor)
-    assert any(isinstance(a, torch.Tensor) and not torch.equal(a, other[key]) for key, a in x.items())
+    assert any(
+        isinstance(a, torch.Tensor) and not torch.equal(a, other[key]) for key, a in x.items()
+    )
     model.main_input_name = "smell"
     if name == "ASTModel":
         with pytest.raises(ConfigError, match="reads smell"):

@@ -1,7 +1,9 @@
-"""fold/__init__.py on architectures of transformers: counts, and folds that are exact on random weights.
+"""fold/__init__.py on architectures of transformers: counts, and folds that are exact on random
+weights.
 
-Small configurations (repro/fold_models.py) whose gains, biases and means are all moved away from their initial values.
-The first six have the full number of layers of the paper's Table 3. More are in results/fold/.
+Small configurations (repro/fold_models.py) whose gains, biases and means are all moved away from
+their initial values. The first six have the full number of layers of the paper's Table 3. More are
+in results/fold/.
 """
 
 import copy
@@ -19,7 +21,8 @@ from fold.certificate import randomize
 from fold.modules import FoldedNorm
 from repro.fold_models import MODELS, TABLE3, build, hf
 
-# name -> ((total, strict, untied, practical, inserted), (folded, inserted) by fold(untie=True, insert=True))
+# name -> ((total, strict, untied, practical, inserted), (folded, inserted) by fold(untie=True,
+# insert=True))
 EXPECTED = {
     "gpt2": ((25, 25, 25, 25, 0), (25, 0)),
     "opt": ((25, 25, 25, 25, 0), (25, 0)),
@@ -48,7 +51,8 @@ EXPECTED = {
     "segformer": ((14, 4, 4, 14, 2), (14, 2)),
     "clip": ((11, 6, 6, 6, 0), (6, 0)),  # the picture's last states are an output
 }
-SHALLOW = {"gpt2_lm": {"n_layer": 2}, "opt_lm": {"num_hidden_layers": 2}}  # their blocks are those of gpt2 and opt
+# their blocks are those of gpt2 and opt
+SHALLOW = {"gpt2_lm": {"n_layer": 2}, "opt_lm": {"num_hidden_layers": 2}}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -57,8 +61,12 @@ def test_architecture(name, monkeypatch):
     family, config, kind = MODELS[name]
     monkeypatch.setitem(MODELS, name, (family, {**config, **SHALLOW.get(name, {})}, kind))
     model, inputs = build(name)
-    model, inputs = model.float(), tree_map(lambda x: x.float() if torch.is_tensor(x) and x.is_floating_point() else x,
-                                            inputs)  # fmt: skip
+    model, inputs = (
+        model.float(),
+        tree_map(
+            lambda x: x.float() if torch.is_tensor(x) and x.is_floating_point() else x, inputs
+        ),
+    )
     report = analyze(model, inputs)
     found = report.total, report.strict, report.untied, report.practical, report.inserted
     assert found == counts, str(report)
@@ -66,7 +74,10 @@ def test_architecture(name, monkeypatch):
     certificate = fold(model, report, untie=True, insert=True)[1]
     assert certificate.ok and (certificate.folded, certificate.inserted) == done, str(certificate)
     assert certificate.max_rel <= 1e-13 and certificate.checks[-1].max_rel <= 2e-6, str(certificate)
-    assert certificate.checks[-1].dtype == "float32" and len(certificate.refusals) == report.total - done[0]
+    assert (
+        certificate.checks[-1].dtype == "float32"
+        and len(certificate.refusals) == report.total - done[0]
+    )
     if name in TABLE3:
         paper = report.by("paper")
         assert (paper.total, paper.strict, paper.practical) == TABLE3[name]
@@ -74,17 +85,34 @@ def test_architecture(name, monkeypatch):
 
 def test_initial_bert_is_not_another_model():
     """Initial gains are all 1; the verdicts are those of trained weights all the same."""
-    config = hf.BertConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4,
-                           vocab_size=50)  # fmt: skip
+    config = hf.BertConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        vocab_size=50,
+    )
     model, ids = hf.BertModel(config).eval(), torch.randint(3, 50, (2, 7))
-    assert [analyze(model, {"input_ids": ids}, trained=trained).strict for trained in (True, False)] == [1, 5]
+    assert [
+        analyze(model, {"input_ids": ids}, trained=trained).strict for trained in (True, False)
+    ] == [1, 5]
 
 
 def gpt2(train: bool = False, layers: int = 2) -> tuple[nn.Module, dict]:
     """GPT-2 with a tied head, without dropout, in float64."""
     torch.manual_seed(0)
-    config = hf.GPT2Config(n_layer=layers, n_embd=32, n_head=4, n_positions=16, vocab_size=50, resid_pdrop=0,
-                           embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    config = hf.GPT2Config(
+        n_layer=layers,
+        n_embd=32,
+        n_head=4,
+        n_positions=16,
+        vocab_size=50,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     model = hf.GPT2LMHeadModel(config).double().train(train)
     randomize(model)
     return model, {"input_ids": torch.randint(3, 50, (4, 8)), "use_cache": False}
@@ -112,14 +140,20 @@ def test_cbwc_trains_gpt2_as_layer_norm_does():
     ours, theirs = train(cbwc, inputs), train(model, inputs)
     assert theirs[-1] < theirs[0] - 1
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
-    trained = {name.replace("parametrizations.", "").removesuffix(".original"): value
-               for name, value in cbwc.named_parameters()}  # fmt: skip
+    trained = {
+        name.replace("parametrizations.", "").removesuffix(".original"): value
+        for name, value in cbwc.named_parameters()
+    }
     torch.testing.assert_close(trained, dict(model.named_parameters()), rtol=0, atol=1e-10)
-    assert all((value - initial[name]).abs().max() > 1e-3 for name, value in model.named_parameters())
+    assert all(
+        (value - initial[name]).abs().max() > 1e-3 for name, value in model.named_parameters()
+    )
 
 
 def test_gpt2_after_a_fold(tmp_path):
-    """float32, untied: compiled by inductor, saved and loaded with and without fold.hub, fine-tuned."""
+    """float32, untied: compiled by inductor, saved and loaded with and without fold.hub,
+    fine-tuned.
+    """
     model, inputs = gpt2(layers=1)
     model = model.float()
     untied, certificate = fold(model, analyze(model, inputs), untie=True)
@@ -132,7 +166,8 @@ def test_gpt2_after_a_fold(tmp_path):
             torch.compiler.reset()
         hub.save(untied, tmp_path)
         assert torch.equal(hub.load(tmp_path)(**inputs).logits, expected)
-        theirs = hf.GPT2LMHeadModel.from_pretrained(tmp_path).eval()  # LayerNorms again, and not tied
+        # LayerNorms again, and not tied
+        theirs = hf.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
         torch.testing.assert_close(theirs(**inputs).logits, expected, rtol=0, atol=1e-5)
     losses = train(untied.train(), inputs)
     assert losses.isfinite().all() and losses[-1] < losses[0] - 1

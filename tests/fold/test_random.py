@@ -1,4 +1,6 @@
-"""fold/__init__.py on random programs: whatever it says can be folded must fold exactly. NANONORM_FOLDS=100: more."""
+"""fold/__init__.py on random programs: whatever it says can be folded must fold exactly.
+NANONORM_FOLDS=100: more.
+"""
 
 import os
 import random
@@ -12,12 +14,25 @@ from fold.certificate import randomize
 
 C = 8
 SEEDS = int(os.environ.get("NANONORM_FOLDS", 5))
-KINDS = {"linear": 5, "add": 4, "norm": 4, "vector": 1, "gain": 1, "scale": 1, "relu": 1, "roll": 1, "rows": 1,
-         "cut": 1, "mean": 1}  # fmt: skip
+KINDS = {
+    "linear": 5,
+    "add": 4,
+    "norm": 4,
+    "vector": 1,
+    "gain": 1,
+    "scale": 1,
+    "relu": 1,
+    "roll": 1,
+    "rows": 1,
+    "cut": 1,
+    "mean": 1,
+}
 
 
 class RandomNet(nn.Module):
-    """Twelve random operations on (B, T, C): linears and norms, some shared, adds, gains, and much that spoils."""
+    """Twelve random operations on (B, T, C): linears and norms, some shared, adds, gains, and much
+    that spoils.
+    """
 
     def __init__(self, seed: int):
         super().__init__()
@@ -31,7 +46,9 @@ class RandomNet(nn.Module):
         choose, values, normed = random.Random(self.seed), [x], [torch.zeros_like(x)]
         for _ in range(12):
             kind = choose.choices(list(KINDS), KINDS.values())[0]
-            values.append(self.operation(kind, choose, choose.choice(values[-4:]), choose.choice(values[-4:])))
+            values.append(
+                self.operation(kind, choose, choose.choice(values[-4:]), choose.choice(values[-4:]))
+            )
             if kind == "norm":
                 normed.append(values[-1])
         if choose.random() < 0.3:

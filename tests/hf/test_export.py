@@ -1,4 +1,5 @@
-"""GPT -> Hugging Face folders: stock classes, coupled classes, and nothing that runs as something else.
+"""GPT -> Hugging Face folders: stock classes, coupled classes, and nothing that runs as something
+else.
 
     python -m pytest tests/hf/test_export.py
 """
@@ -40,7 +41,9 @@ def couple(model, plan=PLAN):
 
 
 def auto(folder, **keys):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **keys).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, **keys
+    ).eval()
 
 
 def same(first, second, tolerance=1e-5):
@@ -49,7 +52,9 @@ def same(first, second, tolerance=1e-5):
 
 
 @needs_transformers
-@pytest.mark.parametrize("name", ["gpt2", "qwen3", "llama", "llama-untied-biases", "qwen3-untied-bias"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "qwen3", "llama", "llama-untied-biases", "qwen3-untied-bias"]
+)
 @torch.no_grad()
 def test_stock_models_come_back_as_they_were(name, tmp_path):
     theirs, idx = tiny(name), tokens(2, 40)
@@ -61,9 +66,9 @@ def test_stock_models_come_back_as_they_were(name, tmp_path):
     # coupled_first = L is the teacher: the same class, the same bits.
     all_own = couple(model, "RR RR RR R") if name != "gpt2" else model
     assert torch.equal(all_own(idx), model(idx))
-    assert json.loads((weights.export_hf(all_own, tmp_path / "third") / "config.json").read_text()) == json.loads(
-        (tmp_path / "second" / "config.json").read_text()
-    )
+    assert json.loads(
+        (weights.export_hf(all_own, tmp_path / "third") / "config.json").read_text()
+    ) == json.loads((tmp_path / "second" / "config.json").read_text())
 
 
 @needs_transformers
@@ -88,17 +93,23 @@ def test_coupled_models_run_in_transformers(name, tmp_path):
     words = dict(max_new_tokens=20, do_sample=False, pad_token_id=0)
     greedy = theirs.generate(prompt, **words)
     static = theirs.generate(prompt, cache_implementation="static", disable_compile=True, **words)
-    assert torch.equal(ours.generate(prompt, 20, temperature=0), greedy) and torch.equal(static, greedy)
+    assert torch.equal(ours.generate(prompt, 20, temperature=0), greedy) and torch.equal(
+        static, greedy
+    )
 
 
 @needs_transformers
 def test_gradient_checkpointing_keeps_to_its_batch(tmp_path):
-    """Blocks are computed again after another forward has left its statistics; across blocks that is refused."""
+    """Blocks are computed again after another forward has left its statistics; across blocks that
+    is refused.
+    """
     stock = weights.load_hf(save(tiny("llama"), tmp_path / "stock"))
 
     def gradients(model):
         model.zero_grad()
-        first, second = (model.train()(tokens(2, 9, seed=seed)).logits.square().sum() for seed in (1, 2))
+        first, second = (
+            model.train()(tokens(2, 9, seed=seed)).logits.square().sum() for seed in (1, 2)
+        )
         (first + 3 * second).backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -106,9 +117,13 @@ def test_gradient_checkpointing_keeps_to_its_batch(tmp_path):
     plain = gradients(model)
     model.gradient_checkpointing_enable()
     assert model.is_gradient_checkpointing
-    assert (gradients(model) - plain).abs().max() <= 1e-12 * plain.abs().max() and plain.abs().max() > 0
+    assert (
+        gradients(model) - plain
+    ).abs().max() <= 1e-12 * plain.abs().max() and plain.abs().max() > 0
     model = auto(weights.export_hf(couple(stock), tmp_path / "across"))
-    with pytest.raises(HFError, match=r"'RR Rs ss R' shares statistics across blocks.*train without it"):
+    with pytest.raises(
+        HFError, match=r"'RR Rs ss R' shares statistics across blocks.*train without it"
+    ):
         model.gradient_checkpointing_enable()
     assert not model.is_gradient_checkpointing
 
@@ -117,9 +132,15 @@ TEXT = "def héllo():  \n\n  \t\r\n    return 'we\u2019ll' + \"日本 😀\" # i
 
 
 @needs_transformers
-@pytest.mark.parametrize("meta", [
-    {"tokenizer": "bytes"}, {"tokenizer": "chars", "chars": "".join(sorted(set(TEXT)))}, {"tokenizer": "gpt2"},
-], ids=lambda meta: meta["tokenizer"])  # fmt: skip
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"tokenizer": "bytes"},
+        {"tokenizer": "chars", "chars": "".join(sorted(set(TEXT)))},
+        {"tokenizer": "gpt2"},
+    ],
+    ids=lambda meta: meta["tokenizer"],
+)
 def test_tokenizers_of_our_own_data_go_along(meta, tmp_path, monkeypatch):
     if meta["tokenizer"] == "gpt2":
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(offline_data("tiktoken_cache")))
@@ -133,17 +154,36 @@ def test_tokenizers_of_our_own_data_go_along(meta, tmp_path, monkeypatch):
     assert theirs.model_max_length == SHAPE.block_size and len(theirs) == ours.n_vocab
     config = transformers.AutoConfig.from_pretrained(folder)
     end = None if meta["tokenizer"] == "chars" else ours.eot_token
-    assert (theirs.eos_token_id, theirs.bos_token_id) == (config.eos_token_id, config.bos_token_id) == (end, end)
+    assert (
+        (theirs.eos_token_id, theirs.bos_token_id)
+        == (config.eos_token_id, config.bos_token_id)
+        == (end, end)
+    )
     again = load_tokenizer(weights.load_hf(folder).meta)  # and back
-    assert again.encode_ordinary(TEXT) == ids and again.decode(ids) == TEXT and again.n_vocab == ours.n_vocab
+    assert (
+        again.encode_ordinary(TEXT) == ids
+        and again.decode(ids) == TEXT
+        and again.n_vocab == ours.n_vocab
+    )
 
 
 @needs_transformers
 def test_export_from_the_command_line(tmp_path, capsys, monkeypatch):
-    model = shake(GPT(replace(GPT2_SHAPE, norm_type="coupled", vocab_size=320, n_vocab=257))).float().eval()
+    model = (
+        shake(GPT(replace(GPT2_SHAPE, norm_type="coupled", vocab_size=320, n_vocab=257)))
+        .float()
+        .eval()
+    )
     (tmp_path / "run").mkdir()
-    save_checkpoint(tmp_path / "run" / "ckpt_best.pt", {"step": 0, "config": asdict(model.config),
-                    "meta": {"tokenizer": "bytes", "vocab_size": 257}, "model": model.state_dict()})  # fmt: skip
+    save_checkpoint(
+        tmp_path / "run" / "ckpt_best.pt",
+        {
+            "step": 0,
+            "config": asdict(model.config),
+            "meta": {"tokenizer": "bytes", "vocab_size": 257},
+            "model": model.state_dict(),
+        },
+    )
     convert.main([str(tmp_path / "run"), "--to=hf", f"--out={tmp_path / 'out'}"])
     shown = capsys.readouterr().out
     assert "(CoupledGPT2LMHeadModel); with" in shown and "register()" in shown
@@ -160,22 +200,36 @@ def test_export_from_the_command_line(tmp_path, capsys, monkeypatch):
 @needs_transformers
 def test_an_export_goes_on_without_the_tokenizer(tmp_path, monkeypatch):
     """GPT-2's is downloaded at first use: weights are not lost for want of a network."""
-    monkeypatch.setattr("tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network")))
+    monkeypatch.setattr(
+        "tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network"))
+    )
     model = GPT(GPT2_SHAPE)
     model.meta = {"tokenizer": "gpt2", "vocab_size": 50257}
-    with pytest.warns(UserWarning, match="written without a tokenizer: the GPT-2 tokenizer could not be downloaded"):
+    with pytest.warns(
+        UserWarning,
+        match="written without a tokenizer: the GPT-2 tokenizer could not be downloaded",
+    ):
         folder = weights.export_hf(model.eval(), tmp_path / "out")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
 @needs_transformers
-@pytest.mark.parametrize("keys", [
-    {"norm_type": "rms"}, {"norm_type": "layer", "bias": False}, {"norm_type": "coupled", "norm_affine": False},
-    {"norm_type": "coupled", "coupled_calibrate": 1, "n_vocab": 60},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"norm_type": "rms"},
+        {"norm_type": "layer", "bias": False},
+        {"norm_type": "coupled", "norm_affine": False},
+        {"norm_type": "coupled", "coupled_calibrate": 1, "n_vocab": 60},
+    ],
+    ids=str,
+)
 @torch.no_grad()
 def test_what_the_architecture_always_has_is_written_out(keys, tmp_path):
-    ours, idx = shake(GPT(replace(GPT2_SHAPE, **{"bias": False} | keys))).float().eval(), tokens(2, 20) % 60
+    ours, idx = (
+        shake(GPT(replace(GPT2_SHAPE, **{"bias": False} | keys))).float().eval(),
+        tokens(2, 20) % 60,
+    )
     if keys.get("coupled_calibrate"):
         ours.blocks[1].norm2.alpha.fill_(1.3)
     theirs = auto(weights.export_hf(ours, tmp_path / "out"))
@@ -215,7 +269,8 @@ for name in ("OPTModel", "BertModel", "ViTModel"):
 def test_any_model_class_can_be_the_first():
     """Modules of transformers import one another half-made: registering must not come in between.
 
-    Each class is the first one of a process; these are copies of one that has imported transformers and no model.
+    Each class is the first one of a process; these are copies of one that has imported transformers
+    and no model.
     """
     done = subprocess.run([sys.executable, "-c", FIRST], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-1500:]
@@ -237,22 +292,32 @@ for folder, stock in zip(("gpt2", "llama"), ("GPT2LMHeadModel", "LlamaForCausalL
 
 @needs_transformers
 def test_stock_loaders_refuse_a_coupled_model(tmp_path):
-    """In a process that never imported hf: by the Auto class, and by the very class it was made of."""
+    """In a process that never imported hf: by the Auto class, and by the class it was made of."""
     weights.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), tmp_path / "gpt2")
     llama = replace(SHAPE, position="rope", activation="swiglu", norm_type="coupled")
     weights.export_hf(GPT(llama), tmp_path / "llama")
-    done = subprocess.run([sys.executable, "-c", REFUSED], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED], cwd=tmp_path, capture_output=True, text=True
+    )
     for index, name in enumerate(("gpt2", "llama")):
         first, second = done.stdout.splitlines()[2 * index : 2 * index + 2]
         assert first.startswith("ValueError") and f"coupled_{name}" in first
         assert second.startswith("RuntimeError") and "mismatch" in second + done.stderr
 
 
-@pytest.mark.parametrize(("keys", "word"), [
-    ({"norm_type": "dyt"}, "norm_type"), ({"norm_type": "cbwc"}, "norm_type"), ({"qk_norm": True}, "qk_norm"),
-    ({"norm_type": "rms", "norm_groups": 2}, "norm_groups"), ({"activation": "relu2"}, "activation"),
-    ({"n_kv_head": 2}, "n_kv_head"), ({"position": "rope", "norm_type": "rms"}, "activation"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        ({"norm_type": "dyt"}, "norm_type"),
+        ({"norm_type": "cbwc"}, "norm_type"),
+        ({"qk_norm": True}, "qk_norm"),
+        ({"norm_type": "rms", "norm_groups": 2}, "norm_groups"),
+        ({"activation": "relu2"}, "activation"),
+        ({"n_kv_head": 2}, "n_kv_head"),
+        ({"position": "rope", "norm_type": "rms"}, "activation"),
+    ],
+    ids=str,
+)
 def test_what_no_architecture_computes_is_refused(keys, word, tmp_path):
     with pytest.raises(HFError, match=rf"^{word}=.*cannot be exported") as caught:
         weights.export_hf(GPT(replace(GPT2_SHAPE, **keys)), tmp_path / "out")
@@ -271,7 +336,11 @@ def test_damaged_folders(tmp_path):
     edit_json(folder / "config.json", norm_plan=...)
     with pytest.raises(HFError, match="norm_plan is missing"):
         weights.load_hf(folder)
-    edit_json(folder / "config.json", model_type="coupled_mamba", architectures=["CoupledMambaForCausalLM"])
+    edit_json(
+        folder / "config.json",
+        model_type="coupled_mamba",
+        architectures=["CoupledMambaForCausalLM"],
+    )
     with pytest.raises(HFError, match=r"CoupledMambaForCausalLM.* is not supported"):
         weights.load_hf(folder)
 
@@ -312,7 +381,10 @@ print((peak - before) / sum(tensor.nbytes for tensor in model.parameters()))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_loading_needs_no_second_copy(tmp_path):
-    """Peak anonymous memory above the level before, in checkpoints: at most 1.2. NANONORM_FULL=1: all 0.6 B."""
+    """Peak anonymous memory above the level before, in checkpoints: at most 1.2.
+
+    NANONORM_FULL=1: all 0.6 B.
+    """
     shape = shape_config("qwen3-0.6b")
     if not os.environ.get("NANONORM_FULL"):
         shape = replace(shape, vocab_size=8192, n_layer=4, block_size=1024)
@@ -322,9 +394,17 @@ def test_loading_needs_no_second_copy(tmp_path):
     for index, parameter in enumerate(model.parameters()):
         torch.nn.init.constant_(parameter, 0.01 * (index + 1))
     weights.export_hf(model.eval(), tmp_path / "out")
-    weights.export_hf(GPT(replace(SHAPE, position="rope", activation="swiglu", norm_type="rms")), tmp_path / "tiny")
+    weights.export_hf(
+        GPT(replace(SHAPE, position="rope", activation="swiglu", norm_type="rms")),
+        tmp_path / "tiny",
+    )
     words = [sys.executable, "-c", PEAK, tmp_path / "out", tmp_path / "tiny"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    print("checkpoint:", sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")), "bytes, peak:",
-          float(done.stdout), "times that")  # fmt: skip
+    print(
+        "checkpoint:",
+        sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")),
+        "bytes, peak:",
+        float(done.stdout),
+        "times that",
+    )
     assert 0.9 < float(done.stdout) <= 1.2, done.stderr

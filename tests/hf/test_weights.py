@@ -1,6 +1,6 @@
 """Hugging Face folders -> GPT, against transformers on tiny random models.
 
-    python -m pytest tests/hf/test_weights.py
+python -m pytest tests/hf/test_weights.py
 """
 
 import json
@@ -32,7 +32,7 @@ from hf.config import SHAPES, random_model, shape_config
 from hf.hub import resolve_hub
 from model import GPT, KVCache, rope_tables
 
-# --------------------------------------------------------------------------------------------- parity with transformers
+# ------------------------------------------------------------------------- parity with transformers
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -50,7 +50,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
     greedy = theirs.generate(prompt, max_new_tokens=40, do_sample=False, pad_token_id=0)
     expected = theirs(greedy).logits[:, 8:-1]
     best, difference = expected.topk(2).values, (ours(greedy)[:, 8:-1] - expected).abs().max()
-    assert (best[..., 0] - best[..., 1]).min() > 2 * difference  # no near tie that rounding could turn
+    # no near tie that rounding could turn
+    assert (best[..., 0] - best[..., 1]).min() > 2 * difference
     for use_cache in (True, False):
         assert torch.equal(ours.generate(prompt, 40, temperature=0, use_cache=use_cache), greedy)
 
@@ -72,7 +73,9 @@ def test_dtype_is_the_stored_one_unless_asked(tmp_path):
     stored, wide = hf.load_hf(folder), hf.load_hf(str(folder), torch.float64)
     assert {tensor.dtype for tensor in stored.state_dict().values()} == {torch.bfloat16}
     assert stored(idx).dtype == torch.bfloat16 and wide(idx).dtype == torch.float64
-    expected = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)(idx).logits
+    expected = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+        idx
+    ).logits
     assert (wide(idx) - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert (stored(idx) - expected).abs().max() <= 0.05 * expected.abs().max()
 
@@ -83,7 +86,12 @@ def test_old_and_new_rope_keys_are_one_config(tmp_path):
     assert config.rope_scaling == (8.0, 1.0, 4.0, 32.0) and config.rope_theta == 100.0
     old = {key: value for key, value in LLAMA3.items() if key not in ("rope_type", "rope_theta")}
     for key in ("rope_type", "type"):
-        edit_json(folder / "config.json", rope_parameters=..., rope_theta=100, rope_scaling={**old, key: "llama3"})
+        edit_json(
+            folder / "config.json",
+            rope_parameters=...,
+            rope_theta=100,
+            rope_scaling={**old, key: "llama3"},
+        )
         assert hf.load_hf(folder).config == config
 
 
@@ -93,28 +101,41 @@ def test_rotary_tables_are_bit_for_bit_those_of_transformers(name):
     family = "Qwen3" if name.startswith("qwen3") else "Llama"
     theirs = getattr(transformers, f"{family}Config")(**SHAPES[name])
     module = getattr(transformers.models, family.lower())
-    rotary = getattr(getattr(module, f"modeling_{family.lower()}"), f"{family}RotaryEmbedding")(theirs)
+    rotary = getattr(getattr(module, f"modeling_{family.lower()}"), f"{family}RotaryEmbedding")(
+        theirs
+    )
     ours = shape_config(name)
     positions = torch.tensor([0, 1, 2, 1000, 8191, 8192, 40959, ours.block_size - 1])
-    for table, expected in zip(rope_tables(ours), rotary(torch.zeros(1), positions[None]), strict=True):
+    for table, expected in zip(
+        rope_tables(ours), rotary(torch.zeros(1), positions[None]), strict=True
+    ):
         assert torch.equal(table[positions], expected[0])
 
 
-# ------------------------------------------------------------------------------------------------ layouts in the wild
+# ------------------------------------------------------------------------------ layouts in the wild
 
 
 @torch.no_grad()
 def test_gpt2_folder_as_published(tmp_path):
-    """No `transformer.` prefix, causal masks among the weights, no tie_word_embeddings in the config."""
+    """No `transformer.` prefix, causal masks among the weights, no tie_word_embeddings in the
+    config.
+    """
     model, idx = tiny("gpt2"), tokens(2, 20)
     folder = save(model, tmp_path)
 
     def published(weights):
         masks = {f"h.{block}.attn.bias": torch.ones(1, 1, 64, 64) for block in range(3)}
-        return {name.removeprefix("transformer."): tensor for name, tensor in weights.items()} | masks
+        return {
+            name.removeprefix("transformer."): tensor for name, tensor in weights.items()
+        } | masks
 
     edit_tensors(folder, published)
-    edit_json(folder / "config.json", tie_word_embeddings=..., activation_function=..., layer_norm_epsilon=...)
+    edit_json(
+        folder / "config.json",
+        tie_word_embeddings=...,
+        activation_function=...,
+        layer_norm_epsilon=...,
+    )
     torch.testing.assert_close(hf.load_hf(folder)(idx), model(idx).logits, rtol=1e-5, atol=1e-5)
 
 
@@ -122,9 +143,14 @@ def test_gpt2_folder_as_published(tmp_path):
 def test_tied_head_may_be_stored_twice_but_must_be_the_embedding(tmp_path):
     model, idx = tiny("qwen3"), tokens(2, 20)
     folder = save(model, tmp_path)
-    edit_tensors(folder, lambda weights: weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+    edit_tensors(
+        folder,
+        lambda weights: weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()},
+    )
     torch.testing.assert_close(hf.load_hf(folder)(idx), model(idx).logits, rtol=1e-5, atol=1e-5)
-    edit_tensors(folder, lambda weights: weights | {"lm_head.weight": weights["lm_head.weight"] + 1})
+    edit_tensors(
+        folder, lambda weights: weights | {"lm_head.weight": weights["lm_head.weight"] + 1}
+    )
     with pytest.raises(HFError, match=r"lm_head\.weight"):
         hf.load_hf(folder)
 
@@ -135,13 +161,20 @@ def test_meta_names_the_tokenizer_and_loading_needs_no_transformers(tmp_path, mo
     assert hf.load_hf(folder).meta == {"tokenizer": "hf", "path": str(folder), "vocab_size": 67}
 
 
-# ----------------------------------------------------------------------------------------------------- named shapes
+# ------------------------------------------------------------------------------------- named shapes
 
 
-@pytest.mark.parametrize("name, parameters", [
-    ("gpt2", 124_439_808), ("qwen3-0.6b", 596_049_920), ("qwen3-1.7b", 1_720_574_976), ("qwen3-8b", 8_190_735_360),
-    ("llama3.2-1b", 1_235_814_400), ("llama3.2-3b", 3_212_749_824),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("gpt2", 124_439_808),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-8b", 8_190_735_360),
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+    ],
+)
 def test_named_shapes_have_the_published_number_of_parameters(name, parameters):
     with torch.device("meta"):
         assert GPT(shape_config(name)).num_params() == parameters
@@ -159,14 +192,18 @@ def test_random_model(monkeypatch):
 
 @torch.no_grad()
 def test_generating_from_a_long_context_model_allocates_little(monkeypatch):
-    monkeypatch.setitem(SHAPES, "long", {"model_type": "llama", **LLAMA, "max_position_embeddings": 131072})
+    monkeypatch.setitem(
+        SHAPES, "long", {"model_type": "llama", **LLAMA, "max_position_embeddings": 131072}
+    )
     model, room = random_model("long"), set()
-    monkeypatch.setattr(KVCache, "extend", lambda cache, block, k, v: room.add(cache.blocks.shape[-2]) or (k, v))
+    monkeypatch.setattr(
+        KVCache, "extend", lambda cache, block, k, v: room.add(cache.blocks.shape[-2]) or (k, v)
+    )
     model.generate(tokens(1, 5), 1)
     assert room == {6}
 
 
-# ----------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 
 
 def refused(folder, *words):
@@ -191,39 +228,59 @@ def test_folder_errors(tmp_path):
     refused(tmp_path, "model.safetensors", "torn")
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3For"]),
-    ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
-    ({"architectures": ..., "model_type": "mistral"}, ["mistral"]),
-    ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
-    ({"sliding_window": 8}, ["sliding-window"]),
-    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ["sliding-window"]),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
-    ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear"]),
-    ({"rope_parameters": {"full_attention": LLAMA3}}, ["rope"]),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings"]),
-    ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
-    ({"hidden_act": "gelu"}, ["hidden_act"]),
-    ({"is_causal": False}, ["is_causal"]),
-    ({"hidden_size": ...}, ["hidden_size"]),
-    ({"vocab_size": "many"}, ["vocab_size", "int"]),
-    ({"num_attention_heads": 0}, ["n_head=0"]),
-    ({"num_key_value_heads": 3}, ["n_kv_head"]),
-    ({"intermediate_size": 44}, ["gate_proj", "(48, 32)", "(44, 32)"]),
-    ({"num_hidden_layers": 4}, ["layers.3", "missing"]),
-    ({"num_hidden_layers": 2}, ["layers.2", "not part"]),
-    ({"tie_word_embeddings": False}, ["lm_head.weight", "missing"]),
-    ({"attention_bias": True}, ["bias", "missing"]),
-    ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8}, ["q_norm", "missing"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            ["MambaForCausalLM", "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3For"],
+        ),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
+        ({"architectures": ..., "model_type": "mistral"}, ["mistral"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
+        ({"sliding_window": 8}, ["sliding-window"]),
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            ["sliding-window"],
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear"]),
+        ({"rope_parameters": {"full_attention": LLAMA3}}, ["rope"]),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            ["original_max_position_embeddings"],
+        ),
+        ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"hidden_act": "gelu"}, ["hidden_act"]),
+        ({"is_causal": False}, ["is_causal"]),
+        ({"hidden_size": ...}, ["hidden_size"]),
+        ({"vocab_size": "many"}, ["vocab_size", "int"]),
+        ({"num_attention_heads": 0}, ["n_head=0"]),
+        ({"num_key_value_heads": 3}, ["n_kv_head"]),
+        ({"intermediate_size": 44}, ["gate_proj", "(48, 32)", "(44, 32)"]),
+        ({"num_hidden_layers": 4}, ["layers.3", "missing"]),
+        ({"num_hidden_layers": 2}, ["layers.2", "not part"]),
+        ({"tie_word_embeddings": False}, ["lm_head.weight", "missing"]),
+        ({"attention_bias": True}, ["bias", "missing"]),
+        (
+            {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8},
+            ["q_norm", "missing"],
+        ),
+    ],
+)
 def test_configs_that_would_run_wrongly_are_refused(change, words, tmp_path):
     edit_json(save(tiny("llama"), tmp_path) / "config.json", **change)
     refused(tmp_path, *words)
 
 
-@pytest.mark.parametrize("change", [
-    {"activation_function": "relu"}, {"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"activation_function": "relu"},
+        {"scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True},
+    ],
+)
 def test_gpt2_variants_are_refused(change, tmp_path):
     edit_json(save(tiny("gpt2"), tmp_path) / "config.json", **change)
     refused(tmp_path, *change)
@@ -232,13 +289,21 @@ def test_gpt2_variants_are_refused(change, tmp_path):
 def test_tensor_errors(tmp_path):
     folder = save(tiny("llama"), tmp_path / "whole")
     norm, query = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
-    for number, (change, words) in enumerate([
-        (lambda w: {name: tensor for name, tensor in w.items() if name != norm}, ["norm.weight", "missing"]),
-        (lambda w: w | {"model.extra.weight": torch.ones(3)}, ["extra.weight", "not part"]),
-        (lambda w: w | {query: w[query][:-1].clone()}, ["q_proj.weight", "(31, 32)", "(32, 32)"]),
-        (lambda w: w | {query: w[query].to(torch.int8)}, ["q_proj.weight", "int8"]),
-        (lambda w: w | {query: w[query].to(torch.float8_e4m3fn)}, ["q_proj.weight", "float8"]),
-    ]):  # fmt: skip
+    for number, (change, words) in enumerate(
+        [
+            (
+                lambda w: {name: tensor for name, tensor in w.items() if name != norm},
+                ["norm.weight", "missing"],
+            ),
+            (lambda w: w | {"model.extra.weight": torch.ones(3)}, ["extra.weight", "not part"]),
+            (
+                lambda w: w | {query: w[query][:-1].clone()},
+                ["q_proj.weight", "(31, 32)", "(32, 32)"],
+            ),
+            (lambda w: w | {query: w[query].to(torch.int8)}, ["q_proj.weight", "int8"]),
+            (lambda w: w | {query: w[query].to(torch.float8_e4m3fn)}, ["q_proj.weight", "float8"]),
+        ]
+    ):
         broken = shutil.copytree(folder, tmp_path / str(number))
         edit_tensors(broken, change)
         refused(broken, *words)
@@ -269,10 +334,11 @@ def test_hub_without_package_or_network(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------- a package named kernels
+# -------------------------------------------------------------------------- a package named kernels
 
 FIRST = ["hub", *(["adapters"] if find_spec("peft") else [])]  # what imports transformers first
-# Each case in a process of its own: a copy of one that has imported what neither transformers nor kernels is part of.
+# Each case in a process of its own: a copy of one that has imported what neither transformers nor
+# kernels is part of.
 USE_BOTH = """
 import os, sys
 import scipy.optimize, sympy, torch, torch._dynamo, torch.distributed.tensor
@@ -289,7 +355,8 @@ sys.path[:0] = paths
 if first == "adapters":  # peft imports transformers
     from model import GPT, GPTConfig
     from posthoc.adapters import add_adapters
-    add_adapters(GPT(GPTConfig(n_layer=1, n_embd=8, n_head=2, vocab_size=8, block_size=8)), 2, 4.0, True)
+    config = GPTConfig(n_layer=1, n_embd=8, n_head=2, vocab_size=8, block_size=8)
+    add_adapters(GPT(config), 2, 4.0, True)
 from hf.hub import import_transformers
 from hf.weights import load_hf
 LlamaForCausalLM = import_transformers().LlamaForCausalLM
@@ -306,7 +373,8 @@ print(first, len(paths), kernels.rms_norm.__module__, hasattr(kernels, "WHOSE"))
 def test_transformers_works_beside_our_folder_named_kernels(tmp_path):
     """And with Hugging Face's package of that name, of any content, installed as well."""
     site = tmp_path / "site"
-    version = getattr(transformers.utils.import_utils, "KERNELS_MIN_VERSION", "0.10.0")  # one that it would use
+    # one that it would use
+    version = getattr(transformers.utils.import_utils, "KERNELS_MIN_VERSION", "0.10.0")
     (site / "kernels").mkdir(parents=True)
     (site / "kernels" / "__init__.py").write_text("WHOSE = 'theirs'\n")
     about = site / f"kernels-{version}.dist-info"
@@ -314,6 +382,10 @@ def test_transformers_works_beside_our_folder_named_kernels(tmp_path):
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
     cases = [(first, paths) for first in FIRST for paths in ([str(ROOT)], [str(ROOT), str(site)])]
     program = f"CASES = {cases}\n" + USE_BOTH
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == [f"{first} {len(paths)} kernels False" for first, paths in cases]
+    assert done.stdout.splitlines() == [
+        f"{first} {len(paths)} kernels False" for first, paths in cases
+    ]

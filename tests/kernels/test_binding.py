@@ -25,7 +25,9 @@ DEVICE = "cpu" if binding.INTERPRETED else "cuda"
 def arguments(dtype=torch.float64, n=3, C=10, grad=True):
     """{operator: its arguments} for every operator with a gradient."""
     x, a, z = (draw(n, width, seed=i, dtype=dtype) for i, width in enumerate((C, C, 2 * C)))
-    w, b, wt, b2 = (draw(width, seed=5 + i, dtype=dtype) for i, width in enumerate((C, C, C, 2 * C)))
+    w, b, wt, b2 = (
+        draw(width, seed=5 + i, dtype=dtype) for i, width in enumerate((C, C, C, 2 * C))
+    )
     for tensor in (x, a, z, w, b, wt, b2):
         tensor.requires_grad_(grad)
     wide = reference.statistics_dtype(x)
@@ -38,7 +40,10 @@ def arguments(dtype=torch.float64, n=3, C=10, grad=True):
         "add_shared_rms_scale": (x, a, s, w),
         "taper_norm": (x, w, wt, gate_c, EPS),
     }
-    kinds = {f"scaled_activation {kind}": (z, s, b2, kind) for kind in ("gelu", "gelu_tanh", "relu2", "swiglu")}
+    kinds = {
+        f"scaled_activation {kind}": (z, s, b2, kind)
+        for kind in ("gelu", "gelu_tanh", "relu2", "swiglu")
+    }
     return both | kinds
 
 
@@ -56,7 +61,9 @@ def constant_outputs(name):
 
 def only_differentiable(name, outputs):
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return tuple(output for place, output in enumerate(outputs) if place not in constant_outputs(name))
+    return tuple(
+        output for place, output in enumerate(outputs) if place not in constant_outputs(name)
+    )
 
 
 @pytest.mark.parametrize("without", ["nothing", "parameters", "their gradients"])
@@ -65,9 +72,18 @@ def test_written_out_gradients_are_those_of_the_function(name, without):
     """In float64 an operator is the reference with its written-out backward."""
     given = arguments()[name]
     if without != "nothing":
-        instead = {"parameters": lambda parameter: None, "their gradients": torch.Tensor.detach}[without]
-        given = tuple(instead(v) if isinstance(v, torch.Tensor) and v.dim() == 1 and len(v) > 2 else v for v in given)
-    places = [place for place, value in enumerate(given) if isinstance(value, torch.Tensor) and value.requires_grad]
+        instead = {"parameters": lambda parameter: None, "their gradients": torch.Tensor.detach}[
+            without
+        ]
+        given = tuple(
+            instead(v) if isinstance(v, torch.Tensor) and v.dim() == 1 and len(v) > 2 else v
+            for v in given
+        )
+    places = [
+        place
+        for place, value in enumerate(given)
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
 
     def function(*tensors):
         values = list(given)
@@ -77,15 +93,20 @@ def test_written_out_gradients_are_those_of_the_function(name, without):
 
     torch.autograd.gradcheck(function, [given[place] for place in places])
     plain = getattr(reference, name.split()[0])(*given)
-    for mine, theirs in zip(only_differentiable(name, operator(name)(*given)), only_differentiable(name, plain)):
+    for mine, theirs in zip(
+        only_differentiable(name, operator(name)(*given)), only_differentiable(name, plain)
+    ):
         close(mine, theirs)
 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_frozen_gains_are_not_summed_in_plain_pytorch(wanted, monkeypatch):
     seen, sum_rows = [], reference._sum_rows
-    monkeypatch.setattr(reference, "_sum_rows", lambda terms, like, wanted: seen.append(wanted) or sum_rows(
-        terms, like, wanted))  # fmt: skip
+    monkeypatch.setattr(
+        reference,
+        "_sum_rows",
+        lambda terms, like, wanted: seen.append(wanted) or sum_rows(terms, like, wanted),
+    )
     h, w = draw(3, 10).requires_grad_(), draw(10, seed=1).requires_grad_(wanted)
     kernels.shared_rms_scale(h, draw(3, 1, seed=2), w, mode="torch").sum().backward()
     assert seen == [wanted] and h.grad is not None and (w.grad is not None) == wanted
@@ -93,42 +114,60 @@ def test_frozen_gains_are_not_summed_in_plain_pytorch(wanted, monkeypatch):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name):
-    """Schema, fake implementation, autograd registration and AOT dispatch, static and dynamic shapes."""
+    """Schema, fake implementation, autograd registration and AOT dispatch, static and dynamic
+    shapes.
+    """
     given = arguments(torch.float32)[name]
-    torch.library.opcheck(operator(name), tuple(
-        v.detach().to(DEVICE).requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in given
-    ))  # fmt: skip
+    torch.library.opcheck(
+        operator(name),
+        tuple(
+            v.detach().to(DEVICE).requires_grad_(v.requires_grad)
+            if isinstance(v, torch.Tensor)
+            else v
+            for v in given
+        ),
+    )
 
 
 def backward_arguments(dtype=torch.float32):
-    x, dy, dh, w, b = (draw(*shape, seed=i, dtype=dtype).to(DEVICE)
-                       for i, shape in enumerate([(3, 10)] * 3 + [(10,)] * 2))  # fmt: skip
-    s, gate_c = draw(3, 1, seed=9, dtype=torch.float32).abs().to(DEVICE), torch.tensor([0.3, 1.7], device=DEVICE)
+    x, dy, dh, w, b = (
+        draw(*shape, seed=i, dtype=dtype).to(DEVICE)
+        for i, shape in enumerate([(3, 10)] * 3 + [(10,)] * 2)
+    )
+    s, gate_c = (
+        draw(3, 1, seed=9, dtype=torch.float32).abs().to(DEVICE),
+        torch.tensor([0.3, 1.7], device=DEVICE),
+    )
     return {
         "rms_norm_backward": (dy, dh, s, x, w, b, s, 7, True),
         "layer_norm_backward": (dy, x, w, None, s.neg(), s, True),
-        "shared_rms_scale_backward": (dy, dh, x, s, w, True), "taper_norm_backward": (dy, x, w, None, gate_c, s, True),
+        "shared_rms_scale_backward": (dy, dh, x, s, w, True),
+        "taper_norm_backward": (dy, x, w, None, gate_c, s, True),
         "scaled_activation_backward": (dy, x, s, b, "gelu", True),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("name", backward_arguments())
 def test_opcheck_of_the_backward(name, turn):
-    """With gains in one dtype and frozen in the other; the next operator has them the other way round."""
+    """With gains in one dtype and frozen in the other; the next operator has them the other way
+    round.
+    """
     gains = turn == 0
     dtype = (torch.float32, torch.float16)[(turn + list(backward_arguments()).index(name)) % 2]
     *given, _ = backward_arguments(dtype)[name]
     torch.library.opcheck(operator(name), (*given, gains))
 
 
-# ----------------------------------------------------------------------------------------------------- the coupled path
+# --------------------------------------------------------------------------------- the coupled path
 
 
 @pytest.mark.parametrize("mode", ["torch", "triton"])
 def test_the_coupled_gradient_is_the_detached_one_and_not_the_full_one(mode):
-    x, w1, w2 = (draw(*shape, seed=i, dtype=torch.float32).to(DEVICE).requires_grad_()
-                 for i, shape in enumerate([(5, 24), (24,), (24,)]))  # fmt: skip
+    x, w1, w2 = (
+        draw(*shape, seed=i, dtype=torch.float32).to(DEVICE).requires_grad_()
+        for i, shape in enumerate([(5, 24), (24,), (24,)])
+    )
     g = draw(5, 24, seed=4)
 
     def gradient(x, w1, w2, scale):
@@ -163,7 +202,10 @@ def test_the_statistic_is_a_constant_in_second_derivatives_too(gain):
         return torch.autograd.grad(penalty(x, w, scale), leaves)
 
     detached, full = second(lambda h, s, w: plain(h, s.detach(), w)), second(plain)
-    for scale in (reference.shared_rms_scale, lambda h, s, w: reference.add_shared_rms_scale(h, 0 * h, s, w)[0]):
+    for scale in (
+        reference.shared_rms_scale,
+        lambda h, s, w: reference.add_shared_rms_scale(h, 0 * h, s, w)[0],
+    ):
         for mine, exact in zip(second(scale), detached, strict=True):
             assert (mine - exact).norm() <= 1e-12 * exact.norm()
     assert (detached[0] - full[0]).norm() > 1e-2 * full[0].norm()
@@ -176,9 +218,14 @@ def test_the_shared_scale_in_function_transforms():
         return lambda h, s, w: scale(h, s, w).square().sum()
 
     mine, plain = loss(reference.shared_rms_scale), loss(lambda h, s, w: h * s * w)
-    for actual, exact in zip(torch.func.grad(mine, (0, 2))(h, s, w), torch.func.grad(plain, (0, 2))(h, s, w)):
+    for actual, exact in zip(
+        torch.func.grad(mine, (0, 2))(h, s, w), torch.func.grad(plain, (0, 2))(h, s, w)
+    ):
         close(actual, exact)
-    each = [torch.func.vmap(torch.func.grad(f, (0, 2)), (0, 0, None))(h[:, None], s[:, None], w) for f in (mine, plain)]
+    each = [
+        torch.func.vmap(torch.func.grad(f, (0, 2)), (0, 0, None))(h[:, None], s[:, None], w)
+        for f in (mine, plain)
+    ]
     for actual, exact in zip(*each):
         close(actual, exact)
 
@@ -191,7 +238,7 @@ def test_the_gradient_through_inv_rms_is_there_for_those_who_do_not_detach():
     assert (x.grad.double() - wide.grad).norm() <= 3e-7 * wide.grad.norm()
 
 
-# ------------------------------------------------------------------------------------------------------------- dispatch
+# ----------------------------------------------------------------------------------------- dispatch
 
 
 def test_auto_is_plain_pytorch_on_a_cpu_and_float64_always():
@@ -221,47 +268,75 @@ except UserError as error:
 """
 
 
-@pytest.mark.parametrize(("prelude", "message"), [
-    ("sys.modules['triton'] = None", "pip install triton"), ("", "Triton needs a GPU"),
-], ids=["no triton", "no gpu"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prelude", "message"),
+    [
+        ("sys.modules['triton'] = None", "pip install triton"),
+        ("", "Triton needs a GPU"),
+    ],
+    ids=["no triton", "no gpu"],
+)
 def test_without_triton_or_gpu_auto_works_and_triton_says_what_to_do(prelude, message, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    done = subprocess.run([sys.executable, "-c", WITHOUT.format(prelude)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(prelude)], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert message in done.stdout and len(done.stdout.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("call", "names"), [
-    (lambda x, w: kernels.rms_norm(x, w[:3], EPS, mode="triton"), "3"),
-    (lambda x, w: kernels.add_rms_norm(x, x[:1], w, EPS, mode="triton"), "1, 8"),
-    (lambda x, w: kernels.shared_rms_scale(x, w, w, mode="triton"), "8"),
-    (lambda x, w: kernels.scaled_activation(x, x[:, :1], w, "tanh", mode="triton"), "tanh"),
-    (lambda x, w: kernels.rms_norm(x, w, EPS, groups=3, mode="triton"), "groups=3 for 8"),
-    (lambda x, w: kernels.add_rms_norm(x, x, w, EPS, groups=0, mode="triton"), "groups=0"),
-    (lambda x, w: kernels.rms_norm(x, w, EPS, counted=9, mode="triton"), "counted=9"),
-    (lambda x, w: kernels.add_rms_norm(x, x, w, EPS, groups=2, counted=5, mode="triton"), "counted=5"),
-    (lambda x, w: kernels.rms_norm(x, w, EPS, counted=0, mode="triton"), "counted=0"),
-    (lambda x, w: kernels.scaled_activation(x[:, :7], x[:, :1], w[:7], "swiglu", mode="triton"), "swiglu of 7"),
-    (lambda x, w: kernels.taper_norm(x, w, w, w[:1], EPS, mode="triton"), "gate_c"),
-    (lambda x, w: kernels.taper_norm(x, w, w, w[:2, None], EPS, mode="triton"), "gate_c"),
-    (lambda x, w: kernels.shared_rms_scale(x, x[:, :1].bfloat16(), w, mode="triton"), "bfloat16 statistic"),
-    (lambda x, w: kernels.scaled_activation(x, x[:, :1].double(), w, "gelu", mode="triton"), "float64 statistic"),
-    (lambda x, w: kernels.add_rms_norm(x, x.double(), w, EPS, mode="triton"), "float64"),
-    (lambda x, w: kernels.add_shared_rms_scale(x, x.double(), x[:, :1], w, mode="triton"), "float64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda x, w: kernels.rms_norm(x, w[:3], EPS, mode="triton"), "3"),
+        (lambda x, w: kernels.add_rms_norm(x, x[:1], w, EPS, mode="triton"), "1, 8"),
+        (lambda x, w: kernels.shared_rms_scale(x, w, w, mode="triton"), "8"),
+        (lambda x, w: kernels.scaled_activation(x, x[:, :1], w, "tanh", mode="triton"), "tanh"),
+        (lambda x, w: kernels.rms_norm(x, w, EPS, groups=3, mode="triton"), "groups=3 for 8"),
+        (lambda x, w: kernels.add_rms_norm(x, x, w, EPS, groups=0, mode="triton"), "groups=0"),
+        (lambda x, w: kernels.rms_norm(x, w, EPS, counted=9, mode="triton"), "counted=9"),
+        (
+            lambda x, w: kernels.add_rms_norm(x, x, w, EPS, groups=2, counted=5, mode="triton"),
+            "counted=5",
+        ),
+        (lambda x, w: kernels.rms_norm(x, w, EPS, counted=0, mode="triton"), "counted=0"),
+        (
+            lambda x, w: kernels.scaled_activation(
+                x[:, :7], x[:, :1], w[:7], "swiglu", mode="triton"
+            ),
+            "swiglu of 7",
+        ),
+        (lambda x, w: kernels.taper_norm(x, w, w, w[:1], EPS, mode="triton"), "gate_c"),
+        (lambda x, w: kernels.taper_norm(x, w, w, w[:2, None], EPS, mode="triton"), "gate_c"),
+        (
+            lambda x, w: kernels.shared_rms_scale(x, x[:, :1].bfloat16(), w, mode="triton"),
+            "bfloat16 statistic",
+        ),
+        (
+            lambda x, w: kernels.scaled_activation(x, x[:, :1].double(), w, "gelu", mode="triton"),
+            "float64 statistic",
+        ),
+        (lambda x, w: kernels.add_rms_norm(x, x.double(), w, EPS, mode="triton"), "float64"),
+        (
+            lambda x, w: kernels.add_shared_rms_scale(x, x.double(), x[:, :1], w, mode="triton"),
+            "float64",
+        ),
+    ],
+)
 def test_what_does_not_fit_is_refused_before_a_kernel_reads_beyond_it(call, names):
     with pytest.raises(UserError, match=names):
         call(draw(5, 8, dtype=torch.float32).to(DEVICE), draw(8, dtype=torch.float32).to(DEVICE))
 
 
-# ---------------------------------------------------------------------------------------------- known defects of others
+# -------------------------------------------------------------------------- known defects of others
 
 
 @pytest.mark.parametrize("mode", ["torch", "triton"])
 def test_a_gradient_used_twice_is_not_clobbered(mode):
     """Liger-Kernel's backward writes dx into dy, which a second consumer of dy then reads."""
     x = draw(6, 20, dtype=torch.float32).to(DEVICE).requires_grad_()
-    y = kernels.rms_norm(2 * x, None, EPS, mode=mode)[0] + x  # both branches receive the same gradient tensor
+    # both branches receive the same gradient tensor
+    y = kernels.rms_norm(2 * x, None, EPS, mode=mode)[0] + x
     (y * y.detach()).sum().backward()
     wide = x.detach().double().requires_grad_()
     other = 2 * wide * ((2 * wide).square().mean(-1, keepdim=True) + EPS).rsqrt() + wide
@@ -271,7 +346,10 @@ def test_a_gradient_used_twice_is_not_clobbered(mode):
 
 @pytest.mark.parametrize("frozen", ["gain", "input"])
 def test_frozen_tensors_get_no_gradient_and_disturb_no_other(frozen):
-    x, w = draw(6, 20, dtype=torch.float32).to(DEVICE), draw(20, seed=1, dtype=torch.float32).to(DEVICE)
+    x, w = (
+        draw(6, 20, dtype=torch.float32).to(DEVICE),
+        draw(20, seed=1, dtype=torch.float32).to(DEVICE),
+    )
     moving = x if frozen == "gain" else w
     moving.requires_grad_()
     kernels.layer_norm(x, w, None, EPS, mode="triton")[0].square().sum().backward()
@@ -288,8 +366,10 @@ def test_statistics_are_float32_whatever_the_input(dtype):
     for mode in ("torch", "triton"):
         inv_rms = kernels.rms_norm(x, None, EPS, mode=mode)[1]
         _, mean, inv_std = kernels.layer_norm(x, None, None, EPS, mode=mode)
-        for actual, exact in ((inv_rms, (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()),
-                              (mean, x.double().mean(-1, keepdim=True)),
-                              (inv_std, (x.double().var(-1, correction=0, keepdim=True) + EPS).rsqrt())):  # fmt: skip
+        for actual, exact in (
+            (inv_rms, (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()),
+            (mean, x.double().mean(-1, keepdim=True)),
+            (inv_std, (x.double().var(-1, correction=0, keepdim=True) + EPS).rsqrt()),
+        ):
             assert actual.dtype == torch.float32
             assert (actual.double() - exact).norm() <= 3e-7 * exact.norm()

@@ -1,4 +1,5 @@
-"""The Triton kernels of a decoding step against their PyTorch references, in the interpreter or on a GPU.
+"""The Triton kernels of a decoding step against their PyTorch references, in the interpreter or on
+a GPU.
 
     python -m pytest tests/kernels/test_decode.py
 """
@@ -26,7 +27,8 @@ from kernels.decode.reference import Epilogue
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if not binding.INTERPRETED and DEVICE.type == "cpu":
     pytest.skip("no GPU, and TRITON_INTERPRET is off", allow_module_level=True)
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # a rounding to the next number, at most
+# a rounding to the next number, at most
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def tensor(*shape, seed=0, dtype=torch.float32):
@@ -36,7 +38,9 @@ def tensor(*shape, seed=0, dtype=torch.float32):
 def near(actual, expected):
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     scale = expected.double().abs().max()
-    assert ((actual.double() - expected.double()).abs().max() / scale).item() <= TOLERANCE.get(expected.dtype, 0)
+    assert ((actual.double() - expected.double()).abs().max() / scale).item() <= TOLERANCE.get(
+        expected.dtype, 0
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -44,33 +48,50 @@ def poisoned(monkeypatch):
     """Outputs begin as NaN: what a kernel leaves out shows."""
 
     def empty(shape, dtype, device):
-        return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=device)
+        return torch.full(
+            tuple(shape),
+            float("nan") if dtype.is_floating_point else -1,
+            dtype=dtype,
+            device=device,
+        )
 
     monkeypatch.setattr(rows, "empty", empty)
 
 
 KINDS = ("", "gelu", "gelu_tanh", "relu2", "swiglu")
 # The two larger sizes take turns: each of them meets every number of rows and every kind.
-PRODUCTS = [(n_rows, sizes, kind) for i, n_rows in enumerate((1, 3, 20)) for j, kind in enumerate(KINDS)
-            for sizes in ((24, 40), ((7, 300), (33, 256))[(i + j) % 2])]  # fmt: skip
+PRODUCTS = [
+    (n_rows, sizes, kind)
+    for i, n_rows in enumerate((1, 3, 20))
+    for j, kind in enumerate(KINDS)
+    for sizes in ((24, 40), ((7, 300), (33, 256))[(i + j) % 2])
+]
 
 
 @pytest.mark.parametrize(("n_rows", "sizes", "kind"), PRODUCTS, ids=str)
 def test_products(n_rows, sizes, kind):
     """Low precision at the first size, float32 at the others."""
     N, K = sizes
-    half = torch.float16 if binding.INTERPRETED else torch.bfloat16  # the interpreter's dot reads bfloat16 as integers
+    # the interpreter's dot reads bfloat16 as integers
+    half = torch.float16 if binding.INTERPRETED else torch.bfloat16
     dtype = {1: torch.bfloat16, 3: half, 20: torch.float16}[n_rows] if K == 40 else torch.float32
     wide = 2 * N if kind == "swiglu" else N
     x, weight = tensor(n_rows, 1, K, dtype=dtype), tensor(wide, K, seed=1, dtype=dtype) / K**0.5
     bias, residual = tensor(wide, seed=2, dtype=dtype), tensor(n_rows, 1, N, seed=3, dtype=dtype)
     inv_rms = tensor(n_rows, 1, 1, seed=4).abs() + 0.5
     for b, r in ((bias, residual), (None, None)):
-        near(decode_project.project(x, weight, b, r, kind), decode_reference.project(x, weight, b, r, kind))
+        near(
+            decode_project.project(x, weight, b, r, kind),
+            decode_reference.project(x, weight, b, r, kind),
+        )
     for b in (bias, None):
-        near(decode_project.shared_project(x, inv_rms, weight, b, kind),
-             decode_reference.shared_project(x, inv_rms, weight, b, kind))  # fmt: skip
-        ours, plain = (of.norm_project(x, weight, b, 1e-2, kind) for of in (decode_project, decode_reference))
+        near(
+            decode_project.shared_project(x, inv_rms, weight, b, kind),
+            decode_reference.shared_project(x, inv_rms, weight, b, kind),
+        )
+        ours, plain = (
+            of.norm_project(x, weight, b, 1e-2, kind) for of in (decode_project, decode_reference)
+        )
         near(ours[0], plain[0])
         near(ours[1], plain[1])
 
@@ -85,7 +106,10 @@ def test_epilogues_of_library_products(kind, dtype):
     bias = tensor(wide, seed=2, dtype=dtype)
     epilogue = Epilogue(tensor(3, 1, 1, seed=3).abs() + 0.5, bias)
     for b in (bias, None):
-        ours, plain = (of.norm_activation(z, x, b, 1e-2, kind or "gelu") for of in (decode_epilogue, decode_reference))
+        ours, plain = (
+            of.norm_activation(z, x, b, 1e-2, kind or "gelu")
+            for of in (decode_epilogue, decode_reference)
+        )
         near(ours[0], plain[0])
         near(ours[1], plain[1])
     for owed in (epilogue, Epilogue(epilogue.inv_rms, None), None) if kind else ():
@@ -95,7 +119,9 @@ def test_epilogues_of_library_products(kind, dtype):
 
 def test_more_rows_than_a_tile():
     x, weight = tensor(130, 1, 32), tensor(20, 32, seed=1)
-    ours, plain = (of.norm_project(x, weight, None, 1e-5) for of in (decode_project, decode_reference))
+    ours, plain = (
+        of.norm_project(x, weight, None, 1e-5) for of in (decode_project, decode_reference)
+    )
     near(ours[0], plain[0])
     near(ours[1], plain[1])
 
@@ -104,7 +130,11 @@ def test_more_rows_than_a_tile():
 def test_heads_and_attention(case):
     B, H, G, channels, length, at = 2, 4, 2, 12, 9, 5
     z = tensor(B, 1, (H + 2 * G) * channels)
-    rope = (tensor(length, channels, seed=1).cos(), tensor(length, channels, seed=1).sin()) if "rope" in case else None
+    rope = (
+        (tensor(length, channels, seed=1).cos(), tensor(length, channels, seed=1).sin())
+        if "rope" in case
+        else None
+    )
     gains = [tensor(channels, seed=seed) if "norm" in case else None for seed in (2, 3)]
     epilogue = None
     if "epilogue" in case:
@@ -118,32 +148,49 @@ def test_heads_and_attention(case):
     for ours, plain in zip(*found, strict=True):
         near(ours, plain)
     untouched = torch.arange(length, device=DEVICE) != at
-    assert torch.equal(found[0][1][:, :, untouched], tensor(B, G, length, channels, seed=7)[:, :, untouched])
+    assert torch.equal(
+        found[0][1][:, :, untouched], tensor(B, G, length, channels, seed=7)[:, :, untouched]
+    )
 
 
-# Of four query heads and 2 KEYS + 41 = 169 places, in three parts of 57. Positions: around a tile of keys, and in every
-# part, alone in it as well.
+# Of four query heads and 2 KEYS + 41 = 169 places, in three parts of 57. Positions: around a tile
+# of keys, and in every part, alone in it as well.
 AT_ONCE = [
-    (1, 4, 64, "", torch.float32, 0, 1), (3, 2, 12, "rope", torch.float32, 1, 1),
-    (1, 1, 128, "norm rope epilogue", torch.bfloat16, 63, 1), (1, 2, 80, "norm epilogue bias", torch.float32, 64, 1),
-    (3, 1, 80, "norm rope epilogue bias", torch.bfloat16, 65, 1), (1, 2, 64, "norm rope", torch.bfloat16, 0, 3),
-    (1, 4, 12, "epilogue bias", torch.float32, 57, 3), (1, 1, 80, "norm rope epilogue", torch.float32, 100, 3),
+    (1, 4, 64, "", torch.float32, 0, 1),
+    (3, 2, 12, "rope", torch.float32, 1, 1),
+    (1, 1, 128, "norm rope epilogue", torch.bfloat16, 63, 1),
+    (1, 2, 80, "norm epilogue bias", torch.float32, 64, 1),
+    (3, 1, 80, "norm rope epilogue bias", torch.bfloat16, 65, 1),
+    (1, 2, 64, "norm rope", torch.bfloat16, 0, 3),
+    (1, 4, 12, "epilogue bias", torch.float32, 57, 3),
+    (1, 1, 80, "norm rope epilogue", torch.float32, 100, 3),
     (1, 2, 128, "rope", torch.bfloat16, 168, 3),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("B", "G", "channels", "case", "dtype", "at", "parts"), AT_ONCE, ids=str)
 def test_heads_and_attention_at_once(B, G, channels, case, dtype, at, parts):
-    """Against float64 attention of what heads rounds; nothing is read at the position or behind it, where NaN is."""
+    """Against float64 attention of what heads rounds; nothing is read at the position or behind it,
+    where NaN is.
+    """
     assert decode_attention.KEYS == 64, "positions are chosen for tiles of 64 keys"
     H, length = 4, 169
     z = tensor(B, 1, (H + 2 * G) * channels, dtype=dtype)
-    rope = (tensor(length, channels, seed=1).cos(), tensor(length, channels, seed=1).sin()) if "rope" in case else None
-    gains = [3 * tensor(channels, seed=seed, dtype=dtype) if "norm" in case else None for seed in (2, 3)]
+    rope = (
+        (tensor(length, channels, seed=1).cos(), tensor(length, channels, seed=1).sin())
+        if "rope" in case
+        else None
+    )
+    gains = [
+        3 * tensor(channels, seed=seed, dtype=dtype) if "norm" in case else None for seed in (2, 3)
+    ]
     bias = tensor(z.shape[-1], seed=5, dtype=dtype) if "bias" in case else None
     epilogue = Epilogue(tensor(B, 1, 1, seed=6).abs() + 0.5, bias) if "epilogue" in case else None
     pos = torch.tensor([at], device=DEVICE)
-    full, cache = ([tensor(B, G, length, channels, seed=seed, dtype=dtype) for seed in (7, 8)] for _ in range(2))
+    full, cache = (
+        [tensor(B, G, length, channels, seed=seed, dtype=dtype) for seed in (7, 8)]
+        for _ in range(2)
+    )
     for part in cache:
         part[:, :, at:] = float("nan")
     given = epilogue, cache, pos, rope, *gains, 1e-6
@@ -165,7 +212,10 @@ def test_heads_and_attention_at_once(B, G, channels, case, dtype, at, parts):
 
 def test_attention_over_several_tiles_of_keys():
     B, H, D, length = 1, 2, 8, 2 * decode_attention.KEYS + 40
-    q, cache = 3 * tensor(B, H, 1, D), (tensor(B, H, length, D, seed=1), tensor(B, H, length, D, seed=2))
+    q, cache = (
+        3 * tensor(B, H, 1, D),
+        (tensor(B, H, length, D, seed=1), tensor(B, H, length, D, seed=2)),
+    )
     for at in (0, decode_attention.KEYS - 1, decode_attention.KEYS, 2 * decode_attention.KEYS + 7):
         pos = torch.tensor([at], device=DEVICE)
         near(decode_attention.attend(q, cache, pos), decode_reference.attend(q, cache, pos))
@@ -173,13 +223,20 @@ def test_attention_over_several_tiles_of_keys():
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_attention_in_parts(dtype):
-    """Parts that end in the middle of a tile of keys, parts with one key, and parts that have none yet."""
+    """Parts that end in the middle of a tile of keys, parts with one key, and parts that have none
+    yet.
+    """
     B, H, G, D, length, parts = 2, 4, 2, 12, 2 * decode_attention.KEYS + 41, 3
     q = 3 * tensor(B, H, 1, D, dtype=dtype)
-    cache = tensor(B, G, length, D, seed=1, dtype=dtype), tensor(B, G, length, D, seed=2, dtype=dtype)
+    cache = (
+        tensor(B, G, length, D, seed=1, dtype=dtype),
+        tensor(B, G, length, D, seed=2, dtype=dtype),
+    )
     for at in (0, length // parts + 1, length - 1):
         pos = torch.tensor([at], device=DEVICE)
-        ours, plain = (of.attend_parts(q, cache, pos, parts) for of in (decode_attention, decode_reference))
+        ours, plain = (
+            of.attend_parts(q, cache, pos, parts) for of in (decode_attention, decode_reference)
+        )
         whole = decode_reference.attend(q, cache, pos)
         near(decode_attention.combine(*ours, dtype), whole)
         near(decode_reference.combine(*plain, dtype), whole)
@@ -194,7 +251,10 @@ def test_the_ends_of_a_step(size):
     token, pos = torch.tensor([[1], [0], [60]], device=DEVICE), torch.tensor([4], device=DEVICE)
     wte, wpe = tensor(size, C), tensor(9, C, seed=1)
     for table in (None, wpe):
-        near(decode_attention.embed(token, pos, wte, table), decode_reference.embed(token, pos, wte, table))
+        near(
+            decode_attention.embed(token, pos, wte, table),
+            decode_reference.embed(token, pos, wte, table),
+        )
     logits = tensor(B, 1, size, seed=2).round(decimals=1)  # with ties: the first of equals is taken
     found = []
     for of in (decode_attention, decode_reference):
@@ -206,11 +266,21 @@ def test_the_ends_of_a_step(size):
     assert found[0][1].item() == 5 and torch.equal(found[0][0], logits.argmax(-1))
 
 
-@pytest.mark.parametrize(("shape", "norm"), [("gpt2-bias", "coupled"), ("qwen3", "rms"), ("llama", "coupled-span"),
-                                             ("gpt2-bias", "cbwc"), ("qwen3", "taper")], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "norm"),
+    [
+        ("gpt2-bias", "coupled"),
+        ("qwen3", "rms"),
+        ("llama", "coupled-span"),
+        ("gpt2-bias", "cbwc"),
+        ("qwen3", "taper"),
+    ],
+    ids=str,
+)
 def test_a_whole_step_of_kernels(shape, norm, monkeypatch):
-    """Two steps by our kernels, as on a GPU, against those by PyTorch: logits and tokens. Also with the library's
-    products, and there the attention is split, too."""
+    """Two steps by our kernels, as on a GPU, against those by PyTorch: logits and tokens. Also with
+    the library's products, and there the attention is split, too.
+    """
     model, idx = make(shape, norm).float().to(DEVICE), prompt(3).to(DEVICE)
     for batch, level in ((1, "fused"), (3, "fused"), (3, "library")):
         if level == "library":
@@ -227,7 +297,9 @@ def test_a_whole_step_of_kernels(shape, norm, monkeypatch):
 
 
 def test_operators_for_compiled_steps():
-    """Inductor sees heads and attention as operators that write the cache; a step of them computes the same."""
+    """Inductor sees heads and attention as operators that write the cache; a step of them computes
+    the same.
+    """
     model, idx = make("qwen3", "coupled").float().to(DEVICE), prompt(1, 9)
     expected = decoded(model, "paper", idx.to(DEVICE), 7)
     decoder = Decoder(pack(model, "paper"), 1, 9, ops=decode_triton.COMPILED, graph=False)
@@ -244,7 +316,12 @@ def test_operators_for_compiled_steps():
     torch.library.opcheck(decode_triton.attend_parts_operator, words, test_utils=tests)
     logits, places = tensor(2, 1, 61), torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
     torch.library.opcheck(decode_triton.best_operator, (logits,), test_utils=tests)
-    words = (*decode_triton.best(logits), places, places[0].clone(), places.expand(2, 9).contiguous())
+    words = (
+        *decode_triton.best(logits),
+        places,
+        places[0].clone(),
+        places.expand(2, 9).contiguous(),
+    )
     torch.library.opcheck(decode_triton.take_operator, words, test_utils=tests)
 
 
@@ -252,7 +329,11 @@ def test_launches_overlap_only_where_they_are_told_to():
     def plain() -> bool:
         return overlap.launch_options() == {"PDL": False}
 
-    assert plain() and overlapped(lambda: overlap.launch_options())() == {"PDL": True, "launch_pdl": True} and plain()
+    assert (
+        plain()
+        and overlapped(lambda: overlap.launch_options())() == {"PDL": True, "launch_pdl": True}
+        and plain()
+    )
     with pytest.raises(ZeroDivisionError):
         overlapped(lambda: 1 / 0)()
     assert plain()

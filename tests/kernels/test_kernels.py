@@ -4,8 +4,9 @@
 
     NANONORM_FULL=1/100 python -m pytest tests/kernels/test_kernels.py   # on a GPU
 
-Without a GPU the kernels run in Triton's interpreter (helpers.py). The axes below are combined pairwise: any two
-values of any two axes meet, for each operator. NANONORM_FULL adds a share of the full product, always the same one.
+Without a GPU the kernels run in Triton's interpreter (helpers.py). The axes below are combined
+pairwise: any two values of any two axes meet, for each operator. NANONORM_FULL adds a share of the
+full product, always the same one.
 """
 
 import itertools
@@ -38,28 +39,37 @@ AXES = {
     "grad_layout": ("contiguous", "strided", "transposed", "expanded"),
     "weights": ("same", "other", "none"),
     "content": ("normal", "zeros", "scaled", "inf"),
-    "given": ("y", "all", "other"),  # outputs with a gradient; other: the second one alone, where there are several
+    # outputs with a gradient; other: the second one alone, where there are several
+    "given": ("y", "all", "other"),
 }
 IMPOSSIBLE = (("rows", 1), ("content", "inf"))  # inf rows have others beside them
 
 
 def pairwise(axes):
-    """Few combinations of the axes' values in which every pair of values of two axes occurs. Greedy, deterministic;
-    where it makes no difference an axis takes its first value."""
+    """Few combinations of the axes' values in which every pair of values of two axes occurs.
+    Greedy, deterministic; where it makes no difference an axis takes its first value.
+    """
     missing = {
         ((first, a), (second, b))
-        for first, second in itertools.combinations(axes, 2) for a in axes[first] for b in axes[second]
-    } - {IMPOSSIBLE}  # fmt: skip
+        for first, second in itertools.combinations(axes, 2)
+        for a in axes[first]
+        for b in axes[second]
+    } - {IMPOSSIBLE}
     order = {pair: place for place, pair in enumerate(sorted(missing, key=str))}
     while missing:
         case = dict(min(missing, key=order.__getitem__))
         for name in axes:
             if name not in case:
                 counts = [
-                    sum(bool({((name, value), met), (met, (name, value))} & missing) for met in case.items())
+                    sum(
+                        bool({((name, value), met), (met, (name, value))} & missing)
+                        for met in case.items()
+                    )
                     for value in axes[name]
                 ]  # of pairs not met before, with each value
-                allowed = [not {*IMPOSSIBLE} <= {*case.items(), (name, value)} for value in axes[name]]
+                allowed = [
+                    not {*IMPOSSIBLE} <= {*case.items(), (name, value)} for value in axes[name]
+                ]
                 case[name] = max(zip(allowed, counts, axes[name]), key=lambda choice: choice[:2])[2]
         case = {name: case[name] for name in axes}
         missing -= set(itertools.combinations(case.items(), 2))
@@ -70,7 +80,9 @@ def full_product(axes, share):
     """The given share of all combinations, spread evenly by a checksum."""
     for values in itertools.product(*axes.values()):
         case = dict(zip(axes, values))
-        if zlib.crc32(repr(values).encode()) < share * 2**32 and not {*IMPOSSIBLE} <= {*case.items()}:
+        if zlib.crc32(repr(values).encode()) < share * 2**32 and not {*IMPOSSIBLE} <= {
+            *case.items()
+        }:
             yield SimpleNamespace(**case)
 
 
@@ -82,7 +94,9 @@ def test_the_cases_cover_all_pairs():
     cases = list(pairwise(AXES))
     for first, second in itertools.combinations(AXES, 2):
         met = {((first, getattr(case, first)), (second, getattr(case, second))) for case in cases}
-        assert met == {((first, a), (second, b)) for a in AXES[first] for b in AXES[second]} - {IMPOSSIBLE}
+        assert met == {((first, a), (second, b)) for a in AXES[first] for b in AXES[second]} - {
+            IMPOSSIBLE
+        }
     assert len(cases) < 120
 
 
@@ -94,7 +108,7 @@ def test_a_share_of_the_full_product_has_all_values():
         assert {getattr(case, name) for case in cases} == {*values}
 
 
-# ---------------------------------------------------------------------------------------------- operators and float64
+# ---------------------------------------------------------------------------- operators and float64
 
 
 def exact_rms(t, h, groups=1, counted=None):
@@ -136,32 +150,71 @@ def groups_of(C):
     return next(n for n in (8, 5, 4, 3, 2, 1) if C % n == 0)
 
 
-# name: (inputs, the operator, the same in float64). With "a" among the inputs, t.h is the kernel's rounded x + a.
+# name: (inputs, the operator, the same in float64). With "a" among the inputs, t.h is the kernel's
+# rounded x + a.
 OPERATORS = {
-    "rms": ("xw", lambda t: kernels.rms_norm(t.x, t.w, EPS, mode="triton"), lambda t: exact_rms(t, t.x)),
-    "rms_bias": ("xwb", lambda t: kernels.rms_norm(t.x, t.w, EPS, t.b, mode="triton"), lambda t: exact_rms(t, t.x)),
-    "partial": ("xw", lambda t: kernels.rms_norm(t.x, t.w, EPS, counted=quarter(t.C), mode="triton"),
-                lambda t: exact_rms(t, t.x, counted=quarter(t.C))),
-    "group": ("xwb", lambda t: kernels.rms_norm(t.x, t.w, EPS, t.b, groups_of(t.C), mode="triton"),
-              lambda t: exact_rms(t, t.x, groups_of(t.C))),
-    "add_rms": ("xaw", lambda t: kernels.add_rms_norm(t.x, t.a, t.w, EPS, mode="triton"),
-                lambda t: (exact_rms(t, t.h)[0], t.h, exact_rms(t, t.h)[1])),
-    "layer": ("xw", lambda t: kernels.layer_norm(t.x, t.w, None, EPS, mode="triton")[:1], exact_layer),
-    "layer_bias": ("xwb", lambda t: kernels.layer_norm(t.x, t.w, t.b, EPS, mode="triton")[:1], exact_layer),
-    "shared": ("xw", lambda t: (kernels.shared_rms_scale(t.x, t.s, t.w, mode="triton"),),
-               lambda t: (gain_and_bias(t.x * t.s, t),)),
-    "add_shared": ("xaw", lambda t: kernels.add_shared_rms_scale(t.x, t.a, t.s, t.w, mode="triton"),
-                   lambda t: (gain_and_bias(t.h * t.s, t), t.h)),
-    "taper": ("xwv", lambda t: kernels.taper_norm(t.x, t.w, t.wt, t.gate_c, EPS, mode="triton")[:1], exact_taper),
+    "rms": (
+        "xw",
+        lambda t: kernels.rms_norm(t.x, t.w, EPS, mode="triton"),
+        lambda t: exact_rms(t, t.x),
+    ),
+    "rms_bias": (
+        "xwb",
+        lambda t: kernels.rms_norm(t.x, t.w, EPS, t.b, mode="triton"),
+        lambda t: exact_rms(t, t.x),
+    ),
+    "partial": (
+        "xw",
+        lambda t: kernels.rms_norm(t.x, t.w, EPS, counted=quarter(t.C), mode="triton"),
+        lambda t: exact_rms(t, t.x, counted=quarter(t.C)),
+    ),
+    "group": (
+        "xwb",
+        lambda t: kernels.rms_norm(t.x, t.w, EPS, t.b, groups_of(t.C), mode="triton"),
+        lambda t: exact_rms(t, t.x, groups_of(t.C)),
+    ),
+    "add_rms": (
+        "xaw",
+        lambda t: kernels.add_rms_norm(t.x, t.a, t.w, EPS, mode="triton"),
+        lambda t: (exact_rms(t, t.h)[0], t.h, exact_rms(t, t.h)[1]),
+    ),
+    "layer": (
+        "xw",
+        lambda t: kernels.layer_norm(t.x, t.w, None, EPS, mode="triton")[:1],
+        exact_layer,
+    ),
+    "layer_bias": (
+        "xwb",
+        lambda t: kernels.layer_norm(t.x, t.w, t.b, EPS, mode="triton")[:1],
+        exact_layer,
+    ),
+    "shared": (
+        "xw",
+        lambda t: (kernels.shared_rms_scale(t.x, t.s, t.w, mode="triton"),),
+        lambda t: (gain_and_bias(t.x * t.s, t),),
+    ),
+    "add_shared": (
+        "xaw",
+        lambda t: kernels.add_shared_rms_scale(t.x, t.a, t.s, t.w, mode="triton"),
+        lambda t: (gain_and_bias(t.h * t.s, t), t.h),
+    ),
+    "taper": (
+        "xwv",
+        lambda t: kernels.taper_norm(t.x, t.w, t.wt, t.gate_c, EPS, mode="triton")[:1],
+        exact_taper,
+    ),
 } | {
-    kind: ("xb", lambda t, kind=kind: (kernels.scaled_activation(t.x, t.s, t.b, kind, mode="triton"),),
-           lambda t, kind=kind: exact_activation(t, kind))
+    kind: (
+        "xb",
+        lambda t, kind=kind: (kernels.scaled_activation(t.x, t.s, t.b, kind, mode="triton"),),
+        lambda t, kind=kind: exact_activation(t, kind),
+    )
     for kind in ("gelu", "gelu_tanh", "relu2", "swiglu")
-}  # fmt: skip
+}
 
 
 def laid_out(case, width, layout, seed, dtype):
-    """(rows, width), or (..., rows / ..., width) in three dimensions, with the strides of `layout`."""
+    """(rows, width), or (..., rows / ..., width) in three dimensions; strides as `layout` says."""
     n = case.rows
     flat = {
         "contiguous": lambda: draw(n, width, seed=seed),
@@ -213,13 +266,17 @@ DIFFERENTIABLE = ("x", "a", "w", "b", "wt")
 
 
 def leaves(t, fields=DIFFERENTIABLE):
-    return [tensor.requires_grad_() for field in fields if (tensor := getattr(t, field)) is not None]
+    return [
+        tensor.requires_grad_() for field in fields if (tensor := getattr(t, field)) is not None
+    ]
 
 
 def upstream(case, outputs):
     """Gradients for the outputs, in the layout of the case; None for those that get none."""
     plain = SimpleNamespace(**vars(case) | {"content": "normal"})
-    chosen = {"y": {0}, "all": {*range(len(outputs))}, "other": {min(1, len(outputs) - 1)}}[case.given]
+    chosen = {"y": {0}, "all": {*range(len(outputs))}, "other": {min(1, len(outputs) - 1)}}[
+        case.given
+    ]
     return [
         laid_out(plain, y.shape[-1], case.grad_layout, 10 + i, y.dtype) if i in chosen else None
         for i, y in enumerate(outputs)
@@ -228,12 +285,18 @@ def upstream(case, outputs):
 
 def gradients_of(outputs, grads, wanted):
     """For `wanted`; None where no output with a gradient depends on one."""
-    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
-    return torch.autograd.grad([y for y, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True)
+    pairs = [
+        (output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None
+    ]
+    return torch.autograd.grad(
+        [y for y, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True
+    )
 
 
 def in_double(t, h):
-    """The same inputs as float64 leaves; h, if the operator adds, is one itself: what the kernel rounded it to."""
+    """The same inputs as float64 leaves; h, if the operator adds, is one itself: what the kernel
+    rounded it to.
+    """
     twin = SimpleNamespace(**vars(t))
     for field in (*DIFFERENTIABLE, "s", "gate_c"):
         value = getattr(t, field)
@@ -243,15 +306,19 @@ def in_double(t, h):
 
 
 def check(actual, expected, what, floor=0.0):
-    """Same NaN and inf; elsewhere the relative L2 error that the type allows, or absolutely `floor`. The type allows
-    TOLERANCE, and never less than the exact result rounded to it has."""
+    """Same NaN and inf; elsewhere the relative L2 error that the type allows, or absolutely
+    `floor`. The type allows TOLERANCE, and never less than the exact result rounded to it has.
+    """
     assert actual.shape == expected.shape, what
     wide = actual.double()
-    assert torch.equal(wide.isnan(), expected.isnan()), f"{what}: NaN where the reference has none, or the reverse"
+    assert torch.equal(wide.isnan(), expected.isnan()), (
+        f"{what}: NaN where the reference has none, or the reverse"
+    )
     assert torch.equal(wide.isinf(), expected.isinf()), f"{what}: inf"
     finite = expected.isfinite()
     error, size = (wide - expected)[finite], expected[finite]
-    nearest = (size.to(actual.dtype).double() - size).norm()  # few numbers of a short type cannot be nearer than this
+    # few numbers of a short type cannot be nearer than this
+    nearest = (size.to(actual.dtype).double() - size).norm()
     if floor:
         rounding = 0.0 if actual.dtype == torch.float32 else torch.finfo(actual.dtype).eps
         over = (error.abs() - rounding * size.abs()).max() if error.numel() else 0.0
@@ -268,12 +335,16 @@ def check_guards():
     """And forget the outputs: a GPU cannot hold those of all cases."""
     while MADE:
         base = MADE.pop()
-        assert (base[:GUARD] == 7).all() and (base[-GUARD:] == 7).all(), "written outside of an output"
+        assert (base[:GUARD] == 7).all() and (base[-GUARD:] == 7).all(), (
+            "written outside of an output"
+        )
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Outputs begin as NaN between guards; a kernel that leaves out an element or writes outside is found out."""
+    """Outputs begin as NaN between guards; a kernel that leaves out an element or writes outside is
+    found out.
+    """
 
     def empty(shape, dtype, device):
         size = torch.Size(shape).numel()
@@ -283,7 +354,8 @@ def poisoned(monkeypatch):
         return base[GUARD : size + GUARD].view(shape)
 
     monkeypatch.setattr(rows, "empty", empty)
-    if not ON_GPU:  # the interpreter's time is for programs, not for elements: fewer and taller tiles
+    # the interpreter's time is for programs, not for elements: fewer and taller tiles
+    if not ON_GPU:
         monkeypatch.setattr(rows, "THREADS", 2048)
     yield
     check_guards()
@@ -308,7 +380,9 @@ def check_case(name, case):
     twin = in_double(t, outputs[1] if adds else None)
     roots = [twin.h, *leaves(twin, ("w", "b", "wt"))] if adds else leaves(twin)
     expected = OPERATORS[name][2](twin)
-    wide = gradients_of(expected, [None if grad is None else grad.double() for grad in grads], roots)
+    wide = gradients_of(
+        expected, [None if grad is None else grad.double() for grad in grads], roots
+    )
     wide = (wide[0], wide[0], *wide[1:]) if adds else wide
     floors = allowed_at_one_channel(name, t, grads) if case.C == 1 else {}
     for i, (actual, exact) in enumerate(zip(outputs, expected, strict=True)):
@@ -329,11 +403,19 @@ def check_case(name, case):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_results_are_rounded_to_the_nearest(dtype):
-    """Of float32 sums, ties to even: bit for bit as PyTorch does. (The interpreter does through helpers.py.)"""
-    x, a = ((draw(64, 1000, seed=seed) * 2.0 ** draw(64, 1, seed=seed + 2)).to(DEVICE, dtype) for seed in (0, 1))
+    """Of float32 sums, ties to even: bit for bit as PyTorch does.
+
+    (The interpreter does through helpers.py.)
+    """
+    x, a = (
+        (draw(64, 1000, seed=seed) * 2.0 ** draw(64, 1, seed=seed + 2)).to(DEVICE, dtype)
+        for seed in (0, 1)
+    )
     step = torch.finfo(dtype).eps
     x[0, :6] = torch.tensor([1, 1, 1 + step, 1 + step, -1, torch.inf], dtype=dtype)
-    a[0, :6] = torch.tensor([0.5 * step, 0.75 * step, 0.5 * step, 0.25 * step, -0.5 * step, 1], dtype=dtype)
+    a[0, :6] = torch.tensor(
+        [0.5 * step, 0.75 * step, 0.5 * step, 0.25 * step, -0.5 * step, 1], dtype=dtype
+    )
     _, h = kernels.add_shared_rms_scale(x, a, torch.ones(64, 1, device=DEVICE), None, mode="triton")
     assert torch.equal(h, x + a)
     assert h[0, :6].tolist() == [1, 1 + step, 1 + 2 * step, 1 + step, -1, torch.inf]
@@ -347,9 +429,10 @@ WITH_STATISTIC = ("rms", "rms_bias", "partial", "group", "add_rms", "layer", "la
 
 
 def allowed_at_one_channel(name, t, grads):
-    """With C = 1, y is x's sign, and x's gradient a small difference of large terms, so that a relative error says
-    nothing; one sum over rows that cancel stands for a whole gain. Allowed is 1e-6 of the largest term, beside the
-    rounding of a 16-bit result."""
+    """With C = 1, y is x's sign, and x's gradient a small difference of large terms, so that a
+    relative error says nothing; one sum over rows that cancel stands for a whole gain. Allowed is
+    1e-6 of the largest term, beside the rounding of a 16-bit result.
+    """
     if name not in WITH_STATISTIC or grads[0] is None:
         return {}
     largest = grads[0] * t.s if t.w is None else grads[0] * t.s * t.w
@@ -370,7 +453,9 @@ def test_against_float64(name, dtype):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_no_rows(name):
     for dtype, layout, dims in itertools.product(AXES["dtype"], AXES["layout"], AXES["dims"]):
-        case = plain_case(96, 0, dtype=dtype, layout=layout, grad_layout=layout, dims=dims, given="all")
+        case = plain_case(
+            96, 0, dtype=dtype, layout=layout, grad_layout=layout, dims=dims, given="all"
+        )
         outputs, gradients = check_case(name, case)
         assert all(output.numel() == 0 for output in outputs)
         assert all(gradient.numel() == 0 or not gradient.any() for gradient in gradients)
@@ -386,12 +471,16 @@ def test_frozen_gains_and_biases_are_not_summed(name, monkeypatch):
     """And the gradients of the rest are the same bits."""
     case, sums = plain_case(96, 7, given="all"), []
     _, expected, _ = run(name, inputs_of(name, case), case)
-    monkeypatch.setattr(rows, "sum_partials", lambda partials, like, x: sums.append(partials) or x.new_empty(0))
+    monkeypatch.setattr(
+        rows, "sum_partials", lambda partials, like, x: sums.append(partials) or x.new_empty(0)
+    )
     t = inputs_of(name, case)
     for field in {"w", "b", "wt"} & {*leaves_of(t)}:
         getattr(t, field).requires_grad_(False)
     outputs = OPERATORS[name][1](t)
-    actual = gradients_of(outputs, upstream(case, outputs), [tensor for tensor in (t.x, t.a) if tensor is not None])
+    actual = gradients_of(
+        outputs, upstream(case, outputs), [tensor for tensor in (t.x, t.a) if tensor is not None]
+    )
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected))
     assert sums and set(sums) == {None}
 

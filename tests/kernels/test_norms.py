@@ -1,6 +1,6 @@
 """A GPT on the kernels, for every norm type: the same numbers, one graph, no recompilation.
 
-    python -m pytest tests/kernels/test_norms.py
+python -m pytest tests/kernels/test_norms.py
 """
 
 import os
@@ -16,25 +16,46 @@ from kernels import binding
 from model import GPT, GPTConfig
 
 DEVICE = "cpu" if binding.INTERPRETED else "cuda"
-SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, init_std=0.2, qk_norm=True)
+SHAPE = GPTConfig(
+    vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, init_std=0.2, qk_norm=True
+)
 VARIANTS = {
-    "layer": {}, "layer with biases": {"norm_type": "layer", "bias": True}, "rms": {}, "coupled": {},
-    "partial": {"norm_type": "rms", "rms_fraction": 0.5}, "group": {"norm_type": "rms", "norm_groups": 4},
+    "layer": {},
+    "layer with biases": {"norm_type": "layer", "bias": True},
+    "rms": {},
+    "coupled": {},
+    "partial": {"norm_type": "rms", "rms_fraction": 0.5},
+    "group": {"norm_type": "rms", "norm_groups": 4},
     "coupled alpha": {"norm_type": "coupled", "coupled_alpha": 1.1},
     "coupled fold": {"norm_type": "coupled", "coupled_impl": "fold"},
-    "coupled fold swiglu": {"norm_type": "coupled", "coupled_impl": "fold", "activation": "swiglu", "bias": True},
-    "coupled full": {"norm_type": "coupled", "coupled_grad": "full"}, "without gains": {"norm_affine": False},
-    "cbwc": {"bias": True}, "taper": {}, "taper layer": {"norm_type": "taper", "taper_base": "layer"}, "dyt": {},
-}  # fmt: skip
-TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    "coupled fold swiglu": {
+        "norm_type": "coupled",
+        "coupled_impl": "fold",
+        "activation": "swiglu",
+        "bias": True,
+    },
+    "coupled full": {"norm_type": "coupled", "coupled_grad": "full"},
+    "without gains": {"norm_affine": False},
+    "cbwc": {"bias": True},
+    "taper": {},
+    "taper layer": {"norm_type": "taper", "taper_base": "layer"},
+    "dyt": {},
+}
+TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5)).to(
+    DEVICE
+)
 IDX, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
 
 
 def model_of(name, dtype=torch.float32, **keys):
     """A model with gains that are not 1; a taper in the middle of its blend."""
     variant = VARIANTS[name]
-    config = replace(SHAPE, **{"norm_type": variant.get("norm_type", name if not variant or name == "cbwc" else "rms")}
-                     | variant | keys)  # fmt: skip
+    config = replace(
+        SHAPE,
+        **{"norm_type": variant.get("norm_type", name if not variant or name == "cbwc" else "rms")}
+        | variant
+        | keys,
+    )
     model = shake(GPT(config)).to(DEVICE, dtype)
     if config.norm_type == "taper":
         with torch.no_grad():
@@ -55,7 +76,9 @@ def same(actual, expected):
     """Loss and gradients, but for the order of sums."""
     assert abs(actual[0] - expected[0]) <= 2e-6 * abs(expected[0])
     for parameter, gradient in expected[1].items():
-        assert (actual[1][parameter] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), parameter
+        assert (actual[1][parameter] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), (
+            parameter
+        )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -64,17 +87,25 @@ def test_a_gpt_on_the_kernels_is_the_gpt_in_plain_pytorch(name):
     same(actual, expected)
 
 
-# Every variant on the kernels and in plain PyTorch, but for three that other tests compile in plain PyTorch in the same
-# way: layer (test_model.py), coupled fold (test_coupled_fold.py) and taper (below).
-GRAPHS = [(name, mode) for name in VARIANTS for mode in ("torch", "triton")
-          if (name, mode) not in (("layer", "torch"), ("coupled fold", "torch"), ("taper", "torch"))]  # fmt: skip
+# Every variant on the kernels and in plain PyTorch, but for three that other tests compile in plain
+# PyTorch in the same way: layer (test_model.py), coupled fold (test_coupled_fold.py) and taper
+# (below).
+GRAPHS = [
+    (name, mode)
+    for name in VARIANTS
+    for mode in ("torch", "triton")
+    if (name, mode) not in (("layer", "torch"), ("coupled fold", "torch"), ("taper", "torch"))
+]
 
 
 @pytest.mark.parametrize(("name", "mode"), GRAPHS)
 def test_one_graph_without_breaks(name, mode):
-    """fullgraph=True raises at a graph break. The backend traces forward and backward, and leaves out inductor.
+    """fullgraph=True raises at a graph break. The backend traces forward and backward, and leaves
+    out inductor.
 
-    One block holds a norm of every place; of coupled, two blocks show that a statistic stays with its own."""
+    One block holds a norm of every place; of coupled, two blocks show that a statistic stays with
+    its own.
+    """
     model = model_of(name, kernels=mode, n_layer=2 if name == "coupled" else 1)
     expected = step(model)
     model.zero_grad()
@@ -83,15 +114,24 @@ def test_one_graph_without_breaks(name, mode):
     same(actual, expected)
 
 
-@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="inductor wants a C++ compiler")
+@pytest.mark.skipif(
+    not shutil.which(os.environ.get("CXX", "g++")), reason="inductor wants a C++ compiler"
+)
 @torch._inductor.config.patch(compile_threads=1)
 def test_inductor_takes_the_operators_as_they_are():
-    """It generates code for what is around them, forward and backward: C++, where there is no GPU."""
+    """It generates code for what is around them, forward and backward; without a GPU, C++."""
     model = model_of("coupled", kernels="triton", n_layer=1)
     expected = step(model)
     model.zero_grad()
-    actual, code = torch._inductor.utils.run_and_get_code(step, model, torch.compile(model, fullgraph=True))
-    for name in ("rms_norm", "add_shared_rms_scale", "rms_norm_backward", "shared_rms_scale_backward"):
+    actual, code = torch._inductor.utils.run_and_get_code(
+        step, model, torch.compile(model, fullgraph=True)
+    )
+    for name in (
+        "rms_norm",
+        "add_shared_rms_scale",
+        "rms_norm_backward",
+        "shared_rms_scale_backward",
+    ):
         assert any(f"nanonorm.{name}.default" in text for text in code), name
     same(actual, expected)
 
@@ -116,10 +156,13 @@ def test_one_compilation_a_taper_phase(mode):
 def test_the_mode_reaches_every_norm_of_a_model():
     model = model_of("taper", kernels="triton")
     norms = [module for module in model.modules() if hasattr(module, "normalize")]
-    assert len(norms) == 5 + 4 + 4 and {norm.kernels for norm in norms} == {"triton"}  # norms, tapers' bases, q and k
+    # norms, tapers' bases, q and k
+    assert len(norms) == 5 + 4 + 4 and {norm.kernels for norm in norms} == {"triton"}
 
 
 def test_in_float64_nothing_depends_on_the_mode():
-    expected, actual = (step(model_of("rms", torch.float64, kernels=mode)) for mode in ("torch", "triton"))
+    expected, actual = (
+        step(model_of("rms", torch.float64, kernels=mode)) for mode in ("torch", "triton")
+    )
     assert torch.equal(actual[0], expected[0])
     assert all(torch.equal(actual[1][name], gradient) for name, gradient in expected[1].items())

@@ -1,4 +1,5 @@
-"""KL in chunks; the choice of positions that share, and of alpha, on a small trained model; posthoc/rms_stats.py.
+"""KL in chunks; the choice of positions that share, and of alpha, on a small trained model;
+posthoc/rms_stats.py.
 
     python -m pytest tests/posthoc/test_coupling.py
 """
@@ -42,7 +43,7 @@ def judge(trained_rms) -> Calibration:
     return Calibration(trained_rms, sequences(32, 2000))
 
 
-# ------------------------------------------------------------------------------------------------------------------ KL
+# ----------------------------------------------------------------------------------------------- KL
 
 
 @pytest.mark.parametrize("chunk", [7, 10, 64])
@@ -61,7 +62,7 @@ def test_chunked_kl_is_kl(chunk):
     assert not kl_divergence(x, head, x, head, 20, chunk).any()  # exactly 0
 
 
-# ------------------------------------------------------------------------------------------------------- views, ratios
+# ------------------------------------------------------------------------------------ views, ratios
 
 
 def test_a_view_is_another_plan_on_the_same_tensors(trained_rms):
@@ -71,7 +72,8 @@ def test_a_view_is_another_plan_on_the_same_tensors(trained_rms):
         assert tensor.data_ptr() == trained_rms.state_dict()[name].data_ptr()
     idx = sequences(2, 0)
     assert not torch.equal(student(idx), trained_rms(idx))
-    assert torch.equal(view(student, first_plan(L, L))(idx), trained_rms(idx))  # coupled_first = L, bit for bit
+    # coupled_first = L, bit for bit
+    assert torch.equal(view(student, first_plan(L, L))(idx), trained_rms(idx))
 
 
 def test_sizes_and_ratios_by_hand():
@@ -84,9 +86,15 @@ def test_sizes_and_ratios_by_hand():
         found.append(x)
         delta = block.mlp(y)
     rms = token_rms(model, idx, batch=4)
-    close(rms, torch.stack([(h.square().mean(-1) + SHAPE.norm_eps).sqrt() for h in [*found, x + delta]]))
+    close(
+        rms,
+        torch.stack([(h.square().mean(-1) + SHAPE.norm_eps).sqrt() for h in [*found, x + delta]]),
+    )
     rms[:, :, 0] = 1e9  # an attention sink
-    assert all(row["first"] == 1e9 and max(row["mean"], row["sd"], *row["quantiles"]) < 100 for row in summary(rms))
+    assert all(
+        row["first"] == 1e9 and max(row["mean"], row["sd"], *row["quantiles"]) < 100
+        for row in summary(rms)
+    )
     r = rms[3, :, 1:] / rms[2, :, 1:]
     got = ratios(rms, 3, 2)
     grid = torch.linspace(0.5, 2.0, 150_001, dtype=torch.float64)
@@ -97,24 +105,32 @@ def test_sizes_and_ratios_by_hand():
     assert sources("Rs ss RR R") == [0, 0, 0, 0, 4, 5, 6] and spell("RsssRRR") == "Rs ss RR R"
 
 
-# ------------------------------------------------------------------------------------------------------------- choices
+# ------------------------------------------------------------------------------------------ choices
 
 
 def test_suggested_alpha_is_near_the_best_of_a_grid(calibration, judge):
-    """On text that it was not chosen on, for every k < L; and the suggested k is the smallest within the budget."""
+    """On text that it was not chosen on, for every k < L; and the suggested k is the smallest
+    within the budget.
+    """
     first, choices = suggest_first(calibration, budget=1e-2)
     for k, choice in enumerate(choices[:L]):
         grid = [(round(choice.alpha / GRID) + step) * GRID for step in range(-15, 16)]
-        assert judge.kl(choice.plan, choice.alpha) <= 1.1 * min(judge.kl(choice.plan, alpha) for alpha in grid)
+        assert judge.kl(choice.plan, choice.alpha) <= 1.1 * min(
+            judge.kl(choice.plan, alpha) for alpha in grid
+        )
         layers = calibration.alpha(choice.plan)
         assert judge.kl(choice.plan, layers) < judge.kl(choice.plan, 1.0)  # calibrating helps
-        assert {layers[p] for p in range(2 * L + 1) if choice.plan.replace(" ", "")[p] == "R"} == {1.0}
+        assert {layers[p] for p in range(2 * L + 1) if choice.plan.replace(" ", "")[p] == "R"} == {
+            1.0
+        }
         assert choice.saved == L - k
     assert choices[L].kl == 0 and choices[L].alpha == 1
     kls = [choice.kl for choice in choices]
     assert first == min(k for k in range(L + 1) if kls[k] <= 1e-2)
     for budget in (kls[1], kls[0], 0.0):
-        assert suggest_first(calibration, budget)[0] == min(k for k in range(L + 1) if kls[k] <= budget)
+        assert suggest_first(calibration, budget)[0] == min(
+            k for k in range(L + 1) if kls[k] <= budget
+        )
 
 
 @pytest.mark.parametrize("across", [False, True])
@@ -122,7 +138,9 @@ def test_greedy_takes_the_cheapest_first_and_keeps_the_budget(calibration, acros
     everything = greedy(calibration, float("inf"), across)
     assert [choice.saved for choice in everything] == list(range(2 * L if across else L + 1))
     assert everything[-1].plan == ("Rs ss ss R" if across else "Rs Rs Rs R")
-    singles = [spell("R" * p + "s" + "R" * (2 * L - p)) for p in range(1, 2 * L, 1 if across else 2)]
+    singles = [
+        spell("R" * p + "s" + "R" * (2 * L - p)) for p in range(1, 2 * L, 1 if across else 2)
+    ]
     costs = {plan: calibration.kl(plan, calibration.alpha(plan)) for plan in singles}
     assert everything[1].plan == min(costs, key=costs.get) and everything[0].kl == 0
     budget = everything[2].kl
@@ -133,7 +151,16 @@ def test_greedy_takes_the_cheapest_first_and_keeps_the_budget(calibration, acros
 
 def test_greedy_measures_again_what_a_position_costs():
     """Sharing at 3 is cheap alone and dear after 1 shares: 5 comes second."""
-    costs = {(): 0.0, (1,): 1.0, (3,): 1.5, (5,): 2.0, (1, 3): 9.0, (1, 5): 3.0, (3, 5): 3.6, (1, 3, 5): 12.0}
+    costs = {
+        (): 0.0,
+        (1,): 1.0,
+        (3,): 1.5,
+        (5,): 2.0,
+        (1, 3): 9.0,
+        (1, 5): 3.0,
+        (3, 5): 3.6,
+        (1, 3, 5): 12.0,
+    }
 
     class Scripted:
         positions = 7
@@ -142,7 +169,9 @@ def test_greedy_measures_again_what_a_position_costs():
             return ()
 
         def kl(self, plan, alpha):
-            return costs[tuple(i for i, letter in enumerate(plan.replace(" ", "")) if letter == "s")]
+            return costs[
+                tuple(i for i, letter in enumerate(plan.replace(" ", "")) if letter == "s")
+            ]
 
     assert [choice.kl for choice in greedy(Scripted(), 100.0)] == [0.0, 1.0, 3.0, 12.0]
 
@@ -150,7 +179,10 @@ def test_greedy_measures_again_what_a_position_costs():
 @torch.no_grad()
 def test_kl_is_the_teachers_against_the_student_and_without_first_positions(calibration):
     student = view(calibration.model, "Rs Rs Rs R", 3.0)
-    p, q = (m(calibration.windows)[..., :60].double().log_softmax(-1) for m in (calibration.model, student))
+    p, q = (
+        m(calibration.windows)[..., :60].double().log_softmax(-1)
+        for m in (calibration.model, student)
+    )
     kl, reverse = (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1)
     close(calibration.token_kl("Rs Rs Rs R", 3.0).double(), kl, 1e-4)
     assert calibration.kl("Rs Rs Rs R", 3.0) == pytest.approx(float(kl[:, 1:].mean()), rel=1e-3)
@@ -162,14 +194,19 @@ def test_what_cannot_be_coupled_is_refused():
     for keys in ({"norm_type": "layer"}, {"norm_groups": 2}):
         with pytest.raises(FoldError, match="coupling is for rms"):
             view(GPT(replace(SHAPE, **keys)), "Rs Rs Rs R")
-    for keys in ({}, {"coupled_calibrate": 2}):  # its own statistics would make another function of it
-        with pytest.raises(ConfigError, match=r"shares statistics already \(norm plan Rs Rs Rs R\)"):
+    # its own statistics would make another function of it
+    for keys in ({}, {"coupled_calibrate": 2}):
+        with pytest.raises(
+            ConfigError, match=r"shares statistics already \(norm plan Rs Rs Rs R\)"
+        ):
             Calibration(GPT(replace(SHAPE, norm_type="coupled", **keys)), sequences(4, 1))
-    own = GPT(replace(SHAPE, norm_type="coupled", norm_plan="RR RR RR R", coupled_calibrate=2)).eval()
+    own = GPT(
+        replace(SHAPE, norm_type="coupled", norm_plan="RR RR RR R", coupled_calibrate=2)
+    ).eval()
     assert torch.equal(Calibration(own, sequences(4, 1)).hidden[0], own.hidden(sequences(4, 1)))
 
 
-# ------------------------------------------------------------------------------------------------------------- program
+# ------------------------------------------------------------------------------------------ program
 
 
 def test_windows_of_text(run_folder, tmp_path):
@@ -180,16 +217,29 @@ def test_windows_of_text(run_folder, tmp_path):
     rows = "".join(json.dumps({"text": chr(65 + i) * 480}) + "\n" for i in range(26))
     (tmp_path / "many.jsonl").write_text(rows)
     windows = text_windows(str(tmp_path / "many.jsonl"), meta, 24, 8)
-    assert windows[:, 0].tolist() == sorted(set(windows[:, 0].tolist())) and windows[-1, 0] - windows[0, 0] == 15
-    assert len(text_windows(str(tmp_path / "many.jsonl"), meta, 24, 400)) == 400  # more of each, where there are few
+    assert (
+        windows[:, 0].tolist() == sorted(set(windows[:, 0].tolist()))
+        and windows[-1, 0] - windows[0, 0] == 15
+    )
+    # more of each, where there are few
+    assert len(text_windows(str(tmp_path / "many.jsonl"), meta, 24, 400)) == 400
 
 
 def test_program(run_folder, tmp_path, capsys):
-    words = [str(run_folder), f"--text={run_folder / 'text.txt'}", "--windows=16", f"--out={tmp_path / 'o.jsonl'}"]
+    words = [
+        str(run_folder),
+        f"--text={run_folder / 'text.txt'}",
+        "--windows=16",
+        f"--out={tmp_path / 'o.jsonl'}",
+    ]
     rms_stats.main([*words, "--across", f"--plot={tmp_path / 'fig3.png'}", "--budget=0.5"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result == json.loads((tmp_path / "o.jsonl").read_text())
-    assert len(result["blocks"]) == L and result["curve"][0]["kl"] == 0 and result["curve"][-1]["kl"] <= 0.5
+    assert (
+        len(result["blocks"]) == L
+        and result["curve"][0]["kl"] == 0
+        and result["curve"][-1]["kl"] <= 0.5
+    )
     assert len(result["one_alpha"]["kl"]) == len(result["per_layer"]["kl"]) == L + 1
     for block in result["blocks"]:
         low, middle, high = block["mlp"]["quantiles"]
@@ -198,10 +248,15 @@ def test_program(run_folder, tmp_path, capsys):
     coupled = GPT(replace(SHAPE, norm_type="coupled", coupled_calibrate=2)).eval()
     state, meta = coupled.state_dict(), torch.load(run_folder / BEST, weights_only=True)["meta"]
     (tmp_path / "coupled").mkdir()
-    save_checkpoint(tmp_path / "coupled" / BEST, {"step": 0, "config": asdict(coupled.config), "meta": meta,
-                                                    "model": state})  # fmt: skip
+    save_checkpoint(
+        tmp_path / "coupled" / BEST,
+        {"step": 0, "config": asdict(coupled.config), "meta": meta, "model": state},
+    )
     rms_stats.main([str(tmp_path / "coupled"), *words[1:]])  # its own sizes, and no suggestion
     assert "norm plan Rs Rs Rs R: it shares statistics already" in capsys.readouterr().out
-    for wrong, error in (([str(run_folder)], "text: name a file"), ([*words, "--windows=2"], "windows=2: must be at")):
+    for wrong, error in (
+        ([str(run_folder)], "text: name a file"),
+        ([*words, "--windows=2"], "windows=2: must be at"),
+    ):
         with pytest.raises(ConfigError, match=error):
             rms_stats.main(wrong)

@@ -1,6 +1,6 @@
 """Size and drift of the residual stream, and alpha calibrated to it.
 
-    python -m pytest tests/posthoc/test_rms_stats.py
+python -m pytest tests/posthoc/test_rms_stats.py
 """
 
 from contextlib import nullcontext
@@ -39,7 +39,9 @@ def streams(model: GPT) -> list[torch.Tensor]:
     return [*found, x + delta]
 
 
-@pytest.mark.parametrize("keys", [{"coupled_span": 0}, {"coupled_span": 2, "coupled_impl": "fold"}], ids=str)
+@pytest.mark.parametrize(
+    "keys", [{"coupled_span": 0}, {"coupled_span": 2, "coupled_impl": "fold"}], ids=str
+)
 def test_drift_is_the_ratio_of_the_rms(keys):
     model = gpt(**keys)
     stats, found = measure(model, IDX), streams(model)
@@ -72,9 +74,16 @@ def test_norms_with_their_own_statistic_have_no_drift(norm_type):
 
 @pytest.mark.parametrize("base", ["rms", "layer"])
 def test_drift_of_a_taper_is_the_size_of_what_it_scales(base):
-    """1 while the norm has a statistic of its own, then RMS(c h), h centred with LayerNorm; c for each channel too."""
-    model = gpt(norm_type="taper", taper_base=base, taper_fit="channel" if base == "layer" else "norm",
-                taper_warmup=1.0, taper_end=3.0).train()  # fmt: skip
+    """1 while the norm has a statistic of its own, then RMS(c h), h centred with LayerNorm; c for
+    each channel too.
+    """
+    model = gpt(
+        norm_type="taper",
+        taper_base=base,
+        taper_fit="channel" if base == "layer" else "norm",
+        taper_warmup=1.0,
+        taper_end=3.0,
+    ).train()
     model.set_step(1, 10)
     model(IDX, IDX)
     for step, phase in ((1, "warm"), (2, "blend"), (3, "fixed")):
@@ -82,28 +91,50 @@ def test_drift_of_a_taper_is_the_size_of_what_it_scales(base):
         stats, found = measure(model, IDX), streams(model.eval())
         assert model.blocks[0].norm1.phase == phase
         for position, norm in enumerate(model.norms()):
-            h = found[position] - found[position].mean(-1, keepdim=True) if base == "layer" else found[position]
-            c_r = ((norm.scale * h).square().mean(-1) + SHAPE.norm_eps).sqrt() if position < 2 * L else torch.ones(1)
+            h = (
+                found[position] - found[position].mean(-1, keepdim=True)
+                if base == "layer"
+                else found[position]
+            )
+            c_r = (
+                ((norm.scale * h).square().mean(-1) + SHAPE.norm_eps).sqrt()
+                if position < 2 * L
+                else torch.ones(1)
+            )
             log_ratio = (c_r if phase != "warm" else torch.ones(1)).double().log()
             close(stats.drift[position], log_ratio.mean().exp())
             close(stats.spread[position], log_ratio.std(correction=0))
         assert (stats.drift[: 2 * L] == 1).all() == (phase == "warm")
 
 
-@pytest.mark.parametrize("keys", [
-    {}, {"norm_type": "layer", "bias": True, "tie_embeddings": False}, {"norm_type": "taper", "taper_final": True},
-    {"norm_type": "none"}, {"norm_plan": "Rs ss ss ss s"}, {"norm_type": "rms", "n_vocab": 29},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"norm_type": "layer", "bias": True, "tie_embeddings": False},
+        {"norm_type": "taper", "taper_final": True},
+        {"norm_type": "none"},
+        {"norm_plan": "Rs ss ss ss s"},
+        {"norm_type": "rms", "n_vocab": 29},
+    ],
+    ids=str,
+)
 def test_the_output_is_measured_as_defined(keys):
-    """Against all logits and one gradient through them, by hand; a measurement without targets has no output."""
+    """Against all logits and one gradient through them, by hand; a measurement without targets has
+    no output.
+    """
     model = gpt(**keys)
     idx, targets = IDX % model.n_vocab, TARGETS % model.n_vocab
     stats, h = measure(model, idx, targets), []
-    model.norm_f.register_forward_hook(lambda norm, inputs, outputs: h.append(outputs[1]) or h[0].retain_grad())
+    model.norm_f.register_forward_hook(
+        lambda norm, inputs, outputs: h.append(outputs[1]) or h[0].retain_grad()
+    )
     logits = model.eval()(idx)
     F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     centred = logits - logits.mean(-1, keepdim=True)
-    assert stats.logit_norm == pytest.approx(centred.square().sum(-1).mean().sqrt().item(), rel=1e-12)
+    assert stats.logit_norm == pytest.approx(
+        centred.square().sum(-1).mean().sqrt().item(), rel=1e-12
+    )
     radial = (h[0].grad * h[0]).sum() / TARGETS.numel()
     assert stats.radial_gradient == pytest.approx(radial.item(), rel=1e-9, abs=1e-12)
     assert stats.record().keys() == {"rms", "drift", "spread", "logit_norm", "radial_gradient"}
@@ -128,7 +159,8 @@ def test_calibrated_alpha_is_the_drift_of_the_uncalibrated_model():
     for position, norm in enumerate(model.norms()):
         if position % (2 * L):
             close(norm.alpha, drift[position])
-    # Loaded into a model without calibration, alpha is absorbed into the gains: the same function without a buffer.
+    # Loaded into a model without calibration, alpha is absorbed into the gains: the same function
+    # without a buffer.
     for alpha in (1.0, 1.5):
         plain = gpt(coupled_span=0, coupled_alpha=alpha)
         plain.load_state_dict(model.state_dict())
@@ -153,20 +185,35 @@ def test_a_fixed_alpha_stays():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_calibration_in_training_resumes_exactly_and_is_logged(train_ok, tiny_data, tmp_path, ranks):
-    """alpha is set from one training batch, the same on any number of ranks, and is part of the checkpoint."""
+def test_calibration_in_training_resumes_exactly_and_is_logged(
+    train_ok, tiny_data, tmp_path, ranks
+):
+    """alpha is set from one training batch, the same on any number of ranks, and is part of the
+    checkpoint.
+    """
 
     def run(name: str, *words: str) -> None:
-        train_ok(*TINY, "--norm_type=coupled", "--coupled_span=0", "--coupled_calibrate=7", "--eval_interval=10",
-                 "--lr_schedule=constant", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}", *words,
-                 ranks=ranks)  # fmt: skip
+        train_ok(
+            *TINY,
+            "--norm_type=coupled",
+            "--coupled_span=0",
+            "--coupled_calibrate=7",
+            "--eval_interval=10",
+            "--lr_schedule=constant",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / name}",
+            *words,
+            ranks=ranks,
+        )
 
     run("whole", "--max_iters=20")
     run("halves", "--max_iters=10")
     run("halves", "--max_iters=20")
     assert losses(tmp_path / "whole") == losses(tmp_path / "halves")
-    whole, halves = (torch.load(tmp_path / name / "ckpt_last.pt", weights_only=True)["model"]
-                     for name in ("whole", "halves"))  # fmt: skip
+    whole, halves = (
+        torch.load(tmp_path / name / "ckpt_last.pt", weights_only=True)["model"]
+        for name in ("whole", "halves")
+    )
     alphas = [name for name in whole if name.endswith("alpha")]
     assert len(alphas) == 3 and all(torch.equal(whole[name], halves[name]) for name in alphas)
     assert all(whole[name] != 1 for name in alphas)

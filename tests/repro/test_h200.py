@@ -1,4 +1,5 @@
-"""repro/h200.sh with stages of no weight, and the words of the real ones; repro/h200.py's aims on made-up figures.
+"""repro/h200.sh with stages of no weight, and the words of the real ones; repro/h200.py's aims on
+made-up figures.
 
     python -m pytest tests/repro/test_h200.py
 """
@@ -24,16 +25,22 @@ from configurator import parse_args
 from repro import h200
 from train import TrainConfig
 
-PROGRAMS = {"bench.train": (train.TrainBenchConfig, False), "bench_decode.py": (bench_decode.DecodeBenchConfig, True),
-            "bench.kernels": (kernels.KernelBenchConfig, False), "bench.fold": (bench_fold.FoldBenchConfig, True),
-            "distill.py": (distill.DistillConfig, False)}  # fmt: skip
+PROGRAMS = {
+    "bench.train": (train.TrainBenchConfig, False),
+    "bench_decode.py": (bench_decode.DecodeBenchConfig, True),
+    "bench.kernels": (kernels.KernelBenchConfig, False),
+    "bench.fold": (bench_fold.FoldBenchConfig, True),
+    "distill.py": (distill.DistillConfig, False),
+}
 FIRST, LAST = "every_stage() {\n", "\n}\n\n# ---"  # around the stages
 
 
 @pytest.fixture
 def campaign(tmp_path):
-    """campaign(stages, *words, **env) -> a process of a copy of the script with these stages ("": the real ones), on a
-    GPU that is not there: the place that `python` names is in the file `place`."""
+    """campaign(stages, *words, **env) -> a process of a copy of the script with these stages ("":
+    the real ones), on a GPU that is not there: the place that `python` names is in the file
+    `place`.
+    """
     script = (ROOT / "repro/h200.sh").read_text()
     (tmp_path / "repro").mkdir()
     shutil.copy(ROOT / "repro/start.sh", tmp_path / "repro")
@@ -44,11 +51,20 @@ def campaign(tmp_path):
     (tmp_path / "python").chmod(0o755)
 
     def run(stages: str, *words: str, **env: str) -> subprocess.Popen:
-        (tmp_path / "new.sh").write_text(f"{script[:start]}{stages or script[start:rest]}{script[rest:]}")
-        (tmp_path / "new.sh").replace(tmp_path / "repro/h200.sh")  # bash reads on in the file that it has begun
+        (tmp_path / "new.sh").write_text(
+            f"{script[:start]}{stages or script[start:rest]}{script[rest:]}"
+        )
+        # bash reads on in the file that it has begun
+        (tmp_path / "new.sh").replace(tmp_path / "repro/h200.sh")
         settings = {**os.environ, "OUT": "figures", "PYTHON": str(tmp_path / "python"), **env}
-        return subprocess.Popen(["bash", "repro/h200.sh", *words], cwd=tmp_path, env=settings, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        return subprocess.Popen(
+            ["bash", "repro/h200.sh", *words],
+            cwd=tmp_path,
+            env=settings,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     return run
 
@@ -62,7 +78,11 @@ def ended(job: subprocess.Popen, code: int = 0) -> str:
 def noted(tmp_path) -> list[tuple[str, str]]:
     """(stage, state) of each attempt."""
     path = tmp_path / "figures/stages.csv"
-    return [tuple(line.split(",")[:2]) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [tuple(line.split(",")[:2]) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def test_stages_are_done_once_and_a_failed_one_again_when_the_code_is_another(campaign, tmp_path):
@@ -83,10 +103,17 @@ def test_stages_are_done_once_and_a_failed_one_again_when_the_code_is_another(ca
 
 
 def test_a_stage_beyond_its_limit_is_stopped_with_all_that_it_started(campaign, tmp_path):
-    """One that ends well has kept something; one that does not is tried twice; a sweep goes on each time."""
-    loop = "sh -c 'trap \"echo saved > {0}; exit {1}\" INT; (while :; do sleep 0.1; date > {0}-child; done) & wait'"
-    stages = (f"goes_on=1 stage sweep 9 {loop.format('sweep', 130)}\nstage bench 9 {loop.format('bench', 0)}\n"
-              f"stage tests 9 {loop.format('tests', 2)}")  # fmt: skip
+    """One that ends well has kept something; one that does not is tried twice; a sweep goes on each
+    time.
+    """
+    loop = (
+        'sh -c \'trap "echo saved > {0}; exit {1}" INT; '
+        "(while :; do sleep 0.1; date > {0}-child; done) & wait'"
+    )
+    stages = (
+        f"goes_on=1 stage sweep 9 {loop.format('sweep', 130)}\nstage bench 9 "
+        f"{loop.format('bench', 0)}\nstage tests 9 {loop.format('tests', 2)}"
+    )
     ended(campaign(stages, LIMIT="0.02"), 1)
     assert noted(tmp_path) == [("sweep", "stopped"), ("bench", "cut short"), ("tests", "stopped")]
     assert all((tmp_path / name).exists() for name in ("sweep", "bench", "tests"))
@@ -99,8 +126,15 @@ def test_a_stage_beyond_its_limit_is_stopped_with_all_that_it_started(campaign, 
 
 
 def test_nothing_is_begun_that_does_not_fit(campaign, tmp_path):
-    printed = ended(campaign("stage long 9 true\nstage short 1 true\ngoes_on=1 stage sweep 30 true", MINUTES="3"))
-    assert "no time left for: long\n" in printed and noted(tmp_path) == [("short", "done"), ("sweep", "done")]
+    printed = ended(
+        campaign(
+            "stage long 9 true\nstage short 1 true\ngoes_on=1 stage sweep 30 true", MINUTES="3"
+        )
+    )
+    assert "no time left for: long\n" in printed and noted(tmp_path) == [
+        ("short", "done"),
+        ("sweep", "done"),
+    ]
 
 
 def test_each_stage_fits_into_the_minutes_that_the_head_names(campaign, tmp_path):
@@ -113,10 +147,14 @@ def test_each_stage_fits_into_the_minutes_that_the_head_names(campaign, tmp_path
 
 def test_a_distillation_that_fails_is_not_done(campaign, tmp_path):
     stage = "distil qwen3-0.6b 4"
-    (tmp_path / "python").write_text('#!/bin/sh\ncase "$*" in *distill.py*|*--keep*) exit 1;; -c*) cat place;; esac\n')
+    (tmp_path / "python").write_text(
+        '#!/bin/sh\ncase "$*" in *distill.py*|*--keep*) exit 1;; -c*) cat place;; esac\n'
+    )
     ended(campaign(stage), 1)
     assert noted(tmp_path) == [("distill-qwen3-0.6b", "failed")]
-    (tmp_path / "python").write_text('#!/bin/sh\ncase "$2" in *find_spec*) exit 1;; *import*) cat place;; esac\n')
+    (tmp_path / "python").write_text(
+        '#!/bin/sh\ncase "$2" in *find_spec*) exit 1;; *import*) cat place;; esac\n'
+    )
     assert "pip install peft" in ended(campaign(stage, "distill*"), 1)
     assert len(noted(tmp_path)) == 1
 
@@ -128,10 +166,14 @@ def test_a_torn_line_of_the_table_loses_no_other(campaign, tmp_path):
     assert noted(tmp_path) == [("one", "done"), ("two", "do"), ("two", "done"), ("three", "done")]
 
 
-@pytest.mark.parametrize(("name", "value"), [("LIMIT", "x"), ("LIMIT", "0"), ("MINUTES", "-1"), ("OUT", "."),
-                                             ("OUT", "..")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("LIMIT", "x"), ("LIMIT", "0"), ("MINUTES", "-1"), ("OUT", "."), ("OUT", "..")],
+)
 def test_wrong_settings_are_refused(campaign, tmp_path, name, value):
-    assert f"error: {name}={value}: " in ended(campaign("stage one 1 touch begun", **{name: value}), 2)
+    assert f"error: {name}={value}: " in ended(
+        campaign("stage one 1 touch begun", **{name: value}), 2
+    )
     assert not (tmp_path / "begun").exists()
 
 
@@ -160,25 +202,41 @@ def test_one_campaign_at_a_time(campaign, tmp_path):
 
 
 def test_what_the_user_has_exported_is_not_the_stages(campaign, tmp_path):
-    ended(campaign("stage one 1 sh -c 'echo $SEEDS-$ARMS-$KEEP > seen'", SEEDS="mine", ARMS="mine", KEEP="mine"))
+    ended(
+        campaign(
+            "stage one 1 sh -c 'echo $SEEDS-$ARMS-$KEEP > seen'",
+            SEEDS="mine",
+            ARMS="mine",
+            KEEP="mine",
+        )
+    )
     assert (tmp_path / "seen").read_text() == "--\n"
 
 
-@pytest.mark.parametrize(("place", "out", "message"), [
-    ("aaaa,cpu (AMD EPYC 2 cores)", "figures", "no GPU here"),
-    (",NVIDIA H200", "figures", "NANONORM_COMMIT="),
-    ("aaaa,NVIDIA A100", "results/h200/", "NVIDIA A100: give its figures a folder of their own"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "out", "message"),
+    [
+        ("aaaa,cpu (AMD EPYC 2 cores)", "figures", "no GPU here"),
+        (",NVIDIA H200", "figures", "NANONORM_COMMIT="),
+        (
+            "aaaa,NVIDIA A100",
+            "results/h200/",
+            "NVIDIA A100: give its figures a folder of their own",
+        ),
+    ],
+)
 def test_wrong_places_are_refused(campaign, tmp_path, place, out, message):
     (tmp_path / "place").write_text(place + "\n")
     assert message in ended(campaign("stage one 1 true", OUT=out), 2)
 
 
-# --------------------------------------------------------------------------------------------------- the real stages
+# ---------------------------------------------------------------------------------- the real stages
 
 
 def test_every_stage_says_what_its_program_understands(tmp_path, monkeypatch):
-    """Each word of each command, that of scripts as they pass it on: parsed by the program's own configuration."""
+    """Each word of each command, that of scripts as they pass it on: parsed by the program's own
+    configuration.
+    """
     monkeypatch.chdir(ROOT)
     for folder, file in (("nanogpt", "model.py"), ("gpt_fast", "model.py"), ("data", "meta.json")):
         (tmp_path / folder).mkdir()
@@ -186,15 +244,34 @@ def test_every_stage_says_what_its_program_understands(tmp_path, monkeypatch):
     spy = tmp_path / "python"
     spy.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" ::: >> {tmp_path}/words\n')
     spy.chmod(0o755)
-    places = {"NANOGPT": f"{tmp_path}/nanogpt", "GPT_FAST": f"{tmp_path}/gpt_fast", "DATA": f"{tmp_path}/data",
-              "OUT": f"{tmp_path}/figures", "SCRATCH": f"{tmp_path}/scratch", "PYTHON": str(spy)}  # fmt: skip
-    listed = subprocess.run(["bash", "repro/h200.sh", "--list"], env=os.environ | places, stdout=subprocess.PIPE,
-                            text=True, check=True).stdout.splitlines()  # fmt: skip
+    places = {
+        "NANOGPT": f"{tmp_path}/nanogpt",
+        "GPT_FAST": f"{tmp_path}/gpt_fast",
+        "DATA": f"{tmp_path}/data",
+        "OUT": f"{tmp_path}/figures",
+        "SCRATCH": f"{tmp_path}/scratch",
+        "PYTHON": str(spy),
+    }
+    listed = subprocess.run(
+        ["bash", "repro/h200.sh", "--list"],
+        env=os.environ | places,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
     names, calls = [line.split(":")[0] for line in listed if not line.startswith(" ")], []
     for command in (line for line in listed if line.startswith(" ")):
         (tmp_path / "words").unlink(missing_ok=True)
-        subprocess.run(["bash", "-c", command], env=os.environ | {"PYTHON": str(spy)}, check=False, capture_output=True)
-        calls += [part.strip("\n").split("\n") for part in (tmp_path / "words").read_text().split(":::\n")[:-1]]
+        subprocess.run(
+            ["bash", "-c", command],
+            env=os.environ | {"PYTHON": str(spy)},
+            check=False,
+            capture_output=True,
+        )
+        calls += [
+            part.strip("\n").split("\n")
+            for part in (tmp_path / "words").read_text().split(":::\n")[:-1]
+        ]
     seen = set()
     for program, *words in calls:
         if program == "-m" and words[0] in PROGRAMS:
@@ -210,7 +287,8 @@ def test_every_stage_says_what_its_program_understands(tmp_path, monkeypatch):
             assert words[0] in ("pytest", "evidence.archive")
             assert all(Path(word).is_file() for word in words if word.startswith("tests/"))
         else:
-            assert program in ("-c", "report.py", "repro/h200.py")  # what sweep.sh checks, and what runs become
+            # what sweep.sh checks, and what runs become
+            assert program in ("-c", "report.py", "repro/h200.py")
     assert seen >= {*PROGRAMS, "train.py", "-m", "repro/h200.py"}
     assert len(set(names)) == len(names) == 61
 
@@ -241,7 +319,7 @@ def test_torn_lines_lose_no_others(tmp_path):
     assert [row["x"] for row in read_json(path)] == [1, 3, 4]
 
 
-# --------------------------------------------------------------------------------------------------------------- aims
+# --------------------------------------------------------------------------------------------- aims
 
 
 def write(path: Path, rows: list[dict]) -> None:
@@ -257,15 +335,28 @@ def test_verdicts():
     def verdict(value, low=None, high=None, aim=1.0):
         return h200.Target("area", "what", aim, value, low, high).verdict
 
-    assert [verdict(2, 1.0, 3), verdict(2, 0.9, 3), verdict(0.5, 0.4, 0.9), verdict(0.5), verdict(1), verdict(None),
-            verdict(2, aim=None)] == ["met", "open", "missed", "missed", "met", "not measured", "stated"]  # fmt: skip
+    assert [
+        verdict(2, 1.0, 3),
+        verdict(2, 0.9, 3),
+        verdict(0.5, 0.4, 0.9),
+        verdict(0.5),
+        verdict(1),
+        verdict(None),
+        verdict(2, aim=None),
+    ] == ["met", "open", "missed", "missed", "met", "not measured", "stated"]
     make = h200.Target
-    rows = [make("a", "open", 1.0, 0.5, 0.2, 1.5), make("a", "missed", 1.0, 0.9, 0.8, 0.95), make("a", "met", 1.0, 2.0)]
+    rows = [
+        make("a", "open", 1.0, 0.5, 0.2, 1.5),
+        make("a", "missed", 1.0, 0.9, 0.8, 0.95),
+        make("a", "met", 1.0, 2.0),
+    ]
     assert h200.worst(rows).what == "missed" and h200.worst(rows[:1] + rows[2:]).what == "open"
 
 
 def test_figures_of_the_programs_themselves_are_read(tmp_path):
-    """What the benches wrote on a CPU stands for what they will write on the GPU: same programs, same fields."""
+    """What the benches wrote on a CPU stands for what they will write on the GPU: same programs,
+    same fields.
+    """
     cpu = ROOT / "results/cpu"
     (tmp_path / "train").mkdir()
     shutil.copy(cpu / "train/steps.jsonl", tmp_path / "train/steps.jsonl")
@@ -290,52 +381,95 @@ def test_figures_of_the_programs_themselves_are_read(tmp_path):
     assert found["qwen3-0.6b, A/A, batch 1"].value == row["speed_ups"]["A/A/rms"]["median"]
     lame = row | {"model": "random:qwen3-8b", "speed_ups": {"coupled_fused/rms": ratio}}
     write(tmp_path / "decode/decode.jsonl", [row | {"model": "random:qwen3-0.6b"}, lame])
-    assert rows_of(tmp_path)["qwen3-8b, D/C, batch 1"].verdict == "not measured"  # but shown, beside D/A
+    # but shown, beside D/A
+    assert rows_of(tmp_path)["qwen3-8b, D/C, batch 1"].verdict == "not measured"
     share = found["qwen3-0.6b, D's share of the bandwidth floor, batch 1"]
     assert share.value == pytest.approx(row["arms"]["coupled_fused"]["share_of_floor"], rel=1e-2)
     assert share.low <= share.value <= share.high
-    assert found["gpt2, 256 tokens: time saved by the paper's protocol"].verdict == "met"  # the later line counts
+    # the later line counts
+    assert found["gpt2, 256 tokens: time saved by the paper's protocol"].verdict == "met"
     assert found["bert, 256 tokens: time saved by the paper's protocol"].value == 0.08
 
 
 def test_the_worst_kernel_is_shown_and_the_table_written(tmp_path):
     def kernel(operator, phase, channels, share, peer=1.5, **others):
         ratio = {"median": peer, "low": peer - 0.01, "high": peer + 0.01}
-        return {"operator": operator, "phase": phase, "channels": channels, "ours": "triton",
-                "share": {"triton": share}, "share_interval": {"triton": [share - 0.01, share + 0.01]},
-                "time_over_ours": {"Liger": ratio} | others}  # fmt: skip
+        return {
+            "operator": operator,
+            "phase": phase,
+            "channels": channels,
+            "ours": "triton",
+            "share": {"triton": share},
+            "share_interval": {"triton": [share - 0.01, share + 0.01]},
+            "time_over_ours": {"Liger": ratio} | others,
+        }
 
     unscaled = {"median": 0.995, "low": 0.991, "high": 0.999}
-    write(tmp_path / "kernels/norms/kernels.jsonl",
-          [kernel("rms_norm", "forward", 768, 0.86), kernel("rms_norm", "forward", 2048, 0.95),
-           kernel("rms_norm", "forward", 4096, 0.895),
-           kernel("rms_norm", "backward", 1024, 0.9, peer=1.2)])  # fmt: skip
-    write(tmp_path / "kernels/coupled/kernels.jsonl",
-          [kernel("scaled_gelu", "forward", 768, 0.9, **{h200.UNSCALED: unscaled})])
-    write(tmp_path / "taper/last_token.jsonl", [
-        {"mode": "eager", "batch": batch, "context": 128, "speed_up": {
-            pair: {"median": 1.2 + batch / 100, "low": 1.2, "high": 1.4} for pair in
-            ("taper/rms", "taper_folded/rms", "taper_folded/rms_folded")}} for batch in range(1, 7)])  # fmt: skip
+    write(
+        tmp_path / "kernels/norms/kernels.jsonl",
+        [
+            kernel("rms_norm", "forward", 768, 0.86),
+            kernel("rms_norm", "forward", 2048, 0.95),
+            kernel("rms_norm", "forward", 4096, 0.895),
+            kernel("rms_norm", "backward", 1024, 0.9, peer=1.2),
+        ],
+    )
+    write(
+        tmp_path / "kernels/coupled/kernels.jsonl",
+        [kernel("scaled_gelu", "forward", 768, 0.9, **{h200.UNSCALED: unscaled})],
+    )
+    write(
+        tmp_path / "taper/last_token.jsonl",
+        [
+            {
+                "mode": "eager",
+                "batch": batch,
+                "context": 128,
+                "speed_up": {
+                    pair: {"median": 1.2 + batch / 100, "low": 1.2, "high": 1.4}
+                    for pair in ("taper/rms", "taper_folded/rms", "taper_folded/rms_folded")
+                },
+            }
+            for batch in range(1, 7)
+        ],
+    )
     distilled = {"model": "qwen3-8b", "tok_per_s": 900.0, "peak_bytes": 70e9}
     write(tmp_path / "distill/distill.jsonl", [distilled])
-    (tmp_path / "stages.csv").write_text("one,failed,9,a,b,c,d\none,done,60,ffff+,NVIDIA H200,1,2\ntorn,do")
+    (tmp_path / "stages.csv").write_text(
+        "one,failed,9,a,b,c,d\none,done,60,ffff+,NVIDIA H200,1,2\ntorn,do"
+    )
     found = rows_of(tmp_path)
     wide = found["rms_norm forward, share of a copy's bandwidth, C >= 2048"]
     assert (wide.value, wide.note, wide.verdict) == (0.895, "worst at C = 4096", "open")
     assert found["rms_norm forward, share of a copy's bandwidth, C < 2048"].verdict == "met"
     assert found["Liger-Kernel's backward over ours, C <= 1024"].verdict == "missed"
     assert found["the unscaled activation's time over the scaled one's"].verdict == "met"
-    assert found["scaled_gelu: the best other implementation's time over ours"].value == 1.5  # unscaled does less
-    assert "batch 1" in found["taper_folded over rms, eager"].note and found["taper over rms, eager"].verdict == "met"
+    # unscaled does less
+    assert found["scaled_gelu: the best other implementation's time over ours"].value == 1.5
+    assert (
+        "batch 1" in found["taper_folded over rms, eager"].note
+        and found["taper over rms, eager"].verdict == "met"
+    )
     assert found["qwen3-8b, 141 GB over the peak memory"].verdict == "met"
     assert "qwen3-0.6b, tokens/s" not in found  # no aim, no figure
     text = (tmp_path / "README.md").read_text()
-    assert text.count("| one |") == 1 and "| one | done | 60 | ffff+ | NVIDIA H200 | 1 | 2 |" in text
-    assert ">= 90% | 90% | 88% .. 90% | open | worst at C = 4096 | [kernels/norms/kernels.jsonl]" in text
+    assert (
+        text.count("| one |") == 1 and "| one | done | 60 | ffff+ | NVIDIA H200 | 1 | 2 |" in text
+    )
+    assert (
+        ">= 90% | 90% | 88% .. 90% | open | worst at C = 4096 | [kernels/norms/kernels.jsonl]"
+        in text
+    )
     assert (tmp_path / "targets.png").stat().st_size > 10_000
 
 
 def test_without_any_figure_every_aim_is_unmeasured(tmp_path):
     rows = h200.render(tmp_path / "empty")
-    assert h200.counted(rows) == {"met": 0, "open": 0, "missed": 0, "stated": 0, "not measured": len(rows)}
+    assert h200.counted(rows) == {
+        "met": 0,
+        "open": 0,
+        "missed": 0,
+        "stated": 0,
+        "not measured": len(rows),
+    }
     assert "targets.png" not in (tmp_path / "empty/README.md").read_text()

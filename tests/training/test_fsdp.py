@@ -1,6 +1,6 @@
 """--parallel=fsdp on CPU ranks: the same as DDP, exact resume, sharded checkpoints.
 
-    python -m pytest tests/training/test_fsdp.py
+python -m pytest tests/training/test_fsdp.py
 """
 
 import json
@@ -19,9 +19,17 @@ from load import load_model
 from training import checkpoint, sharded
 from training.checkpoint import BEST, LAST, find_checkpoint, read_checkpoint
 
-# 15 evaluation batches, and HellaSwag's rows are one batch: the ranks have unequal shares. A calm learning rate, as in
-# test_world_size_invariance. The 5 rows of some weights leave a fourth rank without any.
-FSDP = (*TINY, "--learning_rate=1e-3", "--eval_tokens=480", "--n_inner=5", "--bias=True", "--parallel=fsdp")
+# 15 evaluation batches, and HellaSwag's rows are one batch: the ranks have unequal shares. A calm
+# learning rate, as in test_world_size_invariance. The 5 rows of some weights leave a fourth rank
+# without any.
+FSDP = (
+    *TINY,
+    "--learning_rate=1e-3",
+    "--eval_tokens=480",
+    "--n_inner=5",
+    "--bias=True",
+    "--parallel=fsdp",
+)
 
 
 def apart(a: dict, b: dict) -> float:
@@ -47,29 +55,53 @@ def spaced_data(tiny_data, tmp_path_factory) -> Path:
 
 
 def write_items(path: Path) -> Path:
-    items = [{"ind": i, "ctx": "1234"[: 1 + i], "endings": ["45", "6", "789", "1"], "label": i} for i in range(3)]
+    items = [
+        {"ind": i, "ctx": "1234"[: 1 + i], "endings": ["45", "6", "789", "1"], "label": i}
+        for i in range(3)
+    ]
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
     return path
 
 
 @pytest.mark.parametrize("norm_type", [*NORM_TYPES, "dyt"])
 def test_equals_ddp(train_ok, spaced_data, tmp_path, norm_type):
-    """34 float32 steps on 2 ranks: losses, val losses and gradient norms; HellaSwag, sample, and the model afterwards.
+    """34 float32 steps on 2 ranks: losses, val losses and gradient norms; HellaSwag, sample, and
+    the model afterwards.
 
-    cbwc centres whole weights: a share's own column means would give other losses from the first step on.
+    cbwc centres whole weights: a share's own column means would give other losses from the first
+    step on.
     """
     items = write_items(tmp_path / "items.jsonl")
     for parallel in ("ddp", "fsdp"):
-        train_ok(*FSDP, *keys_of(norm_type), "--max_iters=34", "--eval_interval=17",
-                 "--lr_schedule=constant", "--sample_tokens=8",
-                 f"--hellaswag={items}", f"--parallel={parallel}", f"--data_dir={spaced_data}",
-                 f"--out_dir={tmp_path / parallel}", ranks=2)  # fmt: skip
+        train_ok(
+            *FSDP,
+            *keys_of(norm_type),
+            "--max_iters=34",
+            "--eval_interval=17",
+            "--lr_schedule=constant",
+            "--sample_tokens=8",
+            f"--hellaswag={items}",
+            f"--parallel={parallel}",
+            f"--data_dir={spaced_data}",
+            f"--out_dir={tmp_path / parallel}",
+            ranks=2,
+        )
     ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
-    assert len(losses(ddp)) == 34 and losses(ddp)[34] < (1.0 if norm_type == "dyt" else 0.9) * losses(ddp)[1]
-    assert apart(losses(ddp), losses(fsdp)) <= 1e-6 and apart(val_losses(ddp), val_losses(fsdp)) <= 1e-6
-    grad_norms = [{record["step"]: record["grad_norm"] for record in steps_of(out)} for out in (ddp, fsdp)]
+    assert (
+        len(losses(ddp)) == 34
+        and losses(ddp)[34] < (1.0 if norm_type == "dyt" else 0.9) * losses(ddp)[1]
+    )
+    assert (
+        apart(losses(ddp), losses(fsdp)) <= 1e-6
+        and apart(val_losses(ddp), val_losses(fsdp)) <= 1e-6
+    )
+    grad_norms = [
+        {record["step"]: record["grad_norm"] for record in steps_of(out)} for out in (ddp, fsdp)
+    ]
     assert apart(*grad_norms) <= 1e-5
-    scores = [[record for record in records(out) if record["event"] == "hellaswag"] for out in (ddp, fsdp)]
+    scores = [
+        [record for record in records(out) if record["event"] == "hellaswag"] for out in (ddp, fsdp)
+    ]
     assert scores[0] == scores[1] and len(scores[0]) == 1
     assert (ddp / "samples.txt").read_text() == (fsdp / "samples.txt").read_text()
     stored = sharded._Reader(str(shards_of(fsdp))).read_metadata().state_dict_metadata
@@ -78,33 +110,64 @@ def test_equals_ddp(train_ok, spaced_data, tmp_path, norm_type):
         assert len(halves) == 2 and halves[0] == halves[1]  # each rank had its share
     models = [load_model(str(out)).state_dict() for out in (ddp, fsdp)]
     assert models[0].keys() == models[1].keys()
-    assert all((models[0][name].double() - models[1][name].double()).abs().max() < 1e-4 for name in models[0])
+    assert all(
+        (models[0][name].double() - models[1][name].double()).abs().max() < 1e-4
+        for name in models[0]
+    )
 
 
 def test_calibrated_and_folded_equals_ddp(train_ok, tiny_data, tmp_path):
     """What reads hidden states before the first step, and a weight folded with another one."""
     for parallel in ("ddp", "fsdp"):
-        train_ok(*FSDP, "--norm_type=coupled", "--coupled_impl=fold", "--coupled_calibrate=5", "--bias=False",
-                 "--max_iters=10", f"--parallel={parallel}", f"--data_dir={tiny_data}",
-                 f"--out_dir={tmp_path / parallel}", ranks=2)  # fmt: skip
+        train_ok(
+            *FSDP,
+            "--norm_type=coupled",
+            "--coupled_impl=fold",
+            "--coupled_calibrate=5",
+            "--bias=False",
+            "--max_iters=10",
+            f"--parallel={parallel}",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / parallel}",
+            ranks=2,
+        )
     assert apart(losses(tmp_path / "ddp"), losses(tmp_path / "fsdp")) <= 1e-6
-    alphas = [load_model(str(tmp_path / parallel)).blocks[1].norm2.alpha for parallel in ("ddp", "fsdp")]
+    alphas = [
+        load_model(str(tmp_path / parallel)).blocks[1].norm2.alpha for parallel in ("ddp", "fsdp")
+    ]
     assert alphas[0] != 1 and abs(alphas[0] - alphas[1]) <= 1e-6
 
 
 def test_cbwc_equals_layer_in_float64(train_ok, tiny_data, tmp_path):
     for norm_type in ("layer", "cbwc"):
-        train_ok(*FSDP, f"--norm_type={norm_type}", "--dtype=float64", "--max_iters=20",
-                 f"--data_dir={tiny_data}", f"--out_dir={tmp_path / norm_type}", ranks=2)  # fmt: skip
+        train_ok(
+            *FSDP,
+            f"--norm_type={norm_type}",
+            "--dtype=float64",
+            "--max_iters=20",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / norm_type}",
+            ranks=2,
+        )
     assert apart(losses(tmp_path / "layer"), losses(tmp_path / "cbwc")) <= 1e-12
 
 
 def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path):
-    """Killed while it saves step 18, in the taper's decay: goes on from step 15, and ends in the very same numbers."""
+    """Killed while it saves step 18, in the taper's decay: goes on from step 15, and ends in the
+    very same numbers.
+    """
 
     def words(name: str) -> tuple[str, ...]:
-        return (*FSDP, *keys_of("taper"), "--max_iters=32", "--checkpoint_interval=6", "--eval_interval=15",
-                "--dropout=0.1", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}")  # fmt: skip
+        return (
+            *FSDP,
+            *keys_of("taper"),
+            "--max_iters=32",
+            "--checkpoint_interval=6",
+            "--eval_interval=15",
+            "--dropout=0.1",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / name}",
+        )
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train_ok(*words("whole"), ranks=2)
@@ -125,12 +188,20 @@ def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path):
 
 
 def test_a_run_goes_on_under_the_other_on_any_number_of_ranks(train_ok, tiny_data, tmp_path):
-    """DDP on 2 ranks, FSDP on 4, FSDP on 2, one process: as one DDP run. A taper is in its decay at each change."""
+    """DDP on 2 ranks, FSDP on 4, FSDP on 2, one process: as one DDP run.
+
+    A taper is in its decay at each change.
+    """
     words = (*FSDP, *keys_of("taper"), f"--data_dir={tiny_data}", "--lr_schedule=constant")
     train_ok(*words, "--parallel=ddp", f"--out_dir={tmp_path / 'whole'}", ranks=2)
     for parallel, ranks, end in (("ddp", 2, 12), ("fsdp", 4, 18), ("fsdp", 2, 25), ("ddp", 1, 40)):
-        text = train_ok(*words, f"--parallel={parallel}", f"--max_iters={end}", f"--out_dir={tmp_path / 'run'}",
-                        ranks=ranks).text()  # fmt: skip
+        text = train_ok(
+            *words,
+            f"--parallel={parallel}",
+            f"--max_iters={end}",
+            f"--out_dir={tmp_path / 'run'}",
+            ranks=ranks,
+        ).text()
         assert "changed since then" in text or end == 12
         assert bool(list((tmp_path / "run").glob("ckpt_last.shards-*"))) == (parallel == "fsdp")
     assert apart(losses(tmp_path / "whole"), losses(tmp_path / "run")) <= 1e-5
@@ -138,9 +209,16 @@ def test_a_run_goes_on_under_the_other_on_any_number_of_ranks(train_ok, tiny_dat
 
 def test_compiled(launch, tiny_data, tmp_path):
     for compiled in (False, True):
-        job = launch(*FSDP, f"--compile={compiled}", "--n_layer=1", "--max_iters=3", f"--data_dir={tiny_data}",
-                     f"--out_dir={tmp_path / str(compiled)}", ranks=2,
-                     patch=("compile_with", {"backend": "aot_eager"}))  # fmt: skip
+        job = launch(
+            *FSDP,
+            f"--compile={compiled}",
+            "--n_layer=1",
+            "--max_iters=3",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / str(compiled)}",
+            ranks=2,
+            patch=("compile_with", {"backend": "aot_eager"}),
+        )
         assert set(job.wait(300)) == {0}, job.text()  # dynamo takes its time
     assert apart(losses(tmp_path / "True"), losses(tmp_path / "False")) <= 1e-6
     assert apart(val_losses(tmp_path / "True"), val_losses(tmp_path / "False")) <= 1e-6
@@ -148,20 +226,38 @@ def test_compiled(launch, tiny_data, tmp_path):
 
 def test_nan_in_one_share_is_named(launch, tiny_data, tmp_path):
     fault = {"rank": 1, "step": 3, "name": "blocks.1.mlp.up.weight", "value": float("nan")}
-    job = launch(*FSDP, "--checkpoint_interval=2", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", ranks=2,
-                 patch=("bad_share", fault))  # fmt: skip
+    job = launch(
+        *FSDP,
+        "--checkpoint_interval=2",
+        f"--data_dir={tiny_data}",
+        f"--out_dir={tmp_path}",
+        ranks=2,
+        patch=("bad_share", fault),
+    )
     assert set(job.wait()) == {1}
     assert "step 3: the gradient of blocks.1.mlp.up.weight is not finite" in job.text()
     assert read_checkpoint(tmp_path / LAST)["step"] == 2
 
 
 def test_float16_skips_a_step_on_all_ranks(train_ok, tiny_data, tmp_path):
-    """An infinite gradient in one rank's share, under the loss scale: the step is left out as under DDP."""
+    """An infinite gradient in one rank's share, under the loss scale: the step is left out as under
+    DDP.
+    """
     for parallel, rank in (("ddp", None), ("fsdp", 1)):  # under DDP every rank has the sum
         fault = {"rank": rank, "step": 3, "name": "blocks.1.mlp.up.weight", "value": float("inf")}
-        train_ok(*FSDP, "--dtype=float16", "--max_iters=8", f"--parallel={parallel}", f"--data_dir={tiny_data}",
-                 f"--out_dir={tmp_path / parallel}", ranks=2, patch=("bad_share", fault))  # fmt: skip
-        assert [step["step"] for step in steps_of(tmp_path / parallel) if step["grad_norm"] is None] == [3]
+        train_ok(
+            *FSDP,
+            "--dtype=float16",
+            "--max_iters=8",
+            f"--parallel={parallel}",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / parallel}",
+            ranks=2,
+            patch=("bad_share", fault),
+        )
+        assert [
+            step["step"] for step in steps_of(tmp_path / parallel) if step["grad_norm"] is None
+        ] == [3]
     assert apart(losses(tmp_path / "ddp"), losses(tmp_path / "fsdp")) <= 1e-5
 
 
@@ -171,8 +267,18 @@ def trained(tiny_data, tmp_path_factory):
     from helpers import Job
 
     out = tmp_path_factory.mktemp("fsdp") / "run"
-    job = Job((*FSDP, "--max_iters=4", "--eval_interval=2", f"--data_dir={tiny_data}", f"--out_dir={out}"), 2,
-              out.with_name("job"), None)  # fmt: skip
+    job = Job(
+        (
+            *FSDP,
+            "--max_iters=4",
+            "--eval_interval=2",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={out}",
+        ),
+        2,
+        out.with_name("job"),
+        None,
+    )
     assert set(job.wait()) == {0}, job.text()
     return out
 
@@ -191,7 +297,10 @@ def test_one_file(run, capsys):
         plain = torch.load(run / name, weights_only=True)
         assert same_tensors(plain["model"], state["model"]) and "shards" not in plain
         assert same_tensors(plain["optimizer"]["state"][0], state["optimizer"]["state"][0])
-        assert plain["step"] == 4 and plain["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+        assert (
+            plain["step"] == 4
+            and plain["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+        )
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
@@ -233,7 +342,9 @@ def plant(run: Path, name: str, content: bytes) -> None:
 
 
 def test_foreign_metadata_is_never_executed(run, tmp_path):
-    """Neither what DCP would unpickle at once, nor an entry that it would unpickle as plain bytes later."""
+    """Neither what DCP would unpickle at once, nor an entry that it would unpickle as plain bytes
+    later.
+    """
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     mark, original = tmp_path / "executed", (shards_of(run) / ".metadata").read_bytes()
