@@ -1,15 +1,19 @@
 """The norm plan: which norm sits at each of the 2L + 1 norm positions of a GPT with L blocks.
 
-Position 2i is before attention of block i, 2i + 1 before its MLP, 2L is the final norm. One letter
-a position: R computes an RMS statistic, s shares the one before, L LayerNorm, T taper, D Dynamic
-Tanh, I nothing at all.
+Position 2i is before attention of block i, 2i + 1 before its MLP, 2L is the final norm. A plan has
+one letter for each position:
 
-    coupled, 4 blocks, coupled_first=1:   RR Rs Rs Rs R
-    coupled, 4 blocks, coupled_span=2:    Rs ss Rs ss R
+    R  RMSNorm, which computes a statistic      T  TaperNorm
+    s  shares the statistic of the last R       D  Dynamic Tanh
+    L  LayerNorm                                I  no norm
 
-So CoupledNorm is no special block, only a plan in which some positions share. The norms are in
-norms.py and taper.py; a new norm type is one class there, and one row in NORM_TYPES at the end of
-this file (see dyt).
+    coupled, 4 blocks, coupled_first=1    RR Rs Rs Rs R
+    coupled, 4 blocks, coupled_span=2     Rs ss Rs ss R
+
+So CoupledNorm is not a special block: it is a plan in which some positions share.
+
+To add a norm type: its class goes into norms.py, its letter into NORMS, its row into NORM_TYPES
+(both at the end of this file). See DynamicTanh, D and dyt for the shortest example.
 """
 
 import difflib
@@ -81,7 +85,7 @@ class NormConfig:
     )
     coupled_impl: str = key(
         "scale",
-        "coupled: the same function by other arithmetic (norms.py)",
+        "coupled: the same function by other arithmetic (model.py, FoldedBlock)",
         ("scale", "fold", "auto"),
     )
     taper_base: str = key("rms", "taper: the norm that is tapered away", ("rms", "layer"))
@@ -116,12 +120,10 @@ class NormConfig:
         check_least(self)
         if self.coupled_impl != "scale" and self.coupled_grad != "detach":
             raise ConfigError(
-                f"coupled_impl={self.coupled_impl} wants coupled_grad=detach: change one of them"
+                f"coupled_impl={self.coupled_impl} needs coupled_grad=detach: change one of them"
             )
         if not 0 < self.rms_fraction <= 1:
-            raise ConfigError(
-                f"rms_fraction={self.rms_fraction}: wants a share above 0 and up to 1"
-            )
+            raise ConfigError(f"rms_fraction={self.rms_fraction}: must be above 0 and at most 1")
         if self.taper_end == 1:
             raise ConfigError(
                 "taper_end=1: is it a step or the whole run? Give a later step, or a share below 1"
@@ -134,8 +136,9 @@ class NormConfig:
 
 
 def foreign_keys(norm_type: str) -> dict[str, str]:
-    """{key: norm type that reads it}, of the keys that `norm_type` does not. A saved config's
-    values of them mean nothing: they are the defaults of its day.
+    """Return {key: norm type that reads it} for the norm keys that `norm_type` does not read.
+
+    Their values in a saved config mean nothing: they are the defaults of its time.
     """
     return {
         name: other for other, row in NORM_TYPES.items() if other != norm_type for name in row.keys
@@ -143,7 +146,7 @@ def foreign_keys(norm_type: str) -> dict[str, str]:
 
 
 def keys_of(norm_type: str) -> dict[str, object]:
-    """{norm key: default} of the keys that `norm_type` reads."""
+    """Return {norm key: default} for the keys that `norm_type` reads."""
     others = {"norm_type", *foreign_keys(norm_type)}
     return {field.name: field.default for field in fields(NormConfig) if field.name not in others}
 
@@ -153,192 +156,212 @@ def _default(name: str) -> object:
 
 
 @dataclass(frozen=True)
-class Site:
-    """What a builder knows of the place it builds for. `bias`: does the model have biases?"""
+class Position:
+    """A norm position, as far as a builder of norms has to know it."""
 
-    position: int
-    final: bool
+    index: int  # 0 .. 2L
+    is_final: bool
     channels: int
-    bias: bool
+    has_bias: bool  # does the model have biases?
 
 
-Builder = Callable[[NormConfig, Site], Norm]
+Builder = Callable[[NormConfig, Position], Norm]
 
 
 @dataclass(frozen=True)
 class NormType:
-    """One row of the registry."""
+    """One row of the registry of norm types."""
 
-    letters: Callable[[NormConfig, int], str]  # (config, n_layer) -> 2L + 1 letters
-    builders: dict[str, Builder]  # letter -> norm
-    keys: tuple[str, ...] = ()  # config keys that only this type reads
+    letters: Callable[[NormConfig, int], str]  # (config, n_layer) -> the default plan
+    allowed: str  # letters that a plan of this type may have
+    keys: tuple[str, ...] = ()  # config keys that this type alone reads
+    rms_has_bias: bool = False  # R has a bias where the model has biases
     residual_linear: type[nn.Linear] = nn.Linear  # the linears that write into the residual stream
     embed: Callable[[Tensor], Tensor] | None = None  # applied once, after the embeddings
 
 
 class NormPlan:
-    """The norms of one model. Raises ConfigError where plan and model do not fit."""
+    """The norms of one model.
+
+    Args:
+        config: the norm keys.
+        n_layer: number of blocks L.
+        channels: of the residual stream.
+        bias: does the model have biases?
+
+    Raises:
+        ConfigError: plan and model do not fit.
+    """
 
     def __init__(self, config: NormConfig, n_layer: int, channels: int, bias: bool):
-        self.config, self.channels, self.bias = config, channels, bias
+        self.config = config
+        self.channels = channels
+        self.bias = bias
         self.type = NORM_TYPES[config.norm_type]
         self.letters = config.norm_plan.replace(" ", "") or self.type.letters(config, n_layer)
-        self._check(n_layer)
-
-    def _check(self, n_layer: int) -> None:
-        config, wanted = self.config, 2 * n_layer + 1
         if config.coupled_first > n_layer:
             raise ConfigError(
                 f"coupled_first={config.coupled_first}: the model has only {n_layer} blocks"
             )
-        if len(self.letters) != wanted:
+        self._check_letters(n_layer)
+        self._check_alpha(2 * n_layer + 1)
+        if channels % config.norm_groups:
+            raise ConfigError(f"norm_groups={config.norm_groups} does not divide n_embd={channels}")
+
+    def _check_letters(self, n_layer: int) -> None:
+        config = self.config
+        positions = 2 * n_layer + 1
+        if len(self.letters) != positions:
             raise ConfigError(
                 f"norm_plan {config.norm_plan!r} has {len(self.letters)} letters, {n_layer} blocks "
-                f"want {wanted}"
+                f"need {positions}"
             )
-        for position, letter in enumerate(self.letters):
-            if letter not in self.type.builders:
+        for index, letter in enumerate(self.letters):
+            if letter not in self.type.allowed:
                 raise ConfigError(
                     f"norm_plan letter {letter!r}: norm_type={config.norm_type} knows "
-                    f"{', '.join(self.type.builders)}"
+                    f"{', '.join(self.type.allowed)}"
                 )
-            if letter == "s" and self.letters[:position].rstrip("s")[-1:] != "R":
+            if letter == SHARED and self.letters[:index].rstrip(SHARED)[-1:] != "R":
                 raise ConfigError(
-                    f"norm_plan {self}: position {position} shares a statistic that no R computed"
+                    f"norm_plan {self}: position {index} shares a statistic that no R computed"
                 )
-        alpha = config.coupled_alpha
-        alphas = alpha if isinstance(alpha, tuple) else (alpha,)
-        if (
-            len(alphas) not in {wanted, 1} - ({1} if isinstance(alpha, tuple) else set())
-            or min(alphas) <= 0
-        ):
+
+    def _check_alpha(self, positions: int) -> None:
+        alpha = self.config.coupled_alpha
+        if isinstance(alpha, tuple):
+            is_valid = len(alpha) == positions and min(alpha) > 0
+        else:
+            is_valid = alpha > 0
+        if not is_valid:
             raise ConfigError(
-                f"coupled_alpha wants one positive number, or {wanted} (one for each position)"
-            )
-        if self.channels % config.norm_groups:
-            raise ConfigError(
-                f"norm_groups={config.norm_groups} does not divide n_embd={self.channels}"
+                f"coupled_alpha needs one positive number, or {positions} (one for each position)"
             )
 
-    def norm(self, position: int) -> Norm:
-        """The norm at `position` (0 .. 2L)."""
-        site = Site(position, position == len(self.letters) - 1, self.channels, self.bias)
-        return self._on_its_kernels(self.type.builders[self.letters[position]](self.config, site))
+    def norm(self, index: int) -> Norm:
+        """Return the norm of position `index` (0 .. 2L)."""
+        config = self.config
+        is_final = index == len(self.letters) - 1
+        position = Position(index, is_final, self.channels, self.bias)
+        norm = NORMS[self.letters[index]](config, position)
+        if is_final and config.taper_anchor:
+            centers = config.taper_base == "layer"
+            norm.anchor = ScaleAnchor(
+                schedule(config), config.taper_anchor, config.norm_eps, centers
+            )
+        return self._set_kernels(norm)
 
     def qk_norm(self, head_dim: int) -> Norm | None:
-        """The norm of queries or keys, over the channels of a head; None without qk_norm."""
+        """Return a norm of queries or keys, over the channels of a head; None without qk_norm."""
         if not self.config.qk_norm:
             return None
-        return self._on_its_kernels(
-            RMSNorm(head_dim, self.config.norm_eps, self.config.norm_affine)
-        )
+        return self._set_kernels(RMSNorm(head_dim, self.config.norm_eps, self.config.norm_affine))
 
-    def _on_its_kernels(self, norm: Norm) -> Norm:
-        """`norm`, and the norms within it (a taper's base), told which implementation runs."""
+    def _set_kernels(self, norm: Norm) -> Norm:
+        """Tell `norm`, and a taper's base within it, which implementation runs."""
         for module in norm.modules():
             if isinstance(module, Norm):
                 module.kernels = self.config.kernels
         return norm
 
     def residual_linear(self, in_features: int, out_features: int, bias: bool) -> nn.Linear:
-        """A linear whose output is added to the residual stream."""
+        """Return a linear whose output is added to the residual stream."""
         return self.type.residual_linear(in_features, out_features, bias=bias)
 
     def embed(self, x: Tensor) -> Tensor:
-        """What the plan does to the sum of the embeddings (B, T, C)."""
+        """Return what enters the first block, for the sum of the embeddings x (B, T, C)."""
         return x if self.type.embed is None else self.type.embed(x)
 
     def __str__(self) -> str:
         return " ".join(self.letters[i : i + 2] for i in range(0, len(self.letters), 2))
 
 
-# ------------------------------------------------------------------------------- plans and builders
+# ---------------------------------------------------------------------------------- default plans
 
 
 def uniform(letter: str) -> Callable[[NormConfig, int], str]:
-    """The plan with the same letter everywhere."""
+    """Return the function whose plan has the same letter everywhere."""
     return lambda config, n_layer: letter * (2 * n_layer + 1)
 
 
 def coupled_letters(config: NormConfig, n_layer: int) -> str:
-    """RR for the standard blocks, then groups of coupled_span blocks: R at their first position, s
-    at the others.
+    """Return RR for the first blocks, then groups of coupled_span blocks.
+
+    Each group has R at its first position and s at all others. The final norm is R.
     """
-    first, span = config.coupled_first, config.coupled_span or max(1, n_layer)
-    blocks = ["Rs" if (block - first) % span == 0 else "ss" for block in range(first, n_layer)]
-    return "RR" * first + "".join(blocks) + "R"
+    first = config.coupled_first
+    span = config.coupled_span or max(1, n_layer)
+    plan = "RR" * first
+    for block in range(first, n_layer):
+        starts_group = (block - first) % span == 0
+        plan += "Rs" if starts_group else "ss"
+    return plan + "R"
 
 
 def taper_letters(config: NormConfig, n_layer: int) -> str:
-    """T everywhere; the final norm stays what the base is, unless taper_final."""
-    return "TT" * n_layer + ("T" if config.taper_final else BASE_LETTER[config.taper_base])
+    """Return T everywhere; the final norm stays what the base is, unless taper_final."""
+    base = "L" if config.taper_base == "layer" else "R"
+    return "TT" * n_layer + ("T" if config.taper_final else base)
 
 
-def layer_norm(config: NormConfig, site: Site) -> Norm:
-    return LayerNorm(site.channels, config.norm_eps, config.norm_affine, site.bias)
+# --------------------------------------------------------------------------- from letters to norms
 
 
-def rms_norm(config: NormConfig, site: Site) -> Norm:
-    return RMSNorm(
-        site.channels,
-        config.norm_eps,
-        config.norm_affine,
-        site.bias and config.rms_bias,
-        config.rms_fraction,
-        config.norm_groups,
+def plain(norm_class: type[Norm]) -> Builder:
+    """Return the builder of a norm that needs nothing but channels, eps, affine and bias."""
+    return lambda config, position: norm_class(
+        position.channels, config.norm_eps, config.norm_affine, position.has_bias
     )
 
 
-def rms_norm_with_bias(config: NormConfig, site: Site) -> Norm:
-    """LayerNorm without its centring: what CBWC leaves of it."""
-    return RMSNorm(site.channels, config.norm_eps, config.norm_affine, site.bias)
+def rms_norm(config: NormConfig, position: Position) -> Norm:
+    wants_bias = config.rms_bias or NORM_TYPES[config.norm_type].rms_has_bias
+    return RMSNorm(
+        position.channels,
+        config.norm_eps,
+        config.norm_affine,
+        bias=position.has_bias and wants_bias,
+        fraction=config.rms_fraction,
+        groups=config.norm_groups,
+    )
 
 
-def shared_norm(config: NormConfig, site: Site) -> Norm:
+def shared_norm(config: NormConfig, position: Position) -> Norm:
     alpha = config.coupled_alpha
     return SharedRMSNorm(
-        site.channels,
+        position.channels,
         config.norm_eps,
         config.norm_affine,
+        alpha=alpha[position.index] if isinstance(alpha, tuple) else alpha,
         detach=config.coupled_grad == "detach",
-        alpha=alpha[site.position] if isinstance(alpha, tuple) else alpha,
         calibrated=config.coupled_calibrate > 0,
-        impl=config.coupled_impl if site.position % 2 else "scale",
     )
 
 
-def taper_norm(config: NormConfig, site: Site) -> Norm:
-    base = (layer_norm if config.taper_base == "layer" else rms_norm)(config, site)
-    return TaperNorm(
-        base, TaperSchedule(config.taper_warmup, config.taper_end), config.taper_fit == "channel"
-    )
+def taper_norm(config: NormConfig, position: Position) -> Norm:
+    base = NORMS["L" if config.taper_base == "layer" else "R"](config, position)
+    return TaperNorm(base, schedule(config), fit_channels=config.taper_fit == "channel")
 
 
-def anchored(builder: Builder) -> Builder:
-    """`builder`, with the scale anchor on the final norm if the config weighs one."""
-
-    def build(config: NormConfig, site: Site) -> Norm:
-        norm = builder(config, site)
-        if site.final and config.taper_anchor:
-            schedule = TaperSchedule(config.taper_warmup, config.taper_end)
-            norm.anchor = ScaleAnchor(
-                schedule, config.taper_anchor, config.norm_eps, config.taper_base == "layer"
-            )
-        return norm
-
-    return build
+def schedule(config: NormConfig) -> TaperSchedule:
+    return TaperSchedule(config.taper_warmup, config.taper_end)
 
 
-def no_norm(config: NormConfig, site: Site) -> Norm:
-    return NoNorm(site.channels, affine=False)
+def no_norm(config: NormConfig, position: Position) -> Norm:
+    return NoNorm(position.channels, affine=False)
 
 
-def dynamic_tanh(config: NormConfig, site: Site) -> Norm:
-    return DynamicTanh(site.channels, config.norm_eps, config.norm_affine, site.bias)
+SHARED = "s"
 
+NORMS: dict[str, Builder] = {
+    "L": plain(LayerNorm),
+    "R": rms_norm,
+    SHARED: shared_norm,
+    "T": taper_norm,
+    "D": plain(DynamicTanh),
+    "I": no_norm,
+}
 
-BASE_LETTER = {"rms": "R", "layer": "L"}
-RMS_KEYS = ("rms_fraction", "norm_groups", "rms_bias")
 COUPLED_KEYS = (
     "coupled_first",
     "coupled_span",
@@ -348,17 +371,17 @@ COUPLED_KEYS = (
     "coupled_impl",
 )
 TAPER_KEYS = ("taper_base", "taper_warmup", "taper_end", "taper_fit", "taper_final", "taper_anchor")
-TAPER_NORMS = {"T": taper_norm, "R": rms_norm, "L": layer_norm}
 
-NORM_TYPES = {
-    "layer": NormType(uniform("L"), {"L": layer_norm}),
-    "rms": NormType(uniform("R"), {"R": rms_norm}, RMS_KEYS),
-    "coupled": NormType(coupled_letters, {"R": rms_norm, "s": shared_norm}, COUPLED_KEYS),
-    "cbwc": NormType(uniform("R"), {"R": rms_norm_with_bias}, (), CenteredLinear, center),
-    "taper": NormType(
-        taper_letters, {name: anchored(norm) for name, norm in TAPER_NORMS.items()}, TAPER_KEYS
+NORM_TYPES: dict[str, NormType] = {
+    "layer": NormType(uniform("L"), "L"),
+    "rms": NormType(uniform("R"), "R", keys=("rms_fraction", "norm_groups", "rms_bias")),
+    "coupled": NormType(coupled_letters, "Rs", keys=COUPLED_KEYS),
+    # CBWC: RMSNorm is LayerNorm on a stream to which only centred linears write.
+    "cbwc": NormType(
+        uniform("R"), "R", rms_has_bias=True, residual_linear=CenteredLinear, embed=center
     ),
-    "dyt": NormType(uniform("D"), {"D": dynamic_tanh}),
-    # a taper's folded form
-    "none": NormType(uniform("I"), {"I": no_norm, "R": rms_norm, "L": layer_norm}),
+    "taper": NormType(taper_letters, "TRL", keys=TAPER_KEYS),
+    "dyt": NormType(uniform("D"), "D"),
+    # What a finished taper folds into
+    "none": NormType(uniform("I"), "IRL"),
 }

@@ -1,16 +1,17 @@
-"""The norms themselves; their maths is in kernels/. Every one is an add-and-norm with the same
-face:
+"""The norms, one class each. The formulas are functions of kernels/, in PyTorch and in Triton.
+
+Each norm is an add-and-norm with the same face:
 
     forward(x, delta, inv_rms) -> (y, x, inv_rms)
 
     x        residual stream (B, T, C)
-    delta    what the sublayer before produced (B, T, C), or None; it is added to x first
+    delta    output of the sublayer before (B, T, C), or None; it is added to x first
     y        what the next sublayer reads (B, T, C)
-    inv_rms  1 / RMS (B, T, G), G = norm_groups: the statistic handed on, or None. float64 if x is,
-             else float32
+    inv_rms  1 / RMS (B, T, G), G = norm_groups: a shared statistic, or None.
+             float64 if x is float64, else float32
 
-A norm that computes a statistic ignores the one that comes in and hands on its own; a norm that
-shares uses the one that comes in. Which norm sits where is decided in norm_plan.py.
+A norm that computes a statistic ignores the incoming one and hands on its own. A norm that shares
+uses the incoming one. norm_plan.py decides which norm sits at which position.
 """
 
 from typing import NamedTuple
@@ -19,124 +20,141 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import add_rms_norm, add_shared_rms_scale, layer_norm, rms_norm, shared_rms_scale
+from kernels import (
+    add_residual,
+    add_rms_norm,
+    add_shared_rms_scale,
+    add_then,
+    layer_norm,
+    rms_norm,
+    shared_rms_scale,
+)
 from kernels.reference import affine, inverse_rms, scale_groups, statistics_dtype
 
-# Tokens a channel from which on a compiled step moves fewer bytes if it folds. With a bfloat16
-# stream that saves 4 C bytes a token (3.1 kB at C = 768, the column "copied" of bench/bytes.py; a
-# float32 stream saves more) and costs, for the gain's gradient, one more read of the 4 C^2 float32
-# weights that it folds and of their bfloat16 gradient.
-FOLD_PAYS = 24 / 4
-
-# (from, to): `to` has taken over the role, and the optimiser state
+# (from, to): the parameter `to` takes over the role of `from`, so the optimiser copies its state.
 Handover = tuple[nn.Parameter, nn.Parameter]
 
 
-class DeferredScale(NamedTuple):
-    """What a norm leaves to the projection that reads it: y * scale * gain."""
+class FoldedForm(NamedTuple):
+    """A norm as y = r * P h * gain + shift: the parts that a linear behind it can take over.
 
-    gain: Tensor | None  # (C,)
-    scale: Tensor  # (B, T, 1)
+    P is the centring over channels if `centers`, else the identity. The factor r of a token is
+    1 / RMS(h) ("own"), the statistic that an earlier position handed on ("shared"), or 1 ("none").
+    """
+
+    statistic: str  # own, shared, none
+    gain: Tensor | None = None  # (C,) or (), float64; None for ones
+    shift: Tensor | None = None  # (C,); None for zeros
+    centers: bool = False
 
 
 class Norm(nn.Module):
-    """Adds delta, then normalises: subclasses give `normalize`.
+    """Add delta, then normalise: the base of all norms.
 
-    Gain (and bias) are (C,), float32 by default.
+    A subclass gives `normalize`, or `forward` where one kernel adds and normalises.
+    Gain (`weight`) and bias are (C,), float32 by default.
     """
 
-    kernels = "auto"  # which implementation runs (kernels/): the norm plan sets it
+    kernels = "auto"  # which implementation runs (kernels/); the norm plan sets it
+    centers = False  # does it subtract the mean over channels?
 
     def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False):
         super().__init__()
-        self.channels, self.eps = channels, eps
+        self.channels = channels
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(channels)) if affine and bias else None
-        self.anchor: nn.Module | None = None  # taper.ScaleAnchor, where the plan wants one
+        self.anchor: nn.Module | None = None  # taper.ScaleAnchor, if the plan has one here
 
     def forward(
         self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if delta is None or delta.dtype == x.dtype or not torch.compiler.is_compiling():
-            return self.of_rows(x, delta, inv_rms)
-        # As rows (B T, C), like the products: inductor makes one kernel of the stream's gradient
-        # and its cast for the product behind only where both have the same loops. (Without a cast,
-        # the add would go into an addmm, which copies its operand.)
-        rows = (None if part is None else part.flatten(0, -2) for part in (x, delta, inv_rms))
-        return tuple(
-            None if part is None else part.view(*x.shape[:-1], -1) for part in self.of_rows(*rows)
-        )
-
-    def of_rows(
-        self, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`forward` for streams of any shape (..., C)."""
-        if delta is not None and self.anchor is None:
-            return self.add_and_normalize(x, delta, inv_rms)
+        """Return (y, x + delta, the statistic handed on)."""
         if delta is not None:
-            x = x + delta
+            return add_then(self._observe_and_normalize, x, delta, inv_rms)
+        y, inv_rms = self._observe_and_normalize(x, inv_rms)
+        return y, x, inv_rms
+
+    def _observe_and_normalize(
+        self, x: Tensor, inv_rms: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         if self.anchor is not None:
             self.anchor(x)
-        y, inv_rms = self.normalize(x, inv_rms)
-        return y, x, inv_rms
+        return self.normalize(x, inv_rms)
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(y, statistic handed on) for the residual stream x, delta already added."""
+        """Return (y, the statistic handed on) for a residual stream x that has its delta."""
         raise NotImplementedError
 
-    def add_and_normalize(
-        self, x: Tensor, delta: Tensor, inv_rms: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(y, x + delta, statistic handed on); norms whose kernel also adds do it in one pass."""
-        x = x + delta
-        y, inv_rms = self.normalize(x, inv_rms)
-        return y, x, inv_rms
+    def affine(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Apply gain and bias in the precision of y, then round once to `dtype`."""
+        return affine(y, self.weight, self.bias, dtype)
 
-    def folds(self, x: Tensor) -> bool:
-        """Is scaling a stream x (B, T, C) left to the projection that reads it? Not by most."""
-        return False
-
-    def deferred_scale(self, x: Tensor, inv_rms: Tensor | None) -> DeferredScale | None:
-        """What y lacks and the projection that reads it must apply; None for most. x and inv_rms
-        are what `forward` returned.
-        """
-        return None
+    # What training asks of a norm between steps
 
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
-        """Called before training step `step` (from 1) on every rank: schedules move, statistics
-        settle.
+        """Prepare for training step `step` (from 1), on every rank: schedules and statistics move.
+
+        Returns the parameters that have changed their roles.
         """
-        return self.anchor.set_step(step, max_iters) if self.anchor is not None else []
+        return [] if self.anchor is None else self.anchor.set_step(step, max_iters)
 
     def aux_loss(self) -> Tensor | float:
-        """This norm's part of the objective in the forward pass just done (0 for most)."""
-        return self.anchor.loss if self.anchor is not None else 0.0
+        """Return this norm's part of the objective in the last forward pass; 0 for most norms."""
+        return 0.0 if self.anchor is None else self.anchor.loss
 
-    def affine(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gain and bias in the precision of the statistics, then one rounding to `dtype`."""
-        return affine(y, self.weight, self.bias, dtype)
+    # What conversions and measurements ask of a norm
+
+    @property
+    def core(self) -> "Norm":
+        """The norm that holds the gain and the bias: itself, or what it wraps."""
+        return self
+
+    def folded_form(self) -> FoldedForm | None:
+        """Return the form in which this norm folds into the linear behind it; None if it cannot."""
+        return None
+
+    def log_drift(self, h: Tensor, inv_rms: Tensor | None) -> Tensor:
+        """Return log(RMS(h) / RMS that was assumed) of each token, float64 (B, T, 1).
+
+        It is 0 for a norm with a statistic of its own.
+
+        Args:
+            h: the residual stream (B, T, C) that was normalised.
+            inv_rms: what `forward` handed on.
+        """
+        return torch.zeros(*h.shape[:-1], 1, dtype=torch.float64, device=h.device)
+
+    def calibrate(self, drift: Tensor) -> None:
+        """Compensate for a drift () that was measured here, if this norm has a free scalar."""
 
 
 class NoNorm(Norm):
-    """The residual stream as it is: a position that has lost its norm."""
+    """Return the residual stream unchanged: a position that has lost its norm."""
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
         return x, None
+
+    def folded_form(self) -> FoldedForm:
+        return FoldedForm("none")
 
 
 class LayerNorm(Norm):
     """(x - mean) / sqrt(var + eps) * gain + bias; Ba et al. 2016."""
 
+    centers = True
+
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
-        return layer_norm(x, self.weight, self.bias, self.eps, self.kernels)[0], None
+        y, _, _ = layer_norm(x, self.weight, self.bias, self.eps, self.kernels)
+        return y, None
 
 
 class RMSNorm(Norm):
-    """x / sqrt(mean(x^2) + eps) * gain (+ bias); Zhang & Sennrich 2019, with its partial and group
-    variants.
+    """x / sqrt(mean(x^2) + eps) * gain (+ bias); Zhang & Sennrich 2019.
 
-    fraction = p takes the mean over the first max(1, floor(p C)) channels only (partial RMSNorm);
-    groups = G gives each of G equal channel groups a statistic of its own (group RMSNorm).
+    Args:
+        fraction: p takes the mean over the first max(1, floor(p C)) channels (partial RMSNorm).
+        groups: each of so many equal channel groups has its own statistic (group RMSNorm).
     """
 
     def __init__(
@@ -150,35 +168,41 @@ class RMSNorm(Norm):
     ):
         super().__init__(channels, eps, affine, bias)
         self.groups = groups
+        # Channels in each mean, at least one
         self.counted = max(1, int(channels // groups * fraction))
+
+    def forward(
+        self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if delta is None or self.anchor is not None:
+            # The anchor reads x + delta before it is normalised, so no kernel may do both.
+            return super().forward(x, delta, inv_rms)
+        return add_rms_norm(
+            x, delta, self.weight, self.eps, self.bias, self.groups, self.counted, self.kernels
+        )
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
         return rms_norm(
             x, self.weight, self.eps, self.bias, self.groups, self.counted, self.kernels
         )
 
-    def add_and_normalize(
-        self, x: Tensor, delta: Tensor, inv_rms: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return add_rms_norm(
-            x, delta, self.weight, self.eps, self.bias, self.groups, self.counted, self.kernels
-        )
+    def folded_form(self) -> FoldedForm | None:
+        if self.groups > 1 or self.counted < self.channels:
+            return None
+        gain = None if self.weight is None else self.weight.double()
+        return FoldedForm("own", gain, self.bias)
 
 
 class SharedRMSNorm(Norm):
-    """CoupledNorm's shared position: h * inv_rms / alpha * gain, with the statistic of an earlier
-    position.
+    """CoupledNorm's shared position: h * inv_rms / alpha * gain, inv_rms from an earlier position.
 
-    Loretz & Hochreiter 2026, equation 6; alpha from section 5.3. With `detach` the shared statistic
-    is a constant in backward (section 4.3: "a scalar constant"), which then needs no reduction over
-    channels for x. If `calibrated`, alpha is a buffer, which training/stream.py's calibrate sets to
-    the measured drift.
+    Loretz & Hochreiter 2026, equation 6; alpha is that of section 5.3.
 
-    impl is "scale" or "fold" (section 4.3 in training): y is the stream itself and the scaling is
-    deferred, the gain for the input projection's weight, the scale for after the product. Nothing
-    but the residual add is left here, and that the attention output projection can do in its
-    epilogue. "auto" folds where it moves fewer bytes: compiled and with many tokens (in eager mode
-    the folded weight is written out, and nothing fuses).
+    Args:
+        alpha: typical RMS(h) / RMS at the position that computed the statistic.
+        detach: in backward the statistic is a constant (section 4.3: "a scalar constant"). Then
+            backward needs no reduction over channels for x.
+        calibrated: alpha is a buffer, which `calibrate` sets to the measured drift.
     """
 
     def __init__(
@@ -189,61 +213,73 @@ class SharedRMSNorm(Norm):
         alpha: float = 1.0,
         detach: bool = True,
         calibrated: bool = False,
-        impl: str = "scale",
     ):
         super().__init__(channels, eps, affine)
-        self.detach, self.impl = detach, impl
+        self.detach = detach
         if calibrated:
             self.register_buffer("alpha", torch.tensor(float(alpha)))
         else:
             self.alpha = float(alpha)
 
-    def folds(self, x: Tensor) -> bool:
-        pays = torch.compiler.is_compiling() and x.numel() > FOLD_PAYS * self.channels**2
-        return self.impl == "fold" or (self.impl == "auto" and pays)
-
-    def deferred_scale(self, x: Tensor, inv_rms: Tensor) -> DeferredScale | None:
-        return DeferredScale(self.weight, self.scale(inv_rms)) if self.folds(x) else None
-
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.folds(x):
-            return x, inv_rms
-        scale = self.scale(inv_rms)
-        if self.detach:
-            return shared_rms_scale(x, scale, self.weight, self.kernels), inv_rms
-        return self.affine(x.to(scale.dtype) * scale, x.dtype), inv_rms
-
-    def add_and_normalize(
-        self, x: Tensor, delta: Tensor, inv_rms: Tensor | None
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None = None,
+        inv_rms: Tensor | None = None,
+        defer: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.folds(x) or not self.detach:
-            return super().add_and_normalize(x, delta, inv_rms)
+        """Return (y, x + delta, inv_rms).
+
+        With `defer`, y is x + delta itself: the caller has to apply `scale(inv_rms)` and the gain.
+        """
+        if defer:
+            # Nothing is left here but the add, which may become part of the product before it.
+            h = x if delta is None else add_residual(x, delta)
+            return h, h, inv_rms
+        if delta is None or not self.detach:
+            # There is no kernel for a statistic that carries a gradient: plain PyTorch.
+            return super().forward(x, delta, inv_rms)
         y, h = add_shared_rms_scale(x, delta, self.scale(inv_rms), self.weight, self.kernels)
         return y, h, inv_rms
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *words: object) -> None:
-        if (
-            f"{prefix}alpha" in state_dict
-            and isinstance(self.alpha, float)
-            and self.weight is not None
-        ):
-            # of a calibrated model: absorbed into the gain
-            theirs = state_dict.pop(f"{prefix}alpha")
-            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * (self.alpha / theirs)
-        super()._load_from_state_dict(state_dict, prefix, *words)
+    def normalize(self, x: Tensor, inv_rms: Tensor) -> tuple[Tensor, Tensor]:
+        scale = self.scale(inv_rms)
+        if self.detach:
+            # The kernel's backward gives no gradient for `scale`: here the statistic is detached.
+            return shared_rms_scale(x, scale, self.weight, self.kernels), inv_rms
+        return self.affine(x.to(scale.dtype) * scale, x.dtype), inv_rms
 
     def scale(self, inv_rms: Tensor) -> Tensor:
-        """What x is multiplied by (B, T, 1); alpha = 1 costs no kernel."""
-        return (
-            inv_rms if isinstance(self.alpha, float) and self.alpha == 1 else inv_rms / self.alpha
-        )
+        """Return what h is multiplied by, inv_rms / alpha (B, T, 1)."""
+        if isinstance(self.alpha, float) and self.alpha == 1:
+            return inv_rms  # no kernel for a division by 1
+        return inv_rms / self.alpha
+
+    def folded_form(self) -> FoldedForm:
+        gain = 1.0 if self.weight is None else self.weight.double()
+        return FoldedForm("shared", gain / self.alpha)
+
+    def log_drift(self, h: Tensor, inv_rms: Tensor) -> Tensor:
+        return (inv_rms / inverse_rms(h, self.eps)).log().double()
+
+    def calibrate(self, drift: Tensor) -> None:
+        # Measured and not learned: the gain is a learned scale already, and it did not keep spans
+        # of several blocks from diverging. A model that has just diverged keeps its alpha: the next
+        # loss stops the run.
+        if isinstance(self.alpha, Tensor) and drift.isfinite() and drift > 0:
+            self.alpha.fill_(drift)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        has_theirs = f"{prefix}alpha" in state_dict
+        if has_theirs and isinstance(self.alpha, float) and self.weight is not None:
+            # Their model was calibrated and ours is not: the gain takes over the difference.
+            theirs = state_dict.pop(f"{prefix}alpha")
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * (self.alpha / theirs)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class DynamicTanh(Norm):
-    """tanh(alpha x) * gain + bias: no statistic at all; Zhu et al.
-
-    2025, with their alpha of 0.5 at the start.
-    """
+    """tanh(alpha x) * gain + bias, without any statistic; Zhu et al. 2025 (alpha starts at 0.5)."""
 
     def __init__(
         self,
@@ -261,60 +297,73 @@ class DynamicTanh(Norm):
 
 
 class GatedRMSNorm(nn.Module):
-    """RMSNorm(x * silu(z)) * gain, Mamba-2's order; RMSNorm(x) * gain * silu(z) with
-    norm_before_gate.
+    """RMSNorm(x * silu(z)) * gain, or with norm_before_gate RMSNorm(x) * gain * silu(z).
 
-    x and z are (..., C). With groups, each of `groups` equal channel groups has its own statistic.
+    The first is Mamba-2's order. x and z are (..., C). Each of `groups` equal channel groups has
+    its own statistic.
     """
 
     def __init__(
         self, channels: int, eps: float = 1e-5, norm_before_gate: bool = False, groups: int = 1
     ):
         super().__init__()
-        self.eps, self.groups, self.norm_before_gate = eps, groups, norm_before_gate
+        self.eps = eps
+        self.groups = groups
+        self.norm_before_gate = norm_before_gate
         self.weight = nn.Parameter(torch.ones(channels))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        wide = statistics_dtype(x)
+        wide = statistics_dtype(x)  # a square overflows float16 beyond 255
+        h = x.to(wide)
         gate = F.silu(z.to(wide))
-        h = x.to(wide) if self.norm_before_gate else x.to(wide) * gate
+        if not self.norm_before_gate:
+            h = h * gate
         y = scale_groups(h, inverse_rms(h, self.eps, self.groups)) * self.weight
-        return (y * gate if self.norm_before_gate else y).to(x.dtype)
+        if self.norm_before_gate:
+            y = y * gate
+        return y.to(x.dtype)
 
 
 class CenteredLinear(nn.Linear):
-    """Column-based weight centring (CBWC, equation 7): V = W - mean of W over outputs; the bias
-    likewise.
+    """A linear whose weight is centred: V = W - mean of W over outputs; the bias likewise.
 
-    Its output has zero mean over channels for every input, so that RMSNorm on a sum of such outputs
-    is LayerNorm. The parameters W stay uncentred, as in the LayerNorm model; weight decay acts on W
-    (appendix C.4).
+    CBWC, equation 7. Its output has zero mean over channels for every input, so that RMSNorm of a
+    sum of such outputs is LayerNorm. The parameters W stay uncentred, as in the LayerNorm model;
+    weight decay acts on W (appendix C.4).
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean(0, keepdim=True)  # over outputs
         bias = None if self.bias is None else self.bias - self.bias.mean()
-        return F.linear(x, self.weight - self.weight.mean(0, keepdim=True), bias)
+        return F.linear(x, weight, bias)
 
 
 def center(x: Tensor) -> Tensor:
-    """x (..., C) minus its mean over channels: CBWC's auxiliary centring, after the embeddings."""
+    """Subtract from x (..., C) its mean over channels."""
     return x - x.mean(-1, keepdim=True)
 
 
 def fold_affine(
-    weight: Tensor,
-    bias: Tensor | None,
-    gain: Tensor | float | None,
-    shift: Tensor | None,
-    centers: bool,
+    weight: Tensor, bias: Tensor | None, form: FoldedForm
 ) -> tuple[Tensor, Tensor | None]:
-    """Weight (N, C) and bias (N,), in float64 unless nothing is added to it, of the linear W x + c
-    behind x = P h * gain + shift: [W diag(gain) P] h + (c + W shift), P the centring if it
-    `centers`.
+    """Fold gain, shift and centring of a norm into the linear W x + b behind it.
+
+    W (r P h * gain + shift) + b = r [W diag(gain) P] h + (b + W shift)
+
+    Args:
+        weight: W (N, C).
+        bias: b (N,), or None.
+        form: what the norm computes.
+
+    Returns:
+        Weight (N, C) in float64; bias (N,), in float64 if it has changed, or None.
     """
     weight = weight.double()
-    if shift is not None:
-        bias = weight @ shift.double() + (0.0 if bias is None else bias.double())
-    if gain is not None:
-        weight = weight * gain
-    return center(weight) if centers else weight, bias
+    if form.shift is not None:
+        shift = weight @ form.shift.double()
+        bias = shift + (0.0 if bias is None else bias.double())
+    if form.gain is not None:
+        weight = weight * form.gain
+    if form.centers:
+        weight = center(weight)
+    return weight, bias

@@ -1,13 +1,12 @@
-"""TaperNorm: a norm that a gate turns, during training, into a fixed scaling that can be folded
-into weights.
+"""TaperNorm: a norm that becomes, during training, a fixed scaling that folds into weights.
 
 Kanavalau, Amo Alonso & Lall 2026. With the gate g, the norm's gain gamma and a second gain gamma~:
 
     y = g * norm(h) + (1 - g) * c * h * gamma~
 
-Three phases: "warm" (g = 1; statistics are collected), "blend" (g falls along a cosine), "fixed" (g
-= 0, a linear map). The phase is a Python attribute, so that torch.compile makes one graph for each;
-g is a 0-dim buffer, so that its movement recompiles nothing.
+Three phases: "warm" (g = 1; statistics are collected), "blend" (g falls along a cosine) and
+"fixed" (g = 0; a linear map). The phase is a Python attribute, so torch.compile makes one graph for
+each. g is a 0-dim buffer, so its change recompiles nothing.
 """
 
 import math
@@ -20,30 +19,34 @@ from common.distributed import whole
 from common.errors import ConfigError
 from kernels import taper_norm
 from kernels.reference import inverse_rms, statistics_dtype
-from norms import Handover, LayerNorm, Norm, center
+from norms import FoldedForm, Handover, Norm, center
 
 EMA_DECAY = 0.99  # per optimiser step
 PHASES = ("warm", "blend", "fixed")
 
 
 class TaperSchedule:
-    """Gate g(k): 1 up to the warm-up's end, a half cosine, 0 from the taper's end on.
+    """Gate g(k) of step k: 1 during the warm-up, then half a cosine, 0 from the taper's end on.
 
-    Numbers below 1 are shares.
+    Args:
+        warmup: last step of the warm-up. A number below 1 is a share of max_iters, as for `end`.
+        end: first step without the norm.
     """
 
     def __init__(self, warmup: float, end: float):
-        self.warmup, self.end = warmup, end
+        self.warmup = warmup
+        self.end = end
 
     def steps(self, max_iters: int) -> tuple[int, int]:
-        """(last step of the warm-up, first step without the norm). At least one warm step collects
-        the statistics.
+        """Return (last step of the warm-up, first step without the norm).
 
-        Raises ConfigError where the warm-up would end after the taper.
+        At least one warm step collects the statistics.
+
+        Raises:
+            ConfigError: the warm-up would end after the taper.
         """
-        warmup, end = (
-            round(when * max_iters if when < 1 else when) for when in (self.warmup, self.end)
-        )
+        warmup = _as_step(self.warmup, max_iters)
+        end = _as_step(self.end, max_iters)
         if warmup > end:
             raise ConfigError(
                 f"taper_warmup={self.warmup:g} is step {warmup} of {max_iters}, after taper_end="
@@ -52,69 +55,81 @@ class TaperSchedule:
         return max(1, warmup), max(2, warmup + 1, end)
 
     def at(self, step: int, max_iters: int) -> tuple[str, float]:
-        """(phase, gate) of training step `step`."""
+        """Return (phase, gate) of training step `step`."""
         warmup, end = self.steps(max_iters)
         if step <= warmup:
             return "warm", 1.0
         if step >= end:
             return "fixed", 0.0
-        return "blend", 0.5 * (1 + math.cos(math.pi * (step - warmup) / (end - warmup)))
+        progress = (step - warmup) / (end - warmup)
+        return "blend", 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _as_step(when: float, max_iters: int) -> int:
+    return round(when * max_iters if when < 1 else when)
 
 
 class StepMean(nn.Module):
     """Exponential moving average, over steps, of a vector's mean over all tokens of a step.
 
-    Micro-batches add to a sum; `update` forms the mean over micro-batches and ranks and moves the
-    average once a step. So the value is the same on any number of ranks, and rank 0's checkpoint is
-    everybody's.
+    Micro-batches add to a sum. `update` forms the mean over micro-batches and ranks, and moves the
+    average once a step. So the value does not depend on the number of ranks, and the checkpoint of
+    rank 0 is right for all of them.
     """
 
     def __init__(self, size: int):
         super().__init__()
-        # last element: number of tokens
+        # The last element of the sum is the number of tokens.
         self.register_buffer("sum", torch.zeros(size + 1), persistent=False)
         self.register_buffer("average", torch.zeros(size))
-        # 1 - decay^n: what bias correction divides by
+        # 1 - decay^n after n steps: what the bias correction divides by
         self.register_buffer("weight", torch.zeros(()))
 
     @torch.no_grad()
     def add(self, values: Tensor) -> None:
-        """values: (tokens, size)."""
+        """Add values (tokens, size) of a micro-batch."""
         self.sum[:-1] += values.sum(0)
         self.sum[-1] += values.shape[0]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Settle the step.
-
-        Without tokens (right after a resume) nothing moves; no host synchronisation.
-        """
+        """Close the step. Without tokens (after a resume) nothing moves. The host does not wait."""
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.sum)
-        rate = (1 - EMA_DECAY) * (self.sum[-1] > 0)
-        self.average.lerp_(self.sum[:-1] / self.sum[-1].clamp(min=1), rate)
+        tokens = self.sum[-1]
+        rate = (1 - EMA_DECAY) * (tokens > 0)
+        self.average.lerp_(self.sum[:-1] / tokens.clamp(min=1), rate)
         self.weight.lerp_(torch.ones_like(self.weight), rate)
         self.sum.zero_()
 
     def value(self) -> Tensor:
-        """Bias-corrected average (size,)."""
+        """Return the bias-corrected average (size,)."""
         return self.average / self.weight.clamp(min=1e-12)
 
 
 class TaperNorm(Norm):
-    """`base` (RMSNorm or LayerNorm, with gain gamma) blended into c * h * gamma~ (h centred for
-    LayerNorm; + bias).
+    """`base` (RMSNorm or LayerNorm, gain gamma) blended into the fixed map c * h * gamma~ (+ bias).
 
-    Calibration at the warm-up's end: c* = E[|h gamma|^2 / r] / E[|h gamma|^2], from the per-channel
-    averages A = E[h^2 / r] and B = E[h^2], so that it is right for the gamma of that moment; and
-    gamma~ <- gamma. With `fit_channels` each channel has a c* of its own (C,), A / B, whatever
-    gamma is.
+    h is x, centred if the base is LayerNorm. When the warm-up ends, gamma~ becomes gamma, and c is
+    fitted by least squares (calibration):
+
+        c* = E[|h gamma|^2 / r] / E[|h gamma|^2],  r = RMS(h)
+
+    It is computed from the averages of each channel A = E[h^2 / r] and B = E[h^2], so that it is
+    right for the gamma of that moment. With `fit_channels` each channel has its own c* = A / B.
+
+    Args:
+        base: the norm that is tapered away.
+        schedule: when.
+        fit_channels: fit one c for each channel, not one for the norm.
     """
 
     def __init__(self, base: Norm, schedule: TaperSchedule, fit_channels: bool = False):
         super().__init__(base.channels, base.eps, affine=False)
-        self.base, self.schedule, self.fit_channels = base, schedule, fit_channels
-        self.centers = isinstance(base, LayerNorm)
+        self.base = base
+        self.schedule = schedule
+        self.fit_channels = fit_channels
+        self.centers = base.centers
         self.weight_tilde = None if base.weight is None else nn.Parameter(torch.ones(base.channels))
         self.moments = StepMean(2 * base.channels)  # A and B
         self.register_buffer("gate", torch.ones(()))
@@ -124,55 +139,103 @@ class TaperNorm(Norm):
         self.register_load_state_dict_post_hook(TaperNorm._restore_phase)
 
     def _restore_phase(self, _incompatible_keys: object) -> None:
-        self.phase = "warm" if not self.calibrated else "fixed" if self.gate == 0 else "blend"
+        """Set the phase from the buffers that have just been loaded."""
+        if not self.calibrated:
+            self.phase = "warm"
+        elif self.gate == 0:
+            self.phase = "fixed"
+        else:
+            self.phase = "blend"
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
-        if self.phase == "fixed" and not self.centers and self.base.bias is None:
-            # one rounding, few launches
-            return keep_in_graph((x * self.c_tilde()).to(x.dtype), self.base.weight), None
         if self.phase == "warm":
-            if self.training:
-                self._collect(self._input(x.detach()))
-            return keep_in_graph(self.base.normalize(x, None)[0], self.weight_tilde), None
-        if self.phase == "blend" and not self.centers and self.base.bias is None:
-            c, tilde = self.scale, self.weight_tilde
-            if self.fit_channels:  # the kernel takes one c
-                c, tilde = torch.ones_like(self.gate), self.c_tilde()
-            gate_c = torch.stack((self.gate, c))
-            return taper_norm(x, self.base.weight, tilde, gate_c, self.eps, self.kernels)[0], None
-        h = self._input(x)
-        y = h * self.c_tilde()
-        if self.base.bias is not None:
-            y = y + self.base.bias
-        if self.phase == "fixed":
-            return keep_in_graph(y.to(x.dtype), self.base.weight), None
-        base = self.base.normalize(x.to(h.dtype), None)[0]  # rounded once, with the rest
-        return (self.gate * base + (1 - self.gate) * y).to(x.dtype), None
+            y = self._warm(x)
+        elif self.phase == "blend":
+            y = self._blend(x)
+        else:
+            y = self._fixed(x)
+        return y, None
 
-    def _input(self, x: Tensor) -> Tensor:
+    def _warm(self, x: Tensor) -> Tensor:
+        """The base norm; in training, statistics for the calibration are collected."""
+        if self.training:
+            self._collect(self._centered(x.detach()))
+        y, _ = self.base.normalize(x, None)
+        return keep_in_graph(y, self.weight_tilde)
+
+    def _blend(self, x: Tensor) -> Tensor:
+        """g * norm(h) + (1 - g) * (c * h * gamma~ + bias)"""
+        if not self.centers and self.base.bias is None:
+            return self._blend_by_kernel(x)
+        fixed = self._fixed_map(x)
+        # In the precision of statistics, so that the sum is rounded once
+        normed, _ = self.base.normalize(x.to(fixed.dtype), None)
+        return (self.gate * normed + (1 - self.gate) * fixed).to(x.dtype)
+
+    def _blend_by_kernel(self, x: Tensor) -> Tensor:
+        c = self.scale
+        tilde = self.weight_tilde
+        if self.fit_channels:  # the kernel takes one number c: move the c of each channel to gamma~
+            c = torch.ones_like(self.gate)
+            tilde = self.c_tilde()
+        gate_c = torch.stack((self.gate, c))
+        y, _ = taper_norm(x, self.base.weight, tilde, gate_c, self.eps, self.kernels)
+        return y
+
+    def _fixed(self, x: Tensor) -> Tensor:
+        """c * h * gamma~ + bias"""
+        if not self.centers and self.base.bias is None:
+            y = x * self.c_tilde()  # no cast of x first: fewer launches
+        else:
+            y = self._fixed_map(x)
+        return keep_in_graph(y.to(x.dtype), self.base.weight)
+
+    def _fixed_map(self, x: Tensor) -> Tensor:
+        """c * h * gamma~ + bias in the precision of statistics."""
+        y = self._centered(x) * self.c_tilde()
+        return y if self.base.bias is None else y + self.base.bias
+
+    def _centered(self, x: Tensor) -> Tensor:
         """h: x in the precision of statistics, centred where the base centres."""
         h = x.to(statistics_dtype(x))
         return center(h) if self.centers else h
 
     def c_tilde(self) -> Tensor:
-        """c gamma~, what the fixed map multiplies by: (C,), or () with neither gains nor
-        fit_channels.
-        """
+        """Return c gamma~ (C,); () without gains and fit_channels."""
         return self.scale if self.weight_tilde is None else self.scale * self.weight_tilde
 
-    def fixed_map(self) -> tuple[Tensor, Tensor | None, bool]:
-        """What is left at gate 0, in float64: (c gamma~ (C,), bias (C,) or None, is h centred?)."""
-        tilde = 1.0 if self.weight_tilde is None else self.weight_tilde.double()
-        return (self.scale.double() * tilde).expand(self.channels), self.base.bias, self.centers
-
     def _collect(self, h: Tensor) -> None:
+        """Add the terms of A and B of h (B, T, C)."""
         inv_r = inverse_rms(h, self.eps)  # (B, T, 1)
         square = h.square()
-        self.moments.add(torch.cat([square * inv_r, square], -1).flatten(0, -2))
+        terms = torch.cat([square * inv_r, square], -1)  # (B, T, 2 C)
+        self.moments.add(terms.flatten(0, -2))
+
+    @property
+    def core(self) -> Norm:
+        return self.base
+
+    def folded_form(self) -> FoldedForm | None:
+        """The fixed map, once it is all that is left."""
+        return self.form_at_gate_zero() if self.phase == "fixed" else None
+
+    def form_at_gate_zero(self) -> FoldedForm:
+        """Return the fixed map y = c gamma~ * P h + bias in float64, whatever the gate is."""
+        tilde = 1.0 if self.weight_tilde is None else self.weight_tilde.double()
+        gain = (self.scale.double() * tilde).expand(self.channels)
+        return FoldedForm("none", gain, self.base.bias, self.centers)
+
+    def log_drift(self, h: Tensor, inv_rms: Tensor | None) -> Tensor:
+        """log RMS(c h): the fixed map assumes that it is 1."""
+        if self.phase == "warm":
+            return super().log_drift(h, inv_rms)
+        h = center(h) if self.centers else h
+        return -inverse_rms(h * self.scale, self.eps).log().double()
 
     @torch.no_grad()
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
-        handovers, before = super().set_step(step, max_iters), self.phase
+        handovers = super().set_step(step, max_iters)
+        before = self.phase
         self.phase, gate = self.schedule.at(step, max_iters)
         if PHASES.index(self.phase) < PHASES.index(before):
             raise ConfigError(
@@ -187,18 +250,20 @@ class TaperNorm(Norm):
         self.gate.fill_(gate)
         return handovers
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *words: object) -> None:
-        for name in ("weight", "bias"):  # of a model with the plain norm: its gain is the base's
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        for name in ("weight", "bias"):  # of a model with the plain norm, which becomes the base
             if f"{prefix}{name}" in state_dict:
                 state_dict[f"{prefix}base.{name}"] = state_dict.pop(f"{prefix}{name}")
-        super()._load_from_state_dict(state_dict, prefix, *words)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _calibrate(self) -> list[Handover]:
-        a, b = self.moments.average.chunk(2)  # bias correction cancels in the ratio
+        """Set c and gamma~. Returns the hand-over from gamma to gamma~."""
+        a, b = self.moments.average.chunk(2)  # (C,) each; the bias correction cancels in the ratio
         gamma_square = 1.0 if self.base.weight is None else whole(self.base.weight).square()
-        common = (gamma_square * a).sum() / (gamma_square * b).sum()
-        # A channel that has always been zero takes the common factor.
-        self.scale.copy_(torch.where(b > 0, a / b, common) if self.fit_channels else common)
+        c = (gamma_square * a).sum() / (gamma_square * b).sum()
+        if self.fit_channels:
+            c = torch.where(b > 0, a / b, c)  # a channel that has always been 0 takes the common c
+        self.scale.copy_(c)
         self.calibrated.fill_(True)
         if self.weight_tilde is None:
             return []
@@ -207,42 +272,47 @@ class TaperNorm(Norm):
 
 
 def tapers(model: nn.Module) -> list[TaperNorm]:
+    """Return the norms of a GPT that taper."""
     return [norm for norm in model.norms() if isinstance(norm, TaperNorm)]
 
 
 def is_tapered(model: nn.Module) -> bool:
-    """Has `model` norms that taper, and are they all gone? Does not wait for the device."""
+    """Does `model` have norms that taper, and are all of them gone? The device is not asked."""
     found = tapers(model)
     return bool(found) and all(norm.phase == "fixed" for norm in found)
 
 
 def taper_gate(model: nn.Module) -> float | None:
-    """The gate of `model`'s tapers, None if it has none."""
+    """Return the gate of the tapers of `model`; None if it has none."""
     found = tapers(model)
     return float(found[0].gate) if found else None
 
 
 class ScaleAnchor(nn.Module):
-    """Scale loss weight * E[(s(h) - target)^2], s the RMS (or, centred, the standard deviation) of
-    each token.
+    """Loss weight * E[(s(h) - target)^2], which holds the scale of the final residual stream.
 
-    The target is a bias-corrected average of E[s] over the warm steps, frozen when the taper
-    starts.
+    s is the RMS of a token; with `centers` its standard deviation. The target is the bias-corrected
+    average of E[s] over the warm steps. It is frozen when the taper starts.
     """
 
     def __init__(self, schedule: TaperSchedule, weight: float, eps: float, centers: bool):
         super().__init__()
-        self.schedule, self.weight, self.eps, self.centers = schedule, weight, eps, centers
+        self.schedule = schedule
+        self.weight = weight
+        self.eps = eps
+        self.centers = centers
         self.target = StepMean(1)
         self.frozen = False
         self.loss: Tensor | float = 0.0
 
     def forward(self, x: Tensor) -> None:
+        """Set `loss` for a residual stream x (B, T, C); during the warm-up collect the target."""
         self.loss = 0.0
         if not self.training:
             return
         h = x.to(statistics_dtype(x))
-        s = 1 / inverse_rms(center(h) if self.centers else h, self.eps)  # (B, T, 1)
+        h = center(h) if self.centers else h
+        s = 1 / inverse_rms(h, self.eps)  # (B, T, 1)
         if self.frozen:
             self.loss = self.weight * (s - self.target.value()).square().mean()
         else:
@@ -251,7 +321,8 @@ class ScaleAnchor(nn.Module):
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
         if not self.frozen:
             self.target.update()
-        self.frozen = self.schedule.at(step, max_iters)[0] != "warm"
+        phase, _ = self.schedule.at(step, max_iters)
+        self.frozen = phase != "warm"
         return []
 
 
@@ -267,9 +338,10 @@ class _KeepInGraph(torch.autograd.Function):
 
 
 def keep_in_graph(y: Tensor, parameter: Tensor | None) -> Tensor:
-    """y, with a zero gradient for a parameter that this phase leaves out: DDP waits for one from
-    each parameter.
+    """Return y, with a zero gradient for a parameter that this phase does not use.
+
+    DDP waits for a gradient of each parameter.
     """
-    return (
-        y if parameter is None or not torch.is_grad_enabled() else _KeepInGraph.apply(y, parameter)
-    )
+    if parameter is None or not torch.is_grad_enabled():
+        return y
+    return _KeepInGraph.apply(y, parameter)

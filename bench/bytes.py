@@ -1,5 +1,4 @@
-"""How many bytes the norms and residual adds of a block move through GPU memory in training,
-counted without a GPU.
+"""Count the bytes that a block's norms and residual adds move in training, without a GPU.
 
     python -m bench.bytes --n_embd=768 --tokens=65536    # every norm type; the last line is JSON
     python -m bench.bytes --n_embd=2048 --n_head=16 --tokens=16384
@@ -12,14 +11,13 @@ per token and block:
     one block        a bfloat16 block alone. Its last product takes the closing residual add into
                      its epilogue.
     bfloat16 stream  train.py's model with residual=autocast, three blocks less two: what one more
-                     block costs it
+                     block costs
     copied           the same, if each addmm copies its residual operand before it adds the product,
                      which is two crossings more: BLAS could read it in an epilogue, but PyTorch's
                      CUDA addmm copies it (ATen)
-    float32 stream   train.py's model as it is by default: float32 stream and weights, bfloat16
-                     products
+    float32 stream   train.py's model by default: float32 stream and weights, bfloat16 products
     ..., whole       the same with the generated kernels of attention and MLP, weights' too: what a
-                     norm shifts there
+                     norm moves into them
 
 Counted: every tensor that a generated kernel loads or stores, once for each (a second load of it in
 the same kernel comes from the cache), work spaces, and the residual that an addmm reads for its
@@ -27,7 +25,7 @@ epilogue. Not of norms: kernels that touch a tensor wider than the stream (queri
 together, the MLP's hidden layer: they are attention's and the MLP's) or none as wide (the loss);
 pointwise kernels on weights, except where they touch a gain or its gradient (sums over weights are
 a norm's: fold's gain gradient, cbwc's means); of one block alone, the read of the closing residual,
-which all have. Not counted: what matrix products and attention's core move besides. Attention's
+which all have. Not counted: what matrix products and attention's core move otherwise. Attention's
 core is opaque, as on a GPU. Gains are float32. It is a count of bytes, not a time.
 """
 
@@ -49,7 +47,7 @@ from common.environment import environment, installed
 from common.errors import ConfigError, UserError, run_program
 from common.output import made_with, markdown, write_results
 from configurator import key, parse_args
-from model import GPT, Attention, Block, GPTConfig
+from model import GPT, Attention, GPTConfig, make_block
 from norm_plan import NormPlan
 
 # ----------------------------------------------------------------------- counting, from source text
@@ -267,7 +265,7 @@ class LoneBlock(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
-        self.block = Block(config, plan, 0)
+        self.block = make_block(config, plan, 0)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.bfloat16()

@@ -1,16 +1,15 @@
-"""Rewrites of a trained GPT's weights that leave its function as it is.
+"""Rewrite the weights of a trained GPT without changing its function.
 
-    to_rms       LayerNorm (or cbwc) -> RMSNorm: what writes into the residual stream is centred
-    to_folded    taper at gate 0 -> nothing: its scaling goes into the linear that reads it
-    absorb_alpha CoupledNorm with alpha -> with alpha = 1, in the gains
+    to_rms        LayerNorm (or cbwc) -> RMSNorm: what adds to the residual stream is centred
+    to_folded     taper at gate 0 -> nothing: its scaling goes into the linear that reads it
+    absorb_alpha  CoupledNorm with alpha -> with alpha = 1: alpha goes into the gains
 
-Each takes a GPT and returns another one, in eval mode, with the config that describes it; the
-argument stays as it is. The arithmetic is in float64, rounded once to the type of the weights. A
-model that the rewrite does not fit raises FoldError with the reason. Whoever needs to know that
-function and weights fit asks fold.certificate.certify. (RMSNorm -> CoupledNorm is not exact:
-posthoc/coupling.py.)
+Each takes a GPT and returns another one, in eval mode, with the config that describes it. The
+argument is left unchanged. The arithmetic is in float64, rounded once to the type of the weights.
+FoldError says why a rewrite does not fit a model. fold.certificate.certify checks that a rewrite
+left the function unchanged. (RMSNorm -> CoupledNorm is not exact: posthoc/coupling.py.)
 
-Shapes: C channels of the residual stream, V rows of the vocabulary; a linear's weight is (out, in).
+Shapes: C channels of the residual stream, V rows of the vocabulary. A linear's weight is (out, in).
 """
 
 import re
@@ -23,29 +22,30 @@ from common.errors import FoldError
 from load import NORM_NAMES
 from model import GPT, GPTConfig
 from norm_plan import NORM_TYPES
-from norms import SharedRMSNorm, center, fold_affine
+from norms import center, fold_affine
 from taper import TaperNorm
 
 Weights = dict[str, Tensor]
 
 
 def to_rms(model: GPT) -> GPT:
-    """The same function with RMSNorm: norm_type layer or cbwc -> rms, with the norms' biases
-    (rms_bias).
+    """Replace LayerNorm by RMSNorm: norm_type layer or cbwc -> rms.
 
-    With a zero-mean stream LayerNorm is RMSNorm, so every linear that adds to the stream is centred
-    over its outputs, weights and bias (CBWC, equation 7), and the embeddings over their channels. A
-    tied head reads the embedding as it was, so it gets weights of its own. Exact with dropout off:
-    with it the stream's mean is not zero.
+    With a zero-mean stream LayerNorm is RMSNorm. So every linear that adds to the stream is centred
+    over its outputs, weights and bias (CBWC, equation 7), and the embeddings over their channels.
+    The norms keep their biases (rms_bias). A tied head reads the uncentred embedding, so it gets
+    weights of its own. The function is the same with dropout off only: dropout makes a mean.
+
+    Raises:
+        FoldError: the model has another norm_type.
     """
     config = model.config
     if config.norm_type not in ("layer", "cbwc"):
         raise FoldError(f"norm_type={config.norm_type}: --to=rms is for LayerNorm (layer, cbwc)")
     weights = untied(model)
     center_stream(weights)
-    return rebuild(
-        model, retype(config, "rms", rms_bias=config.bias, tie_embeddings=False), weights
-    )
+    new_config = retype(config, "rms", rms_bias=config.bias, tie_embeddings=False)
+    return rebuild(model, new_config, weights)
 
 
 def to_folded(model: GPT, exact: bool = True) -> GPT:
@@ -62,33 +62,35 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
             f"norm_type={config.norm_type}: "
             "--to=folded is for taper, whose gate leaves a fixed scaling"
         )
-    for position, norm in enumerate(model.norms()):
-        if isinstance(norm, TaperNorm) and norm.phase != "fixed" and (exact or not norm.calibrated):
+    # position -> norm, of those that were tapered
+    tapers = {
+        position: norm
+        for position, norm in enumerate(model.norms())
+        if model.plan.letters[position] == "T"
+    }
+    for position, norm in tapers.items():
+        if norm.phase != "fixed" and (exact or not norm.calibrated):
             raise FoldError(
                 f"norm position {position}: its gate is at {float(norm.gate):.3g}, not at 0: train "
                 "to the end of the taper first"
             )
-    final = model.norm_f if isinstance(model.norm_f, TaperNorm) else None
-    weights, tapers = wide_state(model) if final is None else untied(model), {}
-    for index, block in enumerate(model.blocks):
-        tapers |= {f"blocks.{index}.attn.qkv": block.norm1, f"blocks.{index}.mlp.up": block.norm2}
-    tapers = {reader: norm for reader, norm in tapers.items() if isinstance(norm, TaperNorm)}
-    for reader, norm in tapers.items():
-        fold_taper(norm, weights, reader)
-    grown = model.blocks[0].attn.qkv.bias is None and any(
-        name.endswith(".qkv.bias") for name in weights
-    )
-    # a LayerNorm's bias before attention without biases: attn_bias stands for all its linears
-    if grown:
+    final = tapers.pop(2 * config.n_layer, None)
+    weights = wide_state(model) if final is None else untied(model)
+    for position, norm in tapers.items():
+        linear = "mlp.up" if position % 2 else "attn.qkv"
+        fold_taper(norm, weights, f"blocks.{position // 2}.{linear}")
+    keys = {}
+    has_new_bias = any(name.endswith(".qkv.bias") for name in weights)
+    if has_new_bias and model.blocks[0].attn.qkv.bias is None:
+        # A LayerNorm had a bias, and attention has none: attn_bias stands for all its linears.
+        keys["attn_bias"] = True
         for index, block in enumerate(model.blocks):
             for name, linear in (("qkv", block.attn.qkv), ("proj", block.attn.proj)):
                 zeros = linear.weight.new_zeros(linear.out_features, dtype=torch.float64)
                 weights.setdefault(f"blocks.{index}.attn.{name}.bias", zeros)
     if final is not None:
+        keys["tie_embeddings"] = False
         fold_final_taper(model, final, weights)
-    keys = ({"attn_bias": True} if grown else {}) | (
-        {"tie_embeddings": False} if final is not None else {}
-    )
     plan = str(model.plan).replace("T", "I")
     return rebuild(model, retype(config, "none", norm_plan=plan, **keys), weights)
 
@@ -103,10 +105,12 @@ def absorb_alpha(model: GPT) -> GPT:
             f"norm_type={config.norm_type}: alpha is absorbed into the gains of a coupled model"
         )
     weights = model.state_dict()
-    for name, norm in model.named_modules():
-        if isinstance(norm, SharedRMSNorm):
-            weights[f"{name}.weight"] = weights[f"{name}.weight"].double() / norm.alpha
-            weights.pop(f"{name}.alpha", None)
+    names = {module: name for name, module in model.named_modules()}
+    for norm in model.norms():
+        form = norm.folded_form()
+        if form is not None and form.statistic == "shared":
+            weights[f"{names[norm]}.weight"] = form.gain
+            weights.pop(f"{names[norm]}.alpha", None)
     return rebuild(model, replace(config, coupled_alpha=1.0, coupled_calibrate=0), weights)
 
 
@@ -114,7 +118,10 @@ def absorb_alpha(model: GPT) -> GPT:
 
 
 def center_stream(weights: Weights) -> None:
-    """Center everything that adds to the residual stream over its channels, in place."""
+    """Centre everything that adds to the residual stream over its channels, in place.
+
+    CBWC, equation 7.
+    """
     for name, tensor in weights.items():
         if name in ("wte.weight", "wpe.weight"):
             weights[name] = center(tensor)  # (V, C)
@@ -123,21 +130,29 @@ def center_stream(weights: Weights) -> None:
 
 
 def fold_taper(norm: TaperNorm, weights: Weights, reader: str) -> None:
-    """Move the scaling, centring and bias of a taper at gate 0 into the linear that reads it, in
-    place.
+    """Move a taper at gate 0 into the linear that reads it, in place.
+
+    Args:
+        norm: its scaling, centring and bias are moved.
+        weights: of the model.
+        reader: name of the linear.
     """
-    weight, bias = fold_affine(
-        weights[f"{reader}.weight"], weights.get(f"{reader}.bias"), *norm.fixed_map()
-    )
+    form = norm.form_at_gate_zero()
+    weight, bias = fold_affine(weights[f"{reader}.weight"], weights.get(f"{reader}.bias"), form)
     weights[f"{reader}.weight"] = weight
     if bias is not None:
         weights[f"{reader}.bias"] = bias
 
 
 def fold_final_taper(model: GPT, norm: TaperNorm, weights: Weights) -> None:
-    """fold_taper into the head, which has no bias for W beta. A zero-mean stream, whose mean nobody
-    reads, can carry a constant s to it: one more term W beta 1^T / (C s) in the head's weight reads
-    W beta back.
+    """Move the final taper into the head, in place.
+
+    The head has no bias that could hold W beta. But a zero-mean stream whose mean no norm reads can
+    carry a constant s to it in every channel. One more term W beta 1^T / (C s) in the head's weight
+    reads W beta back.
+
+    Raises:
+        FoldError: the taper has a bias and the plan has an RMSNorm, which would read the constant.
     """
     if norm.base.bias is not None and "R" in model.plan.letters:
         raise FoldError(
@@ -147,48 +162,53 @@ def fold_final_taper(model: GPT, norm: TaperNorm, weights: Weights) -> None:
     bias = weights.pop("lm_head.bias", None)  # (V,)
     if bias is not None:
         center_stream(weights)
-        # of the embedding's size, so that rounding loses nothing
+        # s is as large as the embedding's weights, so that rounding loses nothing.
         s = weights["wte.weight"].square().mean().sqrt()
         weights["wte.weight"] += s
         weights["lm_head.weight"] += bias[:, None] / (model.config.n_embd * s)
 
 
 def wide_state(model: GPT) -> Weights:
-    """Weights in float64, copied."""
+    """Return copies of a model's weights in float64."""
     return {name: tensor.detach().double().clone() for name, tensor in model.state_dict().items()}
 
 
 def untied(model: GPT) -> Weights:
-    """wide_state, in which the output head has weights of its own."""
+    """Return wide_state, in which the output head has weights of its own."""
     weights = wide_state(model)
     weights.setdefault("lm_head.weight", weights["wte.weight"].clone())
     return weights
 
 
 def retype(config: GPTConfig, norm_type: str, **keys: object) -> GPTConfig:
-    """`config` with another norm type, without the old one's keys."""
+    """Return `config` with another norm type and without the old one's keys.
+
+    Args:
+        config: the old one.
+        norm_type: the new type.
+        keys: further keys of the new config.
+    """
     default = {field.name: field.default for field in fields(config)}
     old = {name: default[name] for name in ("norm_plan", *NORM_TYPES[config.norm_type].keys)}
     return replace(config, **old | {"norm_type": norm_type} | keys)
 
 
 def rebuild(model: GPT, config: GPTConfig, weights: Weights) -> GPT:
-    """A GPT of `config` with these weights, of the model's type and tokenizer. Norms may have fewer
-    tensors now.
+    """Build a GPT of `config` with these weights.
 
-    It takes the tensors themselves where they are of that type, and makes no others beside them.
+    It has the weights' type and the tokenizer of `model`. Weights of norms that the new config
+    lacks are left out. Tensors that have that type already are taken over without a copy.
     """
     with torch.device("meta"):
         new = GPT(config)
-    own = new.state_dict()  # an alpha goes into its gain as it is loaded
-    new.load_state_dict(
-        {
-            name: tensor.to(model.wte.weight)
-            for name, tensor in weights.items()
-            if name in own or not re.fullmatch(NORM_NAMES, name) or name.endswith(".alpha")
-        },
-        assign=True,
-    )
+    own = new.state_dict()
+    kept = {
+        name: tensor.to(model.wte.weight)
+        for name, tensor in weights.items()
+        # A calibrated alpha that the new model lacks goes into its gain as it is loaded.
+        if name in own or not re.fullmatch(NORM_NAMES, name) or name.endswith(".alpha")
+    }
+    new.load_state_dict(kept, assign=True)
     if config.position == "rope":
         new.rope_cos, new.rope_sin = model.rope_cos, model.rope_sin
     new.meta = dict(model.meta)

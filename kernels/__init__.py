@@ -1,8 +1,11 @@
-"""Norms and activations of a GPT as fused kernels: functional, forward and backward, chosen by
-plain dispatch.
+"""Norms and activations of a GPT as fused kernels, forward and backward, and their dispatch.
 
-    reference.py   what each function computes, in plain PyTorch, forward and backward: also
-                   float64, also inductor
+A call goes from a function of this file to the Triton kernel in three steps: the function here
+checks its arguments and chooses the implementation; binding.py has it as a PyTorch operator with a
+gradient; row_norm.py and its like start the kernel.
+
+    reference.py   what each function computes, in plain PyTorch, forward and backward; it runs in
+                   float64, on CPUs and under torch.compile
     row_norm.py    Triton: RMSNorm, add + RMSNorm, LayerNorm
     shared_rms.py  CoupledNorm's shared position
     taper.py       Triton: TaperNorm's blend
@@ -24,6 +27,8 @@ A mode is about these functions alone. In every mode some norms are plain PyTorc
 with coupled_grad=full, dyt, taper's fixed phase, and the blending itself of a taper over LayerNorm
 or with a bias.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -47,20 +52,18 @@ MODES = ("auto", "torch", "triton")
 
 
 def implementation(x: Tensor, mode: str = "auto"):
-    """The module whose functions are to run on x: binding (Triton) or reference.
+    """Return the module whose functions run on x: binding (Triton) or reference (PyTorch).
 
-    Raises UserError.
+    Raises:
+        UserError: `mode` is unknown, or asks for Triton where it cannot run.
     """
     if mode == "torch" or x.dtype == torch.float64:
         return reference
     if mode == "auto":
         # Inductor fuses the plain formula with its neighbours, and cannot look into an operator.
-        # Whether it is then the faster one under torch.compile is not yet measured.
-        return (
-            binding
-            if x.is_cuda and binding is not None and not torch.compiler.is_compiling()
-            else reference
-        )
+        # Whether it is then faster under torch.compile has not been measured yet.
+        is_eager = not torch.compiler.is_compiling()
+        return binding if x.is_cuda and binding is not None and is_eager else reference
     if mode != "triton":
         raise UserError(f"kernels={mode!r}: it is one of {', '.join(MODES)}")
     if binding is None:
@@ -75,11 +78,22 @@ def implementation(x: Tensor, mode: str = "auto"):
     return binding
 
 
+# ----------------------------------------------------------------------------- checks of arguments
+
+
 def fits(
     x: Tensor, *vectors: Tensor | None, add: Tensor | None = None, statistic: Tensor | None = None
 ) -> None:
-    """Raises UserError unless the vectors are (C,), `add` is like x, `statistic` one number a row:
-    a kernel would read beyond anything smaller.
+    """Check the arguments of a kernel, which would read beyond the end of anything smaller.
+
+    Args:
+        x: (..., C).
+        vectors: gains and biases (C,), or None.
+        add: a tensor like x, or None.
+        statistic: one number for each row (..., 1), or None.
+
+    Raises:
+        UserError: a shape or a dtype does not fit.
     """
     for vector in vectors:
         if vector is not None and vector.shape != x.shape[-1:]:
@@ -108,21 +122,65 @@ def fits(
 
 
 def count(x: Tensor, groups: int, counted: int | None) -> int:
-    """The channels of each group that the mean is over.
+    """Return how many channels of each group the mean is over.
 
-    Raises UserError unless groups divide C and hold `counted`.
+    Raises:
+        UserError: the groups do not divide C, or a group has fewer channels than `counted`.
     """
     if groups < 1 or x.shape[-1] % groups:
         raise UserError(
             f"groups={groups} for {x.shape[-1]} channels: give a number that divides them"
         )
-    of = x.shape[-1] // groups
-    if counted is not None and not 1 <= counted <= of:
+    in_group = x.shape[-1] // groups
+    if counted is None:
+        return in_group
+    if not 1 <= counted <= in_group:
         raise UserError(
-            f"counted={counted} for groups of {of} channels: "
-            f"give a number from 1 to {of}, or None for all"
+            f"counted={counted} for groups of {in_group} channels: "
+            f"give a number from 1 to {in_group}, or None for all"
         )
-    return of if counted is None else counted
+    return counted
+
+
+def adds_in_rows(x: Tensor, a: Tensor) -> bool:
+    """Should the sum x + a (B, T, C) be computed on rows (B T, C), the shape of the products?
+
+    Under torch.compile, where a comes from a product of lower precision: inductor makes one kernel
+    of the stream's gradient and its cast for that product only if both have the same loops.
+    (Without a cast the sum would become part of an addmm, which copies its operand.)
+    """
+    return torch.compiler.is_compiling() and a.dtype != x.dtype
+
+
+# --------------------------------------------------------------------------------- the functions
+
+
+def add_residual(x: Tensor, a: Tensor) -> Tensor:
+    """Return x + a, both (..., C)."""
+    if adds_in_rows(x, a):
+        return (x.flatten(0, -2) + a.flatten(0, -2)).view(x.shape)
+    return x + a
+
+
+def add_then(
+    normalize: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]],
+    x: Tensor,
+    a: Tensor,
+    inv_rms: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (y, h, statistic): h = x + a, and (y, statistic) = normalize(h, inv_rms).
+
+    For norms without a kernel that adds as well. x and a are (..., C), inv_rms (..., G) or None.
+    """
+    if not adds_in_rows(x, a):
+        h = x + a
+        y, statistic = normalize(h, inv_rms)
+        return y, h, statistic
+    h = x.flatten(0, -2) + a.flatten(0, -2)
+    y, statistic = normalize(h, None if inv_rms is None else inv_rms.flatten(0, -2))
+    if statistic is not None:
+        statistic = statistic.view(*x.shape[:-1], -1)
+    return y.view(x.shape), h.view(x.shape), statistic
 
 
 def rms_norm(
@@ -134,10 +192,21 @@ def rms_norm(
     counted: int | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(y, inv_rms): y = x * inv_rms * w + b, inv_rms (..., groups) = 1 / sqrt(mean(x^2) + eps).
+    """Return (y, inv_rms): y = x * inv_rms * w + b, inv_rms = 1 / sqrt(mean(x^2) + eps).
 
-    The mean is over the first `counted` channels of each group (None: all). Both outputs are
-    differentiable. Zhang & Sennrich 2019, equation 4.
+    Zhang & Sennrich 2019, equation 4. Both outputs are differentiable.
+
+    Args:
+        x: (..., C).
+        w: gain (C,), or None.
+        eps: added to the mean square.
+        b: bias (C,), or None.
+        groups: number of equal channel groups, each with its own statistic.
+        counted: the mean is over the first channels of each group, this many; None for all.
+        mode: which implementation runs (see above).
+
+    Returns:
+        y (..., C) in the type of x; inv_rms (..., groups) in float32, float64 for float64.
     """
     fits(x, w, b)
     return implementation(x, mode).rms_norm(x, w, b, eps, groups, count(x, groups, counted))
@@ -153,26 +222,35 @@ def add_rms_norm(
     counted: int | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, h, inv_rms): h = x + a, and rms_norm of h as rounded; a is (..., C) like x, any type."""
+    """Return (y, h, inv_rms): h = x + a, and rms_norm of h after its rounding.
+
+    a is (..., C) like x, in any dtype; the rest as in rms_norm.
+    """
     fits(x, w, b, add=a)
-    return implementation(x, mode).add_rms_norm(x, a, w, b, eps, groups, count(x, groups, counted))
+    compute = implementation(x, mode).add_rms_norm
+    counted = count(x, groups, counted)
+    if not adds_in_rows(x, a):
+        return compute(x, a, w, b, eps, groups, counted)
+    y, h, inv_rms = compute(x.flatten(0, -2), a.flatten(0, -2), w, b, eps, groups, counted)
+    return y.view(x.shape), h.view(x.shape), inv_rms.view(*x.shape[:-1], groups)
 
 
 def layer_norm(
     x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, mode: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, inv_std): y = (x - mean) * inv_std * w + b; mean and inv_std (..., 1) carry no
-    gradient.
+    """Return (y, mean, inv_std): y = (x - mean) * inv_std * w + b.
 
-    Ba et al. 2016, with the biased variance and eps inside the root.
+    Ba et al. 2016, with the biased variance and eps inside the root. mean and inv_std (..., 1)
+    carry no gradient.
     """
     fits(x, w, b)
     return implementation(x, mode).layer_norm(x, w, b, eps)
 
 
 def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto") -> Tensor:
-    """h * inv_rms * w, with a statistic (..., 1) from elsewhere, a constant; Loretz & Hochreiter
-    2026, equation 6.
+    """Return h * inv_rms * w; inv_rms (..., 1) is a constant that was computed elsewhere.
+
+    Loretz & Hochreiter 2026, equation 6.
     """
     fits(h, w, statistic=inv_rms)
     return implementation(h, mode).shared_rms_scale(h, inv_rms, w)
@@ -181,17 +259,29 @@ def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "
 def add_shared_rms_scale(
     x: Tensor, a: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """(y, h): h = x + a, y = h * inv_rms * w, with inv_rms (..., 1) a constant."""
+    """Return (y, h): h = x + a, y = h * inv_rms * w; inv_rms (..., 1) is a constant."""
     fits(x, w, add=a, statistic=inv_rms)
-    return implementation(x, mode).add_shared_rms_scale(x, a, inv_rms, w)
+    compute = implementation(x, mode).add_shared_rms_scale
+    if not adds_in_rows(x, a):
+        return compute(x, a, inv_rms, w)
+    y, h = compute(x.flatten(0, -2), a.flatten(0, -2), inv_rms.flatten(0, -2), w)
+    return y.view(x.shape), h.view(x.shape)
 
 
 def scaled_activation(
     z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str, mode: str = "auto"
 ) -> Tensor:
-    """act(z * inv_rms + b), inv_rms (..., 1) a constant; kind is gelu, gelu_tanh, relu2 or swiglu.
+    """Return act(z * inv_rms + b); inv_rms (..., 1) is a constant.
 
-    z is (..., F); for swiglu (..., 2 F), gate then up, and the result silu(gate) * up is (..., F).
+    Args:
+        z: (..., F); for swiglu (..., 2 F), gate then up.
+        inv_rms: one number for each row.
+        b: bias like the last dimension of z, or None.
+        kind: gelu, gelu_tanh, relu2, or swiglu, which is silu(gate) * up.
+        mode: which implementation runs (see above).
+
+    Returns:
+        (..., F) in the type of z.
     """
     fits(z, b, statistic=inv_rms)
     if kind not in reference.KINDS:
@@ -201,9 +291,10 @@ def scaled_activation(
             f"swiglu of {z.shape[-1]} channels: give an even number, gate and up side by side"
         )
     module = implementation(z, mode)
-    if module is reference and torch.compiler.is_compiling() and z.dtype != inv_rms.dtype:
-        # Inductor may else keep the slope for backward, in inv_rms's type: twice z's bytes, more
-        # than sharing saves.
+    is_low = z.dtype != inv_rms.dtype
+    if module is reference and torch.compiler.is_compiling() and is_low:
+        # Without the checkpoint, inductor may keep the slope for backward in the type of inv_rms:
+        # twice the bytes of z, more than sharing a statistic saves.
         wide = checkpoint(
             reference.wide_activation,
             z,
@@ -225,10 +316,10 @@ def taper_norm(
     eps: float,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(y, inv_rms): y = g * h * inv_rms * w + (1 - g) * c * h * w_tilde; gate_c (2,) is g, c on h's
-    device.
+    """Return (y, inv_rms): y = g * h * inv_rms * w + (1 - g) * c * h * w_tilde.
 
-    gate_c and inv_rms (..., 1) carry no gradient. Kanavalau, Amo Alonso & Lall 2026.
+    Kanavalau, Amo Alonso & Lall 2026. gate_c (2,) is (g, c), on the device of h. gate_c and inv_rms
+    (..., 1) carry no gradient.
     """
     fits(h, w, w_tilde)
     if gate_c.shape != (2,):

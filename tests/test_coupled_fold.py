@@ -11,7 +11,7 @@ from coupled_shape import IDX, SHAPE, TARGETS
 from helpers import TINY, close, losses, shake
 
 from common.errors import ConfigError
-from model import GPT
+from model import GPT, FoldedBlock
 from norm_plan import NormConfig
 from norms import SharedRMSNorm
 from train import TrainConfig
@@ -57,10 +57,10 @@ def test_fold_is_scale_in_loss_and_every_gradient(keys):
         if name.endswith("alpha"):
             buffer.fill_(1.3)
     fold.load_state_dict(scale.state_dict())  # the same tensors under the same names
-    shared = [norm for norm in fold.norms() if isinstance(norm, SharedRMSNorm)]
-    assert sum(norm.impl == "fold" for norm in shared) == SHAPE.n_layer - keys.get(
-        "coupled_first", 0
-    )
+    folded = [isinstance(block, FoldedBlock) for block in fold.blocks]
+    first = keys.get("coupled_first", 0)
+    assert folded == [False] * first + [True] * (SHAPE.n_layer - first)
+    assert not any(isinstance(block, FoldedBlock) for block in scale.blocks)
     (loss, gradients), (loss_scale, gradients_scale) = (
         loss_and_gradients(fold),
         loss_and_gradients(scale),
@@ -87,16 +87,28 @@ def test_generation_is_the_same():
 
 
 def test_auto_folds_where_there_are_many_tokens_to_a_channel():
-    norm = SharedRMSNorm(16, impl="auto")
+    block = gpt(coupled_impl="auto").blocks[0]
 
     def forward(x):
-        scale = torch.full((*x.shape[:2], 1), 2.0)
-        return norm(x, None, scale)[0], norm.deferred_scale(x, scale) is not None
+        return x + 1, block.folds(x)
 
     compiled = torch.compile(forward, backend="eager", fullgraph=True, dynamic=False)
     for tokens, run, folds in ((100, compiled, True), (90, compiled, False), (100, forward, False)):
-        y, is_deferred = run(torch.ones(1, tokens, 16))
-        assert is_deferred == folds and torch.equal(y, torch.full_like(y, 1.0 if folds else 2.0))
+        assert run(torch.ones(1, tokens, 16))[1] == folds
+
+
+def test_a_block_that_does_not_fold_is_the_plain_block():
+    """coupled_impl=auto in eager mode: bit for bit."""
+    assert torch.equal(gpt(coupled_impl="auto")(IDX), gpt()(IDX))
+
+
+def test_a_deferred_norm_leaves_its_scale_to_the_caller():
+    norm = SharedRMSNorm(4, alpha=0.5)
+    x, delta = torch.randn(2, 1, 3, 4)
+    inv_rms = torch.rand(1, 3, 1)
+    y, h, handed_on = norm(x, delta, inv_rms, defer=True)
+    assert torch.equal(y, x + delta) and torch.equal(h, y) and handed_on is inv_rms
+    close(y * norm.scale(inv_rms) * norm.weight, norm(x, delta, inv_rms)[0])
 
 
 @pytest.mark.parametrize("impl", ["scale", "fold"])
@@ -123,17 +135,12 @@ def test_the_stream_in_autocasts_precision(impl):
 
 
 def test_float16_is_refused():
-    with pytest.raises(ConfigError, match="coupled_impl=fold multiplies the stream as it is"):
+    with pytest.raises(ConfigError, match="coupled_impl=fold multiplies the stream before"):
         TrainConfig(norm_type="coupled", coupled_impl="fold", dtype="float16")
 
 
-def test_only_the_mlp_takes_deferred_scales():
-    norms = list(gpt(coupled_span=0, coupled_impl="fold").norms())
-    assert [norm.impl for norm in norms[1:-1]] == ["fold", "scale"] * (SHAPE.n_layer - 1) + ["fold"]
-
-
 def test_fold_has_no_gradient_through_the_statistic():
-    with pytest.raises(ConfigError, match="coupled_impl=fold wants coupled_grad=detach"):
+    with pytest.raises(ConfigError, match="coupled_impl=fold needs coupled_grad=detach"):
         NormConfig(norm_type="coupled", coupled_impl="fold", coupled_grad="full")
 
 

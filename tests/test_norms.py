@@ -18,7 +18,7 @@ from torch import nn
 import norms as norm_layers
 from common.errors import ConfigError
 from model import GPT, GPTConfig, rope_tables, rotate
-from norm_plan import NORM_TYPES, NormConfig, NormPlan, NormType, uniform
+from norm_plan import NORM_TYPES, NORMS, NormConfig, NormPlan, NormType, plain, uniform
 from norms import (
     CenteredLinear,
     DynamicTanh,
@@ -690,13 +690,11 @@ def register_manhattan(monkeypatch):
         def normalize(self, x, inv_rms):
             return self.affine(x / (x.abs().mean(-1, keepdim=True) + self.eps), x.dtype), None
 
-    def build(config, site):
-        return Manhattan(site.channels, config.norm_eps, config.norm_affine)
-
-    monkeypatch.setitem(NORM_TYPES, "manhattan", NormType(uniform("M"), {"M": build}))
+    monkeypatch.setitem(NORMS, "M", plain(Manhattan))
+    monkeypatch.setitem(NORM_TYPES, "manhattan", NormType(uniform("M"), "M"))
 
 
-def test_a_new_norm_type_is_one_class_and_one_row(monkeypatch):
+def test_a_new_norm_type_is_one_class_and_two_rows(monkeypatch):
     register_manhattan(monkeypatch)
     assert len(inspect.getsource(register_manhattan).splitlines()) <= 20
     model = gpt("manhattan")

@@ -23,8 +23,7 @@ from torch import Tensor
 from kernels.cross_entropy import cross_entropy
 from kernels.reference import inverse_rms, statistics_dtype
 from model import GPT
-from norms import Norm, SharedRMSNorm, center
-from taper import TaperNorm
+from norms import Norm
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
 
     def note(norm: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
         _, h, used = outputs
-        log_ratio = log_drift(norm, h, used)
+        log_ratio = norm.log_drift(h, used)
         rows.append(
             (h.double().square().mean().sqrt(), log_ratio.mean().exp(), log_ratio.std(correction=0))
         )
@@ -81,19 +80,6 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
         for handle in handles:
             handle.remove()
     return RMSStats(*(torch.stack(column).cpu() for column in zip(*rows, strict=True)), *output)
-
-
-def log_drift(norm: Norm, h: Tensor, used: Tensor | None) -> Tensor:
-    """log of RMS(h) / RMS(statistic used) (B, T, 1), float64, for a norm that has read the stream h
-    (B, T, C). Zero for norms with a statistic of their own, of whatever kind.
-    """
-    if isinstance(norm, TaperNorm) and norm.phase != "warm":
-        return (
-            -inverse_rms((center(h) if norm.centers else h) * norm.scale, norm.eps).log().double()
-        )
-    if isinstance(norm, SharedRMSNorm):
-        return (used / inverse_rms(h, norm.eps)).log().double()
-    return torch.zeros(*h.shape[:-1], 1, dtype=torch.float64, device=h.device)
 
 
 def output_statistics(
@@ -148,13 +134,5 @@ def calibrate(model: GPT, idx: Tensor) -> RMSStats:
     """
     stats = measure(model, idx)
     for norm, drift in zip(model.norms(), stats.drift, strict=True):
-        # A model that has just gone wrong keeps its alpha: the next loss will tell, and name the
-        # step.
-        if (
-            isinstance(norm, SharedRMSNorm)
-            and isinstance(norm.alpha, Tensor)
-            and drift.isfinite()
-            and drift > 0
-        ):
-            norm.alpha.fill_(drift)
+        norm.calibrate(drift)
     return stats

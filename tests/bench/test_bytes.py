@@ -22,8 +22,8 @@ from bench import bytes, cuda_codegen
 from bench.bytes import launches
 from common.errors import ConfigError, UserError
 from kernels import cross_entropy
-from model import GPT, GPTConfig
-from norms import FOLD_PAYS, Norm, SharedRMSNorm
+from model import FOLD_PAYS, GPT, GPTConfig
+from norms import Norm, SharedRMSNorm
 
 TOKENS = 65536
 # one worker computes the figures, none waits for them
@@ -232,7 +232,7 @@ class NaivelyDetached(SharedRMSNorm):
     def normalize(self, x, inv_rms):
         return self.affine(x.to(inv_rms.dtype) * inv_rms.detach(), x.dtype), inv_rms
 
-    add_and_normalize = Norm.add_and_normalize
+    forward = Norm.forward
 
 
 COMPARED = ("layer", "rms", "coupled", "coupled, fold")

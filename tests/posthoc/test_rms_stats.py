@@ -35,7 +35,7 @@ def streams(model: GPT) -> list[torch.Tensor]:
         found.append(x)
         y, x, inv_rms = block.norm2(x, block.attn(y, None, None), inv_rms)
         found.append(x)
-        delta = block.mlp(y, block.norm2.deferred_scale(x, inv_rms))
+        delta = block.mlp(y)
     return [*found, x + delta]
 
 
