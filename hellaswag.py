@@ -1,12 +1,13 @@
 """Score a trained model on HellaSwag (evals/hellaswag.py says what is scored, and how).
 
-    python hellaswag.py out/small/rms-8          downloads the items once (data/hellaswag/)
+    # the items are downloaded once, into data/hellaswag/
+    python hellaswag.py out/small/rms-8
     python hellaswag.py openai-community/gpt2 --data=hellaswag_val.jsonl.xz
     torchrun --standalone --nproc_per_node=8 hellaswag.py out/gpt2
 
-Writes one line per item (choices, label) as JSONL; the last line of output is JSON. For a run
-folder the best checkpoint is scored, while training scores its last weights. GPT-2 124M, raw items:
-acc 0.286, acc_norm 0.296.
+Writes one line of JSON per item (choices, label). The last line of output is JSON. Of a run folder
+the best checkpoint is scored, whereas training scores its last weights. GPT-2 124M, raw items: acc
+0.286, acc_norm 0.296.
 """
 
 import json
@@ -34,15 +35,14 @@ class HellaSwagConfig:
     items: int = key(0, "score this many items, spread evenly over the file (0: all)", least=0)
     batch_size: int = key(BATCH_SIZE, "endings scored at once", least=1)
     device: str = key(
-        "auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps")
+        "auto", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
     )
     dtype: str = key(
         "auto", "of the computation (auto: bfloat16 on CUDA)", ("auto", "float32", "bfloat16")
     )
     out: str = key(
         "",
-        "file for per-item results ('': "
-        f"a run's {ITEMS_FILE}, unless it has one or `items` is set)",
+        f"file for per-item results ('': a run's {ITEMS_FILE}, unless it has one or items is set)",
     )
 
     def __post_init__(self) -> None:
@@ -50,10 +50,21 @@ class HellaSwagConfig:
 
 
 def items_file(spec: str) -> Path | None:
-    """Where the per-item results of a run belong: beside its checkpoints."""
+    """Find the file for per-item results of a run, next to its checkpoints; None for no run."""
     path = Path(spec)
     folder = path if path.is_dir() else path.parent
     return folder / ITEMS_FILE if (folder / "log.jsonl").exists() else None
+
+
+def target_file(config: HellaSwagConfig, spec: str) -> Path | None:
+    """Decide where per-item results are written; None: nowhere."""
+    if config.out:
+        return Path(config.out)
+    target = items_file(spec)
+    # Results that training wrote stay, and a trial on some items is not the score of the run.
+    if target is None or target.exists() or config.items:
+        return None
+    return target
 
 
 def main(argv: list[str]) -> None:
@@ -65,10 +76,8 @@ def main(argv: list[str]) -> None:
     scorer = HellaSwag(config.data, config.items, tokenizer, ranks, autocast, config.batch_size)
     scores = scorer(model)
     if ranks.is_main:
-        target = Path(config.out) if config.out else items_file(spec)
-        # What training wrote about its last step stays, and a trial on some items is not the run's
-        # score.
-        if target is not None and (config.out or not (target.exists() or config.items)):
+        target = target_file(config, spec)
+        if target is not None:
             scores.write(target)
             print(f"wrote {target}")
         print(f"{scores} (standard errors; {len(scorer.items):,} items)")

@@ -1,5 +1,4 @@
-"""The one front door to a model: `load_model(spec)`; `init_from(model, spec)` for a run that begins
-with its weights.
+"""Load models: `load_model(spec)`, and `init_from(model, spec)` for a run that starts from weights.
 
 A spec is a run folder (its best checkpoint), a checkpoint file, a Hugging Face folder or hub name
 (owner/name), or `random:` and a published shape (hf/config.py).
@@ -37,16 +36,16 @@ SAME_FUNCTION = (
     "rope_scaling",
     "norm_eps",
 )
-# norm type -> what tapers it away
+# norm type of a source -> the taper_base of a run that starts from it
 TAPER_BASE = {"layer": "layer", "cbwc": "layer", "rms": "rms", "coupled": "rms"}
-NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f)\..*"  # tensors of the 2L + 1 norms
+# Names of tensors of the 2L + 1 norms.
+NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f)\..*"
 
 
 def load_model(spec: str) -> GPT:
-    """The model that `spec` names, on the CPU, in eval mode; `model.meta` says which tokenizer it
-    has.
+    """Load the model that `spec` names, on the CPU and in eval mode.
 
-    Raises CheckpointError or HFError.
+    `model.meta` names its tokenizer. Raises CheckpointError or HFError.
     """
     if spec.startswith("random:"):
         return random_model(spec.removeprefix("random:"))
@@ -57,14 +56,8 @@ def load_model(spec: str) -> GPT:
         names = [name for name in (BEST, LAST) if (path / name).exists()]
         if not names and any(path.glob("*.safetensors*")):
             return load_hf(path)
-        if not names and (path / DISTILLING).exists():
-            raise CheckpointError(
-                f"{spec}: its distillation has not finished: the same distill.py command goes on"
-            )
         if not names:
-            raise CheckpointError(
-                f"{spec}: no {BEST}, no {LAST} and no safetensors in this folder: check the path"
-            )
+            raise _no_model_in(path)
         path = path / names[0]
     state = read_checkpoint(path)
     model = GPT(model_config(state["config"], path))
@@ -73,28 +66,51 @@ def load_model(spec: str) -> GPT:
     return model.eval()
 
 
-def init_from(model: GPT, spec: str) -> str:
-    """Give `model` the weights of the model that `spec` names; a sentence about it.
+def _no_model_in(folder: Path) -> CheckpointError:
+    """Make the error for a folder without a model."""
+    if (folder / DISTILLING).exists():
+        return CheckpointError(
+            f"{folder}: its distillation has not finished: the same distill.py command continues it"
+        )
+    return CheckpointError(
+        f"{folder}: no {BEST}, no {LAST} and no safetensors in this folder: check the path"
+    )
 
-    Only the norms may be of another type, and the padded vocabulary smaller. Raises CheckpointError
-    otherwise.
+
+def init_from(model: GPT, spec: str) -> str:
+    """Give `model` the weights of the model that `spec` names.
+
+    Only the norms may be of another type, and the padded vocabulary smaller.
+
+    Returns:
+        A line about it, for people.
+
+    Raises:
+        CheckpointError: the two differ in more.
     """
     source = load_model(spec)
     check_same_model(asdict(source.config), model.config, Path(spec), SAME_FUNCTION)
-    theirs = {**TAPER_BASE, "taper": source.config.taper_base}.get(source.config.norm_type)
-    if model.config.norm_type == "taper" and theirs and theirs != model.config.taper_base:
-        raise CheckpointError(
-            f"{spec} has norm_type={source.config.norm_type}, and this run tapers taper_base="
-            f"{model.config.taper_base} away: add --taper_base={theirs}"
-        )
-    weights, own = source.state_dict(), model.state_dict()
+    _check_taper_base(source, model, spec)
+    weights = source.state_dict()
+    own = model.state_dict()
     for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
-        more = len(own[name]) - len(weights[name])  # padded rows: no token reads them
+        more = len(own[name]) - len(weights[name])  # rows of padding: no token reads them
         weights[name] = F.pad(weights[name], (0, 0, 0, max(0, more)))
     new, dropped = load_weights(model, weights, Path(spec), free=NORM_NAMES)
-    counts = (
-        f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"
-        if new or dropped
-        else ""
-    )
-    return f"weights of {spec}{counts}"
+    note = f"weights of {spec}"
+    if new or dropped:
+        note += f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"
+    return note
+
+
+def _check_taper_base(source: GPT, model: GPT, spec: str) -> None:
+    """Raise CheckpointError if `model` tapers another norm away than `source` has."""
+    if model.config.norm_type != "taper":
+        return
+    norm_type = source.config.norm_type
+    theirs = source.config.taper_base if norm_type == "taper" else TAPER_BASE.get(norm_type)
+    if theirs and theirs != model.config.taper_base:
+        raise CheckpointError(
+            f"{spec} has norm_type={norm_type}, and this run tapers taper_base="
+            f"{model.config.taper_base} away: add --taper_base={theirs}"
+        )

@@ -3,8 +3,8 @@
     python sample.py out/demo --prompt="def " --max_new_tokens=300
     python sample.py out/demo/ckpt_last.pt --prompt=FILE:prompt.txt --temperature=0
 
-The first word is the model: a run folder (its best checkpoint), a checkpoint file, a Hugging Face
-folder or hub name, or `random:` and a published shape.
+The first argument is the model: a run folder (its best checkpoint), a checkpoint file, a Hugging
+Face folder or hub name, or `random:` and a published shape.
 """
 
 from dataclasses import dataclass
@@ -24,34 +24,40 @@ class SampleConfig:
     """Keys of sample.py."""
 
     prompt: str = key("\n", "text to continue, or FILE:path")
-    num_samples: int = key(1, "how many continuations", least=1)
-    max_new_tokens: int = key(500, "length of each, tokens", least=1)
+    num_samples: int = key(1, "number of continuations", least=1)
+    max_new_tokens: int = key(500, "length of each, in tokens", least=1)
     temperature: float = key(0.8, "0 is greedy; below 1 sharpens, above 1 flattens")
-    top_k: int = key(200, "sample among this many likeliest tokens (0: all)", least=0)
+    top_k: int = key(200, "sample among this many most likely tokens (0: all)", least=0)
     seed: int = key(1337, "of the random stream")
     device: str = key(
-        "auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps")
+        "auto", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
     )
 
     def __post_init__(self) -> None:
         check_least(self)
-        if (
-            not (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3)
-            or not 0 <= self.seed < 1 << 32
-        ):
-            raise ConfigError("temperature wants 0 (greedy) or 0.001 to 1000, seed 0 to 2**32 - 1")
+        if not (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3):
+            raise ConfigError(
+                f"temperature={self.temperature}: must be 0 (greedy), or from 0.001 to 1000"
+            )
+        if not 0 <= self.seed < 1 << 32:
+            raise ConfigError(f"seed={self.seed}: must be from 0 to 2**32 - 1")
+
+
+def read_prompt(prompt: str) -> str:
+    """Return the text to continue, from its file if `prompt` names one."""
+    if not prompt.startswith("FILE:"):
+        return prompt
+    try:
+        return Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"prompt={prompt}: cannot be read as text ({type(error).__name__})"
+        ) from None
 
 
 def main(argv: list[str]) -> None:
     config, spec = parse_args(SampleConfig, argv, __doc__, spec=True)
-    text = config.prompt
-    if text.startswith("FILE:"):
-        try:
-            text = Path(text.removeprefix("FILE:")).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"prompt={text}: cannot be read as text ({type(error).__name__})"
-            ) from None
+    text = read_prompt(config.prompt)
     device = find_device(config.device)
     model = load_model(spec).to(device)
     tokenizer = load_tokenizer(model.meta)
@@ -59,13 +65,13 @@ def main(argv: list[str]) -> None:
     if not tokens:
         raise ConfigError("prompt is empty: give at least one character")
     prompt = torch.tensor([tokens], device=device)  # (1, T)
-    stream = torch.Generator(device).manual_seed(config.seed)
+    generator = torch.Generator(device).manual_seed(config.seed)
     for number in range(config.num_samples):
         if number:
             print("-" * 80)
         sequence = model.generate(
-            prompt, config.max_new_tokens, config.temperature, config.top_k, stream
-        )
+            prompt, config.max_new_tokens, config.temperature, config.top_k, generator
+        )  # (1, T + max_new_tokens)
         print(tokenizer.decode(sequence[0].tolist()))
 
 

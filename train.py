@@ -1,20 +1,22 @@
-"""Train a GPT under any of five normalisations.
+"""Train a GPT with the normalisation of your choice.
 
-    python train.py config/demo.py                                       one process, CPU or GPU
-    python train.py config/demo.py --norm_type=rms --out_dir=out/rms     change any key
-    torchrun --standalone --nproc_per_node=8 train.py config/coupled.py  8 GPUs of one machine, DDP
+    # one process, on a GPU or a CPU; any key can be changed
+    python train.py config/demo.py
+    python train.py config/demo.py --norm_type=rms --out_dir=out/rms
+
+    # 8 GPUs of one machine: each holds the whole model (DDP), or a share of a larger one (FSDP)
+    torchrun --standalone --nproc_per_node=8 train.py config/coupled.py
     torchrun --standalone --nproc_per_node=8 train.py config/coupled.py --parallel=fsdp
-        for larger models
+
+    # two machines
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \\
       train.py config/coupled.py
 
 A run writes config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.txt into out_dir. The
-same command resumes it. SIGTERM and Ctrl-C finish the step, save, and exit 0.
+same command resumes it. SIGTERM and Ctrl-C finish the step, save a checkpoint, and exit with 0.
 
-What runs, in order: configurator.py makes a TrainConfig of config files and keys; Trainer joins the
-other ranks (common/distributed.py), reads data (training/dataloader.py), builds the model
-(model.py, its norms by norm_plan.py) and its optimiser (training/optim.py), resumes
-(training/checkpoint.py), and loops.
+The keys are those of TrainConfig. Trainer is the run: its constructor lists what is set up, in
+order, and `run` is the loop.
 """
 
 import dataclasses
@@ -44,6 +46,7 @@ from taper import TaperSchedule, is_tapered, taper_gate
 from training.checkpoint import (
     BEST,
     LAST,
+    FoundCheckpoint,
     different_checkpoints,
     find_checkpoint,
     restore,
@@ -52,22 +55,26 @@ from training.checkpoint import (
 from training.dataloader import Blocks, TrainLoader
 from training.evaluation import Evaluator
 from training.lock import FolderLock
-from training.log import RunLog, StepReport, Throughput
+from training.log import RunLog, Throughput
 from training.optim import carry_state, guarded_update, learning_rate, make_optimizer, micro_step
 from training.place import changes, check_same_data, find_place, saved_place
+from training.step_report import PendingReport, StepReport, count_bad, pack
 from training.stream import calibrate
 
-# float16: so many steps in a row with infinite gradients are no matter of the loss scale any more
+# float16 lowers its loss scale after a step with infinite gradients. The scale is not the reason
+# once this many steps in a row had them.
 MAX_SKIPPED = 20
 
 
 @dataclass(frozen=True)
 class TrainConfig(GPTConfig):
-    """Every key of a training run; the defaults are nanoGPT's for GPT-2 124M."""
+    """Every key of a training run. The defaults are nanoGPT's for GPT-2 124M."""
 
     vocab_size: int = key(
         0, "rows of the embedding (0: the data's vocabulary, up to a multiple of 64)", least=0
     )
+
+    # Files
     out_dir: str = key("out/run", "run folder")
     data_dir: str = key("data/fineweb_edu", "folder with token shards")
     init_from: str = key(
@@ -76,9 +83,13 @@ class TrainConfig(GPTConfig):
     resume: str = key(
         "auto", "auto: continue the run in out_dir if there is one; never; or a checkpoint's path"
     )
+
+    # Length and batch
     max_iters: int = key(600000, "optimiser steps", least=1)
     batch_size: int = key(12, "sequences in a micro-batch", least=1)
     gradient_accumulation_steps: int = key(40, "micro-batches in a step, over all ranks", least=1)
+
+    # Learning rate
     learning_rate: float = key(6e-4, "highest learning rate")
     min_lr: float = key(6e-5, "lowest learning rate, at the end of the schedule")
     warmup_iters: int = key(2000, "steps of linear warm-up; the first is not zero", least=0)
@@ -86,21 +97,27 @@ class TrainConfig(GPTConfig):
         "cosine", "wsd: constant, then linear decay", ("cosine", "wsd", "constant")
     )
     wsd_decay: float = key(0.2, "wsd: share of max_iters that the decay takes")
-    weight_decay: float = key(0.1, "AdamW's, on tensors of two dimensions or more", least=0)
-    beta1: float = key(0.9, "AdamW's")
-    beta2: float = key(0.95, "AdamW's")
-    adam_eps: float = key(1e-8, "AdamW's")
+
+    # AdamW
+    weight_decay: float = key(0.1, "of AdamW, on tensors of two dimensions or more", least=0)
+    beta1: float = key(0.9, "of AdamW")
+    beta2: float = key(0.95, "of AdamW")
+    adam_eps: float = key(1e-8, "of AdamW")
     grad_clip: float = key(1.0, "largest global gradient norm (0: no clipping)", least=0)
+
+    # Evaluation, log and checkpoints
     eval_interval: int = key(2000, "steps between evaluations", least=1)
     eval_tokens: int = key(
-        2_097_152, "tokens of the val shards that val_loss is over, always the same", least=1
+        2_097_152, "val_loss is over this many tokens of the val shards, always the same", least=1
     )
     log_interval: int = key(10, "steps between log lines", least=1)
     checkpoint_interval: int = key(0, "steps between checkpoints (0: at every evaluation)", least=0)
     sample_tokens: int = key(300, "length of the text sample at the end (0: none)", least=0)
+
+    # Machine
     seed: int = key(1337, "of initial weights, data order and dropout", least=0)
     device: str = key(
-        "auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps")
+        "auto", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
     )
     dtype: str = key(
         "auto",
@@ -108,23 +125,29 @@ class TrainConfig(GPTConfig):
         ("auto", *DTYPES),
     )
     parallel: str = key(
-        "ddp", "on several ranks: each holds the whole model, or fsdp: a share", ("ddp", "fsdp")
+        "ddp",
+        "on several ranks: each holds the whole model (ddp), or a share of it (fsdp)",
+        ("ddp", "fsdp"),
     )
     compile: bool | None = key(None, "torch.compile (auto: on CUDA)")
     compile_mode: str = key(
         "default",
-        "of torch.compile; max-autotune tries products that add as well",
+        "of torch.compile; max-autotune tries kernels for products that also add",
         ("default", "max-autotune-no-cudagraphs"),
     )
+
+    # HellaSwag
     hellaswag: str = key(
         "off", "score HellaSwag at the end: off, auto (downloads the items), or a file of items"
     )
     hellaswag_interval: int = key(
-        0, "steps between further HellaSwag scores (0: at the end alone)", least=0
+        0, "steps between further HellaSwag scores (0: at the end only)", least=0
     )
     hellaswag_items: int = key(
         0, "score this many items, spread evenly over the file (0: all)", least=0
     )
+
+    # Equivalence margins for report.py; a margin must be declared before the results are known
     delta_train_loss: float = key(
         0.0, "equivalence margin for report.py, nats per token, declared now (0: none)", least=0
     )
@@ -136,6 +159,8 @@ class TrainConfig(GPTConfig):
     delta_tok_per_s: float = key(
         0.0, "equivalence margin, share of the baseline's throughput (0: none)", least=0
     )
+
+    # Weights & Biases
     wandb: str = key("off", "log to Weights & Biases too", ("off", "online", "offline"))
     wandb_project: str = key("nanonorm", "Weights & Biases project")
 
@@ -143,7 +168,8 @@ class TrainConfig(GPTConfig):
         super().__post_init__()
         if self.hellaswag_interval % self.eval_interval:
             raise ConfigError(
-                f"hellaswag_interval={self.hellaswag_interval}: wants a multiple of eval_interval"
+                f"hellaswag_interval={self.hellaswag_interval}: must be a multiple of "
+                f"eval_interval={self.eval_interval}"
             )
         for name in ("beta1", "beta2", "wsd_decay"):
             if not 0 <= getattr(self, name) < 1:
@@ -152,18 +178,18 @@ class TrainConfig(GPTConfig):
             raise ConfigError(f"adam_eps={self.adam_eps}: must be above 0")
         if self.coupled_impl != "scale" and self.dtype == "float16":
             raise ConfigError(
-                f"coupled_impl={self.coupled_impl} multiplies the stream as it is, which can be "
-                "beyond float16: use coupled_impl=scale, or dtype=bfloat16"
+                f"coupled_impl={self.coupled_impl} multiplies the stream before it is normalised, "
+                "which can overflow float16: use coupled_impl=scale, or dtype=bfloat16"
             )
         if self.norm_type == "taper":
-            TaperSchedule(self.taper_warmup, self.taper_end).steps(
-                self.max_iters
-            )  # raises if its order is wrong
+            # Raises if the taper ends before its warm-up does.
+            TaperSchedule(self.taper_warmup, self.taper_end).steps(self.max_iters)
         if self.seed >= 1 << 32:
             raise ConfigError(f"seed={self.seed}: must be below 2**32")
         if not (self.learning_rate > 0 and 0 <= self.min_lr <= self.learning_rate):
             raise ConfigError(
-                f"want 0 <= min_lr ({self.min_lr}) <= learning_rate ({self.learning_rate}), above 0"
+                f"learning_rate={self.learning_rate} and min_lr={self.min_lr}: must be "
+                "0 <= min_lr <= learning_rate, and learning_rate above 0"
             )
 
 
@@ -174,143 +200,158 @@ class NonFiniteError(UserError):
 
 
 class Trainer:
-    """One training run: set up by the constructor, done by `run`."""
+    """One training run: the constructor sets it up, `run` does it."""
 
     def __init__(self, config: TrainConfig):
-        self.stop_signal = StopSignal()
-        self.ranks = ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
-        if ranks.device.type == "cpu":
-            faster_float32_products(config.n_embd, config.head_channels)
-        if config.parallel == "fsdp" and not dist.is_initialized():
-            raise ConfigError(
-                "parallel=fsdp shares the model out over ranks: start it with torchrun"
-            )
+        self.config = config
         self.out_dir = Path(config.out_dir)
-        self.place: dict[str, Any] = {}  # training/place.py; empty in a finished run
+        self.step = 0  # steps done; the first one is step 1
+        self.best = math.inf  # lowest val loss so far
+        self.skipped = 0  # steps in a row whose gradients were not finite
+        self.place: dict[str, Any] = {}  # data, machine and code: training/place.py
+        self.changed: list[str] = []  # what differs from the run that is resumed
+        self.notes: list[str] = []  # lines for people, shown once the log is open
 
-        # Data
-        self.meta = read_meta(config.data_dir)
-        n_vocab = self.meta.get("vocab_size", 0)
-        rows = (
-            config.vocab_size or -(-n_vocab // 64) * 64 or 50304
-        )  # without meta.json: nanoGPT's GPT-2 shards
-        if 0 < config.n_vocab < n_vocab:
-            raise ConfigError(
-                f"n_vocab={config.n_vocab}: the data's vocabulary has {n_vocab} tokens: "
-                "leave it at 0"
-            )
-        n_vocab = config.n_vocab or n_vocab
-        self.config = config = dataclasses.replace(config, vocab_size=rows, n_vocab=n_vocab)
-        train, val = (
-            Blocks(config.data_dir, split, config.block_size, n_vocab or rows)
-            for split in ("train", "val")
-        )
-        self.loader = TrainLoader(
-            train, config.batch_size, config.gradient_accumulation_steps, config.seed
-        )
-        self.tokens_per_step = (
-            config.batch_size * config.gradient_accumulation_steps * config.block_size
-        )
-
-        self.precision = Precision(config.dtype, ranks.device)
-        self.scaler = self.precision.scaler
-        self.peak_flops = peak_flops(ranks.device) if self.precision.is_low else None
-        make_scorer = self._hellaswag if config.hellaswag != "off" else None
-        self.evaluator = Evaluator(
-            config, val, self.meta, ranks, self.precision.autocast, make_scorer
-        )
-
-        # The run folder is for this run alone before anybody looks for a checkpoint there
-        self.lock = ranks.together(self._lock)
+        self.stop_signal = StopSignal()
+        self._join_ranks()
+        self._open_data()
+        self._make_evaluator()
+        # No other process may be in the run folder when we look for a checkpoint there.
+        self.lock = self.ranks.together(self._lock)
         try:
-            self._prepare()
+            found = self._find_checkpoint()
+            self._find_place(found)
+            self._build_model(found)
+            # FSDP replaces the parameters, so the optimiser is made after it.
+            self._shard()
+            self._make_optimizer()
+            # After sharding, so that each rank reads its own share of a sharded checkpoint.
+            self._resume(found)
+            # DDP goes around the compiled model.
+            self._compile()
+            self._replicate()
+            # Last: if anything before fails, the log in out_dir is untouched.
+            self._start_log(found)
         except BaseException:
             self._unlock()
             raise
 
-    def _lock(self) -> FolderLock | None:
-        return (
-            FolderLock(self.out_dir, lambda: self.stop_signal.name) if self.ranks.is_main else None
+    def _join_ranks(self) -> None:
+        """Join the other processes of this run, and choose device and precision."""
+        config = self.config
+        self.ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
+        if self.ranks.device.type == "cpu":
+            faster_float32_products(config.n_embd, config.head_channels)
+        if config.parallel == "fsdp" and not dist.is_initialized():
+            raise ConfigError("parallel=fsdp divides the model among ranks: start it with torchrun")
+        self.precision = Precision(config.dtype, self.ranks.device)
+        self.scaler = self.precision.scaler
+        # MFU is a share of the peak in low precision.
+        self.peak_flops = None
+        if self.precision.is_low:
+            self.peak_flops = peak_flops(self.ranks.device)
+
+    def _open_data(self) -> None:
+        """Open the token shards, and complete the config with the vocabulary of the data."""
+        self.meta = read_meta(self.config.data_dir)
+        self.config = with_vocabulary(self.config, self.meta.get("vocab_size", 0))
+        config = self.config
+        n_vocab = config.n_vocab or config.vocab_size
+        train = Blocks(config.data_dir, "train", config.block_size, n_vocab)
+        self.val_blocks = Blocks(config.data_dir, "val", config.block_size, n_vocab)
+        micro_batches = config.gradient_accumulation_steps
+        self.loader = TrainLoader(train, config.batch_size, micro_batches, config.seed)
+        self.tokens_per_step = config.batch_size * micro_batches * config.block_size
+
+    def _make_evaluator(self) -> None:
+        """Prepare the measurements. Raises now, not at the end, if HellaSwag cannot be scored."""
+        make_scorer = None
+        if self.config.hellaswag != "off":
+            make_scorer = self._hellaswag_scorer
+        self.evaluator = Evaluator(
+            self.config,
+            self.val_blocks,
+            self.meta,
+            self.ranks,
+            self.precision.autocast,
+            make_scorer,
         )
 
+    def _hellaswag_scorer(self, tokenizer: Any) -> HellaSwag:
+        """Make what scores HellaSwag; downloads or reads the items."""
+        config = self.config
+        file = "" if config.hellaswag == "auto" else config.hellaswag
+        return HellaSwag(
+            file, config.hellaswag_items, tokenizer, self.ranks, self.precision.autocast
+        )
+
+    def _lock(self) -> FolderLock | None:
+        """Make the run folder, and keep other processes out of it."""
+        if not self.ranks.is_main:
+            return None
+        return FolderLock(self.out_dir, lambda: self.stop_signal.name)
+
     def _unlock(self) -> None:
+        """Let other processes into the run folder."""
         if self.lock is not None:
             self.lock.release()
 
-    def _prepare(self) -> None:
-        """Set up model, optimiser and log, as the checkpoint in the run folder left them."""
-        config, ranks = self.config, self.ranks
-        self.step, self.best, self.skipped, self.changed = 0, math.inf, 0, []
-        resumed, notes = ranks.together(lambda: find_checkpoint(self.out_dir, config.resume)), []
-        ranks.check_same(resumed[0]["step"] if resumed else -1, different_checkpoints(self.out_dir))
-        if (
-            resumed is None or resumed[0]["step"] < config.max_iters
-        ):  # a finished run is not compared with anything
-            self.place = self._find_place()
-        self.model = GPT(config, config.seed)
-        if config.init_from and resumed is None:
-            notes = [init_from(self.model, config.init_from)]
-        self.model.to(self.precision.weights).train()
-        if config.parallel == "fsdp":
-            shard(self.model, ranks.device)
-        else:
-            self.model.to(ranks.device)
-        self.optimizer = make_optimizer(
-            self.model,
-            config.learning_rate,
-            (config.beta1, config.beta2),
-            config.adam_eps,
-            config.weight_decay,
-        )
-        if resumed is not None:
-            notes = self._resume(*resumed)
-        self.compiled = self.model
-        if config.compile or (config.compile is None and ranks.on_cuda):
-            torch._dynamo.config.recompile_limit = (
-                32  # training and evaluation, in each of a taper's three phases
-            )
-            self.compiled = torch.compile(self.model, dynamic=False, mode=config.compile_mode)
-        replicated = dist.is_initialized() and not is_sharded(self.model)
-        self.parallel = replicate(self.compiled) if replicated else self.compiled
-        self.names = [name for name, _ in self.model.named_parameters()]
-        self.parameters = list(self.model.parameters())
-        self.log = RunLog(self.out_dir, dataclasses.asdict(config), config.max_iters, ranks.is_main)
-        if self.step < config.max_iters:
-            # a schedule that cannot go on raises, and the run in out_dir stays as it is
-            self._next_step()
-            ranks.together(lambda: self._open_log(resumed is not None))
-        end = TaperSchedule(config.taper_warmup, config.taper_end).steps(config.max_iters)[1]
-        if config.norm_type == "taper" and end > config.max_iters:
-            notes.append(
-                f"warning: the taper ends at step {end}, after max_iters={config.max_iters}: "
-                "norms remain"
-            )
-        for note in notes:
-            self.log.say(note)
+    def _find_checkpoint(self) -> FoundCheckpoint | None:
+        """Find the checkpoint to resume from, the same on every rank."""
+        resume = self.config.resume
+        found = self.ranks.together(lambda: find_checkpoint(self.out_dir, resume))
+        step = -1 if found is None else found.state["step"]
+        self.ranks.check_same(step, different_checkpoints(self.out_dir))
+        return found
 
-    def _hellaswag(self, tokenizer: Any) -> HellaSwag:
-        file = "" if self.config.hellaswag == "auto" else self.config.hellaswag
-        return HellaSwag(
-            file, self.config.hellaswag_items, tokenizer, self.ranks, self.precision.autocast
-        )
-
-    def _find_place(self) -> dict[str, Any]:
-        """What the log and checkpoints tell of data, machine and code. Raises DataError where ranks
-        differ in data.
-        """
-        data = " ".join(
-            blocks.fingerprint() for blocks in (self.loader.blocks, self.evaluator.blocks)
-        )
-        differs = (
+    def _find_place(self, found: FoundCheckpoint | None) -> None:
+        """Describe data, machine and code. Raises DataError if ranks see different data."""
+        if found is not None and found.state["step"] >= self.config.max_iters:
+            return  # a finished run trains nothing, so there is nothing to compare
+        train = self.loader.blocks.fingerprint()
+        val = self.val_blocks.fingerprint()
+        data = f"{train} {val}"
+        error = DataError(
             f"data_dir={self.config.data_dir}: ranks see different data: "
             "copy the same to each machine"
         )
-        self.ranks.check_same(zlib.crc32(data.encode()), DataError(differs))
-        return find_place(data, self.ranks)
+        self.ranks.check_same(zlib.crc32(data.encode()), error)
+        self.place = find_place(data, self.ranks)
 
-    def _resume(self, state: dict, path: Path, note: str) -> list[str]:
-        """Restore everything; what to tell about it."""
+    def _build_model(self, found: FoundCheckpoint | None) -> None:
+        """Build the model on the CPU, its weights from the seed or from `init_from`."""
+        config = self.config
+        # On the CPU, so that the seed gives the same weights on every device.
+        self.model = GPT(config, config.seed)
+        # A run that is resumed has left those weights behind.
+        if config.init_from and found is None:
+            self.notes.append(init_from(self.model, config.init_from))
+        self.model.to(self.precision.weights).train()
+
+    def _shard(self) -> None:
+        """Move the model to the device: under FSDP a share of it, else the whole."""
+        if self.config.parallel == "fsdp":
+            shard(self.model, self.ranks.device)
+        else:
+            self.model.to(self.ranks.device)
+
+    def _make_optimizer(self) -> None:
+        """Make the optimiser, after FSDP has replaced the parameters by its shares."""
+        config = self.config
+        betas = (config.beta1, config.beta2)
+        self.optimizer = make_optimizer(
+            self.model, config.learning_rate, betas, config.adam_eps, config.weight_decay
+        )
+        self.parameters = list(self.model.parameters())
+        self.names = [name for name, _ in self.model.named_parameters()]
+
+    def _resume(self, found: FoundCheckpoint | None) -> None:
+        """Restore everything from the checkpoint, and note what has changed since."""
+        if found is None:
+            return
+        state, path, problem = found
         place = self.ranks.together(lambda: saved_place(state, path))
+        # A finished run, whose place is empty, is not compared.
         if self.place:
             remedy = (
                 f"give data_dir={self.config.data_dir} the data that it had, or choose another "
@@ -318,37 +359,86 @@ class Trainer:
             )
             self.ranks.together(lambda: check_same_data(place, self.place, path, remedy))
         restore(path, state, self.config, self.model, self.optimizer, self.scaler)
-        self.step, self.best = state["step"], state["best_val_loss"]
-        then, now = (
-            json.loads(json.dumps(part))
-            for part in (state["config"], dataclasses.asdict(self.config))
-        )
-        both = sorted(now.keys() & then.keys())
-        self.changed = [
-            f"{name} {then[name]} -> {now[name]}" for name in both if now[name] != then[name]
-        ]
-        self.changed += changes(place, self.place)
-        notes = [f"not usable: {note}"] if note else []
-        notes += [f"resuming from {path}, after step {self.step}"]
-        return notes + ([f"changed since then: {', '.join(self.changed)}"] if self.changed else [])
+        self.step = state["step"]
+        self.best = state["best_val_loss"]
+        # The place tells these better: the data themselves, and what `auto` chose.
+        told = {"data_dir": "data", "device": "device"}
+        keys = self._changed_keys(state["config"])
+        keys = [change for change in keys if told.get(change.split()[0]) not in place]
+        self.changed = keys + changes(place, self.place)
+        if problem:
+            self.notes.append(f"not usable: {problem}")
+        self.notes.append(f"resuming from {path}, after step {self.step}")
+        if self.changed:
+            self.notes.append(f"changed since then: {', '.join(self.changed)}")
 
-    def _open_log(self, resumed: bool) -> None:
-        if not self.ranks.is_main:  # the others log nothing
+    def _changed_keys(self, saved: dict[str, Any]) -> list[str]:
+        """List the keys that differ from a saved config, as "max_iters 40 -> 45"."""
+        # Through JSON, so that a tuple equals a list of the same numbers.
+        then = json.loads(json.dumps(saved))
+        now = json.loads(json.dumps(dataclasses.asdict(self.config)))
+        names = sorted(now.keys() & then.keys())
+        return [f"{name} {then[name]} -> {now[name]}" for name in names if now[name] != then[name]]
+
+    def _compile(self) -> None:
+        """Compile the model, on CUDA unless the config says otherwise."""
+        config = self.config
+        wanted = self.ranks.on_cuda if config.compile is None else config.compile
+        self.compiled = self.model
+        if wanted:
+            # Training and evaluation are compiled apart, and again in each phase of a taper.
+            # PyTorch's limit of 8 is soon reached.
+            torch._dynamo.config.recompile_limit = 32
+            self.compiled = torch.compile(self.model, dynamic=False, mode=config.compile_mode)
+
+    def _replicate(self) -> None:
+        """Put DDP around the model, if there are several ranks and each holds all of it."""
+        self.parallel = self.compiled
+        if dist.is_initialized() and not is_sharded(self.model):
+            self.parallel = replicate(self.compiled)
+
+    def _start_log(self, found: FoundCheckpoint | None) -> None:
+        """Open the log, and show the notes of all steps before this one."""
+        config = self.config
+        self.log = RunLog(
+            self.out_dir, dataclasses.asdict(config), config.max_iters, self.ranks.is_main
+        )
+        if self.step < config.max_iters:
+            # Raises if a taper cannot go on from here. The run in out_dir is untouched until then.
+            self._next_step()
+            self.ranks.together(lambda: self._open_log(is_resumed=found is not None))
+        end = TaperSchedule(config.taper_warmup, config.taper_end).steps(config.max_iters)[1]
+        if config.norm_type == "taper" and end > config.max_iters:
+            self.notes.append(
+                f"warning: the taper ends at step {end}, after max_iters={config.max_iters}: "
+                "norms remain"
+            )
+        for note in self.notes:
+            self.log.say(note)
+
+    def _open_log(self, is_resumed: bool) -> None:
+        """Open log.jsonl, and write config.json."""
+        if not self.ranks.is_main:
             return
         config = dataclasses.asdict(self.config)
+        norm_type = config["norm_type"]
+        start = {
+            "n_params": self.model.num_params(),
+            "norm_plan": str(self.model.plan),
+            # report.py names an arm by the keys that are not at their defaults. It learns here
+            # which keys are about norms.
+            "norm_keys": keys_of(norm_type),
+            "other_norm_keys": sorted(foreign_keys(norm_type)),
+            "tokens_per_step": self.tokens_per_step,
+            **self.place,
+        }
+        self.log.open(self.step if is_resumed else None, start, self.changed)
         try:
             (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         except OSError as error:
             raise UserError(
                 f"out_dir={self.out_dir}: cannot be written ({error.strerror})"
             ) from None
-        start = {"n_params": self.model.num_params(), "norm_plan": str(self.model.plan)}
-        # report.py names the arm by the keys that are not at their defaults, and knows all norm
-        # keys from here
-        start["norm_keys"] = keys_of(config["norm_type"])
-        start["other_norm_keys"] = sorted(foreign_keys(config["norm_type"]))
-        start |= {"tokens_per_step": self.tokens_per_step, **self.place}
-        self.log.open(self.step if resumed else None, start, self.changed)
         self.log.say(
             f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
             f"{self.tokens_per_step:,} tokens a step"
@@ -357,72 +447,111 @@ class Trainer:
     # ------------------------------------------------------------------------------------- the loop
 
     def run(self) -> None:
-        config, ranks = self.config, self.ranks
-        if self.step >= config.max_iters:  # and nothing of the run is touched
-            self.log.say(f"finished already: step {self.step} of max_iters={config.max_iters}")
-            return self._unlock()
+        """Train until max_iters or a signal, and close the log."""
+        if self.step >= self.config.max_iters:  # nothing in the run folder is touched
+            self.log.say(f"finished already: step {self.step} of max_iters={self.config.max_iters}")
+            self._unlock()
+            return
         self.clock = Throughput(self.tokens_per_step)
+        # A new run is measured before its first step. One that is resumed has been.
         if self.step == 0:
             self._calibrate()
             self._evaluate()
+        reason = self._loop()
+        self._finish(reason)
+        self._unlock()
+
+    def _loop(self) -> str:
+        """Take all steps that are left. Returns why it stopped before max_iters, or ""."""
+        config, ranks = self.config, self.ranks
         batches = self.loader.batches(
             self.step + 1, ranks.rank, ranks.world_size, pin=ranks.on_cuda
         )
-        reports: deque[StepReport] = deque()
+        pending: deque[PendingReport] = deque()
         reason = ""
         self.clock.restart()
         while not reason and self.step < config.max_iters:
             self.step += 1
-            reports.append(self._train_step(batches))
+            pending.append(self._train_step(batches))
             self._next_step()
             self._calibrate()
             due_eval = self.step % config.eval_interval == 0 or self.step == config.max_iters
-            due_save = due_eval or (
-                config.checkpoint_interval and self.step % config.checkpoint_interval == 0
-            )
+            due_save = due_eval
+            if config.checkpoint_interval and self.step % config.checkpoint_interval == 0:
+                due_save = True
             # On a GPU a report is read when the next step is queued, so that the GPU never waits
-            # for the host.
+            # for the host. A checkpoint is only made of steps whose reports were read.
             in_flight = 1 if ranks.on_cuda and not due_save else 0
-            while len(reports) > in_flight or (reason and reports):
-                reason = self._handle(reports.popleft()) or reason
+            while len(pending) > in_flight or (reason and pending):
+                report = pending.popleft().read()
+                reason = self._end_step(report) or reason
             if due_eval:
                 self._evaluate()
             if due_save or reason:
                 self._save(LAST)
                 self.clock.restart()
-        if not reason and config.sample_tokens:
+        return reason
+
+    def _finish(self, reason: str) -> None:
+        """Write a sample of the model's text, if the run is complete, and close the log."""
+        if not reason and self.config.sample_tokens:
             self.log.say(self.evaluator.write_sample(self.model, self.out_dir / "samples.txt"))
         speed = self.clock.steady()
-        done = f"done: best val loss {self.best:.4f}" + (
-            f", {speed / 1000:.1f} k tokens/s" if speed else ""
-        )
+        done = f"done: best val loss {self.best:.4f}"
+        if speed:
+            done += f", {speed / 1000:.1f} k tokens/s"
         self.log.say(reason or done)
         self.log.close(reason or "done", step=self.step, tok_per_s=speed)
-        self._unlock()
 
     def _next_step(self) -> None:
-        """The schedules of the norms move on; optimiser state follows a parameter's role."""
-        before = is_tapered(self.model)
+        """Move the schedules of the norms to the next step.
+
+        A parameter that takes over the role of another gets its optimiser state.
+        """
+        was_tapered = is_tapered(self.model)
         for source, target in self.model.set_step(self.step + 1, self.config.max_iters):
             carry_state(self.optimizer, source, target)
-        if is_tapered(self.model) and not before:
-            self.best = math.inf  # a model that still had its norms was another one
+        if is_tapered(self.model) and not was_tapered:
+            # The best checkpoint is the best of those without norms: only they can be folded.
+            self.best = math.inf
 
     def _calibrate(self) -> None:
-        """Where coupled_calibrate says so, set alpha by a training batch, the same on any number of
-        ranks.
+        """Set alpha from a training batch, every coupled_calibrate steps.
+
+        The batch is the same on any number of ranks.
         """
-        if self.config.coupled_calibrate and self.step % self.config.coupled_calibrate == 0:
+        interval = self.config.coupled_calibrate
+        if interval and self.step % interval == 0:
             x, _ = self.loader.blocks.batch(self.loader.sample_ids(self.step + 1, 0))
             with self.precision.autocast():
                 calibrate(self.model, x.to(self.ranks.device))
 
-    def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepReport:
-        """Forward and backward of this rank's micro-batches, then the update.
+    # -------------------------------------------------------------------------------------- a step
+
+    def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> PendingReport:
+        """Do forward and backward of this rank's micro-batches, then the update.
 
         Nothing here waits for the device.
         """
         config, ranks = self.config, self.ranks
+        lr = self._set_learning_rate()
+        # The random stream of dropout is a function of (seed, step, rank): no evaluation disturbs
+        # it, and a resumed run has the same.
+        torch.manual_seed(zlib.crc32(f"{config.seed} {self.step} {ranks.rank}".encode()))
+        losses = self._backward(batches)  # (2,)
+        shared = pack(losses, bool(self.stop_signal.name), ranks)
+        # One small reduction a step: losses, requests to stop and bad losses together.
+        ranks.sum(shared)
+        # The device itself skips the update if a loss or a gradient is not finite. The host learns
+        # of it when it reads the report, and raises.
+        norms = guarded_update(
+            self.optimizer, self.scaler, self.parameters, config.grad_clip, count_bad(shared)
+        )
+        return PendingReport(self.step, lr, shared, norms)
+
+    def _set_learning_rate(self) -> float:
+        """Set the learning rate of this step, and return it."""
+        config = self.config
         lr = learning_rate(
             self.step,
             config.lr_schedule,
@@ -434,117 +563,142 @@ class Trainer:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # Dropout's random stream is a function of (seed, step, rank): nothing can disturb it, no
-        # resume lose it.
-        torch.manual_seed(zlib.crc32(f"{config.seed} {self.step} {ranks.rank}".encode()))
-        micro_batches = config.gradient_accumulation_steps // ranks.world_size
+        return lr
+
+    def _backward(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+        """Add up gradients over this rank's micro-batches. Returns its mean losses (2,)."""
+        device = self.ranks.device
+        micro_batches = self.config.gradient_accumulation_steps // self.ranks.world_size
         losses = 0.0
         for micro in range(micro_batches):
-            x, y = (part.to(ranks.device, non_blocking=True) for part in next(batches))
+            x, y = next(batches)  # (B, T) each
+            x = x.to(device, non_blocking=True)
+            y = y.to(device, non_blocking=True)
+            # Gradients add up; DDP reduces them over ranks in the last backward only.
             with accumulate(self.parallel, last=micro == micro_batches - 1):
                 losses = losses + micro_step(self.parallel, x, y, self.precision, micro_batches)
-        # One small reduction a step: both losses, a wish to stop, and whose loss is not finite
-        shared = torch.zeros(3 + ranks.world_size, dtype=losses.dtype, device=ranks.device)
-        shared[:2] = losses / ranks.world_size
-        shared[2] = float(bool(self.stop_signal.name))
-        shared[3 + ranks.rank] = ~torch.isfinite(losses.sum())
-        ranks.sum(shared)
-        norms = guarded_update(
-            self.optimizer, self.scaler, self.parameters, config.grad_clip, shared[3:].sum()
-        )
-        return StepReport(self.step, lr, torch.cat([shared, norms]))
+        return losses
 
-    def _handle(self, report: StepReport) -> str:
-        """Log a step; why to stop after it, or "". Raises NonFiniteError."""
-        loss, aux, stops, *values = report.read()
-        bad_ranks, (grad_norm, *norms) = (
-            values[: self.ranks.world_size],
-            values[self.ranks.world_size :],
-        )
+    def _end_step(self, report: StepReport) -> str:
+        """Check a step and log it. Returns why the run must stop after it, or ""."""
         self.clock.tick()
-        self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
-        culprit = ""
-        if any(bad_ranks):
-            culprit = f"the loss on rank {next(rank for rank, bad in enumerate(bad_ranks) if bad)}"
-        elif self.skipped >= (MAX_SKIPPED if self.scaler.is_enabled() else 1):
-            names = [
-                name
-                for name, norm in zip(self.names, norms, strict=True)
-                if not math.isfinite(norm)
-            ]
-            culprit = f"the gradient of {names[0]}" if names else "the global gradient norm"
-        if culprit:
-            reason = f"step {report.step}: {culprit} is not finite"
-            self.log.close(reason, step=report.step)
-            saved = (self.out_dir / LAST).exists()
-            kept = (
-                f"the last checkpoint in {self.out_dir} is good"
-                if saved
-                else "and there is no checkpoint yet"
-            )
-            raise NonFiniteError(
-                f"{reason}; it was not applied, {kept}: lower learning_rate, or look at the data"
-            )
+        # All ranks have the same report, so all of them raise, or stop, after the same step.
+        self._check_finite(report)
         if report.step % self.config.log_interval == 0 or report.step in (1, self.config.max_iters):
-            speed, mfu = self.clock.window(), None
-            if speed and self.peak_flops:
-                mfu = (
-                    speed * self.model.flops_per_token() / (self.peak_flops * self.ranks.world_size)
-                )
-            more = {"aux_loss": aux} if aux else {}
-            self.log.step(
-                step=report.step,
-                loss=loss,
-                lr=report.lr,
-                grad_norm=grad_norm,
-                tok_per_s=speed,
-                mfu=mfu,
-                tokens=report.step * self.tokens_per_step,
-                **more,
-            )
-        return (
-            f"stopped by {self.stop_signal.name or 'a signal'} after step {self.step}"
-            if stops
-            else ""
+            self._log_step(report)
+        if report.stops:
+            return f"stopped by {self.stop_signal.name or 'a signal'} after step {self.step}"
+        return ""
+
+    def _check_finite(self, report: StepReport) -> None:
+        """Raise NonFiniteError, and say so in the log, if a step cannot be used."""
+        self.skipped = 0 if math.isfinite(report.grad_norm) else self.skipped + 1
+        allowed = MAX_SKIPPED if self.scaler.is_enabled() else 1
+        if report.bad_ranks:
+            culprit = f"the loss on rank {report.bad_ranks[0]}"
+        elif self.skipped >= allowed:
+            culprit = self._bad_gradient(report)
+        else:
+            return
+        reason = f"step {report.step}: {culprit} is not finite"
+        self.log.close(reason, step=report.step)
+        kept = "and there is no checkpoint yet"
+        if (self.out_dir / LAST).exists():
+            kept = f"the last checkpoint in {self.out_dir} is good"
+        raise NonFiniteError(
+            f"{reason}; it was not applied, {kept}: lower learning_rate, or look at the data"
         )
+
+    def _bad_gradient(self, report: StepReport) -> str:
+        """Name the first gradient that is not finite."""
+        for name, norm in zip(self.names, report.gradient_norms, strict=True):
+            if not math.isfinite(norm):
+                return f"the gradient of {name}"
+        return "the global gradient norm"
+
+    def _log_step(self, report: StepReport) -> None:
+        """Log losses and speed."""
+        speed = self.clock.window()
+        mfu = None  # model FLOPs utilisation
+        if speed and self.peak_flops:
+            peak = self.peak_flops * self.ranks.world_size
+            mfu = speed * self.model.flops_per_token() / peak
+        auxiliary = {"aux_loss": report.aux_loss} if report.aux_loss else {}
+        self.log.step(
+            step=report.step,
+            loss=report.loss,
+            lr=report.lr,
+            grad_norm=report.grad_norm,
+            tok_per_s=speed,
+            mfu=mfu,
+            tokens=report.step * self.tokens_per_step,
+            **auxiliary,
+        )
+
+    # ------------------------------------------------------------------ evaluation and checkpoints
 
     def _evaluate(self) -> None:
-        last = self.step == self.config.max_iters
+        """Measure the model and log it; save it if it is the best so far."""
         val_loss = self.evaluator.val_loss(self.compiled)
-        bits = self.evaluator.bits_per_byte(val_loss)
-        gate = taper_gate(self.model)
-        more = ({"bits_per_byte": bits} if bits else {}) | ({} if gate is None else {"gate": gate})
-        self.log.event("eval", step=self.step, val_loss=val_loss, **more)
-        shown = f" nats per token, {bits:.4f} bits per byte" if bits else ""
-        shown += f", taper gate {gate:.3g}" if gate is not None else ""
-        self.log.say(f"step {self.step}  val loss {val_loss:.4f}{shown}")
-        self.log.event("rms", step=self.step, **self.evaluator.rms_stats(self.model).record())
-        # Before any checkpoint of this step, so that a run which is killed here scores again when
-        # it resumes.
-        scores = self.evaluator.hellaswag(self.model, self.step, last)
-        if scores is not None and self.ranks.is_main:
-            self.log.event("hellaswag", step=self.step, **scores.summary())
-            self.log.say(f"step {self.step}  HellaSwag {scores}")
-            scores.write(self.out_dir / ITEMS_FILE)
+        self._log_val_loss(val_loss)
+        stats = self.evaluator.rms_stats(self.model)
+        self.log.event("rms", step=self.step, **stats.record())
+        # Before any checkpoint of this step: a run that is killed here scores again when it
+        # resumes.
+        self._score_hellaswag()
+        # Step 0 is not saved: nothing has been trained.
         if self.step and val_loss < self.best:
             self.best = val_loss
             self._save(BEST)
 
+    def _log_val_loss(self, val_loss: float) -> None:
+        """Log the val loss, with bits per byte and the taper's gate where they exist."""
+        record = {"val_loss": val_loss}
+        line = f"step {self.step}  val loss {val_loss:.4f}"
+        bits = self.evaluator.bits_per_byte(val_loss)
+        if bits:
+            record["bits_per_byte"] = bits
+            line += f" nats per token, {bits:.4f} bits per byte"
+        gate = taper_gate(self.model)
+        if gate is not None:
+            record["gate"] = gate
+            line += f", taper gate {gate:.3g}"
+        self.log.event("eval", step=self.step, **record)
+        self.log.say(line)
+
+    def _score_hellaswag(self) -> None:
+        """Score HellaSwag, if that is due after this step."""
+        is_last = self.step == self.config.max_iters
+        scores = self.evaluator.hellaswag(self.model, self.step, is_last)
+        if scores is not None and self.ranks.is_main:
+            self.log.event("hellaswag", step=self.step, **scores.summary())
+            self.log.say(f"step {self.step}  HellaSwag {scores}")
+            scores.write(self.out_dir / ITEMS_FILE)
+
     def _save(self, name: str) -> None:
-        save_checkpoint(
-            self.out_dir / name,
-            {
-                "step": self.step,
-                "config": dataclasses.asdict(self.config),
-                "meta": self.meta,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "best_val_loss": self.best,
-                "place": self.place,
-            },
-            self.ranks,
+        """Save everything that a resume needs. All ranks take part."""
+        state = {
+            "step": self.step,
+            "config": dataclasses.asdict(self.config),
+            "meta": self.meta,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "best_val_loss": self.best,
+            "place": self.place,
+        }
+        save_checkpoint(self.out_dir / name, state, self.ranks)
+
+
+def with_vocabulary(config: TrainConfig, n_tokens: int) -> TrainConfig:
+    """Complete `config` with the vocabulary of its data: `n_tokens`, 0 if the data do not say."""
+    if 0 < config.n_vocab < n_tokens:
+        raise ConfigError(
+            f"n_vocab={config.n_vocab}: the data's vocabulary has {n_tokens} tokens: leave it at 0"
         )
+    rows = config.vocab_size or math.ceil(n_tokens / 64) * 64
+    rows = rows or 50304  # shards without meta.json are nanoGPT's, of GPT-2 tokens
+    return dataclasses.replace(config, vocab_size=rows, n_vocab=config.n_vocab or n_tokens)
 
 
 def main(argv: list[str]) -> None:

@@ -1,9 +1,10 @@
-"""The processes of a run, one or those of torchrun, and two ways to train on several
-(`--parallel`).
+"""The processes of a run, one or those of torchrun, and two ways to train on several (--parallel).
 
-ddp: each rank holds everything. fsdp: each holds a share of weights, gradients and optimiser state
-(PyTorch's FSDP2). Both compute the same: weights stay float32, low precision comes by autocast, and
-norms reduce their statistics over ranks themselves.
+    ddp   each rank holds the whole model
+    fsdp  each rank holds a share of weights, gradients and optimiser state (PyTorch's FSDP2)
+
+Both compute the same. Weights stay float32, low precision comes by autocast, and norms reduce their
+statistics over ranks themselves.
 """
 
 import os
@@ -26,8 +27,9 @@ T = TypeVar("T")
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT in `name` ("" before), for a loop that stops after its step.
-    Launchers send SIGTERM more than once; a second Ctrl-C means it, and ends the process at once.
+    """Note SIGTERM and SIGINT in `name` ("" before), for a loop that stops after its step.
+
+    Launchers send SIGTERM more than once, so only a second Ctrl-C ends the process at once.
     """
 
     def __init__(self):
@@ -51,32 +53,32 @@ class Ranks:
 
     @classmethod
     def start(cls, device: str, micro_batches: int = 0) -> "Ranks":
-        """Join the process group that torchrun announces. `device` is auto, cpu, cuda or mps.
+        """Join the process group that torchrun announces, if there is one.
 
-        Raises ConfigError if `micro_batches` cannot be dealt out evenly.
+        Args:
+            device: auto, cpu, cuda or mps.
+            micro_batches: of a step, over all ranks.
+
+        Raises:
+            ConfigError: the ranks do not divide the micro-batches, or a rank has no GPU.
         """
-        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        rank = int(os.environ.get("RANK", 0))
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
         if micro_batches % world_size:
             raise ConfigError(
                 f"gradient_accumulation_steps={micro_batches} counts over all ranks, and "
                 f"{world_size} ranks do not divide it: change one of them"
             )
-        place = find_device(device)
-        if place.type == "cpu":
+        own = find_device(device)
+        if own.type == "cpu":
             keep_freed_memory()
-        if place.type == "cuda":
-            local = int(os.environ.get("LOCAL_RANK", 0))
-            if local >= torch.cuda.device_count():
-                raise ConfigError(
-                    f"rank {rank} finds no GPU, there are {torch.cuda.device_count()}: "
-                    "start fewer ranks"
-                )
-            place = torch.device("cuda", local)
-            torch.cuda.set_device(place)
-            torch.set_float32_matmul_precision("high")  # TF32 where a run computes in float32
+        if own.type == "cuda":
+            own = _own_gpu(rank)
+            torch.cuda.set_device(own)
+            torch.set_float32_matmul_precision("high")  # TF32, if a run computes in float32
         if "RANK" in os.environ:
-            dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-        return cls(rank, world_size, place)
+            dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+        return cls(rank, world_size, own)
 
     @property
     def is_main(self) -> bool:
@@ -87,33 +89,40 @@ class Ranks:
         return self.device.type == "cuda"
 
     def deal(self, items: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
-        """(item, does it count) for this rank's part of `items`, equally many on every rank: one
-        that runs out does the first item again, for nothing, because under FSDP all ranks must take
-        part in each forward.
+        """Yield this rank's part of `items`, the same number on every rank.
+
+        A rank that runs out gets the first item again, which does not count: under FSDP all ranks
+        must take part in each forward.
+
+        Yields:
+            (item, whether it counts)
         """
         for start in range(0, len(items), self.world_size):
             counts = start + self.rank < len(items)
             yield items[start + self.rank if counts else 0], counts
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
+        """Sum `tensor` over ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         if self.world_size > 1:
             dist.barrier()
 
     def together(self, action: Callable[[], T]) -> T:
-        """Do `action` on every rank; it may not communicate. Where it fails on one rank, all of
-        them end.
+        """Do `action` on every rank. If it fails on one of them, it fails on all.
+
+        Args:
+            action: must not communicate between ranks.
 
         Raises:
-            UserError: on every rank that of the first rank where it failed, for rank 0 to print.
+            UserError: on every rank, that of the first rank where it failed, for rank 0 to print.
         """
-        result, problem = None, None
+        result = None
+        problem = None
         try:
             result = action()
         except Exception as error:
@@ -125,26 +134,31 @@ class Ranks:
         return result
 
     def _first_problem(self, own: Exception | None) -> Exception | None:
-        """The exception of the first rank that has one. An unexpected one stays with its rank."""
-        told = None
+        """Find the exception of the first rank that has one; all ranks must call this.
+
+        A rank whose own exception is not a UserError keeps that one, with its traceback.
+        """
+        is_unexpected = own is not None and not isinstance(own, UserError)
+        sent = None
         if own is not None:
-            text = (
-                str(own)
-                if isinstance(own, UserError)
-                else f"rank {self.rank} failed: {type(own).__name__}: {own}"
-            )
-            told = text, getattr(own, "exit_code", 1)
+            text = str(own)
+            if is_unexpected:
+                text = f"rank {self.rank} failed: {type(own).__name__}: {own}"
+            sent = (text, getattr(own, "exit_code", 1))
         everyone: list[tuple[str, int] | None] = [None] * self.world_size
-        dist.all_gather_object(everyone, told)
+        dist.all_gather_object(everyone, sent)
         first = next(filter(None, everyone), None)
-        if first is None or not (own is None or isinstance(own, UserError)):
+        if first is None or is_unexpected:
             return own
-        problem = UserError(first[0])
-        problem.exit_code, problem.on_every_rank = first[1], True
+        text, exit_code = first
+        problem = UserError(text)
+        problem.exit_code = exit_code
+        problem.on_every_rank = True
         return problem
 
     def check_same(self, number: int, error: UserError) -> None:
         """Raise `error` on every rank, for rank 0 to print, unless their numbers are the same."""
+        # The largest number, and the smallest one negated.
         bounds = torch.tensor([number, -number], device=self.device)
         if self.world_size > 1:
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
@@ -153,19 +167,28 @@ class Ranks:
             raise error
 
 
+def _own_gpu(rank: int) -> torch.device:
+    """Find the GPU of this rank. Raises ConfigError if this machine has too few."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    count = torch.cuda.device_count()
+    if local >= count:
+        raise ConfigError(f"rank {rank} finds no GPU, there are {count}: start fewer ranks")
+    return torch.device("cuda", local)
+
+
 # ------------------------------------------------------------------------------------ DDP and FSDP2
 
-# FSDP2 and DTensor are imported where they are used: that takes a second, and most programs never
-# need it.
+# FSDP2 and DTensor are imported where they are used: importing them takes a second, and most
+# programs never need them.
 
 
 def shard(model: nn.Module, device: torch.device) -> None:
-    """Have FSDP2 share the parameters of a GPT out, row by row, over all ranks; in place, before
-    the optimiser.
+    """Have FSDP2 divide the parameters of a GPT among all ranks, row by row, in place.
 
-    A block's weights are gathered when its turn comes, forward and backward; the rest (embeddings,
-    head, last norm) once for both. Blocks move to `device` one by one, so that it never holds the
-    whole model. Buffers are not sharded.
+    It must come before the optimiser, because it replaces the parameters. The weights of a block
+    are gathered for its forward and again for its backward; the rest (embeddings, head, last norm)
+    once for both. Blocks move to `device` one by one, so that it never holds the whole model.
+    Buffers are not sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -173,53 +196,54 @@ def shard(model: nn.Module, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)
-    with (
-        torch.no_grad()
-    ):  # FSDP2 takes what runs first for the root of all, and that may be a block (gather_root)
+    # FSDP2 takes the module whose forward runs first to be the root. Without this forward of the
+    # whole model, that might be a block (see gather_root).
+    with torch.no_grad():
         model.eval()(torch.zeros(1, 1, dtype=torch.long, device=device))
     model.train().reshard()
 
 
 def is_sharded(part: nn.Module | Tensor) -> bool:
-    """Is it a model, or a tensor of one, that `shard` has shared out?"""
+    """Tell whether `part`, a model or a tensor of one, is sharded."""
     return hasattr(part, "unshard") or hasattr(part, "to_local")
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """`model` behind DDP.
+    """Put DDP around `model`.
 
-    Norms settle their statistics alike on all ranks: DDP must not copy rank 0's over them.
+    Norms reduce their statistics over ranks themselves: DDP must not copy those of rank 0.
     """
-    with warnings.catch_warnings():  # of torch 2.13, whose new name for it 2.11 does not know
+    with warnings.catch_warnings():
+        # torch 2.13 has a new name for this argument, which torch 2.11 does not know.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def accumulate(model: nn.Module, last: bool) -> AbstractContextManager:
-    """Around a micro-batch's forward and backward. DDP adds up gradients on each rank and reduces
-    them after the `last` one; FSDP reduces each time, because whole gradients are what does not
-    fit.
+    """Make the context for forward and backward of a micro-batch.
+
+    DDP adds up gradients on each rank, and reduces them after the `last` micro-batch. FSDP reduces
+    after each, because whole gradients would not fit into memory.
     """
-    return (
-        model.no_sync()
-        if isinstance(model, DistributedDataParallel) and not last
-        else nullcontext()
-    )
+    if isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    return nullcontext()
 
 
 def gather_root(model: nn.Module) -> None:
-    """Gather what is in no block, for a caller of `model.hidden` or `model.logits`: FSDP does that
-    on forward only.
+    """Gather the parameters that are in no block, before `model.hidden` or `model.logits`.
+
+    FSDP gathers them in forward only.
     """
     if is_sharded(model):
         model.unshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that FSDP may have sharded, gathered; every rank must ask for it."""
+    """Gather a tensor, if FSDP has sharded it. Then all ranks must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def share(tensor: Tensor) -> Tensor:
-    """This rank's share of a tensor that FSDP may have sharded; the very memory."""
+    """Take this rank's share of a tensor, if FSDP has sharded it. No copy: the same memory."""
     return tensor.to_local() if is_sharded(tensor) else tensor

@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,58 +17,60 @@ import torch
 from .errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
-# What a commit must differ in to be other code; a bench may be writing to results meanwhile.
-CODE = ("--", ".", ":!results", ":!docs", ":!tests", ":!*.md")
-ONEDNN_PAYS = 1 << 13  # n_embd head_dim from which a whole step gains, measured (LOG.md)
+# What git compares to tell whether two commits differ in code. A bench may be writing to results/.
+CODE = ("--", ".", ":!results", ":!docs", ":!tests", ":!config", ":!*.md")
+# What of it no training run imports
+NOT_TRAINING = (":!bench", ":!repro", ":!evidence", ":!report.py", ":!sweep.sh")
+# n_embd * head_dim from which oneDNN makes a whole training step faster, measured (docs/log.md).
+ONEDNN_PAYS = 1 << 13
 
 
 def find_device(name: str) -> torch.device:
-    """The device called auto (the first there is of cuda, mps, cpu), cuda, mps or cpu.
+    """Find the device called `name`: cuda, mps, cpu, or auto for the first available of them.
 
-    Raises ConfigError.
+    Raises ConfigError if PyTorch finds no such device.
     """
-    there = {
+    available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
     if name == "auto":
-        name = next(kind for kind in there if there[kind])
-    if not there[name]:
+        name = next(kind for kind in available if available[kind])
+    if not available[name]:
         raise ConfigError(f"device={name}: PyTorch finds no such device here: use --device=cpu")
     return torch.device(name)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what this process frees: a step on a CPU frees and asks for the same large
-    blocks each time, and pages that go back to the system must be zeroed and mapped anew. Does
-    nothing where there is no glibc.
+    """Have glibc keep the memory that this process frees.
+
+    A training step on a CPU frees and allocates the same large blocks each time. Pages that go back
+    to the system in between must be mapped and zeroed again. Does nothing without glibc.
     """
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: blocks below 1 GiB come from the heap
-        libc.mallopt(
-            -1, (1 << 31) - 1
-        )  # M_TRIM_THRESHOLD: the heap shrinks only beyond 2 GiB of free space
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        # M_MMAP_THRESHOLD: blocks below 1 GiB come from the heap.
+        libc.mallopt(-3, 1 << 30)
+        # M_TRIM_THRESHOLD: the heap shrinks only beyond 2 GiB of free space.
+        libc.mallopt(-1, (1 << 31) - 1)
 
 
 def faster_float32_products(n_embd: int, head_dim: int) -> None:
-    """Have oneDNN do float32 products on AMD's CPUs with AVX-512, of which MKL uses no more than
-    AVX2: twice as fast.
+    """Have oneDNN do float32 matrix products on AMD CPUs with AVX-512: twice as fast.
 
-    PyTorch grants oneDNN leave to round to bfloat16 along with it. Only where a CPU has AMX does it
-    make use of that, and there this does nothing. A call costs some 15 us more: attention with many
-    small products would lose by it.
+    There MKL uses AVX2 only. The setting "medium" also allows oneDNN to round to bfloat16, which it
+    does on CPUs with AMX only; on those this function does nothing. A call of oneDNN costs about
+    15 us more, so attention with many small products would become slower.
     """
     try:
         cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return
-    if (
-        "AuthenticAMD" in cpu
-        and "avx512" in cpu
-        and "amx" not in cpu
-        and n_embd * head_dim >= ONEDNN_PAYS
-    ):
+    is_slow_with_mkl = "AuthenticAMD" in cpu and "avx512" in cpu
+    if is_slow_with_mkl and "amx" not in cpu and n_embd * head_dim >= ONEDNN_PAYS:
         torch.set_float32_matmul_precision("medium")
 
 
@@ -80,15 +83,17 @@ DTYPES = {
 
 
 def find_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type of this name, one of DTYPES, or auto: bfloat16 on CUDA, else float32."""
-    return DTYPES[name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"]
+    """Find the dtype of this name, one of DTYPES, or auto: bfloat16 on CUDA, else float32."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return DTYPES[name]
 
 
 class Precision:
-    """What a run on `device` computes in; `name` as for find_dtype.
+    """The precision of a run on `device`; `name` is one of find_dtype's.
 
-    Weights are float32 (float64 only if all is), low precision comes by autocast; float16 scales
-    its loss.
+    Weights are float32, and float64 in a float64 run. Low precision comes by autocast. float16
+    scales its loss.
     """
 
     def __init__(self, name: str, device: torch.device):
@@ -99,32 +104,24 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Forward passes run within; does nothing in float32 and float64."""
-        return (
-            torch.autocast(self.device.type, self.dtype)
-            if self.is_low
-            else contextlib.nullcontext()
-        )
+        """Make the context for forward passes; it does nothing in float32 and float64."""
+        if not self.is_low:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to place a measurement: commit, versions, device."""
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type} ({_processor()})"
-    )
+    """Describe where a measurement was made: commit, versions, device."""
     versions = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         **installed("numpy"),
     }
-    products = torch.get_float32_matmul_precision()
     place = {
         "git": _git_commit(),
         "versions": versions,
-        "device": name,
-        "float32_products": products,
+        "device": _device_name(device),
+        "float32_products": torch.get_float32_matmul_precision(),
     }
     if device.type == "cuda":
         versions |= installed("triton") | {"cuda": torch.version.cuda}
@@ -133,31 +130,31 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def timing_environment(device: torch.device) -> dict[str, Any]:
-    """`environment`, and what else a bench on a CPU depends on: threads, and the load average
-    before it.
-    """
-    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    """Describe what a timing depends on: `environment`, threads, and the load average before it."""
+    load = None
+    if hasattr(os, "getloadavg"):
+        load = round(os.getloadavg()[0], 1)
     return environment(device) | {"threads": torch.get_num_threads(), "load_average": load}
 
 
 def clocks(device: torch.device) -> str:
-    """Clocks and power of a GPU as its driver tells them; empty without the driver's program."""
+    """Read clocks and power of a GPU from nvidia-smi; "" without that program."""
     names = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={names}",
+        "--format=csv,noheader",
+        f"--id={device.index or 0}",
+    ]
     try:
-        words = [
-            "nvidia-smi",
-            f"--query-gpu={names}",
-            "--format=csv,noheader",
-            f"--id={device.index or 0}",
-        ]
-        told = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-        return f"{names}: {told}"
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return f"{names}: {done.stdout.strip()}"
 
 
 def installed(*packages: str) -> dict[str, str]:
-    """Versions of those of these packages that are there."""
+    """Find the versions of `packages`; those that are not installed are left out."""
     found = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -165,53 +162,64 @@ def installed(*packages: str) -> dict[str, str]:
     return found
 
 
+def _device_name(device: torch.device) -> str:
+    """Name a GPU, or the processor of any other device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({_processor()})"
+
+
 def _processor() -> str:
-    """Model name and number of cores of the CPU."""
+    """Name the model of the CPU and its number of cores."""
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name
-        )
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
     return f"{name}, {os.cpu_count()} cores"
 
 
-def _git(*words: str) -> str:
-    """What git prints, in this repository. Raises OSError and CalledProcessError."""
-    return subprocess.run(
-        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+def _git(*arguments: str) -> str:
+    """Run git in this repository. Raises OSError and CalledProcessError."""
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def _git_commit() -> str | None:
-    """Commit of the source tree, with `+` if its code has uncommitted changes; of an installed
-    package its version. Outside a repository (a mere copy of the files) what NANONORM_COMMIT says,
-    or None.
+    """Find the commit of the source tree.
+
+    Returns:
+        The commit; if its code has uncommitted changes, with `+` and their CRC-32. For an installed
+        package its version. For a copy of the files without a repository, the environment variable
+        NANONORM_COMMIT, or None.
     """
-    if __package__ != "common":  # installed, and the repository around it is the user's
+    if __package__ != "common":  # installed: a repository around it would be the user's
         return "nanonorm " + installed("nanonorm").get("nanonorm", "of unknown version")
     try:
-        return _git("rev-parse", "HEAD") + (
-            "+" if _git("status", "--porcelain", "--untracked-files=no", *CODE) else ""
-        )
+        commit = _git("rev-parse", "HEAD")
+        uncommitted = _git("diff", "HEAD", *CODE)
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("NANONORM_COMMIT")
+    return f"{commit}+{zlib.crc32(uncommitted.encode()):08x}" if uncommitted else commit
 
 
 def is_same_code(then: str | None, now: str | None) -> bool:
-    """Do two commits differ in results and texts alone? False where one is not there, or has
-    uncommitted changes.
+    """Tell whether a training run computes the same at two commits: no code of it differs.
+
+    False if one of them is unknown here, or has uncommitted changes.
     """
     if not all(re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", commit or "") for commit in (then, now)):
         return False
     try:
-        _git("diff", "--quiet", "--end-of-options", then, now, *CODE)
+        _git("diff", "--quiet", "--end-of-options", then, now, *CODE, *NOT_TRAINING)
     except (OSError, subprocess.CalledProcessError):
         return False
     return True
 
 
-# Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity).
+# Dense bfloat16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -225,6 +233,8 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak of a known GPU; None for every other device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    """Look up the peak of a GPU, FLOP/s; None for every other device."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
     return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)

@@ -1,9 +1,13 @@
-"""Fingerprints of data: short strings by which runs on different data are told apart.
+"""Fingerprints of data: short strings that differ where data differ.
 
-One part for each split or file, with blanks between. A part is `name:size:ends`, of longer data
-`name:size:ends:inner`: how many items it has, the CRC-32 of the first and the last END bytes of
-each array, and the CRC-32 of all bytes, or of a sample of PAGES pages where there are more than
-WHOLE of them. Logs of before have no `inner`.
+A fingerprint has one part for each split or file, with blanks between. A part is `name:size:ends`,
+and for longer data `name:size:ends:inner`:
+
+    size   number of items
+    ends   CRC-32 of the first and the last END bytes of each array
+    inner  CRC-32 of all bytes; of a sample of PAGES pages, if there are more than WHOLE bytes
+
+Older logs have no `inner`.
 """
 
 import re
@@ -12,44 +16,73 @@ from collections.abc import Sequence
 
 import numpy as np
 
-END = 1 << 20  # bytes at either end of an array that are always read
-WHOLE = 1 << 29  # up to so many bytes are read whole, in some tenths of a second
+END = 1 << 20  # bytes at either end of an array, which are always read
+WHOLE = 1 << 29  # bytes; data up to this size are read whole, in some tenths of a second
 CHUNK = 1 << 22  # bytes that are read at once
-PAGE, PAGES = 1 << 13, 1 << 12  # bytes of a sampled page, and pages of a sample
-PART = re.compile(r"(?:^| )(.*?):(\d+:[0-9a-f]{8}(?::[0-9a-f]{8})?)(?= |$)")
+PAGE = 1 << 13  # bytes of a page of the sample
+PAGES = 1 << 12  # pages of the sample, over all arrays
+SUMS = re.compile(r":(\d+:[0-9a-f]{8}(?::[0-9a-f]{8})?)$")  # how a part ends
 
 
 def fingerprint(name: str, arrays: Sequence[np.ndarray]) -> str:
-    """Name the contents of `arrays`, 1-d and contiguous, in this order; memory-mapped ones are read
-    page by page.
+    """Compute the part `name` of a fingerprint.
+
+    Args:
+        name: of the split or file.
+        arrays: its contents, 1-d and contiguous, in this order. Memory-mapped arrays are read page
+            by page.
     """
-    ends = inner = 0
+    ends = 0
+    inner = 0
     is_whole = sum(array.nbytes for array in arrays) <= WHOLE
     for array in arrays:
         data = array.view(np.uint8)
-        for part in (data[:END], data[-END:]):
-            ends = zlib.crc32(part.tobytes(), ends)
+        for end in (data[:END], data[-END:]):
+            ends = zlib.crc32(end.tobytes(), ends)
         if len(data) <= 2 * END:
-            continue
-        size = CHUNK if is_whole else PAGE
-        step = CHUNK if is_whole else max(PAGE, len(data) * len(arrays) // PAGES)
+            continue  # its ends are all of it
+        size = CHUNK
+        step = CHUNK
+        if not is_whole:
+            size = PAGE
+            step = max(PAGE, len(data) * len(arrays) // PAGES)
         for start in range(0, len(data), step):
             inner = zlib.crc32(data[start : start + size].tobytes(), inner)
-    short = f"{name}:{sum(map(len, arrays))}:{ends:08x}"
-    return f"{short}:{inner:08x}" if inner else short
+    items = sum(map(len, arrays))
+    part = f"{name}:{items}:{ends:08x}"
+    return f"{part}:{inner:08x}" if inner else part
 
 
 def data_difference(then: str, now: str) -> str:
-    """The first part in which two fingerprints differ, as "X there, Y here"; "" where they name the
-    same data.
+    """Describe the first part in which two fingerprints differ, as "X there, Y here".
 
-    Names do not count. A fingerprint of before, without `inner`, is compared in what it has.
+    Names do not count. A fingerprint without `inner` is compared in the rest.
+
+    Returns:
+        "" if the two name the same data.
     """
-    old, new = PART.findall(then), PART.findall(now)
-    if len(old) != len(new) or (then != now and not old):  # of a form that we do not know
-        return f"{then} there, {now} here"
+    old = _parts(then)
+    new = _parts(now)
+    if old is None or new is None or len(old) != len(new):
+        return "" if then == now else f"{then} there, {now} here"
     for (old_name, old_sums), (new_name, new_sums) in zip(old, new, strict=True):
         shorter, longer = sorted([old_sums, new_sums], key=len)
+        # With a colon at the end, so that only whole numbers are compared.
         if not f"{longer}:".startswith(f"{shorter}:"):
             return f"{old_name}:{old_sums} there, {new_name}:{new_sums} here"
     return ""
+
+
+def _parts(text: str) -> list[tuple[str, str]] | None:
+    """Split a fingerprint into (name, sums) of its parts; None if it is none. Names have blanks."""
+    parts = []
+    name: list[str] = []
+    for word in text.split(" "):
+        end = SUMS.search(word)
+        if end is None:
+            name.append(word)
+            continue
+        name.append(word[: end.start()])
+        parts.append((" ".join(name), end[1]))
+        name = []
+    return None if name else parts

@@ -1,5 +1,6 @@
 """Faults that tests inject into a training process, before it starts."""
 
+import errno
 import functools
 import os
 from pathlib import Path
@@ -80,6 +81,45 @@ def impatient(seconds: float) -> None:
     from training import lock
 
     lock.PATIENCE = seconds
+
+
+def nobody_can_write(is_told: bool) -> None:
+    """The lock file cannot be opened; `is_told`: the system says so of the folder, too.
+
+    Root may write everywhere, so that a folder's mode would not do.
+    """
+    from training import lock
+
+    def refuse(path: Path, mode: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    lock.open = refuse
+    access = os.access
+    os.access = lambda path, mode: not (is_told and mode == os.W_OK) and access(path, mode)
+
+
+def slow_distilling(seconds: float) -> None:
+    """Every evaluation takes at least `seconds`."""
+    import time
+
+    import distill
+
+    original = distill.Distiller._evaluate
+
+    def slow(self, *arguments):
+        time.sleep(seconds)
+        return original(self, *arguments)
+
+    distill.Distiller._evaluate = slow
+
+
+def other_data(rank: int) -> None:
+    """One rank reads other tokens than the others."""
+    if int(os.environ["RANK"]) == rank:
+        from training import dataloader
+
+        original = dataloader.Blocks.fingerprint
+        dataloader.Blocks.fingerprint = lambda blocks: original(blocks) + "0"
 
 
 def other_place(**values: object) -> None:

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -210,6 +211,33 @@ def test_another_text_or_teacher_is_refused_on_resume(words, run_folder, tmp_pat
     )
 
 
+def test_another_held_out_text_is_refused_on_resume(words, run_folder, tmp_path):
+    text = tmp_path / "val.txt"
+    whole = (run_folder / "text.txt").read_text()
+    text.write_text(whole)
+    words = [*words, f"--val={text}", "--max_iters=1"]
+    distiller(words).run()
+    text.write_text(whole[:-9] + whole[-9:][::-1])
+    with pytest.raises(CheckpointError, match=r"was trained on other data \(val\.txt:"):
+        distiller([*words, "--max_iters=2"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_distillation_waits_and_sees_what_the_first_one_leaves(
+    words, tmp_path, launch, ranks
+):
+    out = tmp_path / "out"
+    slow = ("slow_distilling", {"seconds": 1.0})
+    words = [*words, "--max_iters=2", "--eval_interval=1"]
+    first = launch(*words, ranks=ranks, program="distill", patch=slow)
+    first.signal_at(out, 1, signal.SIGCONT)
+    second = launch(*words, ranks=ranks, program="distill")
+    assert set(first.wait()) == {0}, first.text()
+    before = contents(out)
+    assert set(second.wait()) == {0} and "another process is training there" in second.text()
+    assert "finished already" in second.text() and contents(out) == before
+
+
 def changed(model: GPT) -> GPT:
     with torch.no_grad():
         model.wte.weight[3, 5] += 1
@@ -228,6 +256,13 @@ def test_a_finished_distillation_is_not_touched(words, tmp_path, capsys):
         text[-2:] == ["finished already: step 1 of max_iters=1", first]
         and contents(tmp_path / "out") == before
     )
+
+
+def test_a_student_that_was_removed_is_written_again(words, tmp_path):
+    distiller([*words, "--max_iters=1"]).run()
+    (tmp_path / "out" / BEST).unlink()
+    distiller([*words, "--max_iters=1"]).run()
+    assert (tmp_path / "out" / BEST).exists()
 
 
 def test_a_distillation_that_is_killed_while_it_ends_ends_once_more(words, tmp_path):
@@ -382,7 +417,7 @@ def test_rows_without_text_are_told(tmp_path):
     (tmp_path / "a.jsonl").write_text('not json\n{"foo": 1}\n')
     documents = text.read_files([tmp_path / "a.jsonl"])
     tokenizer = text.teacher_tokenizer({"tokenizer": "bytes"}, 257)
-    with pytest.raises(DataError, match=r"1 times broken JSON, 1 times no \"text\"\): a row wants"):
+    with pytest.raises(DataError, match=r"1 times broken JSON, 1 times no \"text\"\): a row needs"):
         list(text.blocks(documents, tokenizer, 4))
 
 

@@ -5,10 +5,10 @@ python -m pytest tests/test_train.py
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -481,21 +481,72 @@ def test_a_second_start_that_waits_can_be_stopped(launch, tiny_data, tmp_path):
     assert second.wait() == [1] and "told to stop while another process" in second.text()
 
 
-def test_a_finished_run_says_so_where_nobody_can_write(train_ok, tiny_data, tmp_path, monkeypatch):
+def test_a_finished_run_says_so_where_nobody_can_write(launch, train_ok, tiny_data, tmp_path):
     run = tmp_path / "run"
     words = (*TINY, "--max_iters=2", f"--data_dir={tiny_data}", f"--out_dir={run}")
     train_ok(*words)
     before = contents(run)
-    monkeypatch.setattr(lock, "open", refuse, raising=False)  # root may write everywhere
-    monkeypatch.setattr(lock.os, "access", lambda *words: False)
-    assert "finished already" in train_ok(*words).text() and contents(run) == before
-    monkeypatch.setattr(lock.os, "access", lambda *words: True)
-    with pytest.raises(UserError, match="cannot be written"):
-        lock.FolderLock(run, lambda: False)
+    job = train_ok(*words, patch=("nobody_can_write", {"is_told": True}))
+    assert "finished already" in job.text() and contents(run) == before
+    job = launch(*words, patch=("nobody_can_write", {"is_told": False}))
+    assert job.wait() == [1] and "its file `lock` cannot be written" in job.text()
 
 
-def refuse(path: Path, mode: str) -> None:
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+def test_ranks_that_see_different_data_end(launch, tiny_data, tmp_path):
+    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    job = launch(*words, ranks=2, patch=("other_data", {"rank": 1}))
+    assert job.wait() == [1, 1] and job.text().count("error:") == 1
+    assert "ranks see different data" in job.text() and not (tmp_path / "run").exists()
+
+
+def test_merging_a_checkpoint_waits_for_the_run_in_its_folder(launch, tiny_data, tmp_path):
+    run = tmp_path / "run"
+    words = (*TINY, "--max_iters=100000", "--checkpoint_interval=1", f"--data_dir={tiny_data}")
+    training = launch(*words, f"--out_dir={run}")
+    training.signal_at(run, 3, signal.SIGCONT)
+    patch = ("impatient", {"seconds": 0.5})
+    merging = launch(run, program="training.checkpoint", patch=patch)
+    assert merging.wait() == [1] and "another process is training there" in merging.text()
+    training.signal_at(run, 4, signal.SIGTERM)
+    assert training.wait() == [0]
+    merging = launch(run, program="training.checkpoint", patch=patch)
+    assert merging.wait() == [0] and "ckpt_last.pt is one file" in merging.text()
+
+
+def test_a_crafted_place_is_no_traceback(launch, train_ok, tiny_data, tmp_path):
+    run = tmp_path / "run"
+    words = (*TINY, "--lr_schedule=constant", f"--data_dir={tiny_data}", f"--out_dir={run}")
+    train_ok(*words, "--max_iters=4")
+    state = torch.load(run / "ckpt_last.pt", weights_only=True)
+    good = state["place"]
+    crafted = {"git": 5, "device": torch.zeros(2), "float32_products": "\ud800" * 300}
+    versions = {"git": 5, "torch": torch.zeros(2)}
+    state["place"] = {**good, **crafted, "versions": versions}
+    torch.save(state, run / "ckpt_last.pt")
+    train_ok(*words, "--max_iters=5")
+    told = [record["changed"] for record in records(run) if record["event"] == "resume"][-1]
+    assert all(len(change) < 1000 and change.isascii() for change in told)
+    state["place"] = {**good, "data": " a" * 100_000}
+    torch.save(state, run / "ckpt_last.pt")
+    job = launch(*words, "--max_iters=5")
+    assert job.wait(30) == [1] and "was trained on other data" in job.text()
+    assert len(job.text()) < 2000
+    for step in ("4", None, 1 << 70, -1):
+        torch.save({**state, "step": step}, run / "ckpt_last.pt")
+        (run / "ckpt_best.pt").unlink(missing_ok=True)
+        job = launch(*words, "--max_iters=5")
+        assert job.wait() == [1] and "not a nanonorm checkpoint" in job.text()
+
+
+def test_the_same_data_in_another_folder_are_no_change(train_ok, tmp_path):
+    run = tmp_path / "run"
+    words = (*TINY, "--lr_schedule=constant", f"--out_dir={run}")
+    first = write_tiny_shards(tmp_path / "data")
+    train_ok(*words, "--max_iters=4", f"--data_dir={first}", "--device=auto")
+    first.rename(tmp_path / "moved")
+    train_ok(*words, "--max_iters=5", f"--data_dir={tmp_path / 'moved'}", "--device=cpu")
+    told = [record["changed"] for record in records(run) if record["event"] == "resume"]
+    assert told == [["max_iters 4 -> 5"]]
 
 
 def test_a_folder_in_which_nothing_happened_is_taken_away(launch, tiny_data, tmp_path):
@@ -608,7 +659,7 @@ def test_a_checkpoint_of_before_is_compared_with_the_log_beside_it(launch, train
     train_ok(*words)
     torch.save({**state, "place": ["no place"]}, out / "ckpt_last.pt")
     job = launch(*words)
-    assert job.wait() == [1] and "what it says of its place is damaged" in job.text()
+    assert job.wait() == [1] and "its entry `place` is damaged" in job.text()
 
 
 def test_a_fingerprint_covers_the_middle_of_a_long_shard(tmp_path, monkeypatch):
@@ -687,6 +738,9 @@ def test_commits_that_differ_in_results_and_texts_are_one_code(tmp_path, monkeyp
         "README.md",
         "tests/test.py",
         "docs/page.md",
+        "config/a.py",
+        "bench/b.py",
+        "report.py",
         "model.py",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -705,5 +759,9 @@ def test_commits_that_differ_in_results_and_texts_are_one_code(tmp_path, monkeyp
     assert not (tmp_path / "written").exists()
     (tmp_path / "tests/test.py").write_text("changed")
     assert environment._git_commit() == other
-    (tmp_path / "train.py").write_text("changed")
-    assert environment._git_commit() == other + "+"
+    found = []
+    for text in ("changed", "changed again"):  # two uncommitted changes are not the same code
+        (tmp_path / "train.py").write_text(text)
+        found.append(environment._git_commit())
+    assert found[0] != found[1] and all(re.fullmatch(other + r"\+[0-9a-f]{8}", x) for x in found)
+    assert not environment.is_same_code(*found)

@@ -1,4 +1,5 @@
-"""The parts of a training run: data loader, optimiser, log, checkpoints, evaluation, and what is
-measured on the residual stream. train.py puts them together. Nothing here knows Hugging Face or
-decides what a norm is.
+"""The parts of a training run, which train.py puts together.
+
+Data loader, optimiser, the report of a step, log, checkpoints, evaluation, and measurements on the
+residual stream. Nothing here knows Hugging Face or decides what a norm is.
 """

@@ -1,13 +1,21 @@
 """Checkpoints: atomic save, safe load, resume. load.py makes models of them.
 
+    # after a run with --parallel=fsdp: make each of its checkpoints one file
     python -m training.checkpoint out/run
-        a run of --parallel=fsdp: make each of its checkpoints one file
 
-A checkpoint is a dict of tensors and plain values: format, step, config (every key of the run),
-meta (tokenizer), model (uncompiled weights and norm state), optimizer, scaler, best_val_loss, place
-(training/place.py). The random streams and the data position of a run are functions of (seed, step,
-rank), so `step` restores them. A run under FSDP leaves the tensors in a folder beside the file
-(training/sharded.py); every program reads both forms.
+A checkpoint is a dict of tensors and plain values:
+
+    format         version of this layout
+    step           steps done
+    config         every key of the run
+    meta           the tokenizer
+    model          uncompiled weights, and the state of the norms
+    optimizer, scaler, best_val_loss
+    place          where the run trained (training/place.py)
+
+The random streams and the data position of a run are functions of (seed, step, rank), so `step`
+restores them. A run under FSDP puts the tensors into a folder next to the file
+(training/sharded.py). Every program reads both forms.
 """
 
 import os
@@ -17,12 +25,12 @@ import shutil
 import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from common.distributed import Ranks, is_sharded
+from common.distributed import Ranks, StopSignal, is_sharded
 from common.errors import CheckpointError, run_program
 from configurator import Overrides, parse_args
 from model import GPTConfig
@@ -30,27 +38,41 @@ from norm_plan import foreign_keys
 from training.lock import FolderLock
 
 FORMAT = 1
-LAST, BEST = "ckpt_last.pt", "ckpt_best.pt"
-DISTILLING = "distill_last.pt"  # what distill.py goes on from; the student is not in it as a model
-# Keys of the model that may differ between a checkpoint and the run that resumes it: they decide no
-# tensor.
+LAST = "ckpt_last.pt"
+BEST = "ckpt_best.pt"
+# What distill.py resumes from. The student is not in it as a model that load.py could make.
+DISTILLING = "distill_last.pt"
+# Keys of the model that may differ between a checkpoint and the run that resumes it: no tensor
+# depends on them.
 FREE_KEYS = {"dropout", "init", "init_std", "kernels", "residual", "coupled_impl"}
 
 
-def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = None) -> None:
-    """Write, fsync, rename: after a crash at any moment `path` holds the old checkpoint or the new
-    one.
+class FoundCheckpoint(NamedTuple):
+    """The checkpoint that a run resumes from."""
 
-    Of several `ranks` the main one writes; where the model is sharded, each writes its share.
+    state: dict[str, Any]  # if it is sharded, `restore` completes it
+    path: Path
+    problem: str  # why a later checkpoint cannot be used; "" where this is the latest
+
+
+# ----------------------------------------------------------------------------------- save and read
+
+
+def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = None) -> None:
+    """Write a checkpoint atomically: after a crash, `path` holds the old one or the new one.
+
+    Of several `ranks` the main one writes. If the model is sharded, each writes its share.
     """
     if any(map(is_sharded, state["model"].values())):
-        from training.sharded import write_shards  # DCP takes a second to import
+        from training.sharded import write_shards  # importing DCP takes a second
 
         state = write_shards(path, state, ranks)
     if ranks is not None and not ranks.is_main:
         return
     partial = path.with_name(path.name + ".tmp")
-    shards = path.with_name(state["shards"]["folder"]) if "shards" in state else None
+    shards = None
+    if "shards" in state:
+        shards = path.with_name(state["shards"]["folder"])
     try:
         if shards is not None:
             sync_folder(shards)
@@ -60,41 +82,65 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
             os.fsync(file.fileno())
         os.replace(partial, path)
         sync_folder(path.parent)  # the rename itself must reach the disk too
-        for old in path.parent.glob(
-            f"{path.stem}.shards-*"
-        ):  # of the one before, or of a save that did not end
+        # Shards of the previous checkpoint, and of a save that did not finish.
+        for old in path.parent.glob(f"{path.stem}.shards-*"):
             if old != shards:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{path}: cannot be written ({error.strerror}); the one before is untouched"
+            f"{path}: cannot be written ({error.strerror}); the previous checkpoint is untouched"
         ) from None
 
 
 def sync_folder(folder: Path) -> None:
-    """Until the names in `folder` are on the disk."""
+    """Wait until the names in `folder` are on the disk."""
     number = os.open(folder, os.O_RDONLY)
     os.fsync(number)
     os.close(number)
 
 
 def read_checkpoint(path: Path, whole: bool = True) -> dict[str, Any]:
-    """The dict that save_checkpoint wrote, on the CPU. Raises CheckpointError for torn and foreign
-    files.
+    """Read and check what save_checkpoint wrote.
 
-    Shards are checked too, and read unless not `whole`: then `model` and the optimiser's state may
-    be missing. Only tensors and plain values are unpickled (weights_only), and the archive's
-    checksums are compared first: a flipped bit in a tensor would otherwise load without a word.
+    Args:
+        path: the file.
+        whole: read shards too. Without it they are only checked, and `model` and the optimiser's
+            state are missing from a sharded checkpoint.
+
+    Returns:
+        The checkpoint's dict, tensors on the CPU.
+
+    Raises:
+        CheckpointError: the file is missing, torn, of another program or of a newer version.
+    """
+    state = _read_archive(path)
+    if not _is_checkpoint(state):
+        raise CheckpointError(f"{path}: a PyTorch file, but not a nanonorm checkpoint")
+    if state.get("format", FORMAT) != FORMAT:
+        raise CheckpointError(
+            f"{path}: checkpoint format {state['format']}, this program reads {FORMAT}: update it"
+        )
+    if "shards" in state:
+        from training.sharded import check_shards, read_state  # importing DCP takes a second
+
+        check_shards(path, state["shards"])
+        if whole:
+            state = read_state(path, state)
+    return state
+
+
+def _read_archive(path: Path) -> Any:
+    """Read a file of torch.save, after its checksums.
+
+    Only tensors and plain values are unpickled (weights_only). The checksums are compared because
+    torch itself would load a tensor with a flipped bit.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            # torch takes an entry whose attributes say "folder" for an empty one, and no checksum
-            # covers attributes.
-            torn = archive.testzip() or next(
-                (e.filename for e in archive.infolist() if e.external_attr & 0x10), None
-            )
-        state = torch.load(path, map_location="cpu", weights_only=True) if not torn else None
+            damaged = archive.testzip() or _false_folder(archive)
+        if not damaged:
+            return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint: check the path") from None
     except pickle.UnpicklingError:
@@ -105,119 +151,78 @@ def read_checkpoint(path: Path, whole: bool = True) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: torn, or not a checkpoint at all: use another checkpoint"
         ) from None
-    if torn:
-        raise CheckpointError(
-            f"{path}: {torn} in it is damaged, the file is torn: use another checkpoint"
-        )
-    if not isinstance(state, dict) or not (
-        {"config", "step"} <= state.keys() and state.keys() & {"model", "shards"}
-    ):
-        raise CheckpointError(f"{path}: a PyTorch file, but not a nanonorm checkpoint")
-    if state.get("format", FORMAT) != FORMAT:
-        raise CheckpointError(
-            f"{path}: checkpoint format {state['format']}, this program reads {FORMAT}: update it"
-        )
-    if "shards" in state:
-        from training.sharded import check_shards, read_state  # DCP takes a second to import
-
-        check_shards(path, state["shards"])
-        state = read_state(path, state) if whole else state
-    return state
+    raise CheckpointError(
+        f"{path}: {damaged} in it is damaged, the file is torn: use another checkpoint"
+    )
 
 
-def find_checkpoint(out_dir: Path, resume: str) -> tuple[dict[str, Any], Path, str] | None:
-    """(state, path, note) of the checkpoint to resume from, or None to start afresh.
+def _false_folder(archive: zipfile.ZipFile) -> str | None:
+    """Name an entry whose attributes say "folder", if there is one.
 
-    resume: "auto" takes the last checkpoint, or the best one if the last is torn, and says so in
-    the note; "never" refuses to overwrite a run; anything else is a path. A sharded state is not
-    whole: `restore` completes it.
+    torch takes such an entry to be empty, and no checksum covers attributes. torch.save writes no
+    folders.
+    """
+    for entry in archive.infolist():
+        if entry.external_attr & 0x10:
+            return entry.filename
+    return None
+
+
+def _is_checkpoint(state: Any) -> bool:
+    if not isinstance(state, dict):
+        return False
+    if not ({"config", "step"} <= state.keys() and state.keys() & {"model", "shards"}):
+        return False
+    return type(state["step"]) is int and 0 <= state["step"] < 1 << 62
+
+
+# ------------------------------------------------------------------------------------------ resume
+
+
+def find_checkpoint(out_dir: Path, resume: str) -> FoundCheckpoint | None:
+    """Find the checkpoint to resume from. None: start from scratch.
+
+    Args:
+        out_dir: the run folder.
+        resume: "auto" takes the last checkpoint, or the best one if the last is torn; "never"
+            refuses to overwrite a run; anything else is a path.
+
+    Raises:
+        CheckpointError: a checkpoint is there that must not be overwritten, or cannot be read.
     """
     if resume not in ("auto", "never"):
-        path, log = Path(resume), out_dir / "log.jsonl"
-        if log.exists() and path.resolve().parent != out_dir.resolve():
-            raise CheckpointError(
-                f"{out_dir} holds another run than {path}: choose another out_dir"
-            )
-        return read_checkpoint(path, whole=False), path, ""
+        return _checkpoint_at(Path(resume), out_dir)
     present = [out_dir / name for name in (LAST, BEST) if (out_dir / name).exists()]
     if resume == "never" and present:
         raise CheckpointError(
             f"{out_dir} holds a run already: choose another out_dir, remove it, or --resume=auto"
         )
-    complaints = []
+    problems = []
     for path in present:
         try:
-            return read_checkpoint(path, whole=False), path, "; ".join(complaints)
+            state = read_checkpoint(path, whole=False)
         except CheckpointError as error:
-            complaints.append(str(error))
-    if complaints:
-        raise CheckpointError("; ".join(complaints) + "; to start afresh, choose another out_dir")
+            problems.append(str(error))
+        else:
+            return FoundCheckpoint(state, path, "; ".join(problems))
+    if problems:
+        raise CheckpointError("; ".join(problems) + "; to start again, choose another out_dir")
     return None
 
 
+def _checkpoint_at(path: Path, out_dir: Path) -> FoundCheckpoint:
+    """Read the checkpoint `path`, unless `out_dir` holds another run."""
+    is_elsewhere = path.resolve().parent != out_dir.resolve()
+    if (out_dir / "log.jsonl").exists() and is_elsewhere:
+        raise CheckpointError(f"{out_dir} holds another run than {path}: choose another out_dir")
+    return FoundCheckpoint(read_checkpoint(path, whole=False), path, "")
+
+
 def different_checkpoints(out_dir: Path) -> CheckpointError:
-    """What ranks raise that go on from different steps."""
+    """Make the error for ranks that would resume from different steps."""
     return CheckpointError(
         f"ranks found different checkpoints in {out_dir}: it must be a shared folder"
     )
-
-
-def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
-    """The model's part of a saved config. Keys that an older config lacks, and those of other norm
-    types, have their defaults; norm_type is layer.
-    """
-    overrides, foreign = (
-        Overrides(GPTConfig),
-        foreign_keys(saved.get("norm_type", GPTConfig.norm_type)),
-    )
-    for field in fields(GPTConfig):
-        if field.name in saved and field.name not in foreign:
-            overrides.set(field.name, saved[field.name], str(path))
-    return overrides.build()
-
-
-def check_same_model(
-    saved: dict[str, Any], config: GPTConfig, path: Path, keys: tuple[str, ...] = ()
-) -> None:
-    """Raise CheckpointError naming the first of `keys` (all that matter) in which a saved model
-    differs from ours.
-    """
-    theirs = model_config(saved, path)
-    for name in keys or [field.name for field in fields(GPTConfig) if field.name not in FREE_KEYS]:
-        then, now = getattr(theirs, name), getattr(config, name)
-        if then != now:
-            raise CheckpointError(
-                f"{path} is of another model: {name}={then!r} there, {now!r} here: "
-                + (f"add --{name}={then}" if keys else "use its settings, or another out_dir")
-            )
-
-
-def load_weights(
-    model: nn.Module, weights: dict[str, torch.Tensor], path: Path, free: str = ""
-) -> tuple[list[str], list[str]]:
-    """Copy `weights` into `model`: (tensors that kept their initial values, weights that found no
-    place).
-
-    Only names that match the pattern `free` may be among those. Raises CheckpointError naming what
-    does not fit.
-    """
-    own = model.state_dict()
-    for name, tensor in weights.items():
-        if name in own and own[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here"
-            )
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    for name in sorted({*missing, *unexpected}):
-        if not (free and re.fullmatch(free, name)):
-            hint = (
-                ": its head has weights of its own, say --tie_embeddings=False"
-                if name == "lm_head.weight"
-                else ""
-            )
-            word = "missing" if name in missing else f"not part of this model{hint}"
-            raise CheckpointError(f"{path}: {name} is {word}")
-    return missing, unexpected
 
 
 def restore(
@@ -228,30 +233,113 @@ def restore(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> None:
-    """Put `state` of find_checkpoint into a run of `config`, whose model and optimiser may be
-    sharded, or not.
+    """Put the `state` of find_checkpoint into a run.
 
-    Betas and weight decay stay the run's own. Raises CheckpointError for another model, and for
-    weights alone.
+    The model and its optimiser may be sharded or not, whichever the checkpoint is. The optimiser
+    keeps its own settings (learning rate, betas, weight decay).
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or holds weights only.
     """
     if "optimizer" not in state:
         raise CheckpointError(
-            f"{path} holds weights alone: choose another out_dir, and --init_from={path}"
+            f"{path} holds weights only: choose another out_dir, and --init_from={path}"
         )
     check_same_model(state["config"], config, path)
     if "shards" in state or is_sharded(model):
-        from training.sharded import place_state  # DCP takes a second to import
+        from training.sharded import place_state  # importing DCP takes a second
 
         state = place_state(path, state, model, optimizer)
     load_weights(model, state["model"], path)
-    settings = [
-        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
-    ]
-    optimizer.load_state_dict(state["optimizer"])
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)
+    _load_moments(optimizer, state["optimizer"])
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
+
+
+def _load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the moments of an optimiser, but not its settings."""
+    settings = []
+    for group in optimizer.param_groups:
+        settings.append({name: value for name, value in group.items() if name != "params"})
+    optimizer.load_state_dict(state)
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
+
+
+# ----------------------------------------------------------------------------- models and weights
+
+
+def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
+    """Take the model's keys from a saved config.
+
+    Keys that an older config lacks have their defaults, and so have those of other norm types. An
+    older config without norm_type is of type layer.
+    """
+    overrides = Overrides(GPTConfig)
+    foreign = foreign_keys(saved.get("norm_type", GPTConfig.norm_type))
+    for field in fields(GPTConfig):
+        if field.name in saved and field.name not in foreign:
+            overrides.set(field.name, saved[field.name], str(path))
+    return overrides.build()
+
+
+def check_same_model(
+    saved: dict[str, Any], config: GPTConfig, path: Path, keys: tuple[str, ...] = ()
+) -> None:
+    """Check that a saved model and ours agree in `keys`, or in all that decide tensors.
+
+    Raises:
+        CheckpointError: names the first key in which they differ.
+    """
+    theirs = model_config(saved, path)
+    names = keys or [field.name for field in fields(GPTConfig) if field.name not in FREE_KEYS]
+    for name in names:
+        then = getattr(theirs, name)
+        now = getattr(config, name)
+        if then != now:
+            remedy = f"add --{name}={then}" if keys else "use its settings, or another out_dir"
+            raise CheckpointError(
+                f"{path} is of another model: {name}={then!r} there, {now!r} here: {remedy}"
+            )
+
+
+def load_weights(
+    model: nn.Module, weights: dict[str, torch.Tensor], path: Path, free: str = ""
+) -> tuple[list[str], list[str]]:
+    """Copy `weights` into `model`.
+
+    Args:
+        model: a GPT.
+        weights: tensors by name.
+        path: where they are from, for error messages.
+        free: a pattern; names that match it may be in one of the two only.
+
+    Returns:
+        Names in the model only, which keep their initial values, and names in `weights` only.
+
+    Raises:
+        CheckpointError: names the first tensor that does not fit.
+    """
+    own = model.state_dict()
+    for name, tensor in weights.items():
+        if name in own and own[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here"
+            )
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    for name in sorted({*missing, *unexpected}):
+        if free and re.fullmatch(free, name):
+            continue
+        if name in missing:
+            raise CheckpointError(f"{path}: {name} is missing")
+        hint = ""
+        if name == "lm_head.weight":
+            hint = ": its head has weights of its own: add --tie_embeddings=False"
+        raise CheckpointError(f"{path}: {name} is not part of this model{hint}")
+    return missing, unexpected
+
+
+# ----------------------------------------------------------------------------------- the program
 
 
 @dataclass(frozen=True)
@@ -260,22 +348,25 @@ class MergeConfig:
 
 
 def main(argv: list[str]) -> None:
+    """Make the sharded checkpoints of a run one file each."""
     _, spec = parse_args(MergeConfig, argv, __doc__, spec=True)
     folder = Path(spec)
-    paths = (
-        [folder / name for name in (LAST, BEST) if (folder / name).exists()]
-        if folder.is_dir()
-        else [folder]
-    )
+    paths = [folder]
+    if folder.is_dir():
+        paths = [folder / name for name in (LAST, BEST) if (folder / name).exists()]
     if not paths:
         raise CheckpointError(f"{spec}: no {LAST} and no {BEST} in this folder: check the path")
     if not paths[0].exists():
         raise CheckpointError(f"{paths[0]}: no such checkpoint: check the path")
-    lock = FolderLock(paths[0].parent, lambda: False)  # a run that goes on there would save over it
-    for path in paths:
-        save_checkpoint(path, read_checkpoint(path))
-        print(f"{path} is one file")
-    lock.release()
+    # A run that is resumed meanwhile would save over the merged file.
+    stop_signal = StopSignal()
+    lock = FolderLock(paths[0].parent, lambda: stop_signal.name)
+    try:
+        for path in paths:
+            save_checkpoint(path, read_checkpoint(path))
+            print(f"{path} is one file")
+    finally:
+        lock.release()
 
 
 if __name__ == "__main__":

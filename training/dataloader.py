@@ -1,10 +1,9 @@
-"""Token shards -> batches. A batch is a pure function of (seed, step, micro-batch), on any number
-of ranks.
+"""Token shards -> batches. A batch is a pure function of (seed, step, micro-batch).
 
-The shards of a split are cut into blocks of block_size tokens (plus one, for the shifted targets).
+The shards of a split are cut into blocks of block_size tokens, plus one for the shifted targets.
 Each epoch visits every block once, in a new order seeded by (seed, epoch). Sample s of a run is
-block `order[s % n]` of epoch `s // n`, so resuming at step N needs no other state than N, and
-evaluation cannot disturb it.
+block `order[s % n]` of epoch `s // n`. So a run that resumes at step N needs no other state than
+N, evaluation cannot disturb the order, and the number of ranks does not change it.
 """
 
 from collections.abc import Iterator
@@ -20,20 +19,26 @@ from common.errors import DataError
 from common.fingerprint import fingerprint
 from data.shards import find_shards, open_shard
 
-SCAN_LIMIT = (
-    1 << 28
-)  # splits of up to this many tokens are checked whole at the start, in about a tenth of a second
+# Tokens. Splits up to this size are checked whole at the start, which takes about 0.1 s.
+SCAN_LIMIT = 1 << 28
 
 
 class Blocks:
-    """The blocks of one split: `blocks[i]` is block i as int64 (block_size + 1,)."""
+    """The blocks of one split: `blocks[i]` is block i, int64 (block_size + 1,).
+
+    Raises:
+        DataError: no shard has a block's length, or a token is beyond the vocabulary. In a split
+            beyond SCAN_LIMIT such a token is only found when its block is read.
+    """
 
     def __init__(self, data_dir: str, split: str, block_size: int, vocab_size: int):
         self.paths = find_shards(data_dir, split)
         self.shards = [open_shard(path) for path in self.paths]
-        self.block_size, self.vocab_size = block_size, vocab_size
+        self.block_size = block_size
+        self.vocab_size = vocab_size
         counts = [(len(shard) - 1) // block_size for shard in self.shards]
-        self.ends = np.cumsum(counts)  # block i lies in the first shard whose end is beyond i
+        # Block i lies in the first shard whose end is beyond i.
+        self.ends = np.cumsum(counts)
         if not self.ends[-1]:
             longest = max(len(shard) for shard in self.shards)
             raise DataError(
@@ -49,9 +54,9 @@ class Blocks:
 
     def __getitem__(self, index: int) -> np.ndarray:
         number = int(np.searchsorted(self.ends, index, side="right"))
-        shard = self.shards[number]
-        start = (index - (int(self.ends[number - 1]) if number else 0)) * self.block_size
-        block = shard[start : start + self.block_size + 1].astype(np.int64)
+        first = int(self.ends[number - 1]) if number else 0  # the first block of this shard
+        start = (index - first) * self.block_size
+        block = self.shards[number][start : start + self.block_size + 1].astype(np.int64)
         self._check(block, self.paths[number])
         return block
 
@@ -64,64 +69,73 @@ class Blocks:
             )
 
     def fingerprint(self) -> str:
-        """Name the tokens, for telling runs on different data apart (common/fingerprint.py)."""
+        """Name the tokens, so that runs on different data can be told apart."""
         return fingerprint(self.paths[0].name, self.shards)
 
     def batch(self, indices: list[int], rows: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs and next-token targets, int64 (max(rows, len(indices)), block_size) each.
+        """Read inputs and next-token targets of these blocks.
 
-        Rows beyond the indices have targets -1, which the loss leaves out: so a compiled model sees
-        one shape only.
+        Args:
+            indices: block numbers.
+            rows: smallest number of rows. A compiled model then sees one shape only.
+
+        Returns:
+            x, y: int64 (max(rows, len(indices)), T) each, T = block_size. Rows beyond the indices
+            have targets -1, which the loss ignores.
         """
-        blocks = torch.from_numpy(
-            np.stack([self[index] for index in indices])
-        )  # (B, block_size + 1)
-        x, y = blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
+        blocks = torch.from_numpy(np.stack([self[index] for index in indices]))  # (B, T + 1)
+        x = blocks[:, :-1].contiguous()  # (B, T)
+        y = blocks[:, 1:].contiguous()  # (B, T)
         missing = max(0, rows - len(indices))
-        return F.pad(x, (0, 0, 0, missing)), F.pad(y, (0, 0, 0, missing), value=-1)
+        padding = (0, 0, 0, missing)
+        return F.pad(x, padding), F.pad(y, padding, value=-1)
 
 
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, n_blocks: int) -> np.ndarray:
-    """Permutation (n_blocks,) of one epoch.
-
-    RandomState, because NumPy guarantees that its streams never change.
-    """
+    """Draw the order (n_blocks,) in which an epoch visits the blocks."""
+    # RandomState, because NumPy guarantees that its streams never change.
     return np.random.RandomState([seed, epoch]).permutation(n_blocks)
 
 
 class TrainLoader:
     """Training batches.
 
-    Micro-batch m of step N (both global) is the same set of blocks on any number of ranks.
+    Micro-batch m of step N (both counted over all ranks) holds the same blocks on any number of
+    ranks.
     """
 
     def __init__(self, blocks: Blocks, batch_size: int, micro_batches: int, seed: int):
-        self.blocks, self.batch_size, self.micro_batches, self.seed = (
-            blocks,
-            batch_size,
-            micro_batches,
-            seed,
-        )
+        self.blocks = blocks
+        self.batch_size = batch_size
+        self.micro_batches = micro_batches
+        self.seed = seed
 
     def sample_ids(self, step: int, micro: int) -> list[int]:
-        """Block numbers of micro-batch `micro` (0 .. micro_batches - 1) of `step` (from 1)."""
+        """List the block numbers of micro-batch `micro` (from 0) of `step` (from 1)."""
         first = ((step - 1) * self.micro_batches + micro) * self.batch_size
-        n = len(self.blocks)
-        samples = range(first, first + self.batch_size)
-        return [int(epoch_order(self.seed, sample // n, n)[sample % n]) for sample in samples]
+        n_blocks = len(self.blocks)
+        found = []
+        for sample in range(first, first + self.batch_size):
+            epoch, place = divmod(sample, n_blocks)
+            found.append(int(epoch_order(self.seed, epoch, n_blocks)[place]))
+        return found
 
     def batches(
         self, first_step: int, rank: int, world_size: int, pin: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's micro-batches from `first_step` on, read ahead by a background thread, pinned
-        for the GPU.
+        """Yield this rank's micro-batches from `first_step` on, for ever.
+
+        A background thread reads two of them ahead. `pin` them for an asynchronous copy to a GPU.
         """
 
         def load(position: int) -> tuple[Tensor, Tensor]:
             step, micro = divmod(position, self.micro_batches // world_size)
-            batch = self.blocks.batch(self.sample_ids(first_step + step, micro * world_size + rank))
-            return tuple(part.pin_memory() for part in batch) if pin else batch
+            ids = self.sample_ids(first_step + step, micro * world_size + rank)
+            x, y = self.blocks.batch(ids)
+            if pin:
+                return x.pin_memory(), y.pin_memory()
+            return x, y
 
         with ThreadPoolExecutor(max_workers=1) as reader:
             ahead = [reader.submit(load, position) for position in range(2)]
@@ -130,19 +144,26 @@ class TrainLoader:
                 ahead.append(reader.submit(load, position))
 
 
+def eval_batches(blocks: Blocks, batch_size: int, eval_tokens: int) -> list[list[int]]:
+    """List the block numbers of each evaluation batch.
+
+    They are the first eval_tokens of the split, in order, the same for every run.
+    """
+    count = min(len(blocks), max(1, eval_tokens // blocks.block_size))
+    starts = range(0, count, batch_size)
+    return [list(range(start, min(start + batch_size, count))) for start in starts]
+
+
 def bytes_per_token(blocks: Blocks, batches: list[list[int]], lengths: np.ndarray) -> float:
-    """Mean length of the evaluation's target tokens: nats per token / (ln 2 * this) is bits per
-    byte.
+    """Compute the mean length in bytes of the targets of an evaluation.
+
+    Args:
+        blocks: the val split.
+        batches: of eval_batches.
+        lengths: (vocabulary,) bytes of each token.
+
+    Returns:
+        b, so that L nats per token are L / (ln 2 * b) bits per byte.
     """
     totals = [lengths[blocks[index][1:]].sum() for batch in batches for index in batch]
     return float(sum(totals)) / (len(totals) * blocks.block_size)
-
-
-def eval_batches(blocks: Blocks, batch_size: int, eval_tokens: int) -> list[list[int]]:
-    """Block numbers of each evaluation batch: the first eval_tokens of the split, in order, for
-    every run alike.
-    """
-    count = min(len(blocks), max(1, eval_tokens // blocks.block_size))
-    return [
-        list(range(start, min(start + batch_size, count))) for start in range(0, count, batch_size)
-    ]

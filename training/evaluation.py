@@ -1,7 +1,7 @@
-"""What a run measures beside training: val loss, bits per byte, HellaSwag, a sample of its text.
+"""What a run measures besides training: val loss, bits per byte, HellaSwag, a sample of its text.
 
-Nothing here draws from the random streams of training, and norms collect no statistics: with or
-without it, training does the same.
+Evaluation changes nothing in training: it draws nothing from training's random streams, and norms
+collect no statistics.
 """
 
 import math
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.distributed import Ranks
 from common.errors import DataError
@@ -19,14 +19,25 @@ from model import GPT
 from training.dataloader import Blocks, bytes_per_token, eval_batches
 from training.stream import RMSStats, measure
 
+PROMPT = 32  # tokens of the val shards that a text sample continues
+TEMPERATURE = 0.8
+TOP_K = 200
+
 
 class Evaluator:
-    """The measurements of one run. `config` is a TrainConfig, `meta` its data's meta.json.
-    make_scorer(tokenizer) gives what HellaSwag is scored with (evals/hellaswag.py); None where it
-    is not wanted.
+    """The measurements of one run.
 
-    Raises DataError at once, not after hours of training, where HellaSwag is wanted and cannot be
-    had.
+    Args:
+        config: a TrainConfig.
+        blocks: the val split.
+        meta: meta.json of the data, which names the tokenizer.
+        ranks: this process and the others.
+        autocast: Precision.autocast.
+        make_scorer: (tokenizer) -> what scores HellaSwag (evals/hellaswag.py); None: no HellaSwag.
+
+    Raises:
+        DataError: HellaSwag is required, and the tokenizer or its items are missing. So this is
+            known before training, not after hours of it.
     """
 
     def __init__(
@@ -38,79 +49,98 @@ class Evaluator:
         autocast: Callable,
         make_scorer: Callable[[Any], Callable[[GPT], Any]] | None = None,
     ):
-        self.config, self.blocks, self.ranks, self.autocast = config, blocks, ranks, autocast
+        self.config = config
+        self.blocks = blocks
+        self.ranks = ranks
+        self.autocast = autocast
         self.batches = eval_batches(blocks, config.batch_size, config.eval_tokens)
-        self.tokenizer, self.no_tokenizer, self.bytes_per_token = None, "", 0.0
+        self._load_tokenizer(meta)
+        self.scorer = None
+        if make_scorer is not None:
+            if self.tokenizer is None:
+                raise DataError(f"HellaSwag needs the data's tokenizer: {self.no_tokenizer}")
+            self.scorer = make_scorer(self.tokenizer)
+
+    def _load_tokenizer(self, meta: dict) -> None:
+        """Load the tokenizer. Without one there are no bits per byte and no text sample."""
+        self.tokenizer = None
+        self.no_tokenizer = ""  # why there is none
+        self.bytes_per_token = 0.0  # 0: unknown
         try:
             self.tokenizer = load_tokenizer(meta)
-            if ranks.is_main:
-                self.bytes_per_token = bytes_per_token(
-                    blocks, self.batches, token_bytes(self.tokenizer)
-                )
+            if self.ranks.is_main:
+                lengths = token_bytes(self.tokenizer)
+                self.bytes_per_token = bytes_per_token(self.blocks, self.batches, lengths)
         except DataError as error:
             self.no_tokenizer = str(error)
-        if make_scorer is not None and self.tokenizer is None:
-            raise DataError(f"HellaSwag needs the data's tokenizer: {self.no_tokenizer}")
-        self.scorer = None if make_scorer is None else make_scorer(self.tokenizer)
 
     @torch.no_grad()
     def val_loss(self, model: nn.Module) -> float:
-        """Mean loss (nats per token) over the evaluation batches, which are dealt out to the ranks.
+        """Compute the mean loss over the evaluation batches, nats per token.
 
-        Every batch's loss is kept apart and summed in one order: the value does not depend on the
-        number of ranks.
+        The batches are divided among the ranks. The loss of each is kept apart and all are summed
+        in one order, so the value does not depend on the number of ranks.
         """
         model.eval()
-        wide = torch.float32 if self.ranks.device.type == "mps" else torch.float64
-        losses = torch.zeros(len(self.batches), dtype=wide, device=self.ranks.device)
+        device = self.ranks.device
+        rows = len(self.batches[0])
+        # MPS has no float64.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        losses = torch.zeros(len(self.batches), dtype=dtype, device=device)
         for number, counts in self.ranks.deal(range(len(self.batches))):
-            indices = self.batches[number]
-            x, y = (
-                part.to(self.ranks.device)
-                for part in self.blocks.batch(indices, rows=len(self.batches[0]))
-            )
+            x, y = self.blocks.batch(self.batches[number], rows=rows)  # (B, T) each
             with self.autocast():
-                losses[number] = model(x, y)[0] * counts
+                losses[number] = model(x.to(device), y.to(device))[0] * counts
         model.train()
-        tokens = torch.tensor([len(batch) for batch in self.batches], dtype=torch.float64)
-        return float((self.ranks.sum(losses).cpu().double() * tokens).sum() / tokens.sum())
+        losses = self.ranks.sum(losses).cpu().double()
+        # The last batch may have fewer blocks.
+        weights = torch.tensor([len(batch) for batch in self.batches], dtype=torch.float64)
+        return float((losses * weights).sum() / weights.sum())
 
     def rms_stats(self, model: GPT) -> RMSStats:
-        """The residual stream at every norm position, and the output, on as many windows as a batch
-        has, spread evenly over the evaluation text: neighbours are of one document, and what they
-        say of the output is of that one.
+        """Measure the residual stream at every norm position, and the output.
+
+        One batch of windows, spread evenly over the evaluation text: neighbouring windows are of
+        one document, and would only tell how well the model predicts that one.
         """
         indices = [index for batch in self.batches for index in batch]
-        spread = indices[:: -(-len(indices) // len(self.batches[0]))]
-        x, y = (part.to(self.ranks.device) for part in self.blocks.batch(spread))
+        stride = math.ceil(len(indices) / len(self.batches[0]))
+        x, y = self.blocks.batch(indices[::stride])  # (B, T) each
+        device = self.ranks.device
         with self.autocast():
-            return measure(model, x, y)
+            return measure(model, x.to(device), y.to(device))
 
     def bits_per_byte(self, val_loss: float) -> float | None:
-        """`val_loss` in bits per byte of text; None if the data does not say how to decode it."""
-        return val_loss / (math.log(2) * self.bytes_per_token) if self.bytes_per_token else None
+        """Convert `val_loss` to bits per byte of text; None without a tokenizer."""
+        if not self.bytes_per_token:
+            return None
+        return val_loss / (math.log(2) * self.bytes_per_token)
 
     def hellaswag(self, model: GPT, step: int, last: bool) -> Any | None:
-        """HellaSwag's Scores, if they are due after `step`."""
+        """Score HellaSwag, if that is due after `step`; else None."""
         interval = self.config.hellaswag_interval
-        due = last or (interval and step and step % interval == 0)
-        return self.scorer(model) if self.scorer is not None and due else None
+        is_due = last or (interval and step and step % interval == 0)
+        if self.scorer is None or not is_due:
+            return None
+        return self.scorer(model)
 
     def write_sample(self, model: GPT, path: Path) -> str:
-        """A file with how the model continues the first tokens of the val shards; a sentence about
-        it. All ranks generate, since FSDP needs them; the main one writes.
+        """Write how the model continues the first tokens of the val shards.
+
+        All ranks generate, since FSDP needs them. The main one writes.
+
+        Returns:
+            A line about it, for people.
         """
         if self.tokenizer is None:
             return f"no text sample: {self.no_tokenizer}"
-        # (1, T)
-        prompt: Tensor = torch.from_numpy(self.blocks[0][: min(32, self.config.block_size)])[None]
         device = self.ranks.device
-        stream = torch.Generator(device).manual_seed(self.config.seed)
-        tokens = (
-            model.eval()
-            .generate(prompt.to(device), self.config.sample_tokens, 0.8, 200, stream)[0]
-            .tolist()
-        )
+        length = min(PROMPT, self.config.block_size)
+        prompt = torch.from_numpy(self.blocks[0][:length])[None].to(device)  # (1, T)
+        generator = torch.Generator(device).manual_seed(self.config.seed)
+        model.eval()
+        tokens = model.generate(prompt, self.config.sample_tokens, TEMPERATURE, TOP_K, generator)
         if self.ranks.is_main:
-            path.write_text(self.tokenizer.decode(tokens) + "\n", encoding="utf-8")
+            text = self.tokenizer.decode(tokens[0].tolist())
+            path.write_text(text + "\n", encoding="utf-8")
         return f"a sample of its text is in {path}"

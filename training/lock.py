@@ -12,100 +12,110 @@ from typing import IO
 
 from common.errors import UserError
 
-PATIENCE = 60.0  # seconds: a job that is queued anew may begin while the one before it still saves
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+# Seconds. A job that is queued again may start while the previous one still saves.
+PATIENCE = 60.0
+POLL = 0.2  # seconds between two attempts to get the lock
+ATTEMPTS = 100  # to open its file
+HELD = (errno.EACCES, errno.EAGAIN)  # another process has the lock
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without locks
 
 
 class FolderLock:
-    """Keeps other processes out of a folder, which is made if need be, until `release` or the end
-    of this process.
+    """Keep other processes out of a folder until `release`, or until this process ends.
 
-    Another process may be about to end: wait for it, PATIENCE seconds at most.
+    Makes the folder if there is none. Another process may be about to finish: waits for it,
+    PATIENCE seconds at most.
 
     Args:
         folder: the run folder; the lock is on the file `lock` in it.
-        is_told_to_stop: asked while waiting.
+        should_stop: asked while waiting.
         say: prints a line for people.
 
     Raises:
-        UserError: another process stays there, the folder cannot be made, or the program is told to
-        stop.
+        UserError: another process stays, the folder cannot be made, or this process is told to
+            stop.
     """
 
     def __init__(
         self,
         folder: Path,
-        is_told_to_stop: Callable[[], str | bool],
+        should_stop: Callable[[], str | bool],
         say: Callable[[str], None] | None = None,
     ):
-        self.folder, self.is_told_to_stop, self.say = (
-            folder,
-            is_told_to_stop,
-            say or partial(print, flush=True),
-        )
-        self.is_new = False
-        self.end: float | None = None  # of the patience, once another process is met
+        self.folder = folder
+        self.should_stop = should_stop
+        self.say = say or partial(print, flush=True)
+        self.is_new = False  # this process made the folder
+        self.deadline: float | None = None  # set when another process is met
         self.file = self._open()
         while self.file is not None and not self._try():
             self.file.close()
             self._wait()
-            self.file = (
-                self._open()
-            )  # anew, because the other process may take away a folder that remained empty
+            # Open it again: the other process may have removed a folder that stayed empty.
+            self.file = self._open()
 
     def _open(self) -> IO[str] | None:
-        """The lock file; None in a folder in which nobody can write, so that there is nothing to
-        keep others from.
+        """Open the lock file.
+
+        Returns:
+            The file; None if nobody can write in the folder, which then needs no lock.
         """
-        try:
-            self.is_new |= not self.folder.exists()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            return open(self.folder / "lock", "a")
-        except OSError as error:
-            if self.folder.is_dir() and not os.access(self.folder, os.W_OK):
-                return None
-            raise UserError(
-                f"out_dir={self.folder}: cannot be written ({error.strerror})"
-            ) from None
+        for _ in range(ATTEMPTS):
+            try:
+                # os.path, because Path.exists raises for a name that is too long
+                self.is_new |= not os.path.exists(self.folder)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                return open(self.folder / "lock", "a")
+            except FileNotFoundError as error:
+                problem = error  # another process has just removed its empty folder
+            except OSError as error:
+                problem = error
+                break
+        if os.path.isdir(self.folder) and not os.access(self.folder, os.W_OK):
+            return None
+        raise UserError(
+            f"out_dir={self.folder}: its file `lock` cannot be written ({problem.strerror})"
+        )
 
     def _try(self) -> bool:
-        """Is the folder ours now?"""
+        """Try to get the lock. Returns whether the folder is ours now."""
+        path = self.folder / "lock"
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):  # another process has it
+            if error.errno in HELD:
                 return False
             if error.errno not in NO_LOCKS:
-                raise UserError(
-                    f"{self.folder / 'lock'}: cannot be locked ({error.strerror})"
-                ) from None
+                raise UserError(f"{path}: cannot be locked ({error.strerror})") from None
             self.say(
                 f"{self.folder} is on a file system without locks: let no other run write there"
             )
-        try:  # it must still be the file that others will open
-            return os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.folder / "lock"))
+        # The previous process may have removed the file between our open and our lock. Others
+        # would then open, and lock, another file of this name.
+        try:
+            return os.path.samestat(os.fstat(self.file.fileno()), os.stat(path))
         except OSError:
             return False
 
     def _wait(self) -> None:
-        """A moment; raises UserError when there is no sense in waiting any longer."""
-        if self.end is None:
-            self.end = time.monotonic() + PATIENCE
+        """Wait a moment. Raises UserError when waiting has lasted long enough."""
+        if self.deadline is None:
+            self.deadline = time.monotonic() + PATIENCE
             self.say(
                 f"{self.folder}: another process is training there: "
                 f"waiting for its end, {PATIENCE:.0f} s at most"
             )
-        if self.is_told_to_stop():
+        if self.should_stop():
             raise UserError(f"{self.folder}: told to stop while another process is training there")
-        if time.monotonic() > self.end:
+        if time.monotonic() > self.deadline:
             raise UserError(
                 f"{self.folder}: another process is training there: "
-                "wait for it, or choose another out_dir"
+                "wait for it, or choose another folder"
             )
-        time.sleep(0.2)
+        time.sleep(POLL)
 
     def release(self) -> None:
-        """Let others in. A folder that was made here, and in which there is nothing yet, goes."""
+        """Let others in. Removes a folder that was made here and stayed empty."""
         if self.file is None:
             return
         with contextlib.suppress(OSError):

@@ -1,9 +1,11 @@
-"""The parts of a training step: precision, learning-rate schedule, forward and backward of a
-micro-batch, AdamW, and the guarded update: a step that is not finite is never applied.
+"""The parts of a training step: micro-batch, learning rate, AdamW, guarded update.
+
+A step whose loss or gradient is not finite is never applied.
 """
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,13 @@ from common.distributed import is_sharded, share
 from common.environment import Precision
 
 
+class GradientNorms(NamedTuple):
+    """L2 norms of the gradients of a step, before clipping."""
+
+    total: Tensor  # (), of all gradients together
+    each: Tensor  # (P,), of the gradient of each parameter
+
+
 def micro_step(
     forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     x: Tensor,
@@ -20,16 +29,25 @@ def micro_step(
     precision: Precision,
     micro_batches: int,
 ) -> Tensor:
-    """Forward and backward of one of `micro_batches` micro-batches x, y (B, T); gradients add up in
-    the parameters.
+    """Do forward and backward of one micro-batch. Gradients add up in the parameters.
 
-    Returns its part (2,) of the step's loss and auxiliary loss. Nothing here waits for the device.
+    Nothing here waits for the device.
+
+    Args:
+        forward: the model, (x, y) -> (loss, auxiliary loss).
+        x, y: (B, T) tokens and the tokens that follow them.
+        precision: autocast and loss scale.
+        micro_batches: how many of them make this rank's step.
+
+    Returns:
+        (2,) this micro-batch's part of the step's loss and auxiliary loss.
     """
     with precision.autocast():
-        pair = torch.stack(forward(x, y))  # loss and auxiliary loss
-    # Micro-batches have equally many tokens, so the mean of their means is the mean over tokens.
-    precision.scaler.scale(pair.sum() / micro_batches).backward()
-    return pair.detach() / micro_batches
+        losses = torch.stack(forward(x, y))  # (2,)
+    # All micro-batches have the same number of tokens, so the mean of their means is the mean
+    # over all tokens.
+    precision.scaler.scale(losses.sum() / micro_batches).backward()
+    return losses.detach() / micro_batches
 
 
 def learning_rate(
@@ -41,36 +59,41 @@ def learning_rate(
     lowest: float,
     wsd_decay: float,
 ) -> float:
-    """Learning rate of `step` (1 .. max_iters): linear warm-up, then cosine, wsd or constant; never
-    zero at first.
+    """Compute the learning rate of `step` (1 .. max_iters).
 
-    wsd (warm-up, stable, decay): constant, then linear over the last `wsd_decay` share of all
-    steps.
+    Linear warm-up, whose first step is not zero; then one of the schedules:
+
+        cosine    half a cosine from `highest` to `lowest`
+        wsd       constant, then linear to `lowest` over the last `wsd_decay` share of all steps
+        constant  `highest`
     """
     if step <= warmup:
         return highest * step / warmup
     if schedule == "constant":
         return highest
-    start = max(warmup, round((1 - wsd_decay) * max_iters)) if schedule == "wsd" else warmup
-    # share of the decay that is over
+    start = warmup
+    if schedule == "wsd":
+        start = max(warmup, round((1 - wsd_decay) * max_iters))
+    # The share of the decay that is over: 0 at its start, 1 at max_iters.
     over = min(1.0, max(0, step - start) / max(1, max_iters - start))
-    height = 1 - over if schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * over))
+    height = 1 - over
+    if schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * over))
     return lowest + height * (highest - lowest)
 
 
 def make_optimizer(
     model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay on tensors of two dimensions or more, that is not on gains and
-    biases.
-    """
+    """Make a fused AdamW that decays matrices and embeddings, and neither gains nor biases."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr, betas, eps, fused=True
-    )
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr, betas, eps, fused=True)
 
 
 @torch.no_grad()
@@ -79,45 +102,74 @@ def guarded_update(
     scaler: torch.amp.GradScaler,
     parameters: list[nn.Parameter],
     clip: float,
-    loss_is_bad: Tensor,
-) -> Tensor:
-    """Clip to global gradient norm `clip` (0: not) and update, unless something is not finite.
+    bad_losses: Tensor,
+) -> GradientNorms:
+    """Clip the gradients and update the parameters, unless something is not finite.
 
-    That is decided on the device. Returns (1 + number of parameters,): the global norm, then each
-    gradient's norm.
+    The device decides whether to update, so the host need not wait to learn it. Gradients are
+    None afterwards.
+
+    Args:
+        optimizer: fused AdamW.
+        scaler: the loss scale of float16; not enabled otherwise.
+        parameters: those of the optimiser, in the order in which norms are returned.
+        clip: largest global gradient norm; 0 does not clip.
+        bad_losses: () above 0 if a loss is not finite.
+
+    Returns:
+        Norms before clipping, in the dtype of bad_losses.
     """
     scaler.unscale_(optimizer)
     gradients = [share(parameter.grad) for parameter in parameters]
-    norms = torch.stack(torch._foreach_norm(gradients)).to(loss_is_bad.dtype)
-    if is_sharded(parameters[0]):  # each rank has the norms of its shares
-        squares = norms.double().square()  # which can be beyond float32
-        dist.all_reduce(squares)
-        norms = squares.sqrt().to(norms.dtype)
-    total = torch.linalg.vector_norm(norms)
-    shrink = ((total + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(total)
-    # Fused AdamW can divide by a float32 grad_scale as it reads the gradients, which saves clipping
-    # a pass of its own.
-    in_kernel = shrink.dtype == torch.float32 and not scaler.is_enabled()
-    if not in_kernel:
-        torch._foreach_div_(gradients, shrink)
+    norms = _gradient_norms(gradients, is_sharded(parameters[0]), bad_losses.dtype)
+    divisor = _clipping_divisor(norms.total, clip)
     if scaler.is_enabled():
-        # float16: leaves out a step with infinite gradients and lowers the scale
+        torch._foreach_div_(gradients, divisor)
+        # The scaler skips a step with infinite gradients, and lowers the loss scale.
         scaler.step(optimizer)
         scaler.update()
     else:
-        # It reads found_inf on the device too, so the host need not wait to learn whether the step
-        # is sound.
-        optimizer.grad_scale = shrink if in_kernel else None
-        optimizer.found_inf = (~torch.isfinite(total) | (loss_is_bad > 0)).float()
-        optimizer.step()
+        is_bad = ~torch.isfinite(norms.total) | (bad_losses > 0)
+        _apply(optimizer, gradients, divisor, is_bad)
     optimizer.zero_grad(set_to_none=True)
-    return torch.cat([total.view(1), norms])
+    return norms
+
+
+def _gradient_norms(gradients: list[Tensor], are_shares: bool, dtype: torch.dtype) -> GradientNorms:
+    """Compute the norm of each gradient, and of all. Under FSDP each rank has shares of them."""
+    norms = torch.stack(torch._foreach_norm(gradients)).to(dtype)  # (P,)
+    if are_shares:
+        squares = norms.double().square()  # a square can be beyond float32
+        dist.all_reduce(squares)
+        norms = squares.sqrt().to(norms.dtype)
+    return GradientNorms(total=torch.linalg.vector_norm(norms), each=norms)
+
+
+def _clipping_divisor(total: Tensor, clip: float) -> Tensor:
+    """Compute what all gradients must be divided by, so that their norm is at most `clip`."""
+    if not clip:
+        return torch.ones_like(total)
+    return ((total + 1e-6) / clip).clamp(min=1.0)
+
+
+def _apply(
+    optimizer: torch.optim.AdamW, gradients: list[Tensor], divisor: Tensor, is_bad: Tensor
+) -> None:
+    """Update with gradients / divisor, unless `is_bad`."""
+    # Fused AdamW reads both attributes on the device.
+    optimizer.found_inf = is_bad.float()
+    optimizer.grad_scale = None
+    if divisor.dtype == torch.float32:
+        # It divides as it reads the gradients, which saves a pass over them.
+        optimizer.grad_scale = divisor
+    else:
+        torch._foreach_div_(gradients, divisor)
+    optimizer.step()
 
 
 def carry_state(
     optimizer: torch.optim.Optimizer, source: nn.Parameter, target: nn.Parameter
 ) -> None:
-    """`target` takes over the role of `source`: it gets a copy of its moments too."""
-    optimizer.state[target] = {
-        name: value.clone() for name, value in optimizer.state[source].items()
-    }
+    """Give `target`, which takes over the role of `source`, a copy of its moments."""
+    moments = optimizer.state[source]
+    optimizer.state[target] = {name: value.clone() for name, value in moments.items()}

@@ -1,7 +1,8 @@
 """Where a run trains: its data, the number of ranks, the device, the versions, the commit.
 
-The log and each checkpoint keep it, and whoever goes on with a run compares: other data would be
-another experiment and is refused; all else is told, and report.py leaves the run out.
+The log and each checkpoint keep the place, and a run that is resumed compares. Other data would
+be another experiment, and are refused. Every other change is noted in the log, and report.py
+leaves the run out.
 """
 
 import json
@@ -13,42 +14,43 @@ from common.environment import environment, is_same_code
 from common.errors import CheckpointError
 from common.fingerprint import data_difference
 
-# Not compared: clocks differ from minute to minute, and the data have a check of their own.
-NOT_COMPARED = ("versions", "clocks", "data")
-# What is read of it, if it is there
-KINDS = {
-    "data": str | None,
-    "world_size": int | None,
-    "git": str | None,
-    "versions": dict | None,
-    "device": str | None,
-}
+# Entries that are compared, and their types; versions are compared too, one by one. An older place
+# may lack some.
+COMPARED = {"git": str, "world_size": int, "device": str, "float32_products": str}
+SHOWN = 100  # characters of a value
 
 
 def find_place(data: str, ranks: Ranks) -> dict[str, Any]:
-    """Where this process trains, on data of this fingerprint."""
+    """Describe where this process trains. `data` is the fingerprint of its data."""
     return {"data": data, "world_size": ranks.world_size, **environment(ranks.device)}
 
 
 def saved_place(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Where the run of the checkpoint `path` trained: as the checkpoint tells it; of an older one,
-    as the log beside it does; {} where neither knows. Raises CheckpointError for what is no place.
+    """Find where the run of a checkpoint trained.
+
+    Args:
+        state: the checkpoint. An older one has no place: then the log next to it has.
+        path: the checkpoint's file.
+
+    Returns:
+        The place, {} if neither checkpoint nor log has it. Entries of a wrong type are left out.
+
+    Raises:
+        CheckpointError: what the checkpoint has is not a place.
     """
     place = state.get("place")
     if place is None:
         place = _logged_place(path.with_name("log.jsonl"))
-    if not isinstance(place, dict) or not all(
-        isinstance(place.get(name), kinds) for name, kinds in KINDS.items()
-    ):
+    if not isinstance(place, dict):
         raise CheckpointError(
-            f"{path}: a PyTorch file, but not a nanonorm checkpoint: what it says of its place is "
-            "damaged"
+            f"{path}: a PyTorch file, but not a nanonorm checkpoint: its entry `place` is damaged"
         )
-    return place
+    kinds = {"data": str, "versions": dict, **COMPARED}
+    return {name: place[name] for name, kind in kinds.items() if type(place.get(name)) is kind}
 
 
 def _logged_place(path: Path) -> dict[str, Any]:
-    """What the first event of a log tells about the place, {} where it cannot be read."""
+    """Read the place from the first event of a log, {} if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as log:
             start = json.loads(log.readline())
@@ -58,23 +60,34 @@ def _logged_place(path: Path) -> dict[str, Any]:
 
 
 def check_same_data(then: dict[str, Any], now: dict[str, Any], path: Path, remedy: str) -> None:
-    """Raise CheckpointError if the run of the checkpoint `path` has seen other data."""
-    if then.get("data") and (difference := data_difference(then["data"], now["data"])):
-        raise CheckpointError(f"{path} was trained on other data ({difference}): {remedy}")
+    """Check that the run of the checkpoint `path` has seen the same data.
+
+    Raises:
+        CheckpointError: it has seen other data. `remedy` is part of the message.
+    """
+    if "data" not in then:
+        return
+    difference = data_difference(then["data"], now["data"])
+    if difference:
+        shown = ascii(difference)[1:-1][: 4 * SHOWN]
+        raise CheckpointError(f"{path} was trained on other data ({shown}): {remedy}")
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between the place in which a run was saved and this one, as "torch 2.11.0 ->
-    2.13.0".
+    """List what has changed between two places, as "torch 2.11.0 -> 2.13.0".
 
-    What the older one does not tell, and commits that differ in no code, are left out.
+    Left out: what the older place does not tell, and commits between which training did not change.
     """
-    then, now = ({**place, **(place.get("versions") or {})} for place in (then, now))
-    names = [
-        name
-        for name in now
-        if name in then and name not in NOT_COMPARED and then[name] != now[name]
-    ]
+    names = [name for name in COMPARED if name in then and name in now and then[name] != now[name]]
     if "git" in names and is_same_code(then["git"], now["git"]):
         names.remove("git")
-    return [f"{name} {then[name]} -> {now[name]}" for name in names]
+    found = [f"{name} {_shown(then[name])} -> {_shown(now[name])}" for name in names]
+    old = then.get("versions", {})
+    new = now.get("versions", {})
+    packages = [name for name in new if name in old and old[name] != new[name]]
+    return found + [f"{name} {_shown(old[name])} -> {_shown(new[name])}" for name in packages]
+
+
+def _shown(value: Any) -> str:
+    """Format a value, which may come from a foreign file, as one short line."""
+    return ascii(str(value)[:SHOWN])[1:-1]

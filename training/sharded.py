@@ -1,16 +1,16 @@
 """Sharded checkpoints: each rank writes its share of the tensors, through
 torch.distributed.checkpoint (DCP).
 
-ckpt_last.pt remains the one file that names a checkpoint: it holds the plain values and says where
-the tensors are.
+ckpt_last.pt is still the one file that names a checkpoint. It holds the plain values, and says
+where the tensors are:
 
     ckpt_last.pt         {..., "shards": {"folder": "ckpt_last.shards-0",
                                           "files": {NAME: (bytes, crc32), ...}}}
     ckpt_last.shards-0/  .metadata  __0_0.distcp  __1_0.distcp  ...
 
-The folder is written first, under a name of its own, and ckpt_last.pt replaced last: after a crash
-at any moment it names a whole checkpoint, the old one or the new. Tensors are called model/NAME and
-optimizer/INDEX/KEY. Any number of ranks can read what any other number wrote.
+The folder is written first, under a new name, and ckpt_last.pt is replaced last. So after a crash
+at any moment it names a whole checkpoint, the old one or the new one. Tensors are called
+model/NAME and optimizer/INDEX/KEY. Any number of ranks can read what any other number wrote.
 """
 
 import pickle
@@ -31,70 +31,98 @@ from common.errors import CheckpointError
 
 METADATA = ".metadata"
 DCP = "torch.distributed.checkpoint"
-# What DCP's metadata may be unpickled to. Not in it: BytesStorageMetadata, whose values DCP would
-# unpickle freely.
+METADATA_CLASSES = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "TensorProperties",
+    "MetadataIndex",
+    "ChunkStorageMetadata",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
+# (module, name) of all that the metadata of DCP may be unpickled to. BytesStorageMetadata is not
+# among them: DCP would unpickle its values without any check.
 HARMLESS = {
-    *(
-        (f"{DCP}.metadata", name)
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "ChunkStorageMetadata",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    *((f"{DCP}.metadata", name) for name in METADATA_CLASSES),
     (f"{DCP}.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    *(
-        (module, name)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath")
-    ),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    # from Python 3.13 on
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
 }
 
 
-def write_shards(path: Path, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Write the tensors of `state` into a new folder beside `path`, all ranks together; what is to
-    be saved at `path`.
+# ------------------------------------------------------------------------------------------- write
 
-    Plain tensors must be the same on every rank. Raises CheckpointError on every rank if one of
-    them cannot write.
+
+def write_shards(path: Path, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Write the tensors of `state` into a new folder next to `path`. All ranks must call it.
+
+    Args:
+        path: where the checkpoint's file will be.
+        state: the checkpoint. Tensors that are not sharded must be the same on every rank.
+        ranks: this process and the others.
+
+    Returns:
+        What to save at `path`: plain values, and where the tensors are.
+
+    Raises:
+        CheckpointError: on every rank, if one of them cannot write.
     """
-    number = torch.zeros((), dtype=torch.int64, device=ranks.device)
-    while ranks.is_main and path.with_name(f"{path.stem}.shards-{int(number)}").exists():
-        number += 1
-    folder = path.with_name(f"{path.stem}.shards-{int(ranks.sum(number))}")
+    folder = _new_folder(path, ranks)
     plain, tensors = _split(state)
     try:
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(str(folder)))
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(
-            f"{folder}: rank {rank} cannot write ({cause}); the one before is untouched"
+            f"{folder}: rank {rank} cannot write ({cause}); the previous checkpoint is untouched"
         ) from None
-    sums = torch.zeros(ranks.world_size, 2, dtype=torch.int64, device=ranks.device)
-    if (own := folder / _file_of(ranks.rank)).exists():
-        sums[ranks.rank] = torch.tensor(_size_and_sum(own))
-    files = {
-        _file_of(rank): tuple(pair) for rank, pair in enumerate(ranks.sum(sums).tolist()) if pair[0]
-    }
-    if ranks.is_main:
-        files[METADATA] = _size_and_sum(folder / METADATA)
+    files = _written_files(folder, ranks)
     return {**plain, "shards": {"folder": folder.name, "files": files}}
 
 
+def _new_folder(path: Path, ranks: Ranks) -> Path:
+    """Choose a folder that does not exist yet, the same on all ranks."""
+    number = torch.zeros((), dtype=torch.int64, device=ranks.device)
+    if ranks.is_main:
+        while path.with_name(f"{path.stem}.shards-{int(number)}").exists():
+            number += 1
+    ranks.sum(number)  # the others have 0
+    return path.with_name(f"{path.stem}.shards-{int(number)}")
+
+
+def _written_files(folder: Path, ranks: Ranks) -> dict[str, tuple[int, int]]:
+    """Collect name -> (bytes, crc32) of all files that the ranks have written."""
+    sums = torch.zeros(ranks.world_size, 2, dtype=torch.int64, device=ranks.device)
+    own = folder / _file_of(ranks.rank)
+    if own.exists():  # a rank without a share writes no file
+        sums[ranks.rank] = torch.tensor(_size_and_sum(own))
+    files = {}
+    for rank, (size, crc) in enumerate(ranks.sum(sums).tolist()):
+        if size:
+            files[_file_of(rank)] = (size, crc)
+    if ranks.is_main:
+        files[METADATA] = _size_and_sum(folder / METADATA)
+    return files
+
+
+# -------------------------------------------------------------------------------------------- read
+
+
 def check_shards(path: Path, shards: dict[str, Any]) -> None:
-    """Raise CheckpointError unless every file that `shards` of the checkpoint `path` names is there
-    and whole.
+    """Check that every file of `shards`, an entry of the checkpoint `path`, is there and whole.
+
+    Raises:
+        CheckpointError: names the first file that is missing or torn.
     """
     try:
+        folder = _folder(path, shards)
         files = {
-            _folder(path, shards) / Path(name).name: (size, crc)
-            for name, (size, crc) in shards["files"].items()
+            folder / Path(name).name: (size, crc) for name, (size, crc) in shards["files"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError):
         raise CheckpointError(f"{path}: a PyTorch file, but not a nanonorm checkpoint") from None
@@ -110,24 +138,34 @@ def check_shards(path: Path, shards: dict[str, Any]) -> None:
 def read_state(
     path: Path, state: dict[str, Any], like: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """The whole `state` of a sharded checkpoint that has been checked: tensors on the CPU; or,
-    where `like` has a sharded tensor for the name, this rank's share of it alone.
+    """Read the tensors of a sharded checkpoint.
+
+    Args:
+        path: the checkpoint's file.
+        state: what it holds, after check_shards.
+        like: tensors by name; of one that is sharded here, only this rank's share is read.
+
+    Returns:
+        The checkpoint's dict with all tensors; those that are not sharded here are on the CPU.
     """
     reader = _Reader(str(_folder(path, state["shards"])))
+    like = like or {}
     try:
         tensors = {}
         for name, entry in reader.read_metadata().state_dict_metadata.items():
             whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            tensors[name] = _empty(whole, (like or {}).get(name))
+            tensors[name] = _empty(whole, like.get(name))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is")
-            dcp.load(tensors, storage_reader=reader, no_dist=True)  # each rank for itself
+            # Each rank reads for itself.
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{reader.path / METADATA}: {error}: not a nanonorm checkpoint"
         ) from None
-    except (Exception, CheckpointException) as error:  # written by another version, or foreign
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    except (Exception, CheckpointException) as error:  # of another version, or of another program
+        lines = str(error).splitlines()
+        reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
         raise CheckpointError(
             f"{reader.path}: DCP cannot read it ({reason}): use another checkpoint"
         ) from None
@@ -137,37 +175,38 @@ def read_state(
 def place_state(
     path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """The whole `state` of the checkpoint `path`, either form, its tensors sharded as those of
-    `model` and `optimizer` are (or not, as theirs).
+    """Complete the `state` of the checkpoint `path`, of either form, for a run that resumes.
+
+    Returns:
+        The checkpoint's dict. A tensor is sharded if that of `model` or `optimizer` is.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     like = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    like |= {
-        f"optimizer/{i}/{key}": p
-        for i, p in enumerate(parameters)
-        for key in ("exp_avg", "exp_avg_sq")
-    }
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        # Moments have the shape of their parameter.
+        like[f"optimizer/{index}/exp_avg"] = parameter
+        like[f"optimizer/{index}/exp_avg_sq"] = parameter
     if "shards" in state:
         return read_state(path, state, like)
     plain, tensors = _split(state)
-    return _join(plain, {name: _cut(tensor, like.get(name)) for name, tensor in tensors.items()})
+    tensors = {name: _cut(tensor, like.get(name)) for name, tensor in tensors.items()}
+    return _join(plain, tensors)
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(plain values, tensors by name) of a checkpoint's dict."""
+    """Separate a checkpoint's dict into plain values and tensors by name."""
     optimizer = state["optimizer"]
     tensors = {f"model/{name}": tensor for name, tensor in state["model"].items()}
-    tensors |= {
-        f"optimizer/{i}/{k}": tensor
-        for i, entry in optimizer["state"].items()
-        for k, tensor in entry.items()
-    }
+    for index, moments in optimizer["state"].items():
+        for key, tensor in moments.items():
+            tensors[f"optimizer/{index}/{key}"] = tensor
     plain = {name: value for name, value in state.items() if name != "model"}
-    return {**plain, "optimizer": {"param_groups": optimizer["param_groups"]}}, tensors
+    plain["optimizer"] = {"param_groups": optimizer["param_groups"]}
+    return plain, tensors
 
 
 def _join(plain: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What _split took apart."""
+    """Put together what _split has separated."""
     model: dict[str, Tensor] = {}
     states: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -186,53 +225,55 @@ def _join(plain: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _empty(whole: Tensor, like: Tensor | None) -> Tensor:
-    """Room for `whole` on the CPU, or for this rank's share of it where `like` is such a tensor
-    sharded.
-    """
+    """Allocate memory for `whole` on the CPU, or for this rank's share if `like` is sharded."""
     if isinstance(like, DTensor) and like.shape == whole.shape:
         return torch.empty_like(like, dtype=whole.dtype)
     return torch.empty_like(whole, device="cpu")
 
 
 def _cut(tensor: Tensor, like: Tensor | None) -> Tensor:
-    """This rank's share of a whole tensor, in memory of its own, where `like` is such a tensor
-    sharded.
-    """
+    """Cut this rank's share out of a whole tensor, as a copy, if `like` is sharded."""
     share = _empty(tensor, like)
     if not isinstance(share, DTensor):
         return tensor
     whole = tensor.to(share.device)
-    return share.copy_(
-        distribute_tensor(whole, share.device_mesh, share.placements, src_data_rank=None)
-    )
+    # Every rank has the whole tensor, so none of them needs to send it.
+    cut = distribute_tensor(whole, share.device_mesh, share.placements, src_data_rank=None)
+    return share.copy_(cut)
+
+
+# ------------------------------------------------------------------------------------------- files
 
 
 def _folder(path: Path, shards: dict[str, Any]) -> Path:
-    return path.with_name(Path(shards["folder"]).name)  # beside the checkpoint and nowhere else
+    # A name only: a checkpoint must not make us read elsewhere.
+    return path.with_name(Path(shards["folder"]).name)
 
 
 def _file_of(rank: int) -> str:
-    """DCP's name for the one file that `rank` writes."""
+    """Name the one file that `rank` writes, as DCP does."""
     return f"__{rank}_0.distcp"
 
 
 def _size_and_sum(path: Path) -> tuple[int, int]:
-    """(bytes, CRC-32) of a file."""
-    size = crc = 0
+    """Compute (bytes, CRC-32) of a file."""
+    size = 0
+    crc = 0
     with open(path, "rb") as file:
         while part := file.read(1 << 22):
-            size, crc = size + len(part), zlib.crc32(part, crc)
+            size += len(part)
+            crc = zlib.crc32(part, crc)
     return size, crc
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, which unpickles the metadata of a checkpoint freely; this one makes harmless
-    classes only.
+    """DCP's reader, except that the metadata cannot run code.
 
-    The tensors themselves DCP reads with weights_only.
+    DCP unpickles the metadata without any check; here it may hold harmless classes only. The
+    tensors themselves DCP reads with weights_only.
     """
 
-    def read_metadata(self, *words: Any, **names: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(self.path / METADATA, "rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
@@ -244,9 +285,10 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
+    """Unpickles HARMLESS classes and dtypes only."""
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in HARMLESS or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in HARMLESS:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"holds {module}.{name}, more than tensors and plain values")
