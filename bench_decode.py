@@ -1,34 +1,33 @@
-"""Time of a decoded token under several norms and levels of fusion: all arms in one process, in
-paired rounds.
+"""Time of a decoded token under several norms and levels of fusion: all arms in one process.
 
     python bench_decode.py random:qwen3-0.6b --batch=1,2,4,8,16,32,64,128 --out=results/h200/decode
     python bench_decode.py random:gpt2 --arms=A,B,C,D,E,L,M --tokens=16 --out=results/cpu/decode
     python bench_decode.py random:qwen3-8b --ledger     # count launches, predict; no GPU, no memory
     python bench_decode.py random:qwen3-1.7b --batch=8 --trace --out=results/h200/trace
-    # TaperNorm's protocol; --ledger counts alone
+    # TaperNorm's protocol; with --ledger as well it only counts
     python bench_decode.py --last_token --out=results/h200/taper
 
 The model is a run folder, a checkpoint, a Hugging Face folder or name, or `random:` and a published
-shape, whose random weights are never zeros. Arms (decode/arms.py): A rms, B coupled (the paper's
-fusion), C rms_fused, D coupled_fused, E taper_folded, L layer, M layer_fused; all from the same
-weights. B/A is the paper's claim; D/A mixes fusion with the shared statistic, so D/C, which does
-not, always stands beside it.
+shape, with random weights, which are never zeros. Arms (decode/arms.py), all from the same weights:
+A rms, B coupled (the paper's fusion), C rms_fused, D coupled_fused, E taper_folded, L layer,
+M layer_fused. B/A is the paper's claim. D/A mixes fusion with the shared statistic, so D/C is
+always shown with it, which does not.
 
-On a GPU every arm takes part twice: those around the library's products compiled with inductor's
-defaults, and (`_tuned`) with gpt-fast's options; those of our own kernels launched one after the
-other, and (`_tuned`) each while the one before ends, which kernels of the compiled ones then do as
-well. Ratios are of the faster ones, so that no baseline is weaker than it could be.
+On a GPU every arm is timed in two variants. Arms around the library's products are compiled with
+inductor's defaults, and (`_tuned`) with gpt-fast's options. Arms of our own kernels launch them one
+after the other, and (`_tuned`) each while the one before ends; so do our kernels in the compiled
+`_tuned` arms. Ratios are of the faster variants, so that no baseline is weaker than it could be.
 `gpt_fast=FOLDER` adds gpt-fast's own model (from a checkout of that repository) for shapes that it
-can do.
+can compute.
 
-Greedy decoding of `tokens` tokens behind the prompt; an end token does not end it. Before timing,
-every arm's logits are compared with float64, and its tokens with those of its own unfused
-definition; one that fails is not timed. Then every arm decodes once a round, in random order; a
-second A (A/A), of its faster compilation, shows what the method makes of nothing. Ratios are
-medians of the rounds' ratios with a 95 % interval; above 1, the first is faster. Prefill, in eager
-mode and unfused in every arm, is timed apart. With one thread on a CPU it is the process's own time
-that is taken, which other work on the machine moves less. Ctrl-C ends a measurement and keeps the
-rounds so far, six or more. The last line is JSON.
+Decoding is greedy: `tokens` tokens behind the prompt, and an end token does not stop it. Before
+timing, every arm's logits are compared with float64, and its tokens with those of its own unfused
+definition. An arm that fails is not timed. Then every arm decodes once a round, in random order. A
+second copy of A (A/A), in its faster variant, shows what the method measures where there is no
+difference. Ratios are medians of the rounds' ratios with a 95 % interval; above 1, the first arm is
+faster. Prefill is timed separately, in eager mode and unfused in every arm. On a CPU with one
+thread the process's own time is measured, which other programs disturb less. Ctrl-C ends a
+measurement and keeps the rounds so far, if there are six or more. The last line is JSON.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,8 +61,8 @@ from decode.trace import trace_arms
 from load import load_model
 from model import GPT
 
-TWIN = "A/A"  # a second copy of the first arm
-TUNED = "_tuned"  # behind the name of an arm's second variant
+CONTROL = "A/A"  # a second copy of the first arm
+TUNED = "_tuned"  # suffix of the name of an arm's second variant
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class DecodeBenchConfig:
     batch: tuple[float, ...] | float = key(
         1.0, "sequences decoded at once; several sizes, separated by commas"
     )
-    prompt: str = key("Who was Alan Turing?", "the same for every sequence")
+    prompt: str = key("Who was Alan Turing?", "prompt, the same for every sequence")
     tokens: int = key(128, "tokens to decode", least=2)
     rounds: int = key(40, "rounds; in each, every arm decodes once", least=6)
     coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
@@ -94,10 +93,10 @@ class DecodeBenchConfig:
     compiled: bool = key(
         True, "arms around the library's products go through torch.compile; on a CPU all arms do"
     )
-    device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
+    device: str = key("auto", "device", ("auto", "cpu", "cuda"))
     dtype: str = key(
         "auto",
-        "of all tensors (auto: bfloat16 on CUDA)",
+        "type of all tensors (auto: bfloat16 on CUDA)",
         ("auto", "float32", "bfloat16", "float16"),
     )
     bandwidth: float = key(
@@ -112,15 +111,15 @@ class DecodeBenchConfig:
     )
     out: str = key(
         "",
-        "write README.md, decode.jsonl and decode.png (ledger.jsonl) into this folder, "
-        "to what is there",
+        "write README.md, decode.jsonl and decode.png (ledger.jsonl) into this folder; "
+        "they are added to what is there",
     )
 
     def __post_init__(self) -> None:
         check_least(self)
         find_arms(self.arms)
         if any(size < 1 or size % 1 for size in self.batches) or not self.batches:
-            raise ConfigError(f"batch={self.batch}: wants whole numbers from 1 on")
+            raise ConfigError(f"batch={self.batch}: give whole numbers from 1 on")
         if self.coupled_alpha <= 0:
             raise ConfigError(f"coupled_alpha={self.coupled_alpha}: must be above 0")
         if self.trace and not self.out:
@@ -128,13 +127,12 @@ class DecodeBenchConfig:
 
     @property
     def batches(self) -> list[int]:
-        return [
-            int(size) for size in (self.batch if isinstance(self.batch, tuple) else (self.batch,))
-        ]
+        sizes = self.batch if isinstance(self.batch, tuple) else (self.batch,)
+        return [int(size) for size in sizes]
 
     @property
     def norm_keys(self) -> dict[str, dict[str, Any]]:
-        """Keys of a norm type that an arm puts on a model of another type."""
+        """Norm type -> its keys, where an arm puts it on a model of another type."""
         return {
             "coupled": {
                 "coupled_first": self.coupled_first,
@@ -146,41 +144,36 @@ class DecodeBenchConfig:
     def variants(
         self, arm: DecodeArm, level: str, device: torch.device
     ) -> list[tuple[str, bool, bool]]:
-        """(name, compiled?, tuned?) of each way in which this arm, packed to a level, runs on a
-        device.
-        """
+        """Return (name, compiled?, tuned?) of each variant of an arm packed to `level`."""
         cuda = device.type == "cuda"
         compiled = self.compiled and not (arm.level == "fused" and cuda)
-        can_be_tuned = compiled or (level == "fused" and can_overlap(device))
+        overlaps = level == "fused" and can_overlap(device)  # the library's launches do not
+        can_be_tuned = compiled or overlaps
         if self.tuning == "auto" and cuda and can_be_tuned:
             return [(arm.name, compiled, False), (f"{arm.name}{TUNED}", compiled, True)]
         return [(arm.name, compiled, can_be_tuned and self.tuning == "on")]
 
 
 def load(config: DecodeBenchConfig, spec: str, device: torch.device) -> GPT:
-    """The model in the bench's type on `device`, in eval mode; random weights are drawn there."""
+    """Return the model in the type of config on `device`; random weights are drawn there."""
     with torch.device(device if spec.startswith("random:") else "cpu"):
         model = load_model(spec)
     return model.to(device, find_dtype(config.dtype, device))
 
 
 def prompt_ids(config: DecodeBenchConfig, model: GPT, device: torch.device) -> tuple[Tensor, str]:
-    """((1, T) token ids, a word on where they come from).
+    """Return ((1, T) token ids of the prompt, where they come from).
 
     A shape without a tokenizer gets arbitrary ids.
     """
     from data.tokenizers import load_tokenizer
 
     try:
-        ids, origin = (
-            load_tokenizer(model.meta).encode_ordinary(config.prompt),
-            "the prompt's tokens",
-        )
+        ids = load_tokenizer(model.meta).encode_ordinary(config.prompt)
+        origin = "the prompt's tokens"
     except (UserError, KeyError):
-        ids, origin = (
-            [(7919 * (i + 1)) % model.n_vocab for i in range(5)],
-            "arbitrary ids: no tokenizer",
-        )
+        ids = [(7919 * (i + 1)) % model.n_vocab for i in range(5)]
+        origin = "arbitrary ids: no tokenizer"
     if not 0 < len(ids) <= model.config.block_size - config.tokens:
         room = model.config.block_size
         raise ConfigError(
@@ -203,52 +196,78 @@ def decode_tokens(
 
 
 def read_prompt(decoder: Decoder, idx: Tensor, synchronize: Callable[[], None]) -> None:
+    """Read prompts idx (B, T) into the cache."""
     decoder.prefill(idx)
     synchronize()
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes/s, read and written, of a large copy: the best of several."""
-    # of 2 GB the host's share of the time would be 2 %
+    """Measure the bytes/s, read and written, of a large copy: the best of several."""
+    # 4 GB on a GPU: with 2 GB the host's share of the time would be 2 %
     size = 1 << (32 if device.type == "cuda" else 27)
-    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.ones(size, dtype=torch.uint8, device=device)
     sync = synchronizer(device)
 
     def copy() -> None:
         target.copy_(source)
         sync()
 
-    return 2 * size / min(paired_times({"copy": copy}, 20, measure=clock_of(device))["copy"][2:])
+    times = paired_times({"copy": copy}, 20, measure=clock_of(device))["copy"]
+    return 2 * size / min(times[2:])  # without the warm-up
 
 
 def clock_of(device: torch.device) -> Callable[[Callable[[], None]], float]:
-    """How calls on this device are timed."""
-    return cpu_seconds if device.type == "cpu" and torch.get_num_threads() == 1 else seconds
+    """Return the clock for calls on this device."""
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return cpu_seconds
+    return seconds
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
+class Prepared(NamedTuple):
+    """The arms of one batch size, checked and compiled."""
+
+    decoders: dict[str, Decoder]  # by name of the variant; CONTROL is the last one
+    rows: dict[str, dict[str, Any]]  # by name: what the check and the ledger found
+    floor: int  # bytes that a step must read
+    copied: str  # name of the variant that CONTROL is a copy of
+
+
 def prepare(
     config: DecodeBenchConfig, model: GPT, prompt: Tensor, batch: int, missing: list[str]
-) -> tuple[dict[str, Decoder], dict[str, dict], int, str]:
-    """({name: Decoder}, {name: what its check found}, bytes of the floor, of what TWIN is the
-    second copy), each arm checked and warm. Those that computed something else are left out, and
-    the reason appended to `missing`.
+) -> Prepared:
+    """Pack, check and warm up each arm, and add CONTROL.
+
+    Args:
+        prompt: token ids (1, T).
+        missing: the reason is appended for each arm that computes something else; it is left out.
+
+    Raises:
+        UserError: no arm passed its check.
     """
-    device, idx = model.wte.weight.device, prompt.expand(batch, -1).contiguous()
+    device = model.wte.weight.device
+    idx = prompt.expand(batch, -1).contiguous()  # (B, T)
     sync = synchronizer(device)
-    filled, length = idx.shape[1], idx.shape[1] + config.tokens - 1
-    decoders, rows, floor, first = {}, {}, 0, {}
+    filled = idx.shape[1]
+    length = filled + config.tokens - 1
+    decoders: dict[str, Decoder] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    first: dict[str, Decoder] = {}  # the variants of the first arm
+    floor = 0
     for arm in find_arms(config.arms):
-        twin, packed = packed_arm(model, arm, batch, prompt, config.norm_keys, config.library_from)
+        changed, packed = packed_arm(
+            model, arm, batch, prompt, config.norm_keys, config.library_from
+        )
         counted = per_block(launches(packed, batch, length)[1:])
         floor = floor_bytes(packed, batch, filled + config.tokens // 2)
         for name, compiled, tuned in config.variants(arm, packed.level, device):
             decoder = Decoder(packed, batch, length, compiled=compiled, tuned=tuned)
             try:
-                rows[name] = check_arm(twin, decoder, idx, config.tokens) | counted
+                rows[name] = check_arm(changed, decoder, idx, config.tokens) | counted
             except UserError as error:
                 missing.append(f"{name}: {error}")
                 continue
@@ -258,33 +277,40 @@ def prepare(
                 first[name] = decoder
     if not decoders:
         raise UserError(f"batch {batch}: no arm passed its check: {'; '.join(missing)}")
+
+    # ratios are of the faster variant, so CONTROL is a copy of that one
     calls = {
         name: partial(decode_tokens, decoder, filled, config.tokens - 1, sync)
         for name, decoder in first.items()
     }
     times = paired_times(calls, 3, measure=clock_of(device))
-    # ratios are of the faster compilation, so this one too
     copied = min(times, key=lambda name: median(times[name]))
     old = first[copied]
-    decoders[TWIN] = Decoder(old.packed, batch, length, compiled=old.compiled, tuned=old.tuned)
-    decoders[TWIN].generate(idx, config.tokens)
-    return decoders, rows, floor, copied
+    control = Decoder(old.packed, batch, length, compiled=old.compiled, tuned=old.tuned)
+    control.generate(idx, config.tokens)  # compiles it
+    decoders[CONTROL] = control
+    return Prepared(decoders, rows, floor, copied)
 
 
 def measure(
     config: DecodeBenchConfig, spec: str, model: GPT, batch: int, bandwidth: float
 ) -> dict[str, Any]:
-    """The record of one batch size: checks, times, ratios."""
-    device, missing = model.wte.weight.device, []
-    # a decoder refers to itself: those of the batch size before go now, with their weights and
-    # graphs
+    """Check and time everything at one batch size; return the record."""
+    device = model.wte.weight.device
+    missing: list[str] = []
+    # A decoder refers to itself, so those of the last batch size are freed by the collector alone,
+    # with their weights and graphs.
     gc.collect()
     if config.compiled:
-        # or peers would be compiled for batch sizes of all kinds from the second one on
+        # else peers would be compiled for sizes of all kinds from the second batch size on
         torch.compiler.reset()
     prompt, origin = prompt_ids(config, model, device)
-    idx, sync = prompt.expand(batch, -1).contiguous(), synchronizer(device)
-    filled, steps = idx.shape[1], config.tokens - 1
+    idx = prompt.expand(batch, -1).contiguous()  # (B, T)
+    filled = idx.shape[1]
+    steps = config.tokens - 1
+    sync = synchronizer(device)
+
+    # 1. what is timed: our arms, then the peers
     decoders, rows, floor, copied = prepare(config, model, prompt, batch, missing)
     calls = {
         name: partial(decode_tokens, decoder, filled, steps, sync)
@@ -296,7 +322,10 @@ def measure(
         found, rows_found = decode_gpt_fast.arms(
             config.gpt_fast, model, idx, config.tokens, config.compiled, missing
         )
-        calls, rows = calls | found, rows | rows_found
+        calls |= found
+        rows |= rows_found
+
+    # 2. decoding, then prefill, in paired rounds
     for call in calls.values():  # warm-up: memory, clocks
         call()
     clock = clock_of(device)
@@ -304,12 +333,14 @@ def measure(
         total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty()
     ) as bar:
         times = paired_times(calls, config.rounds, after_round=bar.update, measure=clock, least=6)
-    rounds = len(times[TWIN])
+    rounds = len(times[CONTROL])
     if rounds < config.rounds:
         missing.append(f"rounds {rounds + 1} to {config.rounds}: interrupted")
-    for name in decode_peers.NAMES:  # generate reads the prompt too: taken off, round by round
+    for name in decode_peers.NAMES:
         if name in times:
-            whole, prefill = times[name], times.pop(f"{name} prefill")
+            # generate reads the prompt too: it is subtracted, round by round
+            whole = times[name]
+            prefill = times.pop(f"{name} prefill")
             times[name] = [max(a - b, 1e-9) for a, b in zip(whole, prefill)]
             rows[name] = {}
     reading = {
@@ -318,18 +349,19 @@ def measure(
         if name in rows
     }
     prefills = paired_times(reading, rounds, measure=clock)
-    rows[TWIN] = {}
+
+    # 3. the record
+    rows[CONTROL] = {}
     for name, row in rows.items():
+        seconds_per_token = median(times[name]) / steps
         row["ms_per_token"] = 1e3 * median(times[name]) / steps
         row["tokens_per_s"] = batch * 1e3 / row["ms_per_token"]
-        row["share_of_floor"] = floor / bandwidth / (median(times[name]) / steps)
+        row["share_of_floor"] = floor / bandwidth / seconds_per_token
         if name in prefills:
             row["prefill_ms"] = 1e3 * median(prefills[name])
-    arms, faster = [arm.name for arm in find_arms(config.arms)], {}
-    for name in arms:
-        there = [word for word in (name, name + TUNED) if word in times]
-        if there and there != [name]:
-            faster[name] = min(there, key=lambda word: median(times[word]))
+    arms = [arm.name for arm in find_arms(config.arms)]
+    faster = faster_variants(times, arms)
+    is_captured = any(decoder.graph for decoder in decoders.values())
     return {
         "model": spec,
         "batch": batch,
@@ -347,9 +379,7 @@ def measure(
         "floor_ms_per_token": 1e3 * floor / bandwidth,
         "tuning": config.tuning,
         "faster": faster,
-        "memory": "peak"
-        if any(decoder.graph for decoder in decoders.values())
-        else "weights and cache",
+        "memory": "peak" if is_captured else "weights and cache",
         "arms": rows,
         "speed_ups": speed_ups(times, arms, faster, copied),
         "missing": missing,
@@ -357,12 +387,27 @@ def measure(
     }
 
 
+def faster_variants(times: dict[str, list[float]], arms: list[str]) -> dict[str, str]:
+    """Return arm -> name of its faster variant, for the arms with a tuned one."""
+    faster = {}
+    for arm in arms:
+        variants = [name for name in (arm, arm + TUNED) if name in times]
+        if variants and variants != [arm]:
+            faster[arm] = min(variants, key=lambda name: median(times[name]))
+    return faster
+
+
 def speed_ups(
     times: dict[str, list[float]], arms: list[str], faster: dict[str, str], copied: str
 ) -> dict[str, dict[str, float]]:
-    """Speed-up "X/Y": time of Y over time of X, for the pairs that mean something and are there. Of
-    an arm that was compiled twice, it is the time of the faster one; what the options made of it is
-    "X_tuned/X". TWIN is a second `copied`.
+    """Compute the speed-ups: "X/Y" is the time of Y over the time of X, for the pairs of interest.
+
+    An arm with two variants counts with the faster one. What tuning gains is "X_tuned/X".
+
+    Args:
+        times: by name of the variant, seconds of each round.
+        faster: arm -> name of its faster variant.
+        copied: the variant that CONTROL is a second copy of.
     """
     pairs = [
         ("coupled", "rms"),
@@ -375,28 +420,33 @@ def speed_ups(
         ("layer_fused", "layer"),
     ]
     pairs += [(arm, peer) for arm in arms for peer in (*decode_peers.NAMES, decode_gpt_fast.NAME)]
-    found = {f"{x}/{y}": (faster.get(x, x), faster.get(y, y)) for x, y in pairs}
-    ratios = {
-        name: median_ratio(times[y], times[x])
-        for name, (x, y) in found.items()
-        if x in times and y in times
-    }
-    alone = [
-        (TWIN, copied),
-        *((name + TUNED, name) for name in faster if name in times and name + TUNED in times),
-    ]
-    return ratios | {f"{x}/{y}": median_ratio(times[y], times[x]) for x, y in alone}
+    ratios = {}
+    for x, y in pairs:
+        x_variant = faster.get(x, x)
+        y_variant = faster.get(y, y)
+        if x_variant in times and y_variant in times:
+            ratios[f"{x}/{y}"] = median_ratio(times[y_variant], times[x_variant])
+    # these are of the variants themselves
+    ratios[f"{CONTROL}/{copied}"] = median_ratio(times[copied], times[CONTROL])
+    for name in faster:
+        tuned = name + TUNED
+        if name in times and tuned in times:
+            ratios[f"{tuned}/{name}"] = median_ratio(times[name], times[tuned])
+    return ratios
 
 
 # -------------------------------------------------------------------------------------- the program
 
 
 def run_ledger(config: DecodeBenchConfig, spec: str) -> dict[str, Any]:
-    """The ledger of the first batch size; if there are several, all of them under "batches" beside
-    it.
+    """Print the ledger of each batch size.
+
+    Returns:
+        That of the first; if there are several, with all of them as "batches".
     """
     dtype = find_dtype(config.dtype, torch.device("cuda"))
-    model, ledgers = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype), []
+    model = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype)
+    ledgers = []
     if config.context > model.config.block_size:
         raise ConfigError(
             f"context={config.context}: {spec} reads {model.config.block_size} tokens at most: "
@@ -414,7 +464,8 @@ def run_ledger(config: DecodeBenchConfig, spec: str) -> dict[str, Any]:
             config.norm_keys,
             config.library_from,
         )
-        floor, speed = ledger["floor_ms_per_token"], ledger["bandwidth"] / 1e12
+        floor = ledger["floor_ms_per_token"]
+        speed = ledger["bandwidth"] / 1e12
         print(
             f"{spec}, batch {batch}: floor {floor:.3f} ms/token at {speed:g} TB/s, "
             f"{config.launch_us:g} us a launch. A prediction, not a measurement. "
@@ -423,21 +474,29 @@ def run_ledger(config: DecodeBenchConfig, spec: str) -> dict[str, Any]:
         if config.out:
             report.write_ledger(Path(config.out), ledger)
         ledgers.append(ledger)
-    return ledgers[0] | ({"batches": ledgers} if len(ledgers) > 1 else {})
+    return with_batches(ledgers)
 
 
 def run_trace(
     config: DecodeBenchConfig, spec: str, model: GPT, device: torch.device
 ) -> dict[str, Any]:
-    """Traces of every batch size, in the same form."""
-    prompt = prompt_ids(config, model, device)[0]
+    """Trace each batch size; return the results as run_ledger does."""
+    prompt, _ = prompt_ids(config, model, device)
     traces = [trace_arms(config, spec, model, prompt, batch) for batch in config.batches]
-    return traces[0] | ({"batches": traces} if len(traces) > 1 else {})
+    return with_batches(traces)
+
+
+def with_batches(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first result; if there are several, with all of them as "batches"."""
+    if len(results) == 1:
+        return results[0]
+    return results[0] | {"batches": results}
 
 
 def main(argv: list[str]) -> None:
-    wants_model = not any(word.lower() in ("--last_token", "--last_token=true") for word in argv)
-    config, spec = parse_args(DecodeBenchConfig, argv, __doc__, spec=wants_model)
+    # TaperNorm's protocol has a model of its own
+    has_own = any(arg.lower() in ("--last_token", "--last_token=true") for arg in argv)
+    config, spec = parse_args(DecodeBenchConfig, argv, __doc__, spec=not has_own)
     if config.ledger and not config.last_token:
         print(json.dumps(run_ledger(config, spec)))
         return
@@ -448,7 +507,7 @@ def main(argv: list[str]) -> None:
         print(json.dumps(bench_last_token(config, device, place)))
         return
     if config.gpt_fast:
-        decode_gpt_fast.load(config.gpt_fast)  # a wrong folder is said before minutes of compiling
+        decode_gpt_fast.load(config.gpt_fast)  # refuses a wrong folder before minutes of compiling
     model = load(config, spec, device)
     if config.trace:
         print(json.dumps(run_trace(config, spec, model, device)))
@@ -460,14 +519,13 @@ def main(argv: list[str]) -> None:
         if batch == config.batches[0]:
             print(report.card(records[0]))
         print(report.table(records[-1]), "\n", flush=True)
-        if config.out:  # at once: a later batch size may not get to its end
+        if config.out:  # now, as a later batch size may fail
             report.write(Path(config.out), records[-1:], config)
         if records[-1]["rounds"] < config.rounds:
             break  # interrupted
-    slim = [
-        {name: value for name, value in record.items() if name != "seconds"} for record in records
-    ]
-    print(json.dumps({"model": spec, "batches": slim, "config": dataclasses.asdict(config)}))
+    for record in records:
+        del record["seconds"]  # decode.jsonl has them
+    print(json.dumps({"model": spec, "batches": records, "config": dataclasses.asdict(config)}))
 
 
 if __name__ == "__main__":

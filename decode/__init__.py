@@ -1,4 +1,5 @@
-"""Decoding token by token: a model's weights packed for it, the step, the arms that bench_decode.py
-compares, their launch ledger, traces, and peers (transformers, gpt-fast). Training imports nothing
-from here.
+"""Decoding token by token: packed weights, the step, and what bench_decode.py measures of it.
+
+pack and step decode a model; arms, ledger, trace, report, last_token and the peers (transformers,
+gpt-fast) compare, count and show. Training imports nothing from here.
 """

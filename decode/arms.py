@@ -1,16 +1,16 @@
-"""The arms that bench_decode.py compares: one model's weights under several norms, at several
-levels of fusion.
+"""The arms that bench_decode.py compares: the weights of one model under several norms and levels.
 
-    A rms             RMSNorm, torch.compile around the library's products, or gpt-fast's options,
-                      under which inductor writes its own; the faster of the two is the baseline
-    B coupled         CoupledNorm with the paper's fusion, otherwise as A. The paper's claim is B
-                      against A
-    C rms_fused       exact RMSNorm with everything fused: no norm launch
-    D coupled_fused   CoupledNorm with everything fused: D against C is what the shared statistic is
-                      worth
-    E taper_folded    TaperNorm after its taper, folded: no statistics but the final norm's
-    L layer           LayerNorm, as A
-    M layer_fused     LayerNorm as its exact centred form (cbwc), everything fused
+A rms             RMSNorm around the library's products. torch.compile with its own options, or
+                  with gpt-fast's, under which inductor writes the products; the faster one is
+                  the baseline
+B coupled         CoupledNorm with the paper's fusion, otherwise as A. B against A is the
+                  paper's claim
+C rms_fused       RMSNorm, exact, with everything fused: no launch of a norm
+D coupled_fused   CoupledNorm with everything fused. D against C is what the shared statistic
+                  alone is worth
+E taper_folded    TaperNorm after its taper, folded: no statistic but the final norm's
+L layer           LayerNorm, as A
+M layer_fused     LayerNorm in its exact centred form (cbwc), everything fused
 """
 
 import copy
@@ -25,20 +25,20 @@ from common.errors import ConfigError, UserError
 from decode.pack import PackedGPT, level_at, pack
 from decode.step import Decoder
 from fold.gpt import retype
-from model import GPT
+from model import GPT, Block
 from norm_plan import NormPlan
 from norms import Norm
-from taper import TaperNorm, is_tapered
+from taper import is_tapered
 
 
 @dataclass(frozen=True)
 class DecodeArm:
-    """A norm type and a level of decode.pack.LEVELS."""
+    """A norm type, and how far it is fused."""
 
     letter: str
     name: str
     norm_type: str
-    level: str
+    level: str  # a key of decode.pack.LEVELS
 
 
 ARMS = {
@@ -55,43 +55,59 @@ ARMS = {
 }
 
 
-def find_arms(words: str) -> list[DecodeArm]:
-    """Arms by letter or name, separated by commas. Raises ConfigError."""
-    by_word = ARMS | {arm.name: arm for arm in ARMS.values()}
-    for word in words.split(","):
-        if word not in by_word:
-            there = ", ".join(f"{arm.letter} {arm.name}" for arm in ARMS.values())
-            raise ConfigError(f"arms: {word!r} is none of {there}")
-    return list({by_word[word].letter: by_word[word] for word in words.split(",")}.values())
+def find_arms(names: str) -> list[DecodeArm]:
+    """Return the arms with these letters or names, separated by commas, each once.
+
+    Raises:
+        ConfigError: there is no arm of one of the names.
+    """
+    by_name = ARMS | {arm.name: arm for arm in ARMS.values()}
+    found: dict[str, DecodeArm] = {}
+    for name in names.split(","):
+        if name not in by_name:
+            known = ", ".join(f"{arm.letter} {arm.name}" for arm in ARMS.values())
+            raise ConfigError(f"arms: {name!r} is none of {known}")
+        arm = by_name[name]
+        found[arm.letter] = arm
+    return list(found.values())
 
 
 def with_norms(model: GPT, norm_type: str, calibration: Tensor | None = None, **keys: Any) -> GPT:
-    """`model` under another norm type, all other weights shared with it; the same model if it has
-    that type already.
+    """Return `model` under another norm type; all other weights are shared with it.
 
-    Gains are kept, biases where the new norm has them. `keys` are those of the norm type
-    (coupled_alpha, ...). A taper is run through its schedule on `calibration` (B, T), token ids,
-    which sets the scale of each norm.
+    Gains are kept, and biases where the new norm has them. A model that has the type already is
+    returned itself.
+
+    Args:
+        calibration: token ids (B, T) for a taper, which is run through its schedule on them. They
+            determine the scale of each norm.
+        keys: of the norm type (coupled_alpha, ...).
     """
-    if model.config.norm_type == norm_type and (norm_type != "taper" or is_tapered(model)):
+    is_done = norm_type != "taper" or is_tapered(model)
+    if model.config.norm_type == norm_type and is_done:
         return model
-    schedule = {"taper_warmup": 1.0, "taper_end": 2.0} if norm_type == "taper" else {}
-    device, config = model.wte.weight.device, retype(model.config, norm_type, **schedule | keys)
-    twin = copy.deepcopy(
-        model,
-        {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())},
-    )
-    twin.config, twin.plan = config, NormPlan(config, config.n_layer, config.n_embd, config.bias)
-    for index, block in enumerate(twin.blocks):
-        block.norm1 = replaced(block.norm1, twin.plan, 2 * index, device)
-        block.norm2 = replaced(block.norm2, twin.plan, 2 * index + 1, device)
-        for linear in (block.attn.proj, block.mlp.down):
-            # the same parameters, centred in forward or not
-            linear.__class__ = twin.plan.type.residual_linear
-    twin.norm_f = replaced(twin.norm_f, twin.plan, 2 * config.n_layer, device)
+    device = model.wte.weight.device
     if norm_type == "taper":
-        run_taper(twin, calibration)
-    return twin.eval()
+        keys = {"taper_warmup": 1.0, "taper_end": 2.0} | keys
+    config = retype(model.config, norm_type, **keys)
+
+    # a copy in which all tensors are those of the model
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    changed = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
+    changed.config = config
+    changed.plan = plan
+    for index, block in enumerate(changed.blocks):
+        block.__class__ = Block  # a FoldedBlock needs a norm that shares
+        block.norm1 = replaced(block.norm1, plan, 2 * index, device)
+        block.norm2 = replaced(block.norm2, plan, 2 * index + 1, device)
+        for linear in (block.attn.proj, block.mlp.down):
+            # the same parameters; the class decides whether `forward` centres them
+            linear.__class__ = plan.type.residual_linear
+    changed.norm_f = replaced(changed.norm_f, plan, 2 * config.n_layer, device)
+    if norm_type == "taper":
+        run_taper(changed, calibration)
+    return changed.eval()
 
 
 def packed_arm(
@@ -102,31 +118,30 @@ def packed_arm(
     keys: dict[str, dict[str, Any]],
     library_from: int,
 ) -> tuple[GPT, PackedGPT]:
-    """(`model` under the arm's norms, that packed for `batch` sequences); `keys` by norm type, the
-    rest as above.
+    """Return (`model` under the arm's norms, the same packed for `batch` sequences).
+
+    Args:
+        idx: token ids (B, T), the calibration of `with_norms`.
+        keys: norm type -> its keys.
+        library_from: see decode.pack.level_at.
     """
-    twin = with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {}))
-    return twin, pack(twin, level_at(arm.level, batch, library_from))
+    changed = with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {}))
+    return changed, pack(changed, level_at(arm.level, batch, library_from))
 
 
 def replaced(old: Norm, plan: NormPlan, position: int, device: torch.device) -> Norm:
     """The plan's norm for `position`, with the old one's gain, and its bias if there is room."""
-    if isinstance(old, TaperNorm):
-        old = old.base
     with device:
         new = plan.norm(position)
-    target = new.base if isinstance(new, TaperNorm) else new
     for name in ("weight", "bias"):
-        if getattr(target, name) is not None and getattr(old, name) is not None:
-            setattr(target, name, getattr(old, name))
+        if getattr(new.core, name) is not None and getattr(old.core, name) is not None:
+            setattr(new.core, name, getattr(old.core, name))
     return new
 
 
 @torch.no_grad()
 def run_taper(model: GPT, idx: Tensor) -> None:
-    """Takes a model through its taper: statistics on idx (B, T), calibration of every scale, gate
-    shut.
-    """
+    """Take a model through its taper: statistics of idx (B, T), calibration, gates closed."""
     for norm in model.norms():
         norm.train()
     model.set_step(1, 10)
@@ -134,86 +149,100 @@ def run_taper(model: GPT, idx: Tensor) -> None:
     model.set_step(10, 10)
 
 
-# ------------------------------------------------------------------------------------ before timing
+# ------------------------------------------------------------------------- checks before timing
 
-# An arm whose error is more than so many times that of its unfused definition computes something
-# else.
+# An arm whose error exceeds this many times that of its unfused definition computes something else.
 MAX_ERROR_RATIO = 1.5
-# What an arm is to keep to in 16 bits, where errors are what is rounded after every launch. A
-# verdict and no condition: a few tokens of one model are a sample, in which correct arms lie on
-# both sides.
+# The ratio that an arm should keep to in 16 bits, where the error comes from the rounding behind
+# every launch. It is reported and refuses nothing: a few tokens of one model are a sample, in which
+# correct arms lie on both sides.
 AIM = 1.05
 
 
 @torch.no_grad()
 def exact_logits(model: GPT, idx: Tensor) -> Tensor:
-    """Logits (B, T, n_vocab) in float64, whatever the model's type; one block at a time, so that
-    large models fit.
+    """Compute logits (B, T, n_vocab) in float64 for a model of any type.
+
+    One block at a time is widened, so that large models fit into memory.
     """
     T = idx.shape[1]
-    x, rope = model.wte(idx).double(), None
+    x = model.wte(idx).double()  # (B, T, C)
+    rope = None
     if model.wpe is not None:
         x = x + model.wpe.weight[:T].double()
     else:
         rope = model.rope_cos[:T].double(), model.rope_sin[:T].double()
-    x, delta, inv_rms = model.plan.embed(x), None, None
+    x = model.plan.embed(x)
+    delta = None
+    inv_rms = None
     for block in model.blocks:
-        x, delta, inv_rms = copy.deepcopy(block).double()(x, delta, inv_rms, rope, None)
-    y = copy.deepcopy(model.norm_f).double()(x, delta, inv_rms)[0]
-    return y @ model.head_weight()[: model.n_vocab].double().T
+        wide = copy.deepcopy(block).double()
+        x, delta, inv_rms = wide(x, delta, inv_rms, rope, None)
+    y, _, _ = copy.deepcopy(model.norm_f).double()(x, delta, inv_rms)
+    head = model.head_weight()[: model.n_vocab].double()  # (n_vocab, C)
+    return y @ head.T
 
 
 @torch.no_grad()
 def check_arm(model: GPT, decoder: Decoder, idx: Tensor, tokens: int) -> dict[str, Any]:
-    """Decodes `tokens` tokens behind prompts idx (B, T) and compares: logits with float64, tokens
-    with generate's.
+    """Decode `tokens` tokens behind prompts idx (B, T), and compare the first and last sequence.
 
-    {"error", "error_unfused": root mean square, relative, over the new tokens' logits;
-    "within_aim": is the former at most AIM times the latter? (in 16 bits only); "same_tokens": how
-    many agree before the first that differs}, for the first and the last sequence. Tokens may
-    differ only where float64 has a tie within the errors. Raises UserError for an arm that computes
-    something else.
+    Logits are compared with float64, tokens with those of `model.generate`. Tokens may differ only
+    where float64 has a tie within the errors.
+
+    Returns:
+        error, error_unfused: root mean square over the new tokens' logits, relative; of the arm and
+            of the model itself.
+        within_aim: whether the former is at most AIM times the latter (in 16 bits only).
+        same_tokens: tokens that agree before the first that differs.
+
+    Raises:
+        UserError: the arm computes something else.
     """
-    T, rows = idx.shape[1], sorted({0, len(idx) - 1})
+    T = idx.shape[1]
+    rows = sorted({0, len(idx) - 1})
     logits = [decoder.prefill(idx)[rows].clone()]
     for _ in range(tokens - 1):
         logits.append(decoder.step()[rows].clone())
+    found = torch.cat(logits, 1).double()  # (rows, tokens, n_vocab)
     out = decoder.out[rows, : T + tokens].clone()
-    exact, found = exact_logits(model, out[:, :-1])[:, T - 1 :], torch.cat(logits, 1).double()
+
+    # the logits behind the prompt's last token and behind all new tokens but the last
+    exact = exact_logits(model, out[:, :-1])[:, T - 1 :]
     unfused = model(out[:, :-1])[:, T - 1 :].double()
-    size, (error, error_unfused) = (
-        exact.std(),
-        (rms_error(part, exact) for part in (found, unfused)),
-    )
-    if not error <= MAX_ERROR_RATIO * error_unfused + 1e-12 * size:
+    size = exact.std()
+    error = rms_error(found, exact)
+    error_unfused = rms_error(unfused, exact)
+    if not error <= MAX_ERROR_RATIO * error_unfused + 1e-12 * size:  # also for NaN
         raise UserError(
             f"logits are {error / size:.3g} off float64, {error / error_unfused:.3g} times as far "
             f"as the unfused model's; {MAX_ERROR_RATIO} times is allowed: "
             "the step, or a kernel, is wrong"
         )
-    gap = exact.max(-1).values - exact.gather(-1, out[:, T:, None]).squeeze(-1)  # (rows, tokens)
-    if gap.max() > 2 * max((part - exact).abs().max() for part in (found, unfused)):
+
+    taken = exact.gather(-1, out[:, T:, None]).squeeze(-1)  # (rows, tokens)
+    gap = exact.max(-1).values - taken
+    largest_error = max((found - exact).abs().max(), (unfused - exact).abs().max())
+    if gap.max() > 2 * largest_error:
         raise UserError(
             f"a token was taken that float64 puts {gap.max():.3g} below the best: the step is wrong"
         )
-    same = (
-        (model.generate(idx[rows], tokens, temperature=0)[:, T:] == out[:, T:])
-        .int()
-        .cumprod(1)
-        .sum(1)
-        .min()
-    )
-    verdict = (
-        {"within_aim": bool(error <= AIM * error_unfused)}
-        if model.wte.weight.element_size() == 2
-        else {}
-    )
-    return {
+
+    checked = {
         "error": (error / size).item(),
         "error_unfused": (error_unfused / size).item(),
-        **verdict,
-        "same_tokens": same.item(),
     }
+    if model.wte.weight.element_size() == 2:
+        checked["within_aim"] = bool(error <= AIM * error_unfused)
+    generated = model.generate(idx[rows], tokens, temperature=0)
+    checked["same_tokens"] = tokens_in_common(generated[:, T:], out[:, T:])
+    return checked
+
+
+def tokens_in_common(a: Tensor, b: Tensor) -> int:
+    """Return how many tokens at the start are the same in all rows of a and b (B, T)."""
+    agree = (a == b).int().cumprod(1)  # 1 up to the first that differs
+    return agree.sum(1).min().item()
 
 
 def rms_error(a: Tensor, b: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""gpt-fast's model beside our arms, with our weights: its Transformer, cache, loop and compiled
-decode_one_token.
+"""gpt-fast's model as a peer of our arms: its Transformer, cache and loop, with our weights.
 
     python bench_decode.py random:llama3.2-1b --gpt_fast=../gpt-fast
 
-The folder is a checkout of github.com/meta-pytorch/gpt-fast, of which model.py and generate.py are
-loaded; nothing of it is here. One thing differs from its own use: the next token is the largest
-logit's, as in all our arms, not sampled.
+The folder is a checkout of github.com/meta-pytorch/gpt-fast. Its model.py and generate.py are
+loaded; no code of it is copied here. One thing differs from its own use: the next token is that of
+the largest logit, as in all our arms, and is not sampled.
 """
 
 import contextlib
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from decode.peers import check_same_logits
+from decode.arms import tokens_in_common
+from decode.peers import check_same_logits, one_line
 from decode.step import TUNED
 from model import GPT, GPTConfig
 
@@ -31,14 +31,21 @@ NAME = "gpt_fast"
 def arms(
     folder: str, model: GPT, idx: Tensor, tokens: int, compiled: bool, missing: list[str]
 ) -> tuple[dict[str, Callable[[], None]], dict[str, dict[str, Any]]]:
-    """({NAME: a call that decodes tokens - 1 tokens behind idx (B, T), whose prefill is done},
-    {NAME: {same_tokens}}).
+    """Make the call that is timed.
 
-    Both are empty, and the reason is appended to `missing`, where its model cannot do this one.
-    Raises UserError if the folder is no checkout of it.
+    Args:
+        missing: the reason is appended if its model cannot compute this one.
+
+    Returns:
+        ({NAME: call}, {NAME: {"same_tokens": tokens as model.generate's}}). The call decodes
+        tokens - 1 tokens behind idx (B, T), whose prefill is done. Both are empty if it cannot.
+
+    Raises:
+        UserError: the folder is not a checkout of gpt-fast.
     """
     files = load(folder)
-    if reason := unable(model.config):
+    reason = unable(model.config)
+    if reason:
         missing.append(f"gpt-fast: {reason}")
         return {}, {}
     try:
@@ -48,25 +55,26 @@ def arms(
         missing.append(f"gpt-fast: {error}")
         return {}, {}
     except Exception as failure:  # another program's limits are no failure of this one
-        missing.append(
-            f"gpt-fast: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
-        )
+        missing.append(f"gpt-fast: {one_line(failure)}")
         return {}, {}
     ours = model.generate(idx, tokens, temperature=0)[:, idx.shape[1] :]
-    same = (ours == out).int().cumprod(1).sum(1).min().item()
-    return {NAME: call}, {NAME: {"same_tokens": same}}
+    return {NAME: call}, {NAME: {"same_tokens": tokens_in_common(ours, out)}}
 
 
 def load(folder: str) -> SimpleNamespace:
-    """Its model.py and generate.py as modules `model` and `generate`. Raises UserError."""
+    """Load its model.py and generate.py; return them as `model` and `generate`.
+
+    Raises:
+        UserError: one of them is missing, or does not load.
+    """
     for name in ("model.py", "generate.py"):
         if not (Path(folder) / name).is_file():
             raise UserError(
                 f"gpt_fast={folder}: there is no {name}: give the folder of a gpt-fast checkout"
             )
     model = module(folder, "model")
-    # generate.py imports by names that are ours here (model), or drag a tokenizer in; and it sets
-    # options for everyone.
+    # generate.py imports `model`, which here is a module of ours, and `tokenizer`, which needs
+    # packages that decoding does not. It also sets options of torch for the whole process.
     tokenizer = ModuleType("tokenizer")
     tokenizer.get_tokenizer = None
     with options(), named({"model": model, "tokenizer": tokenizer}):
@@ -74,23 +82,25 @@ def load(folder: str) -> SimpleNamespace:
 
 
 def module(folder: str, name: str) -> ModuleType:
+    """Load NAME.py of the folder as the module gpt_fast_NAME. Raises UserError."""
     spec = importlib.util.spec_from_file_location(f"gpt_fast_{name}", Path(folder) / f"{name}.py")
-    loaded, path = importlib.util.module_from_spec(spec), list(sys.path)
+    loaded = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
     try:
-        with named({spec.name: loaded}):  # its dataclass looks itself up
+        with named({spec.name: loaded}):  # a dataclass looks up the module that defines it
             spec.loader.exec_module(loaded)
     except Exception as failure:
         raise UserError(
             f"gpt_fast={folder}: {name}.py does not load: {type(failure).__name__}: {failure}"
         ) from None
     finally:
-        sys.path[:] = path
+        sys.path[:] = path  # generate.py appends to it
     return loaded
 
 
 @contextlib.contextmanager
 def named(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """For a while, these are what an import of their names gives."""
+    """Let `import NAME` give these modules, within."""
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:
@@ -104,39 +114,43 @@ def named(modules: dict[str, ModuleType]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def options() -> Iterator[None]:
-    """Inductor's options as generate.py sets them, and as they were afterwards."""
-    with (
-        torch._inductor.config.patch(TUNED),
-        torch._functorch.config.patch(enable_autograd_cache=True),
-    ):
+    """Set the options that generate.py sets, within; they are restored afterwards."""
+    cached = torch._functorch.config.patch(enable_autograd_cache=True)
+    with torch._inductor.config.patch(TUNED), cached:
         yield
 
 
 def unable(config: GPTConfig) -> str:
-    """Why its Transformer cannot compute such a model; empty if it can."""
-    whole = (
+    """Return why its Transformer cannot compute such a model; empty if it can."""
+    is_plain_rms = (
         config.norm_type == "rms"
         and config.rms_fraction == 1
         and config.norm_groups == 1
         and config.norm_affine
+        and not config.norm_plan
     )
-    reasons = {
-        "its norms are RMSNorm": not whole or bool(config.norm_plan),
-        "it has no QK-norm": config.qk_norm,
-        "its positions are rotary": config.position != "rope",
-        "its MLP is SwiGLU": config.activation != "swiglu",
-        "it has no biases": config.bias or bool(config.attn_bias),
-        "its heads have n_embd / n_head channels": config.n_head * config.head_channels
-        != config.n_embd,
-    }
-    return next((reason for reason, stands in reasons.items() if stands), "")
+    if not is_plain_rms:
+        return "its norms are RMSNorm"
+    if config.qk_norm:
+        return "it has no QK-norm"
+    if config.position != "rope":
+        return "its positions are rotary"
+    if config.activation != "swiglu":
+        return "its MLP is SwiGLU"
+    if config.bias or config.attn_bias:
+        return "it has no biases"
+    if config.n_head * config.head_channels != config.n_embd:
+        return "its heads have n_embd / n_head channels"
+    return ""
 
 
 def transformer(files: SimpleNamespace, model: GPT, length: int) -> torch.nn.Module:
-    """Its Transformer with our weights, for at most `length` tokens; but for queries and keys it
-    holds our tensors.
+    """Return its Transformer with our weights, for at most `length` tokens.
+
+    It holds our own tensors, but for queries and keys, whose channels are in another order.
     """
-    config, keys = model.config, {}
+    config = model.config
+    keys = {}
     if config.rope_scaling:
         names = (
             "factor",
@@ -148,7 +162,7 @@ def transformer(files: SimpleNamespace, model: GPT, length: int) -> torch.nn.Mod
     with torch.device("meta"):
         peer = files.model.Transformer(
             files.model.ModelArgs(
-                block_size=-(-length // 8) * 8,
+                block_size=-(-length // 8) * 8,  # its cache is a multiple of 8 long
                 vocab_size=model.n_vocab,
                 n_layer=config.n_layer,
                 n_head=config.n_head,
@@ -167,7 +181,7 @@ def transformer(files: SimpleNamespace, model: GPT, length: int) -> torch.nn.Mod
     }
     for i, block in enumerate(model.blocks):
         gate, up = block.mlp.up.weight.chunk(2)
-        parts = {
+        layer = {
             "attention.wqkv": turned(block.attn.qkv.weight, config),
             "attention.wo": block.attn.proj.weight,
             "feed_forward.w1": gate,
@@ -176,17 +190,20 @@ def transformer(files: SimpleNamespace, model: GPT, length: int) -> torch.nn.Mod
             "attention_norm": block.norm1.weight,
             "ffn_norm": block.norm2.weight,
         }
-        theirs |= {f"layers.{i}.{name}.weight": value for name, value in parts.items()}
+        theirs |= {f"layers.{i}.{name}.weight": value for name, value in layer.items()}
     peer.load_state_dict({name: value.detach() for name, value in theirs.items()}, assign=True)
     return peer.eval()
 
 
 def turned(qkv: Tensor, config: GPTConfig) -> Tensor:
-    """qkv ((H + 2 H_kv) D, C) for rotary positions that turn channel 2 i with 2 i + 1; ours turn i
-    with i + D / 2.
+    """Reorder qkv ((H + 2 H_kv) D, C) for its rotary positions.
+
+    They turn channel 2 i with 2 i + 1; ours turn i with i + D / 2.
     """
-    D, heads = config.head_channels, config.n_head + config.kv_heads
-    turning = qkv[: heads * D].view(heads, 2, D // 2, -1).transpose(1, 2).reshape(heads * D, -1)
+    D = config.head_channels
+    heads = config.n_head + config.kv_heads  # queries and keys; values do not turn
+    turning = qkv[: heads * D].view(heads, 2, D // 2, -1)  # (heads, half, i, C)
+    turning = turning.transpose(1, 2).reshape(heads * D, -1)  # (heads, i, half, C) as rows
     return torch.cat([turning, qkv[heads * D :]])
 
 
@@ -194,9 +211,12 @@ def turned(qkv: Tensor, config: GPTConfig) -> Tensor:
 def prepared(
     files: SimpleNamespace, model: GPT, idx: Tensor, tokens: int, compiled: bool
 ) -> tuple[Callable[[], None], Tensor]:
-    """(the call, the tokens (B, tokens) that it decodes), compiled and run once."""
-    (batch, T), device, generate = idx.shape, idx.device, files.generate
-    peer, logits = transformer(files, model, T + tokens), []
+    """Return (the call, tokens (B, tokens) that it decodes), compiled and run once."""
+    batch, T = idx.shape
+    device = idx.device
+    generate = files.generate
+    peer = transformer(files, model, T + tokens)
+    logits = []
     with device:
         peer.setup_caches(max_batch_size=batch, max_seq_length=T + tokens)
 
@@ -224,7 +244,7 @@ def prepared(
 def decode(
     generate: ModuleType, peer: torch.nn.Module, first: Tensor, T: int, steps: int
 ) -> list[Tensor]:
-    """The tokens (B, 1) that follow `first`, which stands at position T."""
+    """Decode the tokens (B, 1) that follow `first` (B, 1), which is at position T."""
     pos = torch.tensor([T], device=first.device, dtype=torch.int)
     found, _ = generate.decode_n_tokens(peer, first.view(len(first), -1), pos, steps)
     if first.is_cuda:

@@ -1,13 +1,17 @@
-"""TaperNorm's throughput table (Kanavalau, Amo Alonso & Lall 2026): logits of the last token, norms
-folded or not.
+"""TaperNorm's throughput table: logits of the last token, with norms folded or not.
 
-About 30 M parameters, batches of 1 and 4, contexts of 128, 256 and 512 tokens. Rows: eager forward
-passes, as the paper has them, which are bound by launches (counted beside); the same captured in a
-CUDA graph (on a CPU: compiled), where only the GPU's own time is left; and tokens decoded one by
-one with a cache of that context. Arms: RMSNorm and the finished taper as they are trained, and both
-folded into the weights (of RMSNorm the gain), so that what the taper is worth is not mixed with
-what folding is; norms in plain PyTorch as in the paper; on a GPU also RMSNorm by our kernel, one
-launch. All arms of a row run in the same way and take turns in paired rounds.
+After Kanavalau, Amo Alonso & Lall 2026: about 30 M parameters, batches of 1 and 4, contexts of 128,
+256 and 512 tokens. The rows of a batch and context are
+
+    eager                forward passes as in the paper, bound by launches (counted as well)
+    CUDA graph           the same captured (on a CPU: compiled): only the GPU's own time is left
+    cached               tokens decoded one by one, with a cache of that context
+    cached, CUDA graph   the same captured
+
+The arms are RMSNorm and the finished taper as they are trained, and both folded into the weights
+(of RMSNorm the gain). So the effect of the taper is not mixed with the effect of folding. Norms are
+plain PyTorch, as in the paper; on a GPU there is also RMSNorm by our kernel, in one launch. All
+arms of a row run in the same way and take turns in paired rounds.
 """
 
 import dataclasses
@@ -34,7 +38,7 @@ from model import GPT, GPTConfig
 
 # 30.3 M parameters
 SHAPE = GPTConfig(norm_type="rms", n_layer=6, n_head=6, n_embd=384, n_vocab=50257)
-# Thousand tokens/s on an H100: (batch, context) -> RMSNorm, folded taper
+# (batch, context) -> thousand tokens/s on an H100, of RMSNorm and of the folded taper
 PUBLISHED = {
     (1, 128): (40.7, 48.7),
     (1, 256): (79.3, 96.8),
@@ -43,9 +47,9 @@ PUBLISHED = {
     (4, 256): (290.5, 344.9),
     (4, 512): (546.3, 615.9),
 }
-STEPS = 16  # decoded with a cache, for one timing
-# Norm type and keys of the model. Gains are 1 at random: without them RMSNorm is what it is when
-# they are folded.
+STEPS = 16  # tokens decoded with a cache, for one timing
+# Arm -> norm type, and keys of the model. The gains of a random model are 1, so RMSNorm without
+# gains is RMSNorm with its gains folded.
 ARMS = {
     "rms": ("rms", {}),
     "taper": ("taper", {}),
@@ -63,7 +67,7 @@ PAIRS = (
 
 
 def forward_call(model: GPT, idx: Tensor, mode: str) -> Callable[[], None]:
-    """A call that computes the logits of the last of T tokens of each sequence in idx (B, T)."""
+    """Return a call that computes the logits of each sequence's last token; idx is (B, T)."""
 
     def compute() -> Tensor:
         return last_logits(model, idx)
@@ -75,23 +79,24 @@ def forward_call(model: GPT, idx: Tensor, mode: str) -> Callable[[], None]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(3):  # the libraries' own memory comes before the capture
             compute()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        graph.output = compute()
+        graph.output = compute()  # its memory lives as long as the graph
     return waiting(graph.replay, idx)
 
 
 def last_logits(model: GPT, idx: Tensor) -> Tensor:
-    """(B, T) -> (B, 1, V)."""
+    """Compute the logits (B, 1, n_vocab) of the last of tokens (B, T)."""
     return model.logits(model.hidden(idx)[:, -1:])
 
 
 def eager_launches(model: GPT, idx: Tensor) -> Counter:
-    """Operations that compute in one eager forward pass on idx (B, T), by name: each is a launch on
-    a GPU.
+    """Count the operations that compute in one eager forward pass on idx (B, T), by name.
+
+    Each is a launch on a GPU.
     """
     with LaunchLedger() as ledger:
         last_logits(model, idx)
@@ -99,16 +104,13 @@ def eager_launches(model: GPT, idx: Tensor) -> Counter:
 
 
 def decode_call(model: GPT, idx: Tensor, graph: bool) -> Callable[[], None]:
-    """A call that decodes STEPS tokens behind the T tokens of idx (B, T), by the operations of the
-    eager pass.
-    """
-    decoder = Decoder(
-        pack(model, "plain"), idx.shape[0], idx.shape[1] + STEPS, decode_reference, graph=graph
-    )
+    """Return a call that decodes STEPS tokens behind idx (B, T), by the eager pass's operations."""
+    batch, T = idx.shape
+    decoder = Decoder(pack(model, "plain"), batch, T + STEPS, decode_reference, graph=graph)
     decoder.prefill(idx)
 
     def steps() -> None:
-        decoder.rewind(idx.shape[1])
+        decoder.rewind(T)
         for _ in range(STEPS):
             decoder.step()
 
@@ -116,6 +118,8 @@ def decode_call(model: GPT, idx: Tensor, graph: bool) -> Callable[[], None]:
 
 
 def waiting(call: Callable[[], Any], like: Tensor) -> Callable[[], None]:
+    """Return `call`, which then waits for the GPU, if `like` is on one."""
+
     @torch.no_grad()
     def run() -> None:
         call()
@@ -126,36 +130,38 @@ def waiting(call: Callable[[], Any], like: Tensor) -> Callable[[], None]:
 
 
 def make_models(dtype: torch.dtype, device: torch.device, calibration: Tensor) -> dict[str, GPT]:
-    """Every arm's model, with the same random weights.
+    """Return every arm's model, with the same random weights.
 
-    Raises UserError unless folding keeps the taper's logits.
+    Raises:
+        UserError: folding changes the taper's logits.
     """
     models = {}
     for name, (norm, keys) in ARMS.items():
-        if name != "rms_triton" or device.type == "cuda":
-            with device:
-                base = (
-                    GPT(dataclasses.replace(SHAPE, **{"kernels": "torch"} | keys)).to(dtype).eval()
-                )
-            models[name] = with_norms(base, norm, calibration)
+        if name == "rms_triton" and device.type != "cuda":
+            continue
+        shape = dataclasses.replace(SHAPE, **{"kernels": "torch"} | keys)
+        with device:
+            base = GPT(shape).to(dtype).eval()
+        models[name] = with_norms(base, norm, calibration)
     models["taper_folded"] = to_folded(models["taper_folded"])
     idx = calibration[:, :32]
-    ours, own = (last_logits(models[name], idx).float() for name in ("taper_folded", "taper"))
-    if not (ours - own).norm() <= 0.02 * own.norm():
-        raise UserError("taper_folded: its logits are not the taper's: mend fold/gpt.py first")
+    folded = last_logits(models["taper_folded"], idx).float()
+    tapered = last_logits(models["taper"], idx).float()
+    if not (folded - tapered).norm() <= 0.02 * tapered.norm():
+        raise UserError("taper_folded: its logits are not the taper's: correct fold/gpt.py first")
     return models
 
 
 @torch.no_grad()
 def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -> dict[str, Any]:
-    """Measures every row, prints the table, writes last_token.jsonl and last_token.md into
-    config.out.
+    """Measure every row, print the table, and write last_token.jsonl and .md into config.out.
+
+    With config.ledger, only count launches, and write launches.jsonl and .md.
     """
     dtype = find_dtype(config.dtype, device)
+    generator = torch.Generator(device).manual_seed(0)
     with device:
-        calibration = torch.randint(
-            0, 50257, (4, 128), generator=torch.Generator(device).manual_seed(0)
-        )
+        calibration = torch.randint(0, 50257, (4, 128), generator=generator)
     models = make_models(dtype, device, calibration)
     launches = {name: eager_launches(model, calibration[:1, :32]) for name, model in models.items()}
     place |= {"dtype": str(dtype).removeprefix("torch."), "parameters": models["rms"].num_params()}
@@ -163,62 +169,60 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
         record = place | {"launches": launches}
         write(config.out, "launches", [record], launches_table(record))
         return record
-    modes = ("eager", "CUDA graph", "cached", "cached, CUDA graph")
-    modes = modes if device.type == "cuda" else ("eager", "compiled", "cached")
+    modes = ("eager", "compiled", "cached")
+    if device.type == "cuda":
+        modes = ("eager", "CUDA graph", "cached", "cached, CUDA graph")
     records = []
     for batch, context in PUBLISHED:
         idx = calibration.repeat(1, 4)[:batch, :context].contiguous()
         for mode in modes:
             torch._dynamo.reset()
-            calls = {
-                name: decode_call(model, idx, "graph" in mode)
-                if "cached" in mode
-                else forward_call(model, idx, mode)
-                for name, model in models.items()
-            }
-            for _ in range(3):
+            if "cached" in mode:
+                tokens = batch * STEPS
+                calls = {
+                    name: decode_call(model, idx, "graph" in mode) for name, model in models.items()
+                }
+            else:
+                tokens = batch * context
+                calls = {name: forward_call(model, idx, mode) for name, model in models.items()}
+            for _ in range(3):  # warm-up: compilation, memory, clocks
                 for call in calls.values():
                     call()
             times = paired_times(calls, config.rounds)
-            tokens = batch * (STEPS if "cached" in mode else context)
-            records.append(
-                place
-                | {
-                    "batch": batch,
-                    "context": context,
-                    "mode": mode,
-                    "launches": {name: counts.total() for name, counts in launches.items()},
-                    "tokens_per_s": {n: tokens / median(t) for n, t in times.items()},
-                    "speed_up": {
-                        f"{x}/{y}": median_ratio(times[y], times[x])
-                        for x, y in PAIRS
-                        if {x, y} <= times.keys()
-                    },
-                    "seconds": times,
-                }
-            )
+            row = {
+                "batch": batch,
+                "context": context,
+                "mode": mode,
+                "launches": {name: counts.total() for name, counts in launches.items()},
+                "tokens_per_s": {name: tokens / median(taken) for name, taken in times.items()},
+                "speed_up": {
+                    f"{x}/{y}": median_ratio(times[y], times[x])
+                    for x, y in PAIRS
+                    if x in times and y in times
+                },
+                "seconds": times,
+            }
+            records.append(place | row)
     write(config.out, "last_token", records, last_token_table(records))
-    return {
-        "rows": [
-            {name: value for name, value in record.items() if name != "seconds"}
-            for record in records
-        ]
-    }
+    rows = []
+    for record in records:
+        rows.append({name: value for name, value in record.items() if name != "seconds"})
+    return {"rows": rows}
 
 
 def write(out: str, name: str, records: list[dict[str, Any]], text: str) -> None:
-    """Prints `text`; if there is a folder `out`, writes NAME.jsonl and NAME.md into it."""
+    """Print `text`; if `out` names a folder, write NAME.jsonl and NAME.md into it."""
     print(text)
     if out:
         write_results(Path(out), name, records, f"{name}.md", text)
 
 
 def launches_table(record: dict[str, Any]) -> str:
-    """Markdown: arms down, operations across."""
+    """Return Markdown: a row for each arm, a column for each operation."""
     launches = record["launches"]
-    names = list(
-        dict.fromkeys(name for counts in launches.values() for name, _ in counts.most_common())
-    )
+    names: list[str] = []  # of operations, each once
+    for counts in launches.values():
+        names += [name for name, _ in counts.most_common() if name not in names]
     lines = [
         "# Launches of an eager forward pass: TaperNorm's protocol",
         "",
@@ -228,21 +232,17 @@ def launches_table(record: dict[str, Any]) -> str:
         "that computes is a launch on a GPU.",
         "",
     ]
-    rows = [
-        [
-            arm,
-            counts.total(),
-            launches["rms"].total() - counts.total(),
-            *(counts[name] for name in names),
-        ]
-        for arm, counts in launches.items()
-    ]
+    rows = []
+    for arm, counts in launches.items():
+        fewer = launches["rms"].total() - counts.total()
+        rows.append([arm, counts.total(), fewer, *(counts[name] for name in names)])
     return "\n".join([*lines, markdown(["arm", "all", "fewer", *names], rows)])
 
 
 def last_token_table(records: list[dict[str, Any]]) -> str:
-    """Markdown, the published speed-up of the folded taper beside ours."""
+    """Return Markdown: speeds and speed-ups, with the published speed-up of the folded taper."""
     row = records[0]
+    launches = ", ".join(f"{name} {count}" for name, count in row["launches"].items())
     lines = [
         "# Logits of the last token: TaperNorm's protocol",
         "",
@@ -252,13 +252,11 @@ def last_token_table(records: list[dict[str, Any]]) -> str:
         "(not folded: 1.08 to 1.15; with a cache, eager: 1.14, folded 1.18). "
         "`cached` decodes tokens behind so many.",
         "",
-        (
-            "Launches of an eager forward pass: "
-            f"{', '.join(f'{n} {k}' for n, k in row['launches'].items())}."
-        ),
+        f"Launches of an eager forward pass: {launches}.",
         "",
     ]
-    heads, rows = ["batch", "context", "mode", *row["seconds"], *row["speed_up"], "published"], []
+    heads = ["batch", "context", "mode", *row["seconds"], *row["speed_up"], "published"]
+    rows = []
     for row in records:
         speeds = (f"{1e-3 * row['tokens_per_s'][name]:.2f}" for name in row["seconds"])
         ups = (span(ratio, "{:.3f}") for ratio in row["speed_up"].values())

@@ -1,21 +1,24 @@
-"""What a decoding step costs, counted without a GPU: its launches, the bytes it must read, the time
-they predict.
+"""What a decoding step costs, counted without a GPU: launches, bytes, and the time they predict.
 
-A step is written as one function per launch (kernels/decode/reference.py). Here the step runs once,
-on tensors without memory if need be, under a TorchDispatchMode which sees every operation of
-PyTorch: those inside a launch function are one launch, and a launch that held two matrix products
-would be none, so that is refused; any operation outside that computes is a launch of its own.
-Blocks need not be alike (coupled_first, coupled_span), so each is counted by itself, and a launch
-per block is a mean over all of them.
+A step calls one function per launch (kernels/decode/reference.py). Here it runs once, if need be on
+tensors without memory, under a TorchDispatchMode, which sees every operation of PyTorch:
+
+- The operations inside one launch function are one launch. Two matrix products in a launch function
+  are refused, because no launch could do that.
+- Any other operation that computes is a launch of its own.
+
+Blocks may differ (coupled_first, coupled_span), so each is counted by itself, and launches per
+block are a mean over all of them.
 
     predicted time of a step = bytes that must be read / bandwidth + launches * time of a launch
 
 The bytes are the same for all arms: every weight once, and the keys and values up to the context.
-It is a bound and a model, not a measurement.
+This is a model, not a measurement: its first term is a lower bound.
 """
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,30 +53,30 @@ LAUNCHES = (
     "norm_project",
     "shared_project",
 )
-PRODUCTS = {"mm", "addmm", "bmm"}
-FREE = {"empty", "empty_like", "detach", "_unsafe_view", "lift_fresh"}
+PRODUCTS = {"mm", "addmm", "bmm"}  # operations of ATen
+FREE = {"empty", "empty_like", "detach", "_unsafe_view", "lift_fresh"}  # of ATen: no kernel runs
 
 
 class LaunchLedger(TorchDispatchMode):
-    """Counts launches.
-
-    `ops` are the launch functions, to be given to a step that runs inside `with ledger:`.
-    """
+    """Count the launches of a step that runs inside `with ledger:` and calls `ledger.ops`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches: list[str] = []
-        self.inside, self.products = "", 0
+        self.launches: list[str] = []  # names, in order
+        self.inside = ""  # name of the launch function that runs
+        self.products = 0  # matrix products in it so far
         self.ops = SimpleNamespace(**{name: self.counted(name) for name in LAUNCHES})
 
-    def counted(self, name: str):
+    def counted(self, name: str) -> Callable:
+        """Return the launch function `name`, which counts itself."""
         function = getattr(decode_reference, name)
 
         @functools.wraps(function)
-        def launch(*words, **keywords):
+        def launch(*args, **kwargs):
             self.launches.append(name)
-            self.inside, self.products = name, 0
-            result = function(*words, **keywords)
+            self.inside = name
+            self.products = 0
+            result = function(*args, **kwargs)
             self.inside = ""
             return result
 
@@ -81,9 +84,11 @@ class LaunchLedger(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         name = operation._schema.name.split("::")[1]
-        if not self.inside and not operation.is_view and name not in FREE:
+        computes = not operation.is_view and name not in FREE
+        if computes and not self.inside:
             self.launches.append(name)
         self.products += name in PRODUCTS
+        # attention is a launch with two products: scores, and the sum of the values
         if self.inside and self.products > 1 and "attend" not in self.inside:
             raise RuntimeError(
                 f"{self.inside} holds {self.products} matrix products: no launch does that"
@@ -93,23 +98,29 @@ class LaunchLedger(TorchDispatchMode):
 
 @torch.no_grad()
 def launches(packed: PackedGPT, batch: int, length: int) -> list[Counter]:
-    """Launches by name of one decoding step, for `batch` sequences and a cache of `length` tokens:
-    [those of the ends, those of block 0, those of block 1, ...].
+    """Count the launches of a step for `batch` sequences and a cache of `length` tokens.
+
+    Returns:
+        Counts by name: [those at the ends of the step, those of block 0, those of block 1, ...].
     """
-    decoder, ledger = Decoder(packed, batch, length), LaunchLedger()
+    decoder = Decoder(packed, batch, length)
+    ledger = LaunchLedger()
     blocks: list[Counter] = []
 
-    def counted(*words):
+    def counted(*args):
         before = len(ledger.launches)
-        result = decode_block(*words)
+        stream = decode_block(*args)
         blocks.append(Counter(ledger.launches[before:]))
-        return result
+        return stream
 
-    given = decoder.packed, decoder.caches, decoder.token, decoder.pos
     with ledger:
-        logits = decode_logits(ledger.ops, *given, run_block=counted)
-        ledger.ops.take(*ledger.ops.best(logits), decoder.token, decoder.pos, decoder.out)
-    return [Counter(ledger.launches) - total(blocks), *blocks]
+        logits = decode_logits(
+            ledger.ops, packed, decoder.caches, decoder.token, decoder.pos, run_block=counted
+        )
+        values, tokens = ledger.ops.best(logits)
+        ledger.ops.take(values, tokens, decoder.token, decoder.pos, decoder.out)
+    ends = Counter(ledger.launches) - total(blocks)
+    return [ends, *blocks]
 
 
 def total(counters: list[Counter]) -> Counter:
@@ -117,8 +128,11 @@ def total(counters: list[Counter]) -> Counter:
 
 
 def per_block(blocks: list[Counter]) -> dict[str, Any]:
-    """{launches_per_block, norm_launches_per_block}, means; {blocks}: how many are of each kind,
-    where they differ.
+    """Summarise the launches of the blocks.
+
+    Returns:
+        launches_per_block, norm_launches_per_block: means.
+        blocks: the different kinds of block, and how many there are of each.
     """
     kinds = Counter(tuple(sorted(block.items())) for block in blocks)
     every = total(blocks)
@@ -130,26 +144,26 @@ def per_block(blocks: list[Counter]) -> dict[str, Any]:
 
 
 def mean(count: int, blocks: int) -> float | int:
-    """A whole number where it is one."""
-    return round(count / blocks, 2) if count % blocks else count // blocks
+    """Return count / blocks: an int if it is a whole number, else rounded to two places."""
+    if count % blocks:
+        return round(count / blocks, 2)
+    return count // blocks
 
 
 def floor_bytes(packed: PackedGPT, batch: int, context: int) -> int:
-    """Bytes that one step must read: every matrix once, and `context` keys and values of every
-    sequence.
-    """
+    """Return the bytes that a step must read: all matrices, and `context` keys and values."""
     config = packed.config
     matrices = [part.weight for part in (*packed.entries, *packed.exits)]
-    keys = 2 * config.n_layer * config.kv_heads * config.head_channels * batch * context
-    return (
-        sum(matrix.numel() * matrix.element_size() for matrix in matrices)
-        + keys * packed.dtype.itemsize
-    )
+    matrix_bytes = sum(matrix.numel() * matrix.element_size() for matrix in matrices)
+    elements_per_token = 2 * config.n_layer * config.kv_heads * config.head_channels
+    cache_bytes = elements_per_token * batch * context * packed.dtype.itemsize
+    return matrix_bytes + cache_bytes
 
 
 def shape_on_meta(spec: str, dtype: torch.dtype) -> GPT | None:
-    """The model of a `random:` spec without memory, since a count needs no weights; None for any
-    other spec.
+    """Return the model of a `random:` spec without memory, as a count needs no weights.
+
+    None for any other spec.
     """
     if not spec.startswith("random:"):
         return None
@@ -168,19 +182,24 @@ def make_ledger(
     keys: dict[str, Any],
     library_from: int,
 ) -> dict[str, Any]:
-    """The ledger of `arms` as a dict for JSON. bandwidth in bytes/s; a step gives each sequence one
-    token.
+    """Return the ledger of `arms`, as a dict for JSON. A step gives each sequence one token.
+
+    Args:
+        bandwidth: bytes/s.
+        launch_us: microseconds of a launch.
+        keys, library_from: see decode.arms.packed_arm.
     """
-    device, rows, floor = model.wte.weight.device, {}, 0.0
-    idx = torch.zeros(1, 8, dtype=torch.int64, device=device)
+    idx = torch.zeros(1, 8, dtype=torch.int64, device=model.wte.weight.device)
+    rows = {}
+    floor_ms = 0.0
     for arm in arms:
-        packed = packed_arm(model, arm, batch, idx, keys, library_from)[1]
-        parts = launches(packed, batch, context)
-        of_step = total(parts).total()
-        floor = 1e3 * floor_bytes(packed, batch, context) / bandwidth
-        rows[arm.name] = per_block(parts[1:]) | {
+        _, packed = packed_arm(model, arm, batch, idx, keys, library_from)
+        counts = launches(packed, batch, context)
+        of_step = total(counts).total()
+        floor_ms = 1e3 * floor_bytes(packed, batch, context) / bandwidth
+        rows[arm.name] = per_block(counts[1:]) | {
             "launches_per_step": of_step,
-            "predicted_ms_per_token": floor + 1e-3 * launch_us * of_step,
+            "predicted_ms_per_token": floor_ms + 1e-3 * launch_us * of_step,
         }
     return {
         "model": name,
@@ -189,12 +208,12 @@ def make_ledger(
         "bandwidth": bandwidth,
         "launch_us": launch_us,
         "arms": rows,
-        "floor_ms_per_token": floor,
+        "floor_ms_per_token": floor_ms,
     }
 
 
 def ledger_table(ledger: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return a ledger as a Markdown table, a row for each arm."""
     heads = [
         "arm",
         "launches per block",
@@ -203,18 +222,16 @@ def ledger_table(ledger: dict[str, Any]) -> str:
         "predicted ms/token",
         "share of floor",
     ]
-    floor = ledger["floor_ms_per_token"]
-    return markdown(
-        heads,
-        (
-            [
-                name,
-                row["launches_per_block"],
-                row["norm_launches_per_block"],
-                row["launches_per_step"],
-                f"{row['predicted_ms_per_token']:.3f}",
-                f"{floor / row['predicted_ms_per_token']:.0%}",
-            ]
-            for name, row in ledger["arms"].items()
-        ),
-    )
+    rows = []
+    for name, row in ledger["arms"].items():
+        predicted = row["predicted_ms_per_token"]
+        cells = [
+            name,
+            row["launches_per_block"],
+            row["norm_launches_per_block"],
+            row["launches_per_step"],
+            f"{predicted:.3f}",
+            f"{ledger['floor_ms_per_token'] / predicted:.0%}",
+        ]
+        rows.append(cells)
+    return markdown(heads, rows)

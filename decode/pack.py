@@ -1,100 +1,107 @@
 """Exact packing of a GPT's weights for decoding: norms fold into the projections that read them.
 
-A norm y = (x - m) * s * g + b in front of a linear W, c is one linear on x itself, scaled by the
-statistic s:
+A norm with statistic s, gain g and bias b, and the linear behind it:
 
-    W y + c = s * W' x + c',   W' = W diag(g) P,   c' = c + W b
+    y = s * (P x) g + b                                     (1)
+    W y + c = s * W' x + c'                                 (2)
+    W' = W diag(g) P,   c' = c + W b                        (3)
 
-where P is the identity, or centring where a mean is taken;
+P is the centring over channels where the norm takes a mean, else the identity. A constant factor,
+such as 1 / alpha of a shared position or the scale of a finished taper, is part of g. In (2) the
+product reads x itself, and of the norm only s is left, one number a token, which is applied to the
+result. This is section 4.3 of Loretz & Hochreiter 2026 for the position that shares its statistic.
+The same algebra holds at the other positions.
 
-so a norm leaves behind nothing but s (Loretz & Hochreiter 2026, section 4.3, for the shared
-position; the same algebra serves every other). Which norms fold is the fusion level's choice:
+The fusion level decides which norms fold:
 
     plain     none: norms stay modules, as in training
-    paper     positions that share a statistic; 1 / alpha goes along with the gain
-    fused     also RMSNorm (the reader computes the statistic), and a finished taper or no norm (no
-              statistic is left)
-    library   as fused, but RMSNorm only in front of an activation, which then computes the
-              statistic: for the library's products, where a norm that stays a launch may as well
-              keep its gain
+    paper     norms that share a statistic; 1 / alpha is part of their gain
+    fused     also RMSNorm, whose statistic the product computes, and norms without a statistic (a
+              finished taper, or no norm)
+    library   as fused, but RMSNorm folds only in front of an activation, whose launch then computes
+              the statistic. In front of other products of the library, which cannot compute it,
+              the statistic needs a launch of its own, so the norm may as well stay.
 
 Folding is done in float64 and rounded once, to the type of the weights. Centred linears (cbwc) are
-stored centred. What cannot fold (LayerNorm: use its cbwc form; partial and group RMSNorm; dyt; a
-taper under way) stays a module.
+stored centred. These norms cannot fold and stay modules: LayerNorm (its cbwc form folds), partial
+and group RMSNorm, dyt, and a taper that has not finished.
 """
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from model import GPT, GPTConfig
-from norms import CenteredLinear, NoNorm, Norm, RMSNorm, SharedRMSNorm, center, fold_affine
-from taper import TaperNorm
+from kernels.reference import statistics_dtype
+from model import GPT, Block, GPTConfig
+from norms import CenteredLinear, Norm, center, fold_affine
 
+# Level -> statistics of the norms that fold there (Entry.statistic).
 LEVELS = {
     "plain": (),
     "paper": ("shared",),
     "library": ("own", "shared", "none"),
     "fused": ("own", "shared", "none"),
 }
-# Sequences from which on `library` is taken instead of `fused`, whose programs read all rows of x
-# for 16 outputs: at 16 rows x is as much traffic from the L2 cache as the weight is, at 32 twice as
-# much. Reckoned, not measured.
+# Batch size from which `library` replaces `fused`. A program of `fused` computes 16 outputs and
+# reads all rows of x for them. At 16 rows x is as much traffic from the L2 cache as the weight, at
+# 32 rows twice as much. This is an estimate, not a measurement.
 LIBRARY_FROM = 32
 
 
 def level_at(level: str, batch: int, library_from: int = LIBRARY_FROM) -> str:
-    """The level at which to pack for `batch` sequences where `level` is wanted."""
-    return "library" if level == "fused" and batch >= library_from else level
+    """Return the level to pack for `batch` sequences, given the level of the arm."""
+    if level == "fused" and batch >= library_from:
+        return "library"
+    return level
+
+
+# ---------------------------------------------------------------------------- what a step reads
 
 
 @dataclass
 class Entry:
-    """A norm position and the projection that reads it. weight (N, C), bias (N,) or None."""
+    """A projection that reads the residual stream, with the norm in front of it."""
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # (N, C), W' of (3) if the norm is folded; for swiglu N = 2 F, gate then up
+    bias: Tensor | None  # (N,), c' of (3)
     norm: Norm | None  # None: folded
-    statistic: str = ""  # of a folded norm: own, shared, none
-    eps: float = 0.0  # for an own statistic
-    kind: str = ""  # activation behind the projection, or none
+    statistic: str = ""  # of a folded norm, where s comes from: own, shared, none (s = 1)
+    eps: float = 0.0  # of a folded norm with its own statistic
+    kind: str = ""  # activation behind the projection; empty for none
 
 
 @dataclass
 class Exit:
-    """A projection that writes into the residual stream. weight (C, K), bias (C,) or None."""
+    """A projection that writes into the residual stream."""
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # (C, K)
+    bias: Tensor | None  # (C,)
 
 
 @dataclass
 class PackedBlock:
-    """A block: qkv and up read the stream, proj and down write it; gains (head_dim,) of QK-norm."""
+    """The weights of one block. H heads, H_kv key and value heads, of D channels each."""
 
-    qkv: Entry
-    proj: Exit
-    up: Entry
-    down: Exit
-    q_gain: Tensor | None
-    k_gain: Tensor | None
+    qkv: Entry  # N = (H + 2 H_kv) D
+    proj: Exit  # K = H D
+    up: Entry  # N = F, or 2 F for swiglu
+    down: Exit  # K = F
+    q_gain: Tensor | None  # (D,) of QK-norm; None: no QK-norm
+    k_gain: Tensor | None  # (D,)
 
 
 @dataclass
 class PackedGPT:
-    """Everything that a decoding step reads. wte (V, C), wpe (T, C) or None, rope tables (T,
-    head_dim) or None.
-    """
+    """All tensors that a decoding step reads. Weights have the type of the model's weights."""
 
     config: GPTConfig
-    level: str
-    wte: Tensor
-    wpe: Tensor | None
-    rope: tuple[Tensor, Tensor] | None  # cos and sin, in float32, in float64 for a float64 model
+    level: str  # a key of LEVELS
+    wte: Tensor  # (vocab_size, C)
+    wpe: Tensor | None  # (block_size, C); None: positions are rotary
+    rope: tuple[Tensor, Tensor] | None  # cos and sin (block_size, D), float32 or float64
     blocks: list[PackedBlock]
-    head: Entry  # the final norm and the n_vocab rows that exist
+    head: Entry  # the final norm and the head's n_vocab rows that exist
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,97 +109,111 @@ class PackedGPT:
 
     @property
     def entries(self) -> list[Entry]:
-        """Those of the 2L + 1 norm positions, in order."""
-        return [entry for block in self.blocks for entry in (block.qkv, block.up)] + [self.head]
+        """Those of the 2 L + 1 norm positions, in order."""
+        found = []
+        for block in self.blocks:
+            found += [block.qkv, block.up]
+        return [*found, self.head]
 
     @property
     def exits(self) -> list[Exit]:
-        return [part for block in self.blocks for part in (block.proj, block.down)]
+        """Those of the 2 L sublayers, in order."""
+        found = []
+        for block in self.blocks:
+            found += [block.proj, block.down]
+        return found
+
+
+# ------------------------------------------------------------------------------------ packing
 
 
 @torch.no_grad()
 def pack(model: GPT, level: str) -> PackedGPT:
-    """`model` for decoding, at a fusion level (a key of LEVELS).
+    """Pack `model` for decoding at a fusion level, a key of LEVELS.
 
-    Tensors that nothing is folded into are shared.
+    Tensors into which nothing is folded are shared with the model.
     """
-    wide = torch.float64 if model.wte.weight.dtype == torch.float64 else torch.float32
-    blocks = [
-        PackedBlock(
-            enter(block.norm1, *weights(block.attn.qkv), level),
-            Exit(*weights(block.attn.proj)),
-            enter(block.norm2, *weights(block.mlp.up), level, block.mlp.activation),
-            Exit(*weights(block.mlp.down)),
-            *(
-                None if norm is None else gain(norm, block.attn.qkv.weight)
-                for norm in (block.attn.q_norm, block.attn.k_norm)
-            ),
-        )
-        for block in model.blocks
-    ]
-    wte, wpe = (
-        None if table is None else embedding(model, table.weight.detach())
-        for table in (model.wte, model.wpe)
+    # rows that pad the vocabulary would cost time and give no logits
+    head_weight = model.head_weight().detach()[: model.n_vocab]  # (n_vocab, C)
+    return PackedGPT(
+        config=model.config,
+        level=level,
+        wte=embedding(model, model.wte.weight.detach()),
+        wpe=None if model.wpe is None else embedding(model, model.wpe.weight.detach()),
+        rope=rope_tables(model) if model.wpe is None else None,
+        blocks=[pack_block(block, level) for block in model.blocks],
+        head=enter(model.norm_f, head_weight, None, level),
     )
-    rope = None if model.wpe is not None else (model.rope_cos.to(wide), model.rope_sin.to(wide))
-    head = enter(model.norm_f, model.head_weight().detach()[: model.n_vocab], None, level)
-    return PackedGPT(model.config, level, wte, wpe, rope, blocks, head)
+
+
+def pack_block(block: Block, level: str) -> PackedBlock:
+    """Pack a block: qkv and up take the norm in front of them, proj and down stay linears."""
+    attn = block.attn
+    mlp = block.mlp
+    return PackedBlock(
+        qkv=enter(block.norm1, *weights(attn.qkv), level),
+        proj=Exit(*weights(attn.proj)),
+        up=enter(block.norm2, *weights(mlp.up), level, mlp.activation),
+        down=Exit(*weights(mlp.down)),
+        q_gain=gain(attn.q_norm, attn.qkv.weight),
+        k_gain=gain(attn.k_norm, attn.qkv.weight),
+    )
 
 
 def embedding(model: GPT, table: Tensor) -> Tensor:
-    """A table (n, C) as it acts: cbwc centres the sum of the embeddings, which is linear, so each
-    table may be.
+    """Return the rows (n, C) that a table of embeddings adds to the stream.
+
+    cbwc centres the sum of the embeddings. Centring is linear, so here each table is centred.
     """
-    return (
-        table if model.plan.type.embed is None else model.plan.embed(table.double()).to(table.dtype)
-    )
+    if model.plan.type.embed is None:
+        return table
+    return model.plan.embed(table.double()).to(table.dtype)
+
+
+def rope_tables(model: GPT) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (block_size, D) in the precision in which heads are rotated."""
+    dtype = statistics_dtype(model.wte.weight)
+    return model.rope_cos.to(dtype), model.rope_sin.to(dtype)
 
 
 def weights(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """(weight, bias) of a linear as it acts: centred over outputs if it is a CenteredLinear."""
-    weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+    """Return the effective weight (N, K) and bias (N,) of a linear: centred for a CenteredLinear.
+
+    Column-based weight centring (CBWC, equation 7): V = W - mean of W over outputs.
+    """
+    weight = linear.weight.detach()
+    bias = None if linear.bias is None else linear.bias.detach()
     if isinstance(linear, CenteredLinear):
+        # `center` acts on the last dimension, and outputs are the first
         weight = center(weight.T.double()).T.to(weight.dtype).contiguous()
-        bias = None if bias is None else center(bias.double()).to(bias.dtype)
+        if bias is not None:
+            bias = center(bias.double()).to(bias.dtype)
     return weight, bias
 
 
-def gain(norm: Norm, like: Tensor) -> Tensor:
-    """Gain (C,) of a norm; where it has none ones, of `like`'s type and on its device."""
-    return like.new_ones(norm.channels) if norm.weight is None else norm.weight.detach()
+def gain(norm: Norm | None, like: Tensor) -> Tensor | None:
+    """Return the gain (D,) of a QK-norm: of one without a gain, ones like `like`. None for None."""
+    if norm is None:
+        return None
+    if norm.weight is None:
+        return like.new_ones(norm.channels)
+    return norm.weight.detach()
 
 
 def enter(norm: Norm, weight: Tensor, bias: Tensor | None, level: str, kind: str = "") -> Entry:
-    """The entry of `norm` and the linear behind it, which has an activation `kind` or none; folded
-    if `level` does.
+    """Return the entry of `norm` and the linear behind it, folded if `level` folds this norm.
+
+    Args:
+        norm: the norm.
+        weight: (N, C) of the linear.
+        bias: (N,) of the linear, or None.
+        level: which statistics are folded (LEVELS).
+        kind: activation behind the linear, "" for none.
     """
-    statistic, scale, shift, centers = remains(norm)
-    if statistic not in LEVELS[level] or (level == "library" and statistic == "own" and not kind):
-        # it would leave its scaling to the MLP
-        if isinstance(norm, SharedRMSNorm) and norm.impl != "scale":
-            norm = copy.copy(norm)
-            norm.impl = "scale"
+    form = norm.folded_form()
+    can_fold = form is not None and form.statistic in LEVELS[level]
+    if not can_fold or (level == "library" and form.statistic == "own" and not kind):
         return Entry(weight, bias, norm, kind=kind)
-    folded, bias = fold_affine(weight, bias, scale, shift, centers)
+    folded, bias = fold_affine(weight, bias, form)
     bias = None if bias is None else bias.to(weight.dtype)
-    return Entry(folded.to(weight.dtype), bias, None, statistic, norm.eps, kind)
-
-
-def remains(norm: Norm) -> tuple[str, Tensor | float | None, Tensor | None, bool]:
-    """(statistic, gain (C,) or a number, bias (C,), does it centre?) of a norm; "module" if it
-    cannot fold.
-    """
-    if isinstance(norm, TaperNorm) and norm.phase == "fixed":
-        return "none", *norm.fixed_map()
-    if isinstance(norm, NoNorm):
-        return "none", None, None, False
-    if isinstance(norm, SharedRMSNorm):
-        return (
-            "shared",
-            (1.0 if norm.weight is None else norm.weight.double()) / norm.alpha,
-            None,
-            False,
-        )
-    if isinstance(norm, RMSNorm) and norm.groups == 1 and norm.counted == norm.channels:
-        return "own", None if norm.weight is None else norm.weight.double(), norm.bias, False
-    return "module", None, None, False
+    return Entry(folded.to(weight.dtype), bias, None, form.statistic, norm.eps, kind)

@@ -1,5 +1,6 @@
-"""Hugging Face's generate beside our arms, with our weights: dynamic cache in eager mode, static
-cache compiled.
+"""Hugging Face's generate as a peer of our arms, with our weights.
+
+It runs with a dynamic cache in eager mode, and with a static cache, compiled.
 """
 
 import functools
@@ -17,15 +18,20 @@ from hf.hub import import_transformers
 from model import GPT
 
 NAMES = ("hf_eager", "hf_static")
-SAME_MODEL = 0.05  # relative distance of a peer's logits from ours up to which it is the same model
+SAME_MODEL = 0.05  # a peer whose logits differ by more than this, relatively, is another model
 
 
 def arms(
     spec: str, model: GPT, idx: Tensor, tokens: int, compiled: bool, missing: list[str]
 ) -> dict[str, Callable[[], None]]:
-    """Calls that generate `tokens` tokens behind idx (B, T), and beside each, `NAME prefill`, a
-    single one: the difference is decoding. What cannot run is left out, and the reason appended to
-    `missing`.
+    """Make the calls that are timed.
+
+    generate reads the prompt too, so there are two calls a peer: NAME generates `tokens` tokens
+    behind idx (B, T), `NAME prefill` a single one. The difference of their times is decoding.
+
+    Args:
+        compiled: also the static cache.
+        missing: the reason is appended for each peer that cannot run; it has no call.
     """
     calls: dict[str, Callable[[], None]] = {}
     try:
@@ -38,50 +44,54 @@ def arms(
     for name, static in (("hf_eager", False), ("hf_static", True)):
         if static and not compiled:
             continue
-        found = {}
+        found = {
+            name: functools.partial(generate, peer, idx, tokens, static, tokens),
+            f"{name} prefill": functools.partial(generate, peer, idx, 1, static, tokens),
+        }
         try:
-            for word, count in ((name, tokens), (f"{name} prefill", 1)):
-                found[word] = functools.partial(generate, peer, idx, count, static, tokens)
-                found[word]()
-            calls |= found
+            for call in found.values():
+                call()
         except Exception as failure:  # another library's limits are no failure of this program
-            missing.append(
-                f"{name}: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
-            )
+            missing.append(f"{name}: {one_line(failure)}")
+            continue
+        calls |= found
     return calls
 
 
-def hf_model(spec: str, model: GPT) -> torch.nn.Module:
-    """transformers' model of the same weights, in the same type on the same device.
+def one_line(failure: Exception) -> str:
+    """Return the type of an exception and the first line of its message."""
+    lines = str(failure).splitlines() or [""]
+    return f"{type(failure).__name__}: {lines[0]}"
 
-    Raises HFError.
+
+def hf_model(spec: str, model: GPT) -> torch.nn.Module:
+    """Return the model of transformers with the same weights, type and device.
+
+    Raises:
+        HFError: transformers is not installed, or has no such model.
     """
     transformers = import_transformers()
-    register()  # a folder may be of a coupled class
+    register()  # an exported folder may use our coupled class
     weight = model.wte.weight
-    if (
-        Path(spec).is_dir()
-        and (Path(spec) / "config.json").is_file()
-        and not (Path(spec) / "log.jsonl").exists()
-    ):
-        peer = transformers.AutoModelForCausalLM.from_pretrained(spec, dtype=weight.dtype).to(
-            weight.device
-        )
-        return peer.eval()
+    folder = Path(spec)
+    is_run = (folder / "log.jsonl").exists()  # ours, which has a config.json as well
+    if (folder / "config.json").is_file() and not is_run:
+        peer = transformers.AutoModelForCausalLM.from_pretrained(spec, dtype=weight.dtype)
+        return peer.to(weight.device).eval()
     name = spec.removeprefix("random:")
     if name == spec or name not in SHAPES:
-        raise HFError(f"no model of its own for {spec}")
+        raise HFError(f"transformers has no model for {spec}")
     config = transformers.AutoConfig.for_model(**SHAPES[name])
     with torch.device(weight.device):
         peer = transformers.AutoModelForCausalLM.from_config(config, dtype=weight.dtype).eval()
-    theirs = {
-        key.removeprefix("model.").removeprefix("transformer."): value
-        for key, value in peer.named_parameters()
-    }
+    theirs = {}
+    for key, value in peer.named_parameters():
+        theirs[key.removeprefix("model.").removeprefix("transformer.")] = value
     with torch.no_grad():
         for key, piece in weights.hf_pieces(model, architecture(SHAPES[name])):
             theirs.pop(key).copy_(piece)
-    if left := [key for key in theirs if key != "lm_head.weight"]:
+    left = [key for key in theirs if key != "lm_head.weight"]  # the head may be the embedding
+    if left:
         raise HFError(f"{left[0]} has no counterpart in our model")
     return peer
 
@@ -96,14 +106,13 @@ def check_same_logits(ours: Tensor, theirs: Tensor) -> None:
 
 @torch.no_grad()
 def generate(peer: torch.nn.Module, idx: Tensor, count: int, static: bool, longest: int) -> None:
-    """Greedy generation of `count` tokens; a static cache is as long for all counts, so that
-    nothing is recompiled.
+    """Generate `count` tokens greedily.
+
+    A static cache has room for `longest` tokens at every count, so nothing is compiled twice.
     """
-    more = (
-        {"cache_implementation": "static", "max_cache_len": idx.shape[1] + longest}
-        if static
-        else {}
-    )
+    cache = {}
+    if static:
+        cache = {"cache_implementation": "static", "max_cache_len": idx.shape[1] + longest}
     peer.generate(
         idx,
         attention_mask=torch.ones_like(idx),
@@ -112,7 +121,7 @@ def generate(peer: torch.nn.Module, idx: Tensor, count: int, static: bool, longe
         do_sample=False,
         pad_token_id=0,
         eos_token_id=None,
-        **more,
+        **cache,
     )
     if idx.is_cuda:
         torch.cuda.synchronize()

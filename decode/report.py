@@ -1,6 +1,4 @@
-"""What bench_decode.py shows: the card, the table, and the picture in the manner of the paper's
-Figure 2.
-"""
+"""What bench_decode.py shows: a card, a table, and a picture like the paper's Figure 2."""
 
 import json
 from pathlib import Path
@@ -23,26 +21,27 @@ PANELS = (
 
 
 def card(record: dict[str, Any]) -> str:
-    """Where and on what a record was measured, several lines."""
-    weights = (
-        "random weights (not trained, not zeros)" if record["random_weights"] else "its own weights"
-    )
+    """Return where and on what a record was measured, in several lines."""
+    weights = "its own weights"
+    if record["random_weights"]:
+        weights = "random weights (not trained, not zeros)"
+    clock = ", process time" if record["clock"] == "cpu_seconds" else ""
     lines = [
         f"{record['model']}: {weights}, stored as {record['norm_type']}, {record['dtype']}; "
         f"{record['prompt_tokens']} prompt tokens ({record['prompt_ids']}), {record['tokens']} "
-        f"decoded greedily, {record['rounds']} rounds"
-        f"{', process time' if record['clock'] == 'cpu_seconds' else ''}",
+        f"decoded greedily, {record['rounds']} rounds{clock}",
         output.card(record),
         f"floor: {record['floor_bytes'] / 1e6:,.0f} MB a step at {record['bandwidth'] / 1e9:,.0f} "
         f"GB/s (a copy's): {record['floor_ms_per_token']:.3f} ms at batch {record['batch']}",
     ]
-    return "\n".join(
-        [*lines, *(word for word in (record.get("clocks"), record.get("note")) if word)]
-    )
+    for name in ("clocks", "note"):
+        if record.get(name):
+            lines.append(record[name])
+    return "\n".join(lines)
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown: every arm's time, then the ratios."""
+    """Return a record as Markdown: a table of the arms, then one of the speed-ups."""
     heads = [
         "arm",
         "ms/token",
@@ -54,28 +53,7 @@ def table(record: dict[str, Any]) -> str:
         "error (unfused)",
         "tokens as unfused",
     ]
-    rows = []
-    for name, row in record["arms"].items():
-        cells = [
-            f"{row['ms_per_token']:.3f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['share_of_floor']:.0%}",
-            *[""] * 5,
-        ]
-        if "prefill_ms" in row:  # one of ours, and not its second copy
-            cells[3:] = [
-                f"{row['prefill_ms']:.2f}",
-                f"{row['launches_per_block']} ({row['norm_launches_per_block']})",
-                f"{row['memory_mb']:,.0f}",
-                f"{row['error']:.2g} ({row['error_unfused']:.2g})",
-                "",
-            ]
-        if "within_aim" in row:
-            verdict = f"{'within' if row['within_aim'] else 'above'} {AIM}"
-            cells[6] += f", {row['error'] / row['error_unfused']:.2f}x: {verdict}"
-        if "same_tokens" in row:
-            cells[7] = f"{row['same_tokens']} of {record['tokens']}"
-        rows.append([name, *cells])
+    rows = [arm_cells(name, row, record["tokens"]) for name, row in record["arms"].items()]
     ratios = [
         [name, f"{ratio['median']:.4f}", f"{ratio['low']:.4f} .. {ratio['high']:.4f}"]
         for name, ratio in record["speed_ups"].items()
@@ -88,31 +66,48 @@ def table(record: dict[str, Any]) -> str:
         markdown(["speed-up", "median", "95 % interval"], ratios),
     ]
     if record["faster"]:
-        lines += [
-            "",
-            (
-                "Each in two variants; these ratios are of the faster: "
-                f"{', '.join(record['faster'].values())}."
-            ),
-        ]
+        faster = ", ".join(record["faster"].values())
+        lines += ["", f"Each in two variants; these ratios are of the faster: {faster}."]
     if "hf_static" in record["arms"] and record["device"].startswith("cpu"):
-        lines += [
-            "",
-            (
-                "hf_static is not compiled here: "
-                "on a CPU transformers runs its static cache in eager mode."
-            ),
-        ]
-    return "\n".join([*lines, *(f"- not timed: {reason}" for reason in record["missing"])])
+        note = "on a CPU transformers runs its static cache in eager mode."
+        lines += ["", f"hf_static is not compiled here: {note}"]
+    lines += [f"- not timed: {reason}" for reason in record["missing"]]
+    return "\n".join(lines)
+
+
+def arm_cells(name: str, row: dict[str, Any], tokens: int) -> list[str]:
+    """Return an arm's cells in the table of the arms; those that it lacks are empty."""
+    prefill = launches = memory = error = same = ""
+    if "prefill_ms" in row:  # one of ours, and not the second copy
+        prefill = f"{row['prefill_ms']:.2f}"
+        launches = f"{row['launches_per_block']} ({row['norm_launches_per_block']})"
+        memory = f"{row['memory_mb']:,.0f}"
+        error = f"{row['error']:.2g} ({row['error_unfused']:.2g})"
+    if "within_aim" in row:
+        verdict = "within" if row["within_aim"] else "above"
+        error += f", {row['error'] / row['error_unfused']:.2f}x: {verdict} {AIM}"
+    if "same_tokens" in row:
+        same = f"{row['same_tokens']} of {tokens}"
+    return [
+        name,
+        f"{row['ms_per_token']:.3f}",
+        f"{row['tokens_per_s']:,.0f}",
+        f"{row['share_of_floor']:.0%}",
+        prefill,
+        launches,
+        memory,
+        error,
+        same,
+    ]
 
 
 def panels_of(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The panels of the picture that there are figures for."""
+    """Return the panels of the picture for which there are measurements."""
     return [panel for panel in PANELS if any(panel[0] in record["speed_ups"] for record in records)]
 
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up over batch size, a line for each model; bars are 95 % intervals.
+    """Draw speed-up over batch size, a line for each model; bars are 95 % intervals.
 
     There must be a panel to draw.
     """
@@ -132,14 +127,13 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
             if not rows:
                 continue
             ratios = [row["speed_ups"][name] for row in rows]
-            middle = [ratio["median"] for ratio in ratios]
-            bars = [
-                [abs(ratio[end] - ratio["median"]) for ratio in ratios] for end in ("low", "high")
-            ]
+            medians = [ratio["median"] for ratio in ratios]
+            below = [abs(ratio["low"] - ratio["median"]) for ratio in ratios]
+            above = [abs(ratio["high"] - ratio["median"]) for ratio in ratios]
             axis.errorbar(
                 [row["batch"] for row in rows],
-                middle,
-                bars,
+                medians,
+                [below, above],
                 color=color,
                 marker=marker,
                 capsize=3,
@@ -158,17 +152,15 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
-    """Adds records to a results folder; one of the same model, batch, type and device takes the old
-    one's place.
+    """Add records to a results folder.
+
+    A record replaces the old one of the same model, batch size, type and device.
     """
     for record in records:
         record["command"] = f"python bench_decode.py {record['model']} {output.made_with(config)}"
     places = {place(record) for record in records}
-    every = [
-        record
-        for record in output.read_json(folder / "decode.jsonl")
-        if place(record) not in places
-    ] + records
+    old = output.read_json(folder / "decode.jsonl")
+    every = [record for record in old if place(record) not in places] + records
     text = [
         "# A decoded token, by norm and by fusion",
         "",
@@ -187,24 +179,27 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
     has_picture = bool(panels_of(every))
     if has_picture:
         text += ["", "![Speed-up over batch size](decode.png)"]
-    # before the picture, which may fail
+    # the records first, as drawing may fail
     output.write_results(folder, "decode", every, "README.md", "\n".join(text))
     if has_picture:
         plot(every, folder / "decode.png")
 
 
 def write_ledger(folder: Path, ledger: dict[str, Any]) -> None:
-    """Adds a ledger to a folder: ledger.jsonl, and README.md with one table for all models."""
+    """Add a ledger to a folder: ledger.jsonl, and README.md with one table for all models.
+
+    It replaces the old one of the same model and batch size.
+    """
     old = output.read_json(folder / "ledger.jsonl")
-    every = [
-        one for one in old if (one["model"], one["batch"]) != (ledger["model"], ledger["batch"])
-    ] + [ledger]
+    its_place = ledger["model"], ledger["batch"]
+    every = [one for one in old if (one["model"], one["batch"]) != its_place] + [ledger]
     output.write_results(folder, "ledger", every, "README.md", ledgers(every))
 
 
 def ledgers(every: list[dict[str, Any]]) -> str:
-    """Markdown: arms down, models across; launches per block (of norms), predicted ms/token and
-    share of the floor.
+    """Return ledgers as one Markdown table: a row for each arm, a column for each model.
+
+    A cell has launches per block (of norms), predicted ms/token and the floor's share of that.
     """
     names = list(dict.fromkeys(name for ledger in every for name in ledger["arms"]))
     heads = [f"{one['model'].removeprefix('random:')}, batch {one['batch']}" for one in every]
@@ -223,46 +218,39 @@ def ledgers(every: list[dict[str, Any]]) -> str:
         cells = []
         for one in every:
             row = one["arms"].get(name)
-            cells.append(
-                ""
-                if row is None
-                else (
-                    f"{row['launches_per_block']} ({row['norm_launches_per_block']}): "
-                    f"{row['predicted_ms_per_token']:.3f}, "
-                    f"{one['floor_ms_per_token'] / row['predicted_ms_per_token']:.0%}"
-                )
-            )
+            if row is None:
+                cells.append("")
+                continue
+            predicted = row["predicted_ms_per_token"]
+            share = one["floor_ms_per_token"] / predicted
+            launches = f"{row['launches_per_block']} ({row['norm_launches_per_block']})"
+            cells.append(f"{launches}: {predicted:.3f}, {share:.0%}")
         rows.append([name, *cells])
     return "\n".join([*lines, markdown(["arm", *heads], rows)]) + "\n"
 
 
 def place(record: dict[str, Any]) -> tuple:
+    """Return what tells a record of a results folder from the others."""
     return record["model"], record["batch"], record["dtype"], record["device"]
 
 
 def one_line(record: dict[str, Any]) -> tuple[str, ...]:
-    """What the points of one line of the plot have in common."""
+    """Return what the points of one line of the plot have in common."""
     return record["model"].removeprefix("random:"), record["dtype"], record["device"]
 
 
 def one_run(record: dict[str, Any]) -> str:
-    """What records must have in common for one card to speak for all of them, but for the batch
-    size and its floor.
-    """
-    return json.dumps(
-        [
-            record.get(name)
-            for name in (
-                "model",
-                "dtype",
-                "device",
-                "versions",
-                "git",
-                "command",
-                "clocks",
-                "threads",
-                "load_average",
-                "prompt_ids",
-            )
-        ]
+    """Return what records under one card have in common: all but the batch size and its floor."""
+    names = (
+        "model",
+        "dtype",
+        "device",
+        "versions",
+        "git",
+        "command",
+        "clocks",
+        "threads",
+        "load_average",
+        "prompt_ids",
     )
+    return json.dumps([record.get(name) for name in names])

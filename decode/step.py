@@ -1,184 +1,308 @@
-"""KV-cached greedy decoding of any GPT from packed weights, at three levels of fusion.
+"""KV-cached greedy decoding of any GPT from packed weights, at four levels of fusion.
 
     packed = pack(load_model("random:qwen3-0.6b"), "fused")
     decoder = Decoder(packed, batch=1, length=256)
-    tokens = decoder.generate(prompt, 128)                       # (B, T) -> (B, T + 128)
+    tokens = decoder.generate(prompt, 128)  # (B, T) -> (B, T + 128)
 
-A step is a chain of launches, each one function of kernels/decode/reference.py (on a GPU of
-triton_launches.py there). Launches per block, with or without QK-norm, rotary positions and biases:
+A step is a chain of launches, each one function of kernels/decode/reference.py; on a GPU, those of
+triton_launches.py there. Read here from the top: decode_block, decode_logits, then the functions of
+one level in FUSIONS, then the Decoder around them. Launches of a block of a coupled model:
 
-    plain   add + norm, qkv, heads, attention, proj, add + norm, up, activation, down     9
-    paper   norm, qkv, heads, attention, proj + add, up, scale + activation, down + add   8
-    fused   qkv, heads + attention, proj + add, up + activation, down + add               5
+                        plain        paper        library          fused
+    norm                norm         norm         norm             -
+    qkv                 matmul       matmul       matmul           norm_project
+    QK-norm, rotary,    heads        heads        heads_attend     heads_attend
+      cache
+    attention           attend       attend       -                -
+    proj                matmul       matmul_add   matmul_add       project
+    shared norm         norm         -            -                -
+    up                  matmul       matmul       matmul           shared_project
+    activation          activation   activation   activation       -
+    down                matmul       matmul_add   matmul_add       project
+    launches            9            8            7                5
 
-and one more where a long cache splits the attention (kernels/decode/reference.py, LONG). In `fused`
-a norm is part of the product behind it: the gain is in the weight, the sum of squares is taken in
-the loop over x that the product runs anyway (or the statistic is shared, or there is none), the
-scale is in the epilogue. From some batch size on (pack.level_at) the library's products are the
-better ones: `library` is as `paper`, but for attention, with 7 launches for exact RMSNorm too,
-whose second statistic the activation takes. Tokens and positions stay on the device; there the
-whole step is one CUDA graph.
+RMSNorm at the second position is a norm again in `paper` (9), norm_activation for activation in
+`library` and norm_project in `fused`. QK-norm, rotary positions and biases cost no launch. A long
+cache is split over more programs and takes a launch more (combine). Before the first block comes
+embed; behind the last one the head, which is like qkv, then best and take for the next token.
+
+Why a launch is one launch:
+
+    norm          a norm reads whole rows, which a product of the library cannot do on its way in;
+                  it adds the sublayer's output (delta) in the same pass
+    matmul_add    the library's addmm adds the residual stream in the product's epilogue
+    activation    it works on single elements, so it takes a deferred scale and bias along
+    heads_attend  each query head makes query, key and value of its group from qkv's output by
+                  itself, so no program waits for another one to write the cache
+    norm_project  the product reads all of x anyway, so its loop sums the squares along the way:
+                  the gain is in the weight, and the statistic scales the result
+    best, take    the largest logit of each part of the vocabulary, then of all parts: two launches,
+                  because the second needs all programs of the first
+
+`library` replaces `fused` from some batch size on (pack.level_at), where the library's products are
+the faster ones. Token and position stay on the device; there the whole step is one CUDA graph.
 """
 
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decode.pack import Entry, Exit, PackedBlock, PackedGPT
 from kernels.decode import reference as decode_reference
-from kernels.decode.reference import Epilogue
+from kernels.decode.reference import Cache, Epilogue
 
-Ops = ModuleType | SimpleNamespace  # the launches
-# What gpt-fast sets for its compiled step: inductor then writes the products of one row by itself
-# and tunes its tiles.
+Ops = ModuleType | SimpleNamespace  # the launch functions
+# gpt-fast sets these for its compiled step. Inductor then writes products of one row itself, and
+# tunes their tiles.
 TUNED = {
     "coordinate_descent_tuning": True,
     "triton.unique_kernel_names": True,
     "fx_graph_cache": True,
 }
-# Inductor's own programmatic dependent launches. In a step of ours nothing but our operators writes
-# into what is there already; inductor would read behind such a write of its own without waiting, so
-# gpt-fast's model goes without.
+# Inductor's own programmatic dependent launches. They are safe in our step, where only our own
+# operators write into existing tensors: behind such a write of its own, inductor would read without
+# waiting. gpt-fast's model has such writes, so it runs without this option.
 OVERLAPPED = {"triton.enable_pdl": True}
 
 
-def enter_library(
-    ops: Ops, entry: Entry, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None
-) -> tuple:
-    """(z, epilogue, x, inv_rms): norm, library product and activation. A folded norm leaves its
-    scale as an epilogue, which the activation applies, or whatever comes after the product.
-    """
-    epilogue = None
-    if entry.norm is not None:
-        y, x, inv_rms = ops.norm(entry.norm, x, delta, inv_rms)
-        z = ops.matmul(y, entry.weight, entry.bias)
-    elif entry.statistic == "own":
-        z, inv_rms = ops.norm_activation(
-            ops.matmul(x, entry.weight, None), x, entry.bias, entry.eps, entry.kind
-        )
-        return z, None, x, inv_rms
-    elif entry.statistic == "shared":
-        z, epilogue = ops.matmul(x, entry.weight, None), Epilogue(inv_rms, entry.bias)
-    else:
-        z = ops.matmul(x, entry.weight, entry.bias)
-    if entry.kind:
-        z, epilogue = ops.activation(z, epilogue, entry.kind), None
-    return z, epilogue, x, inv_rms
+# ------------------------------------------------------------- one step, from tokens to logits
 
 
-def enter_fused(ops: Ops, entry: Entry, x: Tensor, delta: None, inv_rms: Tensor | None) -> tuple:
-    """(z, None, x, inv_rms): norm, product, bias and activation in one launch; in two where the
-    norm cannot fold.
-    """
-    if entry.statistic == "own":
-        z, inv_rms = ops.norm_project(x, entry.weight, entry.bias, entry.eps, entry.kind)
-    elif entry.statistic == "shared":
-        z = ops.shared_project(x, inv_rms, entry.weight, entry.bias, entry.kind)
-    else:
-        y = x
-        if entry.norm is not None:
-            y, x, inv_rms = ops.norm(entry.norm, x, None, inv_rms)
-        z = ops.project(y, entry.weight, entry.bias, None, entry.kind)
-    return z, None, x, inv_rms
+class Stream(NamedTuple):
+    """What one position of the model hands to the next."""
+
+    x: Tensor  # residual stream (B, T, C), in the type of the weights
+    delta: Tensor | None  # (B, T, C) that the next norm adds to x; None: x is complete
+    inv_rms: Tensor | None  # (B, T, 1), the last statistic taken; float64 if x is, else float32
 
 
-# What a projection into the stream does: (x, what the next norm still has to add).
+class Projected(NamedTuple):
+    """What a projection makes of the stream that it reads."""
+
+    z: Tensor  # (B, T, N), in the type of the weights
+    epilogue: Epilogue | None  # scale and bias that z still lacks; None: z is complete
+    stream: Stream  # x with delta added, and the statistic taken here
 
 
-def leave_plain(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return x, ops.matmul(a, part.weight, part.bias)
+class HeadOptions(NamedTuple):
+    """How heads are made of z: the last parameters of the launch functions, in their order."""
 
-
-def leave_paper(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, None]:
-    """addmm has room for one summand: with a bias besides, the product is our own."""
-    if part.bias is None:
-        return ops.matmul_add(a, part.weight, x), None
-    return ops.project(a, part.weight, part.bias, x), None
-
-
-def leave_fused(ops: Ops, part: Exit, a: Tensor, x: Tensor) -> tuple[Tensor, None]:
-    return ops.project(a, part.weight, part.bias, x), None
-
-
-# Attention (B, T, H D) of a product z to the cache, into which z's keys and values go. given: the
-# rest of heads' arguments. Of one token to a long cache it is in parts, which takes a launch more.
-
-
-def attend_apart(
-    ops: Ops, z: Tensor, epilogue: Epilogue | None, cache, pos: Tensor, given: tuple, parts: int
-) -> Tensor:
-    q = ops.heads(z, epilogue, cache, pos, *given)
-    return (
-        ops.attend(q, cache, pos)
-        if parts == 1
-        else ops.combine(*ops.attend_parts(q, cache, pos, parts), q.dtype)
-    )
-
-
-def attend_at_once(
-    ops: Ops, z: Tensor, epilogue: Epilogue | None, cache, pos: Tensor, given: tuple, parts: int
-) -> Tensor:
-    if parts == 1:
-        return ops.heads_attend(z, epilogue, cache, pos, *given)
-    return ops.combine(*ops.heads_attend_parts(z, epilogue, cache, pos, *given, parts), z.dtype)
-
-
-STYLES = {
-    "plain": (enter_library, attend_apart, leave_plain),
-    "paper": (enter_library, attend_apart, leave_paper),
-    "fused": (enter_fused, attend_at_once, leave_fused),
-    "library": (enter_library, attend_at_once, leave_paper),
-}
+    rope: tuple[Tensor, Tensor] | None  # cos and sin (block_size, D)
+    q_gain: Tensor | None  # (D,)
+    k_gain: Tensor | None  # (D,)
+    eps: float  # of QK-norm
 
 
 def decode_block(
-    ops: Ops, packed: PackedGPT, block: PackedBlock, cache, pos, x, delta, inv_rms
-) -> tuple:
-    """(x, delta, inv_rms) behind one block."""
-    enter, attend, leave = STYLES[packed.level]
-    config, (B, T, _) = packed.config, x.shape
-    z, epilogue, x, inv_rms = enter(ops, block.qkv, x, delta, inv_rms)  # (B, T, (H + 2 H_kv) D)
-    given = packed.rope, block.q_gain, block.k_gain, config.norm_eps
-    parts = 1 if T > 1 else decode_reference.attention_parts(B, config.n_head, cache[0].shape[2])
-    x, delta = leave(ops, block.proj, attend(ops, z, epilogue, cache, pos, given, parts), x)
-    z, _, x, inv_rms = enter(ops, block.up, x, delta, inv_rms)  # (B, T, inner)
-    x, delta = leave(ops, block.down, z, x)
-    return x, delta, inv_rms
+    ops: Ops, packed: PackedGPT, block: PackedBlock, cache: Cache, pos: Tensor, stream: Stream
+) -> Stream:
+    """Run one block on the stream of tokens at positions pos (T,); extend its cache."""
+    fusion = FUSIONS[packed.level]
+    options = HeadOptions(packed.rope, block.q_gain, block.k_gain, packed.config.norm_eps)
+
+    qkv = fusion.read(ops, block.qkv, stream)  # z (B, T, (H + 2 H_kv) D)
+    a = fusion.attend(ops, qkv, cache, pos, options)  # (B, T, H D)
+    stream = fusion.write(ops, block.proj, a, qkv.stream)  # x (B, T, C)
+
+    up = fusion.read(ops, block.up, stream)  # z (B, T, F)
+    return fusion.write(ops, block.down, up.z, up.stream)  # x (B, T, C)
 
 
 def decode_logits(
     ops: Ops,
     packed: PackedGPT,
-    caches: list,
+    caches: list[Cache],
     token: Tensor,
     pos: Tensor,
     last: bool = False,
-    run_block: Callable = decode_block,
+    run_block: Callable[..., Stream] = decode_block,
 ) -> Tensor:
-    """Logits (B, T, V) of tokens (B, T) at positions pos (T,); of the last token alone (B, 1, V) if
-    `last`. Each block goes through `run_block`, where decode/ledger.py counts its launches.
+    """Compute the logits of tokens (B, T) at positions pos (T,), and extend the caches.
+
+    Args:
+        last: only those of the last token.
+        run_block: what runs a block; decode/ledger.py counts launches there.
+
+    Returns:
+        (B, T, n_vocab), or (B, 1, n_vocab) if `last`, in the type of the weights.
     """
-    x, delta, inv_rms = ops.embed(token, pos, packed.wte, packed.wpe), None, None
+    x = ops.embed(token, pos, packed.wte, packed.wpe)  # (B, T, C)
+    stream = Stream(x, None, None)
     for block, cache in zip(packed.blocks, caches, strict=True):
-        x, delta, inv_rms = run_block(ops, packed, block, cache, pos, x, delta, inv_rms)
+        stream = run_block(ops, packed, block, cache, pos, stream)
     if last:
-        x, delta, inv_rms = (None if part is None else part[:, -1:] for part in (x, delta, inv_rms))
-    enter = STYLES[packed.level][0]
-    logits, epilogue, _, _ = enter(ops, packed.head, x, delta, inv_rms)
-    return logits if epilogue is None else ops.scale(logits, epilogue)
+        stream = last_token(stream)  # x (B, 1, C)
+
+    head = FUSIONS[packed.level].read(ops, packed.head, stream)  # z (B, T, n_vocab)
+    if head.epilogue is None:
+        return head.z
+    # a final norm that shares its statistic: there is no activation to take the scale along
+    return ops.scale(head.z, head.epilogue)
+
+
+def last_token(stream: Stream) -> Stream:
+    """Return the stream of the last token alone: (B, T, ...) -> (B, 1, ...)."""
+    return Stream(*(None if part is None else part[:, -1:] for part in stream))
+
+
+# ---------------------------------------------- reading the stream: norm, product, activation
+
+
+def read_by_library(ops: Ops, entry: Entry, stream: Stream) -> Projected:
+    """Norm, product of the library, activation: a launch each.
+
+    Behind a folded norm the product is z = W' x of (2) in decode/pack.py, which lacks the scale s
+    and the bias c'. The activation applies them, or else the launch that reads z.
+    """
+    if entry.norm is not None:
+        y, x, inv_rms = ops.norm(entry.norm, *stream)  # y (B, T, C)
+        z = ops.matmul(y, entry.weight, entry.bias)  # (B, T, N)
+        return activated(ops, entry, z, None, Stream(x, None, inv_rms))
+
+    # delta is None here: where norms fold, projections into the stream add to it themselves
+    x = stream.x
+    if entry.statistic == "none":  # s = 1: (2) is an ordinary linear
+        z = ops.matmul(x, entry.weight, entry.bias)
+        return activated(ops, entry, z, None, stream)
+
+    z = ops.matmul(x, entry.weight, None)  # W' x
+    if entry.statistic == "shared":
+        return activated(ops, entry, z, Epilogue(stream.inv_rms, entry.bias), stream)
+    # its own statistic, taken by the launch of the activation; pack folds it nowhere else
+    z, inv_rms = ops.norm_activation(z, x, entry.bias, entry.eps, entry.kind)
+    return Projected(z, None, Stream(x, None, inv_rms))
+
+
+def activated(
+    ops: Ops, entry: Entry, z: Tensor, epilogue: Epilogue | None, stream: Stream
+) -> Projected:
+    """Apply the activation behind z, and the epilogue with it. Without one, change nothing."""
+    if not entry.kind:
+        return Projected(z, epilogue, stream)
+    z = ops.activation(z, epilogue, entry.kind)  # (B, T, N), for swiglu (B, T, N / 2)
+    return Projected(z, None, stream)
+
+
+def read_fused(ops: Ops, entry: Entry, stream: Stream) -> Projected:
+    """Norm, product, bias and activation in one launch; two where the norm cannot fold."""
+    x = stream.x
+    if entry.statistic == "own":
+        z, inv_rms = ops.norm_project(x, entry.weight, entry.bias, entry.eps, entry.kind)
+        return Projected(z, None, Stream(x, None, inv_rms))
+    if entry.statistic == "shared":
+        z = ops.shared_project(x, stream.inv_rms, entry.weight, entry.bias, entry.kind)
+        return Projected(z, None, stream)
+
+    y = x
+    if entry.norm is not None:
+        y, x, inv_rms = ops.norm(entry.norm, *stream)  # y (B, T, C)
+        stream = Stream(x, None, inv_rms)
+    z = ops.project(y, entry.weight, entry.bias, None, entry.kind)
+    return Projected(z, None, stream)
+
+
+# --------------------------------------------------------------- attention to the cache
+
+
+def attend_separately(
+    ops: Ops, qkv: Projected, cache: Cache, pos: Tensor, options: HeadOptions
+) -> Tensor:
+    """Compute attention (B, T, H D) in two launches: heads into the cache, then attention to it.
+
+    A long cache is attended to in parts, and one launch more combines them.
+    """
+    q = ops.heads(qkv.z, qkv.epilogue, cache, pos, *options)  # (B, H, T, D)
+    parts = cache_parts(cache, n_heads=q.shape[1], tokens=q.shape[2])
+    if parts == 1:
+        return ops.attend(q, cache, pos)
+    sums, largest, totals = ops.attend_parts(q, cache, pos, parts)
+    return ops.combine(sums, largest, totals, q.dtype)
+
+
+def attend_fused(
+    ops: Ops, qkv: Projected, cache: Cache, pos: Tensor, options: HeadOptions
+) -> Tensor:
+    """Compute attention (B, T, H D), heads included, in one launch; in two if the cache is long."""
+    _, kv_heads, _, channels = cache[0].shape
+    n_heads = qkv.z.shape[2] // channels - 2 * kv_heads  # H of z (B, T, (H + 2 H_kv) D)
+    parts = cache_parts(cache, n_heads, tokens=qkv.z.shape[1])
+    if parts == 1:
+        return ops.heads_attend(qkv.z, qkv.epilogue, cache, pos, *options)
+    sums, largest, totals = ops.heads_attend_parts(qkv.z, qkv.epilogue, cache, pos, *options, parts)
+    return ops.combine(sums, largest, totals, qkv.z.dtype)
+
+
+def cache_parts(cache: Cache, n_heads: int, tokens: int) -> int:
+    """Return the number of parts of the cache that are attended to separately."""
+    if tokens > 1:  # a prompt has programs enough
+        return 1
+    batch, _, length, _ = cache[0].shape
+    return decode_reference.attention_parts(batch, n_heads, length)
+
+
+# ------------------------------------------------ writing into the stream: product, residual add
+
+
+def write_plain(ops: Ops, part: Exit, a: Tensor, stream: Stream) -> Stream:
+    """Leave the residual add to the next norm, as in training."""
+    delta = ops.matmul(a, part.weight, part.bias)  # (B, T, C)
+    return Stream(stream.x, delta, stream.inv_rms)
+
+
+def write_by_library(ops: Ops, part: Exit, a: Tensor, stream: Stream) -> Stream:
+    """Add to the stream in the library's product; a bias as well takes a product of our own.
+
+    addmm has room for one summand.
+    """
+    if part.bias is not None:
+        return write_fused(ops, part, a, stream)
+    x = ops.matmul_add(a, part.weight, stream.x)  # (B, T, C)
+    return Stream(x, None, stream.inv_rms)
+
+
+def write_fused(ops: Ops, part: Exit, a: Tensor, stream: Stream) -> Stream:
+    """Add the bias and the stream in the epilogue of our own product."""
+    x = ops.project(a, part.weight, part.bias, stream.x)  # (B, T, C)
+    return Stream(x, None, stream.inv_rms)
+
+
+class Fusion(NamedTuple):
+    """How a level of decode/pack.py runs the three kinds of work of a block."""
+
+    read: Callable[..., Projected]  # norm, product, activation
+    attend: Callable[..., Tensor]  # heads, cache, attention
+    write: Callable[..., Stream]  # product, residual add
+
+
+FUSIONS = {
+    "plain": Fusion(read_by_library, attend_separately, write_plain),
+    "paper": Fusion(read_by_library, attend_separately, write_by_library),
+    "library": Fusion(read_by_library, attend_fused, write_by_library),
+    "fused": Fusion(read_fused, attend_fused, write_fused),
+}
+
+
+# ------------------------------------------------------------------- token by token
 
 
 class Decoder:
-    """Decodes `batch` sequences of at most `length` tokens. ops: the launches of a step (None: what
-    is best here).
+    """Greedy decoding of `batch` sequences with a KV cache.
 
-    compiled: the step goes through torch.compile. tuned: with gpt-fast's options; and its kernels,
-    ours as well as inductor's, begin while the one before ends where that can be
-    (kernels/decode/overlap.py). graph: captured in a CUDA graph (None: where there is CUDA).
-    peak_bytes: what a captured step takes beside storages(). Raises ValueError if `length` is
-    beyond the model's block_size.
+    Args:
+        packed: the model (decode/pack.py).
+        batch: B, sequences decoded at once.
+        length: tokens that the cache has room for, prompt included.
+        ops: the launch functions of a step; None takes the best ones here (best_ops).
+        compiled: the step goes through torch.compile.
+        tuned: that with gpt-fast's options. Kernels, inductor's and ours, also begin while the one
+            before ends, where the device can (kernels/decode/overlap.py).
+        graph: the step is captured in a CUDA graph; None: if it is on a CUDA device.
+
+    Raises:
+        ValueError: `length` is beyond the model's block_size.
     """
 
     def __init__(
@@ -191,39 +315,49 @@ class Decoder:
         tuned: bool = False,
         graph: bool | None = None,
     ):
-        config, device = packed.config, packed.wte.device
+        config = packed.config
+        device = packed.wte.device
         if length > config.block_size:
             raise ValueError(
                 f"length={length} is beyond the model's block_size={config.block_size}: "
                 "make it shorter"
             )
-        self.packed, self.length, self.ops = (
-            packed,
-            length,
-            ops or best_ops(packed, batch, compiled, tuned),
-        )
+        self.packed = packed
+        self.length = length
+        self.ops = ops or best_ops(packed, batch, compiled, tuned)
+        self.compiled = compiled
+        self.tuned = tuned
+        self.graph = device.type == "cuda" if graph is None else graph
+
+        # What a step reads and writes stays in place, as a captured graph needs it.
+        # keys and values of each block, (B, H_kv, length, D) each
         shape = (batch, config.kv_heads, length, config.head_channels)
-        self.caches = [
-            tuple(torch.zeros(shape, dtype=packed.dtype, device=device) for _ in range(2))
-            for _ in packed.blocks
-        ]
+        self.caches = []
+        for _ in packed.blocks:
+            keys = torch.zeros(shape, dtype=packed.dtype, device=device)
+            values = torch.zeros(shape, dtype=packed.dtype, device=device)
+            self.caches.append((keys, values))
+        # the token that the next step reads, and its position, the same for all sequences
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.pos = torch.zeros(1, dtype=torch.int64, device=device)
+        # all tokens so far; the last step finds one that no step reads any more
         self.out = torch.zeros(batch, length + 1, dtype=torch.int64, device=device)
-        self.logits = torch.empty(0, device=device)  # (B, 1, V) of the last step
-        self._step: Callable[[], None] = self._compute
-        self._function: Callable | None = None
-        self.filled = self.peak_bytes = 0
-        self.compiled, self.tuned = compiled, tuned
-        self.graph = device.type == "cuda" if graph is None else graph
+        self.logits = torch.empty(0, device=device)  # (B, 1, n_vocab) of the last step
+
+        self.filled = 0  # tokens in the cache; the host's copy of pos
+        self.peak_bytes = 0  # what a captured step takes besides storages()
+        self._run: Callable[[], Tensor] | None = None  # the step as built by the first call
+        self._compute: Callable | None = None  # kept alive for _run
 
     @torch.no_grad()
     def prefill(self, idx: Tensor) -> Tensor:
-        """Reads prompts idx (B, T) into the cache and takes their next token; logits (B, 1, V) of
-        the last one.
+        """Read prompts idx (B, T) into the cache, and choose the token that follows each.
 
-        Many tokens at once are matrix products, at which the library is good, so the plain launches
-        run here.
+        Many tokens at once are large matrix products, at which the library is good. So this runs
+        the functions of kernels/decode/reference.py on every device.
+
+        Returns:
+            Logits (B, 1, n_vocab) of the last token.
         """
         T = idx.shape[1]
         pos = torch.arange(T, device=idx.device)
@@ -231,137 +365,119 @@ class Decoder:
         self.out.zero_()
         self.out[:, :T] = idx
         self.pos.fill_(T - 1)
-        decode_reference.take(*decode_reference.best(self.logits), self.token, self.pos, self.out)
+        self._choose(decode_reference, self.logits, self.token, self.pos)  # pos = T
         self.filled = T
         return self.logits
 
     def rewind(self, filled: int) -> None:
-        """Back to where the first `filled` tokens were in the cache: the next step reads token
-        number `filled`.
-        """
+        """Go back to a cache of `filled` tokens: the next step reads the token at that position."""
         self.filled = filled
         self.pos.fill_(filled)
         self.token.copy_(self.out[:, filled : filled + 1])
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Decodes one token: logits (B, 1, V), and the token that is read next.
+        """Decode one token, and choose the one that the next step reads.
 
-        Raises ValueError when full.
+        The first call compiles and captures the step.
+
+        Returns:
+            Logits (B, 1, n_vocab); the next step may overwrite them.
+
+        Raises:
+            ValueError: the cache is full.
         """
         if self.filled >= self.length:
             raise ValueError(
-                f"all {self.length} places of the cache are taken: make the decoder longer"
+                f"all {self.length} positions of the cache are taken: make the decoder longer"
             )
-        if self._step == self._compute and (self.compiled or self.graph):
-            self._build()
-        self._step()
+        if self._run is None:
+            self._run = self._build()
+        self.logits = self._run()
         self.filled += 1
         return self.logits
 
     def generate(self, idx: Tensor, new_tokens: int) -> Tensor:
-        """Greedy continuation (B, T + new_tokens) of idx (B, T)."""
-        self.prefill(idx)
+        """Return the greedy continuation (B, T + new_tokens) of prompts idx (B, T)."""
+        self.prefill(idx)  # the first new token
         for _ in range(new_tokens - 1):
             self.step()
         return self.out[:, : idx.shape[1] + new_tokens].clone()
 
     def storages(self) -> dict[int, int]:
-        """{address: bytes} of the memory that a step holds: packed weights, which arms may share,
-        and the cache.
+        """Return {address: bytes} of the memory that a step keeps: packed weights and cache.
+
+        Decoders of one model may share weights, so a sum over several goes by address.
         """
         packed = self.packed
-        parts = [
-            getattr(part, name)
-            for part in (*packed.entries, *packed.exits)
-            for name in ("weight", "bias")
-        ]
-        parts += [
-            packed.wte,
-            packed.wpe,
-            *(packed.rope or ()),
-            *(part for cache in self.caches for part in cache),
-        ]
-        storages = [part.untyped_storage() for part in parts if part is not None]
+        tensors = [packed.wte, packed.wpe, *(packed.rope or ())]
+        for part in (*packed.entries, *packed.exits):
+            tensors += [part.weight, part.bias]
+        for keys, values in self.caches:
+            tensors += [keys, values]
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
-    def _compute(self) -> None:
-        self.logits = decode_logits(self.ops, self.packed, self.caches, self.token, self.pos)
-        self.ops.take(*self.ops.best(self.logits), self.token, self.pos, self.out)
+    def _choose(self, ops: Ops, logits: Tensor, token: Tensor, pos: Tensor) -> None:
+        """Write the largest logit's token into `token` and into `out`, and move pos by one."""
+        values, tokens = ops.best(logits)  # (B, parts of the vocabulary)
+        ops.take(values, tokens, token, pos, self.out)
 
-    def _build(self) -> None:
-        """Compiles and captures the step at the first call.
+    def _build(self) -> Callable[[], Tensor]:
+        """Return the step as a call that returns logits: compiled and captured as configured."""
 
-        A capture needs a few calls before, which are undone.
-        """
-
+        # token and pos are parameters, so that torch.compile sees them as inputs of its graph
         def compute(token: Tensor, pos: Tensor) -> Tensor:
             logits = decode_logits(self.ops, self.packed, self.caches, token, pos)
-            self.ops.take(*self.ops.best(logits), token, pos, self.out)
+            self._choose(self.ops, logits, token, pos)
             return logits
 
+        if self.compiled:
+            compute = compiled_alone(compute, self.tuned)
         # A captured graph uses what a compiled function allocates and loads, so the function must
-        # live as long.
-        function = self._function = (
-            compiled_alone(compute, self.tuned) if self.compiled else compute
-        )
-        if self.tuned and can_overlap(self.token.device):
-            function = overlapped(function)
-        if not self.graph:
-            self._step = lambda: setattr(self, "logits", function(self.token, self.pos))
-            return
-        filled, stream = self.filled, torch.cuda.Stream()
+        # live as long as the graph.
+        self._compute = compute
+        is_built = self.compiled or self.graph
+        if is_built and self.tuned and can_overlap(self.token.device):
+            compute = overlapped(compute)
+        if self.graph:
+            return self._capture(compute)
+        return lambda: compute(self.token, self.pos)
+
+    def _capture(self, compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Tensor]:
+        """Capture a step in a CUDA graph; return the call that replays it."""
+        filled = self.filled
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        # Compilation, tuning and the libraries' own memory must come before the capture. These
+        # calls decode tokens, so each of them is undone.
         with torch.cuda.stream(stream):
             for _ in range(3):
-                function(self.token, self.pos)
+                compute(self.token, self.pos)
                 self.rewind(filled)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before, graph = torch.cuda.memory_allocated(), torch.cuda.CUDAGraph()
+        before = torch.cuda.memory_allocated()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            static = function(self.token, self.pos)
+            logits = compute(self.token, self.pos)  # every replay writes its logits here
         self.peak_bytes = torch.cuda.max_memory_allocated() - before
-
-        def replay() -> None:
-            graph.replay()
-            self.logits = static  # a prefill since may have put its own there
-
-        self._step = replay
         self.rewind(filled)
 
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
 
-def can_overlap(device: torch.device) -> bool:
-    """Whether kernels can be launched there before the one before has ended."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def overlapped(function: Callable) -> Callable:
-    """`function`, each of whose kernels begins while the one before ends."""
-    from kernels.decode.overlap import overlapping
-
-    def run(*words: Tensor) -> Tensor:
-        with overlapping():
-            return function(*words)
-
-    return run
+        return replay
 
 
-def compiled_alone(function: Callable, tuned: bool = False) -> Callable:
-    """torch.compile with a cache of its own. Compiled versions are kept by code object, which all
-    closures of one function share: arms would search each other's at every call, and together run
-    into dynamo's limit.
-    """
-    function.__code__ = function.__code__.replace()
-    return torch.compile(
-        function, fullgraph=True, dynamic=False, options=TUNED | OVERLAPPED if tuned else None
-    )
+# ----------------------------------------------------------------- how a step is launched
 
 
 def best_ops(packed: PackedGPT, batch: int, compiled: bool, tuned: bool) -> Ops:
-    """The launches for this device and type: our own kernels on a GPU where there is Triton, else
-    plain PyTorch.
+    """Return the launch functions for this device and type.
+
+    They are our own kernels on a GPU with Triton, else plain PyTorch. The kernels have no float64.
     """
     if not packed.wte.is_cuda or packed.dtype == torch.float64:
         return decode_reference
@@ -371,6 +487,38 @@ def best_ops(packed: PackedGPT, batch: int, compiled: bool, tuned: bool) -> Ops:
         if error.name != "triton":
             raise
         return decode_reference
-    if compiled:
-        return decode_triton.COMPILED_ROW if tuned and batch == 1 else decode_triton.COMPILED
-    return decode_triton.FUSED
+    if not compiled:
+        return decode_triton.FUSED
+    if tuned and batch == 1:
+        return decode_triton.COMPILED_ROW
+    return decode_triton.COMPILED
+
+
+def compiled_alone(function: Callable, tuned: bool = False) -> Callable:
+    """torch.compile, with a cache of compiled versions of its own; `tuned` with gpt-fast's options.
+
+    Dynamo keeps compiled versions by code object, which all closures of one function share. The
+    arms of a bench would search each other's versions at every call, and together reach dynamo's
+    limit. So each gets a copy of the code.
+    """
+    function.__code__ = function.__code__.replace()
+    options = TUNED | OVERLAPPED if tuned else None
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Return whether a kernel can begin there before the one before it has ended."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlapped(function: Callable) -> Callable:
+    """Return `function` with its launches overlapped (kernels/decode/overlap.py)."""
+    # needs Triton, which not every platform has
+    from kernels.decode.overlap import overlapping
+
+    def run(*args: Tensor) -> Tensor:
+        with overlapping():
+            return function(*args)
+
+    return run

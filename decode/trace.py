@@ -1,8 +1,8 @@
-"""One decoding step as the profiler sees it: a Chrome trace per arm, kernels per block, a picture
-like Figure 4.
+"""One decoding step in the profiler: a Chrome trace per arm, kernels per block, and a picture.
 
-Kernels and device copies of a block, by the difference of a step with all blocks and one with the
-first alone, are compared with what the launch ledger counts for the same blocks.
+The picture is like Figure 4 of Loretz & Hochreiter 2026. Kernels and device copies of a block are
+the difference of a step with all blocks and a step with the first block alone. They are compared
+with what the launch ledger counts for the same blocks.
 """
 
 import dataclasses
@@ -22,10 +22,9 @@ from decode.ledger import launches, mean, total
 from decode.step import Decoder
 from model import GPT
 
-# What a kernel is, by its name: the first match counts. Names are inductor's, Triton's, cuBLAS',
-# ATen's and ours. Activation before norm: inductor names the paper's activation kernel after the
-# statistic that it applies, too. A Triton kernel with an mm of its own (gpt-fast's options) is a
-# product, whatever else inductor put into it.
+# Class of a kernel -> parts of its name; the first match counts. Names are those of inductor,
+# Triton, cuBLAS, ATen and ours. Activation comes before norm, because inductor names the paper's
+# activation kernel after the statistic that it applies as well.
 CLASSES = (
     ("copy", ("memcpy", "memset")),
     ("other", ("argmax",)),
@@ -51,7 +50,7 @@ CLASSES = (
     ("heads", ("heads", "rope", "index_put", "index_copy")),
     ("other", ("",)),
 )
-# The class of a launch of the ledger.
+# Class of a launch of the ledger; "other" for the rest.
 LAUNCHES = {
     "norm": "norm",
     "heads": "heads",
@@ -81,28 +80,33 @@ COLOURS = {
 
 
 def kind(name: str) -> str:
-    """The class of a kernel."""
+    """Return the class of a kernel."""
     name = name.lower()
+    # with gpt-fast's options inductor writes products, and puts other work into them
     if name.startswith("triton_") and "_mm_" in f"{name}_":
         return "product"
-    return next(word for word, parts in CLASSES if any(part in name for part in parts))
+    return next(group for group, parts in CLASSES if any(part in name for part in parts))
 
 
 def traced(decoder: Decoder, filled: int, path: Path | None) -> list[dict[str, Any]]:
-    """{name, start, us} of each kernel and device copy of one step, in order; on a CPU the
-    operators that no other one called.
+    """Trace one step behind `filled` tokens; write the trace to `path`, if there is one.
 
-    The trace is written to `path`. A CUDA graph's kernels appear one by one, as they ran. Raises
-    UserError for a trace without any: then it is the profiler that saw nothing.
+    Returns:
+        {name, start, us} of each kernel and device copy, in the order of their starts. Kernels of a
+        CUDA graph appear one by one. On a CPU these are the operators that no other one called.
+
+    Raises:
+        UserError: the profiler saw no kernel.
     """
     cuda = decoder.token.is_cuda
     for _ in range(3):
         decoder.rewind(filled)
         decoder.step()
     decoder.rewind(filled)
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    ) as profiler:
+    activities = [ProfilerActivity.CPU]
+    if cuda:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
         decoder.step()
         if cuda:
             torch.cuda.synchronize()
@@ -127,51 +131,60 @@ def traced(decoder: Decoder, filled: int, path: Path | None) -> list[dict[str, A
 
 
 def compare(kernels: Counter, ledger: Counter, blocks: int) -> dict[str, Any]:
-    """What a trace and the ledger say of the same `blocks` blocks: names of kernels, names of
-    launches, and a line.
+    """Compare the kernels of a trace with the launches of the ledger, for the same `blocks` blocks.
+
+    Returns:
+        kernels_per_block, ledger_per_block, equal, per_block_by_class, and a line for people.
     """
-    traced_kinds, counted = Counter(), Counter()
+    traced_kinds = Counter()
+    counted = Counter()
     for name, count in kernels.items():
         traced_kinds[kind(name)] += count
     for name, count in ledger.items():
         counted[LAUNCHES.get(name, "other")] += count
-    found, expected = mean(kernels.total(), blocks), mean(ledger.total(), blocks)
+    found = mean(kernels.total(), blocks)
+    expected = mean(ledger.total(), blocks)
     verdict = "equal"
-    # no launch of the ledger is a copy
+    # A copy always differs: no launch of the ledger is one.
     if kernels.total() != ledger.total() or traced_kinds["copy"]:
-        apart = {
-            word: traced_kinds[word] - counted[word] for word in sorted(traced_kinds | counted)
-        }
-        names = [
-            f"{word} {n / blocks:+g} "
-            f"({', '.join(name for name in kernels if kind(name) == word) or 'none'})"
-            for word, n in apart.items()
-            if n
-        ]
-        verdict = f"differs: {'; '.join(names)}"
+        differing = []
+        for group in sorted(traced_kinds | counted):
+            more = traced_kinds[group] - counted[group]
+            if more:
+                names = ", ".join(name for name in kernels if kind(name) == group) or "none"
+                differing.append(f"{group} {more / blocks:+g} ({names})")
+        verdict = f"differs: {'; '.join(differing)}"
     return {
         "kernels_per_block": found,
         "ledger_per_block": expected,
         "equal": verdict == "equal",
-        "per_block_by_class": {word: mean(n, blocks) for word, n in traced_kinds.items() if n},
+        "per_block_by_class": {group: mean(n, blocks) for group, n in traced_kinds.items() if n},
         "line": f"{found} kernels per block, the ledger's {expected}: {verdict}",
     }
 
 
 def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -> dict[str, Any]:
-    """Traces every arm into config.out; {"arms": {name: compare()'s, kernels_per_step, us}}. Raises
-    UserError for a model of one block, or a folder that cannot be written.
+    """Trace every arm into config.out.
+
+    Returns:
+        {"arms": {name: what `compare` returns, kernels_per_step, us}}.
+
+    Raises:
+        UserError: the model has one block, or the folder cannot be written.
     """
     if model.config.n_layer < 2:
         raise UserError(
             "trace: kernels per block are a difference, so it takes a model of two blocks or more"
         )
-    folder, idx = Path(config.out), prompt.expand(batch, -1).contiguous()
-    with writing(folder):  # said now, not after the traces
+    folder = Path(config.out)
+    with writing(folder):  # a folder that cannot be written is refused now, not after the traces
         pass
-    filled, rows, pictures = idx.shape[1], {}, {}
+    idx = prompt.expand(batch, -1).contiguous()
+    filled = idx.shape[1]
+    rows = {}
+    pictures = {}
     for arm in find_arms(config.arms):
-        packed = packed_arm(model, arm, batch, prompt, config.norm_keys, config.library_from)[1]
+        _, packed = packed_arm(model, arm, batch, prompt, config.norm_keys, config.library_from)
         shorter = dataclasses.replace(packed, blocks=packed.blocks[:1])
         for name, compiled, tuned in config.variants(arm, packed.level, idx.device):
             names = []
@@ -196,36 +209,40 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
 
 
 def busy(events: list[dict[str, Any]]) -> float:
-    """Microseconds in which one kernel or more was there: those that overlap wait for each other in
-    part of theirs.
+    """Return the microseconds in which one kernel or more was on the GPU.
+
+    Not the sum of their times: of two kernels that overlap, one waits for the other.
     """
-    spent, end = 0.0, -math.inf
+    spent = 0.0
+    end = -math.inf  # of all kernels so far
     for event in events:  # in the order of their starts
-        last = event["start"] + event["us"]
-        spent, end = spent + max(0.0, last - max(event["start"], end)), max(end, last)
+        event_end = event["start"] + event["us"]
+        spent += max(0.0, event_end - max(event["start"], end))
+        end = max(end, event_end)
     return spent
 
 
 def difference(more: Counter, fewer: Counter) -> Counter:
-    """Names of the kernels that more blocks add. Two compilations number their kernels differently,
-    so what only the shorter step has is taken off by class.
+    """Return the names of the kernels that more blocks add.
+
+    Two compilations number their kernels differently. A kernel that only the shorter step has
+    stands for one of its class in the longer step, and that one is removed.
     """
     left = Counter(more)
     for name, count in fewer.items():
         same = min(left[name], count)
         left[name] -= same
         for _ in range(count - same):
-            like = max(
-                (other for other in left if kind(other) == kind(name)),
-                key=left.__getitem__,
-                default=None,
-            )
-            left[like if like is not None and left[like] else max(left, key=left.__getitem__)] -= 1
+            alike = [other for other in left if kind(other) == kind(name)]
+            most = max(alike, key=left.__getitem__, default=None)
+            if most is None or not left[most]:  # no kernel of the class is left
+                most = max(left, key=left.__getitem__)
+            left[most] -= 1
     return +left
 
 
 def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
-    """A row for each arm: the kernels of its middle blocks over time, norms flagged."""
+    """Draw a row for each arm: the kernels of its middle blocks over time, norms marked."""
     from matplotlib.patches import Patch
 
     from common.plotting import plt, save  # matplotlib takes a second to import
@@ -241,11 +258,13 @@ def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str) -> N
     for axis, (name, events) in zip(axes[:, 0], pictures.items()):
         middle = max(0, len(events) // 2 - WINDOW // 2)
         shown = events[middle : middle + WINDOW]
-        done = 0.0
+        done = 0.0  # when the kernels drawn so far have ended
         for event in shown:
-            start, what = event["start"] - shown[0]["start"], kind(event["name"])
-            # from where the one before has ended
-            start, done = max(start, done), max(done, start + event["us"])
+            what = kind(event["name"])
+            begin = event["start"] - shown[0]["start"]
+            # a kernel that overlaps the one before is drawn from the end of that one
+            start = max(begin, done)
+            done = max(done, begin + event["us"])
             axis.barh(
                 0, done - start, left=start, color=COLOURS[what], edgecolor="black", linewidth=0.3
             )

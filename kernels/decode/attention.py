@@ -1,9 +1,25 @@
 """Triton: what a decoding step does between its products, for one new token of every sequence.
 
-heads: QK-norm, rotary positions and the write into the cache; attend: attention to the cache up to
-the position, which is read from the device; attend_parts and combine: the same for a long cache,
-over more programs; heads_attend and heads_attend_parts: both at once; embed, best and take: the
-ends of a step. Functions are those of kernels/decode/reference.py.
+    heads                       QK-norm, rotary positions, and the write into the cache
+    attend                      attention to the cache, up to the position
+    attend_parts, combine       the same for a long cache, over more programs
+    heads_attend                heads and attend in one launch
+    heads_attend_parts          heads and attend_parts in one launch
+    embed, best, take           the ends of a step
+
+Pointers of the kernels, for B rows (sequences), H query heads and H_kv key and value heads of D
+channels, and a cache with room for S tokens:
+
+    Z            output of qkv (B, (H + 2 H_kv) D): queries, then keys, then values
+    INV, BIAS    its epilogue: (B,) float32, ((H + 2 H_kv) D,); None: Z is complete
+    COS, SIN     rotary positions (S or more, D) float32, or None
+    Q_GAIN, ...  of QK-norm (D,), or None
+    Q            queries (B, H, D)
+    K, V         the cache (B, H_kv, S, D)
+    A            attention (B, H, D)
+
+The functions are those of kernels/decode/reference.py. The position is read from the device, so
+that one CUDA graph serves all steps.
 """
 
 import torch
@@ -13,15 +29,16 @@ from torch import Tensor
 
 from .. import rows
 from . import overlap
-from .reference import Epilogue
+from .reference import Cache, Epilogue
 
-KEYS, WARPS = 64, 8  # of an attention program: keys at a time
-PARTS = 32  # of the vocabulary, each searched by its own program
+KEYS = 64  # keys that an attention program holds at a time
+WARPS = 8  # of an attention program
+PARTS = 32  # of the vocabulary, each searched by a program of its own
 
 
 @triton.jit
-def load_paid(Z, INV, BIAS, row, first, col, mask, width):
-    """Channels first + col of a row of z in float32, its epilogue applied."""
+def load_finished(Z, INV, BIAS, row, first, col, mask, width):
+    """Channels first + col of a row of z, with its epilogue applied: z * inv + bias, float32."""
     z = tl.load(Z + row * width + first + col, mask=mask, other=0.0).to(tl.float32)
     if INV is not None:
         z = z * tl.load(INV + row)
@@ -46,14 +63,16 @@ def load_head(
     D: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """A query or key (WIDE,) of a row of z in float32: its epilogue applied, QK-norm, rotary
-    positions.
+    """A query or key (WIDE,) of a row of z, after epilogue, QK-norm and rotary positions; float32.
+
+    Each channel turns with a partner half a head away, so the partner is made here a second time.
     """
     col = tl.arange(0, WIDE)
-    mask, half = col < D, D // 2
-    other = tl.where(col < half, col + half, col - half)  # the channel that this one turns with
-    z = load_paid(Z, INV, BIAS, row, first, col, mask, width)
-    partner = load_paid(Z, INV, BIAS, row, first, other, mask, width)
+    mask = col < D
+    half = D // 2
+    other = tl.where(col < half, col + half, col - half)  # the partner's channel
+    z = load_finished(Z, INV, BIAS, row, first, col, mask, width)
+    partner = load_finished(Z, INV, BIAS, row, first, other, mask, width)
     if GAIN is not None:
         inv = tl.rsqrt(tl.sum(z * z, 0) / D + tl.cast(eps, tl.float32))
         z = z * inv * tl.load(GAIN + col, mask=mask, other=0.0).to(tl.float32)
@@ -88,10 +107,14 @@ def heads_kernel(
 ):
     """One head of one sequence: a query, a key or a value."""
     overlap.wait(PDL)
-    row, head, pos = tl.program_id(0), tl.program_id(1), tl.load(POS)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    pos = tl.load(POS)
     col = tl.arange(0, WIDE)
-    mask, width = col < D, (HEADS + 2 * KV_HEADS) * D
-    place = ((row * KV_HEADS + (head - HEADS) % KV_HEADS) * length + pos) * D  # of a key or value
+    mask = col < D
+    width = (HEADS + 2 * KV_HEADS) * D  # of a row of z
+    # where the key or value goes in the cache
+    place = ((row * KV_HEADS + (head - HEADS) % KV_HEADS) * length + pos) * D
     if head < HEADS:
         q = load_head(Z, INV, BIAS, Q_GAIN, COS, SIN, row, head * D, pos, eps, width, D, WIDE)
         tl.store(Q + (row * HEADS + head) * D + col, q.to(Q.dtype.element_ty), mask=mask)
@@ -99,14 +122,15 @@ def heads_kernel(
         k = load_head(Z, INV, BIAS, K_GAIN, COS, SIN, row, head * D, pos, eps, width, D, WIDE)
         tl.store(K + place + col, k.to(K.dtype.element_ty), mask=mask)
     else:
-        v = load_paid(Z, INV, BIAS, row, head * D, col, mask, width)
+        v = load_finished(Z, INV, BIAS, row, head * D, col, mask, width)
         tl.store(V + place + col, v.to(V.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_tile(CACHE, first, key, end, col, D: tl.constexpr):
-    """(KEYS, WIDE) of the cache, in its own type; zero from `end` on. first: where the head's keys
-    begin.
+    """(KEYS, WIDE) of the cache, in its own type; zero from the key `end` on.
+
+    first: number of the head's first key among all keys of the cache.
     """
     mask = (key < end)[:, None] & (col < D)[None, :]
     return tl.load(CACHE + (first + key)[:, None] * D + col[None, :], mask=mask, other=0.0)
@@ -140,22 +164,30 @@ def attend_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One query head of one sequence: softmax over the keys, or a part of them, in one pass with a
-    running maximum. With PARTS, A (rows, HEADS, PARTS, D) is not divided by the weights' sum yet.
+    """One query head of one sequence: softmax over the keys, or over a part of them, in one pass.
 
-    Without Q, query and new key and value come from Z, by every query head of their group. The
-    first of these writes them into the cache, where no program of this launch reads them: so none
-    has to wait.
+    The pass keeps a running maximum and rescales its sums when that grows. With PARTS > 1 the sums
+    A (rows, HEADS, PARTS, D) are not divided by the total of the weights yet.
+
+    With Q, heads_kernel has made the query, and the cache has the new key and value. With Z
+    instead, every query head of a group makes them from Z. Only the first head of the group writes
+    them into the cache, and no program of this launch reads them there, so none has to wait.
     """
     if Z is None:
         overlap.wait(PDL)  # the launch before has written the newest key
-    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    col, lane = tl.arange(0, WIDE), tl.arange(0, KEYS)
-    channel, group = col < D, head // (HEADS // KV_HEADS)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    col = tl.arange(0, WIDE)
+    lane = tl.arange(0, KEYS)
+    channel = col < D
+    group = head // (HEADS // KV_HEADS)  # key and value head
     first = (row * KV_HEADS + group).to(tl.int64) * length
-    pos, begin = tl.load(POS).to(tl.int32), part * part_keys
+    pos = tl.load(POS).to(tl.int32)
+    begin = part * part_keys
     end = tl.minimum(pos + 1 if Z is None else pos, begin + part_keys)
-    # of steps before; under way while the query is made
+    # Keys and values of earlier steps need nothing of the launch before: their loads run while the
+    # query is made.
     k = load_tile(K, first, begin + lane, end, col, D)
     v = load_tile(V, first, begin + lane, end, col, D)
     if Z is not None:
@@ -172,11 +204,14 @@ def attend_kernel(
         key = load_head(
             Z, INV, BIAS, K_GAIN, COS, SIN, row, (HEADS + group) * D, pos, eps, width, D, WIDE
         )
-        value = load_paid(Z, INV, BIAS, row, (HEADS + KV_HEADS + group) * D, col, channel, width)
-        # rounded as the cache has them
-        key, value = key.to(K.dtype.element_ty), value.to(V.dtype.element_ty)
+        value = load_finished(
+            Z, INV, BIAS, row, (HEADS + KV_HEADS + group) * D, col, channel, width
+        )
+        # all three are rounded to the cache's type, as heads_kernel does
+        key = key.to(K.dtype.element_ty)
+        value = value.to(V.dtype.element_ty)
         q = q.to(K.dtype.element_ty).to(tl.float32) * tl.cast(scale, tl.float32)
-        here = (begin <= pos) & (pos < begin + part_keys)
+        here = (begin <= pos) & (pos < begin + part_keys)  # the new key is in this part
         largest = tl.where(here, tl.sum(q * key.to(tl.float32), 0), largest)
         total = tl.where(here, 1.0, total)
         a = tl.where(here, value.to(tl.float32), a)
@@ -188,7 +223,8 @@ def attend_kernel(
             start + lane < end, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf")
         )
         k = load_tile(K, first, start + KEYS + lane, end, col, D)
-        before, largest = largest, tl.maximum(largest, tl.max(score, 0))
+        before = largest
+        largest = tl.maximum(largest, tl.max(score, 0))
         weight = tl.exp(score - largest)
         shrink = tl.exp(before - largest)
         total = total * shrink + tl.sum(weight, 0)
@@ -215,11 +251,13 @@ def combine_kernel(
     MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The parts of one head of one sequence as one."""
+    """Combine the parts of one head of one sequence."""
     overlap.wait(PDL)
-    head, col, part = tl.program_id(0), tl.arange(0, WIDE), tl.arange(0, MANY)
+    head = tl.program_id(0)  # of all sequences
+    col = tl.arange(0, WIDE)
+    part = tl.arange(0, MANY)
     largest = tl.load(LARGEST + head * PARTS + part, mask=part < PARTS, other=float("-inf"))
-    share = tl.exp(largest - tl.max(largest, 0))
+    share = tl.exp(largest - tl.max(largest, 0))  # each part has its own maximum
     total = tl.sum(share * tl.load(TOTAL + head * PARTS + part, mask=part < PARTS, other=0.0), 0)
     mask = (part < PARTS)[:, None] & (col < D)[None, :]
     sums = tl.load(SUMS + (head * PARTS + part)[:, None] * D + col[None, :], mask=mask, other=0.0)
@@ -229,14 +267,14 @@ def combine_kernel(
 
 @triton.jit
 def embed_kernel(TOKEN, POS, WTE, WPE, X, C: tl.constexpr, WIDE: tl.constexpr):
-    row, col = tl.program_id(0), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    """WIDE channels of one token's embedding."""
+    row = tl.program_id(0)
+    col = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     mask = col < C
     x = tl.load(WTE + tl.load(TOKEN + row) * C + col, mask=mask, other=0.0)
     if WPE is not None:
-        x = (
-            x.to(tl.float32)
-            + tl.load(WPE + tl.load(POS) * C + col, mask=mask, other=0.0).to(tl.float32)
-        ).to(x.dtype)
+        place = tl.load(WPE + tl.load(POS) * C + col, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + place.to(tl.float32)).to(x.dtype)
     tl.store(X + row * C + col, x, mask=mask)
 
 
@@ -244,17 +282,17 @@ def embed_kernel(TOKEN, POS, WTE, WPE, X, C: tl.constexpr, WIDE: tl.constexpr):
 def best_kernel(
     Z, VALUES, TOKENS, V, part, PARTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr
 ):
-    """The largest logit of one part of the vocabulary; of equal ones the first."""
+    """The largest logit of one part of the vocabulary, and its token; of equal ones the first."""
     overlap.wait(PDL)
-    row, first = tl.program_id(0), tl.program_id(1) * part
+    row = tl.program_id(0)
+    first = tl.program_id(1) * part
     end = tl.minimum(first + part, V)
     largest = tl.full((WIDE,), float("-inf"), tl.float32)
     token = tl.full((WIDE,), 0, tl.int32) + first
     for start in range(first, end, WIDE):
         col = start + tl.arange(0, WIDE)
-        z = tl.load(Z + row.to(tl.int64) * V + col, mask=col < end, other=float("-inf")).to(
-            tl.float32
-        )
+        z = tl.load(Z + row.to(tl.int64) * V + col, mask=col < end, other=float("-inf"))
+        z = z.to(tl.float32)
         token = tl.where(z > largest, col, token)
         largest = tl.maximum(z, largest)
     top = tl.max(largest, 0)
@@ -276,10 +314,11 @@ def take_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for all sequences, so that the position moves once."""
+    """The next token of all sequences, by one program, so that the position moves once."""
     overlap.wait(PDL)
     pos = tl.load(POS) + 1
-    row, part = tl.arange(0, ROWS), tl.arange(0, PARTS)
+    row = tl.arange(0, ROWS)
+    part = tl.arange(0, PARTS)
     valid = row < n_rows
     place = row[:, None] * PARTS + part[None, :]
     value = tl.load(VALUES + place, mask=valid[:, None], other=0.0)
@@ -287,14 +326,14 @@ def take_kernel(
     token = tl.min(tl.where(value == tl.max(value, 1)[:, None], token, 2147483647), 1)
     tl.store(TOKEN + row, token, mask=valid)
     tl.store(OUT + row * length + pos, token, mask=valid)
-    tl.debug_barrier()
+    tl.debug_barrier()  # every thread has read the old position
     tl.store(POS, pos)
 
 
 def heads(
     z: Tensor,
     epilogue: Epilogue | None,
-    cache: tuple[Tensor, Tensor],
+    cache: Cache,
     pos: Tensor,
     rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None,
@@ -328,33 +367,34 @@ def heads(
     return q
 
 
-def attend(q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor) -> Tensor:
-    return _attend((q, *[None] * 7, 0.0), q.shape[1], cache, pos, 1)[0]
+def attend(q: Tensor, cache: Cache, pos: Tensor) -> Tensor:
+    a, _, _ = attend_parts(q, cache, pos, 1)
+    return a
 
 
-def attend_parts(
-    q: Tensor, cache: tuple[Tensor, Tensor], pos: Tensor, parts: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _attend((q, *[None] * 7, 0.0), q.shape[1], cache, pos, parts)
+def attend_parts(q: Tensor, cache: Cache, pos: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    made = (q, None, None, None, None, None, None, None, 0.0)  # Q to eps: nothing is left to make
+    return _attend(made, q.shape[1], cache, pos, parts)
 
 
 def heads_attend(
     z: Tensor,
     epilogue: Epilogue | None,
-    cache: tuple[Tensor, Tensor],
+    cache: Cache,
     pos: Tensor,
     rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
     eps: float,
 ) -> Tensor:
-    return heads_attend_parts(z, epilogue, cache, pos, rope, q_gain, k_gain, eps, 1)[0]
+    a, _, _ = heads_attend_parts(z, epilogue, cache, pos, rope, q_gain, k_gain, eps, 1)
+    return a
 
 
 def heads_attend_parts(
     z: Tensor,
     epilogue: Epilogue | None,
-    cache: tuple[Tensor, Tensor],
+    cache: Cache,
     pos: Tensor,
     rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None,
@@ -363,29 +403,42 @@ def heads_attend_parts(
     parts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _, kv_heads, _, channels = cache[0].shape
-    words = (None, z, *(epilogue or (None, None)), *(rope or (None, None)), q_gain, k_gain, eps)
-    return _attend(words, z.shape[-1] // channels - 2 * kv_heads, cache, pos, parts)
+    n_heads = z.shape[-1] // channels - 2 * kv_heads
+    inv_rms, bias = epilogue or (None, None)
+    cos, sin = rope or (None, None)
+    raw = (None, z, inv_rms, bias, cos, sin, q_gain, k_gain, eps)  # Q to eps
+    return _attend(raw, n_heads, cache, pos, parts)
 
 
-def _attend(words, n_heads, cache, pos, parts):
-    """(sums, largest, totals); of one part (a, None, None). words: the kernel's arguments before
-    the cache.
+def _attend(
+    query: tuple, n_heads: int, cache: Cache, pos: Tensor, parts: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Launch attend_kernel.
+
+    Args:
+        query: the kernel's arguments from Q to eps: a query, or what makes one.
+
+    Returns:
+        (sums, largest, totals) as reference.attend_parts; for one part (a, None, None), a finished.
     """
     batch, kv_heads, length, channels = cache[0].shape
     if parts == 1:
-        found = rows.empty((batch, 1, n_heads * channels), cache[0].dtype, pos.device), None, None
+        a = rows.empty((batch, 1, n_heads * channels), cache[0].dtype, pos.device)
+        largest = None
+        totals = None
     else:
         shape = (batch, n_heads, parts)
-        found = [
-            rows.empty(size, torch.float32, pos.device)
-            for size in ((*shape, channels), shape, shape)
-        ]
+        a = rows.empty((*shape, channels), torch.float32, pos.device)
+        largest = rows.empty(shape, torch.float32, pos.device)
+        totals = rows.empty(shape, torch.float32, pos.device)
     with rows.on_device(pos):
         attend_kernel[(batch, n_heads, parts)](
-            *words,
+            *query,
             *cache,
             pos,
-            *found,
+            a,
+            largest,
+            totals,
             channels**-0.5,
             length,
             triton.cdiv(length, parts),
@@ -398,7 +451,7 @@ def _attend(words, n_heads, cache, pos, parts):
             num_warps=WARPS,
             **overlap.launch_options(),
         )
-    return tuple(found)
+    return a, largest, totals
 
 
 def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -> Tensor:
@@ -421,7 +474,8 @@ def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -
 
 
 def embed(token: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor:
-    batch, channels = token.shape[0], wte.shape[1]
+    batch = token.shape[0]
+    channels = wte.shape[1]
     x = rows.empty((batch, 1, channels), wte.dtype, wte.device)
     with rows.on_device(wte):
         embed_kernel[(batch, triton.cdiv(channels, 1024))](
@@ -431,7 +485,8 @@ def embed(token: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    batch, size = logits.shape[0], logits.shape[-1]
+    batch = logits.shape[0]
+    size = logits.shape[-1]
     values = rows.empty((batch, PARTS), torch.float32, logits.device)
     tokens = rows.empty((batch, PARTS), torch.int64, logits.device)
     with rows.on_device(logits):

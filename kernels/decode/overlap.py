@@ -1,14 +1,17 @@
-"""Programmatic dependent launch: a kernel begins while the one before it ends (NVIDIA, sm_90 and
-later).
+"""Programmatic dependent launch: a kernel begins while the one before it ends (NVIDIA, sm_90 on).
 
-Within `overlapping()`, the kernels of a decoding step are launched so that their programs may be on
-the GPU already when the kernel before is still at work. Each says at once that the next may come,
-too, does what needs nothing of the kernels before (a product of one row sets out for its first
-weights, the joint attention for the cache), and then waits until the one before has ended and its
-results can be seen. Every kernel of the chain waits, so that what ran before the one before has
-ended as well. The step's first kernel is launched as usual: what it and all others find from the
-step before (cache, position) is complete. So is what a kernel that is launched as usual in between
-has done.
+Within `overlapping()`, programs of a kernel may be on the GPU while the kernel before still works.
+A kernel then
+
+1. allows the next one to be launched, at once;
+2. does what needs nothing of the kernels before: a product of one row loads its first weights,
+   heads_attend loads from the cache;
+3. waits until the kernel before has ended and its results are visible.
+
+Every kernel of the chain waits. So when the kernel before has ended, all earlier ones have too. The
+first kernel of a step is launched in the ordinary way: what the last step has written (cache,
+position) is complete for it and for all kernels behind it. So is the work of any kernel between
+that is launched in the ordinary way.
 
 PTX ISA, griddepcontrol; CUDA programming guide, programmatic dependent launch.
 """
@@ -25,9 +28,10 @@ _is_on = False
 
 @contextlib.contextmanager
 def overlapping() -> Iterator[None]:
-    """Kernels that can are launched so within."""
+    """Launch the kernels within so that they overlap, those that can."""
     global _is_on
-    before, _is_on = _is_on, True
+    before = _is_on
+    _is_on = True
     try:
         yield
     finally:
@@ -35,14 +39,17 @@ def overlapping() -> Iterator[None]:
 
 
 def launch_options() -> dict[str, Any]:
-    """For the launch of a kernel with a parameter PDL: that, and what Triton wants to know."""
-    return {"PDL": True, "launch_pdl": True} if _is_on else {"PDL": False}
+    """Return the keywords of the launch of a kernel with a parameter PDL: it, and Triton's own."""
+    if _is_on:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """The next kernel may come; until the one before has ended, nothing of it is read behind this
-    line, nor written.
+    """Let the next kernel be launched, and wait until the one before has ended.
+
+    What that one writes may be read, and what it reads may be written, only behind this line.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,10 +1,11 @@
-"""Triton: the products of a decoding step, a few rows by a large matrix, with everything around
-them in one launch.
+"""Triton: the products of a decoding step, a few rows by a large matrix, and all around them.
 
-y = act(inv_rms * x W^T + b) + residual, for x (B, T, K) and W (N, K). A program reads OUT rows of W
-once, and all of x: so it can take x's sum of squares along the way, and exact RMSNorm costs no
-launch. One row is multiplied and summed in registers; more rows are padded to 16 or more for the
-tensor cores. Functions are those of kernels/decode/reference.py.
+    y = act(inv_rms * x W^T + b) + residual
+
+for x (B, T, K) and W (N, K), in one launch. A program reads OUT rows of W once, and all of x. So it
+can sum the squares of x along the way, and RMSNorm costs no launch. One row is multiplied and
+summed in registers; more rows are padded to 16 or more, for the tensor cores. The functions are
+those of kernels/decode/reference.py.
 """
 
 import torch
@@ -16,13 +17,13 @@ from .. import rows
 from ..activation import value
 from . import overlap
 
-ELEMENTS = 4096  # of W in registers at a time, for one row: 32 a thread of 4 warps
-PROGRAMS = 1024  # wanted at least, several for each SM, so that enough loads are under way
+ELEMENTS = 4096  # of W in registers at a time, for one row of x: 32 for each thread of 4 warps
+PROGRAMS = 1024  # at least, several for each SM, so that enough loads are under way
 
 
 @triton.jit
 def load_weight(W, out, col, N: tl.constexpr, K: tl.constexpr):
-    """(OUT, IN) of W, in its own type; zero beyond."""
+    """(OUT, IN) of W, in its own type; zero beyond its end."""
     mask = (out < N)[:, None] & (col < K)[None, :]
     return tl.load(W + out.to(tl.int64)[:, None] * K + col[None, :], mask=mask, other=0.0)
 
@@ -46,9 +47,11 @@ def vector_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: OUT outputs of it. For swiglu W is (2 N, K), gate then up."""
-    out, lane = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.arange(0, IN)
-    w = load_weight(W, out, lane, N, K)  # needs nothing of the kernel before
+    """OUT outputs of a single row. For swiglu W is (2 N, K), gate then up."""
+    out = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    lane = tl.arange(0, IN)
+    # The first weights need nothing of the kernel before, so they are loaded while that one ends.
+    w = load_weight(W, out, lane, N, K)
     if KIND == "swiglu":
         w_up = load_weight(W + N * K, out, lane, N, K)
     overlap.wait(PDL)
@@ -66,7 +69,8 @@ def vector_kernel(
             acc_up += load_weight(W + N * K, out, col, N, K).to(tl.float32) * x[None, :]
         if OWN:
             squares += x * x
-    z, z_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
+    z = tl.sum(acc, 1)  # (OUT,)
+    z_up = tl.sum(acc_up, 1)
     if OWN:
         inv = tl.rsqrt(tl.sum(squares, 0) / K + tl.cast(eps, tl.float32))
         if tl.program_id(0) == 0:
@@ -75,7 +79,8 @@ def vector_kernel(
         inv = tl.load(INV)
     else:
         inv = 1.0
-    z, z_up = z * inv, z_up * inv
+    z = z * inv
+    z_up = z_up * inv
     valid = out < N
     if B is not None:
         z += tl.load(B + out, mask=valid, other=0.0).to(tl.float32)
@@ -111,9 +116,10 @@ def matrix_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows: OUT outputs of each."""
+    """OUT outputs of each of ROWS rows."""
     overlap.wait(PDL)
-    out, lane = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.arange(0, IN)
+    out = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    lane = tl.arange(0, IN)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     acc = tl.zeros((ROWS, OUT), tl.float32)
     acc_up = tl.zeros((ROWS, OUT), tl.float32)
@@ -135,10 +141,12 @@ def matrix_kernel(
         inv = tl.rsqrt(squares / K + tl.cast(eps, tl.float32))
         if tl.program_id(0) == 0:
             tl.store(INV_OUT + row, inv, mask=valid)
-        acc, acc_up = acc * inv[:, None], acc_up * inv[:, None]
+        acc = acc * inv[:, None]
+        acc_up = acc_up * inv[:, None]
     elif INV is not None:
         inv = tl.load(INV + row, mask=valid, other=0.0)
-        acc, acc_up = acc * inv[:, None], acc_up * inv[:, None]
+        acc = acc * inv[:, None]
+        acc_up = acc_up * inv[:, None]
     if B is not None:
         acc += rows.load_vector(B, out, N)
         if KIND == "swiglu":
@@ -154,17 +162,29 @@ def matrix_kernel(
 
 
 def vector_tile(N: int, K: int, kind: str) -> tuple[int, int]:
-    """(outputs, inputs) of a program's tile for one row: many programs first, then wide loads."""
-    elements = ELEMENTS // 2 if kind == "swiglu" else ELEMENTS
+    """Return (outputs, inputs) of a program's tile of W, for a single row of x.
+
+    Enough programs come first, then wide loads.
+    """
+    elements = ELEMENTS // 2 if kind == "swiglu" else ELEMENTS  # swiglu has two tiles
     inputs = min(triton.next_power_of_2(K), 2048)
-    while inputs > 256 and K % inputs:  # no tile that is partly beyond the end
+    while inputs > 256 and K % inputs:  # avoid a last tile that is partly beyond the end
         inputs //= 2
     outputs = max(1, min(16, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
-    return min(max(outputs, 1024 // inputs), max(1, elements // inputs)), inputs
+    outputs = max(outputs, 1024 // inputs)
+    return min(outputs, max(1, elements // inputs)), inputs
 
 
-def _launch(x, weight, bias, residual, inv_rms, eps, kind):
-    """(y, inv_rms or None); eps not None: the statistic is taken here."""
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    inv_rms: Tensor | None,
+    eps: float | None,
+    kind: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Return (y, the statistic of x); the latter is taken if there is an eps, else it is None."""
     x_rows = x.reshape(-1, x.shape[-1])
     x_rows = x_rows if x_rows.is_contiguous() else x_rows.contiguous()
     n_rows, K = x_rows.shape
@@ -172,12 +192,13 @@ def _launch(x, weight, bias, residual, inv_rms, eps, kind):
     y = rows.empty((*x.shape[:-1], N), x.dtype, x.device)
     own = eps is not None
     taken = rows.empty((*x.shape[:-1], 1), torch.float32, x.device) if own else None
-    words = (x_rows, weight, bias, residual, inv_rms, y, taken, eps if own else 0.0)
+    tensors = (x_rows, weight, bias, residual, inv_rms, y, taken)  # X to INV_OUT of both kernels
     with rows.on_device(x):
         if n_rows == 1:
             outputs, inputs = vector_tile(N, K, kind)
             vector_kernel[(triton.cdiv(N, outputs),)](
-                *words,
+                *tensors,
+                eps if own else 0.0,
                 N=N,
                 K=K,
                 OWN=own,
@@ -189,10 +210,11 @@ def _launch(x, weight, bias, residual, inv_rms, eps, kind):
                 **overlap.launch_options(),
             )
         else:
-            tall = min(128, max(16, triton.next_power_of_2(n_rows)))
-            inputs = 128 if tall <= 32 else 64  # four stages of x and W in shared memory
+            tall = min(128, max(16, triton.next_power_of_2(n_rows)))  # rows of a tile
+            inputs = 128 if tall <= 32 else 64  # four stages of x and W fit into shared memory
             matrix_kernel[(triton.cdiv(N, 16), triton.cdiv(n_rows, tall))](
-                *words,
+                *tensors,
+                eps if own else 0.0,
                 n_rows,
                 N=N,
                 K=K,
@@ -211,7 +233,8 @@ def _launch(x, weight, bias, residual, inv_rms, eps, kind):
 def project(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str = ""
 ) -> Tensor:
-    return _launch(x, weight, bias, residual, None, None, kind)[0]
+    y, _ = _launch(x, weight, bias, residual, None, None, kind)
+    return y
 
 
 def norm_project(
@@ -223,4 +246,5 @@ def norm_project(
 def shared_project(
     x: Tensor, inv_rms: Tensor, weight: Tensor, bias: Tensor | None, kind: str = ""
 ) -> Tensor:
-    return _launch(x, weight, bias, None, inv_rms, None, kind)[0]
+    y, _ = _launch(x, weight, bias, None, inv_rms, None, kind)
+    return y

@@ -1,12 +1,12 @@
-"""The launches of a decoding step on a GPU, as the namespaces that decode/step.py chooses from.
+"""The launches of a decoding step on a GPU: the namespaces from which decode/step.py chooses.
 
-FUSED         our Triton kernels, called as they are: a CUDA graph takes the launching away
-COMPILED      for a step that goes through torch.compile: heads, attention and what adds to the
-              stream, as operators that inductor calls and cannot look into; it makes the rest, and
-              the library multiplies. The search for the next token, too: inductor's is one program
-              for a whole vocabulary
-COMPILED_ROW  the same for one row where inductor writes the products itself: it adds to the stream
-              in them, so it must see the sum
+FUSED         our Triton kernels, called directly: a CUDA graph removes the cost of launching
+COMPILED      for a step that goes through torch.compile. Heads, attention, the adds to the residual
+              stream and the choice of the next token are operators, which inductor calls without
+              looking into them. It generates everything else, and the library multiplies. The
+              choice is ours because inductor's is one program for a whole vocabulary
+COMPILED_ROW  the same for one sequence where inductor writes the products itself: it adds to the
+              stream inside of them, so it must see the sum
 """
 
 from types import SimpleNamespace
@@ -19,28 +19,30 @@ from . import attention as decode_attention
 from . import epilogue as decode_epilogue
 from . import project as decode_project
 from . import reference as decode_reference
-from .reference import Epilogue
+from .reference import Cache, Epilogue
 
+# Without a kernel of our own: PyTorch's, or what inductor makes of it.
 REFERENCE = {
     name: value for name, value in vars(decode_reference).items() if not name.startswith("_")
 }
-OWN = {
-    name: getattr(decode_attention, name)
-    for name in (
-        "embed",
-        "heads",
-        "attend",
-        "attend_parts",
-        "heads_attend",
-        "heads_attend_parts",
-        "combine",
-        "best",
-        "take",
-    )
-}
-OWN |= {
-    name: getattr(decode_project, name) for name in ("project", "norm_project", "shared_project")
-}
+OWN_ATTENTION = (
+    "embed",
+    "heads",
+    "attend",
+    "attend_parts",
+    "heads_attend",
+    "heads_attend_parts",
+    "combine",
+    "best",
+    "take",
+)
+OWN_PRODUCTS = ("project", "norm_project", "shared_project")
+OWN_EPILOGUES = ("norm_activation", "activation", "scale")
+
+
+# ------------------------------------------------------------------- operators for torch.compile
+# Each has a fake implementation, which tells inductor the shape and type of what it returns. The
+# function of the launch's name is called instead of the reference's: an operator takes no tuples.
 
 
 @torch.library.custom_op("nanonorm::decode_heads", mutates_args=("k_cache", "v_cache"))
@@ -57,19 +59,34 @@ def heads_operator(
     k_gain: Tensor | None,
     eps: float,
 ) -> Tensor:
+    # inductor may hand over any strides, and the kernel takes rows that are adjacent in memory
+    z = z.contiguous()
     epilogue = None if inv_rms is None else Epilogue(inv_rms.contiguous(), bias)
+    cache = (k_cache, v_cache)
     rope = None if cos is None else (cos, sin)
-    return decode_attention.heads(
-        z.contiguous(), epilogue, (k_cache, v_cache), pos, rope, q_gain, k_gain, eps
-    )
+    return decode_attention.heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps)
 
 
 @heads_operator.register_fake
 def _(z, inv_rms, bias, k_cache, v_cache, pos, cos, sin, q_gain, k_gain, eps):
     batch, kv_heads, _, channels = k_cache.shape
-    return z.new_empty(
-        (batch, z.shape[-1] // channels - 2 * kv_heads, 1, channels), dtype=k_cache.dtype
-    )
+    n_heads = z.shape[-1] // channels - 2 * kv_heads
+    return z.new_empty((batch, n_heads, 1, channels), dtype=k_cache.dtype)
+
+
+def heads(
+    z: Tensor,
+    epilogue: Epilogue | None,
+    cache: Cache,
+    pos: Tensor,
+    rope: tuple[Tensor, Tensor] | None,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    eps: float,
+) -> Tensor:
+    inv_rms, bias = epilogue or (None, None)
+    cos, sin = rope or (None, None)
+    return heads_operator(z, inv_rms, bias, *cache, pos, cos, sin, q_gain, k_gain, eps)
 
 
 @torch.library.custom_op("nanonorm::decode_attend", mutates_args=())
@@ -79,16 +96,11 @@ def attend_operator(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) ->
 
 @attend_operator.register_fake
 def _(q, k_cache, v_cache, pos):
-    return q.new_empty((q.shape[0], 1, q.shape[1] * q.shape[3]))
+    batch, n_heads, _, channels = q.shape
+    return q.new_empty((batch, 1, n_heads * channels))
 
 
-def heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps):
-    return heads_operator(
-        z, *(epilogue or (None, None)), *cache, pos, *(rope or (None, None)), q_gain, k_gain, eps
-    )
-
-
-def attend(q, cache, pos):
+def attend(q: Tensor, cache: Cache, pos: Tensor) -> Tensor:
     return attend_operator(q, *cache, pos)
 
 
@@ -101,12 +113,14 @@ def attend_parts_operator(
 
 @attend_parts_operator.register_fake
 def _(q, k_cache, v_cache, pos, parts):
-    shape = (*q.shape[:2], parts)
-    sums = q.new_empty((*shape, q.shape[3]), dtype=torch.float32)
-    return sums, *(q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    batch, n_heads, _, channels = q.shape
+    sums = q.new_empty((batch, n_heads, parts, channels), dtype=torch.float32)
+    largest = q.new_empty((batch, n_heads, parts), dtype=torch.float32)
+    totals = q.new_empty((batch, n_heads, parts), dtype=torch.float32)
+    return sums, largest, totals
 
 
-def attend_parts(q, cache, pos, parts):
+def attend_parts(q: Tensor, cache: Cache, pos: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
     return attend_parts_operator(q, *cache, pos, parts)
 
 
@@ -118,10 +132,12 @@ def best_operator(logits: Tensor) -> tuple[Tensor, Tensor]:
 @best_operator.register_fake
 def _(logits):
     shape = (logits.shape[0], decode_attention.PARTS)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+    values = logits.new_empty(shape, dtype=torch.float32)
+    tokens = logits.new_empty(shape, dtype=torch.int64)
+    return values, tokens
 
 
-def best(logits):
+def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best_operator(logits)
 
 
@@ -135,13 +151,14 @@ def _(values, tokens, token, pos, out):
     return None
 
 
-def take(values, tokens, token, pos, out):
+def take(values: Tensor, tokens: Tensor, token: Tensor, pos: Tensor, out: Tensor) -> None:
     take_operator(values, tokens, token, pos, out)
 
 
-def add_in_place(a, weight, x):
-    """With another result than its operand, ATen's addmm on CUDA begins with a copy, one more
-    launch.
+def add_in_place(a: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    """Return x + a weight^T, written into x.
+
+    On CUDA, ATen's addmm into another tensor begins with a copy of x, which is one more launch.
     """
     x.flatten(0, 1).addmm_(a.flatten(0, 1), weight.T)
     return x
@@ -167,33 +184,39 @@ def _(x, weight, bias, residual):
     return residual.new_empty(residual.shape)
 
 
-def project(x, weight, bias, residual):
+def project(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     return project_operator(x, weight, bias, residual)
 
 
-def matmul_add(a, weight, x):
+def matmul_add(a: Tensor, weight: Tensor, x: Tensor) -> Tensor:
     add_operator(x, a, weight)
     return x
 
 
-def matmul_add_visible(a, weight, x):
-    """As product and sum: addmm would stay the library's whatever inductor's options are."""
+def matmul_add_visible(a: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    """Return x + a weight^T as product and sum: inductor leaves addmm to the library, always."""
     return x + F.linear(a, weight)
 
 
-EPILOGUES = {
-    name: getattr(decode_epilogue, name) for name in ("norm_activation", "activation", "scale")
-}
-EPILOGUES["matmul_add"] = add_in_place
-FUSED = SimpleNamespace(**REFERENCE | OWN | EPILOGUES)
-OPERATORS = {
-    "heads": heads,
-    "attend": attend,
-    "attend_parts": attend_parts,
-    "matmul_add": matmul_add,
-    "project": project,
-    "best": best,
-    "take": take,
-}
-COMPILED = SimpleNamespace(**REFERENCE | OPERATORS)
+# ---------------------------------------------------------------------------- the namespaces
+
+FUSED = SimpleNamespace(
+    **REFERENCE
+    | {name: getattr(decode_attention, name) for name in OWN_ATTENTION}
+    | {name: getattr(decode_project, name) for name in OWN_PRODUCTS}
+    | {name: getattr(decode_epilogue, name) for name in OWN_EPILOGUES}
+    | {"matmul_add": add_in_place}
+)
+COMPILED = SimpleNamespace(
+    **REFERENCE
+    | {
+        "heads": heads,
+        "attend": attend,
+        "attend_parts": attend_parts,
+        "matmul_add": matmul_add,
+        "project": project,
+        "best": best,
+        "take": take,
+    }
+)
 COMPILED_ROW = SimpleNamespace(**vars(COMPILED) | {"matmul_add": matmul_add_visible})

@@ -284,14 +284,14 @@ def test_exact_logits_and_the_check_before_timing():
         check_arm(model, Decoder(slightly, 1, 20), idx, 6)
 
 
-def test_the_readme_says_what_the_ledger_does():
-    """The table of the README, from results/cpu/launches, which the program wrote."""
+def test_the_manual_says_what_the_ledger_does():
+    """The table of docs/decode.md, from results/cpu/launches, which the program wrote."""
     every = [
         json.loads(line)
         for line in (ROOT / "results/cpu/launches/ledger.jsonl").read_text().splitlines()
     ]
     assert len(every) == len(SHAPES)
-    readme = (ROOT / "README.md").read_text()
+    manual = (ROOT / "docs/decode.md").read_text()
     for arm in find_arms("A,B,C,D"):
         cells = [
             f"{one['arms'][arm.name]['predicted_ms_per_token']:.3f}, "
@@ -302,7 +302,7 @@ def test_the_readme_says_what_the_ledger_does():
         launches, norms = PER_BLOCK[arm.name]
         row = next(
             line
-            for line in readme.splitlines()
+            for line in manual.splitlines()
             if line.startswith(f"| {arm.letter} `{arm.name}` |")
         )
         assert row.endswith(f"| {launches} ({norms}) | {' | '.join(cells)} |")
@@ -317,11 +317,11 @@ def test_the_readme_says_what_the_ledger_does():
             ratios.append(f"{tuned / rows['coupled_fused']['predicted_ms_per_token']:.2f}")
         row = next(
             line
-            for line in readme.splitlines()
+            for line in manual.splitlines()
             if line.startswith(f"| {arm.letter} `{arm.name}_tuned` |")
         )
         assert row.endswith(f"| {PER_BLOCK[arm.name][0] - 1} | {' | '.join(cells)} |")
     assert (
         f"D/A of {', '.join(ratios[:3])} (Qwen3) and {', '.join(ratios[3:5])} (Llama)"
-        in " ".join(readme.split())
+        in " ".join(manual.split())
     )
