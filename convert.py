@@ -1,4 +1,4 @@
-"""Convert a model to another normalisation, with a certificate of what that did to its function.
+"""Convert a model to another normalisation, and certify what that did to its function.
 
     python convert.py out/layer --to=rms --out=out/layer-rms
         LayerNorm or cbwc -> RMSNorm: exact
@@ -15,17 +15,25 @@
     python convert.py out/run --to=hf --out=FOLDER
         write it as transformers reads it
 
-The first word is the model: a run folder, a checkpoint file, a Hugging Face folder or hub name, or
-random:gpt2 and the like. A conversion is done again on float64 copies, with the given and with
-random weights; what is not exact is refused without --inexact. DIR gets a checkpoint that every
-program reads (train.py by --init_from), config.json and certificate.json; without --out nothing is
-written. --to=decode has no --out: decode/step.py packs a model as it loads. --to=hf writes a
-Hugging Face folder, tokenizer included: the stock architecture where all norms compute their own
-statistic, else coupled_gpt2, coupled_qwen3 or coupled_llama (hf/coupled.py). A Hugging Face model
-that our GPT does not load is folded as transformers computes it, as far as that goes, and DIR is a
-folder of transformers with fold.json beside it: hub.load(DIR) of fold/hub.py is the model with its
-RMSNorms, and transformers alone reads it as LayerNorms with the same function. The last line of
-output is JSON.
+The first argument is the model: a run folder, a checkpoint file, a Hugging Face folder or hub name,
+or random:gpt2 and the like.
+
+Every conversion is done again on float64 copies, with the given weights and with random ones. One
+that is not exact is refused without --inexact. Without --out nothing is written.
+
+--to=rms, folded and coupled write a checkpoint that every program reads (train.py by --init_from),
+config.json and certificate.json. --to=decode writes nothing: decode/step.py packs a model as it
+loads it.
+
+--to=hf writes a Hugging Face folder, tokenizer included. The architecture is a standard one where
+all norms compute their own statistic, else coupled_gpt2, coupled_qwen3 or coupled_llama
+(hf/coupled.py).
+
+A Hugging Face model that our GPT does not load is folded as transformers computes it. Then --out is
+a folder of transformers with fold.json in it. hub.load(FOLDER) of fold/hub.py is the model with its
+RMSNorms; transformers alone reads the folder with LayerNorms, and the same function.
+
+The last line of output is JSON.
 """
 
 import json
@@ -60,7 +68,10 @@ from model import GPT, GPTConfig
 from posthoc.coupling import text_windows, to_coupled
 from training.checkpoint import BEST, LAST, save_checkpoint
 
-WINDOWS, LENGTH = 32, 256  # of text, at most; every second one calibrates, the others judge
+# The most text that calibrates alpha and measures the KL divergence: windows, and tokens of each.
+# Every second window calibrates, the others measure.
+WINDOWS = 32
+LENGTH = 256
 
 
 @dataclass(frozen=True)
@@ -72,13 +83,14 @@ class ConvertConfig:
     inexact: bool = key(False, "allow a conversion that changes the model's function")
     analyze: bool = key(False, "print a verdict on every LayerNorm and convert nothing")
     rules: str = key(
-        "exact", "analyze: exact, or paper, which counts as the CBWC paper does", ("exact", "paper")
+        "exact", "analyze: exact, or paper to count as the CBWC paper does", ("exact", "paper")
     )
     transformers: bool = key(
-        False, "rms, analyze: take transformers' model, also where our GPT could load it"
+        False, "rms, analyze: take transformers' model even if our GPT could load it"
     )
     untie: bool = key(
-        True, "rms: what is used elsewhere, too (a tied head), keeps uncentred weights of its own"
+        True,
+        "rms: other users of a centred weight (a tied head) keep uncentred weights of their own",
     )
     insert: bool = key(
         False,
@@ -92,9 +104,9 @@ class ConvertConfig:
         "", "coupled: the plan to convert to, e.g. 'RR Rs R' ('': Rs in every block)"
     )
     text: str = key(
-        "", "coupled: file of text for alpha and KL ('': text that the model writes itself)"
+        "", "coupled: text file for alpha and KL ('': text that the model generates itself)"
     )
-    seed: int = key(0, "of random tokens")
+    seed: int = key(0, "seed of random inputs and generated text")
 
     def __post_init__(self) -> None:
         if bool(self.to) == self.analyze:
@@ -103,7 +115,7 @@ class ConvertConfig:
             )
         if self.to == "decode" and self.out:
             raise ConfigError(
-                f"out={self.out}: decode/step.py packs a model as it loads, there is no file: "
+                f"out={self.out}: decode/step.py packs a model as it loads it, there is no file: "
                 "remove it"
             )
         if self.to == "hf" and not self.out:
@@ -126,8 +138,9 @@ class ConvertConfig:
 
 
 class DecodeForm(nn.Module):
-    """What decode/step.py runs, fully fused, with the face of a model: token ids (B, T) -> logits
-    (B, T, n_vocab).
+    """Run the fused weights of decode/step.py as a model.
+
+    Token ids (B, T) -> logits (B, T, n_vocab).
     """
 
     def __init__(self, model: GPT):
@@ -135,29 +148,39 @@ class DecodeForm(nn.Module):
         self.packed = pack(model, "fused")
 
     def forward(self, idx: Tensor) -> Tensor:
-        packed, (batch, length) = self.packed, idx.shape
-        shape = batch, packed.config.kv_heads, length, packed.config.head_channels
+        packed = self.packed
+        batch, length = idx.shape
+        shape = (batch, packed.config.kv_heads, length, packed.config.head_channels)
         caches = [tuple(packed.wte.new_zeros(shape) for _ in range(2)) for _ in packed.blocks]
-        return decode_logits(
-            decode_reference, packed, caches, idx, torch.arange(length, device=idx.device)
-        )
+        positions = torch.arange(length, device=idx.device)
+        return decode_logits(decode_reference, packed, caches, idx, positions)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The packed weights, for the certificate: entries and exits in the order of the step."""
+        """Return the packed weights, for the certificate.
+
+        Entries and exits are numbered in the order of the decoding step.
+        """
         found = {"wte.weight": self.packed.wte, "wpe.weight": self.packed.wpe}
         for kind, parts in (("entry", self.packed.entries), ("exit", self.packed.exits)):
             for index, part in enumerate(parts):
-                found |= {f"{kind}.{index}.weight": part.weight, f"{kind}.{index}.bias": part.bias}
+                found[f"{kind}.{index}.weight"] = part.weight
+                found[f"{kind}.{index}.bias"] = part.bias
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certificate]:
-    """The converted model and its certificate. Raises FoldError for a model that the conversion
-    does not fit, and for one that is not exact and not allowed to be.
+    """Convert a model of ours by --to=rms, folded, coupled or decode.
+
+    Returns:
+        (converted model, certificate)
+
+    Raises:
+        FoldError: the conversion does not fit the model, or is not exact and not allowed to be.
     """
-    tokens, exact = random_tokens(model, config.seed), True
     if config.insert or config.inputs:
         raise ConfigError("insert and inputs are for models of transformers: remove them")
+    tokens = random_tokens(model, config.seed)
+    exact = True  # for any weights
     if config.to == "rms":
         if model.config.tie_embeddings and not config.untie:
             raise FoldError(
@@ -166,7 +189,8 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
             )
         rewrite = gpt.to_rms
     elif config.to == "folded":
-        rewrite, exact = partial(gpt.to_folded, exact=not config.inexact), not config.inexact
+        exact = not config.inexact
+        rewrite = partial(gpt.to_folded, exact=exact)
     elif config.to == "decode":
         rewrite = DecodeForm
     elif model.config.norm_type == "coupled":
@@ -174,62 +198,67 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
     else:
         if not config.inexact:
             raise FoldError(
-                "--to=coupled changes this model's function: add --inexact to have it all the same"
+                "--to=coupled changes this model's function: add --inexact to convert it anyway"
             )
-        tokens, exact = sample_tokens(model, config), False
-        rewrite, tokens = partial(to_coupled, plan=config.norm_plan, idx=tokens[::2]), tokens[1::2]
+        exact = False
+        tokens = sample_tokens(model, config)
+        rewrite = partial(to_coupled, plan=config.norm_plan, idx=tokens[::2])
+        tokens = tokens[1::2]
     what = f"{model.config.norm_type} -> {config.to}"
     after, certificate = certify(
         model, rewrite, (tokens,), what=what, random_weights=exact, logits=lambda out: out
     )
     if not certificate.ok and not config.inexact:
         raise FoldError(
-            f"{what} is not exact ({certificate.reason}): --inexact writes it all the same"
+            f"{what} is not exact ({certificate.reason}): --inexact writes it nevertheless"
         )
+    return after, replace(certificate, folded=count_folded(model, after, config.to))
+
+
+def count_folded(before: GPT, after: GPT | DecodeForm, to: str) -> int:
+    """Count the norms that a conversion replaced."""
     if isinstance(after, DecodeForm):
-        folded = sum(entry.norm is None for entry in after.packed.entries)
-    else:
-        before, now = model.plan.letters, after.plan.letters
-        folded = {"rms": len(now), "folded": before.count("T"), "coupled": now.count("s")}[
-            config.to
-        ]
-    return after, replace(certificate, folded=folded)
+        return sum(entry.norm is None for entry in after.packed.entries)
+    if to == "rms":
+        return len(after.plan.letters)
+    if to == "folded":
+        return before.plan.letters.count("T")
+    return after.plan.letters.count("s")
 
 
 def random_tokens(model: GPT, seed: int) -> Tensor:
-    """Token ids (2, T), T at most 64."""
-    shape = 2, min(model.config.block_size, 64)
+    """Draw token ids (2, T), T at most 64."""
+    shape = (2, min(model.config.block_size, 64))
     return torch.randint(model.n_vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sample_tokens(model: GPT, config: ConvertConfig) -> Tensor:
-    """Token ids (N, T), N even and at most WINDOWS, T at most LENGTH: of the text file, or what the
-    model writes.
+    """Return windows of the text file, or of text that the model generates.
+
+    Returns:
+        Token ids (N, T), N even and at most WINDOWS, T at most LENGTH.
     """
     length = min(model.config.block_size, LENGTH)
-    if not config.text:
-        start = torch.randint(
-            model.n_vocab, (WINDOWS, 1), generator=torch.Generator().manual_seed(config.seed)
-        )
-        return model.generate(
-            start, length - 1, generator=torch.Generator().manual_seed(config.seed)
-        )
-    return text_windows(config.text, model.meta, length, WINDOWS)
+    if config.text:
+        return text_windows(config.text, model.meta, length, WINDOWS)
+    generator = torch.Generator().manual_seed(config.seed)
+    start = torch.randint(model.n_vocab, (WINDOWS, 1), generator=generator)
+    generator = torch.Generator().manual_seed(config.seed)
+    return model.generate(start, length - 1, generator=generator)
 
 
 # --------------------------------------------------------------------------- models of transformers
 
 
 def is_foreign(spec: str, config: ConvertConfig) -> bool:
-    """Is it transformers' model that is meant: one that our GPT does not load, or shall not?"""
-    folder = (
-        resolve_hub(spec) if not Path(spec).exists() and HUB_NAME.fullmatch(spec) else Path(spec)
-    )
-    if (
-        not (folder / "config.json").exists()
-        or (folder / BEST).exists()
-        or (folder / LAST).exists()
-    ):
+    """Tell whether transformers' model is meant, not ours.
+
+    That is a Hugging Face model that our GPT does not load, or any with --transformers.
+    """
+    is_hub_name = not Path(spec).exists() and HUB_NAME.fullmatch(spec)
+    folder = resolve_hub(spec) if is_hub_name else Path(spec)
+    is_run = (folder / BEST).exists() or (folder / LAST).exists()
+    if not (folder / "config.json").exists() or is_run:
         if config.transformers:
             raise ConfigError(
                 f"transformers=True: {spec} is no Hugging Face folder or hub name: leave it out"
@@ -243,14 +272,20 @@ def is_foreign(spec: str, config: ConvertConfig) -> bool:
 
 
 def foreign_inputs(model: nn.Module, config: ConvertConfig) -> dict[str, Any]:
-    return (
-        read_inputs(config.inputs, model) if config.inputs else example_inputs(model, config.seed)
-    )
+    """Return example inputs of a transformers model: of the file --inputs, or random ones."""
+    if config.inputs:
+        return read_inputs(config.inputs, model)
+    return example_inputs(model, config.seed)
 
 
 def convert_foreign(spec: str, config: ConvertConfig) -> tuple[nn.Module, Certificate, Report]:
-    """Fold a model of transformers; with `out`, what is written is loaded again and compared.
-    Raises FoldError where nothing folds, or not exactly.
+    """Fold a model of transformers, and write it if `out` is set.
+
+    Returns:
+        (folded model, certificate, report of the analysis)
+
+    Raises:
+        FoldError: nothing folds, or the fold is not exact.
     """
     model = load_pretrained(spec)
     inputs = foreign_inputs(model, config)
@@ -261,7 +296,7 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[nn.Module, Certif
     if not certificate.folded:
         first = next((row.reason for row in report.rows), "it has none")
         raise FoldError(
-            f"{spec}: none of {report.total} LayerNorms folds{ways(report, config)}: {first}"
+            f"{spec}: none of {report.total} LayerNorms folds{other_keys(report, config)}: {first}"
         )
     if config.out:
         write_foreign(after, Path(config.out).resolve(), certificate, spec, inputs)
@@ -271,52 +306,59 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[nn.Module, Certif
 def write_foreign(
     model: nn.Module, out: Path, certificate: Certificate, spec: str, inputs: Inputs
 ) -> None:
-    """Save under another name, load, compare, and only then rename. Raises UserError."""
+    """Save a folded model under a temporary name, load it again, compare, and only then rename.
+
+    Raises:
+        UserError: it cannot be written, or what is loaded is another model.
+    """
     with writing(out.parent), TemporaryDirectory(dir=out.parent, prefix=f"{out.name}-") as folder:
-        save(model, Path(folder) / out.name, certificate, spec)
-        again = load(Path(folder) / out.name)
-        if touched(model, again) or not same(run(model, inputs, False), run(again, inputs, False)):
+        written = Path(folder) / out.name
+        save(model, written, certificate, spec)
+        again = load(written)
+        equal = not touched(model, again) and same(
+            run(model, inputs, widen=False), run(again, inputs, widen=False)
+        )
+        if not equal:
             raise UserError(
                 f"out={out}: nothing written: loaded again, {spec} would be another model: "
-                "tell us of it"
+                "please report it"
             )
-        os.replace(Path(folder) / out.name, out)
+        os.replace(written, out)
 
 
 def same(first: Any, second: Any) -> bool:
-    """Do two outputs hold the same tensors?"""
+    """Tell whether two outputs hold the same tensors."""
     pairs = zip(tree_leaves(first), tree_leaves(second), strict=True)
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
 
 
-def ways(report: Report, config: ConvertConfig) -> str:
-    """What other keys would fold, in words."""
-    untie = not config.untie and report.untied > report.strict
-    more = [f"--untie {report.untied}"] if untie else []
+def other_keys(report: Report, config: ConvertConfig) -> str:
+    """Say which other keys would fold more norms, and how many; "" if none would."""
+    more = []
+    if not config.untie and report.untied > report.strict:
+        more.append(f"--untie {report.untied}")
     folded = report.untied if config.untie else report.strict
-    insert = report.worth and not config.insert and report.practical > folded
-    more += [f"--insert {report.practical}"] if insert else []
+    if not config.insert and report.worth and report.practical > folded:
+        more.append(f"--insert {report.practical}")
     return f" ({', '.join(more)} would fold)" if more else ""
 
 
 def analyze(spec: str, config: ConvertConfig) -> Report:
-    """fold/__init__.py's verdicts on the LayerNorms of a model, ours or transformers'.
-
-    Our tied head is taken as a module that shares the embedding's weights: --to=rms can give it
-    weights of its own.
-    """
+    """Analyse the LayerNorms of a model, ours or transformers', as fold.analyze does."""
     if is_foreign(spec, config):
         model = load_pretrained(spec)
         return fold.analyze(model, foreign_inputs(model, config), config.rules)
     model = load_model(spec)
     if model.lm_head is None:
+        # Our tied head is the embedding itself. As a module that shares the embedding's weights it
+        # can be untied in the analysis, as --to=rms does it.
         with torch.device("meta"):
             model.lm_head = nn.Linear(*reversed(model.wte.weight.shape), bias=False)
         model.lm_head.weight = model.wte.weight
         model.logits = lambda hidden: model.lm_head(hidden)[..., : model.n_vocab]
     report = fold.analyze(model, (random_tokens(model, config.seed),), config.rules)
+    # What fold.fold cannot write into our norms, which add as well, fold.gpt.to_rms can.
     rows = [replace(row, reason=row.reason.partition(LEFT)[0]) for row in report.rows]
-    # fold.gpt.to_rms folds our norms, with the addition that is in them
     return replace(report, rows=rows)
 
 
@@ -324,7 +366,10 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
 
 
 def write(out: Path, model: GPT, certificate: Certificate) -> None:
-    """A run folder without a run: checkpoint (weights alone), config.json, certificate.json."""
+    """Write a run folder without a run: weights, config.json and certificate.json.
+
+    The weights are a checkpoint without an optimiser's state.
+    """
     config = asdict(model.config)
     with writing(out):
         write_bytes_atomically(out / "config.json", (json.dumps(config, indent=1) + "\n").encode())
@@ -335,36 +380,36 @@ def write(out: Path, model: GPT, certificate: Certificate) -> None:
 
 
 def model_keys(model: GPT) -> str:
-    """The keys of a model that are not train.py's defaults, as the command line takes them; its
-    data set the rest.
+    """Return the keys of a model that differ from train.py's defaults, as command-line arguments.
+
+    n_vocab is left out, because the data set it.
     """
-    ours, default = asdict(model.config), asdict(GPTConfig())
-    words = {
-        name: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        for name, value in ours.items()
-        if value != default[name] and name != "n_vocab"
-    }
-    return " ".join(f"--{name}={shlex.quote(word)}" for name, word in words.items())
+    default = asdict(GPTConfig())
+    arguments = []
+    for name, value in asdict(model.config).items():
+        if value == default[name] or name == "n_vocab":
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        arguments.append(f"--{name}={shlex.quote(text)}")
+    return " ".join(arguments)
 
 
 def export(spec: str, out: str) -> None:
-    """Write a model of ours as a Hugging Face folder, and say how it is read."""
+    """Write a model of ours as a Hugging Face folder, and print how to read it."""
     folder = export_hf(load_model(spec), out)
     written = read_config(folder)
-    is_coupled = written["model_type"].startswith(COUPLED)
-    where = (
-        f"with {Path(__file__).parent} on PYTHONPATH: from hf.coupled import register; register(); "
-    )
+    architecture = written["architectures"][0]
+    register = ""
+    if written["model_type"].startswith(COUPLED):
+        register = (
+            f"with {Path(__file__).parent} on PYTHONPATH: "
+            "from hf.coupled import register; register(); "
+        )
     print(
-        f"wrote {folder} ({written['architectures'][0]}); {where if is_coupled else ''}import "
-        "transformers; "
+        f"wrote {folder} ({architecture}); {register}import transformers; "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(folder.resolve())!r})"
     )
-    print(
-        json.dumps(
-            {"spec": spec, "to": "hf", "out": out, "architecture": written["architectures"][0]}
-        )
-    )
+    print(json.dumps({"spec": spec, "to": "hf", "out": out, "architecture": architecture}))
 
 
 def main(argv: list[str]) -> None:
@@ -379,7 +424,8 @@ def main(argv: list[str]) -> None:
     if config.to == "rms" and is_foreign(spec, config):
         after, certificate, report = convert_foreign(spec, config)
         print(certificate)
-        print(f"folded {certificate.folded} of {report.total} LayerNorms{ways(report, config)}")
+        more = other_keys(report, config)
+        print(f"folded {certificate.folded} of {report.total} LayerNorms{more}")
         if config.out:
             print(
                 f"wrote {config.out}; read it with `from fold import hub; "
@@ -395,7 +441,7 @@ def main(argv: list[str]) -> None:
                 f"wrote {config.out}; to train on: python train.py --init_from={config.out} "
                 f"{model_keys(after)} --data_dir=... and the settings of training"
             )
-    judged = certificate.checks[0]
+    given = certificate.checks[0]  # float64, given weights and inputs
     print(
         json.dumps(
             {
@@ -404,8 +450,8 @@ def main(argv: list[str]) -> None:
                 "out": config.out,
                 "ok": certificate.ok,
                 "max_rel": certificate.max_rel,
-                "kl": judged.kl,
-                "argmax_agreement": judged.argmax_agreement,
+                "kl": given.kl,
+                "argmax_agreement": given.argmax_agreement,
                 "folded": certificate.folded,
                 "inserted": certificate.inserted,
             }

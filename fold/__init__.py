@@ -1,34 +1,56 @@
-"""Which LayerNorms of a model can become RMSNorms without changing what it computes, and the change
-itself.
+"""Find the LayerNorms of a model that can become RMSNorms without changing its function, and change
+them.
 
     report = analyze(model, {"input_ids": ids})
-        any nn.Module, in the mode it is in; or a tuple of arguments
-    print(report)
-        one row for each call of a LayerNorm: verdict, sources, reason
+    print(report)                              # verdict and reason for each call of a LayerNorm
     folded, certificate = fold(model, report)
-        a copy; also with untie=True, insert=True
-    trained = parametrize_cbwc(model, report)
-        a copy that trains as the LayerNorm model would
+    trained = parametrize_cbwc(model, report)  # trains as the LayerNorm model would
 
-A LayerNorm takes the mean away, then scales. Where all that is added up in its input has zero mean
-over the channels already, RMSNorm is the same. Linears, convolutions, embeddings and plain
-parameters can be given a zero mean once and for all by centring their weights ("Enjoy Your Layer
-Normalization", CBWC), provided that nothing but LayerNorms feels the difference (appendix D.2).
-Three counts:
+What goes in
+    Any nn.Module that torch.export can export, and example inputs: a tuple of positional or a dict
+    of keyword arguments. It is analysed in the mode (train or eval) that it is in.
 
+What comes out
+    A copy of the model; the model itself is left unchanged. In the copy, LayerNorm modules are
+    replaced by modules that compute RMSNorm with the same gain and bias, and weights are centred.
+    State dict keys, dtypes and (without `untie`) parameter count stay the same. The certificate
+    says how far the two models differ, checked in float64 with random weights.
+
+Why it works
+    A LayerNorm subtracts the mean over the channels, then scales. If its input has zero mean
+    already, RMSNorm is the same. Everything that is added up in that input has zero mean if the
+    weights that produce it are centred: linears, convolutions, embeddings and plain parameters
+    ("Enjoy Your Layer Normalization", CBWC, section 4.2). That is allowed only if nothing but
+    LayerNorms would be changed by the centring (appendix D.2).
+
+What is refused
+    A norm is left as it is, with the reason in the report, where for example
+        - its input comes through an activation, a concatenation along the channels, a depthwise
+          convolution, or a norm whose gains differ: none of them keeps a zero mean,
+        - its input is also read by something that would be changed by the centring, such as the
+          model's output,
+        - its input comes from a buffer that no state dict holds or that the model changes,
+        - its input comes through dropout in training mode,
+        - it averages over several axes, or its mean is used elsewhere,
+        - it is called as a function, or together with other operations: there is no module to swap.
+    LayerNorms that are written out by hand, from means and square roots, are not found. FoldError
+    is raised for a model that cannot be exported or copied, and for a report of another model.
+
+Three counts of the norms that fold
     strict      nothing is added to the model
-    untied      a parameter that is used elsewhere, too (a tied head), gets a centred copy of its
-                own
-    practical   centrings are inserted where zero mean is lost: `inserted` of them, no more than the
-                norms that they fold, and worth it only if fewer
+    untied      a parameter that is used elsewhere, too (a tied head), may get a centred copy;
+                fold(..., untie=True) does that
+    practical   centrings (x - mean(x)) may be inserted where zero mean is lost;
+                fold(..., insert=True) does that where they fold more norms than they are
 
-choice.py decides which norms fold, rules.py says what each operation does to a zero mean, graph.py
-follows the stream back to its sources, modules.py carries the change out, certificate.py checks it.
-hub.py is for models of transformers, gpt.py for ours.
+analyze(..., rules="paper") counts as the paper's Table 3 does: every LayerNorm's output has zero
+mean, embeddings and parameters cannot be centred, and other readers of a centred weight are
+ignored. That is not exact on trained weights, so such a report cannot be folded.
 
-rules="paper" counts as the paper's Table 3 does: every LayerNorm's output has zero mean, embeddings
-and parameters cannot be centred, and nothing is checked forwards. On trained weights that is not
-exact; it cannot be folded.
+The modules of this package: choice.py decides which norms fold (cut.py: where to insert centrings),
+rules.py says what each operation does to a zero mean, graph.py follows the stream back to its
+sources, modules.py carries the fold out, certificate.py checks it. In the repository there are also
+hub.py, for models of transformers, and gpt.py, for its own model.
 """
 
 import json
@@ -36,28 +58,43 @@ from dataclasses import asdict, dataclass, field, replace
 
 from torch import nn
 
-from .beside import FoldError
-from .certificate import TOLERANCE, Certificate, Inputs, certify, copied
-from .choice import Analysis
+from .certificate import TOLERANCE, Certificate, Check, Inputs, certify, copied
+from .choice import Analysis, Finding
 from .graph import Graph
 from .modules import carry_out, reparametrize
+from .siblings import FoldError
 
-
-@dataclass(frozen=True)
-class Finding:
-    """One call of a norm."""
-
-    name: str  # module path, with the number of the call if there are several
-    # strict, untied, inserted, refused; "no gain": inserting centrings would cost as much as it
-    # folds
-    verdict: str
-    sources: tuple[str, ...]  # what is centred, and after which operations a centring is inserted
-    reason: str
+__all__ = [
+    "Certificate",
+    "Check",
+    "Finding",
+    "FoldError",
+    "Report",
+    "analyze",
+    "fold",
+    "parametrize_cbwc",
+]
 
 
 @dataclass
 class Report:
-    """Counts of LayerNorm calls; prints as a table. `rows` has one entry for each call."""
+    """The verdicts on all LayerNorm calls of a model. Prints as a table.
+
+    Calls are counted: a module that is called twice counts twice.
+
+    Attributes:
+        model: name of the model's class.
+        rules: "exact" or "paper".
+        total: number of calls.
+        strict: number of calls that fold with nothing added.
+        untied: likewise, if parameters may get centred copies.
+        practical: likewise, if centrings may be inserted.
+        inserted: number of centrings that `practical` needs.
+        worth: these are fewer than the norms that they fold.
+        rows: one Finding for each call.
+        inputs: the example inputs.
+        analysis: what `fold` works from.
+    """
 
     model: str
     rules: str
@@ -65,52 +102,62 @@ class Report:
     strict: int
     untied: int
     practical: int
-    inserted: int  # centrings that `practical` needs
-    worth: bool  # they fold more norms than they are
+    inserted: int
+    worth: bool
     rows: list[Finding]
     inputs: Inputs = field(repr=False)
     analysis: Analysis = field(repr=False)
 
     def __str__(self) -> str:
-        lines = [
-            ("norm", "verdict", "reason"),
-            *((row.name, row.verdict, row.reason) for row in self.rows),
+        lines = [("norm", "verdict", "reason")]
+        lines += [(row.name, row.verdict, row.reason) for row in self.rows]
+        name_width = max(len(name) for name, _, _ in lines)
+        verdict_width = max(len(verdict) for _, verdict, _ in lines)
+        table = [
+            f"{name:{name_width}}  {verdict:{verdict_width}}  {reason}".rstrip()
+            for name, verdict, reason in lines
         ]
-        wide = [max(len(line[i]) for line in lines) for i in range(2)]
-        table = "\n".join(f"{a:{wide[0]}}  {b:{wide[1]}}  {c}".rstrip() for a, b, c in lines)
-        gain = (
-            f"centrings inserted: {self.inserted}, {'worth it' if self.worth else 'not worth it'}"
-        )
-        return (
-            f"{table}\n\n{self.model}: {self.total} LayerNorm calls; foldable: "
+        summary = (
+            f"{self.model}: {self.total} LayerNorm calls; foldable: "
             f"{self.strict} strict, {self.untied} untied, {self.practical} practical"
-            + (f" ({gain})" if self.inserted else "")
         )
+        if self.inserted:
+            worth = "worth it" if self.worth else "not worth it"
+            summary += f" (centrings inserted: {self.inserted}, {worth})"
+        return "\n".join([*table, "", summary])
 
     def by(self, rules: str) -> "Report":
-        """The same graph by other rules: exact or paper."""
+        """Return the report on the same graph by other rules: "exact" or "paper"."""
         return _report(self.analysis.graph, self.inputs, rules)
 
     def to_json(self) -> str:
+        """Return counts and rows as JSON."""
         names = ("model", "rules", "total", "strict", "untied", "practical", "inserted", "worth")
-        return json.dumps(
-            {name: getattr(self, name) for name in names}
-            | {"rows": [asdict(r) for r in self.rows]},
-            indent=1,
-        )
+        record = {name: getattr(self, name) for name in names}
+        record["rows"] = [asdict(row) for row in self.rows]
+        return json.dumps(record, indent=1)
 
 
 def analyze(
     model: nn.Module, example_inputs: Inputs, rules: str = "exact", trained: bool = True
 ) -> Report:
-    """Find the foldable norms of `model`, in the mode (train or eval) it is in. The model is not
-    changed.
+    """Find the LayerNorms of a model that can be folded.
 
-    example_inputs: positional (tuple) or keyword (dict) arguments; their shapes and the branches
-    that the model takes on them are those of the analysis. trained: verdicts hold whatever values
-    training gives the parameters; False relies on those of now as well, such as initial gains that
-    are all 1. Frozen ones are relied upon either way. Raises FoldError if the model cannot be
-    exported.
+    Args:
+        model: any nn.Module, in the mode (train or eval) that is meant. It is left unchanged.
+        example_inputs: positional (tuple) or keyword (dict) arguments of the model. The analysis
+            holds for their shapes and for the branches that the model takes on them.
+        rules: "exact", or "paper" to count as the paper's Table 3 does.
+        trained: the verdicts hold for any values that training may give the parameters. With False
+            they also rely on the present values, such as initial gains that are all 1. The values
+            of frozen parameters (requires_grad=False) are relied on in both cases.
+
+    Returns:
+        A report with one row for each call of a LayerNorm, for print() and for `fold`. GroupNorms
+        with one position are counted, too.
+
+    Raises:
+        FoldError: the model cannot be exported, or a size in it depends on values.
     """
     return _report(Graph(model, example_inputs, trained), example_inputs, rules)
 
@@ -118,26 +165,24 @@ def analyze(
 def _report(graph: Graph, inputs: Inputs, rules: str) -> Report:
     if rules not in ("exact", "paper"):
         raise FoldError(f"rules={rules!r}: it is exact or paper")
-    analysis = Analysis(graph, rules == "paper")
-    strict, untied, _, practical = (len(choice.norms) for choice in analysis.ways.values())
-    inserted = len(analysis.ways["no gain"].centrings())
-    rows = [
-        Finding(norm.name, verdict, tuple(sources), reason)
-        for norm in analysis.norms
-        for verdict, sources, reason in [analysis.verdict(norm)]
-    ]
+    analysis = Analysis(graph, paper=rules == "paper")
+    ways = analysis.ways
+    rows = [analysis.finding(norm) for norm in analysis.norms]
+    strict = len(ways["strict"].norms)
+    practical = len(ways["no gain"].norms)
+    inserted = len(ways["no gain"].centrings())
     return Report(
-        type(graph.model).__name__,
-        rules,
-        len(rows),
-        strict,
-        untied,
-        practical,
-        inserted,
-        practical - strict > inserted,
-        rows,
-        inputs,
-        analysis,
+        model=type(graph.model).__name__,
+        rules=rules,
+        total=len(rows),
+        strict=strict,
+        untied=len(ways["untied"].norms),
+        practical=practical,
+        inserted=inserted,
+        worth=practical - strict > inserted,
+        rows=rows,
+        inputs=inputs,
+        analysis=analysis,
     )
 
 
@@ -148,15 +193,26 @@ def fold(
     insert: bool = False,
     tolerance: float = TOLERANCE,
 ) -> tuple[nn.Module, Certificate]:
-    """(a folded copy of `model`, its certificate); if the check fails, the model itself, and the
-    certificate says why.
+    """Replace the foldable LayerNorms of a model by RMSNorms, in a copy.
 
-    untie   give parameters that are used elsewhere, too, a centred copy of their own
-    insert  insert centrings where they fold more norms than they are
+    Args:
+        model: the model that was analysed, in the same mode. It is left unchanged.
+        report: what `analyze` returned for it, with rules="exact".
+        untie: give a parameter that is used elsewhere, too, a centred copy. A tied head then keeps
+            the uncentred weights, which costs the memory of an embedding matrix.
+        insert: insert centrings where they fold more norms than they are.
+        tolerance: largest allowed difference in float64, relative to the largest output.
 
-    Raises FoldError for a report of another model or by the paper's rules.
+    Returns:
+        (folded copy, certificate). The certificate names the norms that were left and why. If its
+        check fails (certificate.ok is False), the model itself is returned instead of a copy, and
+        certificate.reason says why.
+
+    Raises:
+        FoldError: the report is of another model or by the paper's rules, or the model cannot be
+            copied or run in float64.
     """
-    _check(model, report)
+    _require_report_of(model, report)
     plan, norms = report.analysis.plan(untie, insert)
     folded = {norm.name for norm in norms}
     refusals = {row.name: row.reason for row in report.rows if row.name not in folded}
@@ -179,41 +235,48 @@ def fold(
     )
     if certificate.ok:
         return new, certificate
-    return model, replace(
-        certificate, folded=0, inserted=0, what=f"{report.model}: fold rolled back"
-    )
+    what = f"{report.model}: fold rolled back"
+    return model, replace(certificate, folded=0, inserted=0, what=what)
 
 
 def parametrize_cbwc(model: nn.Module, report: Report, insert: bool = False) -> nn.Module:
-    """A copy of `model` to train with RMSNorms as it would have trained with LayerNorms (without
-    dropout).
+    """Return a copy that trains with RMSNorms as the model would have trained with LayerNorms.
 
-    Weights are centred whenever they are read, by torch.nn.utils.parametrize; the optimiser sees
-    the same parameters as before, and a tied one stays tied. With `insert`, also centrings that
-    fold more norms than they are. Zero means that hold only for the present values (uniform gains)
-    are not relied upon. Raises FoldError as fold.
+    Weights are centred whenever they are read, by torch.nn.utils.parametrize (CBWC, equation 7).
+    The optimiser sees the same parameters as before, and a tied one stays tied. Norms whose zero
+    mean holds only for present values of parameters (`trained=False` in analyze) are not folded,
+    because training would change these values. Training is the same without dropout only.
+
+    Args:
+        model: the model that was analysed, in the same mode. It is left unchanged.
+        report: what `analyze` returned for it, with rules="exact".
+        insert: insert centrings where they fold more norms than they are.
+
+    Raises:
+        FoldError: the report is of another model or by the paper's rules, or the model cannot be
+            copied.
     """
-    _check(model, report)
+    _require_report_of(model, report)
     new = copied(model)
-    reparametrize(report.analysis.plan(True, insert, trained=True)[0], new)
+    plan, _ = report.analysis.plan(untie=True, insert=insert, trained=True)
+    reparametrize(plan, new)
     return new
 
 
-def _check(model: nn.Module, report: Report) -> None:
+def _require_report_of(model: nn.Module, report: Report) -> None:
+    """Raise FoldError unless `model` can be folded by this report."""
     if report.rules != "exact":
         raise FoldError(
             "a report by the paper's rules is for counting: "
             "analyze(model, inputs) makes one to fold by"
         )
-    wanted = {name: value.shape for name, value in report.analysis.graph.values.items()}
-    have = {
-        name: value.shape
-        for name, value in [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-    }
-    if wanted != have or model.training != report.analysis.training:
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    shapes = {name: value.shape for name, value in tensors}
+    expected = {name: value.shape for name, value in report.analysis.graph.values.items()}
+    if shapes != expected or model.training != report.analysis.training:
         raise FoldError(
             f"this report is not of this {type(model).__name__} in this mode: analyze it first"
         )

@@ -1,9 +1,10 @@
-"""Lines of numbers in a graph of ATen operations: the rows that a norm averages, and which
-operations are norms.
+"""Name the numbers that a norm averages, in a graph of ATen operations, and recognise norms.
 
-A `Line` is an axis of a tensor in the graph, cut into blocks: the last axis in one block of C
-numbers is what a LayerNorm over C averages; in blocks of C / G it is G groups. How lines follow
-from one another: fold/rules.py.
+A `Line` is an axis of a tensor in the graph, cut into blocks. The last axis in one block of C
+numbers is what a LayerNorm over C channels averages; in blocks of C / G numbers it is what a
+GroupNorm with G groups averages. How one line follows from others is the subject of rules.py.
+
+References to sections, appendices and tables are to "Enjoy Your Layer Normalization".
 """
 
 import math
@@ -20,17 +21,21 @@ class Line:
     """The numbers along `axis` of a node's tensor, in consecutive blocks of `block` numbers."""
 
     node: Node
-    axis: int
+    axis: int  # counted from the front
     block: int
 
 
 @dataclass(frozen=True)
 class Feeds:
-    """The lines that feed a line. No inputs and nothing that spoils: it has zero mean already."""
+    """The lines that feed a line.
+
+    A line without inputs and without a failure has zero mean already.
+    """
 
     inputs: tuple[Line, ...] = ()
-    spoils: str = ""
-    # of a norm along this very line: only this spoils, and not if it is one number for all
+    # why the line cannot have zero mean, even if all its inputs have ("": it can)
+    failure: str = ""
+    # the gain of a norm along this line: the failure holds only if its numbers differ
     gain: Node | None = None
 
 
@@ -38,138 +43,168 @@ class Feeds:
 
 
 def shape(node: Node) -> tuple[int, ...]:
+    """Return the shape of a node's tensor."""
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
 def is_tensor(value: Any) -> bool:
+    """Tell whether an argument of an operation is a tensor of the graph."""
     return isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor)
 
 
 def is_float(value: Any) -> bool:
+    """Tell whether an argument of an operation is a floating-point tensor of the graph."""
     return is_tensor(value) and value.meta["val"].is_floating_point()
 
 
 def argument(node: Node, position: int, default: Any = None, name: str = "") -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    """Return an argument of an operation, given by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
 
 
-def moved(node: Node) -> list[int]:
-    """For each axis of the output of a permutation, the axis of its input; other operations move
-    none.
+def input_axes(node: Node) -> list[int]:
+    """Return, for each axis of a permutation's output, the axis of its input.
+
+    Operations that move no axes give 0, 1, 2, ...
     """
-    name, ndim = str(node.target), len(shape(node))
+    name = str(node.target)
+    ndim = len(shape(node))
     axes = list(range(ndim))
     if "permute" in name:
         return [axis % ndim for axis in node.args[1]]
     if "transpose" in name:
-        a, b = node.args[1] % ndim, node.args[2] % ndim
+        a = node.args[1] % ndim
+        b = node.args[2] % ndim
         axes[a], axes[b] = axes[b], axes[a]
-    return axes[::-1] if name in ("aten.t.default", "aten.numpy_T.default") else axes
+    if name in ("aten.t.default", "aten.numpy_T.default"):
+        axes.reverse()
+    return axes
 
 
 def describe(node: Node) -> str:
-    """The operation and the module it is called in, for people."""
+    """Name an operation, and the module that calls it, for messages."""
     if node.op == "placeholder":
-        return node.meta.get("kind", node.name)  # fold/graph.py
-    name = (
-        str(node.target).removeprefix("aten.").split(".")[0]
-        if node.target is not operator.getitem
-        else "getitem"
-    )
+        return node.meta.get("kind", node.name)  # set in graph.py
+    if node.target is operator.getitem:
+        name = "getitem"
+    else:
+        name = str(node.target).removeprefix("aten.").split(".")[0]
     where = module_path(node)
     return f"{name} in {where}" if where else name
 
 
 def module_path(node: Node) -> str:
-    """Path of the innermost module whose forward the node belongs to; "" for the whole model."""
+    """Return the path of the innermost module that calls the node; "" for the whole model."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     return stack[-1][0] if stack else ""
 
 
 def aligned(x: Any, line: Line) -> Line | None:
-    """The line of x that lies on `line` when x is broadcast to it; None where x is the same all
-    along the axis.
+    """Return the line of x that lies on `line` when x is broadcast to the line's tensor.
+
+    Returns None where x has the same value all along the axis.
     """
     if not is_tensor(x):
         return None
+    # Broadcasting aligns shapes at their last axes.
     axis = line.axis - (len(shape(line.node)) - len(shape(x)))
-    return (
-        Line(x, axis, line.block)
-        if axis >= 0 and shape(x)[axis] == shape(line.node)[line.axis]
-        else None
-    )
+    if axis < 0 or shape(x)[axis] != shape(line.node)[line.axis]:
+        return None
+    return Line(x, axis, line.block)
 
 
 # -------------------------------------------------------------------------------------------- norms
 
 
-def norm_input(node: Node) -> tuple[Line, str] | None:
-    """The line that a norm centres, and why it is none that can be folded ("" if it is); None if
-    node is no norm.
+@dataclass(frozen=True)
+class NormInput:
+    """The line that a norm centres."""
 
-    Norms are LayerNorms, and GroupNorms whose statistics are over channels alone (appendix C.3).
+    line: Line
+    refused: str = ""  # why this norm can never be folded ("": it may be)
+
+
+def norm_input(node: Node) -> NormInput | None:
+    """Return what a norm centres; None if the node is no norm.
+
+    Norms are LayerNorms, and those GroupNorms whose statistics are over channels alone
+    (appendix C.3).
     """
     name = str(node.target)
     if name.startswith(("aten.layer_norm", "aten.native_layer_norm")):
         x, sizes = node.args[:2]
-        line, why = Line(x, len(shape(x)) - 1, int(sizes[-1])), ""
-        if len(sizes) != 1:
-            why = f"its mean is over {len(sizes)} axes"
-        elif sizes[0] == 1:
-            why = "its mean is over one number"
-        elif any(
-            user.args[1] > 0 and user.users
-            for user in node.users
-            if user.target is operator.getitem
-        ):
-            why = "its mean or its deviation is used as well"
-        return line, why
+        line = Line(x, len(shape(x)) - 1, int(sizes[-1]))
+        return NormInput(line, _refused_layer_norm(node))
     if name.startswith("aten.group_norm"):
         x, groups = node.args[:2]
-        if math.prod(shape(x)[2:]) == 1:
-            return Line(x, 1, shape(x)[1] // groups), "" if shape(x)[
-                1
-            ] > groups else "its mean is over one number"
+        channels = shape(x)[1]  # x is (N, C, ...)
+        positions = math.prod(shape(x)[2:])
+        if positions == 1:
+            why = "" if channels > groups else "its mean is over one number"
+            return NormInput(Line(x, 1, channels // groups), why)
     return None
 
 
+def _refused_layer_norm(node: Node) -> str:
+    """Return why a LayerNorm can never be folded; "" if it may be."""
+    sizes = node.args[1]
+    if len(sizes) != 1:
+        return f"its mean is over {len(sizes)} axes"
+    if sizes[0] == 1:
+        return "its mean is over one number"
+    for user in node.users:
+        # native_layer_norm returns (y, mean, inv_std)
+        if user.target is operator.getitem and user.args[1] > 0 and user.users:
+            return "its mean or its deviation is used as well"
+    return ""
+
+
 def centring(node: Node) -> tuple[int, int] | None:
-    """(axis, block) if node is x - x.mean(axis, keepdim=True)."""
-    if (
-        str(node.target) != "aten.sub.Tensor"
-        or node.kwargs
-        or not all(is_tensor(x) for x in node.args)
-    ):
+    """Return (axis, block) if the node is x - x.mean(axis, keepdim=True), else None."""
+    if str(node.target) != "aten.sub.Tensor" or node.kwargs:
+        return None
+    if not all(is_tensor(x) for x in node.args):
         return None
     x, mean = node.args
-    if str(mean.target) != "aten.mean.dim" or mean.args[0] is not x or len(mean.args[1]) != 1:
+    if str(mean.target) != "aten.mean.dim" or mean.args[0] is not x:
+        return None
+    if len(mean.args[1]) != 1 or not argument(mean, 2, False, "keepdim"):
         return None
     axis = mean.args[1][0] % len(shape(x))
-    return (axis, shape(x)[axis]) if argument(mean, 2, False, "keepdim") else None
+    return axis, shape(x)[axis]
 
 
-def ignores(user: Node, line: Line) -> bool:
-    """Is `user` blind to a constant on the blocks of this line of its input?"""
-    whole = line.block == shape(line.node)[line.axis]
-    name, ndim = str(user.target), len(shape(line.node))
-    if (norm := norm_input(user)) is not None:
-        return norm == (line, "") and user.args.count(line.node) == 1
-    if name.startswith(("aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax")):
-        return whole and user.args[1] % ndim == line.axis
-    if name.startswith(
-        ("aten.var.correction", "aten.std.correction", "aten.var.dim", "aten.std.dim")
-    ):
-        return whole and list(argument(user, 1, [], "dim") or []) in (
-            [line.axis],
-            [line.axis - ndim],
-        )
+SOFTMAX = ("aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax")
+DEVIATION = ("aten.var.correction", "aten.std.correction", "aten.var.dim", "aten.std.dim")
+
+
+def ignores_constant(user: Node, line: Line) -> bool:
+    """Tell whether `user` gives the same if a constant is added to the blocks of this line.
+
+    `user` is an operation that reads the line's tensor.
+    """
+    name = str(user.target)
+    ndim = len(shape(line.node))
+    whole_axis = line.block == shape(line.node)[line.axis]
+    norm = norm_input(user)
+    if norm is not None:
+        return norm == NormInput(line) and user.args.count(line.node) == 1
+    if name.startswith(SOFTMAX):
+        return whole_axis and user.args[1] % ndim == line.axis
+    if name.startswith(DEVIATION):
+        dims = list(argument(user, 1, [], "dim") or [])
+        return whole_axis and dims in ([line.axis], [line.axis - ndim])
     if centring(user) == (line.axis, line.block):
         return True
-    if name.startswith(("aten.copy.", "aten.fill.")):  # writes over it
+    if name.startswith(("aten.copy.", "aten.fill.")):  # overwrites all its numbers
         return user.args[0] is line.node and user.args.count(line.node) == 1
-    if name == "aten.mean.dim":  # the other half of a centring
+    if name == "aten.mean.dim":  # the first half of a centring
         return bool(user.users) and all(
             centring(sub) == (line.axis, line.block) and sub.args == (line.node, user)
             for sub in user.users
         )
-    return name.startswith(("aten._assert", "aten.sym_")) or not (user.users or user.op == "output")
+    if name.startswith(("aten._assert", "aten.sym_")):
+        return True
+    return not (user.users or user.op == "output")

@@ -1,13 +1,14 @@
-"""A certificate that a conversion left a model's function as it was: the conversion is done again
-on float64 copies, with the weights as they are and with weights drawn at random, and both sides are
-run on the given and on fresh inputs.
+"""Certify that a conversion left a model's function unchanged.
+
+The conversion is done again on float64 copies of the model, with its weights and with weights drawn
+at random. Both sides are run on the given inputs and on fresh ones.
 
     after, certificate = certify(model, convert, {"input_ids": ids})
     certificate.ok, certificate.max_rel, certificate.to_json()
 
-Initial weights hide mistakes: gains of 1, biases of 0 and centred embeddings make many a wrong
-conversion look right. Rounding hides them too, so code that casts to float32 on its way casts to
-float64 while it is checked.
+Random weights are needed because initial weights hide mistakes: with gains of 1, biases of 0 and
+centred embeddings, many a wrong conversion looks right. Float64 is needed because rounding hides
+mistakes, too. So code that casts to float32 casts to float64 while it is checked.
 """
 
 import copy
@@ -26,57 +27,84 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .beside import FoldError, environment
+from .siblings import FoldError, environment
 
-# float64, relative to the largest output; a wrong conversion is off by 1e-4 and more
+# Largest allowed difference in float64, relative to the largest output. A wrong conversion differs
+# by 1e-4 and more.
 TOLERANCE = 1e-12
-OWN_TOLERANCE = 2e-6  # float32, likewise; in other types as many units of rounding: 17 eps
-# or, where that is more, so many times what the model itself is off from its float64 form
+# Likewise in float32: 17 eps. In other types it is as many eps of that type.
+OWN_TOLERANCE = 2e-6
+# A model that itself differs more from its float64 form is allowed this multiple of that.
 OWN_ERRORS = 4
 SEED = 5489
 PIECE = 1 << 22  # numbers of an output that are compared at a time
 
 Inputs = tuple | dict[str, Any]  # positional or keyword arguments of the model
+FindLogits = Callable[[Any], Tensor | None]  # output of a model -> logits (..., classes)
 
 
 @dataclass(frozen=True)
 class Check:
-    """Before against after on one set of weights and inputs.
+    """The model before against the model after, on one set of weights and inputs.
 
-    KL in nats a position, mean; None without logits.
+    Attributes:
+        weights: "given" or "random".
+        inputs: "given" or "fresh".
+        dtype: type of the arithmetic.
+        max_abs: largest difference of the outputs.
+        max_rel: largest difference / largest magnitude, of the worst output tensor.
+        kl: mean KL divergence in nats per position; None without logits.
+        argmax_agreement: share of positions with the same most likely class; None without logits.
     """
 
-    weights: str  # given or random
-    inputs: str  # given or fresh
+    weights: str
+    inputs: str
     dtype: str
     max_abs: float
-    max_rel: float  # of each output: largest difference / largest magnitude
+    max_rel: float
     kl: float | None = None
-    argmax_agreement: float | None = None  # share of positions whose most likely class is the same
+    argmax_agreement: float | None = None
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was converted, how far before and after are apart, and what was touched."""
+    """What was converted, how far before and after differ, and what was changed.
+
+    Prints as a short text; to_json() holds everything.
+
+    Attributes:
+        what: name of the conversion.
+        ok: every float64 check is within `tolerance`, and the check in the model's own type within
+            `own_tolerance`.
+        max_abs: largest difference in float64.
+        max_rel: the same, relative to the largest output.
+        tolerance: largest max_rel that is allowed in float64.
+        own_tolerance: likewise in the model's own type; None for a model in float64.
+        checks: in float64; then one in the model's own type, if that is another.
+        folded: number of norms that were folded.
+        inserted: number of centrings that were inserted.
+        refusals: norms that were left, and why.
+        parameters: parameters and buffers that changed: name -> {"before": hash, "after": hash}.
+        kept: parameters that were not randomised; the conversion is exact for their present values
+            alone.
+        environment: commit, versions and device.
+        reason: why it is not ok.
+    """
 
     what: str
-    # every float64 check is within the tolerance, and that in the model's own dtype within
-    # own_tolerance
     ok: bool
-    max_abs: float  # of the worst float64 check
+    max_abs: float
     max_rel: float
     tolerance: float
-    own_tolerance: float | None  # None: the model is in float64
-    checks: list[Check]  # in float64; then one in the model's own dtype, if it is another
+    own_tolerance: float | None
+    checks: list[Check]
     folded: int = 0
     inserted: int = 0
-    refusals: dict[str, str] = field(default_factory=dict)  # what was left as it was -> why
-    # name -> hash before, hash after
+    refusals: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, dict[str, str | None]] = field(default_factory=dict)
-    # not randomised: it is exact for their present values alone
     kept: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
-    reason: str = ""  # why it is not ok
+    reason: str = ""
 
     def __str__(self) -> str:
         verdict = "exact" if self.ok else f"NOT exact ({self.reason})"
@@ -85,25 +113,27 @@ class Certificate:
             f"relative {self.max_rel:.1e}"
         ]
         for check in self.checks:
-            kl = (
-                ""
-                if check.kl is None
-                else f", KL {check.kl:.1e}, argmax agrees {check.argmax_agreement:.2%}"
-            )
-            lines.append(
+            line = (
                 f"  {check.dtype}, {check.weights} weights, {check.inputs} inputs: "
-                f"{check.max_rel:.1e}{kl}"
+                f"{check.max_rel:.1e}"
             )
+            if check.kl is not None:
+                line += f", KL {check.kl:.1e}, argmax agrees {check.argmax_agreement:.2%}"
+            lines.append(line)
         if self.kept:
             lines.append(f"  only for the present values of {', '.join(self.kept)}")
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Differences that are not finite become null."""
-        clean = tree_map(
-            lambda x: None if isinstance(x, float) and not math.isfinite(x) else x, asdict(self)
-        )
-        return json.dumps(clean, indent=1)
+        """Return all fields as JSON; differences that are not finite become null."""
+
+        def finite_or_null(x: Any) -> Any:
+            return None if isinstance(x, float) and not math.isfinite(x) else x
+
+        return json.dumps(tree_map(finite_or_null, asdict(self)), indent=1)
+
+
+# --------------------------------------------------------------------------------------- the checks
 
 
 def certify(
@@ -117,80 +147,143 @@ def certify(
     refusals: dict[str, str] | None = None,
     keep: Collection[str] = (),
     random_weights: bool = True,
-    logits: Callable[[Any], Tensor | None] | None = None,
+    logits: FindLogits | None = None,
     tolerance: float = TOLERANCE,
 ) -> tuple[nn.Module, Certificate]:
-    """(convert(model), its certificate). The model itself is left as it is.
+    """Convert a model and check that its function stayed the same.
 
-    convert         new model from a model; must not change its argument. It is called again on
-                    float64 copies
-    inputs          positional (tuple) or keyword (dict) arguments of both models
-    keep            parameters that random weights leave alone, because the conversion relies on
-                    their values
-    random_weights  False for conversions fitted to the weights they are given
-    logits          finds the logits (..., classes) in an output; default: its attribute or key
-                    `logits`, if any
+    Args:
+        model: it is left unchanged.
+        convert: makes the new model; it must not change its argument. It is called again on
+            float64 copies.
+        inputs: positional (tuple) or keyword (dict) arguments of both models.
+        what: a name of the conversion, for the certificate.
+        folded: the number of folded norms, for the certificate.
+        inserted: the number of inserted centrings, for the certificate.
+        refusals: norms that were left and why, for the certificate.
+        keep: parameters that random weights leave alone, because the conversion relies on their
+            values.
+        random_weights: False for a conversion that is fitted to the weights it is given.
+        logits: finds the logits (..., classes) in an output; the default takes the attribute or
+            key `logits`, if there is one.
+        tolerance: largest allowed difference in float64, relative to the largest output.
+
+    Returns:
+        (convert(model), its certificate)
+
+    Raises:
+        FoldError: a model cannot be copied or run in float64, or its outputs cannot be compared.
     """
     after = convert(model)
     logits = logits or _logits
-    checks, truth = [], None
-    wide, wide_inputs = widened(copied(model)), _double(inputs)
-    for weights in ("given", "random") if random_weights else ("given",):
-        if weights == "random":
+    weights = ("given", "random") if random_weights else ("given",)
+    checks, given_output = _check_in_float64(model, convert, inputs, weights, keep, logits)
+    worst = max(checks, key=lambda check: check.max_rel)
+    reasons = []
+    if not worst.max_rel <= tolerance:
+        reasons.append(
+            f"off by {worst.max_rel:.1e} with {worst.weights} weights on {worst.inputs} inputs, "
+            f"{tolerance:.0e} is allowed"
+        )
+    own_tolerance = None
+    floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    own_types = floats - {torch.float64}
+    if own_types:
+        coarsest = max(own_types, key=lambda dtype: torch.finfo(dtype).eps)
+        own_check, own_tolerance = _check_in_own_type(
+            model, after, inputs, coarsest, given_output, logits
+        )
+        checks.append(own_check)
+        if not own_check.max_rel <= own_tolerance:
+            reasons.append(
+                f"off by {own_check.max_rel:.1e} in {own_check.dtype}, "
+                f"{own_tolerance:.0e} is allowed"
+            )
+    certificate = Certificate(
+        what=what,
+        ok=not reasons,
+        max_abs=worst.max_abs,
+        max_rel=worst.max_rel,
+        tolerance=tolerance,
+        own_tolerance=own_tolerance,
+        checks=checks,
+        folded=folded,
+        inserted=inserted,
+        refusals=refusals or {},
+        parameters=touched(model, after),
+        kept=sorted(keep) if random_weights else [],
+        environment=environment(_device(model)),
+        reason="; ".join(reasons),
+    )
+    return after, certificate
+
+
+def _check_in_float64(
+    model: nn.Module,
+    convert: Callable[[nn.Module], nn.Module],
+    inputs: Inputs,
+    weights: Collection[str],
+    keep: Collection[str],
+    logits: FindLogits,
+) -> tuple[list[Check], Any]:
+    """Check the conversion of float64 copies.
+
+    Returns:
+        The checks, and the model's float64 output for its given weights and the given inputs.
+    """
+    checks = []
+    given_output = None
+    wide = widened(copied(model))
+    wide_inputs = _double(inputs)
+    for kind in weights:
+        if kind == "random":
             randomize(wide, keep)
         converted = convert(wide)
         for source in ("given", "fresh"):
             x = wide_inputs if source == "given" else fresh_inputs(wide_inputs)
             before = _run_wide(wide, x)
-            truth = before if truth is None else truth  # of given weights on given inputs
-            checks.append(_check(weights, source, before, _run_wide(converted, x), logits))
-    del wide, converted
-    worst = max(checks, key=lambda check: check.max_rel)
-    reasons = (
-        []
-        if worst.max_rel <= tolerance
-        else [
-            f"off by {worst.max_rel:.1e} with {worst.weights} weights on {worst.inputs} inputs, "
-            f"{tolerance:.0e} is allowed"
-        ]
-    )
-    own_tolerance = None
-    if own := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float64}:
-        coarsest = max(own, key=lambda dtype: torch.finfo(dtype).eps)
-        own_tolerance = OWN_TOLERANCE * torch.finfo(coarsest).eps / torch.finfo(torch.float32).eps
-        before = run(model, inputs, widen=False)
-        rounding = _check("given", "given", truth, before, logits).max_rel
-        if math.isfinite(rounding):
-            own_tolerance = max(own_tolerance, OWN_ERRORS * rounding)
-        own_check = _check("given", "given", before, run(after, inputs, widen=False), logits)
-        checks = [*checks, replace(own_check, dtype=_name(coarsest))]
-        if not checks[-1].max_rel <= own_tolerance:
-            reasons.append(
-                f"off by {checks[-1].max_rel:.1e} in {_name(coarsest)}, "
-                f"{own_tolerance:.0e} is allowed"
-            )
-    ok, reason = not reasons, "; ".join(reasons)
-    certificate = Certificate(
-        what,
-        ok,
-        worst.max_abs,
-        worst.max_rel,
-        tolerance,
-        own_tolerance,
-        checks,
-        folded,
-        inserted,
-        refusals or {},
-        touched(model, after),
-        sorted(keep) if random_weights else [],
-        environment(_device(model)),
-        reason,
-    )
-    return after, certificate
+            if given_output is None:  # the first run
+                given_output = before
+            checks.append(_check(kind, source, before, _run_wide(converted, x), logits))
+    return checks, given_output
+
+
+def _check_in_own_type(
+    model: nn.Module,
+    after: nn.Module,
+    inputs: Inputs,
+    coarsest: torch.dtype,
+    given_output: Any,
+    logits: FindLogits,
+) -> tuple[Check, float]:
+    """Check the converted model in the model's own type.
+
+    Args:
+        model: before the conversion.
+        after: after it.
+        inputs: of both.
+        coarsest: the type of the model's weights with the largest eps.
+        given_output: the model's output in float64.
+        logits: as in certify.
+
+    Returns:
+        The check and its tolerance. That is OWN_TOLERANCE in units of the type's eps, or more where
+        the model itself differs more from its float64 output.
+    """
+    own_tolerance = OWN_TOLERANCE * torch.finfo(coarsest).eps / torch.finfo(torch.float32).eps
+    before = run(model, inputs, widen=False)
+    rounding = _check("given", "given", given_output, before, logits).max_rel
+    if math.isfinite(rounding):
+        own_tolerance = max(own_tolerance, OWN_ERRORS * rounding)
+    check = _check("given", "given", before, run(after, inputs, widen=False), logits)
+    return replace(check, dtype=_name(coarsest)), own_tolerance
+
+
+# ------------------------------------------------------------------------------- running in float64
 
 
 class _Widen(TorchFunctionMode):
-    """Casts to float32 become casts to float64: the algebra is checked, not the rounding."""
+    """Turn casts to float32 into casts to float64: the algebra is checked, not the rounding."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is Tensor.float:
@@ -204,14 +297,15 @@ class _Widen(TorchFunctionMode):
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy.
+    """Return a deep copy.
 
-    Raises FoldError for what cannot be copied, such as a result with gradients kept as an
-    attribute.
+    Raises:
+        FoldError: the model holds what cannot be copied, such as a result with gradients that its
+            forward kept as an attribute.
     """
     try:
         return copy.deepcopy(model)
-    except Exception as error:  # whatever its attributes raise
+    except Exception as error:  # the model's attributes may raise anything
         raise FoldError(
             f"{type(model).__name__} cannot be copied ({_first_line(error)}): remove tensors that "
             "its forward left in it, or run it without gradients"
@@ -219,8 +313,9 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def widened(model: nn.Module) -> nn.Module:
-    """The model in float64, in place: parameters, buffers, and tensors that are plain attributes,
-    also in lists.
+    """Convert the model to float64, in place.
+
+    That is its parameters, its buffers, and tensors that are plain attributes, also in lists.
     """
     for module in model.double().modules():
         for name, value in vars(module).items():
@@ -230,9 +325,10 @@ def widened(model: nn.Module) -> nn.Module:
 
 
 def _run_wide(model: nn.Module, inputs: Inputs) -> Any:
+    """Run a model in float64; raise FoldError if it cannot be."""
     try:
         return run(model, inputs)
-    except Exception as error:  # whatever its forward raises
+    except Exception as error:  # the model's forward may raise anything
         raise FoldError(
             f"{type(model).__name__} cannot be run in float64, as its check is "
             f"({_first_line(error)}): keep its tensors in parameters or buffers"
@@ -245,8 +341,10 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def plain_encoders() -> Iterator[None]:
-    """nn.TransformerEncoder as it computes with gradients. Without, torch may take another path,
-    which hides its norms in one operation and puts zeros at padded positions.
+    """Let nn.TransformerEncoder compute as it does with gradients.
+
+    Without gradients torch may take a fast path, which hides the norms in one operation and puts
+    zeros at padded positions.
     """
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -258,9 +356,15 @@ def plain_encoders() -> Iterator[None]:
 
 @torch.no_grad()
 def run(model: nn.Module, inputs: Inputs, widen: bool = True) -> Any:
-    """The model's output, in the mode the model is in; randomness is the same for every call. The
-    model's buffers (a BatchNorm's averages, say) are put back. With `widen`, everything is computed
-    in float64.
+    """Run a model, in the mode (train or eval) that it is in, and return its output.
+
+    Every call uses the same random numbers. The model's buffers (a BatchNorm's averages, say) are
+    put back afterwards.
+
+    Args:
+        model: in float64, if `widen` is set.
+        inputs: positional (tuple) or keyword (dict) arguments.
+        widen: compute in float64 also where the model's code casts to float32.
     """
     args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
     buffers = [buffer.clone() for buffer in model.buffers()]
@@ -281,28 +385,33 @@ def run(model: nn.Module, inputs: Inputs, widen: bool = True) -> Any:
 
 @torch.no_grad()
 def randomize(model: nn.Module, keep: Collection[str] = ()) -> None:
-    """Move all parameters but those named in `keep`, in place: vectors (gains, biases) by 0.3 of a
-    standard normal; in all others every row, column, ... gets an offset, so that no mean is zero by
-    accident.
+    """Move all parameters but those named in `keep` by random amounts, in place.
+
+    Vectors (gains, biases) move by 0.3 times a standard normal. In all others every row, every
+    column and so on gets an offset of its own, so that no mean is zero by accident.
     """
     generator = torch.Generator().manual_seed(SEED)
     for name, parameter in model.named_parameters():
         if name in keep or not parameter.is_floating_point():
             continue
-        size = 0.3 if parameter.dim() < 2 else 0.3 * float(parameter.std(correction=0)) or 0.02
+        is_vector = parameter.dim() < 2
+        size = 0.3
+        if not is_vector:  # 0.02 where all its numbers are equal
+            size = 0.3 * float(parameter.std(correction=0)) or 0.02
         for axis in range(parameter.dim()):
             shape = [1] * parameter.dim()
             shape[axis] = parameter.shape[axis]
-            noise = (
-                torch.randn(shape, generator=generator, dtype=torch.float64)
-                + (parameter.dim() > 1) * 0.5
-            )
+            noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+            if not is_vector:
+                noise = noise + 0.5
             parameter += size * noise.to(parameter)
 
 
 def fresh_inputs(inputs: Inputs) -> Inputs:
-    """Other inputs of the same kind: floats are drawn anew with their mean and spread, token ids
-    anew from those present. Masks (two values or fewer) and scalars stay.
+    """Draw other inputs of the same kind.
+
+    Floats are drawn with their mean and spread, token ids from those that are present. Masks (at
+    most two different values) and scalars stay.
     """
     generator = torch.Generator().manual_seed(SEED)
 
@@ -320,54 +429,57 @@ def fresh_inputs(inputs: Inputs) -> Inputs:
     return tree_map(fresh, inputs)
 
 
+# -------------------------------------------------------------------------------- comparing tensors
+
+
 def tensor_hash(tensor: Tensor) -> str:
-    """SHA-256 (first 16 digits) of type, shape and bytes."""
+    """Return the first 16 digits of the SHA-256 of a tensor's type, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     whole = tensor.detach().cpu().contiguous()
-    # its memory; NumPy may not be there
+    # Read its memory, because NumPy may not be installed.
     digest.update((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
     return digest.hexdigest()[:16]
 
 
 def touched(before: nn.Module, after: nn.Module) -> dict[str, dict[str, str | None]]:
-    """Parameters and buffers, saved or not, that differ, appeared or went: name -> their hashes
-    before and after.
+    """Find the parameters and buffers, saved or not, that changed, appeared or disappeared.
+
+    Returns:
+        For each name, the hashes before and after; None stands for a tensor that is not there.
     """
-    old, new = (
-        {
-            name: x
-            for name, x in (
-                *module.state_dict().items(),
-                *module.named_buffers(remove_duplicate=False),
-            )
-            if isinstance(x, Tensor)
-        }
-        for module in (before, after)
-    )
+    old = _tensors(before)
+    new = _tensors(after)
     found = {}
     for name in [*old, *(new.keys() - old.keys())]:
-        a, b = old.get(name), new.get(name)
-        if (
-            a is None
-            or b is None
-            or a.shape != b.shape
-            or a.dtype != b.dtype
-            or not torch.equal(a, b)
-        ):
+        a = old.get(name)
+        b = new.get(name)
+        if not _identical(a, b):
             found[name] = {
-                side: None if x is None else tensor_hash(x)
-                for side, x in (("before", a), ("after", b))
+                "before": None if a is None else tensor_hash(a),
+                "after": None if b is None else tensor_hash(b),
             }
     return found
 
 
-def _check(
-    weights: str, inputs: str, before: Any, after: Any, logits: Callable[[Any], Tensor | None]
-) -> Check:
-    """Largest differences over all floating-point tensors of two outputs. NaNs, infinities in other
-    places and other shapes are infinitely far apart.
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the state dict, and buffers that are not in it, by name."""
+    named = (*model.state_dict().items(), *model.named_buffers(remove_duplicate=False))
+    return {name: x for name, x in named if isinstance(x, Tensor)}
+
+
+def _identical(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b)
+
+
+def _check(weights: str, inputs: str, before: Any, after: Any, logits: FindLogits) -> Check:
+    """Compare all floating-point tensors of two outputs.
+
+    NaNs, infinities at different places and different shapes count as an infinite difference.
     """
-    first, second = _floats(before), _floats(after)
+    first = _floats(before)
+    second = _floats(after)
     if len(first) != len(second):
         raise FoldError(
             f"the model returned {len(first)} floating-point tensors, the converted one "
@@ -377,47 +489,64 @@ def _check(
         raise FoldError(
             "the model's output holds no floating-point tensor: nothing can be compared"
         )
-    apart = [_apart(a, b) for a, b in zip(first, second)]
+    differences = [_difference(a, b) for a, b in zip(first, second)]
     kl = agreement = None
-    p, q = logits(before), logits(after)
+    p = logits(before)
+    q = logits(after)
     if p is not None and p.shape == q.shape:
-        rows = [
-            _kl(a, b) for a, b in zip(_pieces(p, p.shape[-1]), _pieces(q, q.shape[-1]), strict=True)
-        ]
-        kl, agreement = torch.cat(rows).mean(0).tolist()
-    return Check(weights, inputs, _name(first[0].dtype), *map(max, zip(*apart)), kl, agreement)
+        n_classes = p.shape[-1]
+        pieces = zip(_pieces(p, n_classes), _pieces(q, n_classes), strict=True)
+        rows = torch.cat([_kl_and_agreement(a, b) for a, b in pieces])  # (N, 2)
+        kl, agreement = rows.mean(0).tolist()
+    return Check(
+        weights=weights,
+        inputs=inputs,
+        dtype=_name(first[0].dtype),
+        max_abs=max(absolute for absolute, _ in differences),
+        max_rel=max(relative for _, relative in differences),
+        kl=kl,
+        argmax_agreement=agreement,
+    )
 
 
 def _pieces(x: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Rows of `width` numbers, a few at a time: logits of many positions are copied in pieces."""
+    """Split x into pieces of some rows of `width` numbers, to compare few numbers at a time.
+
+    Logits of many positions would need much memory in float64.
+    """
     return x.reshape(-1, width).split(max(1, PIECE // width))
 
 
-def _apart(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """(largest difference, relative to the largest magnitude of a)."""
+def _difference(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """Return the largest difference, and that divided by the largest magnitude of a."""
     if a.shape != b.shape:
         return math.inf, math.inf
-    difference = size = 0.0
+    difference = 0.0
+    magnitude = 0.0
     for x, y in zip(_pieces(a, 1), _pieces(b, 1)):
         if x.isnan().any() or not torch.equal(x.isfinite(), y.isfinite()):
             return math.inf, math.inf
         finite = x.isfinite()  # masked scores may be -inf
         if finite.any():
-            x, y = x[finite].double(), y[finite].double()
-            difference, size = (
-                max(difference, float((x - y).abs().max())),
-                max(size, float(x.abs().max())),
-            )
-    return difference, difference / max(size, torch.finfo(torch.float64).tiny)
+            x = x[finite].double()
+            y = y[finite].double()
+            difference = max(difference, float((x - y).abs().max()))
+            magnitude = max(magnitude, float(x.abs().max()))
+    return difference, difference / max(magnitude, torch.finfo(torch.float64).tiny)
 
 
-def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """(N, 2): KL of each of N rows of logits in nats, and whether the most likely class is the
-    same.
+def _kl_and_agreement(p: Tensor, q: Tensor) -> Tensor:
+    """Compare logits p and q (N, classes) row by row.
+
+    Returns:
+        (N, 2): the KL divergence in nats, and 1 where the most likely class is the same, else 0.
     """
-    log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+    log_p = p.double().log_softmax(-1)
+    log_q = q.double().log_softmax(-1)
+    # A class of probability 0 adds nothing; -inf - -inf would be NaN.
     terms = torch.where(log_p.isinf(), 0.0, log_p.exp() * (log_p - log_q))
-    return torch.stack([terms.sum(-1), (p.argmax(-1) == q.argmax(-1)).double()], -1)
+    agree = p.argmax(-1) == q.argmax(-1)
+    return torch.stack([terms.sum(-1), agree.double()], -1)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -425,11 +554,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _logits(output: Any) -> Tensor | None:
-    found = (
-        output.get("logits")
-        if isinstance(output, dict)
-        else inspect.getattr_static(output, "logits", None)
-    )
+    """Find the logits in an output: its key or attribute `logits`."""
+    if isinstance(output, dict):
+        found = output.get("logits")
+    else:
+        found = inspect.getattr_static(output, "logits", None)
     return found if isinstance(found, Tensor) else None
 
 
@@ -438,13 +567,14 @@ def _floats(output: Any) -> list[Tensor]:
 
 
 def _double(inputs: Any) -> Any:
-    return tree_map(
-        lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs
-    )
+    def double(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return tree_map(double, inputs)
 
 
 def _copies(inputs: Any) -> Any:
-    """A model may write into its inputs."""
+    """Copy the tensors of inputs, because a model may write into them."""
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)
 
 

@@ -1,25 +1,46 @@
-"""Which norms of a graph to fold, and at what price: obstacles, untying, inserted centrings, the
-plan.
+"""Choose which norms of a graph to fold, and at what price.
+
+The price is untied parameters and inserted centrings. The result is a `Plan` for modules.py, and a
+`Finding` for each norm.
 """
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch.fx import Node
 
-from .axes import Line, describe, module_path, norm_input
+from .axes import Line, NormInput, describe, module_path, norm_input
 from .cut import cheapest_cut
 from .graph import Demand, Graph, Source
 from .modules import Insertion, Plan, Swap, find_swap
 
-LEFT = "; fold leaves it: "  # a norm could be folded, but `fold` cannot write that into the modules
+# A norm could be folded, but `fold` cannot write that into the modules, because ...
+LEFT = "; fold leaves it: "
 
 
-def _never(line: Line) -> bool:
-    return False
+@dataclass(frozen=True)
+class Finding:
+    """What the analysis found for one call of a norm.
+
+    Attributes:
+        name: path of the module, with the number of the call if there are several.
+        verdict: one of
+            "strict": it folds, and nothing is added to the model;
+            "untied": it folds if parameters that are used elsewhere, too, get a centred copy;
+            "inserted": it folds if centrings are inserted, fewer than the norms that they fold;
+            "no gain": likewise, but that takes as many centrings as it folds norms;
+            "refused": it does not fold.
+        sources: what is centred, and after which operations a centring is inserted.
+        reason: of the verdict, for people.
+    """
+
+    name: str
+    verdict: str
+    sources: tuple[str, ...]
+    reason: str
 
 
 @dataclass(eq=False)
@@ -27,14 +48,14 @@ class NormCall:
     """What is known of one call of a norm."""
 
     node: Node
-    line: Line
+    line: Line  # that the norm centres
     name: str
-    refused: str  # why it can never be folded
-    swap: Swap | str  # how it is swapped, or why `fold` cannot
+    refused: str  # why it can never be folded ("": it may be)
+    swap: Swap | str  # how its module is swapped, or why `fold` cannot do that
     demand: Demand = field(default_factory=Demand)
-    # what has no zero mean and cannot be given one -> why
+    # lines without zero mean that cannot be given one -> why
     obstacles: dict[Line, str] = field(default_factory=dict)
-    # obstacles that go -> names to be given a copy
+    # those of them that a copied parameter removes -> its names that get the copy
     untie: dict[Line, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -43,6 +64,7 @@ class NormCall:
         return self.swap.path if isinstance(self.swap, Swap) else self.node
 
     def nodes(self) -> set[Node]:
+        """Return all nodes that must keep zero mean for this norm, and the norm itself."""
         return {line.node for line in self.demand.lines} | {self.node}
 
 
@@ -54,37 +76,52 @@ class Choice:
     cut: set[Line]
 
     def ends(self, norm: NormCall) -> tuple[list[Line], list[Line]]:
-        """Where the way back from a norm ends: (sources and obstacles, inserted centrings)."""
-        leaves, centrings, todo, done = [], [], [norm.line], set()
+        """Return where the way back from a norm ends.
+
+        Returns:
+            Lines of sources and obstacles, and lines on which a centring is inserted.
+        """
+        leaves = []
+        centrings = []
+        todo = [norm.line]
+        done = set()
         while todo:
             line = todo.pop()
             if line in done:
                 continue
             done.add(line)
+            below = norm.demand.below.get(line)
             if line in self.cut:
                 centrings.append(line)
-            elif below := norm.demand.below.get(line):
+            elif below:
                 todo += below
             else:
                 leaves.append(line)
         return leaves, centrings
 
     def centrings(self) -> set[Line]:
+        """Return the lines on which a centring is inserted for some norm."""
         return {line for norm in self.norms for line in self.ends(norm)[1]}
 
 
 class Analysis:
-    """The norms of a graph, with what each needs.
+    """The norms of a graph, with what each of them needs.
 
-    `paper`: by the rules of the paper's table (fold/__init__.py).
+    Args:
+        graph: of the model.
+        paper: follow the rules of the paper's Table 3 (fold/__init__.py).
     """
 
     def __init__(self, graph: Graph, paper: bool = False):
-        self.graph, self.paper, self.training = graph, paper, graph.model.training
+        self.graph = graph
+        self.paper = paper
+        self.training = graph.model.training
         self.norms: list[NormCall] = []
         for node in graph.nodes:
-            if (found := norm_input(node)) is not None:
-                self.norms.append(self._norm(node, *found))
+            found = norm_input(node)
+            if found is not None:
+                self.norms.append(self._norm_call(node, found))
+        # One module can become only one RMSNorm.
         swaps = defaultdict(set)
         for norm in self.norms:
             swaps[norm.key].add(norm.swap)
@@ -92,49 +129,65 @@ class Analysis:
             if len(swaps[norm.key]) > 1:
                 norm.swap = f"{norm.key} is called on inputs of several kinds"
 
-    def _norm(self, node: Node, line: Line, refused: str) -> NormCall:
-        path = module_path(node)
-        calls = list(
-            dict.fromkeys(self.graph.call(n) for n in self.graph.nodes if module_path(n) == path)
+    def _norm_call(self, node: Node, found: NormInput) -> NormCall:
+        norm = NormCall(
+            node=node,
+            line=found.line,
+            name=self._name(node),
+            refused=found.refused,
+            swap=find_swap(self.graph, node),
         )
+        if norm.refused:
+            return norm
+        norm.demand = self.graph.demand(norm.line, self.paper)
+        nodes = norm.nodes()
+        for at, why in norm.demand.failures.items():
+            shown = ""
+            if at.node not in self.graph.names and not self.paper:
+                shown = self.graph.shows(at, nodes)
+            if shown:
+                why += f", and a centring after it would show in {shown}"
+            norm.obstacles[at] = why
+        if self.paper:
+            return norm  # the paper does not ask what else reads a centred parameter
+        for at, source in norm.demand.sources.items():
+            shown = self.graph.shows(at)
+            if shown:
+                self._add_unsafe_source(norm, at, source, shown)
+        return norm
+
+    def _name(self, node: Node) -> str:
+        """Name a call of a norm for people."""
+        path = module_path(node)
+        same_module = [other for other in self.graph.nodes if module_path(other) == path]
+        calls = list(dict.fromkeys(self.graph.call(other) for other in same_module))
         name = path or describe(node)
         if len(calls) > 1 and path:
             name += f" (call {calls.index(self.graph.call(node)) + 1})"
         if any(norm.name == name for norm in self.norms):  # two norms in one call of one module
             name += f" ({node.name})"
-        norm = NormCall(node, line, name, refused, find_swap(self.graph, node))
-        if refused:
-            return norm
-        norm.demand = self.graph.demand(line, self.paper)
-        nodes = norm.nodes()
-        for at, why in norm.demand.failures.items():
-            shown = "" if at.node in self.graph.names or self.paper else self.graph.shows(at, nodes)
-            norm.obstacles[at] = why + (
-                f", and a centring behind it would show in {shown}" if shown else ""
-            )
-        for at, source in {} if self.paper else norm.demand.sources.items():
-            if shown := self.graph.shows(at):
-                self._unsafe(norm, at, source, shown)
-        return norm
+        return name
 
-    def _unsafe(self, norm: NormCall, at: Line, source: Source, shown: str) -> None:
-        """A source that something else would feel: nothing to do if it is and stays 0; perhaps it
-        can be untied.
+    def _add_unsafe_source(self, norm: NormCall, at: Line, source: Source, shown: str) -> None:
+        """Add a source to the norm's obstacles, because centring it would change something else.
+
+        It is no obstacle if it is 0 and stays 0. It can be untied if other users read it under
+        another name.
         """
         name = str(source)
         if at.node in self.graph.names:
             users = [user for user in at.node.users if user in norm.nodes()]
-            mine = self.graph.owners(at.node, users)
-            others = self.graph.owners(
-                at.node, [user for user in at.node.users if user not in users]
-            )
-            name = min(mine)
-            value = self.graph.values[self.graph.names[at.node]]
+            other_users = [user for user in at.node.users if user not in users]
+            own_names = self.graph.owners(at.node, users)
+            other_names = self.graph.owners(at.node, other_users)
+            name = min(own_names)
+            parameter = self.graph.names[at.node]
+            value = self.graph.values[parameter]
             if self.graph.stays(value) and not value.any():
-                norm.demand.keep.add(self.graph.names[at.node])
+                norm.demand.keep.add(parameter)
                 return
-            if not mine & others and not self.graph.shows(at, users):
-                norm.untie[at] = tuple(sorted(mine))
+            if not own_names & other_names and not self.graph.shows(at, users):
+                norm.untie[at] = tuple(sorted(own_names))
         norm.obstacles[at] = f"centring {name} would show in {shown}"
 
     # -------------------------------------------------------------------------------------- choices
@@ -147,13 +200,14 @@ class Analysis:
         hooks: bool = False,
         at_no_loss: bool = False,
     ) -> Choice:
-        """The norms to fold. Centrings are inserted only where they fold more norms than they are.
+        """Choose the norms to fold.
 
-        untie       parameters may be given copies
-        insert      centrings may be inserted
-        trained     nothing may rely on values that training moves
-        hooks       only centrings and swaps that can be written into the modules
-        at_no_loss  centrings also where they fold as many norms as they are
+        Args:
+            untie: parameters may be given copies.
+            insert: centrings may be inserted, where they fold more norms than they are.
+            trained: nothing may rely on values that training changes.
+            hooks: only centrings and swaps that can be written into the modules.
+            at_no_loss: insert centrings also where they fold as many norms as they are.
         """
         norms = [
             norm
@@ -162,9 +216,12 @@ class Analysis:
             and not (trained and norm.demand.keep)
             and not (hooks and isinstance(norm.swap, str))
         ]
+        # To give up one norm may force others to be given up, so choose until nothing changes.
         while True:
-            norms = self._closed(norms)
-            onwards, obstacles, ends = defaultdict(set), set(), defaultdict(int)
+            norms = self._whole_modules(norms)
+            onwards = defaultdict(set)
+            obstacles = set()
+            ends = defaultdict(int)
             for norm in norms:
                 for line, below in norm.demand.below.items():
                     for feeding in below:
@@ -173,87 +230,95 @@ class Analysis:
                 ends[norm.line] += 1
             may_cut = self._may_cut(norms, hooks) if insert else _never
             cut, kept = cheapest_cut(onwards, obstacles, ends, may_cut, at_no_loss)
-            left = [
-                norm for norm in norms if norm.line in kept or not self._spoilt(norm, obstacles)
+            remaining = [
+                norm
+                for norm in norms
+                if norm.line in kept or norm.obstacles.keys().isdisjoint(obstacles)
             ]
-            if len(left) == len(norms):
+            if len(remaining) == len(norms):
                 return Choice(norms, cut)
-            norms = left
+            norms = remaining
 
-    @staticmethod
-    def _spoilt(norm: NormCall, obstacles: set[Line]) -> bool:
-        return not norm.obstacles.keys().isdisjoint(obstacles)
-
-    def _closed(self, norms: list[NormCall]) -> list[NormCall]:
-        """Of these norms, those whose module is called by no other norm."""
-        bad = {norm.key for norm in self.norms} - {norm.key for norm in norms}
+    def _whole_modules(self, norms: list[NormCall]) -> list[NormCall]:
+        """Keep those norms of whose module every call is among them."""
         chosen = {norm.node for norm in norms}
-        bad |= {norm.key for norm in self.norms if norm.node not in chosen}
-        return [norm for norm in norms if norm.key not in bad]
+        incomplete = {norm.key for norm in self.norms if norm.node not in chosen}
+        return [norm for norm in norms if norm.key not in incomplete]
 
-    def _may_cut(self, norms: Collection[NormCall], hooks: bool):
-        """May a centring be inserted on this line? Not where it would show, nor where it would be a
-        norm's own mean under another name: in front of one norm alone.
+    def _may_cut(self, norms: Collection[NormCall], hooks: bool) -> Callable[[Line], bool]:
+        """Return a function that tells whether a centring may be inserted on a line.
+
+        It may not be where it would change something else. Nor may it be just before one norm
+        alone: there it would be the norm's own mean under another name.
         """
         nodes = set().union(*(norm.nodes() for norm in norms))
-        wanted = defaultdict(int)
-        for norm in norms:
-            for line in norm.demand.lines:
-                wanted[line] += 1
-        own = set()
-        for norm in norms if not self.paper else ():
-            line = norm.line
-            while wanted[line] == 1:
-                own.add(line)
-                below = norm.demand.below.get(line, ())
-                if len(below) != 1:
-                    break
-                line = below[0]
+        before_one_norm = set() if self.paper else _lines_before_one_norm(norms)
 
         def may_cut(line: Line) -> bool:
-            if line.node in self.graph.names or line in own:
+            if line.node in self.graph.names or line in before_one_norm:
                 return False
-            return self.paper or (
-                not self.graph.shows(line, nodes) and not (hooks and self.insertion(line) is None)
-            )
+            if self.paper:
+                return True
+            if self.graph.shows(line, nodes):
+                return False
+            return not hooks or self.insertion(line) is not None
 
         return may_cut
 
     # ---------------------------------------------------------------------------------------- plans
 
     def insertion(self, at: Line) -> Insertion | None:
-        """Where in the modules a centring on a line goes; None if there is no place."""
-        if self.graph.shows(at):  # a hook cannot choose between users
+        """Find where in the modules a centring on a line can be inserted; None if nowhere."""
+        if self.graph.shows(at):  # a hook cannot choose which users get the centred tensor
             return None
-        if (path := self.graph.returned_by(at.node)) is not None:
+        path = self.graph.returned_by(at.node)
+        if path is not None:
             return Insertion(path, at.axis, at.block)
-        if (taken := self.graph.taken_by(at.node)) is not None:
-            return Insertion(taken[0], at.axis, at.block, taken[1])
+        taken = self.graph.taken_by(at.node)
+        if taken is not None:
+            path, argument = taken
+            return Insertion(path, at.axis, at.block, argument)
         return None
 
     def plan(
         self, untie: bool = False, insert: bool = False, trained: bool = False
     ) -> tuple[Plan, list[NormCall]]:
-        """What to change, and the norms that are folded by it."""
+        """Plan what to change in the modules.
+
+        Args:
+            untie: as in `choose`.
+            insert: as in `choose`.
+            trained: as in `choose`.
+
+        Returns:
+            The plan, and the norms that it folds.
+        """
         choice = self.choose(untie, insert, trained, hooks=True)
-        sources, untied, keep = {}, {}, set()
+        # Dicts keep the order and drop what is there twice.
+        sources: dict[Source, None] = {}
+        untied: dict[tuple[Source, tuple[str, ...]], None] = {}
+        keep: set[str] = set()
         for norm in choice.norms:
-            keep |= norm.demand.keep
-            for at in choice.ends(norm)[0]:
+            demand = norm.demand
+            keep |= demand.keep
+            leaves, _ = choice.ends(norm)
+            for at in leaves:
                 if at in norm.obstacles:
-                    untied[norm.demand.sources[at], norm.untie[at]] = None
-                elif (
-                    at in norm.demand.sources
-                    and self.graph.names.get(at.node) not in norm.demand.keep
-                ):
-                    sources[norm.demand.sources[at]] = None
-        insertions = [self.insertion(line) for line in sorted(choice.centrings(), key=str)]
-        swaps = list(dict.fromkeys(norm.swap for norm in choice.norms))
-        return Plan(list(sources), list(untied), swaps, insertions, keep), choice.norms
+                    untied[demand.sources[at], norm.untie[at]] = None
+                elif at in demand.sources and self.graph.names.get(at.node) not in demand.keep:
+                    sources[demand.sources[at]] = None
+        plan = Plan(
+            sources=list(sources),
+            untied=list(untied),
+            swaps=list(dict.fromkeys(norm.swap for norm in choice.norms)),
+            insertions=[self.insertion(line) for line in sorted(choice.centrings(), key=str)],
+            keep=keep,
+        )
+        return plan, choice.norms
 
     @cached_property
     def ways(self) -> dict[str, Choice]:
-        """Verdict -> what is folded that way; the strictest comes first."""
+        """What is folded with each verdict but "refused"; the strictest comes first."""
         return {
             "strict": self.choose(),
             "untied": self.choose(untie=True),
@@ -261,32 +326,62 @@ class Analysis:
             "no gain": self.choose(insert=True, at_no_loss=True),
         }
 
-    def verdict(self, norm: NormCall) -> tuple[str, list[str], str]:
-        """(verdict, what gives its input zero mean, the reason in one sentence)."""
-        verdict, choice = next(
-            (way for way in self.ways.items() if norm in way[1].norms), ("refused", None)
-        )
-        why = norm.refused or next(
-            iter(norm.obstacles.values()), "another call of the same module cannot be folded"
-        )
-        if choice is None:
-            return verdict, [], why
+    def finding(self, norm: NormCall) -> Finding:
+        """Give the verdict on a norm, and its reason."""
+        verdict = next((name for name, way in self.ways.items() if norm in way.norms), "refused")
+        if verdict == "refused":
+            return Finding(norm.name, verdict, (), self._obstacle(norm))
+        choice = self.ways[verdict]
         leaves, centrings = choice.ends(norm)
-        sources = [
-            " and ".join(norm.untie.get(at, [str(norm.demand.sources[at])]))
-            for at in leaves
-            if at in norm.demand.sources
-        ]
-        sources += [f"a centring behind {describe(at.node)}" for at in centrings]
-        reason = {
-            "strict": "all that is added up in its input can be centred "
-            f"({len(sources)} parameters)",
-            "untied": f"{why}, unless it gets a centred copy of its own",
-            "inserted": f"{why}, unless centrings are inserted: they fold more norms than they are",
-            "no gain": f"{why}: it would take as many centrings as norms would fold",
-        }[verdict]
+        sources = []
+        for at in leaves:
+            if at in norm.demand.sources:
+                names = norm.untie.get(at, (str(norm.demand.sources[at]),))
+                sources.append(" and ".join(names))
+        sources += [f"a centring after {describe(at.node)}" for at in centrings]
+        if verdict == "strict":
+            n_parameters = len(sources)
+            reason = f"all that is added up in its input can be centred ({n_parameters} parameters)"
+        elif verdict == "untied":
+            reason = f"{self._obstacle(norm)}, unless it gets a centred copy of its own"
+        elif verdict == "inserted":
+            reason = (
+                f"{self._obstacle(norm)}, unless centrings are inserted: "
+                "they fold more norms than they are"
+            )
+        else:
+            reason = f"{self._obstacle(norm)}: it would take as many centrings as norms would fold"
         if isinstance(norm.swap, str):
             reason += LEFT + norm.swap
         elif verdict == "inserted" and norm not in self.choose(insert=True, hooks=True).norms:
             reason += f"{LEFT}no module returns or takes what would have to be centred"
-        return verdict, sources, reason
+        return Finding(norm.name, verdict, tuple(sources), reason)
+
+    def _obstacle(self, norm: NormCall) -> str:
+        """Say why a norm does not fold as it stands."""
+        if norm.refused:
+            return norm.refused
+        other_call = "another call of the same module cannot be folded"
+        return next(iter(norm.obstacles.values()), other_call)
+
+
+def _never(line: Line) -> bool:
+    return False
+
+
+def _lines_before_one_norm(norms: Collection[NormCall]) -> set[Line]:
+    """Find the lines just before each norm that no other norm depends on."""
+    n_norms = defaultdict(int)  # line -> how many norms depend on it
+    for norm in norms:
+        for line in norm.demand.lines:
+            n_norms[line] += 1
+    found = set()
+    for norm in norms:
+        line = norm.line
+        while n_norms[line] == 1:
+            found.add(line)
+            below = norm.demand.below.get(line, ())
+            if len(below) != 1:
+                break
+            (line,) = below
+    return found

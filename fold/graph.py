@@ -1,8 +1,10 @@
-"""A model as a graph of ATen operations: parameters by name, what centring one of them would reach,
-who owns it.
+"""Read a model as a graph of ATen operations, and follow zero means through it.
 
-The graph is that of torch.export, functionalised: in-place operations, functions and modules all
-look alike, a shared parameter is one node with all its uses, and every call of a module is there.
+The graph is that of torch.export in functional form. So in-place operations, functions and modules
+all look alike, a shared parameter is one node with all its uses, and every call of a module is
+there.
+
+References to appendices and tables are to "Enjoy Your Layer Normalization".
 """
 
 import copy
@@ -20,94 +22,110 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from .axes import Feeds, Line, aligned, describe, ignores, is_float, module_path, shape
-from .beside import FoldError
+from .axes import Feeds, Line, aligned, describe, ignores_constant, is_float, module_path, shape
 from .certificate import Inputs, plain_encoders
 from .rules import feeds
+from .siblings import FoldError
 
 
 @dataclass(frozen=True)
 class Source:
-    """Parameters that are centred together, by name: along `axis`, in blocks. With `scale`, that
-    gain is merged into them first (LayerScale).
-    """
+    """Parameters that are centred together, by name: along an axis, in blocks."""
 
-    parameters: tuple[tuple[str, int], ...]  # name, axis
+    parameters: tuple[tuple[str, int], ...]  # (name, axis) of each
     block: int
-    scale: str = ""
+    scale: str = ""  # a gain that is merged into them first (LayerScale), by name
 
     def __str__(self) -> str:
-        return " and ".join(
-            [*(name for name, _ in self.parameters), *([self.scale] if self.scale else [])]
-        )
+        names = [name for name, _ in self.parameters]
+        if self.scale:
+            names.append(self.scale)
+        return " and ".join(names)
 
 
 @dataclass
 class Demand:
-    """What has to have zero mean for a line to have zero mean."""
+    """What must have zero mean so that a line has zero mean."""
 
-    # every line on the way -> what feeds it
+    # for every line on the way back, the lines that feed it
     below: dict[Line, tuple[Line, ...]] = field(default_factory=dict)
-    sources: dict[Line, Source] = field(default_factory=dict)  # where the way ends in parameters
-    # where it ends in something else -> why
+    # where the way back ends in parameters that can be centred
+    sources: dict[Line, Source] = field(default_factory=dict)
+    # where it ends in something else: why that has no zero mean
     failures: dict[Line, str] = field(default_factory=dict)
-    keep: set[str] = field(default_factory=set)  # parameters whose values it relies on
+    # parameters whose present values it relies on, by name
+    keep: set[str] = field(default_factory=set)
 
     @property
     def lines(self) -> Collection[Line]:
         return self.below.keys()
 
 
-def _normed(line: Line) -> bool:
-    """Is this the output of a norm? Only its bias feeds it, yet it is more than its bias."""
+@dataclass(frozen=True)
+class TensorArgument:
+    """A tensor that a module's forward takes."""
+
+    position: int  # in the forward's signature
+    name: str
+    shape: tuple[int, ...]
+
+
+def _is_norm_output(line: Line) -> bool:
+    """Tell whether a line lies in the output of a norm.
+
+    Only the norm's bias feeds such a line, yet the line is more than the bias.
+    """
     node = line.node.args[0] if "getitem" in str(line.node.target) else line.node
     return "_norm" in str(node.target)
 
 
 def _snapshot(model: nn.Module) -> Callable[[], None]:
-    """A function that gives all modules the attributes that they have now: a forward that keeps a
-    tensor would leave one of the exporter's behind.
+    """Return a function that gives all modules the attributes again that they have now.
+
+    A forward that keeps a tensor as an attribute would leave one of the exporter's tensors there.
     """
     plain = (dict, OrderedDict, list, set)
-    state = [(module, dict(vars(module))) for module in model.modules()]
-    inside = [
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    containers = [
         (value, copy.copy(value))
-        for _, attributes in state
-        for value in attributes.values()
+        for _, state in attributes
+        for value in state.values()
         if type(value) in plain
     ]
 
     def restore() -> None:
-        for module, attributes in state:
+        for module, state in attributes:
             vars(module).clear()
-            vars(module).update(attributes)
-        for value, old in inside:
+            vars(module).update(state)
+        for value, old in containers:
             value.clear()
-            value.extend(old) if type(value) is list else value.update(old)
+            if type(value) is list:
+                value.extend(old)
+            else:
+                value.update(old)
 
     return restore
 
 
 def _forwards(user: Node, line: Line) -> list[Line] | None:
-    """The lines of `user` that a constant on `line` of its input turns into a constant; None where
-    it would show.
+    """Return the lines of `user` to which it passes on a constant that is added to `line`.
+
+    Returns None where the constant would change something else.
     """
-    # of a split: each piece is a node of its own
-    if isinstance(user.meta.get("val"), list | tuple):
-        pieces = [piece for piece in user.users if piece.target is operator.getitem]
-        found = [_forwards_of_node(piece, line, user) for piece in pieces]
-        return (
-            None
-            if None in found or len(pieces) < len(user.users)
-            else [out for part in found for out in part]
-        )
-    return _forwards_of_node(user, line, user)
+    if not isinstance(user.meta.get("val"), list | tuple):
+        return _forwards_to(user, line, user)
+    # Each piece of a split is a node of its own.
+    pieces = [piece for piece in user.users if piece.target is operator.getitem]
+    found = [_forwards_to(piece, line, user) for piece in pieces]
+    if None in found or len(pieces) < len(user.users):
+        return None
+    return [out for part in found for out in part]
 
 
-def _forwards_of_node(output: Node, line: Line, user: Node) -> list[Line] | None:
-    """`_forwards` for one output tensor.
+def _forwards_to(output: Node, line: Line, user: Node) -> list[Line] | None:
+    """Do the work of `_forwards` for one output tensor.
 
-    Every use of the input must be on the way, as in x + x, and not in x * x.
+    The rule must count every use of the input: it does for x + x, and does not for x * x.
     """
     if not is_float(output):
         return None
@@ -121,126 +139,79 @@ def _forwards_of_node(output: Node, line: Line, user: Node) -> list[Line] | None
 
 
 class Graph:
-    """The graph of `model` run on `inputs`, in the mode the model is in. Raises FoldError if it
-    cannot be exported.
+    """The graph of `model` run on `inputs`, in the mode (train or eval) that the model is in.
 
-    trained     its parameters will move: none but frozen ones may be relied upon to have the values
-                that they have
+    Args:
+        model: it is left unchanged.
+        inputs: positional (tuple) or keyword (dict) arguments of the model.
+        trained: its parameters will be trained on; only frozen ones may be relied on to keep their
+            values.
+
+    Raises:
+        FoldError: the model cannot be exported, or a size in it depends on values.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, trained: bool = True):
-        self.model, self.trained = model, trained
+        self.model = model
+        self.trained = trained
         # paths of modules that return something else than one tensor
         self.structured: set[str] = set()
-        # path -> (position, name, shape) of the tensors a module takes
-        self.arguments: dict[str, list[tuple]] = {}
-        # its forward has blocks like `with torch.no_grad():`, in which modules cannot be told
+        # path of a module -> the tensors that it takes
+        self.arguments: dict[str, list[TensorArgument]] = {}
+        # whether its forward has blocks like `with torch.no_grad():`, which hide the modules inside
         self.blocks = False
         program = self._export(inputs)
-        for node in program.graph.nodes:
-            if any(
-                not isinstance(size, int)
-                for x in tree_leaves(node.meta.get("val"))
-                if isinstance(x, Tensor)
-                for size in x.shape
-            ):
-                raise FoldError(
-                    f"{type(model).__name__} has a tensor whose size depends on values "
-                    f"({describe(node)}): analyze a part of it that has none"
-                )
-        # checks of shapes and types, and what only they use
-        for node in reversed(program.graph.nodes):
-            if not node.users and str(node.target).startswith("aten._assert"):
-                program.graph.erase_node(node)
-        self.nodes = list(program.graph.nodes)
-        self.calls = defaultdict(set)  # module path -> its calls
+        self._require_fixed_sizes(program)
+        _remove_assertions(program.graph)
+        self.nodes: list[Node] = list(program.graph.nodes)
+        # path of a module -> its calls
+        self.calls: dict[str, set[str]] = defaultdict(set)
         for node in self.nodes:
             for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
                 self.calls[path].add(key)
-        signature = program.graph_signature
-        targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        mutated = {
-            *signature.buffers_to_mutate.values(),
-            *getattr(signature, "parameters_to_mutate", {}).values(),
-        }
-        unsaved, constants = (
-            signature.non_persistent_buffers,
-            signature.inputs_to_lifted_tensor_constants,
-        )
-        # parameters and buffers that a fold may change, or rely upon
+        # nodes of those parameters and buffers that a fold may change, or rely on -> names
         self.names: dict[Node, str] = {}
-        for node in self.nodes:
-            if node.op != "placeholder":
-                continue
-            name = targets.get(node.name)
-            if name is None:
-                node.meta["kind"] = (
-                    f"{constants[node.name]}, a tensor that is neither parameter nor buffer,"
-                    if node.name in constants
-                    else f"{node.name}, an input of the model,"
-                )
-            elif name in mutated:
-                node.meta["kind"] = f"{name}, which the model changes,"
-            elif name in unsaved:  # and might be built anew
-                node.meta["kind"] = f"{name}, which no state dict holds,"
-            else:
-                self.names[node] = name
-        for node in self.nodes:  # the number in h[:, 0] = 0
-            constant = program.constants.get(
-                signature.inputs_to_lifted_tensor_constants.get(node.name)
-            )
-            node.meta["zero"] = (
-                isinstance(constant, Tensor) and constant.dim() == 0 and not constant.any()
-            )
+        self._name_placeholders(program)
+        self._mark_zeros(program)
+        user_inputs = program.graph_signature.user_inputs
         self.inputs = {
-            node
-            for node in self.nodes
-            if node.op == "placeholder" and node.name in signature.user_inputs
+            node for node in self.nodes if node.op == "placeholder" and node.name in user_inputs
         }
-        self.values = dict(model.named_parameters(remove_duplicate=False)) | dict(
-            model.named_buffers(remove_duplicate=False)
-        )
-        self.aliases = defaultdict(list)  # id of a tensor -> all its names
+        # all names of all parameters and buffers -> values
+        self.values: dict[str, Tensor] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        # id of a tensor -> all its names
+        self.aliases: dict[int, list[str]] = defaultdict(list)
         for name, value in self.values.items():
             self.aliases[id(value)].append(name)
-        self._reached: dict[Any, str] = {}
+        self._shows_cache: dict[Any, str] = {}
+
+    # --------------------------------------------------------------------------------- construction
 
     def _export(self, inputs: Inputs) -> torch.export.ExportedProgram:
+        """Export the model, and note what each of its modules takes and returns."""
         if not isinstance(inputs, tuple | dict):
             raise FoldError(
                 f"the inputs are a {type(inputs).__name__}: give a tuple of positional arguments, "
                 "as (x,), or a dict of named ones"
             )
         args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
-
-        def note(
-            path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
-        ) -> None:
-            if not isinstance(output, Tensor):
-                self.structured.add(path)
-            names = list(inspect.signature(module.forward).parameters)
-            given = [*zip(names, args), *kwargs.items()]
-            self.arguments[path] = [
-                (names.index(name), name, tuple(value.shape))
-                for name, value in given
-                if name in names and isinstance(value, Tensor)
-            ]
-
         hooks = [
-            module.register_forward_hook(partial(note, path), with_kwargs=True)
+            module.register_forward_hook(partial(self._note_call, path), with_kwargs=True)
             for path, module in self.model.named_modules()
         ]
         restore = _snapshot(self.model)
         try:
-            # torch's own
+            # These warnings are about torch's own code.
             with plain_encoders(), warnings.catch_warnings(action="ignore", category=FutureWarning):
                 program = torch.export.export(self.model, args, kwargs, strict=False)
                 self.blocks = any("wrap_with" in str(node.target) for node in program.graph.nodes)
                 return program.run_decompositions({})
-        except Exception as error:  # whatever a model's forward and the exporter may raise
-            first = (
-                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            )
+        except Exception as error:  # a model's forward and the exporter may raise anything
+            message = str(error).strip()
+            first = message.splitlines()[0] if message else type(error).__name__
             raise FoldError(
                 f"{type(self.model).__name__} cannot be exported with these inputs ({first}): "
                 "leave out caches (use_cache=False) and branches on values"
@@ -250,112 +221,180 @@ class Graph:
             for hook in hooks:
                 hook.remove()
 
+    def _note_call(
+        self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Note what a call of the module at `path` takes and returns (a forward hook)."""
+        if not isinstance(output, Tensor):
+            self.structured.add(path)
+        names = list(inspect.signature(module.forward).parameters)
+        given = [*zip(names, args), *kwargs.items()]
+        self.arguments[path] = [
+            TensorArgument(names.index(name), name, tuple(value.shape))
+            for name, value in given
+            if name in names and isinstance(value, Tensor)
+        ]
+
+    def _require_fixed_sizes(self, program: torch.export.ExportedProgram) -> None:
+        """Raise FoldError if the size of a tensor depends on values."""
+        for node in program.graph.nodes:
+            tensors = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+            if any(not isinstance(size, int) for x in tensors for size in x.shape):
+                raise FoldError(
+                    f"{type(self.model).__name__} has a tensor whose size depends on values "
+                    f"({describe(node)}): analyze a part of the model without it"
+                )
+
+    def _name_placeholders(self, program: torch.export.ExportedProgram) -> None:
+        """Name the parameters and buffers; describe, for messages, what may not be centred."""
+        signature = program.graph_signature
+        targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        mutated = {
+            *signature.buffers_to_mutate.values(),
+            *getattr(signature, "parameters_to_mutate", {}).values(),
+        }
+        unsaved = signature.non_persistent_buffers
+        constants = signature.inputs_to_lifted_tensor_constants
+        for node in self.nodes:
+            if node.op != "placeholder":
+                continue
+            name = targets.get(node.name)
+            if name is None and node.name in constants:
+                node.meta["kind"] = (
+                    f"{constants[node.name]}, a tensor that is neither parameter nor buffer,"
+                )
+            elif name is None:
+                node.meta["kind"] = f"{node.name}, an input of the model,"
+            elif name in mutated:
+                node.meta["kind"] = f"{name}, which the model changes,"
+            elif name in unsaved:  # the model may build it again, without the centring
+                node.meta["kind"] = f"{name}, which no state dict holds,"
+            else:
+                self.names[node] = name
+
+    def _mark_zeros(self, program: torch.export.ExportedProgram) -> None:
+        """Mark constants that are the number 0, as in h[:, 0] = 0."""
+        constants = program.graph_signature.inputs_to_lifted_tensor_constants
+        for node in self.nodes:
+            constant = program.constants.get(constants.get(node.name))
+            is_number = isinstance(constant, Tensor) and constant.dim() == 0
+            node.meta["zero"] = is_number and not constant.any()
+
     # ------------------------------------------------------------------------------------ backwards
 
     def demand(self, start: Line, paper: bool = False) -> Demand:
         """Follow a line back to everything that feeds it.
 
-        `paper`: by the paper's table (fold/__init__.py).
+        Args:
+            start: the line that must have zero mean.
+            paper: follow the rules of the paper's Table 3 (fold/__init__.py).
         """
-        demand, todo = Demand(), [(start, None)]
+        demand = Demand()
+        todo: list[tuple[Line, Node | None]] = [(start, None)]
         while todo:
             line, user = todo.pop()
             if line in demand.lines:
                 continue
             demand.below[line] = ()
             if line.node in self.names:
-                if paper and not (
-                    user
-                    and str(user.target).startswith(
-                        ("aten.linear", "aten.addmm", "aten.conv", "aten.mm", "aten.matmul")
-                    )
-                ):
-                    demand.failures[line] = (
-                        f"{self.names[line.node]} is no weight of a linear layer"
-                    )
+                name = self.names[line.node]
+                if paper and not _is_product(user):
+                    demand.failures[line] = f"{name} is no weight of a linear layer"
                 else:
-                    demand.sources[line] = Source(((self.names[line.node], line.axis),), line.block)
+                    demand.sources[line] = Source(((name, line.axis),), line.block)
                 continue
             found = feeds(line)
             if found.gain in self.names:
-                value = self.values[self.names[found.gain]]
-                if paper:
-                    found = Feeds()
-                elif self.stays(value) and bool((value == value.flatten()[0]).all()):
-                    demand.keep.add(self.names[found.gain])
-                    found = Feeds(found.inputs)
-            if found.spoils and (scaled := self._layer_scale(line)):
-                demand.sources[line] = scaled
-            elif found.spoils:
-                demand.failures[line] = found.spoils
-            else:
+                found = self._with_gain_values(found, demand, paper)
+            if not found.failure:
                 demand.below[line] = found.inputs
                 todo += [(below, line.node) for below in found.inputs]
+                continue
+            scaled = self._layer_scale(line)
+            if scaled is not None:
+                demand.sources[line] = scaled
+            else:
+                demand.failures[line] = found.failure
         return demand
 
+    def _with_gain_values(self, found: Feeds, demand: Demand, paper: bool) -> Feeds:
+        """Return what feeds a norm's output line, now that its gain's values are looked at."""
+        if paper:  # the paper's table takes the output of every LayerNorm to have zero mean
+            return Feeds()
+        name = self.names[found.gain]
+        value = self.values[name]
+        if self.stays(value) and bool((value == value.flatten()[0]).all()):
+            demand.keep.add(name)
+            return Feeds(found.inputs)
+        return found
+
     def stays(self, value: Tensor) -> bool:
-        """May a fold rely on the present value of this parameter or buffer?"""
+        """Tell whether a fold may rely on the present value of this parameter or buffer."""
         return not (self.trained and value.requires_grad)
 
     def _layer_scale(self, line: Line) -> Source | None:
-        """Parameter gain times the output of a linear or convolution: the gain merges into the
-        weights, if none of them is used anywhere else, and nothing but them is scaled by it.
+        """Find a LayerScale: a gain times the output of linears or convolutions.
+
+        The gain can be merged into their weights if none of these is used anywhere else, and if
+        nothing but them is scaled by it.
         """
         if str(line.node.target) != "aten.mul.Tensor":
             return None
         for x, gain in (line.node.args, line.node.args[::-1]):
-            at, gain_at = aligned(x, line), aligned(gain, line)
-            while (
-                gain_at is not None
-                and gain_at.node not in self.names
-                and len(gain_at.node.users) == 1
-            ):
-                below = feeds(gain_at)
-                single = len(below.inputs) == 1 and not below.spoils and not _normed(gain_at)
-                gain_at = below.inputs[0] if single else None
+            at = aligned(x, line)
+            gain_at = self._back_to_parameter(aligned(gain, line))
             if at is None or gain_at is None or gain_at.node not in self.names:
                 continue
             size = shape(gain_at.node)
-            if (
-                size.count(1) != len(size) - 1
-                or size[gain_at.axis] != line.block
-                or len(gain_at.node.users) != 1
-            ):
+            is_vector = size.count(1) == len(size) - 1 and size[gain_at.axis] == line.block
+            if not is_vector or len(gain_at.node.users) != 1:
                 continue
-            below = self.demand(at)
-            parameters = [
-                (source, leaf) for leaf, source in below.sources.items() if not source.scale
-            ]
-            leaves = {part for part, fed in below.below.items() if not fed}
-            if (
-                parameters
-                and leaves == {leaf for _, leaf in parameters}
-                and not any(map(_normed, below.lines))
-                and all(
-                    len(part.node.users) == 1 and shape(part.node)[part.axis] == line.block
-                    for part in below.lines
-                )
+            demand = self.demand(at)
+            weights = {leaf: s for leaf, s in demand.sources.items() if not s.scale}
+            leaves = {part for part, fed in demand.below.items() if not fed}
+            only_weights = bool(weights) and leaves == weights.keys()
+            if not only_weights or any(_is_norm_output(part) for part in demand.lines):
+                continue
+            if all(
+                len(part.node.users) == 1 and shape(part.node)[part.axis] == line.block
+                for part in demand.lines
             ):
-                merged = tuple(source.parameters[0] for source, _ in parameters)
+                merged = tuple(source.parameters[0] for source in weights.values())
                 return Source(merged, line.block, self.names[gain_at.node])
         return None
+
+    def _back_to_parameter(self, at: Line | None) -> Line | None:
+        """Follow a line back through operations that nothing else uses, as far as a parameter."""
+        while at is not None and at.node not in self.names and len(at.node.users) == 1:
+            found = feeds(at)
+            single = len(found.inputs) == 1 and not found.failure and not _is_norm_output(at)
+            at = found.inputs[0] if single else None
+        return at
 
     # ------------------------------------------------------------------------------------- forwards
 
     def shows(self, line: Line, edges: Collection[Node] | None = None) -> str:
-        """Where a constant on the blocks of this line would show (the operation, in words); "" if
-        nowhere.
+        """Describe the operation at which a constant added to this line would change the result.
 
-        With `edges`, only these users of the line's node get it. Appendix D.2.
+        Follows the line forwards until all operations ignore the constant (appendix D.2).
+
+        Args:
+            line: the constant is added to each of its blocks.
+            edges: only these users of the line's node get it; None stands for all.
+
+        Returns:
+            The first such operation that is found, for messages; "" if there is no such operation.
         """
         users = [user for user in line.node.users if edges is None or user in edges]
         key = (line, frozenset(users))
-        if key not in self._reached:
-            self._reached[key] = self._search(line, users)
-        return self._reached[key]
+        if key not in self._shows_cache:
+            self._shows_cache[key] = self._search(line, users)
+        return self._shows_cache[key]
 
     def _search(self, line: Line, users: list[Node]) -> str:
-        todo, done = [(line, user) for user in users], set()
+        """Do the work of `shows`, from these users of the line's node on."""
+        todo = [(line, user) for user in users]
+        done = set()
         while todo:
             at, user = todo.pop()
             if (at, user) in done:
@@ -363,7 +402,7 @@ class Graph:
             done.add((at, user))
             if user.op == "output":
                 return "the model's output"
-            if ignores(user, at):
+            if ignores_constant(user, at):
                 continue
             onwards = _forwards(user, at)
             if onwards is None:
@@ -374,28 +413,32 @@ class Graph:
     # ---------------------------------------------------------------------------- modules and names
 
     def owners(self, parameter: Node, users: Collection[Node]) -> set[str]:
-        """Names under which these users read a parameter: those of the module they belong to, or of
-        its children.
+        """Return the names under which these users read a parameter.
+
+        They are the names in the module that each user belongs to, or else in its children.
         """
-        names, found = self.aliases[id(self.values[self.names[parameter]])], set()
+        names = self.aliases[id(self.values[self.names[parameter]])]
+        found = set()
         for user in users:
             path = module_path(user)
             prefix = f"{path}." if path else ""
             own = [name for name in names if name.rpartition(".")[0] == path]
-            found.update(own or [name for name in names if name.startswith(prefix)] or names)
+            inside = [name for name in names if name.startswith(prefix)]
+            found.update(own or inside or names)
         return found
 
     def call(self, node: Node) -> str:
-        """The module call that a node belongs to: unlike a path, another one each time the module
-        is called.
+        """Return the module call that a node belongs to.
+
+        Unlike a module's path, it differs each time the module is called.
         """
         return next(reversed(node.meta.get("nn_module_stack", {})), "")
 
     def returned_by(self, node: Node) -> str | None:
-        """Path of a module that is called once and returns this node's tensor and nothing else;
-        None if there is none.
+        """Return the path of a module that returns this node's tensor and nothing else.
 
-        A copy of the same value (dropout in eval mode) will do.
+        The module must be called once. It may return a copy of the same value, as dropout does in
+        eval mode. Returns None if no module does.
         """
         while True:
             stack = node.meta.get("nn_module_stack", {})
@@ -403,7 +446,8 @@ class Graph:
                 outside = all(
                     key not in user.meta.get("nn_module_stack", {}) for user in node.users
                 )
-                if path and outside and path not in self.structured and len(self.calls[path]) == 1:
+                once = len(self.calls[path]) == 1
+                if path and outside and path not in self.structured and once:
                     return path
             copies = [
                 user
@@ -415,21 +459,42 @@ class Graph:
             node = copies[0]
 
     def taken_by(self, node: Node) -> tuple[str, tuple[int, str]] | None:
-        """(path, (position, name)) of the argument by which a module, called once, takes this
-        node's tensor, which nobody else uses; the path of the whole model is "".
+        """Return the argument by which a module takes this node's tensor.
+
+        The module must be called once, and nothing else may use the tensor.
+
+        Returns:
+            (path of the module, (position, name) of the argument); the path of the whole model is
+            "". None if no module takes it.
         """
         stacks = [user.meta.get("nn_module_stack", {}) for user in node.users]
-        keys = [key for key in stacks[0] if all(key in stack for stack in stacks)] if stacks else []
-        for key in keys:
+        if not stacks:
+            return None
+        common = [key for key in stacks[0] if all(key in stack for stack in stacks)]
+        for key in common:  # outermost first
             path = stacks[0][key][0]
-            if key in node.meta.get("nn_module_stack", {}) or (
-                not path and node not in self.inputs
-            ):
+            if key in node.meta.get("nn_module_stack", {}):
+                continue  # the tensor is made inside
+            if not path and node not in self.inputs:
                 continue
-            fitting = [
-                argument[:2]
-                for argument in self.arguments.get(path, ())
-                if argument[2] == shape(node)
-            ]
-            return (path, fitting[0]) if len(fitting) == 1 and len(self.calls[path]) == 1 else None
+            fitting = [x for x in self.arguments.get(path, ()) if x.shape == shape(node)]
+            # With two tensors of this shape, the graph does not tell which is meant.
+            if len(fitting) != 1 or len(self.calls[path]) != 1:
+                return None
+            return path, (fitting[0].position, fitting[0].name)
         return None
+
+
+def _remove_assertions(graph: torch.fx.Graph) -> None:
+    """Remove checks of shapes and types, which would count as uses of a tensor."""
+    for node in reversed(graph.nodes):
+        if not node.users and str(node.target).startswith("aten._assert"):
+            graph.erase_node(node)
+
+
+PRODUCTS = ("aten.linear", "aten.addmm", "aten.conv", "aten.mm", "aten.matmul")
+
+
+def _is_product(user: Node | None) -> bool:
+    """Tell whether an operation is a linear or a convolution, which the paper's table counts."""
+    return user is not None and str(user.target).startswith(PRODUCTS)

@@ -1,14 +1,13 @@
-"""Models of transformers, of any architecture, folded in folders: read, given inputs, written, read
-again.
+"""Load, fold and save models of transformers, of any architecture.
 
-    model = load_pretrained("facebook/opt-350m")     as transformers has it; a folder or a hub name
-    save(folded, "out/opt-rms")                      what fold.fold made of it
-    model = load("out/opt-rms")                      the same again, with its RMSNorms
+    model = load_pretrained("facebook/opt-350m")   # from a folder or a hub name
+    save(folded, "out/opt-rms")                    # a model that fold.fold returned
+    model = load("out/opt-rms")                    # the same model, with its RMSNorms
 
-`save` writes what save_pretrained writes, the weights under their old names, and fold.json, which
-says what weights do not: which norms are RMSNorms now, and where centrings were inserted. Whoever
-loads the folder with transformers alone gets LayerNorms on the centred weights: the same function,
-as long as the weights are not trained on.
+`save` writes what save_pretrained writes, with the weights under their old names, and fold.json.
+That file says what the weights do not: which norms are RMSNorms now, and where centrings were
+inserted. transformers alone reads such a folder as a model with LayerNorms on the centred weights.
+That is the same function, as long as the weights are not trained on.
 """
 
 import inspect
@@ -28,20 +27,31 @@ from hf.hub import import_transformers, read_config, resolve_hub
 from .certificate import Certificate
 from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
 
-FORMAT, RECIPE = 1, "fold.json"
+FORMAT = 1
+RECIPE = "fold.json"
 
 
 def hub_folder(spec: str | Path) -> Path:
-    """The folder that a path or a hub name (owner/name) stands for. Raises HFError."""
+    """Return the folder that a path or a hub name (owner/name) stands for.
+
+    Raises:
+        HFError: the hub name cannot be resolved.
+    """
     return Path(spec) if Path(spec).exists() else resolve_hub(str(spec))
 
 
 def load_pretrained(spec: str | Path) -> nn.Module:
-    """The model of a folder or hub name, of the class that saved it and the type it is stored in;
-    CPU, eval mode.
+    """Load a model as transformers has it, on the CPU and in eval mode.
 
-    Raises ConfigError where transformers has no such class or cannot load it, and where weights are
-    missing, which it would fill with random numbers.
+    Args:
+        spec: a folder or a hub name.
+
+    Returns:
+        A model of the class that saved it, in the type it is stored in.
+
+    Raises:
+        ConfigError: transformers has no such class or cannot load the folder, or weights are
+            missing, which transformers would fill with random numbers.
     """
     folder = hub_folder(spec)
     config = read_config(folder)
@@ -57,12 +67,13 @@ def load_pretrained(spec: str | Path) -> nn.Module:
         model, info = getattr(transformers, name).from_pretrained(
             folder, dtype="auto", output_loading_info=True
         )
-    except Exception as error:  # whatever the class, safetensors, a quantiser and the disk raise
+    except Exception as error:  # the class, safetensors, a quantiser and the disk raise anything
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"{spec}: transformers cannot load it ({first}): check the folder"
         ) from None
-    if missing := sorted(info["missing_keys"]):
+    missing = sorted(info["missing_keys"])
+    if missing:
         raise ConfigError(
             f"{spec}: {missing[0]} is not there ({len(missing)} are missing): are config.json and "
             "the weights of one model?"
@@ -73,9 +84,17 @@ def load_pretrained(spec: str | Path) -> nn.Module:
 def save(
     model: nn.Module, folder: str | Path, certificate: Certificate | None = None, source: str = ""
 ) -> None:
-    """Write a folded model of transformers: save_pretrained, fold.json, certificate.json; from the
-    folder or hub name `source` also its tokenizer and the like. Raises UserError where that cannot
-    be written.
+    """Save a folded model of transformers.
+
+    Args:
+        model: a model of transformers that fold.fold returned.
+        folder: gets what save_pretrained writes, and fold.json.
+        certificate: is written as certificate.json.
+        source: folder or hub name of the model before the fold; its tokenizer and other small files
+            are copied.
+
+    Raises:
+        UserError: a file cannot be written.
     """
     folder = Path(folder)
     swaps = [module.swap for module in model.modules() if isinstance(module, FoldedNorm)]
@@ -87,12 +106,8 @@ def save(
     }
     try:
         model.save_pretrained(folder)
-        for path in hub_folder(source).glob("*") if source else ():
-            side = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(
-                ".index.json"
-            )
-            if side and not (folder / path.name).exists():
-                shutil.copyfile(path, folder / path.name)
+        if source:
+            _copy_side_files(hub_folder(source), folder)
         (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
         if certificate is not None:
             (folder / "certificate.json").write_text(certificate.to_json() + "\n", encoding="utf-8")
@@ -100,19 +115,31 @@ def save(
         raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
 
 
-def load(spec: str | Path) -> nn.Module:
-    """The model that `save` wrote, in eval mode.
+def _copy_side_files(source: Path, folder: Path) -> None:
+    """Copy a tokenizer and the like, where save_pretrained has not written the file itself."""
+    for path in source.glob("*"):
+        if path.name.endswith(".index.json"):  # of weights in several files
+            continue
+        is_side_file = path.suffix in (".json", ".txt", ".model", ".jinja")
+        if is_side_file and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
 
-    Raises ConfigError, and CheckpointError for a fold.json of another.
+
+def load(spec: str | Path) -> nn.Module:
+    """Load a model that `save` wrote, in eval mode.
+
+    Args:
+        spec: a folder or a hub name.
+
+    Raises:
+        CheckpointError: fold.json is missing or damaged, or belongs to another model.
+        ConfigError: transformers cannot load the folder.
     """
     path = hub_folder(spec) / RECIPE
     try:
         recipe = json.loads(path.read_text(encoding="utf-8"))
         swaps = [Swap(**swap) for swap in recipe["swaps"]]
-        insertions = [
-            Insertion(**{**found, "argument": found["argument"] and tuple(found["argument"])})
-            for found in recipe["insertions"]
-        ]
+        insertions = [_insertion(found) for found in recipe["insertions"]]
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: not there, so not a folded model: load it with transformers"
@@ -130,12 +157,19 @@ def load(spec: str | Path) -> nn.Module:
         swap_and_insert(Plan(swaps=swaps, insertions=insertions), model)
     except AttributeError as error:  # no such module
         raise CheckpointError(
-            f"{path}: of another model than the weights beside it ({error})"
+            f"{path}: of another model than the weights in its folder ({error})"
         ) from None
     return model
 
 
+def _insertion(found: dict[str, Any]) -> Insertion:
+    """Read an insertion from JSON, which has lists for tuples."""
+    argument = found["argument"]
+    return Insertion(**{**found, "argument": argument and tuple(argument)})
+
+
 def _centers(model: nn.Module) -> Iterator[Center]:
+    """Find the inserted centrings of a model."""
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if isinstance(hook, Center):
@@ -146,16 +180,27 @@ def _centers(model: nn.Module) -> Iterator[Center]:
 
 
 def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
-    """Random inputs of a transformers model, two examples, without a cache: token ids, pictures,
-    films, sound, as its main input and its config ask. Raises ConfigError where they do not tell.
+    """Draw random inputs of a transformers model: two examples, without a cache.
+
+    Its main input and its config say which they are: token ids, images, video or sound.
+
+    Returns:
+        Keyword arguments; floats in the type of the model's weights.
+
+    Raises:
+        ConfigError: main input and config do not say what is needed.
     """
-    config, name, inputs = model.config, model.main_input_name, {}
-    generator, stored = torch.Generator().manual_seed(seed), next(model.parameters()).dtype
+    config = model.config
+    name = model.main_input_name
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    inputs = {}
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(2, *shape, generator=generator).to(stored)
+        return torch.randn(2, *shape, generator=generator).to(dtype)
 
-    text, vision = config.get_text_config(), getattr(config, "vision_config", config)
+    text = config.get_text_config()
+    vision = getattr(config, "vision_config", config)
     length = min(16, getattr(text, "max_position_embeddings", None) or 16)
     ids = torch.randint(getattr(text, "vocab_size", 2), (2, length), generator=generator)
     if name == "input_ids":
@@ -164,9 +209,12 @@ def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
         size = getattr(vision, "image_size", None) or 224
         height, width = size if isinstance(size, list | tuple) else (size, size)
         frames = [vision.num_frames] if hasattr(vision, "num_frames") else []
-        inputs["pixel_values"] = noise(*frames, getattr(vision, "num_channels", 3), height, width)
-    elif name == "input_values" and hasattr(config, "conv_stride"):  # a wave, for some 16 frames
-        inputs[name] = noise(16 * int(torch.tensor(config.conv_stride).prod()) + 400)
+        channels = getattr(vision, "num_channels", 3)
+        inputs["pixel_values"] = noise(*frames, channels, height, width)
+    elif name == "input_values" and hasattr(config, "conv_stride"):
+        # A waveform; the stem's strides make some 16 frames of it.
+        stride = int(torch.tensor(config.conv_stride).prod())
+        inputs[name] = noise(16 * stride + 400)
     elif name == "input_values" and hasattr(config, "num_mel_bins"):
         inputs[name] = noise(config.max_length, config.num_mel_bins)
     elif name == "input_features" and hasattr(config, "max_source_positions"):
@@ -182,20 +230,27 @@ def example_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
 
 
 def no_cache(model: nn.Module) -> dict[str, bool]:
-    """A cache of keys and values is nothing that torch.export returns."""
-    takes = "use_cache" in inspect.signature(model.forward).parameters or getattr(
-        model.config, "use_cache", False
-    )
-    return {"use_cache": False} if takes else {}
+    """Return the argument that switches the key-value cache off.
+
+    torch.export cannot return such a cache.
+    """
+    in_signature = "use_cache" in inspect.signature(model.forward).parameters
+    if in_signature or getattr(model.config, "use_cache", False):
+        return {"use_cache": False}
+    return {}
 
 
 def read_inputs(path: str, model: nn.Module) -> dict[str, Any]:
-    """Tensors of a safetensors file, by the names of the model's arguments. Raises ConfigError."""
+    """Read inputs from a safetensors file; its tensors are named as the model's arguments.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     try:
         from safetensors.torch import load_file
 
         found = load_file(path)
-    except Exception as error:  # no package, no file, another file
+    except Exception as error:  # no package, no file, or another kind of file
         raise ConfigError(
             f"inputs={path}: cannot be read as safetensors ({error}): write it with save_file"
         ) from None

@@ -1,9 +1,9 @@
-"""Writing a fold back into the modules of a model: centred parameters, RMSNorms in the place of
+"""Write a fold into the modules of a model: centred parameters, RMSNorms in the place of
 LayerNorms, centrings.
 
 A `Plan` holds names alone, so it can be carried out on any copy of the model. The state dict keeps
-its keys, and what it holds is right for the unfolded model, too: a LayerNorm does the same to rows
-of zero mean as an RMSNorm.
+its keys. Its values are right for the unfolded model, too, because a LayerNorm does the same to
+rows of zero mean as an RMSNorm.
 """
 
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn.utils import parametrize
 
-from .axes import argument, is_float, moved, norm_input, shape
-from .beside import rms_norm
+from .axes import argument, input_axes, is_float, norm_input, shape
 from .graph import Graph, Source
+from .siblings import rms_norm
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,12 @@ class Swap:
 
 @dataclass(frozen=True)
 class Insertion:
-    """A centring of what module `path` returns, or of its argument (position, name); "" is the
-    whole model.
-    """
+    """A centring of what module `path` returns or takes, along an axis, in blocks."""
 
-    path: str
+    path: str  # "" is the whole model
     axis: int
     block: int
-    argument: tuple[int, str] | None = None
+    argument: tuple[int, str] | None = None  # (position, name); None: what the module returns
 
 
 @dataclass
@@ -49,97 +47,110 @@ class Plan:
     """All that a fold changes, by name."""
 
     sources: list[Source] = field(default_factory=list)
-    # names that get a copy of their own
+    # parameters that get a centred copy, and the names under which the copy is used
     untied: list[tuple[Source, tuple[str, ...]]] = field(default_factory=list)
     swaps: list[Swap] = field(default_factory=list)
     insertions: list[Insertion] = field(default_factory=list)
-    keep: set[str] = field(default_factory=set)  # parameters whose values it relies on
+    keep: set[str] = field(default_factory=set)  # parameters whose present values it relies on
 
 
 class FoldedNorm(nn.Module):
-    """RMSNorm with LayerNorm's gain and bias, over `axis` of input (*), in the place of the norm
-    `old`: same names.
+    """Compute RMSNorm with the gain and bias of the LayerNorm or GroupNorm `old`, in its place.
 
-    y = x / sqrt(mean(x^2) + eps) * gain + bias; the mean is over each of `groups` equal blocks of
-    the axis. On a GPU in eager mode it runs as a kernel (kernels/); statistics are float32, or
-    float64 for float64. Hooks of `old` stay.
+        y = x / sqrt(mean(x^2) + eps) * gain + bias
+
+    The mean is over each of `swap.groups` equal blocks of `swap.axis`; the input may have any other
+    axes. Statistics are in float32, or float64 for float64. On a GPU in eager mode it runs as one
+    kernel. Parameters keep their names, and the hooks of `old` stay.
     """
 
     def __init__(self, old: nn.Module, swap: Swap):
         super().__init__()
-        self.swap, self.axis, self.groups, self.eps = swap, swap.axis, swap.groups, swap.eps
-        self.normalized_shape, self.names = (swap.channels,), (swap.gain, swap.bias)
+        self.swap = swap
+        self.axis = swap.axis
+        self.groups = swap.groups
+        self.eps = swap.eps
+        self.normalized_shape = (swap.channels,)  # as a LayerNorm has it
+        self.names = (swap.gain, swap.bias)
         for name in {"weight", "bias", *self.names} - {None}:
             self.register_parameter(name, getattr(old, name, None))
-        self.__dict__.update({name: value for name, value in vars(old).items() if "_hook" in name})
+        hooks = {name: value for name, value in vars(old).items() if "_hook" in name}
+        self.__dict__.update(hooks)
         self.train(old.training)
 
-    def forward(self, input: Tensor) -> Tensor:  # LayerNorm's name for it, which callers may use
+    # `input` is LayerNorm's name for it, which callers may use.
+    def forward(self, input: Tensor) -> Tensor:
         gain, bias = (None if name is None else getattr(self, name) for name in self.names)
-        if self.axis == input.dim() - 1:
-            return rms_norm(input, gain, self.eps, bias, self.groups)[0]
-        return rms_norm(input.movedim(self.axis, -1), gain, self.eps, bias, self.groups)[0].movedim(
-            -1, self.axis
-        )
+        is_last = self.axis == input.dim() - 1
+        x = input if is_last else input.movedim(self.axis, -1)
+        y, _ = rms_norm(x, gain, self.eps, bias, self.groups)
+        return y if is_last else y.movedim(-1, self.axis)
 
     def extra_repr(self) -> str:
-        return f"{self.normalized_shape[0]}, eps={self.eps}" + f", groups={self.groups}" * (
-            self.groups > 1
-        )
+        text = f"{self.normalized_shape[0]}, eps={self.eps}"
+        if self.groups > 1:
+            text += f", groups={self.groups}"
+        return text
 
 
 class Center:
-    """Hook that centres what a module returns, or one of its arguments."""
+    """Centre what a module returns, or one of its arguments (a hook)."""
 
     def __init__(self, insertion: Insertion):
         self.insertion = insertion
-        self.axis, self.block, self.argument = insertion.axis, insertion.block, insertion.argument
+        self.axis = insertion.axis
+        self.block = insertion.block
+        self.argument = insertion.argument
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
-        if self.argument is None:
-            return centered(call[-1], self.axis, self.block)
-        args, kwargs = call
+        if self.argument is None:  # a forward hook gets (args, output)
+            output = call[-1]
+            return centered(output, self.axis, self.block)
+        args, kwargs = call  # a pre-hook with keywords
         position, name = self.argument
         if name in kwargs:
-            return args, {**kwargs, name: centered(kwargs[name], self.axis, self.block)}
-        return (
-            *args[:position],
-            centered(args[position], self.axis, self.block),
-            *args[position + 1 :],
-        ), kwargs
+            x = centered(kwargs[name], self.axis, self.block)
+            return args, {**kwargs, name: x}
+        x = centered(args[position], self.axis, self.block)
+        return (*args[:position], x, *args[position + 1 :]), kwargs
 
 
 class CenteredWeight(nn.Module):
-    """Parametrisation V = W - mean(W) (CBWC, equation 7); with a gain, of gain * W (LayerScale)."""
+    """Parametrise a weight as V = W - mean(W) (CBWC, equation 7).
+
+    With a gain it centres gain * W instead (LayerScale).
+    """
 
     def __init__(self, axis: int, block: int, gain: nn.Parameter | None = None):
         super().__init__()
-        self.axis, self.block, self.gain = axis, block, gain
+        self.axis = axis
+        self.block = block
+        self.gain = gain
 
     def forward(self, weight: Tensor) -> Tensor:
         return centered(merged(weight, self.gain, self.axis), self.axis, self.block)
 
 
 class Ones(nn.Module):
-    """Parametrisation of a gain that has been merged into weights."""
+    """Parametrise a gain that has been merged into weights: it is 1 from now on."""
 
     def forward(self, gain: Tensor) -> Tensor:
         return torch.ones_like(gain)
 
 
 def centered(x: Tensor, axis: int, block: int) -> Tensor:
-    """x minus the mean of each block of its axis (counted from the front)."""
+    """Subtract the mean of each block of an axis (counted from the front)."""
     blocks = x.unflatten(axis, (-1, block))
     return (blocks - blocks.mean(axis + 1, keepdim=True)).flatten(axis, axis + 1)
 
 
 def merged(weight: Tensor, gain: Tensor | None, axis: int) -> Tensor:
-    """The weight times a gain, one number for each place on the axis."""
-    return (
-        weight
-        if gain is None
-        else weight * gain.reshape([-1 if i == axis else 1 for i in range(weight.dim())])
-    )
+    """Multiply a weight by a gain that has one number for each index of the axis."""
+    if gain is None:
+        return weight
+    broadcast = [1] * weight.dim()
+    broadcast[axis] = -1
+    return weight * gain.reshape(broadcast)
 
 
 # ------------------------------------------------------------------------------ carrying out a plan
@@ -147,7 +158,7 @@ def merged(weight: Tensor, gain: Tensor | None, axis: int) -> Tensor:
 
 @torch.no_grad()
 def carry_out(plan: Plan, model: nn.Module) -> None:
-    """Fold `model` in place: its weights are centred for good (in float64, rounded once)."""
+    """Fold `model` in place. Weights are centred permanently, in float64 and rounded once."""
     for source in plan.sources:
         gain = tensor_of(model, source.scale) if source.scale else None
         for name, axis in source.parameters:
@@ -162,45 +173,57 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
         for name in names:
             module, attribute = _owner(model, name)
             setattr(module, attribute, new)
+        # Otherwise transformers would tie the head to the copy when a saved model is loaded.
         if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-            # or loading a saved copy would tie the head to it
             model.config.tie_word_embeddings = False
     swap_and_insert(plan, model)
 
 
 def reparametrize(plan: Plan, model: nn.Module) -> None:
-    """Fold `model` in place for training (CBWC): weights stay as they are and are centred whenever
-    they are read.
+    """Fold `model` in place for training (CBWC).
+
+    Weights keep their values and are centred whenever they are read.
     """
     for module in model.modules():
-        # a copy shares torch's made-up class with the original: one of its own
+        # A copied module shares the class that torch made for its parametrisations with the
+        # original. Registering another one would change that class, so it gets a class of its own.
         if parametrize.is_parametrized(module):
             old = type(module)
-            own = {
+            members = {
                 name: value
                 for name, value in vars(old).items()
                 if name not in ("__dict__", "__weakref__")
             }
-            module.__class__ = type(old.__name__, old.__bases__, own)
-    for source, names in [(source, None) for source in plan.sources] + plan.untied:
-        gain = tensor_of(model, source.scale) if source.scale else None
-        for name, axis in source.parameters:
-            weight = tensor_of(model, name)
-            everywhere = [
-                n for n, value in model.named_parameters(remove_duplicate=False) if value is weight
-            ]
-            for alias in names or everywhere or [name]:
-                parametrize.register_parametrization(
-                    *_owner(model, alias), CenteredWeight(axis, source.block, gain)
-                )
-        if gain is not None:
-            parametrize.register_parametrization(*_owner(model, source.scale), Ones())
+            module.__class__ = type(old.__name__, old.__bases__, members)
+    for source in plan.sources:
+        _center_when_read(model, source, None)
+    for source, names in plan.untied:
+        _center_when_read(model, source, names)
     swap_and_insert(plan, model)
 
 
+def _center_when_read(model: nn.Module, source: Source, names: tuple[str, ...] | None) -> None:
+    """Parametrise a source under the given names, or under all names that its tensors have."""
+    gain = tensor_of(model, source.scale) if source.scale else None
+    for name, axis in source.parameters:
+        weight = tensor_of(model, name)
+        aliases = [
+            alias
+            for alias, value in model.named_parameters(remove_duplicate=False)
+            if value is weight
+        ]
+        for alias in names or aliases or [name]:
+            module, attribute = _owner(model, alias)
+            centering = CenteredWeight(axis, source.block, gain)
+            parametrize.register_parametrization(module, attribute, centering)
+    if gain is not None:
+        parametrize.register_parametrization(*_owner(model, source.scale), Ones())
+
+
 def swap_and_insert(plan: Plan, model: nn.Module) -> None:
-    """What a plan does beside the weights: LayerNorms become RMSNorms, centrings are inserted. In
-    place.
+    """Do what a plan does apart from the weights, in place.
+
+    Norm modules become RMSNorms, and centrings are inserted as hooks.
     """
     for swap in plan.swaps:
         old = model.get_submodule(swap.path)
@@ -209,14 +232,7 @@ def swap_and_insert(plan: Plan, model: nn.Module) -> None:
             for name, child in list(parent.named_children()):
                 if child is old:
                     setattr(parent, name, new)
-    for module in model.modules():
-        if not any(isinstance(part, FoldedNorm) for part in module.modules()):
-            continue
-        # or its fast path, taken without gradients, passes over
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # the norms and computes LayerNorms
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # for that path alone
+    _disable_fast_path(model)
     for insertion in plan.insertions:
         module = model.get_submodule(insertion.path)
         if insertion.argument is None:
@@ -225,18 +241,35 @@ def swap_and_insert(plan: Plan, model: nn.Module) -> None:
             module.register_forward_pre_hook(Center(insertion), with_kwargs=True)
 
 
+def _disable_fast_path(model: nn.Module) -> None:
+    """Disable the fast path of torch's encoders that hold a folded norm.
+
+    It is taken without gradients, does not call the norm modules and computes LayerNorms.
+    """
+    for module in model.modules():
+        if not any(isinstance(part, FoldedNorm) for part in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # "neither", for which there is no fast path
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # nested tensors need the fast path
+
+
 def _centered_once(weight: Tensor, gain: Tensor | None, axis: int, block: int) -> Tensor:
-    gain = None if gain is None else gain.double()
-    return centered(merged(weight.detach().double(), gain, axis), axis, block).to(weight.dtype)
+    """Return gain * weight, centred in float64 and rounded once."""
+    wide_gain = None if gain is None else gain.double()
+    wide = merged(weight.detach().double(), wide_gain, axis)
+    return centered(wide, axis, block).to(weight.dtype)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module and the attribute that a parameter's name stands for."""
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
 
 
 def tensor_of(model: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of this name."""
+    """Return the parameter or buffer of this name."""
     return getattr(*_owner(model, name))
 
 
@@ -244,54 +277,61 @@ def tensor_of(model: nn.Module, name: str) -> Tensor:
 
 
 def find_swap(graph: Graph, norm: Node) -> Swap | str:
-    """How to swap the module that calls this norm, or why that is not possible.
+    """Find out how to swap the module that calls this norm, or why that is not possible.
 
-    The module must do nothing but the norm: casts and moved axes around it are fine.
+    The module must do nothing but the norm. Casts and moved axes around the norm are allowed, if
+    what it returns has the type and the axes of what it takes.
     """
     key = graph.call(norm)
     path = norm.meta["nn_module_stack"][key][0] if key else ""
     if not path:
-        block = ", or in a no_grad or autocast block, where modules cannot be told" * graph.blocks
+        block = (
+            ", or in a no_grad or autocast block, which hides its module" if graph.blocks else ""
+        )
         return (
             f"the norm is called by the model itself, as a function{block}: "
             "there is no module to swap"
         )
-    module, own = (
-        graph.model.get_submodule(path),
-        [node for node in graph.nodes if graph.call(node) == key],
-    )
-    line, _ = norm_input(norm)
-    x, axis = line.node, line.axis
-    before, x = _chain_back(x, own)
+    module = graph.model.get_submodule(path)
+    own = [node for node in graph.nodes if graph.call(node) == key]
+    line = norm_input(norm).line
+    before, x = _chain_back(line.node, own)
     after, out = _chain_forward(norm, own)
-    extra = set(own) - {norm, *before, *after}
-    if any(node.users for node in extra) or next(module.children(), None) is not None:
+    others = set(own) - {norm, *before, *after}
+    if any(node.users for node in others) or next(module.children(), None) is not None:
         return f"the norm is computed in {path}, together with other operations"
+    # Follow the norm's axis back to the module's input.
+    axis = line.axis
     for node in reversed(before):
-        axis = moved(node)[axis]
+        axis = input_axes(node)[axis]
+    # Follow all axes of the input forwards: they must end where they were.
     places = list(range(len(shape(x))))
     for node in [*before, *after]:
-        places = [places[source] for source in moved(node)]
+        places = [places[source] for source in input_axes(node)]
     if places != sorted(places) or out.meta["val"].dtype != x.meta["val"].dtype:
-        return f"{path} moves axes or changes the type beside its norm"
-    grouped = "group_norm" in str(norm.target)
-    gain, bias = argument(norm, 2), argument(norm, 3)
-    names = {id(value): name for name, value in module.named_parameters(recurse=False)}
-    used = [
-        None
-        if x is None
-        else names.get(id(graph.values[graph.names[x]]))
-        if x in graph.names
-        else None
-        for x in (gain, bias)
-    ]
-    if [x is None for x in (gain, bias)] != [x is None for x in used] or len(names) != sum(
-        x is not None for x in used
-    ):
+        return f"{path} also moves axes or changes the type"
+    own_names = {id(value): name for name, value in module.named_parameters(recurse=False)}
+    names = []
+    for parameter in (argument(norm, 2), argument(norm, 3)):  # gain, bias
+        name = None
+        if parameter in graph.names:
+            name = own_names.get(id(graph.values[graph.names[parameter]]))
+        if parameter is not None and name is None:
+            return f"the parameters of {path} are not those of its norm"
+        names.append(name)
+    if len(own_names) != sum(name is not None for name in names):
         return f"the parameters of {path} are not those of its norm"
-    eps = argument(norm, 4, 1e-5)
     channels = shape(x)[axis]
-    return Swap(path, axis, channels, channels // line.block if grouped else 1, eps, *used)
+    grouped = "group_norm" in str(norm.target)
+    return Swap(
+        path=path,
+        axis=axis,
+        channels=channels,
+        groups=channels // line.block if grouped else 1,
+        eps=argument(norm, 4, 1e-5),
+        gain=names[0],
+        bias=names[1],
+    )
 
 
 MOVES = (
@@ -305,7 +345,15 @@ MOVES = (
 
 
 def _chain_back(x: Node, own: list[Node]) -> tuple[list[Node], Node]:
-    """Casts and moves in front of the norm, first to last, and the module's input."""
+    """Follow casts and moves back from a norm's input.
+
+    Args:
+        x: the norm's input.
+        own: the nodes of the module.
+
+    Returns:
+        The casts and moves, first to last, and the module's input.
+    """
     chain = []
     while x in own and str(x.target).startswith(MOVES) and len(x.users) == 1:
         chain.append(x)
@@ -314,19 +362,20 @@ def _chain_back(x: Node, own: list[Node]) -> tuple[list[Node], Node]:
 
 
 def _chain_forward(norm: Node, own: list[Node]) -> tuple[list[Node], Node]:
-    """Casts and moves behind the norm, and the module's output.
+    """Follow casts and moves forwards from a norm.
 
-    A norm with three results is followed by getitem.
+    Returns:
+        The casts and moves, first to last, and the module's output.
     """
-    chain, out = [], norm
-    if isinstance(norm.meta["val"], list | tuple):
-        pieces = [user for user in norm.users if user.args[1] == 0]
-        chain, out = list(norm.users), pieces[0]
-    while (
-        len(out.users) == 1
-        and (user := next(iter(out.users))) in own
-        and str(user.target).startswith(MOVES)
-    ):
+    chain = []
+    out = norm
+    if isinstance(norm.meta["val"], list | tuple):  # native_layer_norm: (y, mean, inv_std)
+        chain = list(norm.users)
+        out = next(user for user in norm.users if user.args[1] == 0)
+    while len(out.users) == 1:
+        user = next(iter(out.users))
+        if user not in own or not str(user.target).startswith(MOVES):
+            break
         chain.append(user)
         out = user
     return [node for node in chain if is_float(node)], out

@@ -1,18 +1,19 @@
-"""Which lines of numbers make up a line of numbers? The rules of folding, one for each kind of ATen
-operation.
+"""Say which lines of an operation's inputs make up a line of its output: one rule for each kind of
+ATen operation.
 
-A rule says for the output of an operation which lines of its inputs feed a line of the output, such
-that
+A rule gives, for a line of an operation's output, the lines of its inputs that feed it, such that
 
-    adding a constant to every block of these inputs adds a constant to the blocks of the output,
-    and if the blocks of all these inputs have zero mean, the output's have, unless something
-    `spoils` it.
+    1. adding a constant to every block of these inputs adds a constant to the blocks of the output,
+    2. if the blocks of all these inputs have zero mean, those of the output have, too, unless the
+       rule states a `failure`.
 
-The same rules are read backwards (which parameters must be centred for this LayerNorm?) and
-forwards (what else would feel it?): fold/graph.py. A rule gives None where an operation does
-neither along this axis, and so do operations that have no rule. Source: "Enjoy Your Layer
-Normalization", section 4.2 (scalars, adds, linears) and appendix C (convolutions, groups), but on
-ATen operations, so that in-place code, functions and modules of any name are alike.
+graph.py reads the same rules backwards (which parameters must be centred for this LayerNorm?) and
+forwards (what else would be changed by that?). A rule returns None where an operation has neither
+property along this axis. Operations without a rule have neither.
+
+Source: "Enjoy Your Layer Normalization", section 4.2 (scalars, adds, linears) and appendix C
+(convolutions, groups). The rules here are on ATen operations, so that in-place code, functions and
+modules of any name are treated alike.
 """
 
 import math
@@ -22,14 +23,14 @@ from typing import Any
 
 from torch.fx import Node
 
-from .axes import Feeds, Line, aligned, argument, centring, describe, is_float, moved, shape
+from .axes import Feeds, Line, aligned, argument, centring, describe, input_axes, is_float, shape
 
-Rule = Callable[[Line], Feeds]
+Rule = Callable[[Line], Feeds | None]
 RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a function as the rule of these ATen operations (name.overload)."""
+    """Register a function as the rule of these ATen operations (name.overload)."""
 
     def register(function: Rule) -> Rule:
         RULES.update({f"aten.{name}": function for name in names})
@@ -39,38 +40,39 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def feeds(line: Line) -> Feeds:
-    """What feeds a line; `spoils` says in words why it cannot be made to have zero mean through its
-    inputs.
-    """
+    """Return what feeds a line; its `failure` says why the line cannot be given zero mean."""
     node = line.node
+    found = None
     if node.target is operator.getitem:
         found = RULES["aten.getitem"](line)
     elif node.op == "call_function" and str(node.target) in RULES and is_float(node):
         found = RULES[str(node.target)](line)
-    else:
-        found = None
+    if found is not None:
+        return found
     why = "need not have a zero mean" if node.op == "placeholder" else "does not keep a zero mean"
-    return found or Feeds(spoils=f"{describe(node)} {why}")
+    return Feeds(failure=f"{describe(node)} {why}")
 
 
 def _through(node: Any, axis: int, line: Line) -> Feeds | None:
+    """Say that `axis` of one input feeds the line, and nothing else does."""
     return Feeds((Line(node, axis, line.block),)) if is_float(node) else None
 
 
 def _any_of(parts: Iterable[Any], line: Line, why: str) -> Feeds:
-    """Lines of the parts that vary along the axis; another part, unless it is 0, spoils, and `why`
-    says how.
+    """Say that those parts feed the line that vary along its axis.
+
+    A part that does not vary must be 0. Otherwise the rule fails, and `why` says how.
     """
     found = [(x, aligned(x, line)) for x in parts]
-    spoils = any(at is None and not is_zero(x) for x, at in found)
+    fails = any(at is None and not is_zero(x) for x, at in found)
     return Feeds(
         tuple(at for _, at in found if at is not None),
-        f"{describe(line.node)} {why}" if spoils else "",
+        f"{describe(line.node)} {why}" if fails else "",
     )
 
 
 def is_zero(x: Any) -> bool:
-    """A number or a tensor that is known to be 0 everywhere."""
+    """Tell whether a number or a tensor is known to be 0 everywhere."""
     if not isinstance(x, Node):
         return isinstance(x, int | float) and x == 0
     name = str(x.target)
@@ -78,8 +80,9 @@ def is_zero(x: Any) -> bool:
         return is_zero(x.args[0])
     if name.startswith(("aten.full", "aten.scalar_tensor")):
         return is_zero(next(a for a in reversed(x.args) if isinstance(a, int | float)))
-    # a constant: fold/graph.py
-    return name.startswith(("aten.zeros", "aten.new_zeros")) or x.meta.get("zero", False)
+    if name.startswith(("aten.zeros", "aten.new_zeros")):
+        return True
+    return x.meta.get("zero", False)  # a constant of the graph, marked in graph.py
 
 
 # --------------------------------------------------------------------------------- scalars and adds
@@ -105,15 +108,16 @@ def _same(line: Line) -> Feeds | None:
 def _dropout(line: Line) -> Feeds | None:
     x, p, training = line.node.args
     if training and p > 0:
+        # Zeros at random positions change the mean of a row.
         return Feeds(
-            spoils=f"{describe(line.node)} is in training mode: zeros at random make a mean"
+            failure=f"{describe(line.node)} is in training mode: zeros at random make a mean"
         )
     return _through(x, line.axis, line)
 
 
 @rule("copy.default", "fill.Scalar", "fill.Tensor")
 def _written(line: Line) -> Feeds:
-    """What is written, as a whole, over another tensor."""
+    """A tensor that is overwritten as a whole has the mean of what is written."""
     return _any_of(line.node.args[1:2], line, "puts one number into a whole row")
 
 
@@ -130,6 +134,7 @@ def _getitem(line: Line) -> Feeds | None:
         axis = argument(source, 2, 0, "dim") % len(shape(line.node))
         return _through(source.args[0], line.axis, line) if axis != line.axis else None
     if name.startswith("aten.unbind"):
+        # The input has one axis more than each output.
         axis = argument(source, 1, 0, "dim") % (len(shape(line.node)) + 1)
         return _through(source.args[0], line.axis + (axis <= line.axis), line)
     return None
@@ -138,31 +143,33 @@ def _getitem(line: Line) -> Feeds | None:
 @rule("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")
 def _add(line: Line) -> Feeds:
     if centring(line.node) == (line.axis, line.block):
-        return Feeds()
+        return Feeds()  # x - mean(x) has zero mean whatever x is
     return _any_of(line.node.args[:2], line, "adds the same number to a whole row")
 
 
 @rule("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")
 def _mul(line: Line) -> Feeds | None:
-    """By a number, or by a tensor that is the same all along the axis."""
+    """A factor keeps zero mean if it is a number, or the same all along the axis."""
     x, y = line.node.args[:2]
     if aligned(y, line) is None:
         at = aligned(x, line)
     elif aligned(x, line) is None and "mul" in str(line.node.target):
         at = aligned(y, line)
     else:
-        return Feeds(spoils=f"{describe(line.node)} gives every channel another factor")
+        return Feeds(failure=f"{describe(line.node)} gives every channel another factor")
     return None if at is None else Feeds((at,))
 
 
 @rule("where.self", "masked_fill.Scalar", "masked_fill.Tensor")
 def _choose(line: Line) -> Feeds | None:
-    """Where the condition is the same all along the axis."""
-    masked = "masked_fill" in str(line.node.target)
-    condition, options = (
-        line.node.args[masked],
-        [x for i, x in enumerate(line.node.args) if i != masked],
-    )
+    """A choice keeps zero mean if its condition is the same all along the axis."""
+    args = line.node.args
+    if "masked_fill" in str(line.node.target):
+        condition = args[1]
+        options = [args[0], *args[2:]]
+    else:
+        condition = args[0]
+        options = args[1:]
     if aligned(condition, line) is not None:
         return None
     return _any_of(options, line, "puts one number into a whole row")
@@ -191,24 +198,22 @@ def _zeros(line: Line) -> Feeds | None:
     "view_as.default",
 )
 def _view(line: Line) -> Feeds | None:
-    """A reshape keeps a block whole if some axis of its input has the same stride and holds whole
-    blocks.
+    """A reshape keeps a block whole if an axis of its input has the same stride and whole blocks.
+
+    Strides are those of contiguous tensors: the product of the sizes after an axis.
     """
     x = line.node.args[0]
     stride = math.prod(shape(line.node)[line.axis + 1 :])
     for axis, size in enumerate(shape(x)):
-        if (
-            size >= line.block
-            and size % line.block == 0
-            and math.prod(shape(x)[axis + 1 :]) == stride
-        ):
+        whole_blocks = size >= line.block and size % line.block == 0
+        if whole_blocks and math.prod(shape(x)[axis + 1 :]) == stride:
             return _through(x, axis, line)
     return None
 
 
 @rule("permute.default", "transpose.int", "t.default", "numpy_T.default")
 def _move(line: Line) -> Feeds | None:
-    return _through(line.node.args[0], moved(line.node)[line.axis], line)
+    return _through(line.node.args[0], input_axes(line.node)[line.axis], line)
 
 
 @rule("expand.default", "repeat.default")
@@ -226,8 +231,9 @@ def _expand(line: Line) -> Feeds | None:
     "flip.default",
 )
 def _along_another_axis(line: Line) -> Feeds | None:
-    """Picks, sums or moves whole blocks, as long as it works along another axis."""
-    dims = argument(line.node, 2 if "roll" in str(line.node.target) else 1, 0, "dim")
+    """Picking, summing or moving whole blocks keeps zero mean, if it is along another axis."""
+    position = 2 if "roll" in str(line.node.target) else 1
+    dims = argument(line.node, position, 0, "dim")
     dims = [dims] if isinstance(dims, int) else dims
     if not dims or line.axis in [dim % len(shape(line.node)) for dim in dims]:
         return None
@@ -242,61 +248,60 @@ def _select(line: Line) -> Feeds | None:
 
 @rule("mean.dim", "sum.dim_IntList", "nansum.default")
 def _reduce(line: Line) -> Feeds | None:
+    """A mean or sum over other axes keeps zero mean."""
     x, dims = line.node.args[:2]
-    dims = [dim % len(shape(x)) for dim in dims or range(len(shape(x)))]
-    left = [
-        axis
-        for axis in range(len(shape(x)))
-        if axis not in dims or argument(line.node, 2, False, "keepdim")
-    ]
-    return _through(x, left[line.axis], line) if left[line.axis] not in dims else None
+    ndim = len(shape(x))
+    dims = [dim % ndim for dim in dims or range(ndim)]
+    keepdim = argument(line.node, 2, False, "keepdim")
+    remaining = [axis for axis in range(ndim) if axis not in dims or keepdim]
+    axis = remaining[line.axis]  # of x
+    return _through(x, axis, line) if axis not in dims else None
 
 
 @rule("pad.default", "constant_pad_nd.default")
 def _pad(line: Line) -> Feeds | None:
-    x, widths = line.node.args[:2]
-    from_last = len(shape(line.node)) - 1 - line.axis
+    """Padding along other axes adds whole rows: of one number, or copies of those that are there.
+
+    Widths are given in pairs (before, after), the last axis first.
+    """
+    node = line.node
+    x, widths = node.args[:2]
+    from_last = len(shape(node)) - 1 - line.axis
     if any(widths[2 * from_last : 2 * from_last + 2]) or not is_float(x):
         return None
-    value = (
-        line.node.args[-1]
-        if "constant" in str(line.node.target)
-        else argument(line.node, 3, 0, "value")
-    )
-    zero = len(line.node.args) == 2 or value is None or is_zero(value)
-    if (
-        "constant" not in str(line.node.target)
-        and argument(line.node, 2, "constant", "mode") != "constant"
-    ):
-        zero = True  # reflects or repeats whole rows
-    return Feeds(
-        (Line(x, line.axis, line.block),),
-        "" if zero else f"{describe(line.node)} adds rows of one number",
-    )
+    if "constant" in str(node.target):
+        value = node.args[-1]
+        copies_rows = False
+    else:
+        value = argument(node, 3, 0, "value")
+        copies_rows = argument(node, 2, "constant", "mode") != "constant"  # reflects or repeats
+    zero = copies_rows or len(node.args) == 2 or value is None or is_zero(value)
+    failure = "" if zero else f"{describe(node)} adds rows of one number"
+    return Feeds((Line(x, line.axis, line.block),), failure)
 
 
 @rule("index.Tensor")
 def _index(line: Line) -> Feeds | None:
-    """Rows picked by one index tensor at the front or, with `:` before it, further on."""
+    """Rows picked by index tensors at the front or, with `:` before them, further on."""
     x, indices = line.node.args
     used = [position for position, index in enumerate(indices) if index is not None]
-    if used != list(range(used[0], used[-1] + 1)):
+    first = used[0]
+    if used != list(range(first, used[-1] + 1)):
         return None
-    gone = len(used)  # axes of x that the index tensors replace, by as many as these have together
-    came = len(shape(line.node)) - (len(shape(x)) - gone)
-    if used[0] <= line.axis < used[0] + came:
+    removed = len(used)  # axes of x that the index tensors replace
+    added = len(shape(line.node)) - (len(shape(x)) - removed)  # by as many axes of their own
+    if first <= line.axis < first + added:
         return None
-    return _through(x, line.axis if line.axis < used[0] else line.axis - came + gone, line)
+    axis = line.axis if line.axis < first else line.axis - added + removed
+    return _through(x, axis, line)
 
 
 @rule("gather.default")
 def _gather(line: Line) -> Feeds | None:
     """Rows picked by an index that is the same all along the axis."""
     x, dim, index = line.node.args[:3]
-    even = (
-        str(index.target) in ("aten.expand.default", "aten.repeat.default")
-        and aligned(index.args[0], line) is None
-    )
+    repeated = str(index.target) in ("aten.expand.default", "aten.repeat.default")
+    even = repeated and aligned(index.args[0], line) is None
     return _through(x, line.axis, line) if even and dim % len(shape(x)) != line.axis else None
 
 
@@ -304,9 +309,12 @@ def _gather(line: Line) -> Feeds | None:
 def _join(line: Line) -> Feeds | None:
     dim = argument(line.node, 1, 0, "dim") % len(shape(line.node))
     if dim == line.axis:
-        return Feeds(spoils=f"{describe(line.node)} joins pieces along the axis of the norm")
-    axis = line.axis - ("stack" in str(line.node.target) and dim < line.axis)
-    return Feeds(tuple(Line(x, axis, line.block) for x in line.node.args[0] if math.prod(shape(x))))
+        return Feeds(failure=f"{describe(line.node)} joins pieces along the axis of the norm")
+    axis = line.axis
+    if "stack" in str(line.node.target) and dim < line.axis:
+        axis -= 1  # stack adds the axis `dim`
+    pieces = [x for x in line.node.args[0] if math.prod(shape(x))]  # without empty ones
+    return Feeds(tuple(Line(x, axis, line.block) for x in pieces))
 
 
 @rule("select_scatter.default", "slice_scatter.default")
@@ -316,7 +324,9 @@ def _overwrite(line: Line) -> Feeds | None:
     dim = argument(line.node, 2, 0, "dim") % len(shape(x))
     if dim == line.axis:
         return None
-    axis = line.axis - ("select" in str(line.node.target) and dim < line.axis)
+    axis = line.axis
+    if "select" in str(line.node.target) and dim < line.axis:
+        axis -= 1  # the rows lack the axis `dim`
     return Feeds((Line(x, line.axis, line.block), Line(rows, axis, line.block)))
 
 
@@ -333,36 +343,40 @@ def _overwrite(line: Line) -> Feeds | None:
     "upsample_bicubic2d.vec",
 )
 def _pool(line: Line) -> Feeds | None:
-    """Means over positions; zero rows at the border keep a mean of zero, and shift a row evenly."""
+    """Weighted means over positions keep zero mean along the channels.
+
+    Zero rows at the border keep it, too, and shift all channels alike.
+    """
     spatial = 1 if "1d" in str(line.node.target) else 2
-    return (
-        _through(line.node.args[0], line.axis, line)
-        if line.axis == len(shape(line.node)) - spatial - 1
-        else None
-    )
+    channel_axis = len(shape(line.node)) - spatial - 1
+    return _through(line.node.args[0], line.axis, line) if line.axis == channel_axis else None
 
 
 # ----------------------------------------------------------------------------------------- products
 
 
 def _with_bias(line: Line, weight: Line, bias: Any) -> Feeds:
+    """Say that a weight feeds the line and, where there is one, a bias (channels,)."""
     bias = () if bias is None else (Line(bias, 0, line.block),)
     return Feeds((weight, *bias))
 
 
 @rule("linear.default")
 def _linear(line: Line) -> Feeds | None:
-    x, weight, bias = line.node.args[0], line.node.args[1], argument(line.node, 2, None, "bias")
+    """Along the outputs, the weight (out, in) and the bias; along another axis, the input."""
+    x, weight = line.node.args[:2]
+    bias = argument(line.node, 2, None, "bias")
     if line.axis == len(shape(line.node)) - 1:
         return _with_bias(line, Line(weight, 0, line.block), bias)
-    spoils = (
-        "" if bias is None else f"the bias of {describe(line.node)} is the same for a whole row"
-    )
-    return Feeds((Line(x, line.axis, line.block),), spoils)
+    failure = ""
+    if bias is not None:
+        failure = f"the bias of {describe(line.node)} is the same for a whole row"
+    return Feeds((Line(x, line.axis, line.block),), failure)
 
 
 @rule("addmm.default")
 def _addmm(line: Line) -> Feeds | None:
+    """bias + a b, b (in, out)."""
     bias, _, b = line.node.args
     if line.node.kwargs or line.axis != 1 or len(shape(bias)) != 1:
         return None
@@ -371,7 +385,7 @@ def _addmm(line: Line) -> Feeds | None:
 
 @rule("mm.default", "matmul.default", "bmm.default")
 def _matmul(line: Line) -> Feeds | None:
-    """The last axis comes from the second factor, the one before from the first."""
+    """The last axis comes from the second factor, the one before it from the first."""
     a, b = line.node.args
     from_last = len(shape(line.node)) - 1 - line.axis
     if len(shape(a)) < 2 or len(shape(b)) < 2 or from_last > 1:
@@ -382,18 +396,19 @@ def _matmul(line: Line) -> Feeds | None:
 
 @rule("scaled_dot_product_attention.default")
 def _attention(line: Line) -> Feeds | None:
-    """Linear in the values (appendix D.3)."""
+    """Attention is linear in the values (appendix D.3)."""
     value = line.node.args[2]
-    return (
-        _through(value, len(shape(value)) - 1, line)
-        if line.axis == len(shape(line.node)) - 1
-        else None
-    )
+    if line.axis != len(shape(line.node)) - 1:
+        return None
+    return _through(value, len(shape(value)) - 1, line)
 
 
 @rule("embedding.default")
 def _embedding(line: Line) -> Feeds | None:
-    return _through(line.node.args[0], 1, line) if line.axis == len(shape(line.node)) - 1 else None
+    """Along the channels, the weight (rows, channels)."""
+    if line.axis != len(shape(line.node)) - 1:
+        return None
+    return _through(line.node.args[0], 1, line)
 
 
 @rule(
@@ -409,18 +424,28 @@ def _embedding(line: Line) -> Feeds | None:
     "convolution.default",
 )
 def _conv(line: Line) -> Feeds | None:
-    """Along the channels: the kernels' output axis (appendix C.2.2)."""
-    node, name = line.node, str(line.node.target)
-    weight, bias = node.args[1], argument(node, 2, None, "bias")
-    general = "convolution" in name
-    transposed = node.args[6] if general else "transpose" in name
-    groups = argument(node, 8 if general else 6, 1, "groups")
-    channel_axis = len(shape(node)) - (len(shape(weight)) - 2) - 1
+    """Along the channels, the output axis of the weight, and the bias (appendix C.2.2).
+
+    The weight is (out, in / groups, ...), or (in, out / groups, ...) if transposed.
+    """
+    node = line.node
+    weight = node.args[1]
+    bias = argument(node, 2, None, "bias")
+    if str(node.target) == "aten.convolution.default":
+        # (x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+        transposed = node.args[6]
+        groups = argument(node, 8, 1, "groups")
+    else:
+        transposed = "transpose" in str(node.target)
+        groups = argument(node, 6, 1, "groups")
+    spatial = len(shape(weight)) - 2
+    channel_axis = len(shape(node)) - spatial - 1
     if line.axis != channel_axis:
         return None
+    # A block may lie within one group of output channels, but not across groups.
     if groups > 1 and (transposed or shape(node)[channel_axis] // groups % line.block):
         return Feeds(
-            spoils=f"{describe(node)} is a grouped convolution: "
+            failure=f"{describe(node)} is a grouped convolution: "
             "each output channel has inputs of its own"
         )
     return _with_bias(line, Line(weight, 1 if transposed else 0, line.block), bias)
@@ -431,9 +456,13 @@ def _conv(line: Line) -> Feeds | None:
 
 @rule("layer_norm.default")
 def _layer_norm(line: Line) -> Feeds | None:
-    """Zero mean already if it has no gain, or one for all: fold/graph.py looks at the values."""
+    """A LayerNorm's output has zero mean without a gain, or with the same gain for all channels.
+
+    The rule does not know the gain's values; graph.py looks at them.
+    """
     x, sizes, weight, bias = (argument(line.node, i) for i in range(4))
     if len(sizes) != 1 or line.axis != len(shape(x)) - 1 or line.block != sizes[0]:
         return None
-    spoils = "" if weight is None else f"the gains of {describe(line.node)} make a mean"
-    return Feeds(() if bias is None else (Line(bias, 0, line.block),), spoils, weight)
+    failure = "" if weight is None else f"the gains of {describe(line.node)} make a mean"
+    inputs = () if bias is None else (Line(bias, 0, line.block),)
+    return Feeds(inputs, failure, weight)

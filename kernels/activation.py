@@ -1,9 +1,10 @@
-"""The MLP's activation with the norm's statistic paid inside: act(z inv + b), for a gain folded
-into the projection.
+"""Triton kernels of the MLP's activation with the norm's statistic inside: act(z inv + b).
 
-No reduction over channels; only the bias' gradient sums, over rows. Functions have the signatures
-of kernels/reference.py. KIND is gelu, gelu_tanh, relu2 or swiglu; swiglu reads z (..., 2 F): gate,
-then up.
+They serve a norm whose gain is folded into the projection before the activation. There is no
+reduction over channels; only the gradient of the bias is a sum, over rows.
+
+The functions have the signatures of reference.py, which says what they compute. KIND is gelu,
+gelu_tanh, relu2 or swiglu. For swiglu z is (..., 2 F), first the gate, then the up projection.
 """
 
 import triton
@@ -12,12 +13,12 @@ import triton.language as tl
 from . import rows
 from .rows import load, load_vector, store, store_partial
 
-WIDEST = 1024  # columns of a tile
+WIDEST = 1024  # most columns of a tile; without a reduction, wider tiles gain nothing
 
 
 @triton.jit
 def argument(Z, B, row, col, first, inv, z_stride, mask, F: tl.constexpr):
-    """What the activation is applied to: z inv + b, at columns first + col of z."""
+    """Load u = z inv + b, to which the activation is applied, at columns first + col of z."""
     u = load(Z, row, first + col, z_stride, mask) * inv[:, None]
     if B is not None:
         u += load_vector(B + first, col, F)
@@ -26,15 +27,15 @@ def argument(Z, B, row, col, first, inv, z_stride, mask, F: tl.constexpr):
 
 @triton.jit
 def tanh_argument(u):
-    """gelu_tanh(u) = u sigmoid(this)."""
-    return 1.5957691216057308 * (u + 0.044715 * u * u * u)  # 2 sqrt(2 / pi)
+    """Compute t for gelu_tanh(u) = u sigmoid(t)."""
+    return 1.5957691216057308 * (u + 0.044715 * u * u * u)  # the first number is 2 sqrt(2 / pi)
 
 
 @triton.jit
 def value(u, KIND: tl.constexpr):
-    """gelu, gelu_tanh, relu2, or swiglu's silu, at u."""
+    """Compute gelu, gelu_tanh, relu2, or swiglu's silu at u."""
     if KIND == "gelu":
-        return 0.5 * u * (1.0 + tl.erf(u * 0.7071067811865476))
+        return 0.5 * u * (1.0 + tl.erf(u * 0.7071067811865476))  # sqrt(1 / 2)
     elif KIND == "gelu_tanh":
         return u * tl.sigmoid(tanh_argument(u))
     elif KIND == "relu2":
@@ -46,14 +47,13 @@ def value(u, KIND: tl.constexpr):
 
 @triton.jit
 def slope(u, KIND: tl.constexpr):
-    """Derivative of `value` at u."""
+    """Compute the derivative of `value` at u."""
     if KIND == "gelu":
-        return (
-            0.5 * (1.0 + tl.erf(u * 0.7071067811865476))
-            + u * tl.exp(-0.5 * u * u) * 0.3989422804014327
-        )
+        cdf = 0.5 * (1.0 + tl.erf(u * 0.7071067811865476))
+        return cdf + u * tl.exp(-0.5 * u * u) * 0.3989422804014327  # 1 / sqrt(2 pi)
     elif KIND == "gelu_tanh":
         sigma = tl.sigmoid(tanh_argument(u))
+        # 0.134145 is 3 * 0.044715
         return sigma + u * sigma * (1.0 - sigma) * 1.5957691216057308 * (1.0 + 0.134145 * u * u)
     elif KIND == "relu2":
         return 2.0 * tl.where(u < 0.0, 0.0, u)
@@ -75,7 +75,7 @@ def forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One tile of y, F channels wide in all."""
+    """Compute one tile of y (..., F)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     valid = row < n_rows
@@ -104,7 +104,10 @@ def backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """dz = dy act'(u) inv of a chunk of rows, u formed again from z; DB: sums of dy act'(u)."""
+    """Compute dz = dy act'(u) inv and db = sum of dy act'(u) for one chunk of rows.
+
+    u is computed again from z. B and DB may be None.
+    """
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     width: tl.constexpr = 2 * F if KIND == "swiglu" else F
     db = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -132,8 +135,10 @@ def backward_kernel(
 
 
 def scaled_activation(z, inv_rms, b, kind):
+    """Compute reference.scaled_activation."""
     channels = z.shape[-1] // (2 if kind == "swiglu" else 1)
-    y, z = rows.empty((*z.shape[:-1], channels), z.dtype, z.device), rows.as_rows(z)
+    y = rows.empty((*z.shape[:-1], channels), z.dtype, z.device)
+    z = rows.as_rows(z)
     work = rows.split(z, channels, rows.FORWARD, WIDEST)
     with rows.on_device(z):
         forward_kernel[(work.row_tiles, work.column_tiles)](
@@ -151,8 +156,11 @@ def scaled_activation(z, inv_rms, b, kind):
 
 
 def scaled_activation_backward(dy, z, inv_rms, b, kind, gains):
-    dz, channels = rows.empty(z.shape, z.dtype, z.device), dy.shape[-1]
-    dy, z = rows.as_rows(dy), rows.as_rows(z)
+    """Compute reference.scaled_activation_backward."""
+    channels = dy.shape[-1]
+    dz = rows.empty(z.shape, z.dtype, z.device)
+    dy = rows.as_rows(dy)
+    z = rows.as_rows(z)
     work = rows.split(z, channels, rows.BACKWARD, WIDEST)
     db = rows.partial_sums(work.programs, b, gains)
     with rows.on_device(z):

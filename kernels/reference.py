@@ -1,14 +1,15 @@
-"""What every kernel computes, in plain PyTorch: the meaning of kernels/, and what runs where Triton
-does not.
+"""Compute in plain PyTorch what every kernel computes.
 
-Forward functions are for autograd to differentiate and for inductor to fuse. The backward functions
-are the same gradients written out, term by term as the Triton kernels compute them.
+These functions define the meaning of kernels/, and run where Triton does not. Autograd
+differentiates the forward functions, and inductor fuses them. The backward functions are the same
+gradients written out, term by term as the Triton kernels compute them.
 
-Shapes: x (..., C), gains and biases (C,) or None, statistics (..., 1), or (..., G) with G channel
-groups. Statistics and all maths are in float32, in float64 where x is; a result is rounded once, to
-the type of x. Backward functions leave out the gradients of gains and biases unless `gains` is set.
-A gradient that nobody wants comes back as a tensor without elements, because an operator cannot
-return None.
+Shapes: x is (..., C), gains and biases are (C,) or None, statistics are (..., 1), or (..., G) with
+G channel groups. Statistics and all arithmetic are in float32, or in float64 where x is float64. A
+result is rounded once, to the type of x.
+
+Backward functions compute the gradients of gains and biases only if `gains` is set. A gradient that
+is not computed comes back as a tensor without elements, because an operator cannot return None.
 """
 
 import math
@@ -17,37 +18,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# ------------------------------------------------------------------------------------- shared maths
+# ------------------------------------------------------------------------------- shared arithmetic
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """float64 for float64 input, else float32: a square overflows float16 beyond 255."""
+    """Return float64 for float64 input, else float32: a square overflows float16 beyond 255."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def inverse_rms(x: Tensor, eps: float, groups: int = 1, counted: int | None = None) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the first `counted` channels of each group: (..., C) -> (...,
-    groups).
+    """Compute 1 / sqrt(mean(x^2) + eps) for each row and group: (..., C) -> (..., groups).
+
+    The mean is over the first `counted` channels of each group (None: all of them).
     """
     x = x.to(statistics_dtype(x))
     if groups > 1:
         x = x.unflatten(-1, (groups, -1))  # (..., C) -> (..., G, C / G)
-    mean_square = x[..., :counted].square().mean(-1, keepdim=groups == 1)
+    mean_square = x[..., :counted].square().mean(-1, keepdim=groups == 1)  # (..., G)
     return torch.rsqrt(mean_square + eps)
 
 
 def scale_groups(x: Tensor, scale: Tensor) -> Tensor:
-    """x (..., C) times scale (..., G), one number per channel group; computed in the precision of
-    `scale`.
+    """Multiply each channel group of x (..., C) by its number in scale (..., G).
+
+    The result (..., C) has the type of `scale`.
     """
-    groups, x = scale.shape[-1], x.to(scale.dtype)
+    groups = scale.shape[-1]
+    x = x.to(scale.dtype)
     if groups == 1:
         return x * scale
-    return (x.unflatten(-1, (groups, -1)) * scale.unsqueeze(-1)).flatten(-2)
+    x = x.unflatten(-1, (groups, -1))  # (..., C) -> (..., G, C / G)
+    return (x * scale.unsqueeze(-1)).flatten(-2)
 
 
 def affine(y: Tensor, w: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Gain and bias in the precision of y, then one rounding to `dtype`."""
+    """Apply gain w and bias b in the precision of y, then round once to `dtype`."""
     if w is not None:
         y = y * w
     if b is not None:
@@ -55,15 +60,14 @@ def affine(y: Tensor, w: Tensor | None, b: Tensor | None, dtype: torch.dtype) ->
     return y.to(dtype)
 
 
-def _sum_rows(terms: Tensor, like: Tensor | None, wanted: bool) -> Tensor:
-    """Gradient of a (C,) parameter from its terms (..., C), in the parameter's type; nothing if it
-    is not wanted.
+def _sum_rows(terms: Tensor, parameter: Tensor | None, wanted: bool) -> Tensor:
+    """Sum the terms (..., C) of a parameter's gradient over rows: (C,), in the parameter's type.
+
+    Returns a tensor without elements where there is no parameter or no gradient is wanted.
     """
-    return (
-        terms.new_empty(0)
-        if like is None or not wanted
-        else terms.flatten(0, -2).sum(0).to(like.dtype)
-    )
+    if parameter is None or not wanted:
+        return terms.new_empty(0)
+    return terms.flatten(0, -2).sum(0).to(parameter.dtype)
 
 
 # ---------------------------------------------------------------------------- RMSNorm and LayerNorm
@@ -72,8 +76,13 @@ def _sum_rows(terms: Tensor, like: Tensor | None, wanted: bool) -> Tensor:
 def rms_norm(
     x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, groups: int, counted: int
 ) -> tuple[Tensor, Tensor]:
-    """(y, inv_rms), y = x * inv_rms * w + b; Zhang & Sennrich 2019, equation 4, with eps inside the
-    root.
+    """Compute RMSNorm, y = x * inv_rms * w + b.
+
+    Zhang & Sennrich 2019, equation 4, with eps inside the root. The mean is over the first
+    `counted` channels of each group.
+
+    Returns:
+        (y, inv_rms): (..., C) and (..., G)
     """
     inv_rms = inverse_rms(x, eps, groups, counted)
     return affine(scale_groups(x, inv_rms), w, b, x.dtype), inv_rms
@@ -82,8 +91,12 @@ def rms_norm(
 def add_rms_norm(
     x: Tensor, a: Tensor, w: Tensor | None, b: Tensor | None, eps: float, groups: int, counted: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, h, inv_rms) with h = x + a; the statistics are of h as rounded, which is what backward
-    will see.
+    """Compute h = x + a and RMSNorm of h.
+
+    The statistics are those of h after rounding, because backward reads the rounded h.
+
+    Returns:
+        (y, h, inv_rms)
     """
     h = x + a
     y, inv_rms = rms_norm(h, w, b, eps, groups, counted)
@@ -101,42 +114,71 @@ def rms_norm_backward(
     counted: int,
     gains: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dw, db) for the gradients dy of y, ds of inv_rms and dh of the residual stream x itself.
+    """Compute the gradients of RMSNorm.
 
-    With s = inv_rms, v = x s, u = dy w and n = counted: dx = s (u - v (<u, v> + s ds) / n) + dh,
-    where the part with v reaches only the counted channels.
+    With s = inv_rms, v = x s, u = dy w and n = counted, in each group:
+
+        dx = s (u - v (<u, v> + s ds) / n) + dh,    dw = sum of dy v,    db = sum of dy
+
+    The part with v reaches only the counted channels; the sums are over rows.
+
+    Args:
+        dy: gradient of y.
+        dh: gradient of the residual stream x itself, or None.
+        ds: gradient of inv_rms, or None.
+        x: the norm's input, rounded (h of add_rms_norm).
+        w: gain.
+        b: bias.
+        inv_rms: from the forward pass.
+        counted: channels of each group that the mean is over.
+        gains: compute dw and db.
+
+    Returns:
+        (dx, dw, db)
     """
-    dy, v, groups = dy.to(inv_rms.dtype), scale_groups(x, inv_rms), inv_rms.shape[-1]
+    dy = dy.to(inv_rms.dtype)
+    groups = inv_rms.shape[-1]
+    v = scale_groups(x, inv_rms)
     u = dy if w is None else dy * w
-    dot = (u * v).unflatten(-1, (groups, -1)).sum(-1)  # (..., C) -> (..., G)
+    dot = (u * v).unflatten(-1, (groups, -1)).sum(-1)  # <u, v>: (..., C) -> (..., G)
     if ds is not None:
         dot = dot + inv_rms * ds
-    through = scale_groups(v, dot / counted).unflatten(-1, (groups, -1))
-    through = F.pad(through[..., :counted], (0, through.shape[-1] - counted)).flatten(-2)
+    through = scale_groups(v, dot / counted)
+    through = _zero_beyond(through, groups, counted)
     dx = scale_groups(u - through, inv_rms)
     if dh is not None:
         dx = dx + dh
     return dx.to(x.dtype), _sum_rows(dy * v, w, gains), _sum_rows(dy, b, gains)
 
 
+def _zero_beyond(x: Tensor, groups: int, counted: int) -> Tensor:
+    """Set x (..., C) to 0 beyond the counted channels of each group."""
+    x = x.unflatten(-1, (groups, -1))  # (..., C) -> (..., G, C / G)
+    return F.pad(x[..., :counted], (0, x.shape[-1] - counted)).flatten(-2)
+
+
 def inverse_rms_backward(ds: Tensor, x: Tensor, inv_rms: Tensor, counted: int) -> Tensor:
-    """dx for the gradient ds (..., G) of inv_rms alone: -x s^3 ds / n in the n counted channels of
-    each group.
+    """Compute dx for the gradient ds (..., G) of inv_rms alone.
+
+    It is -x s^3 ds / n in the n = counted channels of each group, with s = inv_rms, and else 0.
     """
-    dx = scale_groups(x, -ds * inv_rms**3 / counted).unflatten(-1, (inv_rms.shape[-1], -1))
-    return F.pad(dx[..., :counted], (0, dx.shape[-1] - counted)).flatten(-2).to(x.dtype)
+    dx = scale_groups(x, -ds * inv_rms**3 / counted)
+    return _zero_beyond(dx, inv_rms.shape[-1], counted).to(x.dtype)
 
 
 def layer_norm(
     x: Tensor, w: Tensor | None, b: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, inv_std), y = (x - mean) * inv_std * w + b; Ba et al.
+    """Compute LayerNorm, y = (x - mean) * inv_std * w + b; Ba et al. 2016.
 
-    2016. The statistics carry no gradient.
+    Returns:
+        (y, mean, inv_std): (..., C), (..., 1) and (..., 1). The statistics carry no gradient.
     """
-    # a copy in eager mode, but a CPU kernel on 16 bits leaves its statistics in 16 bits
+    # The cast is a copy in eager mode. But on 16-bit input PyTorch's CPU kernel leaves its
+    # statistics in 16 bits.
     wide = statistics_dtype(x)
-    w, b = (None if p is None else p.to(wide) for p in (w, b))
+    w = None if w is None else w.to(wide)
+    b = None if b is None else b.to(wide)
     y, mean, inv_std = torch.native_layer_norm(x.to(wide), x.shape[-1:], w, b, eps)
     return y.to(x.dtype), mean.detach(), inv_std.detach()
 
@@ -150,27 +192,34 @@ def layer_norm_backward(
     inv_std: Tensor,
     gains: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dw, db).
+    """Compute the gradients of LayerNorm.
 
-    With v = (x - mean) inv_std and u = dy w: dx = inv_std (u - mean(u) - v mean(u v)).
+    With v = (x - mean) inv_std and u = dy w:
+
+        dx = inv_std (u - mean(u) - v mean(u v)),    dw = sum of dy v,    db = sum of dy
+
+    Returns:
+        (dx, dw, db)
     """
-    dy, v = dy.to(inv_std.dtype), (x.to(inv_std.dtype) - mean) * inv_std
+    dy = dy.to(inv_std.dtype)
+    v = (x.to(inv_std.dtype) - mean) * inv_std
     u = dy if w is None else dy * w
     dx = inv_std * (u - u.mean(-1, keepdim=True) - v * (u * v).mean(-1, keepdim=True))
     return dx.to(x.dtype), _sum_rows(dy * v, w, gains), _sum_rows(dy, b, gains)
 
 
-# ----------------------------------------------------------------------------- the coupled position
+# ----------------------------------------------------------------- CoupledNorm's shared position
 
 
 class SharedRMSScale(torch.autograd.Function):
-    """h * inv_rms * w with inv_rms a constant; Loretz & Hochreiter 2026, equation 6.
+    """Compute h * inv_rms * w with inv_rms a constant; Loretz & Hochreiter 2026, equation 6.
 
-    Written by hand because of what autograd would keep: it saves h * inv_rms, which inductor then
-    stores in float32. This saves h alone, in its own type, and the backward reads no more than it
-    must: (dy * s) * w and (dy * s) * h. The result is rounded outside: dynamo of torch 2.11 loses
-    the gradient of a Function that returns the alias which a cast to the same type is
-    (pytorch/pytorch#180642).
+    It is written by hand because of what autograd would save: h * inv_rms, which inductor then
+    stores in float32. This saves h alone, in its own type, and backward computes no more than
+    (dy * s) * w and the sum of (dy * s) * h, with s = inv_rms.
+
+    The result is rounded outside. A cast to the same type returns an alias, and dynamo of torch
+    2.11 loses the gradient of a Function that returns an alias (pytorch/pytorch#180642).
     """
 
     generate_vmap_rule = True  # for torch.func
@@ -187,22 +236,25 @@ class SharedRMSScale(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, Tensor | None]:
         h, inv_rms, w = ctx.saved_tensors
-        # This is differentiable too, and the statistic is a constant in a second derivative as
-        # well.
         gains = ctx.needs_input_grad[2]
+        # This is differentiable too, and in a second derivative the statistic is again a constant.
         dh, dw = shared_rms_scale_backward(dy, None, h, inv_rms.detach(), w, gains)
         return dh, None, dw if gains else None
 
 
 def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None) -> Tensor:
-    """y = h * inv_rms * w, differentiable in h and w alone."""
+    """Compute y = h * inv_rms * w, differentiable in h and w alone."""
     return SharedRMSScale.apply(h, inv_rms, w).to(h.dtype)
 
 
 def add_shared_rms_scale(
     x: Tensor, a: Tensor, inv_rms: Tensor, w: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(y, h), h = x + a rounded, y = h * inv_rms * w."""
+    """Compute h = x + a, rounded, and y = h * inv_rms * w.
+
+    Returns:
+        (y, h)
+    """
     h = x + a
     return shared_rms_scale(h, inv_rms, w), h
 
@@ -210,14 +262,19 @@ def add_shared_rms_scale(
 def shared_rms_scale_backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, inv_rms: Tensor, w: Tensor | None, gains: bool
 ) -> tuple[Tensor, Tensor]:
-    """(dh, dw): no reduction over C. dh is (dy * s) * w plus the gradient of the residual stream
-    itself.
+    """Compute the gradients of shared_rms_scale, without a reduction over C.
+
+    With q = dy inv_rms: dh = q w, plus the gradient `dh` of the residual stream h itself, and
+    dw = sum of q h over rows.
+
+    Returns:
+        (dh, dw)
     """
     q = dy.to(inv_rms.dtype) * inv_rms
-    out = q if w is None else q * w
+    total_dh = q if w is None else q * w
     if dh is not None:
-        out = out + dh
-    return out.to(h.dtype), _sum_rows(q * h.to(q.dtype), w, gains)
+        total_dh = total_dh + dh
+    return total_dh.to(h.dtype), _sum_rows(q * h.to(q.dtype), w, gains)
 
 
 # -------------------------------------------------------------------------------- scaled activation
@@ -227,8 +284,9 @@ KINDS = ("gelu", "gelu_tanh", "relu2", "swiglu")
 
 
 def activate(z: Tensor, kind: str) -> Tensor:
-    """The MLP's activation: gelu, gelu_tanh, relu2 or swiglu; for swiglu z is (..., 2 F): gate,
-    then up.
+    """Apply the MLP's activation: gelu, gelu_tanh, relu2 or swiglu.
+
+    For swiglu z is (..., 2 F), first the gate, then the up projection, and the result (..., F).
     """
     if kind == "swiglu":
         gate, up = z.chunk(2, dim=-1)
@@ -239,44 +297,60 @@ def activate(z: Tensor, kind: str) -> Tensor:
 
 
 def scaled_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str) -> Tensor:
-    """activate(z * inv_rms + b), inv_rms a constant: z (..., F), or (..., 2 F) for swiglu, -> (...,
-    F).
+    """Compute act(z * inv_rms + b), with inv_rms (..., 1) a constant.
+
+    z is (..., F), or (..., 2 F) for swiglu; the result is (..., F).
     """
     return wide_activation(z, inv_rms, b, kind).to(z.dtype)
 
 
 def wide_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str) -> Tensor:
-    """The same in the type of inv_rms, before it is rounded."""
+    """Compute scaled_activation in the type of inv_rms, before it is rounded."""
     u = z.to(inv_rms.dtype) * inv_rms.detach()
-    return activate(u if b is None else u + b, kind)
+    if b is not None:
+        u = u + b
+    return activate(u, kind)
 
 
 def scaled_activation_backward(
     dy: Tensor, z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str, gains: bool
 ) -> tuple[Tensor, Tensor]:
-    """(dz, db), the activation's input formed again from z."""
-    dy, u = dy.to(inv_rms.dtype), z.to(inv_rms.dtype) * inv_rms
-    u = u if b is None else u + b
+    """Compute the gradients of scaled_activation.
+
+    With u = z inv_rms + b, computed again from z: dz = dy act'(u) inv_rms, and db = sum of
+    dy act'(u) over rows.
+
+    Returns:
+        (dz, db)
+    """
+    dy = dy.to(inv_rms.dtype)
+    u = z.to(inv_rms.dtype) * inv_rms
+    if b is not None:
+        u = u + b
     if kind == "swiglu":
         gate, up = u.chunk(2, dim=-1)
         sigma = gate.sigmoid()
-        du = torch.cat([dy * up * sigma * (1 + gate * (1 - sigma)), dy * gate * sigma], -1)
+        # silu(g) = g sigma(g), silu'(g) = sigma(g) (1 + g (1 - sigma(g)))
+        d_gate = dy * up * sigma * (1 + gate * (1 - sigma))
+        d_up = dy * gate * sigma
+        du = torch.cat([d_gate, d_up], -1)
     else:
         du = dy * activation_slope(u, kind)
     return (du * inv_rms).to(z.dtype), _sum_rows(du, b, gains)
 
 
 def activation_slope(u: Tensor, kind: str) -> Tensor:
-    """Derivative of gelu, gelu_tanh or relu2 at u."""
+    """Compute the derivative of gelu, gelu_tanh or relu2 at u."""
     if kind == "relu2":
         return 2 * F.relu(u)
-    if kind == "gelu_tanh":  # gelu_tanh(u) = u sigmoid(2 t)
+    if kind == "gelu_tanh":
+        # gelu_tanh(u) = u sigma(2 t), t = sqrt(2 / pi) (u + 0.044715 u^3)
         root = math.sqrt(2 / math.pi)
         sigma = (2 * root * (u + 0.044715 * u**3)).sigmoid()
         return sigma + 2 * u * sigma * (1 - sigma) * root * (1 + 3 * 0.044715 * u * u)
-    return 0.5 * (1 + torch.erf(u * math.sqrt(0.5))) + u * torch.exp(-0.5 * u * u) / math.sqrt(
-        2 * math.pi
-    )
+    # gelu(u) = u cdf(u), gelu'(u) = cdf(u) + u pdf(u), of the standard normal
+    cdf = 0.5 * (1 + torch.erf(u * math.sqrt(0.5)))
+    return cdf + u * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
 
 
 # ---------------------------------------------------------------------------------------- TaperNorm
@@ -285,15 +359,26 @@ def activation_slope(u: Tensor, kind: str) -> Tensor:
 def taper_norm(
     h: Tensor, w: Tensor | None, w_tilde: Tensor | None, gate_c: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(y, inv_rms), y = g * h * inv_rms * w + (1 - g) * c * h * w_tilde; Kanavalau et al. 2026.
+    """Compute TaperNorm, y = g * h * inv_rms * w + (1 - g) * c * h * w_tilde.
 
-    gate_c (2,) holds the gate g and the scale c, both constants. inv_rms carries no gradient.
+    Kanavalau, Amo Alonso & Lall 2026.
+
+    Args:
+        h: input (..., C).
+        w: gain of the RMSNorm, or None.
+        w_tilde: gain of the fixed scaling, or None.
+        gate_c: (2,), the gate g and the scale c, both constants.
+        eps: of the RMSNorm.
+
+    Returns:
+        (y, inv_rms); inv_rms (..., 1) carries no gradient.
     """
     gate, c = gate_c.detach().unbind()
     x = h.to(statistics_dtype(h))
     fixed = x * (c if w_tilde is None else c * w_tilde)
     inv_rms = inverse_rms(x, eps)
-    y = gate * affine(x * inv_rms, w, None, x.dtype) + (1 - gate) * fixed
+    normed = affine(x * inv_rms, w, None, x.dtype)
+    y = gate * normed + (1 - gate) * fixed
     return y.to(h.dtype), inv_rms.detach()
 
 
@@ -306,14 +391,21 @@ def taper_norm_backward(
     inv_rms: Tensor,
     gains: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dh, dw, dw_tilde): RMSNorm's gradient weighted by g, the fixed scaling's by (1 - g) c."""
-    gate, rest = gate_c[0], (1 - gate_c[0]) * gate_c[1]
-    dy, v = dy.to(inv_rms.dtype), h.to(inv_rms.dtype) * inv_rms
+    """Compute the gradients of TaperNorm.
+
+    They are RMSNorm's gradient times g, and the fixed scaling's times (1 - g) c.
+
+    Returns:
+        (dh, dw, dw_tilde)
+    """
+    gate = gate_c[0]
+    rest = (1 - gate_c[0]) * gate_c[1]  # (1 - g) c
+    dy = dy.to(inv_rms.dtype)
+    v = h.to(inv_rms.dtype) * inv_rms
     u = dy if w is None else dy * w
     fixed = dy if w_tilde is None else dy * w_tilde
-    dh = gate * (inv_rms * (u - v * (u * v).mean(-1, keepdim=True))) + rest * fixed
-    dw, dw_tilde = (
-        _sum_rows(gate * (dy * v), w, gains),
-        _sum_rows(rest * (dy * h.to(dy.dtype)), w_tilde, gains),
-    )
+    normed = inv_rms * (u - v * (u * v).mean(-1, keepdim=True))
+    dh = gate * normed + rest * fixed
+    dw = _sum_rows(gate * (dy * v), w, gains)
+    dw_tilde = _sum_rows(rest * (dy * h.to(dy.dtype)), w_tilde, gains)
     return dh.to(h.dtype), dw, dw_tilde

@@ -1,13 +1,18 @@
-"""RMSNorm, add + RMSNorm and LayerNorm: one forward and one backward kernel; LayerNorm only centres
-as well.
+"""Triton kernels of RMSNorm, add + RMSNorm and LayerNorm: one forward and one backward kernel.
 
-Functions here have the signatures of kernels/reference.py, which says what they compute.
+LayerNorm differs only in that it centres as well. The functions have the signatures of
+reference.py, which says what they compute.
 
-Rows of at most WHOLE channels are held in registers. Longer ones are read tile by tile: the forward
-program goes over its row once more for each statistic (from cache), and the backward takes <u, v>
-and sum(u) from a kernel that runs before it. Groups are programs side by side, so that the plain
-norms pay nothing for them.
+A row of at most WHOLE channels is held in registers. A longer row is read tile by tile. The forward
+program then reads its row once more for each statistic (from cache). The backward kernel needs
+<u, v> and sum(u) of the whole row, which a kernel before it computes. Each channel group has
+programs of its own, so that norms without groups cost nothing more.
+
+Names: X input, A summand, H = X + A, W gain, B bias, Y output, INV the statistic (1 / rms or
+1 / std). DX is the gradient of X, and so on.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,25 +43,28 @@ def forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """C channels of each of GROUPS groups; A and H for the residual add, MEAN for LayerNorm, else
-    None.
+    """Normalise a tile of rows of one group, for y = v w + b with v = (h - mean) inv.
+
+    C is the number of channels of each group. A and H are None without the residual add, MEAN is
+    None for RMSNorm (its mean is not subtracted).
     """
     group = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = group * C
-    if COLUMNS >= C:
+    if COLUMNS >= C:  # one tile holds whole rows
         col = tl.arange(0, COLUMNS)
         mask = (row < n_rows)[:, None] & (col < C)[None, :]
         h = load_sum(X, A, H, row, first + col, x_stride, a_stride, mask)
         v = h
         if MEAN is not None:
             mean = tl.sum(h, 1) / C
+            # 0 beyond the row, where h - mean is not
             v = tl.where((col < C)[None, :], h - mean[:, None], 0.0)
         inv = tl.rsqrt(
             tl.sum(counted_square(v, col, C, COUNTED), 1) / COUNTED + tl.cast(eps, tl.float32)
         )
         write(Y, H, W, B, h, v * inv[:, None], row, col, first, mask, C, GROUPS)
-    else:
+    else:  # one pass over the row for the mean, one for the square, one for the result
         if MEAN is not None:
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
             for start in range(0, C, COLUMNS):
@@ -88,7 +96,7 @@ def forward_kernel(
 
 @triton.jit
 def counted_square(v, col, C: tl.constexpr, COUNTED: tl.constexpr):
-    """v^2, zero beyond the counted channels (partial RMSNorm)."""
+    """Compute v^2, with 0 beyond the counted channels (partial RMSNorm)."""
     if COUNTED < C:
         v = tl.where((col < COUNTED)[None, :], v, 0.0)
     return v * v
@@ -96,7 +104,7 @@ def counted_square(v, col, C: tl.constexpr, COUNTED: tl.constexpr):
 
 @triton.jit
 def write(Y, H, W, B, h, v, row, col, first, mask, C: tl.constexpr, GROUPS: tl.constexpr):
-    """The residual h, where it is new, and y = v w + b."""
+    """Store h, where there was a residual add, and y = v w + b."""
     if H is not None:
         store(H, row, first + col, C * GROUPS, h, mask)
     if W is not None:
@@ -123,12 +131,14 @@ def dots_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """DOT = <u, v> and, for LayerNorm, SUM = sum(u) of every row that is too long for one tile; u =
-    dy w.
+    """Compute DOT = <u, v> and, for LayerNorm, SUM = sum(u), with u = dy w.
+
+    For rows that are too long for one tile.
     """
     group = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    valid, first = row < n_rows, group * C
+    valid = row < n_rows
+    first = group * C
     inv = tl.load(INV + row.to(tl.int64) * GROUPS + group, mask=valid, other=0.0)
     dot = tl.zeros((ROWS, COLUMNS), tl.float32)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -173,9 +183,11 @@ def backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One chunk of rows, one group, one tile of columns.
+    """Compute the gradients for one chunk of rows, one group and one tile of columns.
 
-    DOT and SUM are given where a row has several tiles.
+    The formulas are in reference.rms_norm_backward and layer_norm_backward. DH (gradient of the
+    residual stream), DS (gradient of INV), MEAN, W, DW and DB may be None. DOT and SUM are given
+    where a row has several tiles, else None.
     """
     group = tl.program_id(1)
     first = group * C
@@ -202,9 +214,10 @@ def backward_kernel(
             dw += u * v
         if W is not None:
             u = u * w
-        dot = (
-            tl.load(DOT + statistic, mask=valid, other=0.0) if DOT is not None else tl.sum(u * v, 1)
-        )
+        if DOT is not None:
+            dot = tl.load(DOT + statistic, mask=valid, other=0.0)
+        else:
+            dot = tl.sum(u * v, 1)
         if DS is not None:
             dot += inv * tl.load(DS + statistic, mask=valid, other=0.0)
         through = v * (dot / COUNTED)[:, None]
@@ -226,6 +239,15 @@ def backward_kernel(
 # ---------------------------------------------------------------------------------------- launchers
 
 
+class _Forward(NamedTuple):
+    """The outputs of the forward kernel."""
+
+    y: Tensor  # (..., C)
+    h: Tensor | None  # (..., C); None without the residual add
+    mean: Tensor | None  # (..., 1) float32; None for RMSNorm
+    inv: Tensor  # (..., G) float32
+
+
 def _forward(
     x: Tensor,
     a: Tensor | None,
@@ -235,12 +257,14 @@ def _forward(
     groups: int,
     counted: int,
     center: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(y, h or None, mean or None, inv)"""
-    (y, h), channels = rows.outputs(x, a), x.shape[-1] // groups
+) -> _Forward:
+    """Launch the forward kernel. With `center` it is LayerNorm, else RMSNorm."""
+    channels = x.shape[-1] // groups
+    y, h = rows.outputs(x, a)
     inv = rows.empty((*x.shape[:-1], groups), torch.float32, x.device)
     mean = rows.empty((*x.shape[:-1], 1), torch.float32, x.device) if center else None
-    x, a = rows.as_rows(x), rows.as_rows(a)
+    x = rows.as_rows(x)
+    a = rows.as_rows(a)
     work = rows.split(x, channels, rows.FORWARD)
     with rows.on_device(x):
         forward_kernel[(work.row_tiles, groups)](
@@ -261,7 +285,7 @@ def _forward(
             GROUPS=groups,
             **work.meta,
         )
-    return y, h, mean, inv
+    return _Forward(y, h, mean, inv)
 
 
 def row_sums(
@@ -273,12 +297,16 @@ def row_sums(
     channels: int,
     work: rows.Work,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(<u, v>, sum(u) or None) of rows that are too long for one tile; (None, None) for others."""
+    """Compute <u, v> and, with a mean, sum(u) of rows that are too long for one tile.
+
+    Returns (None, None) for shorter rows, where the backward kernel computes them itself.
+    """
     if work.column_tiles == 1:
         return None, None
+    groups = inv.shape[-1]
     dot = rows.empty(inv.shape, torch.float32, x.device)
     total = None if mean is None else rows.empty(mean.shape, torch.float32, x.device)
-    dots_kernel[(work.row_tiles, inv.shape[-1])](
+    dots_kernel[(work.row_tiles, groups)](
         dy,
         x,
         w,
@@ -290,7 +318,7 @@ def row_sums(
         rows.stride(dy),
         rows.stride(x),
         C=channels,
-        GROUPS=inv.shape[-1],
+        GROUPS=groups,
         **work.meta,
     )
     return dot, total
@@ -308,15 +336,22 @@ def _backward(
     counted: int,
     gains: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, groups, channels = (
-        rows.empty(x.shape, x.dtype, x.device),
-        inv.shape[-1],
-        x.shape[-1] // inv.shape[-1],
-    )
-    dy, dh, x, w = rows.as_rows(dy), rows.as_rows(dh), rows.as_rows(x), rows.vector(w)
+    """Launch the backward kernel. With a mean it is LayerNorm's, else RMSNorm's.
+
+    Returns:
+        (dx, dw, db)
+    """
+    groups = inv.shape[-1]
+    channels = x.shape[-1] // groups
+    dx = rows.empty(x.shape, x.dtype, x.device)
+    dy = rows.as_rows(dy)
+    dh = rows.as_rows(dh)
     ds = None if ds is None else ds.contiguous()
+    x = rows.as_rows(x)
+    w = rows.vector(w)
     work = rows.split(x, channels, rows.BACKWARD, groups=groups)
-    dw, db = (rows.partial_sums(work.programs, parameter, gains) for parameter in (w, b))
+    dw = rows.partial_sums(work.programs, w, gains)
+    db = rows.partial_sums(work.programs, b, gains)
     with rows.on_device(x):
         dot, total = row_sums(dy, x, w, mean, inv, channels, work)
         backward_kernel[(work.programs, groups, work.column_tiles)](
@@ -346,23 +381,28 @@ def _backward(
 
 
 def rms_norm(x, w, b, eps, groups, counted):
-    y, _, _, inv_rms = _forward(x, None, w, b, eps, groups, counted, center=False)
-    return y, inv_rms
+    """Compute reference.rms_norm."""
+    out = _forward(x, None, w, b, eps, groups, counted, center=False)
+    return out.y, out.inv
 
 
 def add_rms_norm(x, a, w, b, eps, groups, counted):
-    y, h, _, inv_rms = _forward(x, a, w, b, eps, groups, counted, center=False)
-    return y, h, inv_rms
+    """Compute reference.add_rms_norm."""
+    out = _forward(x, a, w, b, eps, groups, counted, center=False)
+    return out.y, out.h, out.inv
 
 
 def rms_norm_backward(dy, dh, ds, x, w, b, inv_rms, counted, gains):
+    """Compute reference.rms_norm_backward."""
     return _backward(dy, dh, ds, x, w, b, None, inv_rms, counted, gains)
 
 
 def layer_norm(x, w, b, eps):
-    y, _, mean, inv_std = _forward(x, None, w, b, eps, 1, x.shape[-1], center=True)
-    return y, mean, inv_std
+    """Compute reference.layer_norm."""
+    out = _forward(x, None, w, b, eps, groups=1, counted=x.shape[-1], center=True)
+    return out.y, out.mean, out.inv
 
 
 def layer_norm_backward(dy, x, w, b, mean, inv_std, gains):
+    """Compute reference.layer_norm_backward."""
     return _backward(dy, None, None, x, w, b, mean, inv_std, x.shape[-1], gains)

@@ -1,9 +1,10 @@
-"""What all Triton kernels share: rows of a tensor, the shape of a tile, how many programs, loads.
+"""What all Triton kernels share: how a tensor is split into tiles and programs, loads and stores.
 
-A kernel works on tiles of (ROWS, COLUMNS) elements. Forward kernels take one tile (or one row of
-tiles) a program. Backward kernels walk down a chunk of rows, and leave the gradients of gain and
-bias as one float32 row of partial sums a program: (programs, C), summed by one more pass in a fixed
-order. No atomics, so the same bits every time.
+A kernel works on tiles of (ROWS, COLUMNS) elements. A program of a forward kernel takes one tile,
+or one row of tiles. A program of a backward kernel goes through a chunk of rows, and leaves its
+part of the gradients of gain and bias as one row of float32 partial sums: (programs, C). One more
+pass sums these in a fixed order. There are no atomic additions, so the result has the same bits
+every time.
 """
 
 import functools
@@ -14,90 +15,120 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# widest row that one tile holds; an untiled backward of 16384 columns spills registers
+# The widest row that one tile holds. A backward kernel that held 16384 columns would spill.
 WHOLE = 8192
-THREADS = 128  # of a program, or more where a row is long
-# elements a thread: one or two 128-bit loads of bfloat16. Backward kernels hold more of them
-FORWARD, BACKWARD = 16, 8
-# of a backward kernel, in all its programs: all resident at 64 registers a thread (84: 24 of them)
+THREADS = 128  # of a program; more where a row is long
+# Elements of a tile for each thread: one or two 128-bit loads of bfloat16. Backward kernels hold
+# more tiles at a time, so theirs are smaller.
+FORWARD = 16
+BACKWARD = 8
+# Warps of a backward kernel on each multiprocessor, in all its programs. With 64 registers a thread
+# all of them are resident (with 84, 24 of them).
 WARPS_PER_SM = 32
-# rows of a backward program: one leaves a row of float32 partial sums, as many bytes as two
-# bfloat16 rows
+# The fewest rows of a backward program. It leaves one row of float32 partial sums, which is as many
+# bytes as two rows of bfloat16.
 LEAST = 4
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a tile (powers of two), and the warps that work on it."""
+    """The shape of a tile (powers of two), and the warps that work on it."""
 
     rows: int
     columns: int
     warps: int
 
 
+class Chunks(NamedTuple):
+    """How the rows are split among the programs of a backward kernel."""
+
+    programs: int
+    rows: int  # of each program
+
+
 class Work(NamedTuple):
-    """How a kernel's work is split: tiles down and across, or programs that walk down `chunk` rows
-    each.
+    """How a kernel's work is split.
+
+    A forward kernel has row_tiles times column_tiles programs. A backward kernel has `programs`
+    times column_tiles, each for `chunk` rows.
     """
 
     row_tiles: int
     column_tiles: int
     programs: int
     chunk: int
-    meta: dict[str, int]  # of every launch: the tile's shape and the warps on it
+    meta: dict[str, int]  # arguments of every launch: the tile's shape and warps
 
 
 def tile(columns: int, each: int, widest: int = WHOLE) -> Tile:
-    """The tile for rows of `columns` elements, at most `widest` at a time and `each` a thread."""
+    """Choose the tile for rows of `columns` elements.
+
+    Args:
+        columns: elements of a row.
+        each: elements for each thread.
+        widest: most columns of a tile.
+    """
     width = min(triton.next_power_of_2(columns), widest)
-    rows = max(1, THREADS * each // width)
-    return Tile(rows, width, min(16, max(1, rows * width // (32 * each))))
+    height = max(1, THREADS * each // width)
+    elements_per_warp = 32 * each
+    warps = min(16, max(1, height * width // elements_per_warp))
+    return Tile(height, width, warps)
 
 
 @functools.cache
 def programs(device: torch.device, warps: int) -> int:
-    """Programs of `warps` warps that a backward kernel is spread over.
-
-    The CPU's number is for the interpreter.
-    """
+    """Return the number of programs, of `warps` warps each, that a backward kernel aims at."""
     if device.type != "cuda":
-        return 4
-    return (
-        max(1, WARPS_PER_SM // warps)
-        * torch.cuda.get_device_properties(device).multi_processor_count
-    )
+        return 4  # for Triton's interpreter
+    n_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, WARPS_PER_SM // warps) * n_multiprocessors
 
 
-def chunks(n_rows: int, shape: Tile, beside: int, device: torch.device) -> tuple[int, int]:
-    """(programs, rows of each) that cover n_rows with tiles of `shape`; `beside` programs share
-    each chunk of rows.
+def chunks(n_rows: int, shape: Tile, sharing: int, device: torch.device) -> Chunks:
+    """Split n_rows among the programs of a backward kernel.
 
-    Never fewer than LEAST rows each, so that short inputs leave few partial sums on however large a
+    A program gets at least LEAST rows, so that short inputs leave few partial sums, also on a large
     device.
+
+    Args:
+        n_rows: rows of the input.
+        shape: the tile.
+        sharing: programs that share each chunk of rows, for other groups or columns.
+        device: that the kernel runs on.
     """
-    tiles = triton.cdiv(n_rows, shape.rows)
-    spread = triton.cdiv(tiles, max(1, programs(device, shape.warps) // beside))
-    each = max(triton.cdiv(LEAST, shape.rows), spread)
-    return triton.cdiv(tiles, each), each * shape.rows
+    n_tiles = triton.cdiv(n_rows, shape.rows)
+    n_chunks = max(1, programs(device, shape.warps) // sharing)
+    least_tiles = triton.cdiv(LEAST, shape.rows)
+    tiles_each = max(least_tiles, triton.cdiv(n_tiles, n_chunks))
+    return Chunks(triton.cdiv(n_tiles, tiles_each), tiles_each * shape.rows)
 
 
 def split(x: Tensor, channels: int, each: int, widest: int = WHOLE, groups: int = 1) -> Work:
-    """The work on x (rows, ...) in tiles of `each` elements a thread, at most `widest` of the
-    `channels` across.
+    """Split the work on x into tiles and programs.
+
+    Args:
+        x: input (rows, ...).
+        channels: elements that the tiles have to cover in each row and group.
+        each: elements for each thread, FORWARD or BACKWARD.
+        widest: most columns of a tile.
+        groups: channel groups, each with programs of its own.
     """
+    n_rows = x.shape[0]
     shape = tile(channels, each, widest)
-    row_tiles, column_tiles = (
-        triton.cdiv(x.shape[0], shape.rows),
-        triton.cdiv(channels, shape.columns),
-    )
-    meta = {"ROWS": shape.rows, "COLUMNS": shape.columns, "num_warps": shape.warps}
+    column_tiles = triton.cdiv(channels, shape.columns)
+    chunk = chunks(n_rows, shape, groups * column_tiles, x.device)
     return Work(
-        row_tiles, column_tiles, *chunks(x.shape[0], shape, groups * column_tiles, x.device), meta
+        row_tiles=triton.cdiv(n_rows, shape.rows),
+        column_tiles=column_tiles,
+        programs=chunk.programs,
+        chunk=chunk.rows,
+        meta={"ROWS": shape.rows, "COLUMNS": shape.columns, "num_warps": shape.warps},
     )
 
 
 def as_rows(x: Tensor | None) -> Tensor | None:
-    """(..., C) -> (rows, C) with unit stride along C: a view where there is one, else a copy. None
-    for None.
+    """Reshape (..., C) to (rows, C), with the elements of a row adjacent in memory.
+
+    Returns a view where that is possible, else a copy; None for None.
     """
     if x is None:
         return None
@@ -106,47 +137,54 @@ def as_rows(x: Tensor | None) -> Tensor | None:
 
 
 def empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for a kernel to fill. Every output comes from here, so that a test can poison it."""
+    """Allocate memory for a kernel to fill.
+
+    Every output is allocated here, so that a test can fill it with NaNs first.
+    """
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def stride(x: Tensor | None) -> int:
-    """Elements from one row of x (rows, C) to the next; of no consequence for None."""
+    """Return the number of elements from one row of x (rows, C) to the next; 0 for None."""
     return 0 if x is None else x.stride(0)
 
 
 def outputs(x: Tensor, a: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(y, h) for a kernel to fill, of the type of h = x + a; without a there is no h."""
-    dtype = x.dtype if a is None else torch.promote_types(x.dtype, a.dtype)
-    return empty(x.shape, dtype, x.device), None if a is None else empty(x.shape, dtype, x.device)
+    """Allocate y and h = x + a, in the type of h; h is None where a is."""
+    if a is None:
+        return empty(x.shape, x.dtype, x.device), None
+    dtype = torch.promote_types(x.dtype, a.dtype)
+    y = empty(x.shape, dtype, x.device)
+    h = empty(x.shape, dtype, x.device)
+    return y, h
 
 
-def partial_sums(n_programs: int, like: Tensor | None, wanted: bool) -> Tensor | None:
-    """(programs, C) float32 for the gradient of a (C,) parameter; None if there is none, or it is
-    not wanted.
+def partial_sums(n_programs: int, parameter: Tensor | None, wanted: bool) -> Tensor | None:
+    """Allocate float32 partial sums (programs, C) for the gradient of a parameter (C,).
+
+    Returns None where there is no parameter or no gradient is wanted.
     """
-    return (
-        None
-        if like is None or not wanted
-        else empty((n_programs, like.shape[0]), torch.float32, like.device)
-    )
+    if parameter is None or not wanted:
+        return None
+    return empty((n_programs, parameter.shape[0]), torch.float32, parameter.device)
 
 
-def sum_partials(partials: Tensor | None, like: Tensor | None, x: Tensor) -> Tensor:
-    """(programs, C) -> (C,) in the parameter's type; for None a tensor without elements, as in
-    reference.
+def sum_partials(partials: Tensor | None, parameter: Tensor | None, x: Tensor) -> Tensor:
+    """Sum partial sums (programs, C) -> (C,), in the parameter's type.
+
+    Returns a tensor without elements for None, as reference.py does.
     """
-    return (
-        x.new_empty(0, dtype=torch.float32) if partials is None else partials.sum(0).to(like.dtype)
-    )
+    if partials is None:
+        return x.new_empty(0, dtype=torch.float32)
+    return partials.sum(0).to(parameter.dtype)
 
 
 def vector(parameter: Tensor | None) -> Tensor | None:
-    """A gain or bias (C,), adjacent in memory."""
+    """Return a gain or bias (C,) with its elements adjacent in memory."""
     return None if parameter is None else parameter.contiguous()
 
 
-# with on_device(x): launches go to the GPU that holds x; nothing on a CPU
+# `with on_device(x)` sends launches to the GPU that holds x; on a CPU it does nothing.
 on_device = torch.cuda.device_of
 
 
@@ -158,13 +196,13 @@ def offsets(row, col, stride):
 
 @triton.jit
 def load(X, row, col, stride, mask):
-    """A tile in float32, zero where it reaches beyond the tensor."""
+    """Load a tile (ROWS, COLUMNS) in float32, with 0 where it reaches beyond the tensor."""
     return tl.load(X + offsets(row, col, stride), mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_sum(X, A, H, row, col, x_stride, a_stride, mask):
-    """A tile of x, or of h = x + a rounded to the type of h, in float32."""
+    """Load a tile of x, or of h = x + a rounded to the type of h, in float32."""
     h = load(X, row, col, x_stride, mask)
     if A is not None:
         h = (h + load(A, row, col, a_stride, mask)).to(H.dtype.element_ty).to(tl.float32)
@@ -173,13 +211,13 @@ def load_sum(X, A, H, row, col, x_stride, a_stride, mask):
 
 @triton.jit
 def store(Y, row, col, stride, value, mask):
-    """A tile, rounded to the type of Y."""
+    """Store a tile, rounded to the type of Y."""
     tl.store(Y + offsets(row, col, stride), value.to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_vector(W, col, size):
-    """(1, COLUMNS) of a gain or bias in float32."""
+    """Load a gain or bias as (1, COLUMNS) in float32."""
     return tl.load(W + col, mask=col < size, other=0.0).to(tl.float32)[None, :]
 
 

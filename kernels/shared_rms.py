@@ -1,9 +1,11 @@
-"""CoupledNorm's shared position: a row's statistic is known already, and a constant.
+"""Triton kernels of CoupledNorm's shared position: a row's statistic is given, and a constant.
 
-So there is no reduction over the channels, neither forward nor backward: no program needs a whole
-row, columns are tiled freely, and no thread waits for another (section 4.3 of Loretz & Hochreiter
-2026). Only the gradient of the gain sums, over rows, within a thread. Functions have the signatures
-of kernels/reference.py.
+So there is no reduction over the channels, neither forward nor backward. No program needs a whole
+row, and no thread waits for another (Loretz & Hochreiter 2026, section 4.3). Only the gradient of
+the gain is a sum, over rows, within a thread.
+
+The functions have the signatures of reference.py, which says what they compute. Kernel arguments
+are named as in row_norm.py.
 """
 
 import triton
@@ -13,7 +15,7 @@ from torch import Tensor
 from . import rows
 from .rows import load, load_sum, load_vector, store, store_partial
 
-WIDEST = 1024  # columns of a tile; narrow, because nothing is gained by wide ones
+WIDEST = 1024  # most columns of a tile; without a reduction, wider tiles gain nothing
 
 
 @triton.jit
@@ -31,7 +33,7 @@ def forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """y = h inv w, with h = x + a where A is not None."""
+    """Compute y = h inv w for one tile, with h = x + a where A is not None (equation 6)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     valid = row < n_rows
@@ -63,7 +65,10 @@ def backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """With q = dy inv: dx = q w + dh, dw = sum of q h over the rows of a chunk."""
+    """Compute dx = q w + dh and dw = sum of q h, with q = dy inv, for one chunk of rows.
+
+    DH, W and DW may be None.
+    """
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if W is not None:
         w = load_vector(W, col, C)
@@ -73,7 +78,7 @@ def backward_kernel(
         row = start + tl.arange(0, ROWS)
         valid = row < n_rows
         mask = valid[:, None] & (col < C)[None, :]
-        # long loads before the short one: else float32 spills on sm_90
+        # The long loads come before the short one, or registers spill for float32 on sm_90.
         dx = load(DY, row, col, dy_stride, mask)
         if DW is not None:
             h = load(H, row, col, h_stride, mask)
@@ -92,8 +97,11 @@ def backward_kernel(
 def _forward(
     x: Tensor, a: Tensor | None, inv_rms: Tensor, w: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    (y, h), channels = rows.outputs(x, a), x.shape[-1]
-    x, a = rows.as_rows(x), rows.as_rows(a)
+    """Launch the forward kernel; return (y, h), with h None where a is."""
+    channels = x.shape[-1]
+    y, h = rows.outputs(x, a)
+    x = rows.as_rows(x)
+    a = rows.as_rows(a)
     work = rows.split(x, channels, rows.FORWARD, WIDEST)
     with rows.on_device(x):
         forward_kernel[(work.row_tiles, work.column_tiles)](
@@ -113,16 +121,23 @@ def _forward(
 
 
 def shared_rms_scale(h, inv_rms, w):
-    return _forward(h, None, inv_rms, w)[0]
+    """Compute reference.shared_rms_scale."""
+    y, _ = _forward(h, None, inv_rms, w)
+    return y
 
 
 def add_shared_rms_scale(x, a, inv_rms, w):
+    """Compute reference.add_shared_rms_scale."""
     return _forward(x, a, inv_rms, w)
 
 
 def shared_rms_scale_backward(dy, dh, h, inv_rms, w, gains):
-    dx, channels = rows.empty(h.shape, h.dtype, h.device), h.shape[-1]
-    dy, dh, h = rows.as_rows(dy), rows.as_rows(dh), rows.as_rows(h)
+    """Compute reference.shared_rms_scale_backward."""
+    channels = h.shape[-1]
+    dx = rows.empty(h.shape, h.dtype, h.device)
+    dy = rows.as_rows(dy)
+    dh = rows.as_rows(dh)
+    h = rows.as_rows(h)
     work = rows.split(h, channels, rows.BACKWARD, WIDEST)
     dw = rows.partial_sums(work.programs, w, gains)
     with rows.on_device(h):

@@ -1,8 +1,11 @@
-"""TaperNorm's blend g RMSNorm(h) + (1 - g) c h w_tilde in one pass, forward and backward.
+"""Triton kernels of TaperNorm, g RMSNorm(h) + (1 - g) c h w_tilde, one pass in each direction.
 
-Gate g and scale c are read from device memory, so that a moving gate neither recompiles nor waits
-for the host. Functions have the signatures of kernels/reference.py. Long rows as in row_norm.py,
-whose sums they use.
+The kernels read the gate g and the scale c from device memory, so that a gate that changes causes
+neither a compilation nor a wait for the host.
+
+The functions have the signatures of reference.py, which says what they compute. Long rows are
+treated as in row_norm.py, and kernel arguments are named as there. WT is w_tilde, and GATE_C holds
+g and c.
 """
 
 import torch
@@ -16,7 +19,7 @@ from .rows import load, load_vector, store, store_partial
 
 @triton.jit
 def write(Y, W, WT, h, inv, gate, rest, row, col, mask, C: tl.constexpr):
-    """y = g (h inv w) + rest (h w_tilde), rest = (1 - g) c."""
+    """Store y = g (h inv w) + rest (h w_tilde), with rest = (1 - g) c."""
     normed = h * inv[:, None]
     if W is not None:
         normed = normed * load_vector(W, col, C)
@@ -40,17 +43,17 @@ def forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """WT is w_tilde; GATE_C holds g, c."""
+    """Compute y and inv for a tile of rows. W and WT may be None."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     gate = tl.load(GATE_C)
     rest = (1.0 - gate) * tl.load(GATE_C + 1)
-    if COLUMNS >= C:
+    if COLUMNS >= C:  # one tile holds whole rows
         col = tl.arange(0, COLUMNS)
         mask = (row < n_rows)[:, None] & (col < C)[None, :]
         h = load(X, row, col, x_stride, mask)
         inv = tl.rsqrt(tl.sum(h * h, 1) / C + tl.cast(eps, tl.float32))
         write(Y, W, WT, h, inv, gate, rest, row, col, mask, C)
-    else:
+    else:  # one pass over the row for the square, one for the result
         square = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, C, COLUMNS):
             col = start + tl.arange(0, COLUMNS)
@@ -86,9 +89,10 @@ def backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One chunk of rows, one tile of columns.
+    """Compute the gradients for one chunk of rows and one tile of columns.
 
-    DOT = <dy w, v> is given where a row has several tiles.
+    The formulas are in reference.taper_norm_backward. W, WT, DW and DWT may be None. DOT, which is
+    <dy w, v>, is given where a row has several tiles, else None.
     """
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     gate = tl.load(GATE_C)
@@ -128,7 +132,9 @@ def backward_kernel(
 
 
 def taper_norm(h, w, w_tilde, gate_c, eps):
-    y, channels = rows.empty(h.shape, h.dtype, h.device), h.shape[-1]
+    """Compute reference.taper_norm."""
+    channels = h.shape[-1]
+    y = rows.empty(h.shape, h.dtype, h.device)
     inv_rms = rows.empty((*h.shape[:-1], 1), torch.float32, h.device)
     x = rows.as_rows(h)
     work = rows.split(x, channels, rows.FORWARD)
@@ -150,10 +156,16 @@ def taper_norm(h, w, w_tilde, gate_c, eps):
 
 
 def taper_norm_backward(dy, h, w, w_tilde, gate_c, inv_rms, gains):
-    dx, channels = rows.empty(h.shape, h.dtype, h.device), h.shape[-1]
-    dy, x, w, w_tilde = rows.as_rows(dy), rows.as_rows(h), rows.vector(w), rows.vector(w_tilde)
+    """Compute reference.taper_norm_backward."""
+    channels = h.shape[-1]
+    dx = rows.empty(h.shape, h.dtype, h.device)
+    dy = rows.as_rows(dy)
+    x = rows.as_rows(h)
+    w = rows.vector(w)
+    w_tilde = rows.vector(w_tilde)
     work = rows.split(x, channels, rows.BACKWARD)
-    dw, dwt = (rows.partial_sums(work.programs, gain, gains) for gain in (w, w_tilde))
+    dw = rows.partial_sums(work.programs, w, gains)
+    dwt = rows.partial_sums(work.programs, w_tilde, gains)
     with rows.on_device(x):
         dot, _ = row_sums(dy, x, w, None, inv_rms, channels, work)
         backward_kernel[(work.programs, work.column_tiles)](

@@ -14,7 +14,7 @@ from fold.certificate import certify, fresh_inputs, randomize, run, tensor_hash
 
 
 class Head(nn.Module):
-    """LayerNorm behind a linear, then logits; some of it in float32, as in many models."""
+    """LayerNorm after a linear, then logits; some of it in float32, as in many models."""
 
     def __init__(self):
         super().__init__()

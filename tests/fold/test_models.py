@@ -31,7 +31,7 @@ EXPECTED = {
     "bert": ((25, 1, 1, 25, 24), (1, 0)),  # post-norm: 24 centrings would fold 24 norms
     "vit": ((25, 25, 25, 25, 0), (25, 0)),  # class token and positions are centred as parameters
     "phi": ((25, 25, 25, 25, 0), (25, 0)),
-    "bloom": ((6, 1, 1, 6, 1), (6, 1)),  # a norm behind the embedding
+    "bloom": ((6, 1, 1, 6, 1), (6, 1)),  # a norm after the embedding
     "gpt_neox": ((5, 5, 5, 5, 0), (5, 0)),  # parallel residuals
     "falcon": ((5, 5, 5, 5, 0), (5, 0)),  # two norms of one input
     "stablelm": ((17, 17, 17, 17, 0), (17, 0)),  # a norm for each head of queries and keys
