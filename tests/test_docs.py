@@ -1,0 +1,421 @@
+"""README.md and docs/: every command is checked, and run at toy size where a CPU can.
+
+    python -m pytest tests/test_docs.py
+
+A command is a line of a fenced `sh` block. For each, the program and the files it names must exist,
+and the program's own parser must accept its arguments. Then it is either in RUN, which says what to
+append to it so that it ends within seconds, or in ONLY_CHECKED, which says why it is not run. A
+command that is in neither fails; so does an entry whose command has gone. Runs take place in a copy
+of the repository, with toy models under the names that the pages use.
+"""
+
+import importlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ROOT, start_code, write_items
+
+from configurator import parse_args
+from train import TrainConfig
+
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+SHAPE = """--n_layer=4 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2
+  --gradient_accumulation_steps=2 --dtype=float32 --device=cpu"""
+TRAIN = f"""{SHAPE} --max_iters=4 --warmup_iters=1 --eval_interval=4 --eval_tokens=128
+  --sample_tokens=0"""
+DISTILL = """--block_size=16 --batch_size=2 --gradient_accumulation_steps=1 --max_iters=2
+  --warmup_iters=1 --eval_interval=2 --eval_blocks=2 --calibration_blocks=2 --device=cpu"""
+TOKENS = "--tokenizer=bytes --processes=1"  # GPT-2's tokenizer is a download
+
+# What is appended to a command -> the commands. Training gets a folder of its own as well.
+RUN = {
+    "": """
+python data/stdlib/prepare.py
+python data/shakespeare_char/prepare.py --local=input.txt
+python report.py out/demo out/rms --plot=out/loss.png
+python report.py --published
+python -m evidence.archive results/cpu/table1/runs.tar.xz
+python convert.py out/layer --to=rms --out=out/layer-rms
+python convert.py out/taper --to=folded --out=out/taper-folded
+python convert.py out/rms --to=coupled --inexact --out=out/coupled
+python convert.py out/demo --to=decode
+python convert.py out/layer --analyze
+python convert.py out/rms --to=hf --out=out/hf
+python bench_decode.py random:qwen3-0.6b --ledger
+repro/h200.sh --list
+""",
+    f"--out_dir=data/mine --shard_tokens=10000 {TOKENS}": """
+python data/fineweb_edu/prepare.py --local a.jsonl b.parquet
+""",
+    TOKENS: """
+python data/fineweb_edu/prepare.py --local train.jsonl --val val.jsonl --out_dir=data/offline
+""",
+    TRAIN: """
+python train.py config/demo.py
+python train.py config/demo.py --norm_type=rms --out_dir=out/rms
+python train.py config/demo.py --norm_type=rms --seed=8 --init_std=0.08 --out_dir=out/rms-8
+python train.py config/demo.py --norm_type=coupled --coupled_first=1 --out_dir=out/first
+python train.py config/demo.py --norm_type=coupled --norm_plan="Rs RR RR RR R" \
+  --out_dir=out/block0
+python train.py config/demo.py --norm_type=layer --out_dir=out/layer
+python train.py config/demo.py --norm_type=taper --out_dir=out/taper
+python train.py config/demo.py --norm_type=taper --taper_final=True --taper_anchor=0.1 \
+  --out_dir=out/no-norms
+python train.py config/demo.py --init_from=out/layer --norm_type=taper --taper_base=layer \
+  --taper_warmup=0.1 --learning_rate=1e-3 --out_dir=out/tapered
+""",
+    "--max_new_tokens=8 --device=cpu": """
+python sample.py out/demo --prompt="def " --max_new_tokens=300
+python sample.py out/demo/ckpt_last.pt --prompt=FILE:prompt.txt --temperature=0
+""",
+    "--pictures=False": """
+python report.py out/small --baseline=rms
+python report.py out/table1_cpu --baseline=rms
+python report.py results/cpu/table1/runs.tar.xz --baseline=rms --out=out/table1
+""",
+    "--data=items.jsonl --device=cpu": """
+python hellaswag.py out/small/rms-8
+""",
+    f"{SHAPE} --ledger=False --controls=False": """
+python -m bench.train config/demo.py --arms="rms; coupled" --rounds=6 --compile=False
+""",
+    "--ops=rms_norm --channels=32 --rows=64 --rounds=6 --dtype=float32": """
+python -m bench.kernels --out=out/kernels
+""",
+    "--windows=4 --length=16 --device=cpu": """
+python -m posthoc.rms_stats out/rms --text=book.txt
+""",
+    DISTILL: """
+python distill.py --teacher=out/rms --local=book.txt --method=full
+""",
+    "--arms=A,C --tokens=4 --device=cpu": """
+python bench_decode.py out/demo --tokens=16 --rounds=6 --compiled=false --peers=false
+""",
+}
+
+# Why they are not run -> the commands
+ONLY_CHECKED = {
+    "network": """
+git clone https://github.com/karpathy/nanoGPT ../nanoGPT
+git clone https://github.com/meta-pytorch/gpt-fast ../gpt-fast
+pip install datasets
+pip install lm-eval
+pip install liger-kernel quack-kernels
+pip install peft
+pip install safetensors huggingface_hub
+pip install transformers
+python data/shakespeare_char/prepare.py
+python data/fineweb_edu/prepare.py
+python sample.py random:gpt2 --prompt="Hello"
+python train.py config/shakespeare_char.py
+python train.py config/layer.py --init_from=openai-community/gpt2 --bias=True \
+  --activation=gelu_tanh
+python convert.py openai-community/gpt2 --analyze
+python convert.py facebook/opt-350m --to=rms --out=out/opt-rms
+python -m posthoc.rms_stats Qwen/Qwen3-0.6B --text=book.txt --across --plot=fig3.png
+python distill.py config/distill_qwen3_0.6b.py
+python distill.py config/distill_qwen3_0.6b.py --estimate
+python -m evals.lm_eval_model out/rms out/distill --tasks=mmlu,gpqa_main_n_shot --num_fewshot=5
+repro/fig3.sh TEXT
+""",
+    "GPU": """
+make gpu
+MINUTES=9.5 repro/h200.sh train 'decode-*'
+torchrun --standalone --nproc_per_node=8 train.py config/coupled.py
+torchrun --standalone --nproc_per_node=8 train.py config/coupled.py --parallel=fsdp
+torchrun --standalone --nproc_per_node=8 train.py config/coupled.py --parallel=fsdp \
+  --max_iters=200 --out_dir=out/fsdp
+torchrun --standalone --nproc_per_node=8 train.py config/coupled.py --parallel=ddp \
+  --max_iters=200 --out_dir=out/ddp
+torchrun --standalone --nproc_per_node=8 train.py config/taper.py
+torchrun --standalone --nproc_per_node=8 train.py config/taper.py --taper_warmup=0.1 \
+  --out_dir=out/taper-early
+python -m bench.train config/rms.py --arms="rms; coupled; coupled coupled_impl=fold" \
+  --rounds=40 --out=out/speed
+python bench_decode.py random:llama3.2-1b --gpt_fast=../gpt-fast
+python bench_decode.py random:qwen3-1.7b --arms=A,C,D --batch=8,16,32,64,128 --tuning=off \
+  --library_from=1 --peers=false --out=results/h200/library_from/1
+repro/fig2.sh
+repro/fig4.sh
+repro/table1.sh full
+repro/table2.sh
+repro/taper_finetune.sh gpt2
+repro/taper_table.sh
+repro/taper_throughput.sh
+""",
+    "minutes or hours of a CPU": """
+make demo
+make test
+python bench_decode.py random:gpt2 --tokens=16 --batch=1,4
+OUT=out/taper_launches repro/taper_throughput.sh --ledger
+python repro/fold_time.py
+repro/cbwc_centering.sh
+repro/cbwc_classify.sh
+repro/cbwc_table3.sh
+repro/cbwc_training.sh
+repro/mygpt.sh
+repro/posthoc.sh FOLDER
+repro/span.sh
+repro/table1.sh cpu
+repro/taper.sh
+repro/taper_finetune.sh cpu
+""",
+    "another test runs the program at toy size": """
+pip install .
+torchrun --standalone --nproc_per_node=2 train.py config/demo.py
+torchrun --standalone --nproc_per_node=8 hellaswag.py out/small/rms-8
+python -m training.checkpoint out/run
+ARMS="rms coupled" SEEDS="8 9 10 11" HELLASWAG=off ./sweep.sh config/table1_cpu.py --init_std=0.08
+ARMS="rms coupled 'coupled --coupled_span=2'" SEEDS="8 9 10 11 12 13 14 15" \
+  ./sweep.sh config/small.py
+python -m bench.aot --sm=90 --channels=768
+python -m bench.bytes --n_embd=768 --tokens=65536
+python -m bench.fold random:gpt2 --lengths=256,1024
+python -m evals.lm_eval_model out/rms out/distill --mmlu=DEV,TEST --limit=20
+""",
+}
+
+
+# -------------------------------------------------------------------------------- reading the pages
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced code blocks of a page in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def lines_of(text: str) -> list[str]:
+    """The commands in a text: comments removed, continued lines joined, one blank between words."""
+    text = re.sub(r"(^|\s+)#.*$", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def by_command(table: dict[str, str]) -> dict[str, str]:
+    """{command: key of the table}."""
+    return {command: key for key, text in table.items() for command in lines_of(text)}
+
+
+RUNS, NOT_RUN = by_command(RUN), by_command(ONLY_CHECKED)
+COMMANDS = {
+    command: page.name
+    for page in PAGES
+    for block in blocks(page, "sh")
+    for command in lines_of(block)
+}
+
+
+def split_command(command: str) -> tuple[dict[str, str], str, list[str]]:
+    """(environment, program, arguments). A Python program is its module: `train`, `bench.train`."""
+    words, environment = shlex.split(command), {}
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    program = words.pop(0)
+    if program == "torchrun":
+        while words[0].startswith("-"):
+            option = words.pop(0)
+            assert re.fullmatch(r"--standalone|--nproc_per_node=\d+|--", option), option
+    if program in ("python", "torchrun"):
+        program = words.pop(0)
+        if program == "-m":
+            return environment, words[0], words[1:]
+        assert (ROOT / program).is_file(), f"{program}: no such program"
+        return environment, program.removesuffix(".py").replace("/", "."), words
+    return environment, program, words
+
+
+# ------------------------------------------------------------------------------------- all commands
+
+
+def test_every_command_is_in_one_table():
+    known = {**RUNS, **NOT_RUN}
+    unknown = [f"{page}: {command}" for command, page in COMMANDS.items() if command not in known]
+    assert not unknown, "put these into RUN, or into ONLY_CHECKED"
+    assert not set(RUNS) & set(NOT_RUN)
+    assert not set(known) - set(COMMANDS), "no page has these commands any more"
+
+
+class Parsed(Exception):
+    """The arguments were accepted."""
+
+
+@pytest.mark.xdist_group("docs")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_program_files_and_arguments_of_a_command(command, house, monkeypatch):
+    """The program's main runs until its own parser has accepted the arguments, and no further."""
+    monkeypatch.chdir(house)
+    environment, program, words = split_command(command)
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words)
+    elif program in ("pip", "git"):
+        assert words[0] in ("install", "clone")
+    elif program.endswith(".sh"):
+        check_script(program, environment, words)
+    else:
+        module = importlib.import_module(program)
+        if not hasattr(module, "parse_args"):
+            assert command in RUNS or not words, "a parser of its own: only a run can tell"
+            return
+
+        def parse_and_stop(*arguments, **more):
+            parse_args(*arguments, **more)
+            raise Parsed
+
+        monkeypatch.setattr(module, "parse_args", parse_and_stop)
+        with pytest.raises(Parsed):
+            module.main(words)
+
+
+def check_script(program: str, environment: dict[str, str], words: list[str]) -> None:
+    """The script prints its help, reads these variables and knows these modes; sweep.sh's keys are
+    those of train.py."""
+    helped = subprocess.run(["bash", program, "--help"], capture_output=True, text=True)
+    assert helped.returncode == 0 and Path(program).name in helped.stdout, helped.stderr
+    source = Path(program).read_text()
+    assert all(f"{name}:-" in source for name in environment)
+    if program.endswith("sweep.sh"):
+        for arm in shlex.split(environment["ARMS"]):
+            norm_type, *keys = shlex.split(arm)
+            parse_args(TrainConfig, [*words, f"--norm_type={norm_type}", *keys])
+    else:
+        assert all(re.search(rf"\b{word.strip('*-')}\b", source) for word in words)
+
+
+# --------------------------------------------------------------------------------------------- runs
+
+
+MAIN = """
+import importlib, os, sys
+import torch
+torch.set_num_threads(1)
+folder, program, *words = sys.argv[1:]
+os.chdir(folder)
+sys.argv = [program, *words]
+from common.errors import run_program
+run_program(importlib.import_module(program).main)
+"""
+
+
+def run(house: Path, output: Path, program: str, words: list[str]) -> None:
+    """The program in a process of its own, in the copy of the repository; it must exit with 0."""
+    if program.endswith(".sh") or program.startswith(
+        "data."
+    ):  # data scripts write beside themselves
+        start = (
+            [program]
+            if program.endswith(".sh")
+            else [sys.executable, f"{program.replace('.', '/')}.py"]
+        )
+        environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*start, *words], cwd=house, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return
+    process = start_code(MAIN, output, house, program, *words)
+    process.join(120)
+    assert process.exitcode == 0, output.read_text()
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory) -> Path:
+    """A copy of the repository with data, texts, and toy models named as in the pages."""
+    folder = tmp_path_factory.mktemp("house")
+    skipped = shutil.ignore_patterns(
+        ".*", "__pycache__", "out", "tests", "docs", "*.bin", "meta.json", "*.png"
+    )
+    shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=skipped)
+    text = "It was a dark and stormy night; the rain fell in torrents, except at intervals. " * 60
+    for name in ("book.txt", "input.txt"):
+        (folder / name).write_text(text)
+    (folder / "prompt.txt").write_text("def ")
+    for name in ("train.jsonl", "val.jsonl", "a.jsonl"):
+        (folder / name).write_text(f'{{"text": "{text}"}}\n' * 3)
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": [text] * 3}), folder / "b.parquet")
+    write_items(folder / "items.jsonl", 4)
+
+    from data.shards import write_meta, write_shard
+
+    for split in ("train", "val"):
+        shard = folder / f"data/stdlib/stdlib_{split}_000000.bin"
+        write_shard(shard, np.frombuffer(text.encode(), dtype=np.uint8))
+    write_meta(folder / "data/stdlib", {"tokenizer": "bytes", "vocab_size": 257})
+    for name, norm_type in (
+        ("demo", "coupled"),
+        ("rms", "rms"),
+        ("layer", "layer"),
+        ("taper", "taper"),
+    ):
+        words = [
+            "config/demo.py",
+            f"--norm_type={norm_type}",
+            f"--out_dir=out/{name}",
+            *TRAIN.split(),
+        ]
+        run(folder, folder / f"{name}.txt", "train", words)
+    with tarfile.open(folder / "results/cpu/table1/runs.tar.xz") as archive:
+        some = [file for file in archive if re.match(r"(./)?(rms|coupled)-(8|9|10)\b", file.name)]
+        archive.extractall(folder / "out/small", some, filter="data")
+    shutil.copytree(folder / "out/small", folder / "out/table1_cpu")
+    shutil.copy(folder / "out/rms/ckpt_best.pt", folder / "out/small/rms-8")
+    return folder
+
+
+@pytest.mark.xdist_group("docs")
+@pytest.mark.parametrize("command", RUNS)
+def test_a_command_runs_at_toy_size(command, house, tmp_path):
+    _, program, words = split_command(command)
+    words += shlex.split(RUNS[command])
+    if program == "train":
+        words.append(f"--out_dir={tmp_path / 'run'}")
+    run(house, tmp_path / "output.txt", program, words)
+    if program == "train":
+        assert (tmp_path / "run/ckpt_last.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
+)
+def test_python_code_of_a_page_runs(page):
+    for block in blocks(page, "python"):
+        exec(compile(block, page.name, "exec"), {"__name__": "docs"})
+
+
+# ------------------------------------------------------------------------------------- links, sizes
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_sizes_and_what_is_shipped():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert (ROOT / "docs/log.md").stat().st_size <= 25_000
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+        "targets"
+    ]["wheel"]
+    assert not [name for name in wheel["only-include"] if name.startswith("docs")]
