@@ -1,15 +1,15 @@
-"""Config files and command line -> one typed, frozen dataclass.
+"""Build one typed, frozen dataclass from config files and the command line.
 
     python X.py [config files ...] [--key=value ...]
 
-Later words win over earlier ones. A config file has Python syntax but is never executed: it may
+Later arguments override earlier ones. A config file has Python syntax but is never executed: it may
 hold a docstring and assignments `key = value` of literals, arithmetic on them, and names assigned
 before. Names that begin with an underscore are private to the file; every other name must be a key
 of the dataclass.
 
-The dataclass declares its keys with `key(default, help, choices, least)`. Allowed types: bool, int,
-float, str, `T | None` (None is written `auto`) and `tuple[T, ...]`, alone or as `T | tuple[T, ...]`
-(a tuple is written `1.0,1.1,0.9`).
+The dataclass declares its keys with `key(default, help, choices, least)`. Allowed types are bool,
+int, float, str, `T | None` (None is written `auto`) and `tuple[T, ...]`, alone or as
+`T | tuple[T, ...]` (a tuple is written `1.0,1.1,0.9`).
 """
 
 import ast
@@ -40,36 +40,41 @@ ARITHMETIC = {
 
 
 def key(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
-    """A dataclass field that is a config key: its default, one line of help, the allowed strings if
-    few, and the smallest number allowed.
+    """Declare a dataclass field that is a config key.
+
+    Args:
+        default: its default value.
+        help: one line of help.
+        choices: the allowed strings, if they are few.
+        least: the smallest number allowed.
     """
-    return dataclasses.field(
-        default=default, metadata={"help": help, "choices": choices, "least": least}
-    )
+    metadata = {"help": help, "choices": choices, "least": least}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_least(config: Any) -> None:
-    """For __post_init__ of a dataclass of keys: raises ConfigError for a number below its key's
-    `least`.
+    """Raise ConfigError for a number below its key's `least`.
+
+    A dataclass of keys calls it in __post_init__.
     """
     for field in dataclasses.fields(config):
-        value, least = getattr(config, field.name), field.metadata.get("least")
-        if None not in (value, least) and not value >= least:  # nan is not
-            raise ConfigError(
-                f"{field.name}={value}: must "
-                + (f"be at least {least}" if least else "not be negative")
-            )
+        value = getattr(config, field.name)
+        least = field.metadata.get("least")
+        if value is None or least is None or value >= least:
+            continue
+        # Also reached by nan, which is not >= anything.
+        bound = f"be at least {least}" if least else "not be negative"
+        raise ConfigError(f"{field.name}={value}: must {bound}")
 
 
 # ------------------------------------------------------------------------------------- config files
 
 
 def read_config_file(path: str | Path) -> dict[str, tuple[Any, int]]:
-    """{name: (value, line)} of what a config file assigns, private names left out. Nothing in it is
-    executed.
+    """Read the assignments of a config file: {name: (value, line number)}.
 
-    Raises ConfigError with file and line for everything that is not an assignment of a literal or
-    arithmetic.
+    Nothing in it is executed. Private names are left out. Raises ConfigError with file and line for
+    everything that is not an assignment of a literal or of arithmetic.
     """
     try:
         tree = ast.parse(Path(path).read_bytes())
@@ -77,12 +82,10 @@ def read_config_file(path: str | Path) -> dict[str, tuple[Any, int]]:
         raise ConfigError(
             f"config file {path} cannot be read ({error.strerror}): check the path"
         ) from None
-    # not UTF-8, null bytes, endless brackets
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line, what = (
-            getattr(error, "lineno", None) or "?",
-            getattr(error, "msg", None) or type(error).__name__,
-        )
+        # Besides wrong syntax: null bytes, bytes that are not UTF-8, brackets nested too deeply.
+        line = getattr(error, "lineno", None) or "?"
+        what = getattr(error, "msg", None) or type(error).__name__
         raise ConfigError(
             f"{path}:{line}: not valid syntax ({what}); write `key = value`"
         ) from None
@@ -93,7 +96,7 @@ def read_config_file(path: str | Path) -> dict[str, tuple[Any, int]]:
                 case ast.Expr(value=ast.Constant(value=str())):
                     pass  # a docstring
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    found[name] = _evaluate(value, found), statement.lineno
+                    found[name] = (_evaluate(value, found), statement.lineno)
                 case _:
                     raise ValueError(
                         f"`{type(statement).__name__}` is not allowed, only `key = value` is"
@@ -104,20 +107,24 @@ def read_config_file(path: str | Path) -> dict[str, tuple[Any, int]]:
 
 
 def _evaluate(node: ast.AST, found: dict[str, tuple[Any, int]]) -> Any:
-    """Value of a literal expression, with arithmetic on numbers.
+    """Return the value of a literal expression, with arithmetic on numbers.
 
-    Raises ValueError or ArithmeticError.
+    Args:
+        found: name -> (value, line) of the assignments above.
+
+    Raises:
+        ValueError, ArithmeticError: the expression is not allowed, or has no value.
     """
     match node:
         case ast.Constant(value=bool() | str() | int() | float() | None):
-            return _short(node.value)
+            return _within_64_bits(node.value)
         case ast.Name(id=name) if name in found:
             return found[name][0]
         case ast.Name(id=name):
             raise ValueError(f"name {name!r} is not assigned above this line")
         case ast.Tuple(elts=elements) | ast.List(elts=elements):
             values = tuple(_evaluate(element, found) for element in elements)
-            # lines that double it would fill the memory
+            # A few lines that each double a nested tuple would fill the memory.
             if any(isinstance(value, tuple) for value in values):
                 raise ValueError("a tuple within a tuple")
             return values
@@ -129,15 +136,17 @@ def _evaluate(node: ast.AST, found: dict[str, tuple[Any, int]]) -> Any:
             raise ValueError(
                 f"`{type(node).__name__}` is not allowed, only literals and arithmetic are"
             )
-    if type(op) not in ARITHMETIC or not all(type(value) in (int, float) for value in operands):
+    are_numbers = all(type(value) in (int, float) for value in operands)
+    if type(op) not in ARITHMETIC or not are_numbers:
         raise ValueError("arithmetic is on numbers only, with + - * / // % **")
-    if isinstance(op, ast.Pow) and max(map(abs, operands)) > 1000:  # 9**9**9 would run for ever
+    # 9**9**9 would run for ever.
+    if isinstance(op, ast.Pow) and max(map(abs, operands)) > 1000:
         raise ValueError("a power of numbers beyond 1000")
-    return _short(ARITHMETIC[type(op)](*operands))
+    return _within_64_bits(ARITHMETIC[type(op)](*operands))
 
 
-def _short(value: Any) -> Any:
-    """`value`, or ValueError for an integer that no key takes and Python would not even print."""
+def _within_64_bits(value: Any) -> Any:
+    """Return `value`; raise ValueError for an integer that no key takes and Python cannot print."""
     if isinstance(value, int) and value.bit_length() > 64:
         raise ValueError("an integer of more than 64 bits")
     return value
@@ -147,6 +156,7 @@ def _short(value: Any) -> Any:
 
 
 def _type_name(annotation: Any) -> str:
+    """Return a type as people write it; None is written auto."""
     if annotation is types.NoneType:
         return "auto"
     if typing.get_origin(annotation) is types.UnionType:
@@ -155,12 +165,12 @@ def _type_name(annotation: Any) -> str:
 
 
 def _coerce(value: Any, annotation: Any) -> Any:
-    """`value` as `annotation`, or ValueError.
+    """Return `value` as the type `annotation`, or raise ValueError.
 
-    No silent narrowing: 1.5 is no int, 1 is no bool, nan is no number.
+    Nothing is narrowed silently: 1.5 is no int, 1 is no bool, nan is no number.
     """
     if typing.get_origin(annotation) is types.UnionType:
-        # also where text is allowed
+        # First, because `str | None` would take the word auto as a string.
         if value == "auto" and types.NoneType in typing.get_args(annotation):
             return None
         for part in typing.get_args(annotation):
@@ -175,7 +185,7 @@ def _coerce(value: Any, annotation: Any) -> Any:
     elif annotation is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
     elif annotation in (bool, int, str) and type(value) is annotation:
-        # no setting is as large, and tensors cannot be
+        # No setting is as large as 2^48, and no tensor can be.
         if annotation is int and abs(value) >= 1 << 48:
             raise ValueError
         return value
@@ -183,7 +193,10 @@ def _coerce(value: Any, annotation: Any) -> Any:
 
 
 def _from_text(text: str, annotation: Any) -> Any:
-    """The value a command-line text stands for, or ValueError."""
+    """Return the value that a text of the command line stands for, or raise ValueError.
+
+    A text that is no bool is returned unchanged; `_coerce` then refuses it.
+    """
     if typing.get_origin(annotation) is types.UnionType:
         for part in typing.get_args(annotation):
             try:
@@ -193,24 +206,17 @@ def _from_text(text: str, annotation: Any) -> Any:
         raise ValueError
     if typing.get_origin(annotation) is tuple:
         element = typing.get_args(annotation)[0]
-        return tuple(
-            _from_text(word, element) for word in text.strip("()").split(",") if word.strip()
-        )
+        parts = text.strip("()").split(",")
+        return tuple(_from_text(part, element) for part in parts if part.strip())
     if annotation is bool:
-        return (
-            {"true": True, "false": False}[text.lower()]
-            if text.lower() in ("true", "false")
-            else text
-        )
+        return {"true": True, "false": False}.get(text.lower(), text)
     if annotation in (int, float):
         return annotation(text)
     return text
 
 
 class Overrides:
-    """Collects settings for the dataclass `cls`, checks name, type and choices of each, builds the
-    instance.
-    """
+    """Collect settings for the dataclass `cls`: check each, then build the instance."""
 
     def __init__(self, cls: type[T]):
         self.cls = cls
@@ -219,52 +225,74 @@ class Overrides:
         self.values: dict[str, Any] = {}
 
     def set(self, name: str, value: Any, origin: str, is_text: bool = False) -> None:
-        """Set key `name`; `is_text` for command-line text.
+        """Set one key.
 
-        Raises ConfigError that names key, type and origin.
+        Args:
+            name: the key.
+            value: its value, or with `is_text` the text of the command line.
+            origin: where it was set, for messages: the argument, or file and line.
+
+        Raises:
+            ConfigError: the key is unknown, or the value of another type or none of the choices.
         """
         if name not in self.fields:
             near = difflib.get_close_matches(name, self.fields, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "--help lists all keys"
             raise ConfigError(f"{origin}: unknown key {name!r}: {hint}")
-        annotation, choices = self.types[name], self.fields[name].metadata.get("choices", ())
+        annotation = self.types[name]
+        given = value
         try:
-            value = _coerce(_from_text(value, annotation) if is_text else value, annotation)
+            if is_text:
+                value = _from_text(value, annotation)
+            value = _coerce(value, annotation)
         except (ValueError, OverflowError):
-            wanted = _type_name(annotation)
-            raise ConfigError(f"{origin}: {name} wants {wanted}, got {value!r}") from None
+            expected = _type_name(annotation)
+            raise ConfigError(f"{origin}: {name} must be {expected}, got {given!r}") from None
+        choices = self.fields[name].metadata.get("choices", ())
         if choices and value not in choices:
             raise ConfigError(f"{origin}: {name} is one of {', '.join(choices)}; got {value!r}")
         self.values[name] = value
 
     def build(self) -> Any:
+        """Build the dataclass; keys that were not set have their defaults. Raises ConfigError."""
         return self.cls(**self.values)
 
 
 def parse_args(cls: type[T], argv: list[str], doc: str = "", spec: bool = False) -> tuple[T, str]:
-    """(config, model spec) from command-line words; the spec is "" for programs that take none.
+    """Build the config `cls` from command-line arguments.
 
-    With `spec`, the first word that is neither a config file (*.py) nor --key=value is the model to
-    work on. `--key` alone sets a bool to True. `--help` prints `doc` and every key, and exits 0.
-    Raises ConfigError.
+    `--key` alone sets a bool to True. `--help` prints `doc` and every key, and exits with code 0.
+
+    Args:
+        argv: config files and --key=value, later ones override earlier ones.
+        spec: whether the program takes a model: the first argument that is neither a config file
+            (*.py) nor --key=value.
+
+    Returns:
+        The config, and the model's spec, "" for programs that take none.
+
+    Raises:
+        ConfigError: an argument is wrong, or the model is missing.
     """
-    overrides, model = Overrides(cls), ""
-    for word in argv:
-        if word in ("--help", "-h"):
+    overrides = Overrides(cls)
+    model = ""
+    for argument in argv:
+        if argument in ("--help", "-h"):
             print(help_text(cls, doc))
             raise SystemExit(0)
-        if word.startswith("-"):
-            name, equals, text = word.removeprefix("--").partition("=")
-            if not word.startswith("--") or not (equals or overrides.types.get(name) is bool):
-                raise ConfigError(f"{word}: settings are written --key=value")
-            overrides.set(name, text if equals else "true", word, is_text=True)
-        elif word.endswith(".py"):
-            for name, (value, line) in read_config_file(word).items():
-                overrides.set(name, value, f"{word}:{line}")
+        if argument.startswith("-"):
+            name, equals, text = argument.removeprefix("--").partition("=")
+            is_switch = not equals and overrides.types.get(name) is bool
+            if not argument.startswith("--") or not (equals or is_switch):
+                raise ConfigError(f"{argument}: settings are written --key=value")
+            overrides.set(name, "true" if is_switch else text, argument, is_text=True)
+        elif argument.endswith(".py"):
+            for name, (value, line) in read_config_file(argument).items():
+                overrides.set(name, value, f"{argument}:{line}")
         elif spec and not model:
-            model = word
+            model = argument
         else:
-            raise ConfigError(f"{word!r} is neither a config file (*.py) nor --key=value")
+            raise ConfigError(f"{argument!r} is neither a config file (*.py) nor --key=value")
     if spec and not model:
         raise ConfigError(
             "name a model first: a run folder, a checkpoint file, a Hugging Face folder or name, "
@@ -274,7 +302,7 @@ def parse_args(cls: type[T], argv: list[str], doc: str = "", spec: bool = False)
 
 
 def help_text(cls: type, doc: str) -> str:
-    """Every key of `cls` with type, default and one line, below `doc`."""
+    """Return `doc`, then every key of `cls` with its default, type and one line of help."""
     hints = typing.get_type_hints(cls)
     lines = [
         doc.strip(),
@@ -283,11 +311,11 @@ def help_text(cls: type, doc: str) -> str:
     ]
     for field in dataclasses.fields(cls):
         choices = field.metadata.get("choices", ())
-        kind = "|".join(choices) if choices else _type_name(hints[field.name])
-        default = "auto" if field.default is None else repr(field.default)
         least = field.metadata.get("least")
-        lines.append(
-            f"  --{field.name}={default}  ({kind}{'' if least is None else f', at least {least}'})"
-        )
+        default = "auto" if field.default is None else repr(field.default)
+        kind = "|".join(choices) if choices else _type_name(hints[field.name])
+        if least is not None:
+            kind += f", at least {least}"
+        lines.append(f"  --{field.name}={default}  ({kind})")
         lines.append(f"        {field.metadata.get('help', '')}")
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""Programs that time and count, each run as `python -m bench.NAME`: training steps, kernels, folds,
-bytes, and kernels compiled ahead of time. Nothing imports them but repro/ and tests.
-bench_decode.py is at the root, with its parts in decode/.
+"""Programs that time and count, each run as `python -m bench.NAME`.
+
+They measure training steps, kernels, folds, bytes, and kernels compiled ahead of time. Only repro/
+and tests import them. bench_decode.py is at the root, with its parts in decode/.
 """

@@ -200,7 +200,9 @@ class Binary:
 
 def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict, sm: int) -> Binary:
     """Specialised to its arguments as Triton does on a GPU."""
-    signature, constants, attributes = {}, {}, {}
+    signature = {}
+    constants = {}
+    attributes = {}
     given = dict(zip(kernel.arg_names, arguments)) | {
         k: v for k, v in keywords.items() if k in kernel.arg_names
     }
@@ -288,8 +290,10 @@ def measured(compiled: list[tuple[dict, Binary]], sm: int) -> list[dict]:
 
 
 def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
-    """The table's columns for one kernel; and `early`, the loads and stores, copies to shared
-    memory included, that it begins before it waits for the kernel before (None: it does not wait).
+    """Measure one kernel: the table's columns, and `early`.
+
+    `early` counts the loads and stores, copies to shared memory included, that it begins before it
+    waits for the preceding kernel (None: it does not wait).
     """
     start, wait, _ = assembly.partition("ACQBULK")
     early = len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start)) if wait else None
@@ -298,10 +302,11 @@ def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
         return len(re.findall(pattern, assembly))
 
     def widths(instruction: str) -> list[int]:
-        found = re.findall(rf"\b{instruction}\.E([.\w]*)", assembly)
-        return [next((bits for bits in (128, 64) if f".{bits}" in word), 32) for word in found] or [
-            0
-        ]
+        """Bits of each such instruction: .128, .64, or 32 without a suffix; [0] for none."""
+        found = []
+        for suffix in re.findall(rf"\b{instruction}\.E([.\w]*)", assembly):
+            found.append(next((bits for bits in (128, 64) if f".{bits}" in suffix), 32))
+        return found or [0]
 
     registers, stack = registers_and_stack(binary.cubin)
     return {

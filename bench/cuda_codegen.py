@@ -1,12 +1,12 @@
-"""Inductor's CUDA code of a training graph, generated on a machine without a GPU.
+"""Generate inductor's CUDA code of a training graph on a machine without a GPU.
 
     forward, backward = cuda_code(function, inputs)
 
-torch.compile traces the function on CPU tensors that nobody ever fills, with inductor's own passes
-and partitioner. The two graphs are then re-labelled as CUDA graphs and lowered to Triton source for
-an H200, which is described to inductor instead of being there. Nothing is compiled further and
-nothing runs. All of this is inductor's private interface, so it works with the torch versions named
-here and is refused elsewhere.
+torch.compile traces the function on CPU tensors without content, with inductor's own passes and
+partitioner. The two graphs are then re-labelled as CUDA graphs and lowered to Triton source for an
+H200, whose properties are given to inductor by hand. Nothing is compiled further and nothing runs.
+All of this is inductor's private interface, so it works with the torch versions named here, and
+other versions are refused.
 """
 
 import contextlib
@@ -202,7 +202,7 @@ def _relabel(node: fx.Node) -> None:
 
 
 def _as_cuda(value: object) -> object:
-    """A fake CPU tensor as a fake CUDA tensor; everything else as it is."""
+    """Return a fake CPU tensor as a fake CUDA tensor, and everything else unchanged."""
     if isinstance(value, Tensor) and value.device.type == "cpu":
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
     return value

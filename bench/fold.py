@@ -1,18 +1,17 @@
-"""What folding LayerNorm into RMSNorm saves: time of a forward pass before and after, side by side
-in one process.
+"""Time a forward pass before and after folding LayerNorm into RMSNorm, in one process.
 
     python -m bench.fold random:gpt2 --lengths=256,1024 --batch=2 --out=results/cpu/fold/fold.jsonl
     python -m bench.fold hf:bert --lengths=64,256,1024,4096,16384 --batch=4 \\
       --modes=eager,compiled,graph
 
-The first word is a model of ours (load_model's specs, converted by fold.gpt.to_rms) or a shape that
-transformers has (hf:gpt2, hf:bert, vit, opt, bloom, phi; random weights, folded by fold.fold).
+The first argument is a model of ours (load_model's specs, converted by fold.gpt.to_rms) or a shape
+that transformers has (hf:gpt2, hf:bert, vit, opt, bloom, phi; random weights, folded by fold.fold).
 Arms: before, after, and before again (A/A), in randomised paired rounds. --sequential=50 adds the
 CBWC paper's protocol (appendix G.3): 50 passes to warm up, then 50 passes of one arm after the
-other, eager. That also measures whatever the machine did meanwhile, so it stands beside the paired
-ratio, not in its place. A ratio above 1 means that folding made it faster. Where not all norms fold
-(hf:bert, 1 of 25), one more arm has them all swapped, as the paper's figures do: another function,
-for its time alone. The last line is JSON.
+other, eager. That also measures what else the machine did in that time, so it is shown in addition
+to the paired ratio, not instead of it. A ratio above 1 means that folding made it faster. Where not
+all norms fold (hf:bert, 1 of 25), one more arm has them all swapped, as the paper's figures do:
+another function, for its time alone. The last line is JSON.
 """
 
 import copy
@@ -39,8 +38,8 @@ from load import load_model
 
 SWAPPED = "all norms swapped (timing only)"
 MODES = ("eager", "compiled", "graph")
-# What the published models have where transformers' defaults are others; positions are as many as
-# are asked for.
+# Name -> class, and what the published model sets other than transformers' defaults. The number of
+# positions is what --lengths needs.
 HF_SHAPES = {
     "gpt2": ("GPT2LMHeadModel", {}),
     "bert": ("BertModel", {}),
@@ -81,7 +80,7 @@ class FoldBenchConfig:
 
 
 def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module], int]:
-    """(models by arm, in eval mode, on the CPU; norms folded)."""
+    """Return the models by arm, in eval mode and on the CPU, and the number of norms folded."""
     if not spec.startswith("hf:"):
         before = load_model(spec)
         if max(config.lengths) > before.config.block_size:
@@ -94,16 +93,17 @@ def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module],
         raise ConfigError(
             f"{spec}: the shapes are {', '.join(f'hf:{shape}' for shape in HF_SHAPES)}"
         )
-    transformers, (family, shape) = import_transformers(), HF_SHAPES[name]
-    settings = getattr(transformers, family).config_class(**shape)
-    for positions in {"n_positions", "max_position_embeddings"} & {
-        *vars(settings),
-        *settings.attribute_map,
-    }:
+    family, shape = HF_SHAPES[name]
+    model_class = getattr(import_transformers(), family)
+    settings = model_class.config_class(**shape)
+    known = {*vars(settings), *settings.attribute_map}
+    for positions in {"n_positions", "max_position_embeddings"} & known:
         setattr(settings, positions, max(2048, *config.lengths))
     torch.manual_seed(0)
-    before = getattr(transformers, family)(settings).eval()
-    randomize(before, keep=[name for name, weight in before.named_parameters() if weight.dim() > 1])
+    before = model_class(settings).eval()
+    # Matrices keep their random values; gains and biases leave 1 and 0.
+    matrices = [name for name, weight in before.named_parameters() if weight.dim() > 1]
+    randomize(before, keep=matrices)
     report = fold.analyze(before, inputs(before, 2, 16, torch.float32))
     after, certificate = fold.fold(before, report, untie=True, insert=report.worth)
     if not certificate.ok:
@@ -117,10 +117,11 @@ def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module],
 
 
 def sequence_lengths(model: nn.Module, config: FoldBenchConfig) -> tuple[int, ...]:
-    """Those asked for; of pictures, the one that they have: patches and the class token."""
+    """Return the lengths of --lengths; for images their own, patches and the class token."""
     if getattr(model, "main_input_name", "") != "pixel_values":
         return config.lengths
-    return ((model.config.image_size // model.config.patch_size) ** 2 + 1,)
+    patches = (model.config.image_size // model.config.patch_size) ** 2
+    return (patches + 1,)
 
 
 def inputs(
@@ -173,8 +174,9 @@ def passes(model: nn.Module, x: dict[str, Tensor] | tuple[Tensor], mode: str) ->
 
 
 def clocked(arm: Callable[[], None], spent: list[float]) -> Callable[[], None]:
-    """`arm`, which also notes the processor's seconds (all threads): on a busy CPU they tell more
-    than the clock's.
+    """Return `arm` with a record of its CPU seconds, of all threads.
+
+    On a busy CPU they say more than the wall clock.
     """
 
     def run() -> None:
@@ -186,8 +188,9 @@ def clocked(arm: Callable[[], None], spent: list[float]) -> Callable[[], None]:
 
 
 def sequential(arms: dict[str, Callable[[], None]], count: int) -> dict[str, float]:
-    """Mean seconds of `count` passes of each arm, one arm after the other, each after as many
-    passes to warm up.
+    """Return the mean seconds of `count` passes of each arm, one arm after the other.
+
+    Each is warmed up with as many passes.
     """
     means = {}
     for name, arm in arms.items():

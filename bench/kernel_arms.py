@@ -180,7 +180,8 @@ def arms_of(
     name: str, device: torch.device, compiled: bool
 ) -> tuple[dict[str, Function], list[str]]:
     """(the contestants for operator `name`, why others are missing). The first one is ours."""
-    operator, missing = OPERATORS[name], []
+    operator = OPERATORS[name]
+    missing = []
     arms = {"triton": operator.ours("triton")} if device.type == "cuda" else {}
     arms |= {"reference": operator.ours("torch"), "torch": operator.plain}
     if name in UNSCALED_ACTIVATIONS:

@@ -1,16 +1,16 @@
-"""Time of every kernel in kernels/, forward and backward, beside PyTorch's own and other people's.
+"""Time every kernel in kernels/, forward and backward, and PyTorch's own and other libraries'.
 
     python -m bench.kernels --out=results/h200/kernels  # all operators, on the GPU that is here
     python -m bench.kernels --ops=rms_norm,add_rms_norm --channels=768,2048 --dtype=float16
 
-Share of copy bandwidth: the time of a plain copy that moves the fewest bytes the operator can do
-with, over the arm's own; 100 % is as fast as memory allows. All arms and the copy take turns in a
-new random order each round, and every figure is the median of the rounds' ratios (common/stats.py).
+Share of copy bandwidth: the time of a plain copy that moves the fewest bytes the operator needs,
+over the arm's own; 100 % is as fast as memory allows. All arms and the copy take turns in a new
+random order each round, and every figure is the median of the rounds' ratios (common/stats.py).
 Gains are float32, as in training.
 
-On a GPU: every call has its own inputs and outputs, more than the L2 cache holds, so that it finds
-a cold cache; calls are captured in CUDA graphs, so that no time of the host counts; other libraries
-(Liger-Kernel, quack, flash-attention) take part where they are installed. An arm whose results are
+On a GPU, every call has its own inputs and outputs, more than the L2 cache holds, so that it finds
+a cold cache. Calls are captured in CUDA graphs, so that no time of the host counts. Other libraries
+(Liger-Kernel, quack, flash-attention) take part if they are installed. An arm whose results are
 wrong is not timed. On a CPU the Triton kernels cannot run: there the PyTorch references are timed
 against PyTorch's own functions. The last line is JSON.
 """
@@ -39,7 +39,7 @@ from common.stats import median_ratio, paired_times, seconds
 from configurator import check_least, key, parse_args
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-TRAFFIC = 1 << 30  # bytes that one timing moves at least, by rotating over so many sets of inputs
+TRAFFIC = 1 << 30  # bytes that one timing moves at least, by using several sets of inputs in turn
 MAX_SETS = 16
 QUEUEING = 1_000_000  # cycles: half a millisecond, to queue two events and a graph in
 MAX_ERROR = 0.03  # relative L2 error beyond which an arm computes something else
@@ -53,15 +53,13 @@ class Case:
     def __init__(
         self, operator: Operator, rows: int, channels: int, dtype: torch.dtype, device: torch.device
     ):
-        stream = rows * channels * dtype.itemsize
-        self.bytes = [
-            streams * stream + 4 * operator.statistics * rows for streams in operator.streams
-        ]
-        count = (
-            min(MAX_SETS, max(2, math.ceil(TRAFFIC / min(self.bytes))))
-            if device.type == "cuda"
-            else 1
-        )
+        stream = rows * channels * dtype.itemsize  # bytes of one tensor (rows, channels)
+        statistics = 4 * operator.statistics * rows
+        # The fewest bytes of forward and of backward.
+        self.bytes = [streams * stream + statistics for streams in operator.streams]
+        count = 1
+        if device.type == "cuda":
+            count = min(MAX_SETS, max(2, math.ceil(TRAFFIC / min(self.bytes))))
         self.sets = [
             make_inputs(operator.inputs, rows, channels, dtype, device) for _ in range(count)
         ]
@@ -74,33 +72,31 @@ class Case:
         self.plain = operator.plain
 
     def forward(self, arm: Function) -> list[tuple[Tensor, ...]]:
-        """Outputs for every set."""
+        """Return the outputs for every set."""
         return [_several(arm(*inputs)) for inputs in self.sets]
 
     def backward(self, outputs: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-        """For outputs of `forward`: gradients of all inputs that want one."""
-        return [
-            torch.autograd.grad(
-                output,
-                [value for value in inputs if value.requires_grad],
-                gradients,
-                retain_graph=True,
-            )
-            for inputs, output, gradients in zip(self.sets, outputs, self.gradients)
-        ]
+        """Return the gradients of all inputs that need one, for outputs of `forward`."""
+        found = []
+        for inputs, output, gradients in zip(self.sets, outputs, self.gradients):
+            needed = [value for value in inputs if value.requires_grad]
+            found.append(torch.autograd.grad(output, needed, gradients, retain_graph=True))
+        return found
 
     def copy(self, phase: str) -> None:
-        """What memory can do: for every set, moves as many bytes as the operator must, half of them
-        read, half written. As many, so that launching costs a copy no larger share of its time than
-        it costs the arms.
+        """Move, for every set, the fewest bytes of the operator: half of them read, half written.
+
+        There are as many copies as sets, so that launches cost a copy the same share of its time as
+        they cost the arms.
         """
         half = self.bytes[phase == "backward"] // 2
         for source, target in self.copies:
             target[:half].copy_(source[:half])
 
     def error(self, arm: Function) -> float:
-        """Largest relative L2 distance of outputs and gradients of the first set from the plain
-        formula's.
+        """Return the largest relative L2 error of an output or gradient of the first set.
+
+        The reference is the plain formula.
         """
         found = []
         for function in (arm, self.plain):
@@ -115,34 +111,37 @@ class Case:
 
 
 def _several(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return an operator's output or outputs as a tuple."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def runner(case: Case, arm: Function, phase: str, device: torch.device) -> Callable[[], None]:
-    """A call that does `phase` for all sets of a case; on a GPU it replays a CUDA graph."""
+    """Return a call that does `phase` for all sets of a case; on a GPU it replays a CUDA graph."""
 
-    def work_of(outputs: list) -> Callable[[], list]:
-        return (
-            (lambda: case.backward(outputs)) if phase == "backward" else lambda: case.forward(arm)
-        )
+    def make_work() -> Callable[[], list]:
+        if phase == "forward":
+            return lambda: case.forward(arm)
+        outputs = case.forward(arm)
+        return lambda: case.backward(outputs)
 
     if device.type != "cuda":
-        return work_of(case.forward(arm) if phase == "backward" else [])
+        return make_work()
     # Backward kernels run on the stream of their forward, so all of it happens on the stream that
     # is captured.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        work = work_of(case.forward(arm) if phase == "backward" else [])
+        work = make_work()
         for _ in range(2):  # compilation and tuning
             work()
     return captured(work, stream)
 
 
 def captured(work: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """`work` as a CUDA graph. A replay reads and writes the memory of the capture, whatever lies
-    there by then: so the graph keeps what `work` reads (forward's saved tensors, for a backward)
-    and what it wrote.
+    """Capture `work` as a CUDA graph and return its replay.
+
+    A replay reads and writes the memory of the capture, even if other tensors are there by then. So
+    the graph keeps what `work` reads (forward's saved tensors, for a backward) and what it wrote.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -153,10 +152,12 @@ def captured(work: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[],
 
 
 def gpu_seconds(call: Callable[[], None]) -> float:
-    """Time between two events on the GPU, which is kept busy until all is queued: else it would
-    wait for the host.
+    """Return the seconds between two events on the GPU.
+
+    The GPU is kept busy until everything is queued, so that it does not wait for the host.
     """
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(QUEUEING)
     start.record()
     call()
@@ -168,15 +169,16 @@ def gpu_seconds(call: Callable[[], None]) -> float:
 def measure(
     config: "KernelBenchConfig", name: str, channels: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Records of one operator at one size, forward and backward.
+    """Return records of one operator at one size, forward and backward.
 
-    Raises UserError where our own kernel is wrong.
+    Raises UserError if our own kernel is wrong.
     """
     torch._dynamo.reset()
     case = Case(OPERATORS[name], config.rows, channels, DTYPES[config.dtype], device)
-    arms, missing = arms_of(
-        name, device, config.compiled if config.compiled is not None else device.type == "cuda"
-    )
+    with_compiled = config.compiled
+    if with_compiled is None:
+        with_compiled = device.type == "cuda"
+    arms, missing = arms_of(name, device, with_compiled)
     ours = next(iter(arms))
     for arm in [arm for arm in arms if arm != UNSCALED]:
         with others_may_fail(arm, arms, missing):
@@ -196,12 +198,14 @@ def measure(
 
 @contextlib.contextmanager
 def others_may_fail(arm: str, arms: dict[str, Function], missing: list[str]) -> Iterator[None]:
-    """An arm that fails within is taken out, and the reason noted; but not the first one, which is
-    ours.
+    """Remove an arm that fails within the block, and note the reason.
+
+    The first arm is ours; its failure is raised.
     """
     try:
         yield
-    except Exception as failure:  # another library's limits are no failure of this program
+    except Exception as failure:
+        # What another library cannot do is no failure of this program.
         if arm == next(iter(arms)):
             raise
         missing.append(f"{arm}: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}")
@@ -218,10 +222,9 @@ def record(
     missing: list[str],
     device: torch.device,
 ) -> dict[str, Any]:
-    """One operator, size and phase, measured: shares of copy bandwidth, and every arm's time over
-    ours.
-    """
-    on_gpu, calls = device.type == "cuda", {}
+    """Measure one operator, size and phase: shares of copy bandwidth, and arms' times over ours."""
+    on_gpu = device.type == "cuda"
+    calls = {}
     for arm in list(arms):
         with others_may_fail(arm, arms, missing):
             call = runner(case, arms[arm], phase, device)
@@ -231,7 +234,8 @@ def record(
     calls["copy"] = captured(copy, torch.cuda.Stream()) if on_gpu else copy
     times = paired_times(calls, config.rounds, measure=gpu_seconds if on_gpu else seconds)
     middle = {arm: median(values) / len(case.sets) for arm, values in times.items()}
-    fewest, ours = case.bytes[phase == "backward"], next(iter(arms))
+    fewest = case.bytes[phase == "backward"]
+    ours = next(iter(arms))
     bandwidth = fewest / middle.pop("copy")
     shares = {arm: median_ratio(times["copy"], times[arm]) for arm in middle}
     return {
@@ -271,7 +275,7 @@ def table(records: list[dict[str, Any]]) -> str:
     return markdown(["operator", "C", "phase", *arms, "best other / ours"], lines)
 
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; markers tell them apart in print.
+# Okabe and Ito's colours can be told apart by colour-blind readers; the markers serve in print.
 LOOKS = dict(
     zip(
         ("triton", "reference", "torch", "compiled", "Liger", "quack", "flash-attn", UNSCALED),
@@ -362,7 +366,7 @@ class KernelBenchConfig:
             raise ConfigError(f"ops: {unknown[0]!r} is none of {', '.join(OPERATORS)}")
         if min(self.channels, default=0) < 1:
             raise ConfigError(
-                f"channels={','.join(map(str, self.channels))}: wants whole numbers from 1 on"
+                f"channels={','.join(map(str, self.channels))}: needs whole numbers from 1 on"
             )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""Attributes replaced for a while: how Triton and inductor are asked about a GPU that is not here.
+"""Replace attributes for a while, to ask Triton and inductor about a GPU that is not here.
 
-Neither has another way in: both ask their own modules for the device. Of our own code that is done
-to one method of the models that bench/bytes.py counts, whose graphs never run: Attention.attend.
+There is no other way: both ask their own modules for the device. Of our own code, one method is
+replaced, Attention.attend, in the models that bench/bytes.py counts and whose graphs never run.
 """
 
 import contextlib
@@ -11,8 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Within the block, `target` (a module, a class, an object) has these attributes; then again
-    its own.
+    """Give `target` (a module, a class, an object) these attributes within the block.
 
     Raises AttributeError for a name that `target` does not have: a library that has renamed it
     would not see the value.

@@ -1,4 +1,4 @@
-"""Training steps per second of any list of arms, in one process, in randomised paired rounds.
+"""Time training steps of any list of arms, in one process, in randomised paired rounds.
 
     python -m bench.train config/rms.py --arms="rms; coupled; coupled coupled_impl=fold" \\
       --rounds=40 --out=out/speed
@@ -9,17 +9,18 @@
       --arms="layer; layer compile=False; nanogpt; nanogpt compile=False"
 
 bench/train_arms.py says how arms are written. Three controls are added to every list: rms,
-rms-no-mlp-gamma and layer; so is an A/A arm, a second copy of the first: how far its ratio is from
-1 is the machine's noise. With nanogpt=FOLDER (a clone of karpathy/nanoGPT), upstream's model and
-optimiser take part.
+rms-no-mlp-gamma and layer; and an A/A arm, a second copy of the first, whose ratio shows the
+machine's noise by its distance from 1. With nanogpt=FOLDER (a clone of karpathy/nanoGPT),
+upstream's model and optimiser take part.
 
 A step is what train.py does with gradient_accumulation_steps micro-batches: forward, backward,
 clipping, AdamW, the norms' schedules; nanoGPT's is its own. What train.py sets for the whole
-process (memory, float32 products) serves all arms alike. Batches are random tokens, the same for
-all, on the device beforehand. All keys of train.py are taken, so that its config files serve; those
-of data, schedule and evaluation do nothing here. In each round all arms take turns in a new random
-order. Ratios are geometric means of the rounds' with 95 % t intervals, each on its own; above 1 the
-arm is faster. Ctrl-C ends the measurement and keeps the rounds so far. The last line is JSON.
+process (memory, float32 products) holds for all arms. Batches are random tokens, the same for all,
+and on the device beforehand. All keys of train.py are accepted, so that its config files can be
+used; those of data, schedule and evaluation have no effect. In each round all arms take turns in a
+new random order. Ratios are geometric means over rounds with 95 % t intervals, not corrected for
+their number; above 1 the arm is faster. Ctrl-C ends the measurement and keeps the rounds so far.
+The last line is JSON.
 """
 
 import contextlib
@@ -55,16 +56,14 @@ AGAIN = " (A/A)"
 
 @dataclass(frozen=True)
 class TrainBenchConfig(TrainConfig):
-    """Keys of bench/train.py beside those of train.py."""
+    """Keys of bench/train.py, in addition to those of train.py."""
 
     vocab_size: int = key(50304, "rows of the embedding", least=1)
-    compile: bool | None = key(
-        True, "torch.compile, where an arm says nothing else (auto: on CUDA)"
-    )
+    compile: bool | None = key(True, "torch.compile, unless an arm sets it (auto: on CUDA)")
     arms: str = key(
         "rms", "arms, with semicolons between: 'rms; coupled coupled_span=2; layer compile=False'"
     )
-    controls: bool = key(True, f"add the arms that every comparison wants: {', '.join(CONTROLS)}")
+    controls: bool = key(True, f"add the arms that every comparison needs: {', '.join(CONTROLS)}")
     nanogpt: str = key("", "folder with upstream nanoGPT, for the arm of that name")
     rounds: int = key(20, "rounds; in each, all arms take turns", least=2)
     steps: int = key(1, "optimiser steps of an arm's turn, timed together", least=1)
@@ -86,13 +85,12 @@ class TrainBenchConfig(TrainConfig):
 
 
 def all_arms(config: TrainBenchConfig) -> list[TrainArm]:
-    """The arms of the list, the controls it lacks, and the second copy of its first.
+    """Return the arms of the list, the controls that it lacks, and the second copy of its first.
 
     Raises ConfigError.
     """
-    common = TrainConfig(
-        **{field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
-    )
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    common = TrainConfig(**{name: getattr(config, name) for name in names})
     arms = parse_arms(config.arms, common)
     if not arms:
         raise ConfigError("arms: name one or more, e.g. --arms='rms; coupled'")
@@ -102,7 +100,7 @@ def all_arms(config: TrainBenchConfig) -> list[TrainArm]:
     there = {arm.name for arm in arms}
     arms += [arm for arm in parse_arms(";".join(added), common) if arm.name not in there]
     if not config.nanogpt and any(arm.is_nanogpt for arm in arms):
-        raise ConfigError("arms: nanogpt wants --nanogpt=FOLDER, a clone of karpathy/nanoGPT")
+        raise ConfigError("arms: nanogpt needs --nanogpt=FOLDER, a clone of karpathy/nanoGPT")
     return [*arms, dataclasses.replace(arms[0], name=arms[0].name + AGAIN)]
 
 
@@ -110,30 +108,35 @@ def all_arms(config: TrainBenchConfig) -> list[TrainArm]:
 
 
 def make_batches(config: TrainConfig, device: torch.device) -> list[Batch]:
-    """The micro-batches of a step: random tokens (B, T) and their successors."""
-    shape = config.gradient_accumulation_steps, config.batch_size, config.block_size + 1
-    tokens = torch.randint(
-        config.n_vocab or config.vocab_size, shape, generator=torch.Generator().manual_seed(0)
-    )
-    return [
-        (part[:, :-1].contiguous().to(device), part[:, 1:].contiguous().to(device))
-        for part in tokens
-    ]
+    """Return the micro-batches of a step: random tokens (B, T) and their successors."""
+    shape = (config.gradient_accumulation_steps, config.batch_size, config.block_size + 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.n_vocab or config.vocab_size, shape, generator=generator)
+    batches = []
+    for part in tokens:  # (B, T + 1)
+        x = part[:, :-1].contiguous().to(device)
+        y = part[:, 1:].contiguous().to(device)
+        batches.append((x, y))
+    return batches
 
 
 def prepare(
     arm: TrainArm, batches: list[Batch], device: torch.device, nanogpt: str
 ) -> tuple[Step, dict[str, Any]]:
-    """(the arm's step, compiled and warm; its loss at the first step, and on CUDA the bytes that it
-    takes at most).
+    """Build the arm's step, compile it and warm it up.
+
+    Returns:
+        The step, and a record: its loss at the first step, and on CUDA its peak memory in bytes.
     """
     on_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_cuda else 0
     step = build_step(arm, batches, device, nanogpt)
-    first_loss, peak = step().item(), None
+    first_loss = step().item()
     for _ in range(WARM_UP):
         step()
-    if on_cuda:  # other arms keep their weights in memory meanwhile: they do not count
+    peak = None
+    if on_cuda:
+        # Other arms keep their weights in memory at the same time; they do not count.
         torch.cuda.reset_peak_memory_stats(device)
         step()
         peak = torch.cuda.max_memory_allocated(device) - before
@@ -141,29 +144,32 @@ def prepare(
 
 
 def count_bytes(arm: TrainArm) -> tuple[float | None, str]:
-    """(bytes that the norms and residual adds of a block move for a token in training, why there is
-    no figure).
+    """Count the bytes that norms and residual adds of a block move for a token in training.
+
+    Returns:
+        The bytes, or None and the reason.
     """
     tokens = max(2, arm.config.batch_size) * arm.config.block_size
     try:
         figures = [(3, False)]  # an addmm copies its operand (ATen)
         return bytes_of_one_more_block(arm.config, tokens, figures, arm.strip)[0], ""
-    # inductor's private interfaces are another torch's, or the norm is opaque to them
     except Exception as error:
-        return (
-            None,
-            f"bytes of {arm.name}: {(str(error).splitlines() or [type(error).__name__])[0]}",
-        )
+        # This torch has other private interfaces of inductor, or inductor cannot see into the norm.
+        lines = str(error).splitlines() or [type(error).__name__]
+        return None, f"bytes of {arm.name}: {lines[0]}"
 
 
 def time_rounds(
     steps: dict[str, Step], config: TrainBenchConfig, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of one step of each arm in each round.
+    """Return the seconds of one step of each arm in each round.
 
-    Ctrl-C ends it; a round cut short is left out.
+    Ctrl-C ends it; an unfinished round is left out. Raises UserError if there are fewer than two.
     """
-    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def turn(step: Step) -> Callable[[], None]:
         def run() -> None:
@@ -185,18 +191,13 @@ def time_rounds(
     return {name: [value / config.steps for value in values] for name, values in times.items()}
 
 
-def measure(
-    config: TrainBenchConfig, device: torch.device
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """(a record for each arm, remarks)."""
-    torch._dynamo.config.recompile_limit = 64  # all arms' models share the code of one forward
-    arms, batches, steps, facts, remarks = (
-        all_arms(config),
-        make_batches(config, device),
-        {},
-        {},
-        [],
-    )
+def prepare_all(
+    config: TrainBenchConfig, arms: list[TrainArm], device: torch.device
+) -> tuple[dict[str, Step], dict[str, dict[str, Any]]]:
+    """Prepare the step of every arm: arm -> step, and arm -> record. Raises UserError."""
+    batches = make_batches(config, device)
+    steps: dict[str, Step] = {}
+    facts: dict[str, dict[str, Any]] = {}
     for arm in tqdm(arms, desc="compiling", unit="arm", disable=not sys.stderr.isatty()):
         try:
             steps[arm.name], facts[arm.name] = prepare(arm, batches, device, config.nanogpt)
@@ -209,66 +210,102 @@ def measure(
             raise UserError(
                 "interrupted before the first round: there is nothing to compare"
             ) from None
-    counted, ledger = {}, config.ledger and config.compile_mode == "default"
-    if config.ledger and not ledger:
-        remarks.append(
+    return steps, facts
+
+
+def count_all(
+    config: TrainBenchConfig, arms: list[TrainArm], device: torch.device
+) -> tuple[dict[str, float | None], list[str]]:
+    """Count the bytes of every compiled arm's norms: arm -> bytes, and remarks."""
+    if not config.ledger:
+        return {}, []
+    if config.compile_mode != "default":
+        remark = (
             "the norms' bytes are counted in inductor's default code, "
             f"not with {config.compile_mode}"
         )
-    elif ledger and not any(is_compiled(arm.config, device) for arm in arms):
-        remarks.append("the norms' bytes are counted in compiled code, and no arm is compiled")
-    for arm in arms:  # before the rounds, so that what an interrupt leaves of those can be shown
-        if (
-            ledger
-            and is_compiled(arm.config, device)
-            and not arm.is_nanogpt
-            and not arm.name.endswith(AGAIN)
-        ):
-            counted[arm.name], remark = count_bytes(arm)
-            remarks += [remark] if remark else []
+        return {}, [remark]
+    if not any(is_compiled(arm.config, device) for arm in arms):
+        return {}, ["the norms' bytes are counted in compiled code, and no arm is compiled"]
+    counted: dict[str, float | None] = {}
+    remarks: list[str] = []
+    for arm in arms:
+        is_copy = arm.name.endswith(AGAIN)
+        if is_copy or arm.is_nanogpt or not is_compiled(arm.config, device):
+            continue
+        counted[arm.name], remark = count_bytes(arm)
+        if remark:
+            remarks.append(remark)
+    return counted, remarks
+
+
+def measure(
+    config: TrainBenchConfig, device: torch.device
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Prepare, count and time all arms.
+
+    Returns:
+        A record for each arm, and remarks for the report.
+
+    Raises:
+        UserError: an arm does not fit into memory, or the measurement was interrupted too early.
+    """
+    torch._dynamo.config.recompile_limit = 64  # all arms' models share the code of one forward
+    arms = all_arms(config)
+    steps, facts = prepare_all(config, arms, device)
+    # Before the rounds, so that an interrupted measurement can show it too.
+    counted, remarks = count_all(config, arms, device)
     times = time_rounds(steps, config, device)
     with torch.device("meta"):
         flops = GPT(arms[0].config).flops_per_token()
-    peak, records = peak_flops(device) if Precision(config.dtype, device).is_low else None, []
+    # The peak that is known is that of 16-bit products.
+    is_low = Precision(config.dtype, device).is_low
+    peak = peak_flops(device) if is_low else None
+    records = []
     for arm in arms:
         speed = tokens_per_step(config) / median(times[arm.name])
-        records.append(
-            {
-                "arm": arm.name,
-                "tokens_per_s": speed,
-                "mfu": speed * flops / peak if peak else None,
-                "norm_bytes_per_token": counted.get(arm.name),
-                **facts[arm.name],
-                "speed_over": {
-                    base: dataclasses.asdict(paired_ratio(times[base], times[arm.name]))
-                    for base in baselines(arms)
-                    if base != arm.name
-                },
-                "seconds": times[arm.name],
-            }
-        )
+        ratios = {}
+        for base in baselines(arms):
+            if base != arm.name:
+                ratio = paired_ratio(times[base], times[arm.name])
+                ratios[base] = dataclasses.asdict(ratio)
+        record = {
+            "arm": arm.name,
+            "tokens_per_s": speed,
+            "mfu": speed * flops / peak if peak else None,
+            "norm_bytes_per_token": counted.get(arm.name),
+            **facts[arm.name],
+            "speed_over": ratios,
+            "seconds": times[arm.name],
+        }
+        records.append(record)
     if config.profile:
         with contextlib.suppress(KeyboardInterrupt):
-            for row in records:
-                row["kernels"] = profile_step(steps[row["arm"]], device)
+            for record in records:
+                record["kernels"] = profile_step(steps[record["arm"]], device)
     return records, remarks
 
 
 def tokens_per_step(config: TrainConfig) -> int:
+    """Count the tokens of an optimiser step."""
     return config.gradient_accumulation_steps * config.batch_size * config.block_size
 
 
 def baselines(arms: list[TrainArm]) -> list[str]:
-    """What all arms are compared with: the first arm, rms, and nanoGPT."""
-    listed = [arm.name for arm in arms if arm is arms[0] or arm.name == "rms" or arm.is_nanogpt]
-    return [name for name in listed if not name.endswith(AGAIN)]
+    """Name the arms that all others are compared with: the first, rms, and nanoGPT."""
+    names = []
+    for arm in arms:
+        is_base = arm is arms[0] or arm.name == "rms" or arm.is_nanogpt
+        if is_base and not arm.name.endswith(AGAIN):
+            names.append(arm.name)
+    return names
 
 
 # ------------------------------------------------------------------------------------------ results
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Markdown, one row an arm; columns that say nothing about any arm are left out."""
+    """Return a Markdown table, one row an arm, without columns that are empty for all arms."""
     bases = [
         row["arm"] for row in records if any(row["arm"] in other["speed_over"] for other in records)
     ]
@@ -287,13 +324,14 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def _cell(form: str, value: float | None, unit: float = 1.0) -> str:
+    """Format value / unit; "" if there is no value."""
     return "" if value is None else form.format(value / unit)
 
 
 def report(
     config: TrainBenchConfig, place: dict[str, Any], records: list, remarks: list[str]
 ) -> str:
-    """README.md of the results folder."""
+    """Return the results folder's README.md."""
     n = len(records[0]["seconds"])
     cut = f" (interrupted, {config.rounds} were wanted)" if n < config.rounds else ""
     lines = [
@@ -324,12 +362,15 @@ def report(
 
 
 def plot(records: list[dict[str, Any]], target: Path, title: str) -> None:
-    """Every arm's speed over the first one's, in per cent, with its interval."""
+    """Draw every arm's speed over the first one's, in per cent, with its interval."""
     first, *others = records
     figure, axis = plt.subplots(figsize=(7.5, 1.2 + 0.4 * len(others)), layout="constrained")
     for index, row in enumerate(others):
-        ratio, look = row["speed_over"][first["arm"]], style(index + 1)
-        low, middle, high = (100 * (ratio[name] - 1) for name in ("low", "mean", "high"))
+        ratio = row["speed_over"][first["arm"]]
+        look = style(index + 1)
+        low = 100 * (ratio["low"] - 1)
+        middle = 100 * (ratio["mean"] - 1)
+        high = 100 * (ratio["high"] - 1)
         axis.plot([low, high], [-index, -index], color=look["color"], linewidth=2.2)
         axis.plot(middle, -index, linestyle="", **look | {"markersize": 8})
     axis.axvline(0, color="black", linewidth=1)
@@ -342,8 +383,9 @@ def plot(records: list[dict[str, Any]], target: Path, title: str) -> None:
 
 
 def main(argv: list[str]) -> None:
+    """Run the program with these command-line arguments."""
     config, _ = parse_args(TrainBenchConfig, argv, __doc__)
-    all_arms(config)  # what is wrong with them is said before anything is started
+    all_arms(config)  # checks them before anything is started
     ranks = Ranks.start(config.device)
     if ranks.world_size > 1:
         raise ConfigError("bench/train.py is one process: start it without torchrun")
@@ -355,19 +397,12 @@ def main(argv: list[str]) -> None:
     text = report(config, place, records, remarks)
     print(text)
     if config.out:
-        settings = {
-            name: value
-            for name, value in dataclasses.asdict(config).items()
-            if name not in ("nanogpt", "out")
-        }
-        folder, text = Path(config.out), text + "\n![Speed of the arms](speed.png)\n"
-        write_results(
-            folder,
-            "steps",
-            [row | {"config": settings, **place} for row in records],
-            "README.md",
-            text,
-        )
+        settings = dataclasses.asdict(config)
+        del settings["nanogpt"], settings["out"]  # paths of this machine
+        lines = [row | {"config": settings, **place} for row in records]
+        folder = Path(config.out)
+        text += "\n![Speed of the arms](speed.png)\n"
+        write_results(folder, "steps", lines, "README.md", text)
         plot(records, folder / "speed.png", place["device"])
     shown = ("arm", "tokens_per_s", "mfu", "peak_memory", "norm_bytes_per_token", "speed_over")
     print(json.dumps([{name: row[name] for name in shown} for row in records]))

@@ -1,6 +1,6 @@
 """The arms of bench/train.py: how they are written, and one training step of each.
 
-An arm is a norm type and what it sets otherwise, an arm list has semicolons between:
+An arm is a norm type with the keys that it sets; in a list, arms are separated by semicolons:
 
     rms; coupled; coupled coupled_impl=fold; layer compile=False; rms-no-mlp-gamma; nanogpt
 
@@ -48,15 +48,15 @@ Step = Callable[[], Tensor]  # one optimiser step; its loss, a scalar on the dev
 
 @dataclass(frozen=True)
 class TrainArm:
-    """One contestant. `name` is how it was written, `config` what its step runs under."""
+    """One arm."""
 
-    name: str
-    config: TrainConfig
+    name: str  # as it was written
+    config: TrainConfig  # what its step runs with
     is_nanogpt: bool = False
-    mlp_gamma: bool = True
+    mlp_gamma: bool = True  # whether the norms before MLPs have a gain
 
     def strip(self, blocks: nn.ModuleList) -> None:
-        """Take the MLP norms' gains out of freshly made blocks, if the arm has none."""
+        """Remove the MLP norms' gains from new blocks, if the arm has none."""
         if not self.mlp_gamma:
             for block in blocks:
                 block.norm2.weight = None
@@ -66,14 +66,13 @@ class TrainArm:
 
 
 def parse_arms(text: str, config: TrainConfig) -> list[TrainArm]:
-    """Arms of a list as at the head of this file, on top of `config`.
+    """Parse a list of arms as at the head of this file, on top of `config`.
 
     Raises ConfigError that names the arm.
     """
-    arms = [
-        parse_arm(" ".join(words.split()), config) for words in text.split(";") if words.strip()
-    ]
-    for name in (names := [arm.name for arm in arms]):
+    names = [" ".join(part.split()) for part in text.split(";") if part.strip()]
+    arms = [parse_arm(name, config) for name in names]
+    for name in names:
         if names.count(name) > 1:
             raise ConfigError(
                 f"arms: {name!r} is there twice: the first arm gets a second copy anyway (A/A)"
@@ -82,11 +81,11 @@ def parse_arms(text: str, config: TrainConfig) -> list[TrainArm]:
 
 
 def parse_arm(name: str, config: TrainConfig) -> TrainArm:
-    """One arm, from its words with single spaces between."""
-    kind, *words = name.split(" ")
+    """Parse one arm, whose parts have single spaces between. Raises ConfigError."""
+    kind, *settings = name.split(" ")
     overrides = Overrides(TrainConfig)
-    for word in words:
-        key, equals, value = word.partition("=")
+    for setting in settings:
+        key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(
                 f"arms: {name!r}: settings are written key=value, and arms have a semicolon between"
@@ -115,13 +114,11 @@ def parse_arm(name: str, config: TrainConfig) -> TrainArm:
 
 
 def check_is_nanogpts(config: TrainConfig) -> None:
-    """Raises ConfigError for a model that nanoGPT cannot build."""
+    """Raise ConfigError for a model that nanoGPT cannot build."""
+    may_differ = (*NANOGPT_SHAPE, "init", "init_std", "kernels")
     for field in dataclasses.fields(GPTConfig):
         value = getattr(config, field.name)
-        if (
-            field.name not in (*NANOGPT_SHAPE, "init", "init_std", "kernels")
-            and value != field.default
-        ):
+        if field.name not in may_differ and value != field.default:
             raise ConfigError(f"arms: nanoGPT has no {field.name}={value}: remove it, or the arm")
 
 
@@ -129,8 +126,11 @@ def check_is_nanogpts(config: TrainConfig) -> None:
 
 
 def build_step(arm: TrainArm, batches: list[Batch], device: torch.device, nanogpt: str) -> Step:
-    """The arm's optimiser step over micro-batches (B, T) on `device`, with a model of its own.
-    `nanogpt` is the folder with nanoGPT's clone.
+    """Build the arm's optimiser step, with a model of its own.
+
+    Args:
+        batches: micro-batches (B, T) on `device`.
+        nanogpt: folder with nanoGPT's clone.
     """
     if arm.is_nanogpt:
         return nanogpt_step(arm, batches, device, import_nanogpt(Path(nanogpt)))
@@ -138,8 +138,9 @@ def build_step(arm: TrainArm, batches: list[Batch], device: torch.device, nanogp
 
 
 def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
-    """The step of train.py, less what does not depend on the model: data loading, schedule, log."""
-    config, precision = arm.config, Precision(arm.config.dtype, device)
+    """Build train.py's step without what does not depend on the model: data, schedule, log."""
+    config = arm.config
+    precision = Precision(config.dtype, device)
     model = GPT(config, config.seed)
     arm.strip(model.blocks)
     model.to(device, precision.weights).train()
@@ -151,13 +152,11 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
         config.adam_eps,
         config.weight_decay,
     )
-    forward = (
-        torch.compile(model, dynamic=False, mode=config.compile_mode)
-        if is_compiled(config, device)
-        else model
-    )
+    forward = model
+    if is_compiled(config, device):
+        forward = torch.compile(model, dynamic=False, mode=config.compile_mode)
     model.set_step(1, config.max_iters)
-    following = itertools.count(2)
+    following = itertools.count(2)  # number of the next step, for the norms' schedules
 
     def step() -> Tensor:
         losses = sum(micro_step(forward, x, y, precision, len(batches)) for x, y in batches)
@@ -173,23 +172,24 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
 def nanogpt_step(
     arm: TrainArm, batches: list[Batch], device: torch.device, upstream: ModuleType
 ) -> Step:
-    """The step of nanoGPT's train.py, with nanoGPT's own model and optimiser; its loss is that of
-    the last micro-batch, as nanoGPT logs it.
+    """Build the step of nanoGPT's train.py, with nanoGPT's own model and optimiser.
+
+    Its loss is that of the last micro-batch, as nanoGPT logs it.
     """
-    config, precision = arm.config, Precision(arm.config.dtype, device)
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells its number of parameters
+    config = arm.config
+    precision = Precision(config.dtype, device)
+    shape = {name: getattr(config, name) for name in NANOGPT_SHAPE}
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its number of parameters
         torch.manual_seed(config.seed)
-        model = upstream.GPT(
-            upstream.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_SHAPE})
-        )
+        model = upstream.GPT(upstream.GPTConfig(**shape))
         model.to(device, precision.weights).train()
         betas = config.beta1, config.beta2
         optimizer = model.configure_optimizers(
             config.weight_decay, config.learning_rate, betas, device.type
         )
-    forward = (
-        torch.compile(model, mode=config.compile_mode) if is_compiled(config, device) else model
-    )
+    forward = model
+    if is_compiled(config, device):
+        forward = torch.compile(model, mode=config.compile_mode)
     scaler = precision.scaler
 
     def step() -> Tensor:
@@ -210,13 +210,16 @@ def nanogpt_step(
 
 
 def is_compiled(config: TrainConfig, device: torch.device) -> bool:
-    return config.compile if config.compile is not None else device.type == "cuda"
+    """Is the arm's model compiled? By default it is on CUDA."""
+    if config.compile is None:
+        return device.type == "cuda"
+    return config.compile
 
 
 def import_nanogpt(folder: Path) -> ModuleType:
-    """nanoGPT's model.py as a module of another name than ours.
+    """Import nanoGPT's model.py under another name than ours.
 
-    Raises UserError where it is none.
+    Raises UserError for a file that is not nanoGPT's.
     """
     spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
     module = importlib.util.module_from_spec(spec)

@@ -18,15 +18,16 @@ from torch.profiler import ProfilerActivity, profile
 from common.output import markdown
 
 STEPS = 3  # under the profiler
-ELEMENTWISE, REST = "norms and elementwise", "rest of the step"
+ELEMENTWISE = "norms and elementwise"
+REST = "rest of the step"
 # What a kernel is, by its name: the first match counts. Names are inductor's, cuBLAS', flash
 # attention's and ATen's.
 CLASSES = (
     ("copy", ("memcpy", "memset")),
     ("optimizer", ("adam", "multi_tensor_apply", "lpnorm", "foreach", "linalg_vector_norm")),
     ("loss", ("log_softmax", "logsumexp", "nll_loss", "cross_entropy")),
-    # Inductor's are named after all that they fuse or stand beside; on a CPU they are the call of
-    # their graph.
+    # Inductor names its kernels after the operators that they fuse, and after some next to them. On
+    # a CPU they are the call of their graph.
     (ELEMENTWISE, ("triton_per", "triton_red", "triton_poi", "cpp_fused", "compiledfxgraph")),
     ("attention", ("flash", "fmha", "sdpa", "attention", "cudnn")),
     (
@@ -52,7 +53,7 @@ NAMES = tuple(dict.fromkeys(name for name, _ in CLASSES))
 
 
 def kernel_class(name: str) -> str:
-    """The class of a kernel or operator."""
+    """Return the class of a kernel or operator."""
     name = name.lower()
     return next(label for label, parts in CLASSES if any(part in name for part in parts))
 

@@ -1,4 +1,4 @@
-"""Errors meant for people: one line that names the thing and the remedy, and an exit code."""
+"""Errors for users: one line that names the thing and the remedy, and an exit code."""
 
 import os
 import re
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class UserError(Exception):
-    """Something the user can put right. Shown as one line; the program exits with `exit_code`."""
+    """Something that the user can put right, shown as one line."""
 
     exit_code = 1
-    on_every_rank = False  # every process of a run raises it alike, so rank 0 speaks for all
+    on_every_rank = False  # True where every process raises it alike; rank 0 alone prints it then
 
 
 class ConfigError(UserError):
@@ -25,7 +25,7 @@ class FoldError(ConfigError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, torn, no checkpoint at all, or of another model."""
+    """A checkpoint is missing, torn, not a checkpoint at all, or of another model."""
 
 
 class DataError(UserError):
@@ -33,14 +33,13 @@ class DataError(UserError):
 
 
 class HFError(UserError):
-    """A Hugging Face folder is missing, torn, of an unknown architecture, or asks for what our GPT
-    does not have.
-    """
+    """A Hugging Face folder is missing, torn, or of an architecture that our GPT does not have."""
 
 
 def missing_on_this_machine(error: Exception) -> str | None:
-    """What to do about an error that is the machine's, not ours: memory or a compiler that is not
-    there.
+    """Return the remedy for an error of the machine: too little memory, or no compiler.
+
+    None for any other error.
     """
     text = f"{type(error).__name__}: {error}"
     if "OutOfMemoryError" in text:
@@ -50,15 +49,13 @@ def missing_on_this_machine(error: Exception) -> str | None:
             "does the same with a smaller batch_size and as many times more "
             "gradient_accumulation_steps)"
         )
-    # Inductor's C++, inductor without a compiler, Triton without one, Triton's C (gcc has said more
-    # on stderr)
-    failed = (
-        r"fatal error: Python\.h",
-        "InvalidCxxCompiler",
-        "Failed to find C compiler",
-        r"CalledProcessError: Command '\['\S*(cc|clang)'",
+    no_compiler = (
+        r"fatal error: Python\.h",  # Inductor's C++ without Python's headers
+        "InvalidCxxCompiler",  # Inductor without a compiler
+        "Failed to find C compiler",  # Triton without a compiler
+        r"CalledProcessError: Command '\['\S*(cc|clang)'",  # Triton's C; gcc says more on stderr
     )
-    if any(re.search(pattern, text) for pattern in failed):
+    if any(re.search(pattern, text) for pattern in no_compiler):
         return (
             "torch.compile and Triton need a C++ compiler and Python's headers, which are not "
             "both here: install them (Debian, Ubuntu: g++ python3-dev), or do without "
@@ -72,14 +69,17 @@ def run_program(main: Callable[[list[str]], int | None]) -> None:
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        if not (error.on_every_rank and int(os.environ.get("RANK", 0))):
+        rank = int(os.environ.get("RANK", 0))
+        if rank == 0 or not error.on_every_rank:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # `python X.py --help | head` is no failure of ours
+    except BrokenPipeError:
+        # The reader has closed the pipe, as in `python X.py --help | head`: no failure.
         sys.stderr.close()
         sys.exit(0)
     except Exception as error:
-        if not (remedy := missing_on_this_machine(error)):
+        remedy = missing_on_this_machine(error)
+        if remedy is None:
             raise
         print(f"error: {remedy}", file=sys.stderr, flush=True)
         sys.exit(1)

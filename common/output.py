@@ -1,6 +1,4 @@
-"""What programs write: folders, files that are whole at any moment, JSON lines, Markdown tables,
-results folders.
-"""
+"""Write what programs leave: files that are whole at any moment, JSON lines, Markdown tables."""
 
 import contextlib
 import dataclasses
@@ -15,9 +13,9 @@ from common.errors import UserError
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Makes the folder that the key `out` names.
+    """Make the folder that the key `out` names, for a block that writes into it.
 
-    What the system then refuses to write becomes a UserError.
+    What the system refuses to write becomes a UserError.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,8 +25,10 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
-    """Write, fsync, rename: after a crash at any moment `path` holds the old content or the new,
-    never a part.
+    """Write chunks to a file, one after the other.
+
+    After a crash at any moment `path` holds the old content or the new, never a part: the new one
+    is written beside it, forced to the disk, and renamed.
     """
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
@@ -40,36 +40,36 @@ def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:
-    """One line more in the file that the key `out` names. Raises UserError."""
+    """Append one line to the file that the key `out` names. Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
-            # by a kill: what there is stays a line of its own
             is_torn = file.read(1) not in (b"", b"\n")
-            file.write(b"\n" * is_torn + json.dumps(record).encode() + b"\n")
+            line = json.dumps(record).encode() + b"\n"
+            # A last line that was cut off by a kill stays a line of its own.
+            file.write(b"\n" + line if is_torn else line)
     except OSError as error:
         raise UserError(f"out={path}: cannot be written ({error.strerror})") from None
 
 
 def markdown(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    """The lines of a table, without a newline at the end."""
+    """Return a table's lines, without a newline at the end."""
     header = list(header)
-    return "\n".join(
-        "| " + " | ".join(map(str, line)) + " |" for line in (header, ["---"] * len(header), *rows)
-    )
+    table = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in table)
 
 
 def read_json(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file; none where there is no file.
+    """Read the records of a JSONL file; none if there is no file.
 
-    Lines torn by a kill are left out.
+    Lines that were cut off by a kill are left out.
     """
+    if not path.exists():
+        return []
     found = []
-    for line in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    ):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             found.append(json.loads(line))
     return found
@@ -78,9 +78,9 @@ def read_json(path: Path) -> list[dict[str, Any]]:
 def write_results(
     folder: Path, name: str, records: list[dict[str, Any]], page: str, text: str
 ) -> None:
-    """NAME.jsonl, a line for each record, and `text` as the file `page` beside it; atomically.
+    """Write NAME.jsonl, one line a record, and `text` as the file `page` in the same folder.
 
-    Raises UserError.
+    Each file is written atomically. Raises UserError.
     """
     lines = "".join(json.dumps(record) + "\n" for record in records)
     with writing(folder):
@@ -89,24 +89,24 @@ def write_results(
 
 
 def made_with(config: Any) -> str:
-    """The keys of a config that are not at their defaults, as the command line takes them."""
-    return " ".join(
-        f"--{field.name}={_word(getattr(config, field.name))}"
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != field.default
-    )
+    """Return the keys of a config that are not at their defaults, as on a command line."""
+    arguments = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            arguments.append(f"--{field.name}={_as_argument(value)}")
+    return " ".join(arguments)
 
 
-def _word(value: Any) -> str:
+def _as_argument(value: Any) -> str:
+    """Return a value as the command line takes it: a tuple with commas."""
     if isinstance(value, tuple):
         return ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value)
     return str(value)
 
 
 def card(record: dict[str, Any]) -> str:
-    """Where a record was measured: device, versions, commit; of a CPU also threads and load before
-    it.
-    """
+    """Say where a record was measured: device, versions, commit; for a CPU its threads and load."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     parts = [record["device"], versions, f"commit {record['git']}"]
     if record["device"].startswith("cpu") and "threads" in record:
@@ -117,13 +117,12 @@ def card(record: dict[str, Any]) -> str:
 
 
 def middle(ratio: dict[str, float]) -> float:
-    """What a ratio with its interval is: a median, or a mean."""
+    """Return the centre of a ratio with an interval: its median, else its mean."""
     return ratio["median"] if "median" in ratio else ratio["mean"]
 
 
 def span(ratio: dict[str, float], form: str = "{:.4f}") -> str:
-    """A ratio with its interval: its median or mean (low .. high)."""
-    return (
-        f"{form.format(middle(ratio))} "
-        f"({form.format(ratio['low'])} .. {form.format(ratio['high'])})"
-    )
+    """Format a ratio with its interval: median or mean (low .. high)."""
+    low = form.format(ratio["low"])
+    high = form.format(ratio["high"])
+    return f"{form.format(middle(ratio))} ({low} .. {high})"

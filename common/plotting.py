@@ -1,6 +1,6 @@
-"""Pictures: the one style of all plots, and how they are saved.
+"""Give all plots one style, and save them.
 
-Importing it imports matplotlib: a second.
+This imports matplotlib, which takes a second, so programs import it where they draw.
 """
 
 import io
@@ -14,20 +14,20 @@ from common.errors import UserError
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-# Okabe & Ito's colours, told apart under every common colour blindness; markers for black and
-# white.
-STYLES = list(
-    zip(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"], "osD^vPX")
-)
+# Okabe and Ito's colours can be told apart under every common colour blindness; the markers serve
+# prints in black and white.
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+STYLES = list(zip(COLORS, "osD^vPX"))  # (color, marker)
 
 
 def style(index: int) -> dict:
+    """Return colour and marker of the line with this number, as arguments of `plot`."""
     color, marker = STYLES[index % len(STYLES)]
     return {"color": color, "marker": marker, "markersize": 4.5}
 
 
 def save(figure: plt.Figure, target: Path) -> Path:
-    """Write and close a figure; PNG with a palette, which takes a quarter of the bytes.
+    """Write a figure and close it; a PNG gets a palette, which takes a quarter of the bytes.
 
     Raises UserError.
     """
@@ -38,7 +38,7 @@ def save(figure: plt.Figure, target: Path) -> Path:
             drawn = io.BytesIO()
             figure.savefig(drawn, format="png", dpi=110)
             picture = Image.open(drawn).convert("RGB")
-            # Of Pillow's methods the one that keeps every colour within 16 of 255; dithering would
+            # Of Pillow's methods, MAXCOVERAGE keeps every colour within 16 of 255. Dithering would
             # cost bytes.
             palette = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
             palette.save(target, optimize=True)

@@ -1,10 +1,13 @@
 """GPT-2 124M on 10 B tokens of FineWeb-Edu, norm_type coupled.
 
-nanoGPT's recipe (batch of 491,520 tokens, AdamW, cosine), stretched over one epoch of the 10 B
-token sample: about 20,345 steps. Not run yet; at the 107 k tokens/s for each A100 that nanoGPT's
-users report, 8 of them would take some 3.3 hours (estimate). Differs from its neighbours in
-norm_type and names alone; what is not said here (12 blocks, 768 channels, batch, rates) is
-train.py's default.
+Reproduces: nanoGPT's recipe (batch of 491,520 tokens, AdamW, cosine), with the schedule over one
+    epoch of the 10 B token sample: about 20,345 steps.
+Time: not run yet. At 107 k tokens/s for each A100, as nanoGPT's users report, 8 of them would take
+    about 3.3 hours (an estimate).
+Loss: not known yet.
+
+Only norm_type and the names differ from the other four configs of this size. What is not set here
+(12 blocks, 768 channels, batch, learning rates) is train.py's default.
 
     python data/fineweb_edu/prepare.py
     torchrun --standalone --nproc_per_node=8 train.py config/coupled.py

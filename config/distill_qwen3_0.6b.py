@@ -1,9 +1,10 @@
-"""CoupledNorm in Qwen3-0.6B, after training: section 5.3 of the paper (DoRA r = 1024, alpha = 2048,
-KL alone).
+"""CoupledNorm in Qwen3-0.6B, after training.
 
-One GPU; `--estimate` says how much memory. The paper keeps the first block standard. It does not
-say how long it distils, nor with which learning rate: those are ours. Not run here: no network, no
-GPU.
+Reproduces: section 5.3 of Loretz & Hochreiter 2026 (DoRA r = 1024, alpha = 2048, KL alone, the
+    first block not coupled). The paper does not say how long it distils, nor with which learning
+    rate: those are ours.
+Time: not run yet. It needs one GPU; `--estimate` prints how much memory.
+Loss: not known yet.
 
     python distill.py config/distill_qwen3_0.6b.py
     python distill.py config/distill_qwen3_0.6b.py --teacher=Qwen/Qwen3-8B \\

@@ -1,10 +1,12 @@
-"""The 0.2 M parameter character-level GPT of the chapter "RMSNorm replaces LayerNorm" (mygpt), on
-Tiny Shakespeare.
+"""The 0.2 M parameter character-level GPT of the course mygpt, on Tiny Shakespeare.
 
-2,000 steps at a constant learning rate without clipping, about a minute on one CPU core.
-`repro/mygpt.sh` runs it for layer and rms, in both initialisations. Batch size 16, learning rate
-1e-3, 4 heads and AdamW at PyTorch's defaults are those of the course's repository (egde/mygpt),
-chapters 17 and 18.
+Reproduces: the chapter "RMSNorm replaces LayerNorm". Batch size 16, learning rate 1e-3, 4 heads and
+    AdamW at PyTorch's defaults are those of the course's repository (egde/mygpt), chapters 17 and
+    18: 2,000 steps at a constant learning rate without clipping.
+Time: about a minute on one CPU core.
+Loss: a val loss of 2.13 (layer) and 2.12 (rms) nats per character at the end (results/cpu/mygpt).
+
+`repro/mygpt.sh` runs it for layer and rms, in both initialisations.
 """
 
 out_dir = "out/mygpt"
@@ -17,7 +19,7 @@ n_embd = 64
 block_size = 64
 bias = True
 attn_bias = False
-init = "torch"  # unit-normal embeddings, hence a first loss near 41; init = "gpt2" is the other one
+init = "torch"  # unit-normal embeddings, so the first loss is near 41; "gpt2" is the other one
 
 max_iters = 2000
 batch_size = 16

@@ -1,8 +1,8 @@
-"""A 10.7 M parameter character-level GPT on Tiny Shakespeare, nanoGPT's settings; overfits on
-purpose late in the run.
+"""A 10.7 M parameter character-level GPT on Tiny Shakespeare.
 
-About three minutes on one GPU; on a CPU take --device=cpu --max_iters=500 --n_layer=4 --n_embd=128
---n_head=4.
+Reproduces: nanoGPT's settings of the same name; late in the run it overfits, as there.
+Time: about three minutes on one GPU. On a CPU take --device=cpu --max_iters=500 --n_layer=4
+    --n_embd=128 --n_head=4.
 
     python data/shakespeare_char/prepare.py
     python train.py config/shakespeare_char.py

@@ -1,7 +1,9 @@
-"""About 30 M parameters on FineWeb-Edu: one GPU, for comparing norms over several seeds.
+"""About 30 M parameters on FineWeb-Edu, for comparing norms over several seeds.
 
-python data/fineweb_edu/prepare.py --max_tokens=1000000000
-python train.py config/small.py --norm_type=coupled --seed=8 --out_dir=out/small-coupled-8
+Time and loss: results/ has no run of it yet. It needs one GPU.
+
+    python data/fineweb_edu/prepare.py --max_tokens=1000000000
+    python train.py config/small.py --norm_type=coupled --seed=8 --out_dir=out/small-coupled-8
 """
 
 out_dir = "out/small"

@@ -1,13 +1,15 @@
-"""About 30 M weights in the blocks, on TinyStories: one GPU; smaller shapes by
-repro/taper_table.sh. Not run yet.
+"""About 30 M weights in the blocks, on TinyStories; smaller shapes by repro/taper_table.sh.
 
-    # parquet files
+Time: not run yet. It needs one GPU.
+Loss: not known yet.
+
     hf download roneneldan/TinyStories --repo-type dataset --local-dir data/tinystories/text
     python data/fineweb_edu/prepare.py --local data/tinystories/text/data/train-*.parquet \\
       --val data/tinystories/text/data/validation-*.parquet --out_dir=data/tinystories
     python train.py config/tinystories.py --norm_type=taper --out_dir=out/tinystories-taper
 
-Its norm_type decides; the learning rate is one for all norm types and sizes.
+The text comes as parquet files. norm_type is given on the command line; the learning rate is the
+same for all norm types and sizes.
 """
 
 out_dir = "out/tinystories"

@@ -1,3 +1,4 @@
-"""Token shards, tokenizers and documents, and one folder with a prepare script for each data set.
+"""Token shards, tokenizers and documents, and a folder with a prepare script for each data set.
+
 Batches are made in training/dataloader.py.
 """

@@ -1,6 +1,7 @@
-"""Text files -> documents: jsonl, jsonl.xz, parquet and txt. Whatever is in a file, a document is
-text that can be used or a reason why it is skipped; only a file that cannot be read at all is an
-error.
+"""Read documents from text files: jsonl, jsonl.xz, parquet and txt.
+
+Whatever a file contains, a document is either text that can be used or a reason why it is skipped.
+Only a file that cannot be read at all is an error.
 """
 
 import json
@@ -12,24 +13,25 @@ from typing import Any, NamedTuple
 from common.errors import ConfigError, DataError
 
 FORMATS = (".jsonl", ".jsonl.xz", ".parquet", ".txt")
-EMPTY, BROKEN, NO_TEXT, REPLACED = "empty", "broken JSON", 'no "text"', "invalid UTF-8, replaced"
+# What can be wrong with a document; one with REPLACED is used all the same.
+EMPTY = "empty"
+BROKEN = "broken JSON"
+NO_TEXT = 'no "text"'
+REPLACED = "invalid UTF-8, replaced"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin a UTF-8 file with it
 
 
 class Document(NamedTuple):
-    """One record of the input.
+    """One record of the input."""
 
-    `problem` is why it is skipped, or "" or REPLACED for one that is used.
-    """
-
-    text: str
-    problem: str
+    text: str  # "" for one that is skipped
+    problem: str  # why it is skipped, or "" or REPLACED for one that is used
 
 
 def checked(text: Any) -> Document:
-    """A document from bytes or str as it was found in a file.
+    """Return the document for bytes or str as found in a file.
 
-    Bytes that are no UTF-8 become U+FFFD.
+    Bytes that are not UTF-8 become U+FFFD.
     """
     if not isinstance(text, str | bytes):
         return Document("", NO_TEXT)
@@ -38,24 +40,29 @@ def checked(text: Any) -> Document:
         if isinstance(text, bytes):
             text = text.decode()
         else:
-            # JSON can spell half a surrogate pair, "\\ud800", which is no text either
+            # JSON can spell half of a surrogate pair, "\\ud800", which is not text either.
             text.encode()
     except UnicodeDecodeError:
-        text, problem = text.decode(errors="replace"), REPLACED
+        text = text.decode(errors="replace")
+        problem = REPLACED
     except UnicodeEncodeError:
-        text, problem = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), REPLACED
-    return Document(text, problem) if text and not text.isspace() else Document("", EMPTY)
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        problem = REPLACED
+    if not text or text.isspace():
+        return Document("", EMPTY)
+    return Document(text, problem)
 
 
-TextOf = Callable[[dict], Any]  # what of a JSON row is its text
+TextOf = Callable[[dict], Any]  # from a row to its text
 
 
 def plain_text(row: dict) -> Any:
+    """Return what a row has as "text"; None if it has none."""
     return row.get("text")
 
 
 def parse_line(line: bytes, text_of: TextOf = plain_text) -> Document:
-    """The document of one JSON line."""
+    """Return the document of one JSON line."""
     whole = checked(line)
     try:
         row = json.loads(whole.text)
@@ -66,6 +73,7 @@ def parse_line(line: bytes, text_of: TextOf = plain_text) -> Document:
 
 
 def read_jsonl(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]:
+    """Yield the documents of a file of JSON lines, perhaps compressed. Raises DataError."""
     with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
         try:
             for line in lines:
@@ -79,8 +87,9 @@ def read_jsonl(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]:
 
 
 def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]:
-    """Rows of a parquet file; its column "text", or where it has none what `text_of` makes of a
-    row.
+    """Yield the documents of a parquet file: its column "text".
+
+    If there is no such column, `text_of` turns a row into text. Raises DataError.
     """
     try:
         import pyarrow
@@ -99,7 +108,8 @@ def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]
                 return
             for batch in file.iter_batches(columns=["text"], batch_size=256):
                 # As binary, because pyarrow would stop at the first invalid UTF-8.
-                yield from map(checked, batch.column(0).cast(pyarrow.large_binary()).to_pylist())
+                texts = batch.column(0).cast(pyarrow.large_binary())
+                yield from map(checked, texts.to_pylist())
     except pyarrow.ArrowException as error:
         reason = str(error).partition("\n")[0]
         raise DataError(
@@ -108,8 +118,10 @@ def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]
 
 
 def read_files(paths: list[Path], text_of: TextOf = plain_text) -> Iterator[Document]:
-    """The documents of all files, in order; `text_of` for JSON lines, and for parquet without a
-    column "text".
+    """Yield the documents of all files, in order.
+
+    Args:
+        text_of: turns a row into text, for JSON lines and for parquet without a column "text".
     """
     for path in paths:
         if path.suffix == ".parquet":
@@ -121,11 +133,11 @@ def read_files(paths: list[Path], text_of: TextOf = plain_text) -> Iterator[Docu
 
 
 def input_files(text: str) -> list[Path]:
-    """The files that a comma-separated list names.
+    """Return the files that a comma-separated list names.
 
     Raises UserError for one that cannot be an input.
     """
-    paths = [Path(word) for word in text.split(",") if word]
+    paths = [Path(name) for name in text.split(",") if name]
     for path in paths:
         if not path.name.endswith(FORMATS):
             raise ConfigError(

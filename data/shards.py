@@ -1,5 +1,6 @@
-"""Token shards on disk: a 1 KiB header, then uint16 tokens, little-endian. The format of llm.c's
-.bin files.
+"""Token shards on disk: a 1 KiB header, then uint16 tokens, little-endian.
+
+It is the format of llm.c's .bin files.
 
     header: 256 int32 = [20240520 (magic), 1 (version), number of tokens, 0, ...]
     files:  NAME_{train,val}_000000.bin, and meta.json beside them:
@@ -19,7 +20,9 @@ import numpy as np
 from common.errors import DataError
 from common.output import write_bytes_atomically
 
-MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
+MAGIC = 20240520
+VERSION = 1
+HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 NUMBERED = re.compile(r"(?P<name>.+)_(?P<split>train|val)_(?P<number>\d{6})\.bin")
 
@@ -34,7 +37,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """Memory-mapped uint16 tokens (n,) of one shard. Raises DataError if it is torn or no shard."""
+    """Map the tokens of one shard into memory, uint16 (n,). Raises DataError if it is damaged."""
     try:
         size = path.stat().st_size
         header = np.fromfile(path, dtype="<i4", count=min(3, size // 4))
@@ -55,12 +58,14 @@ def open_shard(path: Path) -> np.ndarray:
                 f"file has room for {max(0, size - HEADER_BYTES) // 2}: prepare or copy it again"
             )
         offset = HEADER_BYTES
-    elif path.name in ("train.bin", "val.bin"):  # nanoGPT's form, known by its name alone
+    elif path.name in ("train.bin", "val.bin"):
+        # nanoGPT's form has no header; only the name tells.
         if size % 2:
             raise DataError(
                 f"{path}: odd number of bytes, so not uint16 tokens: prepare or copy it again"
             )
-        count, offset = size // 2, 0
+        count = size // 2
+        offset = 0
     else:
         found = int(header[0]) if len(header) else "nothing"
         raise DataError(
@@ -73,9 +78,9 @@ def open_shard(path: Path) -> np.ndarray:
 
 
 def find_shards(data_dir: str | Path, split: str) -> list[Path]:
-    """Shard files of `split` ("train" or "val") in `data_dir`, in order.
+    """List the shard files of `split` ("train" or "val") in `data_dir`, in order.
 
-    Raises DataError if there is none.
+    Raises DataError if there are none, if one is missing, or if they are of several data sets.
     """
     folder = Path(data_dir)
     names = {path: NUMBERED.fullmatch(path.name) for path in sorted(folder.glob("*.bin"))}
@@ -84,9 +89,9 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
         return [folder / f"{split}.bin"]
     if not shards:
         script = folder / "prepare.py"
-        remedy = (
-            f"run `python {script}`" if script.is_file() else "prepare the data, or set data_dir"
-        )
+        remedy = "prepare the data, or set data_dir"
+        if script.is_file():
+            remedy = f"run `python {script}`"
         raise DataError(f"no {split} shards in {folder}: {remedy}")
     if len({match["name"] for match in names.values() if match}) > 1:
         raise DataError(f"{folder} holds shards of several data sets: keep one data set per folder")
@@ -105,7 +110,7 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 
 def read_meta(data_dir: str | Path) -> dict:
-    """Content of meta.json, or {} where a data folder has none (nanoGPT's headerless shards)."""
+    """Read meta.json; {} for a data folder without one (nanoGPT's). Raises DataError."""
     path = Path(data_dir) / "meta.json"
     if not path.is_file():
         return {}
@@ -117,6 +122,6 @@ def read_meta(data_dir: str | Path) -> dict:
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise DataError(
-            f"{path}: wants tokenizer and vocab_size as JSON: prepare the data again"
+            f"{path}: needs tokenizer and vocab_size as JSON: prepare the data again"
         ) from None
     return meta

@@ -1,7 +1,7 @@
-"""The tokenizers that data and checkpoints name: GPT-2 BPE, single bytes, single characters, a
-Hugging Face one.
+"""The tokenizers that data and checkpoints name.
 
-All have encode_ordinary(text) -> ids, decode(ids) -> text, and n_vocab.
+They are GPT-2's BPE, single bytes, single characters, and that of a Hugging Face folder. All have
+encode_ordinary(text) -> ids, decode(ids) -> text, and n_vocab.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def byte_tokenizer() -> tiktoken.Encoding:
-    """256 byte tokens and one end-of-text token (id 256), in tiktoken's own terms."""
+    """Return tiktoken's encoding of single bytes: 256 tokens, and end of text with id 256."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     return tiktoken.Encoding(
         "bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
@@ -23,9 +23,7 @@ def byte_tokenizer() -> tiktoken.Encoding:
 
 
 class CharTokenizer:
-    """One token per character of a fixed alphabet, in sorted order; the alphabet is part of
-    meta.json.
-    """
+    """One token for each character of a fixed alphabet, which meta.json stores."""
 
     def __init__(self, chars: str):
         self.chars = chars
@@ -33,6 +31,7 @@ class CharTokenizer:
         self.n_vocab = len(chars)
 
     def encode_ordinary(self, text: str) -> list[int]:
+        """Return the ids. Raises DataError for a character that is not in the alphabet."""
         try:
             return [self.ids[char] for char in text]
         except KeyError as error:
@@ -41,6 +40,7 @@ class CharTokenizer:
             ) from None
 
     def decode(self, tokens: list[int]) -> str:
+        """Return the text."""
         return "".join(self.chars[token] for token in tokens)
 
 
@@ -64,37 +64,40 @@ class HFTokenizer:
         self.n_vocab = self.tokenizer.get_vocab_size()
 
     def encode_ordinary(self, text: str) -> list[int]:
+        """Return the ids, without the special tokens that a model's template would add."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
+        """Return the text."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def token_bytes(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer) -> np.ndarray:
-    """Length in UTF-8 bytes of each token (n_vocab,); the end-of-text token stands for no text, so
-    0.
+    """Return the length of each token in UTF-8 bytes, (n_vocab,).
+
+    The end-of-text token stands for no text, so it has length 0. Raises DataError for a Hugging
+    Face tokenizer.
     """
     if isinstance(tokenizer, HFTokenizer):
         raise DataError("the tokens of a Hugging Face tokenizer have no lengths in bytes here")
     if isinstance(tokenizer, CharTokenizer):
         return np.array([len(char.encode()) for char in tokenizer.chars])
     special = {tokenizer.encode_single_token(name) for name in tokenizer.special_tokens_set}
-    return np.array(
-        [
-            0 if token in special else len(tokenizer.decode_single_token_bytes(token))
-            for token in range(tokenizer.n_vocab)
-        ]
-    )
+    lengths = []
+    for token in range(tokenizer.n_vocab):
+        is_text = token not in special
+        lengths.append(len(tokenizer.decode_single_token_bytes(token)) if is_text else 0)
+    return np.array(lengths)
 
 
 def hf_tokenizer(tokenizer: tiktoken.Encoding | CharTokenizer) -> Any:
-    """The same tokenizer as a `tokenizers.Tokenizer`, which a Hugging Face folder stores as
-    tokenizer.json.
+    """Return the same tokenizer as a `tokenizers.Tokenizer`, for a folder's tokenizer.json.
 
     Both libraries merge the pair whose joint token has the lowest rank, and take a word that is a
-    token whole. GPT-2's words are what ByteLevel cuts; for single bytes it makes no difference
-    where words end. As all of Hugging Face's it reads "<|endoftext|>" in a text as that token,
-    where encode_ordinary sees plain text. Raises DataError.
+    token whole. ByteLevel cuts text into the same words as GPT-2's pattern; for single bytes it
+    makes no difference where words end. Like all of Hugging Face's tokenizers, it reads
+    "<|endoftext|>" in a text as that token, where encode_ordinary sees plain text. Raises DataError
+    if the package is missing.
     """
     try:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -105,39 +108,41 @@ def hf_tokenizer(tokenizer: tiktoken.Encoding | CharTokenizer) -> Any:
         made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         made.decoder = decoders.Fuse()
         return made
-    # GPT-2's alphabet for bytes: those that print are themselves, the others take characters from
-    # 256 on.
+    # GPT-2 writes each byte as a character: printable ones as themselves, the others as characters
+    # from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + i) for i, byte in enumerate(others)
-    }
+    alphabet = {byte: chr(byte) for byte in printable}
+    alphabet |= {byte: chr(256 + i) for i, byte in enumerate(others)}
+    # Token as bytes -> rank, and token as bytes -> token in that alphabet.
     ranks = {
         tokenizer.decode_single_token_bytes(token): token for token in range(tokenizer.eot_token)
     }
     words = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
+    # Every way to make a token of two others.
     merges = [
         (words[token[:cut]], words[token[cut:]])
         for token in ranks
         for cut in range(1, len(token))
         if token[:cut] in ranks and token[cut:] in ranks
     ]
-    made = Tokenizer(
-        models.BPE(
-            {words[token]: rank for token, rank in ranks.items()}, merges, ignore_merges=True
-        )
-    )
+    vocabulary = {words[token]: rank for token, rank in ranks.items()}
+    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    # takes the next id, as there
+    # It takes the next id, as in tiktoken.
     made.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
     return made
 
 
 def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenizer:
-    """The tokenizer of a data folder or checkpoint.
+    """Load the tokenizer of a data folder or checkpoint.
 
-    Raises DataError if it is unknown or cannot be had.
+    Args:
+        meta: content of meta.json, which names it.
+
+    Raises:
+        DataError: it is unknown, cannot be read or cannot be downloaded.
     """
     name = meta.get("tokenizer")
     if name == "chars" and isinstance(meta.get("chars"), str):
@@ -149,8 +154,8 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
     if name == "gpt2":
         try:
             return tiktoken.get_encoding("gpt2")
-        # tiktoken downloads it at first use and raises whatever its HTTP library does
         except Exception as error:
+            # tiktoken downloads it at first use, and its HTTP library raises many kinds.
             raise DataError(
                 f"the GPT-2 tokenizer could not be downloaded ({type(error).__name__}): connect "
                 "once, or point TIKTOKEN_CACHE_DIR at a folder that has it"

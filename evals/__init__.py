@@ -1,3 +1,5 @@
-"""Scores of a model on tasks: HellaSwag's scorer, which train.py and hellaswag.py share, and
-lm-evaluation-harness. Nothing here trains, and nothing here compares runs: that is evidence/.
+"""Scores of a model on tasks: HellaSwag and lm-evaluation-harness.
+
+train.py and hellaswag.py share HellaSwag's scorer. Nothing here trains, and nothing here compares
+runs: that is evidence/.
 """

@@ -1,9 +1,11 @@
-"""Log-likelihoods of texts under a GPT, as lm-evaluation-harness asks for them
-(evals/lm_eval_model.py).
+"""Compute log-likelihoods of texts under a GPT, as lm-evaluation-harness asks for them.
+
+evals/lm_eval_model.py is the program.
 """
 
 import sys
 from collections import Counter, defaultdict
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,92 +18,112 @@ from data.tokenizers import load_tokenizer
 from model import GPT
 
 
-class Scorer:
-    """Log-likelihoods of continuations under `model`, which moves to the device of `precision` and
-    takes its dtype.
+class Request(NamedTuple):
+    """A continuation to score, of the group of requests with the same ids but the last."""
 
-    The head's product is float32 whatever the dtype: rounded to bfloat16, logits of two choices are
-    easily the same. Texts of more than `context` tokens (0: the model's block_size), the last one
-    apart, lose their beginning. `seen` counts requests, those of them that were cut, and forward
-    passes.
+    number: int  # its place among the results
+    last: int  # its last token id
+    count: int  # how many of its ids, at the end, are the continuation's
+
+
+class Scorer:
+    """Log-likelihoods of continuations under a model.
+
+    The head's product is float32 whatever the dtype: rounded to bfloat16, the logits of two choices
+    are often equal. `seen` counts requests, those of them that were cut, and forward passes.
+
+    Args:
+        model: it is moved to the device of `precision` and takes its dtype.
+        batch_size: forward passes at once.
+        context: a text of more than `context` tokens, not counting the last, loses its beginning; 0
+            for the model's block_size.
     """
 
     def __init__(self, model: GPT, precision: Precision, batch_size: int, context: int = 0):
         self.model = model.to(precision.device, precision.weights).eval()
-        self.precision, self.batch_size, self.context = (
-            precision,
-            batch_size,
-            context or model.config.block_size,
-        )
-        self.tokenizer, self.seen = load_tokenizer(model.meta), Counter[str]()
+        self.precision = precision
+        self.batch_size = batch_size
+        self.context = context or model.config.block_size
+        self.tokenizer = load_tokenizer(model.meta)
+        self.seen: Counter[str] = Counter()
 
     def encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of both; a space at the context's end belongs to the continuation, as the
-        harness has it.
+        """Return the token ids of context and continuation.
+
+        Spaces at the context's end belong to the continuation, as in the harness.
         """
-        spaces = len(context) - len(context.rstrip())
-        context, continuation = (
-            context[: len(context) - spaces],
-            context[len(context) - spaces :] + continuation,
-        )
-        whole, start = (
-            self.tokenizer.encode_ordinary(text) for text in (context + continuation, context)
-        )
+        stripped = context.rstrip()
+        continuation = context[len(stripped) :] + continuation
+        whole = self.tokenizer.encode_ordinary(stripped + continuation)
+        start = self.tokenizer.encode_ordinary(stripped)
         return whole[: len(start)], whole[len(start) :]
 
     @torch.no_grad()
     def score(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """(log-likelihood of the continuation, is it what greedy decoding gives) of each (context,
-        continuation).
+        """Score pairs of context and continuation.
 
-        Requests that differ in their last token alone share one forward pass. Raises DataError for
-        an empty text.
+        Requests that differ only in their last token share one forward pass.
+
+        Returns:
+            For each pair the log-likelihood of the continuation, and whether greedy decoding would
+            give it.
+
+        Raises:
+            DataError: a continuation is empty.
         """
-        # ids but the last -> [(request, last id, how many ids are the continuation's)]
-        groups = defaultdict(list)
+        # All ids but the last -> the requests that need this forward pass.
+        groups: dict[tuple[int, ...], list[Request]] = defaultdict(list)
         for number, (context, continuation) in enumerate(pairs):
             start, tokens = self.encode(context, continuation)
             if not tokens:
                 raise DataError("a task asks for the likelihood of no text: check its choices")
-            whole = [0] * (not start) + start + tokens  # something must come before the first token
+            if not start:
+                start = [0]  # something must come before the first token
+            whole = start + tokens
             ids = whole[-(self.context + 1) :]
             self.seen.update(requests=1, cut=len(whole) > len(ids))
-            groups[tuple(ids[:-1])].append((number, ids[-1], min(len(tokens), len(ids) - 1)))
+            count = min(len(tokens), len(ids) - 1)
+            groups[tuple(ids[:-1])].append(Request(number, ids[-1], count))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
-        # longest first: memory fails at once; and little is padding
+        # Longest first, so that too little memory shows at once. Neighbours in this order need
+        # little padding.
         ordered = sorted(groups, key=len, reverse=True)
         with tqdm(
             total=len(ordered), unit="forward", leave=False, disable=not sys.stderr.isatty()
         ) as bar:
             for at in range(0, len(ordered), self.batch_size):
                 rows = ordered[at : at + self.batch_size]
-                counts = [max(count for _, _, count in groups[row]) for row in rows]
+                counts = [max(request.count for request in groups[row]) for row in rows]
                 for row, log_p in zip(rows, self._log_p(rows, counts), strict=True):
                     for number, last, count in groups[row]:
-                        found[number] = self._read(
-                            log_p[-count:], [*row[len(row) - count + 1 :], last]
-                        )
+                        tokens = [*row[len(row) - count + 1 :], last]
+                        found[number] = self._read(log_p[-count:], tokens)
                 self.seen.update(forwards=len(rows))
                 bar.update(len(rows))
         return found
 
     def _log_p(self, rows: list[tuple[int, ...]], counts: list[int]) -> list[Tensor]:
-        """Log-probabilities (count, V), float32, of what follows a row's last `count` ids."""
+        """Return log-probabilities of what follows each row's last `count` ids.
+
+        One float32 (count, V) for each row, on the CPU.
+        """
         longest = max(len(row) for row in rows)
-        # padding comes after, unseen
-        idx = torch.tensor([list(row) + [0] * (longest - len(row)) for row in rows])
+        # Padding comes after the text, where a causal model cannot see it.
+        idx = torch.tensor([list(row) + [0] * (longest - len(row)) for row in rows])  # (B, T)
         with self.precision.autocast():
             hidden = self.model.hidden(idx.to(self.precision.device))  # (B, T, C)
-        # (V, C), and no copy if that is what it is
-        head = self.model.head_weight()[: self.model.n_vocab].float()
-        return [
-            F.linear(states[len(row) - count : len(row)].float(), head).log_softmax(-1).cpu()
-            for row, count, states in zip(rows, counts, hidden, strict=True)
-        ]
+        # Of float32 weights this is no copy.
+        head = self.model.head_weight()[: self.model.n_vocab].float()  # (V, C)
+        found = []
+        for row, count, states in zip(rows, counts, hidden, strict=True):
+            last = states[len(row) - count : len(row)].float()  # (count, C)
+            found.append(F.linear(last, head).log_softmax(-1).cpu())
+        return found
 
     @staticmethod
     def _read(log_p: Tensor, tokens: list[int]) -> tuple[float, bool]:
+        """Read the score of tokens (count,) from log_p (count, V)."""
         targets = torch.tensor(tokens)
-        return float(log_p.gather(1, targets[:, None]).sum()), bool(
-            (log_p.argmax(1) == targets).all()
-        )
+        total = float(log_p.gather(1, targets[:, None]).sum())
+        is_greedy = bool((log_p.argmax(1) == targets).all())
+        return total, is_greedy

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on our models: the harness asks for log-likelihoods, a GPT answers.
+"""Run lm-evaluation-harness on our models: it asks for log-likelihoods, a GPT answers.
 
     python -m evals.lm_eval_model out/teacher out/student \\
       --mmlu=mmlu_dev.jsonl.xz,mmlu_test.jsonl.xz --limit=20
@@ -6,15 +6,15 @@
       --tasks=mmlu,gpqa_main_n_shot --num_fewshot=5                          (network)
     python -m evals.lm_eval_model out/teacher --tasks=mine --include=folder/with/yaml
 
-One or more models, all in one dtype, all with the smallest context among them, all asked the very
-same texts. MMLU offline is the harness's own 5-shot form over local rows (subject, question,
+One or more models, all in one dtype, all with the smallest context among them, all asked the same
+texts. MMLU offline is the harness's own 5-shot form over local rows (subject, question,
 choices, answer). Needs lm-eval: pip install lm-eval. The last line of output is JSON.
 
 Accuracy is a mean over items, for each of the harness's groups that has a mean (mmlu with its 57
 subjects, weighted by size as there) and for each task in no such group. Its interval, and that of
-the paired difference to the first model, is Student's t, 95 %, over the group's items: drawn
-independently from questions of this kind, the models as they are. So it says nothing of other
-training seeds, nothing of other prompts, and is of no width where all items agree.
+the paired difference to the first model, is Student's t, 95 %, over the group's items. It takes
+items as independent draws from questions of this kind, and the models as fixed. So it says nothing
+about other training seeds or other prompts, and its width is zero where all items agree.
 """
 
 import json
@@ -47,7 +47,7 @@ class EvalConfig:
     include: str = key("", "folder of further task files")
     num_fewshot: int | None = key(
         None,
-        "examples before a question (auto: as a task declares, 0 where it declares "
+        "examples before a question (auto: as a task declares, 0 if it declares "
         "none, as mmlu and gpqa; a task that declares 0 keeps it)",
         least=0,
     )
@@ -68,11 +68,11 @@ class EvalConfig:
         if bool(self.tasks) == bool(self.mmlu):
             raise ConfigError("say what to evaluate on: --tasks=NAMES, or --mmlu=DEV,TEST")
         if self.mmlu and len(self.mmlu.split(",")) != 2:
-            raise ConfigError(f"mmlu={self.mmlu}: wants two files, dev rows and test rows")
+            raise ConfigError(f"mmlu={self.mmlu}: needs two files, dev rows and test rows")
 
 
 def harness_model(scorer: Scorer) -> Any:
-    """`scorer` as the harness's model class."""
+    """Wrap `scorer` in the harness's model class."""
     lm_eval = import_lm_eval()
 
     class GPTModel(lm_eval.api.model.LM):
@@ -90,20 +90,18 @@ def harness_model(scorer: Scorer) -> Any:
 
 @dataclass(frozen=True)
 class Marks:
-    """Of one model on one group: {(task, item): correct, 0 or 1}, examples a question, tokens that
-    fit, and counts.
-    """
+    """How one model did on one group of tasks."""
 
-    items: dict[tuple[str, int], float]
-    shots: list[int]
-    context: int
+    items: dict[tuple[str, int], float]  # (task, item) -> 1 if correct, else 0
+    shots: list[int]  # numbers of examples before a question
+    context: int  # tokens that fit
     requests: int
-    cut: int
-    forwards: int
+    cut: int  # requests that did not fit
+    forwards: int  # forward passes
 
 
 def evaluate(scorer: Scorer, tasks: list[Any], manager: Any, config: EvalConfig) -> Marks:
-    """Marks of `scorer`'s model. Raises UserError for what the harness cannot run."""
+    """Let the harness mark `scorer`'s model. Raises UserError for what it cannot run."""
     scorer.seen.clear()
     try:
         found = import_lm_eval().simple_evaluate(
@@ -118,27 +116,34 @@ def evaluate(scorer: Scorer, tasks: list[Any], manager: Any, config: EvalConfig)
         raise UserError(
             f"{tasks[0].task_name}, ...: the harness cannot run this ({str(error)[:200]!r})"
         ) from None
-    items = {
-        (task, sample["doc_id"]): float(sample["acc"])
-        for task, samples in found["samples"].items()
-        for sample in samples
-        if "acc" in sample
-    }
-    seen = scorer.seen
-    shots = sorted(set(found["n-shot"].values()))
-    return Marks(items, shots, scorer.context, seen["requests"], seen["cut"], seen["forwards"])
+    items = {}
+    for task, samples in found["samples"].items():
+        for sample in samples:
+            if "acc" in sample:
+                items[task, sample["doc_id"]] = float(sample["acc"])
+    return Marks(
+        items=items,
+        shots=sorted(set(found["n-shot"].values())),
+        context=scorer.context,
+        requests=scorer.seen["requests"],
+        cut=scorer.seen["cut"],
+        forwards=scorer.seen["forwards"],
+    )
 
 
 def mean_and_interval(values: np.ndarray) -> tuple[float, list[float] | None]:
-    """Mean of (n,) items and its 95 % t interval; no interval of one item."""
-    return float(values.mean()), list(paired(values).interval()) if len(values) > 1 else None
+    """Return the mean of (n,) items and its 95 % t interval; None as the interval of one item."""
+    interval = list(paired(values).interval()) if len(values) > 1 else None
+    return float(values.mean()), interval
 
 
 def summarise(group: str, marks: dict[str, Marks]) -> list[dict[str, Any]]:
-    """One record a model of its marks on a group, from the second on with the paired difference to
-    the first.
+    """Return one record a model of its marks on a group.
+
+    From the second model on, a record has the paired difference to the first.
     """
-    records, base = [], next(iter(marks.values())).items
+    records: list[dict[str, Any]] = []
+    base = next(iter(marks.values())).items
     for spec, own in marks.items():
         acc, interval = mean_and_interval(np.array([own.items[item] for item in base]))
         record = {
@@ -153,24 +158,25 @@ def summarise(group: str, marks: dict[str, Marks]) -> list[dict[str, Any]]:
             differences = np.array([own.items[item] - base[item] for item in base])
             record["difference"], record["difference_interval"] = mean_and_interval(differences)
             record["differing"] = int(np.count_nonzero(differences))
-        records.append(
-            record
-            | {
-                "context": own.context,
-                "requests": own.requests,
-                "cut": own.cut,
-                "forwards": own.forwards,
-            }
-        )
+        record["context"] = own.context
+        record["requests"] = own.requests
+        record["cut"] = own.cut
+        record["forwards"] = own.forwards
+        records.append(record)
     return records
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The records of `summarise` as lines of text."""
+    """Return the records of `summarise` as lines of text."""
 
     def cell(value: float | None, interval: list[float] | None, sign: str) -> str:
-        limits = f" ({interval[0]:{sign}.4f} .. {interval[1]:{sign}.4f})" if interval else ""
-        return "" if value is None else f"{value:{sign}.4f}{limits}"
+        if value is None:
+            return ""
+        text = f"{value:{sign}.4f}"
+        if interval:
+            low, high = interval
+            text += f" ({low:{sign}.4f} .. {high:{sign}.4f})"
+        return text
 
     rows = [["group", "items", "shots", "model", "accuracy (95 %)", "difference (95 %)", "cut"]]
     for record in records:
@@ -192,9 +198,16 @@ def table(records: list[dict[str, Any]]) -> str:
 def run(
     specs: list[str], config: EvalConfig, precision: Precision, folder: Path
 ) -> dict[str, dict[str, Marks]]:
-    """{group: {model: its marks}}; prints what is left out, and the context."""
+    """Mark all models: {group: {model: its marks}}. Prints the context, and what is left out.
+
+    Args:
+        folder: for files that the tasks need.
+
+    Raises:
+        UserError: a task cannot be run, or has no accuracy.
+    """
     groups, manager = load_tasks(config.tasks, config.mmlu, config.include, folder)
-    # all, because the smallest context is every model's
+    # All are loaded first, because the smallest context is used for every model.
     models = {spec: load_model(spec) for spec in specs}
     context = min(model.config.block_size for model in models.values())
     print(
@@ -210,7 +223,7 @@ def run(
         scorer = Scorer(model, precision, config.batch_size, context)
         for group, tasks in groups.items():
             marks[group][spec] = evaluate(scorer, tasks, manager, config)
-        del model, scorer  # before the next one needs the room
+        del model, scorer  # before the next one needs the memory
     for group, tasks in groups.items():
         marked = {task for task, _ in marks[group][specs[0]].items}
         for name in sorted({task.task_name for task in tasks} - marked):
@@ -225,21 +238,22 @@ def run(
 
 
 def write_items(path: Path, marks: dict[str, dict[str, Marks]]) -> None:
-    """One JSON line an item: group, task, item, and who was correct."""
+    """Write one JSON line an item: group, task, item, and which models were correct."""
     lines = []
     for group, own in marks.items():
-        for task, item in next(iter(own.values())).items:
+        first = next(iter(own.values()))
+        for task, item in first.items:
             correct = {spec: each.items[task, item] for spec, each in own.items()}
-            lines.append(
-                json.dumps({"group": group, "task": task, "item": item, "correct": correct}) + "\n"
-            )
+            record = {"group": group, "task": task, "item": item, "correct": correct}
+            lines.append(json.dumps(record) + "\n")
     with writing(path.parent):
         path.write_text("".join(lines), encoding="utf-8")
 
 
 def main(argv: list[str]) -> None:
-    specs = [word for word in argv if not word.startswith("-") and not word.endswith(".py")]
-    config, _ = parse_args(EvalConfig, [word for word in argv if word not in specs], __doc__)
+    """Run the program with these command-line arguments."""
+    specs = [arg for arg in argv if not arg.startswith("-") and not arg.endswith(".py")]
+    config, _ = parse_args(EvalConfig, [arg for arg in argv if arg not in specs], __doc__)
     if not specs:
         raise ConfigError(
             "name a model first: a run folder or a checkpoint file (--help says more)"
@@ -248,7 +262,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError("a model is named twice: name each once")
     precision = Precision(config.dtype, find_device(config.device))
     if config.out:
-        write_items(Path(config.out), {})  # whether it can be written is not found out after hours
+        write_items(Path(config.out), {})  # fails at once if it cannot be written, not after hours
     with tempfile.TemporaryDirectory() as folder:
         marks = run(specs, config, precision, Path(folder))
     if config.out:
@@ -257,8 +271,8 @@ def main(argv: list[str]) -> None:
     print(table(records))
     if any(record["cut"] for record in records):
         print(
-            "cut: so many requests did not fit the context, the smallest of all models', and lost "
-            "their beginning; their\nitems are judged on an incomplete prompt"
+            "cut: this many requests did not fit the context, the smallest of all models', and "
+            "lost their beginning; their\nitems are judged on an incomplete prompt"
         )
     place = environment(precision.device)
     place["versions"]["lm_eval"] = version("lm_eval")

@@ -1,5 +1,6 @@
-"""Tasks for evals/lm_eval_model.py: the harness's own, a folder's, MMLU from local rows; and how
-they form groups.
+"""Load tasks for evals/lm_eval_model.py, and sort them into groups.
+
+They are the harness's own, those of a folder, or MMLU from local rows.
 """
 
 import json
@@ -36,13 +37,14 @@ aggregate_metric_list: [{{metric: acc, weight_by_size: true}}]
 """
 LOCAL_MMLU = "local_mmlu"
 GENERATES = (
-    "a task wants generated text, or the likelihood of whole documents: "
+    "a task needs generated text, or the likelihood of whole documents: "
     "this program answers multiple choice"
 )
 
 
 def import_lm_eval() -> Any:
-    # before the harness does, so that it does not take our kernels/ for another package
+    """Import the harness. Raises UserError if it is missing or too old."""
+    # Before the harness does it, so that our kernels/ is not taken for another package.
     import_transformers()
     try:
         import lm_eval
@@ -54,23 +56,25 @@ def import_lm_eval() -> Any:
         ) from None
     if not hasattr(lm_eval.tasks.TaskManager, "load"):
         raise UserError("this needs lm-eval 0.4.12 or later: pip install --upgrade lm-eval")
-    # it warns of every task whose num_fewshot we set
+    # It warns of every task whose num_fewshot we set.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return lm_eval
 
 
 def local_mmlu(files: str, folder: Path) -> None:
-    """Task files in `folder`, one a subject, for dev and test rows, and one for their group
-    LOCAL_MMLU.
+    """Write task files into `folder`: one a subject, and one for their group LOCAL_MMLU.
+
+    Args:
+        files: a file of dev rows and a file of test rows, with a comma between.
+
+    Raises:
+        DataError: a file cannot be read, or has other rows.
     """
     rows: dict[str, dict[str, list[str]]] = defaultdict(lambda: {"dev": [], "test": []})
     for split, name in zip(("dev", "test"), files.split(","), strict=True):
         try:
-            with (
-                lzma.open(name, "rt")
-                if name.endswith(".xz")
-                else open(name, encoding="utf-8") as lines
-            ):
+            opened = lzma.open if name.endswith(".xz") else open
+            with opened(name, "rt", encoding="utf-8") as lines:
                 for line in lines:
                     row = json.loads(line)
                     if len(row["choices"]) != 4 or row["answer"] not in range(4):
@@ -82,7 +86,7 @@ def local_mmlu(files: str, folder: Path) -> None:
             ) from None
         except (ValueError, KeyError, TypeError):
             raise DataError(
-                f"{name}: no MMLU rows: want subject, question, four choices, answer 0 to 3"
+                f"{name}: no MMLU rows: they need subject, question, four choices, answer 0 to 3"
             ) from None
     names = {subject: f"{LOCAL_MMLU}_{subject}" for subject in sorted(rows)}
     for subject, name in names.items():
@@ -98,8 +102,10 @@ def local_mmlu(files: str, folder: Path) -> None:
 
 
 def load_groups(names: list[str], manager: Any) -> dict[str, list[Any]]:
-    """{group: its tasks} for tasks, groups and tags of the harness; every task that no group
-    averages is its own.
+    """Load tasks, groups and tags of the harness: {group: its tasks}.
+
+    A task that no group averages is a group of its own. Raises UserError for a task that needs more
+    than choices.
     """
 
     def parts(item: Any) -> dict[str, list[Any]]:
@@ -112,52 +118,63 @@ def load_groups(names: list[str], manager: Any) -> dict[str, list[Any]]:
     groups: dict[str, list[Any]] = {}
     for name in names:
         loaded = manager.load([name])
-        for item in (
-            [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
-        ):
+        items = loaded["tasks"].values()
+        if name in loaded["groups"]:
+            items = [loaded["groups"][name]]
+        for item in items:
             groups |= parts(item)
-    for task in (task for tasks in groups.values() for task in tasks):
-        if task.get_config("output_type") in ("generate_until", "loglikelihood_rolling"):
-            raise UserError(f"{task.task_name}: {GENERATES}")
-        prepare_once(task)
+    for tasks in groups.values():
+        for task in tasks:
+            if task.get_config("output_type") in ("generate_until", "loglikelihood_rolling"):
+                raise UserError(f"{task.task_name}: {GENERATES}")
+            prepare_once(task)
     return groups
 
 
 def prepare_once(task: Any) -> None:
-    """Have a task of the harness prepare its documents once, not each time it looks at them.
+    """Have a task of the harness prepare its documents once, not each time it reads them.
 
-    GPQA's choices are shuffled by a generator that goes on with every look (lm-eval 0.4.13):
-    questions would be asked in one order and marked by another, and the next model be asked a
+    GPQA's choices are shuffled by a generator that continues at every reading (lm-eval 0.4.13).
+    Questions would be asked in one order and marked in another, and the next model would be asked a
     third.
     """
-    process, made = task.config.process_docs, {}
+    process = task.config.process_docs
     if process is None:
         return
+    made: dict[int, tuple[Any, Any]] = {}  # id of a split -> the split, its documents
 
     def once(split: Any) -> Any:
         if id(split) not in made:
-            made[id(split)] = split, process(split)  # the split too, so that its id stays its own
+            # The split is kept, so that no other object can have its id.
+            made[id(split)] = (split, process(split))
         return made[id(split)][1]
 
     task.config.process_docs = once
     if task.fewshot_cfg.process_docs is process:
         task.fewshot_cfg.process_docs = once
     if hasattr(task, "sampler"):
-        # looking alike, a question is kept from its own examples
+        # The sampler leaves a question out of its own examples by comparing the two.
         task.sampler.replace_df(list(task.fewshot_docs()))
 
 
 def load_tasks(
     names: str, mmlu: str, include: str, folder: Path
 ) -> tuple[dict[str, list[Any]], Any]:
-    """({group: its tasks}, the harness's manager of them) for the program's keys tasks, mmlu and
-    include.
+    """Load the tasks of the program's keys tasks, mmlu and include.
 
-    Task files that `mmlu` needs are written to `folder`. Raises UserError, DataError.
+    Args:
+        folder: for the task files that `mmlu` needs.
+
+    Returns:
+        {group: its tasks}, and the harness's manager of them.
+
+    Raises:
+        UserError, DataError: they cannot be loaded.
     """
     if mmlu:
         local_mmlu(mmlu, folder)
-        names, include = LOCAL_MMLU, str(folder)
+        names = LOCAL_MMLU
+        include = str(folder)
     lm_eval = import_lm_eval()
     try:
         manager = lm_eval.tasks.TaskManager(include_path=include or None, include_defaults=not mmlu)

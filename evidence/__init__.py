@@ -1,4 +1,5 @@
-"""What runs wrote, read back: run folders, pairs of runs, verdicts, pictures, published tables.
-report.py puts them together; the rule of a verdict is common/stats.py's decide. Nothing here loads
-a model or imports PyTorch.
+"""Read what runs wrote: run folders, pairs of runs, verdicts, pictures, published tables.
+
+report.py puts the parts together. The rule of a verdict is `decide` in common/stats.py. Nothing
+here loads a model or imports PyTorch.
 """

@@ -1,9 +1,9 @@
-"""Run folders in one compressed file: what a study leaves in results/, and what sweep.sh keeps.
+"""Keep run folders in one compressed file, as a study does in results/ and sweep.sh with KEEP.
 
 python -m evidence.archive runs.tar.xz
-    the names of its runs, a line each
+    print the names of its runs, one a line
 python -m evidence.archive runs.tar.xz out/small/rms-8
-    add a run: config, log, HellaSwag items; or replace it
+    add a run (config, log, HellaSwag items), or replace the one of this name
 python -m evidence.archive runs.tar.xz --remove rms-8
     take a run out
 """
@@ -25,16 +25,20 @@ from common.errors import ConfigError, UserError, run_program
 from common.output import write_bytes_atomically
 
 SUFFIX = ".tar.xz"
-FILES = ("config.json", "log.jsonl", "hellaswag.jsonl")  # of a run folder
+FILES = ("config.json", "log.jsonl", "hellaswag.jsonl")  # the files of a run that are kept
+
+Content = dict[str, bytes]  # "run/file" -> its bytes
 
 
-def read(archive: Path) -> dict[str, bytes]:
-    """name/file -> content; empty if there is no such archive. Raises UserError."""
+def read(archive: Path) -> Content:
+    """Read an archive; empty if there is no such file. Raises UserError."""
+    content: Content = {}
     try:
         with tarfile.open(archive, "r:xz") as file:
-            return {
-                member.name: file.extractfile(member).read() for member in file if member.isfile()
-            }
+            for member in file:
+                if member.isfile():
+                    content[member.name] = file.extractfile(member).read()
+        return content
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -47,8 +51,8 @@ def read(archive: Path) -> dict[str, bytes]:
         ) from None
 
 
-def write(archive: Path, content: dict[str, bytes]) -> None:
-    """Atomically; the same content gives the same bytes. Raises UserError."""
+def write(archive: Path, content: Content) -> None:
+    """Write an archive atomically; the same content gives the same bytes. Raises UserError."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:xz", preset=9, format=tarfile.PAX_FORMAT) as file:
         for name in sorted(content):
@@ -63,52 +67,61 @@ def write(archive: Path, content: dict[str, bytes]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within it no other process changes an archive in this folder: two sweeps may keep their runs
-    in one.
+    """Keep other processes from changing an archive in this folder.
+
+    Two sweeps may keep their runs in one archive. The lock is on the folder, because the archive
+    itself is replaced by each write.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        number = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"{folder}: cannot be opened ({error.strerror}): check the path") from None
     try:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(number, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
-def names(content: dict[str, bytes]) -> set[str]:
-    """The names of the runs in it."""
+def names(content: Content) -> set[str]:
+    """Return the names of the runs in an archive's content."""
     return {name.split("/")[0] for name in content}
 
 
-def without(content: dict[str, bytes], runs: set[str]) -> dict[str, bytes]:
-    """What is left when the runs of these names are taken out."""
-    return {name: part for name, part in content.items() if not names({name: part}) & runs}
+def without(content: Content, runs: set[str]) -> Content:
+    """Return the content without the runs of these names."""
+    return {name: part for name, part in content.items() if name.split("/")[0] not in runs}
 
 
 def add(archive: Path, *runs: Path) -> None:
-    """Put run folders into the archive, each in place of one of its name.
+    """Put run folders into the archive; each replaces the run of the same name.
 
-    Raises UserError; then all is as before.
+    Raises UserError, and then leaves the archive unchanged.
     """
-    added = {}
+    added: Content = {}
     for run in runs:
         if not (run / "log.jsonl").is_file():
             raise UserError(f"{run}: no log.jsonl there: name a run folder")
-        files = (run / name for name in FILES)
-        added |= {f"{run.name}/{file.name}": file.read_bytes() for file in files if file.is_file()}
+        for name in FILES:
+            file = run / name
+            if file.is_file():
+                added[f"{run.name}/{name}"] = file.read_bytes()
     with locked(archive.parent):
-        write(archive, without(read(archive), names(added)) | added)
+        others = without(read(archive), names(added))
+        write(archive, others | added)
 
 
 def remove(archive: Path, runs: list[str]) -> None:
-    """Take the runs of these names out. Raises UserError if one is not there; then all stay."""
+    """Take the runs of these names out.
+
+    Raises UserError if one of them is not there, and then leaves the archive unchanged.
+    """
     with locked(archive.parent):
         content = read(archive)
-        if missing := set(runs) - names(content):
+        missing = set(runs) - names(content)
+        if missing:
             raise UserError(
                 f"{archive}: no run {missing.pop()} in it: "
                 "the same command without --remove lists them"
@@ -117,7 +130,7 @@ def remove(archive: Path, runs: list[str]) -> None:
 
 
 def unpack(archive: Path) -> Path:
-    """A temporary folder with the run folders of `archive`; it goes when the process ends.
+    """Unpack the runs of `archive` into a temporary folder, removed when the process ends.
 
     Raises UserError.
     """
@@ -128,25 +141,31 @@ def unpack(archive: Path) -> Path:
     for name, part in read(archive).items():
         target = (folder / name).resolve()
         if not target.is_relative_to(folder.resolve()):
-            raise UserError(f"{archive}: {name} would be written elsewhere: no archive of ours")
+            raise UserError(
+                f"{archive}: {name} would be written outside the folder: no archive of ours"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(part)
     return folder
 
 
 def main(argv: list[str]) -> None:
+    """List, add or remove runs."""
     if not argv or argv[0] in ("--help", "-h"):
         print(__doc__)
         return
-    archive, *runs = Path(argv[0]), *argv[1:]
+    archive = Path(argv[0])
+    runs = argv[1:]
     if not archive.name.endswith(SUFFIX):
-        raise ConfigError(f"{archive}: wants a name that ends in {SUFFIX}")
+        raise ConfigError(f"{archive}: needs a name that ends in {SUFFIX}")
     if runs[:1] == ["--remove"]:
-        return remove(archive, runs[1:])
+        remove(archive, runs[1:])
+        return
     if unknown := [run for run in runs if run.startswith("-")]:
-        raise ConfigError(f"{unknown[0]}: wants run folders, or --remove and names of runs")
+        raise ConfigError(f"{unknown[0]}: needs run folders, or --remove and names of runs")
     if runs:
-        return add(archive, *map(Path, runs))
+        add(archive, *map(Path, runs))
+        return
     sys.stdout.writelines(f"{name}\n" for name in sorted(names(read(archive))))
 
 

@@ -1,7 +1,8 @@
 """Arms against a baseline: pairs, estimates, verdicts, and a sentence for each verdict."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,31 +22,53 @@ from common.stats import (
 from evidence.runs import METRICS, RULES, Metric, Run, difference_in_settings, item_differences
 
 EQUAL_TIME = Metric("val_loss_equal_time", "nats per token", True)
-CHANCE = 0.25  # of HellaSwag
+CHANCE = 0.25  # accuracy of a guess in HellaSwag: one of four endings
 NOT_JUDGED = "not judged"
+
+Arms = dict[str, dict[int, Run]]  # arm -> seed -> run
+
+
+class Pair(NamedTuple):
+    """A run and the baseline's run of the same seed."""
+
+    run: Run
+    base: Run
+
+
+Pairs = dict[str, list[Pair]]  # arm -> pairs, in the order of their seeds
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The runs that can be compared, and what is to be said about the others."""
+
+    arms: Arms
+    left_out: list[str]  # one line for each run that is left out
+    diverged: dict[str, str]  # arm -> sentence, where some of its seeds diverged
 
 
 @dataclass(frozen=True)
 class Comparison:
     """One arm against the baseline in one metric.
 
-    Differences are arm - baseline, of logarithms if relative.
+    A difference is arm less baseline; of a relative metric, the difference of logarithms.
     """
 
     metric: Metric
     arm: str
     baseline: str
-    delta: float
+    delta: float  # margin of equivalence, in the unit of the differences; 0 for none
     delta_kind: str  # declared, post hoc, or "" for none
     seeds: list[int]
     differences: np.ndarray  # (n,) paired by seed
     estimate: Estimate
-    verdict: Verdict
-    n_arms: int
-    no_verdict: str  # why the verdict is not what the tests alone would say
+    verdict: Verdict  # of the tests alone
+    n_arms: int  # number of arms that the tests are corrected for
+    no_verdict: str  # why the verdict is not that of the tests; "" where it is
 
     @property
     def word(self) -> str:
+        """The verdict: better, worse, equivalent, inconclusive or not judged."""
         if self.metric is EQUAL_TIME or (self.no_verdict and self.metric.relative):
             return NOT_JUDGED
         return "inconclusive" if self.no_verdict else self.verdict.word
@@ -57,19 +80,23 @@ class Comparison:
 
     @cached_property
     def detectable(self) -> float:
-        """Smallest true difference that this many seeds find with 80 % power, all arms corrected
-        for.
+        """Smallest true difference that these seeds find with 80 % power.
+
+        The level is divided by the number of arms (Bonferroni), which is on the safe side of Holm.
         """
-        # the SD, or more where items are part of the error
+        # The SD of one seed that this standard error belongs to: the SD of the differences, or
+        # more where the error counts HellaSwag's items too.
         scale = self.estimate.se * len(self.seeds) ** 0.5
-        return detectable_effect(scale, len(self.seeds), ALPHA / self.n_arms) if scale else 0.0
+        if not scale:
+            return 0.0
+        return detectable_effect(scale, len(self.seeds), ALPHA / self.n_arms)
 
     @cached_property
     def needed(self) -> int | None:
-        """Seeds that come to a verdict with 80 % power if the true difference is the observed one.
+        """Number of seeds that give a verdict with 80 % power if the observed difference is true.
 
-        None if they are too many, and for HellaSwag, whose error has a part that no number of seeds
-        takes away.
+        None if more than 10,000 are needed, and for HellaSwag: its error has a part, from the
+        items, that no number of seeds removes.
         """
         if self.metric.name.startswith("hellaswag"):
             return None
@@ -77,182 +104,289 @@ class Comparison:
 
     @cached_property
     def sign_flip(self) -> float:
+        """p of the sign-flip permutation test; it decides nothing."""
         return sign_flip_p(self.differences)
 
     @cached_property
     def bootstrap(self) -> tuple[float, float]:
+        """BCa bootstrap interval, 95 %; it decides nothing."""
         return bca_interval(self.differences)
 
     def show(self, difference: float, sign: bool = True) -> str:
-        """A difference for people: per cent for a relative metric."""
+        """Format a difference: per cent for a relative metric, else four decimals."""
         if not np.isfinite(difference):
             return "n/a"
-        text = (
-            f"{100 * np.expm1(difference):+.2f} %" if self.metric.relative else f"{difference:+.4f}"
-        )
+        if self.metric.relative:
+            text = f"{100 * np.expm1(difference):+.2f} %"
+        else:
+            text = f"{difference:+.4f}"
         return text if sign else text.lstrip("+")
 
     def show_interval(self, interval: tuple[float, float]) -> str:
-        return " … ".join(map(self.show, interval)) if np.isfinite(interval).all() else "n/a"
+        """Format an interval of differences."""
+        if not np.isfinite(interval).all():
+            return "n/a"
+        return " … ".join(self.show(end) for end in interval)
 
     def sentence(self) -> str:
-        """Why the verdict is what it is."""
-        verdict, n, word = self.verdict, len(self.seeds), self.word
+        """Say in one sentence what the verdict is and why."""
         unit = "" if self.metric.relative else f" {self.metric.unit}"
         amount = (
-            f"{self.arm}: {word}: {self.show(self.estimate.mean)}{unit} "
-            f"against {self.baseline} over {n} seeds"
+            f"{self.arm}: {self.word}: {self.show(self.estimate.mean)}{unit} "
+            f"against {self.baseline} over {len(self.seeds)} seeds"
         )
-        inside = f"Holm interval {self.show_interval(verdict.interval)}"
-        bound = f"the {self.delta_kind} margin of {self.show(self.delta, sign=False)}"
+        p_tost = self.verdict.p_tost
+        holm = f"Holm interval {self.show_interval(self.verdict.interval)}"
+        margin = f"the {self.delta_kind} margin of {self.show(self.delta, sign=False)}"
         if self.no_verdict:
-            return f"{amount}, {inside}; {self.no_verdict}."
-        if word in ("better", "worse"):
-            small = (
-                f", and lies within {bound}"
-                if verdict.p_tost is not None and verdict.p_tost < ALPHA
-                else ""
-            )
-            return f"{amount}, {inside}, which leaves out zero{small}."
-        if word == "equivalent":
-            return f"{amount}, within {bound} (TOST p = {verdict.p_tost:.2g})."
-        why = (
-            f"TOST does not place it within {bound} (p = {verdict.p_tost:.2g})"
-            if self.delta
-            else "no margin was declared, so it cannot be called equivalent"
-        )
-        return f"{amount}, {inside} holds zero, and {why}; {self.missing()}."
+            return f"{amount}, {holm}; {self.no_verdict}."
+        if self.word in ("better", "worse"):
+            # A difference can be certain and yet smaller than the margin.
+            is_small = p_tost is not None and p_tost < ALPHA
+            small = f", and lies within {margin}" if is_small else ""
+            return f"{amount}, {holm}, which leaves out zero{small}."
+        if self.word == "equivalent":
+            return f"{amount}, within {margin} (TOST p = {p_tost:.2g})."
+        if self.delta:
+            why = f"TOST does not place it within {margin} (p = {p_tost:.2g})"
+        else:
+            why = "no margin was declared, so it cannot be called equivalent"
+        return f"{amount}, {holm} holds zero, and {why}; {self.missing()}."
 
     def missing(self) -> str:
-        """What it would take to know more."""
-        n, needed = len(self.seeds), self.needed
+        """Say what is missing for a verdict."""
         if not self.estimate.se:
             return "all its pairs are identical"
         if self.metric.name.startswith("hellaswag"):
-            return (
-                f"these seeds and items find {self.show(self.detectable, sign=False)} or more "
-                "with 80 % power"
-            )
-        if needed is None:
+            detectable = self.show(self.detectable, sign=False)
+            return f"these seeds and items find {detectable} or more with 80 % power"
+        if self.needed is None:
             return (
                 "a verdict on a difference like the observed one would take more than 10,000 seeds"
             )
-        # the tests correct step by step, the count of seeds for all arms at once
-        needed = max(needed, n + 1)
+        # At least one more: the seeds that are there have not decided.
+        n = len(self.seeds)
+        needed = max(self.needed, n + 1)
         return (
             f"a verdict on a difference like the observed one takes {needed} seeds (80 % power), "
             f"{needed - n} more"
         )
 
 
-def usable(
-    arms: dict[str, dict[int, Run]],
-) -> tuple[dict[str, dict[int, Run]], list[str], dict[str, str]]:
-    """The runs that went to their end, a line about each of the others, and arm -> sentence where
-    seeds diverged.
-    """
-    left_out, kept, diverged = [], {}, {}
+def usable(arms: Arms) -> Finished:
+    """Select the runs that went to their end and can be compared."""
+    finished: Arms = {}
+    left_out: list[str] = []
+    diverged: dict[str, str] = {}
     for arm, runs in arms.items():
-        if bad := [seed for seed, run in runs.items() if run.diverged]:
+        bad = [seed for seed, run in runs.items() if run.diverged]
+        if bad:
             diverged[arm] = (
                 f"{len(bad)} of {len(runs)} seeds diverged, "
                 "and those that are left are no fair sample"
             )
-        problems = {seed: run.problem() for seed, run in runs.items()}
-        left_out += [
-            f"{arm}, seed {seed}: {problem}" for seed, problem in problems.items() if problem
-        ]
-        kept[arm] = {seed: run for seed, run in runs.items() if not problems[seed]}
-    return {arm: runs for arm, runs in kept.items() if runs}, left_out, diverged
+        good = {}
+        for seed, run in runs.items():
+            problem = run.problem()
+            if problem:
+                left_out.append(f"{arm}, seed {seed}: {problem}")
+            else:
+                good[seed] = run
+        if good:
+            finished[arm] = good
+    return Finished(finished, left_out, diverged)
 
 
-def pair(
-    arms: dict[str, dict[int, Run]], baseline: str, unusable: tuple[str, ...] = ()
-) -> tuple[dict[str, list[tuple[Run, Run]]], list[str]]:
-    """arm -> (run, baseline run) of each common seed, in order; and a line about each run that has
-    no pair.
+def check_baseline(baseline: str, runs: dict[int, Run]) -> None:
+    """Raise UserError if the baseline's runs differ in more than the seed.
 
-    Raises UserError if the baseline has no runs (`unusable` says why), or if its own runs differ in
-    more than the seed: they are several experiments.
+    They are several experiments then.
+    """
+    first = next(iter(runs.values()))
+    for run in runs.values():
+        # A checkpoint of its own for each seed to start from is fair.
+        difference = difference_in_settings(run, first, but=("seed", "init_from"))
+        if difference:
+            raise UserError(
+                f"{baseline}, seeds {run.seed} and {first.seed}: {difference}: report on them apart"
+            )
+
+
+def pair_by_seed(
+    arms: Arms, baseline: str, unusable: tuple[str, ...] = ()
+) -> tuple[Pairs, list[str]]:
+    """Pair each run with the baseline's run of the same seed.
+
+    Args:
+        unusable: lines about runs that were left out, for the error message.
+
+    Returns:
+        The pairs of each arm, and a line about each run that has no pair.
+
+    Raises:
+        UserError: the baseline has no runs, or its runs differ in more than the seed.
     """
     if baseline not in arms:
         there = ", ".join(map(repr, arms)) or "none"
         why = "".join(f"; {line}" for line in unusable)
         raise ConfigError(f"baseline={baseline!r}: the arms with usable runs are {there}{why}")
-    left_out, pairs = [], {}
-    first = next(iter(arms[baseline].values()))
-    for run in arms[baseline].values():
-        # a start for each seed is fair
-        if difference := difference_in_settings(run, first, but=("seed", "init_from")):
-            raise UserError(
-                f"{baseline}, seeds {run.seed} and {first.seed}: {difference}: report on them apart"
-            )
+    check_baseline(baseline, arms[baseline])
+    pairs: Pairs = {}
+    left_out: list[str] = []
     for arm, runs in arms.items():
         if arm == baseline:
             continue
         pairs[arm] = []
         for seed, run in sorted(runs.items()):
             base = arms[baseline].get(seed)
-            reason = (
-                f"{baseline} has no such seed"
-                if base is None
-                else difference_in_settings(run, base)
-            )
-            if reason:
-                left_out.append(f"{arm}, seed {seed}: not paired: {reason}")
+            if base is None:
+                left_out.append(f"{arm}, seed {seed}: not paired: {baseline} has no such seed")
+            elif difference := difference_in_settings(run, base):
+                left_out.append(f"{arm}, seed {seed}: not paired: {difference}")
             else:
-                pairs[arm].append((run, base))
+                pairs[arm].append(Pair(run, base))
         if missing := sorted(arms[baseline].keys() - runs.keys()):
             left_out.append(f"{arm} has no finished run of seed {', '.join(map(str, missing))}")
     return pairs, left_out
 
 
 def margin(metric: Metric, run: Run, post_hoc: dict[str, float]) -> tuple[float, str]:
-    """(equivalence margin, where it comes from): the runs' own, which is the same in all, unless
-    one is given now.
+    """Return the margin of equivalence and where it comes from.
+
+    The runs declare it, all the same one, unless `post_hoc` gives one now. The margin of a relative
+    metric becomes a difference of logarithms, as the differences are. (0.0, "") for no margin.
     """
     name = "val_loss" if metric is EQUAL_TIME else metric.name
-    delta, kind = run.config.get(f"delta_{name}", 0.0), "declared"
     if name in post_hoc:
-        delta, kind = post_hoc[name], "post hoc"
-    return (float(np.log1p(delta)) if metric.relative else delta, kind) if delta else (0.0, "")
+        delta = post_hoc[name]
+        kind = "post hoc"
+    else:
+        delta = run.config.get(f"delta_{name}", 0.0)
+        kind = "declared"
+    if not delta:
+        return 0.0, ""
+    if metric.relative:
+        delta = float(np.log1p(delta))
+    return delta, kind
 
 
 def exchange_rate(run: Run) -> float | None:
-    """Nats per token that one e-fold more tokens buy: slope of val loss over log tokens, later half
-    of the run.
+    """Return the nats per token that e times as many tokens buy; None for a short curve.
 
-    It has the learning rate's decay in it, so it is an upper estimate of what more tokens would
-    buy.
+    It is the slope of val loss over the logarithm of tokens, in the later half of the run. The
+    learning rate decays there, which lowers the loss too, so it is an upper estimate.
     """
-    later = run.curve[run.curve[:, 0] > run.curve[-1, 0] / 2]
-    return -float(np.polyfit(np.log(later[:, 0]), later[:, 1], 1)[0]) if len(later) > 2 else None
+    tokens = run.curve[:, 0]
+    later = run.curve[tokens > tokens[-1] / 2]  # (n, 2): tokens, loss
+    if len(later) < 3:
+        return None
+    slope, _ = np.polyfit(np.log(later[:, 0]), later[:, 1], 1)
+    return -float(slope)
 
 
 def at_equal_time(run: Run, baseline: Run) -> float | None:
-    """Val loss of `run`, had it trained for as long as its baseline took instead of on as many
-    tokens.
+    """Estimate the val loss of `run` after the baseline's time instead of its tokens.
+
+    In that time a run of r times the speed sees r times the tokens, which are worth the exchange
+    rate times log r. None where a speed or the rate is unknown.
     """
-    speeds, rate = [r.metrics.get("tok_per_s") for r in (run, baseline)], exchange_rate(baseline)
-    if None in (*speeds, rate):
+    speed = run.metrics.get("tok_per_s")
+    base_speed = baseline.metrics.get("tok_per_s")
+    rate = exchange_rate(baseline)
+    if speed is None or base_speed is None or rate is None:
         return None
-    return run.metrics["val_loss"] - rate * float(np.log(speeds[0] / speeds[1]))
+    return run.metrics["val_loss"] - rate * float(np.log(speed / base_speed))
+
+
+@dataclass
+class Measured:
+    """One metric of one arm's pairs."""
+
+    seeds: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)  # of the arm, one a seed
+    differences: list[float] = field(default_factory=list)  # to the baseline, one a seed
+    by_item: list[np.ndarray] = field(default_factory=list)  # HellaSwag alone: (items,) a seed
+
+    def estimate(self) -> Estimate:
+        """Estimate the mean difference; seeds are the sample, for HellaSwag its items too."""
+        if self.by_item:
+            return crossed(np.stack(self.by_item))  # (seeds, items)
+        return paired(np.array(self.differences))
+
+    def caution(self, metric: Metric, run: Run) -> str:
+        """Say why a verdict would mislead here, whatever the tests say; "" if it would not."""
+        if metric is EQUAL_TIME:
+            return "the exchange rate is an upper estimate, so this is no verdict"
+        if metric.relative and run.on_cpu:
+            return (
+                "speeds of runs on a CPU are described, not judged "
+                "(bench/train.py compares steps in one process)"
+            )
+        if self.by_item:
+            items = len(self.by_item[0])
+            value = np.mean(self.values)
+            base_value = value - np.mean(self.differences)
+            # Standard error of the accuracy of guesses, a binomial share.
+            se = (CHANCE * (1 - CHANCE) / items) ** 0.5
+            if max(value, base_value) < CHANCE + 2 * se:
+                return (
+                    f"neither can be told from chance on {items} items, "
+                    "so nothing follows from a difference or none"
+                )
+        return ""
+
+
+def measure(metric: Metric, pairs: list[Pair]) -> tuple[Measured, list[str]]:
+    """Measure a metric on the pairs that have it, and name the seeds of those that do not."""
+    measured = Measured()
+    lacking: list[str] = []
+    rule = metric.name.removeprefix("hellaswag_")
+    for run, base in pairs:
+        if metric is EQUAL_TIME:
+            value = at_equal_time(run, base)
+            reference = base.metrics["val_loss"]
+        else:
+            value = run.metrics.get(metric.name)
+            reference = base.metrics.get(metric.name)
+        is_measured = value is not None and reference is not None
+        by_item = None
+        if rule in RULES:
+            by_item = item_differences(run, base, rule)
+            # All pairs of an arm are judged on the same number of items, that of the first.
+            first = measured.by_item[0] if measured.by_item else by_item
+            is_measured = is_measured and by_item is not None and len(by_item) == len(first)
+        if not is_measured:
+            lacking.append(str(run.seed))
+            continue
+        difference = value - reference
+        if metric.relative:
+            difference = float(np.log(value / reference))
+        measured.seeds.append(run.seed)
+        measured.values.append(value)
+        measured.differences.append(difference)
+        if by_item is not None:
+            measured.by_item.append(by_item)
+    return measured, lacking
 
 
 def compare(
-    pairs: dict[str, list[tuple[Run, Run]]],
-    baseline: str,
-    post_hoc: dict[str, float],
-    diverged: dict[str, str],
+    pairs: Pairs, baseline: str, post_hoc: dict[str, float], diverged: dict[str, str]
 ) -> tuple[list[Comparison], list[str]]:
-    """(rows of every metric and arm with two pairs or more, lines about pairs that lack a metric).
+    """Compare every arm with the baseline in every metric.
 
-    diverged: arm -> sentence, for arms of which some seeds diverged; the seeds that are left speak
-    for themselves only.
+    Args:
+        post_hoc: metric -> margin of equivalence that was not declared before the runs.
+        diverged: arm -> sentence, for arms of which some seeds diverged. The seeds that are left
+            are no fair sample, so they get no verdict.
+
+    Returns:
+        One comparison for each metric and arm with two pairs or more, and lines about pairs that
+        lack a metric.
     """
-    rows, left_out = [], []
+    rows: list[Comparison] = []
+    left_out: list[str] = []
     for metric in (*METRICS.values(), EQUAL_TIME):
-        found = {}
+        found: dict[str, Measured] = {}
         for arm, its_pairs in pairs.items():
             measured, lacking = measure(metric, its_pairs)
             if lacking and len(lacking) < len(its_pairs):
@@ -264,87 +398,24 @@ def compare(
                 found[arm] = measured
         if not found:
             continue
-        run = next(iter(pairs.values()))[0][0]
-        delta, kind = margin(metric, run, post_hoc)
+        run = next(iter(pairs.values()))[0].run
+        delta, delta_kind = margin(metric, run, post_hoc)
         estimates = [measured.estimate() for measured in found.values()]
         verdicts = decide(estimates, delta, metric.lower_is_better)
-        for (arm, measured), estimate, verdict in zip(
-            found.items(), estimates, verdicts, strict=True
-        ):
+        for arm, estimate, verdict in zip(found, estimates, verdicts, strict=True):
+            measured = found[arm]
             row = Comparison(
-                metric,
-                arm,
-                baseline,
-                delta,
-                kind,
-                measured.seeds,
-                np.array(measured.differences),
-                estimate,
-                verdict,
-                len(found),
-                diverged.get(arm, "") or measured.caution(metric, run),
+                metric=metric,
+                arm=arm,
+                baseline=baseline,
+                delta=delta,
+                delta_kind=delta_kind,
+                seeds=measured.seeds,
+                differences=np.array(measured.differences),
+                estimate=estimate,
+                verdict=verdict,
+                n_arms=len(found),
+                no_verdict=diverged.get(arm) or measured.caution(metric, run),
             )
             rows.append(row)
     return rows, left_out
-
-
-@dataclass
-class Measured:
-    """One metric of one arm's pairs: values, differences, and for HellaSwag the differences item by
-    item.
-    """
-
-    seeds: list[int]
-    values: list[float]
-    differences: list[float]
-    by_item: list[np.ndarray]
-
-    def estimate(self) -> Estimate:
-        return (
-            crossed(np.stack(self.by_item)) if self.by_item else paired(np.array(self.differences))
-        )
-
-    def caution(self, metric: Metric, run: Run) -> str:
-        """Why a verdict would mislead here, whatever the tests say; or ""."""
-        if metric is EQUAL_TIME:
-            return "the exchange rate is an upper estimate, so this is no verdict"
-        if metric.relative and run.on_cpu:
-            return (
-                "speeds of runs on a CPU are described, not judged "
-                "(bench/train.py compares steps in one process)"
-            )
-        if self.by_item:
-            ours, items = np.mean(self.values), len(self.by_item[0])
-            best = max(ours, ours - np.mean(self.differences))
-            if best < CHANCE + 2 * (CHANCE * (1 - CHANCE) / items) ** 0.5:
-                return (
-                    f"neither can be told from chance on {items} items, "
-                    "so nothing follows from a difference or none"
-                )
-        return ""
-
-
-def measure(metric: Metric, pairs: list[tuple[Run, Run]]) -> tuple[Measured, list[str]]:
-    """A metric of the pairs that have it, and the seeds of those that do not."""
-    measured, lacking = Measured([], [], [], []), []
-    rule = metric.name.removeprefix("hellaswag_")
-    for run, base in pairs:
-        value, reference = run.metrics.get(metric.name), base.metrics.get(metric.name)
-        by_item = item_differences(run, base, rule) if rule in RULES else None
-        if metric is EQUAL_TIME:
-            value, reference = at_equal_time(run, base), base.metrics["val_loss"]
-        first = measured.by_item[0] if measured.by_item else by_item
-        if (
-            value is None
-            or reference is None
-            or (rule in RULES and (by_item is None or len(by_item) != len(first)))
-        ):
-            lacking.append(str(run.seed))
-            continue
-        measured.seeds.append(run.seed)
-        measured.values.append(value)
-        measured.differences.append(
-            float(np.log(value / reference)) if metric.relative else value - reference
-        )
-        measured.by_item += [by_item] if by_item is not None else []
-    return measured, lacking

@@ -1,5 +1,5 @@
-"""Pictures of runs: loss curves with seed bands, over tokens or time, and paired differences with
-their intervals.
+"""Draw runs: loss curves with bands over seeds, paired differences with their intervals, the
+residual stream at every norm position.
 """
 
 from pathlib import Path
@@ -7,137 +7,173 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from common.plotting import STYLES, plt, save, style
-from evidence.comparison import Comparison
-from evidence.runs import Run
+from common.plotting import plt, save, style
+from evidence.comparison import Arms, Comparison
+from evidence.runs import Metric, Run
 
-Arms = dict[str, dict[int, Run]]
+LINE = 1.6  # width of a mean's line, points
+BAND = {"alpha": 0.18, "linewidth": 0}  # of the area around a mean
+
+
+def color_of(index: int) -> str:
+    """Return the colour of the arm with this number."""
+    return style(index)["color"]
 
 
 def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens (n,) and val losses (runs, n), of the evaluations that all these runs share."""
+    """Return tokens (n,) and val losses (runs, n) of the evaluations that all these runs share."""
     shared = sorted(set.intersection(*(set(run.curve[:, 0]) for run in runs)))
-    return np.array(shared), np.array(
-        [[dict(run.curve)[tokens] for tokens in shared] for run in runs]
-    )
+    losses = [[dict(run.curve)[tokens] for tokens in shared] for run in runs]
+    return np.array(shared), np.array(losses)
 
 
 def loss_unit(arms: Arms) -> str:
-    every = [run for runs in arms.values() for run in runs.values()]
-    return "nats per token" + (
-        ", a token is a byte" if all(run.config["n_vocab"] == 257 for run in every) else ""
-    )
+    """Return the unit of the losses; with 257 tokens, these are bytes and an end of text."""
+    sizes = {run.config["n_vocab"] for runs in arms.values() for run in runs.values()}
+    return "nats per token, a token is a byte" if sizes == {257} else "nats per token"
+
+
+def tokens_per_second(runs: list[Run]) -> float:
+    """Return the speed that belongs to the runs' mean time; nan where a run has no speed."""
+    times = [1 / run.metrics.get("tok_per_s", np.nan) for run in runs]
+    return 1 / np.mean(times)
+
+
+def plot_train_loss(axis: plt.Axes, run: Run, color: str) -> None:
+    """Draw a run's training loss, faint, over millions of tokens."""
+    if not run.steps:
+        return
+    steps = np.array([step["step"] for step in run.steps])
+    losses = [step["loss"] for step in run.steps]
+    tokens = steps * run.start["tokens_per_step"]
+    axis.plot(tokens / 1e6, losses, color=color, alpha=0.25, linewidth=1)
+
+
+def loss_limits(curves_of_arms: list[np.ndarray]) -> tuple[float, float]:
+    """Return limits of the loss axis that leave out the steep beginning but show every end.
+
+    Args:
+        curves_of_arms: val losses of each arm, (seeds, n) each.
+    """
+    lowest = min(np.nanmin(losses) for losses in curves_of_arms)
+    # The first evaluation is before the fall of the loss, so the 90 % of the others are shown.
+    later = np.concatenate([losses[:, 1:].ravel() for losses in curves_of_arms])
+    high = np.quantile(later, 0.9) if later.size else lowest + 1.0
+    ends = [losses[:, -1].mean() + sd_over_seeds(losses)[-1] for losses in curves_of_arms]
+    high = np.nanmax([high, *ends])
+    room = 0.1 * (high - lowest) + 0.02
+    return lowest - room, high + room
+
+
+def sd_over_seeds(losses: np.ndarray) -> np.ndarray:
+    """Return the standard deviation (n,) of losses (seeds, n); zeros for one seed."""
+    if len(losses) > 1:
+        return losses.std(0, ddof=1)
+    return np.zeros(losses.shape[1])
 
 
 def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = "") -> Path:
-    """Val loss of every arm: mean over seeds with a band of one SD; training loss faint where there
-    is one seed.
+    """Draw the val loss of every arm: mean over seeds with a band of one SD.
 
-    With a baseline, a panel below shows each arm's paired difference to it, which the bands above
-    would hide.
+    Where an arm has one seed, its training loss is drawn too, faint. With a baseline, a panel below
+    shows each arm's paired difference to it, which the bands above would hide.
+
+    Args:
+        over: "tokens" or "time", the x axis.
+        baseline: the arm of the differences; "" for no such panel.
+
+    Raises:
+        UserError: no run has an evaluation yet.
     """
-    below = (
-        bool(baseline)
-        and over == "tokens"
-        and any(len(arms[baseline].keys() & runs) > 1 for runs in arms.values())
-    )
+    over_tokens = over == "tokens"
+    has_panel_below = False
+    if baseline and over_tokens:
+        has_panel_below = any(len(arms[baseline].keys() & runs) > 1 for runs in arms.values())
     figure, axes = plt.subplots(
-        1 + below,
-        figsize=(7.5, 7.5 if below else 4.6),
+        2 if has_panel_below else 1,
+        figsize=(7.5, 7.5 if has_panel_below else 4.6),
         layout="constrained",
         sharex=True,
         squeeze=False,
-        height_ratios=[3, 2] if below else [1],
+        height_ratios=[3, 2] if has_panel_below else [1],
     )
-    top, lowest, ends, all_losses = axes[0, 0], np.inf, [], []
+    top = axes[0, 0]
+    drawn: list[np.ndarray] = []  # (seeds, n) of each arm
     for index, (arm, runs) in enumerate(arms.items()):
         tokens, losses = curves(list(runs.values()))
         if not losses.size:
             continue
-        # of the mean time
-        speed = 1 / np.mean([1 / run.metrics.get("tok_per_s", np.nan) for run in runs.values()])
-        x = tokens / 1e6 if over == "tokens" else tokens / speed / 60
-        mean, sd = losses.mean(0), losses.std(0, ddof=1) if len(losses) > 1 else np.zeros(len(x))
-        label = f"{arm}: {mean[-1]:.3f}" + (
-            f" (SD {sd[-1]:.3f}, {len(losses)} seeds)" if len(losses) > 1 else ""
-        )
-        top.plot(x, mean, label=label, linewidth=1.6, **style(index))
-        top.fill_between(
-            x, mean - sd, mean + sd, color=STYLES[index % len(STYLES)][0], alpha=0.18, linewidth=0
-        )
-        if len(runs) == 1 and over == "tokens":
-            run = next(iter(runs.values()))
-            steps = [
-                (step["step"] * run.start["tokens_per_step"] / 1e6, step["loss"])
-                for step in run.steps
-            ]
-            top.plot(
-                *zip(*steps), color=STYLES[index % len(STYLES)][0], alpha=0.25, linewidth=1
-            ) if steps else None
-        lowest = min(lowest, np.nanmin(losses))
-        ends.append(mean[-1] + sd[-1])
-        all_losses.append(losses[:, 1:])
-    if not np.isfinite(lowest):
+        if over_tokens:
+            x = tokens / 1e6
+        else:
+            x = tokens / tokens_per_second(list(runs.values())) / 60
+        mean = losses.mean(0)
+        sd = sd_over_seeds(losses)
+        label = f"{arm}: {mean[-1]:.3f}"
+        if len(losses) > 1:
+            label += f" (SD {sd[-1]:.3f}, {len(losses)} seeds)"
+        top.plot(x, mean, label=label, linewidth=LINE, **style(index))
+        top.fill_between(x, mean - sd, mean + sd, color=color_of(index), **BAND)
+        if len(runs) == 1 and over_tokens:
+            plot_train_loss(top, next(iter(runs.values())), color_of(index))
+        drawn.append(losses)
+    if not drawn:
         raise UserError("no evaluation yet: nothing to draw")
-    later = (
-        np.concatenate([losses.ravel() for losses in all_losses]) if all_losses else np.array([])
-    )
-    # every arm's end is seen
-    high = np.nanmax([np.quantile(later, 0.9) if later.size else lowest + 1.0, *ends])
-    top.set_ylim(lowest - 0.1 * (high - lowest) - 0.02, high + 0.1 * (high - lowest) + 0.02)
-    several = any(len(runs) > 1 for runs in arms.values())
-    title = (
-        "Validation loss: mean over seeds, band of one SD"
-        if several
-        else "Validation loss (training loss faint)"
-    )
+    top.set_ylim(*loss_limits(drawn))
+    title = "Validation loss (training loss faint)"
+    if any(len(runs) > 1 for runs in arms.values()):
+        title = "Validation loss: mean over seeds, band of one SD"
     top.set(ylabel=f"val loss ({loss_unit(arms)})", title=title)
     top.legend(frameon=False, fontsize=9, title="arm: last value")
-    if below:
+    if has_panel_below:
         plot_loss_differences(axes[1, 0], arms, baseline)
-    axes[-1, 0].set_xlabel(
-        "training tokens (millions)" if over == "tokens" else "training time (minutes)"
-    )
+    x_label = "training tokens (millions)" if over_tokens else "training time (minutes)"
+    axes[-1, 0].set_xlabel(x_label)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     return save(figure, target)
 
 
 def compress(axis: plt.Axes, samples: list[np.ndarray], which: str) -> None:
-    """Limits that hold all samples; beyond the usual spread the scale is logarithmic, where one arm
-    is far off.
+    """Set limits of the axis `which` ("x" or "y") that hold all samples.
+
+    Where one arm is far away, the scale is logarithmic beyond the usual spread, so that the others
+    can still be told apart.
     """
     spans = [np.abs(sample).max() for sample in samples if sample.size]
-    usual, widest = np.median(spans), max(spans)
-    if widest > 5 * usual > 0:
-        scale = getattr(axis, f"set_{which}scale")
-        scale("symlog", linthresh=1.5 * usual, linscale=2)
+    usual = np.median(spans)
+    if max(spans) > 5 * usual > 0:
+        set_scale = getattr(axis, f"set_{which}scale")
+        set_scale("symlog", linthresh=1.5 * usual, linscale=2)
         getattr(axis, f"{which}axis").set_major_formatter("{x:g}")
     else:
         axis.locator_params(axis=which, nbins=4)
-    low, high = min(sample.min() for sample in samples), max(sample.max() for sample in samples)
+    low = min(sample.min() for sample in samples)
+    high = max(sample.max() for sample in samples)
     room = 0.15 * usual or 1.0
-    getattr(axis, f"set_{which}lim")(1.2 * min(low, 0) - room, 1.2 * max(high, 0) + room)
+    set_limits = getattr(axis, f"set_{which}lim")
+    set_limits(1.2 * min(low, 0) - room, 1.2 * max(high, 0) + room)
 
 
 def plot_loss_differences(axis: plt.Axes, arms: Arms, baseline: str) -> None:
-    """Each arm's val loss less the baseline's at the same seed and step: mean and the range of the
-    seeds.
+    """Draw each arm's val loss less the baseline's at the same seed and step.
+
+    The line is the mean, the band the range of the seeds.
     """
     later = []  # differences after the first quarter, where the curves have settled
     for index, (arm, runs) in enumerate(arms.items()):
         seeds = sorted(runs.keys() & arms[baseline].keys())
         if arm == baseline or not seeds:
             continue
-        tokens, both = curves(
-            [runs[seed] for seed in seeds] + [arms[baseline][seed] for seed in seeds]
-        )
-        difference = both[: len(seeds)] - both[len(seeds) :]
-        x, color = tokens / 1e6, STYLES[index % len(STYLES)][0]
-        axis.plot(x, difference.mean(0), linewidth=1.6, **style(index))
-        axis.fill_between(
-            x, difference.min(0), difference.max(0), color=color, alpha=0.18, linewidth=0
-        )
+        ours = [runs[seed] for seed in seeds]
+        theirs = [arms[baseline][seed] for seed in seeds]
+        tokens, losses = curves(ours + theirs)  # (n,), (2 seeds, n)
+        difference = losses[: len(seeds)] - losses[len(seeds) :]  # (seeds, n)
+        x = tokens / 1e6
+        axis.plot(x, difference.mean(0), linewidth=LINE, **style(index))
+        low = difference.min(0)
+        high = difference.max(0)
+        axis.fill_between(x, low, high, color=color_of(index), **BAND)
         later.append(difference[:, len(x) // 4 :])
     axis.axhline(0, color="black", linewidth=1)
     compress(axis, later, "y")
@@ -147,14 +183,61 @@ def plot_loss_differences(axis: plt.Axes, arms: Arms, baseline: str) -> None:
     )
 
 
+def in_units(metric: Metric, differences: np.ndarray | float) -> np.ndarray:
+    """Return differences as they are shown: per cent for a relative metric."""
+    if metric.relative:
+        return 100 * np.expm1(differences)
+    return np.asarray(differences)
+
+
+def plot_metric(axis: plt.Axes, rows: list[Comparison], arms: list[str]) -> None:
+    """Draw the comparisons in one metric, one line an arm.
+
+    Args:
+        rows: comparisons in this metric.
+        arms: all arms of the figure, from top to bottom.
+    """
+    metric = rows[0].metric
+    delta = rows[0].delta
+    if delta:
+        low, high = in_units(metric, np.array([-delta, delta]))
+        axis.axvspan(low, high, color="gray", alpha=0.15, linewidth=0)
+    for row in rows:
+        place = arms.index(row.arm)
+        y = -place
+        kind = style(place + 1)  # the baseline has the first style in the curves
+        color = kind["color"]
+        seeds = in_units(metric, row.differences)
+        axis.plot(seeds, np.full(len(seeds), y - 0.22), ".", color=color, alpha=0.5)
+        interval = in_units(metric, np.array(row.verdict.interval))
+        axis.plot(interval, [y, y], color=color, linewidth=2.2)
+        mean = in_units(metric, row.estimate.mean)
+        axis.plot(mean, y, linestyle="", **{**kind, "markersize": 8})
+        axis.annotate(
+            row.word, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9
+        )
+    axis.axvline(0, color="black", linewidth=1)
+    sense = "left" if metric.lower_is_better else "right"
+    unit = "per cent" if metric.relative else metric.unit
+    axis.set(
+        title=f"{metric.name}: better to the {sense}",
+        xlabel=f"difference to {rows[0].baseline} ({unit})",
+    )
+    axis.grid(axis="x", alpha=0.3)
+    samples = [in_units(metric, np.append(row.differences, row.verdict.interval)) for row in rows]
+    compress(axis, samples, "x")
+
+
 def plot_differences(rows: list[Comparison], target: Path) -> Path:
-    """One panel a metric: every seed's difference, the mean with its Holm-adjusted interval, the
-    margin shaded.
+    """Draw the verdicts, one panel a metric.
+
+    A panel shows every seed's difference, the mean with its Holm-adjusted interval, and the margin
+    shaded.
     """
     metrics = list(dict.fromkeys(row.metric for row in rows))
     arms = list(dict.fromkeys(row.arm for row in rows))
     columns = min(2, len(metrics))
-    lines = -(-len(metrics) // columns)
+    lines = -(-len(metrics) // columns)  # rounded up
     names = 0.07 * max(map(len, arms))  # inches, about
     figure, axes = plt.subplots(
         lines,
@@ -171,49 +254,19 @@ def plot_differences(rows: list[Comparison], target: Path) -> Path:
     for axis in axes.flat[len(metrics) :]:
         axis.set_visible(False)
     for number, (axis, metric) in enumerate(zip(axes.flat, metrics)):
-        its = [row for row in rows if row.metric is metric]
-        shown = (lambda x: 100 * np.expm1(x)) if metric.relative else (lambda x: np.asarray(x))
-        if delta := its[0].delta:
-            axis.axvspan(*shown(np.array([-delta, delta])), color="gray", alpha=0.15, linewidth=0)
-        for row in its:
-            y = -arms.index(row.arm)
-            kind = style(arms.index(row.arm) + 1)  # the baseline has the first style in the curves
-            axis.plot(
-                shown(row.differences),
-                np.full(len(row.seeds), y - 0.22),
-                ".",
-                color=kind["color"],
-                alpha=0.5,
-            )
-            axis.plot(
-                shown(np.array(row.verdict.interval)), [y, y], color=kind["color"], linewidth=2.2
-            )
-            axis.plot(shown(row.estimate.mean), y, linestyle="", **{**kind, "markersize": 8})
-            axis.annotate(
-                row.word, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9
-            )
-        sense = "left" if metric.lower_is_better else "right"
-        unit = "per cent" if metric.relative else metric.unit
-        axis.axvline(0, color="black", linewidth=1)
-        axis.set_yticks(
-            [-i for i in range(len(arms))], [""] * len(arms) if number % columns else arms
-        )
+        plot_metric(axis, [row for row in rows if row.metric is metric], arms)
+        # The arms are named in the first column alone.
+        labels = arms if number % columns == 0 else [""] * len(arms)
+        axis.set_yticks([-place for place in range(len(arms))], labels)
         axis.set_ylim(-len(arms) + 0.4, 0.6)
-        axis.set(
-            title=f"{metric.name}: better to the {sense}",
-            xlabel=f"difference to {rows[0].baseline} ({unit})",
-        )
-        axis.grid(axis="x", alpha=0.3)
-        compress(
-            axis, [shown(np.append(row.differences, row.verdict.interval)) for row in its], "x"
-        )
     return save(figure, target)
 
 
 def plot_stream(arms: Arms, target: Path) -> Path:
-    """The residual stream at every norm position after training: its size, its drift from the
-    statistic that the position uses, and that drift's spread over tokens, which no scalar can
-    compensate. Geometric means over seeds.
+    """Draw the residual stream at every norm position after training.
+
+    Its size, its drift from the statistic that the position uses, and that drift's spread over
+    tokens, which no scalar can compensate. Geometric means over seeds.
     """
     panels = {
         "rms": "RMS of the stream",
@@ -223,13 +276,17 @@ def plot_stream(arms: Arms, target: Path) -> Path:
     figure, axes = plt.subplots(3, figsize=(7.5, 8.5), layout="constrained", sharex=True)
     for index, (arm, runs) in enumerate(arms.items()):
         streams = [run.stream for run in runs.values() if run.stream]
-        for axis, name in zip(axes, panels if streams else ()):
-            rows = np.array([stream[name] for stream in streams])  # (seeds, 2L + 1)
-            if name == "rms" or rows.std():  # without shared positions there is no drift
-                mean = rows.mean(0) if name == "spread" else np.exp(np.log(rows).mean(0))
-                axis.plot(
-                    np.arange(rows.shape[1]) / 2, mean, label=arm, linewidth=1.6, **style(index)
-                )
+        if not streams:
+            continue
+        for axis, name in zip(axes, panels):
+            values = np.array([stream[name] for stream in streams])  # (seeds, 2L + 1)
+            # Without shared positions there is no drift: 1 everywhere, and spread 0.
+            if name != "rms" and not values.std():
+                continue
+            # A spread is a deviation of logarithms already, and may be 0.
+            mean = values.mean(0) if name == "spread" else np.exp(np.log(values).mean(0))
+            blocks = np.arange(values.shape[1]) / 2
+            axis.plot(blocks, mean, label=arm, linewidth=LINE, **style(index))
     for axis, (name, label) in zip(axes, panels.items()):
         axis.set(ylabel=label, yscale="log" if name == "rms" else "linear")
         axis.grid(alpha=0.3)
@@ -240,15 +297,17 @@ def plot_stream(arms: Arms, target: Path) -> Path:
 
 
 def histories(runs: dict[int, Run]) -> list[dict[str, np.ndarray]]:
-    """Of the runs that measured them, cut to what all of them have."""
+    """Return the histories of the runs that have one, cut to the evaluations that all have."""
     found = [run.history for run in runs.values() if run.history]
     shortest = min((len(history["tokens"]) for history in found), default=0)
     return [{name: values[:shortest] for name, values in history.items()} for history in found]
 
 
 def plot_output(arms: Arms, target: Path) -> Path:
-    """What holds the scale at the output, over training, and its later half at large: mean over
-    seeds, band from lowest to highest.
+    """Draw what holds the scale at the output, over training.
+
+    Right of each panel is its later half, enlarged. The line is the mean over seeds, the band goes
+    from the lowest to the highest.
     """
     panels = {
         "rms": "RMS of the stream\nat the output",
@@ -256,21 +315,25 @@ def plot_output(arms: Arms, target: Path) -> Path:
         "radial_gradient": "radial gradient at the\noutput, nats",
     }
     figure, axes = plt.subplots(3, 2, figsize=(11, 8.5), layout="constrained", sharex="col")
-    for row, (name, label) in zip(axes, panels.items()):
+    for pair, (name, label) in zip(axes, panels.items()):
         for index, (arm, runs) in enumerate(arms.items()):
             found = histories(runs)
             if not found:
                 continue
             values = np.array([history[name] for history in found])
-            values = values[..., -1] if name == "rms" else values  # (seeds, n)
-            x, color = found[0]["tokens"] / 1e6, STYLES[index % len(STYLES)][0]
-            half = x >= x[-1] / 2
-            for axis, part in zip(row, (x >= 0, half)):
-                axis.plot(x[part], values.mean(0)[part], label=arm, linewidth=1.6, **style(index))
-                low, high = values.min(0)[part], values.max(0)[part]
-                axis.fill_between(x[part], low, high, color=color, alpha=0.18, linewidth=0)
-        row[0].set_ylabel(label)
-        for axis in row:
+            if name == "rms":
+                values = values[..., -1]  # the last norm position is the output
+            # values: (seeds, n)
+            x = found[0]["tokens"] / 1e6  # (n,)
+            for axis, first in zip(pair, (0.0, x[-1] / 2)):
+                part = x >= first
+                mean = values.mean(0)[part]
+                low = values.min(0)[part]
+                high = values.max(0)[part]
+                axis.plot(x[part], mean, label=arm, linewidth=LINE, **style(index))
+                axis.fill_between(x[part], low, high, color=color_of(index), **BAND)
+        pair[0].set_ylabel(label)
+        for axis in pair:
             axis.grid(alpha=0.3)
     axes[0, 0].set_title("Mean over seeds, band from lowest to highest")
     axes[0, 1].set_title("Later half")
@@ -282,17 +345,19 @@ def plot_output(arms: Arms, target: Path) -> Path:
 
 
 def drifting(arms: Arms) -> Arms:
-    """The arms whose norms use a statistic that is not the stream's own, at some time."""
-    return {
-        arm: runs
-        for arm, runs in arms.items()
-        if any((run.history["drift"] != 1).any() for run in runs.values() if run.history)
-    }
+    """Select the arms whose norms use, at some time, a statistic that is not the stream's own."""
+    found: Arms = {}
+    for arm, runs in arms.items():
+        drifts = [run.history["drift"] for run in runs.values() if run.history]
+        if any((drift != 1).any() for drift in drifts):
+            found[arm] = runs
+    return found
 
 
 def plot_drift(arms: Arms, target: Path) -> Path:
-    """How far the stream has moved from the statistic that each norm position uses, over training:
-    one panel an arm, one line a position, geometric means over seeds.
+    """Draw how far the stream moves from the statistic that each norm position uses.
+
+    One panel an arm, one line a position, over training; geometric means over seeds.
     """
     figure, axes = plt.subplots(
         len(arms),
@@ -303,16 +368,12 @@ def plot_drift(arms: Arms, target: Path) -> Path:
     )
     for axis, (arm, runs) in zip(axes.flat, arms.items()):
         found = histories(runs)
-        drift = np.exp(np.mean([np.log(history["drift"]) for history in found], 0))  # (n, 2L + 1)
+        log_drift = np.mean([np.log(history["drift"]) for history in found], 0)
+        drift = np.exp(log_drift)  # (n, 2L + 1)
+        x = found[0]["tokens"] / 1e6  # (n,)
         shades = plt.get_cmap("viridis")(np.linspace(0, 0.9, drift.shape[1]))
         for position, (line, shade) in enumerate(zip(drift.T, shades)):
-            axis.plot(
-                found[0]["tokens"] / 1e6,
-                line,
-                color=shade,
-                linewidth=1.4,
-                label=f"{position / 2:g}",
-            )
+            axis.plot(x, line, color=shade, linewidth=1.4, label=f"{position / 2:g}")
         axis.set(title=arm, ylabel="drift")
         axis.grid(alpha=0.3)
     axes[0, 0].legend(
@@ -329,34 +390,36 @@ def plot_drift(arms: Arms, target: Path) -> Path:
 
 
 def plot_sizes(rows: list[dict], plan: str, target: Path, title: str) -> Path:
-    """Mean RMS of the residual stream before attention and MLP of every block, log scale, with the
-    band of 5 to 95 % of tokens; grey where `plan` shares a statistic. Figure 3 of Loretz &
-    Hochreiter 2026. rows: `summary` of posthoc/rms_stats.py.
+    """Draw the mean RMS of the residual stream before attention and MLP of every block.
+
+    Log scale, with the band of 5 to 95 % of tokens and the first token's RMS apart; grey where
+    `plan` shares a statistic. After figure 3 of Loretz & Hochreiter 2026.
+
+    Args:
+        rows: `summary` of posthoc/rms_stats.py, one a norm position, the final norm last.
+        plan: norm plan of the inputs, as it is printed.
     """
     figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-    letters = plan.replace(" ", "")
     for index, name in enumerate(("before attention", "before MLP")):
-        mine = rows[index : len(rows) - 1 : 2]
+        mine = rows[index : len(rows) - 1 : 2]  # without the final norm
         blocks = np.arange(len(mine)) + 0.5 * index
-        axis.plot(
-            blocks,
-            [row["mean"] for row in mine],
-            label=f"mean {name}",
-            linewidth=1.2,
-            **style(index),
-        )
-        low, high = ([row["quantiles"][q] for row in mine] for q in (0, 2))
-        axis.fill_between(blocks, low, high, color=STYLES[index][0], alpha=0.18, linewidth=0)
+        mean = [row["mean"] for row in mine]
+        axis.plot(blocks, mean, label=f"mean {name}", linewidth=1.2, **style(index))
+        low = [row["quantiles"][0] for row in mine]
+        high = [row["quantiles"][2] for row in mine]
+        axis.fill_between(blocks, low, high, color=color_of(index), **BAND)
         axis.plot(
             blocks,
             [row["first"] for row in mine],
             label=f"first token, {name}",
             linewidth=0.8,
             linestyle=":",
-            color=STYLES[index][0],
+            color=color_of(index),
         )
-    for position in (p for p, letter in enumerate(letters) if letter == "s"):
-        axis.axvspan(position / 2 - 0.25, position / 2 + 0.25, color="0.85", zorder=0, linewidth=0)
+    for position, letter in enumerate(plan.replace(" ", "")):
+        if letter == "s":
+            start = position / 2 - 0.25
+            axis.axvspan(start, start + 0.5, color="0.85", zorder=0, linewidth=0)
     axis.set(
         yscale="log",
         xlabel="block",

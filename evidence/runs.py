@@ -1,8 +1,7 @@
-"""What finished runs wrote, read back: run folders -> arms, metrics, pairs. Nothing here knows a
-model.
+"""Read what finished runs wrote: run folders -> arms, metrics, pairs. No model is loaded.
 
-An arm is the set of all norm keys; runs pair by seed, and only if they differ in nothing else but
-their names.
+An arm is the norm type with all its norm keys. Runs are paired by seed, and only if they differ in
+nothing else but their names.
 """
 
 import contextlib
@@ -18,7 +17,8 @@ from common.errors import UserError
 from common.fingerprint import data_difference
 from evidence.archive import SUFFIX, unpack
 
-# Norm keys and their defaults, for logs that do not tell them: of all norm types, and of one alone.
+# Norm keys and their defaults, for older logs that do not record them: those of every norm type
+# (""), and those that one norm type adds.
 OLD_NORM_KEYS: dict[str, dict[str, Any]] = {
     "": {
         "norm_plan": "",
@@ -45,8 +45,8 @@ OLD_NORM_KEYS: dict[str, dict[str, Any]] = {
         "taper_anchor": 0.0,
     },
 }
-# Settings that do nothing to a result. HellaSwag is scored beside training, and compared only on
-# the same items.
+# Settings that do not change a result. HellaSwag is scored at evaluations and does not touch the
+# training; it is compared only on the same items.
 NAMES = {
     "out_dir",
     "resume",
@@ -57,21 +57,22 @@ NAMES = {
     "hellaswag_interval",
     "hellaswag_items",
 }
-# Versions with which a run may go on and still be compared
+# Packages of which a run may be resumed with another version and still be compared.
 HARMLESS_VERSIONS = {"python", "numpy"}
-# What a run did whose program did not have the key yet
-BEFORE = {"compile_mode": "default", "residual": "float32"}
+# What an older program did that did not have the key yet.
+BEFORE_THE_KEY = {"compile_mode": "default", "residual": "float32"}
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
+RULES = ("acc", "acc_norm")  # how HellaSwag's choice is made (evals/hellaswag.py)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a run. Differences of a `relative` one are of logarithms, shown as per cent."""
+    """One number that a run is judged by."""
 
     name: str
     unit: str
     lower_is_better: bool
-    relative: bool = False
+    relative: bool = False  # compared as a ratio: by differences of logarithms, shown in per cent
 
 
 METRICS = {
@@ -87,117 +88,137 @@ METRICS = {
 
 
 class Run:
-    """One run: its config, the events of its log, its HellaSwag items."""
+    """One run: its config, the events of its log, its HellaSwag items.
+
+    Args:
+        path: a run folder, or a log file alone.
+        name: what messages call the run, if not by its path.
+    """
 
     def __init__(self, path: Path, name: str = ""):
-        self.path, self.name = path, name or str(path)  # the name as people know it, for messages
+        self.path = path
+        self.name = name or str(path)
         self.events = read_log(path)
         self.start = self.events[0]
         self.config: dict[str, Any] = self.start["config"]
 
     @property
     def seed(self) -> int:
+        """Seed of the initialisation and the data's order; runs are paired by it."""
         return self.config["seed"]
 
     @property
     def on_cpu(self) -> bool:
+        """Was the run trained on a CPU? Its speed is then not judged."""
         return self.start["device"].startswith("cpu")
 
     @cached_property
     def norm_keys(self) -> dict[str, Any]:
-        """Norm keys that the run's norm type reads, with their defaults: as its log tells them."""
-        old = OLD_NORM_KEYS[""] | OLD_NORM_KEYS.get(self.config["norm_type"], {})
-        return self.start.get("norm_keys", old)
+        """The norm keys that the run's norm type reads, with the defaults of its day."""
+        if "norm_keys" in self.start:
+            return self.start["norm_keys"]
+        return OLD_NORM_KEYS[""] | OLD_NORM_KEYS.get(self.config["norm_type"], {})
 
     @cached_property
     def arm(self) -> str:
         """The norm type and every norm key that is not at its default, as sweep.sh takes it."""
-        words = [self.config["norm_type"]]
+        parts = [self.config["norm_type"]]
         for name, default in self.norm_keys.items():
             value = self.config.get(name, default)
             if _plain(value) != _plain(default):
-                words.append(f"--{name}={_text(value)}")
-        return " ".join(words)
+                parts.append(f"--{name}={_text(value)}")
+        return " ".join(parts)
+
+    def events_of(self, kind: str) -> list[dict]:
+        """The log's events of one kind, in order."""
+        return [event for event in self.events if event["event"] == kind]
 
     @cached_property
     def curve(self) -> np.ndarray:
-        """Validation losses (n, 2): training tokens, nats per token."""
-        evals = [
-            (e["step"], e["val_loss"])
-            for e in self.events
-            if e["event"] == "eval" and e["val_loss"] is not None
+        """Validation losses (n, 2): training tokens, nats per token. Infinite ones are left out."""
+        points = [
+            (event["step"] * self.start["tokens_per_step"], event["val_loss"])
+            for event in self.events_of("eval")
+            if event["val_loss"] is not None
         ]
-        return np.array(
-            [(step * self.start["tokens_per_step"], loss) for step, loss in evals]
-        ).reshape(-1, 2)
+        return np.array(points).reshape(-1, 2)  # (0, 2) without an evaluation
 
     @cached_property
     def steps(self) -> list[dict]:
-        return [
-            event for event in self.events if event["event"] == "step" and event["loss"] is not None
-        ]
+        """The logged steps whose loss was finite."""
+        return [event for event in self.events_of("step") if event["loss"] is not None]
 
     @cached_property
     def stream(self) -> dict[str, np.ndarray]:
-        """At the last evaluation: size, drift and spread of the residual stream at each norm
-        position, (2L + 1,) each (training/stream.py). Empty in logs that do not have them.
+        """The residual stream at the last evaluation (training/stream.py).
+
+        "rms", "drift" and "spread" at each of the 2L + 1 norm positions, (2L + 1,) each. Empty in
+        logs that do not have them.
         """
-        last = next((event for event in reversed(self.events) if event["event"] == "rms"), {})
-        return {
-            name: np.array(last[name], dtype=float)
-            for name in ("rms", "drift", "spread")
-            if name in last
-        }
+        events = self.events_of("rms")
+        last = events[-1] if events else {}
+        names = [name for name in ("rms", "drift", "spread") if name in last]
+        return {name: np.array(last[name], dtype=float) for name in names}
 
     @cached_property
     def history(self) -> dict[str, np.ndarray]:
-        """At all n evaluations: "tokens" (n,), "rms" and "drift" at each norm position (n, 2L + 1),
-        "logit_norm" and "radial_gradient" (n,). Empty in logs that do not have them.
+        """The residual stream and the output at all n evaluations.
+
+        "tokens" (n,); "rms" and "drift" at each norm position, (n, 2L + 1) each; "logit_norm" and
+        "radial_gradient" (n,). Empty in logs that do not have them.
         """
-        events = [
-            event for event in self.events if event["event"] == "rms" and "logit_norm" in event
-        ]
-        names = ("rms", "drift", "logit_norm", "radial_gradient") if events else ()
+        events = [event for event in self.events_of("rms") if "logit_norm" in event]
+        if not events:
+            return {}
+        names = ("rms", "drift", "logit_norm", "radial_gradient")
         found = {name: np.array([event[name] for event in events], dtype=float) for name in names}
-        tokens = np.array([event["step"] * self.start["tokens_per_step"] for event in events])
-        return found | ({"tokens": tokens} if events else {})
+        steps = np.array([event["step"] for event in events])
+        return {**found, "tokens": steps * self.start["tokens_per_step"]}
 
     def problem(self) -> str:
-        """Why the run cannot be compared, or ""."""
-        resumes = [event.get("changed", []) for event in self.events if event["event"] == "resume"]
+        """Why the run cannot be compared; "" if it can."""
         harmless = NAMES | HARMLESS_VERSIONS
-        if changed := [
-            change for changes in resumes for change in changes if change.split()[0] not in harmless
-        ]:
+        # A change is logged as "key old -> new".
+        changed = [
+            change
+            for event in self.events_of("resume")
+            for change in event.get("changed", [])
+            if change.split()[0] not in harmless
+        ]
+        if changed:
             return f"resumed with other settings, code or machine ({', '.join(changed)})"
         if self.diverged:
-            return next(e["reason"] for e in self.events if e["event"] == "end")
-        last = max((e["step"] for e in self.events if e["event"] == "eval"), default=0)
+            return self.events_of("end")[0]["reason"]
+        last = max((event["step"] for event in self.events_of("eval")), default=0)
         if last < self.config["max_iters"]:
             return f"not finished: last evaluation at step {last} of {self.config['max_iters']}"
-        finite = len(self.curve) and self.curve[-1, 0] == last * self.start["tokens_per_step"]
-        return "" if finite else "its last val loss is not finite"
+        # An evaluation whose loss was not finite is not in the curve.
+        last_tokens = last * self.start["tokens_per_step"]
+        if not len(self.curve) or self.curve[-1, 0] != last_tokens:
+            return "its last val loss is not finite"
+        return ""
 
     @property
     def diverged(self) -> bool:
         """Did a loss or gradient become infinite or NaN?"""
-        return any(e["event"] == "end" and "not finite" in e["reason"] for e in self.events)
+        return any("not finite" in event["reason"] for event in self.events_of("end"))
 
     @cached_property
     def items(self) -> dict[str, np.ndarray]:
-        """HellaSwag: rule -> which items were right, bool (m,); "item" -> (number, label) of each,
-        (m, 2). Empty if it was not scored.
+        """What the run chose on HellaSwag's m items; empty if it was not scored.
+
+        For each rule, bool (m,): was the choice right? And "item" (m, 2): number and label of each
+        item. Raises UserError for a damaged file.
         """
         path = self.path / "hellaswag.jsonl"
         if not self.path.is_dir() or not path.exists():
             return {}
         try:
             rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            right = {
-                rule: np.array([row[f"{rule}_choice"] == row["label"] for row in rows])
-                for rule in RULES
-            }
-            return {**right, "item": np.array([(row["item"], row["label"]) for row in rows])}
+            items = {"item": np.array([(row["item"], row["label"]) for row in rows])}
+            for rule in RULES:
+                items[rule] = np.array([row[f"{rule}_choice"] == row["label"] for row in rows])
+            return items
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{self.name}: its hellaswag.jsonl is damaged: remove it and score the run again"
@@ -205,109 +226,120 @@ class Run:
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """Metric name -> value, of those that the run measured."""
+        """Metric name -> value, for the metrics that the run measured."""
+        found = {"val_loss": float(self.curve[-1, 1])}
         first = (1 - LAST_PART) * self.config["max_iters"]
         losses = [step["loss"] for step in self.steps if step["step"] > first]
-        seconds = [1 / step["tok_per_s"] for step in self.steps if step["tok_per_s"]]
-        found = {"val_loss": float(self.curve[-1, 1])}
-        found |= {"train_loss": float(np.mean(losses))} if losses else {}
-        found |= {
-            f"hellaswag_{rule}": float(self.items[rule].mean()) for rule in RULES if self.items
-        }
-        return found | ({"tok_per_s": float(1 / np.mean(seconds))} if seconds else {})
-
-
-RULES = ("acc", "acc_norm")
+        if losses:
+            found["train_loss"] = float(np.mean(losses))
+        if self.items:
+            for rule in RULES:
+                found[f"hellaswag_{rule}"] = float(self.items[rule].mean())
+        # The harmonic mean of speeds is the speed of the mean time.
+        times = [1 / step["tok_per_s"] for step in self.steps if step["tok_per_s"]]
+        if times:
+            found["tok_per_s"] = float(1 / np.mean(times))
+        return found
 
 
 def _plain(value: Any) -> Any:
-    """A config value as JSON gives it back."""
+    """Return a config value as JSON gives it back: a tuple as a list."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _text(value: Any) -> str:
-    """A config value as the command line takes it."""
-    words = [str(part) for part in value] if isinstance(value, tuple | list) else [str(value)]
-    return repr(",".join(words)) if " " in words[0] else ",".join(words)
+    """Return a config value as the command line takes it."""
+    parts = value if isinstance(value, tuple | list) else [value]
+    text = ",".join(str(part) for part in parts)
+    # Only a norm plan has spaces; it needs quotes in a shell.
+    return repr(text) if " " in text else text
 
 
 def read_log(run: Path) -> list[dict]:
-    """Events of a run's log.jsonl (or of a log file); a last line torn by a kill is left out.
+    """Read the events of a run's log.jsonl, or of a log file.
 
-    Raises UserError.
+    A last line that was cut off when the process was killed is left out. Raises UserError.
     """
     path = run / "log.jsonl" if run.is_dir() else run
-    records, lines = [], []
+    events: list[dict] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         for line in lines[:-1]:
-            records.append(json.loads(line))
+            events.append(json.loads(line))
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}): is {run} a run folder?"
         ) from None
     except ValueError:
-        where = f"{path}:{len(records) + 1}: no JSON, so no run's log, or a damaged one"
+        where = f"{path}:{len(events) + 1}: no JSON, so no run's log, or a damaged one"
         raise UserError(
             f"{where}: name run folders, and move a damaged one away or train it again"
         ) from None
     with contextlib.suppress(ValueError, IndexError):
-        records.append(json.loads(lines[-1]))
-    if not records or not isinstance(records[0], dict) or records[0].get("event") != "start":
+        events.append(json.loads(lines[-1]))
+    if not events or not isinstance(events[0], dict) or events[0].get("event") != "start":
         raise UserError(
             f"{path}: does not begin with a start event: no run's log, or damaged: leave it out"
         )
-    return records
+    return events
 
 
 def find_runs(paths: list[Path]) -> list[Run]:
-    """The runs that paths name: run folders, log files, archives of runs (.tar.xz), and folders
-    that hold run folders, or archives alone, at any depth.
+    """Read the runs that paths name.
+
+    A path is a run folder, a log file, an archive of runs (.tar.xz), or a folder that holds any of
+    these at any depth. Raises UserError.
     """
-    runs = []
+    runs: list[Run] = []
     for path in paths:
         if path.name.endswith(SUFFIX):
             runs += in_archive(path)
         elif path.is_dir() and not (path / "log.jsonl").exists():
-            inside = [Run(folder) for folder in run_folders(path)]
-            if not inside:  # else archives are copies of them
-                inside = [
-                    run
-                    for archive in sorted(path.rglob(f"*{SUFFIX}"))
-                    for run in in_archive(archive)
-                ]
-            if not inside:
-                raise UserError(
-                    f"{path}: no run folder in it: name run folders, or the folder that holds them"
-                )
-            runs += inside
+            runs += in_folder(path)
         else:
             runs.append(Run(path))
     return runs
 
 
+def in_folder(path: Path) -> list[Run]:
+    """Read the runs in a folder, at any depth. Raises UserError if there are none."""
+    runs = [Run(folder) for folder in run_folders(path)]
+    # Where there are run folders, archives beside them hold copies of the same runs.
+    if not runs:
+        for archive in sorted(path.rglob(f"*{SUFFIX}")):
+            runs += in_archive(archive)
+    if not runs:
+        raise UserError(
+            f"{path}: no run folder in it: name run folders, or the folder that holds them"
+        )
+    return runs
+
+
 def run_folders(path: Path) -> list[Path]:
-    """The run folders in a folder, at any depth."""
+    """List the run folders in a folder, at any depth."""
     return [log.parent for log in sorted(path.rglob("log.jsonl"))]
 
 
 def in_archive(archive: Path) -> list[Run]:
-    """The runs in an archive. Raises UserError if there are none."""
-    inside = [Run(folder, f"{archive}: {folder.name}") for folder in run_folders(unpack(archive))]
-    if not inside:
+    """Read the runs in an archive. Raises UserError if there are none."""
+    folders = run_folders(unpack(archive))
+    if not folders:
         raise UserError(f"{archive}: no run in it: check the path")
-    return inside
+    return [Run(folder, f"{archive}: {folder.name}") for folder in folders]
 
 
 def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
-    """arm -> seed -> run. Raises UserError if two runs have the same arm and seed, and if a default
-    that changed between two runs gives them one name for different norms.
+    """Sort runs: arm -> seed -> run.
+
+    Raises UserError if two runs have the same arm and seed, or if a default that changed between
+    two runs gives different norms one name.
     """
     arms: dict[str, dict[int, Run]] = {}
     for run in runs:
-        its = arms.setdefault(run.arm, {})
-        check_same_norms(next(iter(its.values()), run), run)
-        other = its.setdefault(run.seed, run)
+        seeds = arms.setdefault(run.arm, {})
+        first = next(iter(seeds.values()), run)
+        check_same_norms(first, run)
+        other = seeds.setdefault(run.seed, run)
         if other is not run:
             raise UserError(
                 f"{other.name} and {run.name}: both are {run.arm}, seed {run.seed}: "
@@ -317,11 +349,13 @@ def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:
 
 
 def check_same_norms(first: Run, run: Run) -> None:
-    """Raise UserError where two runs of one arm differ in a norm key, which is then at the default
-    of either's day.
+    """Raise UserError where two runs of one arm differ in a norm key.
+
+    Each is then at the default of its own day, so their arms have the same name.
     """
     for name in run.norm_keys.keys() & first.norm_keys:
-        there, here = (_plain(r.config.get(name, r.norm_keys[name])) for r in (first, run))
+        there = _plain(first.config.get(name, first.norm_keys[name]))
+        here = _plain(run.config.get(name, run.norm_keys[name]))
         if here != there:
             raise UserError(
                 f"{first.name} and {run.name}: both are {run.arm}, but {name} is {there} and "
@@ -329,35 +363,51 @@ def check_same_norms(first: Run, run: Run) -> None:
             )
 
 
+def norm_key_names(run: Run) -> set[str]:
+    """Name all norm keys that a run's program knew, those of other norm types too."""
+    recorded = {*run.norm_keys, *run.start.get("other_norm_keys", ())}
+    return {"norm_type"}.union(recorded, *OLD_NORM_KEYS.values())
+
+
 def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -> str:
-    """The first thing beside norms, names and the keys `but` in which two runs differ, or ""."""
-    told = (
-        name
-        for r in (run, baseline)
-        for name in (*r.norm_keys, *r.start.get("other_norm_keys", ()))
-    )
-    of_norms = {"norm_type", *told}.union(*OLD_NORM_KEYS.values())
-    for name in sorted({*run.config, *baseline.config} - NAMES - of_norms - {*but}):
-        here, there = (_plain(r.config.get(name, BEFORE.get(name))) for r in (run, baseline))
+    """Describe the first difference between two runs apart from their norms and names.
+
+    Args:
+        but: config keys that may differ too.
+
+    Returns:
+        The difference in one phrase, or "" if there is none.
+    """
+    may_differ = NAMES | norm_key_names(run) | norm_key_names(baseline) | {*but}
+    for name in sorted({*run.config, *baseline.config} - may_differ):
+        here = _plain(run.config.get(name, BEFORE_THE_KEY.get(name)))
+        there = _plain(baseline.config.get(name, BEFORE_THE_KEY.get(name)))
         if here != there:
             return f"{name}={here or repr(here)} against {there or repr(there)}"
-    data = [r.start.get("data") for r in (run, baseline)]
-    if data[0] != data[1] and (None in data or data_difference(data[1], data[0])):
-        return f"data: {data[0]} against {data[1]}"
+    data = run.start.get("data")
+    base_data = baseline.start.get("data")
+    if data != base_data and (
+        data is None or base_data is None or data_difference(base_data, data)
+    ):
+        return f"data: {data} against {base_data}"
+    # Older logs do not have the last of these; float32 products were "highest" then.
     for name, before in {"world_size": None, "device": None, "float32_products": "highest"}.items():
-        here, there = (r.start.get(name, before) for r in (run, baseline))
+        here = run.start.get(name, before)
+        there = baseline.start.get(name, before)
         if here != there:
             return f"{name}: {here} against {there}"
-    here, there = (r.start["versions"]["torch"] for r in (run, baseline))
+    here = run.start["versions"]["torch"]
+    there = baseline.start["versions"]["torch"]
     return "" if here == there else f"torch {here} against {there}"
 
 
 def item_differences(run: Run, baseline: Run, rule: str) -> np.ndarray | None:
-    """Right (1) less right (1) on each HellaSwag item (m,); None unless both scored the same."""
-    if (
-        not run.items
-        or not baseline.items
-        or not np.array_equal(run.items["item"], baseline.items["item"])
-    ):
+    """Return right (1) less right (1) on each of m HellaSwag items: float (m,) of -1, 0 and 1.
+
+    None unless both runs scored the same items.
+    """
+    if not run.items or not baseline.items:
+        return None
+    if not np.array_equal(run.items["item"], baseline.items["item"]):
         return None
     return run.items[rule].astype(float) - baseline.items[rule].astype(float)

@@ -1,4 +1,6 @@
-"""Hugging Face: where its models come from (hub), its config.json and ours (config), its weights
-and ours (weights), and CoupledNorm within transformers (coupled). Importing a file registers
-nothing and does not import transformers.
+"""Hugging Face models.
+
+hub: where they come from; config: their config.json and ours; weights: their weights and ours;
+coupled: CoupledNorm within transformers. Importing a file registers nothing and does not import
+transformers.
 """

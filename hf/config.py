@@ -1,12 +1,10 @@
-"""The config.json of a Hugging Face model <-> GPTConfig: GPT-2, Qwen3, Llama 3.x, and CoupledNorm
-in each of them.
+"""Translate between the config.json of a Hugging Face model and GPTConfig.
 
-    coupled_gpt2, coupled_qwen3, coupled_llama
-        model_type where a norm shares its statistic (or, on the shape of GPT-2, is an RMSNorm); two
-        keys more: norm_plan and coupled_alpha
-
-Stock transformers knows none of these three, so it cannot run them as something else; hf/coupled.py
-can run them.
+GPT-2, Qwen3 and Llama 3.x are known, and CoupledNorm in each of them. A model in which a norm
+shares its statistic (or, on the shape of GPT-2, is an RMSNorm) has a model_type of its own,
+coupled_gpt2, coupled_qwen3 or coupled_llama, and two more keys, norm_plan and coupled_alpha. Stock
+transformers knows none of these three, so it cannot run them as something else; hf/coupled.py can
+run them.
 """
 
 import difflib
@@ -19,17 +17,19 @@ from configurator import Overrides
 from model import GPT, GPTConfig
 from norm_plan import NormPlan
 
-COUPLED = "coupled_"
-ARCHITECTURES = {
+COUPLED = "coupled_"  # before the model_type of a stock architecture
+STOCK = {
     "GPT2LMHeadModel": "gpt2",
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
 }
-ARCHITECTURES |= {f"Coupled{name}": COUPLED + family for name, family in ARCHITECTURES.items()}
+# Class that saved the model -> model_type.
+ARCHITECTURES = STOCK | {f"Coupled{name}": COUPLED + family for name, family in STOCK.items()}
+# Their activations -> ours.
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
-# Keys of config.json that change what a model computes, with the values under which our GPT
-# computes it.
+# Keys of config.json that change what a model computes, with the values with which it computes what
+# our GPT does.
 NEUTRAL: dict[str, tuple] = {
     "quantization_config": (None,),
     "partial_rotary_factor": (1, None),
@@ -40,7 +40,7 @@ NEUTRAL: dict[str, tuple] = {
     "scale_attn_by_inverse_layer_idx": (False,),
 }
 
-# The published shapes, in the words of their config.json.
+# The published shapes, as their config.json gives them.
 QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -71,16 +71,16 @@ LLAMA32 = {
 
 
 def _shape(
-    base: dict, hidden: int, inner: int, layers: int, heads: int, **more: Any
+    base: dict, hidden: int, inner: int, layers: int, heads: int, **others: Any
 ) -> dict[str, Any]:
-    return {
-        **base,
+    """Return a config.json of the family `base`; `others` override or add keys."""
+    sizes = {
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        **more,
     }
+    return base | sizes | others
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -101,7 +101,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str) -> GPTConfig:
-    """The config of a published shape. Raises HFError for a name that is not in SHAPES."""
+    """Return the config of a published shape. Raises HFError for a name that is not in SHAPES."""
     if name not in SHAPES:
         near = difflib.get_close_matches(name.lower(), SHAPES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SHAPES)}"
@@ -110,25 +110,28 @@ def shape_config(name: str) -> GPTConfig:
 
 
 def random_model(name: str, dtype: torch.dtype | None = None, seed: int = 0) -> GPT:
-    """GPT of a published shape with random weights, in eval mode: a key of SHAPES, e.g.
-    "qwen3-0.6b".
+    """Return a GPT of a published shape with random weights, in eval mode.
 
     Weights are drawn in float32, then rounded to `dtype`. For the large shapes, `with
-    torch.device("cuda")` around the call draws them on the GPU. Raises HFError for an unknown name.
+    torch.device("cuda")` around the call draws them on the GPU.
+
+    Args:
+        name: a key of SHAPES, e.g. "qwen3-0.6b".
+
+    Raises:
+        HFError: the name is unknown.
     """
     model = GPT(shape_config(name), seed).to(dtype or torch.float32)
-    model.meta = {
-        "vocab_size": model.config.vocab_size,
-        **({"tokenizer": "gpt2"} if name == "gpt2" else {}),
-    }
+    model.meta = {"vocab_size": model.config.vocab_size}
+    if name == "gpt2":
+        model.meta["tokenizer"] = "gpt2"
     return model.eval()
 
 
 def architecture(hf: dict[str, Any]) -> str:
-    """gpt2, llama or qwen3, or coupled_ and one of them: by the class that saved the model, else by
-    model_type.
+    """Return gpt2, llama or qwen3, or coupled_ and one of them.
 
-    Raises HFError for any other.
+    The class that saved the model decides, else model_type. Raises HFError for any other.
     """
     found = (hf.get("architectures") or [hf.get("model_type")])[0]
     family = ARCHITECTURES.get(found, found)
@@ -140,28 +143,31 @@ def architecture(hf: dict[str, Any]) -> str:
 
 
 def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
-    """GPTConfig for the content of a config.json; absent keys have the defaults of transformers'
-    config classes.
+    """Return the GPTConfig for the content of a config.json.
 
-    Raises HFError for what our GPT does not compute, ConfigError for values of the wrong type; both
-    name `origin`.
+    Absent keys have the defaults of transformers' config classes.
+
+    Args:
+        origin: where the content is from, for messages.
+
+    Raises:
+        HFError: our GPT does not compute what is asked for.
+        ConfigError: a value has the wrong type.
     """
     family = architecture(hf)
     base = family.removeprefix(COUPLED)
     for key, allowed in NEUTRAL.items():
         if key in hf and hf[key] not in allowed:
             raise HFError(f"{origin}: {key}={hf[key]!r} is not supported")
-    windowed = hf.get("sliding_window") is not None and hf.get("use_sliding_window", True)
-    if windowed or set(hf.get("layer_types") or ()) - {"full_attention"}:
+    has_window = hf.get("sliding_window") is not None and hf.get("use_sliding_window", True)
+    if has_window or set(hf.get("layer_types") or ()) - {"full_attention"}:
         raise HFError(f"{origin}: sliding-window and other partial attention is not supported")
     try:
         keys = gpt2_keys(hf) if base == "gpt2" else llama_keys(hf, base)
         if base != family:
-            keys |= {
-                "norm_type": "coupled",
-                "norm_plan": hf["norm_plan"],
-                "coupled_alpha": hf["coupled_alpha"],
-            }
+            keys["norm_type"] = "coupled"
+            keys["norm_plan"] = hf["norm_plan"]
+            keys["coupled_alpha"] = hf["coupled_alpha"]
     except KeyError as error:
         raise HFError(f"{origin}: {error.args[0]} is missing: is the file complete?") from None
     except (ValueError, TypeError, ArithmeticError) as error:
@@ -173,6 +179,7 @@ def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
 
 
 def gpt2_keys(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return our keys for a config.json of GPT-2. Raises ValueError, or KeyError for a lost key."""
     activation = hf.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation_function={activation!r} is not supported")
@@ -193,9 +200,14 @@ def gpt2_keys(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
+    """Return our keys for a config.json of Llama or Qwen3. Raises as gpt2_keys does."""
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported")
     heads = hf["num_attention_heads"]
+    head_dim = hf.get("head_dim")
+    if not head_dim:
+        # The defaults of transformers' config classes.
+        head_dim = 128 if family == "qwen3" else hf["hidden_size"] // heads
     return {
         "vocab_size": hf["vocab_size"],
         "block_size": hf["max_position_embeddings"],
@@ -204,8 +216,7 @@ def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
         "n_inner": hf["intermediate_size"],
         "n_head": heads,
         "n_kv_head": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim")
-        or (128 if family == "qwen3" else hf["hidden_size"] // heads),
+        "head_dim": head_dim,
         "activation": "swiglu",
         "position": "rope",
         **rope_keys(hf),
@@ -219,21 +230,23 @@ def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
 
 
 def rope_keys(hf: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and
-    `rope_scaling` (before).
+    """Return our keys for rotary positions.
+
+    transformers 5 stores them in `rope_parameters`, older versions in `rope_theta` and
+    `rope_scaling`. Raises ValueError for a scaling that we do not compute.
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError("rope parameters of their own for each kind of layer are not supported")
+        raise ValueError("rope parameters that differ between kinds of layers are not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(f"rope {rope} is not supported; rope_type default and llama3 are")
     scaling: tuple[float, ...] = ()
     if kind == "llama3":
-        original = (
-            hf.get("original_max_position_embeddings") or rope["original_max_position_embeddings"]
-        )
-        scaling = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original
+        # Some files have it at the top level.
+        name = "original_max_position_embeddings"
+        original = hf.get(name) or rope[name]
+        scaling = (rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
     return {
         "rope_theta": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
         "rope_scaling": scaling,
@@ -244,68 +257,77 @@ def rope_keys(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def hf_config(config: GPTConfig) -> dict[str, Any]:
-    """The config.json of a GPT's config.
+    """Return the config.json for a GPT's config.
 
-    Raises HFError naming what no supported architecture computes.
+    Raises HFError that names what no supported architecture computes.
     """
-    learned = config.position == "learned"
-    family = "gpt2" if learned else "qwen3" if config.qk_norm else "llama"
-    plan = str(NormPlan(config, config.n_layer, config.n_embd, config.bias))
-    coupled = "s" in plan or (learned and config.norm_type in ("rms", "coupled"))
+    is_gpt2 = config.position == "learned"
+    family = "qwen3" if config.qk_norm else "llama"
+    if is_gpt2:
+        family = "gpt2"
     refuse_unknown(config, family)
-    hf = gpt2_words(config) if learned else llama_words(config, family)
-    if coupled:
-        alpha = (
-            config.coupled_alpha
-            if isinstance(config.coupled_alpha, tuple)
-            else [config.coupled_alpha]
-        )
-        alpha = list(alpha) * (len(plan.replace(" ", "")) if len(alpha) == 1 else 1)
-        hf |= {"norm_plan": plan, "coupled_alpha": alpha}
-    name = next(
-        name
-        for name, known in ARCHITECTURES.items()
-        if known == (COUPLED if coupled else "") + family
-    )
-    rows = config.n_vocab or config.vocab_size  # rows of padding are left out
-    return {
+    hf = gpt2_entries(config) if is_gpt2 else llama_entries(config, family)
+    plan = str(NormPlan(config, config.n_layer, config.n_embd, config.bias))
+    if "s" in plan or (is_gpt2 and config.norm_type in ("rms", "coupled")):
+        family = COUPLED + family
+        hf["norm_plan"] = plan
+        hf["coupled_alpha"] = alpha_of_positions(config, plan)
+    [name] = [name for name, known in ARCHITECTURES.items() if known == family]
+    common = {
         "architectures": [name],
-        "model_type": ARCHITECTURES[name],
-        "vocab_size": rows,
+        "model_type": family,
+        "vocab_size": config.n_vocab or config.vocab_size,  # without the rows of padding
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": None,
         "eos_token_id": None,
-        **hf,
     }
+    return common | hf
+
+
+def alpha_of_positions(config: GPTConfig, plan: str) -> list[float]:
+    """Return one alpha for each position of the plan."""
+    if isinstance(config.coupled_alpha, tuple):
+        alpha = list(config.coupled_alpha)
+    else:
+        alpha = [config.coupled_alpha]
+    if len(alpha) == 1:
+        alpha = alpha * len(plan.replace(" ", ""))
+    return alpha
 
 
 def refuse_unknown(config: GPTConfig, family: str) -> None:
     """Raise HFError for what the architecture does not compute."""
-    is_layer = config.norm_type == "layer"
-    wanted = {
-        "norm_type": is_layer
-        if family == "gpt2" and is_layer
-        else config.norm_type in ("rms", "coupled"),
-        "rms_fraction": config.rms_fraction == 1,
-        "norm_groups": config.norm_groups == 1,
-        "rms_bias": not (config.rms_bias and config.bias),
-        "qk_norm": family != "gpt2" or not config.qk_norm,
-        "activation": config.activation in ACTIVATIONS.values()
-        if family == "gpt2"
-        else config.activation == "swiglu",
-        "bias": family != "qwen3" or not config.bias,
-        "n_kv_head": family != "gpt2" or config.kv_heads == config.n_head,
-        "head_dim": family != "gpt2" or config.head_channels * config.n_head == config.n_embd,
-    }
-    for name, known in wanted.items():
-        if not known:
+    if family == "gpt2":
+        # Whether transformers' class computes it, for each key.
+        computes = {
+            "norm_type": config.norm_type in ("layer", "rms", "coupled"),
+            "rms_fraction": config.rms_fraction == 1,
+            "norm_groups": config.norm_groups == 1,
+            "rms_bias": not (config.rms_bias and config.bias),
+            "qk_norm": not config.qk_norm,
+            "activation": config.activation in ACTIVATIONS.values(),
+            "n_kv_head": config.kv_heads == config.n_head,
+            "head_dim": config.head_channels * config.n_head == config.n_embd,
+        }
+    else:
+        computes = {
+            "norm_type": config.norm_type in ("rms", "coupled"),
+            "rms_fraction": config.rms_fraction == 1,
+            "norm_groups": config.norm_groups == 1,
+            "rms_bias": not (config.rms_bias and config.bias),
+            "activation": config.activation == "swiglu",
+            "bias": family != "qwen3" or not config.bias,
+        }
+    for name, is_computed in computes.items():
+        if not is_computed:
             raise HFError(
                 f"{name}={getattr(config, name)!r}: no {family} of transformers computes that, so "
                 "it cannot be exported (convert.py makes other norm types rms)"
             )
 
 
-def gpt2_words(config: GPTConfig) -> dict[str, Any]:
+def gpt2_entries(config: GPTConfig) -> dict[str, Any]:
+    """Return the entries of config.json that GPT-2 alone has."""
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
     return {
         "n_positions": config.block_size,
@@ -321,7 +343,8 @@ def gpt2_words(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def llama_words(config: GPTConfig, family: str) -> dict[str, Any]:
+def llama_entries(config: GPTConfig, family: str) -> dict[str, Any]:
+    """Return the entries of config.json that Llama and Qwen3 have."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scaling:
         factor, low, high, original = config.rope_scaling
@@ -333,7 +356,7 @@ def llama_words(config: GPTConfig, family: str) -> dict[str, Any]:
             "original_max_position_embeddings": int(original),
         }
     attn_bias = config.bias if config.attn_bias is None else config.attn_bias
-    return {
+    entries = {
         "max_position_embeddings": config.block_size,
         "num_hidden_layers": config.n_layer,
         "hidden_size": config.n_embd,
@@ -345,5 +368,7 @@ def llama_words(config: GPTConfig, family: str) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},
         "attention_bias": attn_bias,
-        **({"mlp_bias": config.bias} if family == "llama" else {}),
     }
+    if family == "llama":
+        entries["mlp_bias"] = config.bias
+    return entries

@@ -1,18 +1,16 @@
-"""CoupledNorm within transformers: coupled_gpt2, coupled_qwen3 and coupled_llama, for what
-hf/weights.py exports.
+"""Run CoupledNorm within transformers: coupled_gpt2, coupled_qwen3 and coupled_llama.
 
     from hf.coupled import register
-    register()                           # tells the Auto classes of them
+    register()                           # makes the Auto classes know them
     from transformers import AutoModelForCausalLM
-    # generate, static cache, everything
-    model = AutoModelForCausalLM.from_pretrained("exported")
+    model = AutoModelForCausalLM.from_pretrained("exported")    # what hf/weights.py wrote
 
 Each is the stock class with other norms. A norm that shares reads the statistic that its source
-computed a moment ago; so attention, caches and generation stay transformers' own. That statistic is
-state of the module: one forward at a time (no threads on one model), and no recomputing of a block
-whose source is in another one: gradient checkpointing is for plans that share within blocks.
-Without `register()` no Auto class knows these model types, and the gains of the norms are stored as
-(1, C), which no stock class takes for its own (C,).
+computed a moment ago, so attention, caches and generation stay transformers' own. That statistic is
+state of the module. So only one forward pass may run at a time (no threads on one model), and no
+block may be recomputed whose source is in another one: gradient checkpointing works for plans that
+share within blocks. Without `register()` no Auto class knows these model types. The gains of the
+norms are stored as (1, C), so that no stock class takes them for its own, (C,).
 """
 
 import functools
@@ -27,82 +25,94 @@ from hf.hub import import_transformers
 
 
 class CoupledRMSNorm(nn.Module):
-    """x (..., C) * inv_rms / alpha * gain, with inv_rms (..., 1) its own or, if it has a source,
-    the source's latest.
+    """RMSNorm with its own statistic or, if it has a source, the source's latest.
 
-    Loretz & Hochreiter 2026, equation 6. Statistics in float32 at least; one rounding, to the type
-    of x.
+    y = x * inv_rms / alpha * gain (Loretz & Hochreiter 2026, equation 6), with x (..., C) and
+    inv_rms (..., 1). Statistics are float32 at least; y is rounded once, to the type of x.
     """
 
     def __init__(self, channels: int, eps: float, source: "CoupledRMSNorm | None", alpha: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, channels))
-        self.eps, self.alpha = eps, alpha
-        # a tuple, or torch would count the source as our part
+        self.eps = eps
+        self.alpha = alpha
+        # In a tuple, because torch would register a module as a part of this one.
         self.sources = () if source is None else (source,)
-        self.inv_rms: Tensor | None = None
+        self.inv_rms: Tensor | None = None  # (..., 1), of the latest forward pass
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., C)."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.sources:
             inv_rms = self.sources[0].inv_rms.to(x.device)
         else:
             inv_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-            self.inv_rms = inv_rms.detach()  # a constant to those who share it (section 4.3)
+            self.inv_rms = inv_rms.detach()  # a constant to the norms that share it (section 4.3)
         return (wide * (inv_rms / self.alpha) * self.weight).to(x.dtype)
 
 
 class Couple:
-    """Mixin of a causal LM of transformers: its 2L + 1 norms by config.norm_plan and
-    config.coupled_alpha.
+    """Mixin of a causal LM of transformers that replaces its 2L + 1 norms.
+
+    config.norm_plan says which of them share, config.coupled_alpha what each divides by.
     """
 
-    def __init__(self, config: Any, *words: Any, **names: Any):
-        super().__init__(config, *words, **names)
-        base = self.base_model
-        blocks, pair, final = (
-            base.h if hasattr(base, "h") else base.layers,
-            ("ln_1", "ln_2"),
-            "ln_f",
-        )
-        if not hasattr(base, "h"):
-            pair, final = ("input_layernorm", "post_attention_layernorm"), "norm"
-        places = [(block, name) for block in blocks for name in pair] + [(base, final)]
-        letters, source = config.norm_plan.replace(" ", ""), None
-        known = letters[:1] == "R" and set(letters) <= set("Rs")
-        if not (known and len(letters) == len(config.coupled_alpha) == len(places)):
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        places = norm_places(self.base_model)
+        letters = config.norm_plan.replace(" ", "")
+        is_plan = letters[:1] == "R" and set(letters) <= set("Rs")
+        if not (is_plan and len(letters) == len(config.coupled_alpha) == len(places)):
             raise HFError(
                 f"norm_plan {config.norm_plan!r} and {len(config.coupled_alpha)} numbers in "
                 f"coupled_alpha do not describe {len(places)} norms: is config.json damaged?"
             )
-        # before attention: the source is in a block before
+        # A norm before attention has its source in an earlier block.
         self.shares_across = "s" in letters[:-1:2]
+        is_gpt2 = hasattr(self.base_model, "h")
+        eps = config.layer_norm_epsilon if is_gpt2 else config.rms_norm_eps
+        source: CoupledRMSNorm | None = None
         for (owner, name), letter, alpha in zip(places, letters, config.coupled_alpha, strict=True):
-            shares, old = letter == "s", getattr(owner, name).weight
-            eps = config.layer_norm_epsilon if hasattr(base, "h") else config.rms_norm_eps
-            norm = CoupledRMSNorm(
-                len(old), eps, source if shares else None, alpha if shares else 1.0
-            )
+            old = getattr(owner, name).weight
+            if letter == "s":
+                norm = CoupledRMSNorm(len(old), eps, source, alpha)
+            else:
+                norm = CoupledRMSNorm(len(old), eps, None, 1.0)
+                source = norm
             setattr(owner, name, norm.to(old))
-            source = source if shares else norm
 
-    def _set_gradient_checkpointing(self, enable: bool = True, **names: Any) -> None:
-        """transformers' own, which every way of switching it calls.
+    def _set_gradient_checkpointing(self, enable: bool = True, **kwargs: Any) -> None:
+        """Switch gradient checkpointing; every way in transformers to do that calls this method.
 
         Raises HFError for plans across blocks.
         """
-        # it would read what the latest forward left, which may be of another batch
+        # A block that is computed again would read the statistic that the latest forward pass left,
+        # which may be that of another batch.
         if enable and self.shares_across:
             raise HFError(
                 f"norm_plan {self.config.norm_plan!r} shares statistics across blocks, which "
                 "gradient checkpointing computes apart: train without it"
             )
-        super()._set_gradient_checkpointing(enable, **names)
+        super()._set_gradient_checkpointing(enable, **kwargs)
+
+
+def norm_places(base: Any) -> list[tuple[nn.Module, str]]:
+    """List the norms of a base model of transformers in order: (owner, attribute)."""
+    if hasattr(base, "h"):  # GPT-2
+        blocks = base.h
+        names = ("ln_1", "ln_2")
+        final = "ln_f"
+    else:  # Llama, Qwen3
+        blocks = base.layers
+        names = ("input_layernorm", "post_attention_layernorm")
+        final = "norm"
+    places = [(block, name) for block in blocks for name in names]
+    return [*places, (base, final)]
 
 
 @functools.cache
 def coupled_classes() -> dict[str, tuple[type, type]]:
-    """{model_type: (config class, model class)}, made on top of transformers' own."""
+    """Make the classes on top of transformers' own: {model_type: (config class, model class)}."""
     transformers = import_transformers()
     found = {}
     for stem, model in (
@@ -110,25 +120,26 @@ def coupled_classes() -> dict[str, tuple[type, type]]:
         ("Llama", "LlamaForCausalLM"),
         ("Qwen3", "Qwen3ForCausalLM"),
     ):
-        body = {
+        attributes = {
             "model_type": COUPLED + stem.lower(),
             "norm_plan": "",
             "coupled_alpha": (),
             "__module__": __name__,
         }
-        config = type(f"Coupled{stem}Config", (getattr(transformers, f"{stem}Config"),), body)
-        more = {"config_class": config, "__module__": __name__}
-        found[config.model_type] = (
-            config,
-            type(f"Coupled{model}", (Couple, getattr(transformers, model)), more),
-        )
-    # so that they can be pickled
-    globals().update({cls.__name__: cls for pair in found.values() for cls in pair})
+        stock_config = getattr(transformers, f"{stem}Config")
+        config_class = type(f"Coupled{stem}Config", (stock_config,), attributes)
+        attributes = {"config_class": config_class, "__module__": __name__}
+        stock_model = getattr(transformers, model)
+        model_class = type(f"Coupled{model}", (Couple, stock_model), attributes)
+        found[config_class.model_type] = (config_class, model_class)
+    # pickle looks classes up by their name in this module.
+    for classes in found.values():
+        globals().update({cls.__name__: cls for cls in classes})
     return found
 
 
 def register() -> None:
-    """Tell transformers' Auto classes of the coupled ones."""
+    """Register the coupled classes with transformers' Auto classes."""
     auto = import_transformers()
     for model_type, (config, model) in coupled_classes().items():
         auto.AutoConfig.register(model_type, config, exist_ok=True)

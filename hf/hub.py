@@ -1,4 +1,4 @@
-"""Where models of Hugging Face come from: a folder, the hub, the package transformers.
+"""Get models of Hugging Face: from a folder, the hub, the package transformers.
 
 Nothing here knows our GPT.
 """
@@ -13,14 +13,14 @@ from typing import Any
 
 from common.errors import HFError
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")  # owner/name, but not the path of a checkpoint
 
 
 def resolve_hub(name: str) -> Path:
-    """Folder of the hub repository `name`, e.g. "Qwen/Qwen3-0.6B", downloaded into Hugging Face's
-    cache if need be.
+    """Return the folder of the hub repository `name`, e.g. "Qwen/Qwen3-0.6B".
 
-    Raises HFError where huggingface_hub is not installed or the repository cannot be had.
+    It is downloaded into Hugging Face's cache if it is not there. Raises HFError where
+    huggingface_hub is not installed or the repository cannot be downloaded.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -39,7 +39,7 @@ def resolve_hub(name: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder. Raises HFError."""
+    """Read the config.json of a folder. Raises HFError."""
     path = folder / "config.json"
     if not path.is_file():
         raise HFError(
@@ -52,15 +52,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def import_transformers() -> ModuleType:
-    """transformers, which must not take our folder kernels/ for Hugging Face's package of that
-    name.
+    """Import transformers.
 
-    transformers looks once for a module `kernels` and remembers the answer; the name is hidden
-    while it looks. So it always runs its own plain PyTorch code here. Raises HFError if
-    transformers is not installed.
+    It must not take our folder kernels/ for Hugging Face's package of that name. transformers looks
+    once for a module `kernels` and remembers the answer, so the name is hidden while it looks, and
+    it always runs its own plain PyTorch code. Raises HFError if transformers is not installed.
     """
     hidden = sys.modules.get("kernels")
-    # to find_spec and import: there is no such module
+    # None makes find_spec and import report that there is no such module.
     sys.modules["kernels"] = None  # type: ignore[assignment]
     try:
         transformers = importlib.import_module("transformers")

@@ -1,12 +1,13 @@
-"""Hugging Face checkpoints -> GPT: GPT-2, Qwen3 and Llama 3.x, streamed tensor by tensor out of
-safetensors files.
+"""Load Hugging Face checkpoints (GPT-2, Qwen3, Llama 3.x) into a GPT, and write them.
+
+Tensors are read one by one out of safetensors files.
 
     model = load_hf("path/to/Qwen3-0.6B")              # a folder with config.json and safetensors
     model = load_hf(resolve_hub("Qwen/Qwen3-0.6B"))    # the same from the hub (hf/hub.py)
     export_hf(model, "path/to/folder")                 # and back: stock classes, or hf/coupled.py's
 
-    # export from the command line: any model of ours
     python convert.py out/run --to=hf --out=path/to/folder
+        the same export from the command line, for any model of ours
 
 What the two sides store differently:
 
@@ -40,7 +41,7 @@ SHARD_BYTES = 5 << 30  # of a safetensors file
 # Causal masks and rotary frequencies that old checkpoints store among their weights.
 BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-# Our module -> theirs. Those of a block are relative to blocks.N here, and to h.N or layers.N
+# Our module -> theirs. Names within a block are relative to blocks.N here, and to h.N or layers.N
 # there.
 GPT2_NAMES = {
     "wte": ["wte"],
@@ -70,7 +71,7 @@ LLAMA_NAMES = {
     "mlp.down": ["mlp.down_proj"],
 }
 NAMES = {"gpt2": GPT2_NAMES, "llama": LLAMA_NAMES, "qwen3": LLAMA_NAMES}
-# Files beside the weights that an export takes along.
+# Files beside the weights that an export copies.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -82,16 +83,22 @@ COMPANIONS = (
 
 
 def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
-    """The model of a Hugging Face folder, on the CPU, in eval mode, without dropout.
+    """Load the model of a Hugging Face folder, on the CPU, in eval mode, without dropout.
 
-    Weights have `dtype`, or (None) the type that the embedding is stored in. `model.meta` names the
-    tokenizer. Raises HFError (ConfigError for a value of the wrong type) in one line that names the
-    key, file or tensor.
+    `model.meta` names the tokenizer.
+
+    Args:
+        dtype: of the weights; None for the type that the embedding is stored in.
+
+    Raises:
+        HFError: in one line that names the key, file or tensor.
+        ConfigError: a value in config.json has the wrong type.
     """
     folder = Path(folder)
     hf = read_config(folder)
-    config, family = gpt_config(hf, str(folder / "config.json")), architecture(hf)
-    # shapes without memory, so that nothing is initialised only to be overwritten
+    config = gpt_config(hf, str(folder / "config.json"))
+    family = architecture(hf)
+    # Shapes without memory, so that nothing is initialised only to be overwritten.
     with torch.device("meta"):
         model = GPT(config)
     stored = open_tensors(folder)
@@ -103,19 +110,22 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
         tensor = read_tensor(stored, name, folder)
         if tensor.shape != piece.shape:
             raise HFError(
-                f"{folder}: {name} is {tuple(tensor.shape)}, config.json wants {tuple(piece.shape)}"
+                f"{folder}: {name} is {tuple(tensor.shape)}, "
+                f"config.json asks for {tuple(piece.shape)}"
             )
         piece.copy_(tensor)
-    # a tied head that is stored a second time
-    head = stored.keys() & {"lm_head.weight"} - set(wanted)
-    if head and not torch.equal(
-        read_tensor(stored, "lm_head.weight", folder).to(dtype), model.wte.weight
-    ):
-        raise HFError(
-            f"{folder}: lm_head.weight is not the embedding, though config.json ties them"
-        )
+    # A tied head may be stored a second time. It must then be the embedding.
+    if "lm_head.weight" in stored and "lm_head.weight" not in wanted:
+        head = read_tensor(stored, "lm_head.weight", folder).to(dtype)
+        if not torch.equal(head, model.wte.weight):
+            raise HFError(
+                f"{folder}: lm_head.weight is not the embedding, though config.json ties them"
+            )
     if config.position == "rope":
-        model.rope_cos, model.rope_sin = (table.to(dtype) for table in rope_tables(config))
+        # Computed in float32, then rounded: `to_empty` left them without content.
+        cos, sin = rope_tables(config)
+        model.rope_cos = cos.to(dtype)
+        model.rope_sin = sin.to(dtype)
     model.meta = {"tokenizer": "hf", "path": str(folder), "vocab_size": config.vocab_size}
     if family == "gpt2" and config.vocab_size == 50257:
         model.meta = {"tokenizer": "gpt2", "vocab_size": 50257}
@@ -123,131 +133,146 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
 
 
 def export_hf(model: GPT, folder: str | Path) -> Path:
-    """Write `model` as a Hugging Face folder (config.json, safetensors, tokenizer); the folder.
+    """Write `model` as a Hugging Face folder: config.json, safetensors, tokenizer.
 
-    A model whose norms all compute their own statistic has its stock architecture, and one that
-    shares statistics (or has RMSNorm on GPT-2's shape) is coupled_gpt2, coupled_qwen3 or
-    coupled_llama. Rows of padding in the vocabulary are left out. Raises HFError for what no
-    architecture computes, and where the folder is not empty. Warns where the model's tokenizer
-    cannot be had (GPT-2's without a network), and writes the rest.
+    A model whose norms all compute their own statistic has its stock architecture. One that shares
+    statistics (or has RMSNorm on GPT-2's shape) is coupled_gpt2, coupled_qwen3 or coupled_llama.
+    Rows of padding in the vocabulary are left out. Where the model's tokenizer cannot be had
+    (GPT-2's without a network), a warning says so, and the rest is written.
+
+    Returns:
+        The folder.
+
+    Raises:
+        HFError: no architecture computes what the model does, or the folder is not empty.
     """
     folder = Path(folder)
     if any(folder.glob("*")):
         raise HFError(f"{folder}: there is something in it: choose a new folder")
     if find_spec("safetensors") is None:
         raise HFError(f"{folder}: writing it needs a package: pip install safetensors")
-    words = hf_config(model.config)
-    family, weights = words["model_type"], dict(model.state_dict())
-    for name in {"wte.weight", "lm_head.weight"} & weights.keys():
-        weights[name] = weights[name][: model.n_vocab]
-    with torch.device("meta"):
-        target = GPT(gpt_config(words, "the exported config"))  # what load_hf will make of it
-    # biases that the architecture always has, gains of no effect
-    for name, tensor in target.state_dict().items():
-        if name not in weights:
-            fill = torch.zeros if name.endswith(".bias") else torch.ones
-            weights[name] = fill(tensor.shape, dtype=model.wte.weight.dtype)
-    target.load_state_dict(weights, assign=True)
-    words["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
-    if (source := Path(model.meta.get("path", "nowhere"))).is_dir():
-        theirs = read_config(source) if (source / "config.json").exists() else {}
-        words |= {
-            key: theirs[key]
-            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-            if key in theirs
-        }
+    hf = hf_config(model.config)
+    hf["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
+    target = export_target(model, hf)
+    source = Path(model.meta.get("path", "nowhere"))  # the folder that the model was loaded from
+    if (source / "config.json").exists():
+        theirs = read_config(source)
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if key in theirs:
+                hf[key] = theirs[key]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(
-            folder,
-            hf_pieces(target, family),
-            "transformer." if target.wpe is not None else "model.",
-        )
-        for companion in (path for pattern in COMPANIONS for path in source.glob(pattern)):
-            shutil.copy(companion, folder)
-        if (
-            model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
-            and not (folder / "tokenizer.json").exists()
-        ):
-            words |= write_tokenizer(model, folder)
-        write_bytes_atomically(
-            folder / "config.json", (json.dumps(words, indent=1) + "\n").encode()
-        )
+        prefix = "transformer." if target.wpe is not None else "model."
+        write_tensors(folder, hf_pieces(target, hf["model_type"]), prefix)
+        for pattern in COMPANIONS:
+            for companion in source.glob(pattern):
+                shutil.copy(companion, folder)
+        is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
+        if is_ours and not (folder / "tokenizer.json").exists():
+            hf |= write_tokenizer(model, folder)
+        write_json(folder / "config.json", hf)
     except OSError as error:
         raise HFError(f"{folder}: cannot be written ({error.strerror})") from None
     return folder
 
 
-def write_tokenizer(model: GPT, folder: Path) -> dict[str, int]:
-    """Write our own tokenizer as transformers reads it; the ids of its end-of-text token for
-    config.json.
+def export_target(model: GPT, hf: dict[str, Any]) -> GPT:
+    """Return the GPT that load_hf will make of the exported folder, with the model's weights.
+
+    Padding of the vocabulary is gone. Biases that the architecture always has are zero, gains that
+    it always has are one.
     """
-    words: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": model.config.block_size,
-    }
+    with torch.device("meta"):
+        target = GPT(gpt_config(hf, "the exported config"))
+    weights = dict(model.state_dict())
+    for name in ("wte.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name] = weights[name][: model.n_vocab]
+    dtype = model.wte.weight.dtype
+    for name, tensor in target.state_dict().items():
+        if name not in weights:
+            fill = torch.zeros if name.endswith(".bias") else torch.ones
+            weights[name] = fill(tensor.shape, dtype=dtype)
+    target.load_state_dict(weights, assign=True)
+    return target
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file atomically, indented."""
+    write_bytes_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def write_tokenizer(model: GPT, folder: Path) -> dict[str, int]:
+    """Write our own tokenizer as transformers reads it.
+
+    Returns:
+        The ids of its end-of-text token for config.json; empty if it has no such token, or if the
+        tokenizer cannot be had, for which a warning is given.
+    """
     try:
         tokenizer = hf_tokenizer(load_tokenizer(model.meta))
     except DataError as error:
         warnings.warn(f"{folder}: written without a tokenizer: {error}", stacklevel=3)
         return {}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": model.config.block_size,
+    }
     end = tokenizer.token_to_id(END_OF_TEXT)
-    keys = ("bos_token", "eos_token") if end is not None else ()
-    words |= dict.fromkeys(keys, END_OF_TEXT)
+    names = ("bos_token", "eos_token") if end is not None else ()
+    for name in names:
+        settings[name] = END_OF_TEXT
     write_bytes_atomically(folder / "tokenizer.json", tokenizer.to_str().encode())
-    write_bytes_atomically(
-        folder / "tokenizer_config.json", (json.dumps(words, indent=1) + "\n").encode()
-    )
-    return {f"{key}_id": end for key in keys}
+    write_json(folder / "tokenizer_config.json", settings)
+    return {f"{name}_id": end for name in names}
 
 
 # ------------------------------------------------------------------------------------------ tensors
 
 
 def write_tensors(folder: Path, pieces: Iterator[tuple[str, Tensor]], prefix: str) -> None:
-    """Safetensors shards of about SHARD_BYTES, and their index if there are several; `prefix` is
-    the base model's.
+    """Write safetensors shards of about SHARD_BYTES, and their index if there are several.
+
+    Args:
+        pieces: (name without prefix, tensor), in the order in which they are stored.
+        prefix: what the base model's names begin with; lm_head is not of the base model.
     """
     from safetensors.torch import save_file
 
     shards: list[dict[str, Tensor]] = [{}]
-    filled = 0
+    filled = 0  # bytes in the last shard
+    total = 0
     for name, piece in pieces:
         if filled and filled + piece.nbytes > SHARD_BYTES:
             shards.append({})
             filled = 0
-        shards[-1][name if name.startswith("lm_head.") else prefix + name] = piece
+        full_name = name if name.startswith("lm_head.") else prefix + name
+        shards[-1][full_name] = piece
         filled += piece.nbytes
+        total += piece.nbytes
     count = len(shards)
-    names = (
-        [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-        if count > 1
-        else []
-    )
-    for name, shard in zip(names or ["model.safetensors"], shards, strict=True):
-        save_file(
-            {key: piece.contiguous() for key, piece in shard.items()},
-            folder / name,
-            metadata={"format": "pt"},
-        )
-    if names:
-        index = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        content = {
-            "metadata": {"total_size": sum(p.nbytes for shard in shards for p in shard.values())}
-        }
-        write_bytes_atomically(
-            folder / "model.safetensors.index.json",
-            json.dumps(content | {"weight_map": index}, indent=1).encode(),
-        )
+    if count == 1:
+        files = ["model.safetensors"]
+    else:
+        files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        contiguous = {name: piece.contiguous() for name, piece in shard.items()}
+        save_file(contiguous, folder / file, metadata={"format": "pt"})
+    if count == 1:
+        return
+    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    path = folder / "model.safetensors.index.json"
+    write_bytes_atomically(path, json.dumps(index, indent=1).encode())
 
 
-# name without the base model's prefix -> (open safetensors file, name in it)
+# Name without the base model's prefix -> (open safetensors file, name in it).
 Stored = dict[str, tuple[Any, str]]
 
 
 def open_tensors(folder: Path) -> Stored:
-    """Where each tensor of the folder is; nothing but the headers is read. Raises HFError."""
+    """Find each tensor of the folder; only the files' headers are read. Raises HFError."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -258,17 +283,19 @@ def open_tensors(folder: Path) -> Stored:
             file = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise HFError(f"{path}: torn or not safetensors ({error}): download it again") from None
-        names = file.keys()
-        stored.update({re.sub(r"^(model|transformer)\.", "", name): (file, name) for name in names})
+        names = file.keys()  # the file itself cannot be iterated over
+        for name in names:
+            stored[re.sub(r"^(model|transformer)\.", "", name)] = (file, name)
     return stored
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the shards that model.safetensors.index.json names.
+    """List model.safetensors, or the shards that model.safetensors.index.json names.
 
     Raises HFError if one is missing.
     """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
     if not index.is_file():
@@ -289,13 +316,22 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
-    """(their name, without prefix; our view of it) for every tensor they store, in our order of
-    parameters.
+    """Yield (their name, our view) for every tensor that they store, in our order of parameters.
 
-    The view has their shape: rows of a packed weight, (in, out) for Conv1D, (1, C) for gains of
-    coupled models.
+    The name is without the base model's prefix. The view has their shape: some rows of a packed
+    weight, (in, out) for Conv1D, (1, C) for gains of coupled models. Writing into it writes into
+    our parameter.
     """
-    config, names = model.config, NAMES[family.removeprefix(COUPLED)]
+    config = model.config
+    names = NAMES[family.removeprefix(COUPLED)]
+    is_coupled = family.startswith(COUPLED)
+    query_rows = config.n_head * config.head_channels
+    kv_rows = config.kv_heads * config.head_channels
+    rows = {
+        1: None,  # not packed
+        2: [config.inner, config.inner],  # up: gate, up
+        3: [query_rows, kv_rows, kv_rows],  # qkv: queries, grouped keys, grouped values
+    }
     for ours, parameter in model.named_parameters():
         module, _, part = ours.rpartition(".")
         prefix = ""
@@ -303,30 +339,21 @@ def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
             _, index, module = module.split(".", 2)
             prefix = f"{names['blocks'][0]}.{index}."
         theirs = names[module]
-        views = [parameter]
-        # qkv: query rows, then grouped key and value rows; up: gate rows, then up rows
-        if len(theirs) > 1:
-            kv = config.kv_heads * config.head_channels
-            rows = (
-                [config.n_head * config.head_channels, kv, kv]
-                if len(theirs) == 3
-                else [config.inner] * 2
-            )
-            views = parameter.detach().split(rows)
+        split = rows[len(theirs)]
+        whole = parameter.detach()
+        views = [whole] if split is None else whole.split(split)
         for name, view in zip(theirs, views, strict=True):
-            view = view.detach()
-            if names is GPT2_NAMES and ".c_" in name and part == "weight":  # Conv1D
-                view = view.T
-            elif family.startswith(COUPLED) and module in ("norm1", "norm2", "norm_f"):
-                # (1, C): no stock class can take it for a norm with its own statistic
-                view = view[None]
+            if names is GPT2_NAMES and ".c_" in name and part == "weight":
+                view = view.T  # Conv1D
+            elif is_coupled and module in ("norm1", "norm2", "norm_f"):
+                view = view[None]  # (1, C), see hf/coupled.py
             yield f"{prefix}{name}.{part}", view
 
 
 def check_names(stored: Stored, wanted: list[str], folder: Path) -> None:
-    """Raise HFError naming the first tensor that is missing or left over.
+    """Raise HFError that names the first tensor that is missing or left over.
 
-    A tied head may be stored all the same.
+    A tied head may be stored although it is not needed.
     """
     for name in wanted:
         if name not in stored:
@@ -342,7 +369,7 @@ def check_names(stored: Stored, wanted: list[str], folder: Path) -> None:
 
 
 def read_tensor(stored: Stored, name: str, folder: Path) -> Tensor:
-    """One tensor as it is stored.
+    """Read one tensor in the type that it is stored in.
 
     Raises HFError for integers and 8-bit floats (quantised weights).
     """

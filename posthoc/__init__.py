@@ -1,4 +1,6 @@
-"""CoupledNorm in a model that is trained already: which positions to couple and with which alpha,
-KL, adapters, text, teacher and student. distill.py puts them together. Nothing here trains from
-scratch.
+"""CoupledNorm in a model that is already trained.
+
+Which positions to couple and with which alpha (coupling, rms_stats), KL (kl), adapters (adapters),
+text (text), teacher and student (student). distill.py puts them together. Nothing here trains a
+model from scratch.
 """

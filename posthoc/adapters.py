@@ -1,10 +1,9 @@
-"""LoRA and DoRA on a GPT through peft, on top of frozen weights, and what distillation needs of
-memory.
+"""Put LoRA or DoRA on a frozen GPT through peft, and estimate the memory of a distillation.
 
-DoRA (Liu et al. 2024): W' = m * (W + s B A) / ||W + s B A||, one norm and one magnitude m for each
-output, s = alpha / r. Our projections are packed (queries, keys and values in one, gate and up in
-one), so that one A serves all parts of a pack: 14 % fewer parameters than with seven adapters a
-block on the shape of Qwen3-0.6B.
+DoRA (Liu et al. 2024): W' = m * (W + s B A) / ||W + s B A||, with one norm and one magnitude m for
+each output, and s = alpha / r. Our projections are packed (queries, keys and values in one, gate
+and up in one), so that one A serves all parts of a pack: 14 % fewer parameters than with seven
+adapters a block on the shape of Qwen3-0.6B.
 """
 
 import warnings
@@ -21,18 +20,18 @@ from posthoc.kl import CHUNK
 
 TARGETS = ("qkv", "proj", "up", "down")  # every linear of a block
 GIB = 1 << 30
-# Bytes that backward keeps for a token in one SwiGLU block under bfloat16 autocast, by channel of
-# stream, queries, keys (and as many values), the MLP's inner layer, and rank: a fit to counted
-# bytes of 14 shapes (LOG.md).
+# Bytes that one SwiGLU block keeps for backward under bfloat16 autocast, for each token and channel
+# of: stream, queries, keys (with as many values), the MLP's inner layer, rank. A fit to the counted
+# bytes of 14 shapes (docs/log.md).
 KEPT = {"full": (16, 18, 18, 8, 0), "lora": (14, 16, 14, 8, 8), "dora": (22, 20, 22, 16, 8)}
 
 
 def add_adapters(model: GPT, rank: int, alpha: float, dora: bool) -> None:
-    """Freeze `model` and put adapters, float32, on its linears, in place.
+    """Freeze `model` and put float32 adapters on its linears, in place.
 
-    At first they change nothing.
+    They change nothing until they are trained. Raises UserError if peft is not installed.
     """
-    # peft imports it, and it must not take our kernels/ for the package of that name
+    # peft imports transformers, which must not take our kernels/ for the package of that name.
     if find_spec("transformers"):
         import_transformers()
     try:
@@ -47,18 +46,17 @@ def add_adapters(model: GPT, rank: int, alpha: float, dora: bool) -> None:
         warnings.simplefilter("ignore")
         inject_adapter_in_model(options, model)
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = (
-                parameter.data.float() if parameter.dtype != torch.float64 else parameter.data
-            )
-    for _, _, linear in adapted(model):  # peft's magnitudes were rounded to the type of the weights
+        if parameter.requires_grad and parameter.dtype != torch.float64:
+            parameter.data = parameter.data.float()
+    # peft rounds the magnitudes to the type of the weights, so they are computed again.
+    for _, _, linear in adapted(model):
         for magnitude in linear.lora_magnitude_vector.values():
             weight = linear.get_base_layer().weight.to(magnitude.weight.dtype)
             magnitude.weight.data = torch.linalg.norm(weight, dim=1)
 
 
 def adapted(model: GPT) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, linear with adapters) of every one."""
+    """Yield (parent, name, linear) for every linear with adapters."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if hasattr(child, "lora_A"):
@@ -67,7 +65,7 @@ def adapted(model: GPT) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 @torch.no_grad()
 def merge(model: GPT) -> GPT:
-    """Adapters into weights, in place.
+    """Merge the adapters into the weights, in place.
 
     Weights that a teacher shares are copied first, one linear at a time.
     """
@@ -80,66 +78,92 @@ def merge(model: GPT) -> GPT:
 
 
 def adapter_parameters(config: GPTConfig, rank: int, dora: bool) -> int:
-    """How many parameters add_adapters adds."""
-    width = config.n_head * config.head_channels
+    """Count the parameters that add_adapters adds."""
+    queries = config.n_head * config.head_channels
+    keys = config.kv_heads * config.head_channels
     up = config.inner * (2 if config.activation == "swiglu" else 1)
+    # (inputs, outputs) of qkv, proj, up and down.
     shapes = [
-        (config.n_embd, width + 2 * config.kv_heads * config.head_channels),
-        (width, config.n_embd),
+        (config.n_embd, queries + 2 * keys),
+        (queries, config.n_embd),
         (config.n_embd, up),
         (config.inner, config.n_embd),
     ]
-    return config.n_layer * sum(rank * (i + o) + (o if dora else 0) for i, o in shapes)
+    of_block = sum(rank * (inputs + outputs) for inputs, outputs in shapes)
+    if dora:
+        of_block += sum(outputs for _, outputs in shapes)  # magnitudes
+    return config.n_layer * of_block
 
 
 def memory(
     config: GPTConfig, method: str, rank: int, tokens: int, low: bool, checkpointing: bool
 ) -> dict:
-    """Bytes that a step over `tokens` tokens needs, part by part: an estimate, printed before
-    weights are loaded.
+    """Estimate the bytes that a step over `tokens` tokens needs, part by part.
 
-    `low`: the computation is in 16 bits, and so are frozen weights. Full fine-tuning keeps the
-    teacher in float32 and moves a float32 copy of it. What is trained has 16 bytes a parameter:
-    float32 weight, gradient and AdamW's two moments; autocast keeps 2 more, its 16-bit copy, from
-    forward to backward. Activations: stream and branch of every block if they are checkpointed, and
-    what one block keeps (all blocks without; then DoRA keeps weights, too, which are not counted).
-    Of DoRA one linear's W + s B A, norm and gradient.
+    It needs no weights, so that it can be printed before they are loaded.
+
+    Args:
+        method: full, lora or dora.
+        low: the computation is in 16 bits, and so are frozen weights.
+        checkpointing: blocks are computed again in backward.
     """
     width = 2 if low else 4  # bytes of an activation
     with torch.device("meta"):
-        weights = GPT(config).num_params()
-    trained = weights if method == "full" else adapter_parameters(config, rank, method == "dora")
-    up = config.inner * (2 if config.activation == "swiglu" else 1)
-    queries, keys = (number * config.head_channels for number in (config.n_head, config.kv_heads))
-    heads = queries + 2 * keys
+        parameters = GPT(config).num_params()
+    trained = parameters
+    if method != "full":
+        trained = adapter_parameters(config, rank, dora=method == "dora")
+
+    # Full fine-tuning keeps the teacher in float32 and moves a float32 copy of it.
+    weights = parameters * (4 if method == "full" else width)
+
+    # A trained parameter has 16 bytes: float32 weight, gradient and AdamW's two moments. Autocast
+    # keeps its 16-bit copy, 2 bytes more, from forward to backward.
+    optimizer = (18 if low else 16) * trained
+
+    # What a block keeps for backward; with checkpointing, one block, and stream and branch of all.
+    # Without it DoRA keeps weights too, which are not counted.
+    queries = config.n_head * config.head_channels
+    keys = config.kv_heads * config.head_channels
     channels = (config.n_embd, queries, keys, config.inner, rank)
     block = tokens * sum(n * kept for n, kept in zip(channels, KEPT[method], strict=True))
-    # branch and stream
-    stream = tokens * config.n_embd * (width + (4 if method == "full" else width))
-    layers = config.n_layer
+    stream_width = 4 if method == "full" else width
+    stream = tokens * config.n_embd * (width + stream_width)
+    activations = config.n_layer * block
+    if checkpointing:
+        activations = block + config.n_layer * stream
+
+    # W + s B A of the largest linear, its norm and gradient, in float32.
+    dora = 0
+    if method == "dora":
+        up = config.inner * (2 if config.activation == "swiglu" else 1)
+        largest = max(up, queries + 2 * keys, config.inner)
+        dora = 4 * 4 * largest * config.n_embd
+
+    # Logits of one chunk of the vocabulary, hidden states, and the chunk's rows of both heads.
+    chunk = min(CHUNK, config.vocab_size)
+    kl = tokens * (4 * 4 * chunk + 16 * config.n_embd) + 8 * chunk * config.n_embd
+
     parts = {
-        "weights": weights * (4 if method == "full" else width),
-        "trained": (18 if low else 16) * trained,
-        "activations": block + layers * stream if checkpointing else layers * block,
-        "dora": 4 * 4 * max(up, heads, config.inner) * config.n_embd if method == "dora" else 0,
-        "kl": tokens * (4 * 4 * min(CHUNK, config.vocab_size) + 16 * config.n_embd)
-        + 8 * min(CHUNK, config.vocab_size) * config.n_embd,
+        "weights": weights,
+        "trained": optimizer,
+        "activations": activations,
+        "dora": dora,
+        "kl": kl,
     }
     return {
         **parts,
         "total": sum(parts.values()),
         "trained_parameters": trained,
-        "parameters": weights,
+        "parameters": parameters,
     }
 
 
 def memory_line(parts: dict) -> str:
-    """The estimate in one line, GiB."""
-    words = ", ".join(
-        f"{name} {parts[name] / GIB:.3g}"
-        for name in ("weights", "trained", "activations", "dora", "kl")
-    )
+    """Return the estimate in one line, in GiB."""
+    names = ("weights", "trained", "activations", "dora", "kl")
+    listed = ", ".join(f"{name} {parts[name] / GIB:.3g}" for name in names)
     return (
-        f"memory, an estimate: {parts['total'] / GIB:.3g} GiB ({words}); "
+        f"memory, an estimate: {parts['total'] / GIB:.3g} GiB ({listed}); "
         f"{parts['trained_parameters']:,} of {parts['parameters']:,} parameters train"
     )

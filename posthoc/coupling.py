@@ -1,17 +1,17 @@
-"""Which positions of an RMSNorm model can share a statistic, with which alpha: chosen by KL,
-without any training.
+"""Choose which positions of an RMSNorm model share a statistic, and with which alpha.
 
-    # windows (N, T) of text: the teacher's states, once
+No training is needed: a choice is judged by the KL that it costs.
+
+    # windows (N, T) of text; the teacher's states are computed once
     calibration = Calibration(model, windows)
     # smallest coupled_first whose KL is within the budget
-    first = suggest_first(calibration, budget=0.01)
-    # cheapest position first: KL against statistics saved
+    first, choices = suggest_first(calibration, budget=0.01)
+    # cheapest position first: KL against the number of statistics saved
     steps = greedy(calibration, budget=0.01)
 
-KL is KL(teacher || student), nats a token, mean over the windows. A student is a view of the
-teacher: another norm plan on the very same tensors. The first position of a window is left out of
-alpha and of KL and told apart: attention makes a sink of it, whose size says nothing about other
-tokens.
+KL is KL(teacher || student) in nats a token, the mean over the windows. A student is a view of the
+teacher: another norm plan on the same tensors. The first position of a window is left out of alpha
+and of KL: attention makes a sink of it, whose size says nothing about other tokens.
 """
 
 import heapq
@@ -29,57 +29,79 @@ from model import GPT
 from posthoc.kl import kl_divergence
 from training.stream import token_rms
 
-BATCH = 8  # windows at once
-GRID = 0.01  # of a global alpha
+BATCH = 8  # windows in one forward pass
+GRID = 0.01  # step of the search for one alpha for all positions
 
 Alpha = tuple[float, ...]  # one for each of the 2L + 1 positions
 
 
 def text_windows(text: str, meta: dict, length: int, count: int) -> Tensor:
-    """At most `count` windows of token ids (N, length), N even, spread over the first four times as
-    much text, of which a document gives no more than two windows where there are enough of them:
-    what one says of sizes is its own.
+    """Return at most `count` windows of token ids (N, length), N even.
 
-    text: files of documents (jsonl, jsonl.xz, parquet, txt), with commas between. Raises
-    ConfigError for too little.
+    They are spread over the first four times as much text. A document gives no more than two
+    windows where there are enough documents, because the sizes of its residual stream are its own.
+
+    Args:
+        text: files of documents (jsonl, jsonl.xz, parquet, txt), with commas between.
+        meta: names the tokenizer.
+
+    Raises:
+        ConfigError: there is too little text.
     """
-    tokenizer, wanted = load_tokenizer(meta), 4 * count * length
-    for most in (2 * length, wanted):  # tokens of a document
+    tokenizer = load_tokenizer(meta)
+    needed = 4 * count * length
+    # At first some tokens of each document; if that is not enough text, all that are needed.
+    for most in (2 * length, needed):
         ids: list[int] = []
         for document in read_files(input_files(text)):
-            ids += tokenizer.encode_ordinary(document.text[: 8 * most])[
-                : min(most, wanted - len(ids))
-            ]
-            if len(ids) >= wanted:
+            # Only the beginning of a long document is encoded, eight characters a token.
+            tokens = tokenizer.encode_ordinary(document.text[: 8 * most])
+            ids += tokens[: min(most, needed - len(ids))]
+            if len(ids) >= needed:
                 break
-        if len(ids) >= wanted:
+        if len(ids) >= needed:
             break
     windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)  # (all, length)
     if len(windows) < 2:
         raise ConfigError(
             f"text={text}: {len(ids)} tokens, two windows of {length} are needed: give more text"
         )
-    return windows[torch.linspace(0, len(windows) - 1, min(count, len(windows)) // 2 * 2).long()]
+    even = min(count, len(windows)) // 2 * 2
+    chosen = torch.linspace(0, len(windows) - 1, even).long()
+    return windows[chosen]
 
 
 def view(model: GPT, plan: str, alpha: Alpha | float = 1.0) -> GPT:
-    """`model` under another norm plan ('RR Rs R'): a GPT on the same tensors, in eval mode."""
+    """Return `model` under another norm plan: a GPT on the same tensors, in eval mode.
+
+    Args:
+        plan: e.g. "RR Rs R".
+        alpha: one number, or one for each position.
+
+    Raises:
+        FoldError: the model's norms cannot be coupled.
+    """
     config = model.config
-    plain = config.norm_groups == config.rms_fraction == 1 and not (config.rms_bias and config.bias)
-    if config.norm_type not in ("rms", "coupled") or not plain:
+    is_whole = config.norm_groups == 1 and config.rms_fraction == 1
+    has_bias = config.rms_bias and config.bias
+    if config.norm_type not in ("rms", "coupled") or not is_whole or has_bias:
         raise FoldError(
             f"norm_type={config.norm_type}: coupling is for rms, whole and without biases in the "
             "norms (convert.py --to=rms makes it of layer and cbwc)"
         )
-    return rebuild(
-        model, retype(config, "coupled", norm_plan=plan, coupled_alpha=alpha), model.state_dict()
-    )
+    coupled = retype(config, "coupled", norm_plan=plan, coupled_alpha=alpha)
+    return rebuild(model, coupled, model.state_dict())
 
 
 def own_statistics(model: GPT, name: str = "the model") -> GPT:
-    """A view of `model` for whom every norm computes its own statistic. Raises ConfigError if one
-    shares already: with its own it would be another function, and no teacher. `name` is what the
-    user called the model.
+    """Return a view of `model` in which every norm computes its own statistic.
+
+    Args:
+        name: what messages call the model.
+
+    Raises:
+        ConfigError: a norm shares already. With its own statistic the model would compute another
+            function, which no teacher has been trained for.
     """
     if "s" in model.plan.letters:
         raise ConfigError(
@@ -90,12 +112,12 @@ def own_statistics(model: GPT, name: str = "the model") -> GPT:
 
 
 def spell(letters: Sequence[str]) -> str:
-    """'RRRsR' -> 'RR Rs R', as plans are printed."""
+    """Return a plan as it is printed: 'RRRsR' -> 'RR Rs R'."""
     return " ".join("".join(letters[i : i + 2]) for i in range(0, len(letters), 2))
 
 
 def sources(plan: str) -> list[int]:
-    """For each position the one whose statistic it uses: itself for R."""
+    """Return, for each position, the one whose statistic it uses: itself for R."""
     found: list[int] = []
     for position, letter in enumerate(plan.replace(" ", "")):
         found.append(found[-1] if letter == "s" else position)
@@ -103,14 +125,17 @@ def sources(plan: str) -> list[int]:
 
 
 def ratios(rms: Tensor, position: int, source: int) -> dict[str, float]:
-    """Typical RMS(position) / RMS(source) of rms (2L + 1, N, T), the first position of windows left
-    out.
+    """Return typical values of RMS(position) / RMS(source).
 
-    means: mean RMS over mean RMS (section 5.3 of Loretz & Hochreiter 2026). geometric: of tokens.
-    least_squares: the alpha that minimises E|h / RMS(h) - h / (alpha RMS(source))|^2 over tokens,
-    that is E[r^2] / E[r].
+    means: mean RMS over mean RMS (section 5.3 of Loretz & Hochreiter 2026). geometric: the
+    geometric mean over tokens. least_squares: the alpha that minimises
+    E|h / RMS(h) - h / (alpha RMS(source))|^2 over tokens, which is E[r^2] / E[r].
+
+    Args:
+        rms: (2L + 1, N, T); the first position of windows is left out.
     """
-    own, shared = rms[position, :, 1:], rms[source, :, 1:]
+    own = rms[position, :, 1:]  # (N, T - 1)
+    shared = rms[source, :, 1:]
     r = own / shared
     return {
         "means": float(own.mean() / shared.mean()),
@@ -120,54 +145,67 @@ def ratios(rms: Tensor, position: int, source: int) -> dict[str, float]:
 
 
 class Calibration:
-    """A teacher on windows of text (N, T): sizes of its residual stream and its final hidden
-    states. ConfigError if its norms share statistics already.
+    """A teacher on windows of text: sizes of its residual stream and its final hidden states.
+
+    Args:
+        model: the teacher.
+        windows: token ids (N, T).
+
+    Raises:
+        ConfigError: its norms share statistics already.
     """
 
     def __init__(self, model: GPT, windows: Tensor):
         self.positions = 2 * model.config.n_layer + 1
-        self.model, self.windows = own_statistics(model), windows
+        self.model = own_statistics(model)
+        self.windows = windows
         self.rms = token_rms(self.model, windows)  # (2L + 1, N, T)
         self.hidden = list(self._hidden(self.model))
 
     @torch.no_grad()
     def _hidden(self, model: GPT) -> Iterator[Tensor]:
-        """Final states (BATCH, T, C), part by part."""
+        """Yield final hidden states (BATCH, T, C), part by part."""
         for part in self.windows.split(BATCH):
             yield model.hidden(part.to(model.wte.weight.device))
 
     def alpha(self, plan: str) -> Alpha:
-        """One alpha, by least squares, for each shared position of `plan`, 1 elsewhere."""
-        pairs = enumerate(sources(plan))
-        return tuple(
-            ratios(self.rms, p, source)["least_squares"] if p != source else 1.0
-            for p, source in pairs
-        )
+        """Return alpha by least squares for each shared position of `plan`, 1 elsewhere."""
+        alpha = []
+        for position, source in enumerate(sources(plan)):
+            if position == source:
+                alpha.append(1.0)
+            else:
+                alpha.append(ratios(self.rms, position, source)["least_squares"])
+        return tuple(alpha)
 
     @torch.no_grad()
     def token_kl(self, plan: str, alpha: Alpha | float) -> Tensor:
-        """KL (N, T) of every token under `plan`."""
-        head, parts = self.model.head_weight(), []
-        for x, taught in zip(self._hidden(view(self.model, plan, alpha)), self.hidden, strict=True):
-            parts.append(
-                kl_divergence(x.flatten(0, 1), head, taught.flatten(0, 1), head, self.model.n_vocab)
-            )
+        """Return the KL (N, T) of every token under `plan`."""
+        head = self.model.head_weight()
+        student = view(self.model, plan, alpha)
+        parts = []
+        for x, taught in zip(self._hidden(student), self.hidden, strict=True):
+            x = x.flatten(0, 1)  # (BATCH T, C)
+            taught = taught.flatten(0, 1)
+            parts.append(kl_divergence(x, head, taught, head, self.model.n_vocab))
         return torch.cat(parts).view(self.windows.shape)
 
     def kl(self, plan: str, alpha: Alpha | float) -> float:
-        """Mean KL over all but the first position of the windows."""
+        """Return the mean KL over all but the first position of the windows."""
         return float(self.token_kl(plan, alpha)[:, 1:].double().mean())
 
     def best_alpha(self, plan: str) -> tuple[float, float]:
-        """(alpha, KL): the one alpha for all shared positions that has the lowest KL here.
+        """Find the one alpha for all shared positions with the lowest KL; return it and the KL.
 
-        From the least-squares ratio downhill, with steps of 8, 4, 2 and 1 times GRID; then the
-        vertex of the parabola through the lowest point and its neighbours.
+        The search goes downhill from the mean least-squares ratio, with steps of 8, 4, 2 and 1
+        times GRID. Then it takes the vertex of the parabola through the lowest point and its
+        neighbours.
         """
-        own = [(p, source) for p, source in enumerate(sources(plan)) if p != source]
-        if not own:
+        shared = [(p, source) for p, source in enumerate(sources(plan)) if p != source]
+        if not shared:
             return 1.0, self.kl(plan, 1.0)
-        start = sum(ratios(self.rms, *pair)["least_squares"] for pair in own) / len(own)
+        found = [ratios(self.rms, p, source)["least_squares"] for p, source in shared]
+        start = sum(found) / len(found)
         known: dict[int, float] = {}
 
         def cost(point: int) -> float:
@@ -179,79 +217,95 @@ class Calibration:
         for step in (8, 4, 2, 1):
             while (best := min((point, point - step, point + step), key=cost)) != point:
                 point = best
-        below, here, above = cost(point - 1), cost(point), cost(point + 1)
-        bend = below - 2 * here + above
-        alpha = GRID * (point + ((below - above) / (2 * bend) if 0 < bend < float("inf") else 0.0))
+        below = cost(point - 1)
+        above = cost(point + 1)
+        bend = below - 2 * cost(point) + above
+        # No vertex where the three lie on a line, or where the lowest point is at the border.
+        offset = (below - above) / (2 * bend) if 0 < bend < float("inf") else 0.0
+        alpha = GRID * (point + offset)
         return alpha, self.kl(plan, alpha)
 
 
 @dataclass(frozen=True)
 class CoupledChoice:
-    """A plan, its alpha, its KL on the calibration text, and how many statistics it saves (launches
-    in arm B).
-    """
+    """A plan, its alpha, and what it costs."""
 
     plan: str
     alpha: Alpha | float
-    kl: float
+    kl: float  # on the calibration text, nats a token
 
     @property
     def saved(self) -> int:
+        """Number of statistics that it saves, which is launches in arm B (decode/arms.py)."""
         return self.plan.count("s")
 
 
 def first_plan(n_layer: int, first: int) -> str:
-    """The plan of coupled_first: standard blocks, then Rs."""
+    """Return the plan of coupled_first: blocks that do not share, then Rs."""
     return spell("RR" * first + "Rs" * (n_layer - first) + "R")
 
 
 def to_coupled(model: GPT, plan: str, idx: Tensor) -> GPT:
-    """RMSNorm -> CoupledNorm with the norm plan `plan` ("": Rs in every block) and copies of the
-    weights. Not exact.
+    """Make a CoupledNorm model of an RMSNorm model, with copies of the weights. Not exact.
 
-    Alpha of each shared position is the least-squares ratio of sizes on tokens idx (N, T). Alpha
-    from sizes in the coupled model itself, pass after pass, has next to the same KL (LOG.md).
-    Raises FoldError for norms that cannot be coupled.
+    Alpha of each shared position is the least-squares ratio of sizes in the given model. Alpha from
+    sizes in the coupled model itself, found by iteration, has almost the same KL (docs/log.md).
+
+    Args:
+        plan: its norm plan; "" for Rs in every block.
+        idx: token ids (N, T) that sizes are measured on.
+
+    Raises:
+        FoldError: the norms cannot be coupled.
     """
     if model.config.norm_type == "coupled":
         raise FoldError("norm_type=coupled: it is coupled already")
     plan = str(view(model, plan).plan)
-    config = retype(
-        model.config, "coupled", norm_plan=plan, coupled_alpha=Calibration(model, idx).alpha(plan)
-    )
-    return rebuild(
-        model, config, {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    )
+    alpha = Calibration(model, idx).alpha(plan)
+    config = retype(model.config, "coupled", norm_plan=plan, coupled_alpha=alpha)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return rebuild(model, config, weights)
 
 
 def suggest_first(
     calibration: Calibration, budget: float, per_layer: bool = False
 ) -> tuple[int, list[CoupledChoice]]:
-    """(coupled_first, the choice at every k = 0 .. L): the smallest k whose KL is at most `budget`.
+    """Find the smallest coupled_first whose KL is at most `budget`.
 
-    With one alpha for all positions, the best there is; or per layer, by least squares.
+    Args:
+        per_layer: one alpha for each position, by least squares, instead of the best single alpha.
+
+    Returns:
+        coupled_first, and the choice at every k from 0 to the number of blocks.
     """
-    n_layer, choices = calibration.model.config.n_layer, []
+    n_layer = calibration.model.config.n_layer
+    choices = []
     for k in range(n_layer + 1):
         plan = first_plan(n_layer, k)
         if per_layer:
             alpha = calibration.alpha(plan)
-            choices.append(CoupledChoice(plan, alpha, calibration.kl(plan, alpha)))
+            kl = calibration.kl(plan, alpha)
         else:
-            choices.append(CoupledChoice(plan, *calibration.best_alpha(plan)))
-    return next(
-        k for k, choice in enumerate(choices) if choice.kl <= budget or k == n_layer
-    ), choices
+            alpha, kl = calibration.best_alpha(plan)
+        choices.append(CoupledChoice(plan, alpha, kl))
+    # At k = n_layer nothing is shared, and KL is zero up to rounding, whatever the budget.
+    within = [k for k, choice in enumerate(choices) if choice.kl <= budget]
+    first = within[0] if within else n_layer
+    return first, choices
 
 
 def greedy(calibration: Calibration, budget: float, across: bool = False) -> list[CoupledChoice]:
-    """Let one position after another share, the cheapest first, while the KL is at most `budget`;
-    every step.
+    """Let one position after another share, the cheapest first, while the KL is at most `budget`.
 
-    Candidates are the positions before MLPs; with `across` those before attention too, which then
-    share with blocks before them. Alpha is per position, by least squares. What a position costs is
-    measured again when its turn comes, because costs depend on what shares already (lazy greedy,
-    Minoux 1978).
+    Alpha is per position, by least squares. What a position costs is measured again when its turn
+    comes, because costs depend on what shares already (lazy greedy, Minoux 1978).
+
+    Args:
+        across: positions before attention are candidates too, not only those before MLPs. They
+            share with earlier blocks.
+
+    Returns:
+        The choice after every step, beginning with no shared position.
     """
     letters = ["R"] * calibration.positions
 
@@ -269,7 +323,8 @@ def greedy(calibration: Calibration, budget: float, across: bool = False) -> lis
         _, position = heapq.heappop(queue)
         choice = with_shared(position)
         cost = choice.kl - steps[-1].kl
-        if queue and cost > queue[0][0]:  # no longer the cheapest: back, at its new cost
+        if queue and cost > queue[0][0]:
+            # No longer the cheapest: it goes back, at its new cost.
             heapq.heappush(queue, (cost, position))
             continue
         if choice.kl > budget:

@@ -1,5 +1,4 @@
-"""Which norms of a trained model can share a statistic: sizes of the residual stream, and the KL
-that sharing costs.
+"""Measure which norms of a trained model can share a statistic, and what KL that costs.
 
     python -m posthoc.rms_stats out/rms --text=book.txt
         sizes and ratios per block; what to couple
@@ -7,9 +6,9 @@ that sharing costs.
       --plot=fig3.png --across=True --out=stats.jsonl
 
 CoupledNorm divides the stream by the RMS of an earlier position; training/stream.py says how sizes
-and drift are measured. The program reads any model (see load.py) and any text. Every second window
-of it measures and calibrates, the others judge. It suggests coupled_first and alpha for a budget of
-KL (posthoc/coupling.py). The last line of output is JSON.
+and drift are measured. The program reads any model (load.py) and any text. Half of the text's
+windows are measured and calibrate alpha; the other half judge. It suggests coupled_first and alpha
+for a budget of KL (posthoc/coupling.py). The last line of output is JSON.
 """
 
 import json
@@ -29,6 +28,7 @@ from posthoc.coupling import Calibration, greedy, ratios, suggest_first, text_wi
 from training.stream import token_rms
 
 QUANTILES = (0.05, 0.5, 0.95)
+QUANTILE_SAMPLE = 1_000_000  # tokens, about; torch.quantile takes no more than 16 million
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class StatsConfig:
     windows: int = key(64, "windows of text; half of them calibrate, half judge", least=4)
     length: int = key(256, "tokens of a window, at most the model's context", least=2)
     budget: float = key(
-        0.01, "largest KL from the model as it is, nats a token, for what is suggested", least=0
+        0.01, "largest KL from the given model, nats a token, for what is suggested", least=0
     )
-    across: bool = key(False, "let blocks share the statistic of blocks before them too")
+    across: bool = key(False, "let blocks share the statistic of earlier blocks too")
     plot: str = key("", "picture of the sizes per block, as the paper's Figure 3 ('': none)")
     out: str = key("", "JSONL file to append the results to ('': none)")
     device: str = key(
@@ -55,78 +55,109 @@ class StatsConfig:
 
 
 def summary(rms: Tensor) -> list[dict[str, Any]]:
-    """One row for each position of rms (2L + 1, N, T): mean, SD and quantiles over tokens; the
-    first token apart.
+    """Describe the sizes at each position, one record each.
+
+    Mean, SD and quantiles are over tokens, without the first of each window, whose mean stands
+    apart.
+
+    Args:
+        rms: RMS of the stream, (2L + 1, N, T), float64.
     """
+    quantiles = torch.tensor(QUANTILES).double()
     rows = []
     for position, sizes in enumerate(rms):
-        later = sizes[:, 1:].flatten()
-        quantiles = torch.quantile(
-            later[:: len(later) // 1_000_000 + 1], torch.tensor(QUANTILES).double()
-        ).tolist()
-        rows.append(
-            {
-                "position": position,
-                "mean": float(later.mean()),
-                "sd": float(later.std()),
-                "quantiles": quantiles,
-                "first": float(sizes[:, 0].mean()),
-            }
-        )
+        later = sizes[:, 1:].flatten()  # (N (T - 1),)
+        every = len(later) // QUANTILE_SAMPLE + 1
+        row = {
+            "position": position,
+            "mean": float(later.mean()),
+            "sd": float(later.std()),
+            "quantiles": torch.quantile(later[::every], quantiles).tolist(),
+            "first": float(sizes[:, 0].mean()),
+        }
+        rows.append(row)
     return rows
 
 
 def blocks_table(rms: Tensor) -> tuple[list[str], list[dict[str, Any]]]:
-    """Lines for people and records: sizes before attention and MLP of every block, and how they
-    relate.
+    """Return lines to print and records: sizes in every block, and how they relate.
+
+    Args:
+        rms: RMS of the stream, (2L + 1, N, T).
     """
-    rows, records = summary(rms), []
+    rows = summary(rms)
+    records = []
+    sizes_header = f"{'mean     SD (5 .. 95 %)':36}"
     lines = [
-        (
-            f"{'block':8}{'RMS before attention':36}{'before MLP':36} {'MLP / attention':27} first "
-            "token"
-        ),
-        f"{'':8}{'mean     SD (5 .. 95 %)':36}{'mean     SD (5 .. 95 %)':36} "
-        f"{'means':9}{'geom.':9}{'squares':9}    RMS    ratio",
+        f"{'block':8}{'RMS before attention':36}{'before MLP':36} {'MLP / attention':27} "
+        "first token",
+        f"{'':8}{sizes_header}{sizes_header} {'means':9}{'geom.':9}{'squares':9}    RMS    ratio",
     ]
     for block in range(len(rows) // 2):
-        a, m = rows[2 * block], rows[2 * block + 1]
-        found = ratios(rms, 2 * block + 1, 2 * block)
+        attention = rows[2 * block]
+        mlp = rows[2 * block + 1]
+        ratio = ratios(rms, 2 * block + 1, 2 * block)
         sizes = ""
-        for row in (a, m):
+        for row in (attention, mlp):
             low, _, high = row["quantiles"]
             sizes += f"{row['mean']:<8.4g} {row['sd']:.2g} ({low:.3g} .. {high:.3g})".ljust(36)
-        numbers = "".join(f"{found[how]:<9.4f}" for how in ("means", "geometric", "least_squares"))
-        first = m["first"] / a["first"]
-        lines.append(f"{block:<6}  {sizes} {numbers} {a['first']:8.4g} {first:8.4f}")
-        records.append(
-            {"block": block, "attention": a, "mlp": m, "ratio": found, "first_ratio": first}
-        )
+        numbers = "".join(f"{ratio[how]:<9.4f}" for how in ("means", "geometric", "least_squares"))
+        first_ratio = mlp["first"] / attention["first"]
+        lines.append(f"{block:<6}  {sizes} {numbers} {attention['first']:8.4g} {first_ratio:8.4f}")
+        record = {
+            "block": block,
+            "attention": attention,
+            "mlp": mlp,
+            "ratio": ratio,
+            "first_ratio": first_ratio,
+        }
+        records.append(record)
     return lines, records
 
 
+def print_choices(
+    calibration: Calibration, judge: Calibration, per_layer: bool, budget: float
+) -> dict[str, Any]:
+    """Print the KL of every coupled_first, and return what is suggested as a record."""
+    first, choices = suggest_first(calibration, budget, per_layer)
+    held_out = [judge.kl(choice.plan, choice.alpha) for choice in choices]
+    for k, choice in enumerate(choices):
+        alpha = "per layer" if per_layer else f"{choice.alpha:.3f}"
+        mark = "  <- suggested" if k == first else ""
+        print(f"  {k}  alpha {alpha}  {choice.kl:.3e} ({held_out[k]:.3e}){mark}")
+    return {
+        "coupled_first": first,
+        "alpha": choices[first].alpha,
+        "kl": [choice.kl for choice in choices],
+        "kl_held_out": held_out,
+    }
+
+
 def main(argv: list[str]) -> None:
+    """Run the program with these command-line arguments."""
     config, spec = parse_args(StatsConfig, argv, __doc__, spec=True)
-    model, device = load_model(spec), find_device(config.device)
-    windows = text_windows(
-        config.text, model.meta, min(config.length, model.config.block_size), config.windows
-    )
+    model = load_model(spec)
+    device = find_device(config.device)
+    length = min(config.length, model.config.block_size)
+    windows = text_windows(config.text, model.meta, length, config.windows)
     model.to(device)
     if device.type == "cpu":
         faster_float32_products(model.config.n_embd, model.config.head_channels)
+
     shares = "s" in model.plan.letters
     if shares or model.config.norm_type not in ("rms", "coupled"):
+        # Nothing to suggest; sizes alone.
         lines, records = blocks_table(token_rms(model, windows))
-        why = (
-            "it shares statistics already" if shares else "only RMSNorm can be coupled (convert.py)"
-        )
-        print(
-            "\n".join(
-                [*lines, f"norm_type={model.config.norm_type}, norm plan {model.plan}: {why}"]
-            )
-        )
-        return finish(config, {"spec": spec, "blocks": records, **environment(device)})
-    calibration, judge = (Calibration(model, windows[start::2]) for start in (0, 1))
+        why = "only RMSNorm can be coupled (convert.py)"
+        if shares:
+            why = "it shares statistics already"
+        lines.append(f"norm_type={model.config.norm_type}, norm plan {model.plan}: {why}")
+        print("\n".join(lines))
+        finish(config, {"spec": spec, "blocks": records, **environment(device)})
+        return
+
+    calibration = Calibration(model, windows[0::2])
+    judge = Calibration(model, windows[1::2])
     lines, records = blocks_table(calibration.rms)
     print("\n".join(lines))
     result: dict[str, Any] = {
@@ -139,36 +170,25 @@ def main(argv: list[str]) -> None:
         "\ncoupled_first: KL in nats a token here (and on the other windows); "
         f"budget {config.budget:g}"
     )
-    for per_layer in (False, True):
-        first, choices = suggest_first(calibration, config.budget, per_layer)
-        for k, choice in enumerate(choices):
-            alpha = "per layer" if per_layer else f"{choice.alpha:.3f}"
-            mark = "  <- suggested" if k == first else ""
-            print(
-                f"  {k}  alpha {alpha}  {choice.kl:.3e} "
-                f"({judge.kl(choice.plan, choice.alpha):.3e}){mark}"
-            )
-        result["per_layer" if per_layer else "one_alpha"] = {
-            "coupled_first": first,
-            "alpha": choices[first].alpha,
-            "kl": [choice.kl for choice in choices],
-            "kl_held_out": [judge.kl(c.plan, c.alpha) for c in choices],
-        }
+    result["one_alpha"] = print_choices(calibration, judge, False, config.budget)
+    result["per_layer"] = print_choices(calibration, judge, True, config.budget)
+
     print("\nstatistics saved (launches in arm B), cheapest position first, alpha per position")
     curve = []
     for choice in greedy(calibration, config.budget, config.across):
         held_out = judge.kl(choice.plan, choice.alpha)
         curve.append({**asdict(choice), "saved": choice.saved, "kl_held_out": held_out})
         print(f"  {choice.saved:2d}  {choice.kl:.3e} ({held_out:.3e})  {choice.plan}")
+    result["curve"] = curve
     if config.plot:
-        from evidence.plots import plot_sizes
+        from evidence.plots import plot_sizes  # matplotlib takes a second to import
 
         plot_sizes(summary(calibration.rms), curve[-1]["plan"], Path(config.plot), spec)
-    finish(config, result | {"curve": curve, **environment(device)})
+    finish(config, result | environment(device))
 
 
 def finish(config: StatsConfig, result: dict[str, Any]) -> None:
-    """The JSON line, to standard output and to the file."""
+    """Write the JSON line, to standard output and to the file."""
     if config.out:
         append_json(Path(config.out), result)
     print(json.dumps(result))

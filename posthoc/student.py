@@ -1,5 +1,6 @@
-"""The models of a distillation: the teacher, the student that is a view of it, and the student as a
-plain GPT again.
+"""The models of a distillation: teacher, student, and the student as a plain GPT again.
+
+The student is a view of the teacher: the same tensors under another norm plan.
 """
 
 import copy
@@ -24,46 +25,53 @@ from posthoc.kl import kl_divergence
 
 
 class Pair(nn.Module):
-    """Teacher and student behind the face of a model that micro_step knows; only the student is a
-    part of it.
-    """
+    """Teacher and student with the interface of a model that training can step."""
 
     def __init__(self, teacher: GPT, student: GPT):
         super().__init__()
-        self.student, self.frozen = (
-            student,
-            (teacher,),
-        )  # a tuple: no submodule, nothing of it is trained or saved
+        self.student = student
+        # In a tuple it is no submodule, so nothing of the teacher is trained or saved.
+        self.frozen = (teacher,)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Mean KL(teacher || student) in nats a token over idx (B, T), first positions too, which
-        held-out KL tells apart; and 0 for the auxiliary loss.
+        """Return the mean KL(teacher || student) in nats a token, and 0 as the auxiliary loss.
+
+        First positions count too; held-out KL reports them apart.
+
+        Args:
+            idx: token ids (B, T).
+            targets: not used.
         """
         loss = self.token_kl(idx).mean()
         return loss, torch.zeros_like(loss)
 
     def token_kl(self, idx: Tensor) -> Tensor:
-        """KL (B, T)."""
-        teacher, student = self.frozen[0], self.student
+        """Return the KL (B, T) of every token."""
+        teacher = self.frozen[0]
+        student = self.student
         with torch.no_grad():
             taught = teacher.hidden(idx).flatten(0, 1)  # (B T, C)
-        x = student.hidden(idx).flatten(0, 1)
-        return kl_divergence(
+        x = student.hidden(idx).flatten(0, 1)  # (B T, C)
+        kl = kl_divergence(
             x, student.head_weight(), taught, teacher.head_weight(), teacher.n_vocab
-        ).view(idx.shape)
+        )  # (B T,)
+        return kl.view(idx.shape)
 
 
 def make_student(teacher: GPT, plan: str, alpha: Any, config: Any) -> GPT:
-    """The teacher's weights under `plan`: a view with adapters, or for full fine-tuning a float32
-    copy. `config` is a DistillConfig: method, rank, adapter_alpha, seed and checkpoint_activations
-    count here.
+    """Return the teacher's weights under `plan`: a view with adapters, or a float32 copy.
+
+    Args:
+        plan: norm plan of the student.
+        alpha: one number, or one for each position.
+        config: a DistillConfig; method (full fine-tuning needs the copy), rank, adapter_alpha, seed
+            and checkpoint_activations are used.
     """
     student = view(teacher, plan, alpha)
     if config.method == "full":
         student = copy.deepcopy(student)
-        student.to(torch.promote_types(teacher.wte.weight.dtype, torch.float32)).requires_grad_(
-            True
-        )
+        student.to(torch.promote_types(teacher.wte.weight.dtype, torch.float32))
+        student.requires_grad_(True)
     else:
         torch.manual_seed(config.seed)
         adapters.add_adapters(student, config.rank, config.adapter_alpha, config.method == "dora")
@@ -75,27 +83,33 @@ def make_student(teacher: GPT, plan: str, alpha: Any, config: Any) -> GPT:
 
 @torch.no_grad()
 def finished(student: GPT) -> GPT:
-    """The student as a plain GPT: adapters merged, alpha absorbed into the gains. The argument is
-    used up; tensors that it shares with a teacher stay as they are.
+    """Return the student as a plain GPT: adapters merged, alpha absorbed into the gains.
+
+    The argument must not be used afterwards. Tensors that it shares with a teacher do not change.
     """
     for block in student.blocks:
-        block.__dict__.pop("forward", None)  # the checkpointed one
+        # make_student put a checkpointed forward in the place of the class's.
+        block.__dict__.pop("forward", None)
     adapters.merge(student)
     return absorb_alpha(student) if student.config.norm_affine else student.eval()
 
 
 def bytes_of(model: GPT) -> list[np.ndarray]:
-    """The bytes of each tensor of a model, for its fingerprint; of tensors that were drawn on a
-    GPU, the first ones.
+    """Return the bytes of each tensor of a model, (n,) uint8, for its fingerprint.
+
+    Of tensors on a GPU only the first ones, so that not all weights are copied.
     """
-    tensors = [tensor.detach().flatten() for tensor in model.state_dict().values()]
-    return [
-        (t if t.device.type == "cpu" else t[:END].cpu()).view(torch.uint8).numpy() for t in tensors
-    ]
+    arrays = []
+    for tensor in model.state_dict().values():
+        flat = tensor.detach().flatten()
+        if flat.device.type != "cpu":
+            flat = flat[:END].cpu()
+        arrays.append(flat.view(torch.uint8).numpy())
+    return arrays
 
 
 def teacher_config(spec: str) -> GPTConfig:
-    """The config of a teacher, without its weights where that is possible."""
+    """Return the config of a teacher, without loading its weights where that is possible."""
     if spec.startswith("random:"):
         return shape_config(spec.removeprefix("random:"))
     path = Path(spec)

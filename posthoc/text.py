@@ -1,8 +1,8 @@
-"""Text for distillation -> packed blocks of token ids, read lazily; no labels, for the teacher
-gives them.
+"""Read text for distillation as packed blocks of token ids, lazily. The teacher gives the labels.
 
-Local jsonl, jsonl.xz, parquet and txt files, or a data set of the Hugging Face hub, streamed. A row
-has "text", or "messages", a chat that the teacher's own template turns into text.
+The text is in local jsonl, jsonl.xz, parquet and txt files, or in a data set of the Hugging Face
+hub, which is streamed. A row has "text", or "messages", a chat that the teacher's own template
+turns into text.
 """
 
 import random
@@ -22,7 +22,10 @@ from hf.hub import import_transformers
 
 
 def text_of_rows(meta: dict) -> TextOf:
-    """What a row holds; chats by the teacher's template, which is read at the first chat."""
+    """Return a function from a row to its text.
+
+    Chats become text by the teacher's template, which is read at the first chat.
+    """
     chat: Any = None
 
     def text_of(row: dict) -> Any:
@@ -37,9 +40,9 @@ def text_of_rows(meta: dict) -> TextOf:
 
 
 def load_chat_tokenizer(meta: dict) -> Any:
-    """transformers' tokenizer of the teacher's folder.
+    """Load transformers' tokenizer of the teacher's folder.
 
-    Raises DataError where there is none, or no template in it.
+    Raises DataError if there is no tokenizer, or no chat template in it.
     """
     if meta.get("tokenizer") == "hf":
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(meta["path"])
@@ -52,7 +55,7 @@ def load_chat_tokenizer(meta: dict) -> Any:
 
 
 def hub_documents(dataset: str, split: str, text_of: TextOf) -> Iterator[Document]:
-    """Rows of a data set of the hub, streamed. Raises DataError if it cannot be had."""
+    """Stream the rows of a data set of the hub. Raises DataError if it cannot be read."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -64,18 +67,18 @@ def hub_documents(dataset: str, split: str, text_of: TextOf) -> Iterator[Documen
             yield checked(text_of(row))
     except DataError:
         raise
-    except Exception as error:  # whatever its HTTP libraries raise
+    except Exception as error:  # its HTTP libraries raise many kinds
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise DataError(
-            f"dataset={dataset}: split {split!r} cannot be had ({what}): check name and network, "
+            f"dataset={dataset}: split {split!r} cannot be read ({what}): check name and network, "
             "or give --local=FILES"
         ) from None
 
 
 def teacher_tokenizer(meta: dict, n_vocab: int) -> Any:
-    """The teacher's tokenizer.
+    """Load the teacher's tokenizer.
 
-    Raises DataError if it has none, or tokens that the teacher does not know.
+    Raises DataError if there is none, or if it has tokens that the teacher does not know.
     """
     tokenizer = load_tokenizer(meta)
     if tokenizer.n_vocab > n_vocab:
@@ -87,37 +90,40 @@ def teacher_tokenizer(meta: dict, n_vocab: int) -> Any:
 
 
 def blocks(documents: Iterator[Document], tokenizer: Any, length: int) -> Iterator[Tensor]:
-    """Token ids (length,), one document after another; tiktoken's end-of-text token goes before
-    each.
+    """Pack documents one after another into blocks of token ids, (length,) each.
+
+    With tiktoken's tokenizer, its end-of-text token goes before each document. Raises DataError if
+    no row has text.
     """
-    start = (
-        []
-        if isinstance(tokenizer, HFTokenizer) or not hasattr(tokenizer, "encode_single_token")
-        else [tokenizer.encode_single_token(END_OF_TEXT)]
-    )
-    ids: list[int] = []
-    problems, useful = Counter[str](), False
+    start: list[int] = []
+    if hasattr(tokenizer, "encode_single_token") and not isinstance(tokenizer, HFTokenizer):
+        start = [tokenizer.encode_single_token(END_OF_TEXT)]
+    ids: list[int] = []  # of an incomplete block
+    problems: Counter[str] = Counter()
+    has_text = False
     for document in documents:
         if not document.text:
             problems[document.problem] += 1
         else:
-            useful = True
+            has_text = True
             ids += start + tokenizer.encode_ordinary(document.text)
         full = len(ids) // length * length
         yield from torch.tensor(ids[:full], dtype=torch.long).view(-1, length)
         ids = ids[full:]
-    if problems and not useful:
+    if problems and not has_text:
         found = ", ".join(f"{count} times {problem}" for problem, count in problems.items())
         raise DataError(
-            f'no row with text to distil on ({found}): a row wants "text", or "messages"'
+            f'no row with text to distil on ({found}): a row needs "text", or "messages"'
         )
 
 
 def shuffled(stream: Iterator[Tensor], size: int, seed: int) -> Iterator[Tensor]:
-    """`stream` in an order drawn from a buffer of `size` blocks; a function of stream, size and
-    seed.
+    """Yield `stream` in random order, drawn from a buffer of `size` blocks.
+
+    The order is a function of stream, size and seed.
     """
-    draw, buffer = random.Random(seed), []
+    draw = random.Random(seed)
+    buffer: list[Tensor] = []
     for block in stream:
         buffer.append(block)
         if len(buffer) >= max(1, size):
@@ -129,36 +135,44 @@ def shuffled(stream: Iterator[Tensor], size: int, seed: int) -> Iterator[Tensor]
 
 
 def random_blocks(n_vocab: int, length: int, seed: int) -> Iterator[Tensor]:
-    """Any tokens, without end: for the speed of models that have no tokenizer."""
+    """Yield random tokens without end, to time models that have no tokenizer."""
     draw = torch.Generator().manual_seed(seed)
     while True:
         yield torch.randint(n_vocab, (length,), generator=draw)
 
 
 def text_fingerprint(held: list[Tensor], lists_of_files: list[str]) -> str:
-    """Name a text, for telling runs on different texts apart: its blocks of token ids that are
-    `held`, and each file of comma-separated lists. Of a data set of the hub, which has no files
-    here, the blocks alone.
+    """Name a text, so that runs on different texts can be told apart.
+
+    Args:
+        held: blocks of its token ids that are held out; for a data set of the hub, which has no
+            files here, they alone name it.
+        lists_of_files: lists of files with commas between.
     """
     names = [fingerprint("blocks", [ids.flatten().numpy() for ids in held])]
-    for path in [path for text in lists_of_files for path in input_files(text)]:
-        is_empty = path.stat().st_size == 0  # nothing to map
-        data = np.zeros(0, np.uint8) if is_empty else np.memmap(path, np.uint8, mode="r")
-        names.append(fingerprint(path.name, [data]))
+    for text in lists_of_files:
+        for path in input_files(text):
+            data = np.zeros(0, np.uint8)
+            if path.stat().st_size > 0:  # an empty file cannot be mapped
+                data = np.memmap(path, np.uint8, mode="r")
+            names.append(fingerprint(path.name, [data]))
     return " ".join(names)
 
 
 def open_stream(config: Any, meta: dict, n_vocab: int, length: int, local: str) -> Iterator[Tensor]:
-    """Blocks (length,) of the files `local`, or of the config's data set on the hub where that is
-    "".
+    """Yield blocks (length,) of the files `local`, or of the hub's data set if that is "".
+
+    Args:
+        config: a DistillConfig; dataset, split and seed are used.
+        meta: names the teacher's tokenizer.
+        n_vocab: the teacher's vocabulary.
     """
     if config.dataset == "random" and not local:
         return random_blocks(n_vocab, length, config.seed)
     text_of = text_of_rows(meta)
     files = input_files(local)
-    documents = (
-        read_files(files, text_of)
-        if files
-        else hub_documents(config.dataset, config.split, text_of)
-    )
+    if files:
+        documents = read_files(files, text_of)
+    else:
+        documents = hub_documents(config.dataset, config.split, text_of)
     return blocks(documents, teacher_tokenizer(meta, n_vocab), length)

@@ -1,5 +1,6 @@
-"""Text classification with dropout on, where CBWC + RMSNorm is not LayerNorm any more: LayerNorm,
-RMSNorm, CBWC.
+"""Compare LayerNorm, RMSNorm and CBWC in text classification with dropout.
+
+With dropout, CBWC + RMSNorm is no longer the same function as LayerNorm.
 
     python repro/cbwc_classify.py --out=results/cpu/cbwc_classify
 
@@ -75,16 +76,16 @@ class ClassifyConfig(GPTConfig):
 
 
 def read_packages(vocab: int) -> dict[str, Texts]:
-    """Tokens of the packages' sources, by split."""
-    root, splits = Path(sysconfig.get_paths()["stdlib"]), {"train": [], "test": []}
+    """Read the tokens of the packages' sources, by split. Raises UserError."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    splits: dict[str, Texts] = {"train": [], "test": []}
     for package in PACKAGES:
         content = {"train": b"", "test": b""}
         for path in sorted((root / package).rglob("*.py")):
             name = path.relative_to(root)
             if not {"test", "tests", "idle_test"} & {*name.parts}:
-                content["train" if zlib.crc32(name.as_posix().encode()) % 4 else "test"] += (
-                    path.read_bytes()
-                )
+                split = "train" if zlib.crc32(name.as_posix().encode()) % 4 else "test"
+                content[split] += path.read_bytes()
         for split, texts in splits.items():
             words = re.findall(rb"[a-z]+", content[split].lower())
             if len(words) < 1024:
@@ -99,27 +100,32 @@ def read_packages(vocab: int) -> dict[str, Texts]:
 def draw(
     texts: Texts, count: int, length: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """(token ids (count, length), packages (count,)): packages equally likely, then a place in the
-    package.
+    """Draw texts: a package, all equally likely, then a place in it.
+
+    Returns:
+        Token ids (count, length), and packages (count,).
     """
     targets = torch.randint(len(texts), (count,), generator=generator)
     share = torch.rand(count, generator=generator, dtype=torch.float64)
-    starts = [int(s * (len(texts[t]) - length)) for s, t in zip(share.tolist(), targets.tolist())]
-    return torch.stack(
-        [texts[t][s : s + length] for s, t in zip(starts, targets.tolist())]
-    ), targets
+    rows = []
+    for where, target in zip(share.tolist(), targets.tolist()):
+        text = texts[target]
+        start = int(where * (len(text) - length))
+        rows.append(text[start : start + length])
+    return torch.stack(rows), targets
 
 
 def classify(model: GPT, ids: Tensor) -> Tensor:
-    """Logits of the packages: (B, T) -> (B, packages)."""
+    """Return the logits of the packages: (B, T) -> (B, packages)."""
     return F.linear(model.hidden(ids).mean(1), model.head_weight()[: len(PACKAGES)])
 
 
 def run(config: ClassifyConfig, arm: str, seed: int, data: dict[str, Texts]) -> dict:
-    """Train a model; its test loss (nats per text), accuracy, training loss of the last tenth."""
+    """Train a model; return test loss (nats a text), accuracy, training loss of the last tenth."""
     model = GPT(replace(config, norm_type=arm), seed).train()
     optimizer = make_optimizer(model, config.learning_rate, (0.9, 0.95), 1e-8, 0.1)
-    stream, losses = torch.Generator().manual_seed(seed), []
+    stream = torch.Generator().manual_seed(seed)
+    losses = []
     for step in range(1, config.max_iters + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(
@@ -201,7 +207,8 @@ def report(records: list[dict], config: ClassifyConfig) -> str:
 def main(argv: list[str]) -> None:
     config, _ = parse_args(ClassifyConfig, argv, __doc__)
     out, about = Path(config.out), environment(torch.device("cpu"))
-    target, records = out / "records.jsonl", []
+    target = out / "records.jsonl"
+    records = []
     settings = {
         name: value
         for name, value in asdict(config).items()

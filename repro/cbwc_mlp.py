@@ -1,5 +1,4 @@
-"""MLPs with LayerNorm, RMSNorm and CBWC + RMSNorm on synthetic images: two checks of the CBWC
-paper.
+"""Check the CBWC paper on MLPs with LayerNorm, RMSNorm and CBWC + RMSNorm, on synthetic images.
 
     python repro/cbwc_mlp.py --study=training --out=results/cpu/cbwc_training
         appendix H.4.1: one trajectory
@@ -76,8 +75,7 @@ class MLPConfig:
 
 
 class NormMLP(nn.Module):
-    """Linear, norm, ReLU, `depth` - 1 times, then a linear that gives the logits. x (B, pixels) ->
-    (B, classes).
+    """Linear, norm, ReLU, `depth` - 1 times, then a linear: x (B, pixels) -> logits (B, classes).
 
     Arms begin with the same weights for the same seed. With `residual`, all but the first block add
     to the stream.
@@ -89,7 +87,8 @@ class NormMLP(nn.Module):
         sizes = [int(np.prod(IMAGE)), *[width] * (depth - 1)]
         torch.manual_seed(seed)
         self.linears = nn.ModuleList(linear(a, b) for a, b in pairwise(sizes))
-        self.head, self.residual = nn.Linear(width, CLASSES), residual
+        self.head = nn.Linear(width, CLASSES)
+        self.residual = residual
         self.norms = nn.ModuleList(norm(width, bias=True) for _ in self.linears)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +99,7 @@ class NormMLP(nn.Module):
 
     @torch.no_grad()
     def inputs(self, x: Tensor) -> Tensor:
-        """Of the input of each linear: its mean, and its norm averaged over images; (depth, 2)."""
+        """Return mean and norm, averaged over images, of each linear's input: (depth, 2)."""
         seen = []
 
         def note(module: nn.Module, args: tuple, y: Tensor) -> None:
@@ -114,7 +113,7 @@ class NormMLP(nn.Module):
 
 
 def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(images (count, pixels) float64 in 0 .. 1, classes (count,))."""
+    """Draw images (count, pixels), float64 in 0 .. 1, and their classes (count,)."""
     generator = torch.Generator().manual_seed(seed)
 
     def fields(n: int) -> Tensor:  # smooth: 4 x 4 random numbers a channel, enlarged
@@ -128,7 +127,7 @@ def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: NormMLP, config: MLPConfig, seed: int, optimizer: str = "sgd") -> Iterator[float]:
-    """Train in place; the mean loss of each epoch.
+    """Train in place; yield the mean loss of each epoch.
 
     The images and their order are functions of the seed alone.
     """
@@ -138,7 +137,8 @@ def train(model: NormMLP, config: MLPConfig, seed: int, optimizer: str = "sgd") 
         "sgd": lambda p: torch.optim.SGD(p, config.learning_rate, momentum=0.9, weight_decay=1e-4),
         "adamw": lambda p: torch.optim.AdamW(p, config.learning_rate / 10, weight_decay=0.1),
     }
-    update, order = make[optimizer](model.parameters()), torch.Generator().manual_seed(seed)
+    update = make[optimizer](model.parameters())
+    order = torch.Generator().manual_seed(seed)
     for _ in range(config.epochs):
         total = 0.0
         batches = torch.randperm(config.images, generator=order).split(config.batch_size)

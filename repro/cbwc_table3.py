@@ -1,5 +1,4 @@
-"""The paper's Table 3 beside ours, and the same counts for many more architectures, each with a
-certificate.
+"""Compare the paper's Table 3 with ours, and count for many more architectures.
 
     python repro/cbwc_table3.py --out=results/fold
         everything: README.md, models.jsonl
@@ -7,8 +6,8 @@ certificate.
         counts by the paper's rules alone, on the screen
 
 Models have random weights, small widths and, for the table, the full number of layers; gains,
-biases and means are moved away from their initial values. Every fold is checked in float64 on given
-and fresh inputs and weights.
+biases and means are moved away from their initial values. Every fold has a certificate: it is
+checked in float64, on given and on new inputs and weights.
 """
 
 import json

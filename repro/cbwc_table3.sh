@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Table 3 of "Enjoy Your Layer Normalization" beside our counts, and the same for many more
+# Table 3 of "Enjoy Your Layer Normalization" with our counts, and the same for many more
 # architectures. Writes results/fold/. A few minutes on two CPU cores; needs transformers.
 #
 #   repro/cbwc_table3.sh [--key=value ...]

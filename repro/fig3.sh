@@ -8,7 +8,7 @@
 # Models are named as everywhere: runs, folders, hub names. Writes RESULTS (results/fig3): a picture
 # for each, sizes.jsonl with spread and quantiles, the first token apart, ratios, and what
 # posthoc/rms_stats.py suggests. The paper has alpha = 1.09 for Qwen and 1.1 for Llama, and the
-# first 1 and 4 layers standard.
+# first 1 and 4 layers not coupled.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 [ $# -gt 0 ] || { usage; exit 2; }

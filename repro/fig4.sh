@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # CoupledNorm's Figure 4 (Loretz & Hochreiter 2026): one step of Qwen3-1.7B at batch 8 under the
-# profiler, norms flagged; here with both fused arms beside the paper's two. On a GPU. Writes
-# results/h200/trace/ (or OUT): a Chrome trace for each arm, a picture; prints kernels per block,
-# and whether they are as many as the launch ledger counts.
+# profiler, norms marked; here with both fused arms in addition to the paper's two. On a GPU. Writes
+# results/h200/trace/ (or OUT): a Chrome trace for each arm, and a picture; prints kernels per
+# block, and whether their number is that of the launch ledger.
 #
 #   repro/fig4.sh [--key=value ...]
 set -euo pipefail

@@ -1,5 +1,6 @@
-"""Small models with random weights, for counting and folding their LayerNorms: the seven of the
-paper's Table 3 with their full number of layers, and many more of other shapes.
+"""Build small models with random weights, to count and fold their LayerNorms.
+
+They are the seven of the paper's Table 3 with their full number of layers, and many others.
 
     build(name) -> (model in float64 and eval mode, every gain, bias and mean moved away from its
                     initial value; inputs)

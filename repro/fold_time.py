@@ -1,4 +1,4 @@
-"""What folding GPT-2 124M costs: CPU seconds of each part, and parameter bytes before and after.
+"""Measure what folding GPT-2 124M costs: CPU seconds of each part, and bytes of parameters.
 
     python repro/fold_time.py --out=results/fold/time.jsonl
 

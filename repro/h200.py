@@ -1,15 +1,14 @@
-"""What was aimed at on an H200 beside what was measured: README.md and targets.png of a folder that
-h200.sh filled.
+"""Compare what was measured on an H200 with what was aimed at.
 
     python repro/h200.py results/h200
-        render (the last step of h200.sh)
+        write README.md and targets.png into a folder that h200.sh filled (its last step)
     python repro/h200.py --keep RUN results/h200/distill/distill.jsonl NAME
-        what a run's log says at its end
+        append the end of a run's log to a file
 
-Aims were set before anything was measured there, most from the papers' own figures. An aim is met
-when the whole 95 % interval lies on its good side, missed when all of it lies on the other, and
-open between; a figure without an interval is judged by itself. Where an aim holds for several
-sizes, the row shows the worst of them.
+Aims were set before anything was measured there, most of them from the papers' own figures. An aim
+is met if the whole 95 % interval is at or above it, missed if all of it is below, and otherwise
+open; a figure without an interval is judged by itself. Where an aim holds for several sizes, the
+row shows the worst of them.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,38 +29,44 @@ from common.stats import median_ratio, paired_ratio
 from evidence.runs import read_log
 
 Line = dict[str, Any]
-WIDE = 2048  # channels from which on a norm's aim is the higher one
-FILE = "its file"  # under this name a line has the file that it comes from
+WIDE = 2048  # with this many channels or more, a norm's aim is the higher one
+FILE = "its file"  # the key under which a line has the file that it comes from
 TITLE = "# Measured on the GPU, beside what was aimed at"
 VERDICTS = ("met", "open", "missed", "stated", "not measured")
 
 
 @dataclass(frozen=True)
 class Target:
-    """One aim, or a figure to be stated without one (aim None). value None: not measured."""
+    """One row of the report: an aim and what was measured."""
 
     area: str
     what: str
-    aim: float | None
-    value: float | None = None
+    aim: float | None  # None for a figure that is only stated
+    value: float | None = None  # None for not measured
     low: float | None = None
     high: float | None = None
-    line: Line | None = None
+    line: Line | None = None  # where the figure comes from
     note: str = ""
     form: str = "{:.3f}x"
 
     @property
     def verdict(self) -> str:
+        """One of VERDICTS."""
         if self.value is None:
             return "not measured"
         if self.aim is None:
             return "stated"
-        low, high = (self.value if end is None else end for end in (self.low, self.high))
-        return "met" if low >= self.aim else "missed" if high < self.aim else "open"
+        low = self.value if self.low is None else self.low
+        high = self.value if self.high is None else self.high
+        if low >= self.aim:
+            return "met"
+        if high < self.aim:
+            return "missed"
+        return "open"
 
 
 def figures(folder: Path, *names: str) -> list[Line]:
-    """The lines of these files, each with the name of its own."""
+    """Read the lines of these files; each has its file's name under FILE."""
     return [line | {FILE: name} for name in names for line in read_json(folder / name)]
 
 
@@ -74,26 +79,41 @@ def row(
     note: str = "",
     form: str = "{:.3f}x",
 ) -> Target:
-    """A row from a figure, or from one with its interval; not measured without either."""
+    """Make a row from a figure, or from a figure with its interval.
+
+    Without a line or without a figure, the row is not measured.
+    """
     if line is None or ratio is None:
         return Target(area, what, aim, form=form)
     if not isinstance(ratio, dict):
         return Target(area, what, aim, ratio, line=line, note=note, form=form)
-    return Target(area, what, aim, middle(ratio), ratio["low"], ratio["high"], line, note, form)
+    return Target(
+        area,
+        what,
+        aim,
+        value=middle(ratio),
+        low=ratio["low"],
+        high=ratio["high"],
+        line=line,
+        note=note,
+        form=form,
+    )
 
 
 def worst(rows: list[Target]) -> Target:
-    """A missed row before an open one before one that is met; of several the one furthest below its
-    aim.
-    """
+    """Return the worst row: missed, else open, else met; of several the furthest below its aim."""
     order = ("missed", "open", "met", "stated", "not measured")
-    return min(rows, key=lambda row: (order.index(row.verdict), (row.value or 0) / (row.aim or 1)))
+
+    def badness(row: Target) -> tuple[int, float]:
+        return order.index(row.verdict), (row.value or 0) / (row.aim or 1)
+
+    return min(rows, key=badness)
 
 
 # ------------------------------------------------------------------------------------------ kernels
 
 SHARE = "{:.0%}"
-# (operator, phase) -> share of copy bandwidth at WIDE channels or more, and below
+# (operator, phase) -> aimed share of a copy's bandwidth, at WIDE channels or more and at fewer.
 SHARES = {
     ("rms_norm", "forward"): (0.90, 0.82),
     ("layer_norm", "forward"): (0.90, 0.82),
@@ -117,34 +137,15 @@ OPERATORS = (
 
 
 def kernels(folder: Path) -> Iterator[Target]:
-    """Shares of the bandwidth of a copy in the same run, and the fastest of others' kernels."""
+    """Yield shares of a copy's bandwidth in the same run, and times of other implementations."""
     points = figures(folder, "kernels/norms/kernels.jsonl", "kernels/coupled/kernels.jsonl")
-    for (operator, phase), aims in SHARES.items():
+    for (operator, phase), (wide_aim, narrow_aim) in SHARES.items():
         its = [line for line in points if (line["operator"], line["phase"]) == (operator, phase)]
-        for aim, is_wide in zip(aims, (True, False)):
-            what = (
-                f"{operator} {phase}, share of a copy's bandwidth, "
-                f"C {'>=' if is_wide else '<'} {WIDE}"
-            )
-            found = []
-            for line in (line for line in its if (line["channels"] >= WIDE) == is_wide):
-                share, (low, high) = (
-                    line["share"][line["ours"]],
-                    line["share_interval"][line["ours"]],
-                )
-                note = f"worst at C = {line['channels']}"
-                found.append(
-                    row(
-                        "kernels",
-                        what,
-                        aim,
-                        line,
-                        {"median": share, "low": low, "high": high},
-                        note,
-                        SHARE,
-                    )
-                )
-            yield worst(found or [row("kernels", what, aim, form=SHARE)])
+        wide = [line for line in its if line["channels"] >= WIDE]
+        narrow = [line for line in its if line["channels"] < WIDE]
+        what = f"{operator} {phase}, share of a copy's bandwidth, C"
+        yield share_of_copy(wide, f"{what} >= {WIDE}", wide_aim)
+        yield share_of_copy(narrow, f"{what} < {WIDE}", narrow_aim)
     for operator in OPERATORS:
         yield against(
             points,
@@ -168,41 +169,49 @@ def kernels(folder: Path) -> Iterator[Target]:
     )
 
 
+def share_of_copy(lines: list[Line], what: str, aim: float) -> Target:
+    """Return our kernel's share of a copy's bandwidth, at the size where it is worst."""
+    found = []
+    for line in lines:
+        low, high = line["share_interval"][line["ours"]]
+        share = {"median": line["share"][line["ours"]], "low": low, "high": high}
+        note = f"worst at C = {line['channels']}"
+        found.append(row("kernels", what, aim, line, share, note, SHARE))
+    return worst(found or [row("kernels", what, aim, form=SHARE)])
+
+
 def against(
-    points: list[Line], what: str, aim: float, wanted: Callable[[Line, str], bool]
+    points: list[Line], what: str, aim: float, counts: Callable[[Line, str], bool]
 ) -> Target:
-    """Time of other implementations over that of ours, at the point where we are worst; and who
-    they are.
+    """Return other implementations' time over ours, where we are worst; the note names them.
+
+    Args:
+        counts: whether an implementation at a point takes part, from the line and its name.
     """
     pairs = [
         (line, name, ratio)
         for line in points
         for name, ratio in line["time_over_ours"].items()
-        if wanted(line, name)
+        if counts(line, name)
     ]
     others = ", ".join(dict.fromkeys(name for _, name, _ in pairs))
-    found = [
-        row(
-            "kernels",
-            what,
-            aim,
-            line,
-            ratio,
-            f"worst: {name}, {line['phase']}, C = {line['channels']}; of {others}",
-        )
-        for line, name, ratio in pairs
-    ]
+    found = []
+    for line, name, ratio in pairs:
+        note = f"worst: {name}, {line['phase']}, C = {line['channels']}; of {others}"
+        found.append(row("kernels", what, aim, line, ratio, note))
     return worst(found or [row("kernels", what, aim)])
 
 
 # ----------------------------------------------------------------------------------- training speed
 
-FOLD, CONTROL = "coupled coupled_impl=fold", "rms-no-mlp-gamma"
+FOLD = "coupled coupled_impl=fold"
+CONTROL = "rms-no-mlp-gamma"
 
 
 def training(folder: Path) -> Iterator[Target]:
-    """Speed of training steps, 124 M, bfloat16, compiled, by residual stream and options of the
-    compiler.
+    """Yield the speed of training steps (124 M parameters, bfloat16, compiled).
+
+    By residual stream and options of the compiler.
     """
     aims = (
         (FOLD, "rms", 1.012),
@@ -217,13 +226,16 @@ def training(folder: Path) -> Iterator[Target]:
         ("train_autotuned", "bfloat16 stream, autotuned products"),
     ):
         lines = figures(folder, f"{name}/steps.jsonl")
-        # nanoGPT's stream is float32
-        for arm, base, aim in (*aims, *(nanogpt if name == "train" else ())):
+        pairs = aims
+        if name == "train":
+            pairs += nanogpt  # its stream is float32, too
+        for arm, base, aim in pairs:
             goal = " (goal)" if aim == 1.3 else ""
             yield faster(lines, arm, base, aim, f"{arm} over {base}, tokens/s, {label}{goal}")
         rms = next((line for line in lines if line["arm"] == "rms"), None)
+        mfu = rms["mfu"] if rms else None
         note = f"{rms['tokens_per_s']:,.0f} tokens/s" if rms else ""
-        yield row("training", f"rms, MFU, {label}", 0.45, rms, rms and rms["mfu"], note, "{:.1%}")
+        yield row("training", f"rms, MFU, {label}", 0.45, rms, mfu, note, "{:.1%}")
     lines = figures(folder, "train_kernels/steps.jsonl")
     for norm in ("rms", "coupled"):
         yield faster(
@@ -236,7 +248,7 @@ def training(folder: Path) -> Iterator[Target]:
 
 
 def faster(lines: list[Line], arm: str, base: str, aim: float | None, what: str) -> Target:
-    """Speed of one arm over another's, from the times of the same rounds."""
+    """Return the speed of one arm over another's, from the times of the same rounds."""
     arms = {line["arm"]: line for line in lines}
     if not {arm, base} <= arms.keys():
         return row("training", what, aim)
@@ -246,51 +258,64 @@ def faster(lines: list[Line], arm: str, base: str, aim: float | None, what: str)
 
 # ----------------------------------------------------------------------------------------- decoding
 
-# model -> B/A, D/A, share of the bandwidth floor of D, D over Hugging Face's eager generate
+
+class DecodingAims(NamedTuple):
+    """Aims for one model at batch 1; the arms are those of decode/arms.py."""
+
+    paper: float  # B/A
+    fused: float  # D/A
+    share: float  # of the bandwidth floor, for D
+    eager: float  # D over Hugging Face's eager generate
+
+
 DECODING = {
-    "qwen3-0.6b": (1.03, 1.35, 0.53, 16),
-    "qwen3-1.7b": (1.03, 1.17, 0.74, 8),
-    "qwen3-8b": (1.01, 1.06, 0.88, 2.8),
-    "llama3.2-1b": (1.01, 1.11, 0.77, 5),
-    "llama3.2-3b": (1.01, 1.08, 0.83, 3.5),
+    "qwen3-0.6b": DecodingAims(paper=1.03, fused=1.35, share=0.53, eager=16),
+    "qwen3-1.7b": DecodingAims(paper=1.03, fused=1.17, share=0.74, eager=8),
+    "qwen3-8b": DecodingAims(paper=1.01, fused=1.06, share=0.88, eager=2.8),
+    "llama3.2-1b": DecodingAims(paper=1.01, fused=1.11, share=0.77, eager=5),
+    "llama3.2-3b": DecodingAims(paper=1.01, fused=1.08, share=0.83, eager=3.5),
 }
 
 
 def decoding(folder: Path) -> Iterator[Target]:
-    """A decoded token at batch 1.
+    """Yield the speed of decoding a token at batch 1.
 
-    D/A stands with D/C, which alone is the shared statistic's merit.
+    D/A is shown with D/C, which alone is the merit of the shared statistic.
     """
     lines = {
         line["model"]: line for line in figures(folder, "decode/decode.jsonl") if line["batch"] == 1
     }
-    for model, (paper, fused, share, eager) in DECODING.items():
+    for model, aims in DECODING.items():
         line = lines.get(f"random:{model}")
         ratios = line["speed_ups"] if line else {}
-        twin = next((name for name in ratios if name.startswith("A/A/")), "")
+        # The control copy of an arm is named after the arm.
+        control = next((name for name in ratios if name.startswith("A/A/")), "")
         note = f"{line['rounds']} rounds of {line['tokens']} tokens" if line else ""
         for pair, aim, title in (
-            ("coupled/rms", paper, "B/A"),
-            ("coupled_fused/rms", fused, "D/A"),
+            ("coupled/rms", aims.paper, "B/A"),
+            ("coupled_fused/rms", aims.fused, "D/A"),
             ("coupled_fused/rms_fused", None, "D/C"),
-            (twin, None, "A/A"),
-            ("coupled_fused/hf_eager", eager, "D over Hugging Face eager"),
+            (control, None, "A/A"),
+            ("coupled_fused/hf_eager", aims.eager, "D over Hugging Face eager"),
         ):
             yield row("decoding", f"{model}, {title}, batch 1", aim, line, ratios.get(pair), note)
-        what, ratio = f"{model}, D's share of the bandwidth floor, batch 1", None
-        name = line and min(
-            (name for name in ("coupled_fused", "coupled_fused_tuned") if name in line["arms"]),
-            key=lambda name: line["arms"][name]["ms_per_token"],
-            default=None,
+        yield share_of_floor(
+            line, f"{model}, D's share of the bandwidth floor, batch 1", aims.share
         )
-        if name:
-            floor, times = (
-                line["floor_bytes"] / line["bandwidth"] * (line["tokens"] - 1),
-                line["seconds"][name],
-            )
-            ratio = median_ratio([floor] * len(times), times)
-            note = f"{line['arms'][name]['ms_per_token']:.3f} ms/token"
-        yield row("decoding", what, share, line, ratio, note, SHARE)
+
+
+def share_of_floor(line: Line | None, what: str, aim: float) -> Target:
+    """Return the bandwidth floor's time over that of the faster of the two D arms."""
+    measured = line["arms"] if line else {}
+    names = [name for name in ("coupled_fused", "coupled_fused_tuned") if name in measured]
+    if not names:
+        return row("decoding", what, aim, form=SHARE)
+    name = min(names, key=lambda name: measured[name]["ms_per_token"])
+    times = line["seconds"][name]
+    floor = line["floor_bytes"] / line["bandwidth"] * (line["tokens"] - 1)  # seconds
+    ratio = median_ratio([floor] * len(times), times)
+    note = f"{measured[name]['ms_per_token']:.3f} ms/token"
+    return row("decoding", what, aim, line, ratio, note, SHARE)
 
 
 # -------------------------------------------------------------------------- taper, fold, distilling
@@ -299,7 +324,7 @@ SIZES = 6  # of TaperNorm's protocol
 
 
 def tapering(folder: Path) -> Iterator[Target]:
-    """TaperNorm's protocol: the worst of its sizes, once all of them are there."""
+    """Yield TaperNorm's protocol: the worst of its sizes, once all of them are measured."""
     lines = figures(folder, "taper/last_token.jsonl")
     for pair, mode, aim in (
         ("taper/rms", "eager", 1.15),
@@ -310,22 +335,15 @@ def tapering(folder: Path) -> Iterator[Target]:
         ("taper_folded/rms", "cached, CUDA graph", None),
     ):
         what = f"{pair.replace('/', ' over ')}, {mode}"
-        found = [
-            row(
-                "taper",
-                what,
-                aim,
-                line,
-                line["speed_up"][pair],
-                f"worst at batch {line['batch']}, context {line['context']}",
-            )
-            for line in lines
-            if line["mode"] == mode
-        ]
+        found = []
+        for line in lines:
+            if line["mode"] == mode:
+                note = f"worst at batch {line['batch']}, context {line['context']}"
+                found.append(row("taper", what, aim, line, line["speed_up"][pair], note))
         yield worst(found) if len(found) >= SIZES else row("taper", what, aim)
 
 
-# shape -> per cent of time that the CBWC paper's protocol saves, by length; of OPT it gives a range
+# Shape -> length -> per cent of time that the CBWC paper's protocol saves. Its OPT is a range.
 FOLDING = {
     "gpt2": {256: 4.2, 1024: 8.5, 4096: 13.9},
     "bert": {256: 6.9, 1024: 10.6, 4096: 18.5},
@@ -334,73 +352,63 @@ FOLDING = {
 
 
 def folding(folder: Path) -> Iterator[Target]:
-    """LayerNorms folded: time saved by the paper's protocol, one arm after the other, eager; then
-    paired rounds. Where not all norms fold (BERT), the paper's figures are of all norms swapped,
-    which is another function.
+    """Yield what folding LayerNorms saves: by the paper's protocol, and in paired rounds.
+
+    The paper's protocol runs one arm after the other, eager. Where not all norms fold (BERT), the
+    paper's figures are of all norms swapped, which is another function.
     """
     for shape, aims in FOLDING.items():
         lines = {
             (line["mode"], line["length"]): line for line in figures(folder, f"fold/{shape}.jsonl")
         }
         for length, aim in aims.items():
-            line, what = (
-                lines.get(("eager", length)),
-                f"{shape}, {length} tokens: time saved by the paper's protocol",
-            )
+            line = lines.get(("eager", length))
+            what = f"{shape}, {length} tokens: time saved by the paper's protocol"
+            note = "one figure, no interval"
+            form = "{:.1%}"
             saved = line["sequential"] if line else {}
-            note, form = "one figure, no interval", "{:.1%}"
+            value = saved.get("saved")
             if "saved_swapped" in saved:
-                yield row("fold", f"{what}, folded exactly", None, line, saved["saved"], note, form)
+                yield row("fold", f"{what}, folded exactly", None, line, value, note, form)
+                value = saved["saved_swapped"]
                 note += "; all norms swapped, not the same function"
-            yield row(
-                "fold",
-                what,
-                aim / 100,
-                line,
-                saved.get("saved_swapped", saved.get("saved")),
-                note,
-                form,
-            )
+            yield row("fold", what, aim / 100, line, value, note, form)
             for mode in ("eager", "compiled", "graph"):
                 line = lines.get((mode, length))
                 ratio = line["before / after"]["mean"] if line else None
-                yield row(
-                    "fold",
-                    f"{shape}, {length} tokens: speed-up, {mode}, paired rounds",
-                    None,
-                    line,
-                    ratio,
-                )
+                what = f"{shape}, {length} tokens: speed-up, {mode}, paired rounds"
+                yield row("fold", what, None, line, ratio)
 
 
 def distilling(folder: Path) -> Iterator[Target]:
-    """Tokens/s and memory of the post-hoc conversion.
+    """Yield tokens/s and memory of the post-hoc conversion.
 
-    The larger model has to fit a GPU of 141 GB.
+    The larger model has to fit on a GPU of 141 GB.
     """
     lines = {line["model"]: line for line in figures(folder, "distill/distill.jsonl")}
     for model in ("qwen3-0.6b", "qwen3-8b"):
         line = lines.get(model, {})
-        speed, peak = line.get("tok_per_s"), line.get("peak_bytes")
+        speed = line.get("tok_per_s")
+        peak = line.get("peak_bytes")
         yield row("distilling", f"{model}, tokens/s", None, line, speed, form="{:,.0f}")
-        share, note = (141e9 / peak, f"peak {peak / 1e9:.1f} GB") if peak else (None, "")
+        share = 141e9 / peak if peak else None
+        note = f"peak {peak / 1e9:.1f} GB" if peak else ""
         yield row("distilling", f"{model}, 141 GB over the peak memory", 1.0, line, share, note)
 
 
 def rows_of(folder: Path) -> list[Target]:
-    """All rows.
-
-    Figures that are only to be stated stand there once anything of their area has been measured.
-    """
-    found = [
-        list(area(folder)) for area in (kernels, training, decoding, tapering, folding, distilling)
-    ]
-    return [one for rows in found for one in rows if one.aim is not None or is_begun(one, rows)]
+    """Return all rows; those without an aim only if they have been measured (see is_begun)."""
+    found = []
+    for area in (kernels, training, decoding, tapering, folding, distilling):
+        rows = list(area(folder))
+        found += [row for row in rows if row.aim is not None or is_begun(row, rows)]
+    return found
 
 
 def is_begun(one: Target, rows: list[Target]) -> bool:
-    """Whether it has been measured, or, in decoding, anything of its model: D/A never stands
-    without D/C.
+    """Has the row been measured or, in decoding, any row of its model?
+
+    D/A is never shown without D/C.
     """
     subject = one.what.partition(",")[0] if one.area == "decoding" else one.what
     return any(
@@ -412,7 +420,7 @@ def is_begun(one: Target, rows: list[Target]) -> bool:
 
 
 def render(folder: Path) -> list[Target]:
-    """Write README.md and targets.png into the folder, from the files there; the rows.
+    """Write README.md and targets.png into the folder, from the files there; return the rows.
 
     Raises UserError.
     """
@@ -429,15 +437,13 @@ def render(folder: Path) -> list[Target]:
 
 
 def counted(rows: list[Target]) -> dict[str, int]:
-    """How many rows have each verdict."""
-    words = [row.verdict for row in rows]
-    return {word: words.count(word) for word in VERDICTS}
+    """Count the rows of each verdict."""
+    verdicts = [row.verdict for row in rows]
+    return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
 
 def text_of(folder: Path, rows: list[Target], drawn: bool) -> str:
-    """README.md of the folder: a table for each area, the reports beside it, the last attempt at
-    each stage.
-    """
+    """Return README.md: a table for each area, links to reports, the last attempt at each stage."""
     count = counted(rows)
     lines = [
         TITLE,
@@ -498,20 +504,22 @@ def text_of(folder: Path, rows: list[Target], drawn: bool) -> str:
 
 
 def cells(row: Target) -> tuple[str, ...]:
-    values = [
-        "" if value is None else row.form.format(value)
-        for value in (row.aim, row.value, row.low, row.high)
-    ]
-    interval = f"{values[2]} .. {values[3]}" if values[2] else ""
+    """Return the cells of one row."""
+
+    def shown(value: float | None) -> str:
+        return "" if value is None else row.form.format(value)
+
+    interval = "" if row.low is None else f"{shown(row.low)} .. {shown(row.high)}"
+    aim = "" if row.aim is None else f">= {shown(row.aim)}"
     line = row.line or {}
     commit = line.get("git") or "unknown"
-    changed = "+" if commit.endswith("+") else ""
+    changed = "+" if "+" in commit else ""
     place = f"{commit.rstrip('+')[:8]}{changed}, {line.get('device')}" if line else ""
     origin = f"[{line[FILE]}]({line[FILE]})" if line else ""
     return (
         row.what,
-        f">= {values[0]}" if values[0] else "",
-        values[1],
+        aim,
+        shown(row.value),
         interval,
         row.verdict,
         row.note,
@@ -521,8 +529,9 @@ def cells(row: Target) -> tuple[str, ...]:
 
 
 def plot(rows: list[Target], target: Path) -> bool:
-    """Measured over aimed at, with its interval, a line for each aim that was measured; False where
-    there is none.
+    """Draw measured over aimed at, one line for each aim that was measured.
+
+    False if none was; then nothing is drawn.
     """
     shown = [row for row in rows if row.aim and row.value is not None]
     if not shown:
@@ -532,9 +541,8 @@ def plot(rows: list[Target], target: Path) -> bool:
     for index, row in enumerate(shown):
         color, marker = STYLES[areas.index(row.area) % len(STYLES)]
         if row.low is not None:
-            axis.plot(
-                [row.low / row.aim, row.high / row.aim], [-index, -index], color=color, linewidth=2
-            )
+            interval = [row.low / row.aim, row.high / row.aim]
+            axis.plot(interval, [-index, -index], color=color, linewidth=2)
         axis.plot(
             row.value / row.aim,
             -index,
@@ -557,7 +565,7 @@ def plot(rows: list[Target], target: Path) -> bool:
 
 
 def keep(run: Path, target: Path, name: str) -> None:
-    """The place and the end of a run's log as a line of `target`.
+    """Append the place and the end of a run's log to `target`, as one line.
 
     Raises UserError for a run that did not end well.
     """
@@ -569,12 +577,15 @@ def keep(run: Path, target: Path, name: str) -> None:
 
 
 def main(argv: list[str]) -> None:
+    """Run the program with these command-line arguments."""
     if argv[:1] == ["--keep"] and len(argv) == 4:
-        return keep(Path(argv[1]), Path(argv[2]), argv[3])
+        keep(Path(argv[1]), Path(argv[2]), argv[3])
+        return
     if argv[:1] in (["--help"], ["-h"]):
-        return print(__doc__)
+        print(__doc__)
+        return
     if len(argv) != 1 or not Path(argv[0]).is_dir():
-        raise ConfigError("h200.py wants the folder that h200.sh filled")
+        raise ConfigError("h200.py needs the folder that h200.sh filled")
     print(json.dumps({"targets": counted(render(Path(argv[0]))), "out": argv[0]}))
 
 

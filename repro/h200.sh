@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Every figure that wants an H200, one command each; what is done is not done again.
+# Every figure that needs an H200, one command each; a stage that is done is skipped.
 #
-#   repro/h200.sh                        all that is left, in the order in which figures are wanted
+#   repro/h200.sh                        all that is left, the most important figures first
 #   repro/h200.sh train 'decode-qwen*'   these stages, done before or not
 #   repro/h200.sh --list                 the stages, their state, their minutes and their commands
 #   MINUTES=9.5 repro/h200.sh            begin nothing that will not be over by then (0: no such

@@ -1,4 +1,4 @@
-"""Table of the four mygpt runs beside the chapter's figures (a step of mygpt.sh).
+"""Compare the four mygpt runs with the chapter's figures in one table (a step of mygpt.sh).
 
     python repro/mygpt_table.py RUNS TARGET
 
@@ -16,7 +16,8 @@ from common.output import write_bytes_atomically
 from evidence.runs import read_log
 
 STEPS = (1, 500, 1000, 1500, 2000)
-# Printed in the chapter, sections 24.8 and 24.9 (training loss of one batch, on an Apple GPU).
+# Norm type -> parameters, and training loss of one batch at each of STEPS. As printed in the
+# chapter, sections 24.8 and 24.9 (on an Apple GPU).
 CHAPTER = {
     "layer": (207296, (41.0367, 2.5944, 2.3529, 2.1795, 2.0785)),
     "rms": (206720, (41.2164, 2.5935, 2.3517, 2.1689, 2.0752)),
@@ -24,17 +25,16 @@ CHAPTER = {
 
 
 def row(name: str, params: int, losses: tuple[float, ...], val: str, commit: str) -> str:
-    return (
-        f"| {name} | {params:,} | "
-        + " | ".join(f"{loss:.4f}" for loss in losses)
-        + f" | {val} | {commit} |"
-    )
+    """Return one line of the table."""
+    shown = " | ".join(f"{loss:.4f}" for loss in losses)
+    return f"| {name} | {params:,} | {shown} | {val} | {commit} |"
 
 
 def main(argv: list[str]) -> None:
+    """Copy the logs and write the table."""
     if len(argv) != 2:
         raise ConfigError(
-            "mygpt_table.py wants two words: the folder of the four runs, and one for the results"
+            "mygpt_table.py needs two arguments: the folder of the four runs, one for the results"
         )
     runs, target = map(Path, argv)
     target.mkdir(parents=True, exist_ok=True)
@@ -56,16 +56,19 @@ def main(argv: list[str]) -> None:
             if STEPS[-1] not in losses:
                 raise UserError(f"{source}: ends before step {STEPS[-1]}: run repro/mygpt.sh again")
             val = [record["val_loss"] for record in log if record["event"] == "eval"][-1]
-            final[norm] = losses[2000], val
-            at_steps, commit = tuple(losses[step] for step in STEPS), log[0]["git"]
-            short = commit[:7] + commit[40:]  # + where the tree had uncommitted changes
+            final[norm] = (losses[2000], val)
+            at_steps = tuple(losses[step] for step in STEPS)
+            commit = log[0]["git"]
+            short = commit[:7] + commit[40:]  # with a + if the tree had uncommitted changes
             lines.append(
                 row(f"init={init}, {norm}", log[0]["n_params"], at_steps, f"{val:.4f}", short)
             )
-        apart = [f"{abs(a / b - 1):.2%}" for a, b in zip(final["layer"], final["rms"], strict=True)]
+        train, val = (
+            f"{abs(a / b - 1):.2%}" for a, b in zip(final["layer"], final["rms"], strict=True)
+        )
         findings.append(
-            f"- init={init}: the last training losses of layer and rms are {apart[0]} apart, their "
-            f"val losses {apart[1]}."
+            f"- init={init}: the last training losses of layer and rms are {train} apart, their "
+            f"val losses {val}."
         )
     start = log[0]
     about = (

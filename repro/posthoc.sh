@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# CoupledNorm in a model that is trained already, from the first step to the table, on one CPU core
+# CoupledNorm in a model that is already trained, from the first step to the table, on one CPU core
 # (results/cpu/posthoc).
 #
 #   repro/posthoc.sh FOLDER   FOLDER holds openstax_ccby_train.jsonl.xz and
@@ -12,11 +12,11 @@
 #    suggested one
 # 4. the control: the teacher trained on, on the same text, for as many tokens and with the same
 #    settings
-# 5. two small models more, to see whether the suggested alpha is near the best there is in all
+# 5. two more small models, to see whether the suggested alpha is near the best there is in all
 #    three
 # 6. KL and val loss of all of them on all held-out documents, paired by window
 #
-# About two hours on a free core. What is done already is not done again.
+# About two hours on a free core. Steps that are done already are skipped.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 [ $# -gt 0 ] || { usage; exit 2; }
@@ -25,7 +25,7 @@ source=$1 out=${OUT:-out/posthoc} results=${RESULTS:-results/cpu/posthoc}
 mkdir -p "$out" "$results"
 for half in a b; do
   [ -f "$out/text_$half/meta.json" ] && continue
-  # b in random order: whoever reads some of it, from its beginning, then reads of all books
+  # b in random order, so that its beginning has documents of all books
   "$PYTHON" -c 'import lzma, random, sys
 half, source, target = sys.argv[1:]
 lines = lzma.open(source, "rt", encoding="utf-8").readlines()[half == "b" :: 2]

@@ -1,12 +1,11 @@
-"""Is the suggested alpha near the best there is, and the suggested coupled_first the smallest
-within its budget?
+"""Check the suggested alpha: is it near the best one?
 
     python repro/posthoc_alpha.py results/cpu/posthoc/alpha.jsonl TEXT MODEL [MODEL ...]
         (a step of posthoc.sh)
 
-Half the windows of TEXT suggest. On the other half, for every k < L, the KL at the suggested alpha
-is compared with the lowest of a grid of 0.01 that reaches 0.1 to both sides. One line a model and
-k.
+Half the windows of TEXT suggest coupled_first and alpha. On the other half, for every k < L, the KL
+at the suggested alpha is compared with the lowest KL on a grid of step 0.01 that reaches 0.1 to
+both sides. One line for each model and k.
 """
 
 import json
@@ -22,13 +21,17 @@ from common.errors import ConfigError, run_program
 from load import load_model
 from posthoc.coupling import GRID, Calibration, suggest_first, text_windows
 
-WINDOWS, LENGTH, BUDGET, REACH = 32, 256, 0.01, 10
+WINDOWS = 32
+LENGTH = 256  # tokens of a window
+BUDGET = 0.01  # of KL, nats a token
+REACH = 10  # steps of the grid to either side
 
 
 def main(argv: list[str]) -> None:
+    """Write one line for each model and k."""
     if len(argv) < 3:
         raise ConfigError(
-            "posthoc_alpha.py wants a file for the results, a file of text, and models"
+            "posthoc_alpha.py needs a file for the results, a file of text, and models"
         )
     target, text, *specs = argv
     with open(target, "w", encoding="utf-8") as file:
@@ -36,14 +39,13 @@ def main(argv: list[str]) -> None:
             model = load_model(spec)
             faster_float32_products(model.config.n_embd, model.config.head_channels)
             windows = text_windows(text, model.meta, min(LENGTH, model.config.block_size), WINDOWS)
-            calibration, judge = (Calibration(model, windows[start::2]) for start in (0, 1))
+            calibration = Calibration(model, windows[0::2])
+            judge = Calibration(model, windows[1::2])
             first, choices = suggest_first(calibration, BUDGET)
             for k, choice in enumerate(choices[:-1]):
                 held_out = judge.kl(choice.plan, choice.alpha)
-                points = range(
-                    max(1, round(choice.alpha / GRID) - REACH),
-                    round(choice.alpha / GRID) + REACH + 1,
-                )
+                nearest = round(choice.alpha / GRID)
+                points = range(max(1, nearest - REACH), nearest + REACH + 1)
                 grid = {point * GRID: judge.kl(choice.plan, point * GRID) for point in points}
                 best = min(grid, key=grid.get)
                 layers = calibration.alpha(choice.plan)

@@ -33,8 +33,17 @@ CALIBRATION = 16  # windows
 
 
 def all_windows(text: str, meta: dict, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token ids (N, length), number of the document (N,)): every document's whole windows."""
-    tokenizer, windows, documents = load_tokenizer(meta), [], []
+    """Return every document's whole windows.
+
+    Returns:
+        Token ids (N, length), and the number of each window's document (N,).
+
+    Raises:
+        ConfigError: fewer than two documents are long enough.
+    """
+    tokenizer = load_tokenizer(meta)
+    windows = []
+    documents: list[int] = []
     for number, document in enumerate(read_files(input_files(text))):
         ids = torch.tensor(tokenizer.encode_ordinary(document.text), dtype=torch.long)
         windows.append(ids[: len(ids) // length * length].view(-1, length))
@@ -50,8 +59,14 @@ def all_windows(text: str, meta: dict, length: int) -> tuple[torch.Tensor, torch
 def judge(
     model, teacher, windows: torch.Tensor, states: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(val loss, KL from the teacher, whose states these are) of each window (N,), float64."""
-    losses, kls = [], []
+    """Return val loss and KL from the teacher of each window, (N,) each, float64.
+
+    Args:
+        windows: token ids (N, T).
+        states: the teacher's final hidden states, (BATCH, T, C) each.
+    """
+    losses = []
+    kls = []
     for idx, taught in zip(windows.split(BATCH), states, strict=True):
         x = model.hidden(idx)
         log_p = model.logits(x)[:, :-1].double().log_softmax(-1)
@@ -68,21 +83,24 @@ def judge(
 
 
 def main(argv: list[str]) -> None:
+    """Judge all models on all held-out windows, and write models.jsonl and table.md."""
     if len(argv) != 3:
         raise ConfigError(
-            "posthoc_table.py wants three words: "
+            "posthoc_table.py needs three arguments: "
             "the runs' folder, a file of held-out text, a folder"
         )
-    runs, text, results = Path(argv[0]), argv[1], Path(argv[2])
+    runs = Path(argv[0])
+    text = argv[1]
+    results = Path(argv[2])
     teacher = load_model(str(runs / "teacher"))
     faster_float32_products(teacher.config.n_embd, teacher.config.head_channels)
     length = teacher.config.block_size
     windows, documents = all_windows(text, teacher.meta, length)
-    calibration = Calibration(
-        teacher, text_windows(str(runs / "b.jsonl"), teacher.meta, length, CALIBRATION)
-    )
+    seen = text_windows(str(runs / "b.jsonl"), teacher.meta, length, CALIBRATION)
+    calibration = Calibration(teacher, seen)
     with torch.no_grad():
         states = [teacher.hidden(idx) for idx in windows.split(BATCH)]
+    # Name -> makes the model, so that one at a time is in memory.
     models = {"teacher": lambda: teacher}
     for first in (0, 1):
         plan = first_plan(teacher.config.n_layer, first)
@@ -110,24 +128,18 @@ def main(argv: list[str]) -> None:
                 estimate = clustered((loss - base).numpy(), documents.numpy())
                 low, high = estimate.interval()
                 row |= {"difference": estimate.mean, "interval": [low, high]}
+                # As shares of the teacher's loss: difference, low, high.
                 relative = [value / float(base.mean()) for value in (estimate.mean, low, high)]
                 row |= {"relative": relative[0], "relative_interval": relative[1:]}
                 shown = (
                     f"{estimate.mean:+.5f} ({low:+.5f} .. {high:+.5f}) | "
                     "{:+.3%} ({:+.3%} .. {:+.3%})".format(*relative)
                 )
-            file.write(
-                json.dumps(
-                    {
-                        **row,
-                        "windows": len(windows),
-                        "length": length,
-                        "documents": len(documents.unique()),
-                        **environment(torch.device("cpu")),
-                    }
-                )
-                + "\n"
-            )
+            row["windows"] = len(windows)
+            row["length"] = length
+            row["documents"] = len(documents.unique())
+            row |= environment(torch.device("cpu"))
+            file.write(json.dumps(row) + "\n")
             lines.append(f"| {name} | {row['val_loss']:.5f} | {shown} | {row['kl']:.2e} |")
             print(lines[-1], flush=True)
     write_bytes_atomically(results / "table.md", ("\n".join(lines) + "\n").encode())

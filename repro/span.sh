@@ -3,13 +3,13 @@
 # Hochreiter 2026).
 #
 #   repro/span.sh   0.84 M parameters, byte level, 4 blocks, seeds 8 to 15: the settings of
-#                   `repro/table1.sh cpu`, whose rms and coupled runs stand beside. 32 runs more, of
+#                   `repro/table1.sh cpu`, whose rms and coupled runs are compared. 32 more runs, of
 #                   four minutes on a free CPU core
 #
 # alpha of every shared position is set to the measured drift every 10 steps (coupled_calibrate).
 # Without that, two blocks train badly and all of them diverge:
 # results/cpu/span/uncalibrated.tar.xz. Runs that results/ holds already are not run again. Further
-# words go to train.py.
+# arguments go to train.py.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/span} \

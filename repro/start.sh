@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it, before anything else: --help shows their head; then they are in
-# the repository, and its Python is $PYTHON.
+# The scripts in this folder source it first. With --help it prints their head and ends; else it
+# goes to the repository's root and sets PYTHON.
 script=$(realpath "$0")
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$script"; }
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then usage; exit 0; fi

@@ -9,7 +9,7 @@
 #                           (ARMS="rms coupled") 0.5 to 4.2 days. An estimate, not measured here.
 #   repro/table1.sh cpu     0.84 M parameters, byte level, 2 M tokens of the embedded data set,
 #                           HellaSwag on 1,000 items: 40 runs of 3 to 4 minutes on a free CPU core;
-#                           4 to 7 minutes were measured with two at once and other work beside them
+#                           4 to 7 minutes were measured with two runs at once and other work
 #
 #   repro/table1.sh small   30 M parameters of GPT-2's shape, one pass over the 24 M tokens of
 #                           --data_dir=data/offline (any texts; repro/h200.sh says how), 5 norm
@@ -17,7 +17,7 @@
 #   repro/table1.sh pair    GPT-2 124M, rms and coupled, one seed, four times those tokens: loss
 #                           curves, no verdict; 10 minutes of one H200 (estimate)
 #
-# Further words go to train.py. Runs that results/ holds already are not run again; with another
+# Further arguments go to train.py. Runs that results/ holds already are not run again; with another
 # KEEP=FILE.tar.xz they are. Other settings (ARMS, SEEDS, NPROC, HELLASWAG) are sweep.sh's.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"

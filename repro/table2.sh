@@ -6,12 +6,12 @@
 #                                 (none: all five)
 #
 # One GPU of 141 GB, a network, and access to the Llama repositories. The paper's choices: DoRA r =
-# 1024, alpha = 2048, KL alone, Nemotron stem; the first block standard in Qwen, the first four in
-# Llama. How long it distilled it does not say: STEPS (1000) of 65,536 tokens are ours. That its
-# Llamas are the Instruct ones is our reading: the data are chats, for which base models have no
-# template, and its 46.0 on MMLU is beyond the base 1B. Further words in WORDS go to distill.py. The
-# harness's mmlu and gpqa_main_n_shot declare no number of examples (which is none at all), so 5 is
-# said here. Not run here yet.
+# 1024, alpha = 2048, KL alone, Nemotron stem; the first block of Qwen and the first four of Llama
+# not coupled. It does not say how long it distilled: STEPS (1000) of 65,536 tokens are ours. That
+# its Llamas are the Instruct ones is our reading: the data are chats, for which base models have no
+# template, and its 46.0 on MMLU is more than the base 1B reaches. Further arguments for distill.py
+# come from WORDS. The harness's mmlu and gpqa_main_n_shot declare no number of examples, which
+# means none, so 5 is set here. Not run here yet.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 out=${OUT:-out/table2} results=${RESULTS:-results/h200/table2}

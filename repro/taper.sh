@@ -8,9 +8,9 @@
 #                    without and with it; internal norms dropped at once, where the others are half
 #                    gone
 #
-# The margin is 1.5 % of RMSNorm's val loss at this scale, declared before any run. Further words go
-# to train.py. Runs that results/ holds already are not run again; with another KEEP=FILE.tar.xz
-# they are.
+# The margin is 1.5 % of RMSNorm's val loss at this scale, declared before any run. Further
+# arguments go to train.py. Runs that results/ holds already are not run again; with another
+# KEEP=FILE.tar.xz they are.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/taper} \

@@ -9,8 +9,8 @@
 #   repro/taper_finetune.sh cpu    our own model of `repro/table1.sh cpu`, trained with LayerNorm
 #                                  first: seven minutes of a CPU core a seed
 #
-# Further words go to train.py. SEEDS are sweep.sh's; a seed decides the order of the data and, on
-# the CPU, the model.
+# Further arguments go to train.py. SEEDS are sweep.sh's; a seed decides the order of the data and,
+# on the CPU, the model.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 scale=${1:-} status=0

@@ -1,12 +1,11 @@
-"""What holds the scale of the stream at the output, at the end of each run of repro/taper.sh, over
-spread windows.
+"""Measure what holds the scale of the stream at the output, at the end of runs of repro/taper.sh.
 
     python repro/taper_output.py out/taper results/cpu/taper
-        writes output_end.jsonl and output_end.md there
+        writes output_end.jsonl and output_end.md into the second folder
 
-Each run's last checkpoint on windows spread evenly over validation and over training text: size of
-the stream at the output, length of the logits, radial gradient (training/stream.py); means and
-standard deviations over seeds.
+Each run's last checkpoint is measured on windows spread evenly over validation and over training
+text: size of the stream at the output, length of the logits, radial gradient (training/stream.py).
+The table has means and standard deviations over seeds.
 """
 
 import sys
@@ -31,9 +30,10 @@ WINDOWS = 96
 
 
 def main(argv: list[str]) -> None:
+    """Measure all runs and write both files."""
     if len(argv) != 2:
         raise ConfigError(
-            "taper_output.py wants two words: the folder of the runs, and one for the results"
+            "taper_output.py needs two arguments: the folder of the runs, one for the results"
         )
     source, target = map(Path, argv)
     folders = sorted(folder for folder in source.iterdir() if (folder / LAST).exists())
@@ -41,48 +41,44 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"{source}: no run with a {LAST}: check the path")
     rows = []
     for folder in folders:
-        run, model = Run(folder), load_model(str(folder / LAST))
+        run = Run(folder)
+        model = load_model(str(folder / LAST))
         faster_float32_products(model.config.n_embd, model.config.head_channels)
         for split in ("val", "train"):
             blocks = Blocks(run.config["data_dir"], split, model.config.block_size, model.n_vocab)
             evaluated = run.config["eval_tokens"] // blocks.block_size
             count = len(blocks) if split == "train" else min(len(blocks), evaluated)
+            windows = np.linspace(0, count - 1, WINDOWS).astype(int).tolist()
             with torch.no_grad():
-                stats = measure(
-                    model, *blocks.batch(np.linspace(0, count - 1, WINDOWS).astype(int).tolist())
-                )
-            rows.append(
-                {
-                    "arm": run.arm,
-                    "seed": run.seed,
-                    "text": split,
-                    "windows": WINDOWS,
-                    "rms": float(stats.rms[-1]),
-                    "logit_norm": stats.logit_norm,
-                    "radial_gradient": stats.radial_gradient,
-                    **environment(torch.device("cpu")),
-                }
-            )
+                stats = measure(model, *blocks.batch(windows))
+            row = {
+                "arm": run.arm,
+                "seed": run.seed,
+                "text": split,
+                "windows": WINDOWS,
+                "rms": float(stats.rms[-1]),
+                "logit_norm": stats.logit_norm,
+                "radial_gradient": stats.radial_gradient,
+                **environment(torch.device("cpu")),
+            }
+            rows.append(row)
         print(
             folder.name,
             f"{rows[-2]['radial_gradient']:+.3f} {rows[-1]['radial_gradient']:+.3f}",
             flush=True,
         )
-    cells = defaultdict(list)
+    cells = defaultdict(list)  # (arm, text) -> the three figures of each seed
     for row in rows:
-        cells[row["arm"], row["text"]].append(
-            [row["rms"], row["logit_norm"], row["radial_gradient"]]
-        )
+        figures = [row["rms"], row["logit_norm"], row["radial_gradient"]]
+        cells[row["arm"], row["text"]].append(figures)
     lines = [
         "| arm | text | seeds | RMS of the stream at the output (SD) | length of the logits (SD) "
         "| radial gradient, nats (SD) |",
         "| --- " * 6 + "|",
     ]
     for (arm, split), values in cells.items():
-        mean, sd = (
-            np.mean(values, 0),
-            np.std(values, 0, ddof=1) if len(values) > 1 else np.full(3, np.nan),
-        )
+        mean = np.mean(values, 0)  # (3,)
+        sd = np.std(values, 0, ddof=1) if len(values) > 1 else np.full(3, np.nan)
         shown = " | ".join(
             f"{m:{sign}} ({s:.2g})" for m, s, sign in zip(mean, sd, (".2f", ".1f", "+.3f"))
         )

@@ -4,8 +4,8 @@
 # of RMSNorm's val loss.
 #
 #   repro/taper_table.sh [--key=value ...]    on a GPU, with data/tinystories (config/tinystories.py
-#                                             says how). 120 runs; one of the largest takes some ten
-#                                             minutes on an H200 (estimate)
+#                                             says how). 120 runs; one of the largest takes about
+#                                             ten minutes on an H200 (estimate)
 #
 # Sizes count the weights of the blocks, not the embeddings: 1M (1.2), 5M (4.7), 9M (8.8), 30M
 # (31.5). SIZES chooses some of them; SEEDS, ARMS and NPROC are sweep.sh's. Runs that results/ holds

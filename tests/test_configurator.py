@@ -115,7 +115,7 @@ def test_wrong_type_on_the_command_line_names_key_and_type(word):
     }[name]
     with pytest.raises(ConfigError) as caught:
         parse(word)
-    assert f"{name} wants {wanted}" in str(caught.value).replace("[float, ...]", "")
+    assert f"{name} must be {wanted}" in str(caught.value).replace("[float, ...]", "")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_wrong_type_on_the_command_line_names_key_and_type(word):
     ],
 )
 def test_wrong_type_in_a_file_names_file_key_and_type(line, wanted, config_file):
-    with pytest.raises(ConfigError, match=rf"config\.py:1: {line.split()[0]} wants .*{wanted}"):
+    with pytest.raises(ConfigError, match=rf"config\.py:1: {line.split()[0]} must be .*{wanted}"):
         parse(config_file(line))
 
 

@@ -28,7 +28,7 @@ from evidence.comparison import (
     compare,
     exchange_rate,
     margin,
-    pair,
+    pair_by_seed,
     usable,
 )
 from evidence.runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
@@ -124,8 +124,9 @@ def undrawn(monkeypatch):
 
 
 def rows_of(folder: Path, baseline: str = "rms", **deltas: float) -> dict[tuple[str, str], object]:
-    arms, _, diverged = usable(by_arm(find_runs([folder])))
-    rows, _ = compare(pair(arms, baseline)[0], baseline, deltas, diverged)
+    finished = usable(by_arm(find_runs([folder])))
+    pairs, _ = pair_by_seed(finished.arms, baseline)
+    rows, _ = compare(pairs, baseline, deltas, finished.diverged)
     return {(row.metric.name, row.arm): row for row in rows}
 
 
@@ -257,7 +258,7 @@ def test_the_program_loads_no_model(tmp_path):
 
 
 def test_old_logs_keep_their_arms():
-    """Those that do not tell their norm keys; a new setting of models needs an entry in BEFORE."""
+    """Those without norm keys; a new setting of models needs an entry in BEFORE_THE_KEY."""
     studies = {
         name: find_runs([ROOT / "results/cpu" / name / "runs.tar.xz"])
         for name in ("table1", "taper")
@@ -282,7 +283,7 @@ def test_old_logs_keep_their_arms():
     for name in (
         added.keys() - runs.NAMES - {field.name for field in dataclasses.fields(NormConfig)}
     ):
-        assert runs.BEFORE[name] == added[name]
+        assert runs.BEFORE_THE_KEY[name] == added[name]
 
 
 def test_a_log_tells_its_norm_keys(tmp_path):
@@ -333,7 +334,7 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path):
     write_run(tmp_path, "layer", 9, learning_rate=1e-3)
     write_run(tmp_path, "layer", 10, start={"data": "y"})
     write_run(tmp_path, "layer", 11)
-    pairs, left_out = pair(by_arm(find_runs([tmp_path])), "rms")
+    pairs, left_out = pair_by_seed(by_arm(find_runs([tmp_path])), "rms")
     assert [run.seed for run, _ in pairs["layer"]] == [8]
     for line in (
         "layer, seed 9: not paired: learning_rate=0.001 against 0.0006",
@@ -411,7 +412,9 @@ def test_diverged_seeds_take_the_verdict_with_them(sweep):
     with pytest.raises(
         ConfigError, match="usable runs are 'rms'; taper, seed 8: step 100: the loss"
     ):
-        pair({"rms": {}}, "taper", ("taper, seed 8: step 100: the loss on rank 0 is not finite",))
+        pair_by_seed(
+            {"rms": {}}, "taper", ("taper, seed 8: step 100: the loss on rank 0 is not finite",)
+        )
 
 
 def test_a_run_that_resumed_with_other_settings_is_left_out(sweep, tmp_path, capsys, undrawn):
@@ -651,7 +654,7 @@ def test_the_names_in_an_archive_and_what_is_none(sweep, tmp_path, capsys):
         archive.main([str(path), "--remove", "rms-9"])
     with pytest.raises(UserError, match=r"no log\.jsonl there: name a run folder"):
         archive.main([str(path), str(tmp_path)])
-    with pytest.raises(ConfigError, match="wants a name that ends in"):
+    with pytest.raises(ConfigError, match="needs a name that ends in"):
         archive.main([str(tmp_path / "runs.zip")])
     whole = path.read_bytes()
     for torn in (whole[: len(whole) // 2], b"", b"no archive"):

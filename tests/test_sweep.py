@@ -170,10 +170,10 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
     assert len(lines) == 1 and "n_layer" in lines[0]
     wrong = (
         ("ARMS", "rms 'coupled", "quote is not closed"),
-        ("ARMS", "rms rms", "stands there twice"),
+        ("ARMS", "rms rms", "is named twice"),
         ("SEEDS", "1,2", "1,2 is no seed"),
         ("ARMS", "rms copled", "did you mean coupled"),
-        ("SEEDS", "1 1", "stands there twice"),
+        ("SEEDS", "1 1", "is named twice"),
     )
     for name, value, error in wrong:
         assert any(

@@ -1,19 +1,20 @@
 """FineWeb-Edu sample-10BT as GPT-2 token shards, or any text files in the same form.
 
-    # stream sample-10BT from the Hugging Face hub; then only the first 1 B tokens of it
     python data/fineweb_edu/prepare.py
+        stream sample-10BT from the Hugging Face hub
     python data/fineweb_edu/prepare.py --max_tokens=1000000000
-    # files instead; or --local=a.jsonl.xz,b.parquet
+        only its first 1 B tokens
     python data/fineweb_edu/prepare.py --local a.jsonl.xz b.parquet
+        files instead; also written --local=a.jsonl.xz,b.parquet
     python data/fineweb_edu/prepare.py --local train.jsonl --val val.jsonl --out_dir=data/mine
 
 Files are jsonl or jsonl.xz (one {"text": ...} a line), parquet (a column "text") or txt (one
 document a file).
 
-It makes fineweb_edu_val_000000.bin, fineweb_edu_train_000001.bin, ... of 100 M tokens each (see
-data/shards.py), with the end-of-text token before each document; meta.json; and progress.json, its
-own notes. The first shard is validation data. With --val, those files are, and the training shards
-count from 0.
+It writes fineweb_edu_val_000000.bin, fineweb_edu_train_000001.bin, ... of 100 M tokens each
+(data/shards.py), with the end-of-text token before each document; meta.json; and progress.json,
+which it needs to go on after an interruption. The first shard is validation data. With --val, those
+files are the validation data, and the training shards count from 0.
 
 The whole sample has about 9.7 M documents and 10 B tokens: 100 shards, 20 GB, from a download of
 some 27 GB. One process tokenises about 2.5 M tokens a second, an hour for all; with several, the
@@ -59,18 +60,21 @@ from data.documents import (
 from data.shards import HEADER_BYTES, write_meta, write_shard
 from data.tokenizers import END_OF_TEXT, load_tokenizer
 
-HUB, SUBSET = "HuggingFaceFW/fineweb-edu", "sample-10BT"
+HUB = "HuggingFaceFW/fineweb-edu"
+SUBSET = "sample-10BT"
 VOCABULARIES = {"gpt2": 50257, "bytes": 257}
 MAX_PIECE = 16384  # characters that the tokenizer sees at once; see `pieces`
 BATCH_CHARS = 1 << 20  # text sent to a process at once
 NOTE_KEYS = {"tokens", "counts", "offset", "is_last"}  # of a shard in progress.json; see Progress
-# Split after non-whitespace, before a space or newline: GPT-2's pattern never matches across such a
-# place.
+# Up to the last non-whitespace before a space or newline: GPT-2's pattern never matches across such
+# a place.
 SAFE_SPLIT = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
+    """Keys of data/fineweb_edu/prepare.py."""
+
     local: str = key(
         "", "files to tokenise, with commas between ('': stream sample-10BT from the hub)"
     )
@@ -87,7 +91,7 @@ class PrepareConfig:
 
 
 def read_hub(skip: int) -> Iterator[Document]:
-    """sample-10BT from the hub, in its own order, without the first `skip` documents."""
+    """Stream sample-10BT from the hub, in its order, without the first `skip` documents."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -102,7 +106,7 @@ def read_hub(skip: int) -> Iterator[Document]:
         )
         for row in rows:
             yield checked(row["text"])
-    except Exception as error:  # whatever its HTTP libraries raise
+    except Exception as error:  # its HTTP libraries raise many kinds
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise DataError(
             f"reading {HUB} failed ({what}): run the same command again to go on"
@@ -113,12 +117,11 @@ def read_hub(skip: int) -> Iterator[Document]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """`text` in pieces of at most MAX_PIECE characters, cut where it changes no token if there is
-    such a place.
+    """Cut `text` into pieces of at most MAX_PIECE characters, where that changes no token.
 
     A run without whitespace costs the tokenizer more than linear time (quadratic in older
-    versions), and a run of whitespace a deep stack. Runs longer than MAX_PIECE are cut anywhere,
-    which still decodes to the same text.
+    versions), and a run of whitespace needs a deep stack. So runs longer than MAX_PIECE are cut
+    anywhere, which still decodes to the same text.
     """
     start = 0
     while len(text) - start > MAX_PIECE:
@@ -130,27 +133,32 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def encode(texts: list[str], name: str) -> list[np.ndarray]:
-    """uint16 tokens of each text, the end-of-text token first. A skipped text ("") has none."""
+    """Return the uint16 tokens of each text, end of text first; none for a skipped text ("")."""
     tokenizer = load_tokenizer({"tokenizer": name})
     first = np.array([tokenizer.encode_single_token(END_OF_TEXT)], np.uint16)
     encoded = []
     for text in texts:
+        if not text:
+            encoded.append(np.empty(0, np.uint16))
+            continue
         # encode_ordinary: "<|endoftext|>" inside a document stays text.
         parts = [np.array(tokenizer.encode_ordinary(piece), np.uint16) for piece in pieces(text)]
-        encoded.append(np.concatenate([first, *parts]) if text else np.empty(0, np.uint16))
+        encoded.append(np.concatenate([first, *parts]))
     return encoded
 
 
 def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in lists of about BATCH_CHARS characters."""
-    batch, size = [], 0
+    """Group documents into lists of about BATCH_CHARS characters."""
+    batch = []
+    size = 0
     for document in documents:
         batch.append(document)
-        # a million empty documents shall not fill the memory either
+        # The 100 keep a million empty documents from filling the memory.
         size += len(document.text) + 100
         if size >= BATCH_CHARS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -169,19 +177,19 @@ def start_worker() -> None:
 def tokenise(
     documents: Iterator[Document], name: str, processes: int
 ) -> Iterator[tuple[Document, np.ndarray]]:
-    """Each document and its tokens, in the order of the input whatever the number of processes."""
+    """Yield each document and its tokens, in the order of the input."""
     if processes == 1:
         for document in documents:
             yield document, encode([document.text], name)[0]
         return
-    # spawn, because forking is unsafe once datasets has started threads
+    # spawn, because forking is unsafe once datasets has started threads.
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker)
     try:
-        pending: deque = deque()  # bounded, so that reading does not run away from tokenising
+        # Bounded, so that reading does not get far ahead of tokenising.
+        pending: deque = deque()
         for batch in batches(documents):
-            pending.append(
-                (batch, pool.submit(encode, [document.text for document in batch], name))
-            )
+            texts = [document.text for document in batch]
+            pending.append((batch, pool.submit(encode, texts, name)))
             if len(pending) > 2 * processes:
                 batch, encoded = pending.popleft()
                 yield from zip(batch, encoded.result(), strict=True)
@@ -199,16 +207,20 @@ def tokenise(
 
 
 class Progress:
-    """progress.json: the settings, and for each shard how much of the input was used when it was
-    full.
+    """The file progress.json: how far the work has come.
 
-    A shard is noted before it is written and counts once its file is there; both are atomic. So a
-    kill at any moment loses no finished shard, and only the tokens of the shard in work are
-    computed again.
+    It holds the settings, and for each shard how much of the input had been used when it was full.
+    A shard is noted before it is written, and counts once its file is there; both are atomic. So a
+    kill at any moment loses no finished shard, and only the unfinished shard's tokens are computed
+    again.
+
+    Raises DataError if the folder holds shards of other settings or of another program.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
-        self.folder, self.path, self.settings = folder, folder / "progress.json", settings
+        self.folder = folder
+        self.path = folder / "progress.json"
+        self.settings = settings
         self.notes: dict[str, dict] = {}
         present = {path.name for path in folder.glob("*.bin")}
         if not present:
@@ -239,19 +251,24 @@ class Progress:
         self.notes = found["shards"]
 
     def last_finished(self, name_of: Callable[[int], str]) -> tuple[int, dict | None]:
-        """Number of finished shards, in unbroken order, and the note of the last."""
-        index, last = 0, None
-        while (note := self.notes.get(name_of(index))) and self._is_there(
-            name_of(index), note["tokens"]
-        ):
-            index, last = index + 1, note
-        return index, last
+        """Count the finished shards up to the first gap; return that and the last one's note."""
+        index = 0
+        last = None
+        while True:
+            name = name_of(index)
+            note = self.notes.get(name)
+            if not note or not self._is_there(name, note["tokens"]):
+                return index, last
+            last = note
+            index += 1
 
     def _is_there(self, name: str, tokens: int) -> bool:
+        """Does the shard's file exist, with this number of tokens?"""
         path = self.folder / name
         return path.is_file() and path.stat().st_size == HEADER_BYTES + 2 * tokens
 
     def write(self, name: str, tokens: np.ndarray, **note: Any) -> None:
+        """Note a shard, then write it."""
         self.notes[name] = {"tokens": len(tokens), **note}
         content = {"settings": self.settings, "shards": self.notes}
         write_bytes_atomically(self.path, json.dumps(content, indent=1).encode())
@@ -265,7 +282,7 @@ class Progress:
 def up_to(
     limit: int, encoded: Iterator[tuple[Document, np.ndarray]]
 ) -> Iterator[tuple[Document, np.ndarray]]:
-    """The first `limit` tokens, and the documents that they come from."""
+    """Yield the first `limit` tokens, and the documents that they come from."""
     for document, tokens in encoded:
         yield document, tokens[:limit]
         limit -= len(tokens)
@@ -281,41 +298,54 @@ def write_shards(
     config: PrepareConfig,
     progress: Progress,
 ) -> Counter:
-    """Tokenise the documents of `read(documents to skip)` into shards; go on where a killed run
-    stopped.
+    """Tokenise documents into shards; go on where a killed run stopped.
 
-    Returns how many documents there were of each kind.
+    Args:
+        read: yields the documents after a number that are skipped.
+        name_of: file name of the shard with this number.
+        first_is_val: the first shard is validation data, so there must be a second.
+        limit: number of tokens to write, 0 for all.
+
+    Returns:
+        How many documents there were of each kind.
+
+    Raises:
+        DataError: there is no usable document, or no shard for training.
     """
     index, note = progress.last_finished(name_of)
-    counts, offset = (Counter(note["counts"]), note["offset"]) if note else (Counter(), 0)
-    if note and note["is_last"]:
-        return counts
+    counts: Counter = Counter()
+    offset = 0  # tokens of the first document that are in finished shards already
+    if note:
+        counts = Counter(note["counts"])
+        offset = note["offset"]
+        if note["is_last"]:
+            return counts
     size = config.shard_tokens
-    shard, filled = np.empty(size, np.uint16), 0
-    # counted from the start of the document in work
+    shard = np.empty(size, np.uint16)
+    filled = 0
+    # Counted from the beginning of the document in which the last shard ended.
     left = (limit or sys.maxsize) - index * size + offset
-    encoded = up_to(
-        left,
-        tokenise(
-            read(counts["records"]), config.tokenizer, config.processes or os.cpu_count() or 1
-        ),
-    )
-    interval = 0.5 if sys.stderr.isatty() else 60  # a log file wants fewer lines than a terminal
+    processes = config.processes or os.cpu_count() or 1
+    documents = read(counts["records"])
+    encoded = up_to(left, tokenise(documents, config.tokenizer, processes))
+    interval = 0.5 if sys.stderr.isatty() else 60  # a log file needs fewer lines than a terminal
     with tqdm(
         unit="tok", unit_scale=True, initial=index * size, total=limit or None, mininterval=interval
     ) as bar:
         for document, tokens in encoded:
             while offset < len(tokens):
-                # A full shard is written when the next token is known, so that the last shard knows
-                # that it is.
+                # A full shard is written only when there is one more token, so that the last shard
+                # is known to be the last.
                 if filled == size:
                     progress.write(
                         name_of(index), shard, counts=dict(counts), offset=offset, is_last=False
                     )
-                    index, filled = index + 1, 0
+                    index += 1
+                    filled = 0
                 part = tokens[offset : offset + size - filled]
                 shard[filled : filled + len(part)] = part
-                offset, filled = offset + len(part), filled + len(part)
+                offset += len(part)
+                filled += len(part)
                 bar.update(len(part))
             offset = 0
             counts["records"] += 1
@@ -337,7 +367,7 @@ def write_shards(
 
 
 def summary(counts: Counter) -> str:
-    """`12 documents; skipped: 3 empty; ...`"""
+    """Return the counts in one line: `12 documents; skipped: 3 empty, ...`."""
     skipped = ", ".join(
         f"{counts[kind]:,} {kind}" for kind in (EMPTY, BROKEN, NO_TEXT) if counts[kind]
     )
@@ -349,42 +379,53 @@ def summary(counts: Counter) -> str:
 
 
 def join_paths(argv: list[str]) -> list[str]:
-    """`--local a b` as `--local=a,b`, which the configurator understands; --val likewise."""
-    words: list[str] = []
-    for word in argv:
-        if word in ("--local", "--val"):
-            words.append(word + "=")
-        elif words and words[-1].startswith(("--local=", "--val=")) and not word.startswith("-"):
-            words[-1] += word if words[-1].endswith("=") else "," + word
+    """Write `--local a b` as `--local=a,b`, which the configurator understands; --val likewise.
+
+    Raises ConfigError for one of them without a file.
+    """
+    joined: list[str] = []
+    for argument in argv:
+        follows_list = bool(joined) and joined[-1].startswith(("--local=", "--val="))
+        if argument in ("--local", "--val"):
+            joined.append(argument + "=")
+        elif follows_list and not argument.startswith("-"):
+            comma = "" if joined[-1].endswith("=") else ","
+            joined[-1] += comma + argument
         else:
-            words.append(word)
-    for word in words:
-        if word in ("--local=", "--val="):
-            raise ConfigError(f"{word.rstrip('=')} wants at least one file")
-    return words
+            joined.append(argument)
+    for argument in joined:
+        if argument in ("--local=", "--val="):
+            raise ConfigError(f"{argument.rstrip('=')} needs at least one file")
+    return joined
+
+
+def identity(paths: list[Path]) -> list[list]:
+    """Return what tells versions of files apart: path, bytes, time of the last change."""
+    found = []
+    for path in paths:
+        status = path.stat()
+        found.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+    return found
 
 
 def prepare(config: PrepareConfig) -> None:
-    local, val = input_files(config.local), input_files(config.val)
+    """Write all shards. Raises UserError."""
+    local = input_files(config.local)
+    val = input_files(config.val)
     if len({path.resolve() for path in local + val}) < len(local) + len(val):
         raise ConfigError("the same file is named twice in --local and --val")
-    # may download it, and says what to do if it cannot
+    # GPT-2's may be downloaded here; if it cannot be, the error says what to do.
     load_tokenizer({"tokenizer": config.tokenizer})
     folder = Path(config.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
 
-    def known_by(paths: list[Path]) -> list:
-        return [
-            [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths
-        ]
-
     settings = {
-        "local": known_by(local) or f"{HUB} {SUBSET}",
-        "val": known_by(val),
+        "local": identity(local) or f"{HUB} {SUBSET}",
+        "val": identity(val),
         "shard_tokens": config.shard_tokens,
         "max_tokens": config.max_tokens,
     }
-    if config.tokenizer != "gpt2":  # older folders do not name it
+    if config.tokenizer != "gpt2":  # progress.json of older folders does not name it
         settings["tokenizer"] = config.tokenizer
     progress = Progress(folder, settings)
 
@@ -392,9 +433,11 @@ def prepare(config: PrepareConfig) -> None:
         return islice(read_files(paths), skip, None) if paths else read_hub(skip)
 
     def name_of(split: str, index: int) -> str:
-        return f"fineweb_edu_{split or ('train' if index else 'val')}_{index:06d}.bin"
+        if not split:  # no files for validation, so the first shard is that
+            split = "val" if index == 0 else "train"
+        return f"fineweb_edu_{split}_{index:06d}.bin"
 
-    counts = Counter()
+    counts: Counter = Counter()
     if val:
         counts += write_shards(
             partial(read, val), partial(name_of, "val"), False, 0, config, progress
@@ -410,6 +453,7 @@ def prepare(config: PrepareConfig) -> None:
 
 
 def main(argv: list[str]) -> None:
+    """Run the program with these command-line arguments."""
     config, _ = parse_args(PrepareConfig, join_paths(argv), __doc__)
     if not 0 < config.shard_tokens < 2**31 or config.max_tokens < 0:
         raise ConfigError("shard_tokens lies in 1..2147483647, and max_tokens is 0 or more")

@@ -23,34 +23,38 @@ URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 
 
 def read_text(argv: list[str]) -> str:
-    """The text from --local=FILE (or --local FILE), else from the network."""
-    words = [
-        part
-        for word in argv
-        for part in (word.split("=", 1) if word.startswith("--local=") else [word])
-    ]
-    if words and (len(words) != 2 or words[0] != "--local"):
+    """Read the text from --local=FILE (or --local FILE), else from the network.
+
+    Raises ConfigError for other arguments, DataError if the text cannot be read.
+    """
+    if not argv:
+        source = URL
+    elif len(argv) == 1 and argv[0].startswith("--local="):
+        source = argv[0].removeprefix("--local=")
+    elif len(argv) == 2 and argv[0] == "--local":
+        source = argv[1]
+    else:
         raise ConfigError(f"{' '.join(argv)}: usage: prepare.py [--local=FILE]")
     try:
-        if words:
-            raw = Path(words[1]).read_bytes()
-        else:
+        if not argv:
             with urllib.request.urlopen(URL, timeout=60) as response:
                 raw = response.read()
+        else:
+            raw = Path(source).read_bytes()
         return raw.decode("utf-8")
     except (OSError, urllib.error.URLError) as error:
-        raise DataError(
-            f"{words[1] if words else URL}: {error}: fetch it by hand and pass --local=FILE"
-        ) from None
+        raise DataError(f"{source}: {error}: fetch it by hand and pass --local=FILE") from None
     except UnicodeDecodeError:
-        raise DataError(f"{words[1] if words else URL}: not UTF-8 text") from None
+        raise DataError(f"{source}: not UTF-8 text") from None
 
 
 def main(argv: list[str]) -> None:
+    """Write the shards and meta.json beside this file."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
         return
-    folder, text = Path(__file__).resolve().parent, read_text(argv)
+    folder = Path(__file__).resolve().parent
+    text = read_text(argv)
     tokenizer = CharTokenizer("".join(sorted(set(text))))
     if len(text) < 100 or tokenizer.n_vocab > 1000:
         raise DataError(
@@ -61,9 +65,8 @@ def main(argv: list[str]) -> None:
     for split, part in (("train", tokens[:boundary]), ("val", tokens[boundary:])):
         write_shard(folder / f"shakespeare_char_{split}_000000.bin", part)
         print(f"{split}: {len(part):,} tokens")
-    write_meta(
-        folder, {"tokenizer": "chars", "vocab_size": tokenizer.n_vocab, "chars": tokenizer.chars}
-    )
+    meta = {"tokenizer": "chars", "vocab_size": tokenizer.n_vocab, "chars": tokenizer.chars}
+    write_meta(folder, meta)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""The embedded data set: byte-level shards of the Python standard library that runs this script. No
-download.
+"""Byte-level shards of the Python standard library that runs this script, without a download.
 
     python data/stdlib/prepare.py
 
 About 10 MB of real text on every machine (tests and code tables left out): one document a source
-file, the end-of-text token before each. About every 40th file, chosen by a hash of its name, is
-validation data.
+file, with the end-of-text token before each. About every 40th file, chosen by a hash of its name,
+is validation data.
 """
 
 import sys
@@ -21,8 +20,7 @@ from common.errors import ConfigError, DataError, run_program
 from data.shards import write_meta, write_shard
 from data.tokenizers import END_OF_TEXT, byte_tokenizer
 
-# Beside tests and installed packages: `encodings`, whose files are mostly tables of code points,
-# not text.
+# Tests, installed packages, and `encodings`, whose files are mostly tables of code points.
 LEFT_OUT = {
     "test",
     "tests",
@@ -36,7 +34,7 @@ LEFT_OUT = {
 
 
 def documents(root: Path) -> dict[str, list[bytes]]:
-    """Source files below `root` as bytes, by split, in the order of their names."""
+    """Read the source files below `root` as bytes, by split, in the order of their names."""
     splits: dict[str, list[bytes]] = {"train": [], "val": []}
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root)
@@ -47,12 +45,14 @@ def documents(root: Path) -> dict[str, list[bytes]]:
 
 
 def main(argv: list[str]) -> None:
+    """Write the shards and meta.json beside this file."""
     if argv and argv[0] in ("--help", "-h"):
         print(__doc__)
         return
     if argv:
         raise ConfigError(f"{argv[0]}: this script takes no settings")
-    folder, root = Path(__file__).resolve().parent, Path(sysconfig.get_paths()["stdlib"])
+    folder = Path(__file__).resolve().parent
+    root = Path(sysconfig.get_paths()["stdlib"])
     tokenizer = byte_tokenizer()
     end_of_text = tokenizer.encode_single_token(END_OF_TEXT)
     for split, texts in documents(root).items():
@@ -61,12 +61,13 @@ def main(argv: list[str]) -> None:
                 f"no Python sources in {root}: "
                 "is this Python's standard library packed into an archive?"
             )
-        # A byte is its own token id, so the bytes themselves are the tokens (a test compares with
-        # the tokenizer).
-        pieces = [np.frombuffer(text, dtype=np.uint8).astype(np.uint16) for text in texts]
-        tokens = np.concatenate(
-            [part for piece in pieces for part in (np.array([end_of_text], np.uint16), piece)]
-        )
+        parts = []
+        for text in texts:
+            parts.append(np.array([end_of_text], np.uint16))
+            # A byte is its own token id, so the bytes themselves are the tokens (a test compares
+            # with the tokenizer).
+            parts.append(np.frombuffer(text, dtype=np.uint8).astype(np.uint16))
+        tokens = np.concatenate(parts)
         write_shard(folder / f"stdlib_{split}_000000.bin", tokens)
         print(f"{split}: {len(texts)} files, {len(tokens):,} tokens")
     write_meta(folder, {"tokenizer": "bytes", "vocab_size": tokenizer.n_vocab})

@@ -134,7 +134,7 @@ def test_arms_differ_in_what_they_say_alone():
             ["--arms=coupled coupled_spam=2"],
             r"'coupled coupled_spam=2': unknown key 'coupled_spam': did you mean c",
         ),
-        (["--arms=coupled coupled_span=two"], r"coupled_span wants int, got 'two'"),
+        (["--arms=coupled coupled_span=two"], r"coupled_span must be int, got 'two'"),
         (
             ["--arms=rms coupled_span=2"],
             r"arms: 'rms coupled_span=2': coupled_span is a key of norm_type=coupled",
@@ -151,7 +151,7 @@ def test_arms_differ_in_what_they_say_alone():
         (["--arms=layer; rms; layer"], r"'layer' is there twice"),
         (
             ["--arms=coupled norm_plan=Rs"],
-            r"arms: 'coupled norm_plan=Rs': norm_plan 'Rs' has 2 letters, 2 blocks want 5",
+            r"arms: 'coupled norm_plan=Rs': norm_plan 'Rs' has 2 letters, 2 blocks need 5",
         ),
         (["--arms=taper-no-mlp-gamma"], r"left out of layer, rms, coupled, cbwc alone"),
         (
@@ -159,7 +159,7 @@ def test_arms_differ_in_what_they_say_alone():
             r"arms: 'rms': taper_end is a key of norm_type=taper",
         ),
         (["--arms= ; "], r"arms: name one or more"),
-        (["--arms=nanogpt"], r"nanogpt wants --nanogpt=FOLDER"),
+        (["--arms=nanogpt"], r"nanogpt needs --nanogpt=FOLDER"),
         (["--arms=nanogpt norm_eps=0.1"], r"nanoGPT knows no such key, only compile"),
         (
             ["--arms=nanogpt", "--activation=swiglu"],

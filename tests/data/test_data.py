@@ -216,7 +216,7 @@ def test_meta_round_trip(tmp_path):
 )
 def test_damaged_meta(tmp_path, content):
     (tmp_path / "meta.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"meta\.json: wants tokenizer and vocab_size"):
+    with pytest.raises(DataError, match=r"meta\.json: needs tokenizer and vocab_size"):
         read_meta(tmp_path)
 
 

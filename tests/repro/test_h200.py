@@ -305,7 +305,7 @@ def test_what_a_run_logs_at_its_end_is_kept(tmp_path):
     h200.main(["--keep", str(run), str(target), "qwen3-8b"])
     (row,) = read_json(target)
     assert (row["model"], row["tok_per_s"], row["device"]) == ("qwen3-8b", 7, "NVIDIA H200")
-    with pytest.raises(ConfigError, match="wants the folder"):
+    with pytest.raises(ConfigError, match="needs the folder"):
         h200.main([])
 
 
