@@ -24,10 +24,11 @@ from kernels.reference import KINDS, activate
 from norm_plan import SHARED, NormConfig, NormPlan
 from norms import Handover, Norm
 
-# FoldedBlock: tokens per channel from which on a compiled step moves fewer bytes if it folds. With
-# a bfloat16 stream that saves 4 C bytes a token (3.1 kB at C = 768, the column "copied" of
-# bench/bytes.py; a float32 stream saves more). It costs, for the gradient of the gain, one more
-# read of the 4 C^2 float32 weights that it folds and of their bfloat16 gradient.
+# coupled_impl=auto folds if a batch has more than FOLD_PAYS * C tokens. Counted by bench/bytes.py
+# for a compiled step, a bfloat16 stream and n_inner = 4 C (a float32 stream saves more):
+#   saved: 4 C bytes for each token (3.1 kB at C = 768, its column "copied")
+#   cost:  24 C^2 bytes for each step, because the gradient of the gain reads the 4 C^2 folded
+#          weights (float32) and their gradient (bfloat16) once more
 FOLD_PAYS = 24 / 4
 
 
@@ -198,7 +199,7 @@ class Attention(nn.Module):
         bias = config.bias if config.attn_bias is None else config.attn_bias
         width = self.heads * self.head_dim
         kv_width = self.kv_heads * self.head_dim
-        # One product for queries, keys and values: they read the same y.
+        # One matmul for queries, keys and values: they read the same y.
         self.qkv = nn.Linear(config.n_embd, width + 2 * kv_width, bias=bias)
         self.proj = plan.residual_linear(width, config.n_embd, bias)
         self.q_norm = plan.qk_norm(self.head_dim)  # None without qk_norm
@@ -272,7 +273,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig, plan: NormPlan):
         super().__init__()
         self.activation = config.activation
-        self.kernels = config.kernels
+        self.kernels = config.kernels  # read by FoldedBlock
         width = 2 * config.inner if self.activation == "swiglu" else config.inner
         self.up = nn.Linear(config.n_embd, width, bias=config.bias)
         self.down = plan.residual_linear(config.inner, config.n_embd, config.bias)
@@ -283,9 +284,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind an add-and-norm.
+    """Attention and MLP, each after a norm that adds and normalises.
 
-    The norms add: `delta` is the output of the last sublayer, which the next norm adds to x.
+    The norms add: `delta` is the output of the last sublayer, and the next norm adds it to x.
     """
 
     def __init__(self, config: GPTConfig, plan: NormPlan, index: int):
@@ -296,9 +297,24 @@ class Block(nn.Module):
         self.mlp = MLP(config, plan)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, delta, inv_rms, rope, cache):
-        """Return (x, delta, inv_rms) for the next block; see norms.py for the three."""
-        y, x, inv_rms = self.norm1(x, delta, inv_rms)
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        inv_rms: Tensor | None,
+        rope: tuple[Tensor, Tensor] | None,
+        cache: KVCache | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return (x, delta, inv_rms) for the next block.
+
+        Args:
+            x: residual stream (B, T, C).
+            delta: output of the last sublayer (B, T, C), not added to x yet; None at the start.
+            inv_rms: statistic that the last norm handed on (B, T, 1), or None.
+            rope: as in Attention.forward.
+            cache: as in Attention.forward.
+        """
+        y, x, inv_rms = self.norm1(x, delta, inv_rms)  # x has its delta now; y is x normalised
         delta = self.dropout(self.attn(y, rope, cache))
         y, x, inv_rms = self.norm2(x, delta, inv_rms)
         delta = self.dropout(self.mlp(y))
@@ -306,15 +322,15 @@ class Block(nn.Module):
 
 
 class FoldedBlock(Block):
-    """A coupled block that scales after the MLP's first product, not before it.
+    """A coupled block that applies norm2's scale after the MLP's first matmul, not before it.
 
-    norm2 shares the statistic of norm1, so its scale s of a token is known before the product, and
-    a constant in backward. Section 4.3 of Loretz & Hochreiter 2026, here in training:
+    norm2 shares the statistic of norm1. So its scale s of a token is known before the matmul, and
+    it is a constant in backward. Section 4.3 of Loretz & Hochreiter 2026, here in training:
 
         W (x s gain) + b = s (W diag(gain)) x + b
 
-    So nothing is left between attention and MLP but the residual add. Without biases and dropout
-    the adds move into the products before them as well (addmm).
+    So nothing but the residual add is left between attention and MLP. Without biases and dropout
+    the adds become part of the matmuls before them (addmm).
 
     coupled_impl is "fold", or "auto", which folds where that moves fewer bytes: compiled and with
     many tokens. (In eager mode the folded weight is written to memory, and nothing is fused.)
@@ -331,29 +347,30 @@ class FoldedBlock(Block):
         if self.adds_in_products(x):
             # As plain adds, inductor would make one of the two an addmm and compute the stream of
             # norm1 again in backward: 17.7 kB per token and block instead of 14.7.
-            x = add_product(x, self.attn.mix(y, rope, cache), self.attn.proj)
-            x, _, inv_rms = self.norm2(x, None, inv_rms, defer=True)
+            x = add_matmul(x, self.attn.mix(y, rope, cache), self.attn.proj)
+            # Computes nothing, but is called so that forward hooks see this position (stream.py).
+            _, x, inv_rms = self.norm2(x, None, inv_rms, defer=True)
             # In three dimensions the two gradients of the stream would meet in a kernel of their
-            # own; of rows, inductor adds them within a product.
+            # own. For rows, inductor adds them within a matmul.
             rows = x.flatten(0, -2)  # (B T, C)
             scale = self.norm2.scale(inv_rms).flatten(0, -2)  # (B T, 1)
             inner = self.scaled_inner(rows, scale)  # (B T, inner)
-            x = add_product(rows, inner, self.mlp.down).view(x.shape)  # (B, T, C)
+            x = add_matmul(rows, inner, self.mlp.down).view(x.shape)  # (B, T, C)
             return x, None, inv_rms  # nothing is left for the next norm to add
         delta = self.dropout(self.attn(y, rope, cache))
-        x, _, inv_rms = self.norm2(x, delta, inv_rms, defer=True)
+        _, x, inv_rms = self.norm2(x, delta, inv_rms, defer=True)
         inner = self.scaled_inner(x, self.norm2.scale(inv_rms))  # (B, T, inner)
         delta = self.dropout(self.mlp.down(inner))
         return x, delta, inv_rms
 
     def folds(self, x: Tensor) -> bool:
-        """Is the scale of a stream x (B, T, C) applied after the product?"""
+        """Is the scale of a residual stream x (B, T, C) applied after the matmul?"""
         if self.impl == "fold":
             return True
         return torch.compiler.is_compiling() and x.numel() > FOLD_PAYS * x.shape[-1] ** 2
 
     def adds_in_products(self, x: Tensor) -> bool:
-        """Can the sublayers add to x in their last products: no bias, dropout or cast between?"""
+        """Can the sublayers add to x in their last matmul: no bias, dropout or cast between?"""
         if self.attn.proj.bias is not None or self.mlp.down.bias is not None:
             return False
         if self.training and self.dropout.p > 0:
@@ -376,8 +393,8 @@ class FoldedBlock(Block):
         return scaled_activation(z, scale, up.bias, self.mlp.activation, self.mlp.kernels)
 
 
-def add_product(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
-    """Return x + linear(y) (..., C) as one product (addmm), which has no room for a bias.
+def add_matmul(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+    """Return x + linear(y) (..., C) as one matmul (addmm), which has no room for a bias.
 
     On CUDA, ATen copies x into the result first. So counted, a folded block moves 23.9 kB per token
     instead of 14.7 (results/cpu/bytes).
@@ -388,7 +405,10 @@ def add_product(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
 
 
 def make_block(config: GPTConfig, plan: NormPlan, index: int) -> Block:
-    """Return block `index`: a FoldedBlock where coupled_impl asks for it and the MLP can fold."""
+    """Return block `index`: a FoldedBlock if norm2 is s and coupled_impl is not scale.
+
+    norm1 is never folded, even where it is s too (coupled_span > 1).
+    """
     shares = plan.letters[2 * index + 1] == SHARED
     if shares and config.coupled_impl != "scale":
         return FoldedBlock(config, plan, index)

@@ -4,7 +4,7 @@ Position 2i is before attention of block i, 2i + 1 before its MLP, 2L is the fin
 one letter for each position:
 
     R  RMSNorm, which computes a statistic      T  TaperNorm
-    s  shares the statistic of the last R       D  Dynamic Tanh
+    s  RMSNorm, statistic of the nearest R before       D  Dynamic Tanh
     L  LayerNorm                                I  no norm
 
     coupled, 4 blocks, coupled_first=1    RR Rs Rs Rs R
@@ -69,15 +69,18 @@ class NormConfig:
     )
     coupled_span: int = key(
         1,
-        "coupled: blocks that share one statistic (0: all; the last group may be shorter)",
+        "coupled: blocks that share one statistic (0: all; above 1, set coupled_calibrate too, "
+        "or training may diverge)",
         least=0,
     )
     coupled_alpha: float | tuple[float, ...] = key(
-        1.0, "coupled: y = h * inv_rms / alpha * gain; 1 or 2L+1 numbers"
+        1.0, "coupled: divides the shared statistic; one number, or 2L+1 (those at s are used)"
     )
+    # Alpha is calibrated and not learned: the gain is a learned scale already, and it did not keep
+    # spans of several blocks from diverging.
     coupled_calibrate: int = key(
         0,
-        "coupled: steps between settings of alpha to the measured drift (0: alpha stays)",
+        "coupled: steps after which alpha is set to the measured drift again (0: never)",
         least=0,
     )
     coupled_grad: str = key(
@@ -85,10 +88,13 @@ class NormConfig:
     )
     coupled_impl: str = key(
         "scale",
-        "coupled: the same function by other arithmetic (model.py, FoldedBlock)",
+        "coupled: where the scale is applied; scale: before the MLP's first matmul, fold: after "
+        "it, auto: fold if compiled and the batch is large",
         ("scale", "fold", "auto"),
     )
     taper_base: str = key("rms", "taper: the norm that is tapered away", ("rms", "layer"))
+    # A warm-up of 0.1 was too short: the stream then grew threefold after c was set, and the run
+    # ended 0.25 nats worse (results/cpu/taper).
     taper_warmup: float = key(
         0.5, "taper: full norm up to this step (below 1: share of max_iters)", least=0
     )
@@ -112,6 +118,7 @@ class NormConfig:
             near = difflib.get_close_matches(self.norm_type, NORM_TYPES, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(NORM_TYPES)}"
             raise ConfigError(f"unknown norm_type {self.norm_type!r}: {hint}")
+        # A key that would do nothing is a mistake of its user.
         for name, other in foreign_keys(self.norm_type).items():
             if getattr(self, name) != _default(name):
                 raise ConfigError(
@@ -128,6 +135,7 @@ class NormConfig:
             raise ConfigError(
                 "taper_end=1: is it a step or the whole run? Give a later step, or a share below 1"
             )
+        # A step and a share are compared once max_iters is known (TaperSchedule.steps).
         same_unit = (self.taper_warmup < 1) == (self.taper_end < 1)
         if self.taper_end <= 0 or (same_unit and self.taper_warmup > self.taper_end):
             raise ConfigError(
@@ -148,6 +156,7 @@ def foreign_keys(norm_type: str) -> dict[str, str]:
 def keys_of(norm_type: str) -> dict[str, object]:
     """Return {norm key: default} for the keys that `norm_type` reads."""
     others = {"norm_type", *foreign_keys(norm_type)}
+    # norm_type itself is not one of them.
     return {field.name: field.default for field in fields(NormConfig) if field.name not in others}
 
 
@@ -172,8 +181,8 @@ Builder = Callable[[NormConfig, Position], Norm]
 class NormType:
     """One row of the registry of norm types."""
 
-    letters: Callable[[NormConfig, int], str]  # (config, n_layer) -> the default plan
-    allowed: str  # letters that a plan of this type may have
+    default_letters: Callable[[NormConfig, int], str]  # (config, n_layer) -> the default plan
+    allowed_letters: str  # letters that a plan of this type may have
     keys: tuple[str, ...] = ()  # config keys that this type alone reads
     rms_has_bias: bool = False  # R has a bias where the model has biases
     residual_linear: type[nn.Linear] = nn.Linear  # the linears that write into the residual stream
@@ -198,7 +207,10 @@ class NormPlan:
         self.channels = channels
         self.bias = bias
         self.type = NORM_TYPES[config.norm_type]
-        self.letters = config.norm_plan.replace(" ", "") or self.type.letters(config, n_layer)
+        # 2L + 1 letters: the plan that is given, else that of the norm type
+        self.letters = config.norm_plan.replace(" ", "")
+        if not self.letters:
+            self.letters = self.type.default_letters(config, n_layer)
         if config.coupled_first > n_layer:
             raise ConfigError(
                 f"coupled_first={config.coupled_first}: the model has only {n_layer} blocks"
@@ -217,11 +229,12 @@ class NormPlan:
                 f"need {positions}"
             )
         for index, letter in enumerate(self.letters):
-            if letter not in self.type.allowed:
+            if letter not in self.type.allowed_letters:
                 raise ConfigError(
                     f"norm_plan letter {letter!r}: norm_type={config.norm_type} knows "
-                    f"{', '.join(self.type.allowed)}"
+                    f"{', '.join(self.type.allowed_letters)}"
                 )
+            # The letter before, all s left out, must be R: that norm has computed a statistic.
             if letter == SHARED and self.letters[:index].rstrip(SHARED)[-1:] != "R":
                 raise ConfigError(
                     f"norm_plan {self}: position {index} shares a statistic that no R computed"
@@ -230,7 +243,7 @@ class NormPlan:
     def _check_alpha(self, positions: int) -> None:
         alpha = self.config.coupled_alpha
         if isinstance(alpha, tuple):
-            is_valid = len(alpha) == positions and min(alpha) > 0
+            is_valid = len(alpha) == positions and all(value > 0 for value in alpha)
         else:
             is_valid = alpha > 0
         if not is_valid:
@@ -244,6 +257,7 @@ class NormPlan:
         is_final = index == len(self.letters) - 1
         position = Position(index, is_final, self.channels, self.bias)
         norm = NORMS[self.letters[index]](config, position)
+        # The final norm sees the stream that the anchor holds.
         if is_final and config.taper_anchor:
             centers = config.taper_base == "layer"
             norm.anchor = ScaleAnchor(
@@ -290,6 +304,7 @@ def coupled_letters(config: NormConfig, n_layer: int) -> str:
     Each group has R at its first position and s at all others. The final norm is R.
     """
     first = config.coupled_first
+    # 0 is one group of all blocks; at least 1, because a model may have no blocks.
     span = config.coupled_span or max(1, n_layer)
     plan = "RR" * first
     for block in range(first, n_layer):
@@ -300,6 +315,7 @@ def coupled_letters(config: NormConfig, n_layer: int) -> str:
 
 def taper_letters(config: NormConfig, n_layer: int) -> str:
     """Return T everywhere; the final norm stays what the base is, unless taper_final."""
+    # Without a final norm nothing holds the scale of the logits (training/stream.py).
     base = "L" if config.taper_base == "layer" else "R"
     return "TT" * n_layer + ("T" if config.taper_final else base)
 
@@ -307,14 +323,15 @@ def taper_letters(config: NormConfig, n_layer: int) -> str:
 # --------------------------------------------------------------------------- from letters to norms
 
 
-def plain(norm_class: type[Norm]) -> Builder:
+def build_plain(norm_class: type[Norm]) -> Builder:
     """Return the builder of a norm that needs nothing but channels, eps, affine and bias."""
     return lambda config, position: norm_class(
         position.channels, config.norm_eps, config.norm_affine, position.has_bias
     )
 
 
-def rms_norm(config: NormConfig, position: Position) -> Norm:
+def build_rms(config: NormConfig, position: Position) -> Norm:
+    # RMSNorm has no bias by default. In cbwc it stands for LayerNorm, bias included.
     wants_bias = config.rms_bias or NORM_TYPES[config.norm_type].rms_has_bias
     return RMSNorm(
         position.channels,
@@ -326,7 +343,7 @@ def rms_norm(config: NormConfig, position: Position) -> Norm:
     )
 
 
-def shared_norm(config: NormConfig, position: Position) -> Norm:
+def build_shared(config: NormConfig, position: Position) -> Norm:
     alpha = config.coupled_alpha
     return SharedRMSNorm(
         position.channels,
@@ -334,11 +351,12 @@ def shared_norm(config: NormConfig, position: Position) -> Norm:
         config.norm_affine,
         alpha=alpha[position.index] if isinstance(alpha, tuple) else alpha,
         detach=config.coupled_grad == "detach",
+        # then alpha is a buffer, which training/stream.py sets
         calibrated=config.coupled_calibrate > 0,
     )
 
 
-def taper_norm(config: NormConfig, position: Position) -> Norm:
+def build_taper(config: NormConfig, position: Position) -> Norm:
     base = NORMS["L" if config.taper_base == "layer" else "R"](config, position)
     return TaperNorm(base, schedule(config), fit_channels=config.taper_fit == "channel")
 
@@ -347,19 +365,19 @@ def schedule(config: NormConfig) -> TaperSchedule:
     return TaperSchedule(config.taper_warmup, config.taper_end)
 
 
-def no_norm(config: NormConfig, position: Position) -> Norm:
+def build_none(config: NormConfig, position: Position) -> Norm:
     return NoNorm(position.channels, affine=False)
 
 
 SHARED = "s"
 
 NORMS: dict[str, Builder] = {
-    "L": plain(LayerNorm),
-    "R": rms_norm,
-    SHARED: shared_norm,
-    "T": taper_norm,
-    "D": plain(DynamicTanh),
-    "I": no_norm,
+    "L": build_plain(LayerNorm),
+    "R": build_rms,
+    SHARED: build_shared,
+    "T": build_taper,
+    "D": build_plain(DynamicTanh),
+    "I": build_none,
 }
 
 COUPLED_KEYS = (
@@ -380,8 +398,9 @@ NORM_TYPES: dict[str, NormType] = {
     "cbwc": NormType(
         uniform("R"), "R", rms_has_bias=True, residual_linear=CenteredLinear, embed=center
     ),
+    # R and L: norms that stay, as the final one does by default
     "taper": NormType(taper_letters, "TRL", keys=TAPER_KEYS),
     "dyt": NormType(uniform("D"), "D"),
-    # What a finished taper folds into
+    # What a finished taper folds into; R and L as above
     "none": NormType(uniform("I"), "IRL"),
 }

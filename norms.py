@@ -1,17 +1,18 @@
 """The norms, one class each. The formulas are functions of kernels/, in PyTorch and in Triton.
 
-Each norm is an add-and-norm with the same face:
+Each norm adds and normalises, with the same interface:
 
-    forward(x, delta, inv_rms) -> (y, x, inv_rms)
+    forward(x, delta, inv_rms) -> (y, h, inv_rms)
 
     x        residual stream (B, T, C)
-    delta    output of the sublayer before (B, T, C), or None; it is added to x first
-    y        what the next sublayer reads (B, T, C)
-    inv_rms  1 / RMS (B, T, G), G = norm_groups: a shared statistic, or None.
+    delta    output of the previous sublayer (B, T, C), or None
+    h        x + delta, the residual stream from here on
+    y        h normalised, which the next sublayer reads (B, T, C)
+    inv_rms  1 / RMS of each token (B, T, 1), or None; (B, T, G) with norm_groups = G.
              float64 if x is float64, else float32
 
-A norm that computes a statistic ignores the incoming one and hands on its own. A norm that shares
-uses the incoming one. norm_plan.py decides which norm sits at which position.
+RMSNorm ignores the incoming statistic and hands on its own. SharedRMSNorm uses the incoming one and
+hands it on. All others hand on None. norm_plan.py decides which norm sits at which position.
 """
 
 from typing import NamedTuple
@@ -36,7 +37,7 @@ Handover = tuple[nn.Parameter, nn.Parameter]
 
 
 class FoldedForm(NamedTuple):
-    """A norm as y = r * P h * gain + shift: the parts that a linear behind it can take over.
+    """A norm as y = r * P h * gain + shift: the parts that a linear after it can take over.
 
     P is the centring over channels if `centers`, else the identity. The factor r of a token is
     1 / RMS(h) ("own"), the statistic that an earlier position handed on ("shared"), or 1 ("none").
@@ -55,7 +56,8 @@ class Norm(nn.Module):
     Gain (`weight`) and bias are (C,), float32 by default.
     """
 
-    kernels = "auto"  # which implementation runs (kernels/); the norm plan sets it
+    # Which implementation runs: auto, torch or triton (kernels/__init__.py). The plan sets it.
+    kernels = "auto"
     centers = False  # does it subtract the mean over channels?
 
     def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False):
@@ -71,6 +73,8 @@ class Norm(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (y, x + delta, the statistic handed on)."""
         if delta is not None:
+            # h = x + delta, then normalise h. A function of kernels/ adds, because a compiled model
+            # moves fewer bytes if it adds rows (B T, C).
             return add_then(self._observe_and_normalize, x, delta, inv_rms)
         y, inv_rms = self._observe_and_normalize(x, inv_rms)
         return y, x, inv_rms
@@ -111,7 +115,7 @@ class Norm(nn.Module):
         return self
 
     def folded_form(self) -> FoldedForm | None:
-        """Return the form in which this norm folds into the linear behind it; None if it cannot."""
+        """Return the form in which this norm folds into the linear after it; None if it cannot."""
         return None
 
     def log_drift(self, h: Tensor, inv_rms: Tensor | None) -> Tensor:
@@ -154,7 +158,7 @@ class RMSNorm(Norm):
 
     Args:
         fraction: p takes the mean over the first max(1, floor(p C)) channels (partial RMSNorm).
-        groups: each of so many equal channel groups has its own statistic (group RMSNorm).
+        groups: number of equal channel groups, each with its own statistic (group RMSNorm).
     """
 
     def __init__(
@@ -200,8 +204,10 @@ class SharedRMSNorm(Norm):
 
     Args:
         alpha: typical RMS(h) / RMS at the position that computed the statistic.
-        detach: in backward the statistic is a constant (section 4.3: "a scalar constant"). Then
-            backward needs no reduction over channels for x.
+        detach: no gradient flows into the statistic (section 4.3: "a scalar constant"), so that
+            backward needs no reduction over channels for x. The tensor inv_rms that is handed on
+            stays attached to the graph: each function that uses it returns no gradient for it
+            (kernels/reference.py, SharedRMSScale; kernels/binding.py, _shared_gradient).
         calibrated: alpha is a buffer, which `calibrate` sets to the measured drift.
     """
 
@@ -230,7 +236,8 @@ class SharedRMSNorm(Norm):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (y, x + delta, inv_rms).
 
-        With `defer`, y is x + delta itself: the caller has to apply `scale(inv_rms)` and the gain.
+        With `defer` this only adds, and y is x + delta: the caller applies `scale(inv_rms)` and the
+        gain later (model.py, FoldedBlock).
         """
         if defer:
             # Nothing is left here but the add, which may become part of the product before it.
@@ -256,7 +263,8 @@ class SharedRMSNorm(Norm):
         return inv_rms / self.alpha
 
     def folded_form(self) -> FoldedForm:
-        gain = 1.0 if self.weight is None else self.weight.double()
+        one = torch.ones((), dtype=torch.float64)
+        gain = one if self.weight is None else self.weight.double()
         return FoldedForm("shared", gain / self.alpha)
 
     def log_drift(self, h: Tensor, inv_rms: Tensor) -> Tensor:
@@ -270,11 +278,11 @@ class SharedRMSNorm(Norm):
             self.alpha.fill_(drift)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
-        has_theirs = f"{prefix}alpha" in state_dict
-        if has_theirs and isinstance(self.alpha, float) and self.weight is not None:
-            # Their model was calibrated and ours is not: the gain takes over the difference.
-            theirs = state_dict.pop(f"{prefix}alpha")
-            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * (self.alpha / theirs)
+        checkpoint_has_alpha = f"{prefix}alpha" in state_dict
+        if checkpoint_has_alpha and isinstance(self.alpha, float) and self.weight is not None:
+            # The checkpoint's alpha was calibrated, ours is fixed: the gain takes the difference.
+            ratio = self.alpha / state_dict.pop(f"{prefix}alpha")
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * ratio
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -290,6 +298,8 @@ class DynamicTanh(Norm):
         alpha: float = 0.5,
     ):
         super().__init__(channels, eps, affine, bias)
+        # (1,) and not (): FSDP refuses 0-dim parameters, and a 0-dim factor would leave alpha x in
+        # the type of x instead of float32.
         self.alpha = nn.Parameter(torch.full((1,), alpha))
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
@@ -299,8 +309,8 @@ class DynamicTanh(Norm):
 class GatedRMSNorm(nn.Module):
     """RMSNorm(x * silu(z)) * gain, or with norm_before_gate RMSNorm(x) * gain * silu(z).
 
-    The first is Mamba-2's order. x and z are (..., C). Each of `groups` equal channel groups has
-    its own statistic.
+    The first is Mamba-2's order. No norm plan has it: it is for Mamba blocks of your own. x and z
+    are (..., C). Each of `groups` equal channel groups has its own statistic.
     """
 
     def __init__(
@@ -346,7 +356,7 @@ def center(x: Tensor) -> Tensor:
 def fold_affine(
     weight: Tensor, bias: Tensor | None, form: FoldedForm
 ) -> tuple[Tensor, Tensor | None]:
-    """Fold gain, shift and centring of a norm into the linear W x + b behind it.
+    """Fold gain, shift and centring of a norm into the linear W x + b after it.
 
     W (r P h * gain + shift) + b = r [W diag(gain) P] h + (b + W shift)
 

@@ -21,7 +21,9 @@ from kernels import taper_norm
 from kernels.reference import inverse_rms, statistics_dtype
 from norms import FoldedForm, Handover, Norm, center
 
-EMA_DECAY = 0.99  # per optimiser step
+# Per optimiser step, so the average is over some 100 of them. The stream moves meanwhile: c is 4 to
+# 13 % off the drift of the moment when it is set. A shorter average has not been tried.
+EMA_DECAY = 0.99
 PHASES = ("warm", "blend", "fixed")
 
 
@@ -52,6 +54,7 @@ class TaperSchedule:
                 f"taper_warmup={self.warmup:g} is step {warmup} of {max_iters}, after taper_end="
                 f"{self.end:g}, which is step {end}: change one of them"
             )
+        # The end comes after the warm-up, also where both are given as the same step.
         return max(1, warmup), max(2, warmup + 1, end)
 
     def at(self, step: int, max_iters: int) -> tuple[str, float]:
@@ -61,7 +64,7 @@ class TaperSchedule:
             return "warm", 1.0
         if step >= end:
             return "fixed", 0.0
-        progress = (step - warmup) / (end - warmup)
+        progress = (step - warmup) / (end - warmup)  # above 0, below 1
         return "blend", 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -79,7 +82,8 @@ class StepMean(nn.Module):
 
     def __init__(self, size: int):
         super().__init__()
-        # The last element of the sum is the number of tokens.
+        # The last element of the sum is the number of tokens. It is 0 between steps, when
+        # checkpoints are made, so it is not saved.
         self.register_buffer("sum", torch.zeros(size + 1), persistent=False)
         self.register_buffer("average", torch.zeros(size))
         # 1 - decay^n after n steps: what the bias correction divides by
@@ -97,7 +101,8 @@ class StepMean(nn.Module):
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.sum)
         tokens = self.sum[-1]
-        rate = (1 - EMA_DECAY) * (tokens > 0)
+        rate = (1 - EMA_DECAY) * (tokens > 0)  # a tensor: an `if` would make the host wait
+        # clamp: 0 / 0 would be NaN, at a rate of 0 too.
         self.average.lerp_(self.sum[:-1] / tokens.clamp(min=1), rate)
         self.weight.lerp_(torch.ones_like(self.weight), rate)
         self.sum.zero_()
@@ -132,8 +137,10 @@ class TaperNorm(Norm):
         self.centers = base.centers
         self.weight_tilde = None if base.weight is None else nn.Parameter(torch.ones(base.channels))
         self.moments = StepMean(2 * base.channels)  # A and B
-        self.register_buffer("gate", torch.ones(()))
-        self.register_buffer("scale", torch.ones(base.channels if fit_channels else ()))  # c
+        self.register_buffer("gate", torch.ones(()))  # g
+        # c is kept apart from gamma~, also where it is a vector: gamma~ then starts as gamma, and
+        # takes over its optimiser state.
+        self.register_buffer("scale", torch.ones(base.channels if fit_channels else ()))
         self.register_buffer("calibrated", torch.zeros((), dtype=torch.bool))
         self.phase = "warm"
         self.register_load_state_dict_post_hook(TaperNorm._restore_phase)
@@ -158,6 +165,7 @@ class TaperNorm(Norm):
 
     def _warm(self, x: Tensor) -> Tensor:
         """The base norm; in training, statistics for the calibration are collected."""
+        # Without gradients: c is fitted and not learned.
         if self.training:
             self._collect(self._centered(x.detach()))
         y, _ = self.base.normalize(x, None)
@@ -178,6 +186,7 @@ class TaperNorm(Norm):
         if self.fit_channels:  # the kernel takes one number c: move the c of each channel to gamma~
             c = torch.ones_like(self.gate)
             tilde = self.c_tilde()
+        # (2,), on the device: the kernel reads both there, and the host never waits for the gate.
         gate_c = torch.stack((self.gate, c))
         y, _ = taper_norm(x, self.base.weight, tilde, gate_c, self.eps, self.kernels)
         return y
@@ -207,7 +216,7 @@ class TaperNorm(Norm):
     def _collect(self, h: Tensor) -> None:
         """Add the terms of A and B of h (B, T, C)."""
         inv_r = inverse_rms(h, self.eps)  # (B, T, 1)
-        square = h.square()
+        square = h.square()  # (B, T, C)
         terms = torch.cat([square * inv_r, square], -1)  # (B, T, 2 C)
         self.moments.add(terms.flatten(0, -2))
 
@@ -230,6 +239,7 @@ class TaperNorm(Norm):
         if self.phase == "warm":
             return super().log_drift(h, inv_rms)
         h = center(h) if self.centers else h
+        # inverse_rms is 1 / RMS, hence the minus.
         return -inverse_rms(h * self.scale, self.eps).log().double()
 
     @torch.no_grad()
@@ -243,6 +253,7 @@ class TaperNorm(Norm):
                 f"{step} of {max_iters} is {self.phase!r}: keep max_iters, or fold the finished "
                 "taper (convert.py --to=folded) and train that on"
             )
+        # Close the step before this one first. It was warm, and calibration needs its tokens too.
         if before == "warm":
             self.moments.update()
             if self.phase != "warm":
@@ -259,7 +270,9 @@ class TaperNorm(Norm):
     def _calibrate(self) -> list[Handover]:
         """Set c and gamma~. Returns the hand-over from gamma to gamma~."""
         a, b = self.moments.average.chunk(2)  # (C,) each; the bias correction cancels in the ratio
+        # whole: under FSDP a rank has a share of the gain, and c must be the same on all.
         gamma_square = 1.0 if self.base.weight is None else whole(self.base.weight).square()
+        # c* = E[|h gamma|^2 / r] / E[|h gamma|^2]
         c = (gamma_square * a).sum() / (gamma_square * b).sum()
         if self.fit_channels:
             c = torch.where(b > 0, a / b, c)  # a channel that has always been 0 takes the common c
@@ -267,6 +280,7 @@ class TaperNorm(Norm):
         self.calibrated.fill_(True)
         if self.weight_tilde is None:
             return []
+        # gamma~ starts as gamma, and gets its optimiser state from the caller (carry_state).
         self.weight_tilde.copy_(self.base.weight)
         return [(self.base.weight, self.weight_tilde)]
 
@@ -313,6 +327,7 @@ class ScaleAnchor(nn.Module):
         h = x.to(statistics_dtype(x))
         h = center(h) if self.centers else h
         s = 1 / inverse_rms(h, self.eps)  # (B, T, 1)
+        # Before the taper, the norms hold the scale: the loss is 0, and the target is measured.
         if self.frozen:
             self.loss = self.weight * (s - self.target.value()).square().mean()
         else:
@@ -330,7 +345,7 @@ class _KeepInGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, parameter: Tensor) -> Tensor:
         ctx.save_for_backward(parameter)
-        return y.view_as(y)
+        return y.view_as(y)  # the same memory, as an output of this Function
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,9 +23,9 @@ x. Nothing is written in place. `mode` says which implementation runs:
     triton   Triton; an error without Triton or a GPU. float64 has no kernels and always runs in
              PyTorch
 
-A mode is about these functions alone. In every mode some norms are plain PyTorch: a shared position
-with coupled_grad=full, dyt, taper's fixed phase, and the blending itself of a taper over LayerNorm
-or with a bias.
+A mode is about these functions alone. Norms that have no function here are plain PyTorch in every
+mode: DynamicTanh, a shared position with coupled_grad=full, a taper's fixed phase, and the blending
+itself of a taper over LayerNorm or with a bias.
 """
 
 from collections.abc import Callable
@@ -57,6 +57,7 @@ def implementation(x: Tensor, mode: str = "auto"):
     Raises:
         UserError: `mode` is unknown, or asks for Triton where it cannot run.
     """
+    # The kernels compute in float32, which would not be enough here.
     if mode == "torch" or x.dtype == torch.float64:
         return reference
     if mode == "auto":
@@ -105,6 +106,7 @@ def fits(
         raise UserError(
             f"{tuple(add.shape)} cannot be added to {tuple(x.shape)} here: expand it first"
         )
+    # h = x + a would be float64, while the statistics are in the type that x asks for.
     if add is not None and add.dtype == torch.float64 != x.dtype:
         raise UserError(
             f"a float64 tensor cannot be added to {x.dtype} here: convert one of them first"
@@ -131,7 +133,7 @@ def count(x: Tensor, groups: int, counted: int | None) -> int:
         raise UserError(
             f"groups={groups} for {x.shape[-1]} channels: give a number that divides them"
         )
-    in_group = x.shape[-1] // groups
+    in_group = x.shape[-1] // groups  # C / G
     if counted is None:
         return in_group
     if not 1 <= counted <= in_group:
@@ -176,6 +178,7 @@ def add_then(
         h = x + a
         y, statistic = normalize(h, inv_rms)
         return y, h, statistic
+    # (B, T, C) -> (B T, C), and back at the end
     h = x.flatten(0, -2) + a.flatten(0, -2)
     y, statistic = normalize(h, None if inv_rms is None else inv_rms.flatten(0, -2))
     if statistic is not None:
@@ -231,6 +234,7 @@ def add_rms_norm(
     counted = count(x, groups, counted)
     if not adds_in_rows(x, a):
         return compute(x, a, w, b, eps, groups, counted)
+    # (B, T, C) -> (B T, C), and back below
     y, h, inv_rms = compute(x.flatten(0, -2), a.flatten(0, -2), w, b, eps, groups, counted)
     return y.view(x.shape), h.view(x.shape), inv_rms.view(*x.shape[:-1], groups)
 
@@ -264,6 +268,7 @@ def add_shared_rms_scale(
     compute = implementation(x, mode).add_shared_rms_scale
     if not adds_in_rows(x, a):
         return compute(x, a, inv_rms, w)
+    # (B, T, C) -> (B T, C), and back below
     y, h = compute(x.flatten(0, -2), a.flatten(0, -2), inv_rms.flatten(0, -2), w)
     return y.view(x.shape), h.view(x.shape)
 

@@ -18,7 +18,7 @@ from torch import nn
 import norms as norm_layers
 from common.errors import ConfigError
 from model import GPT, GPTConfig, rope_tables, rotate
-from norm_plan import NORM_TYPES, NORMS, NormConfig, NormPlan, NormType, plain, uniform
+from norm_plan import NORM_TYPES, NORMS, NormConfig, NormPlan, NormType, build_plain, uniform
 from norms import (
     CenteredLinear,
     DynamicTanh,
@@ -607,8 +607,9 @@ def test_refused(norm_type, keys, words):
 def test_norm_affine_false_has_no_norm_parameters(norm_type):
     model = gpt(norm_type, norm_affine=False, bias=True, qk_norm=True)
     names = [name.rpartition(".")[2] for name, _ in model.named_parameters() if "norm" in name]
-    # dyt's alpha is no gain, it shapes the tanh
-    assert set(names) == ({"alpha"} if norm_type == "dyt" else set())
+    # Parameters that are no gains: alpha shapes the tanh.
+    others = {"dyt": {"alpha"}}
+    assert set(names) == others.get(norm_type, set())
     with_gains = gpt(norm_type, bias=True, qk_norm=True)
     assert sum("norm" in name for name, _ in with_gains.named_parameters()) > len(names)
     loss, gradients = loss_and_gradients(model)
@@ -690,7 +691,7 @@ def register_manhattan(monkeypatch):
         def normalize(self, x, inv_rms):
             return self.affine(x / (x.abs().mean(-1, keepdim=True) + self.eps), x.dtype), None
 
-    monkeypatch.setitem(NORMS, "M", plain(Manhattan))
+    monkeypatch.setitem(NORMS, "M", build_plain(Manhattan))
     monkeypatch.setitem(NORM_TYPES, "manhattan", NormType(uniform("M"), "M"))
 
 
