@@ -20,7 +20,7 @@ after the other, and (`_tuned`) each while the one before ends; so do our kernel
 `gpt_fast=FOLDER` adds gpt-fast's own model (from a checkout of that repository) for shapes that it
 can compute.
 
-Decoding is greedy: `tokens` tokens behind the prompt, and an end token does not stop it. Before
+Decoding is greedy: `tokens` tokens after the prompt, and an end token does not stop it. Before
 timing, every arm's logits are compared with float64, and its tokens with those of its own unfused
 definition. An arm that fails is not timed. Then every arm decodes once a round, in random order. A
 second copy of A (A/A), in its faster variant, shows what the method measures where there is no
@@ -188,7 +188,7 @@ def prompt_ids(config: DecodeBenchConfig, model: GPT, device: torch.device) -> t
 def decode_tokens(
     decoder: Decoder, filled: int, steps: int, synchronize: Callable[[], None]
 ) -> None:
-    """Decode `steps` tokens behind a prompt of `filled` that is in the cache already."""
+    """Decode `steps` tokens after a prompt of `filled` that is in the cache already."""
     decoder.rewind(filled)
     for _ in range(steps):
         decoder.step()

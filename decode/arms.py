@@ -98,7 +98,7 @@ def with_norms(model: GPT, norm_type: str, calibration: Tensor | None = None, **
     changed.config = config
     changed.plan = plan
     for index, block in enumerate(changed.blocks):
-        block.__class__ = Block  # a FoldedBlock needs a norm that shares
+        block.__class__ = Block  # decoding folds by itself, and a FoldedBlock needs a shared norm
         block.norm1 = replaced(block.norm1, plan, 2 * index, device)
         block.norm2 = replaced(block.norm2, plan, 2 * index + 1, device)
         for linear in (block.attn.proj, block.mlp.down):
@@ -153,7 +153,7 @@ def run_taper(model: GPT, idx: Tensor) -> None:
 
 # An arm whose error exceeds this many times that of its unfused definition computes something else.
 MAX_ERROR_RATIO = 1.5
-# The ratio that an arm should keep to in 16 bits, where the error comes from the rounding behind
+# The ratio that an arm should keep to in 16 bits, where the error comes from the rounding after
 # every launch. It is reported and refuses nothing: a few tokens of one model are a sample, in which
 # correct arms lie on both sides.
 AIM = 1.05
@@ -185,7 +185,7 @@ def exact_logits(model: GPT, idx: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_arm(model: GPT, decoder: Decoder, idx: Tensor, tokens: int) -> dict[str, Any]:
-    """Decode `tokens` tokens behind prompts idx (B, T), and compare the first and last sequence.
+    """Decode `tokens` tokens after prompts idx (B, T), and compare the first and last sequence.
 
     Logits are compared with float64, tokens with those of `model.generate`. Tokens may differ only
     where float64 has a tie within the errors.
@@ -207,7 +207,7 @@ def check_arm(model: GPT, decoder: Decoder, idx: Tensor, tokens: int) -> dict[st
     found = torch.cat(logits, 1).double()  # (rows, tokens, n_vocab)
     out = decoder.out[rows, : T + tokens].clone()
 
-    # the logits behind the prompt's last token and behind all new tokens but the last
+    # the logits after the prompt's last token and after all new tokens but the last
     exact = exact_logits(model, out[:, :-1])[:, T - 1 :]
     unfused = model(out[:, :-1])[:, T - 1 :].double()
     size = exact.std()

@@ -38,7 +38,7 @@ def arms(
 
     Returns:
         ({NAME: call}, {NAME: {"same_tokens": tokens as model.generate's}}). The call decodes
-        tokens - 1 tokens behind idx (B, T), whose prefill is done. Both are empty if it cannot.
+        tokens - 1 tokens after idx (B, T), whose prefill is done. Both are empty if it cannot.
 
     Raises:
         UserError: the folder is not a checkout of gpt-fast.

@@ -104,7 +104,7 @@ def eager_launches(model: GPT, idx: Tensor) -> Counter:
 
 
 def decode_call(model: GPT, idx: Tensor, graph: bool) -> Callable[[], None]:
-    """Return a call that decodes STEPS tokens behind idx (B, T), by the eager pass's operations."""
+    """Return a call that decodes STEPS tokens after idx (B, T), by the eager pass's operations."""
     batch, T = idx.shape
     decoder = Decoder(pack(model, "plain"), batch, T + STEPS, decode_reference, graph=graph)
     decoder.prefill(idx)

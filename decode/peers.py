@@ -27,7 +27,7 @@ def arms(
     """Make the calls that are timed.
 
     generate reads the prompt too, so there are two calls a peer: NAME generates `tokens` tokens
-    behind idx (B, T), `NAME prefill` a single one. The difference of their times is decoding.
+    after idx (B, T), `NAME prefill` a single one. The difference of their times is decoding.
 
     Args:
         compiled: also the static cache.

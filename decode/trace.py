@@ -89,7 +89,7 @@ def kind(name: str) -> str:
 
 
 def traced(decoder: Decoder, filled: int, path: Path | None) -> list[dict[str, Any]]:
-    """Trace one step behind `filled` tokens; write the trace to `path`, if there is one.
+    """Trace one step after `filled` tokens; write the trace to `path`, if there is one.
 
     Returns:
         {name, start, us} of each kernel and device copy, in the order of their starts. Kernels of a

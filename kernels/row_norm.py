@@ -49,23 +49,26 @@ def forward_kernel(
     None for RMSNorm (its mean is not subtracted).
     """
     group = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    first = group * C
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
+    first = group * C  # the first channel of this group
     if COLUMNS >= C:  # one tile holds whole rows
-        col = tl.arange(0, COLUMNS)
+        col = tl.arange(0, COLUMNS)  # (COLUMNS,), a power of two, so some may be beyond C
         mask = (row < n_rows)[:, None] & (col < C)[None, :]
-        h = load_sum(X, A, H, row, first + col, x_stride, a_stride, mask)
+        h = load_sum(X, A, H, row, first + col, x_stride, a_stride, mask)  # (ROWS, COLUMNS)
         v = h
         if MEAN is not None:
-            mean = tl.sum(h, 1) / C
+            mean = tl.sum(h, 1) / C  # (ROWS,)
             # 0 beyond the row, where h - mean is not
             v = tl.where((col < C)[None, :], h - mean[:, None], 0.0)
+        # 1 / sqrt(mean square + eps), (ROWS,): equation 4 of Zhang & Sennrich 2019
         inv = tl.rsqrt(
             tl.sum(counted_square(v, col, C, COUNTED), 1) / COUNTED + tl.cast(eps, tl.float32)
         )
         write(Y, H, W, B, h, v * inv[:, None], row, col, first, mask, C, GROUPS)
     else:  # one pass over the row for the mean, one for the square, one for the result
+        # Two passes for the variance: E[x^2] - E[x]^2 in one would cancel where the mean is large.
         if MEAN is not None:
+            # A sum for each column of the tile; one reduction over columns at the end.
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
             for start in range(0, C, COLUMNS):
                 col = start + tl.arange(0, COLUMNS)
@@ -91,6 +94,7 @@ def forward_kernel(
             write(Y, H, W, B, h, v * inv[:, None], row, col, first, mask, C, GROUPS)
     if MEAN is not None:
         tl.store(MEAN + row, mean, mask=row < n_rows)
+    # INV is (rows, GROUPS); 64 bits as in rows.offsets.
     tl.store(INV + row.to(tl.int64) * GROUPS + group, inv, mask=row < n_rows)
 
 
@@ -152,7 +156,7 @@ def dots_kernel(
         if MEAN is not None:
             v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
             total += u
-        dot += u * (v * inv[:, None])
+        dot += u * (v * inv[:, None])  # v is only x, or x - mean, until here
     tl.store(DOT + row.to(tl.int64) * GROUPS + group, tl.sum(dot, 1), mask=valid)
     if MEAN is not None:
         tl.store(SUM + row, tl.sum(total, 1), mask=valid)
@@ -190,10 +194,11 @@ def backward_kernel(
     where a row has several tiles, else None.
     """
     group = tl.program_id(1)
-    first = group * C
+    first = group * C  # the first channel of this group
     col = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     if W is not None:
         w = load_vector(W + first, col, C)
+    # dw and db are sums over rows. They stay in registers while the program goes through its rows.
     dw = tl.zeros((ROWS, COLUMNS), tl.float32)
     db = tl.zeros((ROWS, COLUMNS), tl.float32)
     begin = tl.program_id(0) * chunk
@@ -206,7 +211,7 @@ def backward_kernel(
         v = load(X, row, first + col, x_stride, mask)
         if MEAN is not None:
             v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
-        v = v * inv[:, None]
+        v = v * inv[:, None]  # the normalised input, computed again
         u = load(DY, row, first + col, dy_stride, mask)
         if DB is not None:
             db += u
@@ -214,23 +219,28 @@ def backward_kernel(
             dw += u * v
         if W is not None:
             u = u * w
+        # <u, v> of the whole row, (ROWS,)
         if DOT is not None:
             dot = tl.load(DOT + statistic, mask=valid, other=0.0)
         else:
             dot = tl.sum(u * v, 1)
         if DS is not None:
+            # inv depends on x too: d inv / dx = -inv^2 v / n, so <u, v> and inv ds go the same way.
             dot += inv * tl.load(DS + statistic, mask=valid, other=0.0)
+        # what the statistics take away from u: v (<u, v> + inv ds) / n, and sum(u) / C for the mean
         through = v * (dot / COUNTED)[:, None]
-        if COUNTED < C:
+        if COUNTED < C:  # channels that are not counted do not change inv
             through = tl.where((col < COUNTED)[None, :], through, 0.0)
         if MEAN is not None:
             total = tl.load(SUM + row, mask=valid, other=0.0) if SUM is not None else tl.sum(u, 1)
             through += (total / C)[:, None]
         dx = (u - through) * inv[:, None]
-        if DH is not None:
+        if DH is not None:  # h goes on as the residual stream as well
             dx += load(DH, row, first + col, dh_stride, mask)
         store(DX, row, first + col, C * GROUPS, dx, mask)
     if DW is not None:
+        # One row of partial sums for each program; no atomic additions, so the bits are always the
+        # same.
         store_partial(DW + first, tl.program_id(0), col, C, C * GROUPS, dw)
     if DB is not None:
         store_partial(DB + first, tl.program_id(0), col, C, C * GROUPS, db)
@@ -261,6 +271,7 @@ def _forward(
     """Launch the forward kernel. With `center` it is LayerNorm, else RMSNorm."""
     channels = x.shape[-1] // groups
     y, h = rows.outputs(x, a)
+    # Also for 16-bit x: a statistic is one number for a whole row.
     inv = rows.empty((*x.shape[:-1], groups), torch.float32, x.device)
     mean = rows.empty((*x.shape[:-1], 1), torch.float32, x.device) if center else None
     x = rows.as_rows(x)
@@ -350,6 +361,7 @@ def _backward(
     x = rows.as_rows(x)
     w = rows.vector(w)
     work = rows.split(x, channels, rows.BACKWARD, groups=groups)
+    # (programs, C), summed over programs at the end
     dw = rows.partial_sums(work.programs, w, gains)
     db = rows.partial_sums(work.programs, b, gains)
     with rows.on_device(x):

@@ -15,11 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The widest row that one tile holds. A backward kernel that held 16384 columns would spill.
+# The widest row that one tile holds. A backward kernel that held 16384 columns would spill. Beyond
+# this width a kernel before it takes the sums over a row, so x and dy are read twice: 5 passes over
+# (rows, C) instead of 3.
 WHOLE = 8192
 THREADS = 128  # of a program; more where a row is long
 # Elements of a tile for each thread: one or two 128-bit loads of bfloat16. Backward kernels hold
-# more tiles at a time, so theirs are smaller.
+# more tiles at a time, so theirs are smaller: at C = 768 on sm_90, 8 elements take 32 to 72
+# registers a thread, and 16 took 80 to 127, some of which Triton 3.6 spilled.
 FORWARD = 16
 BACKWARD = 8
 # Warps of a backward kernel on each multiprocessor, in all its programs. With 64 registers a thread

@@ -34,11 +34,12 @@ def forward_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Compute y = h inv w for one tile, with h = x + a where A is not None (equation 6)."""
+    # Columns are divided among programs too: no program needs the rest of a row.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     valid = row < n_rows
     mask = valid[:, None] & (col < C)[None, :]
-    h = load_sum(X, A, H, row, col, x_stride, a_stride, mask)
+    h = load_sum(X, A, H, row, col, x_stride, a_stride, mask)  # (ROWS, COLUMNS)
     if H is not None:
         store(H, row, col, C, h, mask)
     y = h * tl.load(INV + row, mask=valid, other=0.0)[:, None]
@@ -72,22 +73,23 @@ def backward_kernel(
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if W is not None:
         w = load_vector(W, col, C)
-    dw = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dw = tl.zeros((ROWS, COLUMNS), tl.float32)  # its sum over rows stays in registers
     begin = tl.program_id(0) * chunk
     for start in range(begin, tl.minimum(begin + chunk, n_rows), ROWS):
         row = start + tl.arange(0, ROWS)
         valid = row < n_rows
         mask = valid[:, None] & (col < C)[None, :]
-        # The long loads come before the short one, or registers spill for float32 on sm_90.
+        # The long loads come before the short one, or 8 bytes of registers spill with a float32
+        # stream on sm_90, at C = 768.
         dx = load(DY, row, col, dy_stride, mask)
         if DW is not None:
             h = load(H, row, col, h_stride, mask)
-        dx = dx * tl.load(INV + row, mask=valid, other=0.0)[:, None]
+        dx = dx * tl.load(INV + row, mask=valid, other=0.0)[:, None]  # q
         if DW is not None:
             dw += dx * h
         if W is not None:
             dx = dx * w
-        if DH is not None:
+        if DH is not None:  # h goes on as the residual stream as well
             dx += load(DH, row, col, dh_stride, mask)
         store(DX, row, col, C, dx, mask)
     if DW is not None:
@@ -139,6 +141,7 @@ def shared_rms_scale_backward(dy, dh, h, inv_rms, w, gains):
     dh = rows.as_rows(dh)
     h = rows.as_rows(h)
     work = rows.split(h, channels, rows.BACKWARD, WIDEST)
+    # (programs, C), summed over programs at the end
     dw = rows.partial_sums(work.programs, w, gains)
     with rows.on_device(h):
         backward_kernel[(work.programs, work.column_tiles)](

@@ -1,4 +1,4 @@
-"""Triton: the rest of a folded norm, and the activation, behind a product of the library.
+"""Triton: the rest of a folded norm, and the activation, after a product of the library.
 
     y = act(inv_rms * z + b)
 

@@ -10,8 +10,11 @@ A kernel then
 
 Every kernel of the chain waits. So when the kernel before has ended, all earlier ones have too. The
 first kernel of a step is launched in the ordinary way: what the last step has written (cache,
-position) is complete for it and for all kernels behind it. So is the work of any kernel between
+position) is complete for it and for all kernels after it. So is the work of any kernel between
 that is launched in the ordinary way.
+
+Behind an operator of ours inductor does not know which kernel came before, so its own next kernel
+waits before it loads anything. Kernels of both kinds may follow each other in any order.
 
 PTX ISA, griddepcontrol; CUDA programming guide, programmatic dependent launch.
 """
@@ -49,7 +52,7 @@ def launch_options() -> dict[str, Any]:
 def wait(PDL: tl.constexpr):
     """Let the next kernel be launched, and wait until the one before has ended.
 
-    What that one writes may be read, and what it reads may be written, only behind this line.
+    What that one writes may be read, and what it reads may be written, only after this line.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

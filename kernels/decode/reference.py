@@ -211,7 +211,7 @@ def take(values: Tensor, tokens: Tensor, token: Tensor, pos: Tensor, out: Tensor
     out.index_copy_(1, pos, token)
 
 
-# ------------------------------------------------- the library's products, and launches behind them
+# ------------------------------------------------- the library's products, and launches after them
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
