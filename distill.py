@@ -58,7 +58,7 @@ from training.checkpoint import (
 from training.lock import FolderLock
 from training.log import RunLog, Throughput, last_event
 from training.optim import guarded_update, learning_rate, make_optimizer, micro_step
-from training.place import changes, check_same_data, find_place, saved_place
+from training.provenance import changes, check_same_data, find_provenance, saved_provenance
 
 # Calibration takes every 16th of the first blocks of the text, if there are that many, so that its
 # blocks are of many documents.
@@ -114,6 +114,8 @@ class DistillConfig:
     max_iters: int = key(1000, "optimiser steps", least=1)
 
     # AdamW
+    # AdamW's steps are of this size, however small the gradient is. Near the teacher it is small,
+    # and a higher rate leaves noise (docs/log.md).
     learning_rate: float = key(1e-4, "highest learning rate")
     min_lr: float = key(0.0, "lowest learning rate, at the end of the cosine")
     warmup_iters: int = key(20, "steps of linear warm-up")
@@ -184,7 +186,7 @@ class Distiller:
                 self._load_teacher()
                 self._read_first_blocks()
                 # Before the plan is chosen, which takes long: another teacher or text is refused.
-                self._find_place()
+                self._find_provenance()
                 self._fix_plan()
                 self._build_student()
                 self._make_optimizer()
@@ -294,7 +296,7 @@ class Distiller:
         self.calibration_ids = torch.stack(first[::stride])  # (N, T)
         self.val = torch.stack(val)  # (N, T)
 
-    def _find_place(self) -> None:
+    def _find_provenance(self) -> None:
         """Describe teacher, text, machine and code, and what has changed since a checkpoint."""
         config = self.config
         blocks = [self.calibration_ids, self.val]
@@ -302,7 +304,7 @@ class Distiller:
         data = f"{self.name_of_teacher} {text}"
         differs = "ranks see different teachers or texts: copy the same to each machine"
         self.ranks.check_same(zlib.crc32(data.encode()), DataError(differs))
-        self.place = find_place(data, self.ranks)
+        self.provenance = find_provenance(data, self.ranks)
         self.changed: list[str] = []
         if self.state:
             self.changed = self.ranks.together(self._compare)
@@ -313,14 +315,15 @@ class Distiller:
         Raises CheckpointError for another teacher or text.
         """
         path = self.out_dir / DISTILLING
-        place = saved_place(self.state, path)
+        saved = saved_provenance(self.state, path)
         remedy = "give teacher, local, val and dataset what they were, or choose another out_dir"
-        check_same_data(place, self.place, path, remedy)
+        check_same_data(saved, self.provenance, path, remedy)
         then = self.state["config"]
         now = dataclasses.asdict(self.config)
-        names = [name for name in sorted(now.keys() & then.keys()) if then[name] != now[name]]
+        names = sorted(now.keys() & then.keys() - {"device"})  # saved and self.provenance have it
+        names = [name for name in names if then[name] != now[name]]
         settings = [f"{name} {then[name]} -> {now[name]}" for name in names]
-        return settings + changes(place, self.place)
+        return settings + changes(saved, self.provenance)
 
     def _fix_plan(self) -> None:
         """Set the norm plan and alpha, the same on every rank."""
@@ -391,7 +394,7 @@ class Distiller:
             "norm_plan": self.plan,
             "alpha": list(self.alpha),
             "trained_parameters": trained,
-            **self.place,
+            **self.provenance,
         }
         resume_step = self.step if self.state else None
         self.ranks.together(lambda: self.log.open(resume_step, start, self.changed))
@@ -571,7 +574,7 @@ class Distiller:
             "plan": self.plan,
             "alpha": self.alpha,
             "calibrated_kl": self.calibrated_kl,
-            "place": self.place,
+            "provenance": self.provenance,
             "model": {name: p.detach() for name, p in self.trained.items()},
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),

@@ -20,8 +20,10 @@ order, and `run` is the loop.
 """
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -57,12 +59,12 @@ from training.evaluation import Evaluator
 from training.lock import FolderLock
 from training.log import RunLog, Throughput
 from training.optim import carry_state, guarded_update, learning_rate, make_optimizer, micro_step
-from training.place import changes, check_same_data, find_place, saved_place
+from training.provenance import changes, check_same_data, find_provenance, saved_provenance
 from training.step_report import PendingReport, StepReport, count_bad, pack
 from training.stream import calibrate
 
-# float16 lowers its loss scale after a step with infinite gradients. The scale is not the reason
-# once this many steps in a row had them.
+# float16: after a step with infinite gradients, GradScaler skips the update and lowers the loss
+# scale. If this many steps in a row are skipped, the cause is something else, and the run stops.
 MAX_SKIPPED = 20
 
 
@@ -166,6 +168,7 @@ class TrainConfig(GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # HellaSwag is scored within an evaluation.
         if self.hellaswag_interval % self.eval_interval:
             raise ConfigError(
                 f"hellaswag_interval={self.hellaswag_interval}: must be a multiple of "
@@ -184,6 +187,7 @@ class TrainConfig(GPTConfig):
         if self.norm_type == "taper":
             # Raises if the taper ends before its warm-up does.
             TaperSchedule(self.taper_warmup, self.taper_end).steps(self.max_iters)
+        # epoch_order seeds NumPy's RandomState, whose seeds have 32 bits.
         if self.seed >= 1 << 32:
             raise ConfigError(f"seed={self.seed}: must be below 2**32")
         if not (self.learning_rate > 0 and 0 <= self.min_lr <= self.learning_rate):
@@ -208,7 +212,7 @@ class Trainer:
         self.step = 0  # steps done; the first one is step 1
         self.best = math.inf  # lowest val loss so far
         self.skipped = 0  # steps in a row whose gradients were not finite
-        self.place: dict[str, Any] = {}  # data, machine and code: training/place.py
+        self.provenance: dict[str, Any] = {}  # data, machine and code: training/provenance.py
         self.changed: list[str] = []  # what differs from the run that is resumed
         self.notes: list[str] = []  # lines for people, shown once the log is open
 
@@ -220,7 +224,7 @@ class Trainer:
         self.lock = self.ranks.together(self._lock)
         try:
             found = self._find_checkpoint()
-            self._find_place(found)
+            self._find_provenance(found)
             self._build_model(found)
             # FSDP replaces the parameters, so the optimiser is made after it.
             self._shard()
@@ -230,6 +234,7 @@ class Trainer:
             # DDP goes around the compiled model.
             self._compile()
             self._replicate()
+            self._prepare_norms()
             # Last: if anything before fails, the log in out_dir is untouched.
             self._start_log(found)
         except BaseException:
@@ -239,8 +244,10 @@ class Trainer:
     def _join_ranks(self) -> None:
         """Join the other processes of this run, and choose device and precision."""
         config = self.config
+        # Raises if the ranks do not divide the micro-batches of a step.
         self.ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
         if self.ranks.device.type == "cpu":
+            # A global setting of torch, so it comes before anything is computed.
             faster_float32_products(config.n_embd, config.head_channels)
         if config.parallel == "fsdp" and not dist.is_initialized():
             raise ConfigError("parallel=fsdp divides the model among ranks: start it with torchrun")
@@ -256,15 +263,18 @@ class Trainer:
         self.meta = read_meta(self.config.data_dir)
         self.config = with_vocabulary(self.config, self.meta.get("vocab_size", 0))
         config = self.config
+        # The embedding may have more rows than there are tokens. An id beyond n_vocab is an error.
         n_vocab = config.n_vocab or config.vocab_size
         train = Blocks(config.data_dir, "train", config.block_size, n_vocab)
         self.val_blocks = Blocks(config.data_dir, "val", config.block_size, n_vocab)
         micro_batches = config.gradient_accumulation_steps
         self.loader = TrainLoader(train, config.batch_size, micro_batches, config.seed)
+        # micro_batches counts over all ranks, so this does too.
         self.tokens_per_step = config.batch_size * micro_batches * config.block_size
 
     def _make_evaluator(self) -> None:
         """Prepare the measurements. Raises now, not at the end, if HellaSwag cannot be scored."""
+        # The evaluator gets what makes the scorer: training/ does not import evals/.
         make_scorer = None
         if self.config.hellaswag != "off":
             make_scorer = self._hellaswag_scorer
@@ -300,11 +310,12 @@ class Trainer:
         """Find the checkpoint to resume from, the same on every rank."""
         resume = self.config.resume
         found = self.ranks.together(lambda: find_checkpoint(self.out_dir, resume))
+        # -1 for no checkpoint: on that, too, the ranks must agree.
         step = -1 if found is None else found.state["step"]
         self.ranks.check_same(step, different_checkpoints(self.out_dir))
         return found
 
-    def _find_place(self, found: FoundCheckpoint | None) -> None:
+    def _find_provenance(self, found: FoundCheckpoint | None) -> None:
         """Describe data, machine and code. Raises DataError if ranks see different data."""
         if found is not None and found.state["step"] >= self.config.max_iters:
             return  # a finished run trains nothing, so there is nothing to compare
@@ -315,8 +326,9 @@ class Trainer:
             f"data_dir={self.config.data_dir}: ranks see different data: "
             "copy the same to each machine"
         )
+        # As a number, because check_same compares numbers.
         self.ranks.check_same(zlib.crc32(data.encode()), error)
-        self.place = find_place(data, self.ranks)
+        self.provenance = find_provenance(data, self.ranks)
 
     def _build_model(self, found: FoundCheckpoint | None) -> None:
         """Build the model on the CPU, its weights from the seed or from `init_from`."""
@@ -326,6 +338,8 @@ class Trainer:
         # A run that is resumed has left those weights behind.
         if config.init_from and found is None:
             self.notes.append(init_from(self.model, config.init_from))
+        # float32 also where products are bfloat16: an update of AdamW is often smaller than a step
+        # between two bfloat16 numbers.
         self.model.to(self.precision.weights).train()
 
     def _shard(self) -> None:
@@ -343,6 +357,7 @@ class Trainer:
             self.model, config.learning_rate, betas, config.adam_eps, config.weight_decay
         )
         self.parameters = list(self.model.parameters())
+        # In the same order, to name a gradient that is not finite.
         self.names = [name for name, _ in self.model.named_parameters()]
 
     def _resume(self, found: FoundCheckpoint | None) -> None:
@@ -350,22 +365,23 @@ class Trainer:
         if found is None:
             return
         state, path, problem = found
-        place = self.ranks.together(lambda: saved_place(state, path))
-        # A finished run, whose place is empty, is not compared.
-        if self.place:
+        then = self.ranks.together(lambda: saved_provenance(state, path))
+        # A finished run, whose provenance is empty, is not compared.
+        if self.provenance:
             remedy = (
                 f"give data_dir={self.config.data_dir} the data that it had, or choose another "
                 f"out_dir and --init_from={path}, which trains its weights on any data"
             )
-            self.ranks.together(lambda: check_same_data(place, self.place, path, remedy))
+            self.ranks.together(lambda: check_same_data(then, self.provenance, path, remedy))
         restore(path, state, self.config, self.model, self.optimizer, self.scaler)
         self.step = state["step"]
         self.best = state["best_val_loss"]
-        # The place tells these better: the data themselves, and what `auto` chose.
-        told = {"data_dir": "data", "device": "device"}
+        # data_dir and device are compared by provenance (the data's fingerprint, the real device),
+        # so a change of the key alone is not reported.
+        compared = {"data_dir": "data", "device": "device"}
         keys = self._changed_keys(state["config"])
-        keys = [change for change in keys if told.get(change.split()[0]) not in place]
-        self.changed = keys + changes(place, self.place)
+        keys = [change for change in keys if compared.get(change.split()[0]) not in then]
+        self.changed = keys + changes(then, self.provenance)
         if problem:
             self.notes.append(f"not usable: {problem}")
         self.notes.append(f"resuming from {path}, after step {self.step}")
@@ -387,15 +403,26 @@ class Trainer:
         self.compiled = self.model
         if wanted:
             # Training and evaluation are compiled apart, and again in each phase of a taper.
-            # PyTorch's limit of 8 is soon reached.
+            # Beyond PyTorch's limit of 8, which a taper reached, the rest would run in eager mode
+            # without a message.
             torch._dynamo.config.recompile_limit = 32
+            # The whole model, under FSDP too: graphs break at the blocks' hooks, and all blocks
+            # share one graph. Compiled block by block, head and loss would stay eager, and
+            # HellaSwag's changing shapes would reach the compiled blocks.
             self.compiled = torch.compile(self.model, dynamic=False, mode=config.compile_mode)
 
     def _replicate(self) -> None:
         """Put DDP around the model, if there are several ranks and each holds all of it."""
-        self.parallel = self.compiled
+        # One model in three forms: `model` is the plain GPT (weights, norms), `compiled` is model
+        # under torch.compile (evaluation), `ddp_model` is compiled under DDP (training).
+        self.ddp_model = self.compiled
         if dist.is_initialized() and not is_sharded(self.model):
-            self.parallel = replicate(self.compiled)
+            self.ddp_model = replicate(self.compiled)
+
+    def _prepare_norms(self) -> None:
+        """Set the norms to the first step. Raises ConfigError if a taper cannot go on from here."""
+        if self.step < self.config.max_iters:
+            self._next_step()
 
     def _start_log(self, found: FoundCheckpoint | None) -> None:
         """Open the log, and show the notes of all steps before this one."""
@@ -404,8 +431,6 @@ class Trainer:
             self.out_dir, dataclasses.asdict(config), config.max_iters, self.ranks.is_main
         )
         if self.step < config.max_iters:
-            # Raises if a taper cannot go on from here. The run in out_dir is untouched until then.
-            self._next_step()
             self.ranks.together(lambda: self._open_log(is_resumed=found is not None))
         end = TaperSchedule(config.taper_warmup, config.taper_end).steps(config.max_iters)[1]
         if config.norm_type == "taper" and end > config.max_iters:
@@ -430,15 +455,19 @@ class Trainer:
             "norm_keys": keys_of(norm_type),
             "other_norm_keys": sorted(foreign_keys(norm_type)),
             "tokens_per_step": self.tokens_per_step,
-            **self.place,
+            **self.provenance,
         }
-        self.log.open(self.step if is_resumed else None, start, self.changed)
+        path = self.out_dir / "config.json"
         try:
-            (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            # It takes its name once the log is open: what fails first leaves both untouched.
+            partial = path.with_name(path.name + ".tmp")
+            partial.write_text(json.dumps(config, indent=1) + "\n")
+            self.log.open(self.step if is_resumed else None, start, self.changed)
+            partial.replace(path)
         except OSError as error:
-            raise UserError(
-                f"out_dir={self.out_dir}: cannot be written ({error.strerror})"
-            ) from None
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
         self.log.say(
             f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
             f"{self.tokens_per_step:,} tokens a step"
@@ -464,15 +493,19 @@ class Trainer:
     def _loop(self) -> str:
         """Take all steps that are left. Returns why it stopped before max_iters, or ""."""
         config, ranks = self.config, self.ranks
+        # Batches are a function of the step, so the loader itself has no state to restore.
         batches = self.loader.batches(
             self.step + 1, ranks.rank, ranks.world_size, pin=ranks.on_cuda
         )
+        # reports of steps that the host has not read yet; on a GPU one is left from step to step
         pending: deque[PendingReport] = deque()
         reason = ""
         self.clock.restart()
         while not reason and self.step < config.max_iters:
             self.step += 1
             pending.append(self._train_step(batches))
+            # Before evaluation and checkpoints: norms sum their statistics over ranks here, so the
+            # checkpoint that rank 0 writes is complete.
             self._next_step()
             self._calibrate()
             due_eval = self.step % config.eval_interval == 0 or self.step == config.max_iters
@@ -482,6 +515,8 @@ class Trainer:
             # On a GPU a report is read when the next step is queued, so that the GPU never waits
             # for the host. A checkpoint is only made of steps whose reports were read.
             in_flight = 1 if ranks.on_cuda and not due_save else 0
+            # Once the run must stop, all of them are read: the checkpoint below has their steps in
+            # it.
             while len(pending) > in_flight or (reason and pending):
                 report = pending.popleft().read()
                 reason = self._end_step(report) or reason
@@ -489,6 +524,7 @@ class Trainer:
                 self._evaluate()
             if due_save or reason:
                 self._save(LAST)
+                # An evaluation always ends here, so its time and that of saving do not count.
                 self.clock.restart()
         return reason
 
@@ -496,7 +532,7 @@ class Trainer:
         """Write a sample of the model's text, if the run is complete, and close the log."""
         if not reason and self.config.sample_tokens:
             self.log.say(self.evaluator.write_sample(self.model, self.out_dir / "samples.txt"))
-        speed = self.clock.steady()
+        speed = self.clock.steady()  # tokens/s
         done = f"done: best val loss {self.best:.4f}"
         if speed:
             done += f", {speed / 1000:.1f} k tokens/s"
@@ -509,10 +545,12 @@ class Trainer:
         A parameter that takes over the role of another gets its optimiser state.
         """
         was_tapered = is_tapered(self.model)
+        # max_iters, because a taper's schedule may be in shares of it.
         for source, target in self.model.set_step(self.step + 1, self.config.max_iters):
             carry_state(self.optimizer, source, target)
         if is_tapered(self.model) and not was_tapered:
-            # The best checkpoint is the best of those without norms: only they can be folded.
+            # The best checkpoint is the best of those without norms: only they can be folded. If
+            # losing its norms costs loss, no later checkpoint would ever be better.
             self.best = math.inf
 
     def _calibrate(self) -> None:
@@ -522,6 +560,7 @@ class Trainer:
         """
         interval = self.config.coupled_calibrate
         if interval and self.step % interval == 0:
+            # Micro-batch 0 of the next step, (B, T), on every rank.
             x, _ = self.loader.blocks.batch(self.loader.sample_ids(self.step + 1, 0))
             with self.precision.autocast():
                 calibrate(self.model, x.to(self.ranks.device))
@@ -539,15 +578,15 @@ class Trainer:
         # it, and a resumed run has the same.
         torch.manual_seed(zlib.crc32(f"{config.seed} {self.step} {ranks.rank}".encode()))
         losses = self._backward(batches)  # (2,)
-        shared = pack(losses, bool(self.stop_signal.name), ranks)
+        report = pack(losses, bool(self.stop_signal.name), ranks)  # (3 + ranks,)
         # One small reduction a step: losses, requests to stop and bad losses together.
-        ranks.sum(shared)
+        ranks.sum(report)
         # The device itself skips the update if a loss or a gradient is not finite. The host learns
         # of it when it reads the report, and raises.
-        norms = guarded_update(
-            self.optimizer, self.scaler, self.parameters, config.grad_clip, count_bad(shared)
+        grad_norms = guarded_update(
+            self.optimizer, self.scaler, self.parameters, config.grad_clip, count_bad(report)
         )
-        return PendingReport(self.step, lr, shared, norms)
+        return PendingReport(self.step, lr, report, grad_norms)
 
     def _set_learning_rate(self) -> float:
         """Set the learning rate of this step, and return it."""
@@ -568,15 +607,17 @@ class Trainer:
     def _backward(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
         """Add up gradients over this rank's micro-batches. Returns its mean losses (2,)."""
         device = self.ranks.device
+        # of this rank
         micro_batches = self.config.gradient_accumulation_steps // self.ranks.world_size
         losses = 0.0
         for micro in range(micro_batches):
             x, y = next(batches)  # (B, T) each
+            # From pinned memory to a GPU; the host goes on at once.
             x = x.to(device, non_blocking=True)
             y = y.to(device, non_blocking=True)
             # Gradients add up; DDP reduces them over ranks in the last backward only.
-            with accumulate(self.parallel, last=micro == micro_batches - 1):
-                losses = losses + micro_step(self.parallel, x, y, self.precision, micro_batches)
+            with accumulate(self.ddp_model, last=micro == micro_batches - 1):
+                losses = losses + micro_step(self.ddp_model, x, y, self.precision, micro_batches)
         return losses
 
     def _end_step(self, report: StepReport) -> str:
@@ -593,6 +634,7 @@ class Trainer:
     def _check_finite(self, report: StepReport) -> None:
         """Raise NonFiniteError, and say so in the log, if a step cannot be used."""
         self.skipped = 0 if math.isfinite(report.grad_norm) else self.skipped + 1
+        # Only float16 has a loss scale, which it still looks for in the first steps.
         allowed = MAX_SKIPPED if self.scaler.is_enabled() else 1
         if report.bad_ranks:
             culprit = f"the loss on rank {report.bad_ranks[0]}"
@@ -621,6 +663,7 @@ class Trainer:
         speed = self.clock.window()
         mfu = None  # model FLOPs utilisation
         if speed and self.peak_flops:
+            # The share of the GPUs' peak that the model's own FLOPs take (Chowdhery et al. 2022).
             peak = self.peak_flops * self.ranks.world_size
             mfu = speed * self.model.flops_per_token() / peak
         auxiliary = {"aux_loss": report.aux_loss} if report.aux_loss else {}
@@ -641,6 +684,7 @@ class Trainer:
         """Measure the model and log it; save it if it is the best so far."""
         val_loss = self.evaluator.val_loss(self.compiled)
         self._log_val_loss(val_loss)
+        # On the model itself: a compiled one ignores hooks that are registered later.
         stats = self.evaluator.rms_stats(self.model)
         self.log.event("rms", step=self.step, **stats.record())
         # Before any checkpoint of this step: a run that is killed here scores again when it
@@ -685,7 +729,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "best_val_loss": self.best,
-            "place": self.place,
+            "provenance": self.provenance,
         }
         save_checkpoint(self.out_dir / name, state, self.ranks)
 
@@ -696,6 +740,8 @@ def with_vocabulary(config: TrainConfig, n_tokens: int) -> TrainConfig:
         raise ConfigError(
             f"n_vocab={config.n_vocab}: the data's vocabulary has {n_tokens} tokens: leave it at 0"
         )
+    # Up to a multiple of 64, where the head's product uses the GPU's matrix units best. Rows beyond
+    # n_vocab take no part in the loss.
     rows = config.vocab_size or math.ceil(n_tokens / 64) * 64
     rows = rows or 50304  # shards without meta.json are nanoGPT's, of GPT-2 tokens
     return dataclasses.replace(config, vocab_size=rows, n_vocab=config.n_vocab or n_tokens)

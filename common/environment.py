@@ -183,7 +183,9 @@ def _processor() -> str:
 def _git(*arguments: str) -> str:
     """Run git in this repository. Raises OSError and CalledProcessError."""
     command = ["git", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, errors="surrogateescape", check=True
+    )
     return done.stdout.strip()
 
 
@@ -199,10 +201,16 @@ def _git_commit() -> str | None:
         return "nanonorm " + installed("nanonorm").get("nanonorm", "of unknown version")
     try:
         commit = _git("rev-parse", "HEAD")
-        uncommitted = _git("diff", "HEAD", *CODE)
+        # As the bytes are, whatever the user's git shows them with
+        plain = ("--no-ext-diff", "--no-textconv", "--no-color")
+        uncommitted = _git("diff", *plain, "HEAD", *CODE)
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("NANONORM_COMMIT")
-    return f"{commit}+{zlib.crc32(uncommitted.encode()):08x}" if uncommitted else commit
+    return (
+        f"{commit}+{zlib.crc32(uncommitted.encode(errors='surrogateescape')):08x}"
+        if uncommitted
+        else commit
+    )
 
 
 def is_same_code(then: str | None, now: str | None) -> bool:

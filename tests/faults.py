@@ -124,10 +124,11 @@ def other_data(rank: int) -> None:
 
 def other_place(**values: object) -> None:
     """The program believes that it runs in another place: other code, other versions."""
-    from training import place
 
-    original = place.environment
-    place.environment = lambda device: {**original(device), **values}
+    from training import provenance
+
+    original = provenance.environment
+    provenance.environment = lambda device: {**original(device), **values}
 
 
 def other_out_dir(rank: int, folder: str) -> None:

@@ -96,7 +96,8 @@ TINY = (
 )
 
 
-NORM_TYPES = ("layer", "rms", "coupled", "cbwc", "taper")
+# The norm types that the studies compare; norm_plan.NORM_TYPES has all.
+COMPARED_TYPES = ("layer", "rms", "coupled", "cbwc", "taper")
 TAPER_KEYS = ("--taper_warmup=10", "--taper_end=30", "--taper_final=True", "--taper_anchor=0.1")
 
 
@@ -329,7 +330,7 @@ def shake(module: torch.nn.Module) -> torch.nn.Module:
     """
     module.double()
     for name, parameter in module.named_parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() <= 1:
             seed = zlib.crc32(name.replace("base.", "").encode())
             parameter += 0.3 * draw(*parameter.shape, seed=seed)
     return module

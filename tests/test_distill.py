@@ -19,7 +19,7 @@ from helpers import ROOT, contents, records
 from small_rms import SHAPE, L, sequences
 
 import distill
-import training.place
+import training.provenance
 from common.errors import CheckpointError, ConfigError, DataError, HFError
 from configurator import parse_args
 from data.documents import Document
@@ -27,7 +27,7 @@ from hf.config import SHAPES
 from load import load_model
 from model import GPT
 from posthoc import adapters, text
-from training.checkpoint import BEST, save_checkpoint
+from training.checkpoint import BEST, DISTILLING, save_checkpoint
 
 pytest.importorskip("peft")
 WORDS = (
@@ -198,17 +198,31 @@ def test_another_text_or_teacher_is_refused_on_resume(words, run_folder, tmp_pat
             distiller([*words, "--max_iters=2"])
     assert contents(tmp_path / "out") == before
     with pytest.MonkeyPatch.context() as patch:
-        place = {**training.place.environment(torch.device("cpu")), "git": "another"}
-        patch.setattr(training.place, "environment", lambda device: place)
+        place = {**training.provenance.environment(torch.device("cpu")), "git": "another"}
+        patch.setattr(training.provenance, "environment", lambda device: place)
         distiller([*words, "--max_iters=2"]).run()
     (told,) = (
         event["changed"] for event in records(tmp_path / "out") if event["event"] == "resume"
     )
-    assert (
+    assert len(told) == 2 and (
         told[0] == "max_iters 1 -> 2"
         and told[1].startswith("git ")
         and told[1].endswith(" -> another")
     )
+
+
+def test_another_machine_is_told_on_resume(words, tmp_path):
+    path = tmp_path / "out" / DISTILLING
+    distiller([*words, "--max_iters=1"]).run()
+    state = torch.load(path, weights_only=True)
+    state["provenance"]["world_size"] = 4
+    state["provenance"]["versions"]["torch"] = "1.0"
+    torch.save(state, path)
+    distiller([*words, "--max_iters=2"]).run()
+    distiller([*words, "--max_iters=3", "--device=auto"]).run()  # the same device
+    told = [event["changed"] for event in records(tmp_path / "out") if event["event"] == "resume"]
+    versions = f"torch 1.0 -> {torch.__version__}"
+    assert told == [["max_iters 1 -> 2", "world_size 4 -> 1", versions], ["max_iters 2 -> 3"]]
 
 
 def test_another_held_out_text_is_refused_on_resume(words, run_folder, tmp_path):

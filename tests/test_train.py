@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    NORM_TYPES,
+    COMPARED_TYPES,
     TINY,
     contents,
     keys_of,
@@ -206,7 +206,7 @@ def test_world_size_invariance(train_ok, tiny_data, tmp_path, norm_type):
 def test_norm_types_share_weights_and_data(train_ok, tiny_data, tmp_path):
     """Runs that differ in norm_type share the initial non-norm weights and see the same samples."""
     seen, start = {}, {}
-    for norm_type in NORM_TYPES:
+    for norm_type in COMPARED_TYPES:
         train_ok(
             *TINY,
             f"--norm_type={norm_type}",
@@ -223,7 +223,7 @@ def test_norm_types_share_weights_and_data(train_ok, tiny_data, tmp_path):
             name: w for name, w in weights(tmp_path / norm_type).items() if "norm" not in name
         }
     assert len(seen["layer"]) == 4
-    for norm_type in NORM_TYPES[1:]:
+    for norm_type in COMPARED_TYPES[1:]:
         assert seen[norm_type] == seen["layer"]
         assert start[norm_type].keys() == start["layer"].keys()
         for name, w in start[
@@ -518,15 +518,15 @@ def test_a_crafted_place_is_no_traceback(launch, train_ok, tiny_data, tmp_path):
     words = (*TINY, "--lr_schedule=constant", f"--data_dir={tiny_data}", f"--out_dir={run}")
     train_ok(*words, "--max_iters=4")
     state = torch.load(run / "ckpt_last.pt", weights_only=True)
-    good = state["place"]
+    good = state["provenance"]
     crafted = {"git": 5, "device": torch.zeros(2), "float32_products": "\ud800" * 300}
     versions = {"git": 5, "torch": torch.zeros(2)}
-    state["place"] = {**good, **crafted, "versions": versions}
+    state["provenance"] = {**good, **crafted, "versions": versions}
     torch.save(state, run / "ckpt_last.pt")
     train_ok(*words, "--max_iters=5")
     told = [record["changed"] for record in records(run) if record["event"] == "resume"][-1]
     assert all(len(change) < 1000 and change.isascii() for change in told)
-    state["place"] = {**good, "data": " a" * 100_000}
+    state["provenance"] = {**good, "data": " a" * 100_000}
     torch.save(state, run / "ckpt_last.pt")
     job = launch(*words, "--max_iters=5")
     assert job.wait(30) == [1] and "was trained on other data" in job.text()
@@ -649,7 +649,7 @@ def test_a_checkpoint_of_before_is_compared_with_the_log_beside_it(launch, train
     words = (*TINY, "--lr_schedule=constant", f"--data_dir={data}", f"--out_dir={out}")
     train_ok(*words, "--max_iters=4")
     state = torch.load(out / "ckpt_last.pt", weights_only=True)
-    del state["place"]
+    del state["provenance"]
     torch.save(state, out / "ckpt_last.pt")
     whole = (data / "tiny_train_000000.bin").read_bytes()
     (data / "tiny_train_000000.bin").write_bytes(whole[:-4] + whole[-2:] + whole[-4:-2])
@@ -657,9 +657,9 @@ def test_a_checkpoint_of_before_is_compared_with_the_log_beside_it(launch, train
     assert job.wait() == [1] and "was trained on other data (tiny_train_000000.bin:" in job.text()
     (out / "log.jsonl").unlink()  # then nobody can tell
     train_ok(*words)
-    torch.save({**state, "place": ["no place"]}, out / "ckpt_last.pt")
+    torch.save({**state, "provenance": ["no place"]}, out / "ckpt_last.pt")
     job = launch(*words)
-    assert job.wait() == [1] and "its entry `place` is damaged" in job.text()
+    assert job.wait() == [1] and "its entry `provenance` is damaged" in job.text()
 
 
 def test_a_fingerprint_covers_the_middle_of_a_long_shard(tmp_path, monkeypatch):
@@ -760,8 +760,8 @@ def test_commits_that_differ_in_results_and_texts_are_one_code(tmp_path, monkeyp
     (tmp_path / "tests/test.py").write_text("changed")
     assert environment._git_commit() == other
     found = []
-    for text in ("changed", "changed again"):  # two uncommitted changes are not the same code
-        (tmp_path / "train.py").write_text(text)
+    for text in ("changed", "caf\xe9"):  # two uncommitted changes are not the same code
+        (tmp_path / "train.py").write_text(text, encoding="latin-1")
         found.append(environment._git_commit())
     assert found[0] != found[1] and all(re.fullmatch(other + r"\+[0-9a-f]{8}", x) for x in found)
     assert not environment.is_same_code(*found)

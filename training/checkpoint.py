@@ -11,7 +11,7 @@ A checkpoint is a dict of tensors and plain values:
     meta           the tokenizer
     model          uncompiled weights, and the state of the norms
     optimizer, scaler, best_val_loss
-    place          where the run trained (training/place.py)
+    provenance     data, machine, code of the run (training/provenance.py)
 
 The random streams and the data position of a run are functions of (seed, step, rank), so `step`
 restores them. A run under FSDP puts the tensors into a folder next to the file
@@ -69,17 +69,19 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
         state = write_shards(path, state, ranks)
     if ranks is not None and not ranks.is_main:
         return
+    # In the same folder, since a rename is atomic within one file system only.
     partial = path.with_name(path.name + ".tmp")
     shards = None
     if "shards" in state:
         shards = path.with_name(state["shards"]["folder"])
     try:
+        # Whatever the file names must be on the disk before the file itself.
         if shards is not None:
             sync_folder(shards)
         with open(partial, "wb") as file:
             torch.save({"format": FORMAT, **state}, file)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # the content is on the disk before it gets its name
         os.replace(partial, path)
         sync_folder(path.parent)  # the rename itself must reach the disk too
         # Shards of the previous checkpoint, and of a save that did not finish.
@@ -173,6 +175,8 @@ def _is_checkpoint(state: Any) -> bool:
         return False
     if not ({"config", "step"} <= state.keys() and state.keys() & {"model", "shards"}):
         return False
+    # A foreign file may hold anything. True is an int to isinstance, and ranks compare the step as
+    # int64.
     return type(state["step"]) is int and 0 <= state["step"] < 1 << 62
 
 
@@ -200,6 +204,8 @@ def find_checkpoint(out_dir: Path, resume: str) -> FoundCheckpoint | None:
     problems = []
     for path in present:
         try:
+            # Without the tensors of a sharded checkpoint: in `restore` each rank reads its own
+            # share.
             state = read_checkpoint(path, whole=False)
         except CheckpointError as error:
             problems.append(str(error))
@@ -252,12 +258,14 @@ def restore(
         state = place_state(path, state, model, optimizer)
     load_weights(model, state["model"], path)
     _load_moments(optimizer, state["optimizer"])
+    # {} where the run had no loss scale
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
 
 
 def _load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load the moments of an optimiser, but not its settings."""
+    # load_state_dict brings the saved settings too. Those of this run's config count.
     settings = []
     for group in optimizer.param_groups:
         settings.append({name: value for name, value in group.items() if name != "params"})

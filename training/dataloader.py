@@ -36,6 +36,7 @@ class Blocks:
         self.shards = [open_shard(path) for path in self.paths]
         self.block_size = block_size
         self.vocab_size = vocab_size
+        # - 1, because the last target of a block is the first token of the next one.
         counts = [(len(shard) - 1) // block_size for shard in self.shards]
         # Block i lies in the first shard whose end is beyond i.
         self.ends = np.cumsum(counts)
@@ -53,9 +54,11 @@ class Blocks:
         return int(self.ends[-1])
 
     def __getitem__(self, index: int) -> np.ndarray:
+        # side="right": block ends[k] is the first one of shard k + 1.
         number = int(np.searchsorted(self.ends, index, side="right"))
         first = int(self.ends[number - 1]) if number else 0  # the first block of this shard
         start = (index - first) * self.block_size
+        # Shards are memory maps: this line reads the disk, and copies. (T + 1,)
         block = self.shards[number][start : start + self.block_size + 1].astype(np.int64)
         self._check(block, self.paths[number])
         return block
@@ -91,6 +94,7 @@ class Blocks:
         return F.pad(x, padding), F.pad(y, padding, value=-1)
 
 
+# Two, because a micro-batch may lie across the end of an epoch.
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, n_blocks: int) -> np.ndarray:
     """Draw the order (n_blocks,) in which an epoch visits the blocks."""
@@ -113,6 +117,7 @@ class TrainLoader:
 
     def sample_ids(self, step: int, micro: int) -> list[int]:
         """List the block numbers of micro-batch `micro` (from 0) of `step` (from 1)."""
+        # Samples are numbered over all steps, micro-batches and ranks.
         first = ((step - 1) * self.micro_batches + micro) * self.batch_size
         n_blocks = len(self.blocks)
         found = []
@@ -131,6 +136,7 @@ class TrainLoader:
 
         def load(position: int) -> tuple[Tensor, Tensor]:
             step, micro = divmod(position, self.micro_batches // world_size)
+            # Ranks take turns, so any number of them does the same micro-batches in a step.
             ids = self.sample_ids(first_step + step, micro * world_size + rank)
             x, y = self.blocks.batch(ids)
             if pin:
@@ -139,6 +145,7 @@ class TrainLoader:
 
         with ThreadPoolExecutor(max_workers=1) as reader:
             ahead = [reader.submit(load, position) for position in range(2)]
+            # without end
             for position in range(2, 1 << 62):
                 yield ahead.pop(0).result()
                 ahead.append(reader.submit(load, position))
@@ -165,5 +172,6 @@ def bytes_per_token(blocks: Blocks, batches: list[list[int]], lengths: np.ndarra
     Returns:
         b, so that L nats per token are L / (ln 2 * b) bits per byte.
     """
+    # [1:], the targets: the first token of a block is not predicted.
     totals = [lengths[blocks[index][1:]].sum() for batch in batches for index in batch]
     return float(sum(totals)) / (len(totals) * blocks.block_size)

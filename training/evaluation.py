@@ -83,6 +83,8 @@ class Evaluator:
         """
         model.eval()
         device = self.ranks.device
+        # The last batch is padded to the size of the others: another shape would be compiled as
+        # well, and would make the graph of training dynamic.
         rows = len(self.batches[0])
         # MPS has no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -90,6 +92,7 @@ class Evaluator:
         for number, counts in self.ranks.deal(range(len(self.batches))):
             x, y = self.blocks.batch(self.batches[number], rows=rows)  # (B, T) each
             with self.autocast():
+                # counts is False, so 0, for a batch that was only done to keep the ranks together.
                 losses[number] = model(x.to(device), y.to(device))[0] * counts
         model.train()
         losses = self.ranks.sum(losses).cpu().double()
@@ -104,6 +107,7 @@ class Evaluator:
         one document, and would only tell how well the model predicts that one.
         """
         indices = [index for batch in self.batches for index in batch]
+        # As many windows as a batch has, or a few less.
         stride = math.ceil(len(indices) / len(self.batches[0]))
         x, y = self.blocks.batch(indices[::stride])  # (B, T) each
         device = self.ranks.device

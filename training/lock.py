@@ -81,6 +81,8 @@ class FolderLock:
         """Try to get the lock. Returns whether the folder is ours now."""
         path = self.folder / "lock"
         try:
+            # A POSIX record lock ends with its process, however that ends, so a killed run leaves
+            # none behind. It does not keep out a second run of the same process, as tests have.
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in HELD:
@@ -119,8 +121,9 @@ class FolderLock:
         if self.file is None:
             return
         with contextlib.suppress(OSError):
+            # While the lock is held: see the end of _try.
             if self.is_new and os.listdir(self.folder) == ["lock"]:
                 (self.folder / "lock").unlink()
                 self.folder.rmdir()
-        self.file.close()
+        self.file.close()  # gives up the lock
         self.file = None

@@ -72,7 +72,9 @@ class RunLog:
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
+                # The start event has no step.
                 step_of = record.get("step", 0)
+            # torn, or JSON that is no object: nothing behind it can be trusted
             except (ValueError, AttributeError):
                 break
             event = record.get("event")
@@ -89,9 +91,10 @@ class RunLog:
         """Write one line of log.jsonl. Floats keep all digits; infinite and NaN become null."""
         if not self.active or self.file is None:
             return
+        # JSON has neither infinity nor NaN.
         clean = {name: _finite(value) for name, value in values.items()}
         self.file.write(json.dumps({"event": event, **clean}) + "\n")
-        self.file.flush()
+        self.file.flush()  # a process that is killed loses no line
         if self.wandb is not None and event in ("step", "eval"):
             numbers = {k: v for k, v in clean.items() if k != "step" and v is not None}
             self.wandb.log(numbers, step=values["step"])
@@ -106,6 +109,7 @@ class RunLog:
             self.say(f"step {values['step']}/{self.max_iters}  {facts}")
         else:
             self.bar.set_postfix_str(facts, refresh=False)
+            # Not every step is logged.
             self.bar.update(values["step"] - self.bar.n)
 
     def say(self, text: str) -> None:
@@ -173,6 +177,7 @@ def _start_wandb(config: dict[str, Any]) -> Any:
         config=config,
         dir=config["out_dir"],
         resume="allow",
+        # A resumed run has the same id, so it goes on with the same curves.
         id=out_dir.as_posix().replace("/", "-"),
     )
 

@@ -67,6 +67,7 @@ def learning_rate(
         wsd       constant, then linear to `lowest` over the last `wsd_decay` share of all steps
         constant  `highest`
     """
+    # Step 1 has highest / warmup: a step at 0 would be lost.
     if step <= warmup:
         return highest * step / warmup
     if schedule == "constant":
@@ -78,7 +79,7 @@ def learning_rate(
     over = min(1.0, max(0, step - start) / max(1, max_iters - start))
     height = 1 - over
     if schedule == "cosine":
-        height = 0.5 * (1 + math.cos(math.pi * over))
+        height = 0.5 * (1 + math.cos(math.pi * over))  # 1 to 0, flat at both ends
     return lowest + height * (highest - lowest)
 
 
@@ -119,7 +120,9 @@ def guarded_update(
     Returns:
         Norms before clipping, in the dtype of bad_losses.
     """
+    # Does nothing where there is no loss scale.
     scaler.unscale_(optimizer)
+    # Under FSDP this rank's part, in the same memory.
     gradients = [share(parameter.grad) for parameter in parameters]
     norms = _gradient_norms(gradients, is_sharded(parameters[0]), bad_losses.dtype)
     divisor = _clipping_divisor(norms.total, clip)
@@ -129,6 +132,8 @@ def guarded_update(
         scaler.step(optimizer)
         scaler.update()
     else:
+        # A loss may be infinite while the gradients are not. bad_losses is a sum over ranks, and so
+        # is the norm under FSDP: all ranks skip together.
         is_bad = ~torch.isfinite(norms.total) | (bad_losses > 0)
         _apply(optimizer, gradients, divisor, is_bad)
     optimizer.zero_grad(set_to_none=True)
@@ -137,6 +142,7 @@ def guarded_update(
 
 def _gradient_norms(gradients: list[Tensor], are_shares: bool, dtype: torch.dtype) -> GradientNorms:
     """Compute the norm of each gradient, and of all. Under FSDP each rank has shares of them."""
+    # A few launches for all parameters, not one for each.
     norms = torch.stack(torch._foreach_norm(gradients)).to(dtype)  # (P,)
     if are_shares:
         squares = norms.double().square()  # a square can be beyond float32
@@ -149,6 +155,7 @@ def _clipping_divisor(total: Tensor, clip: float) -> Tensor:
     """Compute what all gradients must be divided by, so that their norm is at most `clip`."""
     if not clip:
         return torch.ones_like(total)
+    # as torch.nn.utils.clip_grad_norm_ does
     return ((total + 1e-6) / clip).clamp(min=1.0)
 
 

@@ -8,9 +8,10 @@ where the tensors are:
                                           "files": {NAME: (bytes, crc32), ...}}}
     ckpt_last.shards-0/  .metadata  __0_0.distcp  __1_0.distcp  ...
 
-The folder is written first, under a new name, and ckpt_last.pt is replaced last. So after a crash
-at any moment it names a whole checkpoint, the old one or the new one. Tensors are called
-model/NAME and optimizer/INDEX/KEY. Any number of ranks can read what any other number wrote.
+The folder is written first, under a new name, because a rename cannot replace a folder that is not
+empty. ckpt_last.pt is replaced last. So after a crash at any moment it names a whole checkpoint,
+the old one or the new one. Tensors are called model/NAME and optimizer/INDEX/KEY. Any number of
+ranks can read what any other number wrote.
 """
 
 import pickle
@@ -77,6 +78,7 @@ def write_shards(path: Path, state: dict[str, Any], ranks: Ranks) -> dict[str, A
     try:
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(str(folder)))
     except CheckpointException as error:
+        # DCP collects the failures of all ranks; one is enough for the message.
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(
             f"{folder}: rank {rank} cannot write ({cause}); the previous checkpoint is untouched"
@@ -97,6 +99,7 @@ def _new_folder(path: Path, ranks: Ranks) -> Path:
 
 def _written_files(folder: Path, ranks: Ranks) -> dict[str, tuple[int, int]]:
     """Collect name -> (bytes, crc32) of all files that the ranks have written."""
+    # (ranks, 2): each rank fills its own row, and the sum over ranks is all of them.
     sums = torch.zeros(ranks.world_size, 2, dtype=torch.int64, device=ranks.device)
     own = folder / _file_of(ranks.rank)
     if own.exists():  # a rank without a share writes no file
@@ -153,6 +156,7 @@ def read_state(
     try:
         tensors = {}
         for name, entry in reader.read_metadata().state_dict_metadata.items():
+            # on meta: a shape without memory
             whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             tensors[name] = _empty(whole, like.get(name))
         with warnings.catch_warnings():
@@ -269,8 +273,9 @@ def _size_and_sum(path: Path) -> tuple[int, int]:
 class _Reader(dcp.FileSystemReader):
     """DCP's reader, except that the metadata cannot run code.
 
-    DCP unpickles the metadata without any check; here it may hold harmless classes only. The
-    tensors themselves DCP reads with weights_only.
+    DCP unpickles the metadata without any check, and every entry that the metadata calls bytes.
+    Both would run foreign code. Here the metadata may hold harmless classes only, and no such
+    entries. The tensors themselves DCP reads with weights_only.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

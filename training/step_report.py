@@ -44,8 +44,10 @@ def pack(losses: Tensor, stops: bool, ranks: Ranks) -> Tensor:
         (3 + number of ranks,), on the device and in the dtype of the losses.
     """
     packed = torch.zeros(HEAD + ranks.world_size, dtype=losses.dtype, device=ranks.device)
+    # so that the sum over ranks is their mean
     packed[:2] = losses / ranks.world_size
     packed[2] = float(stops)
+    # In a place of its own, so that the sum still tells which rank it was.
     packed[HEAD + ranks.rank] = ~torch.isfinite(losses.sum())
     return packed
 
@@ -80,12 +82,14 @@ class PendingReport:
         self.step = step
         self.lr = lr
         self.n_ranks = len(packed) - HEAD
-        self.values = torch.cat([packed, norms.total.view(1), norms.each])
+        self.values = torch.cat([packed, norms.total.view(1), norms.each])  # (3 + ranks + 1 + P,)
         self.arrived: torch.cuda.Event | None = None
         if self.values.is_cuda:
             on_device = self.values
+            # Pinned: a copy to ordinary memory would make the host wait.
             self.values = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
             self.values.copy_(on_device, non_blocking=True)
+            # Marks the end of the copy in the GPU's queue. Until then `values` holds nothing.
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 

@@ -61,8 +61,9 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
     output: list[float] = []
 
     def note(norm: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        # h (B, T, C) is the stream with delta added, `used` the statistic that the norm used.
         _, h, used = outputs
-        log_ratio = norm.log_drift(h, used)
+        log_ratio = norm.log_drift(h, used)  # (B, T, 1)
         rows.append(
             (h.double().square().mean().sqrt(), log_ratio.mean().exp(), log_ratio.std(correction=0))
         )
@@ -97,9 +98,13 @@ def output_statistics(
         head = model.head_weight().detach().to(y.dtype)
         loss = cross_entropy(y, head, targets.flatten(), model.n_vocab)
         gradient = torch.autograd.grad(loss, h)[0]  # of the mean over tokens
+    # rows of tokens that exist, (n_vocab, C)
     head = head[: model.n_vocab]
     head = head - head.mean(0)  # what all logits have in common changes no probability
+    # W^T W is (C, C), however large the vocabulary is.
     square = ((y @ (head.T @ head)) * y).sum(-1).mean()
+    # The loss is a mean over tokens, so the sum over tokens of <gradient, h> is the mean that is
+    # meant.
     return float(square.sqrt()), float((gradient * h).sum())
 
 
@@ -124,7 +129,7 @@ def token_rms(model: GPT, windows: Tensor, batch: int = 8) -> Tensor:
     finally:
         for handle in handles:
             handle.remove()
-    return torch.stack([torch.cat(parts) for parts in rows])
+    return torch.stack([torch.cat(parts) for parts in rows])  # (2L + 1, N, T)
 
 
 @torch.no_grad()

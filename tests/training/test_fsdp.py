@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import NORM_TYPES, TINY, keys_of, losses, records, steps_of, val_losses
+from helpers import COMPARED_TYPES, TINY, keys_of, losses, records, steps_of, val_losses
 
 from common.errors import CheckpointError
 from load import load_model
@@ -63,7 +63,7 @@ def write_items(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("norm_type", [*NORM_TYPES, "dyt"])
+@pytest.mark.parametrize("norm_type", [*COMPARED_TYPES, "dyt"])
 def test_equals_ddp(train_ok, spaced_data, tmp_path, norm_type):
     """34 float32 steps on 2 ranks: losses, val losses and gradient norms; HellaSwag, sample, and
     the model afterwards.

@@ -1,0 +1,96 @@
+"""Where a run trains: its data, the number of ranks, the device, the versions, the commit.
+
+The log and each checkpoint keep the provenance, and a run that is resumed compares it. Other data
+would be another experiment, and are refused. Every other change is noted in the log, and report.py
+leaves the run out.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common.distributed import Ranks
+from common.environment import environment, is_same_code
+from common.errors import CheckpointError
+from common.fingerprint import data_difference
+
+# Entries that are compared, and their types; versions are compared too, one by one. An older one
+# may lack some.
+COMPARED = {"git": str, "world_size": int, "device": str, "float32_products": str}
+SHOWN = 100  # characters of a value
+
+
+def find_provenance(data: str, ranks: Ranks) -> dict[str, Any]:
+    """Describe where this process trains. `data` is the fingerprint of its data."""
+    return {"data": data, "world_size": ranks.world_size, **environment(ranks.device)}
+
+
+def saved_provenance(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Find where the run of a checkpoint trained.
+
+    Args:
+        state: the checkpoint. An older one has no provenance: then the log next to it has.
+        path: the checkpoint's file.
+
+    Returns:
+        The provenance, {} if neither checkpoint nor log has it; without entries of a wrong type.
+
+    Raises:
+        CheckpointError: the entry is not a dict.
+    """
+    found = state.get("provenance")
+    if found is None:
+        found = _logged_provenance(path.with_name("log.jsonl"))
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{path}: a PyTorch file, but not a nanonorm checkpoint: "
+            "its entry `provenance` is damaged"
+        )
+    # A checkpoint may come from elsewhere, so each entry's type is checked.
+    kinds = {"data": str, "versions": dict, **COMPARED}
+    return {name: found[name] for name, kind in kinds.items() if type(found.get(name)) is kind}
+
+
+def _logged_provenance(path: Path) -> dict[str, Any]:
+    """Read the provenance from the first event of a log, {} if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8") as log:
+            start = json.loads(log.readline())
+        return start if start["event"] == "start" else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def check_same_data(then: dict[str, Any], now: dict[str, Any], path: Path, remedy: str) -> None:
+    """Check that the run of the checkpoint `path` has seen the same data.
+
+    Raises:
+        CheckpointError: it has seen other data. `remedy` is part of the message.
+    """
+    if not then.get("data"):
+        return
+    difference = data_difference(then["data"], now["data"])
+    if difference:
+        shown = ascii(difference)[1:-1][: 4 * SHOWN]
+        raise CheckpointError(f"{path} was trained on other data ({shown}): {remedy}")
+
+
+def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """List what has changed between two provenances, as "torch 2.11.0 -> 2.13.0".
+
+    Left out: what the older one does not tell, and commits between which training did not change.
+    """
+    names = [name for name in COMPARED if name in then and name in now and then[name] != now[name]]
+    # Another commit is a change only if the code that trains has changed between the two.
+    if "git" in names and is_same_code(then["git"], now["git"]):
+        names.remove("git")
+    found = [f"{name} {_shown(then[name])} -> {_shown(now[name])}" for name in names]
+    old = then.get("versions", {})
+    new = now.get("versions", {})
+    packages = [name for name in new if name in old and old[name] != new[name]]
+    return found + [f"{name} {_shown(old[name])} -> {_shown(new[name])}" for name in packages]
+
+
+def _shown(value: Any) -> str:
+    """Format a value, which may come from a foreign file, as one short line."""
+    return ascii(str(value)[:SHOWN])[1:-1]
