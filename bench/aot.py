@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -83,12 +84,18 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable]]:
-    """(name, launch) of every operator at C channels: activations in `dtype`, float32 gains, as in
-    training.
+    """(name, launch) of every operator at C channels.
+
+    Activations in `dtype` and float32 gains, as in training.
     """
-    x, x2 = meta(ROWS, channels, dtype=dtype), meta(ROWS, 2 * channels, dtype=dtype)
-    w, w2, s, gate_c = meta(channels), meta(2 * channels), meta(ROWS, 1), meta(2)
-    C, eps = channels, 1e-5
+    C = channels
+    eps = 1e-5
+    x = meta(ROWS, C, dtype=dtype)
+    x2 = meta(ROWS, 2 * C, dtype=dtype)  # a gated MLP's two halves
+    w = meta(C)
+    w2 = meta(2 * C)
+    s = meta(ROWS, 1)  # a statistic of each row
+    gate_c = meta(2)
     yield "rms_norm", lambda: row_norm.rms_norm(x, w, None, eps, 1, C)
     yield (
         "rms_norm_backward",
@@ -123,18 +130,18 @@ def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[
 
 
 def variants(channels: int) -> Iterator[tuple[str, Callable]]:
-    """What training meets more rarely: a float32 stream (train.py's autocast), a bias, a gradient
-    of the statistic, no gains, frozen gains.
+    """(name, launch) of what training needs more rarely.
+
+    A float32 stream (train.py's autocast), a bias, a gradient of the statistic, no gains, frozen
+    gains.
     """
     for name, launch in cases(channels, torch.float32):
         yield f"{name}, float32", launch
-    x, w, s, C, eps = (
-        meta(ROWS, channels, dtype=torch.bfloat16),
-        meta(channels),
-        meta(ROWS, 1),
-        channels,
-        1e-5,
-    )
+    C = channels
+    eps = 1e-5
+    x = meta(ROWS, C, dtype=torch.bfloat16)
+    w = meta(C)
+    s = meta(ROWS, 1)
     yield "rms_norm, bias", lambda: row_norm.rms_norm(x, w, w, eps, 1, C)
     yield (
         "rms_norm_backward, bias",
@@ -176,45 +183,61 @@ def variants(channels: int) -> Iterator[tuple[str, Callable]]:
     )
 
 
-def launches(launch: Callable) -> list[tuple[triton.JITFunction, tuple, dict]]:
-    """(kernel, arguments, keywords) of every kernel that `launch` would start; none is started."""
-    made: list[tuple[triton.JITFunction, tuple, dict]] = []
+class Launch(NamedTuple):
+    """A Triton kernel and what it would be started with."""
+
+    kernel: triton.JITFunction
+    arguments: tuple
+    keywords: dict
+
+
+def launches(call: Callable) -> list[Launch]:
+    """Return the launches that `call` would make. No kernel is started."""
+    made: list[Launch] = []
 
     def record(kernel, *arguments, grid, warmup, **keywords):
-        made.append((kernel, arguments, keywords))
+        made.append(Launch(kernel, arguments, keywords))
 
     with replaced(triton.JITFunction, run=record):
-        launch()
+        call()
     return made
 
 
 @dataclass(frozen=True)
 class Binary:
-    """A kernel compiled for a GPU: its cubin (an ELF file) and the shared memory of a program in
-    bytes.
-    """
+    """A kernel compiled for a GPU."""
 
-    cubin: bytes
-    shared: int
+    cubin: bytes  # an ELF file
+    shared: int  # bytes of shared memory of a program
 
 
-def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict, sm: int) -> Binary:
-    """Specialised to its arguments as Triton does on a GPU."""
+def argument_type(value: object) -> str:
+    """Return the name of an argument's type in Triton's signatures."""
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    if isinstance(value, int):
+        return "i32" if value < 2**31 else "i64"
+    return "fp32"
+
+
+def compile_launch(launch: Launch, sm: int) -> Binary:
+    """Compile a launch, specialised to its arguments as Triton does on a GPU."""
+    kernel, arguments, keywords = launch
     signature = {}
     constants = {}
     attributes = {}
-    given = dict(zip(kernel.arg_names, arguments)) | {
-        k: v for k, v in keywords.items() if k in kernel.arg_names
-    }
+    given = dict(zip(kernel.arg_names, arguments))
+    # the other keywords are options of the launch
+    given |= {name: value for name, value in keywords.items() if name in kernel.arg_names}
     for place, name in enumerate(kernel.arg_names):
         value = given[name]
-        if value is None or name in keywords or (isinstance(value, int) and value == 1):
-            signature[name], constants[(place,)] = "constexpr", value
+        is_int = isinstance(value, int)
+        if value is None or name in keywords or (is_int and value == 1):
+            signature[name] = "constexpr"
+            constants[(place,)] = value
             continue
-        signature[name] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "fp32"
-        if isinstance(value, int):
-            signature[name] = "i32" if value < 2**31 else "i64"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        signature[name] = argument_type(value)
+        if isinstance(value, torch.Tensor) or (is_int and value % 16 == 0):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {
@@ -226,18 +249,30 @@ def compile_launch(kernel: triton.JITFunction, arguments: tuple, keywords: dict,
     return Binary(compiled.asm["cubin"], compiled.metadata.shared)
 
 
+class Section(NamedTuple):
+    """A section of an ELF file, in bytes."""
+
+    name: int  # position of its name in the section of names
+    start: int
+    length: int
+
+
 def instructions(cubin: bytes) -> bytes:
-    """The instructions of a cubin's kernel: the section .text of its ELF file (ELF64,
-    little-endian).
+    """Return the instructions of a cubin's kernel.
+
+    They are the section .text of its ELF file (ELF64, little-endian).
     """
     (headers,) = struct.unpack_from("<Q", cubin, 0x28)
     size, number, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    # of each section: its name's place in the section of names, its first byte and its length
-    sections = [struct.unpack_from("<I20xQQ", cubin, headers + i * size) for i in range(number)]
+    sections = []
+    for i in range(number):
+        section = Section(*struct.unpack_from("<I20xQQ", cubin, headers + i * size))
+        sections.append(section)
+    first_name = sections[names].start
     text = [
-        cubin[start : start + length]
-        for name, start, length in sections
-        if cubin.startswith(b".text.", sections[names][1] + name)
+        cubin[section.start : section.start + section.length]
+        for section in sections
+        if cubin.startswith(b".text.", first_name + section.name)
     ]
     if len(text) != 1:
         raise UserError(
@@ -247,12 +282,13 @@ def instructions(cubin: bytes) -> bytes:
 
 
 def disassemble(cubins: list[bytes], sm: int) -> list[str]:
-    """The assembly of each. nvdisasm takes 0.4 s to start, whatever it reads, so that it is started
-    once for all.
+    """Return the assembly of each cubin.
+
+    nvdisasm takes 0.4 s to start, so it is started once for all of them.
     """
     codes = [instructions(cubin) for cubin in cubins]
     ends = list(itertools.accumulate(map(len, codes)))
-    found: list[list[str]] = [[] for _ in codes]
+    lines_of: list[list[str]] = [[] for _ in codes]
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(b"".join(codes))
         file.flush()
@@ -260,13 +296,14 @@ def disassemble(cubins: list[bytes], sm: int) -> list[str]:
         command = [str(TOOLS / "nvdisasm"), "-b", architecture, file.name]
         assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for offset, instruction in re.findall(r"/\*([0-9a-f]+)\*/ +(.*)", assembly):
-        found[bisect.bisect_right(ends, int(offset, 16))].append(instruction)
-    if any(16 * len(lines) != len(code) for lines, code in zip(found, codes)):
+        index = bisect.bisect_right(ends, int(offset, 16))
+        lines_of[index].append(instruction)
+    if any(16 * len(lines) != len(code) for lines, code in zip(lines_of, codes)):
         raise UserError(
             "nvdisasm's output has not one line for each instruction of 16 bytes: "
             "another version of it?"
         )
-    return ["\n".join(lines) for lines in found]
+    return ["\n".join(lines) for lines in lines_of]
 
 
 def registers_and_stack(cubin: bytes) -> tuple[int, int]:
@@ -281,7 +318,7 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
 
 
 def measured(compiled: list[tuple[dict, Binary]], sm: int) -> list[dict]:
-    """The record of each kernel, with what `measure` finds added to it."""
+    """Return the record of each kernel, with what `measure` finds added to it."""
     assemblies = disassemble([binary.cubin for _, binary in compiled], sm)
     return [
         record | measure(binary, text)
@@ -296,7 +333,9 @@ def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
     waits for the preceding kernel (None: it does not wait).
     """
     start, wait, _ = assembly.partition("ACQBULK")
-    early = len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start)) if wait else None
+    early = None
+    if wait:
+        early = len(re.findall(r"\b(?:LDG|LDGSTS|STG|LD|ST|UBLKCP)\b", start))
 
     def count(pattern: str) -> int:
         return len(re.findall(pattern, assembly))
@@ -305,7 +344,12 @@ def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
         """Bits of each such instruction: .128, .64, or 32 without a suffix; [0] for none."""
         found = []
         for suffix in re.findall(rf"\b{instruction}\.E([.\w]*)", assembly):
-            found.append(next((bits for bits in (128, 64) if f".{bits}" in suffix), 32))
+            if ".128" in suffix:
+                found.append(128)
+            elif ".64" in suffix:
+                found.append(64)
+            else:
+                found.append(32)
         return found or [0]
 
     registers, stack = registers_and_stack(binary.cubin)
@@ -325,17 +369,19 @@ def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
 
 
 def table(records: list[dict]) -> str:
-    """Markdown."""
+    """Return the records as a Markdown table."""
     head = ("operator", "kernel", "C", "sm", *COLUMNS)
-    lines = [head, ["---"] * len(head)] + [
-        [str(record[name]) for name in head] for record in records
-    ]
+    lines = [head, ["---"] * len(head)]
+    for record in records:
+        lines.append([str(record[name]) for name in head])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def finish(records: list[dict], out: str) -> int:
-    """Prints the table, what spills or computes in float64, and the summary; writes the table. The
-    exit status.
+    """Print the table, what spills or computes in float64, and the summary; write the table.
+
+    Returns:
+        The exit status.
     """
     text = table(records)
     print(text)
@@ -347,7 +393,8 @@ def finish(records: list[dict], out: str) -> int:
     spills = [record for record in records if record["stack"] or record["spill"]]
     doubles = [record for record in records if record["FP64"]]
     for record in spills + doubles:
-        print(f"{'float64 arithmetic' if record in doubles else 'spill'}: {record}")
+        fault = "float64 arithmetic" if record in doubles else "spill"
+        print(f"{fault}: {record}")
     summary = {
         "triton": triton.__version__,
         "spills": len(spills),
@@ -366,12 +413,18 @@ def main(argv: list[str]) -> int:
     for sm in config.sm:
         compiled = []
         for place, channels in enumerate(config.channels):
-            for name, launch in itertools.chain(
-                cases(channels), variants(channels) if place == 0 else ()
-            ):
-                for kernel, arguments, keywords in launches(launch):
-                    record = {"operator": name, "kernel": kernel.__name__, "C": channels, "sm": sm}
-                    compiled.append((record, compile_launch(kernel, arguments, keywords, sm)))
+            operators = list(cases(channels))
+            if place == 0:
+                operators += variants(channels)
+            for name, call in operators:
+                for launch in launches(call):
+                    record = {
+                        "operator": name,
+                        "kernel": launch.kernel.__name__,
+                        "C": channels,
+                        "sm": sm,
+                    }
+                    compiled.append((record, compile_launch(launch, sm)))
         records += measured(compiled, sm)
     return finish(records, config.out)
 

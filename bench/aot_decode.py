@@ -1,5 +1,4 @@
-"""The decoding kernels compiled for a GPU that is not here, for every matrix of the published
-shapes.
+"""Compile the decoding kernels for a GPU that is not here, for all published shapes.
 
     # batch 1, 8, 31, 128, sm_90: registers, spills, widths of loads
     python -m bench.aot_decode
@@ -7,17 +6,17 @@ shapes.
 
 Columns, JSON line and exit code are those of `python -m bench.aot`; C is the number of inputs of a
 product, of a head's channels, or of a row. Loads that go to shared memory ahead of use (LDGSTS) are
-not among the load bits. From sm_90 on kernels are those of overlapping launches; the JSON line has
+not among the load bits. From sm_90 on, kernels are those of overlapping launches; the JSON line has
 how many loads each begins before it waits.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import torch
-import triton
 
 from bench import aot
 from bench.aot import meta
@@ -30,7 +29,7 @@ from kernels.decode import project as decode_project
 from kernels.decode.overlap import overlapping
 from kernels.decode.reference import Epilogue, attention_parts
 
-# begin before they wait, which may cost registers: compiled in both ways
+# These begin to load before they wait, which may cost registers: compiled both ways.
 EARLY = ("vector_kernel", "attend_kernel")
 
 
@@ -90,13 +89,19 @@ class DecodeAotConfig:
 
 
 def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
-    """(launch's name, C, launch) of a step of the fused arms, and of heads and attention as the
-    others have them, apart.
+    """(launch's name, C, launch) of a step of the fused arms.
+
+    Heads and attention also apart, as the other arms have them.
     """
-    dtype, (qkv, up, proj, down, kind, vocabulary, (n_heads, kv_heads, channels)) = (
-        torch.bfloat16,
-        SHAPES[name],
-    )
+    dtype = torch.bfloat16
+    project = decode_project
+    shape = SHAPES[name]
+    n_heads, kv_heads, channels = shape.heads
+    qkv = shape.qkv
+    up = shape.up
+    kind = shape.activation
+    vocabulary = shape.vocabulary
+    copies = 2 if kind == "swiglu" else 1  # a gated MLP's matrix holds the gate too
 
     def x(size: int) -> torch.Tensor:
         return meta(batch, 1, size, dtype=dtype)
@@ -107,11 +112,11 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     def vector(size: int) -> torch.Tensor | None:
         return meta(size, dtype=dtype) if name == "gpt2" else None
 
-    inv_rms, project, copies = meta(batch, 1, 1), decode_project, 2 if kind == "swiglu" else 1
+    inv_rms = meta(batch, 1, 1)
     yield "qkv", qkv[1], lambda: project.norm_project(x(qkv[1]), weight(qkv), vector(qkv[0]), 1e-6)
-    for word, matrix in (("proj", proj), ("down", down)):
+    for operator, matrix in (("proj", shape.proj), ("down", shape.down)):
         yield (
-            word,
+            operator,
             matrix[1],
             lambda m=matrix: project.project(x(m[1]), weight(m), vector(m[0]), x(m[0])),
         )
@@ -125,26 +130,28 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     head = (vocabulary, qkv[1])
     yield "head", qkv[1], lambda: project.norm_project(x(qkv[1]), weight(head), None, 1e-6)
     short = [meta(batch, kv_heads, 256, channels, dtype=dtype) for _ in range(2)]
-    pos, token = meta(1, dtype=torch.int64), meta(batch, 1, dtype=torch.int64)
+    pos = meta(1, dtype=torch.int64)
+    token = meta(batch, 1, dtype=torch.int64)
     rope = None if name == "gpt2" else (meta(256, channels), meta(256, channels))
-    gains = [meta(channels, dtype=dtype) if name.startswith("qwen3") else None] * 2
-    z, q = x((n_heads + 2 * kv_heads) * channels), meta(batch, n_heads, 1, channels, dtype=dtype)
-    for word, epilogue in (("", None), (" epilogue", Epilogue(inv_rms, vector(z.shape[-1])))):
-        given = z, epilogue, short, pos, rope, *gains, 1e-6
-        yield f"heads{word}", channels, lambda g=given: decode_attention.heads(*g)
-        yield f"heads + attend{word}", channels, lambda g=given: decode_attention.heads_attend(*g)
+    gain = meta(channels, dtype=dtype) if name.startswith("qwen3") else None
+    gains = (gain, gain)  # of queries and of keys
+    z = x((n_heads + 2 * kv_heads) * channels)
+    q = meta(batch, n_heads, 1, channels, dtype=dtype)
+    with_bias = Epilogue(inv_rms, vector(z.shape[-1]))
+    for suffix, epilogue in (("", None), (" epilogue", with_bias)):
+        given = (z, epilogue, short, pos, rope, *gains, 1e-6)
+        yield f"heads{suffix}", channels, lambda g=given: decode_attention.heads(*g)
+        yield f"heads + attend{suffix}", channels, lambda g=given: decode_attention.heads_attend(*g)
     yield "attend", channels, lambda: decode_attention.attend(q, short, pos)
     parts = attention_parts(batch, n_heads, 4096)
     if parts > 1:
         long = [meta(batch, kv_heads, 4096, channels, dtype=dtype) for _ in range(2)]
         yield "attend parts", channels, lambda: decode_attention.attend_parts(q, long, pos, parts)
-        given = z, None, long, pos, rope, *gains, 1e-6, parts
-        yield "heads + attend parts", channels, lambda: decode_attention.heads_attend_parts(*given)
-        found = (
-            meta(batch, n_heads, parts, channels),
-            *(meta(batch, n_heads, parts) for _ in range(2)),
-        )
-        yield "combine", channels, lambda: decode_attention.combine(*found, dtype)
+        whole = (z, None, long, pos, rope, *gains, 1e-6, parts)
+        yield "heads + attend parts", channels, lambda: decode_attention.heads_attend_parts(*whole)
+        sums = meta(batch, n_heads, parts, channels)
+        statistics = [meta(batch, n_heads, parts) for _ in range(2)]
+        yield "combine", channels, lambda: decode_attention.combine(sums, *statistics, dtype)
     raw = x(up[0] * copies)
     yield (
         "epilogue",
@@ -160,31 +167,39 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     yield "embed", qkv[1], lambda: decode_attention.embed(token, pos, weight(head), wpe)
     yield "best", vocabulary, lambda: decode_attention.best(x(vocabulary))
     searched = decode_attention.PARTS
-    tops = meta(batch, searched), meta(batch, searched, dtype=torch.int64)
-    yield (
-        "take",
-        searched,
-        lambda: decode_attention.take(*tops, token, pos, meta(batch, 257, dtype=torch.int64)),
-    )
+    logits = meta(batch, searched)
+    ids = meta(batch, searched, dtype=torch.int64)
+    found = meta(batch, 257, dtype=torch.int64)
+    yield "take", searched, lambda: decode_attention.take(logits, ids, token, pos, found)
 
 
-def describe(
-    operator: str, channels: int, sm: int, kernel: triton.JITFunction, keywords: dict
-) -> dict:
-    """What is known of a row before its kernel is compiled; with `tile`, loads of a thread for the
-    weights of a first tile.
+def describe(operator: str, channels: int, sm: int, launch: aot.Launch) -> dict:
+    """Return what is known of a row before its kernel is compiled.
+
+    `tile`: how often a thread loads for the weights of a first tile.
     """
+    kernel_name = launch.kernel.__name__
+    keywords = launch.keywords
     record = {
         "operator": operator,
-        "kernel": kernel.__name__,
+        "kernel": kernel_name,
         "C": channels,
         "sm": sm,
         "PDL": keywords.get("PDL"),
     }
-    if kernel.__name__ == "vector_kernel":
-        weights = keywords["OUT"] * keywords["IN"] * (2 if keywords["KIND"] == "swiglu" else 1)
+    if kernel_name == "vector_kernel":
+        weights = keywords["OUT"] * keywords["IN"]
+        if keywords["KIND"] == "swiglu":
+            weights *= 2
+        # weights of 16 bits, in loads of 128 by every thread of the warps
         record["tile"] = weights * 16 // (32 * keywords["num_warps"] * 128)
     return record
+
+
+def launches(call: Callable, is_overlapping: bool) -> list[aot.Launch]:
+    """Return the launches that `call` would make, with or without overlap."""
+    with overlapping() if is_overlapping else nullcontext():
+        return aot.launches(call)
 
 
 def main(argv: list[str]) -> int:
@@ -192,20 +207,19 @@ def main(argv: list[str]) -> int:
     if binding.INTERPRETED:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     can_overlap = config.sm >= 90
+    ways = (False, True) if can_overlap else (False,)
     compiled = []
-    for name in config.shapes.split(","):
-        for batch in config.batch:
-            for word, size, launch in cases(name, batch):
-                for is_overlapping in (False, True) if can_overlap else (False,):
-                    with overlapping() if is_overlapping else nullcontext():
-                        made = aot.launches(launch)
-                    for kernel, arguments, keywords in made:
-                        if is_overlapping == can_overlap or kernel.__name__ in EARLY:
-                            operator = f"{name} {word}, batch {batch}"
-                            record = describe(operator, size, config.sm, kernel, keywords)
-                            compiled.append(
-                                (record, aot.compile_launch(kernel, arguments, keywords, config.sm))
-                            )
+    for name, batch in product(config.shapes.split(","), config.batch):
+        for operator, size, call in cases(name, batch):
+            title = f"{name} {operator}, batch {batch}"
+            for is_overlapping in ways:
+                for launch in launches(call, is_overlapping):
+                    is_early = launch.kernel.__name__ in EARLY
+                    if is_overlapping != can_overlap and not is_early:
+                        continue
+                    record = describe(title, size, config.sm, launch)
+                    binary = aot.compile_launch(launch, config.sm)
+                    compiled.append((record, binary))
     return aot.finish(aot.measured(compiled, config.sm), config.out)
 
 

@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -46,7 +46,7 @@ H200 = SimpleNamespace(
 
 
 def supported() -> str:
-    """Why this installation cannot generate the code; empty if it can."""
+    """Return why this installation cannot generate the code; empty if it can."""
     if not torch.__version__.startswith(tuple(f"{version}." for version in TORCH)):
         return (
             f"reads private interfaces of torch {' and '.join(TORCH)}, this is {torch.__version__}"
@@ -63,13 +63,21 @@ def cuda_code(
     inputs: Sequence[Tensor],
     options: dict[str, Any] | None = None,
 ) -> tuple[str, str]:
-    """Source of the (forward, backward) modules that inductor would run on a GPU for
-    `function(*inputs)`.
+    """Return the modules that inductor would run on a GPU for `function(*inputs)`.
 
-    function: a module or function with one graph; parameters and inputs on the CPU, contents
-    unused. Every output that has a gradient gets one of its own shape; where none has
-    (torch.no_grad), backward is "". options: torch.compile's. Raises UserError where torch or
-    triton do not fit.
+    Every output that has a gradient gets one of its own shape.
+
+    Args:
+        function: a module or function with one graph.
+        inputs: on the CPU, as are the parameters; contents unused.
+        options: torch.compile's.
+
+    Returns:
+        Source of (forward, backward). Backward is "" if no output has a gradient
+        (torch.no_grad).
+
+    Raises:
+        UserError: This torch or triton is not supported.
     """
     if reason := supported():
         raise UserError(f"inductor's CUDA code cannot be generated here: it {reason}")
@@ -114,12 +122,15 @@ def cuda_code(
 
 @contextlib.contextmanager
 def _products_of_a_row(tuned: bool) -> Iterator[None]:
-    """With coordinate descent tuning inductor writes a product with one row itself, but asks for
-    the device while the graph is still on the CPU.
+    """Decompose products with one row as inductor does on a GPU, if `tuned`.
+
+    With coordinate descent tuning inductor writes such a product itself, but asks for the device
+    while the graph is still on the CPU.
     """
     from torch._inductor import decomposition
 
-    table, mm = decomposition.fast_random_decomps(), torch.ops.aten.mm.default
+    table = decomposition.fast_random_decomps()
+    mm = torch.ops.aten.mm.default
     by_library = table[mm]
 
     @decomposition.pw_cast_for_opmath
@@ -127,7 +138,9 @@ def _products_of_a_row(tuned: bool) -> Iterator[None]:
         return (a.unsqueeze(2) * b.unsqueeze(0)).sum(dim=1)
 
     def product(a: Tensor, b: Tensor, **more) -> Tensor:
-        return by_inductor(a, b) if a.shape[0] == 1 else by_library(a, b, **more)
+        if a.shape[0] == 1:
+            return by_inductor(a, b)
+        return by_library(a, b, **more)
 
     if tuned:
         table[mm] = product
@@ -138,29 +151,42 @@ def _products_of_a_row(tuned: bool) -> Iterator[None]:
 
 
 def _unfilled(like: list) -> Callable[[list], list]:
-    """In place of a compiled graph: takes its inputs as a list, returns tensors of the right
-    shapes.
+    """Return a function that stands for a compiled graph with results like these.
+
+    It takes the graph's inputs as a list, and returns tensors of the right shapes.
     """
-    like = [
-        (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
-        for value in like
-    ]
+    layouts = [_layout(value) for value in like]
 
     def run(inputs: list) -> list:
-        inputs.clear()
+        inputs.clear()  # a compiled graph frees its inputs like this
         return [
-            torch.empty_strided(part[0], part[1], dtype=part[2])
-            if isinstance(part, tuple)
-            else part
-            for part in like
+            torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+            if isinstance(layout, _Layout)
+            else layout
+            for layout in layouts
         ]
 
     run._boxed_call = True
     return run
 
 
+class _Layout(NamedTuple):
+    """What a tensor without content is made from."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _layout(value: object) -> object:
+    """Return the layout of a tensor, and everything else unchanged."""
+    if isinstance(value, Tensor):
+        return _Layout(value.shape, value.stride(), value.dtype)
+    return value
+
+
 def _lower(graph: fx.GraphModule, example_inputs: Sequence[Tensor], is_backward: bool) -> str:
-    """Triton source for a graph that was traced on the CPU."""
+    """Return Triton source for a graph that was traced on the CPU."""
     from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import (
         _recursive_post_grad_passes,
@@ -193,7 +219,7 @@ def _lower(graph: fx.GraphModule, example_inputs: Sequence[Tensor], is_backward:
 
 
 def _relabel(node: fx.Node) -> None:
-    """A node of a CPU graph becomes one of a CUDA graph."""
+    """Turn a node of a CPU graph into one of a CUDA graph, in place."""
     node.meta.pop("tensor_meta", None)
     if "val" in node.meta:
         node.meta["val"] = torch.utils._pytree.tree_map(_as_cuda, node.meta["val"])
@@ -208,9 +234,14 @@ def _as_cuda(value: object) -> object:
     return value
 
 
+def _constant(value: object) -> Callable[..., object]:
+    """Return a function that answers `value`, whatever its arguments are."""
+    return lambda *args, **kwargs: value
+
+
 @contextlib.contextmanager
 def _pretend_h200() -> Iterator[None]:
-    """What inductor asks torch and Triton about the GPU is answered for an H200."""
+    """Answer for an H200 what inductor asks torch and Triton about the GPU."""
     import torch._dynamo.device_interface as interface
     import torch._inductor.scheduler
     import torch._subclasses.fake_tensor
@@ -223,7 +254,7 @@ def _pretend_h200() -> Iterator[None]:
         get_current_device=lambda: 0,
         get_active_torch_device=lambda: torch.device("cuda", 0),
     )
-    cuda, answer = interface.CudaInterface, lambda value: lambda *args, **kwargs: value
+    cuda = interface.CudaInterface
     answers = {
         torch.cuda: {
             "is_available": True,
@@ -256,7 +287,8 @@ def _pretend_h200() -> Iterator[None]:
         stack.enter_context(replaced(torch.version, cuda="13.0"))
         for target, values in answers.items():
             for name, value in values.items():
-                call = answer(value)
+                call = _constant(value)
+                # in a class a plain function would become a method
                 patch = staticmethod(call) if isinstance(target, type) else call
                 stack.enter_context(replaced(target, **{name: patch}))
         if not interface._device_initialized:

@@ -90,9 +90,8 @@ def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module],
         return {"before": before, "after": gpt.to_rms(before)}, len(before.plan.letters)
     name = spec.removeprefix("hf:")
     if name not in HF_SHAPES:
-        raise ConfigError(
-            f"{spec}: the shapes are {', '.join(f'hf:{shape}' for shape in HF_SHAPES)}"
-        )
+        shapes = ", ".join(f"hf:{shape}" for shape in HF_SHAPES)
+        raise ConfigError(f"{spec}: the shapes are {shapes}")
     family, shape = HF_SHAPES[name]
     model_class = getattr(import_transformers(), family)
     settings = model_class.config_class(**shape)
@@ -127,36 +126,44 @@ def sequence_lengths(model: nn.Module, config: FoldBenchConfig) -> tuple[int, ..
 def inputs(
     model: nn.Module, batch: int, length: int, dtype: torch.dtype
 ) -> dict[str, Tensor] | tuple[Tensor]:
-    """Random token ids (batch, length), or images (batch, channels, height, width), as the model's
-    main input asks.
+    """Return random inputs of the kind that the model takes.
+
+    Token ids (batch, length), or images (batch, channels, height, width).
     """
-    generator, device = torch.Generator().manual_seed(length), next(model.parameters()).device
-    settings, name = model.config, getattr(model, "main_input_name", "")
+    generator = torch.Generator().manual_seed(length)
+    device = next(model.parameters()).device
+    settings = model.config
+    name = getattr(model, "main_input_name", "")  # empty: a model of ours
     if name == "pixel_values":
-        shape = batch, settings.num_channels, settings.image_size, settings.image_size
+        shape = (batch, settings.num_channels, settings.image_size, settings.image_size)
         return {name: torch.randn(shape, generator=generator).to(device, dtype)}
     ids = torch.randint(settings.vocab_size, (batch, length), generator=generator).to(device)
-    return (
-        {name: ids, **({"use_cache": False} if hasattr(settings, "use_cache") else {})}
-        if name
-        else (ids,)
-    )
+    if not name:
+        return (ids,)
+    if hasattr(settings, "use_cache"):
+        return {name: ids, "use_cache": False}
+    return {name: ids}
 
 
 def passes(model: nn.Module, x: dict[str, Tensor] | tuple[Tensor], mode: str) -> Callable[[], None]:
-    """One forward pass of `model` on x, as a function of nothing; it returns when the device is
-    done.
+    """Return a function without arguments: one forward pass of `model` on x.
+
+    It returns when the device is done.
     """
     forward = torch.compile(model, dynamic=False) if mode == "compiled" else model
     cuda = next(model.parameters()).is_cuda
 
     def call() -> None:
-        forward(*x) if isinstance(x, tuple) else forward(**x)
+        if isinstance(x, tuple):
+            forward(*x)
+        else:
+            forward(**x)
 
     if mode == "graph":
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # first allocations belong to no graph
+        # The first allocations must not belong to the graph.
+        with torch.cuda.stream(stream):
             call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -210,24 +217,24 @@ def measure(
     length: int,
     dtype: torch.dtype,
 ) -> dict:
-    """One record: times, ratios with intervals, tokens/s."""
-    # all arms and lengths share the code of one forward: dynamo would give up at its limit
+    """Return one record: times, ratios with intervals, tokens/s."""
+    # All arms and lengths share the code of one forward: dynamo would reach its recompile limit.
     torch.compiler.reset()
     with torch.no_grad():
         x = inputs(models["before"], config.batch, length, dtype)
         arms = {name: passes(model, x, mode) for name, model in models.items()}
-    for arm in arms.values():  # compilation, first allocations
+    # warm-up: compilation, first allocations
+    for arm in arms.values():
         arm()
         arm()
     arms["before again"] = arms["before"]
     spent = {name: [] for name in arms}
-    times = paired_times(
-        {name: clocked(arm, spent[name]) for name, arm in arms.items()}, config.rounds
-    )
-    medians = {name: sorted(its)[len(its) // 2] for name, its in times.items()}
+    timed = {name: clocked(arm, spent[name]) for name, arm in arms.items()}
+    times = paired_times(timed, config.rounds)
+    medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
     pairs = {"before / after": ("before", "after"), "A/A": ("before", "before again")}
     if SWAPPED in arms:
-        pairs[f"before / {SWAPPED}"] = "before", SWAPPED
+        pairs[f"before / {SWAPPED}"] = ("before", SWAPPED)
     record = {
         "mode": mode,
         "length": length,
@@ -246,30 +253,29 @@ def measure(
         }
     if config.sequential and mode == "eager":
         means = sequential({name: arms[name] for name in models}, config.sequential)
-        saved = {
-            "saved_swapped" if name == SWAPPED else "saved": 1 - means[name] / means["before"]
-            for name in means
-            if name != "before"
-        }
-        record["sequential"] = means | saved
+        record["sequential"] = dict(means)
+        for name, mean in means.items():
+            if name == "before":
+                continue
+            entry = "saved_swapped" if name == SWAPPED else "saved"
+            record["sequential"][entry] = 1 - mean / means["before"]
     return record
 
 
 def show(record: dict) -> str:
-    """One line for people."""
+    """Return one readable line about a record."""
     ratios = []
     for title in ("before / after", f"before / {SWAPPED}", "A/A"):
         if title not in record:
             continue
-        mean, median, processor = (
-            span(record[title][name]) for name in ("mean", "median", "processor")
-        )
+        ratio = record[title]
+        mean = span(ratio["mean"])
+        median = span(ratio["median"])
+        processor = span(ratio["processor"])
         ratios.append(f"{title} {mean}, median {median}, processor time {processor}")
-    paper = (
-        f"; one after the other, {record['sequential']['saved']:+.1%} saved"
-        if "sequential" in record
-        else ""
-    )
+    paper = ""
+    if "sequential" in record:
+        paper = f"; one after the other, {record['sequential']['saved']:+.1%} saved"
     times = f"{record['ms']['before']:.2f} ms before, {record['ms']['after']:.2f} ms after"
     return f"{record['mode']}, length {record['length']}: {times}; {'; '.join(ratios)}{paper}"
 
@@ -305,15 +311,12 @@ def main(argv: list[str]) -> None:
                     raise
                 # Some of transformers' models (bloom) make a tensor on the host in each pass, which
                 # no graph can hold.
-                print(
-                    f"graph, length {length}: cannot be captured "
-                    f"({(str(error).splitlines() or [''])[0]})"
-                )
+                lines = str(error).splitlines() or [""]
+                print(f"graph, length {length}: cannot be captured ({lines[0]})")
                 continue
             print(show(record), flush=True)
-            summary.append(
-                {"mode": mode, "length": record["length"], **record["before / after"]["mean"]}
-            )
+            ratio = record["before / after"]["mean"]
+            summary.append({"mode": mode, "length": record["length"], **ratio})
             if config.out:
                 append_json(Path(config.out), about | record)
     print(json.dumps({"spec": spec, "folded": folded, "ratios": summary}))

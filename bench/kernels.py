@@ -101,8 +101,8 @@ class Case:
         found = []
         for function in (arm, self.plain):
             output = _several(function(*self.sets[0]))
-            wanted = [value for value in self.sets[0] if value.requires_grad]
-            found.append([*output, *torch.autograd.grad(output, wanted, self.gradients[0])])
+            needed = [value for value in self.sets[0] if value.requires_grad]
+            found.append([*output, *torch.autograd.grad(output, needed, self.gradients[0])])
         pairs = [(ours.detach().float(), plain.detach().float()) for ours, plain in zip(*found)]
         return max(
             ((ours - plain).norm() / plain.norm()).nan_to_num(math.inf).item()
@@ -186,7 +186,7 @@ def measure(
             if error > MAX_ERROR and arm == ours:
                 raise UserError(
                     f"{name} at C = {channels}: our own {arm} is wrong (error {error:.2g}): "
-                    "mend it first"
+                    "correct it first"
                 )
             if error > MAX_ERROR:
                 raise ValueError(f"wrong, relative error {error:.2g}")
@@ -208,7 +208,8 @@ def others_may_fail(arm: str, arms: dict[str, Function], missing: list[str]) -> 
         # What another library cannot do is no failure of this program.
         if arm == next(iter(arms)):
             raise
-        missing.append(f"{arm}: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}")
+        lines = str(failure).splitlines() or [""]
+        missing.append(f"{arm}: {type(failure).__name__}: {lines[0]}")
         del arms[arm]
 
 
@@ -261,8 +262,9 @@ def record(
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Markdown: share of copy bandwidth of every arm, and how ours compares with the best of the
-    others.
+    """Return a Markdown table of the shares of copy bandwidth.
+
+    Its last column compares our arm with the best of the others.
     """
     arms = list(dict.fromkeys(arm for row in records for arm in row["share"]))
     lines = []
@@ -276,26 +278,22 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 # Okabe and Ito's colours can be told apart by colour-blind readers; the markers serve in print.
-LOOKS = dict(
-    zip(
-        ("triton", "reference", "torch", "compiled", "Liger", "quack", "flash-attn", UNSCALED),
-        (
-            ("#D55E00", "o"),
-            ("#0072B2", "s"),
-            ("#009E73", "^"),
-            ("#CC79A7", "D"),
-            ("#E69F00", "v"),
-            ("#56B4E9", "P"),
-            ("#000000", "X"),
-            ("#999999", "*"),
-        ),
-    )
-)
+LOOKS = {
+    "triton": ("#D55E00", "o"),
+    "reference": ("#0072B2", "s"),
+    "torch": ("#009E73", "^"),
+    "compiled": ("#CC79A7", "D"),
+    "Liger": ("#E69F00", "v"),
+    "quack": ("#56B4E9", "P"),
+    "flash-attn": ("#000000", "X"),
+    UNSCALED: ("#999999", "*"),
+}
 
 
 def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Share of copy bandwidth over C: a row for each operator, forward on the left, backward on the
-    right.
+    """Draw the share of copy bandwidth over C.
+
+    A row for each operator, forward on the left, backward on the right.
     """
     from common.plotting import plt, save  # matplotlib takes a second to import
 
@@ -320,9 +318,8 @@ def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
                 color, marker = LOOKS[arm]
                 axis.plot(*zip(*points), color=color, marker=marker, label=arm)
             axis.set_xscale("log", base=2)
-            axis.set_xticks(
-                sorted({row["channels"] for row in rows}), sorted({row["channels"] for row in rows})
-            )
+            sizes = sorted({row["channels"] for row in rows})
+            axis.set_xticks(sizes, sizes)  # positions, labels
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
             axis.set_title(f"{name}, {phase}", fontsize=10)
@@ -380,9 +377,9 @@ class KernelBenchConfig:
 
 def main(argv: list[str]) -> None:
     config, _ = parse_args(KernelBenchConfig, argv, __doc__)
-    kind = (
-        config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
     if kind == "cpu":
         print(
@@ -393,45 +390,37 @@ def main(argv: list[str]) -> None:
     place = timing_environment(device)
     place["versions"] |= installed("triton", "liger-kernel", "quack-kernels", "flash-attn")
     records = []
-    bar = tqdm(
-        total=len(config.names) * len(config.channels), unit="case", disable=not sys.stderr.isatty()
-    )
-    # else compiled backwards run only once
+    cases = len(config.names) * len(config.channels)
+    bar = tqdm(total=cases, unit="case", disable=not sys.stderr.isatty())
+    # With donated buffers a compiled backward could run only once.
     with torch._functorch.config.patch(donated_buffer=False):
         for name in config.names:
             for channels in config.channels:
                 records += [row | place for row in measure(config, name, channels, device)]
-                if config.out:  # at once: a time limit may come before the last case
+                # Written after each case: a time limit may come before the last one.
+                if config.out:
                     text = report(config, records) + "\n![Share of copy bandwidth](kernels.png)\n"
                     write_results(Path(config.out), "kernels", records, "README.md", text)
                 bar.update()
     bar.close()
     if config.out:
-        plot(
-            records,
-            Path(config.out) / "kernels.png",
-            f"{records[0]['device']}, {records[0]['rows']:,} rows",
-        )
+        title = f"{records[0]['device']}, {records[0]['rows']:,} rows"
+        plot(records, Path(config.out) / "kernels.png", title)
     print(report(config, records))
-    print(
-        json.dumps(
-            [
-                {key: row[key] for key in ("operator", "phase", "channels", "share")}
-                for row in records
-            ]
-        )
-    )
+    names = ("operator", "phase", "channels", "share")
+    summary = [{name: row[name] for name in names} for row in records]
+    print(json.dumps(summary))
 
 
 def report(config: KernelBenchConfig, records: list[dict[str, Any]]) -> str:
-    """README.md of the results folder."""
-    row, missing = records[0], sorted({reason for row in records for reason in row["missing"]})
-    copy = median(row["copy_bytes_per_s"] for row in records) / 1e9
-    where = (
-        "CUDA graphs, cold L2 cache"
-        if row["ours"] == "triton"
-        else ("Triton kernels cannot run here: `reference` is ours")
-    )
+    """Return README.md of the results folder."""
+    row = records[0]
+    missing = sorted({reason for row in records for reason in row["missing"]})
+    copy = median(row["copy_bytes_per_s"] for row in records) / 1e9  # GB/s
+    if row["ours"] == "triton":
+        where = "CUDA graphs, cold L2 cache"
+    else:
+        where = "Triton kernels cannot run here: `reference` is ours"
     lines = [
         "# Kernels beside PyTorch's own and other people's",
         "",

@@ -73,7 +73,8 @@ def profile_step(step: Callable[[], Tensor], device: torch.device) -> list[dict[
     wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     launches, spent = Counter(), Counter()
     for event in profiler.events():
-        # which spans kernels that count already
+        # A GPU's events hold annotations too (optimiser step, compiled region). They span kernels
+        # that count themselves, and AdamW would be there twice.
         if event.device_type == wanted and not event.is_user_annotation:
             launches[event.name] += 1
             spent[event.name] += (

@@ -47,7 +47,8 @@ PACKAGES = (
     "importlib",
 )
 ARMS = ("layer", "rms", "cbwc")
-Texts = list[Tensor]  # of each package: all its tokens, one file after the other
+# One tensor for each package: the tokens of all its files.
+Texts = list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -127,16 +128,17 @@ def run(config: ClassifyConfig, arm: str, seed: int, data: dict[str, Texts]) -> 
     stream = torch.Generator().manual_seed(seed)
     losses = []
     for step in range(1, config.max_iters + 1):
+        rate = learning_rate(
+            step,
+            "cosine",
+            50,
+            config.max_iters,
+            config.learning_rate,
+            config.learning_rate / 10,
+            0.2,
+        )
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(
-                step,
-                "cosine",
-                50,
-                config.max_iters,
-                config.learning_rate,
-                config.learning_rate / 10,
-                0.2,
-            )
+            group["lr"] = rate
         torch.manual_seed(zlib.crc32(f"{seed} {step}".encode()))  # dropout's stream
         ids, targets = draw(data["train"], config.batch_size, config.block_size, stream)
         loss = F.cross_entropy(classify(model, ids), targets)
@@ -145,37 +147,36 @@ def run(config: ClassifyConfig, arm: str, seed: int, data: dict[str, Texts]) -> 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    ids, targets = draw(
-        data["test"], config.test_texts, config.block_size, torch.Generator().manual_seed(0)
-    )
+    # the same texts for every run
+    stream = torch.Generator().manual_seed(0)
+    ids, targets = draw(data["test"], config.test_texts, config.block_size, stream)
+    model.eval()
     with torch.no_grad():
-        logits = torch.cat([classify(model.eval(), part) for part in ids.split(256)])
+        logits = torch.cat([classify(model, part) for part in ids.split(256)])
     accuracy = (logits.argmax(-1) == targets).double().mean()
+    last = max(1, config.max_iters // 10)
     return {
         "arm": arm,
         "seed": seed,
         "loss": float(F.cross_entropy(logits, targets)),
         "accuracy": float(accuracy),
-        "train_loss": float(np.mean(losses[-max(1, config.max_iters // 10) :])),
+        "train_loss": float(np.mean(losses[-last:])),
     }
 
 
 def report(records: list[dict], config: ClassifyConfig) -> str:
-    """Means and verdicts against LayerNorm, as Markdown."""
+    """Return means and verdicts against LayerNorm, as Markdown."""
     lines = ["| arm | test loss | SD | accuracy | SD | training loss |", "| --- " * 6 + "|"]
-    values = {
-        arm: sorted((r for r in records if r["arm"] == arm), key=lambda r: r["seed"])
-        for arm in ARMS
-    }
-    for arm, its in values.items():
-        loss, accuracy, training = (
-            np.array([r[name] for r in its]) for name in ("loss", "accuracy", "train_loss")
+    by_seed = sorted(records, key=lambda r: r["seed"])
+    values = {arm: [r for r in by_seed if r["arm"] == arm] for arm in ARMS}
+    for arm, runs in values.items():
+        loss = np.array([r["loss"] for r in runs])
+        accuracy = np.array([r["accuracy"] for r in runs])
+        training = np.array([r["train_loss"] for r in runs])
+        lines.append(
+            f"| {arm} | {loss.mean():.4f} | {loss.std(ddof=1):.4f} | "
+            f"{accuracy.mean():.2%} | {accuracy.std(ddof=1):.2%} | {training.mean():.4f} |"
         )
-        cells = (
-            f"{loss.mean():.4f} | {loss.std(ddof=1):.4f} | "
-            f"{accuracy.mean():.2%} | {accuracy.std(ddof=1):.2%}"
-        )
-        lines.append(f"| {arm} | {cells} | {training.mean():.4f} |")
     lines += [
         "",
         "| metric | arm, less layer | difference | Holm interval | p Holm | p TOST (margin) | "
@@ -186,12 +187,10 @@ def report(records: list[dict], config: ClassifyConfig) -> str:
         ("loss", config.delta_loss, True),
         ("accuracy", config.delta_accuracy, False),
     ):
-        differences = {
-            arm: np.array(
-                [a[name] - b[name] for a, b in zip(values[arm], values["layer"], strict=True)]
-            )
-            for arm in ARMS[1:]
-        }
+        differences = {}
+        for arm in ARMS[1:]:
+            pairs = zip(values[arm], values["layer"], strict=True)
+            differences[arm] = np.array([a[name] - b[name] for a, b in pairs])
         verdicts = decide([paired(d) for d in differences.values()], delta, lower)
         for (arm, d), verdict in zip(differences.items(), verdicts):
             needed = seeds_needed(d.mean(), delta, d.std(ddof=1), 0.025) or "more than 10,000"
@@ -206,7 +205,8 @@ def report(records: list[dict], config: ClassifyConfig) -> str:
 
 def main(argv: list[str]) -> None:
     config, _ = parse_args(ClassifyConfig, argv, __doc__)
-    out, about = Path(config.out), environment(torch.device("cpu"))
+    out = Path(config.out)
+    about = environment(torch.device("cpu"))
     target = out / "records.jsonl"
     records = []
     settings = {
@@ -223,11 +223,12 @@ def main(argv: list[str]) -> None:
         data = read_packages(config.vocab_size)
         for seed in range(1, config.seeds + 1):
             for arm in ARMS:
-                if not any((r["arm"], r["seed"]) == (arm, seed) for r in records):
-                    records.append(run(config, arm, seed, data))
-                    print(json.dumps(records[-1]), flush=True)
-                    lines = [json.dumps({**about, "config": settings}), *map(json.dumps, records)]
-                    write_bytes_atomically(target, ("\n".join(lines) + "\n").encode())
+                if any((r["arm"], r["seed"]) == (arm, seed) for r in records):
+                    continue
+                records.append(run(config, arm, seed, data))
+                print(json.dumps(records[-1]), flush=True)
+                lines = [json.dumps({**about, "config": settings}), *map(json.dumps, records)]
+                write_bytes_atomically(target, ("\n".join(lines) + "\n").encode())
         table = report([r for r in records if r["seed"] <= config.seeds], config)
         made = f"`repro/cbwc_classify.sh`: {card(about)}."
         text = f"# Text classification with dropout {config.dropout}\n\n{made}\n\n{table}\n"

@@ -37,7 +37,8 @@ from common.stats import paired_ratio
 from configurator import check_least, key, parse_args
 from norms import CenteredLinear, LayerNorm, RMSNorm
 
-IMAGE, CLASSES = (3, 16, 16), 10
+IMAGE = (3, 16, 16)  # channels, height, width
+CLASSES = 10
 ARMS = {
     "layer": (nn.Linear, LayerNorm),
     "cbwc": (CenteredLinear, RMSNorm),
@@ -116,7 +117,8 @@ def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Draw images (count, pixels), float64 in 0 .. 1, and their classes (count,)."""
     generator = torch.Generator().manual_seed(seed)
 
-    def fields(n: int) -> Tensor:  # smooth: 4 x 4 random numbers a channel, enlarged
+    def fields(n: int) -> Tensor:
+        """Draw n smooth images: 4 x 4 random numbers per channel, enlarged."""
         coarse = torch.randn(n, IMAGE[0], 4, 4, generator=generator, dtype=torch.float64)
         return F.interpolate(coarse, IMAGE[1:], mode="bicubic").flatten(1)
 
@@ -166,44 +168,44 @@ def study_training(config: MLPConfig) -> tuple[list[dict], str]:
             }
             nudge(models["nudged"])
             runs = {arm: train(model, config, 0, optimizer) for arm, model in models.items()}
+            layer = models["layer"]
             for epoch, losses in enumerate(zip(*runs.values()), 1):
-                records.append(
-                    {
-                        "dtype": dtype,
-                        "optimizer": optimizer,
-                        "epoch": epoch,
-                        "loss": dict(zip(runs, losses)),
-                        "apart": {arm: max_apart(models[arm], models["layer"]) for arm in ARMS},
-                        "largest_weight": max(
-                            float(p.detach().abs().max()) for p in models["layer"].parameters()
-                        ),
-                    }
-                )
+                record = {
+                    "dtype": dtype,
+                    "optimizer": optimizer,
+                    "epoch": epoch,
+                    "loss": dict(zip(runs, losses)),
+                    "apart": {arm: max_apart(models[arm], layer) for arm in ARMS},
+                    "largest_weight": max(
+                        float(p.detach().abs().max()) for p in layer.parameters()
+                    ),
+                }
+                records.append(record)
             print(json.dumps(records[-1]))
     plot_training(records, Path(config.out) / "apart.png")
+    return records, training_table(records, config.epochs)
+
+
+def training_table(records: list[dict], epochs: int) -> str:
+    """Return the results of study_training as Markdown."""
     arms = list(ARMS)
     header = ["type", "optimiser", *(f"apart: {arm}" for arm in arms[1:]), "largest weight"]
     header += [f"loss: {arm}" for arm in arms]
     lines = [row(header), row(["---"] * len(header))]
-    for last in (r for r in records if r["epoch"] == config.epochs):
-        same = [
-            r["apart"]
-            for r in records
-            if all(r[name] == last[name] for name in ("dtype", "optimizer"))
-        ]
-        apart = [f"{max(apart[arm] for apart in same):.1e}" for arm in arms[1:]]
+    for last in records:
+        if last["epoch"] != epochs:
+            continue
+        run = (last["dtype"], last["optimizer"])
+        of_run = [r["apart"] for r in records if (r["dtype"], r["optimizer"]) == run]
+        apart = [f"{max(apart[arm] for apart in of_run):.1e}" for arm in arms[1:]]
         losses = [f"{last['loss'][arm]:.6f}" for arm in arms]
-        lines.append(
-            row(
-                [last["dtype"], last["optimizer"], *apart, f"{last['largest_weight']:.2f}", *losses]
-            )
-        )
+        lines.append(row([*run, *apart, f"{last['largest_weight']:.2f}", *losses]))
     about = (
         "Apart: largest difference of any parameter to the LayerNorm model's, over all epochs "
         "(cbwc: of V to W; nudged: LayerNorm that started one rounding error away). Loss: of "
         "training, in the last epoch."
     )
-    return records, "\n".join([about, "", "![apart](apart.png)", "", *lines])
+    return "\n".join([about, "", "![apart](apart.png)", "", *lines])
 
 
 @torch.no_grad()
@@ -247,9 +249,8 @@ def plot_training(records: list[dict], target: Path) -> None:
 
 def study_centering(config: MLPConfig) -> tuple[list[dict], str]:
     """Records of the inputs of every linear after each epoch, and a table of them."""
-    shapes = [(depth, False) for depth in config.plain_depths] + [
-        (depth, True) for depth in config.residual_depths
-    ]
+    shapes = [(depth, False) for depth in config.plain_depths]
+    shapes += [(depth, True) for depth in config.residual_depths]
     records = []
     for depth, residual in shapes:
         for seed in range(config.seeds):
@@ -258,29 +259,19 @@ def study_centering(config: MLPConfig) -> tuple[list[dict], str]:
                 model = NormMLP(arm, depth, config.width, seed, residual)
                 for epoch, loss in enumerate(train(model, config, seed), 1):
                     mean, norm = model.inputs(probe).T.tolist()
-                    records.append(
-                        {
-                            "depth": depth,
-                            "residual": residual,
-                            "arm": arm,
-                            "seed": seed,
-                            "epoch": epoch,
-                            "loss": loss,
-                            "mean": mean,
-                            "norm": norm,
-                        }
-                    )
-                print(
-                    json.dumps(
-                        {
-                            "depth": depth,
-                            "residual": residual,
-                            "seed": seed,
-                            "arm": arm,
-                            "loss": loss,
-                        }
-                    )
-                )
+                    record = {
+                        "depth": depth,
+                        "residual": residual,
+                        "arm": arm,
+                        "seed": seed,
+                        "epoch": epoch,
+                        "loss": loss,
+                        "mean": mean,
+                        "norm": norm,
+                    }
+                    records.append(record)
+                shown = ("depth", "residual", "seed", "arm", "loss")
+                print(json.dumps({name: record[name] for name in shown}))
     for what in ("norm", "mean"):
         plot_centering(records, shapes, what, Path(config.out) / f"{what}.png")
     lines = [
@@ -300,29 +291,39 @@ def study_centering(config: MLPConfig) -> tuple[list[dict], str]:
 
 
 def select(records: list[dict], depth: int, residual: bool, arm: str, what: str) -> np.ndarray:
-    """(seeds, epochs, depth) of `what`."""
-    its = [r for r in records if (r["depth"], r["residual"], r["arm"]) == (depth, residual, arm)]
-    epochs = max(r["epoch"] for r in its)
-    return np.array([r[what] for r in its]).reshape(-1, epochs, *np.shape(its[0][what]))
+    """Return `what` of one arm: (seeds, epochs), and a third dimension if it is per layer."""
+    run = (depth, residual, arm)
+    found = [r for r in records if (r["depth"], r["residual"], r["arm"]) == run]
+    epochs = max(r["epoch"] for r in found)
+    values = np.array([r[what] for r in found])  # (seeds * epochs, ...)
+    return values.reshape(-1, epochs, *values.shape[1:])
 
 
 def centering_row(records: list[dict], depth: int, residual: bool) -> str:
-    layer, rms = (select(records, depth, residual, arm, "norm") for arm in ("layer", "rms"))
-    losses = [
-        select(records, depth, residual, arm, "loss")[:, -1].mean() for arm in ("layer", "rms")
-    ]
-    measures = [
-        lambda x: x[:, -1, -1],
-        lambda x: np.exp(np.log(x[:, -1, 1:]).mean(-1)),
-        lambda x: x[:, :, -1].max(1) / x[:, :, -1].min(1),
-    ]
+    """Return one line of study_centering's table."""
+    layer = select(records, depth, residual, "layer", "norm")
+    rms = select(records, depth, residual, "rms", "norm")
+
+    # (seeds, epochs, depth) -> (seeds,)
+    def last_input(x: np.ndarray) -> np.ndarray:
+        return x[:, -1, -1]
+
+    def all_layers(x: np.ndarray) -> np.ndarray:
+        return np.exp(np.log(x[:, -1, 1:]).mean(-1))
+
+    def over_training(x: np.ndarray) -> np.ndarray:
+        return x[:, :, -1].max(1) / x[:, :, -1].min(1)
+
     cells = []
-    for measure in measures:
+    for measure in (last_input, all_layers, over_training):
         ratio = paired_ratio(measure(rms), measure(layer))
         cells.append(f"{ratio.mean:.3f} ({ratio.low:.3f} … {ratio.high:.3f})")
     larger = int((rms[:, -1, 1:] > layer[:, -1, 1:]).all(0).sum())
-    means = [f"{np.exp(np.log(measures[0](x)).mean()):.2f}" for x in (layer, rms)]
-    losses = [f"{loss:.4f}" for loss in losses]
+    means = [f"{np.exp(np.log(last_input(x)).mean()):.2f}" for x in (layer, rms)]
+    losses = []
+    for arm in ("layer", "rms"):
+        loss = select(records, depth, residual, arm, "loss")[:, -1].mean()
+        losses.append(f"{loss:.4f}")
     return row([title(depth, residual), *means, *cells, f"{larger} of {depth - 1}", *losses])
 
 
@@ -337,9 +338,9 @@ def row(cells: list[str]) -> str:
 def plot_centering(
     records: list[dict], shapes: list[tuple[int, bool]], what: str, target: Path
 ) -> None:
-    """Above: over layers, after training.
+    """Draw the mean or norm of inputs, one column for each shape.
 
-    Below: of the last layer, over epochs. Band: all seeds.
+    Above: over layers, after training. Below: of the last layer, over epochs. Band: all seeds.
     """
     figure, axes = plt.subplots(
         2, len(shapes), figsize=(3.6 * len(shapes), 6), layout="constrained", squeeze=False
@@ -348,7 +349,8 @@ def plot_centering(
         for number, arm in enumerate(("layer", "rms")):
             values = select(records, depth, residual, arm, what)
             for axis, curves in zip(axes[:, column], (values[:, -1, 1:], values[:, :, -1])):
-                x, look = np.arange(1, curves.shape[1] + 1), style(number)
+                x = np.arange(1, curves.shape[1] + 1)
+                look = style(number)
                 axis.plot(x, curves.mean(0), label=arm, markevery=max(1, len(x) // 12), **look)
                 axis.fill_between(
                     x, curves.min(0), curves.max(0), color=look["color"], alpha=0.18, linewidth=0
@@ -370,7 +372,8 @@ STUDIES = {
 
 def main(argv: list[str]) -> None:
     config, _ = parse_args(MLPConfig, argv, __doc__)
-    out, (study, heading) = Path(config.out), STUDIES[config.study]
+    out = Path(config.out)
+    study, heading = STUDIES[config.study]
     about = environment(torch.device("cpu"))
     with writing(out):
         records, table = study(config)

@@ -54,9 +54,7 @@ class Table3Config:
 
 
 def measure(name: str, rules: str, git: str) -> dict:
-    """Counts by our rules and by the paper's; the fold with everything that is worth it, and its
-    error.
-    """
+    """Count by our rules and by the paper's; fold where worth it, and measure the error."""
     model, inputs = build(name)
     start = time.process_time()
     report = analyze(model, inputs)
@@ -70,10 +68,8 @@ def measure(name: str, rules: str, git: str) -> dict:
     if rules == "paper":
         return record
     _, certificate = fold(model, report, untie=True, insert=True)
-    refused = sorted(
-        dict.fromkeys(row.reason for row in report.rows if row.verdict in ("refused", "no gain")),
-        key=len,
-    )
+    reasons = [row.reason for row in report.rows if row.verdict in ("refused", "no gain")]
+    refused = sorted(dict.fromkeys(reasons), key=len)  # without repetitions, shortest first
     return record | {
         **{c: getattr(report, c) for c in COUNTS},
         "worth": report.worth,
@@ -87,7 +83,7 @@ def measure(name: str, rules: str, git: str) -> dict:
 
 
 def readme(records: list[dict], where: dict) -> str:
-    """Both tables as Markdown."""
+    """Return both tables as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     lines = [
         "# Which LayerNorms fold",
@@ -110,7 +106,8 @@ def readme(records: list[dict], where: dict) -> str:
                 f"{rules['practical']} | {r['strict']} | {r['untied']} | {r['practical']} "
                 f"({r['inserted']}) |"
             )
-    lines += [VMAMBA] * any(r["model"] == "vmamba" for r in records)
+    if any(r["model"] == "vmamba" for r in records):
+        lines.append(VMAMBA)
     lines += [
         "",
         "All models. `folded` is what `fold(untie=True, insert=True)` did: centrings only where "
@@ -139,12 +136,13 @@ def main(argv: list[str]) -> None:
     if config.out:
         Path(config.out).mkdir(parents=True, exist_ok=True)
     stored = Path(config.out) / "models.jsonl" if config.out else None
-    # before models.jsonl changes the tree
-    records, git = {}, environment(torch.device("cpu"))["git"]
+    # The commit is read before models.jsonl changes the working tree.
+    git = environment(torch.device("cpu"))["git"]
+    records = {}
     if stored and stored.exists() and config.models:
-        records = {
-            record["model"]: record for record in map(json.loads, stored.read_text().splitlines())
-        }
+        for line in stored.read_text().splitlines():
+            record = json.loads(line)
+            records[record["model"]] = record
     for name in names:
         record = measure(name, config.rules, git)
         print(json.dumps(record), flush=True)

@@ -229,12 +229,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 def inputs_of(kind: str) -> dict[str, Any]:
     """Random inputs, two examples; float64 where they are floats."""
     torch.manual_seed(1)
-    ids, image = torch.randint(3, 50, (2, 7)), torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    ids = torch.randint(3, 50, (2, 7))
+    image = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0  # the last token is padding
     return {
         "ids": dict(input_ids=ids, use_cache=False),
-        "both": dict(
-            input_ids=ids, attention_mask=torch.ones_like(ids).index_fill(1, torch.tensor([6]), 0)
-        ),
+        "both": dict(input_ids=ids, attention_mask=mask),
         "fnet": dict(input_ids=ids),
         "image": dict(pixel_values=image),
         "video": dict(pixel_values=torch.stack([image, image.flip(0)], 1)),
@@ -249,21 +250,21 @@ def inputs_of(kind: str) -> dict[str, Any]:
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, Any] | tuple]:
-    """(model, inputs) of one of MODELS, or `vmamba`."""
+    """Return (model, inputs) of one of MODELS, or `vmamba`."""
     if name == "vmamba":
         torch.manual_seed(0)
-        model, inputs = VMamba(), (torch.randn(2, 3, 32, 32, dtype=torch.float64),)
+        model = VMamba()
+        inputs = (torch.randn(2, 3, 32, 32, dtype=torch.float64),)
     else:
         hf.logging.set_verbosity_error()
         kind, config, given = MODELS[name]
         torch.manual_seed(0)
         if isinstance(config.get("backbone_config"), dict):
-            config = {
-                **config,
-                "backbone_config": hf.AutoConfig.for_model(**config["backbone_config"]),
-            }
-        cls = getattr(hf, kind)
-        model, inputs = cls(cls.config_class(**config)), inputs_of(given)
+            backbone = hf.AutoConfig.for_model(**config["backbone_config"])
+            config = {**config, "backbone_config": backbone}
+        model_class = getattr(hf, kind)
+        model = model_class(model_class.config_class(**config))
+        inputs = inputs_of(given)
     model = model.double().eval()
     randomize(model)
     return model, inputs
@@ -273,8 +274,9 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any] | tuple]:
 
 
 class SelectiveScan(nn.Module):
-    """SS2D of VMamba (Liu et al. 2024) over two directions: (B, H, W, C) -> (B, H, W, C), with its
-    `out_norm`.
+    """SS2D of VMamba (Liu et al. 2024) over two directions, with its `out_norm`.
+
+    (B, H, W, C) -> (B, H, W, C).
 
     h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t, y_t = C_t h_t + D x_t (Mamba, equation 2),
     written as one product with decays exp(A (s_t - s_u)), s the running sum of delta: fine for the
@@ -287,16 +289,16 @@ class SelectiveScan(nn.Module):
         self.in_proj = nn.Linear(channels, 2 * inner)
         self.conv = nn.Conv2d(inner, inner, 3, padding=1, groups=inner)
         self.x_proj = nn.Linear(inner, inner + 2 * states)
-        self.A_log, self.D = (
-            nn.Parameter(torch.zeros(inner, states)),
-            nn.Parameter(torch.ones(inner)),
-        )
+        self.A_log = nn.Parameter(torch.zeros(inner, states))
+        self.D = nn.Parameter(torch.ones(inner))
         self.states = states
-        self.out_norm, self.out_proj = nn.LayerNorm(inner), nn.Linear(inner, channels)
+        self.out_norm = nn.LayerNorm(inner)
+        self.out_proj = nn.Linear(inner, channels)
 
     def scan(self, x: Tensor) -> Tensor:
-        # (B, L, D), (B, L, N) twice
-        delta, b, c = self.x_proj(x).split([x.shape[-1], self.states, self.states], -1)
+        """(B, L, D) -> (B, L, D)."""
+        sizes = [x.shape[-1], self.states, self.states]
+        delta, b, c = self.x_proj(x).split(sizes, -1)  # (B, L, D), (B, L, N), (B, L, N)
         delta = F.softplus(delta)
         time = delta.cumsum(1)  # (B, L, D)
         later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
@@ -314,15 +316,13 @@ class SelectiveScan(nn.Module):
 
 
 class ScanBlock(nn.Module):
-    """Selective scan and MLP, each behind a LayerNorm, on a residual stream (B, H, W, C)."""
+    """Selective scan and MLP, each after a LayerNorm, on a residual stream (B, H, W, C)."""
 
     def __init__(self, channels: int):
         super().__init__()
-        self.norm, self.op, self.norm2 = (
-            nn.LayerNorm(channels),
-            SelectiveScan(channels),
-            nn.LayerNorm(channels),
-        )
+        self.norm = nn.LayerNorm(channels)
+        self.op = SelectiveScan(channels)
+        self.norm2 = nn.LayerNorm(channels)
         self.mlp = nn.Sequential(
             nn.Linear(channels, 2 * channels), nn.GELU(), nn.Linear(2 * channels, channels)
         )
@@ -340,8 +340,10 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 class VMamba(nn.Module):
-    """The norms of VMamba-T, in small: 15 blocks with three norms each (one behind the scan), two
-    in the stem, three behind the convolutions that halve the picture, one in front of the head: 51.
+    """The norms of VMamba-T in a small model: 51.
+
+    15 blocks have three each, one of them after the scan. Two are in the stem, three after the
+    convolutions that halve the image, one before the head.
     """
 
     def __init__(self, depths: tuple[int, ...] = (2, 2, 9, 2), channels: int = 4):
@@ -362,11 +364,13 @@ class VMamba(nn.Module):
             nn.Sequential(nn.Conv2d(width, 2 * width, 3, 2, 1), LayerNorm2d(2 * width))
             for width in widths[:-1]
         )
-        self.norm, self.head = nn.LayerNorm(widths[-1]), nn.Linear(widths[-1], 10)
+        self.norm = nn.LayerNorm(widths[-1])
+        self.head = nn.Linear(widths[-1], 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)  # (B, C, H, W)
         for i, stage in enumerate(self.stages):
             x = stage(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-            x = self.halve[i](x) if i < len(self.halve) else x
+            if i < len(self.halve):
+                x = self.halve[i](x)
         return self.head(self.norm(x.permute(0, 2, 3, 1)).mean((1, 2)))
