@@ -24,6 +24,7 @@ import pytest
 from helpers import ROOT, start_code, write_items
 
 from configurator import parse_args
+from norm_plan import NORM_TYPES, NORMS, NormConfig
 from train import TrainConfig
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -410,6 +411,16 @@ def test_links_lead_somewhere(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_each_norm_type_and_letter_is_described():
+    readme = (ROOT / "README.md").read_text()
+    norms = (ROOT / "docs/norms.md").read_text()
+    help_text = str(NormConfig.__dataclass_fields__["norm_type"].metadata)
+    for name in NORM_TYPES:
+        assert f"| `{name}` |" in readme and re.search(rf"\b{name}\b", help_text)
+    for letter in NORMS:
+        assert f"`{letter}`: " in norms
 
 
 def test_sizes_and_what_is_shipped():
