@@ -1,7 +1,7 @@
 # make demo    environment, embedded data set, some minutes of training, a text sample, a loss plot
 # make test    environment, linter, whole test suite
 # Both need Python 3.11+ and its headers, a C++ compiler and a package index; neither needs a GPU.
-# make gpu     every figure that wants an H200, in stages (repro/h200.sh); in .venv, else in the
+# make gpu     every figure that needs an H200, in stages (repro/h200.sh); in .venv, else in the
 #              python3 that has torch
 
 PYTHON ?= python3
