@@ -28,7 +28,7 @@ def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
     """Write chunks to a file, one after the other.
 
     After a crash at any moment `path` holds the old content or the new, never a part: the new one
-    is written beside it, forced to the disk, and renamed.
+    is written next to it, forced to the disk, and renamed.
     """
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:

@@ -3,7 +3,7 @@
 It is the format of llm.c's .bin files.
 
     header: 256 int32 = [20240520 (magic), 1 (version), number of tokens, 0, ...]
-    files:  NAME_{train,val}_000000.bin, and meta.json beside them:
+    files:  NAME_{train,val}_000000.bin, and meta.json next to them:
             {"tokenizer": ..., "vocab_size": ...}
 
 nanoGPT's headerless `train.bin` and `val.bin` are read too. The end-of-text token goes before each

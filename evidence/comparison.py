@@ -308,7 +308,10 @@ class Measured:
     by_item: list[np.ndarray] = field(default_factory=list)  # HellaSwag alone: (items,) a seed
 
     def estimate(self) -> Estimate:
-        """Estimate the mean difference; seeds are the sample, for HellaSwag its items too."""
+        """Estimate the mean difference; seeds are the sample, for HellaSwag its items too.
+
+        Over seeds alone the answer would hold for these items only.
+        """
         if self.by_item:
             return crossed(np.stack(self.by_item))  # (seeds, items)
         return paired(np.array(self.differences))
@@ -401,6 +404,8 @@ def compare(
         run = next(iter(pairs.values()))[0].run
         delta, delta_kind = margin(metric, run, post_hoc)
         estimates = [measured.estimate() for measured in found.values()]
+        # All arms of a metric together: each of them is a test, of difference and of equivalence,
+        # and Holm corrects for their number.
         verdicts = decide(estimates, delta, metric.lower_is_better)
         for arm, estimate, verdict in zip(found, estimates, verdicts, strict=True):
             measured = found[arm]

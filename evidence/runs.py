@@ -188,7 +188,9 @@ class Run:
         if changed:
             return f"resumed with other settings, code or machine ({', '.join(changed)})"
         if self.diverged:
-            return self.events_of("end")[0]["reason"]
+            # Not the first end: the run may have been stopped and resumed before.
+            reasons = [event["reason"] for event in self.events_of("end")]
+            return next(reason for reason in reasons if "not finite" in reason)
         last = max((event["step"] for event in self.events_of("eval")), default=0)
         if last < self.config["max_iters"]:
             return f"not finished: last evaluation at step {last} of {self.config['max_iters']}"
@@ -304,7 +306,7 @@ def find_runs(paths: list[Path]) -> list[Run]:
 def in_folder(path: Path) -> list[Run]:
     """Read the runs in a folder, at any depth. Raises UserError if there are none."""
     runs = [Run(folder) for folder in run_folders(path)]
-    # Where there are run folders, archives beside them hold copies of the same runs.
+    # Where there are run folders, archives next to them hold copies of the same runs.
     if not runs:
         for archive in sorted(path.rglob(f"*{SUFFIX}")):
             runs += in_archive(archive)

@@ -72,6 +72,7 @@ def load_pretrained(spec: str | Path) -> nn.Module:
         raise ConfigError(
             f"{spec}: transformers cannot load it ({first}): check the folder"
         ) from None
+    # from_pretrained itself only warns.
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(

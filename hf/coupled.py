@@ -10,7 +10,8 @@ computed a moment ago, so attention, caches and generation stay transformers' ow
 state of the module. So only one forward pass may run at a time (no threads on one model), and no
 block may be recomputed whose source is in another one: gradient checkpointing works for plans that
 share within blocks. Without `register()` no Auto class knows these model types. The gains of the
-norms are stored as (1, C), so that no stock class takes them for its own, (C,).
+norms are stored as (1, C), so that no stock class takes them for its own, (C,): a new model_type is
+not enough, because LlamaForCausalLM.from_pretrained only warns, and would compute RMSNorm.
 """
 
 import functools
@@ -139,7 +140,11 @@ def coupled_classes() -> dict[str, tuple[type, type]]:
 
 
 def register() -> None:
-    """Register the coupled classes with transformers' Auto classes."""
+    """Register the coupled classes with transformers' Auto classes.
+
+    It is a call, not a side effect of an import: an import hook that did it broke imports of
+    transformers that were not complete yet (OPT's and BERT's first).
+    """
     auto = import_transformers()
     for model_type, (config, model) in coupled_classes().items():
         auto.AutoConfig.register(model_type, config, exist_ok=True)

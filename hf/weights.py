@@ -71,7 +71,7 @@ LLAMA_NAMES = {
     "mlp.down": ["mlp.down_proj"],
 }
 NAMES = {"gpt2": GPT2_NAMES, "llama": LLAMA_NAMES, "qwen3": LLAMA_NAMES}
-# Files beside the weights that an export copies.
+# Files next to the weights that an export copies.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",

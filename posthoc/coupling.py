@@ -39,7 +39,8 @@ def text_windows(text: str, meta: dict, length: int, count: int) -> Tensor:
     """Return at most `count` windows of token ids (N, length), N even.
 
     They are spread over the first four times as much text. A document gives no more than two
-    windows where there are enough documents, because the sizes of its residual stream are its own.
+    windows where there are enough documents, because the sizes of its residual stream are its own:
+    32 windows from the beginning of a file were of three documents.
 
     Args:
         text: files of documents (jsonl, jsonl.xz, parquet, txt), with commas between.
@@ -196,6 +197,9 @@ class Calibration:
 
     def best_alpha(self, plan: str) -> tuple[float, float]:
         """Find the one alpha for all shared positions with the lowest KL; return it and the KL.
+
+        The mean of the ratios alone would not do: with no standard block it cost a KL of 0.064,
+        where one alpha for each position cost 0.020.
 
         The search goes downhill from the mean least-squares ratio, with steps of 8, 4, 2 and 1
         times GRID. Then it takes the vertex of the parabola through the lowest point and its

@@ -120,7 +120,8 @@ def blocks(documents: Iterator[Document], tokenizer: Any, length: int) -> Iterat
 def shuffled(stream: Iterator[Tensor], size: int, seed: int) -> Iterator[Tensor]:
     """Yield `stream` in random order, drawn from a buffer of `size` blocks.
 
-    The order is a function of stream, size and seed.
+    The order is a function of stream, size and seed. A buffer smaller than the text mixes only what
+    is near: with 4,096 blocks of a file in the order of its books, a student saw five of nine.
     """
     draw = random.Random(seed)
     buffer: list[Tensor] = []

@@ -400,6 +400,7 @@ def append(run: Path, **event) -> None:
 
 def test_diverged_seeds_take_the_verdict_with_them(sweep):
     """The four good seeds of an arm whose other four diverged are no fair sample of it."""
+    append(sweep / "taper-8", event="end", reason="stopped by SIGTERM after step 50")
     for seed in (8, 10, 12, 14):
         append(
             sweep / f"taper-{seed}",

@@ -49,7 +49,7 @@ def read_text(argv: list[str]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Write the shards and meta.json beside this file."""
+    """Write the shards and meta.json next to this file."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
         return

@@ -45,7 +45,7 @@ def documents(root: Path) -> dict[str, list[bytes]]:
 
 
 def main(argv: list[str]) -> None:
-    """Write the shards and meta.json beside this file."""
+    """Write the shards and meta.json next to this file."""
     if argv and argv[0] in ("--help", "-h"):
         print(__doc__)
         return
