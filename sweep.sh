@@ -20,7 +20,10 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 die() { echo "error: $1" >&2; exit 2; }
-if [ $# = 0 ] || [ "$1" = --help ] || [ "$1" = -h ]; then sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+if [ $# = 0 ] || [ "$1" = --help ] || [ "$1" = -h ]; then
+  sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+  exit 0
+fi
 
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${OUT:-out/$(basename "$1" .py)}
@@ -108,11 +111,17 @@ for round in "${!seeds[@]}"; do
       wait "$child" || status=$?
       child=
       # torchrun prints its own report below the error of a rank, so the last line will not do.
-      last=$(grep -a '^error:' "$run/train.txt" | tail -n 1) && [ "$status" != 0 ] || last=$(tail -n 1 "$run/train.txt")
+      last=$(grep -a '^error:' "$run/train.txt" | tail -n 1) && [ "$status" != 0 ] ||
+        last=$(tail -n 1 "$run/train.txt")
       case $status:$last in
         0:stopped*) echo "$label: $last"; stop ;;
         0:*) echo "$label: $last  ($((SECONDS - start)) s)" ;;
-        *) echo "$label: FAILED with exit code $status: $last"; failed=1; [ "$status" != 2 ] || exit 2; continue ;;
+        *)
+          echo "$label: FAILED with exit code $status: $last"
+          failed=1
+          [ "$status" != 2 ] || exit 2
+          continue
+          ;;
       esac
     fi
     [ -z "$KEEP" ] || "$PYTHON" -m evidence.archive "$KEEP" "$run" || failed=1

@@ -10,7 +10,8 @@
 #   repro/fig2.sh --gpt_fast=../gpt-fast    compare with gpt-fast's own model, for Llama's shapes
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
-models=${MODELS:-random:qwen3-0.6b random:qwen3-1.7b random:qwen3-8b random:llama3.2-1b random:llama3.2-3b}
+models=${MODELS:-random:qwen3-0.6b random:qwen3-1.7b random:qwen3-8b \
+  random:llama3.2-1b random:llama3.2-3b}
 for model in $models; do
   case $(basename "$model" | tr '[:upper:]' '[:lower:]') in
     *qwen*) paper="--coupled_first=1 --coupled_alpha=1.09" ;;

@@ -69,8 +69,13 @@ is_left() {  # NAME: neither done, nor hopeless with this code?
 lack() {  # what is not here, and the remedy; empty if all that `needs` names is here
   case $needs in
     "") ;;
-    shards) [ -f "$data/meta.json" ] || echo "there are no token shards in $data: --help says how to make them" ;;
-    *) "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$needs') is None)" >/dev/null ||
+    shards)
+      [ -f "$data/meta.json" ] ||
+        echo "there are no token shards in $data: --help says how to make them"
+      ;;
+    *)
+      "$python" -c "import importlib.util, sys
+sys.exit(importlib.util.find_spec('$needs') is None)" >/dev/null ||
       echo "it needs a package: pip install $needs" ;;
   esac
 }
@@ -80,7 +85,11 @@ seconds_for() {
   local left=$((end - SECONDS - 40)) wanted=$((60 * $1 < limit ? 60 * $1 : limit))
   if [ "$end" = 0 ]; then echo "$limit"; return; fi
   [ -z "$goes_on" ] || wanted=150
-  if [ "$left" -lt $((wanted - 30)) ] || [ "$left" -lt 1 ]; then echo 0; else echo $((left < limit ? left : limit)); fi
+  if [ "$left" -lt $((wanted - 30)) ] || [ "$left" -lt 1 ]; then
+    echo 0
+  else
+    echo $((left < limit ? left : limit))
+  fi
 }
 clocks() {
   local names=clocks.sm,clocks.mem,power.draw,temperature.gpu

@@ -30,7 +30,8 @@ for half in a b; do
 half, source, target = sys.argv[1:]
 lines = lzma.open(source, "rt", encoding="utf-8").readlines()[half == "b" :: 2]
 random.Random(0).shuffle(lines) if half == "b" else None
-open(target, "w", encoding="utf-8").writelines(lines)' $half "$source/openstax_ccby_train.jsonl.xz" "$out/$half.jsonl"
+open(target, "w", encoding="utf-8").writelines(lines)' \
+    $half "$source/openstax_ccby_train.jsonl.xz" "$out/$half.jsonl"
   "$PYTHON" data/fineweb_edu/prepare.py --local "$out/$half.jsonl" \
     --val "$source/openstax_ccby_val.jsonl.xz" --tokenizer=bytes --out_dir="$out/text_$half" \
     --processes=1

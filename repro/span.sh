@@ -15,7 +15,11 @@ set -euo pipefail
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off OUT=${OUT:-out/span} \
   KEEP=${KEEP:-results/cpu/span/runs.tar.xz}
 calibrated=--coupled_calibrate=10
-arms="${ARMS:-"coupled 'coupled $calibrated' 'coupled --coupled_span=2 $calibrated' 'coupled --coupled_span=3 $calibrated' 'coupled --coupled_span=0 $calibrated'"}"
+arms="coupled 'coupled $calibrated'"
+for span in 2 3 0; do
+  arms="$arms 'coupled --coupled_span=$span $calibrated'"
+done
+arms=${ARMS:-$arms}
 [ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py
 folder=$(dirname "$KEEP")
 ARMS=rms KEEP=$folder/rms.tar.xz ./sweep.sh config/table1_cpu.py "$@"

@@ -15,7 +15,8 @@ set -euo pipefail
 out=${OUT:-out/taper_table} keep=${KEEP:-results/h200/taper_table} status=0
 internal="taper --taper_warmup=0.5 --taper_end=0.75"
 anchor=--taper_anchor=0.1 final=--taper_final=True
-export ARMS="${ARMS:-"rms '$internal' '$internal $anchor' '$internal $final' '$internal $final $anchor'"}"
+arms="rms '$internal' '$internal $anchor' '$internal $final' '$internal $final $anchor'"
+export ARMS="${ARMS:-$arms}"
 export SEEDS="${SEEDS:-8 9 10 11 12 13}" HELLASWAG=off
 declare -A shape=([1M]="6 4 128" [5M]="6 8 256" [9M]="5 6 384" [30M]="10 8 512")
 for size in ${SIZES:-1M 5M 9M 30M}; do
