@@ -25,7 +25,6 @@ import json
 import math
 import os
 import shutil
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -58,7 +57,13 @@ from training.checkpoint import (
 from training.lock import FolderLock
 from training.log import RunLog, Throughput, last_event
 from training.optim import guarded_update, learning_rate, make_optimizer, micro_step
-from training.provenance import changes, check_same_data, find_provenance, saved_provenance
+from training.provenance import (
+    changed_keys,
+    changes,
+    check_same_data,
+    find_provenance,
+    saved_provenance,
+)
 
 # Calibration takes every 16th of the first blocks of the text, if there are that many, so that its
 # blocks are of many documents.
@@ -176,7 +181,10 @@ class Distiller:
         self.ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
         self.precision = Precision(config.dtype, self.ranks.device)
         # No other process may be in the run folder when we look for a checkpoint there.
-        self.lock = self.ranks.together(self._lock)
+        is_main = self.ranks.is_main  # it locks the folder for all ranks
+        self.lock = self.ranks.together(
+            lambda: FolderLock(self.out_dir, lambda: self.stop_signal.name, active=is_main)
+        )
         try:
             self._find_checkpoint()
             # A finished run needs no teacher: run() repeats its summary.
@@ -196,19 +204,8 @@ class Distiller:
                 self._start_log()
                 self.state = None  # its tensors have been copied
         except BaseException:
-            self._unlock()
-            raise
-
-    def _lock(self) -> FolderLock | None:
-        """Make the run folder, and keep other processes out of it."""
-        if not self.ranks.is_main:
-            return None
-        return FolderLock(self.out_dir, lambda: self.stop_signal.name)
-
-    def _unlock(self) -> None:
-        """Let other processes into the run folder."""
-        if self.lock is not None:
             self.lock.release()
+            raise
 
     def _find_checkpoint(self) -> None:
         """Read the checkpoint to resume from, if there is one, the same on every rank."""
@@ -303,8 +300,7 @@ class Distiller:
         text = text_fingerprint(blocks, [config.local, config.val])
         data = f"{self.name_of_teacher} {text}"
         differs = "ranks see different teachers or texts: copy the same to each machine"
-        self.ranks.check_same(zlib.crc32(data.encode()), DataError(differs))
-        self.provenance = find_provenance(data, self.ranks)
+        self.provenance = find_provenance(data, self.ranks, differs)
         self.changed: list[str] = []
         if self.state:
             self.changed = self.ranks.together(self._compare)
@@ -318,11 +314,7 @@ class Distiller:
         saved = saved_provenance(self.state, path)
         remedy = "give teacher, local, val and dataset what they were, or choose another out_dir"
         check_same_data(saved, self.provenance, path, remedy)
-        then = self.state["config"]
-        now = dataclasses.asdict(self.config)
-        names = sorted(now.keys() & then.keys() - {"device"})  # saved and self.provenance have it
-        names = [name for name in names if then[name] != now[name]]
-        settings = [f"{name} {then[name]} -> {now[name]}" for name in names]
+        settings = changed_keys(self.state["config"], dataclasses.asdict(self.config), saved)
         return settings + changes(saved, self.provenance)
 
     def _fix_plan(self) -> None:
@@ -412,7 +404,7 @@ class Distiller:
         """Train until max_iters or a signal; then write the student."""
         if self.summary is not None:
             self._repeat_summary()
-            self._unlock()
+            self.lock.release()
             return
         config = self.config
         blocks_per_step = config.batch_size * config.gradient_accumulation_steps
@@ -427,7 +419,7 @@ class Distiller:
             self.log.close(reason, step=self.step)
         else:
             self._finish()
-        self._unlock()
+        self.lock.release()
 
     def _repeat_summary(self) -> None:
         """Print what a finished run has printed at its end; nothing in its folder is touched."""

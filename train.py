@@ -37,7 +37,7 @@ from torch import Tensor
 
 from common.distributed import Ranks, StopSignal, accumulate, is_sharded, replicate, shard
 from common.environment import DTYPES, Precision, faster_float32_products, peak_flops
-from common.errors import ConfigError, DataError, UserError, run_program
+from common.errors import ConfigError, UserError, run_program
 from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
@@ -59,7 +59,13 @@ from training.evaluation import Evaluator
 from training.lock import FolderLock
 from training.log import RunLog, Throughput
 from training.optim import carry_state, guarded_update, learning_rate, make_optimizer, micro_step
-from training.provenance import changes, check_same_data, find_provenance, saved_provenance
+from training.provenance import (
+    changed_keys,
+    changes,
+    check_same_data,
+    find_provenance,
+    saved_provenance,
+)
 from training.step_report import PendingReport, StepReport, count_bad, pack
 from training.stream import calibrate
 
@@ -221,7 +227,10 @@ class Trainer:
         self._open_data()
         self._make_evaluator()
         # No other process may be in the run folder when we look for a checkpoint there.
-        self.lock = self.ranks.together(self._lock)
+        is_main = self.ranks.is_main  # it locks the folder for all ranks
+        self.lock = self.ranks.together(
+            lambda: FolderLock(self.out_dir, lambda: self.stop_signal.name, active=is_main)
+        )
         try:
             found = self._find_checkpoint()
             self._find_provenance(found)
@@ -238,7 +247,7 @@ class Trainer:
             # Last: if anything before fails, the log in out_dir is untouched.
             self._start_log(found)
         except BaseException:
-            self._unlock()
+            self.lock.release()
             raise
 
     def _join_ranks(self) -> None:
@@ -295,17 +304,6 @@ class Trainer:
             file, config.hellaswag_items, tokenizer, self.ranks, self.precision.autocast
         )
 
-    def _lock(self) -> FolderLock | None:
-        """Make the run folder, and keep other processes out of it."""
-        if not self.ranks.is_main:
-            return None
-        return FolderLock(self.out_dir, lambda: self.stop_signal.name)
-
-    def _unlock(self) -> None:
-        """Let other processes into the run folder."""
-        if self.lock is not None:
-            self.lock.release()
-
     def _find_checkpoint(self) -> FoundCheckpoint | None:
         """Find the checkpoint to resume from, the same on every rank."""
         resume = self.config.resume
@@ -322,13 +320,11 @@ class Trainer:
         train = self.loader.blocks.fingerprint()
         val = self.val_blocks.fingerprint()
         data = f"{train} {val}"
-        error = DataError(
+        differs = (
             f"data_dir={self.config.data_dir}: ranks see different data: "
             "copy the same to each machine"
         )
-        # As a number, because check_same compares numbers.
-        self.ranks.check_same(zlib.crc32(data.encode()), error)
-        self.provenance = find_provenance(data, self.ranks)
+        self.provenance = find_provenance(data, self.ranks, differs)
 
     def _build_model(self, found: FoundCheckpoint | None) -> None:
         """Build the model on the CPU, its weights from the seed or from `init_from`."""
@@ -376,25 +372,13 @@ class Trainer:
         restore(path, state, self.config, self.model, self.optimizer, self.scaler)
         self.step = state["step"]
         self.best = state["best_val_loss"]
-        # data_dir and device are compared by provenance (the data's fingerprint, the real device),
-        # so a change of the key alone is not reported.
-        compared = {"data_dir": "data", "device": "device"}
-        keys = self._changed_keys(state["config"])
-        keys = [change for change in keys if compared.get(change.split()[0]) not in then]
+        keys = changed_keys(state["config"], dataclasses.asdict(self.config), then)
         self.changed = keys + changes(then, self.provenance)
         if problem:
             self.notes.append(f"not usable: {problem}")
         self.notes.append(f"resuming from {path}, after step {self.step}")
         if self.changed:
             self.notes.append(f"changed since then: {', '.join(self.changed)}")
-
-    def _changed_keys(self, saved: dict[str, Any]) -> list[str]:
-        """List the keys that differ from a saved config, as "max_iters 40 -> 45"."""
-        # Through JSON, so that a tuple equals a list of the same numbers.
-        then = json.loads(json.dumps(saved))
-        now = json.loads(json.dumps(dataclasses.asdict(self.config)))
-        names = sorted(now.keys() & then.keys())
-        return [f"{name} {then[name]} -> {now[name]}" for name in names if now[name] != then[name]]
 
     def _compile(self) -> None:
         """Compile the model, on CUDA unless the config says otherwise."""
@@ -479,7 +463,7 @@ class Trainer:
         """Train until max_iters or a signal, and close the log."""
         if self.step >= self.config.max_iters:  # nothing in the run folder is touched
             self.log.say(f"finished already: step {self.step} of max_iters={self.config.max_iters}")
-            self._unlock()
+            self.lock.release()
             return
         self.clock = Throughput(self.tokens_per_step)
         # A new run is measured before its first step. One that is resumed has been.
@@ -488,7 +472,7 @@ class Trainer:
             self._evaluate()
         reason = self._loop()
         self._finish(reason)
-        self._unlock()
+        self.lock.release()
 
     def _loop(self) -> str:
         """Take all steps that are left. Returns why it stopped before max_iters, or ""."""

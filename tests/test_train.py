@@ -582,7 +582,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lock.fcntl, "lockf", fail)
     number, said = errno.ENOLCK, []
-    lock.FolderLock(tmp_path, lambda: False, said.append)
+    lock.FolderLock(tmp_path, lambda: False, say=said.append)
     assert "without locks" in said[0]
     number = errno.EIO
     with pytest.raises(UserError, match="cannot be locked"):

@@ -29,6 +29,7 @@ class FolderLock:
     Args:
         folder: the run folder; the lock is on the file `lock` in it.
         should_stop: asked while waiting.
+        active: without it nothing is locked, as on ranks for which the main one locks.
         say: prints a line for people.
 
     Raises:
@@ -40,6 +41,7 @@ class FolderLock:
         self,
         folder: Path,
         should_stop: Callable[[], str | bool],
+        active: bool = True,
         say: Callable[[str], None] | None = None,
     ):
         self.folder = folder
@@ -47,7 +49,7 @@ class FolderLock:
         self.say = say or partial(print, flush=True)
         self.is_new = False  # this process made the folder
         self.deadline: float | None = None  # set when another process is met
-        self.file = self._open()
+        self.file = self._open() if active else None
         while self.file is not None and not self._try():
             self.file.close()
             self._wait()

@@ -6,12 +6,13 @@ leaves the run out.
 """
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 from common.distributed import Ranks
 from common.environment import environment, is_same_code
-from common.errors import CheckpointError
+from common.errors import CheckpointError, DataError
 from common.fingerprint import data_difference
 
 # Entries that are compared, and their types; versions are compared too, one by one. An older one
@@ -20,8 +21,19 @@ COMPARED = {"git": str, "world_size": int, "device": str, "float32_products": st
 SHOWN = 100  # characters of a value
 
 
-def find_provenance(data: str, ranks: Ranks) -> dict[str, Any]:
-    """Describe where this process trains. `data` is the fingerprint of its data."""
+def find_provenance(data: str, ranks: Ranks, differs: str) -> dict[str, Any]:
+    """Describe where this process trains.
+
+    Args:
+        data: the fingerprint of its data.
+        ranks: the processes of the run.
+        differs: message of the error if ranks see different data.
+
+    Raises:
+        DataError: they do; on every rank.
+    """
+    # As a number, because check_same compares numbers.
+    ranks.check_same(zlib.crc32(data.encode()), DataError(differs))
     return {"data": data, "world_size": ranks.world_size, **environment(ranks.device)}
 
 
@@ -73,6 +85,21 @@ def check_same_data(then: dict[str, Any], now: dict[str, Any], path: Path, remed
     if difference:
         shown = ascii(difference)[1:-1][: 4 * SHOWN]
         raise CheckpointError(f"{path} was trained on other data ({shown}): {remedy}")
+
+
+def changed_keys(then: dict[str, Any], now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    """List the keys that differ between two configs, as "max_iters 40 -> 45".
+
+    Left out: data_dir and device, if the older provenance `saved` tells the data and the real
+    device, which are compared instead.
+    """
+    # Through JSON, so that a tuple equals a list of the same numbers.
+    then = json.loads(json.dumps(then))
+    now = json.loads(json.dumps(now))
+    compared = {"data_dir": "data", "device": "device"}
+    names = [name for name in sorted(now.keys() & then.keys()) if now[name] != then[name]]
+    names = [name for name in names if compared.get(name) not in saved]
+    return [f"{name} {then[name]} -> {now[name]}" for name in names]
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
