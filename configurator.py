@@ -249,7 +249,7 @@ class Overrides:
             expected = _type_name(annotation)
             raise ConfigError(f"{origin}: {name} must be {expected}, got {given!r}") from None
         choices = self.fields[name].metadata.get("choices", ())
-        if choices and value not in choices:
+        if choices and isinstance(value, str) and value not in choices:
             raise ConfigError(f"{origin}: {name} is one of {', '.join(choices)}; got {value!r}")
         self.values[name] = value
 

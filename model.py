@@ -202,8 +202,11 @@ class Attention(nn.Module):
         # One matmul for queries, keys and values: they read the same y.
         self.qkv = nn.Linear(config.n_embd, width + 2 * kv_width, bias=bias)
         self.proj = plan.residual_linear(width, config.n_embd, bias)
-        self.q_norm = plan.qk_norm(self.head_dim)  # None without qk_norm
-        self.k_norm = plan.qk_norm(self.head_dim)
+        # None without qk_norm and v_norm
+        self.q_norm = plan.qk_norm(self.heads, self.head_dim)
+        self.k_norm = plan.qk_norm(self.kv_heads, self.head_dim)
+        self.v_norm = plan.v_norm(self.kv_heads, self.head_dim)
+        self.norms_full_width = plan.qk_kind == "full"  # all heads together, not each
 
     def forward(
         self, y: Tensor, rope: tuple[Tensor, Tensor] | None = None, cache: KVCache | None = None
@@ -224,13 +227,9 @@ class Attention(nn.Module):
         # layout that the linear reads.
         widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
         q, k, v = self.qkv(y).split(widths, dim=-1)
-        q = q.view(B, T, self.heads, self.head_dim).transpose(1, 2)  # (B, H, T, head_dim)
-        k = k.view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)  # (B, H_kv, T, head_dim)
-        v = v.view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
-        if self.q_norm is not None:
-            # A norm returns (y, x, statistic); here only y is of use.
-            q, _, _ = self.q_norm(q)
-            k, _, _ = self.k_norm(k)
+        q = self.split_heads(q, self.q_norm)  # (B, H, T, head_dim)
+        k = self.split_heads(k, self.k_norm)  # (B, H_kv, T, head_dim)
+        v = self.split_heads(v, self.v_norm)
         if rope is not None:
             q = rotate(q, *rope)
             k = rotate(k, *rope)
@@ -243,6 +242,16 @@ class Attention(nn.Module):
                 mask = mask.tril(cache.filled)
         a = self.attend(q, k, v, mask)  # (B, H, T, head_dim)
         return a.transpose(1, 2).reshape(B, T, -1)  # (B, T, H head_dim)
+
+    def split_heads(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """Return x (B, T, heads head_dim) as (B, heads, T, head_dim), normalised if `norm` is."""
+        # A norm returns (y, x, statistic); here only y is of use.
+        if norm is not None and self.norms_full_width:
+            x, _, _ = norm(x)
+        x = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if norm is not None and not self.norms_full_width:
+            x, _, _ = norm(x)
+        return x
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return softmax(q k^T / sqrt(head_dim)) v, (B, H, T, head_dim).
@@ -387,8 +396,8 @@ class FoldedBlock(Block):
         """
         up = self.mlp.up
         weight = up.weight
-        if self.norm2.weight is not None:
-            weight = (weight * self.norm2.weight).to(weight.dtype)
+        if self.norm2.gain is not None:
+            weight = (weight * self.norm2.gain).to(weight.dtype)
         z = F.linear(x, weight)  # (..., inner)
         return scaled_activation(z, scale, up.bias, self.mlp.activation, self.mlp.kernels)
 
@@ -432,6 +441,7 @@ class GPT(nn.Module):
         self.wpe = None  # positions, where they are learned
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.norm_e = self.plan.embedding_norm()  # of the embeddings; None in most plans
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(
             make_block(config, self.plan, index) for index in range(config.n_layer)
@@ -476,6 +486,24 @@ class GPT(nn.Module):
                     tensor.normal_(0.0, residual_std, generator=stream)
                 else:
                     tensor.normal_(0.0, config.init_std, generator=stream)
+                if part == "weight":
+                    self.apply_init_factors(name, tensor)
+
+    def apply_init_factors(self, name: str, weight: Tensor) -> None:
+        """Multiply the initial weight (out, in) of module `name` as the norm type's recipe says.
+
+        The draw stays the same, so that models differ in nothing but these factors.
+        """
+        factors = self.plan.init_factors()
+        if not factors:
+            return
+        part = ".".join(name.split(".")[2:])  # without "blocks.N."
+        if part in factors:
+            weight *= factors[part]
+        if part == "attn.qkv":
+            values = self.config.kv_heads * self.config.head_channels
+            weight[:-values] *= factors.get("attn.qk", 1.0)
+            weight[-values:] *= factors.get("attn.v", 1.0)
 
     def norms(self) -> Iterator[Norm]:
         """Yield the 2L + 1 norms in the order of their positions."""
@@ -519,7 +547,10 @@ class GPT(nn.Module):
         device = x.device.type
         if self.config.residual == "autocast" and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        x = self.dropout(self.plan.embed(x))
+        x = self.plan.embed(x)
+        if self.norm_e is not None:
+            x, _, _ = self.norm_e(x)
+        x = self.dropout(x)
         # Between blocks: the stream, what the next norm has to add to it, and the shared statistic.
         delta = None
         inv_rms = None

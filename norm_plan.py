@@ -1,25 +1,40 @@
-"""The norm plan: which norm sits at each of the 2L + 1 norm positions of a GPT with L blocks.
+"""The norm plan: which norm sits where in a GPT with L blocks.
 
-Position 2i is before attention of block i, 2i + 1 before its MLP, 2L is the final norm. A plan has
-one letter for each position:
+A plan is printed and parsed as one string of up to three sections with bars between:
 
-    R  RMSNorm, which computes a statistic      T  TaperNorm
-    s  RMSNorm, statistic of the nearest R before       D  Dynamic Tanh
-    L  LayerNorm                                I  no norm
+    2L + 1 input norms: before attention and MLP of each block, and the final norm
+    2L output norms: of what attention and MLP of each block give, before it is added
+    1 norm of the embeddings
+
+Each position has one letter. Sections at the end that are all I are left out.
+
+    R  RMSNorm, which computes a statistic              T  TaperNorm
+    s  RMSNorm with the statistic of the last R         D  Dynamic Tanh
+    L  LayerNorm                                        E  Derf, dynamic erf
+    P  the stream is replaced by the normalised sum     I  no norm
+    B  replaced so, then read through a second norm
 
     coupled, 4 blocks, coupled_first=1    RR Rs Rs Rs R
     coupled, 4 blocks, coupled_span=2     Rs ss Rs ss R
+    Post-LN, DeepNorm, 2 blocks           IP PP P
+    Mix-LN, 4 blocks (the first Post-LN)  IP BR RR RR R
+    HybridNorm, 2 blocks                  IP IP R
+    OLMo 2, 2 blocks                      II II R | RR RR
+    Peri-LN, 2 blocks                     RR RR R | RR RR | R
 
-So CoupledNorm is not a special block: it is a plan in which some positions share.
+So CoupledNorm is not a special block: it is a plan in which some positions share. Numbers, such as
+a residual weight, and norms within attention are keys: `NormPlan.notes` prints them beside it.
 
 To add a norm type: its class goes into norms.py, its letter into NORMS, its row into NORM_TYPES
-(both at the end of this file). See DynamicTanh, D and dyt for the shortest example.
+(both at the end of this file). See DynamicTanh, D and dyt for an example.
 """
 
 import difflib
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor, nn
 
 from common.errors import ConfigError
@@ -27,10 +42,14 @@ from configurator import check_least, key
 from kernels import MODES
 from norms import (
     CenteredLinear,
+    DynamicErf,
     DynamicTanh,
     LayerNorm,
+    LearnedScale,
     NoNorm,
     Norm,
+    OutputNorm,
+    PostNorm,
     RMSNorm,
     SharedRMSNorm,
     center,
@@ -45,15 +64,48 @@ class NormConfig:
     A key of one norm type is refused when another type is chosen.
     """
 
-    norm_type: str = key("layer", "normalisation: layer, rms, coupled, cbwc, taper, dyt, none")
+    norm_type: str = key(
+        "layer",
+        "normalisation: layer, rms, coupled, cbwc, taper, post, deepnorm, mixln, peri, olmo2, "
+        "hybrid, keel, lns, dyt, derf, none",
+    )
     norm_plan: str = key(
         "", "a plan as printed, e.g. 'Rs Rs R': overrides the shorthands of the norm type"
     )
     norm_eps: float = key(1e-5, "added to the mean square, inside the root", least=0)
-    norm_affine: bool = key(
-        True, "norms have learned gains (and biases, where type and `bias` have them)"
+    # What a sublayer gives at the start is small. With 1e-5 its norm would give 0.2 to 0.05 instead
+    # of 1, with 1e-6, OLMo 2's and Gemma's value, 0.6 to 0.14.
+    output_eps: float = key(1e-6, "norm_eps of the output norms", least=0)
+    norm_gain: str = key(
+        "plain",
+        "gains of norms; plain: learned, one_plus: stored as 1 + weight, none: no gains and biases",
+        ("plain", "one_plus", "none"),
     )
-    qk_norm: bool = key(False, "RMSNorm on queries and keys, over the channels of each head")
+    initial_gain: float | tuple[float, ...] = key(
+        1.0,
+        "gains at the start: one number for the input norms, or one for each letter of the plan "
+        "(2L+1, or all 4L+2)",
+    )
+    decay_gains: bool | None = key(
+        None, "weight decay acts on gains (auto: as the norm type's recipe, else not)"
+    )
+    norm_recipe: str = key(
+        "paper",
+        "initial values of the norm type; paper: its authors' for language models, common: those "
+        "of the other norm types",
+        ("paper", "common"),
+    )
+    # True is what older configs say for head, False for auto.
+    qk_norm: bool | str | None = key(
+        None,
+        "RMSNorm of queries and of keys; head: over the channels of each head, full: of all heads "
+        "(auto: as the norm type, else none)",
+        ("none", "head", "full"),
+    )
+    qk_gain: bool = key(True, "the norms of queries, keys and values have gains")
+    v_norm: bool | None = key(
+        None, "values are normalised as queries and keys are (auto: as the norm type, else not)"
+    )
     kernels: str = key(
         "auto", "norms by Triton or plain PyTorch (auto: Triton on a GPU unless compiled)", MODES
     )
@@ -64,6 +116,20 @@ class NormConfig:
         1, "rms: number of channel groups that are normalised independently", least=1
     )
     rms_bias: bool = key(False, "rms: norms have LayerNorm's bias, where the model has biases")
+    post_base: str = key(
+        "rms", "post, deepnorm, mixln, hybrid, keel: the norm of P and B", ("rms", "layer")
+    )
+    residual_weight: float | None = key(
+        None,
+        "post, deepnorm, mixln, hybrid, keel: weight of the stream in the sum at P and B "
+        "(auto: as the norm type)",
+    )
+    mixln_share: float = key(0.25, "mixln: share of the blocks, from the first on, with Post-LN")
+    point_alpha: float | tuple[float, ...] | None = key(
+        None,
+        "dyt, derf: alpha at the start, one number or that of attention, MLP and final norm "
+        "(auto: as norm_recipe)",
+    )
     coupled_first: int = key(
         0, "coupled: this many blocks at the start keep their own statistics", least=0
     )
@@ -118,13 +184,17 @@ class NormConfig:
             near = difflib.get_close_matches(self.norm_type, NORM_TYPES, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(NORM_TYPES)}"
             raise ConfigError(f"unknown norm_type {self.norm_type!r}: {hint}")
+        if isinstance(self.qk_norm, bool):
+            object.__setattr__(self, "qk_norm", "head" if self.qk_norm else None)
         # A key that would do nothing is a mistake of its user.
-        for name, other in foreign_keys(self.norm_type).items():
+        for name, others in foreign_keys(self.norm_type).items():
             if getattr(self, name) != _default(name):
                 raise ConfigError(
-                    f"{name} is a key of norm_type={other}, this is {self.norm_type}: remove one"
+                    f"{name} is a key of norm_type={others}, this is {self.norm_type}: remove one"
                 )
         check_least(self)
+        self._check_gains()
+        self._check_layout()
         if self.coupled_impl != "scale" and self.coupled_grad != "detach":
             raise ConfigError(
                 f"coupled_impl={self.coupled_impl} needs coupled_grad=detach: change one of them"
@@ -142,15 +212,43 @@ class NormConfig:
                 f"taper_warmup={self.taper_warmup} must not come after taper_end={self.taper_end}"
             )
 
+    def _check_gains(self) -> None:
+        kinds = NORM_TYPES[self.norm_type].gain_kinds
+        if self.norm_gain not in kinds:
+            raise ConfigError(
+                f"norm_gain={self.norm_gain}: norm_type={self.norm_type} knows {', '.join(kinds)}"
+            )
+        if not has_gain(self) and self.initial_gain != 1:
+            raise ConfigError("initial_gain needs gains, and norm_gain=none has none: remove one")
+        if not has_gain(self) and self.decay_gains:
+            raise ConfigError("decay_gains needs gains, and norm_gain=none has none: remove one")
+
+    def _check_layout(self) -> None:
+        if self.v_norm and self.qk_norm == "none":
+            raise ConfigError("v_norm normalises as qk_norm does, which is none: give head or full")
+        if self.residual_weight is not None and self.residual_weight <= 0:
+            raise ConfigError(f"residual_weight={self.residual_weight}: must be above 0")
+        if not 0 <= self.mixln_share <= 1:
+            raise ConfigError(f"mixln_share={self.mixln_share}: must be from 0 to 1")
+        alpha = self.point_alpha
+        values = alpha if isinstance(alpha, tuple) else (alpha or 1.0,) * 3
+        if alpha == 0 or len(values) != 3 or min(values) <= 0:
+            raise ConfigError(
+                "point_alpha needs one positive number, or three: attention, MLP, final norm"
+            )
+
 
 def foreign_keys(norm_type: str) -> dict[str, str]:
-    """Return {key: norm type that reads it} for the norm keys that `norm_type` does not read.
+    """Return {key: norm types that read it} for the norm keys that `norm_type` does not read.
 
     Their values in a saved config mean nothing: they are the defaults of its time.
     """
-    return {
-        name: other for other, row in NORM_TYPES.items() if other != norm_type for name in row.keys
-    }
+    own = NORM_TYPES[norm_type].keys if norm_type in NORM_TYPES else ()
+    readers: dict[str, list[str]] = {}
+    for other, row in NORM_TYPES.items():
+        for name in row.keys:
+            readers.setdefault(name, []).append(other)
+    return {name: " or ".join(others) for name, others in readers.items() if name not in own}
 
 
 def keys_of(norm_type: str) -> dict[str, object]:
@@ -168,25 +266,68 @@ def _default(name: str) -> object:
 class Position:
     """A norm position, as far as a builder of norms has to know it."""
 
-    index: int  # 0 .. 2L
-    is_final: bool
+    index: int  # 0 .. 2L for input norms and the final norm
+    n_layer: int
     channels: int
     has_bias: bool  # does the model have biases?
+
+    @property
+    def is_final(self) -> bool:
+        return self.index == 2 * self.n_layer
+
+    @property
+    def block(self) -> int:
+        """The block that reads this position, from 1 on; L + 1 for the final norm."""
+        return self.index // 2 + 1
 
 
 Builder = Callable[[NormConfig, Position], Norm]
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """How the authors of a norm type set it up for language models.
+
+    Attributes:
+        source: paper and section, or code.
+        init_factors: n_layer -> {part of a block: factor on its initial weights}; the parts are
+            attn.qk, attn.v, attn.proj, mlp.up and mlp.down.
+        point_alpha: channels -> initial alpha of DynamicTanh and DynamicErf, at attention, MLP and
+            final norm.
+        learned_scale: are the embeddings multiplied by a learned number, sqrt(channels) at first?
+        decay_gains: does weight decay act on gains?
+        has_bias: do norms have biases even where the model has none?
+    """
+
+    source: str = ""
+    init_factors: Callable[[int], dict[str, float]] = lambda n_layer: {}
+    point_alpha: Callable[[int], tuple[float, float, float]] = lambda channels: (0.5, 0.5, 0.5)
+    learned_scale: bool = False
+    decay_gains: bool = False
+    has_bias: bool = False
+
+
+COMMON = Recipe()
+
+
+@dataclass(frozen=True)
 class NormType:
     """One row of the registry of norm types."""
 
-    default_letters: Callable[[NormConfig, int], str]  # (config, n_layer) -> the default plan
-    allowed_letters: str  # letters that a plan of this type may have
-    keys: tuple[str, ...] = ()  # config keys that this type alone reads
+    default_plan: Callable[[NormConfig, int], str]  # (config, n_layer) -> the plan as printed
+    allowed_letters: str  # that a plan of this type may have as input and final norms
+    outputs: str = ""  # letters that output norms may have; I is always allowed
+    embeddings: str = ""  # the same for the norm of the embeddings
+    keys: tuple[str, ...] = ()  # config keys that only this type, and rows that name them, read
     rms_has_bias: bool = False  # R has a bias where the model has biases
     residual_linear: type[nn.Linear] = nn.Linear  # the linears that write into the residual stream
     embed: Callable[[Tensor], Tensor] | None = None  # applied once, after the embeddings
+    gain_kinds: tuple[str, ...] = ("plain", "one_plus", "none")  # values of norm_gain
+    qk_norm: str = "none"  # the default of the key
+    v_norm: bool = False  # the default of the key
+    residual_weight: Callable[[Position], float] = lambda position: 1.0  # at P and B
+    gain_scale: Callable[[Position], float] = lambda position: 1.0  # fixed factor of the gain
+    recipe: Recipe = COMMON
 
 
 class NormPlan:
@@ -204,43 +345,97 @@ class NormPlan:
 
     def __init__(self, config: NormConfig, n_layer: int, channels: int, bias: bool):
         self.config = config
+        self.n_layer = n_layer
         self.channels = channels
         self.bias = bias
         self.type = NORM_TYPES[config.norm_type]
-        # 2L + 1 letters: the plan that is given, else that of the norm type
-        self.letters = config.norm_plan.replace(" ", "")
-        if not self.letters:
-            self.letters = self.type.default_letters(config, n_layer)
+        self.recipe = recipe_of(config)
         if config.coupled_first > n_layer:
             raise ConfigError(
                 f"coupled_first={config.coupled_first}: the model has only {n_layer} blocks"
             )
-        self._check_letters(n_layer)
-        self._check_alpha(2 * n_layer + 1)
+        # The plan that is given, else that of the norm type
+        text = config.norm_plan or self.type.default_plan(config, n_layer)
+        # 2L + 1 letters, 2L letters, one letter
+        self.letters, self.outputs, self.embedding = self._parse(text)
+        self._check_letters()
+        self._check_alpha()
         if channels % config.norm_groups:
             raise ConfigError(f"norm_groups={config.norm_groups} does not divide n_embd={channels}")
 
-    def _check_letters(self, n_layer: int) -> None:
-        config = self.config
-        positions = 2 * n_layer + 1
-        if len(self.letters) != positions:
+    # What is where
+
+    @property
+    def qk_kind(self) -> str:
+        """Over which channels queries and keys are normalised: none, head or full."""
+        return self.type.qk_norm if self.config.qk_norm is None else self.config.qk_norm
+
+    @property
+    def has_v_norm(self) -> bool:
+        if self.config.v_norm is None:
+            return self.type.v_norm and self.qk_kind != "none"
+        return self.config.v_norm
+
+    @property
+    def decays_gains(self) -> bool:
+        """Does weight decay act on gains?"""
+        if self.config.decay_gains is None:
+            return self.recipe.decay_gains and has_gain(self.config)
+        return self.config.decay_gains
+
+    @property
+    def adds_plainly(self) -> bool:
+        """Is delta added as it is at every position: no output norm, no replaced stream?"""
+        is_replaced = "P" in self.letters or "B" in self.letters
+        return not is_replaced and set(self.outputs) <= {NONE}
+
+    def init_factors(self) -> dict[str, float]:
+        """Return {part of a block: factor on its initial weights} (Recipe.init_factors)."""
+        return self.recipe.init_factors(self.n_layer)
+
+    def _parse(self, text: str) -> tuple[str, str, str]:
+        """Return the letters of the inputs, the outputs and the embedding of a printed plan."""
+        sections = text.replace(" ", "").split("|")
+        if len(sections) > 3:
             raise ConfigError(
-                f"norm_plan {config.norm_plan!r} has {len(self.letters)} letters, {n_layer} blocks "
-                f"need {positions}"
+                f"norm_plan {text!r} has {len(sections)} sections: inputs | outputs | embedding"
             )
-        for index, letter in enumerate(self.letters):
-            if letter not in self.type.allowed_letters:
+        inputs, outputs, embedding = sections + [""] * (3 - len(sections))
+        return inputs, outputs or NONE * 2 * self.n_layer, embedding or NONE
+
+    def _check_letters(self) -> None:
+        positions = 2 * self.n_layer + 1
+        sections = (
+            ("", self.letters, positions, self.type.allowed_letters),
+            (" for the outputs", self.outputs, positions - 1, self.type.outputs + NONE),
+            (" for the embedding", self.embedding, 1, self.type.embeddings + NONE),
+        )
+        for where, letters, count, allowed in sections:
+            if len(letters) != count:
                 raise ConfigError(
-                    f"norm_plan letter {letter!r}: norm_type={config.norm_type} knows "
-                    f"{', '.join(self.type.allowed_letters)}"
+                    f"norm_plan {self.config.norm_plan!r} has {len(letters)} letters{where}, "
+                    f"{self.n_layer} blocks need {count}"
                 )
+            for letter in letters:
+                if letter not in allowed:
+                    raise ConfigError(
+                        f"norm_plan letter {letter!r}{where}: norm_type={self.config.norm_type} "
+                        f"knows {', '.join(allowed)}"
+                    )
+        for index, letter in enumerate(self.letters):
             # The letter before, all s left out, must be R: that norm has computed a statistic.
             if letter == SHARED and self.letters[:index].rstrip(SHARED)[-1:] != "R":
                 raise ConfigError(
                     f"norm_plan {self}: position {index} shares a statistic that no R computed"
                 )
+        if self.config.coupled_impl != "scale" and not self.adds_plainly:
+            raise ConfigError(
+                f"coupled_impl={self.config.coupled_impl} adds within the products, and norm_plan "
+                f"{self} has output norms between: use coupled_impl=scale"
+            )
 
-    def _check_alpha(self, positions: int) -> None:
+    def _check_alpha(self) -> None:
+        positions = 2 * self.n_layer + 1
         alpha = self.config.coupled_alpha
         if isinstance(alpha, tuple):
             is_valid = len(alpha) == positions and all(value > 0 for value in alpha)
@@ -250,32 +445,85 @@ class NormPlan:
             raise ConfigError(
                 f"coupled_alpha needs one positive number, or {positions} (one for each position)"
             )
+        gains = self.config.initial_gain
+        letters = 2 * positions  # of inputs, outputs and embedding
+        if isinstance(gains, tuple) and len(gains) not in (positions, letters):
+            raise ConfigError(
+                f"initial_gain needs one number, {positions} (one for each input norm) or "
+                f"{letters} (one for each letter of the plan)"
+            )
+
+    # The norms
 
     def norm(self, index: int) -> Norm:
-        """Return the norm of position `index` (0 .. 2L)."""
+        """Return the norm of position `index` (0 .. 2L), with the output norm before it, if any."""
         config = self.config
-        is_final = index == len(self.letters) - 1
-        position = Position(index, is_final, self.channels, self.bias)
+        position = self._position(index)
         norm = NORMS[self.letters[index]](config, position)
         # The final norm sees the stream that the anchor holds.
-        if is_final and config.taper_anchor:
+        if position.is_final and config.taper_anchor:
             centers = config.taper_base == "layer"
             norm.anchor = ScaleAnchor(
                 schedule(config), config.taper_anchor, config.norm_eps, centers
             )
-        return self._set_kernels(norm)
+        self._prepare(norm, self._initial_gain(index), self.type.gain_scale(position))
+        letter = self.outputs[index - 1] if index else NONE
+        if letter == NONE:
+            return norm
+        output = NORMS[letter](replace(config, norm_eps=config.output_eps), position)
+        return OutputNorm(self._prepare(output, self._initial_gain(2 * self.n_layer + index)), norm)
 
-    def qk_norm(self, head_dim: int) -> Norm | None:
-        """Return a norm of queries or keys, over the channels of a head; None without qk_norm."""
-        if not self.config.qk_norm:
+    def embedding_norm(self) -> Norm | None:
+        """Return what the embeddings go through before the first block, or None."""
+        position = self._position(0)
+        if self.embedding != NONE:
+            norm = NORMS[self.embedding](self.config, position)
+            return self._prepare(norm, self._initial_gain(4 * self.n_layer + 1))
+        if self.recipe.learned_scale:
+            return LearnedScale(self.channels, math.sqrt(self.channels))
+        return None
+
+    def qk_norm(self, heads: int, head_dim: int) -> Norm | None:
+        """Return a norm of queries or keys, with `heads` heads; None without qk_norm."""
+        if self.qk_kind == "none":
             return None
-        return self._set_kernels(RMSNorm(head_dim, self.config.norm_eps, self.config.norm_affine))
+        channels = head_dim if self.qk_kind == "head" else heads * head_dim
+        has_gains = self.config.qk_gain and has_gain(self.config)
+        return self._prepare(RMSNorm(channels, self.config.norm_eps, has_gains))
 
-    def _set_kernels(self, norm: Norm) -> Norm:
-        """Tell `norm`, and a taper's base within it, which implementation runs."""
+    def v_norm(self, heads: int, head_dim: int) -> Norm | None:
+        """Return a norm of values, as `qk_norm` returns one of keys; None without v_norm."""
+        return self.qk_norm(heads, head_dim) if self.has_v_norm else None
+
+    def _position(self, index: int) -> Position:
+        has_bias = self.bias or self.recipe.has_bias
+        return Position(index, self.n_layer, self.channels, has_bias)
+
+    def _initial_gain(self, letter: int) -> float:
+        """Return the initial gain of letter `letter` of the plan (0 .. 4L + 1)."""
+        gains = self.config.initial_gain
+        is_input = letter <= 2 * self.n_layer
+        if not isinstance(gains, tuple):
+            return gains if is_input else 1.0
+        return gains[letter] if letter < len(gains) else 1.0
+
+    def _prepare(self, norm: Norm, initial: float = 1.0, scale: float = 1.0) -> Norm:
+        """Set what is the same for all classes: implementation, kind of gain and initial gain.
+
+        The norms within `norm`, such as a taper's base, get the same.
+        """
+        offset = 1.0 if self.config.norm_gain == "one_plus" else 0.0
         for module in norm.modules():
-            if isinstance(module, Norm):
-                module.kernels = self.config.kernels
+            if not isinstance(module, Norm):
+                continue
+            module.kernels = self.config.kernels
+            module.gain_offset = offset
+            if module.weight is None:
+                continue
+            if initial != 1 or offset:
+                with torch.no_grad():
+                    module.weight.fill_(initial - offset)
+            module.gain_scale = scale
         return norm
 
     def residual_linear(self, in_features: int, out_features: int, bias: bool) -> nn.Linear:
@@ -283,17 +531,56 @@ class NormPlan:
         return self.type.residual_linear(in_features, out_features, bias=bias)
 
     def embed(self, x: Tensor) -> Tensor:
-        """Return what enters the first block, for the sum of the embeddings x (B, T, C)."""
+        """Return the sum of the embeddings x (B, T, C) as the linears of the type need it."""
         return x if self.type.embed is None else self.type.embed(x)
 
+    # For people
+
     def __str__(self) -> str:
-        return " ".join(self.letters[i : i + 2] for i in range(0, len(self.letters), 2))
+        sections = [self.letters, self.outputs, self.embedding]
+        while len(sections) > 1 and set(sections[-1]) <= {NONE}:
+            sections.pop()
+        pairs = (
+            " ".join(letters[i : i + 2] for i in range(0, len(letters), 2)) for letters in sections
+        )
+        return " | ".join(pairs)
+
+    def notes(self) -> list[str]:
+        """Return what belongs to the layout and is not in the letters, a phrase each."""
+        config = self.config
+        found = []
+        weights = {
+            f"{residual_weight(config, self._position(index)):.4g}"
+            for index, letter in enumerate(self.letters)
+            if letter in "PB"
+        }
+        if weights:
+            found.append(f"residual weight {' and '.join(sorted(weights))}")
+        if self.qk_kind != "none":
+            what = "queries, keys and values" if self.has_v_norm else "queries and keys"
+            gain = "" if config.qk_gain and has_gain(config) else ", no gain"
+            found.append(f"norms of {what} ({self.qk_kind}{gain})")
+        last = self.type.gain_scale(self._position(max(0, 2 * self.n_layer - 1)))
+        if last != 1:
+            found.append(f"gains of block l times 1 / sqrt(l), {last:.4g} in the last")
+        if config.norm_gain != "plain":
+            found.append(f"gains {config.norm_gain}")
+        if self.decays_gains:
+            found.append("weight decay on gains")
+        if self.recipe.learned_scale:
+            found.append(f"embeddings times a learned {math.sqrt(self.channels):.4g}")
+        found += [
+            f"initial {part} times {factor:.4g}" for part, factor in self.init_factors().items()
+        ]
+        return found
 
 
 # ---------------------------------------------------------------------------------- default plans
 
+Plan = Callable[[NormConfig, int], str]
 
-def uniform(letter: str) -> Callable[[NormConfig, int], str]:
+
+def uniform(letter: str) -> Plan:
     """Return the function whose plan has the same letter everywhere."""
     return lambda config, n_layer: letter * (2 * n_layer + 1)
 
@@ -320,13 +607,66 @@ def taper_letters(config: NormConfig, n_layer: int) -> str:
     return "TT" * n_layer + ("T" if config.taper_final else base)
 
 
+def post_letters(config: NormConfig, n_layer: int) -> str:
+    """Return I, then P everywhere: each sum is normalised, and read as it is."""
+    return NONE + "P" * 2 * n_layer
+
+
+def mixln_letters(config: NormConfig, n_layer: int) -> str:
+    """Return Post-LN for the first mixln_share of the blocks, Pre-LN for the others."""
+    base = "L" if config.post_base == "layer" else "R"
+    first = math.floor(config.mixln_share * n_layer)
+    if not first:
+        return base * (2 * n_layer + 1)
+    # The sum that leaves the last Post-LN block is normalised, and read through the norm of the
+    # next block, or through the final norm.
+    return NONE + "P" * (2 * first - 1) + "B" + base * 2 * (n_layer - first)
+
+
+def hybrid_letters(config: NormConfig, n_layer: int) -> str:
+    """Return IP: attention reads the stream, the MLP reads and adds to its norm."""
+    base = "L" if config.post_base == "layer" else "R"
+    return (NONE + "P") * n_layer + base
+
+
+def keel_letters(config: NormConfig, n_layer: int) -> str:
+    """Return R before each sublayer, and P after each but the first attention; so B between."""
+    base = "L" if config.post_base == "layer" else "R"
+    return base if not n_layer else base * 2 + "B" * (2 * n_layer - 2) + "P"
+
+
+def peri_letters(config: NormConfig, n_layer: int) -> str:
+    """Return R before and after each sublayer, and after the embeddings."""
+    return f"{'R' * (2 * n_layer + 1)}|{'R' * 2 * n_layer}|R"
+
+
+def olmo2_letters(config: NormConfig, n_layer: int) -> str:
+    """Return R after each sublayer, and a final R."""
+    return f"{NONE * 2 * n_layer}R|{'R' * 2 * n_layer}"
+
+
 # --------------------------------------------------------------------------- from letters to norms
 
 
+def has_gain(config: NormConfig) -> bool:
+    return config.norm_gain != "none"
+
+
+def recipe_of(config: NormConfig) -> Recipe:
+    return NORM_TYPES[config.norm_type].recipe if config.norm_recipe == "paper" else COMMON
+
+
+def residual_weight(config: NormConfig, position: Position) -> float:
+    """Return the weight of the stream in the sum at P and B."""
+    if config.residual_weight is not None:
+        return config.residual_weight
+    return NORM_TYPES[config.norm_type].residual_weight(position)
+
+
 def build_plain(norm_class: type[Norm]) -> Builder:
-    """Return the builder of a norm that needs nothing but channels, eps, affine and bias."""
+    """Return the builder of a norm that needs nothing but channels, eps, gain and bias."""
     return lambda config, position: norm_class(
-        position.channels, config.norm_eps, config.norm_affine, position.has_bias
+        position.channels, config.norm_eps, has_gain(config), position.has_bias
     )
 
 
@@ -336,7 +676,7 @@ def build_rms(config: NormConfig, position: Position) -> Norm:
     return RMSNorm(
         position.channels,
         config.norm_eps,
-        config.norm_affine,
+        has_gain(config),
         bias=position.has_bias and wants_bias,
         fraction=config.rms_fraction,
         groups=config.norm_groups,
@@ -348,7 +688,7 @@ def build_shared(config: NormConfig, position: Position) -> Norm:
     return SharedRMSNorm(
         position.channels,
         config.norm_eps,
-        config.norm_affine,
+        has_gain(config),
         alpha=alpha[position.index] if isinstance(alpha, tuple) else alpha,
         detach=config.coupled_grad == "detach",
         # then alpha is a buffer, which training/stream.py sets
@@ -365,20 +705,99 @@ def schedule(config: NormConfig) -> TaperSchedule:
     return TaperSchedule(config.taper_warmup, config.taper_end)
 
 
+def build_post(config: NormConfig, position: Position) -> PostNorm:
+    base = NORMS["L" if config.post_base == "layer" else "R"](config, position)
+    return PostNorm(base, residual_weight(config, position))
+
+
+def build_border(config: NormConfig, position: Position) -> PostNorm:
+    # the next norm of the same kind reads the new stream
+    norm = build_post(config, position)
+    norm.reader = build_post(config, position).base
+    return norm
+
+
+def build_pointwise(norm_class: type[DynamicTanh]) -> Builder:
+    """Return the builder of a norm without a statistic, whose alpha depends on the position."""
+
+    def build(config: NormConfig, position: Position) -> Norm:
+        alpha = config.point_alpha
+        if alpha is None:
+            alpha = recipe_of(config).point_alpha(position.channels)
+        if isinstance(alpha, tuple):  # of attention, MLP and final norm
+            alpha = alpha[2 if position.is_final else position.index % 2]
+        return norm_class(
+            position.channels, config.norm_eps, has_gain(config), position.has_bias, alpha
+        )
+
+    return build
+
+
 def build_none(config: NormConfig, position: Position) -> Norm:
     return NoNorm(position.channels, affine=False)
 
 
 SHARED = "s"
+NONE = "I"
 
 NORMS: dict[str, Builder] = {
     "L": build_plain(LayerNorm),
     "R": build_rms,
     SHARED: build_shared,
     "T": build_taper,
-    "D": build_plain(DynamicTanh),
-    "I": build_none,
+    "P": build_post,
+    "B": build_border,
+    "D": build_pointwise(DynamicTanh),
+    "E": build_pointwise(DynamicErf),
+    NONE: build_none,
 }
+
+
+# ----------------------------------------------------------------------------------------- recipes
+
+
+def depth_scale(position: Position) -> float:
+    """Return 1 / sqrt(l) for the norms of block l = 1 .. L, 1 for the final norm."""
+    return 1.0 if position.is_final else position.block**-0.5
+
+
+def keel_weight(position: Position) -> float:
+    """Return the number of sublayers, 2 L, but 1 after the first MLP (KEEL, equation 8)."""
+    return 1.0 if position.index == 2 else 2.0 * position.n_layer
+
+
+def same_std(n_layer: int) -> dict[str, float]:
+    """Return the factors that undo 1 / sqrt(2 L): all linears have the same initial scale."""
+    depth = math.sqrt(2 * n_layer)
+    return {"attn.proj": depth, "mlp.down": depth}
+
+
+def deepnorm_factors(n_layer: int) -> dict[str, float]:
+    """Return beta for values, projection and MLP, without 1 / sqrt(2 L) (DeepNet, section 4.3)."""
+    beta = (8 * n_layer) ** -0.25
+    residual = {part: beta * factor for part, factor in same_std(n_layer).items()}
+    return {"attn.v": beta, "mlp.up": beta, **residual}
+
+
+def tanh_alpha(channels: int) -> tuple[float, float, float]:
+    """Return alpha of DyT in attention, MLP and final norm, of the next narrower model measured."""
+    # Zhu et al. 2025, tables 10 and 11: width -> (attention, others). Narrower ones: as 1024.
+    measured = {1024: (1.0, 1.0), 2048: (1.0, 0.5), 4096: (0.8, 0.2), 5120: (0.6, 0.15)}
+    measured[8192] = (0.2, 0.05)
+    width = max((width for width in measured if width <= channels), default=1024)
+    attention, others = measured[width]
+    return attention, others, others
+
+
+DEEPNORM = Recipe("DeepNet, section 4.3", deepnorm_factors)
+SAME_STD = Recipe("the authors' code", same_std)
+DYT = Recipe("the authors' LLaMA", same_std, tanh_alpha, learned_scale=True, decay_gains=True)
+DERF = Recipe(
+    "the authors' nanoGPT",
+    point_alpha=lambda channels: (1.0, 1.0, 1.0),
+    learned_scale=True,
+    has_bias=True,
+)
 
 COUPLED_KEYS = (
     "coupled_first",
@@ -389,18 +808,71 @@ COUPLED_KEYS = (
     "coupled_impl",
 )
 TAPER_KEYS = ("taper_base", "taper_warmup", "taper_end", "taper_fit", "taper_final", "taper_anchor")
+POST_KEYS = ("post_base", "residual_weight")
 
 NORM_TYPES: dict[str, NormType] = {
-    "layer": NormType(uniform("L"), "L"),
-    "rms": NormType(uniform("R"), "R", keys=("rms_fraction", "norm_groups", "rms_bias")),
-    "coupled": NormType(coupled_letters, "Rs", keys=COUPLED_KEYS),
+    "layer": NormType(uniform("L"), "L", outputs="L", embeddings="L"),
+    "rms": NormType(
+        uniform("R"),
+        "R",
+        outputs="R",
+        embeddings="R",
+        keys=("rms_fraction", "norm_groups", "rms_bias"),
+    ),
+    "coupled": NormType(coupled_letters, "Rs", outputs="R", embeddings="R", keys=COUPLED_KEYS),
     # CBWC: RMSNorm is LayerNorm on a stream to which only centred linears write.
     "cbwc": NormType(
         uniform("R"), "R", rms_has_bias=True, residual_linear=CenteredLinear, embed=center
     ),
     # R and L: norms that stay, as the final one does by default
-    "taper": NormType(taper_letters, "TRL", keys=TAPER_KEYS),
-    "dyt": NormType(uniform("D"), "D"),
+    "taper": NormType(taper_letters, "TRL", keys=TAPER_KEYS, gain_kinds=("plain", "none")),
+    # Post-LN, Vaswani et al. 2017
+    "post": NormType(post_letters, "IPRL", keys=POST_KEYS, recipe=SAME_STD),
+    # Wang et al. 2022 (DeepNet, arXiv 2203.00555): alpha of a decoder
+    "deepnorm": NormType(
+        post_letters,
+        "IPRL",
+        keys=POST_KEYS,
+        residual_weight=lambda position: (2 * position.n_layer) ** 0.25,
+        recipe=DEEPNORM,
+    ),
+    # Mix-LN, arXiv 2412.13795
+    "mixln": NormType(mixln_letters, "IPBRL", keys=(*POST_KEYS, "mixln_share"), recipe=SAME_STD),
+    # Peri-LN, arXiv 2502.02732; Gemma 2 and 3 have no norm of the embeddings
+    "peri": NormType(peri_letters, "RLI", outputs="RL", embeddings="RL"),
+    # OLMo 2, arXiv 2501.00656
+    "olmo2": NormType(
+        olmo2_letters,
+        "IRL",
+        outputs="RL",
+        qk_norm="full",
+        recipe=Recipe("OLMo-core", same_std, decay_gains=True),
+    ),
+    # HybridNorm, arXiv 2503.04598
+    "hybrid": NormType(
+        hybrid_letters,
+        "IPRL",
+        keys=POST_KEYS,
+        qk_norm="head",
+        v_norm=True,
+        recipe=Recipe("the authors' code, based on OLMo", decay_gains=True),
+    ),
+    # KEEL, arXiv 2601.19895
+    "keel": NormType(
+        keel_letters, "IPBRL", keys=POST_KEYS, residual_weight=keel_weight, recipe=SAME_STD
+    ),
+    # LayerNorm scaling, arXiv 2502.05795, equation 12
+    "lns": NormType(
+        uniform("R"),
+        "RL",
+        gain_kinds=("plain", "one_plus"),
+        gain_scale=depth_scale,
+        recipe=SAME_STD,
+    ),
+    # Dynamic Tanh, arXiv 2503.10622
+    "dyt": NormType(uniform("D"), "D", keys=("point_alpha",), recipe=DYT),
+    # Derf, arXiv 2512.10938
+    "derf": NormType(uniform("E"), "E", keys=("point_alpha",), recipe=DERF),
     # What a finished taper folds into; R and L as above
-    "none": NormType(uniform("I"), "IRL"),
+    "none": NormType(uniform(NONE), "IRL"),
 }

@@ -12,7 +12,12 @@ Each norm adds and normalises, with the same interface:
              float64 if x is float64, else float32
 
 RMSNorm ignores the incoming statistic and hands on its own. SharedRMSNorm uses the incoming one and
-hands it on. All others hand on None. norm_plan.py decides which norm sits at which position.
+hands it on. Most others hand on None. norm_plan.py decides which norm sits at which position.
+
+Two classes are not norms themselves but say how others are used at a position:
+
+    PostNorm    h is the normalised sum: the norm replaces the residual stream
+    OutputNorm  delta is normalised before it is added
 """
 
 from typing import NamedTuple
@@ -53,12 +58,15 @@ class Norm(nn.Module):
     """Add delta, then normalise: the base of all norms.
 
     A subclass gives `normalize`, or `forward` where one kernel adds and normalises.
-    Gain (`weight`) and bias are (C,), float32 by default.
+    The parameters `weight` and `bias` are (C,), float32 by default. The gain is
+    (gain_offset + weight) * gain_scale, by default the weight itself.
     """
 
     # Which implementation runs: auto, torch or triton (kernels/__init__.py). The plan sets it.
     kernels = "auto"
     centers = False  # does it subtract the mean over channels?
+    gain_offset = 0.0  # 1 for gains stored as 1 + weight (Gemma, Qwen3-Next)
+    gain_scale = 1.0  # fixed; 1 / sqrt(l) in block l with LayerNorm scaling
 
     def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False):
         super().__init__()
@@ -90,9 +98,26 @@ class Norm(nn.Module):
         """Return (y, the statistic handed on) for a residual stream x that has its delta."""
         raise NotImplementedError
 
+    @property
+    def gain(self) -> Tensor | None:
+        """What the normalised stream is multiplied by (C,); None for ones."""
+        gain = self.weight
+        if gain is None:
+            return None
+        if self.gain_offset:
+            # In float32 at least: near 1, a bfloat16 sum would round small weights away.
+            gain = self.gain_offset + gain.to(statistics_dtype(gain))
+        if self.gain_scale != 1:
+            gain = gain * self.gain_scale
+        return gain
+
+    def weight_for(self, gain: Tensor) -> Tensor:
+        """Return the weight whose gain is `gain`."""
+        return gain / self.gain_scale - self.gain_offset
+
     def affine(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """Apply gain and bias in the precision of y, then round once to `dtype`."""
-        return affine(y, self.weight, self.bias, dtype)
+        return affine(y, self.gain, self.bias, dtype)
 
     # What training asks of a norm between steps
 
@@ -149,7 +174,7 @@ class LayerNorm(Norm):
     centers = True
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
-        y, _, _ = layer_norm(x, self.weight, self.bias, self.eps, self.kernels)
+        y, _, _ = layer_norm(x, self.gain, self.bias, self.eps, self.kernels)
         return y, None
 
 
@@ -182,19 +207,22 @@ class RMSNorm(Norm):
             # The anchor reads x + delta before it is normalised, so no kernel may do both.
             return super().forward(x, delta, inv_rms)
         return add_rms_norm(
-            x, delta, self.weight, self.eps, self.bias, self.groups, self.counted, self.kernels
+            x, delta, self.gain, self.eps, self.bias, self.groups, self.counted, self.kernels
         )
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
-        return rms_norm(
-            x, self.weight, self.eps, self.bias, self.groups, self.counted, self.kernels
-        )
+        return rms_norm(x, self.gain, self.eps, self.bias, self.groups, self.counted, self.kernels)
 
     def folded_form(self) -> FoldedForm | None:
-        if self.groups > 1 or self.counted < self.channels:
+        if not self.is_whole:
             return None
-        gain = None if self.weight is None else self.weight.double()
+        gain = None if self.weight is None else self.gain.double()
         return FoldedForm("own", gain, self.bias)
+
+    @property
+    def is_whole(self) -> bool:
+        """Is there one statistic, over all channels?"""
+        return self.groups == 1 and self.counted == self.channels
 
 
 class SharedRMSNorm(Norm):
@@ -246,14 +274,14 @@ class SharedRMSNorm(Norm):
         if delta is None or not self.detach:
             # There is no kernel for a statistic that carries a gradient: plain PyTorch.
             return super().forward(x, delta, inv_rms)
-        y, h = add_shared_rms_scale(x, delta, self.scale(inv_rms), self.weight, self.kernels)
+        y, h = add_shared_rms_scale(x, delta, self.scale(inv_rms), self.gain, self.kernels)
         return y, h, inv_rms
 
     def normalize(self, x: Tensor, inv_rms: Tensor) -> tuple[Tensor, Tensor]:
         scale = self.scale(inv_rms)
         if self.detach:
             # The kernel's backward gives no gradient for `scale`: here the statistic is detached.
-            return shared_rms_scale(x, scale, self.weight, self.kernels), inv_rms
+            return shared_rms_scale(x, scale, self.gain, self.kernels), inv_rms
         return self.affine(x.to(scale.dtype) * scale, x.dtype), inv_rms
 
     def scale(self, inv_rms: Tensor) -> Tensor:
@@ -264,7 +292,7 @@ class SharedRMSNorm(Norm):
 
     def folded_form(self) -> FoldedForm:
         one = torch.ones((), dtype=torch.float64)
-        gain = one if self.weight is None else self.weight.double()
+        gain = one if self.weight is None else self.gain.double()
         return FoldedForm("shared", gain / self.alpha)
 
     def log_drift(self, h: Tensor, inv_rms: Tensor) -> Tensor:
@@ -282,12 +310,13 @@ class SharedRMSNorm(Norm):
         if checkpoint_has_alpha and isinstance(self.alpha, float) and self.weight is not None:
             # The checkpoint's alpha was calibrated, ours is fixed: the gain takes the difference.
             ratio = self.alpha / state_dict.pop(f"{prefix}alpha")
-            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * ratio
+            gain = (self.gain_offset + state_dict[f"{prefix}weight"]) * ratio
+            state_dict[f"{prefix}weight"] = gain - self.gain_offset
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class DynamicTanh(Norm):
-    """tanh(alpha x) * gain + bias, without any statistic; Zhu et al. 2025 (alpha starts at 0.5)."""
+    """tanh(alpha x) * gain + bias, without any statistic; Zhu et al. 2025, equation 3."""
 
     def __init__(
         self,
@@ -304,6 +333,113 @@ class DynamicTanh(Norm):
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
         return self.affine(torch.tanh(self.alpha * x), x.dtype), None
+
+
+class DynamicErf(DynamicTanh):
+    """erf(alpha x + shift) * gain + bias, without any statistic: Derf, arXiv 2512.10938."""
+
+    def __init__(self, *args: object, **keys: object):
+        super().__init__(*args, **keys)
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
+        return self.affine(torch.erf(self.alpha * x + self.shift), x.dtype), None
+
+
+class LearnedScale(Norm):
+    """scale * x with one learned number: DyT and Derf multiply the embeddings by it."""
+
+    def __init__(self, channels: int, initial: float):
+        super().__init__(channels, affine=False)
+        self.scale = nn.Parameter(torch.full((1,), initial))
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
+        return (x * self.scale).to(x.dtype), None
+
+    def folded_form(self) -> FoldedForm:
+        return FoldedForm("none", self.scale.double())
+
+
+class PostNorm(Norm):
+    """Replace the stream by the normalised sum: h = base(residual_weight * x + delta).
+
+    Post-LN (Vaswani et al. 2017) with residual_weight 1; DeepNorm (Wang et al. 2022, equation 2)
+    with alpha. The next sublayer reads h itself, or `reader`'s norm of it: at the border of Mix-LN
+    a Post-LN block is followed by a Pre-LN one, and KEEL has both norms everywhere.
+
+    Args:
+        base: its output is the new stream.
+        residual_weight: of the stream in the sum.
+        reader: norm of what the next sublayer reads, or None.
+    """
+
+    def __init__(self, base: Norm, residual_weight: float = 1.0, reader: Norm | None = None):
+        super().__init__(base.channels, base.eps, affine=False)
+        self.base = base
+        self.residual_weight = residual_weight
+        self.reader = reader
+
+    def forward(
+        self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if delta is not None and self.residual_weight != 1:
+            x = torch.add(delta, x, alpha=self.residual_weight)
+            delta = None
+        h, _, _ = self.base(x, delta)
+        if self.reader is None:
+            return h, h, None
+        return self.reader(h)
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        # x is the new stream, already normalised: what is left is the reading.
+        return (x, None) if self.reader is None else self.reader.normalize(x, inv_rms)
+
+    @property
+    def core(self) -> Norm:
+        return (self.reader or self.base).core
+
+
+class OutputNorm(Norm):
+    """Normalise a sublayer's output before it is added: h = x + output(delta), y = input(h).
+
+    Peri-LN (arXiv 2502.02732) and Gemma's sandwich; with NoNorm as `input` OLMo 2's order. The
+    position that adds delta has the norm of delta too, because one kernel does all three.
+
+    Args:
+        output: norm of delta.
+        input: norm of the stream that the next sublayer reads.
+    """
+
+    def __init__(self, output: Norm, input: Norm):
+        super().__init__(input.channels, input.eps, affine=False)
+        self.output = output
+        self.input = input
+        self.kernels = input.kernels
+
+    def forward(
+        self, x: Tensor, delta: Tensor, inv_rms: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        delta, _ = self.output.normalize(delta, None)
+        return self.input(x, delta, inv_rms)
+
+    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.input.normalize(x, inv_rms)
+
+    @property
+    def core(self) -> Norm:
+        return self.input.core
+
+    def log_drift(self, h: Tensor, inv_rms: Tensor | None) -> Tensor:
+        return self.input.log_drift(h, inv_rms)
+
+    def calibrate(self, drift: Tensor) -> None:
+        self.input.calibrate(drift)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        for name in ("weight", "bias"):  # of a model without output norms: of its input norm
+            if f"{prefix}{name}" in state_dict:
+                state_dict[f"{prefix}input.{name}"] = state_dict.pop(f"{prefix}{name}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class GatedRMSNorm(nn.Module):

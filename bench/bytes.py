@@ -400,8 +400,8 @@ ARMS = {
     "coupled, fold": {"coupled_impl": "fold"},
     "coupled, full gradient": {"coupled_grad": "full"},
     "cbwc": {},
-    "rms, no gains": {"norm_affine": False},
-    "coupled, no gains": {"norm_affine": False},
+    "rms, no gains": {"norm_gain": "none"},
+    "coupled, no gains": {"norm_gain": "none"},
 }
 
 

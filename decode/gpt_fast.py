@@ -126,12 +126,12 @@ def unable(config: GPTConfig) -> str:
         config.norm_type == "rms"
         and config.rms_fraction == 1
         and config.norm_groups == 1
-        and config.norm_affine
+        and config.norm_gain == "plain"
         and not config.norm_plan
     )
     if not is_plain_rms:
         return "its norms are RMSNorm"
-    if config.qk_norm:
+    if config.qk_norm not in (None, "none"):
         return "it has no QK-norm"
     if config.position != "rope":
         return "its positions are rotary"

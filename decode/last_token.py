@@ -53,7 +53,7 @@ STEPS = 16  # tokens decoded with a cache, for one timing
 ARMS = {
     "rms": ("rms", {}),
     "taper": ("taper", {}),
-    "rms_folded": ("rms", {"norm_affine": False}),
+    "rms_folded": ("rms", {"norm_gain": "none"}),
     "taper_folded": ("taper", {}),
     "rms_triton": ("rms", {"kernels": "triton"}),
 }

@@ -15,6 +15,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.fingerprint import data_difference
+from common.old_keys import as_today
 from evidence.archive import SUFFIX, unpack
 
 # Norm keys and their defaults, for older logs that do not record them: those of every norm type
@@ -100,7 +101,7 @@ class Run:
         self.name = name or str(path)
         self.events = read_log(path)
         self.start = self.events[0]
-        self.config: dict[str, Any] = self.start["config"]
+        self.config: dict[str, Any] = as_today(self.start["config"])
 
     @property
     def seed(self) -> int:
@@ -116,8 +117,13 @@ class Run:
     def norm_keys(self) -> dict[str, Any]:
         """The norm keys that the run's norm type reads, with the defaults of its day."""
         if "norm_keys" in self.start:
-            return self.start["norm_keys"]
-        return OLD_NORM_KEYS[""] | OLD_NORM_KEYS.get(self.config["norm_type"], {})
+            keys = self.start["norm_keys"]
+        else:
+            keys = OLD_NORM_KEYS[""] | OLD_NORM_KEYS.get(self.config["norm_type"], {})
+        keys = as_today(keys)
+        if "norm_recipe" in self.config:  # an older dyt run has it by translation alone
+            keys.setdefault("norm_recipe", "paper")
+        return keys
 
     @cached_property
     def arm(self) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from common.errors import FoldError
 from load import NORM_NAMES
 from model import GPT, GPTConfig
-from norm_plan import NORM_TYPES
+from norm_plan import NORM_TYPES, NormPlan
 from norms import center, fold_affine
 from taper import TaperNorm
 
@@ -100,7 +100,7 @@ def absorb_alpha(model: GPT) -> GPT:
     alpha. All other tensors are those of `model` itself.
     """
     config = model.config
-    if config.norm_type != "coupled" or not config.norm_affine:
+    if config.norm_type != "coupled" or config.norm_gain == "none":
         raise FoldError(
             f"norm_type={config.norm_type}: alpha is absorbed into the gains of a coupled model"
         )
@@ -109,7 +109,7 @@ def absorb_alpha(model: GPT) -> GPT:
     for norm in model.norms():
         form = norm.folded_form()
         if form is not None and form.statistic == "shared":
-            weights[f"{names[norm]}.weight"] = form.gain
+            weights[f"{names[norm]}.weight"] = norm.weight_for(form.gain)
             weights.pop(f"{names[norm]}.alpha", None)
     return rebuild(model, replace(config, coupled_alpha=1.0, coupled_calibrate=0), weights)
 
@@ -190,6 +190,10 @@ def retype(config: GPTConfig, norm_type: str, **keys: object) -> GPTConfig:
     """
     default = {field.name: field.default for field in fields(config)}
     old = {name: default[name] for name in ("norm_plan", *NORM_TYPES[config.norm_type].keys)}
+    # Attention stays what it is, where the old type has norms in it by default.
+    plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
+    if plan.qk_kind != "none":
+        old |= {"qk_norm": plan.qk_kind, "v_norm": plan.has_v_norm}
     return replace(config, **old | {"norm_type": norm_type} | keys)
 
 

@@ -224,7 +224,7 @@ def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
         "attn_bias": hf.get("attention_bias", False),
         "norm_type": "rms",
         "norm_eps": hf.get("rms_norm_eps", 1e-6),
-        "qk_norm": family == "qwen3",
+        "qk_norm": "head" if family == "qwen3" else None,
         "tie_embeddings": hf.get("tie_word_embeddings", False),
     }
 
@@ -262,12 +262,13 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
     Raises HFError that names what no supported architecture computes.
     """
     is_gpt2 = config.position == "learned"
-    family = "qwen3" if config.qk_norm else "llama"
+    norm_plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
+    plan = str(norm_plan)
+    family = "qwen3" if norm_plan.qk_kind == "head" else "llama"
     if is_gpt2:
         family = "gpt2"
     refuse_unknown(config, family)
     hf = gpt2_entries(config) if is_gpt2 else llama_entries(config, family)
-    plan = str(NormPlan(config, config.n_layer, config.n_embd, config.bias))
     if "s" in plan or (is_gpt2 and config.norm_type in ("rms", "coupled")):
         family = COUPLED + family
         hf["norm_plan"] = plan
@@ -304,7 +305,7 @@ def refuse_unknown(config: GPTConfig, family: str) -> None:
             "rms_fraction": config.rms_fraction == 1,
             "norm_groups": config.norm_groups == 1,
             "rms_bias": not (config.rms_bias and config.bias),
-            "qk_norm": not config.qk_norm,
+            "qk_norm": config.qk_norm in (None, "none"),
             "activation": config.activation in ACTIVATIONS.values(),
             "n_kv_head": config.kv_heads == config.n_head,
             "head_dim": config.head_channels * config.n_head == config.n_embd,

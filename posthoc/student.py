@@ -91,7 +91,7 @@ def finished(student: GPT) -> GPT:
         # make_student put a checkpointed forward in the place of the class's.
         block.__dict__.pop("forward", None)
     adapters.merge(student)
-    return absorb_alpha(student) if student.config.norm_affine else student.eval()
+    return student.eval() if student.config.norm_gain == "none" else absorb_alpha(student)
 
 
 def bytes_of(model: GPT) -> list[np.ndarray]:

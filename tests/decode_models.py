@@ -41,7 +41,7 @@ NORMS = {
         "norm_type": "coupled",
         "coupled_first": 2,
         "coupled_span": 2,
-        "norm_affine": False,
+        "norm_gain": "none",
         "coupled_impl": "fold",
     },
     "coupled-end": {"norm_type": "coupled", "norm_plan": "RR Rs ss Rs s", "coupled_alpha": 1.1},

@@ -36,7 +36,7 @@ SHAPES = {
     "no biases in attention": {"bias": True, "attn_bias": False},
     "untied": {"tie_embeddings": False},
     "untied, biases": {"tie_embeddings": False, "bias": True},
-    "no gains": {"norm_affine": False},
+    "no gains": {"norm_gain": "none"},
     "llama": LLAMA,
     "llama, biases": {**LLAMA, "bias": True},
 }

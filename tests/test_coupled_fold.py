@@ -26,7 +26,7 @@ CASES = [
     {**LLAMA, "bias": True, "qk_norm": True},
     {"coupled_span": 2},
     {"coupled_span": 0, "coupled_alpha": 1.3},
-    {"coupled_first": 1, "norm_affine": False},
+    {"coupled_first": 1, "norm_gain": "none"},
     {"coupled_calibrate": 5, "coupled_span": 3},
 ]
 

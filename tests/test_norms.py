@@ -604,8 +604,8 @@ def test_refused(norm_type, keys, words):
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_norm_affine_false_has_no_norm_parameters(norm_type):
-    model = gpt(norm_type, norm_affine=False, bias=True, qk_norm=True)
+def test_norm_gain_none_has_no_norm_parameters(norm_type):
+    model = gpt(norm_type, norm_gain="none", bias=True, qk_norm=True)
     names = [name.rpartition(".")[2] for name, _ in model.named_parameters() if "norm" in name]
     # Parameters that are no gains: alpha shapes the tanh.
     others = {"dyt": {"alpha"}}

@@ -32,6 +32,7 @@ from torch import nn
 
 from common.distributed import Ranks, StopSignal, is_sharded
 from common.errors import CheckpointError, run_program
+from common.old_keys import as_today
 from configurator import Overrides, parse_args
 from model import GPTConfig
 from norm_plan import foreign_keys
@@ -283,6 +284,7 @@ def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
     Keys that an older config lacks have their defaults, and so have those of other norm types. An
     older config without norm_type is of type layer.
     """
+    saved = as_today(saved)
     overrides = Overrides(GPTConfig)
     foreign = foreign_keys(saved.get("norm_type", GPTConfig.norm_type))
     for field in fields(GPTConfig):

@@ -14,6 +14,7 @@ from common.distributed import Ranks
 from common.environment import environment, is_same_code
 from common.errors import CheckpointError, DataError
 from common.fingerprint import data_difference
+from common.old_keys import as_today
 
 # Entries that are compared, and their types; versions are compared too, one by one. An older one
 # may lack some.
@@ -94,7 +95,7 @@ def changed_keys(then: dict[str, Any], now: dict[str, Any], saved: dict[str, Any
     device, which are compared instead.
     """
     # Through JSON, so that a tuple equals a list of the same numbers.
-    then = json.loads(json.dumps(then))
+    then = json.loads(json.dumps(as_today(then)))
     now = json.loads(json.dumps(now))
     compared = {"data_dir": "data", "device": "device"}
     names = [name for name in sorted(now.keys() & then.keys()) if now[name] != then[name]]

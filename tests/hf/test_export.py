@@ -219,7 +219,7 @@ def test_an_export_goes_on_without_the_tokenizer(tmp_path, monkeypatch):
     [
         {"norm_type": "rms"},
         {"norm_type": "layer", "bias": False},
-        {"norm_type": "coupled", "norm_affine": False},
+        {"norm_type": "coupled", "norm_gain": "none"},
         {"norm_type": "coupled", "coupled_calibrate": 1, "n_vocab": 60},
     ],
     ids=str,

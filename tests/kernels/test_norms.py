@@ -35,7 +35,7 @@ VARIANTS = {
         "bias": True,
     },
     "coupled full": {"norm_type": "coupled", "coupled_grad": "full"},
-    "without gains": {"norm_affine": False},
+    "without gains": {"norm_gain": "none"},
     "cbwc": {"bias": True},
     "taper": {},
     "taper layer": {"norm_type": "taper", "taper_base": "layer"},

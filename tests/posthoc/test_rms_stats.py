@@ -166,7 +166,7 @@ def test_calibrated_alpha_is_the_drift_of_the_uncalibrated_model():
         plain.load_state_dict(model.state_dict())
         close(plain(IDX), model(IDX))
     with pytest.raises(RuntimeError, match="alpha"):  # no gain could take it
-        gpt(coupled_span=0, norm_affine=False).load_state_dict(model.state_dict())
+        gpt(coupled_span=0, norm_gain="none").load_state_dict(model.state_dict())
 
 
 def test_a_model_gone_wrong_keeps_its_alpha():
