@@ -434,6 +434,7 @@ class Trainer:
         start = {
             "n_params": self.model.num_params(),
             "norm_plan": str(self.model.plan),
+            "norm_notes": self.model.plan.notes(),
             # report.py names an arm by the keys that are not at their defaults. It learns here
             # which keys are about norms.
             "norm_keys": keys_of(norm_type),
@@ -456,6 +457,8 @@ class Trainer:
             f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
             f"{self.tokens_per_step:,} tokens a step"
         )
+        if start["norm_notes"]:
+            self.log.say(f"norm_type={norm_type}: {'; '.join(start['norm_notes'])}")
 
     # ------------------------------------------------------------------------------------- the loop
 

@@ -418,7 +418,8 @@ def test_each_norm_type_and_letter_is_described():
     norms = (ROOT / "docs/norms.md").read_text()
     help_text = str(NormConfig.__dataclass_fields__["norm_type"].metadata)
     for name in NORM_TYPES:
-        assert f"| `{name}` |" in readme and re.search(rf"\b{name}\b", help_text)
+        assert f"`{name}`" in readme and re.search(rf"\b{name}\b", help_text)
+        assert f"| `{name}` |" in norms
     for letter in NORMS:
         assert f"`{letter}`: " in norms
 

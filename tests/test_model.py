@@ -99,7 +99,8 @@ def test_norm_types_start_from_the_same_weights():
     """Same seed, same names: bit for bit. Another seed: every one of them is another."""
 
     def weights(norm_type, seed):
-        model = GPT(replace(SHAPE, norm_type=norm_type, qk_norm=True, tie_embeddings=False), seed)
+        keys = {"norm_type": norm_type, "norm_recipe": "common", "tie_embeddings": False}
+        model = GPT(replace(SHAPE, **keys), seed)
         return {name: tensor for name, tensor in model.named_parameters() if "norm" not in name}
 
     expected, other = weights("layer", 3), weights("layer", 4)

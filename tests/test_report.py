@@ -32,7 +32,7 @@ from evidence.comparison import (
     usable,
 )
 from evidence.runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
-from norm_plan import NormConfig
+from norm_plan import NormConfig, foreign_keys, keys_of
 from train import TrainConfig
 from training.checkpoint import model_config
 
@@ -71,6 +71,8 @@ def write_run(
     first |= {
         "n_params": 1,
         "norm_plan": "",
+        "norm_keys": keys_of(norm_type),
+        "other_norm_keys": sorted(foreign_keys(norm_type)),
         "tokens_per_step": 100,
         "world_size": 1,
         "data": "x",
@@ -207,7 +209,9 @@ def test_runs_of_before_a_key_existed_are_comparable(tmp_path):
     old = committed("table1", "rms-8")
     new = write_run(tmp_path, "rms", 8)
     lines = (new / "log.jsonl").read_text().splitlines()
-    start = {**old.start, "config": {**json.loads(lines[0])["config"], **old.config}}
+    first = json.loads(lines[0])
+    recorded = {name: first[name] for name in ("norm_keys", "other_norm_keys")}
+    start = {**old.start, **recorded, "config": {**first["config"], **old.config}}
     for key, value, message in (
         ("residual", "float32", ""),
         ("parallel", "fsdp", ""),
@@ -306,7 +310,8 @@ def test_a_default_that_changed_makes_no_arm_of_two_norms(tmp_path):
 
 def test_an_old_default_of_another_norm_type_makes_no_arm(tmp_path):
     for norm_type, arm in (("rms", "rms"), ("taper", "taper --taper_warmup=0.1")):
-        log = write_run(tmp_path, norm_type, 8) / "log.jsonl"
+        keys = runs.OLD_NORM_KEYS[""] | runs.OLD_NORM_KEYS.get(norm_type, {})
+        log = write_run(tmp_path, norm_type, 8, start={"norm_keys": keys}) / "log.jsonl"
         log.write_text(log.read_text().replace('"taper_warmup": 0.5', '"taper_warmup": 0.1'))
         run = find_runs([log.parent])[0]
         assert run.config["taper_warmup"] == 0.1 and run.arm == arm
