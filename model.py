@@ -512,6 +512,23 @@ class GPT(nn.Module):
             yield block.norm2
         yield self.norm_f
 
+    def hidden_matrices(self) -> dict[nn.Parameter, list[int]]:
+        """Return the weight of each linear in the blocks, and the rows of each matrix in it.
+
+        One weight holds q, k and v, and with swiglu another one gate and up.
+        """
+        config = self.config
+        kv_rows = config.kv_heads * config.head_channels
+        rows = {}
+        for block in self.blocks:
+            for module in block.modules():
+                if isinstance(module, nn.Linear):
+                    rows[module.weight] = [module.out_features]
+            rows[block.attn.qkv.weight] = [config.n_head * config.head_channels, kv_rows, kv_rows]
+            if config.activation == "swiglu":
+                rows[block.mlp.up.weight] = [config.inner, config.inner]
+        return rows
+
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
         """Prepare every norm for training step `step`; return the parameters that changed roles."""
         return [pair for norm in self.norms() for pair in norm.set_step(step, max_iters)]

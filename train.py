@@ -37,7 +37,7 @@ from torch import Tensor
 
 from common.distributed import Ranks, StopSignal, accumulate, is_sharded, replicate, shard
 from common.environment import DTYPES, Precision, faster_float32_products, peak_flops
-from common.errors import ConfigError, UserError, run_program
+from common.errors import CheckpointError, ConfigError, UserError, run_program
 from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
@@ -58,7 +58,14 @@ from training.dataloader import Blocks, TrainLoader
 from training.evaluation import Evaluator
 from training.lock import FolderLock
 from training.log import RunLog, Throughput
-from training.optim import carry_state, guarded_update, learning_rate, make_optimizer, micro_step
+from training.optim import (
+    Optimizer,
+    carry_state,
+    guarded_update,
+    learning_rate,
+    make_optimizer,
+    micro_step,
+)
 from training.provenance import (
     changed_keys,
     changes,
@@ -106,8 +113,21 @@ class TrainConfig(GPTConfig):
     )
     wsd_decay: float = key(0.2, "wsd: share of max_iters that the decay takes")
 
-    # AdamW
-    weight_decay: float = key(0.1, "of AdamW, on tensors of two dimensions or more", least=0)
+    # Optimiser
+    optimizer: str = key(
+        "adamw",
+        "of the blocks' matrices (q, k, v, gate and up each by itself); AdamW has the rest",
+        ("adamw", "muon"),
+    )
+    weight_decay: float = key(
+        0.1, "on tensors of two dimensions or more; each step multiplies it by its lr", least=0
+    )
+    decay_per_step: float = key(
+        0.0,
+        "sets weight_decay = decay_per_step / learning_rate, so that a sweep of learning_rate "
+        "keeps lr weight_decay (at the highest lr: it follows the schedule; 0: off)",
+        least=0,
+    )
     beta1: float = key(0.9, "of AdamW")
     beta2: float = key(0.95, "of AdamW")
     adam_eps: float = key(1e-8, "of AdamW")
@@ -183,6 +203,16 @@ class TrainConfig(GPTConfig):
         for name in ("beta1", "beta2", "wsd_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
+        if self.decay_per_step and self.weight_decay != TrainConfig.weight_decay:
+            raise ConfigError(
+                f"weight_decay={self.weight_decay} and decay_per_step={self.decay_per_step} both "
+                f"set the weight decay: leave weight_decay at {TrainConfig.weight_decay}"
+            )
+        if self.optimizer == "muon" and self.parallel == "fsdp":
+            raise ConfigError(
+                "optimizer=muon needs whole matrices, which parallel=fsdp divides among ranks: use "
+                "parallel=ddp or optimizer=adamw"
+            )
         if self.adam_eps <= 0:
             raise ConfigError(f"adam_eps={self.adam_eps}: must be above 0")
         if self.coupled_impl != "scale" and self.dtype == "float16":
@@ -201,6 +231,13 @@ class TrainConfig(GPTConfig):
                 f"learning_rate={self.learning_rate} and min_lr={self.min_lr}: must be "
                 "0 <= min_lr <= learning_rate, and learning_rate above 0"
             )
+
+    @property
+    def decay(self) -> float:
+        """The weight decay that the optimiser gets."""
+        if self.decay_per_step:
+            return self.decay_per_step / self.learning_rate
+        return self.weight_decay
 
 
 class NonFiniteError(UserError):
@@ -348,10 +385,14 @@ class Trainer:
     def _make_optimizer(self) -> None:
         """Make the optimiser, after FSDP has replaced the parameters by its shares."""
         config = self.config
-        betas = (config.beta1, config.beta2)
-        self.optimizer = make_optimizer(
-            self.model, config.learning_rate, betas, config.adam_eps, config.weight_decay
-        )
+        self.optimizer = optimizer_of(config, self.model)
+        if config.optimizer == "muon":
+            self.notes.append(f"muon for {len(self.optimizer.parts)} matrices, adamw for the rest")
+        if config.decay_per_step:
+            self.notes.append(
+                f"weight decay {config.decay:.6g}: decay_per_step={config.decay_per_step} / "
+                f"learning_rate={config.learning_rate}"
+            )
         self.parameters = list(self.model.parameters())
         # In the same order, to name a gradient that is not finite.
         self.names = [name for name, _ in self.model.named_parameters()]
@@ -369,6 +410,7 @@ class Trainer:
                 f"out_dir and --init_from={path}, which trains its weights on any data"
             )
             self.ranks.together(lambda: check_same_data(then, self.provenance, path, remedy))
+        self._check_same_optimizer(state, path)
         restore(path, state, self.config, self.model, self.optimizer, self.scaler)
         self.step = state["step"]
         self.best = state["best_val_loss"]
@@ -379,6 +421,17 @@ class Trainer:
         self.notes.append(f"resuming from {path}, after step {self.step}")
         if self.changed:
             self.notes.append(f"changed since then: {', '.join(self.changed)}")
+
+    def _check_same_optimizer(self, state: dict[str, Any], path: Path) -> None:
+        """Raise CheckpointError if the run of a checkpoint had the other optimiser."""
+        # An older run does not say so: it had AdamW.
+        then = state["config"].get("optimizer", "adamw")
+        now = self.config.optimizer
+        if then != now:
+            raise CheckpointError(
+                f"{path} has the state of optimizer={then}, this run has {now}: add "
+                f"--optimizer={then}, or choose another out_dir and --init_from={path}"
+            )
 
     def _compile(self) -> None:
         """Compile the model, on CUDA unless the config says otherwise."""
@@ -440,6 +493,8 @@ class Trainer:
             "norm_keys": keys_of(norm_type),
             "other_norm_keys": sorted(foreign_keys(norm_type)),
             "tokens_per_step": self.tokens_per_step,
+            # as it follows from weight_decay or decay_per_step
+            "weight_decay": self.config.decay,
             **self.provenance,
         }
         path = self.out_dir / "config.json"
@@ -719,6 +774,18 @@ class Trainer:
             "provenance": self.provenance,
         }
         save_checkpoint(self.out_dir / name, state, self.ranks)
+
+
+def optimizer_of(config: TrainConfig, model: GPT) -> Optimizer:
+    """Make the optimiser that `config` describes."""
+    return make_optimizer(
+        model,
+        config.learning_rate,
+        (config.beta1, config.beta2),
+        config.adam_eps,
+        config.decay,
+        kind=config.optimizer,
+    )
 
 
 def with_vocabulary(config: TrainConfig, n_tokens: int) -> TrainConfig:

@@ -28,8 +28,8 @@ from common.errors import ConfigError, UserError
 from configurator import Overrides
 from model import GPT, GPTConfig
 from norm_plan import NormConfig, NormPlan
-from train import TrainConfig
-from training.optim import carry_state, guarded_update, make_optimizer, micro_step
+from train import TrainConfig, optimizer_of
+from training.optim import carry_state, guarded_update, micro_step
 
 NO_MLP_GAMMA = "-no-mlp-gamma"
 STRIPPABLE = ("layer", "rms", "coupled", "cbwc")
@@ -120,6 +120,10 @@ def check_is_nanogpts(config: TrainConfig) -> None:
         value = getattr(config, field.name)
         if field.name not in may_differ and value != field.default:
             raise ConfigError(f"arms: nanoGPT has no {field.name}={value}: remove it, or the arm")
+    if config.optimizer != "adamw":
+        raise ConfigError(
+            f"arms: nanoGPT has no optimizer={config.optimizer}: remove it, or the arm"
+        )
 
 
 # -------------------------------------------------------------------------------------- their steps
@@ -145,13 +149,7 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
     arm.strip(model.blocks)
     model.to(device, precision.weights).train()
     parameters = list(model.parameters())
-    optimizer = make_optimizer(
-        model,
-        config.learning_rate,
-        (config.beta1, config.beta2),
-        config.adam_eps,
-        config.weight_decay,
-    )
+    optimizer = optimizer_of(config, model)
     forward = model
     if is_compiled(config, device):
         forward = torch.compile(model, dynamic=False, mode=config.compile_mode)
@@ -185,7 +183,7 @@ def nanogpt_step(
         model.to(device, precision.weights).train()
         betas = config.beta1, config.beta2
         optimizer = model.configure_optimizers(
-            config.weight_decay, config.learning_rate, betas, device.type
+            config.decay, config.learning_rate, betas, device.type
         )
     forward = model
     if is_compiled(config, device):

@@ -61,7 +61,12 @@ NAMES = {
 # Packages of which a run may be resumed with another version and still be compared.
 HARMLESS_VERSIONS = {"python", "numpy"}
 # What an older program did that did not have the key yet.
-BEFORE_THE_KEY = {"compile_mode": "default", "residual": "float32"}
+BEFORE_THE_KEY = {
+    "compile_mode": "default",
+    "residual": "float32",
+    "optimizer": "adamw",
+    "decay_per_step": 0.0,
+}
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 RULES = ("acc", "acc_norm")  # how HellaSwag's choice is made (evals/hellaswag.py)
 

@@ -1,10 +1,10 @@
-"""The parts of a training step: micro-batch, learning rate, AdamW, guarded update.
+"""The parts of a training step: micro-batch, learning rate, optimiser, guarded update.
 
 A step whose loss or gradient is not finite is never applied.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,10 @@ from torch import Tensor, nn
 
 from common.distributed import is_sharded, share
 from common.environment import Precision
+from norms import Norm
+from training.muon import MuonWithAdamW
+
+Optimizer = torch.optim.AdamW | MuonWithAdamW
 
 
 class GradientNorms(NamedTuple):
@@ -84,22 +88,51 @@ def learning_rate(
 
 
 def make_optimizer(
-    model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """Make a fused AdamW that decays matrices and embeddings, and neither gains nor biases."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    model: nn.Module,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decay_gains: bool = False,
+    kind: str = "adamw",
+) -> Optimizer:
+    """Make the optimiser. Matrices and embeddings decay; biases and scalars never do.
+
+    Args:
+        model: a GPT; for adamw it may be any module.
+        lr: learning rate.
+        betas, eps: of AdamW.
+        weight_decay: multiplied by the learning rate in each step.
+        decay_gains: the gains of norms decay too.
+        kind: adamw for all parameters; or muon for the matrices of the blocks, and adamw for the
+            rest.
+    """
+    hidden = model.hidden_matrices() if kind == "muon" else {}
+    gains = set(_gains(model)) if decay_gains else set()
+    rest = [p for p in model.parameters() if p not in hidden]
+    decayed = [p for p in rest if p.dim() >= 2 or p in gains]
+    others = [p for p in rest if p.dim() < 2 and p not in gains]
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr, betas, eps, fused=True)
+    adamw = torch.optim.AdamW(groups, lr, betas, eps, fused=True)
+    return MuonWithAdamW(hidden, adamw, lr, weight_decay) if hidden else adamw
+
+
+def _gains(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the gains of all norms; a taper has one more, gamma~."""
+    for module in model.modules():
+        if isinstance(module, Norm):
+            for name, parameter in module.named_parameters(recurse=False):
+                if name in ("weight", "weight_tilde"):
+                    yield parameter
 
 
 @torch.no_grad()
 def guarded_update(
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     scaler: torch.amp.GradScaler,
     parameters: list[nn.Parameter],
     clip: float,
@@ -111,7 +144,7 @@ def guarded_update(
     None afterwards.
 
     Args:
-        optimizer: fused AdamW.
+        optimizer: of make_optimizer.
         scaler: the loss scale of float16; not enabled otherwise.
         parameters: those of the optimiser, in the order in which norms are returned.
         clip: largest global gradient norm; 0 does not clip.
@@ -159,11 +192,9 @@ def _clipping_divisor(total: Tensor, clip: float) -> Tensor:
     return ((total + 1e-6) / clip).clamp(min=1.0)
 
 
-def _apply(
-    optimizer: torch.optim.AdamW, gradients: list[Tensor], divisor: Tensor, is_bad: Tensor
-) -> None:
+def _apply(optimizer: Optimizer, gradients: list[Tensor], divisor: Tensor, is_bad: Tensor) -> None:
     """Update with gradients / divisor, unless `is_bad`."""
-    # Fused AdamW reads both attributes on the device.
+    # Fused AdamW reads both attributes on the device, and so does MuonWithAdamW.
     optimizer.found_inf = is_bad.float()
     optimizer.grad_scale = None
     if divisor.dtype == torch.float32:
@@ -174,9 +205,7 @@ def _apply(
     optimizer.step()
 
 
-def carry_state(
-    optimizer: torch.optim.Optimizer, source: nn.Parameter, target: nn.Parameter
-) -> None:
-    """Give `target`, which takes over the role of `source`, a copy of its moments."""
+def carry_state(optimizer: Optimizer, source: nn.Parameter, target: nn.Parameter) -> None:
+    """Give `target`, which takes over the role of `source`, a copy of AdamW's moments."""
     moments = optimizer.state[source]
     optimizer.state[target] = {name: value.clone() for name, value in moments.items()}

@@ -1,0 +1,287 @@
+"""optimizer=muon: its update, its guard, resume, ranks; weight decay of gains and by rule.
+
+python -m pytest tests/training/test_muon.py
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers import TINY, draw, keys_of, losses, records, val_losses
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from common.errors import ConfigError
+from configurator import parse_args
+from model import GPT, GPTConfig
+from norms import Norm
+from train import TrainConfig, optimizer_of
+from training.muon import MuonWithAdamW
+from training.optim import guarded_update, make_optimizer
+
+# Grouped keys and values, so that q, k and v have unequal rows.
+SHAPE = GPTConfig(
+    vocab_size=64,
+    block_size=16,
+    n_layer=2,
+    n_head=4,
+    n_kv_head=2,
+    n_embd=32,
+    n_inner=40,
+    activation="swiglu",
+    bias=True,
+)
+LR, DECAY = 1e-2, 0.1
+MUON = (*TINY, "--optimizer=muon", "--n_kv_head=1", "--activation=swiglu")
+
+
+def make(dtype=torch.float64) -> tuple[GPT, MuonWithAdamW]:
+    model = GPT(SHAPE).to(dtype)
+    return model, make_optimizer(model, LR, (0.9, 0.95), 1e-8, DECAY, kind="muon")
+
+
+def give_gradients(model, seed: int) -> None:
+    for index, parameter in enumerate(model.parameters()):
+        parameter.grad = draw(*parameter.shape, seed=100 * seed + index, dtype=parameter.dtype)
+
+
+def update(model, optimizer, bad=0.0, clip=0.0, scaler=None):
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    dtype = next(model.parameters()).dtype
+    bad = torch.tensor(bad, dtype=dtype)
+    return guarded_update(optimizer, scaler, list(model.parameters()), clip, bad)
+
+
+def matrices(model) -> list[torch.Tensor]:
+    """Copies of the hidden matrices, as a person would list them."""
+    found = []
+    for block in model.blocks:
+        q, k, v = block.attn.qkv.weight.split([32, 16, 16])
+        gate, up = block.mlp.up.weight.chunk(2)
+        found += [q, k, v, block.attn.proj.weight, gate, up, block.mlp.down.weight]
+    return [matrix.detach().clone() for matrix in found]
+
+
+def gradients(model) -> list[torch.Tensor]:
+    twin = copy.deepcopy(model)
+    for parameter, own in zip(twin.parameters(), model.parameters(), strict=True):
+        parameter.data = own.grad.clone()
+    return matrices(twin)
+
+
+def plain_step(weight, momentum, gradient):
+    """One step of Muon with Nesterov momentum, written down from Jordan et al. 2024 and Liu et al.
+    2025; returns weight and momentum.
+    """
+    momentum = 0.95 * momentum + 0.05 * gradient
+    x = 0.05 * gradient + 0.95 * momentum
+    x = x / x.norm()
+    for _ in range(5):
+        # an odd polynomial of the singular values
+        a = x @ x.T
+        x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
+    rows, columns = weight.shape
+    return weight * (1 - LR * DECAY) - LR * 0.2 * math.sqrt(max(rows, columns)) * x, momentum
+
+
+def test_update_is_the_formula_on_each_matrix(monkeypatch):
+    """Three float64 steps. torch's Newton-Schulz is bfloat16 always; here it is made float64."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.double().clone())
+    model, optimizer = make()
+    expected = matrices(model)
+    momenta = [torch.zeros_like(matrix) for matrix in expected]
+    for seed in range(3):
+        give_gradients(model, seed)
+        for index, gradient in enumerate(gradients(model)):
+            expected[index], momenta[index] = plain_step(expected[index], momenta[index], gradient)
+        update(model, optimizer)
+    for actual, matrix in zip(matrices(model), expected, strict=True):
+        assert (actual - matrix).abs().max() <= 1e-12
+    # The weight of q, k and v as one matrix would have gone elsewhere.
+    before = GPT(SHAPE).double().blocks[0].attn.qkv.weight.detach()
+    give_gradients(model, 0)
+    whole, _ = plain_step(before, torch.zeros_like(before), model.blocks[0].attn.qkv.weight.grad)
+    model, optimizer = make()
+    give_gradients(model, 0)
+    update(model, optimizer)
+    assert (model.blocks[0].attn.qkv.weight - whole).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_update_is_that_of_separate_parameters(clip):
+    """Bit for bit, in float32 with bfloat16 inside: torch.optim.Muon on matrices held apart, and
+    AdamW on the rest. Clipping divides by the norm of all gradients together.
+    """
+    model, optimizer = make(torch.float32)
+    apart = [torch.nn.Parameter(matrix) for matrix in matrices(model)]
+    muon = torch.optim.Muon(apart, LR, DECAY, adjust_lr_fn="match_rms_adamw")
+    other = copy.deepcopy(model)
+    adamw = make_optimizer(other, LR, (0.9, 0.95), 1e-8, DECAY)
+    for seed in range(3):
+        give_gradients(model, seed)
+        give_gradients(other, seed)
+        total = update(other, adamw, clip=clip).total
+        divisor = (total + 1e-6) / clip if clip else torch.ones(())
+        for parameter, gradient in zip(apart, gradients(model), strict=True):
+            parameter.grad = gradient / divisor
+        muon.step()
+        assert torch.equal(update(model, optimizer, clip=clip).total, total)
+    for actual, parameter in zip(matrices(model), apart, strict=True):
+        assert torch.equal(actual, parameter)
+    hidden = model.hidden_matrices()
+    twins = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, twins[name]) == (parameter not in hidden), name
+    assert len(hidden) == 2 * 4 and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("fault", "scaled"),
+    [("nan", False), ("inf", False), ("loss", False), ("nan", True), ("inf", True)],
+)
+@pytest.mark.parametrize("where", ["wte.weight", "blocks.1.attn.qkv.weight"])
+def test_a_step_that_is_not_finite_is_not_applied(fault, scaled, where):
+    """Weights, momenta, moments and step counts stay bit for bit, in the first step and later; and
+    the run goes on as if that step had never been.
+    """
+    (model, optimizer), (other, its) = make(torch.float32), make(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scaled)
+    scaler.scale(torch.zeros(()))
+    for seed in range(2):
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        give_gradients(model, 50 + seed)
+        if fault != "loss":
+            dict(model.named_parameters())[where].grad[1, 2] = float(fault)
+        norms = update(model, optimizer, bad=float(fault == "loss"), clip=1.0, scaler=scaler)
+        assert norms.total.isfinite() == (fault == "loss")
+        after = (model.state_dict(), optimizer.state_dict())
+        assert same(before[0], after[0]) and same(before[1]["momenta"], after[1]["momenta"])
+        # AdamW makes its moments, zero, in the first step.
+        assert seed == 0 or same(before[1]["adamw"], after[1]["adamw"])
+        give_gradients(model, seed)
+        give_gradients(other, seed)
+        update(model, optimizer, clip=1.0)
+        update(other, its, clip=1.0)
+    assert same(model.state_dict(), other.state_dict())
+    assert same(optimizer.state_dict(), its.state_dict())
+    assert not same(before[0], model.state_dict())
+
+
+def same(a, b) -> bool:
+    """Equal nested dicts and lists; tensors bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def test_the_host_does_not_wait():
+    """A fake tensor has no numbers: whoever asks the device for one gets an error."""
+    with FakeTensorMode():
+        model = GPT(SHAPE)
+        optimizer = make_optimizer(model, LR, (0.9, 0.95), 1e-8, DECAY, kind="muon")
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        update(model, optimizer, clip=1.0)
+        with pytest.raises(DataDependentOutputException):
+            bool(optimizer.found_inf)
+
+
+@pytest.mark.parametrize("norm_type", ["rms", "taper", "dyt"])
+def test_gains_decay_if_they_are_told_to(norm_type):
+    config = parse_args(TrainConfig, [*TINY, f"--norm_type={norm_type}", "--vocab_size=64"])[0]
+    model = GPT(config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for kind in ("adamw", "muon"):
+        for decay_gains in (False, True):
+            groups = make_optimizer(
+                model, LR, (0.9, 0.95), 1e-8, DECAY, decay_gains, kind
+            ).param_groups
+            decay = {names[id(p)]: g["weight_decay"] for g in groups for p in g["params"]}
+            assert len(decay) == len(names)
+            for name, parameter in model.named_parameters():
+                is_gain = parameter.dim() < 2 and name.split(".")[-1].startswith("weight")
+                decays = parameter.dim() >= 2 or (decay_gains and is_gain)
+                assert decay[name] == DECAY * decays, name
+    gains = [module for module in model.modules() if isinstance(module, Norm)]
+    assert gains and any(name.endswith("norm1.alpha") for name in decay) == (norm_type == "dyt")
+
+
+def test_trains_and_resumes_bit_for_bit(launch, train_ok, tiny_data, tmp_path):
+    """A taper, whose gains hand over AdamW's moments; killed before, in and after its decay."""
+
+    def words(name: str) -> tuple[str, ...]:
+        run = (f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}")
+        return (*MUON, *keys_of("taper"), "--dropout=0.1", "--checkpoint_interval=6", *run)
+
+    job = train_ok(*words("whole"))
+    assert "muon for 14 matrices, adamw for the rest" in job.text()
+    whole = losses(tmp_path / "whole")
+    assert len(whole) == 40 and whole[40] < 0.8 * whole[1]
+    for step in (8, 21):
+        assert launch(*words("killed"), patch=("die_after", {"step": step})).wait() == [9]
+    train_ok(*words("killed"))
+    steps = [r["step"] for r in records(tmp_path / "killed") if r["event"] == "resume"]
+    assert steps == [6, 18] and losses(tmp_path / "killed") == whole
+    states = [
+        torch.load(tmp_path / name / "ckpt_last.pt", weights_only=True)
+        for name in ("whole", "killed")
+    ]
+    assert same(states[0]["model"], states[1]["model"])
+    assert same(states[0]["optimizer"], states[1]["optimizer"])
+    assert any(momentum.any() for momentum in states[0]["optimizer"]["momenta"])
+
+
+def test_ranks_agree(train_ok, tiny_data, tmp_path):
+    """In float64. In float32 the last bits of gradients differ, and where one of them decides how
+    an entry is rounded to bfloat16, the update differs by a 256th there.
+    """
+    for ranks in (1, 2):
+        run = (f"--data_dir={tiny_data}", f"--out_dir={tmp_path / str(ranks)}")
+        train_ok(*MUON, "--dtype=float64", "--max_iters=20", *run, ranks=ranks)
+    one, two = (losses(tmp_path / name) for name in ("1", "2"))
+    assert len(one) == 20 and max(abs(one[step] - two[step]) for step in one) <= 1e-13
+    one, two = (val_losses(tmp_path / name) for name in ("1", "2"))
+    assert max(abs(one[step] - two[step]) for step in one) <= 1e-13
+
+
+def test_float16_trains(train_ok, tiny_data, tmp_path):
+    run = (f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    train_ok(*MUON, "--dtype=float16", *run)
+    assert losses(tmp_path)[40] < 0.8 * losses(tmp_path)[1]
+
+
+def test_the_other_optimiser_is_refused_on_resume(launch, train_ok, tiny_data, tmp_path):
+    words = (*TINY, "--lr_schedule=constant", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    train_ok(*words, "--max_iters=2")
+    state = torch.load(tmp_path / "ckpt_last.pt", weights_only=True)
+    del state["config"]["optimizer"]  # as in a run from before the key
+    torch.save(state, tmp_path / "ckpt_last.pt")
+    job = launch(*words, "--max_iters=3", "--optimizer=muon")
+    assert job.wait() == [1] and "add --optimizer=adamw, or choose another out_dir" in job.text()
+    train_ok(*words, "--max_iters=3")
+    assert sorted(losses(tmp_path)) == [1, 2, 3]
+
+
+def test_fsdp_and_two_rules_are_refused():
+    with pytest.raises(ConfigError, match="optimizer=muon needs whole matrices"):
+        parse_args(TrainConfig, ["--optimizer=muon", "--parallel=fsdp"])
+    with pytest.raises(ConfigError, match=r"weight_decay=0.2 and decay_per_step=0.01 both set"):
+        parse_args(TrainConfig, ["--weight_decay=0.2", "--decay_per_step=0.01"])
+
+
+def test_the_product_of_rate_and_decay_is_constant(train_ok, tiny_data, tmp_path):
+    for kind in ("adamw", "muon"):
+        for rate in (1e-3, 3e-3):
+            words = ("--vocab_size=64", f"--learning_rate={rate}", "--decay_per_step=6e-5")
+            config = parse_args(TrainConfig, [*TINY, *words, f"--optimizer={kind}"])[0]
+            groups = optimizer_of(config, GPT(config)).param_groups
+            products = [group["lr"] * group["weight_decay"] for group in groups]
+            assert [p for p in products if p] == pytest.approx([6e-5] * (1 + (kind == "muon")))
+    run = (f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    job = train_ok(*TINY, "--max_iters=1", "--decay_per_step=2e-3", *run)
+    assert "weight decay 0.2: decay_per_step=0.002 / learning_rate=0.01" in job.text()
+    assert records(tmp_path)[0]["weight_decay"] == 0.2
