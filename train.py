@@ -124,8 +124,8 @@ class TrainConfig(GPTConfig):
     )
     decay_per_step: float = key(
         0.0,
-        "sets weight_decay = decay_per_step / learning_rate, so that a sweep of learning_rate "
-        "keeps lr weight_decay (at the highest lr: it follows the schedule; 0: off)",
+        "sets weight_decay to decay_per_step / learning_rate: a sweep of learning_rate then keeps "
+        "lr weight_decay, which follows the schedule (0: off)",
         least=0,
     )
     beta1: float = key(0.9, "of AdamW")
@@ -427,7 +427,8 @@ class Trainer:
         # An older run does not say so: it had AdamW.
         then = state["config"].get("optimizer", "adamw")
         now = self.config.optimizer
-        if then != now:
+        # One with weights only has no such state, which `restore` says.
+        if "optimizer" in state and then != now:
             raise CheckpointError(
                 f"{path} has the state of optimizer={then}, this run has {now}: add "
                 f"--optimizer={then}, or choose another out_dir and --init_from={path}"

@@ -16,7 +16,7 @@ class MuonWithAdamW:
 
     An update of an (A, B) matrix is multiplied by 0.2 sqrt(max(A, B)), which gives it about the RMS
     of AdamW's updates, so that AdamW's learning rate and weight decay serve both (Liu et al. 2025,
-    equation 4).
+    arXiv 2502.16982).
 
     To its callers this is a fused AdamW: param_groups, of whose entries "lr" and "weight_decay"
     count; state; and found_inf and grad_scale, tensors that the device reads in `step`.

@@ -165,6 +165,10 @@ def test_arms_differ_in_what_they_say_alone():
             ["--arms=nanogpt", "--activation=swiglu"],
             r"nanoGPT has no activation=swiglu: remove it, or the arm",
         ),
+        (
+            ["--arms=nanogpt", "--optimizer=muon"],
+            r"nanoGPT has no optimizer=muon: remove it, or the arm",
+        ),
         (["--nanogpt=nowhere"], r"nanogpt=nowhere: there is no model\.py"),
         (["--rounds=1"], r"rounds=1: must be at least 2"),
     ],
