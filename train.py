@@ -785,6 +785,7 @@ def optimizer_of(config: TrainConfig, model: GPT) -> Optimizer:
         (config.beta1, config.beta2),
         config.adam_eps,
         config.decay,
+        decay_gains=model.plan.decays_gains,
         kind=config.optimizer,
     )
 

@@ -312,7 +312,7 @@ def test_an_old_default_of_another_norm_type_makes_no_arm(tmp_path):
     for norm_type, arm in (("rms", "rms"), ("taper", "taper --taper_warmup=0.1")):
         keys = runs.OLD_NORM_KEYS[""] | runs.OLD_NORM_KEYS.get(norm_type, {})
         log = write_run(tmp_path, norm_type, 8, start={"norm_keys": keys}) / "log.jsonl"
-        log.write_text(log.read_text().replace('"taper_warmup": 0.5', '"taper_warmup": 0.1'))
+        log.write_text(log.read_text().replace('"taper_warmup": 0.5', '"taper_warmup": 0.1', 1))
         run = find_runs([log.parent])[0]
         assert run.config["taper_warmup"] == 0.1 and run.arm == arm
         config = model_config(
