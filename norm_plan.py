@@ -224,8 +224,10 @@ class NormConfig:
             raise ConfigError("decay_gains needs gains, and norm_gain=none has none: remove one")
 
     def _check_layout(self) -> None:
-        if self.v_norm and self.qk_norm == "none":
-            raise ConfigError("v_norm normalises as qk_norm does, which is none: give head or full")
+        kind = NORM_TYPES[self.norm_type].qk_norm if self.qk_norm is None else self.qk_norm
+        if kind == "none" and (self.v_norm or not self.qk_gain):
+            name = "v_norm=True" if self.v_norm else "qk_gain=False"
+            raise ConfigError(f"{name} is about norms within attention: give qk_norm=head or full")
         if self.residual_weight is not None and self.residual_weight <= 0:
             raise ConfigError(f"residual_weight={self.residual_weight}: must be above 0")
         if not 0 <= self.mixln_share <= 1:
@@ -428,6 +430,11 @@ class NormPlan:
                 raise ConfigError(
                     f"norm_plan {self}: position {index} shares a statistic that no R computed"
                 )
+        if self.config.output_eps != _default("output_eps") and set(self.outputs) <= {NONE}:
+            raise ConfigError(
+                f"output_eps={self.config.output_eps}: norm_plan {self} has no output norms: "
+                "leave it out"
+            )
         if self.config.coupled_impl != "scale" and not self.adds_plainly:
             raise ConfigError(
                 f"coupled_impl={self.config.coupled_impl} adds within the products, and norm_plan "
