@@ -7,6 +7,7 @@ gradient; row_norm.py and its like start the kernel.
     reference.py   what each function computes, in plain PyTorch, forward and backward; it runs in
                    float64, on CPUs and under torch.compile
     row_norm.py    Triton: RMSNorm, add + RMSNorm, LayerNorm
+    sandwich.py    Triton: output norm + add, and output norm + add + input norm
     shared_rms.py  CoupledNorm's shared position
     taper.py       Triton: TaperNorm's blend
     activation.py  activations, the norm's scale inside
@@ -237,6 +238,48 @@ def add_rms_norm(
     # (B, T, C) -> (B T, C), and back below
     y, h, inv_rms = compute(x.flatten(0, -2), a.flatten(0, -2), w, b, eps, groups, counted)
     return y.view(x.shape), h.view(x.shape), inv_rms.view(*x.shape[:-1], groups)
+
+
+def norm_add_norm(
+    x: Tensor,
+    a: Tensor,
+    w_out: Tensor | None,
+    w_in: Tensor | None,
+    eps: float,
+    mode: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (y, h, inv_rms): h = x + N_out(a), and N_in of h after its rounding, both RMSNorms.
+
+    The boundary of two sublayers with an output norm and an input norm (Gemma 2, Peri-LN). N_out(a)
+    is not rounded before it is added. All outputs are differentiable.
+
+    Args:
+        x: residual stream (..., C).
+        a: what the sublayer returns, (..., C) like x, in any dtype.
+        w_out: gain (C,) of the norm of a, or None.
+        w_in: gain (C,) of the norm of h, or None.
+        eps: added to both mean squares.
+        mode: which implementation runs (see above).
+
+    Returns:
+        y and h (..., C) in the type of x; inv_rms (..., 1), the statistic of h.
+    """
+    fits(x, w_out, w_in, add=a)
+    # No adds_in_rows: the gradient of a comes from a reduction over each row, so inductor makes the
+    # same kernels of (B, T, C) and of (B T, C).
+    y, h, inv_rms, _ = implementation(x, mode).norm_add_norm(x, a, w_out, w_in, eps)
+    return y, h, inv_rms
+
+
+def add_normed(
+    x: Tensor, a: Tensor, w_out: Tensor | None, eps: float, mode: str = "auto"
+) -> Tensor:
+    """Return h = x + N(a), an RMSNorm: the boundary of OLMo 2, whose sublayers read h itself.
+
+    a is (..., C) like x, in any dtype. h has the type of x, and N(a) is not rounded before.
+    """
+    fits(x, w_out, add=a)
+    return implementation(x, mode).add_normed(x, a, w_out, eps)[0]
 
 
 def layer_norm(

@@ -25,7 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import activation, reference, row_norm, shared_rms, taper
+from . import activation, reference, row_norm, sandwich, shared_rms, taper
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # that have kernels
 # Was TRITON_INTERPRET=1 when Triton was imported? Then kernels run on a CPU, in its interpreter.
@@ -114,6 +114,7 @@ def _of_the_summands(ctx, dh: Tensor | None) -> tuple[Tensor | None, ...]:
 
 # Backward operators; without a gradient of their own.
 rms_norm_backward = operator(reference.rms_norm_backward, row_norm.rms_norm_backward)
+norm_add_norm_backward = operator(reference.norm_add_norm_backward, sandwich.norm_add_norm_backward)
 layer_norm_backward = operator(reference.layer_norm_backward, row_norm.layer_norm_backward)
 shared_rms_scale_backward = operator(
     reference.shared_rms_scale_backward, shared_rms.shared_rms_scale_backward
@@ -184,6 +185,64 @@ def _add_rms_gradient(ctx, dy, dh, ds):
 rms_norm = operator(reference.rms_norm, row_norm.rms_norm, _rms_setup, _rms_gradient)
 add_rms_norm = operator(
     reference.add_rms_norm, row_norm.add_rms_norm, _add_rms_setup, _add_rms_gradient
+)
+
+
+# ---------------------------------------------------------------------- output norm + add + norm
+
+
+def _normed_gradients(ctx, dh, a, w_out, inv_out):
+    """Compute the gradients of (x, a, w_out) in h = x + N_out(a), given that of h, or None."""
+    if dh is None:
+        return None, None, None
+    # RMSNorm's own kernel: dh is the gradient of x as it is.
+    counted = a.shape[-1]
+    da, dw_out, _ = rms_norm_backward(
+        dh, None, None, a, w_out, None, inv_out, counted, _gains(ctx, 2)
+    )
+    return dh, da, _wanted(dw_out)
+
+
+def _add_normed_setup(ctx, inputs, output):
+    """Save a, w_out and inv_out; neither x nor h is needed."""
+    _, a, w_out, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    _save(ctx, a, w_out, output[1])
+
+
+def _add_normed_gradient(ctx, dh, _inv_out):
+    """Compute the gradients of (x, a, w_out, eps)."""
+    return *_normed_gradients(ctx, dh, *ctx.saved_tensors), None
+
+
+def _norm_add_norm_setup(ctx, inputs, output):
+    """Save h, a, both gains and both statistics; h is kept anyway, as the residual stream."""
+    _, a, w_out, w_in, _ = inputs
+    _, h, inv_rms, inv_out = output
+    ctx.mark_non_differentiable(inv_out)
+    _save(ctx, h, a, w_out, w_in, inv_rms, inv_out)
+
+
+def _norm_add_norm_gradient(ctx, dy, dh, ds, _inv_out):
+    """Compute the gradients of (x, a, w_out, w_in, eps); the kernel adds dh."""
+    h, a, w_out, w_in, inv_rms, inv_out = ctx.saved_tensors
+    if dy is not None:
+        dx, da, dw_out, dw_in = norm_add_norm_backward(
+            dy, dh, ds, h, a, w_out, w_in, inv_rms, inv_out, _gains(ctx, 2, 3)
+        )
+        return dx, da, _wanted(dw_out), _wanted(dw_in), None
+    # y was not used: only the output norm is left.
+    if ds is not None:
+        through = reference.inverse_rms_backward(ds, h, inv_rms, h.shape[-1])
+        dh = through if dh is None else dh + through
+    return *_normed_gradients(ctx, dh, a, w_out, inv_out), None, None
+
+
+add_normed = operator(
+    reference.add_normed, sandwich.add_normed, _add_normed_setup, _add_normed_gradient
+)
+norm_add_norm = operator(
+    reference.norm_add_norm, sandwich.norm_add_norm, _norm_add_norm_setup, _norm_add_norm_gradient
 )
 
 
