@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 from bench.stand_in import replaced
 from common.errors import ConfigError, UserError, run_program
 from configurator import key, parse_args
-from kernels import activation, binding, row_norm, shared_rms, taper
+from kernels import activation, binding, row_norm, sandwich, shared_rms, taper
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -105,6 +105,12 @@ def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[
     yield (
         "add_rms_norm_backward",
         lambda: row_norm.rms_norm_backward(x, x, None, x, w, None, s, C, True),
+    )
+    yield "add_normed", lambda: sandwich.add_normed(x, x, w, eps)
+    yield "norm_add_norm", lambda: sandwich.norm_add_norm(x, x, w, w, eps)
+    yield (
+        "norm_add_norm_backward",
+        lambda: sandwich.norm_add_norm_backward(x, x, None, x, x, w, w, s, s, True),
     )
     yield "layer_norm", lambda: row_norm.layer_norm(x, w, w, eps)
     yield "layer_norm_backward", lambda: row_norm.layer_norm_backward(x, x, w, w, s, s, True)

@@ -213,20 +213,13 @@ def layer_norm_backward(
 # ---------------------------------------------------------------------- output norm + add + norm
 
 
-def add_normed(x: Tensor, a: Tensor, w_out: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute h = x + N(a), with N an RMSNorm of gain w_out, rounded once to the type of x.
-
-    What a sublayer returns is normalised before it is added (OLMo Team 2024, OLMo 2, equations 1
-    and 2). N(a) is not rounded before the sum.
-
-    Returns:
-        (h, inv_out): (..., C) and (..., 1). inv_out, the statistic of a, carries no gradient.
-    """
+def _add_normed(x: Tensor, a: Tensor, w_out: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute h = x + N(a), rounded once to the type of x, and the statistic of a."""
     wide = statistics_dtype(x)
     a = a.to(wide)
     inv_out = inverse_rms(a, eps)
     h = x + affine(a * inv_out, w_out, None, wide)
-    return _rounded(h, x.dtype), inv_out.detach()
+    return _rounded(h, x.dtype), inv_out
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -235,6 +228,69 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     SharedRMSScale says why a torch.autograd.Function may not return one.
     """
     return x if x.dtype == dtype else x.to(dtype)
+
+
+class AddNormed(torch.autograd.Function):
+    """Compute h = x + N(a), with N an RMSNorm of gain w_out.
+
+    What a sublayer returns is normalised before it is added (OLMo Team 2024, OLMo 2, equations 1
+    and 2).
+
+    It is written by hand because of what inductor makes of it. Kept for backward is a alone, which
+    the product before wrote anyway, and one statistic a row. In a bfloat16 stream of 768 channels
+    the boundary moves 17.9 kB a token, forward and backward, and 23.2 kB by autograd.
+    """
+
+    generate_vmap_rule = True  # for torch.func
+
+    @staticmethod
+    def forward(x: Tensor, a: Tensor, w_out: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        return _add_normed(x, a, w_out, eps)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, a, w_out, ctx.eps = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(a, w_out, output[1])
+
+    @staticmethod
+    def backward(ctx, dh: Tensor, _) -> tuple[Tensor | None, ...]:
+        a, w_out, inv_out = ctx.saved_tensors
+        inv_out = _unless_second(inv_out, a, ctx.eps)
+        gains = ctx.needs_input_grad[2]
+        da, dw_out = _output_norm_backward(dh, a, w_out, inv_out, gains)
+        return dh, da, dw_out if gains else None, None
+
+
+def _unless_second(inv_out: Tensor, a: Tensor, eps: float) -> Tensor:
+    """Return the statistic of a that forward kept, or in a second derivative one that depends on a.
+
+    A tensor that is kept is a constant there, unless it is an input or a differentiable output.
+    """
+    return inverse_rms(a.to(inv_out.dtype), eps) if torch.is_grad_enabled() else inv_out
+
+
+def _output_norm_backward(
+    dh: Tensor, a: Tensor, w_out: Tensor | None, inv_out: Tensor, gains: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of a and of w_out, given that of h = x + N(a), which is that of N(a).
+
+    See norm_add_norm_backward.
+    """
+    scaled = dh.to(inv_out.dtype) * inv_out
+    dw_out = _sum_rows(scaled * a, w_out, gains)
+    da = _through_norm(affine(scaled, w_out, None, inv_out.dtype), a, inv_out, None)
+    return da.to(a.dtype), dw_out
+
+
+def add_normed(x: Tensor, a: Tensor, w_out: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute h = x + N(a): see AddNormed. N(a) is not rounded before the sum.
+
+    Returns:
+        (h, inv_out): (..., C) in the type of x, and (..., 1). inv_out, the statistic of a, carries
+        no gradient.
+    """
+    return AddNormed.apply(x, a, w_out, eps)
 
 
 class NormAddNorm(torch.autograd.Function):
@@ -257,7 +313,7 @@ class NormAddNorm(torch.autograd.Function):
     def forward(
         x: Tensor, a: Tensor, w_out: Tensor | None, w_in: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        h, inv_out = add_normed(x, a, w_out, eps)
+        h, inv_out = _add_normed(x, a, w_out, eps)
         inv_rms = inverse_rms(h, eps)
         y = affine(scale_groups(h, inv_rms), w_in, None, inv_rms.dtype)
         return _rounded(y, x.dtype), h, inv_rms, inv_out
@@ -272,9 +328,7 @@ class NormAddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor, dh: Tensor, ds: Tensor, _) -> tuple[Tensor | None, ...]:
         h, a, w_out, w_in, inv_rms, inv_out = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # A second derivative: there inv_out is not a constant.
-            inv_out = inverse_rms(a.to(inv_out.dtype), ctx.eps)
+        inv_out = _unless_second(inv_out, a, ctx.eps)
         _, _, *gains, _ = ctx.needs_input_grad
         dx, da, dw_out, dw_in = norm_add_norm_backward(
             dy, dh, ds, h, a, w_out, w_in, inv_rms, inv_out, any(gains)
@@ -346,10 +400,8 @@ def norm_add_norm_backward(
     if dh is not None:
         dx = dx + dh
     dx = dx.to(h.dtype)
-    scaled = dx.to(wide) * inv_out
-    dw_out = _sum_rows(scaled * a, w_out, gains)
-    da = _through_norm(affine(scaled, w_out, None, wide), a, inv_out, None)
-    return dx, da.to(a.dtype), dw_out, dw_in
+    da, dw_out = _output_norm_backward(dx, a, w_out, inv_out, gains)
+    return dx, da, dw_out, dw_in
 
 
 def _through_norm(q: Tensor, x: Tensor, inv_rms: Tensor, ds: Tensor | None) -> Tensor:

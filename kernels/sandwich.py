@@ -200,10 +200,6 @@ def backward_kernel(
     None. DOT and DOT_OUT are given where a row has several tiles, else None.
     """
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    if W_OUT is not None:
-        w_out = load_vector(W_OUT, col, C)
-    if W_IN is not None:
-        w_in = load_vector(W_IN, col, C)
     # Sums over rows, which stay in registers while the program goes through its rows
     dw_out = tl.zeros((ROWS, COLUMNS), tl.float32)
     dw_in = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -214,14 +210,13 @@ def backward_kernel(
         mask = valid[:, None] & (col < C)[None, :]
         inv = tl.load(INV + row, mask=valid, other=0.0)
         inv_out = tl.load(INV_OUT + row, mask=valid, other=0.0)
-        h = load(H, row, col, h_stride, mask)
-        a = load(A, row, col, a_stride, mask)
         # The input norm
+        h = load(H, row, col, h_stride, mask)
         q = load(DY, row, col, dy_stride, mask) * inv[:, None]
         if DW_IN is not None:
             dw_in += q * h
         if W_IN is not None:
-            q = q * w_in
+            q = q * load_vector(W_IN, col, C)
         dot = tl.load(DOT + row, mask=valid, other=0.0) if DOT is not None else tl.sum(q * h, 1)
         if DS is not None:
             dot += inv * tl.load(DS + row, mask=valid, other=0.0)
@@ -231,11 +226,12 @@ def backward_kernel(
         dx = dx.to(DX.dtype.element_ty).to(tl.float32)
         store(DX, row, col, C, dx, mask)
         # The output norm
+        a = load(A, row, col, a_stride, mask)
         r = dx * inv_out[:, None]
         if DW_OUT is not None:
             dw_out += r * a
         if W_OUT is not None:
-            r = r * w_out
+            r = r * load_vector(W_OUT, col, C)
         if DOT_OUT is not None:
             dot_out = tl.load(DOT_OUT + row, mask=valid, other=0.0)
         else:
@@ -308,7 +304,10 @@ def norm_add_norm_backward(dy, dh, ds, h, a, w_out, w_in, inv_rms, inv_out, gain
     w_out = rows.vector(w_out)
     w_in = rows.vector(w_in)
     strides = (rows.stride(dy), rows.stride(dh), rows.stride(h), rows.stride(a))
-    work = rows.split(h, channels, rows.BACKWARD)
+    # A kernel before takes the sums of a row beyond WHOLE; its tiles may then be narrower, and with
+    # four streams and two sums over rows WHOLE columns are more than registers hold in float32.
+    widest = rows.WHOLE if channels <= rows.WHOLE else rows.WHOLE // 2
+    work = rows.split(h, channels, rows.BACKWARD, widest)
     # (programs, C), summed over programs at the end
     dw_out = rows.partial_sums(work.programs, w_out, gains)
     dw_in = rows.partial_sums(work.programs, w_in, gains)

@@ -35,6 +35,8 @@ def arguments(dtype=torch.float64, n=3, C=10, grad=True):
     both = {
         "rms_norm": (x, w, b, EPS, 2, 3),
         "add_rms_norm": (x, a, w, b, EPS, 1, C),
+        "add_normed": (x, a, w, EPS),
+        "norm_add_norm": (x, a, w, b, EPS),
         "layer_norm": (x, w, b, EPS),
         "shared_rms_scale": (x, s, w),
         "add_shared_rms_scale": (x, a, s, w),
@@ -56,7 +58,8 @@ def operator(name):
 
 def constant_outputs(name):
     """Outputs that are declared to carry no gradient."""
-    return {"layer_norm": (1, 2), "taper_norm": (1,)}.get(name, ())
+    places = {"add_normed": (1,), "norm_add_norm": (3,), "layer_norm": (1, 2), "taper_norm": (1,)}
+    return places.get(name, ())
 
 
 def only_differentiable(name, outputs):
@@ -144,6 +147,7 @@ def backward_arguments(dtype=torch.float32):
         "shared_rms_scale_backward": (dy, dh, x, s, w, True),
         "taper_norm_backward": (dy, x, w, None, gate_c, s, True),
         "scaled_activation_backward": (dy, x, s, b, "gelu", True),
+        "norm_add_norm_backward": (dy, dh, s, x, dh, w, b, s, s, True),
     }
 
 
@@ -238,6 +242,145 @@ def test_the_gradient_through_inv_rms_is_there_for_those_who_do_not_detach():
     assert (x.grad.double() - wide.grad).norm() <= 3e-7 * wide.grad.norm()
 
 
+# ---------------------------------------------------------------------- output norm + add + norm
+
+
+def plain_boundary(x, a, w_out, w_in):
+    """(y, h, inv_rms) as one writes it, for autograd."""
+    d = a * (a.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    h = x + (d if w_out is None else d * w_out)
+    s = (h.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    return (h * s if w_in is None else h * s * w_in), h, s
+
+
+def boundary_inputs(w_out=True, w_in=True, dtype=torch.float64, shape=(3, 5, 17)):
+    x, a = (draw(*shape, seed=i, dtype=dtype).to(DEVICE).requires_grad_() for i in (0, 1))
+    gains = (
+        draw(shape[-1], seed=2 + i, dtype=dtype).to(DEVICE).requires_grad_() if wanted else None
+        for i, wanted in enumerate((w_out, w_in))
+    )
+    return x, a, *gains
+
+
+def relative_error(actual, exact):
+    return (actual.double() - exact).norm() / exact.norm()
+
+
+GAINS = [(True, True), (True, False), (False, True), (False, False)]
+
+
+@pytest.mark.parametrize(("w_out", "w_in"), GAINS)
+def test_the_boundary_of_a_sandwich_is_its_plain_composition(w_out, w_in):
+    """Outputs, gradients through each subset of them, and second derivatives, in float64."""
+    given = boundary_inputs(w_out, w_in)
+    leaves = [tensor for tensor in given if tensor is not None]
+    ours, exact = kernels.norm_add_norm(*given, EPS), plain_boundary(*given)
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert relative_error(mine, theirs) <= 1e-12
+    upstream = [torch.randn_like(output) for output in exact]
+    for chosen in ([0], [1], [2], [0, 1], [1, 2], [0, 1, 2]):
+        gradients = [
+            torch.autograd.grad(
+                [outputs[i] for i in chosen],
+                leaves,
+                [upstream[i] for i in chosen],
+                retain_graph=True,
+                materialize_grads=True,
+            )
+            for outputs in (ours, exact)
+        ]
+        for mine, theirs in zip(*gradients, strict=True):
+            assert (mine - theirs).norm() <= 1e-12 * theirs.norm(), chosen
+    h = kernels.add_normed(*given[:3], EPS)
+    assert relative_error(h, exact[1]) <= 1e-12
+    wanted = [tensor for tensor in given[:3] if tensor is not None]
+    gradients = [
+        torch.autograd.grad(f, wanted, upstream[1]) for f in (h, plain_boundary(*given)[1])
+    ]
+    for mine, theirs in zip(*gradients, strict=True):
+        assert relative_error(mine, theirs) <= 1e-12
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_second_derivatives_of_the_boundary(place):
+    given = boundary_inputs(shape=(4, 9))
+
+    def second(function):
+        total = function(*given)[place].sin().sum()
+        first = torch.autograd.grad(total, given[:3], create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), given[:3])
+
+    functions = [lambda *v: kernels.norm_add_norm(*v, EPS), plain_boundary]
+    if place == 1:
+        functions.insert(1, lambda x, a, w, _: (None, kernels.add_normed(x, a, w, EPS)))
+    *ours, exact = (second(function) for function in functions)
+    for gradients in ours:
+        for mine, theirs in zip(gradients, exact, strict=True):
+            assert relative_error(mine, theirs) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
+def test_the_boundary_compiles_to_one_graph_with_the_same_gradients(stream, kind):
+    """Of a torch.autograd.Function with several outputs that are used, and one that is not."""
+    x, a, w_out, w_in = boundary_inputs(dtype=torch.float32, shape=(2, 3, 24))
+    x, a = x.detach().to(stream).requires_grad_(), a.detach().to(kind).requires_grad_()
+
+    def function(x, a, w_out, w_in):
+        y, h, _ = kernels.norm_add_norm(x, a, w_out, w_in, EPS, "torch")
+        return kernels.add_normed(h, y.to(kind), w_out, EPS, "torch"), y
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found = []
+    for run in (function, compiled):
+        outputs = run(x, a, w_out, w_in)
+        assert {output.dtype for output in outputs} == {stream}
+        seeds = [draw(*y.shape, seed=9 + i, dtype=y.dtype).to(y) for i, y in enumerate(outputs)]
+        found.append([*outputs, *torch.autograd.grad(outputs, (x, a, w_out, w_in), seeds)])
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+def test_the_boundary_in_function_transforms():
+    given = [tensor.detach() for tensor in boundary_inputs(shape=(5, 9))]
+
+    def gradients(function):
+        def loss(*v):
+            y, h, s = function(*v)
+            return y.sin().sum() + h.cos().sum() + s.sum()
+
+        whole = torch.func.grad(loss, (0, 1, 2, 3))(*given)
+        rows = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)), (0, 0, None, None))
+        return *whole, *rows(given[0][:, None], given[1][:, None], *given[2:])
+
+    pairs = zip(gradients(lambda *v: kernels.norm_add_norm(*v, EPS)), gradients(plain_boundary))
+    for mine, theirs in pairs:
+        assert relative_error(mine, theirs) <= 1e-12
+
+
+@pytest.mark.parametrize("chosen", [[0], [1], [2], [1, 2]])
+def test_a_kernel_gets_gradients_of_any_outputs(chosen):
+    """Of inv_rms alone too; where y is not used only the output norm's kernel runs."""
+    given = boundary_inputs(dtype=torch.float32)
+    wide = [tensor.detach().double().requires_grad_() for tensor in given]
+    ours, exact = kernels.norm_add_norm(*given, EPS, mode="triton"), plain_boundary(*wide)
+    found = [
+        torch.autograd.grad(
+            [outputs[i] for i in chosen],
+            leaves,
+            [
+                draw(*outputs[i].shape, seed=20 + i, dtype=torch.float32).to(outputs[i])
+                for i in chosen
+            ],
+            materialize_grads=True,
+        )
+        for outputs, leaves in ((ours, given), (exact, wide))
+    ]
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine.double() - theirs).norm() <= 1e-6 * theirs.norm()
+
+
 # ----------------------------------------------------------------------------------------- dispatch
 
 
@@ -317,6 +460,10 @@ def test_without_triton_or_gpu_auto_works_and_triton_says_what_to_do(prelude, me
             "float64 statistic",
         ),
         (lambda x, w: kernels.add_rms_norm(x, x.double(), w, EPS, mode="triton"), "float64"),
+        (lambda x, w: kernels.norm_add_norm(x, x.double(), w, w, EPS, mode="triton"), "float64"),
+        (lambda x, w: kernels.norm_add_norm(x, x[:1], w, w, EPS, mode="triton"), "1, 8"),
+        (lambda x, w: kernels.norm_add_norm(x, x, w, w[:3], EPS, mode="triton"), "3"),
+        (lambda x, w: kernels.add_normed(x, x, w[:3], EPS, mode="triton"), "3"),
         (
             lambda x, w: kernels.add_shared_rms_scale(x, x.double(), x[:, :1], w, mode="triton"),
             "float64",

@@ -111,10 +111,49 @@ def test_a_share_of_the_full_product_has_all_values():
 # ---------------------------------------------------------------------------- operators and float64
 
 
+class Rounded(torch.autograd.Function):
+    """Stand for a sum by what the kernel rounded it to; the gradient is the sum's."""
+
+    @staticmethod
+    def forward(ctx, total, rounded):
+        return rounded.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def kept_sum(t, total):
+    """The residual stream h of an operator that adds: the kernel's, which `total` is checked by."""
+    t.total = total.detach()
+    return Rounded.apply(total, t.rounded)
+
+
 def exact_rms(t, h, groups=1, counted=None):
     parts = h.unflatten(-1, (groups, -1))
     inv = (parts[..., :counted].square().mean(-1, keepdim=True) + EPS).rsqrt()
     return gain_and_bias((parts * inv).flatten(-2), t), inv.squeeze(-1)
+
+
+def exact_add_rms(t):
+    h = kept_sum(t, t.x + t.a)
+    y, inv = exact_rms(t, h)
+    return y, h, inv
+
+
+def exact_add_shared(t):
+    h = kept_sum(t, t.x + t.a)
+    return gain_and_bias(h * t.s, t), h
+
+
+def exact_add_normed(t):
+    return (kept_sum(t, t.x + exact_rms(t, t.a)[0]),)
+
+
+def exact_norm_add_norm(t):
+    (h,) = exact_add_normed(t)
+    y, inv = exact_rms(SimpleNamespace(w=t.wt, b=None), h)
+    return y, h, inv
 
 
 def exact_layer(t):
@@ -150,8 +189,8 @@ def groups_of(C):
     return next(n for n in (8, 5, 4, 3, 2, 1) if C % n == 0)
 
 
-# name: (inputs, the operator, the same in float64). With "a" among the inputs, t.h is the kernel's
-# rounded x + a.
+# name: (inputs, the operator, the same in float64). With "a" among the inputs the operator adds,
+# and what follows is of the kernel's rounded sum.
 OPERATORS = {
     "rms": (
         "xw",
@@ -176,7 +215,17 @@ OPERATORS = {
     "add_rms": (
         "xaw",
         lambda t: kernels.add_rms_norm(t.x, t.a, t.w, EPS, mode="triton"),
-        lambda t: (exact_rms(t, t.h)[0], t.h, exact_rms(t, t.h)[1]),
+        exact_add_rms,
+    ),
+    "add_normed": (
+        "xaw",
+        lambda t: (kernels.add_normed(t.x, t.a, t.w, EPS, mode="triton"),),
+        exact_add_normed,
+    ),
+    "norm_add_norm": (
+        "xawv",
+        lambda t: kernels.norm_add_norm(t.x, t.a, t.w, t.wt, EPS, mode="triton"),
+        exact_norm_add_norm,
     ),
     "layer": (
         "xw",
@@ -196,7 +245,7 @@ OPERATORS = {
     "add_shared": (
         "xaw",
         lambda t: kernels.add_shared_rms_scale(t.x, t.a, t.s, t.w, mode="triton"),
-        lambda t: (gain_and_bias(t.h * t.s, t), t.h),
+        exact_add_shared,
     ),
     "taper": (
         "xwv",
@@ -294,20 +343,19 @@ def gradients_of(outputs, grads, wanted):
 
 
 def in_double(t, h):
-    """The same inputs as float64 leaves; h, if the operator adds, is one itself: what the kernel
-    rounded it to.
-    """
+    """The same inputs as float64 leaves, and h, if the operator adds, as the kernel rounded it."""
     twin = SimpleNamespace(**vars(t))
     for field in (*DIFFERENTIABLE, "s", "gate_c"):
         value = getattr(t, field)
         setattr(twin, field, None if value is None else value.detach().double().contiguous())
-    twin.h = None if h is None else h.detach().double().requires_grad_()
+    twin.rounded = None if h is None else h.detach().double()
     return twin
 
 
-def check(actual, expected, what, floor=0.0):
+def check(actual, expected, what, floor=0.0, tolerance=0.0):
     """Same NaN and inf; elsewhere the relative L2 error that the type allows, or absolutely
-    `floor`. The type allows TOLERANCE, and never less than the exact result rounded to it has.
+    `floor`. The type allows TOLERANCE, or `tolerance` if that is more, and never less than the
+    exact result rounded to it has.
     """
     assert actual.shape == expected.shape, what
     wide = actual.double()
@@ -324,7 +372,8 @@ def check(actual, expected, what, floor=0.0):
         over = (error.abs() - rounding * size.abs()).max() if error.numel() else 0.0
         assert over <= floor, f"{what}: absolute error {over:.2e}, allowed {floor:.2e}"
     else:
-        allowed = torch.maximum(TOLERANCE[actual.dtype] * size.norm(), 1.001 * nearest)
+        relative = max(TOLERANCE[actual.dtype], tolerance)
+        allowed = torch.maximum(relative * size.norm(), 1.001 * nearest)
         assert error.norm() <= allowed, f"{what}: {error.norm() / size.norm():.2e}"
 
 
@@ -376,25 +425,26 @@ def check_case(name, case):
     grads = upstream(case, outputs)
     kept = [None if grad is None else grad.clone() for grad in grads]
     gradients = gradients_of(outputs, grads, leaves(t))
-    adds = t.a is not None
-    twin = in_double(t, outputs[1] if adds else None)
-    roots = [twin.h, *leaves(twin, ("w", "b", "wt"))] if adds else leaves(twin)
+    place = None if t.a is None else min(1, len(outputs) - 1)  # of h
+    twin = in_double(t, None if place is None else outputs[place])
+    roots = leaves(twin)
     expected = OPERATORS[name][2](twin)
     wide = gradients_of(
         expected, [None if grad is None else grad.double() for grad in grads], roots
     )
-    wide = (wide[0], wide[0], *wide[1:]) if adds else wide
-    floors = allowed_at_one_channel(name, t, grads) if case.C == 1 else {}
+    floors = allowed_at_one_channel(name, t, outputs, grads) if case.C == 1 else {}
     for i, (actual, exact) in enumerate(zip(outputs, expected, strict=True)):
-        if not (adds and i == 1):
-            check(actual.detach(), exact.detach(), f"{case}: output {i}")
-    if adds:
-        check(outputs[1].detach(), t.x.detach().double() + t.a.detach().double(), f"{case}: h")
+        exact = twin.total if i == place else exact.detach()
+        check(actual.detach(), exact, f"{case}: output {i}")
     for field, actual, exact in zip(leaves_of(t), gradients, wide, strict=True):
         assert (actual is None) == (exact is None), f"{case}: gradient of {field}"
         if exact is not None:
             assert actual.dtype == getattr(t, field).dtype
-            check(actual, exact, f"{case}: gradient of {field}", floors.get(field, 0.0))
+            # dx is rounded before the gradients of the output norm are computed from it
+            rounded = name == "norm_add_norm" and field in ("a", "w") and case.given != "other"
+            tolerance = 1.5 * TOLERANCE[case.dtype] if rounded else 0.0
+            floor = floors.get(field, 0.0)
+            check(actual, exact, f"{case}: gradient of {field}", floor, tolerance)
     for tensor, old in [*zip(given, before), *zip(grads, kept)]:
         assert tensor is old or torch.equal(tensor, old), f"{case}: an input was written to"
     check_guards()
@@ -428,11 +478,13 @@ def leaves_of(t):
 WITH_STATISTIC = ("rms", "rms_bias", "partial", "group", "add_rms", "layer", "layer_bias", "taper")
 
 
-def allowed_at_one_channel(name, t, grads):
+def allowed_at_one_channel(name, t, outputs, grads):
     """With C = 1, y is x's sign, and x's gradient a small difference of large terms, so that a
     relative error says nothing; one sum over rows that cancel stands for a whole gain. Allowed is
     1e-6 of the largest term, beside the rounding of a 16-bit result.
     """
+    if name in ("add_normed", "norm_add_norm"):
+        return allowed_with_an_output_norm(t, outputs, grads)
     if name not in WITH_STATISTIC or grads[0] is None:
         return {}
     largest = grads[0] * t.s if t.w is None else grads[0] * t.s * t.w
@@ -440,6 +492,28 @@ def allowed_at_one_channel(name, t, grads):
         largest = largest.abs() + grads[-1].abs() * t.s**2
     of_x, of_w = (1e-6 * float(terms.detach().abs().max()) for terms in (largest, grads[0]))
     return {"x": of_x, "a": of_x, "w": of_w}
+
+
+def allowed_with_an_output_norm(t, outputs, grads):
+    """The same for each norm in turn. The second one takes the rounded gradient of the first."""
+    dy, dh, ds = (None, *grads, None) if len(outputs) == 1 else grads
+    h = outputs[0 if len(outputs) == 1 else 1].detach().double()
+    terms = torch.zeros_like(h)
+    if dy is not None:
+        s = (h.square() + EPS).rsqrt()
+        terms += (dy * s if t.wt is None else dy * s * t.wt.detach()).abs()
+        terms += 0.0 if ds is None else ds.abs() * s**2
+    terms += 0.0 if dh is None else dh.abs()
+    p = (t.a.detach().double().square() + EPS).rsqrt()
+    through = terms * p if t.w is None else terms * p * t.w.detach().abs()
+    terms, through = (values[values.isfinite()] for values in (terms, through))  # others are NaN
+    step = 1e-6 if t.x.dtype == torch.float32 else torch.finfo(t.x.dtype).eps
+    allowed = {
+        "x": 1e-6 * float(terms.max()),
+        "a": step * float(through.max()),
+        "w": step * float(terms.sum()),
+    }
+    return allowed if dy is None else allowed | {"wt": 1e-6 * float(dy.abs().max())}
 
 
 @pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
