@@ -183,6 +183,21 @@ def variants(channels: int) -> Iterator[tuple[str, Callable]]:
         "shared_rms_scale_backward, frozen",
         lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, False),
     )
+    # a bfloat16 product on a float32 stream (train.py's autocast)
+    h = meta(ROWS, C)
+    yield "norm_add_norm, autocast", lambda: sandwich.norm_add_norm(h, x, w, w, eps)
+    yield (
+        "norm_add_norm_backward, autocast",
+        lambda: sandwich.norm_add_norm_backward(h, h, None, h, x, w, w, s, s, True),
+    )
+    yield (
+        "norm_add_norm_backward, ds",
+        lambda: sandwich.norm_add_norm_backward(x, x, s, x, x, w, w, s, s, True),
+    )
+    yield (
+        "norm_add_norm_backward, no gain",
+        lambda: sandwich.norm_add_norm_backward(x, x, None, x, x, None, None, s, s, True),
+    )
     yield (
         "taper_norm_backward, no gain",
         lambda: taper.taper_norm_backward(x, x, None, None, meta(2), s, True),

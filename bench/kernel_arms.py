@@ -58,6 +58,14 @@ def plain_add_rms(x: Tensor, a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return plain_rms(h := x + a, w), h
 
 
+def plain_add_normed(x: Tensor, a: Tensor, w: Tensor) -> Tensor:
+    return x + plain_rms(a, w)
+
+
+def plain_norm_add_norm(x: Tensor, a: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    return plain_rms(h := x + plain_rms(a, w), u), h
+
+
 def plain_add_scale(x: Tensor, a: Tensor, s: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return plain_scale(h := x + a, s, w), h
 
@@ -81,6 +89,20 @@ OPERATORS = {
         lambda mode: lambda x, a, w: kernels.add_rms_norm(x, a, w, EPS, mode=mode)[:2],
         plain_add_rms,
         (4, 4),
+    ),
+    # Backward without an input norm: the gradient of x is that of h, which is not copied.
+    "add_normed": Operator(
+        "xaw",
+        lambda mode: lambda x, a, w: kernels.add_normed(x, a, w, EPS, mode),
+        plain_add_normed,
+        (3, 3),
+    ),
+    "norm_add_norm": Operator(
+        "xawu",
+        lambda mode: lambda x, a, w, u: kernels.norm_add_norm(x, a, w, u, EPS, mode)[:2],
+        plain_norm_add_norm,
+        (4, 6),
+        2,
     ),
     "shared_rms_scale": Operator(
         "xsw",
@@ -113,6 +135,24 @@ OPERATORS = {
         (2, 3),
     ),
 }
+
+# Our own functions one after the other, where one operator does it all: what the fusion is worth.
+
+
+def unfused_add_normed(mode: str) -> Function:
+    return lambda x, a, w: kernels.add_residual(x, kernels.rms_norm(a, w, EPS, mode=mode)[0])
+
+
+def unfused_norm_add_norm(mode: str) -> Function:
+    def run(x: Tensor, a: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        d, _ = kernels.rms_norm(a, w, EPS, mode=mode)
+        return kernels.add_rms_norm(x, d, u, EPS, mode=mode)[:2]
+
+    return run
+
+
+UNFUSED = "unfused"
+IN_PARTS = {"add_normed": unfused_add_normed, "norm_add_norm": unfused_norm_add_norm}
 
 # The activations without their scale, by PyTorch's own functions: no rivals, they compute less.
 UNSCALED = "torch, unscaled"
@@ -184,6 +224,8 @@ def arms_of(
     missing = []
     arms = {"triton": operator.ours("triton")} if device.type == "cuda" else {}
     arms |= {"reference": operator.ours("torch"), "torch": operator.plain}
+    if name in IN_PARTS:
+        arms[UNFUSED] = IN_PARTS[name]("triton" if device.type == "cuda" else "torch")
     if name in UNSCALED_ACTIVATIONS:
         arms[UNSCALED] = UNSCALED_ACTIVATIONS[name]
     if compiled:

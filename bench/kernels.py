@@ -6,7 +6,8 @@
 Share of copy bandwidth: the time of a plain copy that moves the fewest bytes the operator needs,
 over the arm's own; 100 % is as fast as memory allows. All arms and the copy take turns in a new
 random order each round, and every figure is the median of the rounds' ratios (common/stats.py).
-Gains are float32, as in training.
+Gains are float32, as in training. `unfused` are our own kernels one after the other, where one
+operator does it all.
 
 On a GPU, every call has its own inputs and outputs, more than the L2 cache holds, so that it finds
 a cold cache. Calls are captured in CUDA graphs, so that no time of the host counts. Other libraries
@@ -31,7 +32,15 @@ import torch._functorch.config
 from torch import Tensor
 from tqdm import tqdm
 
-from bench.kernel_arms import OPERATORS, UNSCALED, Function, Operator, arms_of, make_inputs
+from bench.kernel_arms import (
+    OPERATORS,
+    UNFUSED,
+    UNSCALED,
+    Function,
+    Operator,
+    arms_of,
+    make_inputs,
+)
 from common.environment import installed, timing_environment
 from common.errors import ConfigError, UserError, run_program
 from common.output import card, made_with, markdown, span, write_results
@@ -286,6 +295,7 @@ LOOKS = {
     "Liger": ("#E69F00", "v"),
     "quack": ("#56B4E9", "P"),
     "flash-attn": ("#000000", "X"),
+    UNFUSED: ("#F0E442", "<"),
     UNSCALED: ("#999999", "*"),
 }
 

@@ -129,6 +129,8 @@ OPERATORS = (
     "layer_norm",
     "add_rms_norm",
     "taper_norm",
+    "norm_add_norm",
+    "add_normed",
     "shared_rms_scale",
     "add_shared_rms_scale",
     "scaled_gelu",
@@ -138,7 +140,8 @@ OPERATORS = (
 
 def kernels(folder: Path) -> Iterator[Target]:
     """Yield shares of a copy's bandwidth in the same run, and times of other implementations."""
-    points = figures(folder, "kernels/norms/kernels.jsonl", "kernels/coupled/kernels.jsonl")
+    files = (f"kernels/{stage}/kernels.jsonl" for stage in ("norms", "sandwich", "coupled"))
+    points = figures(folder, *files)
     for (operator, phase), (wide_aim, narrow_aim) in SHARES.items():
         its = [line for line in points if (line["operator"], line["phase"]) == (operator, phase)]
         wide = [line for line in its if line["channels"] >= WIDE]

@@ -207,6 +207,7 @@ every_stage() {
   decode 1 "${models[@]}"
   train_speed train_bfloat16 "$main" --residual=autocast
   kernels norms rms_norm,layer_norm,add_rms_norm,taper_norm
+  kernels sandwich norm_add_norm,add_normed
   kernels coupled shared_rms_scale,add_shared_rms_scale,scaled_gelu,scaled_swiglu
   stage taper 5 env "OUT=$out/taper" repro/taper_throughput.sh
   for shape in gpt2 bert opt; do folds $shape --batch=2 --lengths=256,1024,4096; done

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bench import kernel_arms, kernels
-from bench.kernel_arms import OPERATORS, UNSCALED, arms_of, make_inputs
+from bench.kernel_arms import IN_PARTS, OPERATORS, UNFUSED, UNSCALED, arms_of, make_inputs
 from bench.kernels import Case, KernelBenchConfig
 from common.errors import ConfigError, UserError
 from common.stats import paired_times
@@ -44,6 +44,7 @@ def test_a_run_on_a_cpu_writes_table_plot_and_records(tmp_path, capsys):
         arms = {"reference", "torch"} | (
             {UNSCALED} if row["operator"].startswith("scaled_") else set()
         )
+        arms |= {UNFUSED} if row["operator"] in IN_PARTS else set()
         assert set(row["share"]) == set(row["seconds"]) == arms and row["ours"] == "reference"
         assert min(row["share"].values()) > 0 and row["copy_bytes_per_s"] > 0
         assert set(row["time_over_ours"]) == arms - {"reference"} and row["missing"] == []
@@ -60,6 +61,10 @@ def test_a_run_on_a_cpu_writes_table_plot_and_records(tmp_path, capsys):
         ("rms_norm", 2 * 256 + 32, 3 * 256 + 32),
         ("layer_norm", 2 * 256 + 64, 3 * 256 + 64),
         ("add_rms_norm", 4 * 256 + 32, 4 * 256 + 32),
+        # the gradient of x is that of h, so it is not written again
+        ("add_normed", 3 * 256 + 32, 3 * 256 + 32),
+        # unfused: 6 forward, 7 backward; two statistics
+        ("norm_add_norm", 4 * 256 + 64, 6 * 256 + 64),
         ("shared_rms_scale", 2 * 256 + 32, 3 * 256 + 32),
         ("add_shared_rms_scale", 4 * 256 + 32, 4 * 256 + 32),
         ("scaled_gelu", 2 * 256 + 32, 3 * 256 + 32),
@@ -76,6 +81,8 @@ def test_fewest_bytes(name, forward, backward):
 def test_ours_and_the_plain_formula_agree(name, dtype):
     case = Case(OPERATORS[name], 64, 48, dtype, CPU)
     assert case.error(OPERATORS[name].ours("torch")) <= 4 * torch.finfo(dtype).eps
+    if name in IN_PARTS:
+        assert case.error(IN_PARTS[name]("torch")) <= 4 * torch.finfo(dtype).eps
     wanted = [value for value in case.sets[0] if value.requires_grad]
     assert {value.shape for value in wanted} <= {(64, 48), (64, 96), (48,)} and len(wanted) >= 1
 

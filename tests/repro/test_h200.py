@@ -142,7 +142,7 @@ def test_each_stage_fits_into_the_minutes_that_the_head_names(campaign, tmp_path
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards/meta.json").write_text("{}")
     printed = ended(campaign("", MINUTES="9.5", DATA="shards"), 1)
-    assert "no time left" not in printed and len(noted(tmp_path)) == 61
+    assert "no time left" not in printed and len(noted(tmp_path)) == 62
 
 
 def test_a_distillation_that_fails_is_not_done(campaign, tmp_path):
@@ -290,7 +290,7 @@ def test_every_stage_says_what_its_program_understands(tmp_path, monkeypatch):
             # what sweep.sh checks, and what runs become
             assert program in ("-c", "report.py", "repro/h200.py")
     assert seen >= {*PROGRAMS, "train.py", "-m", "repro/h200.py"}
-    assert len(set(names)) == len(names) == 61
+    assert len(set(names)) == len(names) == 62
 
 
 def test_what_a_run_logs_at_its_end_is_kept(tmp_path):
