@@ -233,12 +233,12 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 class AddNormed(torch.autograd.Function):
     """Compute h = x + N(a), with N an RMSNorm of gain w_out.
 
-    What a sublayer returns is normalised before it is added (OLMo Team 2024, OLMo 2, equations 1
-    and 2).
+    What a sublayer returns is normalised before it is added (OLMo Team 2024, OLMo 2).
 
     It is written by hand because of what inductor makes of it. Kept for backward is a alone, which
-    the product before wrote anyway, and one statistic a row. In a bfloat16 stream of 768 channels
-    the boundary moves 17.9 kB a token, forward and backward, and 23.2 kB by autograd.
+    the product before wrote anyway, and one statistic a row. Between products in a bfloat16 stream
+    of 768 channels it moves 17.9 kB a token this way, forward and backward with the adds of
+    gradients, and 23.2 kB by autograd (counted as in bench/bytes.py).
     """
 
     generate_vmap_rule = True  # for torch.func
@@ -302,9 +302,9 @@ class NormAddNorm(torch.autograd.Function):
     It is written by hand because of what is kept for backward: h, which lives on as the residual
     stream, a, which the product before wrote anyway, and two statistics a row. x is not kept, for
     the gradient of a sum needs no summand. a has to be: h - x is N_out(a) without the digits that
-    the sum rounded off. In a bfloat16 stream of 768 channels inductor makes 17.3 kB a token of it,
-    forward and backward, and 21.9 kB of what autograd derives from the plain formula, where the
-    gradient of h passes between two kernels in float32.
+    the sum rounded off. Between products in a bfloat16 stream of 768 channels inductor's kernels
+    move 17.3 kB a token this way, forward and backward, and 21.9 kB by autograd, where the gradient
+    of h passes from one kernel to another in float32 (counted as in bench/bytes.py).
     """
 
     generate_vmap_rule = True  # for torch.func

@@ -1,12 +1,13 @@
-"""Triton kernels of the boundary between two sublayers with an output norm: h = x + N_out(a), and
-y = N_in(h) where an input norm follows.
+"""Triton kernels of a sublayer's output norm with the residual add: h = x + N_out(a), and with the
+input norm of the next sublayer y = N_in(h). Both norms are RMSNorms.
 
-Forward reads x and a once for both statistics. Backward computes the gradients of both norms in one
-pass; without an input norm it is RMSNorm's kernel (row_norm.py), because the gradient of x is that
-of h. The functions have the signatures of reference.py, which says what they compute.
+Forward reads x and a once and takes both statistics from that. Backward computes the gradients of
+both norms in one pass over the rows: it reads dy, dh, h and a, and writes dx and da. Without an
+input norm the gradient of x is that of h, and RMSNorm's kernel (row_norm.py) computes that of a.
+The functions have the signatures of reference.py, which says what they compute.
 
-Long rows are treated as in row_norm.py, and kernel arguments are named as there. W_OUT, INV_OUT
-belong to N_out, W_IN and INV to N_in. DX is the gradient of x, which is that of h in all.
+Long rows are treated as in row_norm.py, and kernel arguments are named as there. W_OUT and INV_OUT
+belong to N_out, W_IN and INV to N_in. DX is the whole gradient of h, which is that of x.
 """
 
 import torch
@@ -225,7 +226,8 @@ def backward_kernel(
             dx += load(DH, row, col, dh_stride, mask)
         dx = dx.to(DX.dtype.element_ty).to(tl.float32)
         store(DX, row, col, C, dx, mask)
-        # The output norm
+        # The output norm. a is read only here: before the store of dx it would take registers that
+        # at 8192 columns are not there.
         a = load(A, row, col, a_stride, mask)
         r = dx * inv_out[:, None]
         if DW_OUT is not None:
