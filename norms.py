@@ -27,11 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import (
+    add_normed,
     add_residual,
     add_rms_norm,
     add_shared_rms_scale,
     add_then,
     layer_norm,
+    norm_add_norm,
     rms_norm,
     shared_rms_scale,
 )
@@ -419,8 +421,18 @@ class OutputNorm(Norm):
     def forward(
         self, x: Tensor, delta: Tensor, inv_rms: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        delta, _ = self.output.normalize(delta, None)
-        return self.input(x, delta, inv_rms)
+        output = self.output
+        following = self.input
+        if is_plain_rms(output) and is_plain_rms(following):
+            # one kernel for both statistics and the sum
+            return norm_add_norm(
+                x, delta, output.gain, following.gain, output.eps, following.eps, self.kernels
+            )
+        if is_plain_rms(output) and isinstance(following, NoNorm):
+            h = add_normed(x, delta, output.gain, output.eps, self.kernels)
+            return h, h, None
+        delta, _ = output.normalize(delta, None)
+        return following(x, delta, inv_rms)
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self.input.normalize(x, inv_rms)
@@ -440,6 +452,12 @@ class OutputNorm(Norm):
             if f"{prefix}{name}" in state_dict:
                 state_dict[f"{prefix}input.{name}"] = state_dict.pop(f"{prefix}{name}")
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def is_plain_rms(norm: Norm) -> bool:
+    """Is it an RMSNorm with one statistic and without a bias, as the kernels of OutputNorm are?"""
+    is_whole = type(norm) is RMSNorm and norm.is_whole
+    return is_whole and norm.bias is None and norm.anchor is None
 
 
 class GatedRMSNorm(nn.Module):

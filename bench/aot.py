@@ -107,7 +107,7 @@ def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[
         lambda: row_norm.rms_norm_backward(x, x, None, x, w, None, s, C, True),
     )
     yield "add_normed", lambda: sandwich.add_normed(x, x, w, eps)
-    yield "norm_add_norm", lambda: sandwich.norm_add_norm(x, x, w, w, eps)
+    yield "norm_add_norm", lambda: sandwich.norm_add_norm(x, x, w, w, eps, eps)
     yield (
         "norm_add_norm_backward",
         lambda: sandwich.norm_add_norm_backward(x, x, None, x, x, w, w, s, s, True),
@@ -185,7 +185,7 @@ def variants(channels: int) -> Iterator[tuple[str, Callable]]:
     )
     # a bfloat16 product on a float32 stream (train.py's autocast)
     h = meta(ROWS, C)
-    yield "norm_add_norm, autocast", lambda: sandwich.norm_add_norm(h, x, w, w, eps)
+    yield "norm_add_norm, autocast", lambda: sandwich.norm_add_norm(h, x, w, w, eps, eps)
     yield (
         "norm_add_norm_backward, autocast",
         lambda: sandwich.norm_add_norm_backward(h, h, None, h, x, w, w, s, s, True),

@@ -99,7 +99,7 @@ OPERATORS = {
     ),
     "norm_add_norm": Operator(
         "xawu",
-        lambda mode: lambda x, a, w, u: kernels.norm_add_norm(x, a, w, u, EPS, mode)[:2],
+        lambda mode: lambda x, a, w, u: kernels.norm_add_norm(x, a, w, u, EPS, EPS, mode)[:2],
         plain_norm_add_norm,
         (4, 6),
         2,

@@ -245,6 +245,7 @@ def norm_add_norm(
     a: Tensor,
     w_out: Tensor | None,
     w_in: Tensor | None,
+    eps_out: float,
     eps: float,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,7 +259,8 @@ def norm_add_norm(
         a: what the sublayer returns, (..., C) like x, in any dtype.
         w_out: gain (C,) of the norm of a, or None.
         w_in: gain (C,) of the norm of h, or None.
-        eps: added to both mean squares.
+        eps_out: added to the mean square of a.
+        eps: added to that of h.
         mode: which implementation runs (see above).
 
     Returns:
@@ -267,7 +269,7 @@ def norm_add_norm(
     fits(x, w_out, w_in, add=a)
     # No adds_in_rows: the gradient of a comes from a reduction over each row, so inductor makes the
     # same kernels of (B, T, C) and of (B T, C).
-    y, h, inv_rms, _ = implementation(x, mode).norm_add_norm(x, a, w_out, w_in, eps)
+    y, h, inv_rms, _ = implementation(x, mode).norm_add_norm(x, a, w_out, w_in, eps_out, eps)
     return y, h, inv_rms
 
 

@@ -217,25 +217,25 @@ def _add_normed_gradient(ctx, dh, _inv_out):
 
 def _norm_add_norm_setup(ctx, inputs, output):
     """Save h, a, both gains and both statistics; h is kept anyway, as the residual stream."""
-    _, a, w_out, w_in, _ = inputs
+    _, a, w_out, w_in, _, _ = inputs
     _, h, inv_rms, inv_out = output
     ctx.mark_non_differentiable(inv_out)
     _save(ctx, h, a, w_out, w_in, inv_rms, inv_out)
 
 
 def _norm_add_norm_gradient(ctx, dy, dh, ds, _inv_out):
-    """Compute the gradients of (x, a, w_out, w_in, eps); the kernel adds dh."""
+    """Compute the gradients of (x, a, w_out, w_in, eps_out, eps); the kernel adds dh."""
     h, a, w_out, w_in, inv_rms, inv_out = ctx.saved_tensors
     if dy is not None:
         dx, da, dw_out, dw_in = norm_add_norm_backward(
             dy, dh, ds, h, a, w_out, w_in, inv_rms, inv_out, _gains(ctx, 2, 3)
         )
-        return dx, da, _wanted(dw_out), _wanted(dw_in), None
+        return dx, da, _wanted(dw_out), _wanted(dw_in), None, None
     # y was not used: only the output norm is left.
     if ds is not None:
         through = reference.inverse_rms_backward(ds, h, inv_rms, h.shape[-1])
         dh = through if dh is None else dh + through
-    return *_normed_gradients(ctx, dh, a, w_out, inv_out), None, None
+    return *_normed_gradients(ctx, dh, a, w_out, inv_out), None, None, None
 
 
 add_normed = operator(

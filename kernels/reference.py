@@ -311,16 +311,21 @@ class NormAddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, a: Tensor, w_out: Tensor | None, w_in: Tensor | None, eps: float
+        x: Tensor,
+        a: Tensor,
+        w_out: Tensor | None,
+        w_in: Tensor | None,
+        eps_out: float,
+        eps: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        h, inv_out = _add_normed(x, a, w_out, eps)
+        h, inv_out = _add_normed(x, a, w_out, eps_out)
         inv_rms = inverse_rms(h, eps)
         y = affine(scale_groups(h, inv_rms), w_in, None, inv_rms.dtype)
         return _rounded(y, x.dtype), h, inv_rms, inv_out
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        _, a, w_out, w_in, ctx.eps = inputs
+        _, a, w_out, w_in, ctx.eps_out, _ = inputs
         _, h, inv_rms, inv_out = output
         ctx.mark_non_differentiable(inv_out)
         ctx.save_for_backward(h, a, w_out, w_in, inv_rms, inv_out)
@@ -328,16 +333,16 @@ class NormAddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor, dh: Tensor, ds: Tensor, _) -> tuple[Tensor | None, ...]:
         h, a, w_out, w_in, inv_rms, inv_out = ctx.saved_tensors
-        inv_out = _unless_second(inv_out, a, ctx.eps)
-        _, _, *gains, _ = ctx.needs_input_grad
+        inv_out = _unless_second(inv_out, a, ctx.eps_out)
+        gains = ctx.needs_input_grad[2:4]
         dx, da, dw_out, dw_in = norm_add_norm_backward(
             dy, dh, ds, h, a, w_out, w_in, inv_rms, inv_out, any(gains)
         )
-        return dx, da, dw_out if gains[0] else None, dw_in if gains[1] else None, None
+        return dx, da, dw_out if gains[0] else None, dw_in if gains[1] else None, None, None
 
 
 def norm_add_norm(
-    x: Tensor, a: Tensor, w_out: Tensor | None, w_in: Tensor | None, eps: float
+    x: Tensor, a: Tensor, w_out: Tensor | None, w_in: Tensor | None, eps_out: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute h = x + N_out(a), rounded once, and y = N_in(h): see NormAddNorm.
 
@@ -346,13 +351,14 @@ def norm_add_norm(
         a: what the sublayer returns (..., C), in any type.
         w_out: gain of the norm of a, or None.
         w_in: gain of the norm of h, or None.
-        eps: of both norms.
+        eps_out: added to the mean square of a.
+        eps: added to the mean square of h.
 
     Returns:
         (y, h, inv_rms, inv_out): y and h in the type of x; the statistics of h and of a (..., 1).
         inv_out carries no gradient.
     """
-    return NormAddNorm.apply(x, a, w_out, w_in, eps)
+    return NormAddNorm.apply(x, a, w_out, w_in, eps_out, eps)
 
 
 def norm_add_norm_backward(

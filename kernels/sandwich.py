@@ -56,6 +56,7 @@ def forward_kernel(
     n_rows,
     x_stride,
     a_stride,
+    eps_out,
     eps,
     C: tl.constexpr,
     ROWS: tl.constexpr,
@@ -72,7 +73,7 @@ def forward_kernel(
         mask = valid[:, None] & (col < C)[None, :]
         a = load(A, row, col, a_stride, mask)
         x = load(X, row, col, x_stride, mask)
-        inv_out = inverse_rms(a * a, eps, C)
+        inv_out = inverse_rms(a * a, eps_out, C)
         h = add(x, a, inv_out, W_OUT, H, col, C)
         store(H, row, col, C, h, mask)
         if Y is not None:
@@ -85,7 +86,7 @@ def forward_kernel(
             mask = valid[:, None] & (col < C)[None, :]
             a = load(A, row, col, a_stride, mask)
             square += a * a
-        inv_out = inverse_rms(square, eps, C)
+        inv_out = inverse_rms(square, eps_out, C)
         square = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, C, COLUMNS):
             col = start + tl.arange(0, COLUMNS)
@@ -248,7 +249,7 @@ def backward_kernel(
 # ---------------------------------------------------------------------------------------- launchers
 
 
-def _forward(x, a, w_out, w_in, eps, has_input_norm):
+def _forward(x, a, w_out, w_in, eps_out, eps, has_input_norm):
     """Launch the forward kernel; y and inv are None without an input norm.
 
     Returns:
@@ -275,6 +276,7 @@ def _forward(x, a, w_out, w_in, eps, has_input_norm):
             x.shape[0],
             rows.stride(x),
             rows.stride(a),
+            eps_out,
             eps,
             C=channels,
             **work.meta,
@@ -284,13 +286,13 @@ def _forward(x, a, w_out, w_in, eps, has_input_norm):
 
 def add_normed(x, a, w_out, eps):
     """Compute reference.add_normed."""
-    _, h, _, inv_out = _forward(x, a, w_out, None, eps, has_input_norm=False)
+    _, h, _, inv_out = _forward(x, a, w_out, None, eps, eps, has_input_norm=False)
     return h, inv_out
 
 
-def norm_add_norm(x, a, w_out, w_in, eps):
+def norm_add_norm(x, a, w_out, w_in, eps_out, eps):
     """Compute reference.norm_add_norm."""
-    return _forward(x, a, w_out, w_in, eps, has_input_norm=True)
+    return _forward(x, a, w_out, w_in, eps_out, eps, has_input_norm=True)
 
 
 def norm_add_norm_backward(dy, dh, ds, h, a, w_out, w_in, inv_rms, inv_out, gains):
