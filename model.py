@@ -21,7 +21,7 @@ from configurator import key
 from kernels import scaled_activation
 from kernels.cross_entropy import cross_entropy
 from kernels.reference import KINDS, activate
-from norm_plan import SHARED, NormConfig, NormPlan
+from norm_plan import SHARED, NormConfig, NormPlan, recipe_of
 from norms import Handover, Norm
 
 # coupled_impl=auto folds if a batch has more than FOLD_PAYS * C tokens. Counted by bench/bytes.py
@@ -108,6 +108,12 @@ class GPTConfig(NormConfig):
         if 0 < self.vocab_size < self.n_vocab:
             raise ConfigError(
                 f"vocab_size={self.vocab_size} is smaller than n_vocab={self.n_vocab}: raise it"
+            )
+        if self.init == "torch" and recipe_of(self).init_factors(self.n_layer):
+            # They are relative to init_std and its 1 / sqrt(2 n_layer), which torch does not have.
+            raise ConfigError(
+                f"init=torch does not fit the initial factors of norm_type={self.norm_type}: "
+                "use init=gpt2, or norm_recipe=common"
             )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout}: give a probability below 1")

@@ -95,7 +95,7 @@ class NormConfig:
         "of the other norm types",
         ("paper", "common"),
     )
-    # True is what older configs say for head, False for auto.
+    # True is what older configs say for head, False for none.
     qk_norm: bool | str | None = key(
         None,
         "RMSNorm of queries and of keys; head: over the channels of each head, full: of all heads "
@@ -185,7 +185,9 @@ class NormConfig:
             hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(NORM_TYPES)}"
             raise ConfigError(f"unknown norm_type {self.norm_type!r}: {hint}")
         if isinstance(self.qk_norm, bool):
-            object.__setattr__(self, "qk_norm", "head" if self.qk_norm else None)
+            # None is what configs of today have where there is none anyway.
+            none = None if NORM_TYPES[self.norm_type].qk_norm == "none" else "none"
+            object.__setattr__(self, "qk_norm", "head" if self.qk_norm else none)
         # A key that would do nothing is a mistake of its user.
         for name, others in foreign_keys(self.norm_type).items():
             if getattr(self, name) != _default(name):
@@ -871,7 +873,7 @@ NORM_TYPES: dict[str, NormType] = {
     # LayerNorm scaling, arXiv 2502.05795, equation 12
     "lns": NormType(
         uniform("R"),
-        "RL",
+        "R",  # not L, whose bias would have to be scaled with the gain
         gain_kinds=("plain", "one_plus"),
         gain_scale=depth_scale,
         recipe=SAME_STD,
