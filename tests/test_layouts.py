@@ -1,0 +1,568 @@
+"""Every norm layout against an independent plain implementation, written from the papers.
+
+    python -m pytest tests/test_layouts.py
+
+The implementation here is of the whole GPT: functions over the tensors of a state_dict, in the
+shape of the papers' pseudo-code. It calls no norm of ours and reads no plan. In float64.
+"""
+
+import ast
+import inspect
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ROOT, close, draw, shake
+from torch import Tensor
+
+from common.errors import ConfigError
+from model import GPT, Block, GPTConfig, KVCache
+from norm_plan import NORM_TYPES, NormConfig, NormPlan
+
+L = 4
+GPT2 = GPTConfig(
+    vocab_size=20, block_size=8, n_layer=L, n_head=2, n_embd=16, init_std=0.2, bias=True
+)
+# A head has other than n_embd / n_head channels, and two query heads share each key.
+LLAMA = replace(
+    GPT2,
+    n_head=4,
+    n_kv_head=2,
+    head_dim=6,
+    n_inner=24,
+    activation="swiglu",
+    position="rope",
+    tie_embeddings=False,
+    bias=False,
+)
+SHAPES = {"gpt2": GPT2, "llama": LLAMA}
+IDX, TARGETS = torch.randint(20, (2, 3, 7), generator=torch.Generator().manual_seed(0))
+
+# The types that issue a layout or a recipe of their own; the others have tests in test_norms.py.
+NEW_TYPES = (
+    "post",
+    "deepnorm",
+    "mixln",
+    "peri",
+    "olmo2",
+    "hybrid",
+    "keel",
+    "lns",
+    "dyt",
+    "derf",
+)
+
+
+# ------------------------------------------------------------------------- the plain implementation
+
+
+def rms_norm(x: Tensor, eps: float, groups: int = 1) -> Tensor:
+    """x / sqrt(mean(x^2) + eps); Zhang & Sennrich 2019."""
+    parts = x.unflatten(-1, (groups, -1))
+    return (parts / (parts.pow(2).mean(-1, keepdim=True) + eps).sqrt()).flatten(-2)
+
+
+def layer_norm(x: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps); Ba et al. 2016."""
+    return rms_norm(x - x.mean(-1, keepdim=True), eps)
+
+
+@dataclass
+class Plain:
+    """A GPT over named tensors `p`; what the config says is said again here, case by case."""
+
+    p: dict[str, Tensor]
+    shape: GPTConfig  # sizes, activation and positions only
+    layout: str
+    kind: str = "rms"  # the norm: rms or layer
+    eps: float = 1e-5
+    output_eps: float = 1e-6
+    one_plus: bool = False
+    qk: str = "none"
+    has_v_norm: bool = False
+    groups: int = 1
+    weight: float | None = None  # of the stream in the sum
+    share: float = 0.25
+
+    def gain(self, name: str, y: Tensor) -> Tensor:
+        """Multiply by the gain `name` and add its bias, where the model has them."""
+        if f"{name}.weight" in self.p:
+            gain = self.p[f"{name}.weight"]
+            y = y * (1 + gain if self.one_plus else gain)
+        return y + self.p.get(f"{name}.bias", 0.0)
+
+    def N(self, name: str, x: Tensor, eps: float | None = None) -> Tensor:
+        eps = self.eps if eps is None else eps
+        y = layer_norm(x, eps) if self.kind == "layer" else rms_norm(x, eps, self.groups)
+        return self.gain(name, y)
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return x @ self.p[f"{name}.weight"].T + self.p.get(f"{name}.bias", 0.0)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """RoPE (Su et al. 2021): channel pairs (i, i + d/2) of x (B, T, d) as complex numbers."""
+        half = x.shape[-1] // 2
+        rate = 1 / 10000 ** (torch.arange(half).float() / half)  # the model's table is float32
+        angle = torch.outer(torch.arange(x.shape[1]).float(), rate)
+        turn = torch.complex(angle.cos().double(), angle.sin().double())
+        z = torch.complex(x[..., :half], x[..., half:]) * turn
+        return torch.cat([z.real, z.imag], -1)
+
+    def A(self, block: int, x: Tensor) -> Tensor:
+        """Causal attention of block `block`, head by head."""
+        shape = self.shape
+        heads, kv_heads, d = shape.n_head, shape.n_kv_head or shape.n_head, shape.head_channels
+        name = f"blocks.{block}.attn"
+        q, k, v = self.linear(f"{name}.qkv", x).split([heads * d, kv_heads * d, kv_heads * d], -1)
+
+        def vectors(y: Tensor, part: str, count: int) -> list[Tensor]:
+            norm = f"{name}.{part}_norm"
+            wanted = self.qk != "none" and (part != "v" or self.has_v_norm)
+            if wanted and self.qk == "full":
+                y = self.gain(norm, rms_norm(y, self.eps))
+            ys = [y[..., i * d : (i + 1) * d] for i in range(count)]
+            if wanted and self.qk == "head":
+                ys = [self.gain(norm, rms_norm(y, self.eps)) for y in ys]
+            return ys
+
+        qs = vectors(q, "q", heads)
+        ks = vectors(k, "k", kv_heads)
+        vs = vectors(v, "v", kv_heads)
+        if shape.position == "rope":
+            qs = [self.rotate(q) for q in qs]
+            ks = [self.rotate(k) for k in ks]
+        T = x.shape[1]
+        future = torch.ones(T, T, dtype=torch.bool).triu(1)
+        mixed = []
+        for head, q in enumerate(qs):
+            shared = head // (heads // kv_heads)
+            scores = q @ ks[shared].transpose(1, 2) / math.sqrt(d)
+            mixed.append(scores.masked_fill(future, -math.inf).softmax(-1) @ vs[shared])
+        return self.linear(f"{name}.proj", torch.cat(mixed, -1))
+
+    def M(self, block: int, x: Tensor) -> Tensor:
+        z = self.linear(f"blocks.{block}.mlp.up", x)
+        if self.shape.activation == "swiglu":
+            gate, z = z.chunk(2, -1)
+            z = gate * gate.sigmoid() * z
+        else:  # the exact GELU
+            z = z * (1 + torch.special.erf(z / math.sqrt(2))) / 2
+        return self.linear(f"blocks.{block}.mlp.down", z)
+
+    def embeddings(self) -> Tensor:
+        x = self.p["wte.weight"][IDX]
+        if self.shape.position == "learned":
+            x = x + self.p["wpe.weight"][: IDX.shape[1]]
+        return x
+
+    def logits(self) -> Tensor:
+        x = globals()[self.layout](self, self.embeddings())
+        return x @ self.p.get("lm_head.weight", self.p["wte.weight"]).T
+
+
+def cross_entropy(logits: Tensor) -> Tensor:
+    return -logits.log_softmax(-1).gather(-1, TARGETS[..., None]).mean()
+
+
+def at(position: int) -> str:
+    """Name the norm that reads the stream after `position` sublayers."""
+    return "norm_f" if position == 2 * L else f"blocks.{position // 2}.norm{position % 2 + 1}"
+
+
+# Each layout: (plain model g, embeddings x) -> what the head reads. b counts blocks from 0.
+
+
+def pre(g: Plain, x: Tensor) -> Tensor:
+    """x = x + F(N(x)); a norm at the end. Radford et al. 2019."""
+    for b in range(L):
+        x = x + g.A(b, g.N(at(2 * b), x))
+        x = x + g.M(b, g.N(at(2 * b + 1), x))
+    return g.N(at(2 * L), x)
+
+
+def post(g: Plain, x: Tensor) -> Tensor:
+    """x = N(x + F(x)). Vaswani et al. 2017."""
+    a = 1.0 if g.weight is None else g.weight
+    for b in range(L):
+        x = g.N(at(2 * b + 1) + ".base", a * x + g.A(b, x))
+        x = g.N(at(2 * b + 2) + ".base", a * x + g.M(b, x))
+    return x
+
+
+def deepnorm(g: Plain, x: Tensor) -> Tensor:
+    """x = N(alpha x + F(x)), alpha = (2L)^(1/4) of a decoder. DeepNet, section 4.1."""
+    alpha = (2 * L) ** 0.25
+    for b in range(L):
+        x = g.N(at(2 * b + 1) + ".base", alpha * x + g.A(b, x))
+        x = g.N(at(2 * b + 2) + ".base", alpha * x + g.M(b, x))
+    return x
+
+
+def mixln(g: Plain, x: Tensor) -> Tensor:
+    """Blocks 1 .. floor(a L) are Post-LN, the others Pre-LN, and so there is a final norm."""
+    first = math.floor(g.share * L)
+    for b in range(first):
+        x = g.N(at(2 * b + 1) + ".base", x + g.A(b, x))
+        x = g.N(at(2 * b + 2) + ".base", x + g.M(b, x))
+    border = ".reader" if first else ""
+    for b in range(first, L):
+        x = x + g.A(b, g.N(at(2 * b) + border, x))
+        border = ""
+        x = x + g.M(b, g.N(at(2 * b + 1), x))
+    return g.N(at(2 * L) + border, x)
+
+
+def peri(g: Plain, x: Tensor) -> Tensor:
+    """x = N(x) at first, x = x + N(F(N(x))), a norm at the end. Kim et al. 2025."""
+    x = g.N("norm_e", x)
+    for b in range(L):
+        read = at(2 * b) + (".input" if b else "")
+        out = at(2 * b + 1) + ".output"
+        x = x + g.N(out, g.A(b, g.N(read, x)), g.output_eps)
+        out = at(2 * b + 2) + ".output"
+        x = x + g.N(out, g.M(b, g.N(at(2 * b + 1) + ".input", x)), g.output_eps)
+    return g.N(at(2 * L) + ".input", x)
+
+
+def olmo2(g: Plain, x: Tensor) -> Tensor:
+    """x = x + N(F(x)), a norm at the end. OLMo et al. 2025."""
+    for b in range(L):
+        x = x + g.N(at(2 * b + 1) + ".output", g.A(b, x), g.output_eps)
+        x = x + g.N(at(2 * b + 2) + ".output", g.M(b, x), g.output_eps)
+    return g.N(at(2 * L) + ".input", x)
+
+
+def hybrid(g: Plain, x: Tensor) -> Tensor:
+    """Y = X + Attn(X), Z = N(Y), X = Z + MLP(Z), a norm at the end. Zhuo et al. 2025."""
+    for b in range(L):
+        y = x + g.A(b, x)
+        z = g.N(at(2 * b + 1) + ".base", y)
+        x = z + g.M(b, z)
+    return g.N(at(2 * L), x)
+
+
+def keel(g: Plain, x: Tensor) -> Tensor:
+    """x = N_out(alpha x + F(N_in(x))), alpha = 2L; KEEL, equation 8.
+
+    The first attention has neither N_out nor alpha, the first MLP has N_out and alpha = 1.
+    """
+    for b in range(L):
+        read = at(2 * b) + (".reader" if b else "")
+        delta = g.A(b, g.N(read, x))
+        x = g.N(at(2 * b + 1) + ".base", 2 * L * x + delta) if b else x + delta
+        read = at(2 * b + 1) + (".reader" if b else "")
+        alpha = 2 * L if b else 1
+        x = g.N(at(2 * b + 2) + ".base", alpha * x + g.M(b, g.N(read, x)))
+    return x
+
+
+def lns(g: Plain, x: Tensor) -> Tensor:
+    """x = x + F(N(x) / sqrt(l)) in block l = 1 .. L. Sun et al. 2025, equation 12."""
+    for b in range(L):
+        x = x + g.A(b, g.N(at(2 * b), x) / math.sqrt(b + 1))
+        x = x + g.M(b, g.N(at(2 * b + 1), x) / math.sqrt(b + 1))
+    return g.N(at(2 * L), x)
+
+
+def dyt(g: Plain, x: Tensor) -> Tensor:
+    """gain tanh(alpha x) + bias in the place of each norm of Pre-LN; Zhu et al. 2025."""
+
+    def D(name: str, x: Tensor) -> Tensor:
+        z = (2 * g.p[f"{name}.alpha"] * x).exp()
+        return g.gain(name, (z - 1) / (z + 1))
+
+    return pointwise(g, x, D)
+
+
+def derf(g: Plain, x: Tensor) -> Tensor:
+    """gain erf(alpha x + s) + bias; arXiv 2512.10938, equation 10."""
+
+    def E(name: str, x: Tensor) -> Tensor:
+        return g.gain(name, 1 - torch.special.erfc(g.p[f"{name}.alpha"] * x + g.p[f"{name}.shift"]))
+
+    return pointwise(g, x, E)
+
+
+def pointwise(g: Plain, x: Tensor, D) -> Tensor:
+    x = x * g.p.get("norm_e.scale", 1.0)
+    for b in range(L):
+        x = x + g.A(b, D(at(2 * b), x))
+        x = x + g.M(b, D(at(2 * b + 1), x))
+    return D(at(2 * L), x)
+
+
+def coupled_with_outputs(g: Plain, x: Tensor) -> Tensor:
+    """The MLP reads the stream with attention's statistic (detached there); outputs normalised."""
+    x = g.N("norm_e", x)
+    for b in range(L):
+        read = at(2 * b) + (".input" if b else "")
+        statistic = 1 / (x.pow(2).mean(-1, keepdim=True) + g.eps).sqrt()
+        x = x + g.N(at(2 * b + 1) + ".output", g.A(b, g.gain(read, x * statistic)), g.output_eps)
+        y = g.gain(at(2 * b + 1) + ".input", x * statistic.detach())
+        x = x + g.N(at(2 * b + 2) + ".output", g.M(b, y), g.output_eps)
+    return g.N(at(2 * L) + ".input", x)
+
+
+# ------------------------------------------------------------------------- forward and all gradients
+
+BASE = {"post_base": "layer"}
+
+# (norm type, config keys, shapes, what the plain model is told)
+CASES = [
+    *((name, {}, "gpt2 llama", {"layout": name}) for name in NEW_TYPES if name not in
+      ("olmo2", "hybrid")),
+    ("olmo2", {}, "gpt2 llama", {"layout": "olmo2", "qk": "full"}),
+    ("hybrid", {}, "gpt2 llama", {"layout": "hybrid", "qk": "head", "has_v_norm": True}),
+    # Sizes and numbers of their own
+    ("mixln", {"mixln_share": 0.7}, "llama", {"layout": "mixln", "share": 0.7}),
+    ("mixln", {"mixln_share": 1.0}, "llama", {"layout": "mixln", "share": 1.0}),
+    ("mixln", {"mixln_share": 0.2}, "llama", {"layout": "mixln", "share": 0.0}),
+    ("post", {"residual_weight": 0.7}, "gpt2", {"layout": "post", "weight": 0.7}),
+    ("peri", {"output_eps": 0.1, "norm_eps": 1e-3}, "gpt2",
+     {"layout": "peri", "output_eps": 0.1, "eps": 1e-3}),
+    # LayerNorm with its bias in the place of RMSNorm
+    *((name, BASE, "gpt2 llama", {"layout": name, "kind": "layer"})
+      for name in ("post", "deepnorm", "mixln", "keel")),
+    ("hybrid", BASE, "gpt2",
+     {"layout": "hybrid", "kind": "layer", "qk": "head", "has_v_norm": True}),
+    ("layer", {"norm_plan": "LL LL LL LL L|LL LL LL LL|L"}, "gpt2",
+     {"layout": "peri", "kind": "layer"}),
+    # Kinds of gain
+    *((name, {"norm_gain": kind}, "llama" if name != "layer" else "gpt2",
+       {"layout": layout, "one_plus": kind == "one_plus", **told})
+      for kind in ("one_plus", "none")
+      for name, layout, told in (
+          ("layer", "pre", {"kind": "layer"}),
+          ("post", "post", {}),
+          ("keel", "keel", {}),
+          ("peri", "peri", {}),
+          ("olmo2", "olmo2", {"qk": "full"}),
+          ("hybrid", "hybrid", {"qk": "head", "has_v_norm": True}),
+          ("dyt", "dyt", {}),
+          ("derf", "derf", {}),
+      )),
+    ("lns", {"norm_gain": "one_plus"}, "gpt2", {"layout": "lns", "one_plus": True}),
+    # Norms within attention
+    *((name, {"qk_norm": qk, "qk_gain": gain, "v_norm": v}, "gpt2 llama",
+       {"layout": layout, "qk": qk, "has_v_norm": v, "kind": kind})
+      for name, layout, kind in (("rms", "pre", "rms"), ("layer", "pre", "layer"))
+      for qk in ("head", "full")
+      for gain in (True, False)
+      for v in (False, True)),
+    ("olmo2", {"qk_norm": "none"}, "llama", {"layout": "olmo2"}),
+    ("hybrid", {"qk_norm": "none"}, "llama", {"layout": "hybrid"}),
+    ("hybrid", {"qk_norm": "full", "v_norm": False}, "llama", {"layout": "hybrid", "qk": "full"}),
+    # Old letters under the new sections
+    ("rms", {"norm_groups": 2, "norm_plan": "RR RR RR RR R|RR RR RR RR|R"}, "gpt2",
+     {"layout": "peri", "groups": 2}),
+    ("coupled", {"norm_plan": "Rs Rs Rs Rs R|RR RR RR RR|R"}, "gpt2",
+     {"layout": "coupled_with_outputs"}),
+]  # fmt: skip
+# A case for each shape
+RUNS = [
+    (name, keys, shape, told) for name, keys, shapes, told in CASES for shape in shapes.split()
+]
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "keys", "shape", "told"),
+    RUNS,
+    ids=[f"{name} {shape} {','.join(map(str, keys.values()))}" for name, keys, shape, _ in RUNS],
+)
+def test_a_layout_is_the_papers(norm_type, keys, shape, told):
+    """Loss, logits and every gradient to 1e-12 of the largest; pieces with a cache likewise."""
+    model = shake(GPT(replace(SHAPES[shape], norm_type=norm_type, **keys)))
+    loss, _ = model(IDX, TARGETS)
+    loss.backward()
+    leaves = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
+    logits = Plain(leaves, SHAPES[shape], **told).logits()
+    expected = cross_entropy(logits)
+    expected.backward()
+    close(loss, expected, 1e-12 * expected.item())
+    largest = max(leaf.grad.abs().max().item() for leaf in leaves.values())
+    for name, parameter in model.named_parameters():
+        # An own scale for each tensor; biases of keys have no gradient but rounding.
+        scale = max(leaves[name].grad.abs().max().item(), 1e-3 * largest)
+        close(parameter.grad, leaves[name].grad, 1e-12 * scale)
+    with torch.no_grad():
+        close(model(IDX), logits, 1e-12 * logits.abs().max().item())
+        cache = KVCache(model.config, len(IDX), 7, model.wte.weight)
+        pieces = [model(piece, cache=cache) for piece in IDX.split([3, 1, 2, 1], 1)]
+    close(torch.cat(pieces, 1), logits, 1e-12 * logits.abs().max().item())
+
+
+# ------------------------------------------------------------------------------- values at the start
+
+
+def start(norm_type: str, shape: str = "llama", **keys) -> dict[str, Tensor]:
+    return GPT(replace(SHAPES[shape], norm_type=norm_type, **keys), seed=3).state_dict()
+
+
+def plan(norm_type: str, n_layer: int = 12, channels: int = 768, **keys) -> NormPlan:
+    return NormPlan(NormConfig(norm_type=norm_type, **keys), n_layer, channels, bias=False)
+
+
+# The authors' standard deviations in units of init_std: queries and keys; values; what a sublayer
+# reads with; what it writes with. The common ones are 1, 1, 1 and 1 / sqrt(2 L).
+DEPTH = 1 / math.sqrt(2 * L)
+BETA = (8 * L) ** -0.25  # DeepNet, section 4.3
+STANDARD_DEVIATIONS = {
+    "rms": (1, 1, 1, DEPTH),
+    "post": (1, 1, 1, 1),
+    "deepnorm": (1, BETA, BETA, BETA),
+    "mixln": (1, 1, 1, 1),
+    "peri": (1, 1, 1, DEPTH),
+    "olmo2": (1, 1, 1, 1),
+    "hybrid": (1, 1, 1, DEPTH),
+    "keel": (1, 1, 1, 1),
+    "lns": (1, 1, 1, 1),  # scaled initialisation takes the gain of LayerNorm scaling away
+    "dyt": (1, 1, 1, 1),
+    "derf": (1, 1, 1, DEPTH),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("norm_type", NEW_TYPES)
+def test_draws_are_those_of_rms_but_for_the_declared_factor(norm_type, shape):
+    common, ours = start("rms", shape), start(norm_type, shape)
+    plain = start(norm_type, shape, norm_recipe="common")
+    qk, v, reads, writes = STANDARD_DEVIATIONS[norm_type]
+    config = SHAPES[shape]
+    values = config.kv_heads * config.head_channels
+    for name in (name for name in common if "norm" not in name):
+        expected = common[name].clone()
+        if name.endswith("qkv.weight"):
+            expected[:-values] *= qk
+            expected[-values:] *= v
+        elif name.endswith("up.weight"):
+            expected *= reads
+        elif name.endswith(("proj.weight", "down.weight")):
+            expected *= writes / DEPTH
+        torch.testing.assert_close(ours[name], expected, rtol=1e-6, atol=0)
+        assert torch.equal(plain[name], common[name])
+    assert {name for name in ours if "norm" not in name} == {
+        name for name in common if "norm" not in name
+    }
+
+
+def test_pytorchs_own_initialisation_has_no_depth_factor_to_undo():
+    """Its linears are not divided by sqrt(2 L), so the factors of a recipe do not fit it."""
+    for norm_type in NEW_TYPES:
+        standard = STANDARD_DEVIATIONS[norm_type] == STANDARD_DEVIATIONS["rms"]
+        if standard:
+            ours, common = start(norm_type, init="torch"), start("rms", init="torch")
+            assert all(torch.equal(ours[name], common[name]) for name in common if "attn" in name)
+        else:
+            with pytest.raises(ConfigError, match=r"init=torch.*norm_recipe=common"):
+                start(norm_type, init="torch")
+        start(norm_type, init="torch", norm_recipe="common")
+
+
+@pytest.mark.parametrize(("depth", "alpha", "beta"), [(12, 2.2134, 0.3195), (24, 2.632, 0.2686)])
+def test_deepnorms_numbers(depth, alpha, beta):
+    """DeepNet, figure 2: alpha = (2M)^(1/4) and beta = (8M)^(-1/4) of a decoder of M blocks."""
+    deepnorm = plan("deepnorm", depth)
+    weights = [deepnorm.norm(position).residual_weight for position in range(1, 2 * depth + 1)]
+    assert weights == pytest.approx([alpha] * 2 * depth, rel=2e-4)
+    factors = deepnorm.init_factors()
+    undone = math.sqrt(2 * depth)
+    assert factors == {
+        "attn.v": pytest.approx(beta, rel=2e-4),
+        "mlp.up": pytest.approx(beta, rel=2e-4),
+        "attn.proj": pytest.approx(beta * undone, rel=2e-4),
+        "mlp.down": pytest.approx(beta * undone, rel=2e-4),
+    }
+
+
+def test_keels_weights_of_64_sublayers():
+    keel = plan("keel", 32)
+    weights = [keel.norm(position).residual_weight for position in range(2, 65)]
+    assert weights == [1] + [64] * 62
+    one = plan("keel", 1)
+    assert str(one) == "RR P" and one.norm(2).residual_weight == 1
+
+
+def test_mixlns_border_is_a_quarter_of_the_blocks():
+    """12 blocks: 3 with Post-LN; 24: 6, as in the authors' POST_NUM."""
+    for depth, first in ((12, 3), (24, 6), (4, 1), (7, 1), (3, 0)):
+        letters = plan("mixln", depth).letters
+        expected = "R" * (2 * depth + 1)
+        if first:
+            expected = "I" + "P" * (2 * first - 1) + "B" + "R" * 2 * (depth - first)
+        assert letters == expected
+
+
+@pytest.mark.parametrize(
+    ("width", "attention", "others"),
+    [
+        (768, 1.0, 1.0),  # narrower than all in the paper
+        (1024, 1.0, 1.0),
+        (2048, 1.0, 0.5),
+        (4096, 0.8, 0.2),
+        (5120, 0.6, 0.15),
+        (8192, 0.2, 0.05),
+    ],
+)
+def test_alpha_of_dyt_by_width(width, attention, others):
+    """Zhu et al. 2025, tables 10 and 11: alpha before attention, and at all other places."""
+    dyt = plan("dyt", 2, width)
+    found = [dyt.norm(position).alpha.item() for position in range(5)]
+    assert found == pytest.approx([attention, others, attention, others, others])
+    assert dyt.embedding_norm().scale.item() == pytest.approx(math.sqrt(width))
+    common = plan("dyt", 2, width, norm_recipe="common")
+    assert {common.norm(position).alpha.item() for position in range(5)} == {0.5}
+    assert common.embedding_norm() is None
+
+
+def test_point_alpha_is_of_attention_mlp_and_final_norm():
+    derf = plan("derf", 2, point_alpha=(4.0, 0.3, 0.1))
+    found = [derf.norm(position).alpha.item() for position in range(5)]
+    assert found == pytest.approx([4.0, 0.3, 4.0, 0.3, 0.1])
+    assert plan("dyt", 2, point_alpha=0.25).norm(4).alpha.item() == 0.25
+
+
+def test_derf_starts_as_in_its_authors_nanogpt():
+    """alpha 1, shift 0, gain 1, bias 0 though the model has no biases; embeddings sqrt(C)."""
+    state = start("derf")
+    assert not SHAPES["llama"].bias
+    for position in range(2 * L + 1):
+        norm = at(position)
+        assert torch.equal(state[f"{norm}.alpha"], torch.ones(1))
+        assert torch.equal(state[f"{norm}.shift"], torch.zeros(1))
+        assert torch.equal(state[f"{norm}.weight"], torch.ones(16))
+        assert torch.equal(state[f"{norm}.bias"], torch.zeros(16))
+    assert state["norm_e.scale"].item() == 4
+    assert not any(name.startswith("norm") and "bias" in name for name in start("dyt"))
+
+
+def test_weight_decay_on_gains_is_that_of_the_authors():
+    decaying = {name for name in NORM_TYPES if plan(name).decays_gains}
+    assert decaying == {"olmo2", "hybrid", "dyt"}
+    assert not any(plan(name, norm_recipe="common").decays_gains for name in NORM_TYPES)
+    assert plan("rms", decay_gains=True).decays_gains
+    assert not plan("olmo2", decay_gains=False).decays_gains
+
+
+@pytest.mark.parametrize("kind", ["plain", "one_plus"])
+def test_initial_gains(kind):
+    """One number is for input norms; 2L + 1 for each; 4L + 2 for each letter."""
+    offset = 1 if kind == "one_plus" else 0
+    inputs, outputs = [at(p) for p in range(2 * L + 1)], [at(p + 1) for p in range(2 * L)]
+    many = tuple(1 + i / 8 for i in range(4 * L + 2))
+    for given in (0.5, many[: 2 * L + 1], many):
+        state = start("peri", norm_gain=kind, initial_gain=given, qk_norm="head")
+        gains = given if isinstance(given, tuple) else (given,) * (2 * L + 1)
+        gains = gains + (1.0,) * (4 * L + 2 - len(gains))
+        names = [name + (".input" if i else "") for i, name in enumerate(inputs)]
+        names += [f"{name}.output" for name in outputs] + ["norm_e"]
+        for name, gain in zip(names, gains, strict=True):
+            assert set(state[f"{name}.weight"].tolist()) == {gain - offset}, name
+        assert set(state["blocks.0.attn.q_norm.weight"].tolist()) == {1 - offset}
+    # Both norms of B have it; a scaled gain starts at its own scale.
+    keel = start("keel", norm_gain=kind, initial_gain=many[: 2 * L + 1])
+    for part in ("base", "reader"):
+        assert set(keel[f"blocks.1.norm1.{part}.weight"].tolist()) == {many[2] - offset}
+    lns = plan("lns", 4, norm_gain=kind, initial_gain=0.5)
+    assert lns.norm(7).gain.unique().item() == 0.25 and lns.norm(8).gain.unique().item() == 0.5

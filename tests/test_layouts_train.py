@@ -1,0 +1,62 @@
+"""Every norm type in training: it learns, resumes bit for bit, and agrees on two ranks.
+
+    python -m pytest tests/test_layouts_train.py
+
+One process trains all types, one after the other (all_types.py).
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from all_types import KEPT
+from helpers import Job, losses, val_losses
+
+from norm_plan import NORM_TYPES
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_data, tmp_path_factory) -> Path:
+    """Folder with the runs whole, rest and ranks of each type."""
+    folder = tmp_path_factory.mktemp("all_types")
+
+    for phase, ranks in (("whole", 1), ("rest", 1), ("ranks", 2)):
+        job = Job((phase, str(tiny_data), str(folder)), ranks, folder / phase, None, "all_types")
+        assert set(job.wait()) == {0}, job.text()
+    return folder
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_forty_steps_fall(runs, norm_type):
+    """The loss of the last steps is below 0.8 of the first; the evaluation says the same."""
+    found = losses(runs / "whole" / norm_type)
+    assert sorted(found) == list(range(1, 41))
+    last = sum(found[step] for step in range(36, 41)) / 5
+    assert last < 0.8 * found[1]
+    evaluated = val_losses(runs / "whole" / norm_type)
+    assert len(evaluated) == 9 and evaluated[40] < 0.8 * evaluated[0]
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_resume_is_bit_for_bit_and_evaluation_moves_nothing(runs, norm_type):
+    """The later half again, from a checkpoint, and without the evaluations of the first run."""
+    whole, rest = runs / "whole" / norm_type, runs / "rest" / norm_type
+    expected = {step: loss for step, loss in losses(whole).items() if step > 20}
+    assert losses(rest) == expected and len(expected) == 20
+    assert val_losses(rest) == {40: val_losses(whole)[40]}
+    states = [torch.load(run / "ckpt_last.pt", weights_only=True) for run in (whole, rest)]
+    old = torch.load(whole / KEPT, weights_only=True)
+    assert old["step"] == 20 and states[0]["model"].keys() == states[1]["model"].keys()
+    for name, tensor in states[0]["model"].items():
+        assert torch.equal(tensor, states[1]["model"][name]), name
+    moments = [state["optimizer"]["state"] for state in states]
+    assert moments[0].keys() == moments[1].keys()
+    for index, values in moments[0].items():
+        assert all(torch.equal(value, moments[1][index][name]) for name, value in values.items())
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_one_rank_and_two_agree(runs, norm_type):
+    one, two = (losses(runs / name / norm_type) for name in ("whole", "ranks"))
+    assert sorted(two) == list(range(1, 13))
+    assert max(abs(one[step] - two[step]) for step in two) < 1e-9
