@@ -226,8 +226,7 @@ class NormConfig:
             raise ConfigError("decay_gains needs gains, and norm_gain=none has none: remove one")
 
     def _check_layout(self) -> None:
-        kind = NORM_TYPES[self.norm_type].qk_norm if self.qk_norm is None else self.qk_norm
-        if kind == "none" and (self.v_norm or not self.qk_gain):
+        if qk_kind(self) == "none" and (self.v_norm or not self.qk_gain):
             name = "v_norm=True" if self.v_norm else "qk_gain=False"
             raise ConfigError(f"{name} is about norms within attention: give qk_norm=head or full")
         if self.residual_weight is not None and self.residual_weight <= 0:
@@ -372,7 +371,7 @@ class NormPlan:
     @property
     def qk_kind(self) -> str:
         """Over which channels queries and keys are normalised: none, head or full."""
-        return self.type.qk_norm if self.config.qk_norm is None else self.config.qk_norm
+        return qk_kind(self.config)
 
     @property
     def has_v_norm(self) -> bool:
@@ -659,6 +658,11 @@ def olmo2_letters(config: NormConfig, n_layer: int) -> str:
 
 def has_gain(config: NormConfig) -> bool:
     return config.norm_gain != "none"
+
+
+def qk_kind(config: NormConfig) -> str:
+    """Return over which channels queries and keys are normalised: none, head or full."""
+    return NORM_TYPES[config.norm_type].qk_norm if config.qk_norm is None else config.qk_norm
 
 
 def recipe_of(config: NormConfig) -> Recipe:

@@ -13,14 +13,19 @@ def as_today(config: dict[str, Any]) -> dict[str, Any]:
     Keys that the config lacks stay absent: their defaults are what older programs did, but for
     norm_recipe, which older dyt runs did not have.
     """
-    config = dict(config)
-    # Once a bool: RMSNorm over the channels of each head, or none.
-    if isinstance(config.get("qk_norm"), bool):
-        config["qk_norm"] = "head" if config["qk_norm"] else None
-    # Replaced by norm_gain.
-    if "norm_affine" in config:
-        config.setdefault("norm_gain", "plain" if config.pop("norm_affine") else "none")
+    # In the order of the saved keys, in which report.py names an arm.
+    config = dict(_translated(name, value) for name, value in config.items())
     # Once alpha was 0.5 everywhere, and the embeddings were not scaled.
     if config.get("norm_type") == "dyt":
         config.setdefault("norm_recipe", "common")
     return config
+
+
+def _translated(name: str, value: Any) -> tuple[str, Any]:
+    """Return one key with today's name and value."""
+    # Once a bool: RMSNorm over the channels of each head, or none.
+    if name == "qk_norm" and isinstance(value, bool):
+        return name, "head" if value else None
+    if name == "norm_affine":
+        return "norm_gain", "plain" if value else "none"
+    return name, value
