@@ -1,8 +1,8 @@
 """A program for tests: a short run of every norm type, one after the other in one process.
 
-    all_types.py whole DATA FOLDER    40 steps; a copy of the checkpoint after step 20 is kept
-    all_types.py rest DATA FOLDER     steps 21 to 40 again, from that copy, without evaluations
-    all_types.py ranks DATA FOLDER    the first 12 steps, for several ranks
+all_types.py whole DATA FOLDER    40 steps; a copy of the checkpoint after step 20 is kept
+all_types.py rest DATA FOLDER     steps 21 to 40 again, from that copy, without evaluations
+all_types.py ranks DATA FOLDER    the first 12 steps, for several ranks
 """
 
 import shutil

@@ -6,19 +6,17 @@ The implementation here is of the whole GPT: functions over the tensors of a sta
 shape of the papers' pseudo-code. It calls no norm of ours and reads no plan. In float64.
 """
 
-import ast
-import inspect
 import math
+import random
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import ROOT, close, draw, shake
+from helpers import close, shake
 from torch import Tensor
 
 from common.errors import ConfigError
-from model import GPT, Block, GPTConfig, KVCache
+from model import GPT, GPTConfig, KVCache
 from norm_plan import NORM_TYPES, NormConfig, NormPlan
 
 L = 4
@@ -85,6 +83,7 @@ class Plain:
     groups: int = 1
     weight: float | None = None  # of the stream in the sum
     share: float = 0.25
+    sections: tuple[str, ...] = ()  # of by_letters
 
     def gain(self, name: str, y: Tensor) -> Tensor:
         """Multiply by the gain `name` and add its bias, where the model has them."""
@@ -158,7 +157,7 @@ class Plain:
         return x
 
     def logits(self) -> Tensor:
-        x = globals()[self.layout](self, self.embeddings())
+        x = globals()[self.layout](self, self.embeddings(), *self.sections)
         return x @ self.p.get("lm_head.weight", self.p["wte.weight"]).T
 
 
@@ -305,7 +304,34 @@ def coupled_with_outputs(g: Plain, x: Tensor) -> Tensor:
     return g.N(at(2 * L) + ".input", x)
 
 
-# ------------------------------------------------------------------------- forward and all gradients
+def by_letters(g: Plain, x: Tensor, inputs: str, outputs: str, embedding: str) -> Tensor:
+    """A plan letter by letter: R or L reads the sum, P replaces it, B does both, I nothing."""
+    if embedding != "I":
+        x = g.N("norm_e", x)
+    delta = torch.zeros_like(x)
+    statistic = None
+    for position, letter in enumerate(inputs):
+        name = at(position)
+        if position and outputs[position - 1] != "I":
+            delta = g.N(f"{name}.output", delta, g.output_eps)
+            name += ".input"
+        a = g.weight if letter in "PB" and position else 1.0
+        x = a * x + delta
+        if letter in "PB":
+            x = g.N(f"{name}.base", x)
+        y = x
+        if letter == "s":
+            y = g.gain(name, x * statistic)
+        elif letter != "I" and letter != "P":
+            y = g.N(name + (".reader" if letter == "B" else ""), x)
+        if letter == "R":  # what a later s reads, without a gradient
+            statistic = 1 / (x.detach().pow(2).mean(-1, keepdim=True) + g.eps).sqrt()
+        if position < 2 * L:
+            delta = (g.M if position % 2 else g.A)(position // 2, y)
+    return y
+
+
+# ------------------------------------------------------------------------ forward and all gradients
 
 BASE = {"post_base": "layer"}
 
@@ -361,9 +387,7 @@ CASES = [
      {"layout": "coupled_with_outputs"}),
 ]  # fmt: skip
 # A case for each shape
-RUNS = [
-    (name, keys, shape, told) for name, keys, shapes, told in CASES for shape in shapes.split()
-]
+RUNS = [(name, keys, shape, told) for name, keys, shapes, told in CASES for shape in shapes.split()]
 
 
 @pytest.mark.parametrize(
@@ -373,11 +397,42 @@ RUNS = [
 )
 def test_a_layout_is_the_papers(norm_type, keys, shape, told):
     """Loss, logits and every gradient to 1e-12 of the largest; pieces with a cache likewise."""
-    model = shake(GPT(replace(SHAPES[shape], norm_type=norm_type, **keys)))
+    compare(norm_type, keys, SHAPES[shape], told)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_random_plan_is_its_letters(seed):
+    """Any mixture of letters that a type allows."""
+    draw = random.Random(seed)
+    norm_type = ("keel", "mixln", "post", "hybrid", "peri", "olmo2", "coupled", "rms")[seed % 8]
+    row = NORM_TYPES[norm_type]
+    kind = draw.choice(["rms", "layer"]) if "L" in row.allowed_letters else "rms"
+    unwanted = "R" if kind == "layer" else "L"
+    inputs = ""
+    for _ in range(2 * L + 1):
+        allowed = [x for x in row.allowed_letters if x != unwanted]
+        if not inputs.rstrip("s").endswith("R"):
+            allowed = [x for x in allowed if x != "s"]
+        inputs += draw.choice(allowed)
+    outputs = "".join(
+        draw.choice([x for x in row.outputs + "I" if x != unwanted]) for _ in range(2 * L)
+    )
+    embedding = draw.choice([x for x in row.embeddings + "I" if x != unwanted])
+    keys = {"norm_plan": f"{inputs}|{outputs}|{embedding}", "qk_norm": "none"}
+    if "P" in row.allowed_letters:
+        keys |= {"residual_weight": 1.5, "post_base": kind}
+    told = {"kind": kind, "weight": 1.5, "sections": (inputs, outputs, embedding)}
+    shape = draw.choice([GPT2, LLAMA])
+    compare(norm_type, keys, shape, {"layout": "by_letters", **told})
+
+
+def compare(norm_type: str, keys: dict, shape: GPTConfig, told: dict) -> None:
+    """Hold a shaken model against the plain one."""
+    model = shake(GPT(replace(shape, norm_type=norm_type, **keys)))
     loss, _ = model(IDX, TARGETS)
     loss.backward()
     leaves = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
-    logits = Plain(leaves, SHAPES[shape], **told).logits()
+    logits = Plain(leaves, shape, **told).logits()
     expected = cross_entropy(logits)
     expected.backward()
     close(loss, expected, 1e-12 * expected.item())
@@ -393,7 +448,7 @@ def test_a_layout_is_the_papers(norm_type, keys, shape, told):
     close(torch.cat(pieces, 1), logits, 1e-12 * logits.abs().max().item())
 
 
-# ------------------------------------------------------------------------------- values at the start
+# ------------------------------------------------------------------------------ values at the start
 
 
 def start(norm_type: str, shape: str = "llama", **keys) -> dict[str, Tensor]:

@@ -1,0 +1,437 @@
+"""Plans parse and print, old configs mean what they meant, old layouts are built as they were.
+
+python -m pytest tests/test_plan_grammar.py
+"""
+
+import ast
+import inspect
+import json
+import random
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import close
+
+from common.environment import Precision
+from common.errors import ConfigError
+from configurator import parse_args
+from evidence.runs import by_arm, difference_in_settings, find_runs
+from load import load_model
+from model import GPT, Block, GPTConfig
+from norm_plan import NORM_TYPES, NormConfig, NormPlan, foreign_keys, keys_of
+from train import TrainConfig
+from training.checkpoint import model_config, save_checkpoint
+from training.optim import guarded_update, make_optimizer, micro_step
+from training.provenance import changed_keys
+
+SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=8, bias=True)
+
+
+def plan(norm_type: str, n_layer: int, norm_plan: str = "", **keys) -> NormPlan:
+    config = NormConfig(norm_type=norm_type, norm_plan=norm_plan, **keys)
+    return NormPlan(config, n_layer, 8, bias=False)
+
+
+# ----------------------------------------------------------------------------- parsing and printing
+
+
+def random_sections(draw: random.Random, norm_type: str, n_layer: int) -> tuple[str, str, str]:
+    """Letters of inputs, outputs and embedding that a plan of this type may have."""
+    row = NORM_TYPES[norm_type]
+    inputs = ""
+    for _ in range(2 * n_layer + 1):
+        shares = inputs.rstrip("s").endswith("R")  # s needs a statistic
+        inputs += draw.choice([x for x in row.allowed_letters if x != "s" or shares])
+    outputs = "".join(draw.choice(row.outputs + "I") for _ in range(2 * n_layer))
+    if draw.random() < 0.3:
+        outputs = "I" * 2 * n_layer
+    return inputs, outputs, draw.choice(row.embeddings + "I")
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_random_plans_parse_and_print(norm_type):
+    draw = random.Random(norm_type)
+    for _ in range(60):
+        n_layer = draw.randint(1, 9)
+        sections = random_sections(draw, norm_type, n_layer)
+        # Spaces mean nothing, and neither do sections at the end that are all I.
+        spaced = ["".join(x + " " * draw.randint(0, 2) for x in letters) for letters in sections]
+        while len(spaced) > 1 and set(sections[len(spaced) - 1]) == {"I"} and draw.random() < 0.5:
+            spaced.pop()
+        given = plan(norm_type, n_layer, "|".join(spaced))
+        assert (given.letters, given.outputs, given.embedding) == sections
+        printed = str(given)
+        again = plan(norm_type, n_layer, printed)
+        assert (again.letters, again.outputs, again.embedding) == sections
+        assert str(again) == printed
+        # The canonical form: nothing that could be left out, letters in pairs.
+        last = printed.split(" | ")[-1]
+        assert "|" not in printed or set(last) - {"I", " "}
+        for letters in printed.split(" | "):
+            assert all(len(pair) == 2 for pair in letters.split(" ")[:-1])
+        is_plain = not set("PB") & set(sections[0]) and set(sections[1]) <= {"I"}
+        assert given.adds_plainly == is_plain
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_a_default_plan_given_as_norm_plan_is_the_same(norm_type):
+    for n_layer in range(1, 9):
+        default = plan(norm_type, n_layer)
+        given = plan(norm_type, n_layer, str(default))
+        assert str(given) == str(default) and given.notes() == default.notes()
+        assert (given.letters, given.outputs, given.embedding) == (
+            default.letters,
+            default.outputs,
+            default.embedding,
+        )
+
+
+def test_a_middle_section_may_be_empty():
+    assert str(plan("rms", 1, "RR R||R")) == "RR R | II | R"
+    assert str(plan("rms", 1, "RR R | |")) == "RR R"
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "printed"),
+    [
+        ("coupled", "Rs Rs R"),
+        ("post", "IP PP P"),
+        ("deepnorm", "IP PP P"),
+        ("hybrid", "IP IP R"),
+        ("keel", "RR BB P"),
+        ("olmo2", "II II R | RR RR"),
+        ("peri", "RR RR R | RR RR | R"),
+        ("lns", "RR RR R"),
+        ("dyt", "DD DD D"),
+        ("derf", "EE EE E"),
+    ],
+)
+def test_plans_of_two_blocks(norm_type, printed):
+    assert str(plan(norm_type, 2)) == printed
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "given", "keys", "words"),
+    [
+        ("rms", "RR R", {}, "has 3 letters, 2 blocks need 5"),
+        ("rms", "RR RR RR", {}, "has 6 letters, 2 blocks need 5"),
+        ("rms", "RR RR R | RR R", {}, "has 3 letters for the outputs, 2 blocks need 4"),
+        ("rms", "RR RR R | RR RR | RR", {}, "has 2 letters for the embedding, 2 blocks need 1"),
+        ("rms", "RR RR R | RR RR | R | R", {}, "has 4 sections"),
+        ("rms", "RR RR R |||", {}, "has 4 sections"),
+        ("rms", "RR RX R", {}, "letter 'X': norm_type=rms knows R"),
+        ("rms", "RR Rr R", {}, "letter 'r'"),
+        ("rms", "RR RP R", {}, "letter 'P': norm_type=rms knows R"),
+        ("lns", "RR LR R", {}, "letter 'L': norm_type=lns knows R"),
+        ("post", "IP PB P", {}, "letter 'B': norm_type=post"),
+        ("keel", "Rs BB P", {}, "letter 's': norm_type=keel"),
+        ("rms", "RR RR R | RX RR", {}, "letter 'X' for the outputs"),
+        ("coupled", "Rs Rs R | Rs RR", {}, "letter 's' for the outputs"),
+        ("rms", "RR RR R | RR RR | L", {}, "letter 'L' for the embedding"),
+        # Outputs and embedding norms that a type refuses
+        *(
+            (norm_type, f"{inputs} | RR RR", {}, f"for the outputs: norm_type={norm_type} knows I")
+            for norm_type, inputs in (
+                ("cbwc", "RR RR R"),
+                ("taper", "TT TT R"),
+                ("post", "IP PP P"),
+                ("mixln", "RR RR R"),
+                ("lns", "RR RR R"),
+                ("dyt", "DD DD D"),
+                ("none", "II II I"),
+            )
+        ),
+        ("cbwc", "RR RR R | | R", {}, "for the embedding: norm_type=cbwc knows I"),
+        ("dyt", "DD DD D | | R", {}, "for the embedding"),
+        ("olmo2", "II II R | RR RR | R", {}, "for the embedding"),
+        # s without an R before it
+        ("coupled", "sR Rs R", {}, "position 0 shares a statistic that no R computed"),
+        (
+            "coupled",
+            "Rs Rs R | RR RR",
+            {"coupled_impl": "fold"},
+            "coupled_impl=fold adds within the products",
+        ),
+        (
+            "coupled",
+            "Rs Rs R | II IR",
+            {"coupled_impl": "auto"},
+            "coupled_impl=auto adds within the products",
+        ),
+        ("rms", "", {"initial_gain": (1.0,) * 4}, "initial_gain needs one number, 5"),
+        ("rms", "", {"initial_gain": 2.0, "norm_gain": "none"}, "initial_gain needs gains"),
+        ("rms", "", {"decay_gains": True, "norm_gain": "none"}, "decay_gains needs gains"),
+        ("taper", "", {"norm_gain": "one_plus"}, "norm_gain=one_plus: norm_type=taper knows"),
+        ("lns", "", {"norm_gain": "none"}, "norm_gain=none: norm_type=lns knows"),
+        ("rms", "", {"v_norm": True, "qk_norm": "none"}, "v_norm normalises as qk_norm does"),
+        ("rms", "", {"v_norm": True}, "v_norm normalises as qk_norm does"),
+        ("post", "", {"residual_weight": 0.0}, "residual_weight=0.0: must be above 0"),
+        ("mixln", "", {"mixln_share": 1.5}, "mixln_share=1.5"),
+        ("dyt", "", {"point_alpha": (1.0, 0.5)}, "point_alpha needs one positive number"),
+        ("dyt", "", {"point_alpha": 0.0}, "point_alpha needs one positive number"),
+    ],
+    ids=str,
+)
+def test_malformed_plans_are_refused(norm_type, given, keys, words):
+    with pytest.raises(ConfigError) as caught:
+        plan(norm_type, 2, given, **keys)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- a printed plan trains as its type
+
+
+def train(config: GPTConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of 5 steps of the real optimiser, and the tensors after them."""
+    model = GPT(config, seed=1).train()
+    optimizer = make_optimizer(model, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    precision = Precision("float32", torch.device("cpu"))
+    tokens = torch.randint(32, (5, 2, 9), generator=torch.Generator().manual_seed(2))
+    losses = []
+    for step, batch in enumerate(tokens, 1):
+        model.set_step(step, 10)
+        loss = micro_step(model, batch[:, :-1], batch[:, 1:], precision, 1)
+        guarded_update(optimizer, precision.scaler, list(model.parameters()), 1.0, torch.zeros(()))
+        losses.append(loss[0].item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_a_printed_plan_trains_as_its_type(norm_type):
+    config = replace(SHAPE, norm_type=norm_type)
+    printed = str(GPT(config).plan)
+    losses, state = train(config)
+    again, other = train(replace(config, norm_plan=printed))
+    assert losses == again and len(set(losses)) == 5
+    assert list(state) == list(other)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in state.items())
+
+
+# ------------------------------------------------------------------------------------ older configs
+
+
+# All norm keys of a config before the plan had outputs, with their defaults.
+OLDER = {
+    "norm_plan": "",
+    "norm_eps": 1e-5,
+    "norm_affine": True,
+    "qk_norm": False,
+    "kernels": "auto",
+}
+SIZES = {"vocab_size": 32, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 8, "bias": True}
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "value", "kind"),
+    [
+        ("layer", True, "head"),
+        ("layer", False, "none"),
+        ("olmo2", True, "head"),
+        ("olmo2", False, "none"),
+        ("hybrid", False, "none"),
+    ],
+)
+def test_a_boolean_qk_norm(norm_type, value, kind, tmp_path):
+    """On the command line, in a config file and in a saved config."""
+    file = tmp_path / "config.py"
+    file.write_text(f"norm_type = {norm_type!r}\nqk_norm = {value}\n")
+    sources = [
+        parse_args(TrainConfig, [f"--norm_type={norm_type}", f"--qk_norm={value}"])[0],
+        parse_args(TrainConfig, [str(file)])[0],
+    ]
+    if norm_type == "layer":  # no saved config has a boolean for the others
+        saved = OLDER | SIZES | {"norm_type": norm_type, "qk_norm": value}
+        sources.append(model_config(saved, tmp_path))
+    for config in sources:
+        found = NormPlan(config, 2, 8, bias=False)
+        assert found.qk_kind == kind
+        assert (found.qk_norm(2, 4) is None) == (kind == "none") and not found.has_v_norm
+        # What is none anyway is the default: the run has no other name, and goes on.
+        if norm_type == "layer" and not value:
+            assert config.qk_norm is None
+
+
+def test_saved_norm_affine_is_norm_gain(tmp_path):
+    for affine, gain in ((True, "plain"), (False, "none")):
+        saved = OLDER | SIZES | {"norm_type": "rms", "norm_affine": affine}
+        config = model_config(saved, tmp_path)
+        assert config.norm_gain == gain
+        names = GPT(config).state_dict()
+        assert any("norm" in name for name in names) == affine
+    with pytest.raises(ConfigError, match="unknown key 'norm_affine'"):
+        parse_args(TrainConfig, ["--norm_affine=False"])
+
+
+def test_an_older_dyt_checkpoint_computes_the_same(tmp_path):
+    """It has alpha 0.5 everywhere and no scaled embeddings; the loss is that of its own program."""
+    today = GPTConfig(**SIZES, norm_type="dyt", norm_recipe="common", init_std=0.2)
+    weights = GPT(today, seed=5).state_dict()
+    assert not any(name.startswith("norm_e") for name in weights)
+    saved = OLDER | SIZES | {"norm_type": "dyt", "init_std": 0.2}
+    save_checkpoint(tmp_path / "old.pt", {"step": 1, "config": saved, "model": weights})
+    model = load_model(str(tmp_path / "old.pt")).double()
+    assert model.config == today and model.norm_e is None
+    idx = torch.arange(7)[None] * 3 % 32
+    # Computed by commit ae00747
+    close(model(idx, idx.roll(-1, 1))[0], torch.tensor(3.4532634462171226, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("norm_type", ["layer", "rms", "coupled", "cbwc", "taper", "none"])
+def test_an_older_run_that_goes_on_has_changed_nothing(norm_type):
+    today = parse_args(TrainConfig, [f"--norm_type={norm_type}", "--qk_norm=True"])[0]
+    saved = {"norm_type": norm_type} | OLDER | {"qk_norm": True, "max_iters": today.max_iters}
+    assert changed_keys(saved, {**vars(today)}, {}) == []
+
+
+def write_log(folder: Path, norm_type: str, keys: dict, **start) -> Path:
+    folder.mkdir(parents=True)
+    config = {"norm_type": norm_type, "seed": 1, "max_iters": 10} | keys
+    first = {
+        "event": "start",
+        "config": config,
+        "versions": {"torch": "2.13.0"},
+        "device": "cpu",
+        "tokens_per_step": 1,
+        **start,
+    }
+    (folder / "log.jsonl").write_text(json.dumps(first) + "\n" + json.dumps({"event": "end"}))
+    return folder
+
+
+COUPLED = {"coupled_first": 0, "coupled_span": 1}
+
+
+@pytest.mark.parametrize("records_keys", [True, False])
+@pytest.mark.parametrize(
+    ("norm_type", "keys", "arm", "now"),
+    [
+        ("layer", {}, "layer", {}),
+        ("rms", {"norm_eps": 1e-6}, "rms --norm_eps=1e-06", {"norm_eps": 1e-6}),
+        ("taper", {}, "taper", {}),
+        # A renamed key names the arm as the command line of today does.
+        ("layer", {"qk_norm": True}, "layer --qk_norm=head", {"qk_norm": "head"}),
+        ("rms", {"norm_affine": False}, "rms --norm_gain=none", {"norm_gain": "none"}),
+        (
+            "rms",
+            {"norm_affine": False, "qk_norm": True},
+            "rms --norm_gain=none --qk_norm=head",
+            {"norm_gain": "none", "qk_norm": "head"},
+        ),
+        ("dyt", {}, "dyt --norm_recipe=common", {"norm_recipe": "common"}),
+        (
+            "dyt",
+            {"norm_affine": False},
+            "dyt --norm_gain=none --norm_recipe=common",
+            {"norm_gain": "none", "norm_recipe": "common"},
+        ),
+        (
+            "coupled",
+            {"norm_affine": False, "coupled_span": 2},
+            "coupled --norm_gain=none --coupled_span=2",
+            {"norm_gain": "none", "coupled_span": 2},
+        ),
+    ],
+    ids=str,
+)
+def test_arms_of_older_logs(norm_type, keys, arm, now, records_keys, tmp_path):
+    """An older run and one of today with the same norms are one arm, and differ in nothing."""
+    own = OLDER | (COUPLED if norm_type == "coupled" else {})
+    start = {"norm_keys": own, "other_norm_keys": []} if records_keys else {}
+    old = write_log(tmp_path / "old", norm_type, OLDER | COUPLED | keys, **start)
+    today = TrainConfig(norm_type=norm_type, **now)
+    names = {"norm_type", *keys_of(norm_type), *foreign_keys(norm_type)}
+    config = {name: value for name, value in vars(today).items() if name in names}
+    new = write_log(
+        tmp_path / "new",
+        norm_type,
+        config | {"seed": 2},
+        norm_keys=keys_of(norm_type),
+        other_norm_keys=sorted(foreign_keys(norm_type)),
+    )
+    runs = find_runs([old, new])
+    assert [run.arm for run in runs] == [arm, arm]
+    assert len(by_arm(runs)[arm]) == 2
+    assert difference_in_settings(*runs, but=("seed",)) == ""
+
+
+# -------------------------------------------------------------------------------- layouts of before
+
+
+GAINS = ("blocks.0.norm1.weight", "blocks.0.norm2.weight", "norm_f.weight")
+LINEARS = (
+    "blocks.0.attn.qkv.weight",
+    "blocks.0.attn.proj.weight",
+    "blocks.0.mlp.up.weight",
+    "blocks.0.mlp.down.weight",
+)
+EMBEDDINGS = ("wte.weight", "wpe.weight")
+TAPERED = tuple(
+    f"blocks.0.{norm}.{name}"
+    for norm in ("norm1", "norm2")
+    for name in (
+        "weight_tilde",
+        "gate",
+        "scale",
+        "calibrated",
+        "base.weight",
+        "moments.average",
+        "moments.weight",
+    )
+)
+BIASES = tuple(name.replace("weight", "bias") for name in LINEARS)
+GAIN_BIASES = tuple(name.replace("weight", "bias") for name in GAINS)
+# Commit ae00747, one block: classes of norm1, norm2, norm_f and of the linears that write into the
+# stream; tensors of the norms without biases, and those that biases add.
+BEFORE = {
+    "layer": ("LayerNorm", "LayerNorm", "LayerNorm", "Linear", GAINS, GAIN_BIASES),
+    "rms": ("RMSNorm", "RMSNorm", "RMSNorm", "Linear", GAINS, ()),
+    "coupled": ("RMSNorm", "SharedRMSNorm", "RMSNorm", "Linear", GAINS, ()),
+    "cbwc": ("RMSNorm", "RMSNorm", "RMSNorm", "CenteredLinear", GAINS, GAIN_BIASES),
+    "taper": ("TaperNorm", "TaperNorm", "RMSNorm", "Linear", (*TAPERED, "norm_f.weight"), ()),
+    "none": ("NoNorm", "NoNorm", "NoNorm", "Linear", (), ()),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm_type", BEFORE)
+def test_a_layout_of_before_has_its_modules_and_tensors(norm_type, bias):
+    model = GPT(replace(SHAPE, n_layer=1, norm_type=norm_type, bias=bias))
+    norm1, norm2, final, writer, gains, gain_biases = BEFORE[norm_type]
+    expected = {
+        "": "GPT",
+        "wte": "Embedding",
+        "wpe": "Embedding",
+        "dropout": "Dropout",
+        "blocks": "ModuleList",
+        "blocks.0": "Block",
+        "blocks.0.norm1": norm1,
+        "blocks.0.attn": "Attention",
+        "blocks.0.attn.qkv": "Linear",
+        "blocks.0.attn.proj": writer,
+        "blocks.0.norm2": norm2,
+        "blocks.0.mlp": "MLP",
+        "blocks.0.mlp.up": "Linear",
+        "blocks.0.mlp.down": writer,
+        "blocks.0.dropout": "Dropout",
+        "norm_f": final,
+    }
+    if norm_type == "taper":
+        for norm in ("norm1", "norm2"):
+            expected |= {
+                f"blocks.0.{norm}.base": "RMSNorm",
+                f"blocks.0.{norm}.moments": "StepMean",
+            }
+    assert {name: type(module).__name__ for name, module in model.named_modules()} == expected
+    names = {*EMBEDDINGS, *LINEARS, *gains, *((*BIASES, *gain_biases) if bias else ())}
+    assert set(model.state_dict()) == names
+
+
+def test_block_forward_has_four_statements():
+    """It knows nothing of norm types: two norms that add, two sublayers."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(Block.forward)))
+    docstring, *statements, returned = tree.body[0].body
+    assert isinstance(docstring, ast.Expr) and isinstance(returned, ast.Return)
+    assert len(statements) == 4 and all(isinstance(line, ast.Assign) for line in statements)
