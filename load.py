@@ -35,6 +35,7 @@ SAME_FUNCTION = (
     "rope_theta",
     "rope_scaling",
     "norm_eps",
+    "output_eps",
 )
 # norm type of a source -> the taper_base of a run that starts from it
 TAPER_BASE = {"layer": "layer", "cbwc": "layer", "rms": "rms", "coupled": "rms"}
@@ -91,6 +92,7 @@ def init_from(model: GPT, spec: str) -> str:
     source = load_model(spec)
     check_same_model(asdict(source.config), model.config, Path(spec), SAME_FUNCTION)
     _check_taper_base(source, model, spec)
+    _check_norm_kinds(source, model, spec)
     weights = source.state_dict()
     own = model.state_dict()
     for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
@@ -101,6 +103,22 @@ def init_from(model: GPT, spec: str) -> str:
     if new or dropped:
         note += f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"
     return note
+
+
+def _check_norm_kinds(source: GPT, model: GPT, spec: str) -> None:
+    """Raise CheckpointError if gains or norms within attention would mean something else."""
+    kinds = {
+        "qk_norm": (source.plan.qk_kind, model.plan.qk_kind),
+        "v_norm": (source.plan.has_v_norm, model.plan.has_v_norm),
+    }
+    gains = (source.config.norm_gain, model.config.norm_gain)
+    if "none" not in gains:  # else no gain is loaded, and those of the model are 1
+        kinds["norm_gain"] = gains
+    for name, (then, now) in kinds.items():
+        if then != now:
+            raise CheckpointError(
+                f"{spec} is of another model: {name}={then} there, {now} here: add --{name}={then}"
+            )
 
 
 def _check_taper_base(source: GPT, model: GPT, spec: str) -> None:

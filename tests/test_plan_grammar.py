@@ -16,10 +16,10 @@ import torch
 from helpers import close
 
 from common.environment import Precision
-from common.errors import ConfigError
+from common.errors import CheckpointError, ConfigError
 from configurator import parse_args
 from evidence.runs import by_arm, difference_in_settings, find_runs
-from load import load_model
+from load import init_from, load_model
 from model import GPT, Block, GPTConfig
 from norm_plan import NORM_TYPES, NormConfig, NormPlan, foreign_keys, keys_of
 from train import TrainConfig
@@ -355,6 +355,35 @@ def test_arms_of_older_logs(norm_type, keys, arm, now, records_keys, tmp_path):
     assert [run.arm for run in runs] == [arm, arm]
     assert len(by_arm(runs)[arm]) == 2
     assert difference_in_settings(*runs, but=("seed",)) == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "keys", "words"),
+    [
+        ({}, {"norm_gain": "one_plus"}, "norm_gain=plain there, one_plus here"),
+        ({"norm_gain": "one_plus"}, {}, "norm_gain=one_plus there, plain here"),
+        ({"qk_norm": "head", "qk_gain": False}, {}, "qk_norm=head there, none here"),
+        ({}, {"qk_norm": "full", "qk_gain": False}, "qk_norm=none there, full here"),
+        (
+            {"qk_norm": "head", "qk_gain": False},
+            {"qk_norm": "head", "qk_gain": False, "v_norm": True},
+            "v_norm=False there, True here",
+        ),
+        ({}, {"output_eps": 1e-5}, "output_eps=1e-06 there, 1e-05 here"),
+    ],
+    ids=str,
+)
+def test_init_from_refuses_gains_and_norms_of_another_kind(source, keys, words, tmp_path):
+    """Their tensors have the same names, or none, and another meaning."""
+    model = GPT(replace(SHAPE, norm_type="rms", **source))
+    state = {"step": 1, "config": vars(model.config), "model": model.state_dict()}
+    save_checkpoint(tmp_path / "source.pt", state)
+    with pytest.raises(CheckpointError, match=words):
+        init_from(GPT(replace(SHAPE, norm_type="rms", **keys)), str(tmp_path / "source.pt"))
+    same = GPT(replace(SHAPE, norm_type="rms", **source), seed=1)
+    init_from(same, str(tmp_path / "source.pt"))
+    idx = torch.arange(8)[None]
+    assert torch.equal(same(idx), model(idx))
 
 
 # -------------------------------------------------------------------------------- layouts of before
