@@ -431,11 +431,6 @@ class NormPlan:
                 raise ConfigError(
                     f"norm_plan {self}: position {index} shares a statistic that no R computed"
                 )
-        if self.config.output_eps != _default("output_eps") and set(self.outputs) <= {NONE}:
-            raise ConfigError(
-                f"output_eps={self.config.output_eps}: norm_plan {self} has no output norms: "
-                "leave it out"
-            )
         if self.config.coupled_impl != "scale" and not self.adds_plainly:
             raise ConfigError(
                 f"coupled_impl={self.config.coupled_impl} adds within the products, and norm_plan "
