@@ -1,7 +1,7 @@
 """Convert a model to another normalisation, and certify what that did to its function.
 
     python convert.py out/layer --to=rms --out=out/layer-rms
-        LayerNorm or cbwc -> RMSNorm: exact
+        LayerNorm or cbwc -> RMSNorm, gains of one_plus or lns -> plain gains: exact
     python convert.py out/taper --to=folded --out=out/taper-folded
         norms tapered away -> weights: exact
     python convert.py out/rms --to=coupled --inexact --out=out/rms-coupled
@@ -182,7 +182,8 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
     tokens = random_tokens(model, config.seed)
     exact = True  # for any weights
     if config.to == "rms":
-        if model.config.tie_embeddings and not config.untie:
+        is_tied = model.config.tie_embeddings and gpt.centers_embeddings(model)
+        if is_tied and not config.untie:
             raise FoldError(
                 "the head is the embedding, which has to be centred: "
                 "--untie gives it weights of its own"
@@ -220,7 +221,8 @@ def count_folded(before: GPT, after: GPT | DecodeForm, to: str) -> int:
     if isinstance(after, DecodeForm):
         return sum(entry.norm is None for entry in after.packed.entries)
     if to == "rms":
-        return len(after.plan.letters)
+        plan = before.plan
+        return sum(letter != "I" for letter in plan.letters + plan.outputs + plan.embedding)
     if to == "folded":
         return before.plan.letters.count("T")
     return after.plan.letters.count("s")
@@ -357,6 +359,10 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
         model.lm_head.weight = model.wte.weight
         model.logits = lambda hidden: model.lm_head(hidden)[..., : model.n_vocab]
     report = fold.analyze(model, (random_tokens(model, config.seed),), config.rules)
+    try:
+        gpt.check_to_rms(model)
+    except FoldError:
+        return report
     # What fold.fold cannot write into our norms, which add as well, fold.gpt.to_rms can.
     rows = [replace(row, reason=row.reason.partition(LEFT)[0]) for row in report.rows]
     return replace(report, rows=rows)

@@ -4,6 +4,7 @@ A spec is a run folder (its best checkpoint), a checkpoint file, a Hugging Face 
 (owner/name), or `random:` and a published shape (hf/config.py).
 """
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from hf.config import random_model
 from hf.hub import HUB_NAME, resolve_hub
 from hf.weights import load_hf
 from model import GPT
+from norms import RMSNorm, SharedRMSNorm
+from taper import tapers
 from training.checkpoint import (
     BEST,
     DISTILLING,
@@ -37,10 +40,10 @@ SAME_FUNCTION = (
     "norm_eps",
     "output_eps",
 )
-# norm type of a source -> the taper_base of a run that starts from it
-TAPER_BASE = {"layer": "layer", "cbwc": "layer", "rms": "rms", "coupled": "rms"}
-# Names of tensors of the 2L + 1 norms.
-NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f)\..*"
+# Names of tensors of the norms in a norm plan, output norms and that of the embeddings included.
+NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f|norm_e)\..*"
+# Names of tensors of the norms within attention.
+ATTENTION_NORM_NAMES = r"blocks\.\d+\.attn\.[qkv]_norm\..*"
 
 
 def load_model(spec: str) -> GPT:
@@ -81,7 +84,9 @@ def _no_model_in(folder: Path) -> CheckpointError:
 def init_from(model: GPT, spec: str) -> str:
     """Give `model` the weights of the model that `spec` names.
 
-    Only the norms may be of another type, and the padded vocabulary smaller.
+    Only the norms may be of another type, and the padded vocabulary smaller. An input norm keeps
+    its gains, also where only one of the two models has output norms. Norms within attention may be
+    new; those of the source are left out only if the run says so (qk_norm=none, v_norm=False).
 
     Returns:
         A line about it, for people.
@@ -92,43 +97,63 @@ def init_from(model: GPT, spec: str) -> str:
     source = load_model(spec)
     check_same_model(asdict(source.config), model.config, Path(spec), SAME_FUNCTION)
     _check_taper_base(source, model, spec)
-    _check_norm_kinds(source, model, spec)
+    _check_gains(source, model, spec)
+    _check_attention_norms(source, model, spec)
     weights = source.state_dict()
     own = model.state_dict()
+    for name in weights.keys() - own.keys():
+        plain = name.replace(".input.", ".")  # the other way round: norms.OutputNorm
+        if plain in own:
+            weights[plain] = weights.pop(name)
     for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
         more = len(own[name]) - len(weights[name])  # rows of padding: no token reads them
         weights[name] = F.pad(weights[name], (0, 0, 0, max(0, more)))
-    new, dropped = load_weights(model, weights, Path(spec), free=NORM_NAMES)
+    free = f"{NORM_NAMES}|{ATTENTION_NORM_NAMES}"
+    new, dropped = load_weights(model, weights, Path(spec), free=free)
     note = f"weights of {spec}"
     if new or dropped:
         note += f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"
     return note
 
 
-def _check_norm_kinds(source: GPT, model: GPT, spec: str) -> None:
-    """Raise CheckpointError if gains or norms within attention would mean something else."""
-    kinds = {
-        "qk_norm": (source.plan.qk_kind, model.plan.qk_kind),
-        "v_norm": (source.plan.has_v_norm, model.plan.has_v_norm),
-    }
-    gains = (source.config.norm_gain, model.config.norm_gain)
-    if "none" not in gains:  # else no gain is loaded, and those of the model are 1
-        kinds["norm_gain"] = gains
-    for name, (then, now) in kinds.items():
-        if then != now:
-            raise CheckpointError(
-                f"{spec} is of another model: {name}={then} there, {now} here: add --{name}={then}"
-            )
-
-
 def _check_taper_base(source: GPT, model: GPT, spec: str) -> None:
     """Raise CheckpointError if `model` tapers another norm away than `source` has."""
-    if model.config.norm_type != "taper":
+    if not tapers(model):
         return
-    norm_type = source.config.norm_type
-    theirs = source.config.taper_base if norm_type == "taper" else TAPER_BASE.get(norm_type)
-    if theirs and theirs != model.config.taper_base:
+    cores = [norm.core for norm in source.norms()]
+    # RMSNorm on a centred stream is LayerNorm.
+    centers = any(norm.centers for norm in cores) or source.plan.type.embed is not None
+    is_rms = any(isinstance(norm, RMSNorm | SharedRMSNorm) for norm in cores)
+    theirs = "layer" if centers else "rms"
+    if (centers or is_rms) and theirs != model.config.taper_base:
         raise CheckpointError(
-            f"{spec} has norm_type={norm_type}, and this run tapers taper_base="
+            f"{spec} has norm_type={source.config.norm_type}, and this run tapers taper_base="
             f"{model.config.taper_base} away: add --taper_base={theirs}"
+        )
+
+
+def _check_gains(source: GPT, model: GPT, spec: str) -> None:
+    """Raise CheckpointError if the same weights would be other gains in `model`."""
+    kinds = [gpt.config.norm_gain for gpt in (source, model)]
+    if kinds[0] != kinds[1] and "one_plus" in kinds:
+        raise CheckpointError(
+            f"{spec} has norm_gain={kinds[0]}, and this run {kinds[1]}: add --norm_gain={kinds[0]}"
+            + (", or convert it (convert.py --to=rms)" if kinds[0] == "one_plus" else "")
+        )
+
+
+def _check_attention_norms(source: GPT, model: GPT, spec: str) -> None:
+    """Raise CheckpointError if norms within attention would be lost without being told so."""
+    if model.config.qk_norm == "none":
+        return
+    theirs = source.plan.qk_kind
+    if theirs not in ("none", model.plan.qk_kind):
+        raise CheckpointError(
+            f"{spec} has qk_norm={theirs}, and this run {model.plan.qk_kind}: add --qk_norm="
+            f"{theirs}, or --qk_norm=none to leave it out"
+        )
+    if source.plan.has_v_norm and not model.plan.has_v_norm and model.config.v_norm is None:
+        raise CheckpointError(
+            f"{spec} has v_norm, and this run has not: add --v_norm=True, or --v_norm=False to "
+            "leave it out"
         )

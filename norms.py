@@ -145,6 +145,10 @@ class Norm(nn.Module):
         """Return the form in which this norm folds into the linear after it; None if it cannot."""
         return None
 
+    def normalized_stream(self, x: Tensor, delta: Tensor | None, h: Tensor) -> Tensor:
+        """Return what `normalize` normalises, for the arguments and the h of `forward`."""
+        return h
+
     def log_drift(self, h: Tensor, inv_rms: Tensor | None) -> Tensor:
         """Return log(RMS(h) / RMS that was assumed) of each token, float64 (B, T, 1).
 
@@ -385,7 +389,7 @@ class PostNorm(Norm):
         self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if delta is not None and self.residual_weight != 1:
-            x = torch.add(delta, x, alpha=self.residual_weight)
+            x = self.normalized_stream(x, delta, x)
             delta = None
         h, _, _ = self.base(x, delta)
         if self.reader is None:
@@ -393,8 +397,12 @@ class PostNorm(Norm):
         return self.reader(h)
 
     def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        # x is the new stream, already normalised: what is left is the reading.
-        return (x, None) if self.reader is None else self.reader.normalize(x, inv_rms)
+        h, _ = self.base.normalize(x, None)
+        return (h, None) if self.reader is None else self.reader.normalize(h, None)
+
+    def normalized_stream(self, x: Tensor, delta: Tensor | None, h: Tensor) -> Tensor:
+        # The sum: h is normalised already.
+        return x if delta is None else torch.add(delta, x, alpha=self.residual_weight)
 
     @property
     def core(self) -> Norm:

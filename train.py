@@ -44,7 +44,7 @@ from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from
 from model import GPT, GPTConfig
 from norm_plan import foreign_keys, keys_of
-from taper import TaperSchedule, is_tapered, taper_gate
+from taper import TaperSchedule, is_tapered, taper_gate, tapers
 from training.checkpoint import (
     BEST,
     LAST,
@@ -220,9 +220,8 @@ class TrainConfig(GPTConfig):
                 f"coupled_impl={self.coupled_impl} multiplies the stream before it is normalised, "
                 "which can overflow float16: use coupled_impl=scale, or dtype=bfloat16"
             )
-        if self.norm_type == "taper":
-            # Raises if the taper ends before its warm-up does.
-            TaperSchedule(self.taper_warmup, self.taper_end).steps(self.max_iters)
+        # Raises if a taper would end before its warm-up does. Other norm types have its defaults.
+        TaperSchedule(self.taper_warmup, self.taper_end).steps(self.max_iters)
         # epoch_order seeds NumPy's RandomState, whose seeds have 32 bits.
         if self.seed >= 1 << 32:
             raise ConfigError(f"seed={self.seed}: must be below 2**32")
@@ -471,7 +470,7 @@ class Trainer:
         if self.step < config.max_iters:
             self.ranks.together(lambda: self._open_log(is_resumed=found is not None))
         end = TaperSchedule(config.taper_warmup, config.taper_end).steps(config.max_iters)[1]
-        if config.norm_type == "taper" and end > config.max_iters:
+        if tapers(self.model) and end > config.max_iters:
             self.notes.append(
                 f"warning: the taper ends at step {end}, after max_iters={config.max_iters}: "
                 "norms remain"

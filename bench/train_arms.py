@@ -59,7 +59,7 @@ class TrainArm:
         """Remove the MLP norms' gains from new blocks, if the arm has none."""
         if not self.mlp_gamma:
             for block in blocks:
-                block.norm2.weight = None
+                block.norm2.core.weight = None
 
 
 # ----------------------------------------------------------------------------- how they are written

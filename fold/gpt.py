@@ -1,6 +1,7 @@
 """Rewrite the weights of a trained GPT without changing its function.
 
-    to_rms        LayerNorm (or cbwc) -> RMSNorm: what adds to the residual stream is centred
+    to_rms        LayerNorm (or cbwc) -> RMSNorm: what adds to the residual stream is centred;
+                  gains that are stored in another way (one_plus, lns) -> plain gains
     to_folded     taper at gate 0 -> nothing: its scaling goes into the linear that reads it
     absorb_alpha  CoupledNorm with alpha -> with alpha = 1: alpha goes into the gains
 
@@ -16,36 +17,94 @@ import re
 from dataclasses import fields, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import FoldError
 from load import NORM_NAMES
 from model import GPT, GPTConfig
 from norm_plan import NORM_TYPES, NormPlan
-from norms import center, fold_affine
+from norms import CenteredLinear, Norm, center, fold_affine
 from taper import TaperNorm
 
 Weights = dict[str, Tensor]
 
 
 def to_rms(model: GPT) -> GPT:
-    """Replace LayerNorm by RMSNorm: norm_type layer or cbwc -> rms.
+    """Replace LayerNorm by RMSNorm, and gains that are stored in another way by plain ones.
 
     With a zero-mean stream LayerNorm is RMSNorm. So every linear that adds to the stream is centred
     over its outputs, weights and bias (CBWC, equation 7), and the embeddings over their channels.
     The norms keep their biases (rms_bias). A tied head reads the uncentred embedding, so it gets
     weights of its own. The function is the same with dropout off only: dropout makes a mean.
 
+    For an output LayerNorm the linear before it is centred, for one of the embeddings these. The
+    weights of 1 + weight (norm_gain=one_plus) and weight / sqrt(l) (lns) become the gains.
+
     Raises:
-        FoldError: the model has another norm_type.
+        FoldError: there is nothing to do, or no exact form of the norm plan (check_to_rms).
     """
     config = model.config
-    if config.norm_type not in ("layer", "cbwc"):
-        raise FoldError(f"norm_type={config.norm_type}: --to=rms is for LayerNorm (layer, cbwc)")
-    weights = untied(model)
-    center_stream(weights)
-    new_config = retype(config, "rms", rms_bias=config.bias, tie_embeddings=False)
-    return rebuild(model, new_config, weights)
+    plan = model.plan
+    check_to_rms(model)
+    weights = untied(model) if centers_embeddings(model) else wide_state(model)
+    if centers_stream(plan):
+        center_stream(weights)
+    elif plan.embedding == "L":
+        center_embeddings(weights)
+    for index, letter in enumerate(plan.outputs):
+        if letter == "L":
+            center_linear(weights, f"blocks.{index // 2}.{('attn.proj', 'mlp.down')[index % 2]}")
+    for name, norm in norms_with_gains(model).items():
+        weights[f"{name}.weight"] = norm.gain_scale * (norm.gain_offset + norm.weight.double())
+
+    keys: dict[str, object] = {}
+    if config.norm_gain == "one_plus":
+        keys["norm_gain"] = "plain"
+    if centers_embeddings(model):
+        keys["tie_embeddings"] = False
+    if set(plan.letters) <= {"R", "L"} and config.norm_type != "rms":
+        if set(plan.outputs + plan.embedding) != {"I"}:
+            keys["norm_plan"] = str(plan).replace("L", "R")
+        keys["rms_bias"] = config.bias and has_layer_norms(plan)
+        return rebuild(model, retype(config, "rms", **keys), weights)
+    if replaces_stream(plan):
+        keys["post_base"] = "rms"
+    keys["norm_plan"] = config.norm_plan.replace("L", "R")
+    return rebuild(model, replace(config, **keys), weights)
+
+
+def check_to_rms(model: GPT) -> None:
+    """Check that `to_rms` has something to do for a model, and an exact form of it.
+
+    Raises:
+        FoldError: it has not.
+    """
+    config = model.config
+    plan = model.plan
+    what = f"norm_type={config.norm_type}, norm_plan {plan}"
+    if not set(plan.letters) <= set("LRPBI"):
+        raise FoldError(f"{what}: --to=rms is for LayerNorm and RMSNorm (layer, cbwc, lns, ...)")
+    gains = norms_with_gains(model)
+    is_plain = all(norm.gain_offset == 0 and norm.gain_scale == 1 for norm in gains.values())
+    if is_plain and not has_layer_norms(plan):
+        raise FoldError(f"{what}: its norms are RMSNorms with plain gains already")
+    if centers_stream(plan):
+        readers = set(plan.letters) - {"L", "P", "B"}
+        if readers and plan.type.residual_linear is nn.Linear:
+            raise FoldError(
+                f"{what}: without its mean the stream is another one where {min(readers)} reads it"
+            )
+        # What a norm gives has a mean, unless it is a LayerNorm without gains and bias.
+        changes_mean = replaces_stream(plan) or set(plan.outputs + plan.embedding) != {"I"}
+        if changes_mean and (gains or "R" in plan.outputs + plan.embedding):
+            raise FoldError(
+                f"{what}: what an output norm, P or B gives has a mean, which LayerNorm removes"
+            )
+    has_bias = {norm.bias is not None for name, norm in gains.items() if ".attn." not in name}
+    if True in has_bias and (len(has_bias) > 1 or not set(plan.letters) <= {"R", "L"}):
+        raise FoldError(
+            f"{what}: norms with and without biases: RMSNorms of one model all have them, or none"
+        )
 
 
 def to_folded(model: GPT, exact: bool = True) -> GPT:
@@ -105,16 +164,44 @@ def absorb_alpha(model: GPT) -> GPT:
             f"norm_type={config.norm_type}: alpha is absorbed into the gains of a coupled model"
         )
     weights = model.state_dict()
-    names = {module: name for name, module in model.named_modules()}
-    for norm in model.norms():
+    for name, norm in norms_with_gains(model).items():
         form = norm.folded_form()
         if form is not None and form.statistic == "shared":
-            weights[f"{names[norm]}.weight"] = norm.weight_for(form.gain)
-            weights.pop(f"{names[norm]}.alpha", None)
+            weights[f"{name}.weight"] = norm.weight_for(form.gain)
+            weights.pop(f"{name}.alpha", None)
     return rebuild(model, replace(config, coupled_alpha=1.0, coupled_calibrate=0), weights)
 
 
 # ------------------------------------------------------------------------------------------- pieces
+
+
+def has_layer_norms(plan: NormPlan) -> bool:
+    """Is there a LayerNorm, or an RMSNorm that is one because its input is centred (cbwc)?"""
+    return centers_stream(plan) or "L" in plan.outputs + plan.embedding
+
+
+def centers_stream(plan: NormPlan) -> bool:
+    """Does a norm subtract the mean of the residual stream, or what adds to it?"""
+    bases = replaces_stream(plan) and plan.config.post_base == "layer"
+    return "L" in plan.letters or bases or plan.type.residual_linear is CenteredLinear
+
+
+def centers_embeddings(model: GPT) -> bool:
+    """Would `to_rms` centre the embeddings, which a tied head reads too?"""
+    return centers_stream(model.plan) or model.plan.embedding == "L"
+
+
+def replaces_stream(plan: NormPlan) -> bool:
+    return not {"P", "B"}.isdisjoint(plan.letters)
+
+
+def norms_with_gains(model: GPT) -> dict[str, Norm]:
+    """Return all norms with gains by name, those within attention and within other norms too."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Norm) and module.weight is not None
+    }
 
 
 def center_stream(weights: Weights) -> None:
@@ -122,11 +209,22 @@ def center_stream(weights: Weights) -> None:
 
     CBWC, equation 7.
     """
-    for name, tensor in weights.items():
-        if name in ("wte.weight", "wpe.weight"):
-            weights[name] = center(tensor)  # (V, C)
-        elif name.endswith((".proj.weight", ".proj.bias", ".down.weight", ".down.bias")):
-            weights[name] = tensor - tensor.mean(0)  # (C, in) or (C,)
+    center_embeddings(weights)
+    for name in list(weights):
+        if name.endswith((".proj.weight", ".down.weight")):
+            center_linear(weights, name.removesuffix(".weight"))
+
+
+def center_embeddings(weights: Weights) -> None:
+    """Centre the embeddings (V, C) over their channels, in place."""
+    for name in {"wte.weight", "wpe.weight"} & weights.keys():
+        weights[name] = center(weights[name])
+
+
+def center_linear(weights: Weights, linear: str) -> None:
+    """Centre the linear of this name over its outputs, in place."""
+    for name in {f"{linear}.weight", f"{linear}.bias"} & weights.keys():
+        weights[name] = weights[name] - weights[name].mean(0)  # (C, in) or (C,)
 
 
 def fold_taper(norm: TaperNorm, weights: Weights, reader: str) -> None:
@@ -190,9 +288,10 @@ def retype(config: GPTConfig, norm_type: str, **keys: object) -> GPTConfig:
     """
     default = {field.name: field.default for field in fields(config)}
     old = {name: default[name] for name in ("norm_plan", *NORM_TYPES[config.norm_type].keys)}
-    # Attention stays what it is, where the old type has norms in it by default.
+    # Attention stays what it is, where one of the types has norms in it by default.
     plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
-    if plan.qk_kind != "none":
+    new = NORM_TYPES[norm_type]
+    if (plan.qk_kind, plan.has_v_norm) != (new.qk_norm, new.v_norm):
         old |= {"qk_norm": plan.qk_kind, "v_norm": plan.has_v_norm}
     return replace(config, **old | {"norm_type": norm_type} | keys)
 

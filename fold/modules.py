@@ -6,6 +6,7 @@ its keys. Its values are right for the unfolded model, too, because a LayerNorm 
 rows of zero mean as an RMSNorm.
 """
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -293,6 +294,8 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
             "there is no module to swap"
         )
     module = graph.model.get_submodule(path)
+    if len(inspect.signature(module.forward).parameters) > 1:
+        return f"{path} takes more than the tensor that it normalises"
     own = [node for node in graph.nodes if graph.call(node) == key]
     line = norm_input(norm).line
     before, x = _chain_back(line.node, own)

@@ -26,6 +26,7 @@ from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
 from fold.gpt import rebuild, retype
 from model import GPT
+from norm_plan import NormPlan
 from posthoc.kl import kl_divergence
 from training.stream import token_rms
 
@@ -82,16 +83,38 @@ def view(model: GPT, plan: str, alpha: Alpha | float = 1.0) -> GPT:
     Raises:
         FoldError: the model's norms cannot be coupled.
     """
+    why = refusal(model)
+    if why:
+        raise FoldError(why)
+    coupled = retype(model.config, "coupled", norm_plan=plan, coupled_alpha=alpha)
+    weights = model.state_dict()
+    names = {norm: name for name, norm in model.named_modules()}
+    letters = NormPlan(coupled, coupled.n_layer, coupled.n_embd, coupled.bias).letters
+    for position, (norm, letter) in enumerate(zip(model.norms(), letters, strict=True)):
+        if letter == "R" and f"{names[norm]}.alpha" in weights:
+            raise FoldError(
+                f"norm position {position} shares with a calibrated alpha, and norm_plan {plan} "
+                "gives it a statistic of its own: start from the RMSNorm model that it was made of"
+            )
+    return rebuild(model, coupled, weights)
+
+
+def refusal(model: GPT) -> str:
+    """Say why the norms of a model cannot be coupled; "" if they can."""
     config = model.config
     is_whole = config.norm_groups == 1 and config.rms_fraction == 1
     has_bias = config.rms_bias and config.bias
     if config.norm_type not in ("rms", "coupled") or not is_whole or has_bias:
-        raise FoldError(
+        return (
             f"norm_type={config.norm_type}: coupling is for rms, whole and without biases in the "
-            "norms (convert.py --to=rms makes it of layer and cbwc)"
+            "norms (convert.py --to=rms makes it of layer, cbwc and lns)"
         )
-    coupled = retype(config, "coupled", norm_plan=plan, coupled_alpha=alpha)
-    return rebuild(model, coupled, model.state_dict())
+    if not model.plan.adds_plainly or model.norm_e is not None:
+        return (
+            f"norm_type={config.norm_type}, norm_plan {model.plan}: coupling is for plans without "
+            "output norms and a norm of the embeddings"
+        )
+    return ""
 
 
 def own_statistics(model: GPT, name: str = "the model") -> GPT:

@@ -24,7 +24,7 @@ from common.errors import ConfigError, run_program
 from common.output import append_json
 from configurator import check_least, key, parse_args
 from load import load_model
-from posthoc.coupling import Calibration, greedy, ratios, suggest_first, text_windows
+from posthoc.coupling import Calibration, greedy, ratios, refusal, suggest_first, text_windows
 from training.stream import token_rms
 
 QUANTILES = (0.05, 0.5, 0.95)
@@ -145,13 +145,13 @@ def main(argv: list[str]) -> None:
         faster_float32_products(model.config.n_embd, model.config.head_channels)
 
     shares = "s" in model.plan.letters
-    if shares or model.config.norm_type not in ("rms", "coupled"):
+    why = refusal(model)
+    if shares or why:
         # Nothing to suggest; sizes alone.
         lines, records = blocks_table(token_rms(model, windows))
-        why = "only RMSNorm can be coupled (convert.py)"
         if shares:
             why = "it shares statistics already"
-        lines.append(f"norm_type={model.config.norm_type}, norm plan {model.plan}: {why}")
+        lines.append(f"norm plan {model.plan}: {why}")
         print("\n".join(lines))
         finish(config, {"spec": spec, "blocks": records, **environment(device)})
         return

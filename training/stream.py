@@ -7,11 +7,15 @@ a scalar at each position (alpha, section 5.3 of Loretz & Hochreiter 2026), its 
 cannot. TaperNorm multiplies by a constant c instead: its drift, RMS(c h), is about 1 when c is set
 (c fits the squares, over an average of some 100 steps), and moves as the stream grows away from it.
 
+Where a position replaces the stream (P and B of a norm plan), its size is that of the new stream,
+which the norm itself sets. With an output norm it is that of the stream after the add.
+
 At the output, the size of the logits and the radial gradient tell whether anything holds the scale
 of the stream (Kanavalau, Amo Alonso & Lall 2026, section 4): with a final norm that gradient is 0,
 without one it is negative where tokens are predicted well, and logits grow ("logit chasing"). Its
 mean over a text is near 0 once the model is about as sure as it is right there, and takes many
-windows to tell: those of one document all err to one side.
+windows to tell: those of one document all err to one side. With P or B at the final position, h is
+the sum that is normalised there, not the stream that replaces it: that one has no free scale.
 """
 
 from dataclasses import dataclass
@@ -69,7 +73,9 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
         )
         # within forward, where FSDP has the head gathered
         if norm is model.norm_f and targets is not None:
-            output.extend(output_statistics(model, h, used, targets))
+            x, delta, _ = inputs
+            stream = norm.normalized_stream(x, delta, h)
+            output.extend(output_statistics(model, stream, used, targets))
 
     handles = [norm.register_forward_hook(note) for norm in model.norms()]
     was_training = model.training
@@ -86,8 +92,8 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
 def output_statistics(
     model: GPT, h: Tensor, used: Tensor | None, targets: Tensor
 ) -> tuple[float, float]:
-    """(logit norm, radial gradient) for the stream h (B, T, C) before the final norm, whose forward
-    handed on `used`.
+    """(logit norm, radial gradient) for the stream h (B, T, C) that the final norm normalises, and
+    the statistic `used` that its forward handed on.
 
     Neither needs all logits at once: |W y|^2 is y^T (W^T W) y, and the loss comes chunk by chunk.
     In full precision.

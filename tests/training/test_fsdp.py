@@ -116,6 +116,27 @@ def test_equals_ddp(train_ok, spaced_data, tmp_path, norm_type):
     )
 
 
+@pytest.mark.parametrize("norm_type", ["peri", "derf"])
+def test_every_kind_of_norm_tensor_equals_ddp(train_ok, tiny_data, tmp_path, norm_type):
+    """Output norms and that of the embeddings; one number as scale, alpha and shift."""
+    for parallel, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2)):
+        train_ok(
+            *FSDP,
+            f"--norm_type={norm_type}",
+            "--max_iters=6",
+            f"--parallel={parallel}",
+            f"--data_dir={tiny_data}",
+            f"--out_dir={tmp_path / f'{parallel}{ranks}'}",
+            ranks=ranks,
+        )
+    found = [losses(tmp_path / name) for name in ("ddp1", "ddp2", "fsdp2")]
+    assert found[0][6] != found[0][1]
+    assert apart(found[0], found[1]) <= 1e-5 and apart(found[1], found[2]) <= 1e-6
+    saved = [load_model(str(tmp_path / name)).state_dict() for name in ("ddp2", "fsdp2")]
+    assert saved[0].keys() == saved[1].keys()
+    assert all((saved[0][name] - saved[1][name]).abs().max() < 1e-5 for name in saved[0])
+
+
 def test_calibrated_and_folded_equals_ddp(train_ok, tiny_data, tmp_path):
     """What reads hidden states before the first step, and a weight folded with another one."""
     for parallel in ("ddp", "fsdp"):
