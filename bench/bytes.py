@@ -402,7 +402,20 @@ ARMS = {
     "cbwc": {},
     "rms, no gains": {"norm_gain": "none"},
     "coupled, no gains": {"norm_gain": "none"},
+    "rms, gains 1 + weight": {"norm_gain": "one_plus"},
+    "lns": {},
+    "dyt": {},
+    "derf": {},
+    "post": {},
+    "deepnorm": {},
+    "keel": {},
+    "hybrid": {},
+    "olmo2": {},
+    "peri": {},
+    "none": {},
 }
+# Blocks of mixln are those of post and of rms; taper begins as rms and ends as none.
+MIXTURES = ("mixln", "taper")
 
 
 @dataclass(frozen=True)
@@ -451,11 +464,14 @@ def count(
 ) -> dict[str, float]:
     """Return the figures of one arm, in bytes per token and block.
 
-    They are of one block, and of stacks with these residual streams.
+    They are of one block, and of stacks with these residual streams. A norm plan whose first block
+    is not like the others, or whose blocks are closed by a norm, has no figure of one block.
     """
     shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
     shape = GPTConfig(**shape | {"norm_type": arm.split(",")[0], **ARMS[arm]})
-    row = {"one block": bytes_of_one_block(shape, config.tokens)}
+    row = {}
+    if NormPlan(shape, shape.n_layer, shape.n_embd, shape.bias).adds_plainly:
+        row["one block"] = bytes_of_one_block(shape, config.tokens)
     for stream in stacks:
         of_stream = dataclasses.replace(shape, residual=stream)
         figures = STACKS[stream]
@@ -472,6 +488,9 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     for arm, row in rows.items():
         line = [arm]
         for name in columns:
+            if name not in row:
+                line.append("-")
+                continue
             difference = row[name] - rms[name]
             line.append(f"{row[name] / 1000:.1f} ({difference / 1000:+.1f})")
         cells.append(line)
@@ -512,7 +531,8 @@ head of that program.
 
 {table(rows)}
 
-- one block: a bfloat16 block alone, closed by a product that adds the residual itself
+- one block: a bfloat16 block alone, closed by a product that adds the residual itself. With output
+  norms, or norms that replace the stream, no product closes a block, so it has no such figure
 - bfloat16 stream: what one more block costs train.py's model with residual=autocast. Every residual
   read counts here, the closing add's too, which one block leaves out as all have it:
   {2 * config.n_embd / 1000:.1f} kB in each row
