@@ -6,6 +6,7 @@ written can be used.
 
 import json
 import shlex
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,14 +15,16 @@ from helpers import TINY, losses, records, shake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import convert
+import fold as fold_any
 import sample
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, ConfigError, UserError
 from fold import gpt as fold
 from fold.certificate import certify
 from hf.hub import import_transformers
 from load import load_model
 from model import GPT, GPTConfig
-from norms import CenteredLinear, LayerNorm, NoNorm, RMSNorm
+from norm_plan import NORM_TYPES
+from norms import CenteredLinear, LayerNorm, NoNorm, Norm, RMSNorm
 from posthoc.coupling import to_coupled
 from taper import tapers
 from training.checkpoint import save_checkpoint
@@ -29,6 +32,8 @@ from training.checkpoint import save_checkpoint
 SHAPE = GPTConfig(
     vocab_size=40, n_vocab=32, block_size=12, n_layer=3, n_head=2, n_embd=16, init_std=0.2
 )
+NO_GAIN = {"norm_gain": "none"}
+ONE_PLUS = {"norm_gain": "one_plus"}
 LLAMA = {"position": "rope", "activation": "swiglu", "qk_norm": True, "n_kv_head": 1}
 SHAPES = {
     "gpt2": {},
@@ -92,6 +97,62 @@ def test_layer_norm_becomes_rms_norm(norm_type, shape):
     )
     replaced = certified(model, lambda m: fold.rebuild(m, after.config, fold.untied(m)))[1]
     assert not replaced.ok and replaced.max_rel > 1e-2  # RMSNorm alone is another function
+
+
+@pytest.mark.parametrize(
+    ("keys", "type_after"),
+    [
+        ({"norm_type": "lns"}, "rms"),
+        ({"norm_type": "lns", "bias": True, "norm_plan": "LLLLLLL", **ONE_PLUS}, "rms"),
+        ({"norm_type": "rms", **ONE_PLUS, "qk_norm": "full", "norm_groups": 2}, "rms"),
+        ({"norm_type": "cbwc", "bias": True, **ONE_PLUS}, "rms"),
+        ({"norm_type": "peri", **ONE_PLUS}, "rms"),
+        ({"norm_type": "olmo2", **ONE_PLUS}, "olmo2"),
+        ({"norm_type": "keel", **ONE_PLUS, "residual_weight": 3.0}, "keel"),
+        # an output LayerNorm, one of the embeddings, or both
+        ({"norm_type": "peri", "norm_plan": "RRRRRRR|LLLLLL|R"}, "rms"),
+        ({"norm_type": "peri", "norm_plan": "RRRRRRR|LIIRRL|L", **LLAMA}, "rms"),
+        ({"norm_type": "olmo2", "norm_plan": "IIIIIIR|LLLLLL", **ONE_PLUS}, "olmo2"),
+        # without gains everything has zero mean
+        (
+            {"norm_type": "layer", "bias": True, "norm_plan": f"{'L' * 7}|{'L' * 6}|L", **NO_GAIN},
+            "rms",
+        ),
+        ({"norm_type": "keel", "bias": True, "post_base": "layer", **NO_GAIN}, "keel"),
+    ],
+    ids=str,
+)
+def test_other_layouts_become_rms_norm(keys, type_after):
+    model = gpt(**keys)
+    after, certificate = certified(model, fold.to_rms)
+    assert certificate.ok and certificate.max_rel < 1e-13
+    assert after.config.norm_type == type_after
+    assert after.config.norm_gain == ("none" if model.config.norm_gain == "none" else "plain")
+    parts = [module for module in after.modules() if isinstance(module, Norm)]
+    assert not any(isinstance(part, LayerNorm) for part in parts)
+    assert all(part.gain_offset == 0 and part.gain_scale == 1 for part in parts)
+    # Alone where the embeddings are centred, the head needs weights of its own.
+    assert after.config.tie_embeddings == torch.equal(after.wte.weight, model.wte.weight)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"norm_type": "rms"}, "plain gains already"),
+        ({"norm_type": "layer", "norm_plan": f"{'L' * 7}|{'L' * 6}"}, "gives has a mean"),
+        ({"norm_type": "keel", "post_base": "layer"}, "gives has a mean"),
+        ({"norm_type": "peri", "norm_plan": f"{'L' * 7}|{'R' * 6}", **NO_GAIN}, "gives has a mean"),
+        ({"norm_type": "post", "post_base": "layer", **NO_GAIN}, "where I reads it"),
+        ({"norm_type": "peri", "norm_plan": "LRLLLLL"}, "where R reads it"),
+        ({"norm_type": "peri", "norm_plan": f"{'R' * 7}|{'L' * 6}", "bias": True}, "biases"),
+        ({"norm_type": "dyt"}, "for LayerNorm and RMSNorm"),
+    ],
+    ids=str,
+)
+def test_without_an_exact_form_the_layout_is_refused(keys, why):
+    model = gpt(**keys)
+    with pytest.raises(fold.FoldError, match=f"norm_type={keys['norm_type']}.*{why}"):
+        fold.to_rms(model)
 
 
 class Reductions(TorchDispatchMode):
@@ -228,7 +289,7 @@ def test_calibrated_alpha_brings_coupled_nearer_to_rms(plan):
 @pytest.mark.parametrize(
     ("rewrite", "accepted"),
     [
-        (fold.to_rms, {"layer", "cbwc"}),
+        (fold.to_rms, {"layer", "cbwc", "lns"}),
         (fold.to_folded, set()),
         (fold.absorb_alpha, {"coupled"}),
         (lambda model: to_coupled(model, "", tokens(2, 12)), {"rms"}),
@@ -236,7 +297,7 @@ def test_calibrated_alpha_brings_coupled_nearer_to_rms(plan):
     ids=["rms", "folded", "alpha", "coupled"],
 )
 def test_what_does_not_fit_is_refused(rewrite, accepted):
-    for norm_type in ("layer", "rms", "coupled", "cbwc", "dyt", "none"):
+    for norm_type in NORM_TYPES.keys() - {"taper"}:  # tapers: below and above
         model = gpt(norm_type=norm_type)
         if norm_type in accepted:
             rewrite(model)
@@ -276,6 +337,56 @@ def saved(tmp_path):
         return path
 
     return save
+
+
+CONVERTED = {
+    "layer": ["rms"],
+    "cbwc": ["rms"],
+    "lns": ["rms"],
+    "taper": ["folded"],
+    "rms": ["coupled"],
+    "coupled": ["coupled"],
+}
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_every_norm_type_converts_or_says_why(norm_type):
+    """A refusal is one line that names the type."""
+    layout = {"norm_plan": "RI LI R"} if norm_type == "none" else {}
+    layout |= {"mixln_share": 0.5} if norm_type == "mixln" else {}
+    model = gpt(7 if norm_type == "taper" else 0, norm_type=norm_type, n_layer=2, **layout)
+    done = []
+    for to in ("rms", "folded", "coupled"):
+        config = convert.ConvertConfig(to=to, inexact=to == "coupled")
+        try:
+            _, certificate = convert.convert(model, config)
+        except UserError as error:
+            assert norm_type in str(error) and "\n" not in str(error)
+            continue
+        assert (certificate.ok or to == "coupled") and certificate.folded > 0
+        done.append(to)
+    assert done == CONVERTED.get(norm_type, [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "verdicts"),
+    [
+        # what output norms add has a mean: only they fold
+        ({"norm_type": "peri", "norm_plan": f"{'L' * 5}|LLLL|R"}, {"strict": 4, "no gain": 5}),
+        ({"norm_type": "post", "post_base": "layer"}, {"no gain": 4}),
+        ({"norm_type": "keel", "post_base": "layer", **NO_GAIN}, {"strict": 4, "inserted": 3}),
+    ],
+    ids=str,
+)
+def test_as_any_module_a_layout_is_folded_right_or_left(keys, verdicts):
+    """Our norms return several tensors, so no module can be swapped; the analysis counts all."""
+    model = gpt(**keys, n_layer=2)
+    report = fold_any.analyze(model, (tokens(2, 12),))
+    assert report.total == sum(isinstance(module, LayerNorm) for module in model.modules())
+    assert Counter(row.verdict for row in report.rows) == verdicts
+    after, certificate = fold_any.fold(model, report, untie=True, insert=True)
+    assert certificate.ok and certificate.folded == 0
+    assert torch.equal(after(tokens(1, 12)), model(tokens(1, 12)))
 
 
 @pytest.mark.parametrize(

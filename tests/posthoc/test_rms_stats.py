@@ -14,11 +14,13 @@ from helpers import TINY, close, losses, records, shake
 
 from common.distributed import Ranks
 from model import GPT
+from norm_plan import NORM_TYPES
+from norms import OutputNorm, PostNorm
 from train import TrainConfig
 from training import evaluation
 from training.dataloader import Blocks
 from training.evaluation import Evaluator
-from training.stream import calibrate, measure
+from training.stream import calibrate, measure, token_rms
 
 L = SHAPE.n_layer
 
@@ -116,6 +118,9 @@ def test_drift_of_a_taper_is_the_size_of_what_it_scales(base):
         {"norm_type": "none"},
         {"norm_plan": "Rs ss ss ss s"},
         {"norm_type": "rms", "n_vocab": 29},
+        {"norm_type": "olmo2"},
+        {"norm_type": "peri", "norm_plan": "RRRRRRRRI|RRRRRRRR"},
+        {"norm_type": "dyt"},
     ],
     ids=str,
 )
@@ -139,6 +144,61 @@ def test_the_output_is_measured_as_defined(keys):
     assert stats.radial_gradient == pytest.approx(radial.item(), rel=1e-9, abs=1e-12)
     assert stats.record().keys() == {"rms", "drift", "spread", "logit_norm", "radial_gradient"}
     assert measure(model, idx).record().keys() == {"rms", "drift", "spread"}
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_every_position_of_every_norm_type(norm_type):
+    """The stream after the add, or what replaces it, by a plain walk through the blocks."""
+    model = gpt(norm_type=norm_type)
+    stats = measure(model, IDX, TARGETS)
+    x = model.wte(IDX) + model.wpe.weight[: IDX.shape[1]]
+    x = model.plan.embed(x if model.norm_e is None else model.norm_e(x)[0])
+    sublayers = [part for block in model.blocks for part in (block.attn, block.mlp)]
+    delta, inv_rms, sizes = None, None, []
+    for norm, sublayer in zip(model.norms(), [*sublayers, None], strict=True):
+        if isinstance(norm, OutputNorm):
+            h = x + norm.output(delta)[0]
+            y, _, inv_rms = norm.input(h, None, inv_rms)
+        elif isinstance(norm, PostNorm):
+            h = norm.base(norm.residual_weight * x + delta)[0]
+            y = h if norm.reader is None else norm.reader(h)[0]
+        else:
+            h = x if delta is None else x + delta
+            y, _, inv_rms = norm(h, None, inv_rms)
+        sizes.append(h.double())
+        x = h
+        delta = None if sublayer is None else sublayer(y)
+    close(stats.rms, torch.stack([h.square().mean().sqrt() for h in sizes]))
+    windows = token_rms(model, IDX)
+    for position, (norm, h) in enumerate(zip(model.norms(), sizes, strict=True)):
+        close(windows[position], (h.square().mean(-1) + norm.eps).sqrt())
+    # A norm at the end holds the scale of the stream, whether it replaces the stream or not.
+    is_held = model.plan.letters[-1] in "LRPT"
+    assert (abs(stats.radial_gradient) < 1e-3) == is_held
+    # Only s and a taper can drift.
+    assert norm_type in ("coupled", "taper") or (stats.drift == 1).all()
+
+
+@pytest.mark.parametrize("keys", [{"norm_type": "deepnorm"}, {"norm_type": "keel"}], ids=str)
+def test_at_a_final_norm_that_replaces_the_stream_the_sum_counts(keys):
+    """By hand: the gradient of the loss along what the final P normalises."""
+    model = gpt(**keys).eval()
+    found = []
+
+    def keep(norm, inputs):
+        x, delta, _ = inputs
+        total = (norm.residual_weight * x + delta).detach().requires_grad_()
+        found.append(total)
+        return torch.zeros_like(total), total, None
+
+    weight = model.norm_f.residual_weight
+    handle = model.norm_f.register_forward_pre_hook(keep)
+    logits = model(IDX)
+    handle.remove()
+    F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten()).backward()
+    radial = (found[0].grad * found[0]).sum().item()
+    stats = measure(model, IDX, TARGETS)
+    assert weight >= 1 and stats.radial_gradient == pytest.approx(radial, rel=1e-6, abs=1e-12)
 
 
 def test_measuring_leaves_no_trace():

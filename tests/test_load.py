@@ -1,0 +1,92 @@
+"""load.init_from: a run of one norm type starts from weights of another.
+
+python -m pytest tests/test_load.py
+"""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from helpers import shake
+
+from common.errors import CheckpointError
+from load import init_from
+from model import GPT, GPTConfig
+from norm_plan import NORM_TYPES
+from training.checkpoint import save_checkpoint
+
+SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=8, n_layer=2, n_head=2, n_embd=16)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """saved(**keys) -> path of a checkpoint, and its model."""
+
+    def save(**keys):
+        model = shake(GPT(replace(SHAPE, **keys))).float()
+        path = tmp_path / "source.pt"
+        state = {"step": 0, "config": asdict(model.config), "meta": {}, "model": model.state_dict()}
+        save_checkpoint(path, state)
+        return str(path), model
+
+    return save
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_every_norm_type_starts_from_rms_and_leads_back(norm_type, saved):
+    """All but the norms is taken over, and the input norms keep their gains."""
+    path, source = saved(norm_type="rms")
+    model = GPT(replace(SHAPE, norm_type=norm_type), seed=1)
+    note = init_from(model, path)
+    there = source.state_dict()
+    here = model.state_dict()
+    assert all(torch.equal(here[name], there[name]) for name in there if "norm" not in name)
+    gains = [norm.weight for norm in source.norms()]
+    cores = [norm.core for norm in model.norms()]
+    kept = [
+        norm.weight is not None and torch.equal(norm.weight, gain)
+        for norm, gain in zip(cores, gains, strict=True)
+    ]
+    # A norm that replaces the stream is no input norm, and none has no norms.
+    assert kept == [letter not in "PBI" for letter in model.plan.letters]
+    assert all(kept) == (" 0 are left out" in note or note == f"weights of {path}")
+    back = GPT(replace(SHAPE, norm_type="rms", qk_norm="none"), seed=2)
+    path, model = saved(norm_type=norm_type)
+    init_from(back, path)
+    assert torch.equal(back.blocks[1].mlp.up.weight, model.blocks[1].mlp.up.weight)
+    if norm_type == "peri":
+        gains = [norm.core.weight for norm in model.norms()]
+        assert all(map(torch.equal, (norm.weight for norm in back.norms()), gains))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "remedy"),
+    [
+        ({"norm_type": "olmo2"}, {"norm_type": "rms"}, "add --qk_norm=full, or --qk_norm=none"),
+        ({"norm_type": "olmo2"}, {"norm_type": "hybrid"}, "and this run head: add --qk_norm=full"),
+        ({"norm_type": "hybrid"}, {"norm_type": "rms", "qk_norm": "head"}, "add --v_norm=True"),
+        ({"norm_type": "rms", "norm_gain": "one_plus"}, {"norm_type": "rms"}, "--to=rms"),
+        ({"norm_type": "rms"}, {"norm_type": "lns", "norm_gain": "one_plus"}, "=plain"),
+        (
+            {"norm_type": "peri", "output_eps": 1e-5},
+            {"norm_type": "olmo2"},
+            "add --output_eps=1e-05",
+        ),
+        (
+            {"norm_type": "post", "post_base": "layer"},
+            {"norm_type": "taper"},
+            "add --taper_base=layer",
+        ),
+    ],
+)
+def test_what_would_be_another_function_is_refused(theirs, ours, remedy, saved):
+    path, _ = saved(**theirs)
+    with pytest.raises(CheckpointError, match=remedy):
+        init_from(GPT(replace(SHAPE, **ours)), path)
+
+
+def test_norms_within_attention_are_left_out_where_the_run_says_so(saved):
+    path, source = saved(norm_type="hybrid")
+    model = GPT(replace(SHAPE, norm_type="rms", qk_norm="head", v_norm=False))
+    init_from(model, path)
+    assert torch.equal(model.blocks[1].attn.q_norm.weight, source.blocks[1].attn.q_norm.weight)
