@@ -136,7 +136,7 @@ def _check_taper_base(source: GPT, model: GPT, spec: str) -> None:
 def _check_gains(source: GPT, model: GPT, spec: str) -> None:
     """Raise CheckpointError if the same weights would be other gains in `model`."""
     kinds = [gpt.config.norm_gain for gpt in (source, model)]
-    if kinds[0] != kinds[1] and "one_plus" in kinds:
+    if set(kinds) == {"plain", "one_plus"}:
         raise CheckpointError(
             f"{spec} has norm_gain={kinds[0]}, and this run {kinds[1]}: add --norm_gain={kinds[0]}"
             + (", or convert it (convert.py --to=rms)" if kinds[0] == "one_plus" else "")

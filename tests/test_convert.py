@@ -247,7 +247,13 @@ def test_a_taper_whose_gate_is_open_is_refused(steps):
 
 @pytest.mark.parametrize(
     "keys",
-    [{"coupled_alpha": 1.3}, {"coupled_calibrate": 2}, {"coupled_span": 0}, LLAMA],
+    [
+        {"coupled_alpha": 1.3},
+        {"coupled_calibrate": 2},
+        {"coupled_span": 0},
+        {**ONE_PLUS, "norm_plan": "Rs ss Rs R | RR IR RR | R"},
+        LLAMA,
+    ],
     ids=lambda keys: next(iter(keys)),
 )
 def test_alpha_goes_into_the_gains(keys):
@@ -259,7 +265,8 @@ def test_alpha_goes_into_the_gains(keys):
     assert after.config.coupled_alpha == 1.0 and {
         norm.alpha for norm in after.norms() if hasattr(norm, "alpha")
     } == {1}
-    assert not torch.equal(after.blocks[0].norm2.weight, model.blocks[0].norm2.weight)
+    cores = [gpt.blocks[0].norm2.core for gpt in (after, model)]
+    assert not torch.equal(cores[0].weight, cores[1].weight)
 
 
 @pytest.mark.parametrize("plan", ["", "RR Rs ss R"])

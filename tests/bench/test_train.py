@@ -15,7 +15,7 @@ from helpers import ROOT, TINY
 
 from bench import cuda_codegen, train, train_arms, train_profile
 from bench.train import AGAIN, TrainBenchConfig, all_arms, count_bytes, make_batches, time_rounds
-from bench.train_arms import build_step, parse_arms
+from bench.train_arms import build_step, parse_arm, parse_arms
 from common import environment as environment_module
 from common.environment import Precision
 from common.errors import ConfigError, UserError
@@ -201,6 +201,14 @@ def test_no_mlp_gamma_takes_just_those_gains_away(models):
     assert (
         names[0] - names[1] == {"blocks.0.norm2.weight", "blocks.1.norm2.weight"}
         and names[1] < names[0]
+    )
+    # an input norm behind an output norm
+    arm = parse_arm("rms-no-mlp-gamma norm_plan=RRRRR|RRRR", config)
+    model = GPT(arm.config)
+    arm.strip(model.blocks)
+    assert (
+        model.blocks[0].norm2.input.weight is None
+        and model.blocks[0].norm2.output.weight is not None
     )
 
 
