@@ -533,6 +533,7 @@ head of that program.
 
 - one block: a bfloat16 block alone, closed by a product that adds the residual itself. With output
   norms, or norms that replace the stream, no product closes a block, so it has no such figure
+- olmo2 and hybrid: their norms within attention count, where no kernel of attention computes them
 - bfloat16 stream: what one more block costs train.py's model with residual=autocast. Every residual
   read counts here, the closing add's too, which one block leaves out as all have it:
   {2 * config.n_embd / 1000:.1f} kB in each row
