@@ -360,14 +360,14 @@ def test_arms_of_older_logs(norm_type, keys, arm, now, records_keys, tmp_path):
 @pytest.mark.parametrize(
     ("source", "keys", "words"),
     [
-        ({}, {"norm_gain": "one_plus"}, "norm_gain=plain there, one_plus here"),
-        ({"norm_gain": "one_plus"}, {}, "norm_gain=one_plus there, plain here"),
-        ({"qk_norm": "head", "qk_gain": False}, {}, "qk_norm=head there, none here"),
-        ({}, {"qk_norm": "full", "qk_gain": False}, "qk_norm=none there, full here"),
+        ({}, {"norm_gain": "one_plus"}, "norm_gain=plain, and this run one_plus"),
+        ({"norm_gain": "one_plus"}, {}, "norm_gain=one_plus, and this run plain"),
+        ({"qk_norm": "head", "qk_gain": False}, {}, "qk_norm=head, and this run none"),
+        ({"qk_norm": "head"}, {"qk_norm": "full"}, "qk_norm=head, and this run full"),
         (
-            {"qk_norm": "head", "qk_gain": False},
             {"qk_norm": "head", "qk_gain": False, "v_norm": True},
-            "v_norm=False there, True here",
+            {"qk_norm": "head", "qk_gain": False},
+            "has v_norm, and this run has not",
         ),
         ({}, {"output_eps": 1e-5}, "output_eps=1e-06 there, 1e-05 here"),
     ],
