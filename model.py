@@ -20,7 +20,7 @@ from common.errors import ConfigError
 from configurator import key
 from kernels import scaled_activation
 from kernels.cross_entropy import cross_entropy
-from kernels.reference import KINDS, activate
+from kernels.reference import GATED, KINDS, activate
 from norm_plan import SHARED, NormConfig, NormPlan, recipe_of
 from norms import Handover, Norm
 
@@ -50,7 +50,7 @@ class GPTConfig(NormConfig):
     head_dim: int = key(0, "channels of a head (0: n_embd / n_head)", least=0)
     n_inner: int = key(
         0,
-        "hidden channels of the MLP (0: 4 n_embd; for swiglu 8/3, up to a multiple of 64)",
+        "hidden channels of the MLP (0: 4 n_embd; gated 8/3, up to a multiple of 64)",
         least=0,
     )
     activation: str = key("gelu", "of the MLP", KINDS)
@@ -131,7 +131,7 @@ class GPTConfig(NormConfig):
         """Hidden channels of the MLP."""
         if self.n_inner:
             return self.n_inner
-        if self.activation == "swiglu":
+        if self.activation in GATED:
             return -(-8 * self.n_embd // 192) * 64  # 8/3 n_embd, up to a multiple of 64
         return 4 * self.n_embd
 
@@ -283,13 +283,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(activation(up(y))); for swiglu, `up` gives gate and up side by side."""
+    """down(activation(up(y))); for swiglu and geglu, `up` gives gate and up side by side."""
 
     def __init__(self, config: GPTConfig, plan: NormPlan):
         super().__init__()
         self.activation = config.activation
         self.kernels = config.kernels  # read by FoldedBlock
-        width = 2 * config.inner if self.activation == "swiglu" else config.inner
+        width = 2 * config.inner if self.activation in GATED else config.inner
         self.up = nn.Linear(config.n_embd, width, bias=config.bias)
         self.down = plan.residual_linear(config.inner, config.n_embd, config.bias)
 

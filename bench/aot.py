@@ -33,6 +33,7 @@ from bench.stand_in import replaced
 from common.errors import ConfigError, UserError, run_program
 from configurator import key, parse_args
 from kernels import activation, binding, row_norm, sandwich, shared_rms, taper
+from kernels.reference import GATED, KINDS
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -126,8 +127,8 @@ def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[
     )
     yield "taper_norm", lambda: taper.taper_norm(x, w, w, gate_c, eps)
     yield "taper_norm_backward", lambda: taper.taper_norm_backward(x, x, w, w, gate_c, s, True)
-    for kind in ("gelu", "gelu_tanh", "relu2", "swiglu"):
-        given = (x2, s, w2, kind) if kind == "swiglu" else (x, s, w, kind)
+    for kind in KINDS:
+        given = (x2, s, w2, kind) if kind in GATED else (x, s, w, kind)
         yield f"{kind}", lambda given=given: activation.scaled_activation(*given)
         yield (
             f"{kind}_backward",

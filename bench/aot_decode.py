@@ -28,6 +28,7 @@ from kernels.decode import epilogue as decode_epilogue
 from kernels.decode import project as decode_project
 from kernels.decode.overlap import overlapping
 from kernels.decode.reference import Epilogue, attention_parts
+from kernels.reference import GATED
 
 # These begin to load before they wait, which may cost registers: compiled both ways.
 EARLY = ("vector_kernel", "attend_kernel")
@@ -101,7 +102,7 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     up = shape.up
     kind = shape.activation
     vocabulary = shape.vocabulary
-    copies = 2 if kind == "swiglu" else 1  # a gated MLP's matrix holds the gate too
+    copies = 2 if kind in GATED else 1  # a gated MLP's matrix holds the gate too
 
     def x(size: int) -> torch.Tensor:
         return meta(batch, 1, size, dtype=dtype)
@@ -189,7 +190,7 @@ def describe(operator: str, channels: int, sm: int, launch: aot.Launch) -> dict:
     }
     if kernel_name == "vector_kernel":
         weights = keywords["OUT"] * keywords["IN"]
-        if keywords["KIND"] == "swiglu":
+        if keywords["KIND"] in GATED:
             weights *= 2
         # weights of 16 bits, in loads of 128 by every thread of the warps
         record["tile"] = weights * 16 // (32 * keywords["num_warps"] * 128)

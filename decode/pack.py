@@ -64,7 +64,7 @@ def level_at(level: str, batch: int, library_from: int = LIBRARY_FROM) -> str:
 class Entry:
     """A projection that reads the residual stream, with the norm in front of it."""
 
-    weight: Tensor  # (N, C), W' of (3) if the norm is folded; for swiglu N = 2 F, gate then up
+    weight: Tensor  # (N, C), W' of (3) if the norm is folded; of a gated MLP N = 2 F, gate then up
     bias: Tensor | None  # (N,), c' of (3)
     norm: Norm | None  # None: folded
     statistic: str = ""  # of a folded norm, where s comes from: own, shared, none (s = 1)
@@ -86,7 +86,7 @@ class PackedBlock:
 
     qkv: Entry  # N = (H + 2 H_kv) D
     proj: Exit  # K = H D
-    up: Entry  # N = F, or 2 F for swiglu
+    up: Entry  # N = F, or 2 F where the MLP is gated
     down: Exit  # K = F
     q_gain: Tensor | None  # (D,) of QK-norm; None: no QK-norm
     k_gain: Tensor | None  # (D,)

@@ -184,7 +184,7 @@ def activated(
     """Apply the activation after z, and the epilogue with it. Without one, change nothing."""
     if not entry.kind:
         return Projected(z, epilogue, stream)
-    z = ops.activation(z, epilogue, entry.kind)  # (B, T, N), for swiglu (B, T, N / 2)
+    z = ops.activation(z, epilogue, entry.kind)  # (B, T, N), of a gated MLP (B, T, N / 2)
     return Projected(z, None, stream)
 
 

@@ -324,10 +324,11 @@ def scaled_activation(
     """Return act(z * inv_rms + b); inv_rms (..., 1) is a constant.
 
     Args:
-        z: (..., F); for swiglu (..., 2 F), gate then up.
+        z: (..., F); for swiglu and geglu (..., 2 F), gate then up.
         inv_rms: one number for each row.
         b: bias like the last dimension of z, or None.
-        kind: gelu, gelu_tanh, relu2, or swiglu, which is silu(gate) * up.
+        kind: gelu, gelu_tanh, relu2, swiglu, which is silu(gate) * up, or geglu, which is
+            gelu_tanh(gate) * up.
         mode: which implementation runs (see above).
 
     Returns:
@@ -336,9 +337,9 @@ def scaled_activation(
     fits(z, b, statistic=inv_rms)
     if kind not in reference.KINDS:
         raise UserError(f"activation {kind!r}: it is one of {', '.join(reference.KINDS)}")
-    if kind == "swiglu" and z.shape[-1] % 2:
+    if kind in reference.GATED and z.shape[-1] % 2:
         raise UserError(
-            f"swiglu of {z.shape[-1]} channels: give an even number, gate and up side by side"
+            f"{kind} of {z.shape[-1]} channels: give an even number, gate and up side by side"
         )
     module = implementation(z, mode)
     is_low = z.dtype != inv_rms.dtype

@@ -4,16 +4,23 @@ They serve a norm whose gain is folded into the projection before the activation
 reduction over channels; only the gradient of the bias is a sum, over rows.
 
 The functions have the signatures of reference.py, which says what they compute. KIND is gelu,
-gelu_tanh, relu2 or swiglu. For swiglu z is (..., 2 F), first the gate, then the up projection.
+gelu_tanh, relu2, swiglu or geglu. For the last two z is (..., 2 F), first the gate, then the up
+projection.
 """
 
 import triton
 import triton.language as tl
 
 from . import rows
+from .reference import GATED
 from .rows import load, load_vector, store, store_partial
 
 WIDEST = 1024  # most columns of a tile; without a reduction, wider tiles gain nothing
+
+
+@triton.constexpr_function
+def is_gated(kind):
+    return kind in GATED
 
 
 @triton.jit
@@ -33,10 +40,10 @@ def tanh_argument(u):
 
 @triton.jit
 def value(u, KIND: tl.constexpr):
-    """Compute gelu, gelu_tanh, relu2, or swiglu's silu at u."""
+    """Compute gelu, gelu_tanh, relu2, or what a gated kind applies to its gate, at u."""
     if KIND == "gelu":
         return 0.5 * u * (1.0 + tl.erf(u * 0.7071067811865476))  # sqrt(1 / 2)
-    elif KIND == "gelu_tanh":
+    elif KIND == "gelu_tanh" or KIND == "geglu":
         return u * tl.sigmoid(tanh_argument(u))
     elif KIND == "relu2":
         positive = tl.where(u < 0.0, 0.0, u)  # a NaN stays one, as in PyTorch
@@ -51,7 +58,7 @@ def slope(u, KIND: tl.constexpr):
     if KIND == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(u * 0.7071067811865476))
         return cdf + u * tl.exp(-0.5 * u * u) * 0.3989422804014327  # 1 / sqrt(2 pi)
-    elif KIND == "gelu_tanh":
+    elif KIND == "gelu_tanh" or KIND == "geglu":
         sigma = tl.sigmoid(tanh_argument(u))
         # 0.134145 is 3 * 0.044715
         return sigma + u * sigma * (1.0 - sigma) * 1.5957691216057308 * (1.0 + 0.134145 * u * u)
@@ -82,7 +89,7 @@ def forward_kernel(
     mask = valid[:, None] & (col < F)[None, :]
     inv = tl.load(INV + row, mask=valid, other=0.0)
     y = value(argument(Z, B, row, col, 0, inv, z_stride, mask, F), KIND)
-    if KIND == "swiglu":
+    if is_gated(KIND):
         y = y * argument(Z, B, row, col, F, inv, z_stride, mask, F)
     store(Y, row, col, F, y, mask)
 
@@ -109,7 +116,7 @@ def backward_kernel(
     u is computed again from z. B and DB may be None.
     """
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    width: tl.constexpr = 2 * F if KIND == "swiglu" else F
+    width: tl.constexpr = 2 * F if is_gated(KIND) else F
     db = tl.zeros((ROWS, COLUMNS), tl.float32)
     db_up = tl.zeros((ROWS, COLUMNS), tl.float32)
     begin = tl.program_id(0) * chunk
@@ -121,7 +128,7 @@ def backward_kernel(
         dy = load(DY, row, col, dy_stride, mask)
         u = argument(Z, B, row, col, 0, inv, z_stride, mask, F)
         du = dy * slope(u, KIND)
-        if KIND == "swiglu":
+        if is_gated(KIND):
             du = du * argument(Z, B, row, col, F, inv, z_stride, mask, F)
             du_up = dy * value(u, KIND)
             store(DZ, row, F + col, width, du_up * inv[:, None], mask)
@@ -130,13 +137,13 @@ def backward_kernel(
         db += du
     if DB is not None:
         store_partial(DB, tl.program_id(0), col, F, width, db)
-        if KIND == "swiglu":
+        if is_gated(KIND):
             store_partial(DB + F, tl.program_id(0), col, F, width, db_up)
 
 
 def scaled_activation(z, inv_rms, b, kind):
     """Compute reference.scaled_activation."""
-    channels = z.shape[-1] // (2 if kind == "swiglu" else 1)
+    channels = z.shape[-1] // (2 if kind in GATED else 1)
     y = rows.empty((*z.shape[:-1], channels), z.dtype, z.device)
     z = rows.as_rows(z)
     work = rows.split(z, channels, rows.FORWARD, WIDEST)

@@ -499,17 +499,19 @@ def shared_rms_scale_backward(
 # -------------------------------------------------------------------------------- scaled activation
 
 
-KINDS = ("gelu", "gelu_tanh", "relu2", "swiglu")
+# For these z is (..., 2 F), first the gate, then the up projection, and the result (..., F).
+# Shazeer 2020: swiglu is silu(gate) * up. geglu is gelu_tanh(gate) * up, as in Gemma.
+GATED = ("swiglu", "geglu")
+KINDS = ("gelu", "gelu_tanh", "relu2", *GATED)
 
 
 def activate(z: Tensor, kind: str) -> Tensor:
-    """Apply the MLP's activation: gelu, gelu_tanh, relu2 or swiglu.
-
-    For swiglu z is (..., 2 F), first the gate, then the up projection, and the result (..., F).
-    """
-    if kind == "swiglu":
+    """Apply the MLP's activation: gelu, gelu_tanh, relu2, or one of GATED."""
+    if kind in GATED:
         gate, up = z.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        if kind == "swiglu":
+            return F.silu(gate) * up
+        return F.gelu(gate, approximate="tanh") * up
     if kind == "relu2":
         return F.relu(z).square()
     return F.gelu(z, approximate="tanh" if kind == "gelu_tanh" else "none")
@@ -518,7 +520,7 @@ def activate(z: Tensor, kind: str) -> Tensor:
 def scaled_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str) -> Tensor:
     """Compute act(z * inv_rms + b), with inv_rms (..., 1) a constant.
 
-    z is (..., F), or (..., 2 F) for swiglu; the result is (..., F).
+    z is (..., F), or (..., 2 F) for one of GATED; the result is (..., F).
     """
     return wide_activation(z, inv_rms, b, kind).to(z.dtype)
 
@@ -555,6 +557,11 @@ def scaled_activation_backward(
         # silu(g) = g sigma(g), silu'(g) = sigma(g) (1 + g (1 - sigma(g)))
         d_gate = dy * up * sigma * (1 + gate * (1 - sigma))
         d_up = dy * gate * sigma
+        du = torch.cat([d_gate, d_up], -1)
+    elif kind == "geglu":
+        gate, up = u.chunk(2, dim=-1)
+        d_gate = dy * up * activation_slope(gate, "gelu_tanh")
+        d_up = dy * activate(gate, "gelu_tanh")
         du = torch.cat([d_gate, d_up], -1)
     else:
         du = dy * activation_slope(u, kind)

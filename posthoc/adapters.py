@@ -15,6 +15,7 @@ from torch import nn
 
 from common.errors import UserError
 from hf.hub import import_transformers
+from kernels.reference import GATED
 from model import GPT, GPTConfig
 from posthoc.kl import CHUNK
 
@@ -81,7 +82,7 @@ def adapter_parameters(config: GPTConfig, rank: int, dora: bool) -> int:
     """Count the parameters that add_adapters adds."""
     queries = config.n_head * config.head_channels
     keys = config.kv_heads * config.head_channels
-    up = config.inner * (2 if config.activation == "swiglu" else 1)
+    up = config.inner * (2 if config.activation in GATED else 1)
     # (inputs, outputs) of qkv, proj, up and down.
     shapes = [
         (config.n_embd, queries + 2 * keys),
@@ -136,7 +137,7 @@ def memory(
     # W + s B A of the largest linear, its norm and gradient, in float32.
     dora = 0
     if method == "dora":
-        up = config.inner * (2 if config.activation == "swiglu" else 1)
+        up = config.inner * (2 if config.activation in GATED else 1)
         largest = max(up, queries + 2 * keys, config.inner)
         dora = 4 * 4 * largest * config.n_embd
 

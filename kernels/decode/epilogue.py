@@ -2,9 +2,9 @@
 
     y = act(inv_rms * z + b)
 
-for a raw product z (B, T, N), N = F, or 2 F for swiglu, in one launch. The statistic of RMSNorm is
-taken here as well: every program sums over its row of x, which is small compared with z. The
-functions are those of kernels/decode/reference.py.
+for a raw product z (B, T, N), N = F, or 2 F for swiglu and geglu, in one launch. The statistic of
+RMSNorm is taken here as well: every program sums over its row of x, which is small compared with z.
+The functions are those of kernels/decode/reference.py.
 """
 
 import torch
@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import rows
-from ..activation import value
+from ..activation import is_gated, value
+from ..reference import GATED
 from .reference import Epilogue
 
 WIDE = 1024  # columns that a program computes
@@ -61,7 +62,7 @@ def epilogue_kernel(
             tl.store(INV_OUT + row, inv)
     elif INV is not None:
         inv = tl.load(INV + row)
-    if KIND == "swiglu":
+    if is_gated(KIND):
         y = value(load_scaled(Z, B, row * 2 * F, col, inv, mask), KIND)
         y *= load_scaled(Z, B, row * 2 * F, F + col, inv, mask)
     else:
@@ -81,7 +82,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor | None]:
     """Return (y, the statistic of x); the latter is None if x is."""
     z_rows = z.reshape(-1, z.shape[-1])
-    width = z.shape[-1] // (2 if kind == "swiglu" else 1)
+    width = z.shape[-1] // (2 if kind in GATED else 1)
     y = rows.empty((*z.shape[:-1], width), z.dtype, z.device)
     taken = None
     channels = 1

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import rows
-from ..activation import value
+from ..activation import is_gated, value
+from ..reference import GATED
 from . import overlap
 
 ELEMENTS = 4096  # of W in registers at a time, for one row of x: 32 for each thread of 4 warps
@@ -47,25 +48,25 @@ def vector_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """OUT outputs of a single row. For swiglu W is (2 N, K), gate then up."""
+    """OUT outputs of a single row. For a gated KIND W is (2 N, K), gate then up."""
     out = tl.program_id(0) * OUT + tl.arange(0, OUT)
     lane = tl.arange(0, IN)
     # The first weights need nothing of the kernel before, so they are loaded while that one ends.
     w = load_weight(W, out, lane, N, K)
-    if KIND == "swiglu":
+    if is_gated(KIND):
         w_up = load_weight(W + N * K, out, lane, N, K)
     overlap.wait(PDL)
     x = tl.load(X + lane, mask=lane < K, other=0.0).to(tl.float32)
     acc = w.to(tl.float32) * x[None, :]
     acc_up = tl.zeros((OUT, IN), tl.float32)
-    if KIND == "swiglu":
+    if is_gated(KIND):
         acc_up = w_up.to(tl.float32) * x[None, :]
     squares = x * x
     for start in tl.range(IN, K, IN, num_stages=STAGES):
         col = start + lane
         x = tl.load(X + col, mask=col < K, other=0.0).to(tl.float32)
         acc += load_weight(W, out, col, N, K).to(tl.float32) * x[None, :]
-        if KIND == "swiglu":
+        if is_gated(KIND):
             acc_up += load_weight(W + N * K, out, col, N, K).to(tl.float32) * x[None, :]
         if OWN:
             squares += x * x
@@ -84,11 +85,11 @@ def vector_kernel(
     valid = out < N
     if B is not None:
         z += tl.load(B + out, mask=valid, other=0.0).to(tl.float32)
-        if KIND == "swiglu":
+        if is_gated(KIND):
             z_up += tl.load(B + N + out, mask=valid, other=0.0).to(tl.float32)
     if KIND != "":
         z = value(z, KIND)
-    if KIND == "swiglu":
+    if is_gated(KIND):
         z = z * z_up
     if R is not None:
         z += tl.load(R + out, mask=valid, other=0.0).to(tl.float32)
@@ -129,7 +130,7 @@ def matrix_kernel(
         mask = (row < n_rows)[:, None] & (col < K)[None, :]
         x = tl.load(X + row[:, None] * K + col[None, :], mask=mask, other=0.0)
         acc = tl.dot(x, load_weight(W, out, col, N, K).T, acc, input_precision="ieee")
-        if KIND == "swiglu":
+        if is_gated(KIND):
             acc_up = tl.dot(
                 x, load_weight(W + N * K, out, col, N, K).T, acc_up, input_precision="ieee"
             )
@@ -149,11 +150,11 @@ def matrix_kernel(
         acc_up = acc_up * inv[:, None]
     if B is not None:
         acc += rows.load_vector(B, out, N)
-        if KIND == "swiglu":
+        if is_gated(KIND):
             acc_up += rows.load_vector(B + N, out, N)
     if KIND != "":
         acc = value(acc, KIND)
-    if KIND == "swiglu":
+    if is_gated(KIND):
         acc = acc * acc_up
     mask = valid[:, None] & (out < N)[None, :]
     if R is not None:
@@ -166,7 +167,7 @@ def vector_tile(N: int, K: int, kind: str) -> tuple[int, int]:
 
     Enough programs come first, then wide loads.
     """
-    elements = ELEMENTS // 2 if kind == "swiglu" else ELEMENTS  # swiglu has two tiles
+    elements = ELEMENTS // 2 if kind in GATED else ELEMENTS  # gate and up have a tile each
     inputs = min(triton.next_power_of_2(K), 2048)
     while inputs > 256 and K % inputs:  # avoid a last tile that is partly beyond the end
         inputs //= 2
@@ -188,7 +189,7 @@ def _launch(
     x_rows = x.reshape(-1, x.shape[-1])
     x_rows = x_rows if x_rows.is_contiguous() else x_rows.contiguous()
     n_rows, K = x_rows.shape
-    N = weight.shape[0] // (2 if kind == "swiglu" else 1)
+    N = weight.shape[0] // (2 if kind in GATED else 1)
     y = rows.empty((*x.shape[:-1], N), x.dtype, x.device)
     own = eps is not None
     taken = rows.empty((*x.shape[:-1], 1), torch.float32, x.device) if own else None

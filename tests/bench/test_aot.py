@@ -57,7 +57,7 @@ def test_no_spills_wide_loads_no_shuffles_where_nothing_is_reduced(sm, tmp_path)
         assert C > 768 or record["narrow loads"] <= (8 if "no gain" in operator else 3), record
         assert record["store bits"] == 128 or kernel == "dots_kernel", record
         coupled = operator.startswith(("shared", "add_shared"))
-        if coupled or operator.startswith(("gelu", "relu2", "swiglu")):
+        if coupled or operator.startswith(("gelu", "relu2", "swiglu", "geglu")):
             assert record["SHFL"] == 0, record
         # else the sums come from a kernel of their own
         elif "backward" not in operator or C <= 8192:

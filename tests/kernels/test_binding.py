@@ -43,10 +43,7 @@ def arguments(dtype=torch.float64, n=3, C=10, grad=True):
         "add_shared_rms_scale": (x, a, s, w),
         "taper_norm": (x, w, wt, gate_c, EPS),
     }
-    kinds = {
-        f"scaled_activation {kind}": (z, s, b2, kind)
-        for kind in ("gelu", "gelu_tanh", "relu2", "swiglu")
-    }
+    kinds = {f"scaled_activation {kind}": (z, s, b2, kind) for kind in reference.KINDS}
     return both | kinds
 
 

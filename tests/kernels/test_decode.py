@@ -23,6 +23,7 @@ from kernels.decode import project as decode_project
 from kernels.decode import reference as decode_reference
 from kernels.decode import triton_launches as decode_triton
 from kernels.decode.reference import Epilogue
+from kernels.reference import GATED, KINDS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if not binding.INTERPRETED and DEVICE.type == "cpu":
@@ -58,12 +59,11 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(rows, "empty", empty)
 
 
-KINDS = ("", "gelu", "gelu_tanh", "relu2", "swiglu")
 # The two larger sizes take turns: each of them meets every number of rows and every kind.
 PRODUCTS = [
     (n_rows, sizes, kind)
     for i, n_rows in enumerate((1, 3, 20))
-    for j, kind in enumerate(KINDS)
+    for j, kind in enumerate(("", *KINDS))
     for sizes in ((24, 40), ((7, 300), (33, 256))[(i + j) % 2])
 ]
 
@@ -75,7 +75,7 @@ def test_products(n_rows, sizes, kind):
     # the interpreter's dot reads bfloat16 as integers
     half = torch.float16 if binding.INTERPRETED else torch.bfloat16
     dtype = {1: torch.bfloat16, 3: half, 20: torch.float16}[n_rows] if K == 40 else torch.float32
-    wide = 2 * N if kind == "swiglu" else N
+    wide = 2 * N if kind in GATED else N
     x, weight = tensor(n_rows, 1, K, dtype=dtype), tensor(wide, K, seed=1, dtype=dtype) / K**0.5
     bias, residual = tensor(wide, seed=2, dtype=dtype), tensor(n_rows, 1, N, seed=3, dtype=dtype)
     inv_rms = tensor(n_rows, 1, 1, seed=4).abs() + 0.5
@@ -97,11 +97,11 @@ def test_products(n_rows, sizes, kind):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ("", *KINDS))
 def test_epilogues_of_library_products(kind, dtype):
     """Wider than a program's columns, and a row of x longer than it sums at a time."""
     F, C = decode_epilogue.WIDE + 30, decode_epilogue.WIDE + 70
-    wide = 2 * F if kind == "swiglu" else F
+    wide = 2 * F if kind in GATED else F
     z, x = tensor(3, 1, wide, dtype=dtype), tensor(3, 1, C, seed=1, dtype=dtype)
     bias = tensor(wide, seed=2, dtype=dtype)
     epilogue = Epilogue(tensor(3, 1, 1, seed=3).abs() + 0.5, bias)

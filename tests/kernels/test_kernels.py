@@ -22,6 +22,7 @@ from helpers import draw
 
 import kernels
 from kernels import binding, rows
+from kernels.reference import GATED, KINDS
 
 ON_GPU = torch.cuda.is_available() and not binding.INTERPRETED
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -172,6 +173,9 @@ def exact_activation(t, kind):
     if kind == "swiglu":
         gate, up = u.chunk(2, -1)
         return (F.silu(gate) * up,)
+    if kind == "geglu":
+        gate, up = u.chunk(2, -1)
+        return (F.gelu(gate, approximate="tanh") * up,)
     tanh = "tanh" if kind == "gelu_tanh" else "none"
     return (F.relu(u) ** 2 if kind == "relu2" else F.gelu(u, approximate=tanh),)
 
@@ -259,7 +263,7 @@ OPERATORS = {
         lambda t, kind=kind: (kernels.scaled_activation(t.x, t.s, t.b, kind, mode="triton"),),
         lambda t, kind=kind: exact_activation(t, kind),
     )
-    for kind in ("gelu", "gelu_tanh", "relu2", "swiglu")
+    for kind in KINDS
 }
 
 
@@ -294,7 +298,7 @@ def with_content(x, content):
 def inputs_of(name, case):
     """Namespace of x, a, w, b, wt (None where the operator or the case has none), s, gate_c."""
     wanted, C = OPERATORS[name][0], case.C
-    width = 2 * C if name == "swiglu" else C
+    width = 2 * C if name in GATED else C
     other = torch.bfloat16 if case.dtype == torch.float32 else torch.float32
     kind = other if case.weights == "other" else case.dtype
     t = SimpleNamespace(C=C, a=None, w=None, b=None, wt=None)
