@@ -36,6 +36,12 @@ SAME_FUNCTION = (
     "position",
     "rope_theta",
     "rope_scaling",
+    "rope_scaling_kind",
+    "window",
+    "local_blocks",
+    "local_rope_theta",
+    "attn_scale",
+    "embed_scale",
     "norm_eps",
 )
 # Names of tensors of the norms in a norm plan, output norms and that of the embeddings included.

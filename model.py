@@ -31,6 +31,14 @@ from norms import Handover, Norm
 #          weights (float32) and their gradient (bfloat16) once more
 FOLD_PAYS = 24 / 4
 
+# rope_scaling_kind -> what the numbers of rope_scaling are
+ROPE_SCALINGS = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_length"),
+    "linear": ("factor",),
+    "yarn": ("factor", "beta_fast", "beta_slow", "original_length", "attention_factor"),
+}
+Rope = tuple[Tensor, Tensor] | None  # cos and sin (T, head_dim); None: positions are learned
+
 
 @dataclass(frozen=True)
 class GPTConfig(NormConfig):
@@ -61,8 +69,24 @@ class GPTConfig(NormConfig):
     )
     rope_theta: float = key(10000.0, "rope: base of the wavelengths")
     rope_scaling: tuple[float, ...] = key(
-        (), "rope: Llama 3's factor,low_freq_factor,high_freq_factor,original_length"
+        (), "rope: numbers of rope_scaling_kind, by which global blocks reach longer contexts"
     )
+    rope_scaling_kind: str = key(
+        "llama3",
+        "; ".join(f"{kind}: {','.join(names)}" for kind, names in ROPE_SCALINGS.items()),
+        tuple(ROPE_SCALINGS),
+    )
+    window: int = key(
+        0, "tokens that a local block sees, itself included (0: all blocks are global)", least=0
+    )
+    local_blocks: str = key(
+        "", "with window: l (local) or g (global) for each block; repeats, e.g. lllg"
+    )
+    local_rope_theta: float = key(
+        0.0, "rope: base in local blocks, which have no rope_scaling (0: rope_theta)", least=0
+    )
+    attn_scale: float = key(0.0, "factor of the attention scores (0: 1 / sqrt(head_dim))", least=0)
+    embed_scale: float = key(1.0, "factor of the token embeddings; the head does not have it")
     tie_embeddings: bool = key(True, "the output head shares the embedding's weights")
     bias: bool = key(False, "biases in linears, LayerNorm and cbwc")
     attn_bias: bool | None = key(None, "biases in attention's linears (auto: as `bias`)")
@@ -97,14 +121,10 @@ class GPTConfig(NormConfig):
             raise ConfigError(
                 f"rope rotates pairs of channels: a head has {self.head_channels}, make it even"
             )
-        scaling = self.rope_scaling or (1.0, 1.0, 4.0, 1.0)
-        if len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]:
-            raise ConfigError(
-                "rope_scaling needs factor,low_freq_factor,high_freq_factor,original_length, "
-                "all above 0"
-            )
-        if self.rope_theta <= 0:
-            raise ConfigError(f"rope_theta={self.rope_theta}: must be above 0")
+        self._check_rope()
+        self._check_window()
+        if self.embed_scale <= 0:
+            raise ConfigError(f"embed_scale={self.embed_scale}: must be above 0")
         if 0 < self.vocab_size < self.n_vocab:
             raise ConfigError(
                 f"vocab_size={self.vocab_size} is smaller than n_vocab={self.n_vocab}: raise it"
@@ -117,6 +137,58 @@ class GPTConfig(NormConfig):
             )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout}: give a probability below 1")
+
+    def _check_rope(self) -> None:
+        """Raise ConfigError for a base or a scaling that no rotary positions have."""
+        if self.rope_theta <= 0:
+            raise ConfigError(f"rope_theta={self.rope_theta}: must be above 0")
+        kind = self.rope_scaling_kind
+        names = ROPE_SCALINGS[kind]
+        scaling = self.rope_scaling
+        if not scaling and kind == "llama3":  # the defaults
+            return
+        if len(scaling) != len(names) or min(scaling) <= 0:
+            raise ConfigError(
+                f"rope_scaling={scaling}: {kind} needs {','.join(names)}, all above 0"
+            )
+        if kind == "llama3" and scaling[1] >= scaling[2]:
+            raise ConfigError(
+                f"rope_scaling={scaling}: low_freq_factor must be below high_freq_factor"
+            )
+        if kind == "yarn" and scaling[1] <= scaling[2]:
+            raise ConfigError(f"rope_scaling={scaling}: beta_slow must be below beta_fast")
+
+    def _check_window(self) -> None:
+        """Raise ConfigError unless window and local_blocks fit together."""
+        local = self.local_blocks
+        if set(local) - set("lg"):
+            raise ConfigError(f"local_blocks={local!r}: give letters l (local) and g (global)")
+        if self.window and "l" not in local:
+            raise ConfigError(
+                f"window={self.window} with local_blocks={local!r}: "
+                "no block is local: name some with l, e.g. lllg"
+            )
+        if local and not self.window:
+            raise ConfigError(f"local_blocks={local} without a window: give window too")
+        if self.local_rope_theta and not self.window:
+            raise ConfigError(
+                f"local_rope_theta={self.local_rope_theta} without a window: "
+                "no block is local: give window and local_blocks too"
+            )
+
+    def window_of(self, block: int) -> int:
+        """Return how many tokens a query of a block sees, itself included; 0: all before it."""
+        if not self.window:
+            return 0
+        letter = self.local_blocks[block % len(self.local_blocks)]
+        return self.window if letter == "l" else 0
+
+    @property
+    def has_local_rope(self) -> bool:
+        """Do local blocks turn queries and keys by other angles than global ones?"""
+        if self.position != "rope" or not self.window:
+            return False
+        return self.local_rope_theta not in (0, self.rope_theta) or bool(self.rope_scaling)
 
     @property
     def kv_heads(self) -> int:
@@ -163,26 +235,82 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
 
-def rope_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (block_size, head_dim) of rotary positions (Su et al. 2021).
+def rope_frequency(config: GPTConfig, local: bool) -> Tensor:
+    """Return by how many radians each pair of channels turns from token to token (head_dim / 2,).
 
-    With Llama 3's frequency scaling, if the config has it.
+    Args:
+        config: of the model.
+        local: of local blocks, which keep their frequencies; else of global ones, which scale them
+            by rope_scaling.
     """
     channels = config.head_channels
     exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
-    frequency = 1 / config.rope_theta**exponent  # (head_dim / 2,), radians per token
-    if config.rope_scaling:
+    theta = config.rope_theta
+    if local and config.local_rope_theta:
+        theta = config.local_rope_theta
+    frequency = 1 / theta**exponent  # (head_dim / 2,)
+    if local or not config.rope_scaling:
+        return frequency
+    if config.rope_scaling_kind == "linear":
+        # Position interpolation (Chen et al. 2023): as if tokens were `factor` times as close.
+        (factor,) = config.rope_scaling
+        return frequency / factor
+    if config.rope_scaling_kind == "llama3":
         # Long wavelengths are stretched by `factor`, short ones are kept, and those between are a
         # mixture of both.
         factor, low, high, original = config.rope_scaling
         turns = original / (2 * math.pi / frequency)  # full turns within the original context
         keep = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = (1 - keep) * frequency / factor + keep * frequency
+        return (1 - keep) * frequency / factor + keep * frequency
+
+    # YaRN (Peng et al. 2023, section 3.2): the same three ranges, but the mixture is linear in the
+    # number of the pair. Pairs of more than `fast` turns are kept, of less than `slow` stretched.
+    factor, fast, slow, original, _ = config.rope_scaling
+
+    def pair(turns: float) -> float:
+        """Return the number of the pair that makes so many turns within the original context."""
+        return channels * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    # Rounded outwards, and cut off, as in the authors' code and in transformers.
+    first = max(math.floor(pair(fast)), 0)
+    last = min(math.ceil(pair(slow)), channels - 1)
+    if first == last:
+        last += 0.001  # no division by zero below
+    number = torch.arange(channels // 2, dtype=torch.float32)
+    keep = 1 - ((number - first) / (last - first)).clamp(0, 1)
+    return 1 / (factor * theta**exponent) * (1 - keep) + frequency * keep
+
+
+def rope_tables(config: GPTConfig, local: bool = False) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (block_size, head_dim) of rotary positions (Su et al. 2021).
+
+    `local` is as in rope_frequency.
+    """
     position = torch.arange(config.block_size, dtype=torch.float32)
-    angle = torch.outer(position, frequency)  # (T, head_dim / 2)
+    angle = torch.outer(position, rope_frequency(config, local))  # (T, head_dim / 2)
     # Channel i turns together with channel i + head_dim / 2, as in Hugging Face's checkpoints.
     angle = torch.cat([angle, angle], -1)  # (T, head_dim)
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    if config.rope_scaling_kind == "yarn" and not local:
+        # YaRN's temperature (section 3.4). On queries and keys alike, so scores get its square.
+        attention_factor = config.rope_scaling[-1]
+        return cos * attention_factor, sin * attention_factor
+    return cos, sin
+
+
+def rope_buffers(config: GPTConfig) -> dict[str, Tensor]:
+    """Return the tables of the model by the names of their buffers.
+
+    Local blocks have a pair of their own where it differs. Empty with learned positions.
+    """
+    if config.position != "rope":
+        return {}
+    cos, sin = rope_tables(config)
+    buffers = {"rope_cos": cos, "rope_sin": sin}
+    if config.has_local_rope:
+        cos, sin = rope_tables(config, local=True)
+        buffers |= {"local_rope_cos": cos, "local_rope_sin": sin}
+    return buffers
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -193,7 +321,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention. Options: grouped keys and values, QK-norm, rotary positions."""
+    """Causal self-attention. Options: QK-norm, rotary positions, grouped keys, a window."""
 
     def __init__(self, config: GPTConfig, plan: NormPlan, block: int):
         super().__init__()
@@ -202,6 +330,8 @@ class Attention(nn.Module):
         self.kv_heads = config.kv_heads
         self.head_dim = config.head_channels
         self.dropout = config.dropout
+        self.window = config.window_of(block)  # tokens that a query sees; 0: all
+        self.scale = config.attn_scale or None  # None: 1 / sqrt(head_dim)
         bias = config.bias if config.attn_bias is None else config.attn_bias
         width = self.heads * self.head_dim
         kv_width = self.kv_heads * self.head_dim
@@ -214,9 +344,7 @@ class Attention(nn.Module):
         self.v_norm = plan.v_norm(self.kv_heads, self.head_dim)
         self.norms_full_width = plan.qk_kind == "full"  # all heads together, not each
 
-    def forward(
-        self, y: Tensor, rope: tuple[Tensor, Tensor] | None = None, cache: KVCache | None = None
-    ) -> Tensor:
+    def forward(self, y: Tensor, rope: Rope = None, cache: KVCache | None = None) -> Tensor:
         """Return what attention adds to the residual stream (B, T, C), for normalised y (B, T, C).
 
         Args:
@@ -226,7 +354,7 @@ class Attention(nn.Module):
         """
         return self.proj(self.mix(y, rope, cache))
 
-    def mix(self, y: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
+    def mix(self, y: Tensor, rope: Rope, cache: KVCache | None) -> Tensor:
         """Return the heads' outputs side by side (B, T, n_head head_dim), before the projection."""
         B, T, _ = y.shape
         # Split before the heads are moved: in backward the three gradients are then joined in the
@@ -239,14 +367,14 @@ class Attention(nn.Module):
         if rope is not None:
             q = rotate(q, *rope)
             k = rotate(k, *rope)
-        mask = None
         if cache is not None:
             k, v = cache.extend(self.block, k, v)  # (B, H_kv, S, head_dim), S tokens so far
-            if cache.filled and T > 1:
-                # Several new tokens after old ones: each sees the old ones and those before it.
-                mask = torch.ones(T, k.shape[2], dtype=torch.bool, device=y.device)
-                mask = mask.tril(cache.filled)
-        a = self.attend(q, k, v, mask)  # (B, H, T, head_dim)
+        if self.window:
+            # The first of the T queries sees no key before these.
+            reach = T + self.window - 1
+            k = k[:, :, -reach:]
+            v = v[:, :, -reach:]
+        a = self.attend(q, k, v, self.mask(T, k.shape[2], y.device))  # (B, H, T, head_dim)
         return a.transpose(1, 2).reshape(B, T, -1)  # (B, T, H head_dim)
 
     def split_heads(self, x: Tensor, norm: Norm | None) -> Tensor:
@@ -259,8 +387,21 @@ class Attention(nn.Module):
             x, _, _ = norm(x)
         return x
 
+    def mask(self, T: int, S: int, device: torch.device) -> Tensor | None:
+        """Return which of S keys each of the last T of them may see (T, S).
+
+        None where causal attention needs no mask: without old tokens, or for a single new one.
+        """
+        old = S - T
+        is_cut = 0 < self.window < S
+        if T == 1 or not (old or is_cut):
+            return None
+        mask = torch.ones(T, S, dtype=torch.bool, device=device)
+        mask = mask.tril(old)  # each new token sees the old ones, and the new ones up to itself
+        return mask.triu(old - self.window + 1) if is_cut else mask
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return softmax(q k^T / sqrt(head_dim)) v, (B, H, T, head_dim).
+        """Return softmax(scale q k^T) v, (B, H, T, head_dim).
 
         Args:
             q: queries (B, H, T, head_dim).
@@ -278,6 +419,7 @@ class Attention(nn.Module):
             attn_mask=mask,
             is_causal=mask is None and q.shape[2] > 1,
             dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
             enable_gqa=self.kv_heads != self.heads,
         )
 
@@ -317,7 +459,7 @@ class Block(nn.Module):
         x: Tensor,
         delta: Tensor | None,
         inv_rms: Tensor | None,
-        rope: tuple[Tensor, Tensor] | None,
+        rope: Rope,
         cache: KVCache | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return (x, delta, inv_rms) for the next block.
@@ -456,11 +598,9 @@ class GPT(nn.Module):
         self.lm_head = None  # None: the head shares the weight of wte
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.position == "rope":
+        for name, table in rope_buffers(config).items():
             # Not saved: they follow from the config.
-            cos, sin = rope_tables(config)
-            self.register_buffer("rope_cos", cos, persistent=False)
-            self.register_buffer("rope_sin", sin, persistent=False)
+            self.register_buffer(name, table, persistent=False)
         self.meta: dict = {}  # tokenizer and vocabulary of the data that it was trained on
         self.init_weights(seed)
 
@@ -562,11 +702,10 @@ class GPT(nn.Module):
         if start + T > self.config.block_size:
             raise ValueError(f"{start + T} tokens do not fit block_size={self.config.block_size}")
         x = self.wte(idx)  # (B, T, C)
-        rope = None
+        if self.config.embed_scale != 1:
+            x = x * self.token_scale()
         if self.wpe is not None:
             x = x + self.wpe.weight[start : start + T]  # (T, C)
-        else:
-            rope = (self.rope_cos[start : start + T], self.rope_sin[start : start + T])
         device = x.device.type
         if self.config.residual == "autocast" and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
@@ -577,12 +716,31 @@ class GPT(nn.Module):
         # Between blocks: the stream, what the next norm has to add to it, and the shared statistic.
         delta = None
         inv_rms = None
-        for block in self.blocks:
+        for block, rope in zip(self.blocks, self.ropes(start, start + T), strict=True):
             x, delta, inv_rms = block(x, delta, inv_rms, rope, cache)
         if cache is not None:
             cache.filled += T
         y, _, _ = self.norm_f(x, delta, inv_rms)
         return y
+
+    def token_scale(self) -> Tensor:
+        """Return config.embed_scale as a tensor () of the embedding's type.
+
+        Rounded to that type before it multiplies, as Gemma's is: 55.4256 is 55.5 in bfloat16.
+        """
+        weight = self.wte.weight
+        scale = self.config.embed_scale
+        return torch.full((), scale, dtype=weight.dtype, device=weight.device)
+
+    def ropes(self, start: int, end: int) -> list[Rope]:
+        """Return cos and sin (T, head_dim) of positions start to end - 1, for each block."""
+        if self.wpe is not None:
+            return [None] * len(self.blocks)
+        rope = (self.rope_cos[start:end], self.rope_sin[start:end])
+        local = rope
+        if self.config.has_local_rope:
+            local = (self.local_rope_cos[start:end], self.local_rope_sin[start:end])
+        return [local if block.attn.window else rope for block in self.blocks]
 
     @property
     def n_vocab(self) -> int:
@@ -641,13 +799,15 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """Return the training FLOPs of a token.
 
-        6 for each weight of a matrix product, 12 L H head_dim T for attention (PaLM, appendix B;
-        the causal half is not subtracted).
+        6 for each weight of a matrix product, 12 H head_dim T for the attention of a block (PaLM,
+        appendix B; the causal half is not subtracted), T at most the window in a local block.
         """
         config = self.config
         linears = (module for module in self.blocks.modules() if isinstance(module, nn.Linear))
         weights = self.head_weight().numel() + sum(linear.weight.numel() for linear in linears)
-        attention = config.n_layer * config.n_head * config.head_channels * config.block_size
+        T = config.block_size
+        seen = sum(min(config.window_of(i) or T, T) for i in range(config.n_layer))
+        attention = config.n_head * config.head_channels * seen
         return 6 * weights + 12 * attention
 
 

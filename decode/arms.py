@@ -166,17 +166,16 @@ def exact_logits(model: GPT, idx: Tensor) -> Tensor:
     One block at a time is widened, so that large models fit into memory.
     """
     T = idx.shape[1]
-    x = model.wte(idx).double()  # (B, T, C)
-    rope = None
+    x = model.wte(idx).double() * model.token_scale().double()  # (B, T, C)
     if model.wpe is not None:
         x = x + model.wpe.weight[:T].double()
-    else:
-        rope = model.rope_cos[:T].double(), model.rope_sin[:T].double()
     x = model.plan.embed(x)
     delta = None
     inv_rms = None
-    for block in model.blocks:
+    for block, rope in zip(model.blocks, model.ropes(0, T), strict=True):
         wide = copy.deepcopy(block).double()
+        if rope is not None:
+            rope = tuple(table.double() for table in rope)
         x, delta, inv_rms = wide(x, delta, inv_rms, rope, None)
     y, _, _ = copy.deepcopy(model.norm_f).double()(x, delta, inv_rms)
     head = model.head_weight()[: model.n_vocab].double()  # (n_vocab, C)

@@ -137,6 +137,12 @@ def unable(config: GPTConfig) -> str:
         return "its positions are rotary"
     if config.activation != "swiglu":
         return "its MLP is SwiGLU"
+    if config.rope_scaling_kind != "llama3":
+        return "its rotary positions are plain or scaled as Llama 3's"
+    if config.window:
+        return "its blocks all attend to the whole context"
+    if config.attn_scale or config.embed_scale != 1:
+        return "it scales neither scores nor embeddings"
     if config.bias or config.attn_bias:
         return "it has no biases"
     if config.n_head * config.head_channels != config.n_embd:

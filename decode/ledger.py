@@ -151,12 +151,16 @@ def mean(count: int, blocks: int) -> float | int:
 
 
 def floor_bytes(packed: PackedGPT, batch: int, context: int) -> int:
-    """Return the bytes that a step must read: all matrices, and `context` keys and values."""
+    """Return the bytes that a step must read: all matrices, and keys and values of the context.
+
+    Of those a local block reads its window at most.
+    """
     config = packed.config
     matrices = [part.weight for part in (*packed.entries, *packed.exits)]
     matrix_bytes = sum(matrix.numel() * matrix.element_size() for matrix in matrices)
-    elements_per_token = 2 * config.n_layer * config.kv_heads * config.head_channels
-    cache_bytes = elements_per_token * batch * context * packed.dtype.itemsize
+    seen = sum(min(block.window or context, context) for block in packed.blocks)  # tokens
+    elements_per_token = 2 * config.kv_heads * config.head_channels  # of a block
+    cache_bytes = elements_per_token * batch * seen * packed.dtype.itemsize
     return matrix_bytes + cache_bytes
 
 

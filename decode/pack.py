@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.reference import statistics_dtype
-from model import GPT, Block, GPTConfig
+from model import GPT, Block, GPTConfig, Rope
 from norms import CenteredLinear, Norm, center, fold_affine
 
 # Level -> statistics of the norms that fold there (Entry.statistic).
@@ -90,6 +90,8 @@ class PackedBlock:
     down: Exit  # K = F
     q_gain: Tensor | None  # (D,) of QK-norm; None: no QK-norm
     k_gain: Tensor | None  # (D,)
+    rope: tuple[Tensor, Tensor] | None  # cos and sin (block_size, D), float32 or float64
+    window: int  # tokens that a query sees, itself included; 0: all before it
 
 
 @dataclass
@@ -100,7 +102,6 @@ class PackedGPT:
     level: str  # a key of LEVELS
     wte: Tensor  # (vocab_size, C)
     wpe: Tensor | None  # (block_size, C); None: positions are rotary
-    rope: tuple[Tensor, Tensor] | None  # cos and sin (block_size, D), float32 or float64
     blocks: list[PackedBlock]
     head: Entry  # the final norm and the head's n_vocab rows that exist
 
@@ -136,19 +137,22 @@ def pack(model: GPT, level: str) -> PackedGPT:
     """
     # rows that pad the vocabulary would cost time and give no logits
     head_weight = model.head_weight().detach()[: model.n_vocab]  # (n_vocab, C)
+    scale = None if model.config.embed_scale == 1 else model.token_scale()
     return PackedGPT(
         config=model.config,
         level=level,
-        wte=embedding(model, model.wte.weight.detach()),
+        wte=embedding(model, model.wte.weight.detach(), scale),
         wpe=None if model.wpe is None else embedding(model, model.wpe.weight.detach()),
-        rope=rope_tables(model) if model.wpe is None else None,
-        blocks=[pack_block(block, level) for block in model.blocks],
+        blocks=[
+            pack_block(block, rope, level)
+            for block, rope in zip(model.blocks, rope_of_blocks(model), strict=True)
+        ],
         # The final norm folds into the head as any other into the linear after it.
         head=enter(model.norm_f, head_weight, None, level),
     )
 
 
-def pack_block(block: Block, level: str) -> PackedBlock:
+def pack_block(block: Block, rope: Rope, level: str) -> PackedBlock:
     """Pack a block: qkv and up take the norm in front of them, proj and down stay linears."""
     attn = block.attn
     mlp = block.mlp
@@ -159,24 +163,39 @@ def pack_block(block: Block, level: str) -> PackedBlock:
         down=Exit(*weights(mlp.down)),
         q_gain=gain(attn.q_norm, attn.qkv.weight),
         k_gain=gain(attn.k_norm, attn.qkv.weight),
+        rope=rope,
+        window=attn.window,
     )
 
 
-def embedding(model: GPT, table: Tensor) -> Tensor:
+def embedding(model: GPT, table: Tensor, scale: Tensor | None = None) -> Tensor:
     """Return the rows (n, C) that a table of embeddings adds to the stream.
 
     cbwc centres the sum of the embeddings. Centring is linear, so here each table is centred.
+
+    Args:
+        model: the model.
+        table: the weights (n, C).
+        scale: a factor (), or None.
     """
-    if model.plan.type.embed is None:
+    if model.plan.type.embed is None and scale is None:
         return table
     # in float64, and rounded once, as all that is packed
-    return model.plan.embed(table.double()).to(table.dtype)
+    rows = table.double()
+    if scale is not None:
+        rows = rows * scale.double()
+    return model.plan.embed(rows).to(table.dtype)
 
 
-def rope_tables(model: GPT) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (block_size, D) in the precision in which heads are rotated."""
+def rope_of_blocks(model: GPT) -> list[Rope]:
+    """Return cos and sin (block_size, D) for each block, in the precision in which heads turn.
+
+    Blocks with the same tables share them.
+    """
     dtype = statistics_dtype(model.wte.weight)
-    return model.rope_cos.to(dtype), model.rope_sin.to(dtype)
+    ropes = model.ropes(0, model.config.block_size)
+    packed = {id(rope): rope and tuple(table.to(dtype) for table in rope) for rope in ropes}
+    return [packed[id(rope)] for rope in ropes]
 
 
 def weights(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -88,7 +88,7 @@ class Projected(NamedTuple):
 
 
 class HeadOptions(NamedTuple):
-    """How heads are made of z: the last parameters of the launch functions, in their order."""
+    """How heads are made of z: parameters of the launch functions, in their order."""
 
     rope: tuple[Tensor, Tensor] | None  # cos and sin (block_size, D)
     q_gain: Tensor | None  # (D,)
@@ -96,16 +96,24 @@ class HeadOptions(NamedTuple):
     eps: float  # of QK-norm
 
 
+class Reach(NamedTuple):
+    """How queries see keys: the last parameters of the launch functions, in their order."""
+
+    scale: float  # of the scores; 0: 1 / sqrt(D)
+    window: int  # tokens that a query sees, itself included; 0: all before it
+
+
 def decode_block(
     ops: Ops, packed: PackedGPT, block: PackedBlock, cache: Cache, pos: Tensor, stream: Stream
 ) -> Stream:
     """Run one block on the stream of tokens at positions pos (T,); extend its cache."""
     fusion = FUSIONS[packed.level]
-    options = HeadOptions(packed.rope, block.q_gain, block.k_gain, packed.config.norm_eps)
+    options = HeadOptions(block.rope, block.q_gain, block.k_gain, packed.config.norm_eps)
+    reach = Reach(packed.config.attn_scale, block.window)
 
     # The second norm may use the statistic of the first: it travels in `stream`.
     qkv = fusion.read(ops, block.qkv, stream)  # z (B, T, (H + 2 H_kv) D)
-    a = fusion.attend(ops, qkv, cache, pos, options)  # (B, T, H D)
+    a = fusion.attend(ops, qkv, cache, pos, options, reach)  # (B, T, H D)
     stream = fusion.write(ops, block.proj, a, qkv.stream)  # x (B, T, C)
 
     up = fusion.read(ops, block.up, stream)  # z (B, T, F)
@@ -210,40 +218,42 @@ def read_fused(ops: Ops, entry: Entry, stream: Stream) -> Projected:
 
 
 def attend_separately(
-    ops: Ops, qkv: Projected, cache: Cache, pos: Tensor, options: HeadOptions
+    ops: Ops, qkv: Projected, cache: Cache, pos: Tensor, options: HeadOptions, reach: Reach
 ) -> Tensor:
     """Compute attention (B, T, H D) in two launches: heads into the cache, then attention to it.
 
     A long cache is attended to in parts, and one launch more combines them.
     """
     q = ops.heads(qkv.z, qkv.epilogue, cache, pos, *options)  # (B, H, T, D)
-    parts = cache_parts(cache, n_heads=q.shape[1], tokens=q.shape[2])
+    parts = cache_parts(cache, n_heads=q.shape[1], tokens=q.shape[2], window=reach.window)
     if parts == 1:
-        return ops.attend(q, cache, pos)
-    sums, largest, totals = ops.attend_parts(q, cache, pos, parts)
+        return ops.attend(q, cache, pos, *reach)
+    sums, largest, totals = ops.attend_parts(q, cache, pos, parts, *reach)
     return ops.combine(sums, largest, totals, q.dtype)
 
 
 def attend_fused(
-    ops: Ops, qkv: Projected, cache: Cache, pos: Tensor, options: HeadOptions
+    ops: Ops, qkv: Projected, cache: Cache, pos: Tensor, options: HeadOptions, reach: Reach
 ) -> Tensor:
     """Compute attention (B, T, H D), heads included, in one launch; in two if the cache is long."""
     _, kv_heads, _, channels = cache[0].shape
     n_heads = qkv.z.shape[2] // channels - 2 * kv_heads  # H of z (B, T, (H + 2 H_kv) D)
     # Known before the launch, from shapes alone, so a captured graph holds for every position.
-    parts = cache_parts(cache, n_heads, tokens=qkv.z.shape[1])
+    parts = cache_parts(cache, n_heads, tokens=qkv.z.shape[1], window=reach.window)
     if parts == 1:
-        return ops.heads_attend(qkv.z, qkv.epilogue, cache, pos, *options)
-    sums, largest, totals = ops.heads_attend_parts(qkv.z, qkv.epilogue, cache, pos, *options, parts)
+        return ops.heads_attend(qkv.z, qkv.epilogue, cache, pos, *options, *reach)
+    sums, largest, totals = ops.heads_attend_parts(
+        qkv.z, qkv.epilogue, cache, pos, *options, parts, *reach
+    )
     return ops.combine(sums, largest, totals, qkv.z.dtype)
 
 
-def cache_parts(cache: Cache, n_heads: int, tokens: int) -> int:
-    """Return the number of parts of the cache that are attended to separately."""
+def cache_parts(cache: Cache, n_heads: int, tokens: int, window: int) -> int:
+    """Return the number of parts of the cache, or of a window, that are attended to separately."""
     if tokens > 1:  # a prompt has programs enough
         return 1
     batch, _, length, _ = cache[0].shape
-    return decode_reference.attention_parts(batch, n_heads, length)
+    return decode_reference.attention_parts(batch, n_heads, min(length, window or length))
 
 
 # ------------------------------------------------ writing into the stream: product, residual add
@@ -416,7 +426,9 @@ class Decoder:
         Decoders of one model may share weights, so a sum over several goes by address.
         """
         packed = self.packed
-        tensors = [packed.wte, packed.wpe, *(packed.rope or ())]
+        tensors = [packed.wte, packed.wpe]
+        for block in packed.blocks:
+            tensors += block.rope or ()
         for part in (*packed.entries, *packed.exits):
             tensors += [part.weight, part.bias]
         for keys, values in self.caches:

@@ -260,9 +260,10 @@ def fold_final_taper(model: GPT, norm: TaperNorm, weights: Weights) -> None:
     bias = weights.pop("lm_head.bias", None)  # (V,)
     if bias is not None:
         center_stream(weights)
-        # s is as large as the embedding's weights, so that rounding loses nothing.
-        s = weights["wte.weight"].square().mean().sqrt()
-        weights["wte.weight"] += s
+        # s is as large as what the embedding adds to the stream, so that rounding loses nothing.
+        scale = model.config.embed_scale
+        s = scale * weights["wte.weight"].square().mean().sqrt()
+        weights["wte.weight"] += s / scale
         weights["lm_head.weight"] += bias[:, None] / (model.config.n_embd * s)
 
 
@@ -312,7 +313,7 @@ def rebuild(model: GPT, config: GPTConfig, weights: Weights) -> GPT:
         if name in own or not re.fullmatch(NORM_NAMES, name) or name.endswith(".alpha")
     }
     new.load_state_dict(kept, assign=True)
-    if config.position == "rope":
-        new.rope_cos, new.rope_sin = model.rope_cos, model.rope_sin
+    for name, table in model.named_buffers(recurse=False):  # of rotary positions
+        setattr(new, name, table)
     new.meta = dict(model.meta)
     return new.eval()

@@ -298,9 +298,14 @@ def alpha_of_positions(config: GPTConfig, plan: str) -> list[float]:
 
 def refuse_unknown(config: GPTConfig, family: str) -> None:
     """Raise HFError for what the architecture does not compute."""
+    # Whether transformers' class computes it, for each key.
+    computes = {
+        "window": not config.window,
+        "attn_scale": not config.attn_scale,
+        "embed_scale": config.embed_scale == 1,
+    }
     if family == "gpt2":
-        # Whether transformers' class computes it, for each key.
-        computes = {
+        computes |= {
             "norm_type": config.norm_type in ("layer", "rms", "coupled"),
             "rms_fraction": config.rms_fraction == 1,
             "norm_groups": config.norm_groups == 1,
@@ -311,7 +316,8 @@ def refuse_unknown(config: GPTConfig, family: str) -> None:
             "head_dim": config.head_channels * config.n_head == config.n_embd,
         }
     else:
-        computes = {
+        computes |= {
+            "rope_scaling_kind": config.rope_scaling_kind == "llama3",
             "norm_type": config.norm_type in ("rms", "coupled"),
             "rms_fraction": config.rms_fraction == 1,
             "norm_groups": config.norm_groups == 1,

@@ -35,7 +35,7 @@ from common.output import write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
 from hf.config import COUPLED, architecture, gpt_config, hf_config
 from hf.hub import read_config
-from model import GPT, rope_tables
+from model import GPT, rope_buffers
 
 SHARD_BYTES = 5 << 30  # of a safetensors file
 # Causal masks and rotary frequencies that old checkpoints store among their weights.
@@ -121,11 +121,9 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
             raise HFError(
                 f"{folder}: lm_head.weight is not the embedding, though config.json ties them"
             )
-    if config.position == "rope":
+    for name, table in rope_buffers(config).items():
         # Computed in float32, then rounded: `to_empty` left them without content.
-        cos, sin = rope_tables(config)
-        model.rope_cos = cos.to(dtype)
-        model.rope_sin = sin.to(dtype)
+        setattr(model, name, table.to(dtype))
     model.meta = {"tokenizer": "hf", "path": str(folder), "vocab_size": config.vocab_size}
     if family == "gpt2" and config.vocab_size == 50257:
         model.meta = {"tokenizer": "gpt2", "vocab_size": 50257}

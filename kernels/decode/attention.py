@@ -167,9 +167,13 @@ def attend_kernel(
     WIDE: tl.constexpr,
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One query head of one sequence: softmax over the keys, or over a part of them, in one pass.
+
+    The keys are those up to the position; with WINDOW only the last WINDOW of them, and no other
+    is read.
 
     The pass keeps a running maximum and rescales its sums when that grows. With PARTS > 1 the sums
     A (rows, HEADS, PARTS, D) are not divided by the total of the weights yet.
@@ -190,6 +194,8 @@ def attend_kernel(
     first = (row * KV_HEADS + group).to(tl.int64) * length
     pos = tl.load(POS).to(tl.int32)
     begin = part * part_keys
+    if WINDOW > 0:
+        begin += tl.maximum(pos + 1 - WINDOW, 0)
     end = tl.minimum(pos + 1 if Z is None else pos, begin + part_keys)
     # Keys and values of earlier steps need nothing of the launch before: their loads run while the
     # query is made.
@@ -372,14 +378,16 @@ def heads(
     return q
 
 
-def attend(q: Tensor, cache: Cache, pos: Tensor) -> Tensor:
-    a, _, _ = attend_parts(q, cache, pos, 1)
+def attend(q: Tensor, cache: Cache, pos: Tensor, scale: float = 0.0, window: int = 0) -> Tensor:
+    a, _, _ = attend_parts(q, cache, pos, 1, scale, window)
     return a
 
 
-def attend_parts(q: Tensor, cache: Cache, pos: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+def attend_parts(
+    q: Tensor, cache: Cache, pos: Tensor, parts: int, scale: float = 0.0, window: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     made = (q, None, None, None, None, None, None, None, 0.0)  # Q to eps: nothing is left to make
-    return _attend(made, q.shape[1], cache, pos, parts)
+    return _attend(made, q.shape[1], cache, pos, parts, scale, window)
 
 
 def heads_attend(
@@ -391,8 +399,12 @@ def heads_attend(
     q_gain: Tensor | None,
     k_gain: Tensor | None,
     eps: float,
+    scale: float = 0.0,
+    window: int = 0,
 ) -> Tensor:
-    a, _, _ = heads_attend_parts(z, epilogue, cache, pos, rope, q_gain, k_gain, eps, 1)
+    a, _, _ = heads_attend_parts(
+        z, epilogue, cache, pos, rope, q_gain, k_gain, eps, 1, scale, window
+    )
     return a
 
 
@@ -406,17 +418,25 @@ def heads_attend_parts(
     k_gain: Tensor | None,
     eps: float,
     parts: int,
+    scale: float = 0.0,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _, kv_heads, _, channels = cache[0].shape
     n_heads = z.shape[-1] // channels - 2 * kv_heads
     inv_rms, bias = epilogue or (None, None)
     cos, sin = rope or (None, None)
     raw = (None, z, inv_rms, bias, cos, sin, q_gain, k_gain, eps)  # Q to eps
-    return _attend(raw, n_heads, cache, pos, parts)
+    return _attend(raw, n_heads, cache, pos, parts, scale, window)
 
 
 def _attend(
-    query: tuple, n_heads: int, cache: Cache, pos: Tensor, parts: int
+    query: tuple,
+    n_heads: int,
+    cache: Cache,
+    pos: Tensor,
+    parts: int,
+    scale: float,
+    window: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Launch attend_kernel.
 
@@ -427,6 +447,8 @@ def _attend(
         (sums, largest, totals) as reference.attend_parts; for one part (a, None, None), a finished.
     """
     batch, kv_heads, length, channels = cache[0].shape
+    if window >= length:  # it cuts nothing off
+        window = 0
     if parts == 1:
         a = rows.empty((batch, 1, n_heads * channels), cache[0].dtype, pos.device)
         largest = None
@@ -444,15 +466,16 @@ def _attend(
             a,
             largest,
             totals,
-            channels**-0.5,
+            scale or channels**-0.5,
             length,
-            triton.cdiv(length, parts),
+            triton.cdiv(window or length, parts),
             HEADS=n_heads,
             KV_HEADS=kv_heads,
             D=channels,
             WIDE=triton.next_power_of_2(channels),
             KEYS=KEYS,
             PARTS=parts,
+            WINDOW=window,
             num_warps=WARPS,
             **overlap.launch_options(),
         )

@@ -100,12 +100,22 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-def attend(q: Tensor, cache: Cache, pos: Tensor) -> Tensor:
-    """Return the attention (B, T, H D) of q (B, H, T, D) to the cache up to its position."""
+def attend(q: Tensor, cache: Cache, pos: Tensor, scale: float = 0.0, window: int = 0) -> Tensor:
+    """Return the attention (B, T, H D) of q (B, H, T, D) to the cache up to its position.
+
+    Args:
+        scale: of the scores; 0: 1 / sqrt(D).
+        window: keys that a query sees, the one of its own position included; 0: all before it.
+    """
     k, v = cache  # (B, H_kv, S, D)
-    mask = torch.arange(k.shape[2], device=pos.device) <= pos[:, None]  # (T, S)
+    key = torch.arange(k.shape[2], device=pos.device)
+    mask = key <= pos[:, None]  # (T, S)
+    if window:
+        mask = mask & (key > pos[:, None] - window)
     is_grouped = k.shape[1] != q.shape[1]
-    a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=is_grouped)
+    a = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale or None, enable_gqa=is_grouped
+    )
     return a.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H D)
 
 
@@ -117,14 +127,18 @@ PROGRAMS = 264  # limit for sequences x heads x parts: two programs for each SM 
 
 
 def attention_parts(batch: int, n_heads: int, length: int) -> int:
-    """Return the number of parts for the attention of one token to a cache of `length` tokens."""
+    """Return the number of parts for the attention of one token to `length` tokens of a cache."""
     if length <= LONG:
         return 1
     return max(1, min(length // PART, PROGRAMS // (batch * n_heads)))
 
 
-def attend_parts(q: Tensor, cache: Cache, pos: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+def attend_parts(
+    q: Tensor, cache: Cache, pos: Tensor, parts: int, scale: float = 0.0, window: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attend with one token q (B, H, 1, D) to each of equal parts of the cache separately.
+
+    With a window, to parts of the keys that are in it. `scale` and `window` are as in attend.
 
     Returns:
         The values' weighted sums (B, H, parts, D), not divided by the totals; the largest scores
@@ -133,13 +147,18 @@ def attend_parts(q: Tensor, cache: Cache, pos: Tensor, parts: int) -> tuple[Tens
     """
     dtype = statistics_dtype(q)
     k, v = cache  # (B, H_kv, S, D)
+    key = torch.arange(k.shape[2], device=pos.device)
+    if 0 < window < len(key):
+        # Near the start of the cache some of these are still to come; they are masked below.
+        key = (pos + 1 - window).clamp(min=0) + key[:window]
+        k = k.index_select(2, key)
+        v = v.index_select(2, key)
     groups = q.shape[1] // k.shape[1]  # query heads of a key and value head
     k = k.to(dtype).repeat_interleave(groups, 1)  # (B, H, S, D)
     v = v.to(dtype).repeat_interleave(groups, 1)
     length = k.shape[2]
-    score = (q.to(dtype) @ k.mT).squeeze(2) * q.shape[-1] ** -0.5  # (B, H, S)
-    is_later = torch.arange(length, device=pos.device) > pos
-    score = score.masked_fill(is_later, float("-inf"))
+    score = (q.to(dtype) @ k.mT).squeeze(2) * (scale or q.shape[-1] ** -0.5)  # (B, H, S)
+    score = score.masked_fill(key > pos, float("-inf"))
     # the last part is filled up with keys that get no weight
     missing = -length % parts
     score = F.pad(score, (0, missing), value=float("-inf"))
@@ -171,10 +190,12 @@ def heads_attend(
     q_gain: Tensor | None,
     k_gain: Tensor | None,
     eps: float,
+    scale: float = 0.0,
+    window: int = 0,
 ) -> Tensor:
     """heads and attend in one launch: (B, T, H D). It rounds where these two round."""
     q = heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps)
-    return attend(q, cache, pos)
+    return attend(q, cache, pos, scale, window)
 
 
 def heads_attend_parts(
@@ -187,10 +208,12 @@ def heads_attend_parts(
     k_gain: Tensor | None,
     eps: float,
     parts: int,
+    scale: float = 0.0,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """heads and attend_parts in one launch."""
     q = heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps)
-    return attend_parts(q, cache, pos, parts)
+    return attend_parts(q, cache, pos, parts, scale, window)
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:

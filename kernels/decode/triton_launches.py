@@ -90,29 +90,31 @@ def heads(
 
 
 @torch.library.custom_op("nanonorm::decode_attend", mutates_args=())
-def attend_operator(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tensor:
-    return decode_attention.attend(q, (k_cache, v_cache), pos)
+def attend_operator(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, scale: float, window: int
+) -> Tensor:
+    return decode_attention.attend(q, (k_cache, v_cache), pos, scale, window)
 
 
 @attend_operator.register_fake
-def _(q, k_cache, v_cache, pos):
+def _(q, k_cache, v_cache, pos, scale, window):
     batch, n_heads, _, channels = q.shape
     return q.new_empty((batch, 1, n_heads * channels))
 
 
-def attend(q: Tensor, cache: Cache, pos: Tensor) -> Tensor:
-    return attend_operator(q, *cache, pos)
+def attend(q: Tensor, cache: Cache, pos: Tensor, scale: float = 0.0, window: int = 0) -> Tensor:
+    return attend_operator(q, *cache, pos, scale, window)
 
 
 @torch.library.custom_op("nanonorm::decode_attend_parts", mutates_args=())
 def attend_parts_operator(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, parts: int
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, parts: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return decode_attention.attend_parts(q, (k_cache, v_cache), pos, parts)
+    return decode_attention.attend_parts(q, (k_cache, v_cache), pos, parts, scale, window)
 
 
 @attend_parts_operator.register_fake
-def _(q, k_cache, v_cache, pos, parts):
+def _(q, k_cache, v_cache, pos, parts, scale, window):
     batch, n_heads, _, channels = q.shape
     sums = q.new_empty((batch, n_heads, parts, channels), dtype=torch.float32)
     largest = q.new_empty((batch, n_heads, parts), dtype=torch.float32)
@@ -120,8 +122,10 @@ def _(q, k_cache, v_cache, pos, parts):
     return sums, largest, totals
 
 
-def attend_parts(q: Tensor, cache: Cache, pos: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
-    return attend_parts_operator(q, *cache, pos, parts)
+def attend_parts(
+    q: Tensor, cache: Cache, pos: Tensor, parts: int, scale: float = 0.0, window: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    return attend_parts_operator(q, *cache, pos, parts, scale, window)
 
 
 @torch.library.custom_op("nanonorm::decode_best", mutates_args=())

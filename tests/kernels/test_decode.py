@@ -312,7 +312,7 @@ def test_operators_for_compiled_steps():
     words = (z, None, None, *cache, decoder.pos - 1, None, None, None, None, 1e-6)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(decode_triton.heads_operator, words, test_utils=tests)
-    words = (tensor(1, 4, 1, 16), *cache, decoder.pos - 1, 2)
+    words = (tensor(1, 4, 1, 16), *cache, decoder.pos - 1, 2, 0.3, 5)
     torch.library.opcheck(decode_triton.attend_parts_operator, words, test_utils=tests)
     logits, places = tensor(2, 1, 61), torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
     torch.library.opcheck(decode_triton.best_operator, (logits,), test_utils=tests)
