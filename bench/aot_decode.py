@@ -144,12 +144,22 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
         yield f"heads{suffix}", channels, lambda g=given: decode_attention.heads(*g)
         yield f"heads + attend{suffix}", channels, lambda g=given: decode_attention.heads_attend(*g)
     yield "attend", channels, lambda: decode_attention.attend(q, short, pos)
+    # of a local block: 0.3 is a scale of the scores, 100 a window
+    given = (z, None, short, pos, rope, *gains, 1e-6, 0.3, 100)
+    yield "heads + attend window", channels, lambda g=given: decode_attention.heads_attend(*g)
+    yield "attend window", channels, lambda: decode_attention.attend(q, short, pos, 0.3, 100)
     parts = attention_parts(batch, n_heads, 4096)
     if parts > 1:
         long = [meta(batch, kv_heads, 4096, channels, dtype=dtype) for _ in range(2)]
         yield "attend parts", channels, lambda: decode_attention.attend_parts(q, long, pos, parts)
         whole = (z, None, long, pos, rope, *gains, 1e-6, parts)
         yield "heads + attend parts", channels, lambda: decode_attention.heads_attend_parts(*whole)
+        local = (*whole, 0.3, 2048)
+        yield (
+            "heads + attend window parts",
+            channels,
+            lambda: decode_attention.heads_attend_parts(*local),
+        )
         sums = meta(batch, n_heads, parts, channels)
         statistics = [meta(batch, n_heads, parts) for _ in range(2)]
         yield "combine", channels, lambda: decode_attention.combine(sums, *statistics, dtype)

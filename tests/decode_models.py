@@ -30,6 +30,21 @@ SHAPES = {
         "rope_scaling": (32.0, 1.0, 4.0, 16.0),
         "tie_embeddings": True,
     },
+    "gemma3": {
+        "position": "rope",
+        "activation": "geglu",
+        "n_kv_head": 1,
+        "head_dim": 16,
+        "qk_norm": True,
+        "rope_theta": 1e3,
+        "rope_scaling": (8.0,),
+        "rope_scaling_kind": "linear",
+        "window": 5,
+        "local_blocks": "llg",
+        "local_rope_theta": 50.0,
+        "attn_scale": 0.3,
+        "embed_scale": 3.0,
+    },
 }
 ALPHAS = (1.0, 1.09, 0.9, 1.2, 1.1, 0.8, 1.3, 1.05, 1.0)
 NORMS = {

@@ -111,6 +111,16 @@ def test_floors(name):
     assert 1e3 * floor / 4.3e12 == pytest.approx(FLOORS[name], rel=5e-3)
 
 
+def test_floor_of_local_blocks():
+    """A local block reads its window of keys and values, and no more than there are."""
+    packed = pack(make("gemma3", "rms").bfloat16(), "fused")
+    token = 2 * 16 * 2  # bytes of a key and a value, one head of 16 channels
+    matrices = floor_bytes(packed, 3, 0)
+    for context in (1, 5, 6, 20):
+        seen = context + 3 * min(context, 5)
+        assert floor_bytes(packed, 3, context) - matrices == 3 * seen * token
+
+
 CALLS = re.compile(
     r"^\s+(?:\w+ = )?(triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.\w+\.[\w.]+)\(", re.MULTILINE
 )

@@ -54,6 +54,19 @@ def test_attention_in_parts_is_attention(monkeypatch):
     )
 
 
+def test_attention_in_parts_of_a_window(monkeypatch):
+    """Local blocks split their window, 5 tokens, into parts of 3 and 2; global ones the cache."""
+    model, idx = make("gemma3", "rms"), prompt(2, 7 + 16)
+    expected = definition(model, idx, 7)
+    monkeypatch.setattr(decode_reference, "LONG", 4)
+    monkeypatch.setattr(decode_reference, "PART", 2)
+    for level in ("plain", "fused"):
+        assert distance(decoded(model, level, idx, 7), expected) <= 1e-13, level
+    monkeypatch.setattr(decode_reference, "LONG", 5)
+    blocks = launches(pack(model, "fused"), 2, 23)[1:]
+    assert [block["combine"] for block in blocks] == [0, 0, 1, 0]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "norm", ("rms", "coupled", "coupled-first", "coupled-span", "layer", "cbwc", "taper")

@@ -245,6 +245,65 @@ def test_attention_in_parts(dtype):
             near(a.where(a.isfinite(), 0), b.where(b.isfinite(), 0))
 
 
+# (window, position, parts): a window of one key, of one tile, of a tile and one key, of the whole
+# cache and beyond; positions at which it is not full yet, is just full, and has moved on.
+WINDOWS = [
+    (1, 0, 1),
+    (1, 100, 1),
+    (64, 63, 1),
+    (64, 64, 1),
+    (65, 168, 1),
+    (100, 120, 3),
+    (100, 40, 3),
+    (65, 168, 3),
+    (169, 168, 3),
+    (500, 168, 1),
+]
+
+
+@pytest.mark.parametrize(("window", "at", "parts"), WINDOWS, ids=str)
+def test_attention_within_a_window(window, at, parts):
+    """With a scale of its own. Nothing is read outside of the window, where NaN is: by attention
+    alone, and by heads and attention at once, which makes the last key itself.
+    """
+    B, H, G, D, length, scale = 2, 4, 2, 12, 169, 0.5
+    z, pos = tensor(B, 1, (H + 2 * G) * D), torch.tensor([at], device=DEVICE)
+    rope = (tensor(length, D, seed=1).cos(), tensor(length, D, seed=1).sin())
+    full = [tensor(B, G, length, D, seed=seed) for seed in (7, 8)]
+    made = (rope, None, None, 1e-6)
+    q = decode_reference.heads(z, None, full, pos, *made)
+    # written out: the softmax over the keys of the window
+    seen = slice(max(0, at + 1 - window), at + 1)
+    k, v = (part[:, :, seen].double().repeat_interleave(2, 1) for part in full)
+    exact = ((q.double() * scale) @ k.mT).softmax(-1) @ v  # (B, H, 1, D)
+    exact = exact.transpose(1, 2).flatten(2).float()
+    poisoned = [part.clone() for part in full]
+    for part in poisoned:
+        part[:, :, : seen.start] = float("nan")
+        part[:, :, at + 1 :] = float("nan")
+    for of, cache in ((decode_attention, poisoned), (decode_reference, full)):
+        if parts == 1:
+            near(of.attend(q, cache, pos, scale, window), exact)
+        found = of.attend_parts(q, cache, pos, parts, scale, window)
+        if parts > 1:
+            near(of.combine(*found, torch.float32), exact)
+            # the same parts, whoever computes them
+            for ours, plain in zip(
+                found,
+                decode_reference.attend_parts(q, full, pos, parts, scale, window),
+                strict=True,
+            ):
+                assert torch.equal(ours.isfinite(), plain.isfinite())
+                near(ours.where(ours.isfinite(), 0), plain.where(plain.isfinite(), 0))
+        for part in cache:
+            part[:, :, at] = float("nan") if of is decode_attention else 0.0
+        if parts == 1:
+            near(of.heads_attend(z, None, cache, pos, *made, scale, window), exact)
+        else:
+            found = of.heads_attend_parts(z, None, cache, pos, *made, parts, scale, window)
+            near(of.combine(*found, torch.float32), exact)
+
+
 @pytest.mark.parametrize("size", (61, 3000))
 def test_the_ends_of_a_step(size):
     B, C = 3, 20
@@ -273,7 +332,7 @@ def test_the_ends_of_a_step(size):
         ("qwen3", "rms"),
         ("llama", "coupled-span"),
         ("gpt2-bias", "cbwc"),
-        ("qwen3", "taper"),
+        ("gemma3", "taper"),
     ],
     ids=str,
 )
