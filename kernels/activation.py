@@ -58,7 +58,12 @@ def slope(u, KIND: tl.constexpr):
     if KIND == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(u * 0.7071067811865476))
         return cdf + u * tl.exp(-0.5 * u * u) * 0.3989422804014327  # 1 / sqrt(2 pi)
-    elif KIND == "gelu_tanh" or KIND == "geglu":
+    elif KIND == "geglu":
+        # As below, but with fewer registers at a time: a gated kind's backward is short of them.
+        sigma = tl.sigmoid(tanh_argument(u))
+        rest = 1.5957691216057308 * u * (1.0 - sigma)
+        return sigma * (1.0 + rest * (1.0 + 0.134145 * u * u))
+    elif KIND == "gelu_tanh":
         sigma = tl.sigmoid(tanh_argument(u))
         # 0.134145 is 3 * 0.044715
         return sigma + u * sigma * (1.0 - sigma) * 1.5957691216057308 * (1.0 + 0.134145 * u * u)
