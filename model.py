@@ -263,15 +263,16 @@ def rope_frequency(config: GPTConfig, local: bool) -> Tensor:
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - keep) * frequency / factor + keep * frequency
 
-    # YaRN (Peng et al. 2023, section 3.2): the same three ranges, but the mixture is linear in the
-    # number of the pair. Pairs of more than `fast` turns are kept, of less than `slow` stretched.
+    # YaRN (Peng et al. 2023, section 3.2): the same three ranges. Pairs of more than `fast` turns are
+    # kept, those of less than `slow` stretched. As in the authors' code, the mixture between is
+    # linear in the number of the pair.
     factor, fast, slow, original, _ = config.rope_scaling
 
     def pair(turns: float) -> float:
         """Return the number of the pair that makes so many turns within the original context."""
         return channels * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    # Rounded outwards, and cut off, as in the authors' code and in transformers.
+    # Rounded outwards, as there and in transformers.
     first = max(math.floor(pair(fast)), 0)
     last = min(math.ceil(pair(slow)), channels - 1)
     if first == last:
@@ -290,7 +291,8 @@ def rope_tables(config: GPTConfig, local: bool = False) -> tuple[Tensor, Tensor]
     angle = torch.outer(position, rope_frequency(config, local))  # (T, head_dim / 2)
     # Channel i turns together with channel i + head_dim / 2, as in Hugging Face's checkpoints.
     angle = torch.cat([angle, angle], -1)  # (T, head_dim)
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
     if config.rope_scaling_kind == "yarn" and not local:
         # YaRN's temperature (section 3.4). On queries and keys alike, so scores get its square.
         attention_factor = config.rope_scaling[-1]

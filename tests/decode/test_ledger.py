@@ -268,6 +268,11 @@ def test_arms_share_all_but_their_norms(shape):
     assert torch.equal(definition(model, idx, 12), before)  # and the model itself is untouched
 
 
+def test_exact_logits_of_local_blocks():
+    model, idx = make("gemma3", "cbwc"), prompt(2, 20)
+    assert distance(exact_logits(model, idx), model(idx)) < 1e-13
+
+
 def test_exact_logits_and_the_check_before_timing():
     model, idx = make("llama", "coupled", init_std=0.3), prompt(1)
     out = model.generate(idx, 6, temperature=0)
