@@ -263,8 +263,8 @@ def rope_frequency(config: GPTConfig, local: bool) -> Tensor:
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - keep) * frequency / factor + keep * frequency
 
-    # YaRN (Peng et al. 2023, section 3.2): the same three ranges. Pairs of more than `fast` turns are
-    # kept, those of less than `slow` stretched. As in the authors' code, the mixture between is
+    # YaRN (Peng et al. 2023, section 3.2): the same three ranges. Pairs of more than `fast` turns
+    # are kept, those of less than `slow` stretched. As in the authors' code, the mixture between is
     # linear in the number of the pair.
     factor, fast, slow, original, _ = config.rope_scaling
 
