@@ -371,11 +371,11 @@ class Attention(nn.Module):
             k = rotate(k, *rope)
         if cache is not None:
             k, v = cache.extend(self.block, k, v)  # (B, H_kv, S, head_dim), S tokens so far
-        if self.window:
-            # The first of the T queries sees no key before these.
-            reach = T + self.window - 1
-            k = k[:, :, -reach:]
-            v = v[:, :, -reach:]
+            if self.window:
+                # The first of the T queries sees no key before these.
+                reach = T + self.window - 1
+                k = k[:, :, -reach:]
+                v = v[:, :, -reach:]
         a = self.attend(q, k, v, self.mask(T, k.shape[2], y.device))  # (B, H, T, head_dim)
         return a.transpose(1, 2).reshape(B, T, -1)  # (B, T, H head_dim)
 

@@ -249,6 +249,21 @@ def test_plain_attention_wherever_the_window_cuts_nothing(monkeypatch):
     assert run(tokens(1, T)) == [(T, T, False, True, None)]
 
 
+def test_training_copies_no_keys(monkeypatch):
+    """A slice of keys and values, even of all, would cost a copy of its gradient in backward."""
+    names = []
+
+    def attend(q, k, v, mask):
+        names.extend((k.grad_fn.name(), v.grad_fn.name()))
+        return q
+
+    model = gpt(GEMMA)
+    for block in model.blocks:
+        monkeypatch.setattr(block.attn, "attend", attend)
+    model(tokens(1, T))
+    assert len(names) == 8 and not [name for name in names if "Slice" in name]
+
+
 def test_defaults_have_nothing_new():
     """No second pair of tables where blocks turn alike, and no state that is saved."""
     plain = replace(GEMMA, window=0, local_blocks="", local_rope_theta=0.0)
