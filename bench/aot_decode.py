@@ -135,7 +135,7 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     token = meta(batch, 1, dtype=torch.int64)
     rope = None if name == "gpt2" else (meta(256, channels), meta(256, channels))
     gain = meta(channels, dtype=dtype) if name.startswith("qwen3") else None
-    gains = (gain, gain)  # of queries and of keys
+    gains = (gain, gain, None)  # of queries, keys and values
     z = x((n_heads + 2 * kv_heads) * channels)
     q = meta(batch, n_heads, 1, channels, dtype=dtype)
     with_bias = Epilogue(inv_rms, vector(z.shape[-1]))
@@ -143,6 +143,11 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
         given = (z, epilogue, short, pos, rope, *gains, 1e-6)
         yield f"heads{suffix}", channels, lambda g=given: decode_attention.heads(*g)
         yield f"heads + attend{suffix}", channels, lambda g=given: decode_attention.heads_attend(*g)
+    # norms of queries, keys and values over all heads: no published shape here has them
+    full = [meta(count * channels, dtype=dtype) for count in (n_heads, kv_heads, kv_heads)]
+    given_full = (z, None, short, pos, rope, *full, 1e-6)
+    yield "heads full", channels, lambda: decode_attention.heads(*given_full)
+    yield "heads + attend full", channels, lambda: decode_attention.heads_attend(*given_full)
     yield "attend", channels, lambda: decode_attention.attend(q, short, pos)
     # of a local block: 0.3 is a scale of the scores, 100 a window
     given = (z, None, short, pos, rope, *gains, 1e-6, 0.3, 100)

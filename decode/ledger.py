@@ -3,8 +3,9 @@
 A step calls one function per launch (kernels/decode/reference.py). Here it runs once, if need be on
 tensors without memory, under a TorchDispatchMode, which sees every operation of PyTorch:
 
-- The operations inside one launch function are one launch. Two matrix products in a launch function
-  are refused, because no launch could do that.
+- The operations inside one launch function are one launch; none, if nothing is computed there, as
+  in a norm position without a norm. Two matrix products in a launch function are refused, because
+  no launch could do that.
 - Any other operation that computes is a launch of its own.
 
 Blocks may differ (coupled_first, coupled_span), so each is counted by itself, and launches per
@@ -64,6 +65,7 @@ class LaunchLedger(TorchDispatchMode):
         super().__init__()
         self.launches: list[str] = []  # names, in order
         self.inside = ""  # name of the launch function that runs
+        self.computed = False  # has it computed anything so far?
         self.products = 0  # matrix products in it so far
         self.ops = SimpleNamespace(**{name: self.counted(name) for name in LAUNCHES})
 
@@ -73,11 +75,13 @@ class LaunchLedger(TorchDispatchMode):
 
         @functools.wraps(function)
         def launch(*args, **kwargs):
-            self.launches.append(name)
             self.inside = name
+            self.computed = False
             self.products = 0
             result = function(*args, **kwargs)
             self.inside = ""
+            if self.computed:
+                self.launches.append(name)
             return result
 
         return launch
@@ -87,6 +91,7 @@ class LaunchLedger(TorchDispatchMode):
         computes = not operation.is_view and name not in FREE
         if computes and not self.inside:
             self.launches.append(name)
+        self.computed = self.computed or computes
         self.products += name in PRODUCTS
         # attention is a launch with two products: scores, and the sum of the values
         if self.inside and self.products > 1 and "attend" not in self.inside:

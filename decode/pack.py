@@ -24,8 +24,19 @@ The fusion level decides which norms fold:
               folded all the same, cost bfloat16 accuracy (1.065 times the error) and saved nothing.
 
 Folding is done in float64 and rounded once, to the type of the weights. Centred linears (cbwc) are
-stored centred. These norms cannot fold and stay modules: LayerNorm (its cbwc form folds), partial
-and group RMSNorm, DynamicTanh, and a taper that has not finished.
+stored centred, and a learned scale of the embeddings is part of their tables. These norms cannot
+fold and stay modules, a launch each: LayerNorm (its cbwc form folds), partial and group RMSNorm,
+DynamicTanh and DynamicErf, a taper that has not finished, and the norm of the embeddings.
+
+At some positions the stream is not x + delta, and the product before may not add:
+
+    OutputNorm    h = x + output(delta). The statistic of delta needs all of it, so output norm and
+                  sum are a launch of their own, which has all of h at hand: it applies the input
+                  norm too. Folded, that norm would save nothing.
+    PostNorm      h = base(residual_weight * x + delta). h itself is the next stream, so the norm
+                  has to be computed, and it adds on its way in.
+
+The norms of queries, keys and values belong to the launch that makes heads.
 """
 
 from dataclasses import dataclass
@@ -35,7 +46,7 @@ from torch import Tensor, nn
 
 from kernels.reference import statistics_dtype
 from model import GPT, Block, GPTConfig, Rope
-from norms import CenteredLinear, Norm, center, fold_affine
+from norms import CenteredLinear, Norm, OutputNorm, PostNorm, center, fold_affine
 
 # Level -> statistics of the norms that fold there (Entry.statistic).
 LEVELS = {
@@ -78,6 +89,7 @@ class Exit:
 
     weight: Tensor  # (C, K)
     bias: Tensor | None  # (C,)
+    adds: bool  # is the sum x + delta? Else the next norm makes the stream of both.
 
 
 @dataclass
@@ -88,8 +100,11 @@ class PackedBlock:
     proj: Exit  # K = H D
     up: Entry  # N = F, or 2 F where the MLP is gated
     down: Exit  # K = F
-    q_gain: Tensor | None  # (D,) of QK-norm; None: no QK-norm
-    k_gain: Tensor | None  # (D,)
+    # of the norms of queries, keys and values: (D,) over each head, (H D,) or (H_kv D,) over all;
+    # None: no norm
+    q_gain: Tensor | None
+    k_gain: Tensor | None
+    v_gain: Tensor | None
     rope: tuple[Tensor, Tensor] | None  # cos and sin (block_size, D), float32 or float64
     window: int  # tokens that a query sees, itself included; 0: all before it
 
@@ -102,6 +117,7 @@ class PackedGPT:
     level: str  # a key of LEVELS
     wte: Tensor  # (vocab_size, C)
     wpe: Tensor | None  # (block_size, C); None: positions are rotary
+    norm_e: Norm | None  # of the embeddings; None: there is none, or it is part of wte and wpe
     blocks: list[PackedBlock]
     head: Entry  # the final norm and the head's n_vocab rows that exist
 
@@ -138,52 +154,75 @@ def pack(model: GPT, level: str) -> PackedGPT:
     # rows that pad the vocabulary would cost time and give no logits
     head_weight = model.head_weight().detach()[: model.n_vocab]  # (n_vocab, C)
     scale = None if model.config.embed_scale == 1 else model.token_scale()
+    # The norm that adds what a block's MLP gives is in the next block, or the final one.
+    following = [*(block.norm1 for block in model.blocks[1:]), model.norm_f]
+    parts = zip(model.blocks, following, rope_of_blocks(model), strict=True)
     return PackedGPT(
         config=model.config,
         level=level,
         wte=embedding(model, model.wte.weight.detach(), scale),
         wpe=None if model.wpe is None else embedding(model, model.wpe.weight.detach()),
-        blocks=[
-            pack_block(block, rope, level)
-            for block, rope in zip(model.blocks, rope_of_blocks(model), strict=True)
-        ],
+        norm_e=None if scales_embeddings(model) else model.norm_e,
+        blocks=[pack_block(block, norm, rope, level) for block, norm, rope in parts],
         # The final norm folds into the head as any other into the linear after it.
         head=enter(model.norm_f, head_weight, None, level),
     )
 
 
-def pack_block(block: Block, rope: Rope, level: str) -> PackedBlock:
-    """Pack a block: qkv and up take the norm in front of them, proj and down stay linears."""
+def pack_block(block: Block, following: Norm, rope: Rope, level: str) -> PackedBlock:
+    """Pack a block: qkv and up take the norm in front of them, proj and down stay linears.
+
+    Args:
+        block: the block.
+        following: the norm behind it.
+        rope: its cos and sin (block_size, D), or None.
+        level: a key of LEVELS.
+    """
     attn = block.attn
     mlp = block.mlp
     return PackedBlock(
         qkv=enter(block.norm1, *weights(attn.qkv), level),
-        proj=Exit(*weights(attn.proj)),
+        proj=Exit(*weights(attn.proj), adds_plainly(block.norm2)),
         up=enter(block.norm2, *weights(mlp.up), level, mlp.activation),
-        down=Exit(*weights(mlp.down)),
+        down=Exit(*weights(mlp.down), adds_plainly(following)),
         q_gain=gain(attn.q_norm, attn.qkv.weight),
         k_gain=gain(attn.k_norm, attn.qkv.weight),
+        v_gain=gain(attn.v_norm, attn.qkv.weight),
         rope=rope,
         window=attn.window,
     )
 
 
+def adds_plainly(norm: Norm) -> bool:
+    """Return whether the stream at this norm is x + delta (OutputNorm and PostNorm say no)."""
+    return not isinstance(norm, OutputNorm | PostNorm)
+
+
+def scales_embeddings(model: GPT) -> bool:
+    """Return whether the norm of the embeddings is no more than a factor (LearnedScale)."""
+    form = None if model.norm_e is None else model.norm_e.folded_form()
+    return form is not None and form.statistic == "none"
+
+
 def embedding(model: GPT, table: Tensor, scale: Tensor | None = None) -> Tensor:
     """Return the rows (n, C) that a table of embeddings adds to the stream.
 
-    cbwc centres the sum of the embeddings. Centring is linear, so here each table is centred.
+    cbwc centres the sum of the embeddings, dyt and derf multiply it by a learned number. Both are
+    linear, so here it is done to each table. A head that shares the table keeps its own weight.
 
     Args:
         model: the model.
         table: the weights (n, C).
-        scale: a factor (), or None.
+        scale: a factor () of this table alone, or None.
     """
-    if model.plan.type.embed is None and scale is None:
+    learned = model.norm_e.folded_form().gain if scales_embeddings(model) else None
+    factors = [factor for factor in (scale, learned) if factor is not None]
+    if model.plan.type.embed is None and not factors:
         return table
     # in float64, and rounded once, as all that is packed
     rows = table.double()
-    if scale is not None:
-        rows = rows * scale.double()
+    for factor in factors:
+        rows = rows * factor.double()
     return model.plan.embed(rows).to(table.dtype)
 
 
@@ -214,13 +253,15 @@ def weights(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def gain(norm: Norm | None, like: Tensor) -> Tensor | None:
-    """Return the gain (D,) of a QK-norm: of one without a gain, ones like `like`. None for None."""
+    """Return the gain of a norm of queries, keys or values, (D,) or (heads D,); None for no norm.
+
+    That of a norm without gains is ones like `like`: the launches take None to mean "no norm".
+    """
     if norm is None:
         return None
     if norm.weight is None:
-        # The launches take "no gain" to mean "no QK-norm".
         return like.new_ones(norm.channels)
-    return norm.weight.detach()
+    return norm.gain.detach()
 
 
 def enter(norm: Norm, weight: Tensor, bias: Tensor | None, level: str, kind: str = "") -> Entry:

@@ -22,18 +22,21 @@ one level in FUSIONS, then the Decoder around them. Launches of a block of a cou
     launches            9            8            7                5
 
 RMSNorm at the second position is a norm again in `paper` (9), norm_activation for activation in
-`library` and norm_project in `fused`. QK-norm, rotary positions and biases cost no launch. A long
-cache is split over more programs and takes a launch more (combine). Before the first block comes
-embed; after the last one the head, which is like qkv, then best and take for the next token.
+`library` and norm_project in `fused`. An output norm, or a norm that replaces the stream, is a norm
+at every level: it adds, and the product before it does not. QK-norm, rotary positions and biases
+cost no launch. A long cache is split over more programs and takes a launch more (combine). Before
+the first block come embed and the embeddings' norm, if there is one; after the last block the head,
+which is like qkv, then best and take for the next token.
 
 Why a launch is one launch:
 
     norm          a norm reads whole rows, which a product of the library cannot do on its way in;
-                  it adds the sublayer's output (delta) in the same pass
+                  it adds the sublayer's output (delta) in the same pass, if need be normalised
     matmul_add    the library's addmm adds the residual stream in the product's epilogue
     activation    it works on single elements, so it takes a deferred scale and bias along
     heads_attend  each query head makes query, key and value of its group from qkv's output by
-                  itself, so no program waits for another one to write the cache
+                  itself, so no program waits for another one to write the cache; a norm over all
+                  heads is taken by every program anew
     norm_project  the product reads all of x anyway, so its loop sums the squares along the way:
                   the gain is in the weight, and the statistic scales the result
     best, take    the largest logit of each part of the vocabulary, then of all parts: two launches,
@@ -91,9 +94,10 @@ class HeadOptions(NamedTuple):
     """How heads are made of z: parameters of the launch functions, in their order."""
 
     rope: tuple[Tensor, Tensor] | None  # cos and sin (block_size, D)
-    q_gain: Tensor | None  # (D,)
-    k_gain: Tensor | None  # (D,)
-    eps: float  # of QK-norm
+    q_gain: Tensor | None  # (D,) or (H D,)
+    k_gain: Tensor | None  # (D,) or (H_kv D,)
+    v_gain: Tensor | None  # (D,) or (H_kv D,)
+    eps: float  # of these norms
 
 
 class Reach(NamedTuple):
@@ -108,7 +112,8 @@ def decode_block(
 ) -> Stream:
     """Run one block on the stream of tokens at positions pos (T,); extend its cache."""
     fusion = FUSIONS[packed.level]
-    options = HeadOptions(block.rope, block.q_gain, block.k_gain, packed.config.norm_eps)
+    gains = (block.q_gain, block.k_gain, block.v_gain)
+    options = HeadOptions(block.rope, *gains, packed.config.norm_eps)
     reach = Reach(packed.config.attn_scale, block.window)
 
     # The second norm may use the statistic of the first: it travels in `stream`.
@@ -139,6 +144,8 @@ def decode_logits(
         (B, T, n_vocab), or (B, 1, n_vocab) if `last`, in the type of the weights.
     """
     x = ops.embed(token, pos, packed.wte, packed.wpe)  # (B, T, C)
+    if packed.norm_e is not None:
+        x, _, _ = ops.norm(packed.norm_e, x, None, None)
     stream = Stream(x, None, None)
     for block, cache in zip(packed.blocks, caches, strict=True):
         stream = run_block(ops, packed, block, cache, pos, stream)
@@ -172,7 +179,7 @@ def read_by_library(ops: Ops, entry: Entry, stream: Stream) -> Projected:
         z = ops.matmul(y, entry.weight, entry.bias)  # (B, T, N)
         return activated(ops, entry, z, None, Stream(x, None, inv_rms))
 
-    # delta is None here: where norms fold, projections into the stream add to it themselves
+    # delta is None here: in front of a norm that folds, the projection adds to the stream itself
     x = stream.x
     if entry.statistic == "none":  # s = 1: (2) is an ordinary linear
         z = ops.matmul(x, entry.weight, entry.bias)
@@ -269,8 +276,11 @@ def write_by_library(ops: Ops, part: Exit, a: Tensor, stream: Stream) -> Stream:
     """Add to the stream in the library's product; a bias as well takes a product of our own.
 
     addmm has room for one summand. The bias cannot wait for the next norm: that would round the
-    stream once more (1.08 to 1.16 times the error of `plain` in bfloat16).
+    stream once more (1.08 to 1.16 times the error of `plain` in bfloat16). A norm that adds itself
+    gets delta as in training.
     """
+    if not part.adds:
+        return write_plain(ops, part, a, stream)
     if part.bias is not None:
         return write_fused(ops, part, a, stream)
     x = ops.matmul_add(a, part.weight, stream.x)  # (B, T, C)
@@ -278,7 +288,13 @@ def write_by_library(ops: Ops, part: Exit, a: Tensor, stream: Stream) -> Stream:
 
 
 def write_fused(ops: Ops, part: Exit, a: Tensor, stream: Stream) -> Stream:
-    """Add the bias and the stream in the epilogue of our own product."""
+    """Add the bias and the stream in the epilogue of our own product.
+
+    The stream only where the next norm does not add itself.
+    """
+    if not part.adds:
+        delta = ops.project(a, part.weight, part.bias, None)  # (B, T, C)
+        return Stream(stream.x, delta, stream.inv_rms)
     x = ops.project(a, part.weight, part.bias, stream.x)  # (B, T, C)
     return Stream(x, None, stream.inv_rms)
 

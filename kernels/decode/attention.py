@@ -1,6 +1,7 @@
 """Triton: what a decoding step does between its products, for one new token of every sequence.
 
-    heads                       QK-norm, rotary positions, and the write into the cache
+    heads                       norms of queries, keys, values; rotary positions; the write into
+                                the cache
     attend                      attention to the cache, up to the position
     attend_parts, combine       the same for a long cache, over more programs
     heads_attend                heads and attend in one launch
@@ -13,7 +14,7 @@ channels, and a cache with room for S tokens:
     Z            output of qkv (B, (H + 2 H_kv) D): queries, then keys, then values
     INV, BIAS    its epilogue: (B,) float32, ((H + 2 H_kv) D,); None: Z is complete
     COS, SIN     rotary positions (S or more, D) float32, or None
-    Q_GAIN, ...  of QK-norm (D,), or None
+    Q_GAIN, ...  of the norms of queries, keys, values, or None: (D,) or (heads D,)
     Q            queries (B, H, D)
     K, V         the cache (B, H_kv, S, D)
     A            attention (B, H, D)
@@ -35,6 +36,7 @@ from .reference import Cache, Epilogue
 # by latency, so a tile is on its way while the one before is used. A single tile of 128 keys would
 # take 254 registers, for less than 1 % of a step.
 KEYS = 64
+CHUNK = tl.constexpr(512)  # channels that are squared at a time, for a norm over all heads
 # Of an attention program. Tiles that live from one round to the next cost registers: with 4 warps
 # 162 instead of 96, with 8 warps 98 to 110.
 WARPS = 8
@@ -53,6 +55,17 @@ def load_finished(Z, INV, BIAS, row, first, col, mask, width):
 
 
 @triton.jit
+def sum_of_squares(Z, INV, BIAS, row, first, width, N: tl.constexpr):
+    """The sum over N channels from `first` on of a row of z, with its epilogue applied; float32."""
+    squares = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, N, CHUNK):
+        col = start + tl.arange(0, CHUNK)
+        z = load_finished(Z, INV, BIAS, row, first, col, col < N, width)
+        squares += z * z
+    return tl.sum(squares, 0)
+
+
+@triton.jit
 def load_head(
     Z,
     INV,
@@ -62,14 +75,19 @@ def load_head(
     SIN,
     row,
     first,
+    start,
     pos,
     eps,
     width,
+    NORM: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """A query or key (WIDE,) of a row of z, after epilogue, QK-norm and rotary positions; float32.
+    """A query, key or value (WIDE,) of a row of z, after epilogue, norm and positions; float32.
 
+    It begins at channel `first`. The norm's statistic is over NORM channels: its own D, or those of
+    all its kind, from channel `start` on. The latter every program takes anew, so that none waits
+    for another.
     Each channel turns with a partner half a head away, so the partner is made here a second time.
     """
     col = tl.arange(0, WIDE)
@@ -79,7 +97,12 @@ def load_head(
     z = load_finished(Z, INV, BIAS, row, first, col, mask, width)
     partner = load_finished(Z, INV, BIAS, row, first, other, mask, width)
     if GAIN is not None:
-        inv = tl.rsqrt(tl.sum(z * z, 0) / D + tl.cast(eps, tl.float32))
+        if NORM == D:
+            total = tl.sum(z * z, 0)
+        else:
+            total = sum_of_squares(Z, INV, BIAS, row, start, width, NORM)
+            GAIN += first - start
+        inv = tl.rsqrt(total / NORM + tl.cast(eps, tl.float32))
         z = z * inv * tl.load(GAIN + col, mask=mask, other=0.0).to(tl.float32)
         partner = partner * inv * tl.load(GAIN + other, mask=mask, other=0.0).to(tl.float32)
     if COS is not None:
@@ -98,6 +121,7 @@ def heads_kernel(
     SIN,
     Q_GAIN,
     K_GAIN,
+    V_GAIN,
     eps,
     Q,
     K,
@@ -108,6 +132,8 @@ def heads_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One head of one sequence: a query, a key or a value."""
@@ -120,14 +146,22 @@ def heads_kernel(
     width = (HEADS + 2 * KV_HEADS) * D  # of a row of z
     # where the key or value goes in the cache
     place = ((row * KV_HEADS + (head - HEADS) % KV_HEADS) * length + pos) * D
+    k_at: tl.constexpr = HEADS * D  # channel at which the keys begin
+    v_at: tl.constexpr = (HEADS + KV_HEADS) * D
     if head < HEADS:
-        q = load_head(Z, INV, BIAS, Q_GAIN, COS, SIN, row, head * D, pos, eps, width, D, WIDE)
+        q = load_head(
+            Z, INV, BIAS, Q_GAIN, COS, SIN, row, head * D, 0, pos, eps, width, Q_NORM, D, WIDE
+        )
         tl.store(Q + (row * HEADS + head) * D + col, q.to(Q.dtype.element_ty), mask=mask)
     elif head < HEADS + KV_HEADS:
-        k = load_head(Z, INV, BIAS, K_GAIN, COS, SIN, row, head * D, pos, eps, width, D, WIDE)
+        k = load_head(
+            Z, INV, BIAS, K_GAIN, COS, SIN, row, head * D, k_at, pos, eps, width, K_NORM, D, WIDE
+        )
         tl.store(K + place + col, k.to(K.dtype.element_ty), mask=mask)
     else:
-        v = load_finished(Z, INV, BIAS, row, head * D, col, mask, width)
+        v = load_head(
+            Z, INV, BIAS, V_GAIN, None, None, row, head * D, v_at, pos, eps, width, K_NORM, D, WIDE
+        )
         tl.store(V + place + col, v.to(V.dtype.element_ty), mask=mask)
 
 
@@ -151,6 +185,7 @@ def attend_kernel(
     SIN,
     Q_GAIN,
     K_GAIN,
+    V_GAIN,
     eps,
     K,
     V,
@@ -168,6 +203,8 @@ def attend_kernel(
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One query head of one sequence: softmax over the keys, or over a part of them, in one pass.
@@ -211,12 +248,18 @@ def attend_kernel(
         q = q * tl.cast(scale, tl.float32)
     else:
         width = (HEADS + 2 * KV_HEADS) * D
-        q = load_head(Z, INV, BIAS, Q_GAIN, COS, SIN, row, head * D, pos, eps, width, D, WIDE)
-        key = load_head(
-            Z, INV, BIAS, K_GAIN, COS, SIN, row, (HEADS + group) * D, pos, eps, width, D, WIDE
+        k_at: tl.constexpr = HEADS * D  # channel at which the keys begin
+        v_at: tl.constexpr = (HEADS + KV_HEADS) * D
+        q = load_head(
+            Z, INV, BIAS, Q_GAIN, COS, SIN, row, head * D, 0, pos, eps, width, Q_NORM, D, WIDE
         )
-        value = load_finished(
-            Z, INV, BIAS, row, (HEADS + KV_HEADS + group) * D, col, channel, width
+        k_first = (HEADS + group) * D
+        key = load_head(
+            Z, INV, BIAS, K_GAIN, COS, SIN, row, k_first, k_at, pos, eps, width, K_NORM, D, WIDE
+        )
+        v_first = (HEADS + KV_HEADS + group) * D
+        value = load_head(
+            Z, INV, BIAS, V_GAIN, None, None, row, v_first, v_at, pos, eps, width, K_NORM, D, WIDE
         )
         # all three are rounded to the cache's type, as heads_kernel does
         key = key.to(K.dtype.element_ty)
@@ -349,6 +392,7 @@ def heads(
     rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
+    v_gain: Tensor | None,
     eps: float,
 ) -> Tensor:
     k_cache, v_cache = cache
@@ -362,6 +406,7 @@ def heads(
             *(rope or (None, None)),
             q_gain,
             k_gain,
+            v_gain,
             eps,
             q,
             k_cache,
@@ -372,6 +417,7 @@ def heads(
             KV_HEADS=kv_heads,
             D=channels,
             WIDE=triton.next_power_of_2(channels),
+            **norm_channels(q_gain, k_gain, channels),
             num_warps=1,
             **overlap.launch_options(),
         )
@@ -386,8 +432,10 @@ def attend(q: Tensor, cache: Cache, pos: Tensor, scale: float = 0.0, window: int
 def attend_parts(
     q: Tensor, cache: Cache, pos: Tensor, parts: int, scale: float = 0.0, window: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = (q, None, None, None, None, None, None, None, 0.0)  # Q to eps: nothing is left to make
-    return _attend(made, q.shape[1], cache, pos, parts, scale, window)
+    # Q to eps: nothing is left to make
+    made = (q, None, None, None, None, None, None, None, None, 0.0)
+    norm = norm_channels(None, None, q.shape[-1])
+    return _attend(made, q.shape[1], cache, pos, parts, norm, scale, window)
 
 
 def heads_attend(
@@ -398,12 +446,13 @@ def heads_attend(
     rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
+    v_gain: Tensor | None,
     eps: float,
     scale: float = 0.0,
     window: int = 0,
 ) -> Tensor:
     a, _, _ = heads_attend_parts(
-        z, epilogue, cache, pos, rope, q_gain, k_gain, eps, 1, scale, window
+        z, epilogue, cache, pos, rope, q_gain, k_gain, v_gain, eps, 1, scale, window
     )
     return a
 
@@ -416,6 +465,7 @@ def heads_attend_parts(
     rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
+    v_gain: Tensor | None,
     eps: float,
     parts: int,
     scale: float = 0.0,
@@ -425,8 +475,18 @@ def heads_attend_parts(
     n_heads = z.shape[-1] // channels - 2 * kv_heads
     inv_rms, bias = epilogue or (None, None)
     cos, sin = rope or (None, None)
-    raw = (None, z, inv_rms, bias, cos, sin, q_gain, k_gain, eps)  # Q to eps
-    return _attend(raw, n_heads, cache, pos, parts, scale, window)
+    raw = (None, z, inv_rms, bias, cos, sin, q_gain, k_gain, v_gain, eps)  # Q to eps
+    norm = norm_channels(q_gain, k_gain, channels)
+    return _attend(raw, n_heads, cache, pos, parts, norm, scale, window)
+
+
+def norm_channels(q_gain: Tensor | None, k_gain: Tensor | None, channels: int) -> dict[str, int]:
+    """Return over how many channels queries, and keys and values, are normalised, by name.
+
+    That is as many as their gains have.
+    """
+    gains = {"Q_NORM": q_gain, "K_NORM": k_gain}
+    return {name: channels if gain is None else gain.numel() for name, gain in gains.items()}
 
 
 def _attend(
@@ -435,6 +495,7 @@ def _attend(
     cache: Cache,
     pos: Tensor,
     parts: int,
+    norm: dict[str, int],
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -442,6 +503,7 @@ def _attend(
 
     Args:
         query: the kernel's arguments from Q to eps: a query, or what makes one.
+        norm: what norm_channels returns.
 
     Returns:
         (sums, largest, totals) as reference.attend_parts; for one part (a, None, None), a finished.
@@ -476,6 +538,7 @@ def _attend(
             KEYS=KEYS,
             PARTS=parts,
             WINDOW=window,
+            **norm,
             num_warps=WARPS,
             **overlap.launch_options(),
         )

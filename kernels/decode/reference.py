@@ -64,14 +64,16 @@ def heads(
     rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
+    v_gain: Tensor | None,
     eps: float,
 ) -> Tensor:
     """Make queries from z (B, T, (H + 2 H_kv) D), and write keys and values into the cache at pos.
 
     Args:
         rope: cos and sin (positions, D) of rotary positions, or None.
-        q_gain, k_gain: (D,) of QK-norm, or None.
-        eps: of QK-norm.
+        q_gain, k_gain, v_gain: of the RMSNorms of queries, keys and values, or None for no norm. A
+            gain (D,) is of a norm over each head, a gain (heads D,) of a norm over all heads.
+        eps: of these norms.
 
     Returns:
         Queries (B, H, T, D), in the type of the cache.
@@ -82,9 +84,9 @@ def heads(
     z = z.transpose(1, 2)  # (B, H + 2 H_kv, T, D)
     n_heads = z.shape[1] - 2 * kv_heads
     q, k, v = z.split([n_heads, kv_heads, kv_heads], dim=1)
-    if q_gain is not None:
-        q = q * inverse_rms(q, eps) * q_gain
-        k = k * inverse_rms(k, eps) * k_gain
+    q = normalized_heads(q, q_gain, eps)
+    k = normalized_heads(k, k_gain, eps)
+    v = normalized_heads(v, v_gain, eps)
     if rope is not None:
         cos, sin = rope
         q = turn(q, cos[pos], sin[pos])
@@ -92,6 +94,19 @@ def heads(
     k_cache.index_copy_(2, pos, k.to(k_cache.dtype))
     v_cache.index_copy_(2, pos, v.to(v_cache.dtype))
     return q.to(k_cache.dtype)
+
+
+def normalized_heads(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """Return RMSNorm of x (B, heads, T, D) over each head, or over all heads if the gain is."""
+    if gain is None:
+        return x
+    channels = x.shape[-1]
+    if gain.numel() == channels:
+        return x * inverse_rms(x, eps) * gain
+    # the order of OLMo 2 and of the model: all heads of a token side by side
+    x = x.transpose(1, 2).flatten(2)  # (B, T, heads D)
+    x = x * inverse_rms(x, eps) * gain
+    return x.unflatten(-1, (-1, channels)).transpose(1, 2)  # (B, heads, T, D)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -189,12 +204,13 @@ def heads_attend(
     rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
+    v_gain: Tensor | None,
     eps: float,
     scale: float = 0.0,
     window: int = 0,
 ) -> Tensor:
     """heads and attend in one launch: (B, T, H D). It rounds where these two round."""
-    q = heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps)
+    q = heads(z, epilogue, cache, pos, rope, q_gain, k_gain, v_gain, eps)
     return attend(q, cache, pos, scale, window)
 
 
@@ -206,13 +222,14 @@ def heads_attend_parts(
     rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
+    v_gain: Tensor | None,
     eps: float,
     parts: int,
     scale: float = 0.0,
     window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """heads and attend_parts in one launch."""
-    q = heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps)
+    q = heads(z, epilogue, cache, pos, rope, q_gain, k_gain, v_gain, eps)
     return attend_parts(q, cache, pos, parts, scale, window)
 
 

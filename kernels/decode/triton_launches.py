@@ -57,6 +57,7 @@ def heads_operator(
     sin: Tensor | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
+    v_gain: Tensor | None,
     eps: float,
 ) -> Tensor:
     # inductor may hand over any strides, and the kernel takes rows that are adjacent in memory
@@ -64,11 +65,11 @@ def heads_operator(
     epilogue = None if inv_rms is None else Epilogue(inv_rms.contiguous(), bias)
     cache = (k_cache, v_cache)
     rope = None if cos is None else (cos, sin)
-    return decode_attention.heads(z, epilogue, cache, pos, rope, q_gain, k_gain, eps)
+    return decode_attention.heads(z, epilogue, cache, pos, rope, q_gain, k_gain, v_gain, eps)
 
 
 @heads_operator.register_fake
-def _(z, inv_rms, bias, k_cache, v_cache, pos, cos, sin, q_gain, k_gain, eps):
+def _(z, inv_rms, bias, k_cache, v_cache, pos, cos, sin, q_gain, k_gain, v_gain, eps):
     batch, kv_heads, _, channels = k_cache.shape
     n_heads = z.shape[-1] // channels - 2 * kv_heads
     return z.new_empty((batch, n_heads, 1, channels), dtype=k_cache.dtype)
@@ -82,11 +83,12 @@ def heads(
     rope: tuple[Tensor, Tensor] | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
+    v_gain: Tensor | None,
     eps: float,
 ) -> Tensor:
     inv_rms, bias = epilogue or (None, None)
     cos, sin = rope or (None, None)
-    return heads_operator(z, inv_rms, bias, *cache, pos, cos, sin, q_gain, k_gain, eps)
+    return heads_operator(z, inv_rms, bias, *cache, pos, cos, sin, q_gain, k_gain, v_gain, eps)
 
 
 @torch.library.custom_op("nanonorm::decode_attend", mutates_args=())
@@ -181,17 +183,24 @@ def _(x, a, weight):
 
 
 @torch.library.custom_op("nanonorm::decode_project", mutates_args=())
-def project_operator(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    return decode_project.project(x.contiguous(), weight, bias, residual.contiguous())
+def project_operator(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str
+) -> Tensor:
+    if residual is not None:
+        residual = residual.contiguous()
+    return decode_project.project(x.contiguous(), weight, bias, residual, kind)
 
 
 @project_operator.register_fake
-def _(x, weight, bias, residual):
-    return residual.new_empty(residual.shape)
+def _(x, weight, bias, residual, kind):
+    outputs = weight.shape[0] // (2 if kind == "swiglu" else 1)
+    return x.new_empty((*x.shape[:-1], outputs))
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    return project_operator(x, weight, bias, residual)
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str = ""
+) -> Tensor:
+    return project_operator(x, weight, bias, residual, kind)
 
 
 def matmul_add(a: Tensor, weight: Tensor, x: Tensor) -> Tensor:
