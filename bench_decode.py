@@ -10,8 +10,9 @@
 The model is a run folder, a checkpoint, a Hugging Face folder or name, or `random:` and a published
 shape, with random weights, which are never zeros. Arms (decode/arms.py), all from the same weights:
 A rms, B coupled (the paper's fusion), C rms_fused, D coupled_fused, E taper_folded, L layer,
-M layer_fused. B/A is the paper's claim. D/A mixes fusion with the shared statistic, so D/C is
-always shown with it, which does not.
+M layer_fused; O own and P own_fused have the model's own norms, and a layout that is not plain
+pre-norm has these two alone. B/A is the paper's claim. D/A mixes fusion with the shared statistic,
+so D/C is always shown with it, which does not.
 
 On a GPU every arm is timed in two variants. Arms around the library's products are compiled with
 inductor's defaults, and (`_tuned`) with gpt-fast's options. Arms of our own kernels launch them one
@@ -52,7 +53,7 @@ from configurator import check_least, key, parse_args
 from decode import gpt_fast as decode_gpt_fast
 from decode import peers as decode_peers
 from decode import report
-from decode.arms import DecodeArm, check_arm, find_arms, packed_arm
+from decode.arms import AUTO, DecodeArm, arms_of, check_arm, find_arms, packed_arm
 from decode.last_token import bench_last_token
 from decode.ledger import floor_bytes, launches, ledger_table, make_ledger, per_block, shape_on_meta
 from decode.pack import LIBRARY_FROM
@@ -69,7 +70,11 @@ TUNED = "_tuned"  # suffix of the name of an arm's second variant
 class DecodeBenchConfig:
     """Keys of bench_decode.py."""
 
-    arms: str = key("A,B,C,D", "arms, by letter or name, separated by commas")
+    arms: str = key(
+        AUTO,
+        "arms, by letter or name, separated by commas (auto: A,B,C,D; O,P for a model whose layout "
+        "is not plain pre-norm)",
+    )
     batch: tuple[float, ...] | float = key(
         1.0, "sequences decoded at once; several sizes, separated by commas"
     )
@@ -117,7 +122,8 @@ class DecodeBenchConfig:
 
     def __post_init__(self) -> None:
         check_least(self)
-        find_arms(self.arms)
+        if self.arms != AUTO:
+            find_arms(self.arms)
         if any(size < 1 or size % 1 for size in self.batches) or not self.batches:
             raise ConfigError(f"batch={self.batch}: give whole numbers from 1 on")
         if self.coupled_alpha <= 0:
@@ -258,7 +264,7 @@ def prepare(
     rows: dict[str, dict[str, Any]] = {}
     first: dict[str, Decoder] = {}  # the variants of the first arm
     floor = 0
-    for arm in find_arms(config.arms):
+    for arm in arms_of(config.arms, model):
         changed, packed = packed_arm(
             model, arm, batch, prompt, config.norm_keys, config.library_from
         )
@@ -359,7 +365,7 @@ def measure(
         row["share_of_floor"] = floor / bandwidth / seconds_per_token
         if name in prefills:
             row["prefill_ms"] = 1e3 * median(prefills[name])
-    arms = [arm.name for arm in find_arms(config.arms)]
+    arms = [arm.name for arm in arms_of(config.arms, model)]
     faster = faster_variants(times, arms)
     is_captured = any(decoder.graph for decoder in decoders.values())
     return {
@@ -418,6 +424,7 @@ def speed_ups(
         ("taper_folded", "rms_fused"),
         ("rms", "layer"),
         ("layer_fused", "layer"),
+        ("own_fused", "own"),
     ]
     pairs += [(arm, peer) for arm in arms for peer in (*decode_peers.NAMES, decode_gpt_fast.NAME)]
     ratios = {}
@@ -456,7 +463,7 @@ def run_ledger(config: DecodeBenchConfig, spec: str) -> dict[str, Any]:
         ledger = make_ledger(
             model,
             spec,
-            find_arms(config.arms),
+            arms_of(config.arms, model),
             batch,
             config.context,
             config.bandwidth or 4.3e12,

@@ -11,6 +11,12 @@ D coupled_fused   CoupledNorm with everything fused. D against C is what the sha
 E taper_folded    TaperNorm after its taper, folded: no statistic but the final norm's
 L layer           LayerNorm, as A
 M layer_fused     LayerNorm in its exact centred form (cbwc), everything fused
+O own             the model's own norms, as A
+P own_fused       the model's own norms, everything fused that can be
+
+The arms A to M put another norm at every position of a pre-norm layout. Other layouts (output
+norms, norms that replace the stream, a norm of the embeddings, DyT and Derf with their learned
+scale) have the arms O and P alone: with A's norms they would be other models.
 """
 
 import copy
@@ -19,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import ConfigError, UserError
 from decode.pack import PackedGPT, level_at, pack
@@ -30,6 +36,11 @@ from norm_plan import NormPlan
 from norms import Norm
 from taper import is_tapered
 
+OWN = ""
+AUTO = "auto"  # instead of names of arms
+# The norms that the arms A to M can replace by others.
+PRE_NORMS = set("RLsTI")
+
 
 @dataclass(frozen=True)
 class DecodeArm:
@@ -37,7 +48,7 @@ class DecodeArm:
 
     letter: str
     name: str
-    norm_type: str
+    norm_type: str  # OWN: that of the model
     level: str  # a key of decode.pack.LEVELS
 
 
@@ -51,6 +62,8 @@ ARMS = {
         DecodeArm("E", "taper_folded", "taper", "fused"),
         DecodeArm("L", "layer", "layer", "plain"),
         DecodeArm("M", "layer_fused", "cbwc", "fused"),
+        DecodeArm("O", "own", OWN, "plain"),
+        DecodeArm("P", "own_fused", OWN, "fused"),
     )
 }
 
@@ -70,6 +83,31 @@ def find_arms(names: str) -> list[DecodeArm]:
         arm = by_name[name]
         found[arm.letter] = arm
     return list(found.values())
+
+
+def arms_of(names: str, model: GPT) -> list[DecodeArm]:
+    """Return the arms with these names for `model`; for AUTO those of its layout.
+
+    Raises:
+        ConfigError: an arm has norms that cannot take the place of the model's.
+    """
+    is_plain = is_plain_pre_norm(model)
+    if names == AUTO:
+        return find_arms("A,B,C,D" if is_plain else "O,P")
+    arms = find_arms(names)
+    for arm in arms:
+        if arm.norm_type != OWN and not is_plain:
+            raise ConfigError(
+                f"arms: {arm.letter} {arm.name} puts other norms into a pre-norm layout, and this "
+                f"one of norm_type={model.config.norm_type} is {model.plan}: take O,P"
+            )
+    return arms
+
+
+def is_plain_pre_norm(model: GPT) -> bool:
+    """Return whether the model's norms can be replaced by others, and nothing else changes."""
+    has_known = set(model.plan.letters) <= PRE_NORMS
+    return has_known and model.plan.adds_plainly and model.norm_e is None
 
 
 def with_norms(model: GPT, norm_type: str, calibration: Tensor | None = None, **keys: Any) -> GPT:
@@ -125,17 +163,25 @@ def packed_arm(
         keys: norm type -> its keys.
         library_from: see decode.pack.level_at.
     """
-    changed = with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {}))
+    changed = model
+    if arm.norm_type != OWN:
+        changed = with_norms(model, arm.norm_type, idx, **keys.get(arm.norm_type, {}))
     return changed, pack(changed, level_at(arm.level, batch, library_from))
 
 
 def replaced(old: Norm, plan: NormPlan, position: int, device: torch.device) -> Norm:
-    """The plan's norm for `position`, with the old one's gain, and its bias if there is room."""
+    """The plan's norm for `position`, with the old one's gain, and its bias if there is room.
+
+    The tensors are those of the old one, unless its gain is not its weight (LayerNorm scaling).
+    """
     with device:
         new = plan.norm(position)
     for name in ("weight", "bias"):
         if getattr(new.core, name) is not None and getattr(old.core, name) is not None:
             setattr(new.core, name, getattr(old.core, name))
+    if new.core.weight is not None and new.core.gain_scale != old.core.gain_scale:
+        weight = new.core.weight_for(old.core.gain).to(old.core.weight.dtype)
+        new.core.weight = nn.Parameter(weight)
     return new
 
 
@@ -170,6 +216,8 @@ def exact_logits(model: GPT, idx: Tensor) -> Tensor:
     if model.wpe is not None:
         x = x + model.wpe.weight[:T].double()
     x = model.plan.embed(x)
+    if model.norm_e is not None:
+        x, _, _ = copy.deepcopy(model.norm_e).double()(x)
     delta = None
     inv_rms = None
     for block, rope in zip(model.blocks, model.ropes(0, T), strict=True):

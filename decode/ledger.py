@@ -13,8 +13,13 @@ block are a mean over all of them.
 
     predicted time of a step = bytes that must be read / bandwidth + launches * time of a launch
 
-The bytes are the same for all arms: every weight once, and the keys and values up to the context.
-This is a model, not a measurement: its first term is a lower bound.
+The bytes are the same for all arms and norms: every matrix once, and the keys and values up to the
+context. This is a model, not a measurement: its first term is a lower bound.
+
+A norm counts as one launch, because it works on rows: in a compiled step it is one, and our kernels
+for RMSNorm and LayerNorm are. Where the norms of a fused step are called directly, on a GPU,
+PyTorch runs several kernels for DynamicTanh, DynamicErf, and a PostNorm with a residual weight or a
+reader; `bench_decode.py --trace` shows them.
 """
 
 import functools

@@ -17,6 +17,7 @@ PANELS = (
     ("coupled/rms", "B/A: the paper's claim"),
     ("coupled_fused/rms", "D/A: all fused, against compiled RMSNorm"),
     ("coupled_fused/rms_fused", "D/C: the shared statistic alone"),
+    ("own_fused/own", "P/O: the model's own norms, all fused"),
 )
 
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.errors import UserError
 from common.output import writing
-from decode.arms import find_arms, packed_arm
+from decode.arms import arms_of, packed_arm
 from decode.ledger import launches, mean, total
 from decode.step import Decoder
 from model import GPT
@@ -183,7 +183,7 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
     filled = idx.shape[1]
     rows = {}
     pictures = {}
-    for arm in find_arms(config.arms):
+    for arm in arms_of(config.arms, model):
         _, packed = packed_arm(model, arm, batch, prompt, config.norm_keys, config.library_from)
         shorter = dataclasses.replace(packed, blocks=packed.blocks[:1])
         for name, compiled, tuned in config.variants(arm, packed.level, idx.device):

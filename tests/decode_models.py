@@ -8,6 +8,7 @@ from helpers import shake
 from decode.pack import pack
 from decode.step import Decoder
 from model import GPT, GPTConfig, KVCache
+from norm_plan import NORM_TYPES
 
 SHAPES = {
     "gpt2": {"activation": "gelu_tanh"},
@@ -72,9 +73,19 @@ NORMS = {
         "taper_anchor": 0.1,
         "taper_fit": "channel",
     },
-    "dyt": {"norm_type": "dyt"},
     "partial": {"norm_type": "rms", "rms_fraction": 0.5, "norm_groups": 2},
+    "dyt-common": {"norm_type": "dyt", "norm_recipe": "common"},
+    "peri-layer": {"norm_type": "peri", "norm_plan": "LL LL RL RR L | LR IL RR LI | L"},
+    "peri-one-plus": {"norm_type": "peri", "norm_gain": "one_plus", "initial_gain": 1.5},
+    "peri-values": {"norm_type": "peri", "v_norm": True, "qk_norm": "full", "qk_gain": False},
+    "coupled-outputs": {"norm_type": "coupled", "norm_plan": "RR Rs Rs ss R | IR RR IR RI | R"},
+    "mixln-layer": {"norm_type": "mixln", "post_base": "layer", "mixln_share": 0.5},
+    "mixln-weighted": {"norm_type": "mixln", "norm_plan": "PB PI RP PB P", "residual_weight": 0.7},
+    "rms-full": {"norm_type": "rms", "qk_norm": "full", "v_norm": True, "norm_gain": "one_plus"},
+    "olmo2-gainless": {"norm_type": "olmo2", "norm_gain": "none"},
 }
+# a row of the registry without a variant here is tested as it is
+NORMS |= {name: {"norm_type": name} for name in NORM_TYPES if name not in NORMS}
 
 
 def make(shape: str, norm: str, init_std: float = 0.1, seed: int = 0, n_layer: int = 4) -> GPT:
@@ -87,8 +98,7 @@ def make(shape: str, norm: str, init_std: float = 0.1, seed: int = 0, n_layer: i
         vocab_size=64,
         n_vocab=61,
         init_std=init_std,
-        **SHAPES[shape],
-        **NORMS[norm],
+        **SHAPES[shape] | NORMS[norm],
     )
     model = shake(GPT(config, seed))
     if config.norm_type == "taper":

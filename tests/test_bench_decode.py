@@ -25,6 +25,7 @@ from decode import arms, gpt_fast, last_token, trace
 from decode.pack import pack
 from decode.step import Decoder
 from hf.config import SHAPES, shape_config
+from norm_plan import NORM_TYPES
 from training.checkpoint import save_checkpoint
 
 
@@ -41,6 +42,16 @@ def run(tmp_path):
     (tmp_path / "run").mkdir()
     save_checkpoint(tmp_path / "run" / "ckpt_last.pt", state)
     return tmp_path / "run"
+
+
+def run_of(folder, norm):
+    """A run folder like `run` of another norm type, on the shape of GPT-2."""
+    model = make("gpt2", norm, init_std=0.3, n_layer=2).float()
+    config = dataclasses.asdict(model.config)
+    folder.mkdir()
+    state = {"step": 1, "config": config, "meta": {}, "model": model.state_dict()}
+    save_checkpoint(folder / "ckpt_last.pt", state)
+    return folder
 
 
 FAST = ("--tokens=4", "--rounds=6", "--compiled=false", "--device=cpu")
@@ -84,6 +95,27 @@ def test_every_arm_is_checked_timed_and_written(run, tmp_path, capsys):
     bench_decode.main([str(run), "--arms=A,C", "--batch=3", "--peers=false", f"--out={out}", *FAST])
     records = [json.loads(line) for line in (out / "decode.jsonl").read_text().splitlines()]
     assert [(record["batch"], len(record["arms"])) for record in records] == [(1, 8), (3, 3)]
+
+
+@pytest.mark.parametrize("norm", ("peri", "olmo2"))
+def test_other_layouts_keep_their_norms(norm, tmp_path, capsys):
+    """Without --arms they are timed as they are; an arm with other norms is refused by name."""
+    spec = str(run_of(tmp_path / "run", norm))
+    bench_decode.main([spec, "--peers=false", f"--out={tmp_path / 'out'}", *FAST])
+    (record,) = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"]
+    assert set(record["arms"]) == {"own", "own_fused", "A/A"} and record["missing"] == []
+    assert {"own_fused/own", "A/A/own"} == set(record["speed_ups"])
+    for name in ("own", "own_fused"):
+        row = record["arms"][name]
+        assert row["same_tokens"] == 4 and row["error"] < 1e-5
+        assert row["norm_launches_per_block"] > 0
+    assert record["norm_type"] == norm and (tmp_path / "out" / "decode.png").exists()
+    bench_decode.main([spec, "--ledger", "--context=16"])
+    ledger = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(ledger["arms"]) == {"own", "own_fused"}
+    for words in ((), ("--ledger", "--context=16"), ("--trace", f"--out={tmp_path}")):
+        with pytest.raises(UserError, match=f"A rms puts other norms .*norm_type={norm}"):
+            bench_decode.main([spec, "--arms=O,A", "--peers=false", *FAST, *words])
 
 
 def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
@@ -219,7 +251,9 @@ def test_what_gpt_fast_cannot_do_is_said(run, tmp_path):
     llama = shape_config("llama3.2-1b")
     for keys, reason in (
         ({"bias": True}, "it has no biases"),
-        ({"norm_type": "coupled"}, "its norms are RMSNorm"),
+        *(({"norm_type": norm}, "its norms are RMSNorm") for norm in NORM_TYPES if norm != "rms"),
+        ({"norm_gain": "one_plus"}, "its norms are RMSNorm"),
+        ({"qk_norm": "full"}, "it has no QK-norm"),
         ({"head_dim": 128}, "its heads have n_embd / n_head channels"),
     ):
         assert gpt_fast.unable(dataclasses.replace(llama, **keys)) == reason

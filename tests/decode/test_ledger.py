@@ -5,25 +5,28 @@ weights.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from collections import Counter
 
 import pytest
 import torch
-from decode_models import definition, distance, make, prompt
+from decode_models import NORMS, definition, distance, make, prompt
 from helpers import ROOT
 
 from bench import cuda_codegen
 from bench_decode import DecodeBenchConfig, main, run_ledger
 from common.errors import ConfigError, UserError
-from decode.arms import ARMS, check_arm, exact_logits, find_arms, with_norms
+from decode.arms import ARMS, OWN, arms_of, check_arm, exact_logits, find_arms, with_norms
 from decode.ledger import LaunchLedger, floor_bytes, launches, per_block, total
 from decode.pack import LEVELS, level_at, pack
 from decode.step import TUNED, Decoder, decode_logits
-from hf.config import SHAPES, shape_config
+from hf.config import shape_config
 from kernels.decode import reference as decode_reference
 from model import GPT
+from norm_plan import NORM_TYPES
+from norms import NoNorm
 
 PER_BLOCK = {
     "rms": (9, 2),
@@ -57,10 +60,10 @@ def shallow(name: str, layers: int = 3) -> GPT:
         return GPT(dataclasses.replace(shape_config(name), n_layer=layers)).bfloat16().eval()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["gpt2", *FLOORS])
 def test_launches_per_block(name):
     model, idx = shallow(name), torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    for arm in ARMS.values():
+    for arm in (arm for arm in ARMS.values() if arm.norm_type != OWN):
         twin = with_norms(model, arm.norm_type, idx)
         for batch, expected in SIZES if name in ("gpt2", "qwen3-0.6b") else SIZES[::2]:
             packed = pack(twin, level_at(arm.level, batch))
@@ -193,6 +196,47 @@ def test_the_ledger_counts_the_step_that_runs(level, norm):
     assert total(launches(packed, 1, 16)) == Counter(ledger.launches)
 
 
+@pytest.mark.parametrize("norm", NORM_TYPES)
+def test_the_manual_counts_every_norm_type(norm):
+    """A model's own norms, plain and fused: the table of docs/decode.md."""
+    model, cells = make("llama", norm), []
+    for arm in find_arms("O,P"):
+        ends, *blocks = launches(pack(model, arm.level), 1, 16)
+        found = [f"{block.total()} ({block['norm']})" for block in blocks]
+        runs = [f"{len(list(run))} x {count}" for count, run in itertools.groupby(found)]
+        cells += [", ".join(runs), str(ends.total())]
+    _, section = (ROOT / "docs/decode.md").read_text().split("### The model's own norms")
+    rows = [[cell.strip() for cell in row.split("|")] for row in section.splitlines()]
+    assert [row[2:-1] for row in rows if len(row) > 1 and f"`{norm}`" in row[1]] == [cells]
+
+
+def test_only_pre_norm_layouts_take_other_arms():
+    """The default arms are A to D where every norm can be replaced, O and P elsewhere."""
+    others = set()
+    for norm in NORMS:
+        model = make("gpt2", norm)
+        if arms_of("auto", model) == find_arms("A,B,C,D"):
+            assert arms_of("C,P,A", model) == find_arms("C,P,A")
+            continue
+        others.add(norm)
+        assert arms_of("auto", model) == arms_of("O,P", model) == find_arms("O,P")
+        with pytest.raises(ConfigError, match=r"arms: B coupled .*: take O,P"):
+            arms_of("P,B", model)
+    assert {norm for norm in NORM_TYPES if norm in others} == {
+        "post",
+        "deepnorm",
+        "mixln",
+        "peri",
+        "olmo2",
+        "hybrid",
+        "keel",
+        "dyt",
+        "derf",
+    }
+    assert not others & {"rms-full", "partial", "taper-layer", "coupled-end"}
+    assert {"dyt-common", "peri-layer", "coupled-outputs"} <= others
+
+
 def test_a_launch_cannot_hold_two_products_and_loose_work_is_counted():
     x, weight = torch.ones(1, 1, 4), torch.ones(4, 4)
     ledger = LaunchLedger()
@@ -200,6 +244,7 @@ def test_a_launch_cannot_hold_two_products_and_loose_work_is_counted():
         ledger.ops.matmul(x, weight, None)
         x * 2  # outside of every launch function: a launch of its own
         x.view(4).unsqueeze(0)  # no work
+        ledger.ops.norm(NoNorm(4, affine=False), x, None, None)  # and no launch
     assert ledger.launches == ["matmul", "mul"]
     two = decode_reference.activation
     decode_reference.activation = lambda z, epilogue, kind: z @ weight @ weight
@@ -268,6 +313,14 @@ def test_arms_share_all_but_their_norms(shape):
     assert torch.equal(definition(model, idx, 12), before)  # and the model itself is untouched
 
 
+def test_arms_keep_the_gain_of_a_scaled_norm():
+    """LayerNorm scaling's gain is not its weight."""
+    model, idx = make("gpt2", "lns"), prompt(2, 12)
+    twin = with_norms(model, "rms")
+    assert torch.equal(twin.blocks[2].norm2.weight, model.blocks[2].norm2.gain)
+    assert distance(definition(twin, idx, 12), definition(model, idx, 12)) < 1e-13
+
+
 def test_exact_logits_of_local_blocks():
     model, idx = make("gemma3", "cbwc"), prompt(2, 20)
     assert distance(exact_logits(model, idx), model(idx)) < 1e-13
@@ -280,6 +333,9 @@ def test_exact_logits_and_the_check_before_timing():
         distance(exact_logits(model.float(), out), make("llama", "coupled", init_std=0.3)(out))
         < 1e-5
     )
+    for norm in NORM_TYPES:
+        own = make("llama", norm)
+        assert distance(exact_logits(own, out), own(out)) < 1e-13, norm
     found = check_arm(model, Decoder(pack(model, "fused"), 1, 20), idx, 6)
     assert found["same_tokens"] == 6 and 0 < found["error"] < 1.5 * found["error_unfused"] < 1e-5
     wrong = pack(model, "fused")
@@ -305,7 +361,7 @@ def test_the_manual_says_what_the_ledger_does():
         json.loads(line)
         for line in (ROOT / "results/cpu/launches/ledger.jsonl").read_text().splitlines()
     ]
-    assert len(every) == len(SHAPES)
+    assert [one["model"] for one in every] == [f"random:{name}" for name in ("gpt2", *FLOORS)]
     manual = (ROOT / "docs/decode.md").read_text()
     for arm in find_arms("A,B,C,D"):
         cells = [

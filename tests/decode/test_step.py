@@ -14,12 +14,32 @@ from decode.pack import LEVELS, pack
 from decode.step import Decoder
 from kernels.decode import reference as decode_reference
 
+# Norms that fold meet every shape, all others one of each family.
+FOLDED = (
+    "rms",
+    "coupled",
+    "coupled-first",
+    "coupled-span",
+    "coupled-odd",
+    "coupled-end",
+    "layer",
+    "cbwc",
+    "taper",
+    "taper-layer",
+    "partial",
+)
+PAIRS = [
+    (shape, norm)
+    for norm in NORMS
+    for shape in SHAPES
+    if norm in FOLDED or shape in ("gpt2-bias", "llama")
+]
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("shape", SHAPES)
+
+@pytest.mark.parametrize(("shape", "norm"), PAIRS)
 def test_packed_decoding_is_the_definition(shape, norm):
-    """Every norm on every shape, at every level. One of the two batch sizes is in float64 and the
-    other in float32; the next case has them the other way round.
+    """Every norm at every level. One of the two batch sizes is in float64 and the other in float32;
+    the next case has them the other way round.
     """
     turn = (list(SHAPES).index(shape) + list(NORMS).index(norm)) % 2
     for dtype, batch in zip((torch.float64, torch.float32), ((1, 3), (3, 1))[turn], strict=True):

@@ -126,7 +126,33 @@ def test_more_rows_than_a_tile():
     near(ours[1], plain[1])
 
 
-@pytest.mark.parametrize("case", ("plain", "rope", "norm", "rope norm epilogue", "epilogue bias"))
+def gains_of(case, H, G, channels, dtype=torch.float32, scale=1.0):
+    """Gains of queries, keys and values, as far as the words of a case ask for them: "norm" over
+    each head, "full" over all heads, "values" too.
+    """
+    kinds = [("norm" in case or "full" in case, H), ("norm" in case or "full" in case, G)]
+    kinds.append(("values" in case, G))
+    return [
+        scale * tensor((count if "full" in case else 1) * channels, seed=seed, dtype=dtype)
+        if wanted
+        else None
+        for seed, (wanted, count) in enumerate(kinds, 2)
+    ]
+
+
+CASES = (
+    "plain",
+    "rope",
+    "norm",
+    "rope norm epilogue",
+    "epilogue bias",
+    "norm values",
+    "full rope",
+    "full rope values epilogue bias",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_heads_and_attention(case):
     B, H, G, channels, length, at = 2, 4, 2, 12, 9, 5
     z = tensor(B, 1, (H + 2 * G) * channels)
@@ -135,7 +161,7 @@ def test_heads_and_attention(case):
         if "rope" in case
         else None
     )
-    gains = [tensor(channels, seed=seed) if "norm" in case else None for seed in (2, 3)]
+    gains = gains_of(case, H, G, channels)
     epilogue = None
     if "epilogue" in case:
         bias = tensor(z.shape[-1], seed=5) if "bias" in case else None
@@ -165,6 +191,11 @@ AT_ONCE = [
     (1, 4, 12, "epilogue bias", torch.float32, 57, 3),
     (1, 1, 80, "norm rope epilogue", torch.float32, 100, 3),
     (1, 2, 128, "rope", torch.bfloat16, 168, 3),
+    # 4 x 160 query channels are more than a program squares at a time
+    (2, 2, 160, "full rope values", torch.float32, 65, 1),
+    (1, 1, 80, "full rope epilogue bias", torch.bfloat16, 3, 1),
+    (1, 2, 12, "norm values rope", torch.float32, 60, 3),
+    (1, 2, 160, "full values", torch.bfloat16, 110, 3),
 ]
 
 
@@ -181,9 +212,7 @@ def test_heads_and_attention_at_once(B, G, channels, case, dtype, at, parts):
         if "rope" in case
         else None
     )
-    gains = [
-        3 * tensor(channels, seed=seed, dtype=dtype) if "norm" in case else None for seed in (2, 3)
-    ]
+    gains = gains_of(case, H, G, channels, dtype, 3)
     bias = tensor(z.shape[-1], seed=5, dtype=dtype) if "bias" in case else None
     epilogue = Epilogue(tensor(B, 1, 1, seed=6).abs() + 0.5, bias) if "epilogue" in case else None
     pos = torch.tensor([at], device=DEVICE)
@@ -270,7 +299,7 @@ def test_attention_within_a_window(window, at, parts):
     z, pos = tensor(B, 1, (H + 2 * G) * D), torch.tensor([at], device=DEVICE)
     rope = (tensor(length, D, seed=1).cos(), tensor(length, D, seed=1).sin())
     full = [tensor(B, G, length, D, seed=seed) for seed in (7, 8)]
-    made = (rope, None, None, 1e-6)
+    made = (rope, None, None, None, 1e-6)
     q = decode_reference.heads(z, None, full, pos, *made)
     # written out: the softmax over the keys of the window
     seen = slice(max(0, at + 1 - window), at + 1)
@@ -333,6 +362,7 @@ def test_the_ends_of_a_step(size):
         ("llama", "coupled-span"),
         ("gpt2-bias", "cbwc"),
         ("gemma3", "taper"),
+        ("llama", "peri-values"),
     ],
     ids=str,
 )
@@ -368,9 +398,21 @@ def test_operators_for_compiled_steps():
         decoder.rewind(i)
         near(decoder.step(), expected[:, i - 6 : i - 5])
     z, cache = tensor(1, 1, 8 * 16), (tensor(1, 2, 9, 16), tensor(1, 2, 9, 16))
-    words = (z, None, None, *cache, decoder.pos - 1, None, None, None, None, 1e-6)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(decode_triton.heads_operator, words, test_utils=tests)
+    for gains in ((None, None, None), gains_of("full values", 4, 2, 16)):
+        words = (z, None, None, *cache, decoder.pos - 1, None, None, *gains, 1e-6)
+        torch.library.opcheck(decode_triton.heads_operator, words, test_utils=tests)
+    x, weight = tensor(2, 1, 16), tensor(24, 16, seed=1)
+    # all four uses of a step: with and without bias, stream and activation
+    for bias, residual, kind in (
+        (tensor(24, seed=2), tensor(2, 1, 24, seed=3), ""),
+        (None, tensor(2, 1, 24, seed=3), ""),
+        (None, None, ""),
+        (tensor(24, seed=2), None, "swiglu"),
+    ):
+        words = (x, weight, bias, residual, kind)
+        torch.library.opcheck(decode_triton.project_operator, words, test_utils=tests)
+        near(decode_triton.project(*words), decode_reference.project(*words))
     words = (tensor(1, 4, 1, 16), *cache, decoder.pos - 1, 2, 0.3, 5)
     torch.library.opcheck(decode_triton.attend_parts_operator, words, test_utils=tests)
     logits, places = tensor(2, 1, 61), torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
