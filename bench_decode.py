@@ -24,10 +24,10 @@ can compute.
 Decoding is greedy: `tokens` tokens after the prompt, and an end token does not stop it. Before
 timing, every arm's logits are compared with float64, and its tokens with those of its own unfused
 definition. An arm that fails is not timed. Then every arm decodes once a round, in random order. A
-second copy of A (A/A), in its faster variant, shows what the method measures where there is no
-difference. Ratios are medians of the rounds' ratios with a 95 % interval; above 1, the first arm is
-faster. Prefill is timed separately, in eager mode and unfused in every arm. On a CPU with one
-thread the process's own time is measured, which other programs disturb less. Ctrl-C ends a
+second copy of the first arm (A/A), in its faster variant, shows what the method measures where
+there is no difference. Ratios are medians of the rounds' ratios with a 95 % interval; above 1, the
+first arm is faster. Prefill is timed separately, in eager mode and unfused in every arm. On a CPU
+with one thread the process's own time is measured, which other programs disturb less. Ctrl-C ends a
 measurement and keeps the rounds so far, if there are six or more. The last line is JSON.
 """
 

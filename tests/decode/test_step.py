@@ -110,6 +110,7 @@ ROUNDED = [
     for i, norm in enumerate(("rms", "coupled", "coupled-first", "coupled-span", "cbwc", "taper"))
     for shape in (("gpt2", "qwen3"), ("gpt2-bias", "llama"))[i % 2]
 ]
+ROUNDED += [("gpt2-bias", "peri"), ("llama", "olmo2")]
 
 
 @pytest.mark.parametrize(("shape", "norm"), ROUNDED)
