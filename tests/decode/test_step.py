@@ -38,11 +38,12 @@ PAIRS = [
 
 @pytest.mark.parametrize(("shape", "norm"), PAIRS)
 def test_packed_decoding_is_the_definition(shape, norm):
-    """Every norm at every level. One of the two batch sizes is in float64 and the other in float32;
-    the next case has them the other way round.
+    """Every norm at every level. One of the two batch sizes is in float64 and the other, for norms
+    that fold, in float32; the next case has them the other way round.
     """
     turn = (list(SHAPES).index(shape) + list(NORMS).index(norm)) % 2
-    for dtype, batch in zip((torch.float64, torch.float32), ((1, 3), (3, 1))[turn], strict=True):
+    dtypes = (torch.float64, torch.float32) if norm in FOLDED else (torch.float64,)
+    for dtype, batch in zip(dtypes, ((1, 3), (3, 1))[turn], strict=False):
         model, idx = make(shape, norm).to(dtype), prompt(batch, 7 + 9)
         expected = definition(model, idx, 7)
         for level in LEVELS:
