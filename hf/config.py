@@ -1,32 +1,77 @@
 """Translate between the config.json of a Hugging Face model and GPTConfig.
 
-GPT-2, Qwen3 and Llama 3.x are known, and CoupledNorm in each of them. A model in which a norm
-shares its statistic (or, on the shape of GPT-2, is an RMSNorm) has a model_type of its own,
-coupled_gpt2, coupled_qwen3 or coupled_llama, and two more keys, norm_plan and coupled_alpha. Stock
-transformers knows none of these three, so it cannot run them as something else; hf/coupled.py can
-run them.
+GPT-2, Llama 3.x, Qwen3, OLMo 2, OLMo 3 and Gemma 3 (text) are known, and CoupledNorm in the first
+three. A model in which a norm shares its statistic (or, on the shape of GPT-2, is an RMSNorm) has a
+model_type of its own, coupled_gpt2, coupled_qwen3 or coupled_llama, and two more keys, norm_plan
+and coupled_alpha. Stock transformers knows none of these three, so it cannot run them as something
+else; hf/coupled.py can run them.
 """
 
 import difflib
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from common.errors import HFError
 from configurator import Overrides
-from model import GPT, GPTConfig
-from norm_plan import NormPlan
+from model import GPT, ROPE_SCALINGS, GPTConfig
+from norm_plan import NONE, SHARED, NormPlan
 
 COUPLED = "coupled_"  # before the model_type of a stock architecture
-STOCK = {
+PRE_NORM = {
     "GPT2LMHeadModel": "gpt2",
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
 }
 # Class that saved the model -> model_type.
-ARCHITECTURES = STOCK | {f"Coupled{name}": COUPLED + family for name, family in STOCK.items()}
+ARCHITECTURES = (
+    PRE_NORM
+    | {
+        "Olmo2ForCausalLM": "olmo2",
+        "Olmo3ForCausalLM": "olmo3",
+        "Gemma3ForCausalLM": "gemma3_text",
+    }
+    | {f"Coupled{name}": COUPLED + family for name, family in PRE_NORM.items()}
+)
 # Their activations -> ours.
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+LOCAL = "sliding_attention"  # their words for kinds of blocks
+GLOBAL = "full_attention"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What tells the architectures of one shape apart.
+
+    Attributes:
+        qk_norm: the norm of queries and keys, as our key has it.
+        head_dim: the default in transformers' config class; 0: hidden_size / num_attention_heads.
+        eps: the default of rms_norm_eps.
+        is_tied: the default of tie_word_embeddings.
+        theta: the default base of rotary positions.
+        local_theta: the same in local blocks; 0: as in global ones.
+        period: by default every block but each `period`-th is local; 0: there are no local blocks.
+    """
+
+    qk_norm: str = "none"
+    head_dim: int = 0
+    eps: float = 1e-6
+    is_tied: bool = False
+    theta: float = 10000.0
+    local_theta: float = 0.0
+    period: int = 0
+
+
+FAMILIES = {
+    "gpt2": Family(),
+    "llama": Family(),
+    "qwen3": Family("head", head_dim=128),
+    "olmo2": Family("full", eps=1e-5),
+    "olmo3": Family("full", eps=1e-5, theta=5e5, period=4),
+    "gemma3_text": Family("head", head_dim=256, is_tied=True, theta=1e6, local_theta=1e4, period=6),
+}
 
 # Keys of config.json that change what a model computes, with the values with which it computes what
 # our GPT does.
@@ -38,6 +83,8 @@ NEUTRAL: dict[str, tuple] = {
     "use_bidirectional_attention": (False, None),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
 }
 
 # The published shapes, as their config.json gives them.
@@ -97,6 +144,37 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape(QWEN3, 4096, 12288, 36, 32, tie_word_embeddings=False),
     "llama3.2-1b": _shape(LLAMA32, 2048, 8192, 16, 32, head_dim=64),
     "llama3.2-3b": _shape(LLAMA32, 3072, 8192, 28, 24, head_dim=128),
+    "olmo2-1b": {
+        "model_type": "olmo2",
+        "vocab_size": 100352,
+        "max_position_embeddings": 4096,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": False,
+    },
+    "gemma3-1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
 }
 
 
@@ -129,7 +207,7 @@ def random_model(name: str, dtype: torch.dtype | None = None, seed: int = 0) -> 
 
 
 def architecture(hf: dict[str, Any]) -> str:
-    """Return gpt2, llama or qwen3, or coupled_ and one of them.
+    """Return a name of FAMILIES, or coupled_ and gpt2, llama or qwen3.
 
     The class that saved the model decides, else model_type. Raises HFError for any other.
     """
@@ -159,9 +237,6 @@ def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
     for key, allowed in NEUTRAL.items():
         if key in hf and hf[key] not in allowed:
             raise HFError(f"{origin}: {key}={hf[key]!r} is not supported")
-    has_window = hf.get("sliding_window") is not None and hf.get("use_sliding_window", True)
-    if has_window or set(hf.get("layer_types") or ()) - {"full_attention"}:
-        raise HFError(f"{origin}: sliding-window and other partial attention is not supported")
     try:
         keys = gpt2_keys(hf) if base == "gpt2" else llama_keys(hf, base)
         if base != family:
@@ -200,15 +275,11 @@ def gpt2_keys(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
-    """Return our keys for a config.json of Llama or Qwen3. Raises as gpt2_keys does."""
-    if hf.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported")
+    """Return our keys for a config.json of Llama's shape. Raises as gpt2_keys does."""
+    defaults = FAMILIES[family]
     heads = hf["num_attention_heads"]
-    head_dim = hf.get("head_dim")
-    if not head_dim:
-        # The defaults of transformers' config classes.
-        head_dim = 128 if family == "qwen3" else hf["hidden_size"] // heads
-    return {
+    eps = hf.get("rms_norm_eps", defaults.eps)
+    keys = {
         "vocab_size": hf["vocab_size"],
         "block_size": hf["max_position_embeddings"],
         "n_layer": hf["num_hidden_layers"],
@@ -216,41 +287,148 @@ def llama_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
         "n_inner": hf["intermediate_size"],
         "n_head": heads,
         "n_kv_head": hf.get("num_key_value_heads") or heads,
-        "head_dim": head_dim,
+        "head_dim": hf.get("head_dim") or defaults.head_dim or hf["hidden_size"] // heads,
         "activation": "swiglu",
         "position": "rope",
-        **rope_keys(hf),
         "bias": family == "llama" and hf.get("mlp_bias", False),
         "attn_bias": hf.get("attention_bias", False),
         "norm_type": "rms",
-        "norm_eps": hf.get("rms_norm_eps", 1e-6),
-        "qk_norm": "head" if family == "qwen3" else None,
-        "tie_embeddings": hf.get("tie_word_embeddings", False),
+        "norm_eps": eps,
+        "qk_norm": None if defaults.qk_norm == "none" else defaults.qk_norm,
+        "tie_embeddings": hf.get("tie_word_embeddings", defaults.is_tied),
+    }
+    local = local_keys(hf, family)
+    keys |= local
+    keys |= rope_keys(hf, family, bool(local))
+    if family == "gemma3_text":
+        return keys | gemma3_keys(hf, keys)
+    if hf.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported")
+    if family in ("olmo2", "olmo3"):
+        keys |= {"norm_type": "olmo2", "output_eps": eps}
+    return keys
+
+
+def gemma3_keys(hf: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """Return what differs from the `keys` of Llama's shape. Raises as gpt2_keys does."""
+    activation = hf.get("hidden_activation", "gelu_pytorch_tanh")
+    if ACTIVATIONS.get(activation) != "gelu_tanh":
+        raise ValueError(f"hidden_activation={activation!r} is not supported")
+    # The scores are divided by sqrt(query_pre_attn_scalar), which in most sizes is head_dim.
+    scalar = hf.get("query_pre_attn_scalar", 256)
+    blocks = keys["n_layer"]
+    return {
+        "n_kv_head": hf["num_key_value_heads"],
+        "activation": "geglu",
+        "attn_scale": 0.0 if scalar == keys["head_dim"] else scalar**-0.5,
+        "embed_scale": keys["n_embd"] ** 0.5,
+        # Peri-LN without its norm of the embeddings.
+        "norm_type": "peri",
+        "norm_plan": f"{'RR ' * blocks}R | {'RR ' * blocks}".strip(),
+        "norm_gain": "one_plus",
+        "output_eps": keys["norm_eps"],
     }
 
 
-def rope_keys(hf: dict[str, Any]) -> dict[str, Any]:
+def local_keys(hf: dict[str, Any], family: str) -> dict[str, Any]:
+    """Return our keys for sliding windows; empty if all blocks are global.
+
+    Newer files list `layer_types`, older ones of Gemma 3 give `sliding_window_pattern`. Raises
+    ValueError for windows in other families, and for other kinds of attention.
+    """
+    period = FAMILIES[family].period
+    types = hf.get("layer_types")
+    if not period:
+        has_window = hf.get("sliding_window") is not None and hf.get("use_sliding_window", True)
+        if has_window or set(types or ()) - {GLOBAL}:
+            raise ValueError(
+                f"sliding-window and other partial attention is not supported in {family}"
+            )
+        return {}
+    layers = hf["num_hidden_layers"]
+    if types is None:
+        if family == "gemma3_text":
+            period = hf.get("sliding_window_pattern", period)
+        types = [GLOBAL if (layer + 1) % period == 0 else LOCAL for layer in range(layers)]
+    if len(types) != layers or set(types) - {GLOBAL, LOCAL}:
+        raise ValueError(f"layer_types={types} is not {layers} times {GLOBAL} or {LOCAL}")
+    if LOCAL not in types:
+        return {}
+    window = hf.get("sliding_window", 4096)
+    if not window:
+        raise ValueError(f"sliding_window={window} is not supported with {LOCAL}")
+    letters = "".join("l" if kind == LOCAL else "g" for kind in types)
+    # The shortest pattern that repeats, as a person would write it.
+    repeats = (n for n in range(1, layers + 1) if (letters[:n] * layers)[:layers] == letters)
+    return {"window": window, "local_blocks": letters[: next(repeats)]}
+
+
+def rope_keys(hf: dict[str, Any], family: str, has_local: bool) -> dict[str, Any]:
     """Return our keys for rotary positions.
 
-    transformers 5 stores them in `rope_parameters`, older versions in `rope_theta` and
-    `rope_scaling`. Raises ValueError for a scaling that we do not compute.
+    transformers 5 stores them in `rope_parameters`, for each kind of blocks where a family has
+    local ones. Older versions have `rope_theta`, `rope_scaling` (of global blocks) and Gemma's
+    `rope_local_base_freq`. Raises ValueError for a scaling that we do not compute.
     """
+    defaults = FAMILIES[family]
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope {rope!r} is not supported")
+    is_nested = any(isinstance(value, dict) for value in rope.values())
+    if is_nested and (not defaults.period or set(rope) - {GLOBAL, LOCAL}):
         raise ValueError("rope parameters that differ between kinds of layers are not supported")
+    if defaults.period and hf.get("rope_parameters") and not is_nested:
+        # transformers 5 ignores them, or has applied them to local blocks too.
+        raise ValueError(f"rope_parameters without {GLOBAL} and {LOCAL} are not supported")
+    local = {}
+    if is_nested:
+        local = rope.get(LOCAL) or {}
+        rope = rope.get(GLOBAL) or {}
+    theta = rope.get("rope_theta") or hf.get("rope_theta") or defaults.theta
+    kind, scaling = rope_scaling(rope, hf)
+    keys = {"rope_theta": theta, "rope_scaling": scaling, "rope_scaling_kind": kind}
+    if not has_local:
+        return keys
+    if rope_scaling(local, {})[1]:
+        raise ValueError(f"rope scaling in {LOCAL} is not supported")
+    base = hf.get("rope_local_base_freq") or defaults.local_theta or theta
+    base = local.get("rope_theta") or base
+    return keys | {"local_rope_theta": 0.0 if base == theta else base}
+
+
+def rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> tuple[str, tuple[float, ...]]:
+    """Return our rope_scaling_kind and rope_scaling for one kind of blocks.
+
+    Args:
+        rope: its parameters.
+        hf: the content of config.json, where some files have the original length.
+
+    Raises:
+        ValueError: we do not compute it.
+        KeyError: a number is missing.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"rope {rope} is not supported; rope_type default and llama3 are")
-    scaling: tuple[float, ...] = ()
+    # Variants of YaRN, with the values with which they change nothing.
+    neutral = {"partial_rotary_factor": 1, "truncate": True, "mscale": None, "mscale_all_dim": None}
+    is_plain = all(rope.get(name, value) == value for name, value in neutral.items())
+    if kind not in ("default", "llama3", "linear", "yarn") or not is_plain:
+        raise ValueError(
+            f"rope {rope} is not supported; rope_type default, llama3, linear and yarn are"
+        )
+    if kind == "default":
+        return "llama3", ()
+    factor = rope["factor"]
+    if kind == "linear":
+        return kind, (factor,)
+    name = "original_max_position_embeddings"
+    original = hf.get(name) or rope[name]
     if kind == "llama3":
-        # Some files have it at the top level.
-        name = "original_max_position_embeddings"
-        original = hf.get(name) or rope[name]
-        scaling = (rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
-    return {
-        "rope_theta": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
-        "rope_scaling": scaling,
-    }
+        return kind, (factor, rope["low_freq_factor"], rope["high_freq_factor"], original)
+    # The defaults of transformers; attention_factor is that of Peng et al. 2023, equation 22.
+    attention_factor = rope.get("attention_factor") or 0.1 * math.log(max(factor, 1)) + 1
+    fast = rope.get("beta_fast") or 32
+    slow = rope.get("beta_slow") or 1
+    return kind, (factor, fast, slow, original, attention_factor)
 
 
 # ---------------------------------------------------------------------------------- GPTConfig -> HF
@@ -261,18 +439,14 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
 
     Raises HFError that names what no supported architecture computes.
     """
-    is_gpt2 = config.position == "learned"
-    norm_plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
-    plan = str(norm_plan)
-    family = "qwen3" if norm_plan.qk_kind == "head" else "llama"
-    if is_gpt2:
-        family = "gpt2"
-    refuse_unknown(config, family)
-    hf = gpt2_entries(config) if is_gpt2 else llama_entries(config, family)
-    if "s" in plan or (is_gpt2 and config.norm_type in ("rms", "coupled")):
+    plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
+    family = family_of(config, plan)
+    refuse_unknown(config, plan, family)
+    hf = gpt2_entries(config) if family == "gpt2" else llama_entries(config, family)
+    if SHARED in plan.letters or (family == "gpt2" and "R" in plan.letters):
         family = COUPLED + family
-        hf["norm_plan"] = plan
-        hf["coupled_alpha"] = alpha_of_positions(config, plan)
+        hf["norm_plan"] = str(plan)
+        hf["coupled_alpha"] = alpha_of_positions(config, str(plan))
     [name] = [name for name, known in ARCHITECTURES.items() if known == family]
     common = {
         "architectures": [name],
@@ -283,6 +457,33 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
         "eos_token_id": None,
     }
     return common | hf
+
+
+def family_of(config: GPTConfig, plan: NormPlan) -> str:
+    """Return the architecture that has the positions and the norms of a model, or comes nearest."""
+    if config.position == "learned":
+        return "gpt2"
+    if plan.adds_plainly:
+        return "qwen3" if plan.qk_kind == "head" else "llama"
+    if set(plan.letters[:-1]) == {NONE}:
+        return "olmo3" if config.window else "olmo2"
+    return "gemma3_text"
+
+
+def has_layout(plan: NormPlan, family: str) -> bool:
+    """Has the architecture, or its coupled one, these norms at these positions?"""
+    inputs = set(plan.letters[:-1])
+    final = plan.letters[-1]
+    outputs = set(plan.outputs)
+    if plan.type.embed is not None or plan.embedding != NONE:
+        return False
+    if family in ("olmo2", "olmo3"):
+        return (inputs, final, outputs) == ({NONE}, "R", {"R"})
+    if family == "gemma3_text":
+        return (inputs, final, outputs) == ({"R"}, "R", {"R"})
+    if family == "gpt2" and set(plan.letters) == {"L"}:
+        return plan.adds_plainly
+    return plan.adds_plainly and set(plan.letters) <= {"R", SHARED}
 
 
 def alpha_of_positions(config: GPTConfig, plan: str) -> list[float]:
@@ -296,41 +497,56 @@ def alpha_of_positions(config: GPTConfig, plan: str) -> list[float]:
     return alpha
 
 
-def refuse_unknown(config: GPTConfig, family: str) -> None:
+def refuse_unknown(config: GPTConfig, plan: NormPlan, family: str) -> None:
     """Raise HFError for what the architecture does not compute."""
+    is_gemma = family == "gemma3_text"
+    own_scale = (0, config.head_channels**-0.5)
     # Whether transformers' class computes it, for each key.
     computes = {
-        "window": not config.window,
-        "attn_scale": not config.attn_scale,
-        "embed_scale": config.embed_scale == 1,
+        "norm_type": has_layout(plan, family),
+        "qk_norm": plan.qk_kind == FAMILIES[family].qk_norm,
+        "v_norm": not plan.has_v_norm,
+        "output_eps": plan.adds_plainly or config.output_eps == config.norm_eps,
+        "rms_fraction": config.rms_fraction == 1,
+        "norm_groups": config.norm_groups == 1,
+        "rms_bias": not (config.rms_bias and config.bias),
+        "window": not config.window or FAMILIES[family].period > 0,
+        # query_pre_attn_scalar is a whole number.
+        "attn_scale": config.attn_scale in own_scale
+        or (is_gemma and query_scalar(config) ** -0.5 == config.attn_scale),
+        "embed_scale": math.isclose(
+            config.embed_scale, config.n_embd**0.5 if is_gemma else 1, rel_tol=1e-6
+        ),
     }
     if family == "gpt2":
         computes |= {
-            "norm_type": config.norm_type in ("layer", "rms", "coupled"),
-            "rms_fraction": config.rms_fraction == 1,
-            "norm_groups": config.norm_groups == 1,
-            "rms_bias": not (config.rms_bias and config.bias),
-            "qk_norm": config.qk_norm in (None, "none"),
             "activation": config.activation in ACTIVATIONS.values(),
             "n_kv_head": config.kv_heads == config.n_head,
             "head_dim": config.head_channels * config.n_head == config.n_embd,
         }
     else:
         computes |= {
-            "rope_scaling_kind": config.rope_scaling_kind == "llama3",
-            "norm_type": config.norm_type in ("rms", "coupled"),
-            "rms_fraction": config.rms_fraction == 1,
-            "norm_groups": config.norm_groups == 1,
-            "rms_bias": not (config.rms_bias and config.bias),
-            "activation": config.activation == "swiglu",
-            "bias": family != "qwen3" or not config.bias,
+            "activation": config.activation == ("geglu" if is_gemma else "swiglu"),
+            "bias": family == "llama" or not config.bias,
         }
+    # What the plan makes of a key that is None, and what the norm type stands for.
+    shown = {
+        "norm_type": f"{config.norm_type!r} ({plan})",
+        "qk_norm": repr(plan.qk_kind),
+        "v_norm": plan.has_v_norm,
+    }
     for name, is_computed in computes.items():
         if not is_computed:
+            value = shown.get(name, repr(getattr(config, name)))
             raise HFError(
-                f"{name}={getattr(config, name)!r}: no {family} of transformers computes that, so "
+                f"{name}={value}: no {family} of transformers computes that, so "
                 "it cannot be exported (convert.py makes other norm types rms)"
             )
+
+
+def query_scalar(config: GPTConfig) -> int:
+    """Return Gemma's query_pre_attn_scalar: scores are divided by its root."""
+    return round(config.attn_scale**-2) if config.attn_scale else config.head_channels
 
 
 def gpt2_entries(config: GPTConfig) -> dict[str, Any]:
@@ -351,17 +567,7 @@ def gpt2_entries(config: GPTConfig) -> dict[str, Any]:
 
 
 def llama_entries(config: GPTConfig, family: str) -> dict[str, Any]:
-    """Return the entries of config.json that Llama and Qwen3 have."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling:
-        factor, low, high, original = config.rope_scaling
-        rope = {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": int(original),
-        }
+    """Return the entries of config.json that Llama and the families of its shape have."""
     attn_bias = config.bias if config.attn_bias is None else config.attn_bias
     entries = {
         "max_position_embeddings": config.block_size,
@@ -371,11 +577,39 @@ def llama_entries(config: GPTConfig, family: str) -> dict[str, Any]:
         "num_attention_heads": config.n_head,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_channels,
-        "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_theta": config.rope_theta, **rope},
+        "rope_parameters": rope_entries(config),
         "attention_bias": attn_bias,
     }
+    if FAMILIES[family].period:
+        base = config.local_rope_theta or config.rope_theta
+        entries["rope_parameters"] = {
+            GLOBAL: entries["rope_parameters"],
+            LOCAL: {"rope_type": "default", "rope_theta": base},
+        }
+        # Without local blocks the number is not used, but transformers wants one.
+        entries["sliding_window"] = config.window or config.block_size
+        entries["layer_types"] = [
+            LOCAL if config.window_of(block) else GLOBAL for block in range(config.n_layer)
+        ]
+    if family == "gemma3_text":
+        entries["hidden_activation"] = "gelu_pytorch_tanh"
+        entries["query_pre_attn_scalar"] = query_scalar(config)
+    else:
+        entries["hidden_act"] = "silu"
     if family == "llama":
         entries["mlp_bias"] = config.bias
     return entries
+
+
+def rope_entries(config: GPTConfig) -> dict[str, Any]:
+    """Return transformers' parameters of rotary positions in global blocks."""
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    if not config.rope_scaling:
+        return rope
+    theirs = {"original_length": "original_max_position_embeddings"}
+    names = ROPE_SCALINGS[config.rope_scaling_kind]
+    rope |= {"rope_type": config.rope_scaling_kind}
+    for name, value in zip(names, config.rope_scaling, strict=True):
+        rope[theirs.get(name, name)] = int(value) if name == "original_length" else value
+    return rope

@@ -1,4 +1,4 @@
-"""Load Hugging Face checkpoints (GPT-2, Qwen3, Llama 3.x) into a GPT, and write them.
+"""Load Hugging Face checkpoints of the architectures of hf/config.py into a GPT, and write them.
 
 Tensors are read one by one out of safetensors files.
 
@@ -12,8 +12,10 @@ Tensors are read one by one out of safetensors files.
 What the two sides store differently:
 
     GPT-2          Conv1D weights are (in, out) there, Linear weights (out, in) here: transposed
-    Qwen3, Llama   q_proj, k_proj, v_proj are the rows of our one qkv, gate_proj and up_proj of our
+    all others     q_proj, k_proj, v_proj are the rows of our one qkv, gate_proj and up_proj of our
                    one up
+    OLMo, Gemma 3  the norm of a block's output sits in that block there, and here at the position
+                   that adds the output: the MLP's in the next block, or before the final norm
 
 A config that asks for anything our GPT does not compute is refused. transformers is not needed.
 """
@@ -36,6 +38,7 @@ from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
 from hf.config import COUPLED, architecture, gpt_config, hf_config
 from hf.hub import read_config
 from model import GPT, rope_buffers
+from norms import Norm
 
 SHARD_BYTES = 5 << 30  # of a safetensors file
 # Causal masks and rotary frequencies that old checkpoints store among their weights.
@@ -70,11 +73,26 @@ LLAMA_NAMES = {
     "mlp.up": ["mlp.gate_proj", "mlp.up_proj"],
     "mlp.down": ["mlp.down_proj"],
 }
-NAMES = {"gpt2": GPT2_NAMES, "llama": LLAMA_NAMES, "qwen3": LLAMA_NAMES}
+# Llama's post_attention_layernorm is before the MLP, that of OLMo and Gemma is attention's output
+# norm. A block's norm1.output is here that of its own MLP (hf_pieces).
+OLMO_NAMES = LLAMA_NAMES | {
+    "norm2.output": ["post_attention_layernorm"],
+    "norm1.output": ["post_feedforward_layernorm"],
+}
+GEMMA_NAMES = OLMO_NAMES | {"norm2": ["pre_feedforward_layernorm"]}
+NAMES = {
+    "gpt2": GPT2_NAMES,
+    "llama": LLAMA_NAMES,
+    "qwen3": LLAMA_NAMES,
+    "olmo2": OLMO_NAMES,
+    "olmo3": OLMO_NAMES,
+    "gemma3_text": GEMMA_NAMES,
+}
 # Files next to the weights that an export copies.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
+    "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "chat_template*",
@@ -178,7 +196,7 @@ def export_target(model: GPT, hf: dict[str, Any]) -> GPT:
     """Return the GPT that load_hf will make of the exported folder, with the model's weights.
 
     Padding of the vocabulary is gone. Biases that the architecture always has are zero, gains that
-    it always has are one.
+    it always has are one. Gains are stored as the architecture stores them.
     """
     with torch.device("meta"):
         target = GPT(gpt_config(hf, "the exported config"))
@@ -187,12 +205,25 @@ def export_target(model: GPT, hf: dict[str, Any]) -> GPT:
         if name in weights:
             weights[name] = weights[name][: model.n_vocab]
     dtype = model.wte.weight.dtype
+    for name, norm in target.named_modules():
+        if isinstance(norm, Norm) and norm.weight is not None:
+            weights[f"{name}.weight"] = stored_gain(model.get_submodule(name), norm, dtype)
     for name, tensor in target.state_dict().items():
         if name not in weights:
-            fill = torch.zeros if name.endswith(".bias") else torch.ones
-            weights[name] = fill(tensor.shape, dtype=dtype)
+            weights[name] = torch.zeros(tensor.shape, dtype=dtype)
     target.load_state_dict(weights, assign=True)
     return target
+
+
+def stored_gain(source: Norm, target: Norm, dtype: torch.dtype) -> Tensor:
+    """Return the weight (C,) with which `target` has the gain of `source`, rounded once."""
+    weight = source.weight
+    if weight is None:
+        return target.weight_for(torch.ones(target.channels, dtype=torch.float64)).to(dtype)
+    if (source.gain_offset, source.gain_scale) == (target.gain_offset, target.gain_scale):
+        return weight
+    gain = (source.gain_offset + weight.double()) * source.gain_scale
+    return target.weight_for(gain).to(weight.dtype)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -332,11 +363,17 @@ def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
     }
     for ours, parameter in model.named_parameters():
         module, _, part = ours.rpartition(".")
-        prefix = ""
+        block = None
         if module.startswith("blocks."):
-            _, index, module = module.split(".", 2)
-            prefix = f"{names['blocks'][0]}.{index}."
-        theirs = names[module]
+            _, number, module = module.split(".", 2)
+            block = int(number)
+        elif module == "norm_f.output":
+            block = config.n_layer
+            module = "norm1.output"
+        if module == "norm1.output":
+            block -= 1  # the MLP of the block before
+        prefix = "" if block is None else f"{names['blocks'][0]}.{block}."
+        theirs = names[module.removesuffix(".input")]
         split = rows[len(theirs)]
         whole = parameter.detach()
         views = [whole] if split is None else whole.split(split)
