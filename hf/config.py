@@ -379,7 +379,10 @@ def rope_keys(hf: dict[str, Any], family: str, has_local: bool) -> dict[str, Any
         raise ValueError("rope parameters that differ between kinds of layers are not supported")
     if defaults.period and hf.get("rope_parameters") and not is_nested:
         # transformers 5 ignores them, or has applied them to local blocks too.
-        raise ValueError(f"rope_parameters without {GLOBAL} and {LOCAL} are not supported")
+        raise ValueError(
+            f"rope_parameters without {GLOBAL} and {LOCAL}, or beside rope_scaling, "
+            "are not supported"
+        )
     local = {}
     if is_nested:
         local = rope.get(LOCAL) or {}

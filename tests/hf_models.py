@@ -45,6 +45,17 @@ LLAMA = dict(
     eos_token_id=None,
 )
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    # pairs of 8 channels turn 2.5, 0.8, 0.25 and 0.08 times: kept, mixed and stretched
+    "beta_fast": 2.0,
+    "beta_slow": 0.2,
+    "original_max_position_embeddings": 16,
+    "attention_factor": 1.3,
+}
+WINDOW = 12
 MODELS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": (
@@ -73,7 +84,37 @@ MODELS = {
         },
     ),
     "llama-plain": ("Llama", {**LLAMA, "num_key_value_heads": None, "rms_norm_eps": 1e-5}),
+    "olmo2": ("Olmo2", {**LLAMA, "rope_parameters": DEFAULT_ROPE, "pad_token_id": None}),
+    "olmo3": (
+        "Olmo3",
+        {
+            **LLAMA,
+            "num_hidden_layers": 4,  # the last is global
+            "sliding_window": WINDOW,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": DEFAULT_ROPE},
+            "attention_bias": True,
+            "pad_token_id": None,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            **LLAMA,
+            "num_hidden_layers": 4,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 10,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            },
+            "pad_token_id": None,
+        },
+    ),
 }
+# Their config classes, and the others' are named after the model
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 
 @torch.no_grad()
@@ -84,7 +125,7 @@ def tiny(name):
     if transformers is None:
         pytest.skip(reason)
     family, shape = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**shape)
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**shape)
     model = getattr(
         transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     )(config).eval()

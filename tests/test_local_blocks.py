@@ -399,9 +399,7 @@ def test_impossible_values_are_refused(keys, words):
     assert [word for word in words if word not in str(error.value)] == []
 
 
-@pytest.mark.parametrize(
-    "name", ["window", "rope_scaling_kind", "attn_scale", "embed_scale", "activation"]
-)
+@pytest.mark.parametrize("name", ["window", "attn_scale", "embed_scale", "activation"])
 def test_export_refuses_what_no_supported_architecture_computes(name):
     plain = GPTConfig(
         vocab_size=40, norm_type="rms", position="rope", activation="swiglu", local_blocks=""
@@ -410,8 +408,6 @@ def test_export_refuses_what_no_supported_architecture_computes(name):
     keys = {name: getattr(GEMMA, name)}
     if name == "window":
         keys["local_blocks"] = "l"
-    if name == "rope_scaling_kind":
-        keys["rope_scaling"] = (8.0,)
     with pytest.raises(HFError, match=name):
         hf_config(replace(plain, **keys))
 

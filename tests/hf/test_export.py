@@ -17,10 +17,10 @@ from hf_models import edit_json, needs_transformers, save, tiny, tokens, transfo
 
 import convert
 from common.errors import ConfigError, HFError, UserError
-from data.tokenizers import load_tokenizer
+from data.tokenizers import hf_tokenizer, load_tokenizer
 from fold import gpt
 from hf import weights
-from hf.config import shape_config
+from hf.config import hf_config, shape_config
 from hf.coupled import register
 from model import GPT, GPTConfig
 from training.checkpoint import save_checkpoint
@@ -53,7 +53,17 @@ def same(first, second, tolerance=1e-5):
 
 @needs_transformers
 @pytest.mark.parametrize(
-    "name", ["gpt2", "qwen3", "llama", "llama-untied-biases", "qwen3-untied-bias"]
+    "name",
+    [
+        "gpt2",
+        "qwen3",
+        "llama",
+        "llama-untied-biases",
+        "qwen3-untied-bias",
+        "olmo2",
+        "olmo3",
+        "gemma3",
+    ],
 )
 @torch.no_grad()
 def test_stock_models_come_back_as_they_were(name, tmp_path):
@@ -64,7 +74,8 @@ def test_stock_models_come_back_as_they_were(name, tmp_path):
     assert torch.equal(again(idx).logits, theirs(idx).logits)
     assert weights.load_hf(tmp_path / "second").config == model.config
     # coupled_first = L is the teacher: the same class, the same bits.
-    all_own = couple(model, "RR RR RR R") if name != "gpt2" else model
+    can_share = model.config.norm_type == "rms"
+    all_own = couple(model, "RR RR RR R") if can_share else model
     assert torch.equal(all_own(idx), model(idx))
     assert json.loads(
         (weights.export_hf(all_own, tmp_path / "third") / "config.json").read_text()
@@ -303,6 +314,120 @@ def test_stock_loaders_refuse_a_coupled_model(tmp_path):
         first, second = done.stdout.splitlines()[2 * index : 2 * index + 2]
         assert first.startswith("ValueError") and f"coupled_{name}" in first
         assert second.startswith("RuntimeError") and "mismatch" in second + done.stderr
+
+
+# On the shapes that Llama, OLMo 2 and Gemma 3 share, with gains in all their ways.
+ROTARY = replace(SHAPE, position="rope", activation="swiglu", norm_type="rms")
+GEMMA = replace(
+    ROTARY,
+    activation="geglu",
+    norm_type="peri",
+    norm_plan="RR RR RR R | RR RR RR",
+    qk_norm="head",
+    output_eps=1e-5,
+    embed_scale=32**0.5,
+)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "config, architecture",
+    [
+        (replace(ROTARY, norm_gain="one_plus"), "LlamaForCausalLM"),
+        (replace(ROTARY, norm_gain="one_plus", norm_type="coupled"), "CoupledLlamaForCausalLM"),
+        (replace(ROTARY, norm_type="lns", qk_norm="head"), "Qwen3ForCausalLM"),
+        (
+            replace(ROTARY, norm_type="olmo2", norm_gain="one_plus", output_eps=1e-5),
+            "Olmo2ForCausalLM",
+        ),
+        (GEMMA, "Gemma3ForCausalLM"),
+        (replace(GEMMA, norm_gain="one_plus", window=6, local_blocks="lg"), "Gemma3ForCausalLM"),
+        (replace(GEMMA, norm_gain="none", attn_scale=20**-0.5), "Gemma3ForCausalLM"),
+        (replace(GEMMA, qk_gain=False), "Gemma3ForCausalLM"),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_gains_are_stored_as_the_architecture_does(config, architecture, tmp_path):
+    """1 + weight becomes a gain and the other way round; gains that are missing are one."""
+    ours, idx = shake(GPT(config)).float().eval(), tokens(2, 20)
+    folder = weights.export_hf(ours, tmp_path / "out")
+    theirs = auto(folder)
+    assert type(theirs).__name__ == architecture
+    same(theirs(idx).logits, ours(idx))
+    same(weights.load_hf(folder)(idx), ours(idx))
+    # Computed in float64, rounded once.
+    norm = ours.norm_f.core
+    if norm.weight is not None:
+        gain = norm.weight.double() + (config.norm_gain == "one_plus")
+        stored = theirs.model.norm.weight.flatten()
+        offset = 1 if architecture == "Gemma3ForCausalLM" else 0
+        assert torch.equal(stored, (gain - offset).float())
+
+
+@needs_transformers
+def test_tokenizer_files_travel(tmp_path):
+    """Those of Gemma 3, in its tokenizer's many files, from folder to folder."""
+    source = save(tiny("gemma3"), tmp_path / "source")
+    hf_tokenizer(load_tokenizer({"tokenizer": "chars", "chars": "".join(sorted(set(TEXT)))})).save(
+        str(source / "tokenizer.json")
+    )
+    edit_json(source / "config.json", eos_token_id=[1, 6], bos_token_id=2)
+    for name in (
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ):
+        (source / name).write_text("{}")
+    (source / "tokenizer.model").write_bytes(b"sentences in pieces")
+    folder = weights.export_hf(weights.load_hf(source), tmp_path / "out")
+    names = {path.name for path in source.iterdir()}
+    assert {path.name for path in folder.iterdir()} == names
+    for name in names - {"config.json", "model.safetensors"}:
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["eos_token_id"], config["bos_token_id"]) == ([1, 6], 2)
+    again = load_tokenizer(weights.load_hf(folder).meta)
+    assert again.decode(again.encode_ordinary(TEXT)) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        (replace(ROTARY, norm_type="post"), "norm_type='post'"),
+        (replace(ROTARY, norm_type="deepnorm"), "norm_type='deepnorm'"),
+        (replace(ROTARY, norm_type="keel"), "norm_type='keel'"),
+        (replace(ROTARY, norm_type="cbwc"), "norm_type='cbwc'"),
+        (replace(ROTARY, norm_type="layer"), r"norm_type='layer' \(LL"),
+        (replace(ROTARY, norm_plan="RR RR RR R | II II II | R"), "norm_type='rms'"),
+        (replace(ROTARY, qk_norm="full"), "qk_norm='full': no llama"),
+        (replace(ROTARY, qk_norm="head", v_norm=True), "v_norm=True: no qwen3"),
+        (replace(ROTARY, qk_norm="head", bias=True), "bias=True: no qwen3"),
+        (replace(ROTARY, attn_scale=0.3), "attn_scale=0.3: no llama"),
+        (replace(ROTARY, norm_type="olmo2"), "output_eps=1e-06: no olmo2"),
+        (
+            replace(ROTARY, norm_type="olmo2", output_eps=1e-5, qk_norm="head"),
+            "qk_norm='head': no olmo2",
+        ),
+        (
+            replace(ROTARY, norm_type="olmo2", output_eps=1e-5, bias=True),
+            "bias=True: no olmo2",
+        ),
+        (replace(GEMMA, norm_plan=""), r"norm_type='peri' \(RR RR RR R \| RR RR RR \| R\)"),
+        (replace(GEMMA, norm_plan="RR RR RR R | IR RR RR"), "norm_type='peri'"),
+        (replace(GEMMA, qk_norm="none"), "qk_norm='none': no gemma3_text"),
+        (replace(GEMMA, activation="swiglu"), "activation='swiglu': no gemma3_text"),
+        (replace(GEMMA, embed_scale=1.0), "embed_scale=1.0: no gemma3_text"),
+        (replace(GEMMA, attn_scale=0.3), "attn_scale=0.3: no gemma3_text"),
+        (replace(ROTARY, position="learned", norm_type="peri"), "norm_type='peri'.* no gpt2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layouts_that_no_architecture_has_are_refused(config, word):
+    with pytest.raises(HFError, match=rf"^{word}.*cannot be exported"):
+        hf_config(config)
 
 
 @pytest.mark.parametrize(

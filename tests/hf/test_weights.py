@@ -8,15 +8,19 @@ import shutil
 import subprocess
 import sys
 import unittest.mock
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 from helpers import ROOT
 from hf_models import (
+    DEFAULT_ROPE,
     LLAMA,
     LLAMA3,
     MODELS,
+    WINDOW,
+    YARN,
     edit_json,
     edit_tensors,
     needs_transformers,
@@ -96,6 +100,64 @@ def test_old_and_new_rope_keys_are_one_config(tmp_path):
 
 
 @needs_transformers
+@pytest.mark.parametrize(
+    "name, old",
+    [
+        (
+            "gemma3",
+            {
+                "layer_types": ...,
+                "sliding_window_pattern": 2,
+                "rope_theta": 100.0,
+                "rope_local_base_freq": 10.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            },
+        ),
+        # One base, which is 5e5 in all published files: transformers 5 reads no other one here.
+        (
+            "olmo3",
+            {"layer_types": ..., "rope_theta": 5e5, "rope_scaling": YARN | {"rope_theta": 5e5}},
+        ),
+    ],
+)
+@torch.no_grad()
+def test_old_keys_of_local_blocks(name, old, tmp_path):
+    """As transformers 4 wrote them. The model is also what transformers makes of them."""
+    folder = save(tiny(name), tmp_path)
+    new = hf.load_hf(folder).config
+    assert new.local_blocks == {"gemma3": "lg", "olmo3": "lllg"}[name]
+    if name == "olmo3":
+        new = replace(new, rope_theta=5e5, local_rope_theta=0.0)
+    edit_json(folder / "config.json", rope_parameters=..., **old)
+    ours = hf.load_hf(folder)
+    assert ours.config == new
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = theirs(tokens(2, 40)).logits
+    assert (ours(tokens(2, 40)) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["olmo3", "gemma3"])
+@torch.no_grad()
+def test_windows_and_both_rotary_bases_count(name, tmp_path):
+    """What the comparison of logits above would not see if these keys did nothing."""
+    ours = hf.load_hf(save(tiny(name), tmp_path))
+    idx = tokens(2, 40)
+    expected = ours(idx)
+    for key, value in {
+        "window": WINDOW + 1,
+        "rope_theta": 200.0,
+        "local_rope_theta": 20.0,
+        "rope_scaling": (*ours.config.rope_scaling[:-1], 2.0),
+    }.items():
+        other = GPT(replace(ours.config, **{key: value})).eval()
+        other.load_state_dict(ours.state_dict())
+        difference = (other(idx) - expected).abs()
+        assert difference.max() > 1e-3 * expected.abs().max(), key
+        if key == "window":
+            assert difference[:, :WINDOW].max() < 1e-6 * expected.abs().max()
+
+
+@needs_transformers
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama3.2-1b", "llama3.2-3b"])
 def test_rotary_tables_are_bit_for_bit_those_of_transformers(name):
     family = "Qwen3" if name.startswith("qwen3") else "Llama"
@@ -110,6 +172,20 @@ def test_rotary_tables_are_bit_for_bit_those_of_transformers(name):
         rope_tables(ours), rotary(torch.zeros(1), positions[None]), strict=True
     ):
         assert torch.equal(table[positions], expected[0])
+
+
+@needs_transformers
+def test_rotary_tables_of_both_kinds_of_blocks():
+    theirs = transformers.Gemma3TextConfig(**SHAPES["gemma3-1b"])
+    rotary = transformers.models.gemma3.modeling_gemma3.Gemma3RotaryEmbedding(theirs)
+    ours = shape_config("gemma3-1b")
+    assert ours.local_blocks == "lllllg" and ours.window == 512
+    positions = torch.tensor([0, 1, 2, 511, 512, 32767])
+    for kind in ("full_attention", "sliding_attention"):
+        tables = rope_tables(ours, local=kind == "sliding_attention")
+        expected = rotary(torch.zeros(1), positions[None], kind)
+        for table, wanted in zip(tables, expected, strict=True):
+            assert torch.equal(table[positions], wanted[0])
 
 
 # ------------------------------------------------------------------------------ layouts in the wild
@@ -173,6 +249,8 @@ def test_meta_names_the_tokenizer_and_loading_needs_no_transformers(tmp_path, mo
         ("qwen3-8b", 8_190_735_360),
         ("llama3.2-1b", 1_235_814_400),
         ("llama3.2-3b", 3_212_749_824),
+        ("olmo2-1b", 1_484_916_736),
+        ("gemma3-1b", 999_885_952),
     ],
 )
 def test_named_shapes_have_the_published_number_of_parameters(name, parameters):
@@ -243,8 +321,9 @@ def test_folder_errors(tmp_path):
             {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
             ["sliding-window"],
         ),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
-        ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, ["dynamic", "llama3"]),
+        ({"rope_parameters": {**YARN, "truncate": False}}, ["truncate", "llama3"]),
+        ({"rope_parameters": ..., "rope_scaling": {**YARN, "mscale": 1.0}}, ["mscale"]),
         ({"rope_parameters": {"full_attention": LLAMA3}}, ["rope"]),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
@@ -270,6 +349,35 @@ def test_folder_errors(tmp_path):
 )
 def test_configs_that_would_run_wrongly_are_refused(change, words, tmp_path):
     edit_json(save(tiny("llama"), tmp_path) / "config.json", **change)
+    refused(tmp_path, *words)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+            ["Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"],
+        ),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping=30.0"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({"hidden_activation": "gelu"}, ["hidden_activation='gelu'"]),
+        ({"num_key_value_heads": ...}, ["num_key_value_heads", "missing"]),
+        ({"layer_types": ["sliding_attention"]}, ["layer_types", "4 times"]),
+        ({"layer_types": ["chunked_attention"] * 4}, ["chunked_attention"]),
+        ({"sliding_window": None}, ["sliding_window=None"]),
+        ({"rope_parameters": DEFAULT_ROPE}, ["rope_parameters without full_attention"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["beside rope_scaling"]),
+        (
+            {"rope_parameters": {"full_attention": DEFAULT_ROPE, "sliding_attention": YARN}},
+            ["rope scaling in sliding_attention"],
+        ),
+        ({"num_hidden_layers": 3, "layer_types": ...}, ["layers.3", "not part"]),
+    ],
+)
+def test_gemma3_variants_are_refused(change, words, tmp_path):
+    edit_json(save(tiny("gemma3"), tmp_path) / "config.json", **change)
     refused(tmp_path, *words)
 
 
