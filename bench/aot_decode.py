@@ -70,6 +70,8 @@ SHAPES = {
     "qwen3-8b": shape_of(4096, 12288, (32, 8, 128), "swiglu", 151936),
     "llama3.2-1b": shape_of(2048, 8192, (32, 8, 64), "swiglu", 128256),
     "llama3.2-3b": shape_of(3072, 8192, (24, 8, 128), "swiglu", 128256),
+    "olmo2-1b": shape_of(2048, 8192, (16, 16, 128), "swiglu", 100352),
+    "gemma3-1b": shape_of(1152, 6912, (4, 1, 256), "geglu", 262144),
 }
 
 
@@ -134,7 +136,7 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     pos = meta(1, dtype=torch.int64)
     token = meta(batch, 1, dtype=torch.int64)
     rope = None if name == "gpt2" else (meta(256, channels), meta(256, channels))
-    gain = meta(channels, dtype=dtype) if name.startswith("qwen3") else None
+    gain = meta(channels, dtype=dtype) if name.startswith(("qwen3", "gemma3")) else None
     gains = (gain, gain, None)  # of queries, keys and values
     z = x((n_heads + 2 * kv_heads) * channels)
     q = meta(batch, n_heads, 1, channels, dtype=dtype)
@@ -143,7 +145,7 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
         given = (z, epilogue, short, pos, rope, *gains, 1e-6)
         yield f"heads{suffix}", channels, lambda g=given: decode_attention.heads(*g)
         yield f"heads + attend{suffix}", channels, lambda g=given: decode_attention.heads_attend(*g)
-    # norms of queries, keys and values over all heads: no published shape here has them
+    # norms over all heads, as OLMo 2 has them of queries and keys; of values too
     full = [meta(count * channels, dtype=dtype) for count in (n_heads, kv_heads, kv_heads)]
     given_full = (z, None, short, pos, rope, *full, 1e-6)
     yield "heads full", channels, lambda: decode_attention.heads(*given_full)
