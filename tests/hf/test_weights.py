@@ -32,7 +32,7 @@ from hf_models import (
 
 from common.errors import HFError, UserError
 from hf import weights as hf
-from hf.config import SHAPES, random_model, shape_config
+from hf.config import SHAPES, gpt_config, hf_config, random_model, shape_config
 from hf.hub import resolve_hub
 from model import GPT, KVCache, rope_tables
 
@@ -134,6 +134,24 @@ def test_old_keys_of_local_blocks(name, old, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = theirs(tokens(2, 40)).logits
     assert (ours(tokens(2, 40)) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["olmo2", "olmo3", "gemma3"])
+@torch.no_grad()
+def test_cached_logits_are_those_of_transformers(name, tmp_path):
+    """A prompt longer than the window, several tokens at once after it, then one by one."""
+    theirs = tiny(name)
+    ours = hf.load_hf(save(theirs, tmp_path))
+    idx = tokens(2, 3 * WINDOW)
+    cache = KVCache(ours.config, 2, idx.shape[1], ours.wte.weight)
+    past = None
+    for new in idx.split([WINDOW + 3, 5, *[1] * (2 * WINDOW - 8)], dim=1):
+        reply = theirs(new, past_key_values=past, use_cache=True)
+        past = reply.past_key_values
+        difference = (ours(new, cache=cache) - reply.logits).abs().max()
+        assert difference <= 1e-5 * reply.logits.abs().max()
+    whole = theirs(idx).logits[:, -1:]  # and the last of them are those of one pass
+    assert (reply.logits - whole).abs().max() <= 1e-5 * whole.abs().max()
 
 
 @pytest.mark.parametrize("name", ["olmo3", "gemma3"])
@@ -256,6 +274,19 @@ def test_meta_names_the_tokenizer_and_loading_needs_no_transformers(tmp_path, mo
 def test_named_shapes_have_the_published_number_of_parameters(name, parameters):
     with torch.device("meta"):
         assert GPT(shape_config(name)).num_params() == parameters
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["llama3.2-1b", "olmo2-1b", "gemma3-1b"])
+def test_named_shapes_have_the_tensors_of_transformers(name):
+    theirs = transformers.AutoConfig.for_model(**SHAPES[name])
+    with torch.device("meta"):
+        peer = transformers.AutoModelForCausalLM.from_config(theirs)
+        ours = GPT(shape_config(name))
+    expected = {name.removeprefix("model."): p.shape for name, p in peer.named_parameters()}
+    pieces = hf.hf_pieces(ours, SHAPES[name]["model_type"])
+    assert {name: piece.shape for name, piece in pieces} == expected
+    assert gpt_config(hf_config(ours.config), name) == ours.config
 
 
 def test_random_model(monkeypatch):
