@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from decode_models import decoded, distance
 from helpers import ROOT
 from hf_models import (
     DEFAULT_ROPE,
@@ -31,6 +32,7 @@ from hf_models import (
 )
 
 from common.errors import HFError, UserError
+from decode.pack import LEVELS
 from hf import weights as hf
 from hf.config import SHAPES, gpt_config, hf_config, random_model, shape_config
 from hf.hub import resolve_hub
@@ -150,8 +152,12 @@ def test_cached_logits_are_those_of_transformers(name, tmp_path):
         past = reply.past_key_values
         difference = (ours(new, cache=cache) - reply.logits).abs().max()
         assert difference <= 1e-5 * reply.logits.abs().max()
-    whole = theirs(idx).logits[:, -1:]  # and the last of them are those of one pass
-    assert (reply.logits - whole).abs().max() <= 1e-5 * whole.abs().max()
+    whole = theirs(idx).logits  # and the last of them are those of one pass
+    assert (reply.logits - whole[:, -1:]).abs().max() <= 1e-5 * whole.abs().max()
+    # From packed weights, at every level of fusion
+    for level in LEVELS:
+        found = decoded(ours, level, idx, WINDOW + 3)
+        assert distance(found, whole[:, WINDOW + 2 :]) <= 1e-5, level
 
 
 @pytest.mark.parametrize("name", ["olmo3", "gemma3"])
