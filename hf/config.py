@@ -375,8 +375,8 @@ def rope_keys(hf: dict[str, Any], family: str, has_local: bool) -> dict[str, Any
     if not isinstance(rope, dict):
         raise ValueError(f"rope {rope!r} is not supported")
     is_nested = any(isinstance(value, dict) for value in rope.values())
-    if is_nested and (not defaults.period or set(rope) - {GLOBAL, LOCAL}):
-        raise ValueError("rope parameters that differ between kinds of layers are not supported")
+    if is_nested and (not defaults.period or set(rope) != {GLOBAL, LOCAL}):
+        raise ValueError(f"rope parameters of {', '.join(rope)} are not supported in {family}")
     if defaults.period and hf.get("rope_parameters") and not is_nested:
         # transformers 5 ignores them, or has applied them to local blocks too.
         raise ValueError(
@@ -385,8 +385,8 @@ def rope_keys(hf: dict[str, Any], family: str, has_local: bool) -> dict[str, Any
         )
     local = {}
     if is_nested:
-        local = rope.get(LOCAL) or {}
-        rope = rope.get(GLOBAL) or {}
+        local = rope[LOCAL] or {}
+        rope = rope[GLOBAL] or {}
     theta = rope.get("rope_theta") or hf.get("rope_theta") or defaults.theta
     kind, scaling = rope_scaling(rope, hf)
     keys = {"rope_theta": theta, "rope_scaling": scaling, "rope_scaling_kind": kind}

@@ -405,6 +405,7 @@ def test_configs_that_would_run_wrongly_are_refused(change, words, tmp_path):
         ({"layer_types": ["chunked_attention"] * 4}, ["chunked_attention"]),
         ({"sliding_window": None}, ["sliding_window=None"]),
         ({"rope_parameters": DEFAULT_ROPE}, ["rope_parameters without full_attention"]),
+        ({"rope_parameters": {"full_attention": YARN}}, ["rope parameters of full_attention"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["beside rope_scaling"]),
         (
             {"rope_parameters": {"full_attention": DEFAULT_ROPE, "sliding_attention": YARN}},
