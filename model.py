@@ -663,7 +663,7 @@ class GPT(nn.Module):
     def hidden_matrices(self) -> dict[nn.Parameter, list[int]]:
         """Return the weight of each linear in the blocks, and the rows of each matrix in it.
 
-        One weight holds q, k and v, and with swiglu another one gate and up.
+        One weight holds q, k and v, and in a gated MLP another one gate and up.
         """
         config = self.config
         kv_rows = config.kv_heads * config.head_channels
@@ -673,7 +673,7 @@ class GPT(nn.Module):
                 if isinstance(module, nn.Linear):
                     rows[module.weight] = [module.out_features]
             rows[block.attn.qkv.weight] = [config.n_head * config.head_channels, kv_rows, kv_rows]
-            if config.activation == "swiglu":
+            if config.activation in GATED:
                 rows[block.mlp.up.weight] = [config.inner, config.inner]
         return rows
 

@@ -618,7 +618,8 @@ def post_letters(config: NormConfig, n_layer: int) -> str:
 def mixln_letters(config: NormConfig, n_layer: int) -> str:
     """Return Post-LN for the first mixln_share of the blocks, Pre-LN for the others."""
     base = "L" if config.post_base == "layer" else "R"
-    first = math.floor(config.mixln_share * n_layer)
+    # rounded first, because 0.7 * 90 is below 63
+    first = math.floor(round(config.mixln_share * n_layer, 9))
     if not first:
         return base * (2 * n_layer + 1)
     # The sum that leaves the last Post-LN block is normalised, and read through the norm of the

@@ -166,7 +166,12 @@ def test_plans_of_two_blocks(norm_type, printed):
         ("rms", "", {"decay_gains": True, "norm_gain": "none"}, "decay_gains needs gains"),
         ("taper", "", {"norm_gain": "one_plus"}, "norm_gain=one_plus: norm_type=taper knows"),
         ("lns", "", {"norm_gain": "none"}, "norm_gain=none: norm_type=lns knows"),
-        ("rms", "", {"v_norm": True, "qk_norm": "none"}, "v_norm=True is about norms within attention"),
+        (
+            "rms",
+            "",
+            {"v_norm": True, "qk_norm": "none"},
+            "v_norm=True is about norms within attention",
+        ),
         ("rms", "", {"v_norm": True}, "v_norm=True is about norms within attention"),
         ("post", "", {"residual_weight": 0.0}, "residual_weight=0.0: must be above 0"),
         ("mixln", "", {"mixln_share": 1.5}, "mixln_share=1.5"),
@@ -369,7 +374,6 @@ def test_arms_of_older_logs(norm_type, keys, arm, now, records_keys, tmp_path):
             {"qk_norm": "head", "qk_gain": False},
             "has v_norm, and this run has not",
         ),
-        ({}, {"output_eps": 1e-5}, "output_eps=1e-06 there, 1e-05 here"),
     ],
     ids=str,
 )
@@ -384,6 +388,15 @@ def test_init_from_refuses_gains_and_norms_of_another_kind(source, keys, words, 
     init_from(same, str(tmp_path / "source.pt"))
     idx = torch.arange(8)[None]
     assert torch.equal(same(idx), model(idx))
+
+
+def test_init_from_compares_output_eps_where_both_have_output_norms(tmp_path):
+    model = GPT(replace(SHAPE, norm_type="peri", output_eps=1e-4))
+    state = {"step": 1, "config": vars(model.config), "model": model.state_dict()}
+    save_checkpoint(tmp_path / "source.pt", state)
+    with pytest.raises(CheckpointError, match="output_eps=0.0001 there, 1e-06 here"):
+        init_from(GPT(replace(SHAPE, norm_type="peri")), str(tmp_path / "source.pt"))
+    init_from(GPT(replace(SHAPE, norm_type="rms")), str(tmp_path / "source.pt"))
 
 
 # -------------------------------------------------------------------------------- layouts of before

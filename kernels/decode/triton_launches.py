@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..reference import GATED
 from . import attention as decode_attention
 from . import epilogue as decode_epilogue
 from . import project as decode_project
@@ -193,7 +194,7 @@ def project_operator(
 
 @project_operator.register_fake
 def _(x, weight, bias, residual, kind):
-    outputs = weight.shape[0] // (2 if kind == "swiglu" else 1)
+    outputs = weight.shape[0] // (2 if kind in GATED else 1)
     return x.new_empty((*x.shape[:-1], outputs))
 
 
