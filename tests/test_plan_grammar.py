@@ -394,7 +394,7 @@ def test_init_from_compares_output_eps_where_both_have_output_norms(tmp_path):
     model = GPT(replace(SHAPE, norm_type="peri", output_eps=1e-4))
     state = {"step": 1, "config": vars(model.config), "model": model.state_dict()}
     save_checkpoint(tmp_path / "source.pt", state)
-    with pytest.raises(CheckpointError, match="output_eps=0.0001 there, 1e-06 here"):
+    with pytest.raises(CheckpointError, match=r"output_eps=0\.0001 there, 1e-06 here"):
         init_from(GPT(replace(SHAPE, norm_type="peri")), str(tmp_path / "source.pt"))
     init_from(GPT(replace(SHAPE, norm_type="rms")), str(tmp_path / "source.pt"))
 
