@@ -210,6 +210,21 @@ def test_the_manual_counts_every_norm_type(norm):
     assert [row[2:-1] for row in rows if len(row) > 1 and f"`{norm}`" in row[1]] == [cells]
 
 
+@pytest.mark.parametrize("norm", NORM_TYPES)
+def test_the_table_of_norm_types_has_both_ledgers(norm):
+    """docs/norms.md: bytes of results/cpu/bytes, launches of the third of four blocks."""
+    rows = (ROOT / "docs/norms.md").read_text().splitlines()
+    [row] = [row for row in rows if row.startswith(f"| `{norm}` |") and row.count(" | ") >= 5]
+    lines = (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()
+    counted = {arm["norms"]: arm["bytes_per_token"] for arm in map(json.loads, lines)}
+    # a Pre-LN block of mixln, a block of taper before it tapers
+    of_block = counted["rms" if norm in ("mixln", "taper") else norm]
+    kilobytes = [f"{of_block[name] / 1000:.1f}" for name in ("bfloat16 stream", "float32 stream")]
+    model = make("llama", norm)
+    steps = [launches(pack(model, level), 1, 16)[3].total() for level in ("plain", "fused")]
+    assert f"| {', '.join(kilobytes)} | {', '.join(map(str, steps))} |" in row
+
+
 def test_only_pre_norm_layouts_take_other_arms():
     """The default arms are A to D where every norm can be replaced, O and P elsewhere."""
     others = set()
