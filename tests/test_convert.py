@@ -103,7 +103,7 @@ def test_layer_norm_becomes_rms_norm(norm_type, shape):
     ("keys", "type_after"),
     [
         ({"norm_type": "lns"}, "rms"),
-        ({"norm_type": "lns", "bias": True, "norm_plan": "LLLLLLL", **ONE_PLUS}, "rms"),
+        ({"norm_type": "lns", "bias": True, **ONE_PLUS}, "rms"),
         ({"norm_type": "rms", **ONE_PLUS, "qk_norm": "full", "norm_groups": 2}, "rms"),
         ({"norm_type": "cbwc", "bias": True, **ONE_PLUS}, "rms"),
         ({"norm_type": "peri", **ONE_PLUS}, "rms"),

@@ -428,10 +428,7 @@ def test_the_kernels_key_reaches_every_norm():
 def test_recorded_layouts_move_what_they_must(stream):
     lines = (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()
     rows = {row["norms"]: row["bytes_per_token"] for row in map(json.loads, lines)}
-    assert all(
-        row[stream] >= rows["none"][stream] for arm, row in rows.items() if "fold" not in arm
-    )
-    assert rows["peri"][stream] > rows["olmo2"][stream] > rows["none"][stream]
+    assert rows["peri"][stream] > rows["rms"][stream] > rows["none"][stream]
     has_one_block = {arm for arm, row in rows.items() if "one block" in row}
     assert rows.keys() - has_one_block == {"post", "deepnorm", "keel", "hybrid", "olmo2", "peri"}
     assert all(row.keys() | {"one block"} == rows["rms"].keys() for row in rows.values())

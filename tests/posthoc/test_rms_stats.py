@@ -118,7 +118,6 @@ def test_drift_of_a_taper_is_the_size_of_what_it_scales(base):
         {"norm_type": "none"},
         {"norm_plan": "Rs ss ss ss s"},
         {"norm_type": "rms", "n_vocab": 29},
-        {"norm_type": "olmo2"},
         {"norm_type": "peri", "norm_plan": "RRRRRRRRI|RRRRRRRR"},
         {"norm_type": "dyt"},
     ],
