@@ -8,13 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from common.errors import CheckpointError
 from hf.config import random_model
 from hf.hub import HUB_NAME, resolve_hub
 from hf.weights import load_hf
 from model import GPT
-from norms import RMSNorm, SharedRMSNorm
+from norms import LearnedScale, Norm, RMSNorm, SharedRMSNorm
 from taper import tapers
 from training.checkpoint import (
     BEST,
@@ -104,14 +105,15 @@ def init_from(model: GPT, spec: str) -> str:
         keys += ("output_eps",)
     check_same_model(asdict(source.config), model.config, Path(spec), keys)
     _check_taper_base(source, model, spec)
-    _check_gains(source, model, spec)
     _check_attention_norms(source, model, spec)
+    _check_learned_scale(source, model, spec)
     weights = source.state_dict()
     own = model.state_dict()
     for name in weights.keys() - own.keys():
         plain = name.replace(".input.", ".")  # the other way round: norms.OutputNorm
         if plain in own:
             weights[plain] = weights.pop(name)
+    weights |= _gains(source, model)
     for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
         more = len(own[name]) - len(weights[name])  # rows of padding: no token reads them
         weights[name] = F.pad(weights[name], (0, 0, 0, max(0, more)))
@@ -139,18 +141,39 @@ def _check_taper_base(source: GPT, model: GPT, spec: str) -> None:
         )
 
 
-def _check_gains(source: GPT, model: GPT, spec: str) -> None:
-    """Raise CheckpointError if the same weights would be other gains in `model`."""
-    kinds = [gpt.config.norm_gain for gpt in (source, model)]
-    if set(kinds) == {"plain", "one_plus"}:
+def _gains(source: GPT, model: GPT) -> dict[str, Tensor]:
+    """Return the gains of `source` as the norms of `model` store them, where both have one.
+
+    lns and norm_gain=one_plus store them in other ways than the rest.
+    """
+    theirs = dict(source.named_modules())
+    found = {}
+    for name, norm in model.named_modules():
+        if not isinstance(norm, Norm) or norm.weight is None:
+            continue
+        # The input norm of a position with an output norm is within an OutputNorm, and the norm
+        # that is tapered away within a TaperNorm. Both take the name of a plain norm too.
+        outer = [name.removesuffix(end) for end in (".input", ".base") if name.endswith(end)]
+        for other in (name, f"{name}.input", *outer):
+            old = theirs.get(other)
+            if isinstance(old, Norm) and old.weight is not None and old.channels == norm.channels:
+                stored = other if other in outer else name
+                found[f"{stored}.weight"] = norm.weight_for(old)
+                break
+    return found
+
+
+def _check_learned_scale(source: GPT, model: GPT, spec: str) -> None:
+    """Raise CheckpointError if the learned scale of the embeddings would be lost."""
+    if isinstance(source.norm_e, LearnedScale) and not isinstance(model.norm_e, LearnedScale):
         raise CheckpointError(
-            f"{spec} has norm_gain={kinds[0]}, and this run {kinds[1]}: add --norm_gain={kinds[0]}"
-            + (", or convert it (convert.py --to=rms)" if kinds[0] == "one_plus" else "")
+            f"{spec} multiplies its embeddings by a learned number, which this run has not: start "
+            "from a model of --norm_recipe=common"
         )
 
 
 def _check_attention_norms(source: GPT, model: GPT, spec: str) -> None:
-    """Raise CheckpointError if norms within attention would be lost without being told so."""
+    """Raise CheckpointError if norms within attention would be lost, unless the run asks for it."""
     if model.config.qk_norm == "none":
         return
     theirs = source.plan.qk_kind

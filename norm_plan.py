@@ -104,7 +104,9 @@ class NormConfig:
     )
     qk_gain: bool = key(True, "the norms of queries, keys and values have gains")
     v_norm: bool | None = key(
-        None, "values are normalised as queries and keys are (auto: as the norm type, else not)"
+        None,
+        "values are normalised as queries and keys are (auto: as the norm type; not without "
+        "qk_norm)",
     )
     kernels: str = key(
         "auto", "norms by Triton or plain PyTorch (auto: Triton on a GPU unless compiled)", MODES
@@ -117,12 +119,14 @@ class NormConfig:
     )
     rms_bias: bool = key(False, "rms: norms have LayerNorm's bias, where the model has biases")
     post_base: str = key(
-        "rms", "post, deepnorm, mixln, hybrid, keel: the norm of P and B", ("rms", "layer")
+        "rms",
+        "post, deepnorm, mixln, hybrid, keel: the norm that replaces the stream (P and B)",
+        ("rms", "layer"),
     )
     residual_weight: float | None = key(
         None,
-        "post, deepnorm, mixln, hybrid, keel: weight of the stream in the sum at P and B "
-        "(auto: as the norm type)",
+        "post, deepnorm, mixln, hybrid, keel: weight of the stream in the sum at P and B, but 1 "
+        "at keel's first B (auto: as the norm type)",
     )
     mixln_share: float = key(0.25, "mixln: share of the blocks, from the first on, with Post-LN")
     point_alpha: float | tuple[float, ...] | None = key(
@@ -257,6 +261,8 @@ def foreign_keys(norm_type: str) -> dict[str, str]:
 def keys_of(norm_type: str) -> dict[str, object]:
     """Return {norm key: default} for the keys that `norm_type` reads."""
     others = {"norm_type", *foreign_keys(norm_type)}
+    if NORM_TYPES[norm_type].recipe is COMMON:
+        others.add("norm_recipe")  # both values are the same
     # norm_type itself is not one of them.
     return {field.name: field.default for field in fields(NormConfig) if field.name not in others}
 
@@ -292,7 +298,6 @@ class Recipe:
     """How the authors of a norm type set it up for language models.
 
     Attributes:
-        source: paper and section, or code.
         init_factors: n_layer -> {part of a block: factor on its initial weights}; the parts are
             attn.qk, attn.v, attn.proj, mlp.up and mlp.down.
         point_alpha: channels -> initial alpha of DynamicTanh and DynamicErf, at attention, MLP and
@@ -302,7 +307,6 @@ class Recipe:
         has_bias: do norms have biases even where the model has none?
     """
 
-    source: str = ""
     init_factors: Callable[[int], dict[str, float]] = lambda n_layer: {}
     point_alpha: Callable[[int], tuple[float, float, float]] = lambda channels: (0.5, 0.5, 0.5)
     learned_scale: bool = False
@@ -328,8 +332,9 @@ class NormType:
     gain_kinds: tuple[str, ...] = ("plain", "one_plus", "none")  # values of norm_gain
     qk_norm: str = "none"  # the default of the key
     v_norm: bool = False  # the default of the key
-    residual_weight: Callable[[Position], float] = lambda position: 1.0  # at P and B
-    gain_scale: Callable[[Position], float] = lambda position: 1.0  # fixed factor of the gain
+    residual_weight: Callable[[int], float] = lambda n_layer: 1.0  # at P and B
+    first_border_is_plain: bool = False  # weight 1 at position 2 (KEEL)
+    scales_by_depth: bool = False  # gains of block l are divided by sqrt(l)
     recipe: Recipe = COMMON
 
 
@@ -375,16 +380,12 @@ class NormPlan:
 
     @property
     def has_v_norm(self) -> bool:
-        if self.config.v_norm is None:
-            return self.type.v_norm and self.qk_kind != "none"
-        return self.config.v_norm
+        return resolved(self.config, "v_norm")
 
     @property
     def decays_gains(self) -> bool:
         """Does weight decay act on gains?"""
-        if self.config.decay_gains is None:
-            return self.recipe.decay_gains and has_gain(self.config)
-        return self.config.decay_gains
+        return resolved(self.config, "decay_gains")
 
     @property
     def adds_plainly(self) -> bool:
@@ -469,7 +470,8 @@ class NormPlan:
             norm.anchor = ScaleAnchor(
                 schedule(config), config.taper_anchor, config.norm_eps, centers
             )
-        self._prepare(norm, self._initial_gain(index), self.type.gain_scale(position))
+        scales = self.type.scales_by_depth and not position.is_final
+        self._prepare(norm, self._initial_gain(index), position.block if scales else None)
         letter = self.outputs[index - 1] if index else NONE
         if letter == NONE:
             return norm
@@ -510,7 +512,7 @@ class NormPlan:
             return gains if is_input else 1.0
         return gains[letter] if letter < len(gains) else 1.0
 
-    def _prepare(self, norm: Norm, initial: float = 1.0, scale: float = 1.0) -> Norm:
+    def _prepare(self, norm: Norm, initial: float = 1.0, depth: int | None = None) -> Norm:
         """Set what is the same for all classes: implementation, kind of gain and initial gain.
 
         The norms within `norm`, such as a taper's base, get the same.
@@ -526,7 +528,8 @@ class NormPlan:
             if initial != 1 or offset:
                 with torch.no_grad():
                     module.weight.fill_(initial - offset)
-            module.gain_scale = scale
+            if depth is not None:
+                module.depth = torch.tensor(float(depth))
         return norm
 
     def residual_linear(self, in_features: int, out_features: int, bias: bool) -> nn.Linear:
@@ -558,16 +561,29 @@ class NormPlan:
             if letter in "PB"
         }
         if weights:
-            found.append(f"residual weight {' and '.join(sorted(weights))}")
+            base = "LayerNorm" if config.post_base == "layer" else "RMSNorm"
+            found.append(f"{base} at P and B, residual weight {' and '.join(sorted(weights))}")
+        if "mixln_share" in self.type.keys and "B" not in self.letters:
+            found.append("no block is Post-LN")
+        if set(self.letters) & set("DE"):
+            numbers = [point_alpha(config, self._position(index)) for index in range(2)]
+            numbers.append(point_alpha(config, self._position(2 * self.n_layer)))
+            text = ", ".join(f"{number:g}" for number in numbers)
+            found.append(f"alpha {text} in attention, MLP and final norm")
         if self.qk_kind != "none":
             what = "queries, keys and values" if self.has_v_norm else "queries and keys"
             gain = "" if config.qk_gain and has_gain(config) else ", no gain"
             found.append(f"norms of {what} ({self.qk_kind}{gain})")
-        last = self.type.gain_scale(self._position(max(0, 2 * self.n_layer - 1)))
-        if last != 1:
-            found.append(f"gains of block l times 1 / sqrt(l), {last:.4g} in the last")
+        if self.type.scales_by_depth:
+            found.append("gains of block l divided by sqrt(l)")
         if config.norm_gain != "plain":
             found.append(f"gains {config.norm_gain}")
+        if config.initial_gain != 1:
+            found.append(f"initial gains {config.initial_gain}")
+        if self.recipe.has_bias and not self.bias:
+            found.append("biases in norms")
+        if not set(self.outputs) <= {NONE}:
+            found.append(f"eps {config.output_eps:g} in output norms")
         if self.decays_gains:
             found.append("weight decay on gains")
         if self.recipe.learned_scale:
@@ -661,15 +677,30 @@ def qk_kind(config: NormConfig) -> str:
     return NORM_TYPES[config.norm_type].qk_norm if config.qk_norm is None else config.qk_norm
 
 
+def resolved(config: NormConfig, name: str) -> object:
+    """Return the value of a key, and for one that is auto what the norm type makes of it."""
+    match name:
+        case "qk_norm":
+            return qk_kind(config)
+        case "v_norm" if config.v_norm is None:
+            return NORM_TYPES[config.norm_type].v_norm and qk_kind(config) != "none"
+        case "decay_gains" if config.decay_gains is None:
+            return recipe_of(config).decay_gains and has_gain(config)
+    return getattr(config, name)
+
+
 def recipe_of(config: NormConfig) -> Recipe:
     return NORM_TYPES[config.norm_type].recipe if config.norm_recipe == "paper" else COMMON
 
 
 def residual_weight(config: NormConfig, position: Position) -> float:
     """Return the weight of the stream in the sum at P and B."""
+    row = NORM_TYPES[config.norm_type]
+    if row.first_border_is_plain and position.index == 2:
+        return 1.0
     if config.residual_weight is not None:
         return config.residual_weight
-    return NORM_TYPES[config.norm_type].residual_weight(position)
+    return row.residual_weight(position.n_layer)
 
 
 def build_plain(norm_class: type[Norm]) -> Builder:
@@ -726,15 +757,21 @@ def build_border(config: NormConfig, position: Position) -> PostNorm:
     return norm
 
 
+def point_alpha(config: NormConfig, position: Position) -> float:
+    """Return the initial alpha of a norm without a statistic."""
+    alpha = config.point_alpha
+    if alpha is None:
+        alpha = recipe_of(config).point_alpha(position.channels)
+    if isinstance(alpha, tuple):  # of attention, MLP and final norm
+        alpha = alpha[2 if position.is_final else position.index % 2]
+    return alpha
+
+
 def build_pointwise(norm_class: type[DynamicTanh]) -> Builder:
     """Return the builder of a norm without a statistic, whose alpha depends on the position."""
 
     def build(config: NormConfig, position: Position) -> Norm:
-        alpha = config.point_alpha
-        if alpha is None:
-            alpha = recipe_of(config).point_alpha(position.channels)
-        if isinstance(alpha, tuple):  # of attention, MLP and final norm
-            alpha = alpha[2 if position.is_final else position.index % 2]
+        alpha = point_alpha(config, position)
         return norm_class(
             position.channels, config.norm_eps, has_gain(config), position.has_bias, alpha
         )
@@ -765,16 +802,6 @@ NORMS: dict[str, Builder] = {
 # ----------------------------------------------------------------------------------------- recipes
 
 
-def depth_scale(position: Position) -> float:
-    """Return 1 / sqrt(l) for the norms of block l = 1 .. L, 1 for the final norm."""
-    return 1.0 if position.is_final else position.block**-0.5
-
-
-def keel_weight(position: Position) -> float:
-    """Return the number of sublayers, 2 L, but 1 after the first MLP (KEEL, equation 8)."""
-    return 1.0 if position.index == 2 else 2.0 * position.n_layer
-
-
 def same_std(n_layer: int) -> dict[str, float]:
     """Return the factors that undo 1 / sqrt(2 L): all linears have the same initial scale."""
     depth = math.sqrt(2 * n_layer)
@@ -798,11 +825,18 @@ def tanh_alpha(channels: int) -> tuple[float, float, float]:
     return attention, others, others
 
 
-DEEPNORM = Recipe("DeepNet, section 4.3", deepnorm_factors)
-SAME_STD = Recipe("the authors' code", same_std)
-DYT = Recipe("the authors' LLaMA", same_std, tanh_alpha, learned_scale=True, decay_gains=True)
+# DeepNet, section 4.3
+DEEPNORM = Recipe(deepnorm_factors)
+# The code of LayerNorm scaling, which has post, mixln and lns
+SAME_STD = Recipe(same_std)
+# OLMo-core
+OLMO2 = Recipe(same_std, decay_gains=True)
+# The authors' code, based on OLMo
+HYBRID = Recipe(decay_gains=True)
+# The authors' LLaMA
+DYT = Recipe(same_std, tanh_alpha, learned_scale=True, decay_gains=True)
+# The authors' nanoGPT
 DERF = Recipe(
-    "the authors' nanoGPT",
     point_alpha=lambda channels: (1.0, 1.0, 1.0),
     learned_scale=True,
     has_bias=True,
@@ -842,7 +876,7 @@ NORM_TYPES: dict[str, NormType] = {
         post_letters,
         "IPRL",
         keys=POST_KEYS,
-        residual_weight=lambda position: (2 * position.n_layer) ** 0.25,
+        residual_weight=lambda n_layer: (2 * n_layer) ** 0.25,
         recipe=DEEPNORM,
     ),
     # Mix-LN, arXiv 2412.13795
@@ -855,7 +889,7 @@ NORM_TYPES: dict[str, NormType] = {
         "IRL",
         outputs="RL",
         qk_norm="full",
-        recipe=Recipe("OLMo-core", same_std, decay_gains=True),
+        recipe=OLMO2,
     ),
     # HybridNorm, arXiv 2503.04598
     "hybrid": NormType(
@@ -864,18 +898,23 @@ NORM_TYPES: dict[str, NormType] = {
         keys=POST_KEYS,
         qk_norm="head",
         v_norm=True,
-        recipe=Recipe("the authors' code, based on OLMo", decay_gains=True),
+        recipe=HYBRID,
     ),
-    # KEEL, arXiv 2601.19895
+    # KEEL, arXiv 2601.19895, equation 8. It has no initialisation of its own: that of post.
     "keel": NormType(
-        keel_letters, "IPBRL", keys=POST_KEYS, residual_weight=keel_weight, recipe=SAME_STD
+        keel_letters,
+        "IPBRL",
+        keys=POST_KEYS,
+        residual_weight=lambda n_layer: 2.0 * n_layer,  # the number of sublayers
+        first_border_is_plain=True,
+        recipe=SAME_STD,
     ),
     # LayerNorm scaling, arXiv 2502.05795, equation 12
     "lns": NormType(
         uniform("R"),
         "R",  # not L, whose bias would have to be scaled with the gain
         gain_kinds=("plain", "one_plus"),
-        gain_scale=depth_scale,
+        scales_by_depth=True,
         recipe=SAME_STD,
     ),
     # Dynamic Tanh, arXiv 2503.10622

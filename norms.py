@@ -60,15 +60,14 @@ class Norm(nn.Module):
     """Add delta, then normalise: the base of all norms.
 
     A subclass gives `normalize`, or `forward` where one kernel adds and normalises.
-    The parameters `weight` and `bias` are (C,), float32 by default. The gain is
-    (gain_offset + weight) * gain_scale, by default the weight itself.
+    The parameters `weight` and `bias` are (C,), float32 by default. The gain is the weight itself,
+    or (gain_offset + weight) / sqrt(depth).
     """
 
     # Which implementation runs: auto, torch or triton (kernels/__init__.py). The plan sets it.
     kernels = "auto"
     centers = False  # does it subtract the mean over channels?
     gain_offset = 0.0  # 1 for gains stored as 1 + weight (Gemma, Qwen3-Next)
-    gain_scale = 1.0  # fixed; 1 / sqrt(l) in block l with LayerNorm scaling
 
     def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False):
         super().__init__()
@@ -77,6 +76,10 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(channels)) if affine and bias else None
         self.anchor: nn.Module | None = None  # taper.ScaleAnchor, if the plan has one here
+        # Block number l, for LayerNorm scaling by 1 / sqrt(l). A tensor (), because torch.compile
+        # would make one graph for each value of a Python number. Not its root, because l is exact
+        # in every type.
+        self.register_buffer("depth", None)
 
     def forward(
         self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
@@ -106,16 +109,44 @@ class Norm(nn.Module):
         gain = self.weight
         if gain is None:
             return None
-        if self.gain_offset:
-            # In float32 at least: near 1, a bfloat16 sum would round small weights away.
-            gain = self.gain_offset + gain.to(statistics_dtype(gain))
-        if self.gain_scale != 1:
-            gain = gain * self.gain_scale
-        return gain
+        if self.has_plain_gain:
+            return gain
+        # In float32 at least: near 1, a bfloat16 sum would round small weights away.
+        wide = statistics_dtype(gain)
+        gain = self.gain_offset + gain.to(wide)
+        return gain if self.depth is None else gain / self.depth.to(wide).sqrt()
 
-    def weight_for(self, gain: Tensor) -> Tensor:
-        """Return the weight whose gain is `gain`."""
-        return gain / self.gain_scale - self.gain_offset
+    @property
+    def has_plain_gain(self) -> bool:
+        """Is the gain the weight itself?"""
+        return not self.gain_offset and self.depth is None
+
+    @property
+    def exact_gain(self) -> Tensor:
+        """The gain (C,) in float64; () without a weight."""
+        if self.weight is None:
+            return torch.ones((), dtype=torch.float64)
+        gain = self.gain_offset + self.weight.detach().double()
+        return gain if self.depth is None else gain / self.depth.double().sqrt()
+
+    def weight_for(self, source: "Norm") -> Tensor:
+        """Return the weight (C,) with which this norm has the gain of `source`, rounded once."""
+        weight = source.weight
+        if weight is not None and source.has_plain_gain and self.has_plain_gain:
+            return weight
+        like = self.weight if weight is None else weight
+        return self.weight_of(source.exact_gain.expand(self.channels)).to(like.dtype)
+
+    def weight_of(self, gain: Tensor) -> Tensor:
+        """Return the weight with which this norm has a gain (C,), in float64."""
+        gain = gain.double()
+        if self.depth is not None:
+            gain = gain * self.depth.double().sqrt()
+        return gain - self.gain_offset
+
+    def gains(self) -> list[nn.Parameter]:
+        """Return the parameters that weight decay of gains acts on."""
+        return [] if self.weight is None else [self.weight]
 
     def affine(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """Apply gain and bias in the precision of y, then round once to `dtype`."""
@@ -222,7 +253,7 @@ class RMSNorm(Norm):
     def folded_form(self) -> FoldedForm | None:
         if not self.is_whole:
             return None
-        gain = None if self.weight is None else self.gain.double()
+        gain = None if self.weight is None else self.exact_gain
         return FoldedForm("own", gain, self.bias)
 
     @property
@@ -297,9 +328,7 @@ class SharedRMSNorm(Norm):
         return inv_rms / self.alpha
 
     def folded_form(self) -> FoldedForm:
-        one = torch.ones((), dtype=torch.float64)
-        gain = one if self.weight is None else self.gain.double()
-        return FoldedForm("shared", gain / self.alpha)
+        return FoldedForm("shared", self.exact_gain / self.alpha)
 
     def log_drift(self, h: Tensor, inv_rms: Tensor) -> Tensor:
         return (inv_rms / inverse_rms(h, self.eps)).log().double()
@@ -436,9 +465,10 @@ class OutputNorm(Norm):
             return norm_add_norm(
                 x, delta, output.gain, following.gain, output.eps, following.eps, self.kernels
             )
-        if is_plain_rms(output) and isinstance(following, NoNorm):
+        if is_plain_rms(output):
+            # The same rounding whatever follows: N(delta) is rounded with the sum.
             h = add_normed(x, delta, output.gain, output.eps, self.kernels)
-            return h, h, None
+            return following(h, None, inv_rms)
         delta, _ = output.normalize(delta, None)
         return following(x, delta, inv_rms)
 
@@ -464,8 +494,7 @@ class OutputNorm(Norm):
 
 def is_plain_rms(norm: Norm) -> bool:
     """Is it an RMSNorm with one statistic and without a bias, as the kernels of OutputNorm are?"""
-    is_whole = type(norm) is RMSNorm and norm.is_whole
-    return is_whole and norm.bias is None and norm.anchor is None
+    return type(norm) is RMSNorm and norm.is_whole and norm.bias is None
 
 
 class GatedRMSNorm(nn.Module):

@@ -224,6 +224,9 @@ class TaperNorm(Norm):
     def core(self) -> Norm:
         return self.base
 
+    def gains(self) -> list[nn.Parameter]:
+        return [] if self.weight_tilde is None else [self.weight_tilde]  # the base has its own
+
     def folded_form(self) -> FoldedForm | None:
         """The fixed map, once it is all that is left."""
         return self.form_at_gate_zero() if self.phase == "fixed" else None

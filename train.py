@@ -116,7 +116,7 @@ class TrainConfig(GPTConfig):
     # Optimiser
     optimizer: str = key(
         "adamw",
-        "of the blocks' matrices (q, k, v, gate and up each by itself); AdamW has the rest",
+        "muon updates the blocks' matrices (q, k, v, gate and up apart), AdamW all the rest",
         ("adamw", "muon"),
     )
     weight_decay: float = key(

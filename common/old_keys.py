@@ -6,6 +6,10 @@ its old value is translated here, so that an older run means what it meant.
 
 from typing import Any
 
+# Norm types whose recipe came later: once alpha of dyt was 0.5 everywhere, and the embeddings were
+# not scaled.
+OLD_RECIPES = {"dyt": "common"}
+
 
 def as_today(config: dict[str, Any]) -> dict[str, Any]:
     """Return a saved config, or a part of one, with today's keys and values.
@@ -15,9 +19,9 @@ def as_today(config: dict[str, Any]) -> dict[str, Any]:
     """
     # In the order of the saved keys, in which report.py names an arm.
     config = dict(_translated(name, value) for name, value in config.items())
-    # Once alpha was 0.5 everywhere, and the embeddings were not scaled.
-    if config.get("norm_type") == "dyt":
-        config.setdefault("norm_recipe", "common")
+    recipe = OLD_RECIPES.get(config.get("norm_type"))
+    if recipe is not None:
+        config.setdefault("norm_recipe", recipe)
     return config
 
 

@@ -179,9 +179,10 @@ def replaced(old: Norm, plan: NormPlan, position: int, device: torch.device) -> 
     for name in ("weight", "bias"):
         if getattr(new.core, name) is not None and getattr(old.core, name) is not None:
             setattr(new.core, name, getattr(old.core, name))
-    if new.core.weight is not None and new.core.gain_scale != old.core.gain_scale:
-        weight = new.core.weight_for(old.core.gain).to(old.core.weight.dtype)
-        new.core.weight = nn.Parameter(weight)
+    if new.core.weight is not None and old.core.weight is not None:
+        weight = new.core.weight_for(old.core)
+        if weight is not new.core.weight:
+            new.core.weight = nn.Parameter(weight)
     return new
 
 

@@ -39,6 +39,7 @@ At some positions the stream is not x + delta, and the product before may not ad
 The norms of queries, keys and values belong to the launch that makes heads.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -162,7 +163,7 @@ def pack(model: GPT, level: str) -> PackedGPT:
         level=level,
         wte=embedding(model, model.wte.weight.detach(), scale),
         wpe=None if model.wpe is None else embedding(model, model.wpe.weight.detach()),
-        norm_e=None if scales_embeddings(model) else model.norm_e,
+        norm_e=embedding_norm(model),
         blocks=[pack_block(block, norm, rope, level) for block, norm, rope in parts],
         # The final norm folds into the head as any other into the linear after it.
         head=enter(model.norm_f, head_weight, None, level),
@@ -202,6 +203,13 @@ def scales_embeddings(model: GPT) -> bool:
     """Return whether the norm of the embeddings is no more than a factor (LearnedScale)."""
     form = None if model.norm_e is None else model.norm_e.folded_form()
     return form is not None and form.statistic == "none"
+
+
+def embedding_norm(model: GPT) -> Norm | None:
+    """Return the norm of the embeddings that a step computes, or None."""
+    if model.norm_e is None or scales_embeddings(model):
+        return None
+    return with_plain_gains(model.norm_e)
 
 
 def embedding(model: GPT, table: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -264,6 +272,23 @@ def gain(norm: Norm | None, like: Tensor) -> Tensor | None:
     return norm.gain.detach()
 
 
+def with_plain_gains(norm: Norm) -> Norm:
+    """Return `norm` with the gains themselves for weights: a copy where it stores others.
+
+    Else each step would compute them again: 1 + weight, or weight / sqrt(l) of lns.
+    """
+    parts = [part for part in norm.modules() if isinstance(part, Norm)]
+    if all(part.has_plain_gain for part in parts):
+        return norm
+    norm = copy.deepcopy(norm)
+    for part in norm.modules():
+        if isinstance(part, Norm) and part.weight is not None:
+            part.weight = nn.Parameter(part.gain.detach())
+            part.gain_offset = 0.0
+            part.depth = None
+    return norm
+
+
 def enter(norm: Norm, weight: Tensor, bias: Tensor | None, level: str, kind: str = "") -> Entry:
     """Return the entry of `norm` and the linear after it, folded if `level` folds this norm.
 
@@ -280,7 +305,7 @@ def enter(norm: Norm, weight: Tensor, bias: Tensor | None, level: str, kind: str
     # `not kind`: after this linear there is no activation, whose launch could compute the
     # statistic.
     if not can_fold or (level == "library" and form.statistic == "own" and not kind):
-        return Entry(weight, bias, norm, kind=kind)
+        return Entry(weight, bias, with_plain_gains(norm), kind=kind)
     # W' and c' of (3), in float64
     folded, bias = fold_affine(weight, bias, form)
     bias = None if bias is None else bias.to(weight.dtype)

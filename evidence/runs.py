@@ -66,6 +66,12 @@ BEFORE_THE_KEY = {
     "residual": "float32",
     "optimizer": "adamw",
     "decay_per_step": 0.0,
+    "rope_scaling_kind": "llama3",
+    "window": 0,
+    "local_blocks": "",
+    "local_rope_theta": 0.0,
+    "attn_scale": 0.0,
+    "embed_scale": 1.0,
 }
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 RULES = ("acc", "acc_norm")  # how HellaSwag's choice is made (evals/hellaswag.py)

@@ -55,7 +55,8 @@ def to_rms(model: GPT) -> GPT:
         if letter == "L":
             center_linear(weights, f"blocks.{index // 2}.{('attn.proj', 'mlp.down')[index % 2]}")
     for name, norm in norms_with_gains(model).items():
-        weights[f"{name}.weight"] = norm.gain_scale * (norm.gain_offset + norm.weight.double())
+        weights[f"{name}.weight"] = norm.exact_gain
+        weights.pop(f"{name}.depth", None)
 
     keys: dict[str, object] = {}
     if config.norm_gain == "one_plus":
@@ -85,7 +86,7 @@ def check_to_rms(model: GPT) -> None:
     if not set(plan.letters) <= set("LRPBI"):
         raise FoldError(f"{what}: --to=rms is for LayerNorm and RMSNorm (layer, cbwc, lns, ...)")
     gains = norms_with_gains(model)
-    is_plain = all(norm.gain_offset == 0 and norm.gain_scale == 1 for norm in gains.values())
+    is_plain = all(norm.has_plain_gain for norm in gains.values())
     if is_plain and not has_layer_norms(plan):
         raise FoldError(f"{what}: its norms are RMSNorms with plain gains already")
     if centers_stream(plan):
@@ -167,7 +168,7 @@ def absorb_alpha(model: GPT) -> GPT:
     for name, norm in norms_with_gains(model).items():
         form = norm.folded_form()
         if form is not None and form.statistic == "shared":
-            weights[f"{name}.weight"] = norm.weight_for(form.gain)
+            weights[f"{name}.weight"] = norm.weight_of(form.gain)
             weights.pop(f"{name}.alpha", None)
     return rebuild(model, replace(config, coupled_alpha=1.0, coupled_calibrate=0), weights)
 

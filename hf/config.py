@@ -543,7 +543,7 @@ def refuse_unknown(config: GPTConfig, plan: NormPlan, family: str) -> None:
             value = shown.get(name, repr(getattr(config, name)))
             raise HFError(
                 f"{name}={value}: no {family} of transformers computes that, so "
-                "it cannot be exported (convert.py makes other norm types rms)"
+                "it cannot be exported (convert.py --to=rms says whether it can become rms)"
             )
 
 

@@ -207,23 +207,14 @@ def export_target(model: GPT, hf: dict[str, Any]) -> GPT:
     dtype = model.wte.weight.dtype
     for name, norm in target.named_modules():
         if isinstance(norm, Norm) and norm.weight is not None:
-            weights[f"{name}.weight"] = stored_gain(model.get_submodule(name), norm, dtype)
+            weights[f"{name}.weight"] = norm.weight_for(model.get_submodule(name)).to(dtype)
     for name, tensor in target.state_dict().items():
         if name not in weights:
             weights[name] = torch.zeros(tensor.shape, dtype=dtype)
+    # Block numbers of LayerNorm scaling are in the gains now.
+    weights = {name: tensor for name, tensor in weights.items() if not name.endswith(".depth")}
     target.load_state_dict(weights, assign=True)
     return target
-
-
-def stored_gain(source: Norm, target: Norm, dtype: torch.dtype) -> Tensor:
-    """Return the weight (C,) with which `target` has the gain of `source`, rounded once."""
-    weight = source.weight
-    if weight is None:
-        return target.weight_for(torch.ones(target.channels, dtype=torch.float64)).to(dtype)
-    if (source.gain_offset, source.gain_scale) == (target.gain_offset, target.gain_scale):
-        return weight
-    gain = (source.gain_offset + weight.double()) * source.gain_scale
-    return target.weight_for(gain).to(weight.dtype)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -621,3 +621,18 @@ def test_initial_gains(kind):
         assert set(keel[f"blocks.1.norm1.{part}.weight"].tolist()) == {many[2] - offset}
     lns = plan("lns", 4, norm_gain=kind, initial_gain=0.5)
     assert lns.norm(7).gain.unique().item() == 0.25 and lns.norm(8).gain.unique().item() == 0.5
+
+
+def test_blocks_of_lns_share_their_graphs():
+    """Their scales are tensors: a number for each block would be a graph for each block."""
+
+    def graphs(norm_type):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = GPT(replace(GPT2, norm_type=norm_type, n_layer=5))
+        for block in model.blocks:
+            block.compile(backend="eager")
+        model(torch.zeros(1, 8, dtype=torch.int64))
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    assert 0 < graphs("lns") == graphs("rms") < 5

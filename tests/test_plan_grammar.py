@@ -22,6 +22,7 @@ from evidence.runs import by_arm, difference_in_settings, find_runs
 from load import init_from, load_model
 from model import GPT, Block, GPTConfig
 from norm_plan import NORM_TYPES, NormConfig, NormPlan, foreign_keys, keys_of
+from norms import Norm
 from train import TrainConfig
 from training.checkpoint import model_config, save_checkpoint
 from training.optim import guarded_update, make_optimizer, micro_step
@@ -365,8 +366,6 @@ def test_arms_of_older_logs(norm_type, keys, arm, now, records_keys, tmp_path):
 @pytest.mark.parametrize(
     ("source", "keys", "words"),
     [
-        ({}, {"norm_gain": "one_plus"}, "norm_gain=plain, and this run one_plus"),
-        ({"norm_gain": "one_plus"}, {}, "norm_gain=one_plus, and this run plain"),
         ({"qk_norm": "head", "qk_gain": False}, {}, "qk_norm=head, and this run none"),
         ({"qk_norm": "head"}, {"qk_norm": "full"}, "qk_norm=head, and this run full"),
         (
@@ -388,6 +387,47 @@ def test_init_from_refuses_gains_and_norms_of_another_kind(source, keys, words, 
     init_from(same, str(tmp_path / "source.pt"))
     idx = torch.arange(8)[None]
     assert torch.equal(same(idx), model(idx))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ({"norm_gain": "one_plus"}, {}),
+        ({}, {"norm_gain": "one_plus"}),
+        ({"norm_type": "lns"}, {}),
+        ({"norm_type": "lns", "norm_gain": "one_plus"}, {"norm_type": "coupled"}),
+        ({}, {"norm_type": "lns"}),
+        ({"norm_type": "lns"}, {"norm_type": "taper"}),
+        ({"norm_type": "lns"}, {"norm_type": "rms", "norm_plan": "RR RR R | RR RR"}),
+        ({"norm_type": "peri", "norm_gain": "one_plus"}, {}),
+        ({"qk_norm": "head", "norm_gain": "one_plus"}, {"qk_norm": "head"}),
+    ],
+    ids=str,
+)
+def test_init_from_keeps_gains_however_they_are_stored(source, target, tmp_path):
+    model = GPT(replace(SHAPE, **{"norm_type": "rms", **source}))
+    with torch.no_grad():
+        for norm in model.modules():
+            if isinstance(norm, Norm) and norm.weight is not None:
+                norm.weight.add_(0.3 * torch.randn(norm.channels))
+    state = {"step": 1, "config": vars(model.config), "model": model.state_dict()}
+    save_checkpoint(tmp_path / "source.pt", state)
+    new = GPT(replace(SHAPE, **{"norm_type": "rms", **target}))
+    init_from(new, str(tmp_path / "source.pt"))
+    for old, norm in zip(model.norms(), new.norms(), strict=True):
+        torch.testing.assert_close(norm.core.exact_gain, old.core.exact_gain, rtol=1e-6, atol=1e-7)
+    if "qk_norm" in source:
+        pair = (gpt.blocks[0].attn.q_norm.exact_gain for gpt in (new, model))
+        torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-7)
+
+
+def test_init_from_refuses_to_lose_the_learned_scale(tmp_path):
+    model = GPT(replace(SHAPE, norm_type="dyt"))
+    state = {"step": 1, "config": vars(model.config), "model": model.state_dict()}
+    save_checkpoint(tmp_path / "source.pt", state)
+    with pytest.raises(CheckpointError, match="multiplies its embeddings by a learned number"):
+        init_from(GPT(replace(SHAPE, norm_type="rms")), str(tmp_path / "source.pt"))
+    init_from(GPT(replace(SHAPE, norm_type="dyt"), seed=1), str(tmp_path / "source.pt"))
 
 
 def test_init_from_compares_output_eps_where_both_have_output_norms(tmp_path):

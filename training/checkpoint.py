@@ -35,7 +35,7 @@ from common.errors import CheckpointError, run_program
 from common.old_keys import as_today
 from configurator import Overrides, parse_args
 from model import GPTConfig
-from norm_plan import foreign_keys
+from norm_plan import foreign_keys, resolved
 from training.lock import FolderLock
 
 FORMAT = 1
@@ -304,10 +304,10 @@ def check_same_model(
     theirs = model_config(saved, path)
     names = keys or [field.name for field in fields(GPTConfig) if field.name not in FREE_KEYS]
     for name in names:
-        then = getattr(theirs, name)
-        now = getattr(config, name)
+        then = resolved(theirs, name)
+        now = resolved(config, name)
         if then != now:
-            remedy = f"add --{name}={then}" if keys else "use its settings, or another out_dir"
+            remedy = f"add --{name}={then}" + ("" if keys else ", or use another out_dir")
             raise CheckpointError(
                 f"{path} is of another model: {name}={then!r} there, {now!r} here: {remedy}"
             )

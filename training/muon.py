@@ -98,12 +98,15 @@ class MuonWithAdamW:
     def _give_gradients(self) -> None:
         """Give each matrix its rows of the gradient, divided by grad_scale."""
         gradients = [weight.grad for weight in self.group["params"]]
-        if self.grad_scale is not None:
-            torch._foreach_div_(gradients, self.grad_scale)
+        given = [gradient for gradient in gradients if gradient is not None]
+        if self.grad_scale is not None and given:
+            torch._foreach_div_(given, self.grad_scale)
         parts = iter(self.parts)
         for gradient, rows in zip(gradients, self.rows, strict=True):
-            for part in gradient.split(rows):
-                next(parts).grad = part
+            # A weight without a gradient is left alone, as AdamW does.
+            pieces = [None] * len(rows) if gradient is None else gradient.split(rows)
+            for piece in pieces:
+                next(parts).grad = piece
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters."""

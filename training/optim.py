@@ -4,7 +4,7 @@ A step whose loss or gradient is not finite is never applied.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -108,7 +108,8 @@ def make_optimizer(
             rest.
     """
     hidden = model.hidden_matrices() if kind == "muon" else {}
-    gains = set(_gains(model)) if decay_gains else set()
+    norms = [module for module in model.modules() if isinstance(module, Norm)]
+    gains = {gain for norm in norms for gain in norm.gains()} if decay_gains else set()
     rest = [p for p in model.parameters() if p not in hidden]
     decayed = [p for p in rest if p.dim() >= 2 or p in gains]
     others = [p for p in rest if p.dim() < 2 and p not in gains]
@@ -119,15 +120,6 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     adamw = torch.optim.AdamW(groups, lr, betas, eps, fused=True)
     return MuonWithAdamW(hidden, adamw, lr, weight_decay) if hidden else adamw
-
-
-def _gains(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the gains of all norms; a taper has one more, gamma~."""
-    for module in model.modules():
-        if isinstance(module, Norm):
-            for name, parameter in module.named_parameters(recurse=False):
-                if name in ("weight", "weight_tilde"):
-                    yield parameter
 
 
 @torch.no_grad()

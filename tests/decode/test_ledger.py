@@ -24,7 +24,7 @@ from decode.pack import LEVELS, level_at, pack
 from decode.step import TUNED, Decoder, decode_logits
 from hf.config import shape_config
 from kernels.decode import reference as decode_reference
-from model import GPT
+from model import GPT, GPTConfig
 from norm_plan import NORM_TYPES
 from norms import NoNorm
 
@@ -223,6 +223,28 @@ def test_the_table_of_norm_types_has_both_ledgers(norm):
     model = make("llama", norm)
     steps = [launches(pack(model, level), 1, 16)[3].total() for level in ("plain", "fused")]
     assert f"| {', '.join(kilobytes)} | {', '.join(map(str, steps))} |" in row
+
+
+@pytest.mark.parametrize("level", ["plain", "fused"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"norm_type": "lns"},
+        {"norm_gain": "one_plus"},
+        {"norm_type": "peri", "norm_gain": "one_plus"},
+    ],
+    ids=str,
+)
+def test_no_step_computes_gains(keys, level):
+    """1 + weight and weight / sqrt(l) are computed when the model is packed."""
+    config = GPTConfig(
+        **{"norm_type": "rms", **keys}, n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=8
+    )
+    packed = pack(GPT(config), level)
+    norms = [entry.norm for entry in packed.entries] + [packed.norm_e]
+    parts = [part for norm in norms if norm is not None for part in norm.modules()]
+    assert level == "fused" or parts
+    assert all(part.has_plain_gain for part in parts if part.weight is not None)
 
 
 def test_only_pre_norm_layouts_take_other_arms():

@@ -39,7 +39,12 @@ VARIANTS = {
     "cbwc": {"bias": True},
     "taper": {},
     "taper layer": {"norm_type": "taper", "taper_base": "layer"},
-    "dyt": {},
+    # alpha of 0.5: a larger one leaves alpha a gradient that is all rounding
+    "dyt": {"norm_type": "dyt", "norm_recipe": "common"},
+    "peri": {},
+    "olmo2": {"norm_gain": "one_plus", "norm_type": "olmo2", "qk_norm": None},
+    "hybrid": {"norm_type": "hybrid", "residual_weight": 1.5},
+    "lns": {},
 }
 TOKENS = torch.randint(SHAPE.vocab_size, (3, 9), generator=torch.Generator().manual_seed(5)).to(
     DEVICE
