@@ -82,6 +82,7 @@ class Plain:
     has_v_norm: bool = False
     groups: int = 1
     weight: float | None = None  # of the stream in the sum
+    plain_at: int | None = None  # the position where that weight is 1 nevertheless (KEEL)
     share: float = 0.25
     sections: tuple[str, ...] = ()  # of by_letters
 
@@ -315,7 +316,7 @@ def by_letters(g: Plain, x: Tensor, inputs: str, outputs: str, embedding: str) -
         if position and outputs[position - 1] != "I":
             delta = g.N(f"{name}.output", delta, g.output_eps)
             name += ".input"
-        a = g.weight if letter in "PB" and position else 1.0
+        a = g.weight if letter in "PB" and position not in (0, g.plain_at) else 1.0
         x = a * x + delta
         if letter in "PB":
             x = g.N(f"{name}.base", x)
@@ -422,6 +423,8 @@ def test_a_random_plan_is_its_letters(seed):
     if "P" in row.allowed_letters:
         keys |= {"residual_weight": 1.5, "post_base": kind}
     told = {"kind": kind, "weight": 1.5, "sections": (inputs, outputs, embedding)}
+    if norm_type == "keel":
+        told["plain_at"] = 2
     shape = draw.choice([GPT2, LLAMA])
     compare(norm_type, keys, shape, {"layout": "by_letters", **told})
 
