@@ -65,6 +65,7 @@ from hf.weights import export_hf
 from kernels.decode import reference as decode_reference
 from load import load_model
 from model import GPT, GPTConfig
+from norm_plan import SHARED
 from posthoc.coupling import text_windows, to_coupled
 from training.checkpoint import BEST, LAST, save_checkpoint
 
@@ -194,7 +195,7 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
         rewrite = partial(gpt.to_folded, exact=exact)
     elif config.to == "decode":
         rewrite = DecodeForm
-    elif model.config.norm_type == "coupled":
+    elif SHARED in model.plan.letters:
         rewrite = gpt.absorb_alpha
     else:
         if not config.inexact:

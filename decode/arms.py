@@ -34,7 +34,7 @@ from fold.gpt import retype
 from model import GPT, Block
 from norm_plan import NormPlan
 from norms import Norm
-from taper import is_tapered
+from taper import is_tapered, tapers
 
 OWN = ""
 AUTO = "auto"  # instead of names of arms
@@ -121,12 +121,10 @@ def with_norms(model: GPT, norm_type: str, calibration: Tensor | None = None, **
             determine the scale of each norm.
         keys: of the norm type (coupled_alpha, ...).
     """
-    is_done = norm_type != "taper" or is_tapered(model)
+    is_done = not tapers(model) or is_tapered(model)
     if model.config.norm_type == norm_type and is_done:
         return model
     device = model.wte.weight.device
-    if norm_type == "taper":
-        keys = {"taper_warmup": 1.0, "taper_end": 2.0} | keys
     config = retype(model.config, norm_type, **keys)
 
     # a copy in which all tensors are those of the model
@@ -143,7 +141,7 @@ def with_norms(model: GPT, norm_type: str, calibration: Tensor | None = None, **
             # the same parameters; the class decides whether `forward` centres them
             linear.__class__ = plan.type.residual_linear
     changed.norm_f = replaced(changed.norm_f, plan, 2 * config.n_layer, device)
-    if norm_type == "taper":
+    if tapers(changed):
         run_taper(changed, calibration)
     return changed.eval()
 

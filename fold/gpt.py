@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from common.errors import FoldError
 from load import NORM_NAMES
 from model import GPT, GPTConfig
-from norm_plan import NORM_TYPES, NormPlan
+from norm_plan import NORM_TYPES, SHARED, NormPlan
 from norms import CenteredLinear, Norm, center, fold_affine
 from taper import TaperNorm
 
@@ -117,7 +117,7 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
     if the scaling was never calibrated.
     """
     config = model.config
-    if config.norm_type != "taper":
+    if "T" not in model.plan.letters:
         raise FoldError(
             f"norm_type={config.norm_type}: "
             "--to=folded is for taper, whose gate leaves a fixed scaling"
@@ -160,7 +160,7 @@ def absorb_alpha(model: GPT) -> GPT:
     alpha. All other tensors are those of `model` itself.
     """
     config = model.config
-    if config.norm_type != "coupled" or config.norm_gain == "none":
+    if SHARED not in model.plan.letters or config.norm_gain == "none":
         raise FoldError(
             f"norm_type={config.norm_type}: alpha is absorbed into the gains of a coupled model"
         )

@@ -19,14 +19,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import ConfigError, FoldError
 from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
 from fold.gpt import rebuild, retype
 from model import GPT
-from norm_plan import NormPlan
+from norm_plan import SHARED, NormPlan
 from posthoc.kl import kl_divergence
 from training.stream import token_rms
 
@@ -104,7 +104,10 @@ def refusal(model: GPT) -> str:
     config = model.config
     is_whole = config.norm_groups == 1 and config.rms_fraction == 1
     has_bias = config.rms_bias and config.bias
-    if config.norm_type not in ("rms", "coupled") or not is_whole or has_bias:
+    has_rms_norms = set(model.plan.letters) <= {"R", SHARED}
+    is_scaled = any(norm.depth is not None for norm in model.norms())
+    is_centred = model.plan.type.residual_linear is not nn.Linear
+    if not has_rms_norms or is_scaled or is_centred or not is_whole or has_bias:
         return (
             f"norm_type={config.norm_type}: coupling is for rms, whole and without biases in the "
             "norms (convert.py --to=rms makes it of layer, cbwc and lns)"
@@ -285,8 +288,10 @@ def to_coupled(model: GPT, plan: str, idx: Tensor) -> GPT:
     Raises:
         FoldError: the norms cannot be coupled.
     """
-    if model.config.norm_type == "coupled":
-        raise FoldError("norm_type=coupled: it is coupled already")
+    if SHARED in model.plan.letters:
+        raise FoldError(
+            f"norm_type={model.config.norm_type}, norm_plan {model.plan}: it is coupled already"
+        )
     plan = str(view(model, plan).plan)
     alpha = Calibration(model, idx).alpha(plan)
     config = retype(model.config, "coupled", norm_plan=plan, coupled_alpha=alpha)
