@@ -41,17 +41,18 @@ def test_every_norm_type_starts_from_rms_and_leads_back(norm_type, saved):
     there = source.state_dict()
     here = model.state_dict()
     assert all(torch.equal(here[name], there[name]) for name in there if "norm" not in name)
-    gains = [norm.weight for norm in source.norms()]
+    gains = [norm.exact_gain for norm in source.norms()]
     cores = [norm.core for norm in model.norms()]
     kept = [
-        norm.weight is not None and torch.equal(norm.weight, gain)
+        norm.weight is not None and torch.allclose(norm.exact_gain, gain, rtol=1e-6)
         for norm, gain in zip(cores, gains, strict=True)
     ]
     # A norm that replaces the stream is no input norm, and none has no norms.
     assert kept == [letter not in "PBI" for letter in model.plan.letters]
     assert all(kept) == (" 0 are left out" in note or note == f"weights of {path}")
     back = GPT(replace(SHAPE, norm_type="rms", qk_norm="none"), seed=2)
-    path, model = saved(norm_type=norm_type)
+    # The authors' dyt and derf have a learned scale, which rms cannot take over.
+    path, model = saved(norm_type=norm_type, norm_recipe="common")
     init_from(back, path)
     assert torch.equal(back.blocks[1].mlp.up.weight, model.blocks[1].mlp.up.weight)
     if norm_type == "peri":
@@ -65,8 +66,6 @@ def test_every_norm_type_starts_from_rms_and_leads_back(norm_type, saved):
         ({"norm_type": "olmo2"}, {"norm_type": "rms"}, "add --qk_norm=full, or --qk_norm=none"),
         ({"norm_type": "olmo2"}, {"norm_type": "hybrid"}, "and this run head: add --qk_norm=full"),
         ({"norm_type": "hybrid"}, {"norm_type": "rms", "qk_norm": "head"}, "add --v_norm=True"),
-        ({"norm_type": "rms", "norm_gain": "one_plus"}, {"norm_type": "rms"}, "--to=rms"),
-        ({"norm_type": "rms"}, {"norm_type": "lns", "norm_gain": "one_plus"}, "=plain"),
         (
             {"norm_type": "peri", "output_eps": 1e-5},
             {"norm_type": "olmo2"},
