@@ -119,6 +119,9 @@ def init_from(model: GPT, spec: str) -> str:
         weights[name] = F.pad(weights[name], (0, 0, 0, max(0, more)))
     free = f"{NORM_NAMES}|{ATTENTION_NORM_NAMES}"
     new, dropped = load_weights(model, weights, Path(spec), free=free)
+    # The block numbers of lns are no weights.
+    new = [name for name in new if not name.endswith(".depth")]
+    dropped = [name for name in dropped if not name.endswith(".depth")]
     note = f"weights of {spec}"
     if new or dropped:
         note += f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"
@@ -164,7 +167,12 @@ def _gains(source: GPT, model: GPT) -> dict[str, Tensor]:
 
 
 def _check_learned_scale(source: GPT, model: GPT, spec: str) -> None:
-    """Raise CheckpointError if the learned scale of the embeddings would be lost."""
+    """Raise CheckpointError if only one of the two scales its embeddings by a learned number."""
+    if isinstance(model.norm_e, LearnedScale) and not isinstance(source.norm_e, LearnedScale):
+        raise CheckpointError(
+            f"this run would multiply the embeddings of {spec} by {model.norm_e.scale.item():.4g}: "
+            "add --norm_recipe=common"
+        )
     if isinstance(source.norm_e, LearnedScale) and not isinstance(model.norm_e, LearnedScale):
         raise CheckpointError(
             f"{spec} multiplies its embeddings by a learned number, which this run has not: start "

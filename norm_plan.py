@@ -422,9 +422,15 @@ class NormPlan:
                 )
             for letter in letters:
                 if letter not in allowed:
+                    others = [
+                        name
+                        for name, row in NORM_TYPES.items()
+                        if not where and letter in row.allowed_letters
+                    ]
+                    known = f"; {', '.join(others)} know {letter}" if others else ""
                     raise ConfigError(
                         f"norm_plan letter {letter!r}{where}: norm_type={self.config.norm_type} "
-                        f"knows {', '.join(allowed)}"
+                        f"knows {', '.join(allowed)}{known}"
                     )
         for index, letter in enumerate(self.letters):
             # The letter before, all s left out, must be R: that norm has computed a statistic.
@@ -551,21 +557,30 @@ class NormPlan:
         )
         return " | ".join(pairs)
 
-    def notes(self) -> list[str]:
-        """Return what belongs to the layout and is not in the letters, a phrase each."""
+    def notes(self, at_start: bool = True) -> list[str]:
+        """Return what belongs to the layout and is not in the letters, a phrase each.
+
+        Args:
+            at_start: initial values too. A run that starts from other weights does not use them.
+        """
         config = self.config
         found = []
         weights = {
-            f"{residual_weight(config, self._position(index)):.4g}"
+            index: residual_weight(config, self._position(index))
             for index, letter in enumerate(self.letters)
             if letter in "PB"
         }
         if weights:
             base = "LayerNorm" if config.post_base == "layer" else "RMSNorm"
-            found.append(f"{base} at P and B, residual weight {' and '.join(sorted(weights))}")
-        if "mixln_share" in self.type.keys and "B" not in self.letters:
-            found.append("no block is Post-LN")
-        if set(self.letters) & set("DE"):
+            first, *others = weights.values()
+            text = f"{first:.4g}"
+            if set(others) - {first}:
+                text += f" at position {min(weights)}, {others[-1]:.4g} at the others"
+            letters = " and ".join(sorted({self.letters[index] for index in weights}, reverse=True))
+            found.append(f"{base} at {letters}, residual weight {text}")
+        elif "mixln_share" in self.type.keys:
+            found.append("no block is Post-LN: give a larger mixln_share or more blocks")
+        if at_start and set(self.letters) & set("DE"):
             numbers = [point_alpha(config, self._position(index)) for index in range(2)]
             numbers.append(point_alpha(config, self._position(2 * self.n_layer)))
             text = ", ".join(f"{number:g}" for number in numbers)
@@ -578,7 +593,7 @@ class NormPlan:
             found.append("gains of block l divided by sqrt(l)")
         if config.norm_gain != "plain":
             found.append(f"gains {config.norm_gain}")
-        if config.initial_gain != 1:
+        if at_start and config.initial_gain != 1:
             found.append(f"initial gains {config.initial_gain}")
         if self.recipe.has_bias and not self.bias:
             found.append("biases in norms")
@@ -588,8 +603,11 @@ class NormPlan:
             found.append("weight decay on gains")
         if self.recipe.learned_scale:
             found.append(f"embeddings times a learned {math.sqrt(self.channels):.4g}")
+        factors = self.init_factors() if at_start else {}
         found += [
-            f"initial {part} times {factor:.4g}" for part, factor in self.init_factors().items()
+            f"initial {part} {factor:.4g} times the common"
+            for part, factor in factors.items()
+            if not math.isclose(factor, 1)
         ]
         return found
 

@@ -487,7 +487,7 @@ class Trainer:
         start = {
             "n_params": self.model.num_params(),
             "norm_plan": str(self.model.plan),
-            "norm_notes": self.model.plan.notes(),
+            "norm_notes": self.model.plan.notes(at_start=not self.config.init_from),
             # report.py names an arm by the keys that are not at their defaults. It learns here
             # which keys are about norms.
             "norm_keys": keys_of(norm_type),

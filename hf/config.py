@@ -538,12 +538,16 @@ def refuse_unknown(config: GPTConfig, plan: NormPlan, family: str) -> None:
         "qk_norm": repr(plan.qk_kind),
         "v_norm": plan.has_v_norm,
     }
+    remedy = "convert.py --to=rms says whether it can become rms"
+    if family == "gpt2":
+        remedy += "; layouts of OLMo 2 and Gemma 3 need rope and a gated MLP"
+    remedies = {"output_eps": f"it has one eps: train with --output_eps={config.norm_eps:g}"}
     for name, is_computed in computes.items():
         if not is_computed:
             value = shown.get(name, repr(getattr(config, name)))
             raise HFError(
                 f"{name}={value}: no {family} of transformers computes that, so "
-                "it cannot be exported (convert.py --to=rms says whether it can become rms)"
+                f"it cannot be exported ({remedies.get(name, remedy)})"
             )
 
 

@@ -428,6 +428,12 @@ def test_init_from_refuses_to_lose_the_learned_scale(tmp_path):
     with pytest.raises(CheckpointError, match="multiplies its embeddings by a learned number"):
         init_from(GPT(replace(SHAPE, norm_type="rms")), str(tmp_path / "source.pt"))
     init_from(GPT(replace(SHAPE, norm_type="dyt"), seed=1), str(tmp_path / "source.pt"))
+    with pytest.raises(CheckpointError, match="would multiply the embeddings"):
+        derf = GPT(replace(SHAPE, norm_type="derf"))
+        save_checkpoint(
+            tmp_path / "rms.pt", state | {"config": vars(SHAPE), "model": GPT(SHAPE).state_dict()}
+        )
+        init_from(derf, str(tmp_path / "rms.pt"))
 
 
 def test_init_from_compares_output_eps_where_both_have_output_norms(tmp_path):
