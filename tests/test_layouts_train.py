@@ -14,6 +14,9 @@ from helpers import Job, losses, val_losses
 
 from norm_plan import NORM_TYPES
 
+# On one worker, so that the runs are made once.
+pytestmark = pytest.mark.xdist_group("layouts_train")
+
 
 @pytest.fixture(scope="module")
 def runs(tiny_data, tmp_path_factory) -> Path:
