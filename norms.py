@@ -132,7 +132,9 @@ class Norm(nn.Module):
     def weight_for(self, source: "Norm") -> Tensor:
         """Return the weight (C,) with which this norm has the gain of `source`, rounded once."""
         weight = source.weight
-        if weight is not None and source.has_plain_gain and self.has_plain_gain:
+        # Stored alike: 1 + weight would lose the last digits of a small weight.
+        has_no_depth = self.depth is None and source.depth is None
+        if weight is not None and has_no_depth and self.gain_offset == source.gain_offset:
             return weight
         like = self.weight if weight is None else weight
         return self.weight_of(source.exact_gain.expand(self.channels)).to(like.dtype)

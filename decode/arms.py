@@ -174,13 +174,11 @@ def replaced(old: Norm, plan: NormPlan, position: int, device: torch.device) -> 
     """
     with device:
         new = plan.norm(position)
-    for name in ("weight", "bias"):
-        if getattr(new.core, name) is not None and getattr(old.core, name) is not None:
-            setattr(new.core, name, getattr(old.core, name))
+    if new.core.bias is not None and old.core.bias is not None:
+        new.core.bias = old.core.bias
     if new.core.weight is not None and old.core.weight is not None:
         weight = new.core.weight_for(old.core)
-        if weight is not new.core.weight:
-            new.core.weight = nn.Parameter(weight)
+        new.core.weight = weight if weight is old.core.weight else nn.Parameter(weight)
     return new
 
 
