@@ -352,11 +352,11 @@ def parse_margin(argument: str, metric: str, text: str) -> float:
 def draw(arms: Arms, rows: list[Comparison], baseline: str, out: Path) -> list[Path]:
     """Draw the pictures of a report into `out`, those that the runs have data for.
 
-    Losses over time are drawn for runs on GPUs only: speeds of runs on a CPU are not judged.
+    Losses over time are drawn only if the speed of every run is judged: Run.speed_problem.
     """
     runs = all_runs(arms)
     plots = [plot_loss(arms, out / "loss_tokens.png", "tokens", baseline)]
-    if not any(run.on_cpu for run in runs):
+    if not any(run.speed_problem for run in runs):
         plots.append(plot_loss(arms, out / "loss_time.png", "time"))
     if rows:
         plots.append(plot_differences(rows, out / "differences.png"))

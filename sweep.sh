@@ -11,12 +11,17 @@
 #   KEEP       archive (a name in .tar.xz) for each finished run's config, log and HellaSwag items;
 #              runs in it are skipped
 #   NPROC      processes a run, started by torchrun            (1)
+#   JOBS       runs side by side, one CPU core each            (1)
 #
 # All arms of a seed run one after the other, each time beginning with another arm, so that a drift
 # of the machine's speed affects all alike. After an interruption, run it again: finished runs are
 # skipped, the interrupted one continues where it stopped. Each run's output is in its folder's
-# train.txt. Exit codes: 1 if a run failed (the others are still done), 2 at once if a setting is
-# wrong, 130 if it was stopped.
+# train.txt; in a terminal its last line is shown. Exit codes: 1 if a run failed (the others are
+# still done), 2 at once if a setting is wrong, 130 if it was stopped.
+#
+# A worker claims a run before it starts it, and passes over runs that others have claimed. So
+# several sweeps, also on several machines, can work on one OUT. With JOBS above 1 a run's speed
+# depends on its neighbours: its log says jobs=JOBS, and report.py does not judge it.
 set -euo pipefail
 cd "$(dirname "$0")"
 die() { echo "error: $1" >&2; exit 2; }
@@ -31,6 +36,7 @@ KEEP=${KEEP:-}
 [[ -z $KEEP || $KEEP == *.tar.xz ]] ||
   die "KEEP=$KEEP: needs an archive's name, such as runs.tar.xz"
 NPROC=${NPROC:-1}
+JOBS=${JOBS:-1}
 [ ! -f "$OUT/config.json" ] ||
   die "OUT=$OUT is the folder of a run: give the sweep another one, OUT=out/sweep"
 [ -f "$1" ] || die "$1: no such file; the first argument is a config file"
@@ -50,6 +56,12 @@ read -ra seeds <<<"${SEEDS:-8 9 10 11 12 13 14 15}"
 for seed in "${seeds[@]}"; do
   [[ $seed =~ ^[0-9]+$ ]] || die "SEEDS: $seed is no seed: give numbers, separated by blanks"
 done
+[[ $JOBS =~ ^[1-9][0-9]*$ ]] || die "JOBS=$JOBS: needs a number from 1 on"
+common=("$@")
+if [ "$JOBS" != 1 ]; then
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+  common+=(--jobs="$JOBS")
+fi
 launcher=("$PYTHON")
 [ "$NPROC" = 1 ] || launcher+=(-m torch.distributed.run --standalone --nproc_per_node="$NPROC")
 
@@ -71,60 +83,135 @@ def main(argv):
     for start, end in zip(marks, marks[1:]):
         parse_args(TrainConfig, argv[: marks[0]] + argv[start + 1 : end])
 
-run_program(main)' "$@" "${check[@]}" || exit 2
+run_program(main)' "${common[@]}" "${check[@]}" || exit 2
 
 kept=$'\n'
 [ -z "$KEEP" ] || kept+=$("$PYTHON" -m evidence.archive "$KEEP")$'\n' || exit 1
-child=
-failed=0
-number=0
 total=$((${#arms[@]} * ${#seeds[@]}))
-stop() {
-  [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }
-  echo "stopped; run it again to go on"
-  exit 130
-}
-trap stop INT TERM HUP
 
-for round in "${!seeds[@]}"; do
-  for turn in "${!arms[@]}"; do
-    arm=${arms[(turn + round) % ${#arms[@]}]}
-    seed=${seeds[round]}
-    split "$arm"
-    # The run's name: keys with + between, without --, and with _ for blanks and slashes.
-    name=$(IFS=+; echo "${keys[*]}")
-    name=${name//+--/+}
-    name=${name//[ \/]/_}-$seed
-    number=$((number + 1))
-    run=$OUT/$name
-    label="[$number/$total] $name"
-    if [[ $kept == *$'\n'"$name"$'\n'* ]]; then echo "$label: in $KEEP already"; continue; fi
-    if grep -qs '"event": "end", "reason": "done"' "$run/log.jsonl"; then
-      echo "$label: done already"
-    else
-      mkdir -p "$run"
-      start=$SECONDS
-      status=0
-      "${launcher[@]}" train.py "$@" --norm_type="${keys[0]}" "${keys[@]:1}" --seed="$seed" \
-        --out_dir="$run" --hellaswag="${HELLASWAG:-auto}" >"$run/train.txt" 2>&1 &
-      child=$!
-      wait "$child" || status=$?
-      child=
-      # torchrun prints its own report below the error of a rank, so the last line will not do.
-      last=$(grep -a '^error:' "$run/train.txt" | tail -n 1) && [ "$status" != 0 ] ||
-        last=$(tail -n 1 "$run/train.txt")
-      case $status:$last in
-        0:stopped*) echo "$label: $last"; stop ;;
-        0:*) echo "$label: $last  ($((SECONDS - start)) s)" ;;
-        *)
-          echo "$label: FAILED with exit code $status: $last"
-          failed=1
-          [ "$status" != 2 ] || exit 2
-          continue
-          ;;
-      esac
-    fi
-    [ -z "$KEEP" ] || "$PYTHON" -m evidence.archive "$KEEP" "$run" || failed=1
+state=$(mktemp -d) # `said`: runs of which a line was printed; for each worker, where it is
+clear=
+[ ! -t 1 ] || clear=$'\r\033[J'
+
+# Print a line about run $1. In a terminal it takes the place of the display, which goes on below.
+tell() {
+  echo "$1" >>"$state/said"
+  printf '%s%s\n' "$clear" "$2"
+}
+
+# The same, unless something was said of that run.
+tell_once() { grep -qsxF "$1" "$state/said" || tell "$1" "$2"; }
+
+is_done() { grep -qs '"event": "end", "reason": "done"' "$OUT/$1/log.jsonl"; }
+
+# Have the sweep stop with code $1.
+stop_all() {
+  echo "$1" >"$state/code"
+  kill -TERM $$
+  exit "$1"
+}
+
+# Train run $1, called $2, by train.py with the other arguments; 0 also if another worker has it.
+train() {
+  local name=$1 label=$2 run=$OUT/$1 start=$SECONDS status=0 last
+  shift 2
+  printf '%s\n' "$label" "$run/train.txt" >"$state/$worker"
+  # The claimer alone may write the file of the output.
+  "$PYTHON" -m evidence.claim "$run" bash -c 'file=$1; shift; exec "$@" >"$file" 2>&1' - \
+    "$run/train.txt" "${launcher[@]}" train.py "$@" &
+  child=$!
+  wait "$child" || status=$?
+  child=
+  [ "$status" != 75 ] || return 0
+  # torchrun prints its own report below the error of a rank, so the last line will not do.
+  last=$(grep -a '^error:' "$run/train.txt" | tail -n 1) && [ "$status" != 0 ] ||
+    last=$(tail -n 1 "$run/train.txt")
+  case $status:$last in
+    0:stopped*) tell "$name" "$label: $last"; stop_all 130 ;;
+    0:*) tell "$name" "$label: $last  ($((SECONDS - start)) s)" ;;
+    *)
+      tell "$name" "$label: FAILED with exit code $status: $last"
+      [ "$status" != 2 ] || stop_all 2
+      return 1
+      ;;
+  esac
+}
+
+# Go through all runs, and train those that nobody has.
+work() {
+  local worker=$1 failed=0 number=0 round turn arm seed name label
+  child=
+  trap '[ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; exit 130' \
+    INT TERM HUP
+  for round in "${!seeds[@]}"; do
+    for turn in "${!arms[@]}"; do
+      arm=${arms[(turn + round) % ${#arms[@]}]}
+      seed=${seeds[round]}
+      split "$arm"
+      # The run's name: keys with + between, without --, and with _ for blanks and slashes.
+      name=$(IFS=+; echo "${keys[*]}")
+      name=${name//+--/+}
+      name=${name//[ \/]/_}-$seed
+      number=$((number + 1))
+      label="[$number/$total] $name"
+      if [[ $kept == *$'\n'"$name"$'\n'* ]]; then
+        tell_once "$name" "$label: in $KEEP already"
+        continue
+      fi
+      if is_done "$name"; then
+        tell_once "$name" "$label: done already"
+      else
+        train "$name" "$label" "${common[@]}" --norm_type="${keys[0]}" "${keys[@]:1}" \
+          --seed="$seed" --out_dir="$OUT/$name" --hellaswag="${HELLASWAG:-auto}" || failed=1
+      fi
+      if [ -n "$KEEP" ] && is_done "$name"; then
+        "$PYTHON" -m evidence.archive "$KEEP" "$OUT/$name" || failed=1
+      fi
+    done
   done
+  exit $failed
+}
+
+# Show for each worker its run and the last line of it.
+show() {
+  local text shown worker label output
+  while sleep 1; do
+    text=
+    shown=0
+    for ((worker = 1; worker <= JOBS; worker++)); do
+      { read -r label && read -r output; } <"$state/$worker" || continue
+      label="$label: $(tail -n 1 "$output")"
+      text+=$'\r\033[K'${label:0:$(tput cols) - 1}$'\n'
+      shown=$((shown + 1))
+    done
+    [ $shown = 0 ] || printf '%s\033[%dA' "$text" $shown
+  done 2>/dev/null
+}
+
+workers=()
+display=
+# Stop what still runs, and exit with code $1.
+finish() {
+  trap '' INT TERM HUP
+  kill -TERM "${workers[@]}" $display 2>/dev/null || true
+  wait
+  rm -rf "$state"
+  printf '%s' "$clear"
+  [ "$1" != 130 ] || echo "stopped; run it again to go on"
+  exit "$1"
+}
+trap 'finish "$(cat "$state/code" 2>/dev/null || echo 130)"' INT TERM HUP
+
+for ((worker = 1; worker <= JOBS; worker++)); do
+  work "$worker" &
+  workers+=($!)
 done
-exit $failed
+if [ -n "$clear" ]; then
+  show &
+  display=$!
+fi
+failed=0
+for pid in "${workers[@]}"; do
+  wait "$pid" || failed=1
+done
+finish $failed

@@ -164,6 +164,12 @@ class TrainConfig(GPTConfig):
         ("default", "max-autotune-no-cudagraphs"),
     )
 
+    jobs: int = key(
+        1,
+        "runs side by side on this machine, as sweep.sh says: above 1 no speed is judged",
+        least=1,
+    )
+
     # HellaSwag
     hellaswag: str = key(
         "off", "score HellaSwag at the end: off, auto (downloads the items), or a file of items"

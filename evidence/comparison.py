@@ -316,13 +316,14 @@ class Measured:
             return crossed(np.stack(self.by_item))  # (seeds, items)
         return paired(np.array(self.differences))
 
-    def caution(self, metric: Metric, run: Run) -> str:
+    def caution(self, metric: Metric, runs: list[Run]) -> str:
         """Say why a verdict would mislead here, whatever the tests say; "" if it would not."""
         if metric is EQUAL_TIME:
             return "the exchange rate is an upper estimate, so this is no verdict"
-        if metric.relative and run.on_cpu:
+        problem = next((run.speed_problem for run in runs if run.speed_problem), "")
+        if metric.relative and problem:
             return (
-                "speeds of runs on a CPU are described, not judged "
+                f"speeds {problem} are described, not judged "
                 "(bench/train.py compares steps in one process)"
             )
         if self.by_item:
@@ -409,6 +410,7 @@ def compare(
         verdicts = decide(estimates, delta, metric.lower_is_better)
         for arm, estimate, verdict in zip(found, estimates, verdicts, strict=True):
             measured = found[arm]
+            runs = [run for pair in pairs[arm] for run in pair]
             row = Comparison(
                 metric=metric,
                 arm=arm,
@@ -420,7 +422,7 @@ def compare(
                 estimate=estimate,
                 verdict=verdict,
                 n_arms=len(found),
-                no_verdict=diverged.get(arm) or measured.caution(metric, run),
+                no_verdict=diverged.get(arm) or measured.caution(metric, runs),
             )
             rows.append(row)
     return rows, left_out

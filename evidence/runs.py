@@ -54,6 +54,7 @@ NAMES = {
     "wandb",
     "wandb_project",
     "parallel",
+    "jobs",
     "hellaswag",
     "hellaswag_interval",
     "hellaswag_items",
@@ -120,9 +121,16 @@ class Run:
         return self.config["seed"]
 
     @property
-    def on_cpu(self) -> bool:
-        """Was the run trained on a CPU? Its speed is then not judged."""
-        return self.start["device"].startswith("cpu")
+    def speed_problem(self) -> str:
+        """Why the run's speed is not judged; "" if it is."""
+        if self.start["device"].startswith("cpu"):
+            return "of runs on a CPU"
+        resumed = [
+            change for event in self.events_of("resume") for change in event.get("changed", [])
+        ]
+        if self.config.get("jobs", 1) > 1 or any(change.startswith("jobs ") for change in resumed):
+            return "of runs side by side on one machine"
+        return ""
 
     @cached_property
     def norm_keys(self) -> dict[str, Any]:

@@ -496,6 +496,24 @@ def test_models_at_chance_and_speeds_on_a_cpu_get_no_verdict(tmp_path):
     assert rows["tok_per_s", "layer"].word == "not judged"
 
 
+@pytest.mark.parametrize("how", ["started", "resumed"])
+def test_speeds_of_runs_side_by_side_get_no_verdict(tmp_path, how):
+    """One such run is enough, and also one that was resumed so."""
+    for seed in SEEDS:
+        for norm_type in ("rms", "layer"):
+            has_neighbours = norm_type == "layer" and seed == SEEDS[-1]
+            jobs = 2 if has_neighbours and how == "started" else 1
+            run = write_run(tmp_path, norm_type, seed, jobs=jobs)
+            if has_neighbours and how == "resumed":
+                resume = {"event": "resume", "step": 50, "changed": ["jobs 1 -> 2"]}
+                with open(run / "log.jsonl", "a") as log:
+                    log.write(json.dumps(resume) + "\n")
+    rows = rows_of(tmp_path)
+    assert rows["tok_per_s", "layer"].word == "not judged"
+    assert "side by side" in rows["tok_per_s", "layer"].sentence()
+    assert len(rows["val_loss", "layer"].seeds) == len(SEEDS)
+
+
 def test_arms_are_written_as_sweep_takes_them(tmp_path):
     run = write_run(tmp_path, "coupled", 8, coupled_alpha=(1.0, 1.1), norm_plan="Rs Rs R")
     assert find_runs([run])[0].arm == "coupled --norm_plan='Rs Rs R' --coupled_alpha=1.0,1.1"

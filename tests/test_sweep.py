@@ -174,6 +174,7 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
         ("SEEDS", "1,2", "1,2 is no seed"),
         ("ARMS", "rms copled", "did you mean coupled"),
         ("SEEDS", "1 1", "is named twice"),
+        ("JOBS", "two", "JOBS=two: needs a number"),
     )
     for name, value, error in wrong:
         assert any(
@@ -183,3 +184,54 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
         ["./sweep.sh"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert "ARMS" in help_text and "set -euo" not in help_text
+
+
+@pytest.mark.xdist_group("sweep")
+def test_workers_share_out_the_runs(data, tmp_path):
+    """Two sweeps with two workers each work on one folder: each run is trained once, and its log
+    says that it had neighbours. A claimed run is passed over.
+    """
+    out = tmp_path / "out"
+    held = out / "rms-2"
+    held.mkdir(parents=True)
+    waiter = [sys.executable, "-c", "print('here', flush=True); input()"]
+    holder = subprocess.Popen(
+        [sys.executable, "-m", "evidence.claim", str(held), *waiter],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout.readline() == "here\n"
+    jobs = [start(data, out, ARMS="rms layer", JOBS="2") for _ in range(2)]
+    lines = [line for job in jobs for line in finish(job)]
+    holder.communicate("")
+    trained = [line for line in lines if "done: best val loss" in line]
+    assert sorted(line.split()[1] for line in trained) == ["layer-1:", "layer-2:", "rms-1:"]
+    assert not records(held)
+    for run in find_runs([out]):
+        assert run.config["jobs"] == 2
+        assert [event["event"] for event in run.events if event["event"] in ("start", "end")] == [
+            "start",
+            "end",
+        ]
+    # what was passed over is trained by the next sweep
+    rest = finish(start(data, out, ARMS="rms layer", JOBS="2", KEEP=str(tmp_path / "k.tar.xz")))
+    assert len(rest) == 4 and sum("done already" in line for line in rest) == 3
+    assert len(archive.names(archive.read(tmp_path / "k.tar.xz"))) == 4
+
+
+@pytest.mark.xdist_group("sweep")
+def test_stopped_workers_leave_nothing_running(data, tmp_path):
+    """SIGTERM stops the runs of all workers, which save."""
+    out = tmp_path / "out"
+    job = start(data, out, "--max_iters=4000", "--warmup_iters=1", JOBS="2")
+    end = time.monotonic() + 120
+    runs = [out / "rms-1", out / "coupled+coupled_span=2-1"]
+    while not all(any("step" in record for record in records(run)) for run in runs):
+        assert time.monotonic() < end and job.poll() is None
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    assert finish(job, 130)[-1].startswith("stopped")
+    for run in runs:
+        assert "SIGTERM" in records(run)[-1]["reason"]
