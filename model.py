@@ -10,6 +10,7 @@ V vocabulary.
 import math
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,11 @@ from norms import Handover, Norm
 #   cost:  24 C^2 bytes for each step, because the gradient of the gain reads the 4 C^2 folded
 #          weights (float32) and their gradient (bfloat16) once more
 FOLD_PAYS = 24 / 4
+
+# On a CPU, attention of fewer tokens than this is computed in float32 in a 16-bit run; measured
+# (docs/log.md). The second number is for heads of fewer than 64 channels.
+WIDE_ATTENTION = 192
+WIDE_ATTENTION_NARROW = 512
 
 # rope_scaling_kind -> what the numbers of rope_scaling are
 ROPE_SCALINGS = {
@@ -414,16 +420,34 @@ class Attention(nn.Module):
         # Flash attention. PyTorch's plain formula was faster in eager mode on a CPU (48 against
         # 61 ms a layer at T = 256), but 1.5 times as slow when compiled at T = 1024, and it keeps
         # tensors (B, H, T, T).
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None and q.shape[2] > 1,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
-            enable_gqa=self.kv_heads != self.heads,
-        )
+        dtype = q.dtype
+        context = nullcontext()
+        if attends_wider(q):
+            q, k, v = q.float(), k.float(), v.float()
+            context = torch.autocast(q.device.type, enabled=False)
+        with context:
+            a = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None and q.shape[2] > 1,
+                dropout_p=self.dropout if self.training else 0.0,
+                scale=self.scale,
+                enable_gqa=self.kv_heads != self.heads,
+            )
+        return a.to(dtype)
+
+
+def attends_wider(q: Tensor) -> bool:
+    """Is attention of q (B, H, T, head_dim) faster in float32 than in 16 bits?
+
+    On a CPU its backward multiplies small tiles, and a 16-bit product costs some 15 us more to
+    start.
+    """
+    _, _, T, head_dim = q.shape
+    tokens = WIDE_ATTENTION if head_dim >= 64 else WIDE_ATTENTION_NARROW
+    return T < tokens and q.device.type == "cpu" and q.dtype.itemsize == 2
 
 
 class MLP(nn.Module):

@@ -21,6 +21,7 @@ order, and `run` is the loop.
 
 import dataclasses
 import errno
+import itertools
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from torch import Tensor
 from common.distributed import Ranks, StopSignal, accumulate, is_sharded, replicate, shard
 from common.environment import DTYPES, Precision, faster_float32_products, peak_flops
 from common.errors import CheckpointError, ConfigError, UserError, run_program
+from common.old_keys import chosen_then
 from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
@@ -54,7 +56,8 @@ from training.checkpoint import (
     restore,
     save_checkpoint,
 )
-from training.dataloader import Blocks, TrainLoader
+from training.choices import choose, keep
+from training.dataloader import Blocks, TrainLoader, merge
 from training.evaluation import Evaluator
 from training.lock import FolderLock
 from training.log import RunLog, Throughput
@@ -149,7 +152,7 @@ class TrainConfig(GPTConfig):
     )
     dtype: str = key(
         "auto",
-        "of the computation; weights are float32 (auto: bfloat16 on CUDA)",
+        "of the computation; weights are float32 (auto: bfloat16 on CUDA and where a CPU gains)",
         ("auto", *DTYPES),
     )
     parallel: str = key(
@@ -157,13 +160,18 @@ class TrainConfig(GPTConfig):
         "on several ranks: each holds the whole model (ddp), or a share of it (fsdp)",
         ("ddp", "fsdp"),
     )
-    compile: bool | None = key(None, "torch.compile (auto: on CUDA)")
+    compile: bool | None = key(None, "torch.compile (auto: on CUDA, and in long runs on a CPU)")
     compile_mode: str = key(
         "default",
         "of torch.compile; max-autotune tries kernels for products that also add",
         ("default", "max-autotune-no-cudagraphs"),
     )
 
+    merge_micro_batches: int = key(
+        0,
+        "micro-batches of a rank computed at once (0: on a CPU up to 8,192 tokens, else 1)",
+        least=0,
+    )
     jobs: int = key(
         1,
         "runs side by side on this machine, as sweep.sh says: above 1 no speed is judged",
@@ -267,7 +275,6 @@ class Trainer:
         self.stop_signal = StopSignal()
         self._join_ranks()
         self._open_data()
-        self._make_evaluator()
         # No other process may be in the run folder when we look for a checkpoint there.
         is_main = self.ranks.is_main  # it locks the folder for all ranks
         self.lock = self.ranks.together(
@@ -275,6 +282,8 @@ class Trainer:
         )
         try:
             found = self._find_checkpoint()
+            self._choose(found)
+            self._make_evaluator()
             self._find_provenance(found)
             self._build_model(found)
             # FSDP replaces the parameters, so the optimiser is made after it.
@@ -293,7 +302,7 @@ class Trainer:
             raise
 
     def _join_ranks(self) -> None:
-        """Join the other processes of this run, and choose device and precision."""
+        """Join the other processes of this run, and find the device."""
         config = self.config
         # Raises if the ranks do not divide the micro-batches of a step.
         self.ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
@@ -302,12 +311,6 @@ class Trainer:
             faster_float32_products(config.n_embd, config.head_channels)
         if config.parallel == "fsdp" and not dist.is_initialized():
             raise ConfigError("parallel=fsdp divides the model among ranks: start it with torchrun")
-        self.precision = Precision(config.dtype, self.ranks.device)
-        self.scaler = self.precision.scaler
-        # MFU is a share of the peak in low precision.
-        self.peak_flops = None
-        if self.precision.is_low:
-            self.peak_flops = peak_flops(self.ranks.device)
 
     def _open_data(self) -> None:
         """Open the token shards, and complete the config with the vocabulary of the data."""
@@ -354,6 +357,23 @@ class Trainer:
         step = -1 if found is None else found.state["step"]
         self.ranks.check_same(step, different_checkpoints(self.out_dir))
         return found
+
+    def _choose(self, found: FoundCheckpoint | None) -> None:
+        """Replace what the config leaves to `auto`: by a rule, or by what the run chose before."""
+        device = self.ranks.device
+        if found is None:
+            chosen, line = choose(self.config, device)
+        else:
+            state, path, _ = found
+            then = self.ranks.together(lambda: saved_provenance(state, path))
+            chosen, line = keep(self.config, state["config"], then.get("device", device.type))
+        self.config = dataclasses.replace(self.config, **chosen)
+        if line:
+            self.notes.append(line)
+        self.precision = Precision(self.config.dtype, device)
+        self.scaler = self.precision.scaler
+        # MFU is a share of the peak in low precision.
+        self.peak_flops = peak_flops(device) if self.precision.is_low else None
 
     def _find_provenance(self, found: FoundCheckpoint | None) -> None:
         """Describe data, machine and code. Raises DataError if ranks see different data."""
@@ -419,7 +439,8 @@ class Trainer:
         restore(path, state, self.config, self.model, self.optimizer, self.scaler)
         self.step = state["step"]
         self.best = state["best_val_loss"]
-        keys = changed_keys(state["config"], dataclasses.asdict(self.config), then)
+        before = chosen_then(state["config"], then.get("device", self.ranks.device.type))
+        keys = changed_keys(before, dataclasses.asdict(self.config), then)
         self.changed = keys + changes(then, self.provenance)
         if problem:
             self.notes.append(f"not usable: {problem}")
@@ -440,11 +461,9 @@ class Trainer:
             )
 
     def _compile(self) -> None:
-        """Compile the model, on CUDA unless the config says otherwise."""
-        config = self.config
-        wanted = self.ranks.on_cuda if config.compile is None else config.compile
+        """Compile the model, if the run has chosen to."""
         self.compiled = self.model
-        if wanted:
+        if self.config.compile:
             # Training and evaluation are compiled apart, and again in each phase of a taper.
             # Beyond PyTorch's limit of 8, which a taper reached, the rest would run in eager mode
             # without a message.
@@ -452,7 +471,7 @@ class Trainer:
             # The whole model, under FSDP too: graphs break at the blocks' hooks, and all blocks
             # share one graph. Compiled block by block, head and loss would stay eager, and
             # HellaSwag's changing shapes would reach the compiled blocks.
-            self.compiled = torch.compile(self.model, dynamic=False, mode=config.compile_mode)
+            self.compiled = torch.compile(self.model, dynamic=False, mode=self.config.compile_mode)
 
     def _replicate(self) -> None:
         """Put DDP around the model, if there are several ranks and each holds all of it."""
@@ -657,15 +676,17 @@ class Trainer:
         device = self.ranks.device
         # of this rank
         micro_batches = self.config.gradient_accumulation_steps // self.ranks.world_size
+        at_once = math.gcd(micro_batches, self.config.merge_micro_batches)
+        passes = micro_batches // at_once
         losses = 0.0
-        for micro in range(micro_batches):
-            x, y = next(batches)  # (B, T) each
+        for number in range(passes):
+            x, y = merge(list(itertools.islice(batches, at_once)))  # (at_once B, T) each
             # From pinned memory to a GPU; the host goes on at once.
             x = x.to(device, non_blocking=True)
             y = y.to(device, non_blocking=True)
             # Gradients add up; DDP reduces them over ranks in the last backward only.
-            with accumulate(self.ddp_model, last=micro == micro_batches - 1):
-                losses = losses + micro_step(self.ddp_model, x, y, self.precision, micro_batches)
+            with accumulate(self.ddp_model, last=number == passes - 1):
+                losses = losses + micro_step(self.ddp_model, x, y, self.precision, passes)
         return losses
 
     def _end_step(self, report: StepReport) -> str:

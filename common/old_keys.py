@@ -11,6 +11,29 @@ from typing import Any
 OLD_RECIPES = {"dyt": "common"}
 
 
+# Keys that a run chooses a value for, and their values that say so.
+AUTO = {"dtype": "auto", "compile": None, "merge_micro_batches": 0}
+
+
+def chosen_then(config: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return a saved config with what its run took for keys that are at auto.
+
+    Runs log what they have chosen. Older ones logged `auto` itself, which went by the device alone.
+
+    Args:
+        config: of a checkpoint or a log.
+        device: as its provenance names it.
+    """
+    on_gpu = not device.startswith(("cpu", "mps"))
+    meant = {
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "compile": on_gpu,
+        "merge_micro_batches": 1,
+    }
+    open_keys = [key for key, auto in AUTO.items() if config.get(key, auto) == auto]
+    return config | {key: meant[key] for key in open_keys}
+
+
 def as_today(config: dict[str, Any]) -> dict[str, Any]:
     """Return a saved config, or a part of one, with today's keys and values.
 

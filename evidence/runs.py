@@ -15,7 +15,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.fingerprint import data_difference
-from common.old_keys import as_today
+from common.old_keys import as_today, chosen_then
 from evidence.archive import SUFFIX, unpack
 
 # Norm keys and their defaults, for older logs that do not record them: those of every norm type
@@ -113,7 +113,8 @@ class Run:
         self.name = name or str(path)
         self.events = read_log(path)
         self.start = self.events[0]
-        self.config: dict[str, Any] = as_today(self.start["config"])
+        device = self.start.get("device", "")
+        self.config: dict[str, Any] = chosen_then(as_today(self.start["config"]), device)
 
     @property
     def seed(self) -> int:

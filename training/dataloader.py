@@ -102,6 +102,14 @@ def epoch_order(seed: int, epoch: int, n_blocks: int) -> np.ndarray:
     return np.random.RandomState([seed, epoch]).permutation(n_blocks)
 
 
+def merge(batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Put micro-batches x, y (B, T) one after the other: (n B, T) each."""
+    if len(batches) == 1:
+        return batches[0]
+    xs, ys = zip(*batches, strict=True)
+    return torch.cat(xs), torch.cat(ys)
+
+
 class TrainLoader:
     """Training batches.
 

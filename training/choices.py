@@ -1,0 +1,146 @@
+"""What a run takes where its config says `auto`: dtype, compile, merge_micro_batches.
+
+A run chooses once, when it begins. Its checkpoints and its log hold what it chose, and a run that
+is resumed keeps that. The rules look at shape, length and processor, never at the norms: runs that
+are compared choose alike. docs/log.md has the measurements behind the numbers.
+"""
+
+import shutil
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.old_keys import AUTO, chosen_then
+
+# bfloat16 pays from this many channels on, and this many tokens times channels in a pass. Small
+# products gain nothing that makes up for the casts.
+LOW_CHANNELS = 64
+LOW_WORK = 1 << 15
+# AMD's AVX512-BF16 gains less than Intel's AMX.
+LOW_CHANNELS_AMD = 128
+# Compiling saves some 20 ns of one core for each token, layer and channel, and costs 30 to 60 s.
+COMPILED_WORK = 5e9
+# Larger passes have fewer calls; beyond this nothing was gained.
+MERGED_TOKENS = 8192
+
+
+def choose(config: Any, device: torch.device) -> tuple[dict[str, Any], str]:
+    """Choose a value for each key of `config` (a TrainConfig) that is at auto.
+
+    Returns:
+        {key: value} for dtype, compile and merge_micro_batches, and what was chosen and why, as one
+        line for people; "" if the config leaves nothing open.
+    """
+    on_cpu = device.type == "cpu"
+    merged = config.merge_micro_batches
+    if merged == AUTO["merge_micro_batches"]:
+        merged = merged_micro_batches(config) if on_cpu else 1
+    dtype = config.dtype, "as told"
+    if config.dtype == AUTO["dtype"]:
+        dtype = cpu_dtype(config, merged) if on_cpu else other_dtype(device)
+    compiled = config.compile, "as told"
+    if config.compile is AUTO["compile"]:
+        compiled = cpu_compile(config) if on_cpu else (device.type == "cuda", f"on {device.type}")
+    chosen = {"dtype": dtype[0], "compile": compiled[0], "merge_micro_batches": merged}
+    if all(chosen[key] == getattr(config, key) for key in AUTO):
+        return chosen, ""
+    word = "compiled" if compiled[0] else "not compiled"
+    line = f"{dtype[0]} ({dtype[1]}), {word} ({compiled[1]})"
+    if merged > 1:
+        line += f", {merged} micro-batches at once"
+    return chosen, line
+
+
+def keep(config: Any, then: dict[str, Any], device: str) -> tuple[dict[str, Any], str]:
+    """Take what a run chose when it began, for each key of `config` that is at auto.
+
+    Args:
+        config: a TrainConfig.
+        then: the config in the checkpoint that is resumed.
+        device: where that run was, as its provenance says.
+
+    Returns:
+        As `choose`.
+    """
+    then = chosen_then(then, device)
+    chosen = {
+        key: then[key] if getattr(config, key) == auto else getattr(config, key)
+        for key, auto in AUTO.items()
+    }
+    if all(chosen[key] == getattr(config, key) for key in AUTO):
+        return chosen, ""
+    listed = ", ".join(f"{key}={value}" for key, value in chosen.items())
+    return chosen, f"{listed}, as when the run began"
+
+
+def merged_micro_batches(config: Any) -> int:
+    """Count the micro-batches of a step that a CPU computes at once.
+
+    The largest divisor of their number whose tokens do not exceed MERGED_TOKENS. It depends on the
+    config alone; a rank that has fewer of them takes the common divisor.
+    """
+    count = config.gradient_accumulation_steps
+    tokens = config.batch_size * config.block_size
+    fits = [n for n in range(1, count + 1) if count % n == 0 and n * tokens <= MERGED_TOKENS]
+    return max(fits, default=1)
+
+
+def cpu_dtype(config: Any, merged: int) -> tuple[str, str]:
+    """Choose the dtype of a run on a CPU. Returns it, and why."""
+    channels, feature = native_bfloat16()
+    if not feature:
+        return "float32", "this processor has no fast bfloat16 products"
+    work = merged * config.batch_size * config.block_size * config.n_embd
+    if config.n_embd < channels or work < LOW_WORK:
+        return "float32", "too small a step to gain from bfloat16"
+    return "bfloat16", f"this processor has {feature}"
+
+
+def other_dtype(device: torch.device) -> tuple[str, str]:
+    """Choose the dtype of a run on a GPU. Returns it, and why."""
+    name = "bfloat16" if device.type == "cuda" else "float32"
+    return name, f"on {device.type}"
+
+
+def cpu_compile(config: Any) -> tuple[bool, str]:
+    """Decide whether a run on a CPU is compiled. Returns it, and why."""
+    tokens = (
+        config.max_iters
+        * config.gradient_accumulation_steps
+        * config.batch_size
+        * config.block_size
+    )
+    if tokens * config.n_layer * config.n_embd < COMPILED_WORK:
+        return False, "too short to earn it back"
+    if not has_compiler():
+        return False, "there is no C++ compiler, or Python's headers are missing"
+    return True, "long enough to earn it back"
+
+
+@cache
+def native_bfloat16() -> tuple[int, str]:
+    """Find whether this processor multiplies bfloat16 faster than float32.
+
+    Returns:
+        The fewest channels for which that pays, and the instruction set; (0, "") if it does not.
+        Intel's AVX512-BF16 without AMX is slower than float32; ARM was not measured.
+    """
+    try:
+        cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return 0, ""
+    if "amx_bf16" in cpu:
+        return LOW_CHANNELS, "AMX"
+    if "AuthenticAMD" in cpu and "avx512_bf16" in cpu:
+        return LOW_CHANNELS_AMD, "AVX512-BF16"
+    return 0, ""
+
+
+@cache
+def has_compiler() -> bool:
+    """Can inductor compile C++ here?"""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return headers.exists() and any(map(shutil.which, ("g++", "clang++", "c++")))
