@@ -445,9 +445,9 @@ def attends_wider(q: Tensor) -> bool:
     On a CPU its backward multiplies small tiles, and a 16-bit product costs some 15 us more to
     start.
     """
-    _, _, T, head_dim = q.shape
-    tokens = WIDE_ATTENTION if head_dim >= 64 else WIDE_ATTENTION_NARROW
-    return T < tokens and q.device.type == "cpu" and q.dtype.itemsize == 2
+    _, _, length, head_dim = q.shape
+    limit = WIDE_ATTENTION if head_dim >= 64 else WIDE_ATTENTION_NARROW
+    return length < limit and q.device.type == "cpu" and q.dtype.itemsize == 2
 
 
 class MLP(nn.Module):

@@ -37,10 +37,10 @@ import torch
 from tqdm import tqdm
 
 from bench.bytes import bytes_of_one_more_block
-from bench.train_arms import NANOGPT, Batch, Step, TrainArm, build_step, is_compiled, parse_arms
+from bench.train_arms import NANOGPT, Batch, Step, TrainArm, build_step, parse_arms, settle
 from bench.train_profile import by_class, profile_step, profile_table
 from common.distributed import Ranks
-from common.environment import Precision, faster_float32_products, peak_flops, timing_environment
+from common.environment import faster_float32_products, peak_flops, timing_environment
 from common.errors import ConfigError, UserError, run_program
 from common.output import card, markdown, span, write_results
 from common.plotting import plt, save, style
@@ -52,6 +52,8 @@ from train import TrainConfig
 CONTROLS = ("rms", "rms-no-mlp-gamma", "layer")
 WARM_UP = 2  # steps after the first, which compiles and allocates
 AGAIN = " (A/A)"
+LOW = ("bfloat16", "float16")
+CHOSEN = ("dtype", "compile", "merge_micro_batches")  # what an arm's step runs with
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class TrainBenchConfig(TrainConfig):
     """Keys of bench/train.py, in addition to those of train.py."""
 
     vocab_size: int = key(50304, "rows of the embedding", least=1)
-    compile: bool | None = key(True, "torch.compile, unless an arm sets it (auto: on CUDA)")
+    compile: bool | None = key(True, "torch.compile, unless an arm sets it (auto: as train.py)")
     arms: str = key(
         "rms", "arms, with semicolons between: 'rms; coupled coupled_span=2; layer compile=False'"
     )
@@ -225,13 +227,13 @@ def count_all(
             f"not with {config.compile_mode}"
         )
         return {}, [remark]
-    if not any(is_compiled(arm.config, device) for arm in arms):
+    if not any(arm.config.compile for arm in arms):
         return {}, ["the norms' bytes are counted in compiled code, and no arm is compiled"]
     counted: dict[str, float | None] = {}
     remarks: list[str] = []
     for arm in arms:
         is_copy = arm.name.endswith(AGAIN)
-        if is_copy or arm.is_nanogpt or not is_compiled(arm.config, device):
+        if is_copy or arm.is_nanogpt or not arm.config.compile:
             continue
         counted[arm.name], remark = count_bytes(arm)
         if remark:
@@ -251,16 +253,14 @@ def measure(
         UserError: an arm does not fit into memory, or the measurement was interrupted too early.
     """
     torch._dynamo.config.recompile_limit = 64  # all arms' models share the code of one forward
-    arms = all_arms(config)
+    arms = [settle(arm, device) for arm in all_arms(config)]
     steps, facts = prepare_all(config, arms, device)
     # Before the rounds, so that an interrupted measurement can show it too.
     counted, remarks = count_all(config, arms, device)
     times = time_rounds(steps, config, device)
     with torch.device("meta"):
         flops = GPT(arms[0].config).flops_per_token()
-    # The peak that is known is that of 16-bit products.
-    is_low = Precision(config.dtype, device).is_low
-    peak = peak_flops(device) if is_low else None
+    peak = peak_flops(device)
     records = []
     for arm in arms:
         speed = tokens_per_step(config) / median(times[arm.name])
@@ -271,8 +271,10 @@ def measure(
                 ratios[base] = dataclasses.asdict(ratio)
         record = {
             "arm": arm.name,
+            **{name: getattr(arm.config, name) for name in CHOSEN},
             "tokens_per_s": speed,
-            "mfu": speed * flops / peak if peak else None,
+            # The peak that is known is that of 16-bit products.
+            "mfu": speed * flops / peak if peak and arm.config.dtype in LOW else None,
             "norm_bytes_per_token": counted.get(arm.name),
             **facts[arm.name],
             "speed_over": ratios,
@@ -311,6 +313,7 @@ def table(records: list[dict[str, Any]]) -> str:
     ]
     cells = {
         "arm": [row["arm"] for row in records],
+        "runs in": [how_it_runs(row) for row in records],
         "tokens/s": [f"{row['tokens_per_s']:,.0f}" for row in records],
         "MFU": [_cell("{:.1%}", row["mfu"]) for row in records],
         "peak memory": [_cell("{:.1f} GB", row["peak_memory"], 1e9) for row in records],
@@ -321,6 +324,14 @@ def table(records: list[dict[str, Any]]) -> str:
         cells[f"speed over {base}"] = [span(ratio) if ratio else "" for ratio in ratios]
     cells = {head: column for head, column in cells.items() if any(column)}
     return markdown(cells, zip(*cells.values()))
+
+
+def how_it_runs(row: dict[str, Any]) -> str:
+    """Say what an arm's step runs with, for a table."""
+    parts = [row["dtype"], "compiled" if row["compile"] else "eager"]
+    if row["merge_micro_batches"] > 1:
+        parts.append(f"{row['merge_micro_batches']} micro-batches at once")
+    return ", ".join(parts)
 
 
 def _cell(form: str, value: float | None, unit: float = 1.0) -> str:
@@ -340,8 +351,8 @@ def report(
         f"{card(place)}.",
         f"{config.n_layer} layers, {config.n_embd} wide, {config.n_head} heads, vocabulary "
         f"{config.vocab_size}; a step has {config.gradient_accumulation_steps} x "
-        f"{config.batch_size} sequences of {config.block_size} tokens; {place['dtype']}. {n} "
-        f"rounds{cut}, in each {config.steps} step(s) of every arm, in random order.",
+        f"{config.batch_size} sequences of {config.block_size} tokens. {n} rounds{cut}, in each "
+        f"{config.steps} step(s) of every arm, in random order.",
         "",
         "Speed over another arm: geometric mean of the rounds' ratios with its 95 % t interval, "
         f"not corrected for how many there are; above 1 the arm is faster.{AGAIN}: a second copy "
@@ -392,7 +403,6 @@ def main(argv: list[str]) -> None:
     if ranks.device.type == "cpu":
         faster_float32_products(config.n_embd, config.head_channels)
     place = timing_environment(ranks.device)
-    place["dtype"] = str(Precision(config.dtype, ranks.device).dtype).removeprefix("torch.")
     records, remarks = measure(config, ranks.device)
     text = report(config, place, records, remarks)
     print(text)
@@ -404,7 +414,15 @@ def main(argv: list[str]) -> None:
         text += "\n![Speed of the arms](speed.png)\n"
         write_results(folder, "steps", lines, "README.md", text)
         plot(records, folder / "speed.png", place["device"])
-    shown = ("arm", "tokens_per_s", "mfu", "peak_memory", "norm_bytes_per_token", "speed_over")
+    shown = (
+        "arm",
+        *CHOSEN,
+        "tokens_per_s",
+        "mfu",
+        "peak_memory",
+        "norm_bytes_per_token",
+        "speed_over",
+    )
     print(json.dumps([{name: row[name] for name in shown} for row in records]))
 
 

@@ -5,8 +5,9 @@ An arm is a norm type with the keys that it sets; in a list, arms are separated 
     rms; coupled; coupled coupled_impl=fold; layer compile=False; rms-no-mlp-gamma; nanogpt
 
 `X-no-mlp-gamma` is X without the gain of the norm before each MLP; `nanogpt` is upstream nanoGPT's
-model and optimiser. Arms differ in keys of the norms, `residual` and `compile` alone, so that
-nothing else can make one of them fast.
+model and optimiser. Arms differ in keys of the norms, `residual`, `compile` and `dtype` alone, so
+that nothing else can make one of them fast. `compile=auto` and `dtype=auto` are what train.py takes
+for the run that the config describes; for nanoGPT what its own users get.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import dataclasses
 import importlib.util
 import io
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,10 +27,13 @@ from torch import Tensor, nn
 
 from common.environment import Precision
 from common.errors import ConfigError, UserError
+from common.old_keys import AUTO
 from configurator import Overrides
 from model import GPT, GPTConfig
 from norm_plan import NormConfig, NormPlan
 from train import TrainConfig, optimizer_of
+from training.choices import choose
+from training.dataloader import merge
 from training.optim import carry_state, guarded_update, micro_step
 
 NO_MLP_GAMMA = "-no-mlp-gamma"
@@ -40,7 +45,8 @@ MAY_DIFFER = {field.name for field in dataclasses.fields(NormConfig)} - {
     "norm_type",
     "coupled_calibrate",
 }
-MAY_DIFFER |= {"residual", "compile"}
+MAY_DIFFER |= {"residual", "compile", "dtype"}
+UPSTREAMS = {"compile", "dtype"}  # keys that an arm of nanoGPT may set
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[], Tensor]  # one optimiser step; its loss, a scalar on the device
@@ -96,8 +102,8 @@ def parse_arm(name: str, config: TrainConfig) -> TrainArm:
                 f"arms: {name!r}: {key} must be the same for all arms, set it once: --{key}={value}"
             )
     is_nanogpt = kind == NANOGPT
-    if is_nanogpt and overrides.values.keys() - {"compile"}:
-        raise ConfigError(f"arms: {name!r}: nanoGPT knows no such key, only compile")
+    if is_nanogpt and overrides.values.keys() - UPSTREAMS:
+        raise ConfigError(f"arms: {name!r}: nanoGPT knows no such key, only compile and dtype")
     norm_type = "layer" if is_nanogpt else kind.removesuffix(NO_MLP_GAMMA)
     if kind.endswith(NO_MLP_GAMMA) and norm_type not in STRIPPABLE:
         raise ConfigError(
@@ -111,6 +117,21 @@ def parse_arm(name: str, config: TrainConfig) -> TrainArm:
     if is_nanogpt:
         check_is_nanogpts(config)
     return TrainArm(name, config, is_nanogpt, not kind.endswith(NO_MLP_GAMMA))
+
+
+def settle(arm: TrainArm, device: torch.device) -> TrainArm:
+    """Return the arm with a value for each key that it leaves to `auto`."""
+    if not arm.is_nanogpt:
+        chosen, _ = choose(arm.config, device)
+    else:
+        # Its README has `--compile=False` for CPUs, where its train.py ignores `dtype`.
+        on_gpu = device.type == "cuda"
+        chosen = {"merge_micro_batches": 1}
+        if arm.config.dtype == AUTO["dtype"]:
+            chosen["dtype"] = "bfloat16" if on_gpu else "float32"
+        if arm.config.compile is AUTO["compile"]:
+            chosen["compile"] = on_gpu
+    return dataclasses.replace(arm, config=dataclasses.replace(arm.config, **chosen))
 
 
 def check_is_nanogpts(config: TrainConfig) -> None:
@@ -133,6 +154,7 @@ def build_step(arm: TrainArm, batches: list[Batch], device: torch.device, nanogp
     """Build the arm's optimiser step, with a model of its own.
 
     Args:
+        arm: of `settle`.
         batches: micro-batches (B, T) on `device`.
         nanogpt: folder with nanoGPT's clone.
     """
@@ -151,13 +173,18 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
     parameters = list(model.parameters())
     optimizer = optimizer_of(config, model)
     forward = model
-    if is_compiled(config, device):
+    if config.compile:
         forward = torch.compile(model, dynamic=False, mode=config.compile_mode)
     model.set_step(1, config.max_iters)
     following = itertools.count(2)  # number of the next step, for the norms' schedules
+    at_once = math.gcd(len(batches), config.merge_micro_batches)
+    starts = range(0, len(batches), at_once)
 
     def step() -> Tensor:
-        losses = sum(micro_step(forward, x, y, precision, len(batches)) for x, y in batches)
+        losses = 0.0
+        for start in starts:
+            x, y = merge(batches[start : start + at_once])  # (at_once B, T) each
+            losses = losses + micro_step(forward, x, y, precision, len(starts))
         is_bad = (~torch.isfinite(losses.sum())).to(losses.dtype)
         guarded_update(optimizer, precision.scaler, parameters, config.grad_clip, is_bad)
         for source, target in model.set_step(next(following), config.max_iters):
@@ -186,7 +213,7 @@ def nanogpt_step(
             config.decay, config.learning_rate, betas, device.type
         )
     forward = model
-    if is_compiled(config, device):
+    if config.compile:
         forward = torch.compile(model, mode=config.compile_mode)
     scaler = precision.scaler
 
@@ -205,13 +232,6 @@ def nanogpt_step(
         return loss.detach() * len(batches)
 
     return step
-
-
-def is_compiled(config: TrainConfig, device: torch.device) -> bool:
-    """Is the arm's model compiled? By default it is on CUDA."""
-    if config.compile is None:
-        return device.type == "cuda"
-    return config.compile
 
 
 def import_nanogpt(folder: Path) -> ModuleType:

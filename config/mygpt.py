@@ -35,3 +35,8 @@ grad_clip = 0.0
 eval_interval = 500
 eval_tokens = 110000
 log_interval = 50
+
+# pinned, so that every run of the study computes alike
+dtype = "float32"
+compile = False
+merge_micro_batches = 1

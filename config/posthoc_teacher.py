@@ -27,6 +27,8 @@ min_lr = 1e-4
 warmup_iters = 100
 
 dtype = "bfloat16"
+compile = False
+merge_micro_batches = 1
 
 eval_interval = 250
 eval_tokens = 49152

@@ -27,6 +27,11 @@ eval_tokens = 65536
 sample_tokens = 0
 hellaswag_items = 1000
 
+# pinned, so that every run of the study computes alike
+dtype = "float32"
+compile = False
+merge_micro_batches = 1
+
 delta_train_loss = 0.01
 delta_val_loss = 0.01
 delta_hellaswag_acc = 0.02

@@ -15,7 +15,7 @@ from helpers import ROOT, TINY
 
 from bench import cuda_codegen, train, train_arms, train_profile
 from bench.train import AGAIN, TrainBenchConfig, all_arms, count_bytes, make_batches, time_rounds
-from bench.train_arms import build_step, parse_arm, parse_arms
+from bench.train_arms import build_step, parse_arm, parse_arms, settle
 from common import environment as environment_module
 from common.environment import Precision
 from common.errors import ConfigError, UserError
@@ -248,7 +248,7 @@ def test_a_step_is_train_pys(norm, train_ok, tiny_data, tmp_path, models):
     batches = [next(stream) for _ in range(4)]
     # train.py takes the vocabulary from the data
     arm = all_arms(dataclasses.replace(config, n_vocab=60))[0]
-    step = build_step(arm, batches, CPU, "")
+    step = build_step(settle(arm, CPU), batches, CPU, "")
     step()
     batches[:] = [next(stream) for _ in range(4)]
     step()
@@ -433,6 +433,9 @@ def test_what_goes_wrong_before_the_first_round(failure, message, monkeypatch):
 def test_the_table_leaves_out_columns_without_a_figure():
     row = {
         "arm": "rms",
+        "dtype": "bfloat16",
+        "compile": True,
+        "merge_micro_batches": 1,
         "tokens_per_s": 2.5e5,
         "mfu": 0.456,
         "peak_memory": 3.21e9,
@@ -441,13 +444,17 @@ def test_the_table_leaves_out_columns_without_a_figure():
     }
     other = row | {
         "arm": "layer",
+        "dtype": "float32",
+        "compile": False,
+        "merge_micro_batches": 4,
         "speed_over": {"rms": {"mean": 0.99, "low": 0.98, "high": 1.0, "n": 2}},
     }
     assert train.table([row, other]).splitlines() == [
-        "| arm | tokens/s | MFU | peak memory | speed over rms |",
-        "| --- | --- | --- | --- | --- |",
-        "| rms | 250,000 | 45.6% | 3.2 GB |  |",
-        "| layer | 250,000 | 45.6% | 3.2 GB | 0.9900 (0.9800 .. 1.0000) |",
+        "| arm | runs in | tokens/s | MFU | peak memory | speed over rms |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| rms | bfloat16, compiled | 250,000 | 45.6% | 3.2 GB |  |",
+        "| layer | float32, eager, 4 micro-batches at once | 250,000 | 45.6% | 3.2 GB "
+        "| 0.9900 (0.9800 .. 1.0000) |",
     ]
 
 
