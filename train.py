@@ -271,6 +271,7 @@ class Trainer:
         self.provenance: dict[str, Any] = {}  # data, machine and code: training/provenance.py
         self.changed: list[str] = []  # what differs from the run that is resumed
         self.notes: list[str] = []  # lines for people, shown once the log is open
+        self.choice = ""  # what stands for `auto`, and why: the first line for people
 
         self.stop_signal = StopSignal()
         self._join_ranks()
@@ -362,14 +363,12 @@ class Trainer:
         """Replace what the config leaves to `auto`: by a rule, or by what the run chose before."""
         device = self.ranks.device
         if found is None:
-            chosen, line = choose(self.config, device)
+            chosen, self.choice = choose(self.config, device)
         else:
             state, path, _ = found
             then = self.ranks.together(lambda: saved_provenance(state, path))
-            chosen, line = keep(self.config, state["config"], then.get("device", device.type))
+            chosen, self.choice = keep(self.config, state["config"], then.get("device", device.type))
         self.config = dataclasses.replace(self.config, **chosen)
-        if line:
-            self.notes.append(line)
         self.precision = Precision(self.config.dtype, device)
         self.scaler = self.precision.scaler
         # MFU is a share of the peak in low precision.
@@ -492,6 +491,8 @@ class Trainer:
         self.log = RunLog(
             self.out_dir, dataclasses.asdict(config), config.max_iters, self.ranks.is_main
         )
+        if self.choice:
+            self.log.say(self.choice)
         if self.step < config.max_iters:
             self.ranks.together(lambda: self._open_log(is_resumed=found is not None))
         end = TaperSchedule(config.taper_warmup, config.taper_end).steps(config.max_iters)[1]

@@ -86,6 +86,7 @@ TINY = (
     "--batch_size=2",
     "--eval_tokens=512",
     "--gradient_accumulation_steps=4",
+    "--merge_micro_batches=1",
     "--max_iters=40",
     "--warmup_iters=5",
     "--learning_rate=1e-2",
@@ -298,6 +299,17 @@ def records(out_dir: Path) -> list[dict]:
 
 def steps_of(out_dir: Path) -> list[dict]:
     return [record for record in records(out_dir) if record["event"] == "step"]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path / "ckpt_last.pt", weights_only=True)["model"]
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    left, right = weights(a), weights(b)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def losses(out_dir: Path) -> dict[int, float]:

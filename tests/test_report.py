@@ -514,6 +514,23 @@ def test_speeds_of_runs_side_by_side_get_no_verdict(tmp_path, how):
     assert len(rows["val_loss", "layer"].seeds) == len(SEEDS)
 
 
+def test_what_auto_meant_is_not_another_setting(tmp_path):
+    """An older run logged `auto`, on a CPU float32 and eager; a newer one what it has chosen."""
+    older = write_run(tmp_path, "rms", 1, start={"device": "cpu (x)"})
+    log = (older / "log.jsonl").read_text()
+    start = json.loads(log.splitlines()[0])
+    assert (start["config"]["dtype"], start["config"]["compile"]) == ("auto", None)
+    del start["config"]["merge_micro_batches"]
+    rest = log.split("\n", 1)[1]
+    (older / "log.jsonl").write_text(json.dumps(start) + "\n" + rest)
+    chosen = {"compile": False, "merge_micro_batches": 1}
+    same = write_run(tmp_path, "layer", 1, start={"device": "cpu (x)"}, dtype="float32", **chosen)
+    other = write_run(tmp_path, "layer", 2, start={"device": "cpu (x)"}, dtype="bfloat16", **chosen)
+    older, same, other = (find_runs([run])[0] for run in (older, same, other))
+    assert runs.difference_in_settings(same, older) == ""
+    assert runs.difference_in_settings(other, same, ("seed",)).startswith("dtype=bfloat16")
+
+
 def test_arms_are_written_as_sweep_takes_them(tmp_path):
     run = write_run(tmp_path, "coupled", 8, coupled_alpha=(1.0, 1.1), norm_plan="Rs Rs R")
     assert find_runs([run])[0].arm == "coupled --norm_plan='Rs Rs R' --coupled_alpha=1.0,1.1"

@@ -20,8 +20,10 @@ from helpers import (
     keys_of,
     losses,
     records,
+    same_weights,
     steps_of,
     val_losses,
+    weights,
     write_tiny_shards,
 )
 
@@ -37,17 +39,6 @@ from taper import TaperSchedule
 from train import TrainConfig
 from training import lock
 from training.dataloader import Blocks
-
-
-def weights(path) -> dict[str, torch.Tensor]:
-    return torch.load(path / "ckpt_last.pt", weights_only=True)["model"]
-
-
-def same_weights(a, b) -> bool:
-    left, right = weights(a), weights(b)
-    return left.keys() == right.keys() and all(
-        torch.equal(left[name], right[name]) for name in left
-    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -70,16 +61,16 @@ def test_cbwc_trains_as_layer_and_rms_does_not(train_ok, tiny_data, tmp_path, bi
 
 
 @pytest.mark.parametrize(
-    ("norm_type", "ranks"),
+    ("norm_type", "ranks", "dtype"),
     [
-        ("layer", 1),
-        ("rms", 2),
-        ("coupled", 1),
-        ("cbwc", 2),
-        ("taper", 2),
+        ("layer", 1, "float32"),
+        ("rms", 2, "float32"),
+        ("coupled", 1, "bfloat16"),
+        ("cbwc", 2, "float32"),
+        ("taper", 2, "bfloat16"),
     ],
 )
-def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, ranks):
+def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, ranks, dtype):
     """40 steps in one go; and with SIGTERM, resume, SIGKILL, resume from an earlier checkpoint.
 
     Every norm type meets both signals, and so does every number of ranks; not every type every
@@ -93,6 +84,7 @@ def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, r
             "--checkpoint_interval=6",
             "--eval_interval=15",
             "--dropout=0.1",
+            f"--dtype={dtype}",
             f"--data_dir={tiny_data}",
             f"--out_dir={tmp_path / name}",
         )
