@@ -367,7 +367,9 @@ class Trainer:
         else:
             state, path, _ = found
             then = self.ranks.together(lambda: saved_provenance(state, path))
-            chosen, self.choice = keep(self.config, state["config"], then.get("device", device.type))
+            chosen, self.choice = keep(
+                self.config, state["config"], then.get("device", device.type)
+            )
         self.config = dataclasses.replace(self.config, **chosen)
         self.precision = Precision(self.config.dtype, device)
         self.scaler = self.precision.scaler

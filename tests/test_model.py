@@ -449,6 +449,35 @@ def test_a_chunked_loss_compiles(narrow, chunks, monkeypatch):
         ) * other.grad.norm()
 
 
+@pytest.mark.parametrize(
+    ("length", "head_dim", "wide"),
+    [(191, 64, True), (192, 64, False), (511, 32, True), (512, 32, False)],
+)
+def test_short_attention_of_a_16_bit_run_is_float32_on_a_cpu(length, head_dim, wide, monkeypatch):
+    """In training and in backward; the block hands on 16 bits as it does without that."""
+    seen = []
+    attention = F.scaled_dot_product_attention
+
+    def spy(q, k, v, **keys):
+        result = attention(q, k, v, **keys)
+        seen.append(result.dtype)
+        return result
+
+    monkeypatch.setattr("model.F.scaled_dot_product_attention", spy)
+    config = GPTConfig(
+        n_layer=1, n_head=2, n_embd=2 * head_dim, vocab_size=64, block_size=length, norm_type="rms"
+    )
+    block = GPT(config).blocks[0]
+    y = torch.randn(1, length, config.n_embd, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        a = block.attn.mix(y, None, None)
+    assert seen == [torch.float32 if wide else torch.bfloat16] and a.dtype == torch.bfloat16
+    a.float().sum().backward()
+    exact = block.attn.double().mix(y.detach().double(), None, None)
+    close(a.double(), exact, 2e-2)
+    assert y.grad.isfinite().all()
+
+
 def test_dropout_in_training_only():
     plain, idx = gpt(), tokens(3, 12)
     model = gpt(dropout=0.5)

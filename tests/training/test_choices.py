@@ -7,9 +7,10 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import TINY, losses, records, same_weights
+from helpers import ROOT, TINY, losses, records, same_weights
 
 from common.old_keys import AUTO
+from configurator import parse_args
 from norm_plan import NORM_TYPES
 from train import TrainConfig
 from training import choices
@@ -161,3 +162,9 @@ def test_at_once_is_one_after_the_other(train_ok, tiny_data, tmp_path, dtype):
     allowed = 1e-12 if dtype == "float64" else 2e-3
     for other in found[1:]:
         assert max(abs(found[0][step] - other[step]) for step in found[0]) <= allowed
+
+
+@pytest.mark.parametrize("study", ["table1_cpu", "mygpt", "posthoc_teacher"])
+def test_studies_leave_nothing_to_auto(study):
+    pinned, _ = parse_args(TrainConfig, [str(ROOT / "config" / f"{study}.py")], "")
+    assert choices.choose(pinned, CPU)[1] == ""
