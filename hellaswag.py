@@ -19,6 +19,7 @@ import torch.distributed as dist
 from common.distributed import Ranks
 from common.environment import Precision
 from common.errors import run_program
+from common.output import check_replaceable
 from configurator import check_least, key, parse_args
 from data.tokenizers import load_tokenizer
 from evals.hellaswag import BATCH_SIZE, ITEMS_FILE, HellaSwag
@@ -69,6 +70,8 @@ def target_file(config: HellaSwagConfig, spec: str) -> Path | None:
 
 def main(argv: list[str]) -> None:
     config, spec = parse_args(HellaSwagConfig, argv, __doc__, spec=True)
+    if config.out:
+        check_replaceable(Path(config.out))  # now, not after the scoring
     ranks = Ranks.start(config.device)
     model = load_model(spec).to(ranks.device)
     tokenizer = load_tokenizer(model.meta)

@@ -13,18 +13,17 @@
       train.py config/coupled.py
 
 A run writes config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.txt into out_dir. The
-same command resumes it. SIGTERM and Ctrl-C finish the step, save a checkpoint, and exit with 0.
+same command resumes it. SIGTERM, Ctrl-C and a closed terminal finish the step, save a checkpoint,
+and exit with 0.
 
 The keys are those of TrainConfig. Trainer is the run: its constructor lists what is set up, in
 order, and `run` is the loop.
 """
 
 import dataclasses
-import errno
 import itertools
 import json
 import math
-import os
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -40,6 +39,7 @@ from common.distributed import Ranks, StopSignal, accumulate, is_sharded, replic
 from common.environment import DTYPES, Precision, faster_float32_products, peak_flops
 from common.errors import CheckpointError, ConfigError, UserError, run_program
 from common.old_keys import chosen_then
+from common.output import check_replaceable
 from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
@@ -526,9 +526,8 @@ class Trainer:
             **self.provenance,
         }
         path = self.out_dir / "config.json"
+        check_replaceable(path)
         try:
-            if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             # It takes its name once the log is open: what fails first leaves both untouched.
             partial = path.with_name(path.name + ".tmp")
             partial.write_text(json.dumps(config, indent=1) + "\n")

@@ -27,15 +27,17 @@ T = TypeVar("T")
 
 
 class StopSignal:
-    """Note SIGTERM and SIGINT in `name` ("" before), for a loop that stops after its step.
+    """Note SIGTERM, SIGINT and SIGHUP in `name` ("" before), for a loop that stops after its step.
 
-    Launchers send SIGTERM more than once, so only a second Ctrl-C ends the process at once.
+    SIGHUP means that the terminal was closed; under nohup it is ignored, and stays so. Launchers
+    send SIGTERM more than once, so only a second Ctrl-C ends the process at once.
     """
 
     def __init__(self):
         self.name = ""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
         if number == signal.SIGINT and self.name:

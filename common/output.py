@@ -24,12 +24,30 @@ def writing(folder: Path) -> Iterator[None]:
         raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
 
 
+def check_replaceable(path: Path) -> None:
+    """Check that a file may take the name `path`.
+
+    A rename puts a regular file into the place of whatever has the name; of /dev/null too.
+
+    Raises:
+        UserError: something has the name that is no regular file.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        kind = "a folder" if os.path.isdir(path) else "a device, a pipe or a socket"
+        raise UserError(f"{path}: this is {kind}, and a file would take its place: name a file")
+
+
 def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
     """Write chunks to a file, one after the other.
 
     After a crash at any moment `path` holds the old content or the new, never a part: the new one
     is written next to it, forced to the disk, and renamed.
+
+    Raises:
+        UserError: of check_replaceable.
+        OSError: the file cannot be written.
     """
+    check_replaceable(path)
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
         for chunk in chunks:

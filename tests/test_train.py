@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 from helpers import (
     COMPARED_TYPES,
+    ROOT,
     TINY,
     contents,
     keys_of,
@@ -29,6 +31,7 @@ from helpers import (
 
 import common.fingerprint
 from common import environment
+from common.distributed import StopSignal
 from common.errors import CheckpointError, UserError
 from common.fingerprint import data_difference
 from configurator import parse_args
@@ -111,6 +114,46 @@ def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, r
     assert losses(broken) == losses(whole)
     assert val_losses(broken) == val_losses(whole)
     assert same_weights(broken, whole)
+
+
+def test_a_closed_terminal_stops_and_saves(launch, tiny_data, tmp_path):
+    words = (*TINY, "--max_iters=4000", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    job = launch(*words, patch=("slow_steps", {"seconds": 0.02}))
+    job.signal_at(tmp_path, 5, signal.SIGHUP)
+    assert job.wait() == [0]
+    end = records(tmp_path)[-1]
+    assert "SIGHUP" in end["reason"]
+    assert torch.load(tmp_path / "ckpt_last.pt", weights_only=True)["step"] == end["step"] >= 5
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_under_nohup_a_closed_terminal_is_nothing(ignored):
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        StopSignal()
+        assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == ignored
+        assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_reader_that_leaves_does_not_end_the_training(tiny_data, tmp_path):
+    """As `python train.py ... | head -1`."""
+    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "parameters" in process.stdout.readline() + process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 0
+    assert records(tmp_path)[-1]["reason"] == "done" and len(losses(tmp_path)) == 40
 
 
 def test_a_taper_killed_in_each_phase_goes_on_bit_for_bit(launch, train_ok, tiny_data, tmp_path):

@@ -33,6 +33,7 @@ from torch import nn
 from common.distributed import Ranks, StopSignal, is_sharded
 from common.errors import CheckpointError, run_program
 from common.old_keys import as_today
+from common.output import check_replaceable
 from configurator import Overrides, parse_args
 from model import GPTConfig
 from norm_plan import foreign_keys, resolved
@@ -71,6 +72,7 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
     if ranks is not None and not ranks.is_main:
         return
     # In the same folder, since a rename is atomic within one file system only.
+    check_replaceable(path)
     partial = path.with_name(path.name + ".tmp")
     shards = None
     if "shards" in state:

@@ -2,15 +2,19 @@
 
 import json
 import math
+import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
 
 from common.errors import UserError
+from common.output import check_replaceable
 
 
 class RunLog:
@@ -56,6 +60,7 @@ class RunLog:
         """Treat the log that is already there. Returns whether a new one begins."""
         if not self.path.exists():
             return True
+        check_replaceable(self.path)
         if resume_step is not None:
             self._cut_back(resume_step)
             return False
@@ -110,27 +115,36 @@ class RunLog:
         else:
             self.bar.set_postfix_str(facts, refresh=False)
             # Not every step is logged.
-            self.bar.update(values["step"] - self.bar.n)
+            _show(self.bar.update, values["step"] - self.bar.n)
 
     def say(self, text: str) -> None:
         """Print a line for people; on a terminal it goes above the progress bar."""
         if not self.active:
             return
-        if self.bar is None:
-            print(text, flush=True)
-        else:
-            self.bar.write(text)
+        _show(partial(print, flush=True) if self.bar is None else self.bar.write, text)
 
     def close(self, reason: str, **values: Any) -> None:
         """Write the `end` event, and close everything."""
         self.event("end", reason=reason, **values)
         if self.bar is not None:
-            self.bar.close()
+            _show(self.bar.close)
         if self.wandb is not None:
             self.wandb.finish()
         if self.file is not None:
             self.file.close()
         self.file = None
+
+
+def _show(write: Callable[..., Any], *values: Any) -> None:
+    """Show something to people. Without them (`train.py | head`, a closed terminal) go on."""
+    try:
+        write(*values)
+    except OSError:
+        # What is in the buffers, and whatever is printed later, goes nowhere.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def last_event(path: Path) -> dict[str, Any]:
