@@ -60,7 +60,7 @@ from training.choices import choose, keep
 from training.dataloader import Blocks, TrainLoader, merge
 from training.evaluation import Evaluator
 from training.lock import FolderLock
-from training.log import RunLog, Throughput
+from training.log import RunLog, Throughput, last_event
 from training.optim import (
     Optimizer,
     carry_state,
@@ -269,6 +269,7 @@ class Trainer:
         self.best = math.inf  # lowest val loss so far
         self.skipped = 0  # steps in a row whose gradients were not finite
         self.provenance: dict[str, Any] = {}  # data, machine and code: training/provenance.py
+        self.lacks_end = False  # all steps were done before, but the process was killed then
         self.changed: list[str] = []  # what differs from the run that is resumed
         self.notes: list[str] = []  # lines for people, shown once the log is open
         self.choice = ""  # what stands for `auto`, and why: the first line for people
@@ -283,6 +284,7 @@ class Trainer:
         )
         try:
             found = self._find_checkpoint()
+            self.lacks_end = self._lacks_end(found)
             self._choose(found)
             self._make_evaluator()
             self._find_provenance(found)
@@ -359,6 +361,17 @@ class Trainer:
         self.ranks.check_same(step, different_checkpoints(self.out_dir))
         return found
 
+    def _lacks_end(self, found: FoundCheckpoint | None) -> bool:
+        """Was the run killed between its last checkpoint, `found`, and its `end` event?"""
+        log = self.out_dir / "log.jsonl"
+        lacks = False
+        if found is not None and found.path.parent == self.out_dir and log.exists():
+            is_last = found.state["step"] == self.config.max_iters
+            lacks = is_last and last_event(log).get("reason") != "done"
+        # As the main rank sees it: others may not have the folder.
+        flag = torch.tensor(float(lacks and self.ranks.is_main), device=self.ranks.device)
+        return bool(self.ranks.sum(flag))
+
     def _choose(self, found: FoundCheckpoint | None) -> None:
         """Replace what the config leaves to `auto`: by a rule, or by what the run chose before."""
         device = self.ranks.device
@@ -378,7 +391,8 @@ class Trainer:
 
     def _find_provenance(self, found: FoundCheckpoint | None) -> None:
         """Describe data, machine and code. Raises DataError if ranks see different data."""
-        if found is not None and found.state["step"] >= self.config.max_iters:
+        is_finished = found is not None and found.state["step"] >= self.config.max_iters
+        if is_finished and not self.lacks_end:
             return  # a finished run trains nothing, so there is nothing to compare
         train = self.loader.blocks.fingerprint()
         val = self.val_blocks.fingerprint()
@@ -484,7 +498,7 @@ class Trainer:
 
     def _prepare_norms(self) -> None:
         """Set the norms to the first step. Raises ConfigError if a taper cannot go on from here."""
-        if self.step < self.config.max_iters:
+        if self.step < self.config.max_iters or self.lacks_end:
             self._next_step()
 
     def _start_log(self, found: FoundCheckpoint | None) -> None:
@@ -495,7 +509,7 @@ class Trainer:
         )
         if self.choice:
             self.log.say(self.choice)
-        if self.step < config.max_iters:
+        if self.step < config.max_iters or self.lacks_end:
             self.ranks.together(lambda: self._open_log(is_resumed=found is not None))
         end = TaperSchedule(config.taper_warmup, config.taper_end).steps(config.max_iters)[1]
         if tapers(self.model) and end > config.max_iters:
@@ -546,7 +560,9 @@ class Trainer:
 
     def run(self) -> None:
         """Train until max_iters or a signal, and close the log."""
-        if self.step >= self.config.max_iters:  # nothing in the run folder is touched
+        if (
+            self.step >= self.config.max_iters and not self.lacks_end
+        ):  # nothing in the run folder is touched
             self.log.say(f"finished already: step {self.step} of max_iters={self.config.max_iters}")
             self.lock.release()
             return

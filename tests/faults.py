@@ -186,6 +186,13 @@ def die_in_save(step: int) -> None:
     train.Trainer._save = fatal
 
 
+def die_in_sample() -> None:
+    """All steps are done and saved; the process is killed while it writes the final sample."""
+    from training.evaluation import Evaluator
+
+    Evaluator.write_sample = lambda *_: os._exit(9)
+
+
 def compile_with(backend: str) -> None:
     """torch.compile uses another backend: dynamo traces the same, and no C++ is compiled."""
     torch.compile = functools.partial(torch.compile, backend=backend)

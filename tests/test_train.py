@@ -116,6 +116,28 @@ def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path, norm_type, r
     assert same_weights(broken, whole)
 
 
+@pytest.mark.parametrize(("norm_type", "ranks"), [("rms", 1), ("taper", 2)])
+def test_killed_before_its_end_a_run_gets_one(
+    launch, train_ok, tiny_data, tmp_path, norm_type, ranks
+):
+    def words(name: str) -> tuple[str, ...]:
+        keys = ("--sample_tokens=20", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / name}")
+        return *TINY, *keys_of(norm_type), *keys
+
+    train_ok(*words("whole"), ranks=ranks)
+    job = launch(*words("run"), ranks=ranks, patch=("die_in_sample", {}))
+    assert set(job.wait()) == {9}
+    assert not (tmp_path / "run/samples.txt").exists()
+    train_ok(*words("run"), ranks=ranks)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    found, whole = ((tmp_path / name / "samples.txt").read_text() for name in ("run", "whole"))
+    assert found == whole
+    assert [event["event"] for event in records(tmp_path / "run")[-2:]] == ["resume", "end"]
+    assert records(tmp_path / "run")[-1]["reason"] == "done"
+    job = train_ok(*words("run"), ranks=ranks)
+    assert "finished already" in job.text()
+
+
 def test_a_closed_terminal_stops_and_saves(launch, tiny_data, tmp_path):
     words = (*TINY, "--max_iters=4000", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
     job = launch(*words, patch=("slow_steps", {"seconds": 0.02}))
