@@ -65,25 +65,28 @@ fi
 launcher=("$PYTHON")
 [ "$NPROC" = 1 ] || launcher+=(-m torch.distributed.run --standalone --nproc_per_node="$NPROC")
 
-# Check all arms now: a wrong key in the last one must not show only after the others have trained.
+# The name of an arm's runs without the seed: the keys with + between, without --, and with _ for
+# blanks and slashes.
+name_of() {
+  local IFS=+
+  local name="${keys[*]}"
+  name=${name//+--/+}
+  name=${name//[ \/]/_}
+  echo "$name"
+}
+
 check=()
 for arm in "${arms[@]}"; do
   split "$arm"
-  check+=("::" --norm_type="${keys[0]}" "${keys[@]:1}")
+  check+=("::" "$(name_of)" --norm_type="${keys[0]}" "${keys[@]:1}")
 done
 "$PYTHON" -c '
-import sys
-from configurator import parse_args
 from common.errors import run_program
+from evidence.sweep import check
 from train import TrainConfig
 
-# The common arguments, then for each arm :: and its keys.
-def main(argv):
-    marks = [i for i, argument in enumerate(argv) if argument == "::"] + [len(argv)]
-    for start, end in zip(marks, marks[1:]):
-        parse_args(TrainConfig, argv[: marks[0]] + argv[start + 1 : end])
-
-run_program(main)' "${common[@]}" "${check[@]}" || exit 2
+run_program(lambda argv: check(TrainConfig, argv))
+' "$OUT" "${seeds[*]}" "${common[@]}" "${check[@]}" || exit 2
 
 kept=$'\n'
 [ -z "$KEEP" ] || kept+=$("$PYTHON" -m evidence.archive "$KEEP")$'\n' || exit 1
@@ -148,10 +151,7 @@ work() {
       arm=${arms[(turn + round) % ${#arms[@]}]}
       seed=${seeds[round]}
       split "$arm"
-      # The run's name: keys with + between, without --, and with _ for blanks and slashes.
-      name=$(IFS=+; echo "${keys[*]}")
-      name=${name//+--/+}
-      name=${name//[ \/]/_}-$seed
+      name=$(name_of)-$seed
       number=$((number + 1))
       label="[$number/$total] $name"
       if [[ $kept == *$'\n'"$name"$'\n'* ]]; then

@@ -187,6 +187,18 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
 
 
 @pytest.mark.xdist_group("sweep")
+def test_other_settings_are_not_done_already(data, tmp_path):
+    out = tmp_path / "out"
+    finish(start(data, out, ARMS="rms", SEEDS="1"))
+    again = finish(start(data, out, f"--data_dir={data}/../data", ARMS="rms", SEEDS="1", JOBS="2"))
+    assert again == ["[1/1] rms-1: done already"]
+    [line] = finish(start(data, out, "--learning_rate=0.02", ARMS="layer rms", SEEDS="2 1"), 2)
+    assert "rms-1: it was trained with learning_rate=0.01, and this sweep has" in line
+    assert "learning_rate=0.02: choose another OUT" in line
+    assert not (out / "layer-2").exists()
+
+
+@pytest.mark.xdist_group("sweep")
 def test_workers_share_out_the_runs(data, tmp_path):
     """Two sweeps with two workers each work on one folder: each run is trained once, and its log
     says that it had neighbours. A claimed run is passed over.

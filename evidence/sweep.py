@@ -1,0 +1,70 @@
+"""Check a sweep before its first run (a step of sweep.sh).
+
+A wrong key in the last arm must not show only after the others have trained. And a run that is
+there already must be the one that the sweep would make: else another learning rate in the same
+folder would be "done already".
+"""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, UserError
+from common.old_keys import AUTO
+from configurator import parse_args
+from evidence.runs import NAMES, Run
+
+FROM_DATA = {"vocab_size": 0, "n_vocab": 0}  # a run takes them from its data
+
+
+def check(config_class: type, argv: list[str]) -> None:
+    """Check what a sweep is about to train.
+
+    Args:
+        config_class: TrainConfig of train.py, which this folder does not import.
+        argv: OUT, the seeds with blanks between, the words that all runs have; then for each arm
+            `::`, its runs' name without the seed, and its words.
+
+    Raises:
+        ConfigError: a word is wrong, or a run is there with other settings.
+    """
+    out, seeds, *words = argv
+    marks = [place for place, word in enumerate(words) if word == "::"] + [len(words)]
+    for start, end in itertools.pairwise(marks):
+        name, *keys = words[start + 1 : end]
+        config, _ = parse_args(config_class, words[: marks[0]] + keys)
+        for seed in seeds.split():
+            wanted = dataclasses.asdict(config) | {"seed": int(seed)}
+            check_settings(Path(out) / f"{name}-{seed}", wanted)
+
+
+def check_settings(run: Path, wanted: dict[str, Any]) -> None:
+    """Check that the run in a folder, if there is one, has the settings `wanted`.
+
+    Raises ConfigError that names the first difference.
+    """
+    if not (run / "log.jsonl").exists():
+        return
+    try:
+        there = Run(run).config
+    except UserError:
+        return  # a damaged log: train.py looks at the checkpoint
+    wanted = json.loads(json.dumps(wanted))  # a tuple as a list, as in the log
+    open_keys = AUTO | FROM_DATA
+    for key in sorted(wanted.keys() & there.keys() - NAMES):
+        is_open = key in open_keys and wanted[key] == open_keys[key]
+        if is_open or same(key, there[key], wanted[key]):
+            continue
+        raise ConfigError(
+            f"{run}: it was trained with {key}={there[key]}, and this sweep has "
+            f"{key}={wanted[key]}: choose another OUT"
+        )
+
+
+def same(key: str, there: Any, wanted: Any) -> bool:
+    """Is a setting the same? A folder may be written in several ways."""
+    if key == "data_dir":
+        return Path(there).resolve() == Path(wanted).resolve()
+    return there == wanted
