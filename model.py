@@ -10,7 +10,6 @@ V vocabulary.
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +31,7 @@ from norms import Handover, Norm
 #          weights (float32) and their gradient (bfloat16) once more
 FOLD_PAYS = 24 / 4
 
-# On a CPU, attention of fewer tokens than this is computed in float32 in a 16-bit run; measured
+# On a CPU a 16-bit run trains attention of fewer tokens than this in float32; measured
 # (docs/log.md). The second number is for heads of fewer than 64 channels.
 WIDE_ATTENTION = 192
 WIDE_ATTENTION_NARROW = 512
@@ -420,34 +419,32 @@ class Attention(nn.Module):
         # Flash attention. PyTorch's plain formula was faster in eager mode on a CPU (48 against
         # 61 ms a layer at T = 256), but 1.5 times as slow when compiled at T = 1024, and it keeps
         # tensors (B, H, T, T).
-        dtype = q.dtype
-        context = nullcontext()
         if attends_wider(q):
-            q, k, v = q.float(), k.float(), v.float()
-            context = torch.autocast(q.device.type, enabled=False)
-        with context:
-            a = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None and q.shape[2] > 1,
-                dropout_p=self.dropout if self.training else 0.0,
-                scale=self.scale,
-                enable_gqa=self.kv_heads != self.heads,
-            )
-        return a.to(dtype)
+            with torch.autocast(q.device.type, enabled=False):
+                return self.attend(q.float(), k.float(), v.float(), mask).to(q.dtype)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None and q.shape[2] > 1,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            enable_gqa=self.kv_heads != self.heads,
+        )
 
 
 def attends_wider(q: Tensor) -> bool:
     """Is attention of q (B, H, T, head_dim) faster in float32 than in 16 bits?
 
-    On a CPU its backward multiplies small tiles, and a 16-bit product costs some 15 us more to
-    start.
+    In training on a CPU: its backward multiplies small tiles, and a 16-bit product costs some 15 us
+    more to start.
     """
+    if not torch.is_grad_enabled() or q.device.type != "cpu" or q.dtype.itemsize != 2:
+        return False
     _, _, length, head_dim = q.shape
     limit = WIDE_ATTENTION if head_dim >= 64 else WIDE_ATTENTION_NARROW
-    return length < limit and q.device.type == "cpu" and q.dtype.itemsize == 2
+    return length < limit
 
 
 class MLP(nn.Module):

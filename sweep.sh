@@ -82,28 +82,31 @@ for arm in "${arms[@]}"; do
 done
 "$PYTHON" -c '
 from common.errors import run_program
+from configurator import parse_args
 from evidence.sweep import check
 from train import TrainConfig
 
-run_program(lambda argv: check(TrainConfig, argv))
+run_program(lambda argv: check(lambda words: parse_args(TrainConfig, words)[0], argv))
 ' "$OUT" "${seeds[*]}" "${common[@]}" "${check[@]}" || exit 2
 
 kept=$'\n'
 [ -z "$KEEP" ] || kept+=$("$PYTHON" -m evidence.archive "$KEEP")$'\n' || exit 1
 total=$((${#arms[@]} * ${#seeds[@]}))
 
-state=$(mktemp -d) # `said`: runs of which a line was printed; for each worker, where it is
+mkdir -p "$OUT" 2>/dev/null || die "OUT=$OUT: cannot be made"
+# Of runs, by name: said/, a line was printed of it; began/, a worker here has trained it;
+# elsewhere/, somebody else does. And for each worker a file that says where it is.
+state=$(mktemp -d)
+mkdir "$state/said" "$state/began" "$state/elsewhere"
 clear=
 [ ! -t 1 ] || clear=$'\r\033[J'
 
-# Print a line about run $1. In a terminal it takes the place of the display, which goes on below.
+# Print a line about run $1, the first one. In a terminal it takes the place of the display, which
+# goes on below.
 tell() {
-  echo "$1" >>"$state/said"
+  (set -o noclobber; : >"$state/said/$1") 2>/dev/null || return 1
   printf '%s%s\n' "$clear" "$2"
 }
-
-# The same, unless something was said of that run.
-tell_once() { grep -qsxF "$1" "$state/said" || tell "$1" "$2"; }
 
 is_done() { grep -qs '"event": "end", "reason": "done"' "$OUT/$1/log.jsonl"; }
 
@@ -114,24 +117,33 @@ stop_all() {
   exit "$1"
 }
 
-# Train run $1, called $2, by train.py with the other arguments; 0 also if another worker has it.
-train() {
-  local name=$1 label=$2 run=$OUT/$1 start=$SECONDS status=0 last
+# Under a claim, so that this worker alone writes the run's output: train it, unless it was done
+# meanwhile. $1 the output, $2 the mark that it began, then the command.
+start='
+  output=$1 began=$2
   shift 2
+  ! grep -qs "\"event\": \"end\", \"reason\": \"done\"" "${output%/*}/log.jsonl" || exit 75
+  : >"$began"
+  exec "$@" >"$output" 2>&1'
+
+# As worker $1 train run $2, called $3, by train.py with the other arguments. Returns 1 if it
+# failed, 75 if another worker has it.
+train() {
+  local worker=$1 name=$2 label=$3 run=$OUT/$2 began=$SECONDS status=0 last
+  shift 3
   printf '%s\n' "$label" "$run/train.txt" >"$state/$worker"
-  # The claimer alone may write the file of the output.
-  "$PYTHON" -m evidence.claim "$run" bash -c 'file=$1; shift; exec "$@" >"$file" 2>&1' - \
-    "$run/train.txt" "${launcher[@]}" train.py "$@" &
+  "$PYTHON" -m evidence.claim "$run" bash -c "$start" - "$run/train.txt" "$state/began/$name" \
+    "${launcher[@]}" train.py "$@" &
   child=$!
   wait "$child" || status=$?
   child=
-  [ "$status" != 75 ] || return 0
+  [ "$status" != 75 ] || return 75
   # torchrun prints its own report below the error of a rank, so the last line will not do.
-  last=$(grep -a '^error:' "$run/train.txt" | tail -n 1) && [ "$status" != 0 ] ||
-    last=$(tail -n 1 "$run/train.txt")
+  last=$(grep -as '^error:' "$run/train.txt" | tail -n 1) && [ "$status" != 0 ] ||
+    last=$(tail -n 1 "$run/train.txt" 2>/dev/null)
   case $status:$last in
     0:stopped*) tell "$name" "$label: $last"; stop_all 130 ;;
-    0:*) tell "$name" "$label: $last  ($((SECONDS - start)) s)" ;;
+    0:*) tell "$name" "$label: $last  ($((SECONDS - began)) s)" ;;
     *)
       tell "$name" "$label: FAILED with exit code $status: $last"
       [ "$status" != 2 ] || stop_all 2
@@ -140,9 +152,9 @@ train() {
   esac
 }
 
-# Go through all runs, and train those that nobody has.
+# As worker $1 go through all runs, and train those that nobody has.
 work() {
-  local worker=$1 failed=0 number=0 round turn arm seed name label
+  local failed=0 number=0 round turn arm seed name label status
   child=
   trap '[ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; exit 130' \
     INT TERM HUP
@@ -154,15 +166,19 @@ work() {
       name=$(name_of)-$seed
       number=$((number + 1))
       label="[$number/$total] $name"
+      [ ! -e "$state/began/$name" ] || continue
       if [[ $kept == *$'\n'"$name"$'\n'* ]]; then
-        tell_once "$name" "$label: in $KEEP already"
+        tell "$name" "$label: in $KEEP already" || true
         continue
       fi
       if is_done "$name"; then
-        tell_once "$name" "$label: done already"
+        tell "$name" "$label: done already" || continue
       else
-        train "$name" "$label" "${common[@]}" --norm_type="${keys[0]}" "${keys[@]:1}" \
-          --seed="$seed" --out_dir="$OUT/$name" --hellaswag="${HELLASWAG:-auto}" || failed=1
+        status=0
+        train "$1" "$name" "$label" "${common[@]}" --norm_type="${keys[0]}" "${keys[@]:1}" \
+          --seed="$seed" --out_dir="$OUT/$name" --hellaswag="${HELLASWAG:-auto}" || status=$?
+        [ $status != 75 ] || { : >"$state/elsewhere/$name"; continue; }
+        [ $status = 0 ] || failed=1
       fi
       if [ -n "$KEEP" ] && is_done "$name"; then
         "$PYTHON" -m evidence.archive "$KEEP" "$OUT/$name" || failed=1
@@ -175,13 +191,13 @@ work() {
 # Show for each worker its run and the last line of it.
 show() {
   local text shown worker label output
-  while sleep 1; do
+  while sleep 1 && kill -0 $$; do
     text=
     shown=0
     for ((worker = 1; worker <= JOBS; worker++)); do
       { read -r label && read -r output; } <"$state/$worker" || continue
       label="$label: $(tail -n 1 "$output")"
-      text+=$'\r\033[K'${label:0:$(tput cols) - 1}$'\n'
+      text+=$'\r\033[K'${label:0:$(tput cols 2>/dev/tty) - 1}$'\n'
       shown=$((shown + 1))
     done
     [ $shown = 0 ] || printf '%s\033[%dA' "$text" $shown
@@ -195,8 +211,14 @@ finish() {
   trap '' INT TERM HUP
   kill -TERM "${workers[@]}" $display 2>/dev/null || true
   wait
-  rm -rf "$state"
   printf '%s' "$clear"
+  local name left=
+  for name in "$state"/elsewhere/*; do
+    name=${name##*/}
+    [ "$name" = "*" ] || [ -e "$state/began/$name" ] || is_done "$name" || left+=" $name"
+  done
+  rm -rf "$state"
+  [ -z "$left" ] || echo "others are training:$left; run it again when they have ended"
   [ "$1" != 130 ] || echo "stopped; run it again to go on"
   exit "$1"
 }

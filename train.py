@@ -38,7 +38,7 @@ from torch import Tensor
 from common.distributed import Ranks, StopSignal, accumulate, is_sharded, replicate, shard
 from common.environment import DTYPES, Precision, faster_float32_products, peak_flops
 from common.errors import CheckpointError, ConfigError, UserError, run_program
-from common.old_keys import chosen_then
+from common.old_keys import chosen_then, device_kind
 from common.output import check_replaceable
 from configurator import key, parse_args
 from data.shards import read_meta
@@ -227,6 +227,13 @@ class TrainConfig(GPTConfig):
                 "optimizer=muon needs whole matrices, which parallel=fsdp divides among ranks: use "
                 "parallel=ddp or optimizer=adamw"
             )
+        at_once = self.merge_micro_batches
+        if at_once and self.gradient_accumulation_steps % at_once:
+            raise ConfigError(
+                f"merge_micro_batches={at_once} does not divide "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: change one of "
+                "them, or leave it at 0"
+            )
         if self.adam_eps <= 0:
             raise ConfigError(f"adam_eps={self.adam_eps}: must be above 0")
         if self.coupled_impl != "scale" and self.dtype == "float16":
@@ -270,6 +277,7 @@ class Trainer:
         self.skipped = 0  # steps in a row whose gradients were not finite
         self.provenance: dict[str, Any] = {}  # data, machine and code: training/provenance.py
         self.lacks_end = False  # all steps were done before, but the process was killed then
+        self.then: dict[str, Any] = {}  # the provenance of the run that is resumed
         self.changed: list[str] = []  # what differs from the run that is resumed
         self.notes: list[str] = []  # lines for people, shown once the log is open
         self.choice = ""  # what stands for `auto`, and why: the first line for people
@@ -373,16 +381,20 @@ class Trainer:
         return bool(self.ranks.sum(flag))
 
     def _choose(self, found: FoundCheckpoint | None) -> None:
-        """Replace what the config leaves to `auto`: by a rule, or by what the run chose before."""
+        """Replace what the config leaves to `auto`: by a rule, or by what the run chose before.
+
+        A run that moves to another kind of device chooses anew.
+        """
         device = self.ranks.device
-        if found is None:
-            chosen, self.choice = choose(self.config, device)
-        else:
+        chosen, line = choose(self.config, device, self.ranks.world_size)
+        if found is not None:
             state, path, _ = found
-            then = self.ranks.together(lambda: saved_provenance(state, path))
-            chosen, self.choice = keep(
-                self.config, state["config"], then.get("device", device.type)
-            )
+            self.then = self.ranks.together(lambda: saved_provenance(state, path))
+            place = self.then.get("device", device.type)
+            if device_kind(place) == device.type:
+                chosen, line = keep(self.config, state["config"], place, path)
+        # Other ranks may run on other processors.
+        chosen, self.choice = self.ranks.of_main((chosen, line))
         self.config = dataclasses.replace(self.config, **chosen)
         self.precision = Precision(self.config.dtype, device)
         self.scaler = self.precision.scaler
@@ -442,7 +454,7 @@ class Trainer:
         if found is None:
             return
         state, path, problem = found
-        then = self.ranks.together(lambda: saved_provenance(state, path))
+        then = self.then
         # A finished run, whose provenance is empty, is not compared.
         if self.provenance:
             remedy = (
@@ -698,10 +710,12 @@ class Trainer:
         passes = micro_batches // at_once
         losses = 0.0
         for number in range(passes):
-            x, y = merge(list(itertools.islice(batches, at_once)))  # (at_once B, T) each
-            # From pinned memory to a GPU; the host goes on at once.
-            x = x.to(device, non_blocking=True)
-            y = y.to(device, non_blocking=True)
+            # From pinned memory to a GPU; the host goes on at once. (B, T) each
+            parts = [
+                (x.to(device, non_blocking=True), y.to(device, non_blocking=True))
+                for x, y in itertools.islice(batches, at_once)
+            ]
+            x, y = merge(parts)  # (at_once B, T) each
             # Gradients add up; DDP reduces them over ranks in the last backward only.
             with accumulate(self.ddp_model, last=number == passes - 1):
                 losses = losses + micro_step(self.ddp_model, x, y, self.precision, passes)

@@ -135,6 +135,14 @@ class Ranks:
             raise problem
         return result
 
+    def of_main(self, value: T) -> T:
+        """Return the main rank's `value`, on every rank."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
     def _first_problem(self, own: Exception | None) -> Exception | None:
         """Find the exception of the first rank that has one; all ranks must call this.
 

@@ -15,16 +15,23 @@ OLD_RECIPES = {"dyt": "common"}
 AUTO = {"dtype": "auto", "compile": None, "merge_micro_batches": 0}
 
 
+def device_kind(name: str) -> str:
+    """Return cpu, mps or cuda for a device as a run's provenance names it."""
+    return next((kind for kind in ("cpu", "mps") if name.startswith(kind)), "cuda")
+
+
 def chosen_then(config: dict[str, Any], device: str) -> dict[str, Any]:
     """Return a saved config with what its run took for keys that are at auto.
 
-    Runs log what they have chosen. Older ones logged `auto` itself, which went by the device alone.
+    Runs log what they have chosen. Older ones logged `auto` itself, which went by the device alone,
+    and had no `jobs`.
 
     Args:
         config: of a checkpoint or a log.
         device: as its provenance names it.
     """
-    on_gpu = not device.startswith(("cpu", "mps"))
+    config = {"jobs": 1, **config}
+    on_gpu = device_kind(device) == "cuda"
     meant = {
         "dtype": "bfloat16" if on_gpu else "float32",
         "compile": on_gpu,

@@ -8,6 +8,7 @@ command, however that ends: a worker that is killed leaves nothing behind. Exit 
 process has the claim, else the command's.
 """
 
+import errno
 import fcntl
 import os
 import sys
@@ -37,10 +38,10 @@ def claim(folder: Path) -> bool:
         ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # no locks here; train.py says so
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        # else no locks here; train.py says so
     os.set_inheritable(descriptor, True)
     return True
 

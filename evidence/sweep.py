@@ -8,22 +8,22 @@ folder would be "done already".
 import dataclasses
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, UserError
 from common.old_keys import AUTO
-from configurator import parse_args
 from evidence.runs import NAMES, Run
 
 FROM_DATA = {"vocab_size": 0, "n_vocab": 0}  # a run takes them from its data
 
 
-def check(config_class: type, argv: list[str]) -> None:
+def check(parse: Callable[[list[str]], Any], argv: list[str]) -> None:
     """Check what a sweep is about to train.
 
     Args:
-        config_class: TrainConfig of train.py, which this folder does not import.
+        parse: words of train.py -> its TrainConfig. Raises ConfigError.
         argv: OUT, the seeds with blanks between, the words that all runs have; then for each arm
             `::`, its runs' name without the seed, and its words.
 
@@ -34,7 +34,7 @@ def check(config_class: type, argv: list[str]) -> None:
     marks = [place for place, word in enumerate(words) if word == "::"] + [len(words)]
     for start, end in itertools.pairwise(marks):
         name, *keys = words[start + 1 : end]
-        config, _ = parse_args(config_class, words[: marks[0]] + keys)
+        config = parse(words[: marks[0]] + keys)
         for seed in seeds.split():
             wanted = dataclasses.asdict(config) | {"seed": int(seed)}
             check_settings(Path(out) / f"{name}-{seed}", wanted)

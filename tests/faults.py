@@ -193,6 +193,23 @@ def die_in_sample() -> None:
     Evaluator.write_sample = lambda *_: os._exit(9)
 
 
+def fast_bfloat16(rank: int) -> None:
+    """One rank is on a processor with fast bfloat16 products, the others are not. None goes on in
+    another dtype than the rest.
+    """
+    from training import choices
+
+    has_it = int(os.environ.get("RANK", 0)) == rank
+    choices.native_bfloat16 = lambda: (64, "AMX") if has_it else (0, "")
+    build = train.Trainer._build_model
+
+    def checked(self, found):
+        self.ranks.check_same(self.precision.dtype.itemsize, RuntimeError("dtypes differ"))
+        build(self, found)
+
+    train.Trainer._build_model = checked
+
+
 def compile_with(backend: str) -> None:
     """torch.compile uses another backend: dynamo traces the same, and no C++ is compiled."""
     torch.compile = functools.partial(torch.compile, backend=backend)

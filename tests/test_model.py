@@ -476,6 +476,9 @@ def test_short_attention_of_a_16_bit_run_is_float32_on_a_cpu(length, head_dim, w
     exact = block.attn.double().mix(y.detach().double(), None, None)
     close(a.double(), exact, 2e-2)
     assert y.grad.isfinite().all()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # so generation casts no cache
+        block.float().attn.mix(y, None, None)
+    assert seen[-1] == torch.bfloat16
 
 
 def test_dropout_in_training_only():

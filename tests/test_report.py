@@ -526,6 +526,7 @@ def test_what_auto_meant_is_not_another_setting(tmp_path):
     chosen = {"compile": False, "merge_micro_batches": 1}
     same = write_run(tmp_path, "layer", 1, start={"device": "cpu (x)"}, dtype="float32", **chosen)
     other = write_run(tmp_path, "layer", 2, start={"device": "cpu (x)"}, dtype="bfloat16", **chosen)
+    assert find_runs([older])[0].config["jobs"] == 1
     older, same, other = (find_runs([run])[0] for run in (older, same, other))
     assert runs.difference_in_settings(same, older) == ""
     assert runs.difference_in_settings(other, same, ("seed",)).startswith("dtype=bfloat16")

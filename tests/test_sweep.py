@@ -137,9 +137,13 @@ def test_a_failed_run_does_not_stop_the_others(data, tmp_path):
     bad = tmp_path / "out" / "rms-1"
     bad.mkdir(parents=True)
     (bad / "ckpt_last.pt").write_text("torn")
-    lines = finish(start(data, tmp_path / "out", ARMS="rms layer", SEEDS="1"), 1)
-    assert "rms-1: FAILED with exit code 1: error:" in lines[0] and "torn" in lines[0]
-    assert "layer-1: done: best val loss" in lines[1]
+    lines = finish(start(data, tmp_path / "out", ARMS="rms layer", SEEDS="1", JOBS="2"), 1)
+    [failed] = [line for line in lines if "rms-1" in line]
+    assert "rms-1: FAILED with exit code 1: error:" in failed and "torn" in failed
+    [done] = [line for line in lines if "layer-1" in line]
+    assert "layer-1: done: best val loss" in done and len(lines) == 2
+    job = start(data, bad / "ckpt_last.pt" / "out", ARMS="rms layer", SEEDS="1", JOBS="2")
+    assert "ckpt_last.pt/out: cannot be made" in finish(job, 2)[0]
 
 
 @pytest.mark.xdist_group("sweep")
@@ -206,7 +210,7 @@ def test_workers_share_out_the_runs(data, tmp_path):
     out = tmp_path / "out"
     held = out / "rms-2"
     held.mkdir(parents=True)
-    waiter = [sys.executable, "-c", "print('here', flush=True); input()"]
+    waiter = [sys.executable, "-c", "import sys; print('here', flush=True); sys.stdin.read()"]
     holder = subprocess.Popen(
         [sys.executable, "-m", "evidence.claim", str(held), *waiter],
         cwd=ROOT,
@@ -220,6 +224,8 @@ def test_workers_share_out_the_runs(data, tmp_path):
     holder.communicate("")
     trained = [line for line in lines if "done: best val loss" in line]
     assert sorted(line.split()[1] for line in trained) == ["layer-1:", "layer-2:", "rms-1:"]
+    others = [line for line in lines if line.startswith("others are training:")]
+    assert len(others) == 2 and all("rms-2" in line for line in others)
     assert not records(held)
     for run in find_runs([out]):
         assert run.config["jobs"] == 2

@@ -5,6 +5,7 @@ is resumed keeps that. The rules look at shape, length and processor, never at t
 are compared choose alike. docs/log.md has the measurements behind the numbers.
 """
 
+import math
 import shutil
 import sysconfig
 from functools import cache
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 
+from common.environment import DTYPES
+from common.errors import CheckpointError
 from common.old_keys import AUTO, chosen_then
 
 # bfloat16 pays from this many channels on, and this many tokens times channels in a pass. Small
@@ -27,7 +30,7 @@ COMPILED_WORK = 5e9
 MERGED_TOKENS = 8192
 
 
-def choose(config: Any, device: torch.device) -> tuple[dict[str, Any], str]:
+def choose(config: Any, device: torch.device, world_size: int = 1) -> tuple[dict[str, Any], str]:
     """Choose a value for each key of `config` (a TrainConfig) that is at auto.
 
     Returns:
@@ -38,34 +41,45 @@ def choose(config: Any, device: torch.device) -> tuple[dict[str, Any], str]:
     merged = config.merge_micro_batches
     if merged == AUTO["merge_micro_batches"]:
         merged = merged_micro_batches(config) if on_cpu else 1
-    dtype = config.dtype, "as told"
-    if config.dtype == AUTO["dtype"]:
-        dtype = cpu_dtype(config, merged) if on_cpu else other_dtype(device)
-    compiled = config.compile, "as told"
-    if config.compile is AUTO["compile"]:
-        compiled = cpu_compile(config) if on_cpu else (device.type == "cuda", f"on {device.type}")
-    chosen = {"dtype": dtype[0], "compile": compiled[0], "merge_micro_batches": merged}
+    dtype, why_dtype = config.dtype, "as set"
+    if dtype == AUTO["dtype"]:
+        dtype, why_dtype = cpu_dtype(config, merged) if on_cpu else other_dtype(device)
+    compiled, why_compiled = config.compile, "as set"
+    if compiled is AUTO["compile"]:
+        compiled, why_compiled = device.type == "cuda", f"on {device.type}"
+        if on_cpu:
+            compiled, why_compiled = cpu_compile(config)
+    chosen = {"dtype": dtype, "compile": compiled, "merge_micro_batches": merged}
     if all(chosen[key] == getattr(config, key) for key in AUTO):
         return chosen, ""
-    word = "compiled" if compiled[0] else "not compiled"
-    line = f"{dtype[0]} ({dtype[1]}), {word} ({compiled[1]})"
-    if merged > 1:
-        line += f", {merged} micro-batches at once"
+    word = "compiled" if compiled else "not compiled"
+    line = f"{dtype} ({why_dtype}), {word} ({why_compiled})"
+    at_once = math.gcd(config.gradient_accumulation_steps // world_size, merged)
+    if at_once > 1:
+        line += f", {at_once} micro-batches at once"
     return chosen, line
 
 
-def keep(config: Any, then: dict[str, Any], device: str) -> tuple[dict[str, Any], str]:
+def keep(config: Any, then: dict[str, Any], device: str, path: Path) -> tuple[dict[str, Any], str]:
     """Take what a run chose when it began, for each key of `config` that is at auto.
 
     Args:
         config: a TrainConfig.
         then: the config in the checkpoint that is resumed.
         device: where that run was, as its provenance says.
+        path: of that checkpoint.
 
     Returns:
         As `choose`.
+
+    Raises:
+        CheckpointError: the checkpoint has a value that no run chooses.
     """
     then = chosen_then(then, device)
+    merged = then["merge_micro_batches"]
+    is_sound = then["compile"] in (True, False) and type(merged) is int and merged > 0
+    if not is_sound or str(then["dtype"]) not in DTYPES:
+        raise CheckpointError(f"{path}: not a nanonorm checkpoint: its config is damaged")
     chosen = {
         key: then[key] if getattr(config, key) == auto else getattr(config, key)
         for key, auto in AUTO.items()
@@ -80,7 +94,7 @@ def merged_micro_batches(config: Any) -> int:
     """Count the micro-batches of a step that a CPU computes at once.
 
     The largest divisor of their number whose tokens do not exceed MERGED_TOKENS. It depends on the
-    config alone; a rank that has fewer of them takes the common divisor.
+    config alone; of several ranks each takes the common divisor with the number that it has.
     """
     count = config.gradient_accumulation_steps
     tokens = config.batch_size * config.block_size

@@ -4,11 +4,13 @@ python -m pytest tests/training/test_choices.py
 """
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT, TINY, losses, records, same_weights
 
+from common.errors import CheckpointError, ConfigError
 from common.old_keys import AUTO
 from configurator import parse_args
 from norm_plan import NORM_TYPES
@@ -94,14 +96,48 @@ def test_an_older_run_goes_on_as_it_was(processor):
     then = dataclasses.asdict(config())
     del then["merge_micro_batches"]
     before = {"dtype": "float32", "compile": False, "merge_micro_batches": 1}
-    assert choices.keep(config(), then, "cpu (some processor)")[0] == before
+    path = Path("ckpt_last.pt")
+    assert choices.keep(config(), then, "cpu (some processor)", path)[0] == before
     on_gpu = {"dtype": "bfloat16", "compile": True, "merge_micro_batches": 1}
-    assert choices.keep(config(), then, "NVIDIA H200")[0] == on_gpu
-    assert choices.keep(config(dtype="float64"), then, "cpu")[0]["dtype"] == "float64"
+    assert choices.keep(config(), then, "NVIDIA H200", path)[0] == on_gpu
+    assert choices.keep(config(dtype="float64"), then, "cpu", path)[0]["dtype"] == "float64"
     then |= {"dtype": "bfloat16", "merge_micro_batches": 4}
-    kept, line = choices.keep(config(), then, "cpu")
+    kept, line = choices.keep(config(), then, "cpu", path)
     assert kept == before | {"dtype": "bfloat16", "merge_micro_batches": 4}
     assert line.startswith("dtype=bfloat16, compile=False") and "began" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dtype", "int8"),
+        ("dtype", ["float32"]),
+        ("compile", "yes"),
+        ("merge_micro_batches", "4"),
+        ("merge_micro_batches", 1.5),
+        ("merge_micro_batches", -3),
+    ],
+)
+def test_a_damaged_config_in_a_checkpoint_is_named(key, value):
+    then = dataclasses.asdict(config()) | {key: value}
+    with pytest.raises(CheckpointError, match=r"there\.pt: .*damaged"):
+        choices.keep(config(), then, "cpu", Path("there.pt"))
+
+
+def test_a_number_that_does_not_divide_the_step_is_refused():
+    with pytest.raises(ConfigError, match="merge_micro_batches=3 does not divide"):
+        config(gradient_accumulation_steps=4, merge_micro_batches=3)
+
+
+def test_all_ranks_choose_as_the_main_one(train_ok, tiny_data, tmp_path):
+    """The second rank's processor would have bfloat16. The line has the micro-batches of a rank."""
+    out = tmp_path / "run"
+    keys = ("--n_embd=128", "--batch_size=128", "--max_iters=2", "--warmup_iters=1")
+    patch = ("fast_bfloat16", {"rank": 1})
+    job = train_ok(*words(tiny_data, out, *keys), ranks=2, patch=patch)
+    assert job.text().startswith("float32 (this processor has no fast bfloat16 products)")
+    assert job.text().splitlines()[0].endswith("2 micro-batches at once")
+    assert "bfloat16 (" not in job.text() and records(out)[0]["config"]["dtype"] == "float32"
 
 
 def words(tiny_data, out, *more: str) -> list[str]:
@@ -115,7 +151,7 @@ def test_a_run_says_what_it_chose_and_keeps_it(train_ok, tiny_data, tmp_path):
     job = train_ok(*words(tiny_data, out, "--dtype=bfloat16", "--max_iters=10"))
     lines = job.text().splitlines()
     assert lines[0] == (
-        "bfloat16 (as told), not compiled (too short to earn it back), 4 micro-batches at once"
+        "bfloat16 (as set), not compiled (too short to earn it back), 4 micro-batches at once"
     )
     start = records(out)[0]["config"]
     assert (start["dtype"], start["compile"], start["merge_micro_batches"]) == (
