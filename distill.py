@@ -56,7 +56,13 @@ from training.checkpoint import (
 )
 from training.lock import FolderLock
 from training.log import RunLog, Throughput, last_event
-from training.optim import guarded_update, learning_rate, make_optimizer, micro_step
+from training.optim import (
+    check_optimizer_keys,
+    guarded_update,
+    learning_rate,
+    make_optimizer,
+    micro_step,
+)
 from training.provenance import (
     changed_keys,
     changes,
@@ -96,14 +102,16 @@ class DistillConfig:
         "on the hub, streamed; random: random tokens instead of text",
     )
     split: str = key("stem", "split of the data set")
-    shuffle: int = key(1024, "blocks in the buffer that shuffles the text")
+    shuffle: int = key(1024, "blocks in the buffer that shuffles the text", least=1)
 
     # The student
     norm_plan: str = key("", "the student's plan, e.g. 'RR Rs Rs R' ('': coupled_first)")
     coupled_first: int | None = key(
-        None, "standard blocks at the start (auto: fewest whose KL is within the budget)"
+        None, "standard blocks at the start (auto: fewest whose KL is within the budget)", least=0
     )
-    budget: float = key(0.01, "largest KL before training, nats per token, for coupled_first=auto")
+    budget: float = key(
+        0.01, "largest KL before training, nats per token, for coupled_first=auto", least=0
+    )
     method: str = key(
         "dora", "what is trained: adapters, or a copy of all weights", ("dora", "lora", "full")
     )
@@ -123,11 +131,11 @@ class DistillConfig:
     # and a higher rate leaves noise (docs/log.md).
     learning_rate: float = key(1e-4, "highest learning rate")
     min_lr: float = key(0.0, "lowest learning rate, at the end of the cosine")
-    warmup_iters: int = key(20, "steps of linear warm-up")
-    weight_decay: float = key(0.0, "of AdamW")
+    warmup_iters: int = key(20, "steps of linear warm-up", least=0)
+    weight_decay: float = key(0.0, "of AdamW", least=0)
     beta1: float = key(0.9, "of AdamW")
     beta2: float = key(0.95, "of AdamW")
-    grad_clip: float = key(1.0, "largest global gradient norm (0: no clipping)")
+    grad_clip: float = key(1.0, "largest global gradient norm (0: no clipping)", least=0)
 
     # Calibration, evaluation and log
     calibration_blocks: int = key(
@@ -162,11 +170,9 @@ class DistillConfig:
                 f"norm_plan={self.norm_plan} and coupled_first={self.coupled_first} both name the "
                 "plan: give one (--coupled_first=auto cancels a config file's)"
             )
-        if not (self.learning_rate > 0 and 0 <= self.min_lr <= self.learning_rate):
-            raise ConfigError(
-                f"learning_rate={self.learning_rate} and min_lr={self.min_lr}: must be "
-                "0 <= min_lr <= learning_rate, and learning_rate above 0"
-            )
+        check_optimizer_keys(self)
+        if self.adapter_alpha <= 0:
+            raise ConfigError(f"adapter_alpha={self.adapter_alpha}: must be above 0")
 
 
 class Distiller:

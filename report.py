@@ -433,6 +433,8 @@ def main(argv: list[str]) -> None:
         return
     request = parse(argv)
     runs = find_runs(request.folders)
+    for run in runs:
+        run.check()
     if not request.baseline:
         write_curves(runs, request)
         return

@@ -64,6 +64,7 @@ from training.log import RunLog, Throughput, last_event
 from training.optim import (
     Optimizer,
     carry_state,
+    check_optimizer_keys,
     guarded_update,
     learning_rate,
     make_optimizer,
@@ -214,9 +215,9 @@ class TrainConfig(GPTConfig):
                 f"hellaswag_interval={self.hellaswag_interval}: must be a multiple of "
                 f"eval_interval={self.eval_interval}"
             )
-        for name in ("beta1", "beta2", "wsd_decay"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
+        check_optimizer_keys(self)
+        if not 0 <= self.wsd_decay < 1:
+            raise ConfigError(f"wsd_decay={self.wsd_decay}: must be at least 0 and below 1")
         if self.decay_per_step and self.weight_decay != TrainConfig.weight_decay:
             raise ConfigError(
                 f"weight_decay={self.weight_decay} and decay_per_step={self.decay_per_step} both "
@@ -243,14 +244,6 @@ class TrainConfig(GPTConfig):
             )
         # Raises if a taper would end before its warm-up does. Other norm types have its defaults.
         TaperSchedule(self.taper_warmup, self.taper_end).steps(self.max_iters)
-        # epoch_order seeds NumPy's RandomState, whose seeds have 32 bits.
-        if self.seed >= 1 << 32:
-            raise ConfigError(f"seed={self.seed}: must be below 2**32")
-        if not (self.learning_rate > 0 and 0 <= self.min_lr <= self.learning_rate):
-            raise ConfigError(
-                f"learning_rate={self.learning_rate} and min_lr={self.min_lr}: must be "
-                "0 <= min_lr <= learning_rate, and learning_rate above 0"
-            )
 
     @property
     def decay(self) -> float:

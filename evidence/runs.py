@@ -74,6 +74,18 @@ BEFORE_THE_KEY = {
     "attn_scale": 0.0,
     "embed_scale": 1.0,
 }
+NUMBER = (int, float, type(None))  # None: it was not finite
+# kind of event -> the fields that are read here, and their types
+FIELDS: dict[str, dict[str, Any]] = {
+    "start": {"config": dict},
+    "step": {"step": int, "loss": NUMBER, "tok_per_s": NUMBER},
+    "eval": {"step": int, "val_loss": NUMBER},
+    "rms": {"step": int},
+    "resume": {"step": int},
+    "end": {"reason": str},
+}
+START = {"device": str, "versions": dict, "n_params": int, "tokens_per_step": int}
+CONFIG = {"norm_type": str, "seed": int, "max_iters": int}
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 RULES = ("acc", "acc_norm")  # how HellaSwag's choice is made (evals/hellaswag.py)
 
@@ -115,6 +127,15 @@ class Run:
         self.start = self.events[0]
         device = self.start.get("device", "")
         self.config: dict[str, Any] = chosen_then(as_today(self.start["config"]), device)
+
+    def check(self) -> None:
+        """Raise UserError if the start event lacks something that a comparison needs."""
+        problem = wrong_field(self.start, START) or wrong_field(self.config, CONFIG)
+        if problem or not isinstance(self.start["versions"].get("torch"), str):
+            raise UserError(
+                f"{self.name}: its start event is damaged: {problem or 'no version of torch'}: "
+                "leave this run out, or train it again"
+            )
 
     @property
     def seed(self) -> int:
@@ -309,7 +330,30 @@ def read_log(run: Path) -> list[dict]:
         raise UserError(
             f"{path}: does not begin with a start event: no run's log, or damaged: leave it out"
         )
+    for number, event in enumerate(events, 1):
+        problem = damage(event)
+        if problem:
+            raise UserError(
+                f"{path}:{number}: damaged: {problem}: leave this run out, or train it again"
+            )
     return events
+
+
+def damage(event: Any) -> str:
+    """Say what is wrong with an event of a log; "" if its fields are of the right types."""
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return "no event"
+    return wrong_field(event, FIELDS.get(event["event"], {}))
+
+
+def wrong_field(values: dict[str, Any], kinds: dict[str, Any]) -> str:
+    """Name the first field that is missing or of another type than its one in `kinds`; or ""."""
+    for name, kind in kinds.items():
+        if name not in values:
+            return f"it has no {name}"
+        if isinstance(values[name], bool) or not isinstance(values[name], kind):
+            return f"{name} is {str(values[name])[:40]!r}"
+    return ""
 
 
 def find_runs(paths: list[Path]) -> list[Run]:

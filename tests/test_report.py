@@ -514,6 +514,41 @@ def test_speeds_of_runs_side_by_side_get_no_verdict(tmp_path, how):
     assert len(rows["val_loss", "layer"].seeds) == len(SEEDS)
 
 
+@pytest.mark.parametrize(
+    ("line", "field", "value", "message"),
+    [
+        (1, "config", 3, "log.jsonl:1: damaged: config is '3'"),
+        (1, "versions", {}, "its start event is damaged: no version of torch"),
+        (1, "tokens_per_step", "100", "tokens_per_step is '100'"),
+        (2, "val_loss", "5", "log.jsonl:2: damaged: val_loss is '5'"),
+        (3, "tok_per_s", None, ""),
+        (3, "loss", ..., "log.jsonl:3: damaged: it has no loss"),
+        (4, "step", 10.5, "log.jsonl:4: damaged: step is '10.5'"),
+        (4, None, 7, "log.jsonl:4: damaged: no event"),
+    ],
+)
+def test_a_damaged_event_is_named(tmp_path, line, field, value, message):
+    run = write_run(tmp_path, "rms", 1)
+    write_run(tmp_path, "layer", 1)
+    lines = (run / "log.jsonl").read_text().splitlines()
+    event = json.loads(lines[line - 1])
+    if field is None:
+        event = value
+    elif value is ...:
+        del event[field]
+    else:
+        event[field] = value
+    lines[line - 1] = json.dumps(event)
+    (run / "log.jsonl").write_text("\n".join(lines) + "\n")
+    words = [str(tmp_path), "--baseline=rms", "--pictures=False", f"--out={tmp_path / 'out'}"]
+    if not message:
+        report.main(words)
+        return
+    with pytest.raises(UserError) as error:
+        report.main(words)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
 def test_what_auto_meant_is_not_another_setting(tmp_path):
     """An older run logged `auto`, on a CPU float32 and eager; a newer one what it has chosen."""
     older = write_run(tmp_path, "rms", 1, start={"device": "cpu (x)"})

@@ -5,7 +5,7 @@ A step whose loss or gradient is not finite is never applied.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,29 @@ from torch import Tensor, nn
 
 from common.distributed import is_sharded, share
 from common.environment import Precision
+from common.errors import ConfigError
 from norms import Norm
 from training.muon import MuonWithAdamW
 
 Optimizer = torch.optim.AdamW | MuonWithAdamW
+
+
+def check_optimizer_keys(config: Any) -> None:
+    """Check the keys of AdamW and its schedule that train.py and distill.py have in common.
+
+    Raises ConfigError.
+    """
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ConfigError(f"{name}={getattr(config, name)}: must be at least 0 and below 1")
+    if not (config.learning_rate > 0 and 0 <= config.min_lr <= config.learning_rate):
+        raise ConfigError(
+            f"learning_rate={config.learning_rate} and min_lr={config.min_lr}: must be "
+            "0 <= min_lr <= learning_rate, and learning_rate above 0"
+        )
+    # epoch_order seeds NumPy's RandomState, whose seeds have 32 bits.
+    if not 0 <= config.seed < 1 << 32:
+        raise ConfigError(f"seed={config.seed}: must be from 0 to 2**32 - 1")
 
 
 class GradientNorms(NamedTuple):
