@@ -64,6 +64,13 @@ def missing_on_this_machine(error: Exception) -> str | None:
     return None
 
 
+def lost_ranks(error: Exception) -> bool:
+    """Did a collective operation fail because another process of the run has ended?"""
+    signs = r"gloo/transport|Connection (closed|reset) by peer|remote process exited"
+    is_one_of_many = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return is_one_of_many and re.search(signs, str(error)) is not None
+
+
 def run_program(main: Callable[[list[str]], int | None]) -> None:
     """Run `main(argv)` as a program: user errors become one line on stderr and an exit code."""
     try:
@@ -79,6 +86,9 @@ def run_program(main: Callable[[list[str]], int | None]) -> None:
         sys.exit(0)
     except Exception as error:
         remedy = missing_on_this_machine(error)
+        if lost_ranks(error):
+            rank = os.environ.get("RANK", "?")
+            remedy = f"rank {rank} has lost another rank, whose own message says why"
         if remedy is None:
             raise
         print(f"error: {remedy}", file=sys.stderr, flush=True)

@@ -176,19 +176,29 @@ def export_hf(model: GPT, folder: str | Path) -> Path:
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if key in theirs:
                 hf[key] = theirs[key]
+    from safetensors import SafetensorError
+
+    # The folder gets its name when it is whole.
+    partial = folder.resolve().with_name(folder.resolve().name + ".tmp")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        partial.mkdir(parents=True)
         prefix = "transformer." if target.wpe is not None else "model."
-        write_tensors(folder, hf_pieces(target, hf["model_type"]), prefix)
+        write_tensors(partial, hf_pieces(target, hf["model_type"]), prefix)
         for pattern in COMPANIONS:
             for companion in source.glob(pattern):
-                shutil.copy(companion, folder)
+                shutil.copy(companion, partial)
         is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
-        if is_ours and not (folder / "tokenizer.json").exists():
-            hf |= write_tokenizer(model, folder)
-        write_json(folder / "config.json", hf)
-    except OSError as error:
-        raise HFError(f"{folder}: cannot be written ({error.strerror})") from None
+        if is_ours and not (partial / "tokenizer.json").exists():
+            hf |= write_tokenizer(model, partial)
+        write_json(partial / "config.json", hf)
+        partial.replace(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error
+        raise HFError(
+            f"{folder}: cannot be written ({reason}): make room, or choose another folder"
+        ) from None
     return folder
 
 
@@ -232,7 +242,7 @@ def write_tokenizer(model: GPT, folder: Path) -> dict[str, int]:
     try:
         tokenizer = hf_tokenizer(load_tokenizer(model.meta))
     except DataError as error:
-        warnings.warn(f"{folder}: written without a tokenizer: {error}", stacklevel=3)
+        warnings.warn(f"the folder has no tokenizer: {error}", stacklevel=3)
         return {}
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -9,6 +9,7 @@ import torch
 
 import train
 from common.distributed import share
+from common.errors import UserError
 from training import sharded
 
 
@@ -184,6 +185,18 @@ def die_in_save(step: int) -> None:
         original(self, name)
 
     train.Trainer._save = fatal
+
+
+def main_rank_fails(step: int) -> None:
+    """What the main rank alone does fails, such as writing the log."""
+    original = train.Trainer._log_step
+
+    def failing(self, report):
+        if report.step == step and self.ranks.is_main:
+            raise UserError("log.jsonl: cannot be written (No space left on device)")
+        original(self, report)
+
+    train.Trainer._log_step = failing
 
 
 def die_in_sample() -> None:

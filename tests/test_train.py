@@ -138,6 +138,15 @@ def test_killed_before_its_end_a_run_gets_one(
     assert "finished already" in job.text()
 
 
+def test_a_rank_that_loses_another_says_so_in_one_line(launch, tiny_data, tmp_path):
+    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    job = launch(*words, ranks=2, patch=("main_rank_fails", {"step": 3}))
+    assert job.wait() == [1, 1]
+    main, other = (output.read_text() for output in job.outputs)
+    assert main.splitlines()[-1] == "error: log.jsonl: cannot be written (No space left on device)"
+    assert other.splitlines() == ["error: rank 1 has lost another rank, whose own message says why"]
+
+
 def test_a_closed_terminal_stops_and_saves(launch, tiny_data, tmp_path):
     words = (*TINY, "--max_iters=4000", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
     job = launch(*words, patch=("slow_steps", {"seconds": 0.02}))

@@ -91,10 +91,13 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
         for old in path.parent.glob(f"{path.stem}.shards-*"):
             if old != shards:
                 shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        # torch.save makes a RuntimeError of what the disk refuses.
         partial.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or "the disk may be full"
         raise CheckpointError(
-            f"{path}: cannot be written ({error.strerror}); the previous checkpoint is untouched"
+            f"{path}: cannot be written ({reason}); the previous checkpoint is untouched: make "
+            "room, and repeat the command"
         ) from None
 
 

@@ -146,5 +146,8 @@ class Evaluator:
         tokens = model.generate(prompt, self.config.sample_tokens, TEMPERATURE, TOP_K, generator)
         if self.ranks.is_main:
             text = self.tokenizer.decode(tokens[0].tolist())
-            path.write_text(text + "\n", encoding="utf-8")
+            try:
+                path.write_text(text + "\n", encoding="utf-8")
+            except OSError as error:
+                return f"no text sample: {path} cannot be written ({error.strerror})"
         return f"a sample of its text is in {path}"

@@ -1,5 +1,6 @@
 """The log of a run: log.jsonl, lines or a progress bar for people, Weights & Biases; throughput."""
 
+import contextlib
 import json
 import math
 import os
@@ -98,8 +99,17 @@ class RunLog:
             return
         # JSON has neither infinity nor NaN.
         clean = {name: _finite(value) for name, value in values.items()}
-        self.file.write(json.dumps({"event": event, **clean}) + "\n")
-        self.file.flush()  # a process that is killed loses no line
+        try:
+            self.file.write(json.dumps({"event": event, **clean}) + "\n")
+            self.file.flush()  # a process that is killed loses no line
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.file.close()  # what could not be written is lost, and not tried again
+            self.file = None
+            raise UserError(
+                f"{self.path}: cannot be written ({error.strerror}): make room, and repeat the "
+                "command, which goes on from the last checkpoint"
+            ) from None
         if self.wandb is not None and event in ("step", "eval"):
             numbers = {k: v for k, v in clean.items() if k != "step" and v is not None}
             self.wandb.log(numbers, step=values["step"])

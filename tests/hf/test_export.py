@@ -218,7 +218,7 @@ def test_an_export_goes_on_without_the_tokenizer(tmp_path, monkeypatch):
     model.meta = {"tokenizer": "gpt2", "vocab_size": 50257}
     with pytest.warns(
         UserWarning,
-        match="written without a tokenizer: the GPT-2 tokenizer could not be downloaded",
+        match="the folder has no tokenizer: the GPT-2 tokenizer could not be downloaded",
     ):
         folder = weights.export_hf(model.eval(), tmp_path / "out")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
