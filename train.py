@@ -267,6 +267,7 @@ class Trainer:
         self.out_dir = Path(config.out_dir)
         self.step = 0  # steps done; the first one is step 1
         self.best = math.inf  # lowest val loss so far
+        self.logged_until = 0  # the last step that the log of a resumed run must have
         self.skipped = 0  # steps in a row whose gradients were not finite
         self.provenance: dict[str, Any] = {}  # data, machine and code: training/provenance.py
         self.lacks_end = False  # all steps were done before, but the process was killed then
@@ -458,6 +459,9 @@ class Trainer:
         self._check_same_optimizer(state, path)
         restore(path, state, self.config, self.model, self.optimizer, self.scaler)
         self.step = state["step"]
+        if path.parent == self.out_dir:  # its log is there too
+            interval = self.config.log_interval
+            self.logged_until = max(min(1, self.step), self.step // interval * interval)
         self.best = state["best_val_loss"]
         before = chosen_then(state["config"], then.get("device", self.ranks.device.type))
         keys = changed_keys(before, dataclasses.asdict(self.config), then)
@@ -550,7 +554,8 @@ class Trainer:
             # It takes its name once the log is open: what fails first leaves both untouched.
             partial = path.with_name(path.name + ".tmp")
             partial.write_text(json.dumps(config, indent=1) + "\n")
-            self.log.open(self.step if is_resumed else None, start, self.changed)
+            resume_step = self.step if is_resumed else None
+            self.log.open(resume_step, start, self.changed, self.logged_until)
             partial.replace(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror})") from None
@@ -825,6 +830,7 @@ class Trainer:
             "best_val_loss": self.best,
             "provenance": self.provenance,
         }
+        self.log.sync()
         save_checkpoint(self.out_dir / name, state, self.ranks)
 
 

@@ -232,6 +232,9 @@ class Run:
             for change in event.get("changed", [])
             if change.split()[0] not in harmless
         ]
+        gaps = [event["gap"] for event in self.events_of("resume") if event.get("gap")]
+        if gaps:
+            return f"its log has lost steps ({', '.join(map(str, gaps))})"
         if changed:
             return f"resumed with other settings, code or machine ({', '.join(changed)})"
         if self.diverged:

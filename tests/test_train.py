@@ -138,6 +138,34 @@ def test_killed_before_its_end_a_run_gets_one(
     assert "finished already" in job.text()
 
 
+@pytest.mark.parametrize(
+    ("damage", "gap"),
+    [
+        (lambda text: text, None),
+        (lambda text: "".join(text.splitlines(keepends=True)[:8]), [6, 20]),
+        (lambda text: "", [1, 20]),
+        (lambda text: text[40:], [1, 20]),
+        (lambda text: None, [1, 20]),
+    ],
+    ids=["whole", "cut", "empty", "half a start", "gone"],
+)
+def test_a_gap_in_the_log_is_recorded(train_ok, tiny_data, tmp_path, damage, gap):
+    """Also where it has lost its start event: then it gets another one."""
+    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    train_ok(*words, "--max_iters=20", "--lr_schedule=constant")
+    log = tmp_path / "run/log.jsonl"
+    left = damage(log.read_text())
+    log.unlink() if left is None else log.write_text(left)
+    train_ok(*words, "--lr_schedule=constant")
+    assert records(tmp_path / "run")[0]["event"] == "start"
+    resume = next(event for event in records(tmp_path / "run") if event["event"] == "resume")
+    assert resume.get("gap") == gap
+    run = Run(tmp_path / "run")
+    run.check()
+    run.events[:] = [event | {"changed": []} for event in run.events]  # max_iters was
+    assert ("has lost steps" in run.problem()) == (gap is not None)
+
+
 def test_a_rank_that_loses_another_says_so_in_one_line(launch, tiny_data, tmp_path):
     words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
     job = launch(*words, ranks=2, patch=("main_rank_fails", {"step": 3}))

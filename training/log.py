@@ -27,17 +27,28 @@ class RunLog:
         self.max_iters = max_iters
         self.active = active
         self.file: IO[str] | None = None
+        self.last_step = 0  # in the log that is gone on with
         self.bar: tqdm | None = None
         self.wandb: Any = None
 
-    def open(self, resume_step: int | None, start: dict[str, Any], changed: list[str]) -> None:
+    def open(
+        self,
+        resume_step: int | None,
+        start: dict[str, Any],
+        changed: list[str],
+        logged_until: int = 0,
+    ) -> None:
         """Begin a new log, or go on with the log of a run that is resumed.
+
+        If steps are missing in that log, the `resume` event says which, as `gap`. A log that has
+        lost its `start` event gets a new one.
 
         Args:
             resume_step: step of the checkpoint; what was logged after it is removed. None: a new
                 run.
             start: values of the `start` event of a new log.
             changed: settings that have changed since the run was last resumed or started.
+            logged_until: the last step that the log of a resumed run must have.
         """
         if not self.active:
             return
@@ -54,7 +65,9 @@ class RunLog:
         if is_new:
             self.event("start", config=self.config, **start)
         if resume_step is not None:
-            more = {"changed": changed} if changed else {}
+            more: dict[str, Any] = {"changed": changed} if changed else {}
+            if self.last_step < logged_until:
+                more["gap"] = [self.last_step + 1, logged_until]
             self.event("resume", step=resume_step, **more)
 
     def _make_room(self, resume_step: int | None) -> bool:
@@ -63,18 +76,20 @@ class RunLog:
             return True
         check_replaceable(self.path)
         if resume_step is not None:
-            self._cut_back(resume_step)
-            return False
+            return not self._cut_back(resume_step)
         # This log is of a run that left no checkpoint: put it aside.
         self.path.replace(self.path.with_name("log.jsonl.old"))
         return True
 
-    def _cut_back(self, step: int) -> None:
+    def _cut_back(self, step: int) -> bool:
         """Remove what was logged after the checkpoint of `step`, atomically.
 
         A last line that was torn when the process was killed goes too.
+
+        Returns:
+            Whether a `start` event is left.
         """
-        kept = []
+        kept: list[str] = []
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
@@ -84,14 +99,24 @@ class RunLog:
             except (ValueError, AttributeError):
                 break
             event = record.get("event")
+            if not kept and event != "start":
+                break  # without its start event the rest has no meaning
             # A resume at this very step has trained nothing that is kept. The resume that follows
             # now says what has changed.
             is_idle = event == "resume" and step_of == step
             if step_of <= step and event != "end" and not is_idle:
                 kept.append(line + "\n")
+                if event == "step":
+                    self.last_step = step_of
         cut = self.path.with_name("log.jsonl.tmp")
         cut.write_text("".join(kept), encoding="utf-8")
         cut.replace(self.path)
+        return bool(kept)
+
+    def sync(self) -> None:
+        """Wait until the log is on the disk: a checkpoint must not outlive the steps before it."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
 
     def event(self, event: str, **values: Any) -> None:
         """Write one line of log.jsonl. Floats keep all digits; infinite and NaN become null."""
