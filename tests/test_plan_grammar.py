@@ -303,7 +303,9 @@ def write_log(folder: Path, norm_type: str, keys: dict, **start) -> Path:
         "tokens_per_step": 1,
         **start,
     }
-    (folder / "log.jsonl").write_text(json.dumps(first) + "\n" + json.dumps({"event": "end"}))
+    (folder / "log.jsonl").write_text(
+        json.dumps(first) + "\n" + json.dumps({"event": "rms", "step": 0})
+    )
     return folder
 
 

@@ -93,6 +93,9 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
                 shutil.rmtree(old, ignore_errors=True)
     except (OSError, RuntimeError) as error:
         # torch.save makes a RuntimeError of what the disk refuses.
+        is_torchs = re.search("inline_container|PytorchStreamWriter", str(error))
+        if isinstance(error, RuntimeError) and not is_torchs:
+            raise
         partial.unlink(missing_ok=True)
         reason = getattr(error, "strerror", None) or "the disk may be full"
         raise CheckpointError(
