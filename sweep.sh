@@ -124,7 +124,7 @@ start='
   shift 2
   ! grep -qs "\"event\": \"end\", \"reason\": \"done\"" "${output%/*}/log.jsonl" || exit 75
   : >"$began"
-  exec "$@" >"$output" 2>&1'
+  exec "$@" >>"$output" 2>&1'
 
 # As worker $1 train run $2, called $3, by train.py with the other arguments. Returns 1 if it
 # failed, 75 if another worker has it.

@@ -80,14 +80,10 @@ def keep(config: Any, then: dict[str, Any], device: str, path: Path) -> tuple[di
     is_sound = then["compile"] in (True, False) and type(merged) is int and merged > 0
     if not is_sound or str(then["dtype"]) not in DTYPES:
         raise CheckpointError(f"{path}: not a nanonorm checkpoint: its config is damaged")
-    chosen = {
-        key: then[key] if getattr(config, key) == auto else getattr(config, key)
-        for key, auto in AUTO.items()
-    }
-    if all(chosen[key] == getattr(config, key) for key in AUTO):
-        return chosen, ""
-    listed = ", ".join(f"{key}={value}" for key, value in chosen.items())
-    return chosen, f"{listed}, as when the run began"
+    kept = {key: then[key] for key, auto in AUTO.items() if getattr(config, key) == auto}
+    chosen = {key: kept.get(key, getattr(config, key)) for key in AUTO}
+    listed = ", ".join(f"{key}={value}" for key, value in kept.items())
+    return chosen, f"{listed}, as when the run began" if kept else ""
 
 
 def merged_micro_batches(config: Any) -> int:

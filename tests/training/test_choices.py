@@ -102,6 +102,8 @@ def test_an_older_run_goes_on_as_it_was(processor):
     assert choices.keep(config(), then, "NVIDIA H200", path)[0] == on_gpu
     assert choices.keep(config(dtype="float64"), then, "cpu", path)[0]["dtype"] == "float64"
     then |= {"dtype": "bfloat16", "merge_micro_batches": 4}
+    told = choices.keep(config(dtype="float32"), then, "cpu", path)
+    assert told[0]["dtype"] == "float32" and "dtype" not in told[1]
     kept, line = choices.keep(config(), then, "cpu", path)
     assert kept == before | {"dtype": "bfloat16", "merge_micro_batches": 4}
     assert line.startswith("dtype=bfloat16, compile=False") and "began" in line
