@@ -117,14 +117,16 @@ stop_all() {
   exit "$1"
 }
 
-# Under a claim, so that this worker alone writes the run's output: train it, unless it was done
-# meanwhile. $1 the output, $2 the mark that it began, then the command.
+# Under a claim, so that this worker alone writes the output of run $1: train it, unless it was done
+# meanwhile. $2 is the mark that it began; then comes the command.
+export OUT
+export -f is_done
 start='
-  output=$1 began=$2
+  name=$1 began=$2
   shift 2
-  ! grep -qs "\"event\": \"end\", \"reason\": \"done\"" "${output%/*}/log.jsonl" || exit 75
+  ! is_done "$name" || exit 75
   : >"$began"
-  exec "$@" >>"$output" 2>&1'
+  exec "$@" >>"$OUT/$name/train.txt" 2>&1'
 
 # As worker $1 train run $2, called $3, by train.py with the other arguments. Returns 1 if it
 # failed, 75 if another worker has it.
@@ -132,7 +134,7 @@ train() {
   local worker=$1 name=$2 label=$3 run=$OUT/$2 began=$SECONDS status=0 last
   shift 3
   printf '%s\n' "$label" "$run/train.txt" >"$state/$worker"
-  "$PYTHON" -m evidence.claim "$run" bash -c "$start" - "$run/train.txt" "$state/began/$name" \
+  "$PYTHON" -m evidence.claim "$run" bash -c "$start" - "$name" "$state/began/$name" \
     "${launcher[@]}" train.py "$@" &
   child=$!
   wait "$child" || status=$?

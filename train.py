@@ -380,13 +380,14 @@ class Trainer:
         A run that moves to another kind of device chooses anew.
         """
         device = self.ranks.device
-        chosen, line = choose(self.config, device, self.ranks.world_size)
+        place = ""
         if found is not None:
-            state, path, _ = found
-            self.then = self.ranks.together(lambda: saved_provenance(state, path))
+            self.then = self.ranks.together(lambda: saved_provenance(found.state, found.path))
             place = self.then.get("device", device.type)
-            if device_kind(place) == device.type:
-                chosen, line = keep(self.config, state["config"], place, path)
+        if found is not None and device_kind(place) == device.type:
+            chosen, line = keep(self.config, found.state["config"], place, found.path)
+        else:
+            chosen, line = choose(self.config, device, self.ranks.world_size)
         # Other ranks may run on other processors.
         chosen, self.choice = self.ranks.of_main((chosen, line))
         self.config = dataclasses.replace(self.config, **chosen)
@@ -507,7 +508,7 @@ class Trainer:
 
     def _prepare_norms(self) -> None:
         """Set the norms to the first step. Raises ConfigError if a taper cannot go on from here."""
-        if self.step < self.config.max_iters or self.lacks_end:
+        if not self.is_over:
             self._next_step()
 
     def _start_log(self, found: FoundCheckpoint | None) -> None:
@@ -518,7 +519,7 @@ class Trainer:
         )
         if self.choice:
             self.log.say(self.choice)
-        if self.step < config.max_iters or self.lacks_end:
+        if not self.is_over:
             self.ranks.together(lambda: self._open_log(is_resumed=found is not None))
         end = TaperSchedule(config.taper_warmup, config.taper_end).steps(config.max_iters)[1]
         if tapers(self.model) and end > config.max_iters:
@@ -568,11 +569,14 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------- the loop
 
+    @property
+    def is_over(self) -> bool:
+        """Did the run end before this process started? Then nothing is left to do."""
+        return self.step >= self.config.max_iters and not self.lacks_end
+
     def run(self) -> None:
         """Train until max_iters or a signal, and close the log."""
-        if (
-            self.step >= self.config.max_iters and not self.lacks_end
-        ):  # nothing in the run folder is touched
+        if self.is_over:  # nothing in the run folder is touched
             self.log.say(f"finished already: step {self.step} of max_iters={self.config.max_iters}")
             self.lock.release()
             return

@@ -42,6 +42,7 @@ from bench.train_profile import by_class, profile_step, profile_table
 from common.distributed import Ranks
 from common.environment import faster_float32_products, peak_flops, timing_environment
 from common.errors import ConfigError, UserError, run_program
+from common.old_keys import AUTO
 from common.output import card, markdown, span, write_results
 from common.plotting import plt, save, style
 from common.stats import paired_ratio, paired_times
@@ -53,7 +54,6 @@ CONTROLS = ("rms", "rms-no-mlp-gamma", "layer")
 WARM_UP = 2  # steps after the first, which compiles and allocates
 AGAIN = " (A/A)"
 LOW = ("bfloat16", "float16")
-CHOSEN = ("dtype", "compile", "merge_micro_batches")  # what an arm's step runs with
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def measure(
                 ratios[base] = dataclasses.asdict(ratio)
         record = {
             "arm": arm.name,
-            **{name: getattr(arm.config, name) for name in CHOSEN},
+            **{name: getattr(arm.config, name) for name in AUTO},
             "tokens_per_s": speed,
             # The peak that is known is that of 16-bit products.
             "mfu": speed * flops / peak if peak and arm.config.dtype in LOW else None,
@@ -416,7 +416,7 @@ def main(argv: list[str]) -> None:
         plot(records, folder / "speed.png", place["device"])
     shown = (
         "arm",
-        *CHOSEN,
+        *AUTO,
         "tokens_per_s",
         "mfu",
         "peak_memory",

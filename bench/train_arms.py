@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from common.environment import Precision
 from common.errors import ConfigError, UserError
-from common.old_keys import AUTO
+from common.old_keys import AUTO, by_device
 from configurator import Overrides
 from model import GPT, GPTConfig
 from norm_plan import NormConfig, NormPlan
@@ -125,12 +125,9 @@ def settle(arm: TrainArm, device: torch.device) -> TrainArm:
         chosen, _ = choose(arm.config, device)
     else:
         # Its README has `--compile=False` for CPUs, where its train.py ignores `dtype`.
-        on_gpu = device.type == "cuda"
-        chosen = {"merge_micro_batches": 1}
-        if arm.config.dtype == AUTO["dtype"]:
-            chosen["dtype"] = "bfloat16" if on_gpu else "float32"
-        if arm.config.compile is AUTO["compile"]:
-            chosen["compile"] = on_gpu
+        usual = by_device(device.type)
+        chosen = {key: usual[key] for key in AUTO if getattr(arm.config, key) == AUTO[key]}
+        chosen["merge_micro_batches"] = 1  # it cannot merge
     return dataclasses.replace(arm, config=dataclasses.replace(arm.config, **chosen))
 
 

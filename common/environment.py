@@ -58,6 +58,14 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, (1 << 31) - 1)
 
 
+def cpuinfo() -> str:
+    """Read what Linux says of the processor; "" elsewhere."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
 def faster_float32_products(n_embd: int, head_dim: int) -> None:
     """Have oneDNN do float32 matrix products on AMD CPUs with AVX-512: twice as fast.
 
@@ -65,10 +73,7 @@ def faster_float32_products(n_embd: int, head_dim: int) -> None:
     does on CPUs with AMX only; on those this function does nothing. A call of oneDNN costs about
     15 us more, so attention with many small products would become slower.
     """
-    try:
-        cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return
+    cpu = cpuinfo()
     is_slow_with_mkl = "AuthenticAMD" in cpu and "avx512" in cpu
     if is_slow_with_mkl and "amx" not in cpu and n_embd * head_dim >= ONEDNN_PAYS:
         torch.set_float32_matmul_precision("medium")
@@ -172,11 +177,10 @@ def _device_name(device: torch.device) -> str:
 def _processor() -> str:
     """Name the model of the CPU and its number of cores."""
     name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
+    for line in cpuinfo().splitlines():
+        if line.startswith("model name"):
+            name = line.split(":", 1)[1].strip()
+            break
     return f"{name}, {os.cpu_count()} cores"
 
 

@@ -20,6 +20,16 @@ def device_kind(name: str) -> str:
     return next((kind for kind in ("cpu", "mps") if name.startswith(kind)), "cuda")
 
 
+def by_device(kind: str) -> dict[str, Any]:
+    """Return what the keys of AUTO stand for where the kind of device alone decides."""
+    on_gpu = kind == "cuda"
+    return {
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "compile": on_gpu,
+        "merge_micro_batches": 1,
+    }
+
+
 def chosen_then(config: dict[str, Any], device: str) -> dict[str, Any]:
     """Return a saved config with what its run took for keys that are at auto.
 
@@ -31,12 +41,7 @@ def chosen_then(config: dict[str, Any], device: str) -> dict[str, Any]:
         device: as its provenance names it.
     """
     config = {"jobs": 1, **config}
-    on_gpu = device_kind(device) == "cuda"
-    meant = {
-        "dtype": "bfloat16" if on_gpu else "float32",
-        "compile": on_gpu,
-        "merge_micro_batches": 1,
-    }
+    meant = by_device(device_kind(device))
     open_keys = [key for key, auto in AUTO.items() if config.get(key, auto) == auto]
     return config | {key: meant[key] for key in open_keys}
 

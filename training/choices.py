@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from common.environment import DTYPES
+from common.environment import DTYPES, cpuinfo
 from common.errors import CheckpointError
-from common.old_keys import AUTO, chosen_then
+from common.old_keys import AUTO, by_device, chosen_then
 
 # bfloat16 pays from this many channels on, and this many tokens times channels in a pass. Small
 # products gain nothing that makes up for the casts.
@@ -38,17 +38,17 @@ def choose(config: Any, device: torch.device, world_size: int = 1) -> tuple[dict
         line for people; "" if the config leaves nothing open.
     """
     on_cpu = device.type == "cpu"
+    usual = by_device(device.type)
+    why_usual = f"on {device.type}"
     merged = config.merge_micro_batches
     if merged == AUTO["merge_micro_batches"]:
-        merged = merged_micro_batches(config) if on_cpu else 1
+        merged = merged_micro_batches(config) if on_cpu else usual["merge_micro_batches"]
     dtype, why_dtype = config.dtype, "as set"
     if dtype == AUTO["dtype"]:
-        dtype, why_dtype = cpu_dtype(config, merged) if on_cpu else other_dtype(device)
+        dtype, why_dtype = cpu_dtype(config, merged) if on_cpu else (usual["dtype"], why_usual)
     compiled, why_compiled = config.compile, "as set"
     if compiled is AUTO["compile"]:
-        compiled, why_compiled = device.type == "cuda", f"on {device.type}"
-        if on_cpu:
-            compiled, why_compiled = cpu_compile(config)
+        compiled, why_compiled = cpu_compile(config) if on_cpu else (usual["compile"], why_usual)
     chosen = {"dtype": dtype, "compile": compiled, "merge_micro_batches": merged}
     if all(chosen[key] == getattr(config, key) for key in AUTO):
         return chosen, ""
@@ -109,12 +109,6 @@ def cpu_dtype(config: Any, merged: int) -> tuple[str, str]:
     return "bfloat16", f"this processor has {feature}"
 
 
-def other_dtype(device: torch.device) -> tuple[str, str]:
-    """Choose the dtype of a run on a GPU. Returns it, and why."""
-    name = "bfloat16" if device.type == "cuda" else "float32"
-    return name, f"on {device.type}"
-
-
 def cpu_compile(config: Any) -> tuple[bool, str]:
     """Decide whether a run on a CPU is compiled. Returns it, and why."""
     tokens = (
@@ -138,10 +132,7 @@ def native_bfloat16() -> tuple[int, str]:
         The fewest channels for which that pays, and the instruction set; (0, "") if it does not.
         Intel's AVX512-BF16 without AMX is slower than float32; ARM was not measured.
     """
-    try:
-        cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return 0, ""
+    cpu = cpuinfo()
     if "amx_bf16" in cpu:
         return LOW_CHANNELS, "AMX"
     if "AuthenticAMD" in cpu and "avx512_bf16" in cpu:
