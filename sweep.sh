@@ -15,9 +15,10 @@
 #
 # All arms of a seed run one after the other, each time beginning with another arm, so that a drift
 # of the machine's speed affects all alike. After an interruption, run it again: finished runs are
-# skipped, the interrupted one continues where it stopped. Each run's output is in its folder's
-# train.txt; in a terminal its last line is shown. Exit codes: 1 if a run failed (the others are
-# still done), 2 at once if a setting is wrong, 130 if it was stopped.
+# skipped, and those that diverged, which they would again; the interrupted one continues where it
+# stopped. Each run's output is in its folder's train.txt; in a terminal its last line is shown. Exit
+# codes: 1 if a run failed or diverged (the others are still done), 2 at once if a setting is wrong,
+# 130 if it was stopped.
 #
 # A worker claims a run before it starts it, and passes over runs that others have claimed. So
 # several sweeps, also on several machines, can work on one OUT. With JOBS above 1 a run's speed
@@ -109,6 +110,8 @@ tell() {
 }
 
 is_done() { grep -qs '"event": "end", "reason": "done"' "$OUT/$1/log.jsonl"; }
+has_diverged() { grep -qs '"event": "end", "reason": "step .* is not finite"' "$OUT/$1/log.jsonl"; }
+is_over() { is_done "$1" || has_diverged "$1"; }
 
 # Have the sweep stop with code $1.
 stop_all() {
@@ -120,11 +123,11 @@ stop_all() {
 # Under a claim, so that this worker alone writes the output of run $1: train it, unless it was done
 # meanwhile. $2 is the mark that it began; then comes the command.
 export OUT
-export -f is_done
+export -f is_done has_diverged is_over
 start='
   name=$1 began=$2
   shift 2
-  ! is_done "$name" || exit 75
+  ! is_over "$name" || exit 75
   : >"$began"
   exec "$@" >>"$OUT/$name/train.txt" 2>&1'
 
@@ -175,6 +178,10 @@ work() {
       fi
       if is_done "$name"; then
         tell "$name" "$label: done already" || continue
+      elif has_diverged "$name"; then
+        tell "$name" "$label: diverged; it would again: remove its folder to train it once more" ||
+          continue
+        failed=1
       else
         status=0
         train "$1" "$name" "$label" "${common[@]}" --norm_type="${keys[0]}" "${keys[@]:1}" \
@@ -182,7 +189,7 @@ work() {
         [ $status != 75 ] || { : >"$state/elsewhere/$name"; continue; }
         [ $status = 0 ] || failed=1
       fi
-      if [ -n "$KEEP" ] && is_done "$name"; then
+      if [ -n "$KEEP" ] && is_over "$name"; then
         "$PYTHON" -m evidence.archive "$KEEP" "$OUT/$name" || failed=1
       fi
     done
@@ -217,7 +224,7 @@ finish() {
   local name left=
   for name in "$state"/elsewhere/*; do
     name=${name##*/}
-    [ "$name" = "*" ] || [ -e "$state/began/$name" ] || is_done "$name" || left+=" $name"
+    [ "$name" = "*" ] || [ -e "$state/began/$name" ] || is_over "$name" || left+=" $name"
   done
   rm -rf "$state"
   [ -z "$left" ] || echo "others are training:$left; run it again when they have ended"

@@ -77,6 +77,7 @@ from training.provenance import (
     find_provenance,
     saved_provenance,
 )
+from training.stability import Stability
 from training.step_report import PendingReport, StepReport, count_bad, pack
 from training.stream import calibrate
 
@@ -142,6 +143,9 @@ class TrainConfig(GPTConfig):
     eval_tokens: int = key(
         2_097_152, "val_loss is over this many tokens of the val shards, always the same", least=1
     )
+    full_val: bool = key(
+        False, "at the end measure val_loss_full: the whole val split, every document"
+    )
     log_interval: int = key(10, "steps between log lines", least=1)
     checkpoint_interval: int = key(0, "steps between checkpoints (0: at every evaluation)", least=0)
     sample_tokens: int = key(300, "length of the text sample at the end (0: none)", least=0)
@@ -190,7 +194,11 @@ class TrainConfig(GPTConfig):
         0, "score this many items, spread evenly over the file (0: all)", least=0
     )
 
-    # Equivalence margins for report.py; a margin must be declared before the results are known
+    # For report.py: what must be declared before the results are known
+    study: str = key("", "the study and the hash of its plan; runs of others are not compared")
+    planned_seeds: int = key(
+        0, "seeds of the comparison; report.py gives no verdict before (0: not planned)", least=0
+    )
     delta_train_loss: float = key(
         0.0, "equivalence margin for report.py, nats per token, declared now (0: none)", least=0
     )
@@ -269,6 +277,7 @@ class Trainer:
         self.best = math.inf  # lowest val loss so far
         self.logged_until = 0  # the last step that the log of a resumed run must have
         self.skipped = 0  # steps in a row whose gradients were not finite
+        self.stability = Stability(config.grad_clip)
         self.provenance: dict[str, Any] = {}  # data, machine and code: training/provenance.py
         self.lacks_end = False  # all steps were done before, but the process was killed then
         self.then: dict[str, Any] = {}  # the provenance of the run that is resumed
@@ -464,6 +473,7 @@ class Trainer:
             interval = self.config.log_interval
             self.logged_until = max(min(1, self.step), self.step // interval * interval)
         self.best = state["best_val_loss"]
+        self.stability.restore(state.get("stability", {}))
         before = chosen_then(state["config"], then.get("device", self.ranks.device.type))
         keys = changed_keys(before, dataclasses.asdict(self.config), then)
         self.changed = keys + changes(then, self.provenance)
@@ -728,6 +738,7 @@ class Trainer:
         self.clock.tick()
         # All ranks have the same report, so all of them raise, or stop, after the same step.
         self._check_finite(report)
+        self.stability.add(report.loss, report.grad_norm)
         if report.step % self.config.log_interval == 0 or report.step in (1, self.config.max_iters):
             self._log_step(report)
         if report.stops:
@@ -790,9 +801,15 @@ class Trainer:
         # On the model itself: a compiled one ignores hooks that are registered later.
         stats = self.evaluator.rms_stats(self.model)
         self.log.event("rms", step=self.step, **stats.record())
+        logit = self.evaluator.attention_logit(self.model)
+        self.log.event(
+            "stability", step=self.step, attention_logit=logit, **self.stability.record()
+        )
         # Before any checkpoint of this step: a run that is killed here scores again when it
         # resumes.
         self._score_hellaswag()
+        if self.config.full_val and self.step == self.config.max_iters:
+            self._evaluate_whole_split()
         # Step 0 is not saved: nothing has been trained.
         if self.step and val_loss < self.best:
             self.best = val_loss
@@ -813,6 +830,15 @@ class Trainer:
         self.log.event("eval", step=self.step, **record)
         self.log.say(line)
 
+    def _evaluate_whole_split(self) -> None:
+        """Measure the loss over the whole val split, and log it."""
+        found = self.evaluator.split_loss(self.model)
+        self.log.event("val_full", step=self.step, **found.record())
+        self.log.say(
+            f"step {self.step}  val loss over the whole split {found.mean:.4f} nats per token, "
+            f"{found.tokens.sum():,} tokens, {len(found.tokens)} documents"
+        )
+
     def _score_hellaswag(self) -> None:
         """Score HellaSwag, if that is due after this step."""
         is_last = self.step == self.config.max_iters
@@ -832,6 +858,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "best_val_loss": self.best,
+            "stability": self.stability.state(),
             "provenance": self.provenance,
         }
         self.log.sync()

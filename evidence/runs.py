@@ -58,6 +58,7 @@ NAMES = {
     "hellaswag",
     "hellaswag_interval",
     "hellaswag_items",
+    "full_val",
 }
 # Packages of which a run may be resumed with another version and still be compared.
 HARMLESS_VERSIONS = {"python", "numpy"}
@@ -73,6 +74,8 @@ BEFORE_THE_KEY = {
     "local_rope_theta": 0.0,
     "attn_scale": 0.0,
     "embed_scale": 1.0,
+    "study": "",
+    "planned_seeds": 0,
 }
 NUMBER = (int, float, type(None))  # None: it was not finite
 # kind of event -> the fields that are read here, and their types
@@ -81,6 +84,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "step": {"step": int, "loss": NUMBER, "tok_per_s": NUMBER},
     "eval": {"step": int, "val_loss": NUMBER},
     "rms": {"step": int},
+    "val_full": {"step": int, "val_loss_full": NUMBER},
+    "stability": {"step": int},
     "resume": {"step": int},
     "end": {"reason": str},
 }

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.distributed import Ranks
 from common.errors import DataError
 from data.tokenizers import load_tokenizer, token_bytes
 from model import GPT
 from training.dataloader import Blocks, bytes_per_token, eval_batches
+from training.stability import largest_attention_logit
 from training.stream import RMSStats, measure
+from training.whole_split import SplitLoss, Windows, split_loss
 
 PROMPT = 32  # tokens of the val shards that a text sample continues
 TEMPERATURE = 0.8
@@ -100,19 +102,36 @@ class Evaluator:
         weights = torch.tensor([len(batch) for batch in self.batches], dtype=torch.float64)
         return float((losses * weights).sum() / weights.sum())
 
-    def rms_stats(self, model: GPT) -> RMSStats:
-        """Measure the residual stream at every norm position, and the output.
+    def split_loss(self, model: GPT) -> SplitLoss:
+        """Compute the loss over the whole val split, document by document."""
+        # Without a tokenizer nothing says where documents begin.
+        end_of_text = getattr(self.tokenizer, "eot_token", None)
+        windows = Windows(self.blocks, end_of_text)
+        return split_loss(model, windows, self.config.batch_size, self.ranks, self.autocast)
 
-        One batch of windows, spread evenly over the evaluation text: neighbouring windows are of
-        one document, and would only tell how well the model predicts that one.
+    def rms_stats(self, model: GPT) -> RMSStats:
+        """Measure the residual stream at every norm position, and the output."""
+        x, y = self._spread_windows()
+        with self.autocast():
+            return measure(model, x, y)
+
+    def attention_logit(self, model: GPT) -> float:
+        """Measure the largest attention logit on the windows of `rms_stats`."""
+        x, _ = self._spread_windows()
+        with self.autocast():
+            return largest_attention_logit(model, x)
+
+    def _spread_windows(self) -> tuple[Tensor, Tensor]:
+        """Return one batch of windows and their targets (B, T), spread evenly over the text.
+
+        Neighbouring windows are of one document, and would only tell how well the model predicts
+        that one.
         """
         indices = [index for batch in self.batches for index in batch]
         # As many windows as a batch has, or a few less.
         stride = math.ceil(len(indices) / len(self.batches[0]))
         x, y = self.blocks.batch(indices[::stride])  # (B, T) each
-        device = self.ranks.device
-        with self.autocast():
-            return measure(model, x.to(device), y.to(device))
+        return x.to(self.ranks.device), y.to(self.ranks.device)
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """Convert `val_loss` to bits per byte of text; None without a tokenizer."""

@@ -1,0 +1,190 @@
+"""The plan of a study, and the runs of its stages (repro/which_norm.toml explains both).
+
+A stage says which runs it wants, given what has been found so far. Whoever trains asks again until
+nothing is wanted that is not finished; a stage whose later runs depend on its earlier ones then
+goes on by itself. The answer depends on the logs alone, so any number of workers can ask.
+"""
+
+import hashlib
+import math
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, UserError
+from evidence.runs import Run, find_runs
+
+Rates = dict[float, dict[int, float]]  # learning rate -> seed -> loss, infinite if it diverged
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One run that a stage wants.
+
+    Attributes:
+        stage: name of the stage.
+        shape: name of the shape.
+        arm: short name of the arm.
+        words: norm type and keys, as ARMS of sweep.sh takes them.
+        seed: of the run.
+        length: training steps, as a multiple of the scale's.
+    """
+
+    stage: str
+    shape: str
+    arm: str
+    words: str
+    seed: int
+    length: float = 1.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One shape of a scale."""
+
+    name: str
+    keys: dict[str, Any]
+    n_layer: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n_layer", self.keys["n_layer"])
+
+
+class Plan:
+    """A plan file at one scale.
+
+    Args:
+        path: the file.
+        scale: name of the scale.
+
+    Raises:
+        ConfigError: no such file or scale, or the file is damaged.
+    """
+
+    def __init__(self, path: Path, scale: str):
+        try:
+            content = path.read_bytes()
+            plan = tomllib.loads(content.decode())
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: no plan, or damaged ({error})") from None
+        try:
+            if scale not in plan["scales"]:
+                known = ", ".join(plan["scales"])
+                raise ConfigError(f"{scale}: unknown scale: it is one of {known}")
+            found = plan["scales"][scale]
+            self.config: str = found["config"]
+            self.rates: list[float] = found["rates"]
+            self.shapes = [Shape(name, keys) for name, keys in found["shapes"].items()]
+            self.arms: dict[str, str] = plan["arms"]
+            self.baseline: str = plan["baseline"]
+            self.name: str = plan["name"]
+        except (KeyError, AttributeError) as error:
+            raise ConfigError(f"{path}: it has no {error}") from None
+        self.path = path
+        self.scale = scale
+        self.plan = plan
+        self.hash = hashlib.sha256(content).hexdigest()
+
+    @property
+    def study(self) -> str:
+        """The key `study` of every run: name, scale, the first 16 digits of the plan's hash."""
+        return f"{self.name} {self.scale} {self.hash[:16]}"
+
+    def words(self, arm: str, shape: Shape, **keys: Any) -> str:
+        """Return the arm's norm type and keys in a shape, with further keys."""
+        block_0 = " ".join(["Rs", *["RR"] * (shape.n_layer - 1), "R"])
+        words = self.arms[arm].format(block_0=block_0)
+        return " ".join([words, *(f"--{name}={_short(value)}" for name, value in keys.items())])
+
+
+def _short(value: Any) -> str:
+    """Write a value for the command line; a float with the digits that it has."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run of a study found.
+
+    Attributes:
+        run: its log.
+        loss: val_loss_full, nats per token; infinite if it diverged.
+    """
+
+    run: Run
+    loss: float
+
+
+class Results:
+    """The finished runs of a study.
+
+    Args:
+        plan: whose runs they are.
+        places: stage -> shape -> folders and archives with its runs; those that do not exist yet
+            are passed over.
+
+    Raises:
+        UserError: a run has another plan's hash, or a log is damaged.
+    """
+
+    def __init__(self, plan: Plan, places: dict[str, dict[str, list[Path]]]):
+        self.plan = plan
+        self.found: dict[tuple[str, str, str, int], Result] = {}
+        for stage, shapes in places.items():
+            for shape, paths in shapes.items():
+                for path in paths:
+                    self._read(stage, shape, path)
+
+    def _read(self, stage: str, shape: str, path: Path) -> None:
+        """Read the runs of one stage and shape."""
+        if path.is_dir():
+            runs = [Run(log.parent) for log in sorted(path.glob("*/log.jsonl"))]
+        elif path.exists():
+            runs = find_runs([path])
+        else:
+            return
+        for run in runs:
+            if run.config.get("study") != self.plan.study:
+                raise UserError(
+                    f"{run.name}: of study {run.config.get('study')!r}, not {self.plan.study!r}: "
+                    "the plan was changed after the run: bring it back, or move the run away"
+                )
+            loss = final_loss(run)
+            if loss is not None:
+                # The folder's name is the arm's words and the seed.
+                self.found[stage, shape, run_name(run.path), run.seed] = Result(run, loss)
+
+    def of(self, wanted: Wanted) -> Result | None:
+        """Return the result of a run, None if it is not finished."""
+        key = (wanted.stage, wanted.shape, name_of(wanted.words), wanted.seed)
+        return self.found.get(key)
+
+    def missing(self, wanted: list[Wanted]) -> list[Wanted]:
+        """Return the runs that are not finished."""
+        return [run for run in wanted if self.of(run) is None]
+
+
+def name_of(words: str) -> str:
+    """Return the name that sweep.sh gives the runs of an arm, without the seed."""
+    name = words.replace("'", "").replace(" --", "+")
+    return name.replace(" ", "_").replace("/", "_")
+
+
+def run_name(path: Path) -> str:
+    """Return the arm's part of a run folder's name, which ends in the seed."""
+    return path.name.rpartition("-")[0]
+
+
+def final_loss(run: Run) -> float | None:
+    """Return val_loss_full, infinite if the run diverged, None if it is not finished."""
+    if run.diverged:
+        return math.inf
+    ends = [event for event in run.events_of("end") if event["reason"] == "done"]
+    measured = run.events_of("val_full")
+    if not ends or not measured:
+        return None
+    loss = measured[-1]["val_loss_full"]
+    return math.inf if loss is None else loss

@@ -1,0 +1,175 @@
+"""One worker of the study "which norm?": repro/which_norm.sh starts it.
+
+The plan is repro/which_norm.toml. A worker asks the present stage which runs it wants, has sweep.sh
+train those that nobody has finished or claimed, waits for other workers where it must, writes what
+the stage concludes, and goes on to the next stage.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, UserError, run_program
+from common.output import write_bytes_atomically
+from evidence.stages import RateStage
+from evidence.study import Plan, Results, Shape, Wanted
+
+PLAN = Path("repro/which_norm.toml")
+WAIT = 20  # seconds between two looks at what other workers do
+STAGES = (RateStage,)
+
+
+class Worker:
+    """A worker of the study.
+
+    Args:
+        plan: the plan at one scale.
+        out: folder of the run folders.
+        kept: folder of the archives and of what the stages conclude.
+    """
+
+    def __init__(self, plan: Plan, out: Path, kept: Path):
+        self.plan = plan
+        self.out = out
+        self.kept = kept
+
+    def results(self, stage: Any) -> Results:
+        """Read all finished runs of a stage."""
+        places = {
+            shape.name: [self.archive(stage, shape), self.folder(stage, shape)]
+            for shape in self.plan.shapes
+        }
+        return Results(self.plan, {stage.name: places})
+
+    def folder(self, stage: Any, shape: Shape) -> Path:
+        """Return the folder of a stage's run folders."""
+        return self.out / stage.name / shape.name
+
+    def archive(self, stage: Any, shape: Shape) -> Path:
+        """Return the archive of a stage's finished runs."""
+        return self.kept / f"{stage.name}-{shape.name}.tar.xz"
+
+    def do(self, stage: Any) -> None:
+        """Train until the stage wants nothing more, and write what it concludes."""
+        while True:
+            results = self.results(stage)
+            missing = results.missing(stage.wanted(results))
+            if not missing:
+                break
+            before = len(results.found)
+            failed = self.train(stage, missing)
+            after = len(self.results(stage).found)
+            if failed and after == before:
+                raise UserError(
+                    f"{self.out / stage.name}: runs fail and none gets done: see train.txt in "
+                    "their folders"
+                )
+            if after == before:
+                time.sleep(WAIT)  # other workers train what is left
+        self.conclude(stage, results)
+
+    def train(self, stage: Any, runs: list[Wanted]) -> bool:
+        """Have sweep.sh train runs. Returns whether one of them failed, or diverged."""
+        failed = False
+        for shape in self.plan.shapes[::-1]:
+            by_seed: dict[int, list[str]] = {}
+            for run in runs:
+                if run.shape == shape.name:
+                    by_seed.setdefault(run.seed, []).append(run.words)
+            for seeds, arms in together(by_seed):
+                code = self.sweep(stage, shape, arms, seeds)
+                if code == 2 or code >= 128:
+                    sys.exit(code)
+                failed = failed or code != 0
+        return failed
+
+    def sweep(self, stage: Any, shape: Shape, arms: list[str], seeds: list[int]) -> int:
+        """Start sweep.sh. Returns its exit code."""
+        settings = {
+            "ARMS": " ".join(f'"{words}"' for words in arms),
+            "SEEDS": " ".join(map(str, seeds)),
+            "OUT": str(self.folder(stage, shape)),
+            "KEEP": str(self.archive(stage, shape)),
+            "HELLASWAG": "off",
+        }
+        keys = [f"--{name}={value}" for name, value in shape.keys.items()]
+        keys.append(f"--study={self.plan.study}")
+        command = ["./sweep.sh", self.plan.config, *keys]
+        print(
+            f"{stage.name}, {shape.name}: {len(arms)} arms, seeds {settings['SEEDS']}", flush=True
+        )
+        try:
+            return subprocess.run(command, env=os.environ | settings).returncode
+        except KeyboardInterrupt:
+            return 130
+
+    def conclude(self, stage: Any, results: Results) -> None:
+        """Write what a stage concludes; a file that is there already must say the same."""
+        path = self.kept / f"{stage.name}.json"
+        text = json.dumps(stage.selection(results), indent=1) + "\n"
+        if path.exists() and path.read_text() != text:
+            raise UserError(
+                f"{path}: the runs now give another conclusion than this file, which later stages "
+                "rest on: find out which run changed"
+            )
+        write_bytes_atomically(path, text.encode())
+        print(f"{stage.name}: done; {path} has what follows: commit it")
+
+
+def together(by_seed: dict[int, list[str]]) -> list[tuple[list[int], list[str]]]:
+    """Put seeds that want the same arms into one sweep: (seeds, arms)."""
+    sweeps: list[tuple[list[int], list[str]]] = []
+    for seed, arms in by_seed.items():
+        for seeds, others in sweeps:
+            if others == arms:
+                seeds.append(seed)
+                break
+        else:
+            sweeps.append(([seed], arms))
+    return sweeps
+
+
+def parse(argv: list[str]) -> tuple[str, bool, str]:
+    """Return scale, whether this is a dry run, and the stage to stop after ("": the last)."""
+    scale, until, is_dry = "", "", False
+    names = [stage.name for stage in STAGES]
+    for word in argv:
+        if word == "--dry-run":
+            is_dry = True
+        elif word.startswith("--until=") and word.removeprefix("--until=") in names:
+            until = word.removeprefix("--until=")
+        elif word.startswith("-") or scale:
+            raise ConfigError(
+                f"{word}: give a scale, --dry-run, --until=STAGE; stages: {', '.join(names)}"
+            )
+        else:
+            scale = word
+    if not scale:
+        raise ConfigError("give a scale: cpu, 30m or 124m")
+    return scale, is_dry, until
+
+
+def main(argv: list[str]) -> None:
+    scale, is_dry, until = parse(argv)
+    plan = Plan(PLAN, scale)
+    out = Path(os.environ.get("OUT", f"out/which_norm/{scale}"))
+    kept = Path(os.environ.get("RESULTS", f"results/{scale}/which_norm"))
+    worker = Worker(plan, out, kept)
+    for make in STAGES:
+        stage = make(plan)
+        if is_dry:
+            results = worker.results(stage)
+            for run in results.missing(stage.wanted(results)):
+                print(f"{run.stage}  {run.shape}  seed {run.seed}  {run.words}")
+            return
+        worker.do(stage)
+        if stage.name == until:
+            return
+
+
+if __name__ == "__main__":
+    run_program(main)
