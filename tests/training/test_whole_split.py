@@ -1,0 +1,93 @@
+"""The loss over a whole split, against a loop over its tokens.
+
+python -m pytest tests/training/test_whole_split.py
+"""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import TINY, records, shake
+
+from common.distributed import Ranks
+from data.shards import write_shard
+from model import GPT, GPTConfig
+from training.dataloader import Blocks
+from training.whole_split import MAX_DOCUMENTS, SplitLoss, Windows, split_loss
+
+END = 10
+SHAPE = GPTConfig(vocab_size=16, n_vocab=11, block_size=8, n_layer=1, n_head=2, n_embd=16)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Two shards, of 45 and 19 tokens, with documents that begin within them."""
+    random = np.random.RandomState(0)
+    tokens = [random.randint(0, END, 45), random.randint(0, END, 19)]
+    tokens[0][[0, 7, 8, 30]] = END
+    tokens[1][5] = END  # the first five tokens continue the last document
+    for number, shard in enumerate(tokens):
+        write_shard(tmp_path / f"x_val_{number:06d}.bin", shard)
+    return tmp_path, tokens
+
+
+def by_loop(model, tokens):
+    """(targets, nats) of each document that has a target."""
+    found, document = {}, 0
+    for shard in tokens:
+        for place, token in enumerate(shard):
+            document += token == END
+            if place == 0:
+                continue
+            start = (place - 1) // 8 * 8
+            logits = model(torch.tensor(shard[start:place])[None])[0, -1]
+            nats = F.cross_entropy(logits, torch.tensor(token))
+            count, total = found.get(document, (0, 0.0))
+            found[document] = count + 1, total + float(nats)
+    return found
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_every_token_counts_once(shards, batch_size):
+    folder, tokens = shards
+    model = shake(GPT(SHAPE).double())
+    windows = Windows(Blocks(folder, "val", 8, 11), END)
+    ranks = Ranks.start("cpu", 1)
+    found = split_loss(model, windows, batch_size, ranks, contextlib.nullcontext)
+    expected = by_loop(model.eval(), tokens)
+    assert found.tokens.tolist() == [count for count, _ in expected.values()]
+    assert found.sums == pytest.approx([nats for _, nats in expected.values()], abs=1e-12)
+    assert found.tokens.sum() == 44 + 18
+    whole = split_loss(
+        model, Windows(windows.blocks, None), batch_size, ranks, contextlib.nullcontext
+    )
+    assert whole.tokens.tolist() == [62]
+    assert whole.mean == pytest.approx(found.mean, abs=1e-12)
+
+
+def test_a_split_of_many_documents_records_the_mean_alone():
+    count = MAX_DOCUMENTS + 1
+    many = SplitLoss(np.ones(count, np.int64), np.full(count, 2.0))
+    assert many.record() == {"val_loss_full": 2.0, "tokens": count}
+    few = SplitLoss(np.array([1, 3]), np.array([2.0, 2.0]))
+    assert few.record()["document_nats"] == [2.0, 2.0] and few.mean == 1.0
+
+
+def test_a_run_measures_it_at_the_end_on_any_number_of_ranks(train_ok, tiny_data, tmp_path):
+    words = (*TINY, "--max_iters=4", "--full_val=True", f"--data_dir={tiny_data}")
+    for ranks in (1, 2):
+        train_ok(*words, f"--out_dir={tmp_path / str(ranks)}", ranks=ranks)
+    one, two = (
+        [event for event in records(tmp_path / name) if event["event"] == "val_full"]
+        for name in ("1", "2")
+    )
+    assert len(one) == len(two) == 1 and one[0]["step"] == 4
+    assert one[0]["tokens"] == two[0]["tokens"] == 1999
+    assert one[0]["val_loss_full"] == pytest.approx(two[0]["val_loss_full"], abs=1e-5)
+    stable = [event for event in records(tmp_path / "1") if event["event"] == "stability"]
+    assert [event["steps"] for event in stable] == [0, 4]
+    assert all(event["attention_logit"] > 0 for event in stable)
+    assert json.dumps(one[0])  # finite
