@@ -127,12 +127,14 @@ class Results:
             are passed over.
 
     Raises:
-        UserError: a run has another plan's hash, or a log is damaged.
+        UserError: a run has another plan's hash, other settings than its name says, or ran on
+            another machine than the rest of its stage; or a log is damaged.
     """
 
     def __init__(self, plan: Plan, places: dict[str, dict[str, list[Path]]]):
         self.plan = plan
         self.found: dict[tuple[str, str, str, int], Result] = {}
+        self.machines: dict[str, tuple[str, dict[str, Any]]] = {}  # stage -> first run, its machine
         for stage, shapes in places.items():
             for shape, paths in shapes.items():
                 for path in paths:
@@ -152,10 +154,27 @@ class Results:
                     f"{run.name}: of study {run.config.get('study')!r}, not {self.plan.study!r}: "
                     "the plan was changed after the run: bring it back, or move the run away"
                 )
+            check_name(run)
+            self._check_machine(stage, run)
             loss = final_loss(run)
             if loss is not None:
-                # The folder's name is the arm's words and the seed.
                 self.found[stage, shape, run_name(run.path), run.seed] = Result(run, loss)
+
+    def _check_machine(self, stage: str, run: Run) -> None:
+        """Raise UserError if a run had other data, versions or processor than its stage."""
+        here = {name: run.start.get(name) for name in ("data", "device", "versions")}
+        name, first = self.machines.setdefault(stage, (run.name, here))
+        for key, value in here.items():
+            if value != first[key]:
+                raise UserError(
+                    f"{run.name}: {key} {value}, but {name} of the same stage had {first[key]}: "
+                    "move one of them away"
+                )
+
+    def commits(self, stage: str) -> list[str]:
+        """Return the commits of a stage's runs."""
+        found = {result.run.start["git"] for key, result in self.found.items() if key[0] == stage}
+        return sorted(found)
 
     def of(self, wanted: Wanted) -> Result | None:
         """Return the result of a run, None if it is not finished."""
@@ -176,6 +195,27 @@ def name_of(words: str) -> str:
 def run_name(path: Path) -> str:
     """Return the arm's part of a run folder's name, which ends in the seed."""
     return path.name.rpartition("-")[0]
+
+
+def check_name(run: Run) -> None:
+    """Raise UserError if a run's settings are not those that its folder's name says.
+
+    Stages look for runs by name. A run with another learning rate than the one that was selected
+    must not pass for it.
+    """
+    norm_type, *keys = run_name(run.path).split("+")
+    settings = dict(key.split("=", 1) for key in keys) | {"norm_type": norm_type}
+    settings["seed"] = run.path.name.rpartition("-")[2]
+    for name, text in settings.items():
+        value = run.config.get(name)
+        is_same = str(value).replace(" ", "_") == text
+        if isinstance(value, float):
+            is_same = value == float(text)
+        if not is_same:
+            raise UserError(
+                f"{run.name}: its log says {name}={value}, its name {name}={text}: it is not the "
+                "run that the plan wants; move it away"
+            )
 
 
 def final_loss(run: Run) -> float | None:

@@ -11,16 +11,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from common.errors import ConfigError, UserError, run_program
 from common.output import write_bytes_atomically
-from evidence.stages import RateStage
+from configurator import read_config_file
+from evidence.stages import Conclusions, MarginStage, RateStage, Stage, VerdictStage
 from evidence.study import Plan, Results, Shape, Wanted
 
 PLAN = Path("repro/which_norm.toml")
 WAIT = 20  # seconds between two looks at what other workers do
-STAGES = (RateStage,)
+STAGES = (RateStage, MarginStage, VerdictStage)
 
 
 class Worker:
@@ -37,7 +37,23 @@ class Worker:
         self.out = out
         self.kept = kept
 
-    def results(self, stage: Any) -> Results:
+    def stage(self, kind: type[Stage]) -> Stage:
+        """Make a stage."""
+        before: Conclusions = {}
+        for earlier in STAGES:
+            path = self.conclusion_of(earlier.name)
+            if path.exists():
+                before[earlier.name] = json.loads(path.read_text())
+                if before[earlier.name]["study"] != self.plan.study:
+                    raise UserError(f"{path}: of another plan: bring that plan back, or move it")
+        config = read_config_file(self.plan.config)
+        return kind(self.plan, before, config["max_iters"][0], config["warmup_iters"][0])
+
+    def conclusion_of(self, stage: str) -> Path:
+        """Return the file with what a stage concludes."""
+        return self.kept / f"{stage}.json"
+
+    def results(self, stage: Stage) -> Results:
         """Read all finished runs of a stage."""
         places = {
             shape.name: [self.archive(stage, shape), self.folder(stage, shape)]
@@ -45,15 +61,15 @@ class Worker:
         }
         return Results(self.plan, {stage.name: places})
 
-    def folder(self, stage: Any, shape: Shape) -> Path:
+    def folder(self, stage: Stage, shape: Shape) -> Path:
         """Return the folder of a stage's run folders."""
         return self.out / stage.name / shape.name
 
-    def archive(self, stage: Any, shape: Shape) -> Path:
+    def archive(self, stage: Stage, shape: Shape) -> Path:
         """Return the archive of a stage's finished runs."""
         return self.kept / f"{stage.name}-{shape.name}.tar.xz"
 
-    def do(self, stage: Any) -> None:
+    def do(self, stage: Stage) -> None:
         """Train until the stage wants nothing more, and write what it concludes."""
         while True:
             results = self.results(stage)
@@ -72,7 +88,7 @@ class Worker:
                 time.sleep(WAIT)  # other workers train what is left
         self.conclude(stage, results)
 
-    def train(self, stage: Any, runs: list[Wanted]) -> bool:
+    def train(self, stage: Stage, runs: list[Wanted]) -> bool:
         """Have sweep.sh train runs. Returns whether one of them failed, or diverged."""
         failed = False
         for shape in self.plan.shapes[::-1]:
@@ -87,7 +103,7 @@ class Worker:
                 failed = failed or code != 0
         return failed
 
-    def sweep(self, stage: Any, shape: Shape, arms: list[str], seeds: list[int]) -> int:
+    def sweep(self, stage: Stage, shape: Shape, arms: list[str], seeds: list[int]) -> int:
         """Start sweep.sh. Returns its exit code."""
         settings = {
             "ARMS": " ".join(f'"{words}"' for words in arms),
@@ -107,10 +123,11 @@ class Worker:
         except KeyboardInterrupt:
             return 130
 
-    def conclude(self, stage: Any, results: Results) -> None:
+    def conclude(self, stage: Stage, results: Results) -> None:
         """Write what a stage concludes; a file that is there already must say the same."""
-        path = self.kept / f"{stage.name}.json"
-        text = json.dumps(stage.selection(results), indent=1) + "\n"
+        path = self.conclusion_of(stage.name)
+        found = {"study": self.plan.study, "commits": results.commits(stage.name)}
+        text = json.dumps(found | stage.conclusion(results), indent=1) + "\n"
         if path.exists() and path.read_text() != text:
             raise UserError(
                 f"{path}: the runs now give another conclusion than this file, which later stages "
@@ -159,8 +176,8 @@ def main(argv: list[str]) -> None:
     out = Path(os.environ.get("OUT", f"out/which_norm/{scale}"))
     kept = Path(os.environ.get("RESULTS", f"results/{scale}/which_norm"))
     worker = Worker(plan, out, kept)
-    for make in STAGES:
-        stage = make(plan)
+    for kind in STAGES:
+        stage = worker.stage(kind)
         if is_dry:
             results = worker.results(stage)
             for run in results.missing(stage.wanted(results)):

@@ -1,0 +1,109 @@
+"""The tests of a study in several shapes: one family of claims, each about all shapes.
+
+A claim about an arm says that its mean difference from the baseline lies below a bound in every
+shape. Its p is the largest of the shapes' one-sided p (intersection-union test, Berger 1982), which
+needs no correction for the number of shapes. Holm corrects for the number of arms.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from common.stats import Estimate, holm, paired
+
+Differences = dict[str, dict[str, np.ndarray]]  # arm -> shape -> (n,) arm less baseline, by seed
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the tests say about one arm.
+
+    Attributes:
+        estimates: shape -> mean difference and its error.
+        p_below: p of "below the margin in every shape" (non-inferior), Holm-adjusted.
+        p_better: p of "below zero in every shape", Holm-adjusted.
+        p_worse: p of "above zero in every shape", Holm-adjusted.
+        p_beyond: p of "above the margin in every shape", Holm-adjusted.
+    """
+
+    estimates: dict[str, Estimate]
+    p_below: float
+    p_better: float
+    p_worse: float
+    p_beyond: float
+
+    def direction(self, level: float) -> str:
+        """Return better, worse or "no difference shown"."""
+        if self.p_better < level:
+            return "better"
+        return "worse" if self.p_worse < level else "no difference shown"
+
+    def against_margin(self, level: float) -> str:
+        """Say whether the loss is shown to be within the margin or beyond it; else it is open."""
+        if self.p_below < level:
+            return "within"
+        return "beyond" if self.p_beyond < level else "open"
+
+
+def one_sided(estimate: Estimate, bound: float) -> float:
+    """Return p of the t test that the true difference lies below `bound`."""
+    if estimate.se == 0:
+        return 0.0 if estimate.mean < bound else 1.0
+    return float(stats.t.cdf((estimate.mean - bound) / estimate.se, estimate.df))
+
+
+def judge(differences: Differences, margin: float) -> dict[str, Claim]:
+    """Test all arms: arm -> what the tests say.
+
+    Args:
+        differences: each with two values or more.
+        margin: of non-inferiority, in the unit of the differences.
+    """
+    estimates = {
+        arm: {shape: paired(values) for shape, values in shapes.items()}
+        for arm, shapes in differences.items()
+    }
+    below = family(estimates, margin)
+    better = family(estimates, 0.0)
+    worse = family(turned(estimates), 0.0)
+    beyond = family(turned(estimates), -margin)
+    return {
+        arm: Claim(found, below[arm], better[arm], worse[arm], beyond[arm])
+        for arm, found in estimates.items()
+    }
+
+
+def family(estimates: dict[str, dict[str, Estimate]], bound: float) -> dict[str, float]:
+    """Return Holm-adjusted p of "below `bound` in every shape" for each arm."""
+    p_values = [
+        max(one_sided(estimate, bound) for estimate in shapes.values())
+        for shapes in estimates.values()
+    ]
+    return dict(zip(estimates, holm(p_values), strict=True))
+
+
+def turned(estimates: dict[str, dict[str, Estimate]]) -> dict[str, dict[str, Estimate]]:
+    """Return the estimates of baseline less arm."""
+    return {
+        arm: {shape: Estimate(-found.mean, found.se, found.df) for shape, found in shapes.items()}
+        for arm, shapes in estimates.items()
+    }
+
+
+def power(margin: float, deviations: list[float], n: int, level: float) -> float:
+    """Return the chance that an arm like the baseline is shown to be non-inferior in every shape.
+
+    By the noncentral t distribution, the shapes independent.
+
+    Args:
+        margin: of non-inferiority.
+        deviations: SD of a paired difference in each shape.
+        n: pairs.
+        level: of the test, as corrected for the number of arms.
+    """
+    critical = stats.t.isf(level, n - 1)
+    chances = [
+        stats.nct.sf(critical, n - 1, margin / deviation * n**0.5) for deviation in deviations
+    ]
+    return float(np.prod(chances))
