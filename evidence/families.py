@@ -8,7 +8,7 @@ needs no correction for the number of shapes. Holm corrects for the number of ar
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 from common.stats import Estimate, holm, paired
 
@@ -50,7 +50,7 @@ def one_sided(estimate: Estimate, bound: float) -> float:
     """Return p of the t test that the true difference lies below `bound`."""
     if estimate.se == 0:
         return 0.0 if estimate.mean < bound else 1.0
-    return float(stats.t.cdf((estimate.mean - bound) / estimate.se, estimate.df))
+    return float(special.stdtr(estimate.df, (estimate.mean - bound) / estimate.se))
 
 
 def judge(differences: Differences, margin: float) -> dict[str, Claim]:
@@ -107,3 +107,18 @@ def power(margin: float, deviations: list[float], n: int, level: float) -> float
         stats.nct.sf(critical, n - 1, margin / deviation * n**0.5) for deviation in deviations
     ]
     return float(np.prod(chances))
+
+
+def largest_deviation(chance: float, shapes: int, n: int, level: float) -> float:
+    """Return the largest SD of a paired difference, in margins, for which `power` is `chance`.
+
+    The same SD in every shape. Found by bisection, to 1e-6.
+    """
+    low, high = 1e-3, 1e3
+    while high / low > 1 + 1e-6:
+        middle = (low * high) ** 0.5
+        if power(1.0, [middle] * shapes, n, level) >= chance:
+            low = middle
+        else:
+            high = middle
+    return low

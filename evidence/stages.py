@@ -5,117 +5,16 @@ holds), and the scale's number of steps and of warm-up steps.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from common.errors import UserError
-from common.stats import Estimate
+from common.stats import Estimate, paired
+from evidence.curves import Curve, finite, loss_of, pooled_sd
 from evidence.families import judge, power
 from evidence.runs import Run
 from evidence.study import Plan, Rates, Results, Shape, Wanted
-
-HALF_OCTAVE = 0.5
-
-
-# ----------------------------------------------------------------------------- learning-rate curves
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Losses of one arm in one shape over the learning rate.
-
-    Attributes:
-        losses: learning rate -> seed -> loss, infinite where the run diverged.
-        first: the seed that every rate has.
-    """
-
-    losses: Rates
-    first: int
-
-    def at(self, rate: float) -> float:
-        """Return the loss at a rate: the mean over its seeds, cleared of the seeds' differences."""
-        values = [
-            loss - (self._offset(seed) if seed != self.first else 0.0)
-            for seed, loss in self.losses[rate].items()
-        ]
-        return float(np.mean(values))
-
-    def _offset(self, seed: int) -> float:
-        """Return how much `seed` lies above the first one, at the rates that both have."""
-        pairs = [
-            found[seed] - found[self.first]
-            for found in self.losses.values()
-            if seed in found and math.isfinite(found[seed]) and math.isfinite(found[self.first])
-        ]
-        return float(np.mean(pairs)) if pairs else 0.0
-
-    @property
-    def rates(self) -> list[float]:
-        """The rates, from the lowest on."""
-        return sorted(self.losses)
-
-    @property
-    def best(self) -> float:
-        """The rate of the lowest loss; the lowest rate if all runs diverged."""
-        return min(self.rates, key=self.at)
-
-    @property
-    def neighbours(self) -> list[float]:
-        """The rates next to the best one, those that there are."""
-        place = self.rates.index(self.best)
-        return [self.rates[near] for near in (place - 1, place + 1) if 0 <= near < len(self.rates)]
-
-    @property
-    def is_settled(self) -> bool:
-        """Does the best rate lie inside the curve?"""
-        return len(self.neighbours) == 2
-
-    @property
-    def chosen(self) -> float:
-        """The rate to use: that of `vertex`, to two digits."""
-        return float(f"{self.vertex():.1e}")
-
-    def vertex(self) -> float:
-        """Return the vertex of the parabola in log2(rate) through the best rate and its neighbours.
-
-        Within half an octave of the best. The best rate itself where a neighbour is missing or
-        diverged.
-        """
-        best = self.best
-        if not self.is_settled or not all(math.isfinite(self.at(near)) for near in self.neighbours):
-            return best
-        below, above = self.neighbours
-        places = np.log2([below / best, 1.0, above / best])
-        bend, slope, _ = np.polyfit(places, [self.at(rate) for rate in (below, best, above)], 2)
-        if bend <= 0:  # all three are equal
-            return best
-        shift = float(np.clip(-slope / (2 * bend), -HALF_OCTAVE, HALF_OCTAVE))
-        return best * 2**shift
-
-    def tolerance(self, nats: float) -> tuple[float, bool]:
-        """Return how many octaves above the best rate the loss stays within `nats` of its minimum.
-
-        Between two rates the loss is interpolated in log2(rate). A run that diverged ends the
-        curve at the last rate that did not.
-
-        Returns:
-            octaves, and whether the end was seen; if not, it is at least that many.
-        """
-        best = self.best
-        limit = self.at(best) + nats
-        last = best
-        for rate in self.rates[self.rates.index(best) + 1 :]:
-            loss = self.at(rate)
-            if not math.isfinite(loss):
-                return math.log2(last / best), True
-            if loss > limit:
-                share = (limit - self.at(last)) / (loss - self.at(last))
-                return math.log2(last / best) + share * math.log2(rate / last), True
-            last = rate
-        return math.log2(last / best), False
-
 
 Conclusions = dict[str, dict[str, Any]]
 
@@ -143,9 +42,83 @@ class Stage:
         """Return the learning rate that stage 1 chose."""
         return self.before["rates"]["shapes"][shape.name][arm]["rate"]
 
+    def planned(self) -> dict[str, list[tuple[int, float]]]:
+        """Return shape -> (number of runs, length) as planned, without extensions."""
+        raise NotImplementedError
+
     def losses(self, results: Results, runs: list[Wanted]) -> list[float]:
         """Return the losses of finished runs."""
         return [results.of(run).loss for run in runs]
+
+
+class InitStage(Stage):
+    """Stage 0, for a scale without init_std: the baseline at several, each at its best rate."""
+
+    name = "initialisation"
+
+    def wanted(self, results: Results) -> list[Wanted]:
+        """Return the runs that are wanted by now, finished or not."""
+        return [
+            run
+            for shape in reversed(self.plan.shapes)
+            for init_std in self.rules["init_std"]
+            for run in self._of(results, shape, init_std)
+        ]
+
+    def _of(self, results: Results, shape: Shape, init_std: float) -> list[Wanted]:
+        """Return the runs of one init_std: the grid, then what lies beyond an end that is best."""
+        grid = [self._run(shape, init_std, rate) for rate in self.plan.rates]
+        if results.missing(grid):
+            return grid
+        rates = self.curve(results, shape, init_std)
+        low, high = rates.rates[0], rates.rates[-1]
+        limit = 1.01 * 2 ** self.plan.plan["rates"]["extensions"]
+        if rates.best == low and low > self.plan.rates[0] / limit * 1.02:
+            return [*grid, self._run(shape, init_std, low / 2)]
+        if rates.best == high and high < self.plan.rates[-1] * limit / 1.02:
+            return [*grid, self._run(shape, init_std, high * 2)]
+        return grid
+
+    def curve(self, results: Results, shape: Shape, init_std: float) -> Curve:
+        """Return what has been found of one init_std."""
+        seed = self.rules["seed"]
+        losses: Rates = {}
+        for rate in all_rates(self.plan):
+            result = results.of(self._run(shape, init_std, rate))
+            if result is not None:
+                losses[rate] = {seed: result.loss}
+        return Curve(losses, seed)
+
+    def _run(self, shape: Shape, init_std: float, rate: float) -> Wanted:
+        seed = self.rules["seed"]
+        return self.run(shape, self.plan.baseline, seed, init_std=init_std, learning_rate=rate)
+
+    def planned(self) -> dict[str, list[tuple[int, float]]]:
+        """Return shape -> (number of runs, length)."""
+        count = len(self.rules["init_std"]) * len(self.plan.rates)
+        return {shape.name: [(count, 1.0)] for shape in self.plan.shapes}
+
+    def conclusion(self, results: Results) -> dict[str, Any]:
+        """Return the best init_std of each shape, and the loss of each at its best rate."""
+        losses = {
+            shape.name: {
+                init_std: (curve := self.curve(results, shape, init_std)).at(curve.best)
+                for init_std in self.rules["init_std"]
+            }
+            for shape in self.plan.shapes
+        }
+        return {
+            "init_std": {name: min(found, key=found.get) for name, found in losses.items()},
+            "losses": {name: finite(found) for name, found in losses.items()},
+        }
+
+
+def all_rates(plan: Plan) -> list[float]:
+    """Return every learning rate that the rules can come to, from the lowest on."""
+    octaves = range(1, plan.plan["rates"]["extensions"] + 1)
+    below = [plan.rates[0] / 2**octave for octave in octaves]
+    above = [plan.rates[-1] * 2**octave for octave in octaves]
+    return sorted([*below, *plan.rates, *above])
 
 
 class RateStage(Stage):
@@ -160,7 +133,7 @@ class RateStage(Stage):
     def curve(self, results: Results, shape: Shape, arm: str) -> Curve:
         """Return what has been found of one arm, at every rate with the first seed."""
         losses: Rates = {}
-        for rate in self._all_rates():
+        for rate in all_rates(self.plan):
             for seed in (self.first, self.second):
                 result = results.of(self._run(shape, arm, rate, seed))
                 if result is not None:
@@ -205,16 +178,14 @@ class RateStage(Stage):
             return [highest * 2]
         return []
 
-    def _all_rates(self) -> list[float]:
-        """Return every rate that the rules can come to."""
-        grid = self.plan.rates
-        octaves = range(1, self.rules["extensions"] + 1)
-        below = [grid[0] / 2**octave for octave in octaves]
-        above = [grid[-1] * 2**octave for octave in octaves]
-        return sorted([*below, *grid, *above])
-
     def _run(self, shape: Shape, arm: str, rate: float, seed: int, **keys: Any) -> Wanted:
         return self.run(shape, arm, seed, learning_rate=rate, **keys)
+
+    def planned(self) -> dict[str, list[tuple[int, float]]]:
+        """Return shape -> (number of runs, length); the second seed is at two rates."""
+        count = len(self.plan.arms) * (len(self.plan.rates) + 2)
+        count += 2 * len(self.rules["own_initialisation"])
+        return {shape.name: [(count, 1.0)] for shape in self.plan.shapes}
 
     def conclusion(self, results: Results) -> dict[str, Any]:
         """Return rates by shape and arm, the SD over seeds, and the ranking of the arms."""
@@ -266,27 +237,6 @@ class RateStage(Stage):
         return sorted(others, key=lambda arm: (ranks[arm], loss_of(first[arm])))
 
 
-def finite(losses: dict[int, float]) -> dict[int, float | None]:
-    """Return losses as JSON can hold them: None for a run that diverged."""
-    return {seed: loss if math.isfinite(loss) else None for seed, loss in losses.items()}
-
-
-def loss_of(record: dict[str, Any]) -> float:
-    """Return the loss of a record, infinite where it is None."""
-    return math.inf if record["loss"] is None else record["loss"]
-
-
-def pooled_sd(groups: list[list[float]]) -> float:
-    """Return the SD within groups of finite losses; groups of one say nothing. nan without any."""
-    squares, freedom = 0.0, 0
-    for group in groups:
-        values = np.array([loss for loss in group if math.isfinite(loss)])
-        if len(values) > 1:
-            squares += float(((values - values.mean()) ** 2).sum())
-            freedom += len(values) - 1
-    return math.sqrt(squares / freedom) if freedom else math.nan
-
-
 # ------------------------------------------------------------------------------- margin and verdict
 
 
@@ -310,6 +260,12 @@ class MarginStage(Stage):
         return [
             self.run(shape, arm, seed, length, learning_rate=rate) for seed in self.rules["seeds"]
         ]
+
+    def planned(self) -> dict[str, list[tuple[int, float]]]:
+        """Return shape -> (number of runs, length)."""
+        count = len(self.rules["seeds"])
+        lengths = [(count, length) for length in self.rules["lengths"]]
+        return {shape.name: lengths for shape in self.plan.shapes}
 
     def conclusion(self, results: Results) -> dict[str, Any]:
         """Return margin, slopes, SDs of a paired difference, and how many arms have the power."""
@@ -380,6 +336,12 @@ class VerdictStage(Stage):
             for arm in (self.plan.baseline, *self.arms())
             for run in self._of_arm(shape, arm)
         ]
+
+    def planned(self) -> dict[str, list[tuple[int, float]]]:
+        """Return shape -> (number of runs, length)."""
+        arms = self.before.get("margin", self.rules)["arms"]
+        count = (1 + arms) * len(self.rules["seeds"])
+        return {shape.name: [(count, 1.0)] for shape in self.plan.shapes}
 
     def conclusion(self, results: Results) -> dict[str, Any]:
         """Return the verdict of each arm."""
@@ -455,3 +417,202 @@ def without_a_document(pairs: list[tuple[Run, Run]]) -> list[float]:
         tokens = np.array(here["document_tokens"])
     left = (sums.sum() - sums) / (tokens.sum() - tokens) / len(pairs)
     return [float(left.min()), float(left.max())]
+
+
+# ----------------------------------------------------------------------- was the answer a good one?
+
+
+def recommend(plan: Plan, before: Conclusions, moved: dict[str, float]) -> tuple[str, str]:
+    """Apply the declared rule (repro/which_norm.toml, "Recommendation").
+
+    Args:
+        plan: the plan.
+        before: with `rates` and `verdict`.
+        moved: name in the ledger of bytes -> bytes that its norms move in training.
+
+    Returns:
+        The arm, and why.
+    """
+    rules = plan.plan["recommendation"]
+    verdicts = before["verdict"]["arms"]
+    baseline = plan.baseline
+
+    def gain(arm: str) -> float:
+        return -float(np.mean([found["difference"] for found in verdicts[arm]["shapes"].values()]))
+
+    def octaves(arm: str) -> float:
+        return min(shape[arm]["tolerance"] for shape in before["rates"]["shapes"].values())
+
+    def cost(arm: str) -> float:
+        return moved.get(rules["bytes"].get(arm, ""), math.inf)
+
+    if better := [arm for arm in verdicts if verdicts[arm]["direction"] == "better"]:
+        return max(better, key=gain), "it is better in both shapes"
+    within = [arm for arm in verdicts if verdicts[arm]["margin"] == "within"]
+    tolerant = [arm for arm in within if octaves(arm) >= octaves(baseline) + rules["octaves"]]
+    if tolerant:
+        return max(tolerant, key=octaves), "it is non-inferior and bears higher learning rates"
+    if cheaper := [arm for arm in within if cost(arm) < cost(baseline)]:
+        return min(cheaper, key=cost), "it is non-inferior and moves fewer bytes"
+    return baseline, "no arm is shown to be better, or as good and more tolerant or cheaper"
+
+
+class CheckStage(Stage):
+    """Stage 4: the baseline and the recommended arm at other rates and other initialisations."""
+
+    name = "check"
+
+    def arms(self) -> list[str]:
+        """Return the baseline and the arm that is checked with it."""
+        arm = self.before["recommendation"]["arm"]
+        if arm == self.plan.baseline:
+            arm = self.before["rates"]["ranking"][0]
+        return [self.plan.baseline, arm]
+
+    def _of(self, shape: Shape, arm: str, key: str, factor: float) -> list[Wanted]:
+        """Return the runs with `key` at `factor` times its value."""
+        keys = {"learning_rate": self.rate(shape, arm), "init_std": shape.keys["init_std"]}
+        keys[key] *= factor
+        return [self.run(shape, arm, seed, **keys) for seed in self.rules["seeds"]]
+
+    def _settings(self) -> list[tuple[str, float]]:
+        """Return what is varied: (key, factor), as chosen first."""
+        varied = [
+            (key, factor)
+            for key in ("learning_rate", "init_std")
+            for factor in self.rules["factors"]
+        ]
+        return [("learning_rate", 1.0), *varied]
+
+    def wanted(self, results: Results) -> list[Wanted]:
+        """Return the runs that are wanted, finished or not."""
+        return [
+            run
+            for shape in reversed(self.plan.shapes)
+            for arm in self.arms()
+            for key, factor in self._settings()
+            for run in self._of(shape, arm, key, factor)
+        ]
+
+    def planned(self) -> dict[str, list[tuple[int, float]]]:
+        """Return shape -> (number of runs, length)."""
+        count = 2 * len(self._settings()) * len(self.rules["seeds"])
+        return {shape.name: [(count, 1.0)] for shape in self.plan.shapes}
+
+    def conclusion(self, results: Results) -> dict[str, Any]:
+        """Return mean losses, and where another setting is better by half a margin."""
+        half = self.before["margin"]["margin"] / 2
+        shapes: dict[str, Any] = {}
+        unsettled: list[str] = []
+        for shape in self.plan.shapes:
+            for arm in self.arms():
+                means = {
+                    f"{key} x {factor:g}": float(
+                        np.mean(self.losses(results, self._of(shape, arm, key, factor)))
+                    )
+                    for key, factor in self._settings()
+                }
+                chosen = means["learning_rate x 1"]
+                found = [name for name, mean in means.items() if mean < chosen - half]
+                unsettled += [f"{arm}, {shape.name}: {name}" for name in found]
+                shapes.setdefault(shape.name, {})[arm] = finite(means)
+        return {"shapes": shapes, "not_settled": unsettled}
+
+
+class OneShapeStage(Stage):
+    """What stages 5 and 6 have in common: the baseline and the best arms in one shape."""
+
+    def arms(self) -> list[str]:
+        """Return the baseline and the best arms of stage 3, by their mean difference."""
+        shape = self.rules["shape"]
+        verdicts = self.before["verdict"]["arms"]
+        order = sorted(verdicts, key=lambda arm: verdicts[arm]["shapes"][shape]["difference"])
+        return [self.plan.baseline, *order[: self.rules["arms"]]]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of this stage."""
+        return next(shape for shape in self.plan.shapes if shape.name == self.rules["shape"])
+
+    def of_arm(self, results: Results, arm: str) -> list[Wanted]:
+        """Return the judged runs of an arm, one for each seed."""
+        raise NotImplementedError
+
+    def wanted(self, results: Results) -> list[Wanted]:
+        """Return the runs that are wanted, finished or not."""
+        return [run for arm in self.arms() for run in self.of_arm(results, arm)]
+
+    def conclusion(self, results: Results) -> dict[str, Any]:
+        """Return differences from the baseline, and the difference of stage 3 beside each."""
+        arms: dict[str, Any] = {}
+        losses = {
+            arm: np.array(self.losses(results, self.of_arm(results, arm))) for arm in self.arms()
+        }
+        for arm in self.arms()[1:]:
+            differences = losses[arm] - losses[self.plan.baseline]
+            if not np.isfinite(differences).all():
+                arms[arm] = {"difference": None}
+                continue
+            estimate = paired(differences)
+            low, high = estimate.interval()
+            then = self.before["verdict"]["arms"][arm]["shapes"][self.shape.name]["difference"]
+            arms[arm] = {
+                "difference": estimate.mean,
+                "low": low,
+                "high": high,
+                "of_stage_3": then,
+                # The interval leaves out the side on which stage 3 saw the arm.
+                "contradicts": low > 0 > then or high < 0 < then,
+            }
+        return {"shape": self.shape.name, "arms": arms}
+
+
+class TokensStage(OneShapeStage):
+    """Stage 5: more tokens."""
+
+    name = "tokens"
+
+    def planned(self) -> dict[str, list[tuple[int, float]]]:
+        """Return shape -> (number of runs, length)."""
+        count = (1 + self.rules["arms"]) * len(self.rules["seeds"])
+        return {self.rules["shape"]: [(count, float(self.rules["factor"]))]}
+
+    def of_arm(self, results: Results, arm: str) -> list[Wanted]:
+        rate = self.rate(self.shape, arm)
+        factor = self.rules["factor"]
+        return [
+            self.run(self.shape, arm, seed, factor, learning_rate=rate)
+            for seed in self.rules["seeds"]
+        ]
+
+
+class MuonStage(OneShapeStage):
+    """Stage 6: Muon, at the best of three rates."""
+
+    name = "muon"
+
+    def planned(self) -> dict[str, list[tuple[int, float]]]:
+        """Return shape -> (number of runs, length)."""
+        count = (1 + self.rules["arms"]) * (len(self.rules["factors"]) + len(self.rules["seeds"]))
+        return {self.rules["shape"]: [(count, 1.0)]}
+
+    def wanted(self, results: Results) -> list[Wanted]:
+        """Return the runs that are wanted, finished or not: first those that choose the rates."""
+        first = [run for arm in self.arms() for run in self._selection(arm)]
+        if results.missing(first):
+            return first
+        return first + super().wanted(results)
+
+    def _selection(self, arm: str) -> list[Wanted]:
+        """Return the runs that choose an arm's rate."""
+        seed = self.rules["selection_seed"]
+        return [self._run(arm, factor, seed) for factor in self.rules["factors"]]
+
+    def of_arm(self, results: Results, arm: str) -> list[Wanted]:
+        losses = self.losses(results, self._selection(arm))
+        factor = self.rules["factors"][int(np.argmin(losses))]
+        return [self._run(arm, factor, seed) for seed in self.rules["seeds"]]
+
+    def _run(self, arm: str, factor: float, seed: int) -> Wanted:
+        rate = float(f"{factor * self.rate(self.shape, arm):.1e}")
+        return self.run(self.shape, arm, seed, optimizer="muon", learning_rate=rate)

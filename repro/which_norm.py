@@ -12,15 +12,31 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from common.errors import ConfigError, UserError, run_program
-from common.output import write_bytes_atomically
+from common.output import markdown, write_bytes_atomically
 from configurator import read_config_file
-from evidence.stages import Conclusions, MarginStage, RateStage, Stage, VerdictStage
+from evidence.families import largest_deviation
+from evidence.stages import (
+    CheckStage,
+    Conclusions,
+    InitStage,
+    MarginStage,
+    MuonStage,
+    RateStage,
+    Stage,
+    TokensStage,
+    VerdictStage,
+    recommend,
+)
 from evidence.study import Plan, Results, Shape, Wanted
 
 PLAN = Path("repro/which_norm.toml")
+LEDGER = Path("results/cpu/bytes/ledger.jsonl")  # bytes that norms move in training
+STREAM = "float32 stream"  # the residual stream of the runs
 WAIT = 20  # seconds between two looks at what other workers do
-STAGES = (RateStage, MarginStage, VerdictStage)
+STAGES = (InitStage, RateStage, MarginStage, VerdictStage, CheckStage, TokensStage, MuonStage)
 
 
 class Worker:
@@ -36,18 +52,39 @@ class Worker:
         self.plan = plan
         self.out = out
         self.kept = kept
+        config = read_config_file(plan.config)
+        self.steps: int = config["max_iters"][0]
+        self.warmup: int = config["warmup_iters"][0]
+
+    # Stages and what they concluded
+
+    def stages(self) -> list[type[Stage]]:
+        """Return the stages of this scale: stage 0 only where the plan has no init_std."""
+        is_known = all("init_std" in shape.keys for shape in self.plan.shapes)
+        return [kind for kind in STAGES if kind is not InitStage or not is_known]
 
     def stage(self, kind: type[Stage]) -> Stage:
         """Make a stage."""
+        before = self.before()
+        found = before.get(InitStage.name, {}).get("init_std", {})
+        for shape in self.plan.shapes:
+            if kind is not InitStage and shape.name in found:
+                shape.keys["init_std"] = found[shape.name]
+        return kind(self.plan, before, self.steps, self.warmup)
+
+    def before(self) -> Conclusions:
+        """Read what the stages have concluded, and apply the rule of the recommendation."""
         before: Conclusions = {}
-        for earlier in STAGES:
-            path = self.conclusion_of(earlier.name)
+        for kind in STAGES:
+            path = self.conclusion_of(kind.name)
             if path.exists():
-                before[earlier.name] = json.loads(path.read_text())
-                if before[earlier.name]["study"] != self.plan.study:
+                before[kind.name] = json.loads(path.read_text())
+                if before[kind.name]["study"] != self.plan.study:
                     raise UserError(f"{path}: of another plan: bring that plan back, or move it")
-        config = read_config_file(self.plan.config)
-        return kind(self.plan, before, config["max_iters"][0], config["warmup_iters"][0])
+        if VerdictStage.name in before:
+            arm, why = recommend(self.plan, before, moved_bytes())
+            before["recommendation"] = {"arm": arm, "why": why}
+        return before
 
     def conclusion_of(self, stage: str) -> Path:
         """Return the file with what a stage concludes."""
@@ -68,6 +105,8 @@ class Worker:
     def archive(self, stage: Stage, shape: Shape) -> Path:
         """Return the archive of a stage's finished runs."""
         return self.kept / f"{stage.name}-{shape.name}.tar.xz"
+
+    # Training
 
     def do(self, stage: Stage) -> None:
         """Train until the stage wants nothing more, and write what it concludes."""
@@ -136,6 +175,64 @@ class Worker:
         write_bytes_atomically(path, text.encode())
         print(f"{stage.name}: done; {path} has what follows: commit it")
 
+    # What lies ahead
+
+    def forecast(self) -> str:
+        """Return a table of the stages: runs, those that are finished, core-minutes; and power."""
+        minutes = self.minutes()
+        rows = []
+        for kind in self.stages():
+            stage = self.stage(kind)
+            done = len(self.results(stage).found)
+            for shape, parts in stage.planned().items():
+                count = sum(runs for runs, _ in parts)
+                share = sum(runs * length for runs, length in parts)
+                time = f"{share * minutes[shape]:,.0f}" if shape in minutes else "?"
+                rows.append([stage.name, shape, count, time])
+            rows[-1].append(f"{done} finished")
+        table = markdown(
+            ["stage", "shape", "runs planned", "core-minutes", ""],
+            [row + [""] * (5 - len(row)) for row in rows],
+        )
+        return f"{table}\n\n{self.power_text()}"
+
+    def minutes(self) -> dict[str, float]:
+        """Return shape -> minutes that a run of length 1 trains, by those of stage 1."""
+        found: dict[str, list[float]] = {}
+        for (_, shape, _, _), result in self.results(self.stage(RateStage)).found.items():
+            run = result.run
+            if not run.diverged and "tok_per_s" in run.metrics:
+                tokens = self.steps * run.start["tokens_per_step"]
+                found.setdefault(shape, []).append(tokens / run.metrics["tok_per_s"] / 60)
+        return {shape: float(np.mean(times)) for shape, times in found.items()}
+
+    def power_text(self) -> str:
+        """Say what the verdicts can show."""
+        rules = self.plan.plan["verdict"]
+        seeds, level = len(rules["seeds"]), rules["level"]
+        margin = self.before().get(MarginStage.name)
+        if margin is None:
+            share = largest_deviation(
+                rules["power"], len(self.plan.shapes), seeds, level / rules["arms"]
+            )
+            return (
+                f"Power: with {seeds} seeds and {rules['arms']} arms an arm like "
+                f"{self.plan.baseline} is shown to be non-inferior in {len(self.plan.shapes)} "
+                f"shapes with a chance of {rules['power']:.0%} if the SD of a paired difference is "
+                f"at most {share:.2f} margins. Stage margin measures both."
+            )
+        chances = ", ".join(f"{arms} arms {chance:.3f}" for arms, chance in margin["power"].items())
+        return (
+            f"Power to show that an arm like {self.plan.baseline} is non-inferior in all shapes, "
+            f"with {seeds} seeds and a margin of {margin['margin']:.4f}: {chances}."
+        )
+
+
+def moved_bytes() -> dict[str, float]:
+    """Read the ledger of bytes: name of the norms -> bytes for each token and block."""
+    rows = [json.loads(line) for line in LEDGER.read_text().splitlines()]
+    return {row["norms"]: row["bytes_per_token"][STREAM] for row in rows}
+
 
 def together(by_seed: dict[int, list[str]]) -> list[tuple[list[int], list[str]]]:
     """Put seeds that want the same arms into one sweep: (seeds, arms)."""
@@ -172,17 +269,14 @@ def parse(argv: list[str]) -> tuple[str, bool, str]:
 
 def main(argv: list[str]) -> None:
     scale, is_dry, until = parse(argv)
-    plan = Plan(PLAN, scale)
     out = Path(os.environ.get("OUT", f"out/which_norm/{scale}"))
     kept = Path(os.environ.get("RESULTS", f"results/{scale}/which_norm"))
-    worker = Worker(plan, out, kept)
-    for kind in STAGES:
+    worker = Worker(Plan(PLAN, scale), out, kept)
+    if is_dry:
+        print(worker.forecast())
+        return
+    for kind in worker.stages():
         stage = worker.stage(kind)
-        if is_dry:
-            results = worker.results(stage)
-            for run in results.missing(stage.wanted(results)):
-                print(f"{run.stage}  {run.shape}  seed {run.seed}  {run.words}")
-            return
         worker.do(stage)
         if stage.name == until:
             return

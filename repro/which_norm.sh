@@ -6,7 +6,7 @@
 #   repro/which_norm.sh 30m               10.6 M parameters in blocks, 0.6 B tokens; needs a GPU
 #   repro/which_norm.sh 124m              85 M parameters in blocks, 2.5 B tokens; needs GPUs
 #
-#   repro/which_norm.sh cpu --dry-run     print the runs that are wanted next, and train nothing
+#   repro/which_norm.sh cpu --dry-run     print runs, core-minutes and power, and train nothing
 #   repro/which_norm.sh cpu --until=rates stop after this stage
 #
 # Each start is one worker. It claims one run after the other, so start as many as there are places,

@@ -1,0 +1,296 @@
+"""A study from its plan to its verdicts, on runs whose losses are given by a formula.
+
+python -m pytest tests/evidence/test_study.py
+"""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from study_runs import make_plan, write
+
+from common.errors import ConfigError, UserError
+from evidence.curves import Curve, pooled_sd
+from evidence.stages import (
+    CheckStage,
+    InitStage,
+    MarginStage,
+    MuonStage,
+    RateStage,
+    TokensStage,
+    VerdictStage,
+    recommend,
+    slope,
+)
+from evidence.study import Plan, Results, name_of
+
+BEST = {"rms": 4e-3, "layer": 1.3e-3, "shared": 6e-3}  # where each arm's loss is lowest
+EXTRA = {"rms": 0.0, "layer": 0.02, "shared": -0.01}
+
+
+class Trained:
+    """Trains what a stage wants, by writing logs, and counts the waves."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.plan = make_plan(folder)
+        self.waves = 0
+
+    def results(self, name):
+        places = {name: {shape: [self.folder / name / shape] for shape in ("W", "D")}}
+        return Results(self.plan, places)
+
+    def finish(self, stage):
+        while missing := (found := self.results(stage.name)).missing(stage.wanted(found)):
+            self.waves += 1
+            for run in missing:
+                length = re.search(r"max_iters=(\d+)", run.words)
+                object.__setattr__(run, "length", int(length[1]) / 1000 if length else 1.0)
+                write(self.plan, self.folder / stage.name, run, self.loss(run))
+        text = json.dumps(stage.conclusion(found), sort_keys=False)
+        return json.loads(text)
+
+    def loss(self, run):
+        rate = float(re.search(r"learning_rate=(\S+)", run.words)[1])
+        if rate > 24e-3:
+            return None
+        noise = 0.003 * np.random.RandomState([run.seed, len(run.shape + run.arm)]).randn()
+        loss = 1.4 + 0.03 * math.log2(rate / BEST[run.arm]) ** 2 + EXTRA[run.arm]
+        return loss + noise - 0.2 * math.log(run.length)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    return Trained(tmp_path)
+
+
+def test_a_plan_names_its_study_and_its_runs(tmp_path):
+    plan = make_plan(tmp_path)
+    shape = plan.shapes[1]
+    assert plan.study == f"toy toy {plan.hash[:16]}"
+    words = plan.words("shared", shape, learning_rate=2e-3)
+    assert words == "coupled --norm_plan='Rs RR RR R' --learning_rate=0.002"
+    assert name_of(words) == "coupled+norm_plan=Rs_RR_RR_R+learning_rate=0.002"
+    with pytest.raises(ConfigError, match="unknown scale: it is one of toy"):
+        Plan(plan.path, "other")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Plan(tmp_path / "none.toml", "toy")
+    plan.path.write_text("[")
+    with pytest.raises(ConfigError, match="no plan, or damaged"):
+        Plan(plan.path, "toy")
+
+
+def test_rates_are_found_extended_and_chosen(trained):
+    stage = RateStage(trained.plan, {}, 1000, 100)
+    found = trained.finish(stage)
+    rms, layer = found["shapes"]["W"]["rms"], found["shapes"]["W"]["layer"]
+    # The grid; then above, until the loss has risen by 0.05, and two octaves below for layer, whose
+    # lowest rate was best twice; then the second seed.
+    assert list(rms["losses"]) == ["0.002", "0.004", "0.008", "0.016"]
+    assert next(iter(layer["losses"])) == "0.0005" and layer["settled"]
+    assert rms["rate"] == pytest.approx(BEST["rms"], rel=0.1)
+    assert layer["rate"] == pytest.approx(BEST["layer"], rel=0.1)
+    assert rms["best"] == 4e-3 and len(rms["losses"]["0.004"]) == 2
+    # 0.03 x^2 = 0.05 at 1.29 octaves; the curve is interpolated between whole octaves.
+    assert 1.1 < rms["tolerance"] < 1.35 and rms["tolerance_seen"]
+    assert set(layer["common_initialisation"]) == {"100", "101"}
+    assert found["ranking"] == ["shared", "layer"]
+    assert found["sd"]["W"] > 0
+
+
+def test_a_curve_that_diverges_or_does_not_end():
+    curve = Curve({1e-3: {1: 2.0}, 2e-3: {1: 1.0}, 4e-3: {1: math.inf}}, 1)
+    assert curve.best == curve.chosen == 2e-3 and curve.is_settled
+    assert curve.tolerance(0.05) == (0.0, True)
+    open_end = Curve({1e-3: {1: 1.0}, 2e-3: {1: 1.01}}, 1)
+    assert open_end.tolerance(0.05) == (1.0, False)
+    assert open_end.chosen == 1e-3 and not open_end.is_settled
+    nothing = Curve({1e-3: {1: math.inf}, 2e-3: {1: math.inf}}, 1)
+    assert nothing.best == 1e-3 and nothing.tolerance(0.05) == (0.0, True)
+
+
+def test_the_second_seed_is_cleared_of_its_mean_difference():
+    curve = Curve({1e-3: {1: 1.0}, 2e-3: {1: 0.5, 2: 0.8}, 4e-3: {1: 0.6, 2: 0.7}}, 1)
+    assert curve.at(1e-3) == 1.0
+    assert curve.at(2e-3) == pytest.approx((0.5 + 0.6) / 2)  # seed 2 lies 0.2 above
+    assert curve.at(4e-3) == pytest.approx((0.6 + 0.5) / 2)
+
+
+def test_the_margin_is_what_tokens_are_worth(trained):
+    rates = trained.finish(RateStage(trained.plan, {}, 1000, 100))
+    stage = MarginStage(trained.plan, {"rates": rates}, 1000, 100)
+    found = trained.finish(stage)
+    assert found["slopes"]["W"] == pytest.approx(0.2, abs=0.01)
+    assert found["margin"] == pytest.approx(0.2 * math.log(1.02), rel=0.05)
+    words = [run.words for run in stage.wanted(trained.results("margin"))]
+    assert sum("--max_iters=500 --warmup_iters=50" in text for text in words) == 6
+    assert set(found["power"]) == {"1", "2"}
+
+
+def test_verdicts_rest_on_the_selected_rates(trained):
+    rates = trained.finish(RateStage(trained.plan, {}, 1000, 100))
+    margin = {"margin": 0.01, "slopes": {"W": 0.2, "D": 0.2}, "arms": 2}
+    before = {"rates": rates, "margin": margin}
+    stage = VerdictStage(trained.plan, before, 1000, 100)
+    found = trained.finish(stage)
+    assert found["arms"]["layer"]["direction"] == "worse"
+    assert found["arms"]["layer"]["margin"] == "beyond"
+    assert found["arms"]["shared"]["margin"] == "within"
+    shared = found["arms"]["shared"]["shapes"]["W"]
+    low, high = shared["without_a_document"]
+    assert low <= shared["difference"] <= high
+    assert shared["tokens"] == pytest.approx(math.expm1(-shared["difference"] / 0.2))
+    # Another rate than the selected one in the log of a run.
+    run = stage.wanted(trained.results("verdict"))[0]
+    folder = trained.folder / "verdict" / run.shape / f"{name_of(run.words)}-{run.seed}"
+    text = (folder / "log.jsonl").read_text()
+    (folder / "log.jsonl").write_text(
+        re.sub(r'"learning_rate": [\d.e-]+', '"learning_rate": 0.5', text)
+    )
+    with pytest.raises(UserError, match=r"its log says learning_rate=0\.5, its name"):
+        trained.results("verdict")
+    # A selection that was changed afterwards wants other runs; those that are there do not count.
+    rates["shapes"]["W"]["shared"]["rate"] *= 2
+    (folder / "log.jsonl").write_text(text)
+    assert trained.results("verdict").missing(
+        VerdictStage(trained.plan, before, 1000, 100).wanted(trained.results("verdict"))
+    )
+
+
+def test_an_arm_that_diverged_is_not_judged_on_the_rest(trained):
+    rates = trained.finish(RateStage(trained.plan, {}, 1000, 100))
+    margin = {"margin": 0.01, "slopes": {"W": 0.2, "D": 0.2}, "arms": 2}
+    stage = VerdictStage(trained.plan, {"rates": rates, "margin": margin}, 1000, 100)
+    run = next(run for run in stage.wanted(trained.results("verdict")) if run.arm == "shared")
+    write(trained.plan, trained.folder / "verdict", run, None)
+    found = trained.finish(stage)
+    assert set(found["arms"]) == {"layer"} and found["diverged"]["shared"] == 1
+
+
+def test_too_little_power_starts_no_verdicts(trained):
+    rates = trained.finish(RateStage(trained.plan, {}, 1000, 100))
+    stage = VerdictStage(trained.plan, {"rates": rates, "margin": {"arms": 0}}, 1000, 100)
+    with pytest.raises(UserError, match="not even one arm has a power"):
+        stage.wanted(trained.results("verdict"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"study": "toy toy 0"}, "the plan was changed after the run"),
+        ({"device": "cpu (y)"}, "device cpu .y., but .* of the same stage had cpu .x."),
+        ({"data": "b"}, "data b, but"),
+        ({"learning_rate": 1.0}, "its log says learning_rate=1.0"),
+        ({"seed": 7}, "its log says seed=7"),
+    ],
+)
+def test_foreign_runs_are_refused(trained, change, message):
+    stage = RateStage(trained.plan, {}, 1000, 100)
+    first, second = stage.wanted(trained.results("rates"))[:2]
+    write(trained.plan, trained.folder / "rates", first, 1.0)
+    write(trained.plan, trained.folder / "rates", second, 1.0, **change)
+    with pytest.raises(UserError, match=message):
+        trained.results("rates")
+
+
+def test_spread_and_slope():
+    assert pooled_sd([[1.0, 3.0], [5.0], [2.0, math.inf]]) == pytest.approx(math.sqrt(2))
+    assert math.isnan(pooled_sd([[1.0]]))
+    assert slope({0.5: [2.0, 2.2], 1.0: [9.0], 2.0: [1.7, 1.9]}) == pytest.approx(0.3 / math.log(4))
+
+
+def verdicts(**arms) -> dict:
+    """Conclusion of stage 3: arm -> (direction, margin, difference)."""
+    return {
+        "arms": {
+            arm: {
+                "direction": direction,
+                "margin": margin,
+                "shapes": {shape: {"difference": difference} for shape in ("W", "D")},
+            }
+            for arm, (direction, margin, difference) in arms.items()
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "octaves", "expected"),
+    [
+        # better wins, the larger gain first
+        ({"layer": ("better", "within", -0.02), "shared": ("better", "within", -0.01)}, 9, "layer"),
+        # then the tolerance, an octave or more above the baseline's
+        ({"layer": ("no difference shown", "within", 0.0)}, 2.0, "layer"),
+        ({"layer": ("no difference shown", "open", 0.0)}, 2.0, "rms"),
+        ({"layer": ("no difference shown", "within", 0.0)}, 1.9, "rms"),
+        # then bytes; shared has the baseline's
+        ({"shared": ("no difference shown", "within", 0.0)}, 1.9, "rms"),
+        ({"cheap": ("no difference shown", "within", 0.0)}, 1.9, "cheap"),
+    ],
+)
+def test_the_recommendation_follows_the_declared_rule(tmp_path, found, octaves, expected):
+    plan = make_plan(tmp_path)
+    plan.plan["recommendation"]["bytes"]["cheap"] = "none"
+    tolerance = {arm: {"tolerance": octaves} for arm in ("layer", "shared", "cheap")}
+    shape = tolerance | {"rms": {"tolerance": 1.0}}
+    before = {"rates": {"shapes": {"W": shape, "D": shape}}, "verdict": verdicts(**found)}
+    moved = {"rms": 43.0, "layer": 48.0, "none": 38.0}
+    assert recommend(plan, before, moved)[0] == expected
+
+
+def test_later_stages_look_at_other_settings(trained):
+    rates = trained.finish(RateStage(trained.plan, {}, 1000, 100))
+    found = verdicts(shared=("better", "within", -0.01), layer=("worse", "beyond", 0.02))
+    before = {
+        "rates": rates,
+        "margin": {"margin": 0.01},
+        "verdict": found,
+        "recommendation": {"arm": "rms"},
+    }
+    check = CheckStage(trained.plan, before, 1000, 100)
+    assert check.arms() == ["rms", "shared"]  # the next best, as rms is recommended itself
+    concluded = trained.finish(check)
+    means = concluded["shapes"]["W"]["shared"]
+    assert means["learning_rate x 1"] < means["learning_rate x 0.5"]
+    assert concluded["not_settled"] == []
+    tokens = TokensStage(trained.plan, before, 1000, 100)
+    concluded = trained.finish(tokens)
+    assert concluded["arms"]["shared"]["of_stage_3"] == -0.01
+    assert not concluded["arms"]["shared"]["contradicts"]
+    muon = MuonStage(trained.plan, before, 1000, 100)
+    waves = trained.waves
+    concluded = trained.finish(muon)
+    assert trained.waves == waves + 2  # the rates first
+    assert set(concluded["arms"]) == {"shared"}
+    assert all("--optimizer=muon" in run.words for run in muon.wanted(trained.results("muon")))
+
+
+def test_stage_0_finds_an_initialisation(trained, monkeypatch):
+    trained.plan.plan["initialisation"] = {"init_std": [0.02, 0.08], "seed": 100}
+    stage = InitStage(trained.plan, {}, 1000, 100)
+    monkeypatch.setattr(
+        trained,
+        "loss",
+        lambda run: Trained.loss(trained, run) + ("init_std=0.02" in run.words) * 0.2,
+    )
+    found = trained.finish(stage)
+    assert found["init_std"] == {"W": 0.08, "D": 0.08}
+
+
+def test_planned_runs_are_counted(trained):
+    rates = RateStage(trained.plan, {}, 1000, 100)
+    assert rates.planned() == {"W": [(17, 1.0)], "D": [(17, 1.0)]}
+    found = verdicts(layer=("worse", "open", 0.0))
+    stages = [
+        kind(trained.plan, {"verdict": found}, 1000, 100)
+        for kind in (MarginStage, VerdictStage, CheckStage, TokensStage, MuonStage)
+    ]
+    counted = {stage.name: stage.planned()["W"] for stage in stages}
+    assert counted == {
+        "margin": [(3, 0.5), (3, 1.0), (3, 2.0)],
+        "verdict": [(18, 1.0)],
+        "check": [(20, 1.0)],
+        "tokens": [(4, 4.0)],
+        "muon": [(10, 1.0)],
+    }
