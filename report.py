@@ -20,6 +20,8 @@ a share). Other keys:
     --plot=FILE         file for the loss curves of runs without a baseline
 """
 
+import common.interrupt  # noqa: F401
+
 import csv
 import io
 from collections.abc import Callable, Iterable

@@ -42,6 +42,18 @@ def missing_on_this_machine(error: Exception) -> str | None:
     None for any other error.
     """
     text = f"{type(error).__name__}: {error}"
+    # PyTorch's allocator, Python's and NumPy's; sizes whose product has more than 63 bits
+    too_large = (
+        r"DefaultCPUAllocator: (can't allocate|not enough) memory",
+        r"^_?(Array)?MemoryError",
+        r"Storage size calculation overflowed|integer multiplication overflow",
+    )
+    if any(re.search(pattern, text) for pattern in too_large):
+        asked = re.search(r"tried to allocate \d+ bytes|Unable to allocate [\d.]+ \w+|$", text)[0]
+        return (
+            f"this machine's memory is too small ({asked or 'no size known'}): lower the batch, "
+            "the context or the model's sizes"
+        )
     if "OutOfMemoryError" in text:
         asked = re.search(r"Tried to allocate [\d.]+ \w+|$", text)[0]
         return (
@@ -71,10 +83,21 @@ def lost_ranks(error: Exception) -> bool:
     return is_one_of_many and re.search(signs, str(error)) is not None
 
 
+def say_interrupted() -> None:
+    """End the program after Ctrl-C: one line and the exit code of shells, 128 + SIGINT."""
+    print("error: interrupted", file=sys.stderr, flush=True)
+    sys.exit(130)
+
+
 def run_program(main: Callable[[list[str]], int | None]) -> None:
     """Run `main(argv)` as a program: user errors become one line on stderr and an exit code."""
+    if sys.stdout.errors == "strict":
+        # A terminal that knows ASCII only shows other characters as \\u00e9.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        say_interrupted()
     except UserError as error:
         rank = int(os.environ.get("RANK", 0))
         if rank == 0 or not error.on_every_rank:

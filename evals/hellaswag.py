@@ -66,7 +66,7 @@ def load_items(path: str = "", count: int = 0) -> list[dict[str, Any]]:
         raise DataError(
             f"{source}: cannot be read ({error}): it should be a file of HellaSwag items"
         ) from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):  # the last: nested too deeply
         raise DataError(
             f"{source}:{number}: no HellaSwag item; "
             "needs JSON with ctx, four endings and a label from 0 to 3"

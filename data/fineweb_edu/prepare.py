@@ -39,10 +39,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import common.interrupt  # noqa: F401
+
 import numpy as np
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import ConfigError, DataError, run_program
 from common.output import write_bytes_atomically
