@@ -2,8 +2,12 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
+
+INTERRUPTED = "error: interrupted\n"
 
 
 class UserError(Exception):
@@ -83,10 +87,10 @@ def lost_ranks(error: Exception) -> bool:
     return is_one_of_many and re.search(signs, str(error)) is not None
 
 
-def say_interrupted() -> None:
-    """End the program after Ctrl-C: one line and the exit code of shells, 128 + SIGINT."""
-    print("error: interrupted", file=sys.stderr, flush=True)
-    sys.exit(130)
+def end_interrupted(number: int, frame: FrameType | None) -> None:
+    """End the process at once, as a handler of SIGINT: one line, and 128 + SIGINT as of shells."""
+    os.write(2, INTERRUPTED.encode())
+    os._exit(130)
 
 
 def run_program(main: Callable[[list[str]], int | None]) -> None:
@@ -94,10 +98,14 @@ def run_program(main: Callable[[list[str]], int | None]) -> None:
     if sys.stdout.errors == "strict":
         # A terminal that knows ASCII only shows other characters as \\u00e9.
         sys.stdout.reconfigure(errors="backslashreplace")
+    if signal.getsignal(signal.SIGINT) is end_interrupted:
+        # The imports are over (common/interrupt.py); from now on files may have to be closed.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        say_interrupted()
+        sys.stderr.write(INTERRUPTED)
+        sys.exit(130)
     except UserError as error:
         rank = int(os.environ.get("RANK", 0))
         if rank == 0 or not error.on_every_rank:
