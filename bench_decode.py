@@ -197,10 +197,10 @@ def prompt_ids(config: DecodeBenchConfig, model: GPT, device: torch.device) -> t
 
     A shape without a tokenizer gets arbitrary ids.
     """
-    from data.tokenizers import load_tokenizer
+    from data.tokenizers import tokenizer_of
 
     try:
-        ids = load_tokenizer(model.meta).encode_ordinary(config.prompt)
+        ids = tokenizer_of(model).encode_ordinary(config.prompt)
         origin = "the prompt's tokens"
     except (UserError, KeyError):
         ids = [(7919 * (i + 1)) % model.n_vocab for i in range(5)]

@@ -23,7 +23,7 @@ from common.environment import Precision
 from common.errors import run_program
 from common.output import check_replaceable
 from configurator import MOST_SEQUENCES, check_ranges, key, parse_args
-from data.tokenizers import load_tokenizer
+from data.tokenizers import tokenizer_of
 from evals.hellaswag import BATCH_SIZE, ITEMS_FILE, HellaSwag
 from load import load_model
 
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
         check_replaceable(Path(config.out))  # now, not after the scoring
     ranks = Ranks.start(config.device)
     model = load_model(spec).to(ranks.device)
-    tokenizer = load_tokenizer(model.meta)
+    tokenizer = tokenizer_of(model)
     autocast = Precision(config.dtype, ranks.device).autocast
     scorer = HellaSwag(config.data, config.items, tokenizer, ranks, autocast, config.batch_size)
     scores = scorer(model)

@@ -56,6 +56,8 @@ from norms import (
 )
 from taper import ScaleAnchor, TaperNorm, TaperSchedule
 
+SHOWN = 200  # characters of a plan in a message
+
 
 @dataclass(frozen=True)
 class NormConfig:
@@ -426,7 +428,8 @@ class NormPlan:
         sections = text.replace(" ", "").split("|")
         if len(sections) > 3:
             raise ConfigError(
-                f"norm_plan {text!r} has {len(sections)} sections: inputs | outputs | embedding"
+                f"norm_plan {text[:SHOWN]!r} has {len(sections)} sections: "
+                "inputs | outputs | embedding"
             )
         inputs, outputs, embedding = sections + [""] * (3 - len(sections))
         return inputs, outputs or NONE * 2 * self.n_layer, embedding or NONE
@@ -440,8 +443,9 @@ class NormPlan:
         )
         for where, letters, count, allowed in sections:
             if len(letters) != count:
+                shown = self.config.norm_plan[:SHOWN]
                 raise ConfigError(
-                    f"norm_plan {self.config.norm_plan!r} has {len(letters)} letters{where}, "
+                    f"norm_plan {shown!r} has {len(letters)} letters{where}, "
                     f"{self.n_layer} blocks need {count}"
                 )
             for letter in letters:

@@ -333,6 +333,10 @@ def parse(argv: list[str]) -> Request:
                 f"{argument}: report.py knows --baseline=ARM, --delta.METRIC=NUMBER, --out=DIR, "
                 "--plot=FILE, --pictures=False"
             )
+    if request.plot is not None:
+        from common.plotting import check_picture
+
+        check_picture(request.plot)  # before anything is read
     if not request.folders:
         raise ConfigError("name one run folder or more (--help says more)")
     if request.deltas and not request.baseline:

@@ -17,7 +17,7 @@ import torch
 from common.environment import find_device
 from common.errors import ConfigError, run_program
 from configurator import MOST_GENERATED, check_ranges, key, parse_args
-from data.tokenizers import load_tokenizer
+from data.tokenizers import decode, tokenizer_of
 from load import load_model
 
 
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     text = read_prompt(config.prompt)
     device = find_device(config.device)
     model = load_model(spec).to(device)
-    tokenizer = load_tokenizer(model.meta)
+    tokenizer = tokenizer_of(model)
     tokens = tokenizer.encode_ordinary(text)
     if not tokens:
         raise ConfigError("prompt is empty: give at least one character")
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
         sequence = model.generate(
             prompt, config.max_new_tokens, config.temperature, config.top_k, generator
         )  # (1, T + max_new_tokens)
-        print(tokenizer.decode(sequence[0].tolist()))
+        print(decode(tokenizer, sequence[0].tolist()))
 
 
 if __name__ == "__main__":

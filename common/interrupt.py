@@ -10,7 +10,6 @@ import sys
 
 from common.errors import end_interrupted
 
-
 # of importlib's own frames, before and after somebody imports it by name
 IMPORTERS = ("_frozen_importlib", "importlib.")
 

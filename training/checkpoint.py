@@ -211,6 +211,21 @@ def _is_dict(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
+def _is_config(value: Any) -> bool:
+    return _is_dict(value) and all(map(_is_plain, value.values()))
+
+
+def _is_meta(value: Any) -> bool:
+    return _is_dict(value) and isinstance(value.get("path", ""), str)
+
+
+def _is_plain(value: Any) -> bool:
+    """Is it a value that a key can have?"""
+    if isinstance(value, list | tuple):
+        return all(isinstance(part, int | float | str) for part in value)
+    return value is None or isinstance(value, int | float | str)
+
+
 def _is_step(value: Any) -> bool:
     # True is an int to isinstance, and ranks compare the step as int64.
     return type(value) is int and 0 <= value < 1 << 62
@@ -238,9 +253,9 @@ def _are_tensors(value: Any) -> bool:
 
 # The form of each entry that a checkpoint may have
 ENTRIES = {
-    "config": _is_dict,
+    "config": _is_config,
     "step": _is_step,
-    "meta": _is_dict,
+    "meta": _is_meta,
     "model": _are_tensors,
     "optimizer": _is_dict,
     "scaler": _is_dict,
@@ -456,7 +471,7 @@ def saved_model(path: Path, state: dict[str, Any]) -> GPT:
     # Before anything is built: a damaged config may ask for more than this machine has.
     blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     stored = sum(tensor.numel() for tensor in weights.values())
-    if len(blocks) != config.n_layer or stored < config.n_weights:
+    if len(blocks) < config.n_layer or 2 * stored < config.n_weights:
         raise CheckpointError(
             f"{path}: it holds {len(blocks)} blocks and {stored:,} numbers, its config asks for "
             f"{config.n_layer} and {config.n_weights:,}: use another checkpoint"
@@ -534,6 +549,11 @@ def load_weights(
         if name in own and own[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here"
+            )
+        if name in own and own[name].is_floating_point() != tensor.is_floating_point():
+            raise CheckpointError(
+                f"{path}: {name} is {tensor.dtype} there, {own[name].dtype} here: "
+                "use another checkpoint"
             )
     missing, unexpected = model.load_state_dict(weights, strict=False)
     for name in sorted({*missing, *unexpected}):
