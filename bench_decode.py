@@ -89,7 +89,7 @@ class DecodeBenchConfig:
         1.0,
         "sequences decoded at once; several sizes, separated by commas",
         least=1,
-        most=MOST_SEQUENCES,
+        most=1 << 16,
     )
     prompt: str = key("Who was Alan Turing?", "prompt, the same for every sequence")
     tokens: int = key(128, "tokens to decode", least=2, most=MOST_GENERATED)

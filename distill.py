@@ -38,7 +38,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.distributed import Ranks, StopSignal, accumulate, replicate
-from common.environment import DTYPES, Precision, faster_float32_products, find_device
+from common.environment import (
+    DTYPES,
+    Precision,
+    faster_float32_products,
+    find_device,
+    machine_memory,
+)
 from common.errors import CheckpointError, ConfigError, DataError, UserError, run_program
 from common.fingerprint import fingerprint
 from configurator import (
@@ -706,7 +712,8 @@ def main(argv: list[str]) -> None:
     """Print the memory estimate; then, unless only that is wanted, distil."""
     config, _ = parse_args(DistillConfig, argv, __doc__)
     shape = teacher_config(config.teacher)
-    low = Precision(config.dtype, find_device(config.device)).is_low
+    device = find_device(config.device)
+    low = Precision(config.dtype, device).is_low
     tokens = config.batch_size * min(config.block_size, shape.block_size)
     parts = adapters.memory(
         shape, config.method, config.rank, tokens, low, config.checkpoint_activations
@@ -716,6 +723,13 @@ def main(argv: list[str]) -> None:
     if config.estimate:
         print(json.dumps({"teacher": config.teacher, "method": config.method, **parts}))
         return
+    needed = parts["weights"] + parts["trained"]
+    if device.type == "cpu" and needed > machine_memory():
+        raise ConfigError(
+            f"rank={config.rank}, method={config.method}: weights and optimizer take "
+            f"{needed / 1e9:,.0f} GB, and this machine has {machine_memory() / 1e9:,.0f} GB of "
+            "memory: lower rank, or take another method"
+        )
     Distiller(config).run()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Errors for users: one line that names the thing and the remedy, and an exit code."""
 
+import errno
 import os
 import re
 import signal
@@ -41,10 +42,12 @@ class HFError(UserError):
 
 
 def missing_on_this_machine(error: Exception) -> str | None:
-    """Return the remedy for an error of the machine: too little memory, or no compiler.
+    """Return the remedy for an error of the machine: memory, a file's name, no compiler.
 
     None for any other error.
     """
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{str(error.filename)[:60]}...: too long for the name of a file: shorten it"
     text = f"{type(error).__name__}: {error}"
     # PyTorch's allocator, Python's and NumPy's; sizes whose product has more than 63 bits
     too_large = (

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import CheckpointError, ConfigError, UserError
+from common.output import parse_json
 from hf.hub import import_transformers, read_config, resolve_hub
 
 from .certificate import Certificate
@@ -138,7 +139,7 @@ def load(spec: str | Path) -> nn.Module:
     """
     path = hub_folder(spec) / RECIPE
     try:
-        recipe = json.loads(path.read_text(encoding="utf-8"))
+        recipe = parse_json(path.read_text(encoding="utf-8"))
         swaps = [Swap(**swap) for swap in recipe["swaps"]]
         insertions = [_insertion(found) for found in recipe["insertions"]]
     except FileNotFoundError:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError, HFError
-from common.output import write_bytes_atomically
+from common.output import parse_json, write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
 from hf.config import COUPLED, architecture, gpt_config, hf_config
 from hf.hub import read_config
@@ -347,7 +347,7 @@ def shard_files(folder: Path) -> list[Path]:
             f"{folder}: neither {single.name} nor {index.name}: save the model as safetensors"
         )
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError):
         raise HFError(f"{index}: not an index of safetensors shards: download it again") from None
     missing = [name for name in names if not (folder / name).is_file()]

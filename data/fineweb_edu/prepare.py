@@ -47,7 +47,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import ConfigError, DataError, run_program
-from common.output import write_bytes_atomically
+from common.output import parse_json, write_bytes_atomically
 from configurator import key, parse_args
 from data.documents import (
     BROKEN,
@@ -231,7 +231,7 @@ class Progress:
             f"choose another --out_dir, or delete its shards and {self.path.name} to begin again"
         )
         try:
-            found = json.loads(self.path.read_text())
+            found = parse_json(self.path.read_text())
             noted = {name for name, note in found["shards"].items() if note.keys() >= NOTE_KEYS}
             different = [
                 name for name, value in settings.items() if found["settings"].get(name) != value
