@@ -42,7 +42,7 @@ ARITHMETIC = {
 
 # Bounds of keys. They are far from what anybody trains, and keep a mistyped number from asking for
 # years, or for more than the memory of any machine.
-MOST_LAYERS = 10_000
+MOST_LAYERS = 2048
 MOST_STEPS = 10**12
 MOST_TOKENS = 1 << 30  # of a context
 MOST_SEQUENCES = 1 << 20  # of a batch
