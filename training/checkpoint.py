@@ -159,6 +159,10 @@ def _read_archive(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint: check the path") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror or error}): use another checkpoint"
+        ) from None
     except pickle.UnpicklingError:
         raise CheckpointError(
             f"{path}: holds more than tensors and plain values: not a nanonorm checkpoint"
