@@ -31,6 +31,8 @@ with one thread the process's own time is measured, which other programs disturb
 measurement and keeps the rounds so far, if there are six or more. The last line is JSON.
 """
 
+import common.interrupt  # noqa: F401
+
 import dataclasses
 import gc
 import json
@@ -49,7 +51,15 @@ from tqdm import tqdm
 from common.environment import find_device, find_dtype, timing_environment
 from common.errors import ConfigError, UserError, run_program
 from common.stats import cpu_seconds, median_ratio, paired_times, seconds
-from configurator import check_least, key, parse_args
+from configurator import (
+    MOST_GENERATED,
+    MOST_LAYERS,
+    MOST_SEQUENCES,
+    MOST_TOKENS,
+    check_ranges,
+    key,
+    parse_args,
+)
 from decode import gpt_fast as decode_gpt_fast
 from decode import peers as decode_peers
 from decode import report
@@ -76,14 +86,26 @@ class DecodeBenchConfig:
         "is not plain pre-norm)",
     )
     batch: tuple[float, ...] | float = key(
-        1.0, "sequences decoded at once; several sizes, separated by commas"
+        1.0,
+        "sequences decoded at once; several sizes, separated by commas",
+        least=1,
+        most=1 << 16,
     )
     prompt: str = key("Who was Alan Turing?", "prompt, the same for every sequence")
-    tokens: int = key(128, "tokens to decode", least=2)
-    rounds: int = key(40, "rounds; in each, every arm decodes once", least=6)
-    coupled_first: int = key(0, "coupled: this many blocks at the start keep their own statistics")
-    coupled_span: int = key(1, "coupled: blocks that share one statistic (0: all)")
-    coupled_alpha: float = key(1.0, "coupled: the shared statistic is divided by this")
+    tokens: int = key(128, "tokens to decode", least=2, most=MOST_GENERATED)
+    rounds: int = key(40, "rounds; in each, every arm decodes once", least=6, most=MOST_GENERATED)
+    coupled_first: int = key(
+        0,
+        "coupled: this many blocks at the start keep their own statistics",
+        least=0,
+        most=MOST_LAYERS,
+    )
+    coupled_span: int = key(
+        1, "coupled: blocks that share one statistic (0: all)", least=0, most=MOST_LAYERS
+    )
+    coupled_alpha: float = key(
+        1.0, "coupled: the shared statistic is divided by this", least=1e-6, most=1e6
+    )
     tuning: str = key(
         "auto",
         "inductor's defaults and plain launches (off), gpt-fast's options and programmatic "
@@ -91,7 +113,10 @@ class DecodeBenchConfig:
         ("auto", "on", "off"),
     )
     library_from: int = key(
-        LIBRARY_FROM, "fused arms: sequences from which on the library multiplies", least=1
+        LIBRARY_FROM,
+        "fused arms: sequences from which on the library multiplies",
+        least=1,
+        most=MOST_SEQUENCES,
     )
     gpt_fast: str = key("", "folder of a gpt-fast checkout, whose model is timed too")
     peers: bool = key(True, "time Hugging Face's generate too, where transformers is installed")
@@ -107,8 +132,10 @@ class DecodeBenchConfig:
     bandwidth: float = key(
         0.0, "bytes/s for the floor (0: a copy's; for the ledger an H200's 4.3e12)", least=0
     )
-    launch_us: float = key(1.3, "ledger: microseconds of a launch within a CUDA graph", least=0)
-    context: int = key(80, "ledger: tokens in the cache", least=1)
+    launch_us: float = key(
+        1.3, "ledger: microseconds of a launch within a CUDA graph", least=0, most=1e6
+    )
+    context: int = key(80, "ledger: tokens in the cache", least=1, most=MOST_TOKENS)
     ledger: bool = key(False, "only count launches and predict times")
     trace: bool = key(False, "only trace one step of each arm, with the profiler, into `out`")
     last_token: bool = key(
@@ -121,13 +148,11 @@ class DecodeBenchConfig:
     )
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_ranges(self)
         if self.arms != AUTO:
             find_arms(self.arms)
         if any(size < 1 or size % 1 for size in self.batches) or not self.batches:
             raise ConfigError(f"batch={self.batch}: give whole numbers from 1 on")
-        if self.coupled_alpha <= 0:
-            raise ConfigError(f"coupled_alpha={self.coupled_alpha}: must be above 0")
         if self.trace and not self.out:
             raise ConfigError("trace: say where the traces go, --out=FOLDER")
 
@@ -172,10 +197,10 @@ def prompt_ids(config: DecodeBenchConfig, model: GPT, device: torch.device) -> t
 
     A shape without a tokenizer gets arbitrary ids.
     """
-    from data.tokenizers import load_tokenizer
+    from data.tokenizers import tokenizer_of
 
     try:
-        ids = load_tokenizer(model.meta).encode_ordinary(config.prompt)
+        ids = tokenizer_of(model).encode_ordinary(config.prompt)
         origin = "the prompt's tokens"
     except (UserError, KeyError):
         ids = [(7919 * (i + 1)) % model.n_vocab for i in range(5)]

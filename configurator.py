@@ -7,8 +7,8 @@ hold a docstring and assignments `key = value` of literals, arithmetic on them, 
 before. Names that begin with an underscore are private to the file; every other name must be a key
 of the dataclass.
 
-The dataclass declares its keys with `key(default, help, choices, least)`. Allowed types are bool,
-int, float, str, `T | None` (None is written `auto`) and `tuple[T, ...]`, alone or as
+The dataclass declares its keys with `key(default, help, choices, least, most, zero)`. Allowed types
+are bool, int, float, str, `T | None` (None is written `auto`) and `tuple[T, ...]`, alone or as
 `T | tuple[T, ...]` (a tuple is written `1.0,1.1,0.9`).
 """
 
@@ -19,6 +19,7 @@ import math
 import operator
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,32 +40,69 @@ ARITHMETIC = {
 }
 
 
-def key(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
+# Bounds of keys. They are far from what anybody trains, and keep a mistyped number from asking for
+# years, or for more than the memory of any machine.
+MOST_LAYERS = 2048
+MOST_STEPS = 10**12
+MOST_TOKENS = 1 << 30  # of a context
+MOST_SEQUENCES = 1 << 20  # of a batch
+MOST_GENERATED = 10**6  # tokens
+
+
+def key(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    zero: bool = False,
+) -> Any:
     """Declare a dataclass field that is a config key.
 
     Args:
         default: its default value.
         help: one line of help.
         choices: the allowed strings, if they are few.
-        least: the smallest number allowed.
+        least: the smallest number allowed, for a tuple that of each element.
+        most: the largest one.
+        zero: 0 is allowed besides, where it is below `least`.
     """
-    metadata = {"help": help, "choices": choices, "least": least}
+    metadata = {"help": help, "choices": choices, "least": least, "most": most, "zero": zero}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def check_least(config: Any) -> None:
-    """Raise ConfigError for a number below its key's `least`.
+def check_ranges(config: Any) -> None:
+    """Raise ConfigError for a number beyond its key's `least` or `most`.
 
     A dataclass of keys calls it in __post_init__.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        least = field.metadata.get("least")
-        if value is None or least is None or value >= least:
-            continue
-        # Also reached by nan, which is not >= anything.
-        bound = f"be at least {least}" if least else "not be negative"
-        raise ConfigError(f"{field.name}={value}: must {bound}")
+        for number in value if isinstance(value, tuple) else (value,):
+            bound = _broken_bound(number, field.metadata)
+            if bound:
+                raise ConfigError(f"{field.name}={value}: must {bound}")
+
+
+def _broken_bound(number: Any, metadata: Mapping[str, Any]) -> str:
+    """Say which bound of a key a number breaks; "" if it breaks none."""
+    least = metadata.get("least")
+    most = metadata.get("most")
+    if number is None or (number == 0 and metadata.get("zero")):
+        return ""
+    # nan is not >= anything
+    if least is not None and not number >= least:
+        if not least:
+            return "not be negative"
+        return f"be {'0 or ' if metadata.get('zero') else ''}at least {_shown(least)}"
+    if most is not None and not number <= most:
+        return f"be at most {_shown(most)}"
+    return ""
+
+
+def _shown(number: float) -> str:
+    """Return a bound as people write it."""
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 # ------------------------------------------------------------------------------------- config files
@@ -311,11 +349,20 @@ def help_text(cls: type, doc: str) -> str:
     ]
     for field in dataclasses.fields(cls):
         choices = field.metadata.get("choices", ())
-        least = field.metadata.get("least")
         default = "auto" if field.default is None else repr(field.default)
         kind = "|".join(choices) if choices else _type_name(hints[field.name])
-        if least is not None:
-            kind += f", at least {least}"
+        kind += _range_text(field.metadata)
         lines.append(f"  --{field.name}={default}  ({kind})")
         lines.append(f"        {field.metadata.get('help', '')}")
     return "\n".join(lines)
+
+
+def _range_text(metadata: Mapping[str, Any]) -> str:
+    """Return what --help says of a key's bounds, as ", 0 or at least 1e-06, at most 10"."""
+    text = ""
+    if metadata.get("least") is not None:
+        or_zero = "0 or " if metadata.get("zero") else ""
+        text += f", {or_zero}at least {_shown(metadata['least'])}"
+    if metadata.get("most") is not None:
+        text += f", at most {_shown(metadata['most'])}"
+    return text

@@ -36,6 +36,8 @@ RMSNorms; transformers alone reads the folder with LayerNorms, and the same func
 The last line of output is JSON.
 """
 
+import common.interrupt  # noqa: F401
+
 import json
 import os
 import shlex

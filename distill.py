@@ -19,6 +19,8 @@ the student, adapters merged and alpha absorbed: ckpt_best.pt, and hf/ if the te
 Hugging Face. The last line of output is JSON.
 """
 
+import common.interrupt  # noqa: F401
+
 import contextlib
 import dataclasses
 import json
@@ -36,10 +38,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.distributed import Ranks, StopSignal, accumulate, replicate
-from common.environment import DTYPES, Precision, faster_float32_products, find_device
+from common.environment import (
+    DTYPES,
+    Precision,
+    faster_float32_products,
+    find_device,
+    machine_memory,
+)
 from common.errors import CheckpointError, ConfigError, DataError, UserError, run_program
 from common.fingerprint import fingerprint
-from configurator import check_least, key, parse_args
+from configurator import (
+    MOST_LAYERS,
+    MOST_SEQUENCES,
+    MOST_STEPS,
+    MOST_TOKENS,
+    check_ranges,
+    key,
+    parse_args,
+)
 from hf import weights
 from load import load_model
 from model import GPT, cross_entropy
@@ -51,6 +67,8 @@ from training.checkpoint import (
     BEST,
     DISTILLING,
     different_checkpoints,
+    load_moments,
+    load_scaler,
     read_checkpoint,
     save_checkpoint,
 )
@@ -102,51 +120,68 @@ class DistillConfig:
         "on the hub, streamed; random: random tokens instead of text",
     )
     split: str = key("stem", "split of the data set")
-    shuffle: int = key(1024, "blocks in the buffer that shuffles the text", least=1)
+    shuffle: int = key(1024, "blocks in the buffer that shuffles the text", least=1, most=1 << 20)
 
     # The student
     norm_plan: str = key("", "the student's plan, e.g. 'RR Rs Rs R' ('': coupled_first)")
     coupled_first: int | None = key(
-        None, "standard blocks at the start (auto: fewest whose KL is within the budget)", least=0
+        None,
+        "standard blocks at the start (auto: fewest whose KL is within the budget)",
+        least=0,
+        most=MOST_LAYERS,
     )
     budget: float = key(
-        0.01, "largest KL before training, nats per token, for coupled_first=auto", least=0
+        0.01,
+        "largest KL before training, nats per token, for coupled_first=auto",
+        least=0,
+        most=100.0,
     )
     method: str = key(
         "dora", "what is trained: adapters, or a copy of all weights", ("dora", "lora", "full")
     )
-    rank: int = key(1024, "of the adapters", least=1)
-    adapter_alpha: float = key(2048.0, "the adapters are scaled by adapter_alpha / rank")
+    rank: int = key(1024, "of the adapters", least=1, most=1 << 20)
+    adapter_alpha: float = key(
+        2048.0, "the adapters are scaled by adapter_alpha / rank", least=1e-6, most=1e9
+    )
 
     # Length and batch
     # Two tokens at least: in a block of one there is no next token to predict.
-    block_size: int = key(1024, "tokens of a block, at most the teacher's context", least=2)
-    batch_size: int = key(8, "blocks in a micro-batch", least=1)
-    gradient_accumulation_steps: int = key(8, "micro-batches in a step, over all ranks", least=1)
+    block_size: int = key(
+        1024, "tokens of a block, at most the teacher's context", least=2, most=MOST_TOKENS
+    )
+    batch_size: int = key(8, "blocks in a micro-batch", least=1, most=MOST_SEQUENCES)
+    gradient_accumulation_steps: int = key(
+        8, "micro-batches in a step, over all ranks", least=1, most=MOST_SEQUENCES
+    )
     checkpoint_activations: bool = key(True, "recompute each block's activations in backward")
-    max_iters: int = key(1000, "optimiser steps", least=1)
+    max_iters: int = key(1000, "optimiser steps", least=1, most=MOST_STEPS)
 
     # AdamW
     # AdamW's steps are of this size, however small the gradient is. Near the teacher it is small,
     # and a higher rate leaves noise (docs/log.md).
-    learning_rate: float = key(1e-4, "highest learning rate")
-    min_lr: float = key(0.0, "lowest learning rate, at the end of the cosine")
-    warmup_iters: int = key(20, "steps of linear warm-up", least=0)
-    weight_decay: float = key(0.0, "of AdamW", least=0)
-    beta1: float = key(0.9, "of AdamW")
-    beta2: float = key(0.95, "of AdamW")
-    grad_clip: float = key(1.0, "largest global gradient norm (0: no clipping)", least=0)
+    learning_rate: float = key(1e-4, "highest learning rate", most=1000.0)
+    min_lr: float = key(0.0, "lowest learning rate, at the end of the cosine", least=0, most=1000.0)
+    warmup_iters: int = key(20, "steps of linear warm-up", least=0, most=MOST_STEPS)
+    weight_decay: float = key(0.0, "of AdamW", least=0, most=1000.0)
+    beta1: float = key(0.9, "of AdamW", least=0)
+    beta2: float = key(0.95, "of AdamW", least=0)
+    grad_clip: float = key(
+        1.0, "largest global gradient norm (0: no clipping)", least=1e-6, zero=True
+    )
 
     # Calibration, evaluation and log
     calibration_blocks: int = key(
-        32, "blocks of the training text that alpha and coupled_first are chosen on", least=1
+        32,
+        "blocks of the training text that alpha and coupled_first are chosen on",
+        least=1,
+        most=1 << 20,
     )
-    eval_blocks: int = key(64, "held-out blocks", least=1)
+    eval_blocks: int = key(64, "held-out blocks", least=1, most=1 << 20)
     eval_interval: int = key(100, "steps between evaluations and checkpoints", least=1)
     log_interval: int = key(10, "steps between log lines", least=1)
 
     # Machine
-    seed: int = key(1337, "of data order and adapters")
+    seed: int = key(1337, "of data order and adapters", least=0, most=(1 << 32) - 1)
     device: str = key(
         "auto", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
     )
@@ -164,15 +199,15 @@ class DistillConfig:
     def __post_init__(self) -> None:
         if not self.teacher:
             raise ConfigError("teacher: name the model to start from, --teacher=MODEL")
-        check_least(self)
+        check_ranges(self)
         if self.norm_plan and self.coupled_first is not None:
             raise ConfigError(
                 f"norm_plan={self.norm_plan} and coupled_first={self.coupled_first} both name the "
                 "plan: give one (--coupled_first=auto cancels a config file's)"
             )
         check_optimizer_keys(self)
-        if self.adapter_alpha <= 0:
-            raise ConfigError(f"adapter_alpha={self.adapter_alpha}: must be above 0")
+        if not self.out_dir:
+            raise ConfigError("out_dir is empty: name a run folder")
 
 
 class Distiller:
@@ -229,6 +264,7 @@ class Distiller:
                 f"{self.out_dir} holds a run already: choose another out_dir, or --resume=auto"
             )
         state = read_checkpoint(path)
+        _check_distilling(path, state)
         now = dataclasses.asdict(self.config)
         for name in sorted(now.keys() - FREE_KEYS):
             then = state["config"].get(name)
@@ -371,11 +407,17 @@ class Distiller:
             return
         self.step = state["step"]
         self.calibrated_kl = state["calibrated_kl"]
+        path = self.out_dir / DISTILLING
+        shapes = {name: tensor.shape for name, tensor in state["model"].items()}
+        if shapes != {name: parameter.shape for name, parameter in self.trained.items()}:
+            raise CheckpointError(
+                f"{path}: its weights are not those of this student: choose another out_dir"
+            )
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(state["model"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.precision.scaler.load_state_dict(state["scaler"])
+        load_moments(path, self.optimizer, state["optimizer"])
+        load_scaler(path, self.precision.scaler, state["scaler"])
 
     def _replicate(self) -> None:
         """Put DDP around the pair, if there are several ranks."""
@@ -643,6 +685,22 @@ class Distiller:
         partial.rename(target)
 
 
+def _check_distilling(path: Path, state: dict[str, Any]) -> None:
+    """Raise CheckpointError if an entry that distill.py alone writes is missing or damaged."""
+    alpha = state.get("alpha")
+    is_sound = (
+        isinstance(state.get("plan"), str)
+        and isinstance(alpha, tuple | list)
+        and all(type(value) is float and 0 < value < math.inf for value in alpha)
+        and type(state.get("calibrated_kl")) is float
+        and {"optimizer", "scaler", "model"} <= state.keys()
+    )
+    if not is_sound:
+        raise CheckpointError(
+            f"{path}: not a checkpoint of distill.py, or damaged: choose another out_dir"
+        )
+
+
 def total_loss(gpt: GPT, ids: Tensor) -> float:
     """Add up the loss of `gpt` over all next tokens of ids (B, T), nats."""
     x = gpt.hidden(ids)[:, :-1].flatten(0, 1)  # (B (T - 1), C)
@@ -654,7 +712,8 @@ def main(argv: list[str]) -> None:
     """Print the memory estimate; then, unless only that is wanted, distil."""
     config, _ = parse_args(DistillConfig, argv, __doc__)
     shape = teacher_config(config.teacher)
-    low = Precision(config.dtype, find_device(config.device)).is_low
+    device = find_device(config.device)
+    low = Precision(config.dtype, device).is_low
     tokens = config.batch_size * min(config.block_size, shape.block_size)
     parts = adapters.memory(
         shape, config.method, config.rank, tokens, low, config.checkpoint_activations
@@ -664,6 +723,13 @@ def main(argv: list[str]) -> None:
     if config.estimate:
         print(json.dumps({"teacher": config.teacher, "method": config.method, **parts}))
         return
+    needed = parts["weights"] + parts["trained"]
+    if device.type == "cpu" and needed > machine_memory():
+        raise ConfigError(
+            f"rank={config.rank}, method={config.method}: weights and optimizer take "
+            f"{needed / 1e9:,.0f} GB, and this machine has {machine_memory() / 1e9:,.0f} GB of "
+            "memory: lower rank, or take another method"
+        )
     Distiller(config).run()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -10,6 +10,8 @@ the best checkpoint is scored, whereas training scores its last weights. GPT-2 1
 0.286, acc_norm 0.296.
 """
 
+import common.interrupt  # noqa: F401
+
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +22,8 @@ from common.distributed import Ranks
 from common.environment import Precision
 from common.errors import run_program
 from common.output import check_replaceable
-from configurator import check_least, key, parse_args
-from data.tokenizers import load_tokenizer
+from configurator import MOST_SEQUENCES, check_ranges, key, parse_args
+from data.tokenizers import tokenizer_of
 from evals.hellaswag import BATCH_SIZE, ITEMS_FILE, HellaSwag
 from load import load_model
 
@@ -34,7 +36,7 @@ class HellaSwagConfig:
         "", "file of items, jsonl or jsonl.xz ('': downloaded once into data/hellaswag)"
     )
     items: int = key(0, "score this many items, spread evenly over the file (0: all)", least=0)
-    batch_size: int = key(BATCH_SIZE, "endings scored at once", least=1)
+    batch_size: int = key(BATCH_SIZE, "endings scored at once", least=1, most=MOST_SEQUENCES)
     device: str = key(
         "auto", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
     )
@@ -47,7 +49,7 @@ class HellaSwagConfig:
     )
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_ranges(self)
 
 
 def items_file(spec: str) -> Path | None:
@@ -74,7 +76,7 @@ def main(argv: list[str]) -> None:
         check_replaceable(Path(config.out))  # now, not after the scoring
     ranks = Ranks.start(config.device)
     model = load_model(spec).to(ranks.device)
-    tokenizer = load_tokenizer(model.meta)
+    tokenizer = tokenizer_of(model)
     autocast = Precision(config.dtype, ranks.device).autocast
     scorer = HellaSwag(config.data, config.items, tokenizer, ranks, autocast, config.batch_size)
     scores = scorer(model)

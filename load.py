@@ -23,8 +23,8 @@ from training.checkpoint import (
     LAST,
     check_same_model,
     load_weights,
-    model_config,
     read_checkpoint,
+    saved_model,
 )
 
 # Keys that change what the same tensors compute.
@@ -69,8 +69,7 @@ def load_model(spec: str) -> GPT:
             raise _no_model_in(path)
         path = path / names[0]
     state = read_checkpoint(path)
-    model = GPT(model_config(state["config"], path))
-    load_weights(model, state["model"], path)
+    model = saved_model(path, state)
     model.meta = state.get("meta", {})
     return model.eval()
 

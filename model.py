@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.environment import machine_memory
 from common.errors import ConfigError
-from configurator import key
+from configurator import MOST_LAYERS, MOST_TOKENS, key
 from kernels import scaled_activation
 from kernels.cross_entropy import cross_entropy
 from kernels.reference import GATED, KINDS, activate
@@ -50,21 +51,30 @@ class GPTConfig(NormConfig):
     """Shape of the model; the defaults are GPT-2 124M without biases, as in nanoGPT."""
 
     vocab_size: int = key(
-        50304, "rows of the embedding; 50257 GPT-2 tokens padded to a multiple of 64", least=0
+        50304,
+        "rows of the embedding; 50257 GPT-2 tokens padded to a multiple of 64",
+        least=0,
+        most=1 << 24,
     )
     n_vocab: int = key(
-        0, "tokens that exist (0: vocab_size); padded rows beyond get no probability", least=0
+        0,
+        "tokens that exist (0: vocab_size); padded rows beyond get no probability",
+        least=0,
+        most=1 << 24,
     )
-    block_size: int = key(1024, "longest context, tokens", least=1)
-    n_layer: int = key(12, "number of blocks", least=1)
-    n_head: int = key(12, "query heads", least=1)
-    n_kv_head: int = key(0, "key and value heads (0: n_head); must divide n_head", least=0)
-    n_embd: int = key(768, "channels of the residual stream", least=1)
-    head_dim: int = key(0, "channels of a head (0: n_embd / n_head)", least=0)
+    block_size: int = key(1024, "longest context, tokens", least=1, most=MOST_TOKENS)
+    n_layer: int = key(12, "number of blocks", least=1, most=MOST_LAYERS)
+    n_head: int = key(12, "query heads", least=1, most=1 << 16)
+    n_kv_head: int = key(
+        0, "key and value heads (0: n_head); must divide n_head", least=0, most=1 << 16
+    )
+    n_embd: int = key(768, "channels of the residual stream", least=1, most=1 << 20)
+    head_dim: int = key(0, "channels of a head (0: n_embd / n_head)", least=0, most=1 << 16)
     n_inner: int = key(
         0,
         "hidden channels of the MLP (0: 4 n_embd; gated 8/3, up to a multiple of 64)",
         least=0,
+        most=1 << 22,
     )
     activation: str = key("gelu", "of the MLP", KINDS)
     position: str = key(
@@ -72,9 +82,11 @@ class GPTConfig(NormConfig):
         "learned positions are added to the embeddings, rope rotates queries and keys",
         ("learned", "rope"),
     )
-    rope_theta: float = key(10000.0, "rope: base of the wavelengths")
+    rope_theta: float = key(10000.0, "rope: base of the wavelengths", least=2.0, most=1e15)
     rope_scaling: tuple[float, ...] = key(
-        (), "rope: numbers of rope_scaling_kind, by which global blocks reach longer contexts"
+        (),
+        "rope: numbers of rope_scaling_kind, by which global blocks reach longer contexts",
+        most=1e15,
     )
     rope_scaling_kind: str = key(
         "llama3",
@@ -82,16 +94,31 @@ class GPTConfig(NormConfig):
         tuple(ROPE_SCALINGS),
     )
     window: int = key(
-        0, "tokens that a local block sees, itself included (0: all blocks are global)", least=0
+        0,
+        "tokens that a local block sees, itself included (0: all blocks are global)",
+        least=0,
+        most=MOST_TOKENS,
     )
     local_blocks: str = key(
         "", "with window: l (local) or g (global) for each block; repeats, e.g. lllg"
     )
     local_rope_theta: float = key(
-        0.0, "rope: base in local blocks, which have no rope_scaling (0: rope_theta)", least=0
+        0.0,
+        "rope: base in local blocks, which have no rope_scaling (0: rope_theta)",
+        least=2.0,
+        most=1e15,
+        zero=True,
     )
-    attn_scale: float = key(0.0, "factor of the attention scores (0: 1 / sqrt(head_dim))", least=0)
-    embed_scale: float = key(1.0, "factor of the token embeddings; the head does not have it")
+    attn_scale: float = key(
+        0.0,
+        "factor of the attention scores (0: 1 / sqrt(head_dim))",
+        least=1e-6,
+        most=1e6,
+        zero=True,
+    )
+    embed_scale: float = key(
+        1.0, "factor of the token embeddings; the head does not have it", least=1e-6, most=1e6
+    )
     tie_embeddings: bool = key(True, "the output head shares the embedding's weights")
     bias: bool = key(False, "biases in linears, LayerNorm and cbwc")
     attn_bias: bool | None = key(None, "biases in attention's linears (auto: as `bias`)")
@@ -100,7 +127,7 @@ class GPTConfig(NormConfig):
         "precision of the residual stream under autocast: float32, or autocast's own",
         ("float32", "autocast"),
     )
-    dropout: float = key(0.0, "dropout probability, during training")
+    dropout: float = key(0.0, "dropout probability, during training", least=0)
     init: str = key(
         "gpt2",
         "normal with init_std, or PyTorch's own layer defaults (unit-normal embeddings)",
@@ -109,7 +136,8 @@ class GPTConfig(NormConfig):
     init_std: float = key(
         0.02,
         "standard deviation; / sqrt(2 n_layer) for linears that write into the stream",
-        least=0,
+        least=1e-6,
+        most=100.0,
     )
 
     def __post_init__(self) -> None:
@@ -128,8 +156,6 @@ class GPTConfig(NormConfig):
             )
         self._check_rope()
         self._check_window()
-        if self.embed_scale <= 0:
-            raise ConfigError(f"embed_scale={self.embed_scale}: must be above 0")
         if 0 < self.vocab_size < self.n_vocab:
             raise ConfigError(
                 f"vocab_size={self.vocab_size} is smaller than n_vocab={self.n_vocab}: raise it"
@@ -144,9 +170,7 @@ class GPTConfig(NormConfig):
             raise ConfigError(f"dropout={self.dropout}: give a probability below 1")
 
     def _check_rope(self) -> None:
-        """Raise ConfigError for a base or a scaling that no rotary positions have."""
-        if self.rope_theta <= 0:
-            raise ConfigError(f"rope_theta={self.rope_theta}: must be above 0")
+        """Raise ConfigError for a scaling that no rotary positions have."""
         kind = self.rope_scaling_kind
         names = ROPE_SCALINGS[kind]
         scaling = self.rope_scaling
@@ -204,6 +228,16 @@ class GPTConfig(NormConfig):
         return self.head_dim or self.n_embd // self.n_head
 
     @property
+    def n_weights(self) -> int:
+        """Numbers in linears and embeddings, without biases and norms."""
+        heads = (2 * self.n_head + 2 * self.kv_heads) * self.head_channels  # q and proj, k, v
+        mlp = (3 if self.activation in GATED else 2) * self.inner
+        rows = self.vocab_size if self.tie_embeddings else 2 * self.vocab_size
+        if self.position == "learned":
+            rows += self.block_size
+        return self.n_embd * (rows + self.n_layer * (heads + mlp))
+
+    @property
     def inner(self) -> int:
         """Hidden channels of the MLP."""
         if self.n_inner:
@@ -211,6 +245,23 @@ class GPTConfig(NormConfig):
         if self.activation in GATED:
             return -(-8 * self.n_embd // 192) * 64  # 8/3 n_embd, up to a multiple of 64
         return 4 * self.n_embd
+
+
+def check_memory(config: GPTConfig) -> None:
+    """Raise ConfigError for a model that the memory of this machine cannot hold.
+
+    Weights are drawn in float32 on the CPU, wherever they are trained.
+    """
+    tables = 0
+    if config.position == "rope":
+        tables = 2 * config.block_size * config.head_channels
+    needed = 4 * (config.n_weights + tables)
+    if needed > machine_memory():
+        raise ConfigError(
+            f"a model of {config.n_weights:,} weights and block_size={config.block_size} takes "
+            f"{needed / 1e9:,.0f} GB, and this machine has {machine_memory() / 1e9:,.0f} GB of "
+            "memory: lower n_layer, n_embd, n_inner, head_dim, vocab_size or block_size"
+        )
 
 
 class KVCache:
@@ -606,6 +657,8 @@ class GPT(nn.Module):
         super().__init__()
         if not config.vocab_size:
             raise ConfigError("vocab_size=0: give the number of tokens")
+        if torch.get_default_device().type == "cpu":  # on meta a model takes no memory
+            check_memory(config)
         self.config = config
         self.plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # tokens

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import ConfigError
-from configurator import check_least, key
+from configurator import MOST_LAYERS, MOST_STEPS, check_ranges, key
 from kernels import MODES
 from norms import (
     CenteredLinear,
@@ -56,6 +56,8 @@ from norms import (
 )
 from taper import ScaleAnchor, TaperNorm, TaperSchedule
 
+SHOWN = 200  # characters of a plan in a message
+
 
 @dataclass(frozen=True)
 class NormConfig:
@@ -72,10 +74,10 @@ class NormConfig:
     norm_plan: str = key(
         "", "a plan as printed, e.g. 'Rs Rs R': overrides the shorthands of the norm type"
     )
-    norm_eps: float = key(1e-5, "added to the mean square, inside the root", least=0)
+    norm_eps: float = key(1e-5, "added to the mean square, inside the root", least=0, most=1.0)
     # What a sublayer gives at the start is small. With 1e-5 its norm would give 0.2 to 0.05 instead
     # of 1, with 1e-6, OLMo 2's and Gemma's value, 0.6 to 0.14.
-    output_eps: float = key(1e-6, "norm_eps of the output norms", least=0)
+    output_eps: float = key(1e-6, "norm_eps of the output norms", least=0, most=1.0)
     norm_gain: str = key(
         "plain",
         "gains of norms; plain: learned, one_plus: stored as 1 + weight, none: no gains and biases",
@@ -85,6 +87,8 @@ class NormConfig:
         1.0,
         "gains at the start: one number for the input norms, or one for each letter of the plan "
         "(2L+1, or all 4L+2)",
+        least=0,
+        most=1e6,
     )
     decay_gains: bool | None = key(
         None, "weight decay acts on gains (auto: as the norm type's recipe, else not)"
@@ -112,10 +116,13 @@ class NormConfig:
         "auto", "norms by Triton or plain PyTorch (auto: Triton on a GPU unless compiled)", MODES
     )
     rms_fraction: float = key(
-        1.0, "rms: share of the channels, from the first on, that the RMS is taken over"
+        1.0,
+        "rms: share of the channels, from the first on, that the RMS is taken over",
+        least=1e-6,
+        most=1.0,
     )
     norm_groups: int = key(
-        1, "rms: number of channel groups that are normalised independently", least=1
+        1, "rms: number of channel groups that are normalised independently", least=1, most=1 << 20
     )
     rms_bias: bool = key(False, "rms: norms have LayerNorm's bias, where the model has biases")
     post_base: str = key(
@@ -127,24 +134,37 @@ class NormConfig:
         None,
         "post, deepnorm, mixln, hybrid, keel: weight of the stream in the sum at P and B, but 1 "
         "at keel's first B (auto: as the norm type)",
+        least=1e-6,
+        most=1e6,
     )
-    mixln_share: float = key(0.25, "mixln: share of the blocks, from the first on, with Post-LN")
+    mixln_share: float = key(
+        0.25, "mixln: share of the blocks, from the first on, with Post-LN", least=0, most=1.0
+    )
     point_alpha: float | tuple[float, ...] | None = key(
         None,
         "dyt, derf: alpha at the start, one number or that of attention, MLP and final norm "
         "(auto: as norm_recipe)",
+        least=1e-6,
+        most=1e6,
     )
     coupled_first: int = key(
-        0, "coupled: this many blocks at the start keep their own statistics", least=0
+        0,
+        "coupled: this many blocks at the start keep their own statistics",
+        least=0,
+        most=MOST_LAYERS,
     )
     coupled_span: int = key(
         1,
         "coupled: blocks that share one statistic (0: all; above 1, set coupled_calibrate too, "
         "or training may diverge)",
         least=0,
+        most=MOST_LAYERS,
     )
     coupled_alpha: float | tuple[float, ...] = key(
-        1.0, "coupled: divides the shared statistic; one number, or 2L+1 (those at s are used)"
+        1.0,
+        "coupled: divides the shared statistic; one number, or 2L+1 (those at s are used)",
+        least=1e-6,
+        most=1e6,
     )
     # Alpha is calibrated and not learned: the gain is a learned scale already, and it did not keep
     # spans of several blocks from diverging.
@@ -152,6 +172,7 @@ class NormConfig:
         0,
         "coupled: steps after which alpha is set to the measured drift again (0: never)",
         least=0,
+        most=MOST_STEPS,
     )
     coupled_grad: str = key(
         "detach", "coupled: gradient through the shared statistic", ("detach", "full")
@@ -166,12 +187,16 @@ class NormConfig:
     # A warm-up of 0.1 was too short: the stream then grew threefold after c was set, and the run
     # ended 0.25 nats worse (results/cpu/taper).
     taper_warmup: float = key(
-        0.5, "taper: full norm up to this step (below 1: share of max_iters)", least=0
+        0.5,
+        "taper: full norm up to this step (below 1: share of max_iters)",
+        least=0,
+        most=float(MOST_STEPS),
     )
     taper_end: float = key(
         0.75,
         "taper: norm gone from this step on (below 1: share of max_iters; as taper_warmup: "
         "gone at once)",
+        most=float(MOST_STEPS),
     )
     taper_fit: str = key(
         "norm",
@@ -180,7 +205,10 @@ class NormConfig:
     )
     taper_final: bool = key(False, "taper: taper the final norm too")
     taper_anchor: float = key(
-        0.0, "taper: weight of the loss that holds the scale of the final residual stream", least=0
+        0.0,
+        "taper: weight of the loss that holds the scale of the final residual stream",
+        least=0,
+        most=1e6,
     )
 
     def __post_init__(self) -> None:
@@ -198,15 +226,13 @@ class NormConfig:
                 raise ConfigError(
                     f"{name} is a key of norm_type={others}, this is {self.norm_type}: remove one"
                 )
-        check_least(self)
+        check_ranges(self)
         self._check_gains()
         self._check_layout()
         if self.coupled_impl != "scale" and self.coupled_grad != "detach":
             raise ConfigError(
                 f"coupled_impl={self.coupled_impl} needs coupled_grad=detach: change one of them"
             )
-        if not 0 < self.rms_fraction <= 1:
-            raise ConfigError(f"rms_fraction={self.rms_fraction}: must be above 0 and at most 1")
         if self.taper_end == 1:
             raise ConfigError(
                 "taper_end=1: is it a step or the whole run? Give a later step, or a share below 1"
@@ -224,6 +250,10 @@ class NormConfig:
             raise ConfigError(
                 f"norm_gain={self.norm_gain}: norm_type={self.norm_type} knows {', '.join(kinds)}"
             )
+        gains = self.initial_gain
+        if gains == 0 or (isinstance(gains, tuple) and not any(gains)):
+            # The model would not see its text.
+            raise ConfigError(f"initial_gain={gains}: must be above 0 at one norm or more")
         if not has_gain(self) and self.initial_gain != 1:
             raise ConfigError("initial_gain needs gains, and norm_gain=none has none: remove one")
         if not has_gain(self) and self.decay_gains:
@@ -233,13 +263,9 @@ class NormConfig:
         if qk_kind(self) == "none" and (self.v_norm or not self.qk_gain):
             name = "v_norm=True" if self.v_norm else "qk_gain=False"
             raise ConfigError(f"{name} is about norms within attention: give qk_norm=head or full")
-        if self.residual_weight is not None and self.residual_weight <= 0:
-            raise ConfigError(f"residual_weight={self.residual_weight}: must be above 0")
-        if not 0 <= self.mixln_share <= 1:
-            raise ConfigError(f"mixln_share={self.mixln_share}: must be from 0 to 1")
         alpha = self.point_alpha
         values = alpha if isinstance(alpha, tuple) else (alpha or 1.0,) * 3
-        if alpha == 0 or len(values) != 3 or min(values) <= 0:
+        if len(values) != 3:
             raise ConfigError(
                 "point_alpha needs one positive number, or three: attention, MLP, final norm"
             )
@@ -402,7 +428,8 @@ class NormPlan:
         sections = text.replace(" ", "").split("|")
         if len(sections) > 3:
             raise ConfigError(
-                f"norm_plan {text!r} has {len(sections)} sections: inputs | outputs | embedding"
+                f"norm_plan {text[:SHOWN]!r} has {len(sections)} sections: "
+                "inputs | outputs | embedding"
             )
         inputs, outputs, embedding = sections + [""] * (3 - len(sections))
         return inputs, outputs or NONE * 2 * self.n_layer, embedding or NONE
@@ -416,8 +443,9 @@ class NormPlan:
         )
         for where, letters, count, allowed in sections:
             if len(letters) != count:
+                shown = self.config.norm_plan[:SHOWN]
                 raise ConfigError(
-                    f"norm_plan {self.config.norm_plan!r} has {len(letters)} letters{where}, "
+                    f"norm_plan {shown!r} has {len(letters)} letters{where}, "
                     f"{self.n_layer} blocks need {count}"
                 )
             for letter in letters:

@@ -20,6 +20,8 @@ a share). Other keys:
     --plot=FILE         file for the loss curves of runs without a baseline
 """
 
+import common.interrupt  # noqa: F401
+
 import csv
 import io
 from collections.abc import Callable, Iterable
@@ -331,6 +333,10 @@ def parse(argv: list[str]) -> Request:
                 f"{argument}: report.py knows --baseline=ARM, --delta.METRIC=NUMBER, --out=DIR, "
                 "--plot=FILE, --pictures=False"
             )
+    if request.plot is not None:
+        from common.plotting import check_picture
+
+        check_picture(request.plot)  # before anything is read
     if not request.folders:
         raise ConfigError("name one run folder or more (--help says more)")
     if request.deltas and not request.baseline:

@@ -7,6 +7,8 @@ The first argument is the model: a run folder (its best checkpoint), a checkpoin
 Face folder or hub name, or `random:` and a published shape.
 """
 
+import common.interrupt  # noqa: F401
+
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +16,8 @@ import torch
 
 from common.environment import find_device
 from common.errors import ConfigError, run_program
-from configurator import check_least, key, parse_args
-from data.tokenizers import load_tokenizer
+from configurator import MOST_GENERATED, check_ranges, key, parse_args
+from data.tokenizers import decode, tokenizer_of
 from load import load_model
 
 
@@ -24,23 +26,19 @@ class SampleConfig:
     """Keys of sample.py."""
 
     prompt: str = key("\n", "text to continue, or FILE:path")
-    num_samples: int = key(1, "number of continuations", least=1)
-    max_new_tokens: int = key(500, "length of each, in tokens", least=1)
-    temperature: float = key(0.8, "0 is greedy; below 1 sharpens, above 1 flattens")
+    num_samples: int = key(1, "number of continuations", least=1, most=MOST_GENERATED)
+    max_new_tokens: int = key(500, "length of each, in tokens", least=1, most=MOST_GENERATED)
+    temperature: float = key(
+        0.8, "0 is greedy; below 1 sharpens, above 1 flattens", least=1e-3, most=1e3, zero=True
+    )
     top_k: int = key(200, "sample among this many most likely tokens (0: all)", least=0)
-    seed: int = key(1337, "of the random stream")
+    seed: int = key(1337, "of the random stream", least=0, most=(1 << 32) - 1)
     device: str = key(
         "auto", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
     )
 
     def __post_init__(self) -> None:
-        check_least(self)
-        if not (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3):
-            raise ConfigError(
-                f"temperature={self.temperature}: must be 0 (greedy), or from 0.001 to 1000"
-            )
-        if not 0 <= self.seed < 1 << 32:
-            raise ConfigError(f"seed={self.seed}: must be from 0 to 2**32 - 1")
+        check_ranges(self)
 
 
 def read_prompt(prompt: str) -> str:
@@ -60,7 +58,7 @@ def main(argv: list[str]) -> None:
     text = read_prompt(config.prompt)
     device = find_device(config.device)
     model = load_model(spec).to(device)
-    tokenizer = load_tokenizer(model.meta)
+    tokenizer = tokenizer_of(model)
     tokens = tokenizer.encode_ordinary(text)
     if not tokens:
         raise ConfigError("prompt is empty: give at least one character")
@@ -72,7 +70,7 @@ def main(argv: list[str]) -> None:
         sequence = model.generate(
             prompt, config.max_new_tokens, config.temperature, config.top_k, generator
         )  # (1, T + max_new_tokens)
-        print(tokenizer.decode(sequence[0].tolist()))
+        print(decode(tokenizer, sequence[0].tolist()))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ The keys are those of TrainConfig. Trainer is the run: its constructor lists wha
 order, and `run` is the loop.
 """
 
+import common.interrupt  # noqa: F401
+
 import dataclasses
 import itertools
 import json
@@ -36,11 +38,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed import Ranks, StopSignal, accumulate, is_sharded, replicate, shard
-from common.environment import DTYPES, Precision, faster_float32_products, peak_flops
+from common.environment import (
+    DTYPES,
+    Precision,
+    faster_float32_products,
+    machine_memory,
+    peak_flops,
+)
 from common.errors import CheckpointError, ConfigError, UserError, run_program
 from common.old_keys import chosen_then, device_kind
 from common.output import check_replaceable
-from configurator import key, parse_args
+from configurator import MOST_GENERATED, MOST_SEQUENCES, MOST_STEPS, key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from
@@ -53,6 +61,7 @@ from training.checkpoint import (
     FoundCheckpoint,
     different_checkpoints,
     find_checkpoint,
+    first_not_finite,
     restore,
     save_checkpoint,
 )
@@ -91,7 +100,10 @@ class TrainConfig(GPTConfig):
     """Every key of a training run. The defaults are nanoGPT's for GPT-2 124M."""
 
     vocab_size: int = key(
-        0, "rows of the embedding (0: the data's vocabulary, up to a multiple of 64)", least=0
+        0,
+        "rows of the embedding (0: the data's vocabulary, up to a multiple of 64)",
+        least=0,
+        most=1 << 24,
     )
 
     # Files
@@ -105,18 +117,24 @@ class TrainConfig(GPTConfig):
     )
 
     # Length and batch
-    max_iters: int = key(600000, "optimiser steps", least=1)
-    batch_size: int = key(12, "sequences in a micro-batch", least=1)
-    gradient_accumulation_steps: int = key(40, "micro-batches in a step, over all ranks", least=1)
+    max_iters: int = key(600000, "optimiser steps", least=1, most=MOST_STEPS)
+    batch_size: int = key(12, "sequences in a micro-batch", least=1, most=MOST_SEQUENCES)
+    gradient_accumulation_steps: int = key(
+        40, "micro-batches in a step, over all ranks", least=1, most=MOST_SEQUENCES
+    )
 
     # Learning rate
-    learning_rate: float = key(6e-4, "highest learning rate")
-    min_lr: float = key(6e-5, "lowest learning rate, at the end of the schedule")
-    warmup_iters: int = key(2000, "steps of linear warm-up; the first is not zero", least=0)
+    learning_rate: float = key(6e-4, "highest learning rate", most=1000.0)
+    min_lr: float = key(
+        6e-5, "lowest learning rate, at the end of the schedule", least=0, most=1000.0
+    )
+    warmup_iters: int = key(
+        2000, "steps of linear warm-up; the first is not zero", least=0, most=MOST_STEPS
+    )
     lr_schedule: str = key(
         "cosine", "wsd: constant, then linear decay", ("cosine", "wsd", "constant")
     )
-    wsd_decay: float = key(0.2, "wsd: share of max_iters that the decay takes")
+    wsd_decay: float = key(0.2, "wsd: share of max_iters that the decay takes", least=0)
 
     # Optimiser
     optimizer: str = key(
@@ -125,18 +143,24 @@ class TrainConfig(GPTConfig):
         ("adamw", "muon"),
     )
     weight_decay: float = key(
-        0.1, "on tensors of two dimensions or more; each step multiplies it by its lr", least=0
+        0.1,
+        "on tensors of two dimensions or more; each step multiplies it by its lr",
+        least=0,
+        most=1000.0,
     )
     decay_per_step: float = key(
         0.0,
         "sets weight_decay to decay_per_step / learning_rate: a sweep of learning_rate then keeps "
         "lr weight_decay, which follows the schedule (0: off)",
         least=0,
+        most=1.0,
     )
-    beta1: float = key(0.9, "of AdamW")
-    beta2: float = key(0.95, "of AdamW")
-    adam_eps: float = key(1e-8, "of AdamW")
-    grad_clip: float = key(1.0, "largest global gradient norm (0: no clipping)", least=0)
+    beta1: float = key(0.9, "of AdamW", least=0)
+    beta2: float = key(0.95, "of AdamW", least=0)
+    adam_eps: float = key(1e-8, "of AdamW", least=1e-30, most=1.0)
+    grad_clip: float = key(
+        1.0, "largest global gradient norm (0: no clipping)", least=1e-6, zero=True
+    )
 
     # Evaluation, log and checkpoints
     eval_interval: int = key(2000, "steps between evaluations", least=1)
@@ -148,10 +172,12 @@ class TrainConfig(GPTConfig):
     )
     log_interval: int = key(10, "steps between log lines", least=1)
     checkpoint_interval: int = key(0, "steps between checkpoints (0: at every evaluation)", least=0)
-    sample_tokens: int = key(300, "length of the text sample at the end (0: none)", least=0)
+    sample_tokens: int = key(
+        300, "length of the text sample at the end (0: none)", least=0, most=MOST_GENERATED
+    )
 
     # Machine
-    seed: int = key(1337, "of initial weights, data order and dropout", least=0)
+    seed: int = key(1337, "of initial weights, data order and dropout", least=0, most=(1 << 32) - 1)
     device: str = key(
         "auto", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
     )
@@ -176,11 +202,13 @@ class TrainConfig(GPTConfig):
         0,
         "micro-batches of a rank computed at once (0: on a CPU up to 8,192 tokens, else 1)",
         least=0,
+        most=MOST_SEQUENCES,
     )
     jobs: int = key(
         1,
         "runs side by side on this machine, as sweep.sh says: above 1 no speed is judged",
         least=1,
+        most=1 << 16,
     )
 
     # HellaSwag
@@ -200,15 +228,22 @@ class TrainConfig(GPTConfig):
         0, "seeds of the comparison; report.py gives no verdict before (0: not planned)", least=0
     )
     delta_train_loss: float = key(
-        0.0, "equivalence margin for report.py, nats per token, declared now (0: none)", least=0
+        0.0,
+        "equivalence margin for report.py, nats per token, declared now (0: none)",
+        least=0,
+        most=100.0,
     )
-    delta_val_loss: float = key(0.0, "equivalence margin, nats per token (0: none)", least=0)
-    delta_hellaswag_acc: float = key(0.0, "equivalence margin, share of items (0: none)", least=0)
+    delta_val_loss: float = key(
+        0.0, "equivalence margin, nats per token (0: none)", least=0, most=100.0
+    )
+    delta_hellaswag_acc: float = key(
+        0.0, "equivalence margin, share of items (0: none)", least=0, most=1.0
+    )
     delta_hellaswag_acc_norm: float = key(
-        0.0, "equivalence margin, share of items (0: none)", least=0
+        0.0, "equivalence margin, share of items (0: none)", least=0, most=1.0
     )
     delta_tok_per_s: float = key(
-        0.0, "equivalence margin, share of the baseline's throughput (0: none)", least=0
+        0.0, "equivalence margin, share of the baseline's throughput (0: none)", least=0, most=1.0
     )
 
     # Weights & Biases
@@ -224,6 +259,8 @@ class TrainConfig(GPTConfig):
                 f"eval_interval={self.eval_interval}"
             )
         check_optimizer_keys(self)
+        if not self.out_dir:
+            raise ConfigError("out_dir is empty: name a run folder")
         if not 0 <= self.wsd_decay < 1:
             raise ConfigError(f"wsd_decay={self.wsd_decay}: must be at least 0 and below 1")
         if self.decay_per_step and self.weight_decay != TrainConfig.weight_decay:
@@ -243,8 +280,6 @@ class TrainConfig(GPTConfig):
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps}: change one of "
                 "them, or leave it at 0"
             )
-        if self.adam_eps <= 0:
-            raise ConfigError(f"adam_eps={self.adam_eps}: must be above 0")
         if self.coupled_impl != "scale" and self.dtype == "float16":
             raise ConfigError(
                 f"coupled_impl={self.coupled_impl} multiplies the stream before it is normalised, "
@@ -339,6 +374,7 @@ class Trainer:
         self.loader = TrainLoader(train, config.batch_size, micro_batches, config.seed)
         # micro_batches counts over all ranks, so this does too.
         self.tokens_per_step = config.batch_size * micro_batches * config.block_size
+        check_batch_fits(config, self.ranks.device)
 
     def _make_evaluator(self) -> None:
         """Prepare the measurements. Raises now, not at the end, if HellaSwag cannot be scored."""
@@ -756,14 +792,15 @@ class Trainer:
             culprit = self._bad_gradient(report)
         else:
             return
-        reason = f"step {report.step}: {culprit} is not finite"
-        self.log.close(reason, step=report.step)
+        self._stop(f"step {report.step}: {culprit} is not finite", "it was not applied")
+
+    def _stop(self, reason: str, done: str) -> None:
+        """End the log, and raise NonFiniteError. Checkpoints hold finite numbers only."""
+        self.log.close(reason, step=self.step)
         kept = "and there is no checkpoint yet"
         if (self.out_dir / LAST).exists():
             kept = f"the last checkpoint in {self.out_dir} is good"
-        raise NonFiniteError(
-            f"{reason}; it was not applied, {kept}: lower learning_rate, or look at the data"
-        )
+        raise NonFiniteError(f"{reason}; {done}, {kept}: lower learning_rate, or look at the data")
 
     def _bad_gradient(self, report: StepReport) -> str:
         """Name the first gradient that is not finite."""
@@ -861,6 +898,9 @@ class Trainer:
             "stability": self.stability.state(),
             "provenance": self.provenance,
         }
+        bad = first_not_finite(state)
+        if bad:
+            self._stop(f"step {self.step}: {bad} is not finite", "it was not saved")
         self.log.sync()
         save_checkpoint(self.out_dir / name, state, self.ranks)
 
@@ -876,6 +916,25 @@ def optimizer_of(config: TrainConfig, model: GPT) -> Optimizer:
         decay_gains=model.plan.decays_gains,
         kind=config.optimizer,
     )
+
+
+def check_batch_fits(config: TrainConfig, device: torch.device) -> None:
+    """Raise ConfigError for a micro-batch that the memory of this machine cannot hold.
+
+    It counts less than a step needs: tokens and targets, and on a CPU in 16 bits what backward
+    reads of each block's stream and MLP.
+    """
+    of_token = 16
+    if device.type == "cpu":
+        of_token += 2 * config.n_layer * (config.n_embd + config.inner)
+    needed = of_token * config.batch_size * config.block_size
+    if needed > machine_memory():
+        raise ConfigError(
+            f"batch_size={config.batch_size} and block_size={config.block_size}: a micro-batch "
+            f"takes more than {needed / 1e9:,.0f} GB, and this machine has "
+            f"{machine_memory() / 1e9:,.0f} GB of memory: lower batch_size, with as many times "
+            "more gradient_accumulation_steps"
+        )
 
 
 def with_vocabulary(config: TrainConfig, n_tokens: int) -> TrainConfig:

@@ -12,6 +12,8 @@ loads are of fewer bits than 128 (a row's statistics are); instructions that shu
 The last line of output is JSON. Exit code 1 if a kernel spills or computes in float64.
 """
 
+import common.interrupt  # noqa: F401
+
 import bisect
 import itertools
 import json

@@ -10,6 +10,8 @@ not among the load bits. From sm_90 on, kernels are those of overlapping launche
 how many loads each begins before it waits.
 """
 
+import common.interrupt  # noqa: F401
+
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass

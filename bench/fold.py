@@ -14,6 +14,8 @@ all norms fold (hf:bert, 1 of 25), one more arm has them all swapped, as the pap
 another function, for its time alone. The last line is JSON.
 """
 
+import common.interrupt  # noqa: F401
+
 import copy
 import json
 from collections.abc import Callable
@@ -29,7 +31,7 @@ from common.environment import environment, find_device, find_dtype
 from common.errors import ConfigError, UserError, run_program
 from common.output import append_json, span
 from common.stats import median_ratio, paired_ratio, paired_times
-from configurator import check_least, key, parse_args
+from configurator import check_ranges, key, parse_args
 from fold import gpt
 from fold.certificate import randomize
 from fold.modules import Plan, Swap, swap_and_insert
@@ -72,7 +74,7 @@ class FoldBenchConfig:
     out: str = key("", "append the measurements to this JSONL file")
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_ranges(self)
         if min(self.lengths, default=0) < 1:
             raise ConfigError("lengths: give one or more, each 1 or more")
         if unknown := [mode for mode in self.modes if mode not in MODES]:

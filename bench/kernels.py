@@ -16,6 +16,8 @@ wrong is not timed. On a CPU the Triton kernels cannot run: there the PyTorch re
 against PyTorch's own functions. The last line is JSON.
 """
 
+import common.interrupt  # noqa: F401
+
 import contextlib
 import functools
 import json
@@ -45,7 +47,7 @@ from common.environment import installed, timing_environment
 from common.errors import ConfigError, UserError, run_program
 from common.output import card, made_with, markdown, span, write_results
 from common.stats import median_ratio, paired_times, seconds
-from configurator import check_least, key, parse_args
+from configurator import check_ranges, key, parse_args
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 TRAFFIC = 1 << 30  # bytes that one timing moves at least, by using several sets of inputs in turn
@@ -367,7 +369,7 @@ class KernelBenchConfig:
     out: str = key("", "write README.md, kernels.jsonl and kernels.png into this folder")
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_ranges(self)
         unknown = [name for name in self.names if name not in OPERATORS]
         if unknown:
             raise ConfigError(f"ops: {unknown[0]!r} is none of {', '.join(OPERATORS)}")

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -56,6 +57,16 @@ def keep_freed_memory() -> None:
         libc.mallopt(-3, 1 << 30)
         # M_TRIM_THRESHOLD: the heap shrinks only beyond 2 GiB of free space.
         libc.mallopt(-1, (1 << 31) - 1)
+
+
+def machine_memory() -> float:
+    """Return the bytes of memory that this machine has, swap included; inf if it does not say."""
+    try:
+        found = Path("/proc/meminfo").read_text(encoding="utf-8")
+        kilobytes = re.findall(r"^(?:MemTotal|SwapTotal): +(\d+) kB$", found, re.MULTILINE)
+        return sum(map(int, kilobytes)) * 1024 or math.inf
+    except OSError:
+        return math.inf
 
 
 def cpuinfo() -> str:

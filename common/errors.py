@@ -1,9 +1,14 @@
 """Errors for users: one line that names the thing and the remedy, and an exit code."""
 
+import errno
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
+
+INTERRUPTED = "error: interrupted\n"
 
 
 class UserError(Exception):
@@ -37,11 +42,25 @@ class HFError(UserError):
 
 
 def missing_on_this_machine(error: Exception) -> str | None:
-    """Return the remedy for an error of the machine: too little memory, or no compiler.
+    """Return the remedy for an error of the machine: memory, a file's name, no compiler.
 
     None for any other error.
     """
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{str(error.filename)[:60]}...: too long for the name of a file: shorten it"
     text = f"{type(error).__name__}: {error}"
+    # PyTorch's allocator, Python's and NumPy's; sizes whose product has more than 63 bits
+    too_large = (
+        r"DefaultCPUAllocator: (can't allocate|not enough) memory",
+        r"^_?(Array)?MemoryError",
+        r"Storage size calculation overflowed|integer multiplication overflow",
+    )
+    if any(re.search(pattern, text) for pattern in too_large):
+        asked = re.search(r"tried to allocate \d+ bytes|Unable to allocate [\d.]+ \w+|$", text)[0]
+        return (
+            f"this machine's memory is too small ({asked or 'no size known'}): lower the batch, "
+            "the context or the model's sizes"
+        )
     if "OutOfMemoryError" in text:
         asked = re.search(r"Tried to allocate [\d.]+ \w+|$", text)[0]
         return (
@@ -71,10 +90,25 @@ def lost_ranks(error: Exception) -> bool:
     return is_one_of_many and re.search(signs, str(error)) is not None
 
 
+def end_interrupted(number: int, frame: FrameType | None) -> None:
+    """End the process at once, as a handler of SIGINT: one line, and 128 + SIGINT as of shells."""
+    os.write(2, INTERRUPTED.encode())
+    os._exit(130)
+
+
 def run_program(main: Callable[[list[str]], int | None]) -> None:
     """Run `main(argv)` as a program: user errors become one line on stderr and an exit code."""
+    if sys.stdout.errors == "strict":
+        # A terminal that knows ASCII only shows other characters as \\u00e9.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if signal.getsignal(signal.SIGINT) is end_interrupted:
+        # The imports are over (common/interrupt.py); from now on files may have to be closed.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.stderr.write(INTERRUPTED)
+        sys.exit(130)
     except UserError as error:
         rank = int(os.environ.get("RANK", 0))
         if rank == 0 or not error.on_every_rank:

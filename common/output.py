@@ -79,6 +79,14 @@ def markdown(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in table)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError, for text that is nested too deeply as well."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def read_json(path: Path) -> list[dict[str, Any]]:
     """Read the records of a JSONL file; none if there is no file.
 
@@ -89,7 +97,7 @@ def read_json(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
+            found.append(parse_json(line))
     return found
 
 

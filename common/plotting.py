@@ -10,6 +10,7 @@ import matplotlib
 from PIL import Image
 
 from common.errors import UserError
+from common.output import check_replaceable
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -26,11 +27,21 @@ def style(index: int) -> dict:
     return {"color": color, "marker": marker, "markersize": 4.5}
 
 
+def check_picture(target: Path) -> None:
+    """Raise UserError unless `target` may be a picture: no folder, and of a known kind."""
+    check_replaceable(target)
+    kinds = sorted(plt.Figure().canvas.get_supported_filetypes())
+    if target.suffix[1:].lower() not in kinds:
+        # matplotlib would write TARGET.png
+        raise UserError(f"{target}: its ending names no kind of picture: one of {', '.join(kinds)}")
+
+
 def save(figure: plt.Figure, target: Path) -> Path:
     """Write a figure and close it; a PNG gets a palette, which takes a quarter of the bytes.
 
     Raises UserError.
     """
+    check_picture(target)
     try:
         if target.suffix != ".png":
             figure.savefig(target)

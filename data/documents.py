@@ -4,13 +4,13 @@ Whatever a file contains, a document is either text that can be used or a reason
 Only a file that cannot be read at all is an error.
 """
 
-import json
 import lzma
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError, DataError
+from common.output import parse_json
 
 FORMATS = (".jsonl", ".jsonl.xz", ".parquet", ".txt")
 # What can be wrong with a document; one with REPLACED is used all the same.
@@ -65,7 +65,7 @@ def parse_line(line: bytes, text_of: TextOf = plain_text) -> Document:
     """Return the document of one JSON line."""
     whole = checked(line)
     try:
-        row = json.loads(whole.text)
+        row = parse_json(whole.text)
     except (ValueError, RecursionError):
         return Document("", BROKEN)
     document = checked(text_of(row) if isinstance(row, dict) else None)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import DataError
-from common.output import write_bytes_atomically
+from common.output import parse_json, write_bytes_atomically
 
 MAGIC = 20240520
 VERSION = 1
@@ -115,7 +115,7 @@ def read_meta(data_dir: str | Path) -> dict:
     if not path.is_file():
         return {}
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = parse_json(path.read_text(encoding="utf-8"))
         if type(meta["vocab_size"]) is not int or not 0 < meta["vocab_size"] <= 65536:
             raise ValueError
         if not isinstance(meta["tokenizer"], str):

@@ -4,6 +4,7 @@ They are GPT-2's BPE, single bytes, single characters, and that of a Hugging Fac
 encode_ordinary(text) -> ids, decode(ids) -> text, and n_vocab.
 """
 
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,7 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
         return CharTokenizer(meta["chars"])
     if name == "bytes":
         return byte_tokenizer()
-    if name == "hf":
+    if name == "hf" and isinstance(meta.get("path"), str):
         return HFTokenizer(meta["path"])
     if name == "gpt2":
         try:
@@ -163,3 +164,24 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
     raise DataError(
         f"unknown tokenizer {name!r}: this data has no usable meta.json; prepare it again"
     )
+
+
+def tokenizer_of(model: Any) -> tiktoken.Encoding | CharTokenizer | HFTokenizer:
+    """Load the tokenizer of a GPT. Raises DataError, also if the model has fewer tokens than it."""
+    tokenizer = load_tokenizer(model.meta)
+    # One of Hugging Face may name tokens that no text becomes.
+    if not isinstance(tokenizer, HFTokenizer) and tokenizer.n_vocab > model.n_vocab:
+        raise DataError(
+            f"the model has {model.n_vocab} tokens, its tokenizer {tokenizer.n_vocab}: "
+            "they are not of one data set"
+        )
+    return tokenizer
+
+
+def decode(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer, tokens: list[int]) -> str:
+    """Return the text of tokens. Those that the tokenizer does not have are shown as U+FFFD."""
+    parts = []
+    for is_known, group in groupby(tokens, lambda token: token < tokenizer.n_vocab):
+        found = list(group)
+        parts.append(tokenizer.decode(found) if is_known else "\ufffd" * len(found))
+    return "".join(parts)

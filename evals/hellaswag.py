@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from common.distributed import Ranks, gather_root
 from common.errors import DataError, UserError
-from common.output import write_bytes_atomically
+from common.output import parse_json, write_bytes_atomically
 from model import GPT
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -61,12 +61,12 @@ def load_items(path: str = "", count: int = 0) -> list[dict[str, Any]]:
     try:
         with lzma.open(source) if source.suffix == ".xz" else source.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                items.append(check_item(json.loads(line), number - 1))
+                items.append(check_item(parse_json(line), number - 1))
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise DataError(
             f"{source}: cannot be read ({error}): it should be a file of HellaSwag items"
         ) from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise DataError(
             f"{source}:{number}: no HellaSwag item; "
             "needs JSON with ctx, four endings and a label from 0 to 3"

@@ -17,6 +17,8 @@ items as independent draws from questions of this kind, and the models as fixed.
 about other training seeds or other prompts, and its width is zero where all items agree.
 """
 
+import common.interrupt  # noqa: F401
+
 import json
 import tempfile
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from common.environment import Precision, environment, faster_float32_products, 
 from common.errors import ConfigError, UserError, run_program
 from common.output import writing
 from common.stats import paired
-from configurator import check_least, key, parse_args
+from configurator import check_ranges, key, parse_args
 from evals.likelihood import Scorer
 from evals.lm_eval_tasks import GENERATES, import_lm_eval, load_tasks
 from load import load_model
@@ -64,7 +66,7 @@ class EvalConfig:
     out: str = key("", "JSONL file for one line an item ('': none)")
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_ranges(self)
         if bool(self.tasks) == bool(self.mmlu):
             raise ConfigError("say what to evaluate on: --tasks=NAMES, or --mmlu=DEV,TEST")
         if self.mmlu and len(self.mmlu.split(",")) != 2:

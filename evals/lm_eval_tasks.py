@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DataError, UserError
+from common.output import parse_json
 from hf.hub import import_transformers
 
 TASK = """
@@ -76,7 +77,7 @@ def local_mmlu(files: str, folder: Path) -> None:
             opened = lzma.open if name.endswith(".xz") else open
             with opened(name, "rt", encoding="utf-8") as lines:
                 for line in lines:
-                    row = json.loads(line)
+                    row = parse_json(line)
                     if len(row["choices"]) != 4 or row["answer"] not in range(4):
                         raise ValueError
                     rows[row["subject"]][split].append(json.dumps(row))

@@ -8,6 +8,8 @@ python -m evidence.archive runs.tar.xz --remove rms-8
     take a run out
 """
 
+import common.interrupt  # noqa: F401
+
 import atexit
 import contextlib
 import fcntl

@@ -5,7 +5,6 @@ nothing else but their names.
 """
 
 import contextlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from common.errors import UserError
 from common.fingerprint import data_difference
 from common.old_keys import as_today, chosen_then
+from common.output import parse_json
 from evidence.archive import SUFFIX, unpack
 
 # Norm keys and their defaults, for older logs that do not record them: those of every norm type
@@ -271,7 +271,7 @@ class Run:
         if not self.path.is_dir() or not path.exists():
             return {}
         try:
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
             items = {"item": np.array([(row["item"], row["label"]) for row in rows])}
             for rule in RULES:
                 items[rule] = np.array([row[f"{rule}_choice"] == row["label"] for row in rows])
@@ -322,7 +322,7 @@ def read_log(run: Path) -> list[dict]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         for line in lines[:-1]:
-            events.append(json.loads(line))
+            events.append(parse_json(line))
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}): is {run} a run folder?"
@@ -333,7 +333,7 @@ def read_log(run: Path) -> list[dict]:
             f"{where}: name run folders, and move a damaged one away or train it again"
         ) from None
     with contextlib.suppress(ValueError, IndexError):
-        events.append(json.loads(lines[-1]))
+        events.append(parse_json(lines[-1]))
     if not events or not isinstance(events[0], dict) or events[0].get("event") != "start":
         raise UserError(
             f"{path}: does not begin with a start event: no run's log, or damaged: leave it out"

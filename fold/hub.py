@@ -22,12 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import CheckpointError, ConfigError, UserError
+from common.output import parse_json
 from hf.hub import import_transformers, read_config, resolve_hub
 
 from .certificate import Certificate
 from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
 
 FORMAT = 1
+MOST_LAYERS = 2048
 RECIPE = "fold.json"
 
 
@@ -58,7 +60,14 @@ def load_pretrained(spec: str | Path) -> nn.Module:
     transformers = import_transformers()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    name = (config.get("architectures") or ["AutoModel"])[0]
+    names = config.get("architectures") or ["AutoModel"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ConfigError(f"{spec}: architectures={names!r} in config.json is not a list of names")
+    for key, value in config.items():
+        # n_layer, num_hidden_layers and the like: transformers would build them all first
+        if "layer" in key and type(value) is int and value > MOST_LAYERS:
+            raise ConfigError(f"{spec}: {key}={value} in config.json is more than {MOST_LAYERS}")
+    name = names[0]
     if not hasattr(transformers, name):
         raise ConfigError(
             f"{spec}: transformers has no {name}: is it a newer model, or one with code of its own?"
@@ -138,7 +147,7 @@ def load(spec: str | Path) -> nn.Module:
     """
     path = hub_folder(spec) / RECIPE
     try:
-        recipe = json.loads(path.read_text(encoding="utf-8"))
+        recipe = parse_json(path.read_text(encoding="utf-8"))
         swaps = [Swap(**swap) for swap in recipe["swaps"]]
         insertions = [_insertion(found) for found in recipe["insertions"]]
     except FileNotFoundError:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from common.errors import HFError
-from configurator import Overrides
+from common.errors import ConfigError, HFError
+from configurator import MOST_LAYERS, Overrides
 from model import GPT, ROPE_SCALINGS, GPTConfig
 from norm_plan import NONE, SHARED, NormPlan
 
@@ -211,8 +211,9 @@ def architecture(hf: dict[str, Any]) -> str:
 
     The class that saved the model decides, else model_type. Raises HFError for any other.
     """
-    found = (hf.get("architectures") or [hf.get("model_type")])[0]
-    family = ARCHITECTURES.get(found, found)
+    named = hf.get("architectures") or [hf.get("model_type")]
+    found = named[0] if isinstance(named, list) else named
+    family = ARCHITECTURES.get(found, found) if isinstance(found, str) else ""
     if family not in ARCHITECTURES.values() or hf.get("model_type", family) != family:
         raise HFError(
             f"architecture {found!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
@@ -238,6 +239,9 @@ def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
         if key in hf and hf[key] not in allowed:
             raise HFError(f"{origin}: {key}={hf[key]!r} is not supported")
     try:
+        layers = hf["n_layer" if base == "gpt2" else "num_hidden_layers"]
+        if type(layers) is int and layers > MOST_LAYERS:  # before there is a list of them
+            raise ValueError(f"{layers} blocks, more than {MOST_LAYERS}")
         keys = gpt2_keys(hf) if base == "gpt2" else llama_keys(hf, base)
         if base != family:
             keys["norm_type"] = "coupled"
@@ -250,7 +254,10 @@ def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
     overrides = Overrides(GPTConfig)
     for key, value in keys.items():
         overrides.set(key, value, origin)
-    return overrides.build()
+    try:
+        return overrides.build()
+    except ConfigError as error:
+        raise HFError(f"{origin}: {error}") from None
 
 
 def gpt2_keys(hf: dict[str, Any]) -> dict[str, Any]:

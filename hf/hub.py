@@ -4,7 +4,6 @@ Nothing here knows our GPT.
 """
 
 import importlib
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from common.errors import HFError
+from common.output import parse_json
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")  # owner/name, but not the path of a checkpoint
 
@@ -46,7 +46,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder}: no config.json there, so not a Hugging Face model folder: check the path"
         )
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise HFError(f"{path}: not a JSON object ({error}): download it again") from None
 

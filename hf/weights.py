@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError, HFError
-from common.output import write_bytes_atomically
+from common.output import parse_json, write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
 from hf.config import COUPLED, architecture, gpt_config, hf_config
 from hf.hub import read_config
-from model import GPT, rope_buffers
+from model import GPT, check_memory, rope_buffers
 from norms import Norm
 
 SHARD_BYTES = 5 << 30  # of a safetensors file
@@ -116,21 +116,25 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
     hf = read_config(folder)
     config = gpt_config(hf, str(folder / "config.json"))
     family = architecture(hf)
+    stored = open_tensors(folder)
+    check_blocks(stored, config.n_layer, NAMES[family.removeprefix(COUPLED)]["blocks"][0], folder)
     # Shapes without memory, so that nothing is initialised only to be overwritten.
     with torch.device("meta"):
         model = GPT(config)
-    stored = open_tensors(folder)
     wanted = [name for name, _ in hf_pieces(model, family)]
     check_names(stored, wanted, folder)
+    for name, piece in hf_pieces(model, family):
+        file, full_name = stored[name]
+        shape = tuple(file.get_slice(full_name).get_shape())
+        if shape != tuple(piece.shape):
+            raise HFError(f"{folder}: {name} is {shape}, config.json asks for {tuple(piece.shape)}")
+    check_memory(config)
     dtype = dtype or read_tensor(stored, wanted[0], folder).dtype
     model.to(dtype).to_empty(device="cpu")
     for name, piece in hf_pieces(model, family):
         tensor = read_tensor(stored, name, folder)
-        if tensor.shape != piece.shape:
-            raise HFError(
-                f"{folder}: {name} is {tuple(tensor.shape)}, "
-                f"config.json asks for {tuple(piece.shape)}"
-            )
+        if not tensor.isfinite().all():
+            raise HFError(f"{folder}: {name} is not finite: download it again")
         piece.copy_(tensor)
     # A tied head may be stored a second time. It must then be the embedding.
     if "lm_head.weight" in stored and "lm_head.weight" not in wanted:
@@ -319,6 +323,16 @@ def open_tensors(folder: Path) -> Stored:
     return stored
 
 
+def check_blocks(stored: Stored, layers: int, prefix: str, folder: Path) -> None:
+    """Raise HFError if the files hold fewer blocks than config.json says, before all are built."""
+    found = {name.split(".")[1] for name in stored if name.startswith(f"{prefix}.")}
+    if len(found) < layers:
+        raise HFError(
+            f"{folder}: {prefix}.{len(found)} is missing, config.json asks for {layers} blocks: "
+            "are config.json and the weights of one model?"
+        )
+
+
 def shard_files(folder: Path) -> list[Path]:
     """List model.safetensors, or the shards that model.safetensors.index.json names.
 
@@ -333,7 +347,7 @@ def shard_files(folder: Path) -> list[Path]:
             f"{folder}: neither {single.name} nor {index.name}: save the model as safetensors"
         )
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError):
         raise HFError(f"{index}: not an index of safetensors shards: download it again") from None
     missing = [name for name in names if not (folder / name).is_file()]

@@ -11,6 +11,8 @@ windows are measured and calibrate alpha; the other half judge. It suggests coup
 for a budget of KL (posthoc/coupling.py). The last line of output is JSON.
 """
 
+import common.interrupt  # noqa: F401
+
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch import Tensor
 from common.environment import environment, faster_float32_products, find_device
 from common.errors import ConfigError, run_program
 from common.output import append_json
-from configurator import check_least, key, parse_args
+from configurator import check_ranges, key, parse_args
 from load import load_model
 from posthoc.coupling import Calibration, greedy, ratios, refusal, suggest_first, text_windows
 from training.stream import token_rms
@@ -51,7 +53,7 @@ class StatsConfig:
     def __post_init__(self) -> None:
         if not self.text:
             raise ConfigError("text: name a file of text to measure on, --text=FILE")
-        check_least(self)
+        check_ranges(self)
 
 
 def summary(rms: Tensor) -> list[dict[str, Any]]:

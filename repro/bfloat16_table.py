@@ -9,9 +9,11 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.interrupt  # noqa: F401
+
+import numpy as np
 
 from common.errors import ConfigError, run_program
 from common.output import card, markdown, read_json, span, write_bytes_atomically

@@ -21,12 +21,14 @@ import zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.interrupt  # noqa: F401
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.environment import environment
 from common.errors import ConfigError, UserError, run_program

@@ -22,19 +22,21 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.interrupt  # noqa: F401
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.environment import environment
 from common.errors import ConfigError, run_program
 from common.output import write_bytes_atomically, writing
 from common.plotting import plt, save, style
 from common.stats import paired_ratio
-from configurator import check_least, key, parse_args
+from configurator import check_ranges, key, parse_args
 from norms import CenteredLinear, LayerNorm, RMSNorm
 
 IMAGE = (3, 16, 16)  # channels, height, width
@@ -66,7 +68,7 @@ class MLPConfig:
     seeds: int = key(1, "centering: seeds, of weights, images and order", least=1)
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_ranges(self)
         if self.images < self.batch_size:
             raise ConfigError(
                 f"images={self.images}: must be at least batch_size={self.batch_size}"

@@ -16,9 +16,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.interrupt  # noqa: F401
+
+import torch
 
 from common.environment import environment
 from common.errors import ConfigError, run_program

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common.interrupt  # noqa: F401
+
 from common.errors import ConfigError, UserError, run_program
 from common.output import append_json, markdown, middle, read_json, write_bytes_atomically, writing
 from common.plotting import STYLES, plt, save

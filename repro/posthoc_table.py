@@ -15,9 +15,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common.interrupt  # noqa: F401
+
+import torch
 
 from common.environment import environment, faster_float32_products
 from common.errors import ConfigError, run_program

@@ -239,3 +239,15 @@ def ranks_disagree() -> None:
         return plan, tuple(value * (1 + 0.2 * int(os.environ["RANK"])) for value in alpha)
 
     distill.Distiller._choose = own
+
+
+def infinite_weight(step: int) -> None:
+    """The update of `step` makes a weight infinite."""
+    original = train.Trainer._next_step
+
+    def overflow(self):
+        if self.step == step:
+            self.model.wte.weight.data[0, 0] = float("inf")
+        original(self)
+
+    train.Trainer._next_step = overflow

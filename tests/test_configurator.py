@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, run_program
-from configurator import help_text, key, parse_args, read_config_file
+from configurator import check_ranges, help_text, key, parse_args, read_config_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -574,3 +574,32 @@ def test_arithmetic_is_pythons(tmp_path, left, right, op):
         assert found == eval(
             compile(ast.parse(f"{left!r} {op} {right!r}", mode="eval"), "", "eval")
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded:
+    clip: float = key(1.0, "largest norm", least=1e-6, most=100.0, zero=True)
+    width: int = key(8, "channels", least=1, most=1 << 20)
+    alpha: tuple[float, ...] = key((), "one for each block", least=0.5)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+def test_bounds_and_their_help():
+    def bounded(*argv):
+        return parse_args(Bounded, list(argv))[0]
+
+    assert bounded("--clip=0").clip == 0 and bounded("--clip=1e-6").clip == 1e-6
+    for word, message in (
+        ("--clip=1e-7", "clip=1e-07: must be 0 or at least 1e-06"),
+        ("--clip=101", "clip=101.0: must be at most 100"),
+        ("--width=0", "width=0: must be at least 1"),
+        ("--width=1048577", "width=1048577: must be at most 1048576"),
+        ("--alpha=1,0.4", r"alpha=\(1.0, 0.4\): must be at least 0.5"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            bounded(word)
+    shown = help_text(Bounded, "")
+    assert "(float, 0 or at least 1e-06, at most 100)" in shown
+    assert "(int, at least 1, at most 1048576)" in shown

@@ -467,7 +467,7 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
         ([*words, "--local=nowhere.jsonl"], DataError, "no file nowhere"),
         ([*words, "--eval_blocks=100000"], DataError, "too little text"),
         ([*words, "--block_size=1"], ConfigError, "block_size=1: must be at least 2"),
-        ([*words, "--beta1=-1"], ConfigError, "beta1=-1.0: must be at least 0"),
+        ([*words, "--beta1=-1"], ConfigError, "beta1=-1.0: must not be negative"),
         ([*words, "--weight_decay=-1"], ConfigError, "weight_decay=-1.0: must not be negative"),
         ([*words, "--warmup_iters=-1"], ConfigError, "warmup_iters=-1: must not be negative"),
         ([*words, "--grad_clip=-1"], ConfigError, "grad_clip=-1.0: must not be negative"),

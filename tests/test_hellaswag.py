@@ -290,6 +290,11 @@ def test_bad_items_are_named(tmp_path):
         load_items(str(tmp_path / "items.jsonl"), 11)
     with pytest.raises(DataError, match="cannot be read"):
         load_items(str(tmp_path / "none.jsonl"))
+    deep = tmp_path / "deep.jsonl"
+    for text in ("[" * 200_000, '{"a":' * 200_000, '{"ctx": "a", "label": 1e999, "endings": []}'):
+        deep.write_text(text)
+        with pytest.raises(DataError, match=r"deep\.jsonl:1: no HellaSwag item"):
+            load_items(str(deep))
     torn = tmp_path / "torn.jsonl.xz"
     torn.write_bytes(lzma.compress(good.encode())[:-20])
     with pytest.raises(DataError, match="cannot be read"):

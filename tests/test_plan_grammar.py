@@ -174,10 +174,10 @@ def test_plans_of_two_blocks(norm_type, printed):
             "v_norm=True is about norms within attention",
         ),
         ("rms", "", {"v_norm": True}, "v_norm=True is about norms within attention"),
-        ("post", "", {"residual_weight": 0.0}, "residual_weight=0.0: must be above 0"),
+        ("post", "", {"residual_weight": 0.0}, "residual_weight=0.0: must be at least 1e-06"),
         ("mixln", "", {"mixln_share": 1.5}, "mixln_share=1.5"),
         ("dyt", "", {"point_alpha": (1.0, 0.5)}, "point_alpha needs one positive number"),
-        ("dyt", "", {"point_alpha": 0.0}, "point_alpha needs one positive number"),
+        ("dyt", "", {"point_alpha": 0.0}, "point_alpha=0.0: must be at least"),
     ],
     ids=str,
 )

@@ -261,6 +261,17 @@ def test_the_program_loads_no_model(tmp_path):
     assert not {"torch", "model", "norm_plan", "kernels"} & set(done.stdout.split())
 
 
+def test_a_plot_needs_the_name_of_a_picture(tmp_path):
+    """matplotlib would write FOLDER.png, and the report name FOLDER."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    run = "results/cpu/taper_finetune/runs.tar.xz"
+    for place, part in ((folder, "this is a folder"), (tmp_path / "loss", "no kind of picture")):
+        with pytest.raises(UserError, match=part):
+            report.main([run, f"--plot={place}"])
+    assert [path.name for path in tmp_path.iterdir()] == ["pictures"]
+
+
 def test_old_logs_keep_their_arms():
     """Those without norm keys; a new setting of models needs an entry in BEFORE_THE_KEY."""
     studies = {

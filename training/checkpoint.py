@@ -18,11 +18,15 @@ restores them. A run under FSDP puts the tensors into a folder next to the file
 (training/sharded.py). Every program reads both forms.
 """
 
+import common.interrupt  # noqa: F401
+
+import math
 import os
 import pickle
 import re
 import shutil
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,12 +34,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from common.distributed import Ranks, StopSignal, is_sharded
-from common.errors import CheckpointError, run_program
+from common.distributed import Ranks, StopSignal, is_sharded, whole
+from common.errors import CheckpointError, ConfigError, run_program
 from common.old_keys import as_today
 from common.output import check_replaceable
 from configurator import Overrides, parse_args
-from model import GPTConfig
+from model import GPT, GPTConfig
 from norm_plan import foreign_keys, resolved
 from training.lock import FolderLock
 
@@ -111,13 +115,13 @@ def sync_folder(folder: Path) -> None:
     os.close(number)
 
 
-def read_checkpoint(path: Path, whole: bool = True) -> dict[str, Any]:
+def read_checkpoint(path: Path, all_tensors: bool = True) -> dict[str, Any]:
     """Read and check what save_checkpoint wrote.
 
     Args:
         path: the file.
-        whole: read shards too. Without it they are only checked, and `model` and the optimiser's
-            state are missing from a sharded checkpoint.
+        all_tensors: read shards too. Without it they are only checked, and `model` and the
+            optimiser's state are missing from a sharded checkpoint.
 
     Returns:
         The checkpoint's dict, tensors on the CPU.
@@ -126,8 +130,7 @@ def read_checkpoint(path: Path, whole: bool = True) -> dict[str, Any]:
         CheckpointError: the file is missing, torn, of another program or of a newer version.
     """
     state = _read_archive(path)
-    if not _is_checkpoint(state):
-        raise CheckpointError(f"{path}: a PyTorch file, but not a nanonorm checkpoint")
+    check_entries(path, state)
     if state.get("format", FORMAT) != FORMAT:
         raise CheckpointError(
             f"{path}: checkpoint format {state['format']}, this program reads {FORMAT}: update it"
@@ -136,8 +139,10 @@ def read_checkpoint(path: Path, whole: bool = True) -> dict[str, Any]:
         from training.sharded import check_shards, read_state  # importing DCP takes a second
 
         check_shards(path, state["shards"])
-        if whole:
-            state = read_state(path, state)
+        if not all_tensors:
+            return state
+        state = read_state(path, state)
+    check_finite(path, state)
     return state
 
 
@@ -154,6 +159,10 @@ def _read_archive(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint: check the path") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror or error}): use another checkpoint"
+        ) from None
     except pickle.UnpicklingError:
         raise CheckpointError(
             f"{path}: holds more than tensors and plain values: not a nanonorm checkpoint"
@@ -179,14 +188,118 @@ def _false_folder(archive: zipfile.ZipFile) -> str | None:
     return None
 
 
-def _is_checkpoint(state: Any) -> bool:
+# ------------------------------------------------------------------------------- what is in a file
+
+# A foreign file may hold anything, so every entry is checked before it is used.
+
+
+def check_entries(path: Path, state: Any) -> None:
+    """Check that what a file holds has the form of a checkpoint.
+
+    Raises:
+        CheckpointError: names the entry that is damaged.
+    """
+    foreign = f"{path}: a PyTorch file, but not a nanonorm checkpoint"
     if not isinstance(state, dict):
-        return False
+        raise CheckpointError(foreign)
     if not ({"config", "step"} <= state.keys() and state.keys() & {"model", "shards"}):
+        raise CheckpointError(foreign)
+    for name, is_sound in ENTRIES.items():
+        if name in state and not is_sound(state[name]):
+            raise CheckpointError(
+                f"{foreign}: its entry `{name}` is damaged: use another checkpoint"
+            )
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def _is_config(value: Any) -> bool:
+    return _is_dict(value) and all(map(_is_plain, value.values()))
+
+
+def _is_meta(value: Any) -> bool:
+    return _is_dict(value) and isinstance(value.get("path", ""), str)
+
+
+def _is_plain(value: Any) -> bool:
+    """Is it a value that a key can have?"""
+    if isinstance(value, list | tuple):
+        return all(isinstance(part, int | float | str) for part in value)
+    return value is None or isinstance(value, int | float | str)
+
+
+def _is_step(value: Any) -> bool:
+    # True is an int to isinstance, and ranks compare the step as int64.
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _is_loss(value: Any) -> bool:
+    return type(value) is float and not math.isnan(value)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Is it an ordinary tensor, whose numbers are all in the file?
+
+    A view can repeat one number 2^40 times.
+    """
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
         return False
-    # A foreign file may hold anything. True is an int to isinstance, and ranks compare the step as
-    # int64.
-    return type(state["step"]) is int and 0 <= state["step"] < 1 << 62
+    if value.device.type != "cpu" or value.is_complex():
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def _are_tensors(value: Any) -> bool:
+    return _is_dict(value) and all(map(_is_tensor, value.values()))
+
+
+# The form of each entry that a checkpoint may have
+ENTRIES = {
+    "config": _is_config,
+    "step": _is_step,
+    "meta": _is_meta,
+    "model": _are_tensors,
+    "optimizer": _is_dict,
+    "scaler": _is_dict,
+    "best_val_loss": _is_loss,
+    "shards": _is_dict,
+}
+
+
+def check_finite(path: Path, state: dict[str, Any]) -> None:
+    """Check that no number of weights and moments is NaN or infinite.
+
+    All ranks call it if tensors are sharded.
+
+    Raises:
+        CheckpointError: names the first tensor with such a number.
+    """
+    name = first_not_finite(state)
+    if name:
+        raise CheckpointError(f"{path}: {name} is not finite: use another checkpoint")
+
+
+def first_not_finite(state: dict[str, Any]) -> str:
+    """Name the first tensor of a checkpoint's dict with a NaN or infinite number; "" if none."""
+    for name in ("model", "optimizer"):
+        for where, tensor in _tensors_in(state.get(name), name):
+            if not whole(tensor.isfinite().all()):
+                return where.removeprefix("model.")
+    return ""
+
+
+def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested dicts and lists, each with its place."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _tensors_in(part, f"{name}.{key}")
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from _tensors_in(part, f"{name}.{index}")
 
 
 # ------------------------------------------------------------------------------------------ resume
@@ -215,7 +328,7 @@ def find_checkpoint(out_dir: Path, resume: str) -> FoundCheckpoint | None:
         try:
             # Without the tensors of a sharded checkpoint: in `restore` each rank reads its own
             # share.
-            state = read_checkpoint(path, whole=False)
+            state = read_checkpoint(path, all_tensors=False)
         except CheckpointError as error:
             problems.append(str(error))
         else:
@@ -230,7 +343,7 @@ def _checkpoint_at(path: Path, out_dir: Path) -> FoundCheckpoint:
     is_elsewhere = path.resolve().parent != out_dir.resolve()
     if (out_dir / "log.jsonl").exists() and is_elsewhere:
         raise CheckpointError(f"{out_dir} holds another run than {path}: choose another out_dir")
-    return FoundCheckpoint(read_checkpoint(path, whole=False), path, "")
+    return FoundCheckpoint(read_checkpoint(path, all_tensors=False), path, "")
 
 
 def different_checkpoints(out_dir: Path) -> CheckpointError:
@@ -256,7 +369,7 @@ def restore(
     Raises:
         CheckpointError: the checkpoint is of another model, or holds weights only.
     """
-    if "optimizer" not in state:
+    if not {"optimizer", "scaler", "best_val_loss"} <= state.keys():
         raise CheckpointError(
             f"{path} holds weights only: choose another out_dir, and --init_from={path}"
         )
@@ -264,16 +377,33 @@ def restore(
     if "shards" in state or is_sharded(model):
         from training.sharded import place_state  # importing DCP takes a second
 
+        if "shards" not in state:
+            _check_moments(path, optimizer, state["optimizer"])
         state = place_state(path, state, model, optimizer)
+        check_finite(path, state)
     load_weights(model, state["model"], path)
-    _load_moments(optimizer, state["optimizer"])
-    # {} where the run had no loss scale
-    if state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
+    load_moments(path, optimizer, state["optimizer"])
+    load_scaler(path, scaler, state["scaler"])
 
 
-def _load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the moments of an optimiser, but not its settings."""
+def load_scaler(path: Path, scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:
+    """Load the loss scale of the checkpoint `path`, if the run had one. Raises CheckpointError."""
+    own = scaler.state_dict()
+    if not state or not own:
+        return
+    is_sound = all(type(state.get(name)) is type(value) for name, value in own.items())
+    if not is_sound or not all(0 <= state[name] < math.inf for name in own):
+        raise CheckpointError(f"{path}: its loss scale is damaged: use another checkpoint")
+    scaler.load_state_dict(state)
+
+
+def load_moments(path: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the moments of an optimiser, but not its settings.
+
+    Raises:
+        CheckpointError: those of the checkpoint `path` are damaged, or of another model.
+    """
+    _check_moments(path, optimizer, state)
     # load_state_dict brings the saved settings too. Those of this run's config count.
     settings = []
     for group in optimizer.param_groups:
@@ -283,7 +413,79 @@ def _load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> No
         group.update(setting)
 
 
+def _check_moments(path: Path, optimizer: Any, state: Any) -> None:
+    """Raise CheckpointError unless each moment has the shape of its parameter."""
+    groups = optimizer.param_groups
+    is_sound = True
+    if hasattr(optimizer, "momenta"):  # MuonWithAdamW
+        momenta = state.get("momenta")
+        is_sound = isinstance(momenta, list) and all(map(_is_tensor, momenta))
+        shapes = [momentum.shape for momentum in optimizer.momenta]
+        is_sound = is_sound and [tensor.shape for tensor in momenta] == shapes
+        state = state.get("adamw")
+        groups = groups[1:]
+    if not is_sound or not _is_adamw_state(state, groups):
+        raise CheckpointError(
+            f"{path}: the state of its optimizer is damaged, or of another model: "
+            f"use another checkpoint, or another out_dir and --init_from={path}"
+        )
+
+
+def _is_adamw_state(state: Any, groups: list[dict[str, Any]]) -> bool:
+    """Has it the form of AdamW's state_dict for these groups of parameters?"""
+    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        return False
+    saved = state.get("param_groups")
+    if not isinstance(saved, list) or not all(map(_is_dict, saved)):
+        return False
+    # The parameters of all groups are numbered from 0 on.
+    count = 0
+    for group, then in zip(groups, saved, strict=False):
+        end = count + len(group["params"])
+        if then.get("params") != list(range(count, end)):
+            return False
+        count = end
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if len(saved) != len(groups) or not set(state["state"]) <= set(range(count)):
+        return False
+    for index, moments in state["state"].items():
+        if not isinstance(moments, dict) or moments.keys() != {"step", "exp_avg", "exp_avg_sq"}:
+            return False
+        if not all(isinstance(moment, torch.Tensor) for moment in moments.values()):
+            return False
+        shape = parameters[index].shape
+        if any(moments[name].shape != shape for name in ("exp_avg", "exp_avg_sq")):
+            return False
+        if moments["step"].numel() != 1:
+            return False
+    return True
+
+
 # ----------------------------------------------------------------------------- models and weights
+
+
+def saved_model(path: Path, state: dict[str, Any]) -> GPT:
+    """Build the model of a checkpoint that read_checkpoint has read, with its weights.
+
+    Raises:
+        CheckpointError: weights and config do not fit together, or make no model.
+    """
+    config = model_config(state["config"], path)
+    weights = state["model"]
+    # Before anything is built: a damaged config may ask for more than this machine has.
+    blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    stored = sum(tensor.numel() for tensor in weights.values())
+    if len(blocks) < config.n_layer or 2 * stored < config.n_weights:
+        raise CheckpointError(
+            f"{path}: it holds {len(blocks)} blocks and {stored:,} numbers, its config asks for "
+            f"{config.n_layer} and {config.n_weights:,}: use another checkpoint"
+        )
+    try:
+        model = GPT(config)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    load_weights(model, weights, path)
+    return model
 
 
 def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
@@ -291,14 +493,22 @@ def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
 
     Keys that an older config lacks have their defaults, and so have those of other norm types. An
     older config without norm_type is of type layer.
+
+    Raises:
+        CheckpointError: names the key whose value makes no model.
     """
-    saved = as_today(saved)
     overrides = Overrides(GPTConfig)
-    foreign = foreign_keys(saved.get("norm_type", GPTConfig.norm_type))
-    for field in fields(GPTConfig):
-        if field.name in saved and field.name not in foreign:
-            overrides.set(field.name, saved[field.name], str(path))
-    return overrides.build()
+    try:
+        saved = as_today(saved)
+        foreign = foreign_keys(saved.get("norm_type", GPTConfig.norm_type))
+        for field in fields(GPTConfig):
+            if field.name in saved and field.name not in foreign:
+                overrides.set(field.name, saved[field.name], "its config")
+        return overrides.build()
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}: use another checkpoint") from None
+    except TypeError:  # a list where a name belongs
+        raise CheckpointError(f"{path}: its config is damaged: use another checkpoint") from None
 
 
 def check_same_model(
@@ -343,6 +553,11 @@ def load_weights(
         if name in own and own[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here"
+            )
+        if name in own and own[name].is_floating_point() != tensor.is_floating_point():
+            raise CheckpointError(
+                f"{path}: {name} is {tensor.dtype} there, {own[name].dtype} here: "
+                "use another checkpoint"
             )
     missing, unexpected = model.load_state_dict(weights, strict=False)
     for name in sorted({*missing, *unexpected}):

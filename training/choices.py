@@ -94,7 +94,8 @@ def merged_micro_batches(config: Any) -> int:
     """
     count = config.gradient_accumulation_steps
     tokens = config.batch_size * config.block_size
-    fits = [n for n in range(1, count + 1) if count % n == 0 and n * tokens <= MERGED_TOKENS]
+    most = min(count, MERGED_TOKENS // tokens)
+    fits = [n for n in range(1, most + 1) if count % n == 0]
     return max(fits, default=1)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.distributed import Ranks
 from common.errors import DataError
-from data.tokenizers import load_tokenizer, token_bytes
+from data.tokenizers import decode, load_tokenizer, token_bytes
 from model import GPT
 from training.dataloader import Blocks, bytes_per_token, eval_batches
 from training.stability import largest_attention_logit
@@ -164,7 +164,7 @@ class Evaluator:
         model.eval()
         tokens = model.generate(prompt, self.config.sample_tokens, TEMPERATURE, TOP_K, generator)
         if self.ranks.is_main:
-            text = self.tokenizer.decode(tokens[0].tolist())
+            text = decode(self.tokenizer, tokens[0].tolist())
             try:
                 path.write_text(text + "\n", encoding="utf-8")
             except OSError as error:

@@ -15,7 +15,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from common.errors import UserError
-from common.output import check_replaceable
+from common.output import check_replaceable, parse_json
 
 
 class RunLog:
@@ -92,7 +92,7 @@ class RunLog:
         kept: list[str] = []
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 # The start event has no step.
                 step_of = record.get("step", 0)
             # torn, or JSON that is no object: nothing behind it can be trusted
@@ -185,7 +185,7 @@ def _show(write: Callable[..., Any], *values: Any) -> None:
 def last_event(path: Path) -> dict[str, Any]:
     """Read the last event of a log.jsonl; {} if there is no log, or its last line is torn."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+        record = parse_json(path.read_text(encoding="utf-8").splitlines()[-1])
     except (OSError, ValueError, IndexError):
         return {}
     return record if isinstance(record, dict) else {}

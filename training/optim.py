@@ -33,9 +33,6 @@ def check_optimizer_keys(config: Any) -> None:
             f"learning_rate={config.learning_rate} and min_lr={config.min_lr}: must be "
             "0 <= min_lr <= learning_rate, and learning_rate above 0"
         )
-    # epoch_order seeds NumPy's RandomState, whose seeds have 32 bits.
-    if not 0 <= config.seed < 1 << 32:
-        raise ConfigError(f"seed={config.seed}: must be from 0 to 2**32 - 1")
 
 
 class GradientNorms(NamedTuple):

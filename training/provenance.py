@@ -15,6 +15,7 @@ from common.environment import environment, is_same_code
 from common.errors import CheckpointError, DataError
 from common.fingerprint import data_difference
 from common.old_keys import as_today
+from common.output import parse_json
 
 # Entries that are compared, and their types; versions are compared too, one by one. An older one
 # may lack some.
@@ -68,7 +69,7 @@ def _logged_provenance(path: Path) -> dict[str, Any]:
     """Read the provenance from the first event of a log, {} if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as log:
-            start = json.loads(log.readline())
+            start = parse_json(log.readline())
         return start if start["event"] == "start" else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

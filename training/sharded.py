@@ -154,15 +154,21 @@ def read_state(
     reader = _Reader(str(_folder(path, state["shards"])))
     like = like or {}
     try:
-        tensors = {}
-        for name, entry in reader.read_metadata().state_dict_metadata.items():
-            # on meta: a shape without memory
-            whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            tensors[name] = _empty(whole, like.get(name))
+        # on meta: shapes without memory
+        shapes = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+        }
+        # Before memory is taken for what the files cannot hold
+        stored = sum(size for size, _ in state["shards"]["files"].values())
+        if sum(shape.numel() * shape.element_size() for shape in shapes.values()) > stored:
+            raise ValueError("more numbers than the files have")
+        tensors = {name: _empty(shape, like.get(name)) for name, shape in shapes.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is")
             # Each rank reads for itself.
             dcp.load(tensors, storage_reader=reader, no_dist=True)
+        return _join(state, tensors)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{reader.path / METADATA}: {error}: not a nanonorm checkpoint"
@@ -173,7 +179,6 @@ def read_state(
         raise CheckpointError(
             f"{reader.path}: DCP cannot read it ({reason}): use another checkpoint"
         ) from None
-    return _join(state, tensors)
 
 
 def place_state(

@@ -39,13 +39,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import common.interrupt  # noqa: F401
+
 import numpy as np
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from common.errors import ConfigError, DataError, run_program
-from common.output import write_bytes_atomically
+from common.output import parse_json, write_bytes_atomically
 from configurator import key, parse_args
 from data.documents import (
     BROKEN,
@@ -229,7 +231,7 @@ class Progress:
             f"choose another --out_dir, or delete its shards and {self.path.name} to begin again"
         )
         try:
-            found = json.loads(self.path.read_text())
+            found = parse_json(self.path.read_text())
             noted = {name for name, note in found["shards"].items() if note.keys() >= NOTE_KEYS}
             different = [
                 name for name, value in settings.items() if found["settings"].get(name) != value

@@ -12,9 +12,11 @@ import sysconfig
 import zlib
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import common.interrupt  # noqa: F401
+
+import numpy as np
 
 from common.errors import ConfigError, DataError, run_program
 from data.shards import write_meta, write_shard

@@ -4,7 +4,9 @@ lost.
     python -m pytest tests/common/test_errors.py
 """
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 
@@ -15,6 +17,8 @@ from helpers import ROOT, TINY, losses, write_tiny_shards
 
 from common.errors import run_program
 from data.shards import HEADER_BYTES
+
+MOST = (1 << 48) - 1  # the largest integer that a key takes at all
 
 
 @pytest.fixture
@@ -51,6 +55,27 @@ def complaint(launch, tiny_data, tmp_path):
         (["--norm_type=taper", "--taper_end=1"], ["taper_end"]),
         (["--n_embd=99999999999999999999999"], ["n_embd"]),
         (["--vocab_size=50"], ["vocab_size=50", "60"]),
+        (["--out_dir="], ["out_dir is empty"]),
+        ([f"--n_layer={MOST}"], ["n_layer", "at most 2048"]),
+        ([f"--vocab_size={MOST}"], ["vocab_size", "at most"]),
+        ([f"--head_dim={MOST}"], ["head_dim", "at most"]),
+        ([f"--n_inner={MOST}"], ["n_inner", "at most"]),
+        ([f"--batch_size={MOST}"], ["batch_size", "at most"]),
+        ([f"--gradient_accumulation_steps={MOST}"], ["gradient_accumulation_steps", "at most"]),
+        ([f"--sample_tokens={MOST}"], ["sample_tokens", "at most"]),
+        ([f"--max_iters={MOST}"], ["max_iters", "at most"]),
+        (["--n_embd=1048576"], ["GB of memory", "n_embd"]),
+        (["--batch_size=1048576", "--n_inner=65536"], ["batch_size=1048576", "GB of memory"]),
+        (["--norm_eps=1e30"], ["norm_eps=1e+30", "at most 1"]),
+        (["--grad_clip=1e-45"], ["grad_clip", "0 or at least 1e-06"]),
+        (["--initial_gain=0"], ["initial_gain=0.0"]),
+        (["--init_std=0"], ["init_std=0.0", "at least 1e-06"]),
+        (["--init_std=1e30"], ["init_std=1e+30", "at most 100"]),
+        (["--adam_eps=1e-45"], ["adam_eps", "at least 1e-30"]),
+        (["--adam_eps=1e30"], ["adam_eps=1e+30", "at most 1"]),
+        (["--position=rope", "--rope_theta=1e30"], ["rope_theta", "at most 1e+15"]),
+        (["--norm_type=post", "--residual_weight=1e-45"], ["residual_weight", "at least 1e-06"]),
+        (["--norm_type=dyt", "--point_alpha=1,1e30,1"], ["point_alpha", "at most 1e+06"]),
         (["--device=cuda"] if not torch.cuda.is_available() else ["--device=mps"], ["device"]),
     ],
 )
@@ -130,6 +155,11 @@ def test_checkpoint_of_another_shape_and_never_overwriting(
     assert "no such checkpoint" in complaint("--resume=nowhere.pt", code=1, out="other")
 
 
+@pytest.mark.parametrize("key", ["out_dir", "data_dir", "init_from", "resume"])
+def test_a_name_that_is_too_long(complaint, key):
+    assert "long" in complaint(f"--{key}={'x' * 300}", code=1)
+
+
 def test_micro_batches_that_ranks_do_not_divide(launch, tiny_data, tmp_path):
     job = launch(
         *TINY,
@@ -181,6 +211,15 @@ def test_a_machine_without_a_compiler(tmp_path):
             RuntimeError("Failed to find C compiler. Please specify via CC"),
             "torch.compile and Triton need",
         ),
+        (
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            ),
+            "this machine's memory is too small (tried to allocate 9 bytes): lower",
+        ),
+        (MemoryError(), "this machine's memory is too small"),
+        (RuntimeError("Storage size calculation overflowed with sizes=[9]"), "this machine's mem"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300), "xxx"),
     ],
 )
 def test_what_the_machine_lacks(error, start, capsys):
@@ -207,3 +246,52 @@ def test_an_error_of_ours_keeps_its_traceback(error):
 
     with pytest.raises(type(error)):
         run_program(fail)
+
+
+INTERRUPTED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import common.interrupt
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)  # numpy loses the exception in this way
+            except KeyboardInterrupt:
+                raise ImportError("lost")
+sys.meta_path.insert(0, Slow())
+import torch
+"""
+
+
+def test_ctrl_c_during_imports():
+    code = INTERRUPTED.format(root=str(ROOT))
+    job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (job.returncode, job.stderr) == (130, "error: interrupted\n")
+
+
+def test_ctrl_c_later(capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit, match="130"):
+        run_program(interrupted)
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_tests_keep_their_own_ctrl_c():
+    """The handler is that of programs alone, not of what imports them."""
+    import common.interrupt
+
+    from common.errors import end_interrupted
+
+    assert common.interrupt.end_interrupted is end_interrupted
+    assert signal.getsignal(signal.SIGINT) is not end_interrupted
+
+
+def test_a_terminal_of_ascii_only():
+    code = "from common.errors import run_program; run_program(lambda argv: print('caf\u00e9'))"
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-c", code]
+    job = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (job.returncode, job.stdout) == (0, "caf\\xe9\n")

@@ -332,7 +332,7 @@ def refused(folder, *words):
 def test_folder_errors(tmp_path):
     refused(tmp_path / "nowhere", "config.json")
     refused(tmp_path, "config.json")
-    for text in ("{", "[1]", "3"):
+    for text in ("{", "[1]", "3", "[" * 200_000):
         (tmp_path / "config.json").write_text(text)
         refused(tmp_path, "JSON")
     (tmp_path / "config.json").write_text("{}")
@@ -375,6 +375,9 @@ def test_folder_errors(tmp_path):
         ({"num_key_value_heads": 3}, ["n_kv_head"]),
         ({"intermediate_size": 44}, ["gate_proj", "(48, 32)", "(44, 32)"]),
         ({"num_hidden_layers": 4}, ["layers.3", "missing"]),
+        ({"num_hidden_layers": 2000}, ["layers.3", "missing"]),
+        ({"num_hidden_layers": 1 << 30}, ["1073741824 blocks"]),
+        ({"architectures": {"a": 1}}, ["architecture"]),
         ({"num_hidden_layers": 2}, ["layers.2", "not part"]),
         ({"tie_word_embeddings": False}, ["lm_head.weight", "missing"]),
         ({"attention_bias": True}, ["bias", "missing"]),
