@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import ConfigError, UserError, run_program
-from common.output import markdown, write_bytes_atomically
+from common.output import markdown, write_bytes_atomically, writing
 from configurator import read_config_file
 from evidence.families import largest_deviation
 from evidence.stages import (
@@ -172,7 +172,8 @@ class Worker:
                 f"{path}: the runs now give another conclusion than this file, which later stages "
                 "rest on: find out which run changed"
             )
-        write_bytes_atomically(path, text.encode())
+        with writing(self.kept):
+            write_bytes_atomically(path, text.encode())
         print(f"{stage.name}: done; {path} has what follows: commit it")
 
     # What lies ahead

@@ -4,18 +4,25 @@ python -m pytest tests/repro/test_which_norm.py
 """
 
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 
+import numpy as np
 import pytest
 from helpers import ROOT, TINY, write_tiny_shards
+from study_rederived import check
+from study_runs import make_plan, write
 
 from common.errors import UserError
 from evidence.stages import RateStage
 from evidence.study import Plan
 from repro.which_norm import PLAN, Worker, parse, together
+from repro.which_norm_card import MARKERS, Card, put
 
 TOY = """
 name = "toy"
@@ -120,3 +127,93 @@ def test_seeds_that_want_the_same_share_a_sweep():
         ([3], ["a"]),
     ]
     assert parse(["cpu", "--until=rates"]) == ("cpu", False, "rates")
+
+
+# ----------------------------------------------------------------------------------------- the card
+
+
+@pytest.fixture
+def finished(tmp_path, monkeypatch):
+    """A worker of the made-up study, all stages of which are trained and concluded."""
+    monkeypatch.chdir(ROOT)
+    worker = Worker(make_plan(tmp_path), tmp_path / "out", tmp_path / "kept")
+
+    def train(stage, runs):
+        for run in runs:
+            steps = re.search(r"max_iters=(\d+)", run.words)
+            length = int(steps[1]) / 1000 if steps else 1.0
+            write(worker.plan, worker.out / stage.name, run, loss_of(run, length))
+        return False
+
+    monkeypatch.setattr(worker, "train", train)
+    for kind in worker.stages():
+        worker.do(worker.stage(kind))
+    return worker
+
+
+def loss_of(run, length: float) -> float | None:
+    """A loss with an optimum in the rate, a value of tokens, and noise by run."""
+    rate = float(re.search(r"learning_rate=(\S+)", run.words)[1])
+    if rate > 24e-3:
+        return None
+    best = {"rms": 4e-3, "layer": 3e-3, "shared": 6e-3}[run.arm]
+    extra = {"rms": 0.0, "layer": 0.02, "shared": -0.03}[run.arm]
+    noise = 0.004 * np.random.RandomState([run.seed, len(run.shape + run.arm)]).randn()
+    return 1.4 + 0.03 * math.log2(rate / best) ** 2 + extra + noise - 0.4 * math.log(length)
+
+
+def test_a_card_says_what_the_stages_concluded(finished, tmp_path):
+    card = Card(finished)
+    assert card.missing() == []
+    text = card.text()
+    assert "**Recommendation: `shared`**, for it is better in both shapes." in text
+    rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
+    assert rows["layer"].endswith("worse, beyond |") and rows["shared"].endswith("better, within |")
+    assert rows["rms"].endswith("| the baseline |") and "43.4" in rows["rms"]
+    page = card.page()
+    for heading in ("Learning rates", "Margin", "Verdict", "Check", "Tokens", "Muon"):
+        assert f"## {heading}" in page
+    card.draw(tmp_path / "card.png")
+    assert (tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
+    put_here = tmp_path / "page.md"
+    put_here.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
+    put(put_here, text)
+    assert "old" not in put_here.read_text() and put_here.read_text().endswith("after\n")
+
+
+def test_a_card_says_what_is_missing(finished):
+    for name in ("verdict", "check", "tokens", "muon"):
+        finished.conclusion_of(name).unlink()
+    text = Card(finished).text()
+    assert "There is no recommendation before the verdicts." in text and "| none yet |" in text
+    assert "`verdict` (" in text and "better" not in text
+    finished.conclusion_of("margin").unlink()
+    finished.conclusion_of("rates").unlink()
+    assert "| arm |" not in Card(finished).text()
+
+
+def test_a_second_implementation_agrees(finished):
+    logs = {
+        (stage, shape): {
+            log.parent.name: log.read_text()
+            for log in (finished.out / stage / shape).glob("*/log.jsonl")
+        }
+        for stage in ("rates", "verdict")
+        for shape in ("W", "D")
+    }
+    assert check(finished.plan.path, "toy", finished.kept, logs) > 30
+
+
+def test_a_second_implementation_agrees_on_the_committed_study():
+    kept = ROOT / "results/cpu/which_norm"
+    if not (kept / "rates.json").exists():
+        pytest.skip("the study's first stage is not finished")
+    logs = {}
+    for path in kept.glob("*.tar.xz"):
+        with tarfile.open(path) as file:
+            logs[tuple(path.name.removesuffix(".tar.xz").split("-"))] = {
+                member.name.split("/")[0]: file.extractfile(member).read().decode()
+                for member in file.getmembers()
+                if member.name.endswith("/log.jsonl")
+            }
+    assert check(ROOT / PLAN, "cpu", kept, logs) > 30
