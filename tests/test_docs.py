@@ -53,6 +53,8 @@ python convert.py out/layer --analyze
 python convert.py out/rms --to=hf --out=out/hf
 python bench_decode.py random:qwen3-0.6b --ledger
 repro/h200.sh --list
+repro/which_norm.sh cpu --dry-run
+python -m repro.which_norm_card cpu
 """,
     f"--out_dir=data/mine --shard_tokens=10000 {TOKENS}": """
 python data/fineweb_edu/prepare.py --local a.jsonl b.parquet
@@ -169,6 +171,7 @@ repro/span.sh
 repro/table1.sh cpu
 repro/taper.sh
 repro/taper_finetune.sh cpu
+repro/which_norm.sh cpu --until=rates
 """,
     "another test runs the program at toy size": """
 pip install .
@@ -333,7 +336,7 @@ def house(tmp_path_factory) -> Path:
     """A copy of the repository with data, texts, and toy models named as in the pages."""
     folder = tmp_path_factory.mktemp("house")
     skipped = shutil.ignore_patterns(
-        ".*", "__pycache__", "out", "tests", "docs", "*.bin", "meta.json", "*.png"
+        ".*", "__pycache__", "out", "tests", "*.bin", "meta.json", "*.png"
     )
     shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=skipped)
     text = "It was a dark and stormy night; the rain fell in torrents, except at intervals. " * 60
