@@ -37,8 +37,16 @@ from torch import Tensor, nn
 
 from common.distributed import Ranks, StopSignal, accumulate, replicate
 from common.environment import DTYPES, Precision, faster_float32_products, find_device
-from common.errors import CheckpointError, ConfigError, DataError, UserError, run_program
+from common.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    UserError,
+    cannot_write,
+    run_program,
+)
 from common.fingerprint import fingerprint
+from common.output import write_bytes_atomically
 from configurator import check_least, key, parse_args
 from hf import weights
 from load import load_model
@@ -624,7 +632,11 @@ class Distiller:
     def _write_student(self, student: GPT) -> None:
         """Write config.json and ckpt_best.pt."""
         config = dataclasses.asdict(student.config)
-        (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        path = self.out_dir / "config.json"
+        try:
+            write_bytes_atomically(path, f"{json.dumps(config, indent=1)}\n".encode())
+        except OSError as error:
+            raise UserError(cannot_write(path, error, "the run is saved")) from None
         state = {
             "step": self.step,
             "config": config,
@@ -636,11 +648,8 @@ class Distiller:
     def _export(self, student: GPT) -> None:
         """Write hf/. It is whole whenever it exists, and replaces that of an earlier end."""
         target = self.out_dir / "hf"
-        partial = self.out_dir / "hf.tmp"
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped here
-        weights.export_hf(student, partial)
         shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        weights.export_hf(student, target)
 
 
 def total_loss(gpt: GPT, ids: Tensor) -> float:

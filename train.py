@@ -37,7 +37,7 @@ from torch import Tensor
 
 from common.distributed import Ranks, StopSignal, accumulate, is_sharded, replicate, shard
 from common.environment import DTYPES, Precision, faster_float32_products, peak_flops
-from common.errors import CheckpointError, ConfigError, UserError, run_program
+from common.errors import CheckpointError, ConfigError, UserError, cannot_write, run_program
 from common.old_keys import chosen_then, device_kind
 from common.output import check_replaceable
 from configurator import key, parse_args
@@ -551,15 +551,17 @@ class Trainer:
         }
         path = self.out_dir / "config.json"
         check_replaceable(path)
+        # It takes its name once the log is open: what fails first leaves both untouched.
+        partial = path.with_name(path.name + ".tmp")
         try:
-            # It takes its name once the log is open: what fails first leaves both untouched.
-            partial = path.with_name(path.name + ".tmp")
             partial.write_text(json.dumps(config, indent=1) + "\n")
             resume_step = self.step if is_resumed else None
             self.log.open(resume_step, start, self.changed, self.logged_until)
             partial.replace(path)
         except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+            raise UserError(cannot_write(path, error)) from None
+        finally:
+            partial.unlink(missing_ok=True)
         self.log.say(
             f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
             f"{self.tokens_per_step:,} tokens a step"

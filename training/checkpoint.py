@@ -31,9 +31,9 @@ import torch
 from torch import nn
 
 from common.distributed import Ranks, StopSignal, is_sharded
-from common.errors import CheckpointError, run_program
+from common.errors import CheckpointError, cannot_write, run_program
 from common.old_keys import as_today
-from common.output import check_replaceable
+from common.output import check_replaceable, refused
 from configurator import Overrides, parse_args
 from model import GPTConfig
 from norm_plan import foreign_keys, resolved
@@ -77,6 +77,7 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
     shards = None
     if "shards" in state:
         shards = path.with_name(state["shards"]["folder"])
+    is_there = False  # has the new checkpoint its name?
     try:
         # Whatever the file names must be on the disk before the file itself.
         if shards is not None:
@@ -86,22 +87,23 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
             file.flush()
             os.fsync(file.fileno())  # the content is on the disk before it gets its name
         os.replace(partial, path)
+        is_there = True
         sync_folder(path.parent)  # the rename itself must reach the disk too
         # Shards of the previous checkpoint, and of a save that did not finish.
         for old in path.parent.glob(f"{path.stem}.shards-*"):
             if old != shards:
                 shutil.rmtree(old, ignore_errors=True)
     except (OSError, RuntimeError) as error:
-        # torch.save makes a RuntimeError of what the disk refuses.
-        is_torchs = re.search("inline_container|PytorchStreamWriter", str(error))
-        if isinstance(error, RuntimeError) and not is_torchs:
+        problem = refused(error)
+        if problem is None:
             raise
         partial.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or "the disk may be full"
-        raise CheckpointError(
-            f"{path}: cannot be written ({reason}); the previous checkpoint is untouched: make "
-            "room, and repeat the command"
-        ) from None
+        if shards is not None and not is_there:
+            shutil.rmtree(shards, ignore_errors=True)
+        kept = "the previous checkpoint is untouched"
+        if is_there:
+            kept = "this checkpoint or the previous one is there"
+        raise CheckpointError(cannot_write(path, problem, kept)) from None
 
 
 def sync_folder(folder: Path) -> None:

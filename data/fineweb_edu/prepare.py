@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.errors import ConfigError, DataError, run_program
+from common.errors import ConfigError, DataError, cannot_write, run_program
 from common.output import write_bytes_atomically
 from configurator import key, parse_args
 from data.documents import (
@@ -271,7 +271,10 @@ class Progress:
         """Note a shard, then write it."""
         self.notes[name] = {"tokens": len(tokens), **note}
         content = {"settings": self.settings, "shards": self.notes}
-        write_bytes_atomically(self.path, json.dumps(content, indent=1).encode())
+        try:
+            write_bytes_atomically(self.path, json.dumps(content, indent=1).encode())
+        except OSError as error:
+            raise DataError(cannot_write(self.path, error)) from None
         if not (self.folder / "meta.json").is_file():
             tokenizer = self.settings.get("tokenizer", "gpt2")
             write_meta(self.folder, {"tokenizer": tokenizer, "vocab_size": VOCABULARIES[tokenizer]})
