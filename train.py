@@ -20,6 +20,7 @@ The keys are those of TrainConfig. Trainer is the run: its constructor lists wha
 order, and `run` is the loop.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -558,10 +559,12 @@ class Trainer:
             resume_step = self.step if is_resumed else None
             self.log.open(resume_step, start, self.changed, self.logged_until)
             partial.replace(path)
-        except OSError as error:
+        except (OSError, UserError) as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            if isinstance(error, UserError):
+                raise
             raise UserError(cannot_write(path, error)) from None
-        finally:
-            partial.unlink(missing_ok=True)
         self.log.say(
             f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
             f"{self.tokens_per_step:,} tokens a step"

@@ -18,6 +18,7 @@ restores them. A run under FSDP puts the tensors into a folder next to the file
 (training/sharded.py). Every program reads both forms.
 """
 
+import contextlib
 import os
 import pickle
 import re
@@ -97,7 +98,8 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
         problem = refused(error)
         if problem is None:
             raise
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         if shards is not None and not is_there:
             shutil.rmtree(shards, ignore_errors=True)
         kept = "the previous checkpoint is untouched"

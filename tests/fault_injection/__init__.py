@@ -8,5 +8,6 @@ launch.py    starts a program, with a fault or without
 programs.py  the short runs under test
 state.py     what a run leaves, in a form that can be compared
 judge.py     one point: fault, look, repeat the command, compare
-__main__.py  all points, and the table
+table.py     the table
+__main__.py  all points
 """

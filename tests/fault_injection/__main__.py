@@ -26,6 +26,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="programs whose name begins so")
     parser.add_argument("--modes", default="", help="modes, with commas between ('': all)")
     parser.add_argument("--points", type=int, default=0, help="points of each mode (0: all)")
+    parser.add_argument(
+        "--row", type=int, default=0, help="writes of a row of them to one file (0: all)"
+    )
     return parser.parse_args(argv)
 
 
@@ -59,20 +62,39 @@ def begin_again(folder: Path, argv: list[str]) -> int:
 def try_all(folder: Path, options: argparse.Namespace) -> int:
     """Try the points that the options name. Returns the exit code."""
     import_programs()
+    from tests.fault_injection import table
     from tests.fault_injection.judge import MODES
     from tests.fault_injection.programs import Inputs, programs
 
-    records = []
+    made = made_by(options)
+    has_failed = False
     modes = options.modes.split(",") if options.modes else list(MODES)
     for number, program in enumerate(programs(Inputs(folder / "inputs"))):
         if program.name.startswith(options.only):
             place = Place(folder / f"program{number}")
-            records += try_program(program, place, modes, options.points)
+            records = try_program(program, place, modes, options)
+            has_failed |= any(record["failed"] for record in records)
+            if options.out:
+                table.write(Path(options.out), records, made)
     gc.unfreeze()  # or extension modules report leaks at the end
-    return int(any(record["failed"] for record in records))
+    return int(has_failed)
 
 
-def try_program(program: Any, place: Place, modes: list[str], limit: int) -> list[dict[str, Any]]:
+def made_by(options: argparse.Namespace) -> str:
+    """Return date, command and commit."""
+    import torch
+
+    from common.environment import environment
+
+    words = [f"--{name}={value}" for name, value in vars(options).items() if value]
+    commit = environment(torch.device("cpu"))["git"]
+    command = " ".join(["python -m tests.fault_injection", *words])
+    return f"{time.strftime('%Y-%m-%d')}, commit {commit}: `{command}`"
+
+
+def try_program(
+    program: Any, place: Place, modes: list[str], options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Try points of one program. Returns a record for each mode."""
     from tests.fault_injection.judge import problem_at, unbroken
 
@@ -81,7 +103,7 @@ def try_program(program: Any, place: Place, modes: list[str], limit: int) -> lis
     for mode in modes:
         began = time.monotonic()
         every = whole.points(mode)
-        points = sample(every, limit)
+        points = sample(whole.points(mode, options.row), options.points)
         failed = []
         for fault in points:
             found = problem_at(program, place, fault, whole)

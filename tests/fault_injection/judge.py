@@ -25,11 +25,22 @@ class Unbroken:
     calls: list[list[Call]]  # of each rank
     state: State
 
-    def points(self, mode: str) -> list[Fault]:
-        """List the points of a mode: every call of every rank, or those that it can happen to."""
+    def points(self, mode: str, row: int = 0) -> list[Fault]:
+        """List the points of a mode: every call of every rank that it can happen to.
+
+        Args:
+            row: of writes to one file with no other call between them, this many at most, the last
+                among them (0: all).
+        """
         found = []
         for rank, calls in enumerate(self.calls):
-            for call in calls:
+            place = 0  # of a write in its row
+            for index, call in enumerate(calls):
+                follows = index > 0 and call.target == calls[index - 1].target
+                place = place + 1 if follows else 0
+                is_last = index + 1 == len(calls) or call.target != calls[index + 1].target
+                if row and call.name == "write" and place >= row - 1 and not is_last:
+                    continue
                 is_torn = call.name == "write" and call.bytes > 1
                 if (mode == "torn" and not is_torn) or (mode == "full" and not call.needs_room):
                     continue

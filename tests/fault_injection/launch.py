@@ -49,6 +49,10 @@ class Call(NamedTuple):
     needs_room: bool
     path: str
 
+    @property
+    def target(self) -> tuple[str, str]:
+        return self.name, self.path
+
 
 @dataclass
 class Ended:
