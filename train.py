@@ -54,6 +54,7 @@ from training.checkpoint import (
     FoundCheckpoint,
     different_checkpoints,
     find_checkpoint,
+    remove_old_shards,
     restore,
     save_checkpoint,
 )
@@ -518,6 +519,9 @@ class Trainer:
         self.log = RunLog(
             self.out_dir, dataclasses.asdict(config), config.max_iters, self.ranks.is_main
         )
+        if self.ranks.is_main:
+            for name in (LAST, BEST):
+                remove_old_shards(self.out_dir / name)
         if self.choice:
             self.log.say(self.choice)
         if not self.is_over:

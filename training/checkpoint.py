@@ -90,10 +90,7 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
         os.replace(partial, path)
         is_there = True
         sync_folder(path.parent)  # the rename itself must reach the disk too
-        # Shards of the previous checkpoint, and of a save that did not finish.
-        for old in path.parent.glob(f"{path.stem}.shards-*"):
-            if old != shards:
-                shutil.rmtree(old, ignore_errors=True)
+        _remove_shards_but(path, shards)
     except (OSError, RuntimeError) as error:
         problem = refused(error)
         if problem is None:
@@ -106,6 +103,27 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
         if is_there:
             kept = "this checkpoint or the previous one is there"
         raise CheckpointError(cannot_write(path, problem, kept)) from None
+
+
+def remove_old_shards(path: Path) -> None:
+    """Remove what a save that was killed has left beside a checkpoint that is there.
+
+    That is the previous checkpoint's shards, or those that no checkpoint names yet.
+    """
+    if not path.exists() or not any(path.parent.glob(f"{path.stem}.shards-*")):
+        return
+    try:
+        named = _read_archive(path).get("shards", {}).get("folder")
+    except (CheckpointError, AttributeError):
+        return  # a torn file does not say which shards are its own
+    _remove_shards_but(path, path.with_name(named) if named else None)
+
+
+def _remove_shards_but(path: Path, kept: Path | None) -> None:
+    """Remove all shards of checkpoints called `path` but one folder of them."""
+    for old in path.parent.glob(f"{path.stem}.shards-*"):
+        if old != kept:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

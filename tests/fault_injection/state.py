@@ -13,12 +13,14 @@ from common.errors import UserError
 from evidence import archive
 from training.checkpoint import read_checkpoint
 
-# What depends on the clock
-CLOCK = {"tok_per_s", "mfu", "peak_bytes"}
+# What depends on the clock, or on who edits the repository meanwhile
+CLOCK = {"tok_per_s", "mfu", "peak_bytes", "git"}
 # Locks and the output of programs: only whether they are there is compared.
 NAMES_ONLY = {"lock", "claim", "train.txt"}
 # A log without a checkpoint is put aside on purpose when its run begins again (training/log.py).
 PUT_ASIDE = "log.jsonl.old"
+OWN = {"shards", "git"}  # of a checkpoint: numbers of folders, and the code that wrote it
+LEFT = "left over"
 SHARDS = re.compile(r"\.shards-\d+")
 
 State = dict[str, Any]  # path below the folder -> its content
@@ -88,7 +90,7 @@ def comparable(value: Any) -> Any:
         bits = np.ascontiguousarray(value.detach().cpu().numpy()).tobytes()
         return str(value.dtype), tuple(value.shape), hashlib.sha256(bits).hexdigest()
     if isinstance(value, dict):
-        return {name: comparable(part) for name, part in value.items() if name != "shards"}
+        return {name: comparable(part) for name, part in value.items() if name not in OWN}
     if isinstance(value, list | tuple):
         return [comparable(part) for part in value]
     return value
@@ -97,7 +99,7 @@ def comparable(value: Any) -> Any:
 def difference(found: State, expected: State) -> str:
     """Say in which way a state differs; "" if it does not."""
     if extra := sorted(found.keys() - expected.keys()):
-        return f"left over: {', '.join(extra)}"
+        return f"{LEFT}: {', '.join(extra)}"
     if missing := sorted(expected.keys() - found.keys()):
         return f"missing: {', '.join(missing)}"
     for name in sorted(expected):
