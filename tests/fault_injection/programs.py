@@ -91,12 +91,12 @@ class Inputs:
 def programs(inputs: Inputs) -> list[Program]:
     """List all programs under test."""
     return [
-        _train(inputs, "train.py", 1, False, f"--hellaswag={inputs.items}"),
+        _train(inputs, "train.py, one process", 1, False, f"--hellaswag={inputs.items}"),
         _train(inputs, "train.py, DDP", 2, True),
         _train(inputs, "train.py, FSDP", 1, True, "--parallel=fsdp"),
         _train(inputs, "train.py, FSDP", 2, True, "--parallel=fsdp"),
         _merge_shards(inputs),
-        _distill(inputs, "distill.py", 1, "--method=full", "--export=True"),
+        _distill(inputs, "distill.py, one process", 1, "--method=full", "--export=True"),
         _distill(inputs, "distill.py, DDP", 2, "--method=full", "--export=True"),
         _distill(inputs, "distill.py, DoRA", 1, "--method=dora", "--rank=2", "--adapter_alpha=4"),
         _convert(inputs, "hf"),
