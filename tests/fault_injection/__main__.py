@@ -26,6 +26,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="programs whose name begins so")
     parser.add_argument("--modes", default="", help="modes, with commas between ('': all)")
     parser.add_argument("--points", type=int, default=0, help="points of each mode (0: all)")
+    parser.add_argument("--turns", action="store_true", help="one mode a program, in turn")
     parser.add_argument(
         "--row", type=int, default=0, help="writes of a row of them to one file (0: all)"
     )
@@ -72,7 +73,8 @@ def try_all(folder: Path, options: argparse.Namespace) -> int:
     for number, program in enumerate(programs(Inputs(folder / "inputs"))):
         if program.name.startswith(options.only):
             place = Place(folder / f"program{number}")
-            records = try_program(program, place, modes, options)
+            own = [modes[number % len(modes)]] if options.turns else modes
+            records = try_program(program, place, own, options)
             has_failed |= any(record["failed"] for record in records)
             if options.out:
                 table.write(Path(options.out), records, made)
@@ -86,7 +88,9 @@ def made_by(options: argparse.Namespace) -> str:
 
     from common.environment import environment
 
-    words = [f"--{name}={value}" for name, value in vars(options).items() if value]
+    given = {name: value for name, value in vars(options).items() if value}
+    words = [f"--{name}={value}" for name, value in given.items() if name != "turns"]
+    words += ["--turns"] * options.turns
     commit = environment(torch.device("cpu"))["git"]
     command = " ".join(["python -m tests.fault_injection", *words])
     return f"{time.strftime('%Y-%m-%d')}, commit {commit}: `{command}`"
@@ -123,7 +127,8 @@ def sample(points: list[Any], limit: int) -> list[Any]:
     """Take `limit` of the points, evenly spread (0: all)."""
     if not limit or limit >= len(points):
         return points
-    return [points[index * len(points) // limit] for index in range(limit)]
+    # From the middle of `limit` equal parts.
+    return [points[(2 * index + 1) * len(points) // (2 * limit)] for index in range(limit)]
 
 
 if __name__ == "__main__":
