@@ -117,7 +117,7 @@ def test_the_table_names_what_failed_and_keeps_other_programs(tmp_path):
 def test_a_sample_of_all_points(library):
     """A point of each program, the same every time."""
     command = [sys.executable, "-m", "tests.fault_injection", "--points=1", "--turns"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     failed = [record for record in found if record["failed"]]
     assert not failed and done.returncode == 0, failed or done.stderr

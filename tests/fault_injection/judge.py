@@ -15,6 +15,7 @@ REMEDY = re.compile(
     r"make room|permission|repeat the command|run it again|run the same command|choose another|"
     r"remove it|another disk"
 )
+ERROR = "error: |: FAILED with exit code"
 NOT_READABLE = "not readable"
 
 
@@ -68,7 +69,7 @@ def problem_at(program: Program, place: Place, fault: Fault, whole: Unbroken) ->
     if len(ended.calls[fault.rank]) < fault.point:
         return "not reached"
     if fault.mode not in KILLS:
-        found = problem_of_error(ended, place, whole, given)
+        found = problem_of_error(program, ended, place, whole, given)
         if found:
             return found
     elif ended.is_good:
@@ -80,7 +81,9 @@ def problem_at(program: Program, place: Place, fault: Fault, whole: Unbroken) ->
     return f"run again: {found}" if found else ""
 
 
-def problem_of_error(ended: Ended, place: Place, whole: Unbroken, given: set[str]) -> str:
+def problem_of_error(
+    program: Program, ended: Ended, place: Place, whole: Unbroken, given: set[str]
+) -> str:
     """Look at a program whose call failed. Returns what is wrong, or ""."""
     left = state_of(place.files)
     for text in ended.texts:
@@ -101,10 +104,10 @@ def problem_of_error(ended: Ended, place: Place, whole: Unbroken, given: set[str
         # What could not be removed may stay until the command runs again.
         return f"exit code 0, but {found}" if found and not found.startswith(LEFT) else ""
     for text in ended.texts:
-        if len(re.findall("^error: ", text, re.MULTILINE)) > 1:
+        if len(re.findall("^error: ", text, re.MULTILINE)) > 1 and not program.is_script:
             return "more than one line of error"
-    # Within a line, too: sweep.sh repeats what a run has said.
-    lines = [line for text in ended.texts for line in text.splitlines() if "error: " in line]
+    # Within a line, too: sweep.sh repeats what a run has said, or says what failed.
+    lines = [line for text in ended.texts for line in text.splitlines() if re.search(ERROR, line)]
     for line in lines:
         if str(place.files) in line and REMEDY.search(line):
             return ""

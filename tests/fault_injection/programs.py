@@ -41,6 +41,7 @@ class Program:
     start: Callable[[Place, Fault | None], Ended]
     ranks: int = 1
     setup: Callable[[Place], None] = lambda place: None  # before the first start
+    is_script: bool = False  # several commands, each of which may end with a line of error
 
 
 class Inputs:
@@ -204,4 +205,4 @@ def _sweep(inputs: Inputs) -> Program:
         }
         return run_script(place, words, env, fault)
 
-    return Program("sweep.sh", start)
+    return Program("sweep.sh", start, is_script=True)
