@@ -81,7 +81,9 @@ def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        error.filename = str(path)
+        error.filename2 = None
+        raise
 
 
 def refused(error: Exception) -> OSError | None:

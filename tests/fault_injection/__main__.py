@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.fault_injection.launch import ROOT, Place, build, import_programs
 
-MEMORY = "/dev/shm"
+MEMORY = "/dev/shm"  # where fsync takes no time
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -35,9 +35,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    # Not TemporaryDirectory: each fork would remove it when it ends.
-    # In memory, if possible, where fsync takes no time.
     memory = MEMORY if os.access(MEMORY, os.W_OK) else None
+    # Not TemporaryDirectory: each fork would remove it when it ends.
     folder = Path(tempfile.mkdtemp(prefix="faults-", dir=memory)).resolve()
     try:
         if "FAULT_LIBRARY" not in os.environ:
@@ -89,7 +88,7 @@ def made_by(options: argparse.Namespace) -> str:
     from common.environment import environment
 
     given = {name: value for name, value in vars(options).items() if value}
-    words = [f"--{name}={value}" for name, value in given.items() if name != "turns"]
+    words = [f"--{name}={value}" for name, value in given.items() if name not in ("out", "turns")]
     words += ["--turns"] * options.turns
     commit = environment(torch.device("cpu"))["git"]
     command = " ".join(["python -m tests.fault_injection", *words])

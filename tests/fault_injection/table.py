@@ -30,10 +30,10 @@ A cell: points survived / points tried (of all points, where not all were tried)
 
 {failed}
 
-What this does not cover: writes into mapped memory, which no library call does (safetensors writes
-its tensors so; the calls before and after them are covered); a kernel that loses what fsync had
-confirmed; a closing of a file that fails. On several ranks the main one opens the log, so the
-others have points under FSDP only.
+What this does not cover: calls that go past the C library (one here, the rename by which
+safetensors gives its file a name, within a folder that has no name yet); what a failing disk loses
+after fsync had confirmed it; a `close` that fails. Where each rank holds the whole model, only the
+main one writes, so the others have points under FSDP alone.
 
 {made}
 """
