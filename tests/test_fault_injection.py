@@ -110,6 +110,7 @@ def test_the_table_names_what_failed_and_keeps_other_programs(tmp_path):
     table.write(tmp_path, [other], "now")
     text = (tmp_path / "README.md").read_text()
     assert "| `a.py` | 1 | 2 / 3 (of 9) |" in text and "| `b.py` | 1 | 3 / 3 |" in text
+    assert "6 of 12 points were tried" in text
     assert "- a.py, kill, write of x (rank 0): hangs" in text and "- then\n- now" in text
 
 

@@ -600,7 +600,7 @@ def test_a_finished_run_says_so_where_nobody_can_write(launch, train_ok, tiny_da
     job = train_ok(*words, patch=("nobody_can_write", {"is_told": True}))
     assert "finished already" in job.text() and contents(run) == before
     job = launch(*words, patch=("nobody_can_write", {"is_told": False}))
-    assert job.wait() == [1] and "its file `lock` cannot be written" in job.text()
+    assert job.wait() == [1] and "its file `lock`: cannot be written" in job.text()
 
 
 def test_ranks_that_see_different_data_end(launch, tiny_data, tmp_path):

@@ -24,7 +24,9 @@ log but for times, the same weights, moments and plain values of each checkpoint
   the program can do without the call, exit code 0 and the result of the unbroken run.
 - **full**: from this call on the disk has no room; the same is expected.
 
-A cell: points survived / points tried (of all points, where not all were tried).
+A cell: points survived / points tried (of all points, where not all were tried). In this table
+{points}. Of a row of writes to one file, `--row=2` takes the first and the last; `--points=N` takes
+N points of each mode, evenly spread.
 
 {table}
 
@@ -68,8 +70,10 @@ def page(records: list[dict[str, Any]]) -> str:
     if lines:
         failed = "Failed:\n\n" + "\n".join(lines)
     made = "\n".join(dict.fromkeys(f"- {record['made']}" for record in records))
+    tried, of = (sum(record[name] for record in records) for name in ("points", "of"))
+    points = f"{tried:,} of {of:,} points were tried"
     table = markdown(["program", "ranks", *MODES], rows)
-    return TEXT.format(table=table, failed=failed, made=f"Made by:\n\n{made}")
+    return TEXT.format(points=points, table=table, failed=failed, made=f"Made by:\n\n{made}")
 
 
 def cell(record: dict[str, Any]) -> str:
