@@ -1,6 +1,7 @@
 # make demo    environment, embedded data set, some minutes of training, a text sample, a loss plot
 # make test    environment, linter, whole test suite
 # Both need Python 3.11+ and its headers, a C++ compiler and a package index; neither needs a GPU.
+# make faults  kill every program at each call that changes a file, or fail the call (hours)
 # make gpu     every figure that needs an H200, in stages (repro/h200.sh); in .venv, else in the
 #              python3 that has torch
 
@@ -12,7 +13,7 @@ JOBS ?= 2
 
 PROMPT = class Parser:\n    def __init__(self, name, value=None):\n        self.name = name\n\n    def
 
-.PHONY: demo test lint data env clean gpu
+.PHONY: demo test faults lint data env clean gpu
 
 env: $(VENV)/.installed
 $(VENV)/.installed: requirements.txt
@@ -42,6 +43,9 @@ lint: $(VENV)/.installed-dev
 
 test: lint data
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+faults: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.fault_injection --out=results/cpu/faults
 
 gpu:
 	set -f; repro/h200.sh $(STAGES)

@@ -38,13 +38,13 @@ The last line of output is JSON.
 
 import common.interrupt  # noqa: F401
 
+import contextlib
 import json
-import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -52,8 +52,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import fold
-from common.errors import ConfigError, FoldError, UserError, run_program
-from common.output import write_bytes_atomically, writing
+from common.errors import ConfigError, FoldError, UserError, cannot_write, run_program
+from common.output import whole_folder, write_bytes_atomically
 from configurator import key, parse_args
 from decode.pack import pack
 from decode.step import decode_logits
@@ -316,10 +316,9 @@ def write_foreign(
     Raises:
         UserError: it cannot be written, or what is loaded is another model.
     """
-    with writing(out.parent), TemporaryDirectory(dir=out.parent, prefix=f"{out.name}-") as folder:
-        written = Path(folder) / out.name
-        save(model, written, certificate, spec)
-        again = load(written)
+    with writing_new(out) as folder:
+        save(model, folder, certificate, spec)
+        again = load(folder)
         equal = not touched(model, again) and same(
             run(model, inputs, widen=False), run(again, inputs, widen=False)
         )
@@ -328,7 +327,6 @@ def write_foreign(
                 f"out={out}: nothing written: loaded again, {spec} would be another model: "
                 "please report it"
             )
-        os.replace(written, out)
 
 
 def same(first: Any, second: Any) -> bool:
@@ -374,18 +372,28 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
 # ------------------------------------------------------------------------------------------ program
 
 
+@contextlib.contextmanager
+def writing_new(out: Path) -> Iterator[Path]:
+    """Yield a folder that becomes `out` when it is whole. Raises UserError."""
+    try:
+        with whole_folder(out) as folder:
+            yield folder
+    except OSError as error:
+        raise UserError(cannot_write(f"out={out}", error)) from None
+
+
 def write(out: Path, model: GPT, certificate: Certificate) -> None:
     """Write a run folder without a run: weights, config.json and certificate.json.
 
     The weights are a checkpoint without an optimiser's state.
     """
     config = asdict(model.config)
-    with writing(out):
-        write_bytes_atomically(out / "config.json", (json.dumps(config, indent=1) + "\n").encode())
-        write_bytes_atomically(out / "certificate.json", (certificate.to_json() + "\n").encode())
-    save_checkpoint(
-        out / BEST, {"step": 0, "config": config, "meta": model.meta, "model": model.state_dict()}
-    )
+    state = {"step": 0, "config": config, "meta": model.meta, "model": model.state_dict()}
+    settings = json.dumps(config, indent=1) + "\n"
+    with writing_new(out) as folder:
+        write_bytes_atomically(folder / "config.json", settings.encode())
+        write_bytes_atomically(folder / "certificate.json", (certificate.to_json() + "\n").encode())
+        save_checkpoint(folder / BEST, state)
 
 
 def model_keys(model: GPT) -> str:

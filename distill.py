@@ -45,8 +45,16 @@ from common.environment import (
     find_device,
     machine_memory,
 )
-from common.errors import CheckpointError, ConfigError, DataError, UserError, run_program
+from common.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    UserError,
+    cannot_write,
+    run_program,
+)
 from common.fingerprint import fingerprint
+from common.output import write_bytes_atomically
 from configurator import (
     MOST_LAYERS,
     MOST_SEQUENCES,
@@ -666,7 +674,11 @@ class Distiller:
     def _write_student(self, student: GPT) -> None:
         """Write config.json and ckpt_best.pt."""
         config = dataclasses.asdict(student.config)
-        (self.out_dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        path = self.out_dir / "config.json"
+        try:
+            write_bytes_atomically(path, f"{json.dumps(config, indent=1)}\n".encode())
+        except OSError as error:
+            raise UserError(cannot_write(path, error, "the run is saved")) from None
         state = {
             "step": self.step,
             "config": config,
@@ -678,11 +690,8 @@ class Distiller:
     def _export(self, student: GPT) -> None:
         """Write hf/. It is whole whenever it exists, and replaces that of an earlier end."""
         target = self.out_dir / "hf"
-        partial = self.out_dir / "hf.tmp"
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped here
-        weights.export_hf(student, partial)
         shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        weights.export_hf(student, target)
 
 
 def _check_distilling(path: Path, state: dict[str, Any]) -> None:

@@ -94,7 +94,8 @@ kept=$'\n'
 [ -z "$KEEP" ] || kept+=$("$PYTHON" -m evidence.archive "$KEEP")$'\n' || exit 1
 total=$((${#arms[@]} * ${#seeds[@]}))
 
-mkdir -p "$OUT" 2>/dev/null || die "OUT=$OUT: cannot be made"
+mkdir -p "$OUT" 2>/dev/null || 
+  die "OUT=$OUT: cannot be made: check permissions and disk, or choose another OUT"
 # Of runs, by name: said/, a line was printed of it; began/, a worker here has trained it;
 # elsewhere/, somebody else does. And for each worker a file that says where it is.
 state=$(mktemp -d)
@@ -150,6 +151,9 @@ train() {
     0:stopped*) tell "$name" "$label: $last"; stop_all 130 ;;
     0:*) tell "$name" "$label: $last  ($((SECONDS - began)) s)" ;;
     *)
+      # A full disk takes no message either.
+      [[ $last == error:* ]] ||
+        last+=" (see $run/train.txt; if the disk is full, make room and run it again)"
       tell "$name" "$label: FAILED with exit code $status: $last"
       [ "$status" != 2 ] || stop_all 2
       return 1

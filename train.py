@@ -22,6 +22,7 @@ order, and `run` is the loop.
 
 import common.interrupt  # noqa: F401
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -45,7 +46,7 @@ from common.environment import (
     machine_memory,
     peak_flops,
 )
-from common.errors import CheckpointError, ConfigError, UserError, run_program
+from common.errors import CheckpointError, ConfigError, UserError, cannot_write, run_program
 from common.old_keys import chosen_then, device_kind
 from common.output import check_replaceable
 from configurator import MOST_GENERATED, MOST_SEQUENCES, MOST_STEPS, key, parse_args
@@ -62,6 +63,7 @@ from training.checkpoint import (
     different_checkpoints,
     find_checkpoint,
     first_not_finite,
+    remove_old_shards,
     restore,
     save_checkpoint,
 )
@@ -563,6 +565,9 @@ class Trainer:
         self.log = RunLog(
             self.out_dir, dataclasses.asdict(config), config.max_iters, self.ranks.is_main
         )
+        if self.ranks.is_main:
+            for name in (LAST, BEST):
+                remove_old_shards(self.out_dir / name)
         if self.choice:
             self.log.say(self.choice)
         if not self.is_over:
@@ -597,15 +602,19 @@ class Trainer:
         }
         path = self.out_dir / "config.json"
         check_replaceable(path)
+        # It takes its name once the log is open: what fails first leaves both untouched.
+        partial = path.with_name(path.name + ".tmp")
         try:
-            # It takes its name once the log is open: what fails first leaves both untouched.
-            partial = path.with_name(path.name + ".tmp")
             partial.write_text(json.dumps(config, indent=1) + "\n")
             resume_step = self.step if is_resumed else None
             self.log.open(resume_step, start, self.changed, self.logged_until)
             partial.replace(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        except (OSError, UserError) as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            if isinstance(error, UserError):
+                raise
+            raise UserError(cannot_write(path, error)) from None
         self.log.say(
             f"{start['n_params']:,} parameters, norm plan {start['norm_plan']}, {start['device']}, "
             f"{self.tokens_per_step:,} tokens a step"

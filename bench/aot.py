@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bench.stand_in import replaced
-from common.errors import ConfigError, UserError, run_program
+from common.errors import ConfigError, UserError, cannot_write, run_program
 from configurator import key, parse_args
 from kernels import activation, binding, row_norm, sandwich, shared_rms, taper
 from kernels.reference import GATED, KINDS
@@ -413,7 +413,7 @@ def finish(records: list[dict], out: str) -> int:
         try:
             Path(out).write_text(f"triton {triton.__version__}\n\n{text}\n", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
+            raise UserError(cannot_write(f"out={out}", error)) from None
     spills = [record for record in records if record["stack"] or record["spill"]]
     doubles = [record for record in records if record["FP64"]]
     for record in spills + doubles:

@@ -41,6 +41,26 @@ class HFError(UserError):
     """A Hugging Face folder is missing, torn, or of an architecture that our GPT does not have."""
 
 
+def cannot_write(what: object, error: OSError, kept: str = "") -> str:
+    """Say that the system refuses to write something, why, and what to do.
+
+    Args:
+        what: a path, or key=path.
+        error: what the system says.
+        kept: what is not lost; "" where nothing could be.
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "make room"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = "get permission to write there"
+    else:
+        remedy = "check path and disk"
+    reason = f"{what}: cannot be written ({error.strerror or error})"
+    if kept:
+        reason += f"; {kept}"
+    return f"{reason}: {remedy}, and repeat the command"
+
+
 def missing_on_this_machine(error: Exception) -> str | None:
     """Return the remedy for an error of the machine: memory, a file's name, no compiler.
 

@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, cannot_write
 
 
 @contextlib.contextmanager
@@ -21,7 +24,26 @@ def writing(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from None
+        raise UserError(cannot_write(f"out={folder}", error)) from None
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write into. It takes the name `folder`, of none or of an empty one, when
+    the block ends; if the block raises, it is removed.
+
+    After a kill, what was written is left under another name, until this is called again.
+    """
+    folder = folder.resolve()
+    partial = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)  # of a program that was killed
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        os.replace(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def check_replaceable(path: Path) -> None:
@@ -45,16 +67,37 @@ def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
 
     Raises:
         UserError: of check_replaceable.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; it names `path`, and the new content is removed.
     """
     check_replaceable(path)
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        error.filename = str(path)
+        error.filename2 = None
+        raise
+
+
+def refused(error: Exception) -> OSError | None:
+    """Return what the system said when a file of torch.save could not be written.
+
+    torch hides it behind a RuntimeError of its own; then most often the disk is full. None for any
+    other error.
+    """
+    if isinstance(error, OSError):
+        return error
+    is_torchs = re.search("inline_container|PytorchStreamWriter", str(error))
+    if isinstance(error, RuntimeError) and is_torchs:
+        return OSError(errno.ENOSPC, "the disk may be full")
+    return None
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:
@@ -69,7 +112,7 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
             # A last line that was cut off by a kill stays a line of its own.
             file.write(b"\n" + line if is_torn else line)
     except OSError as error:
-        raise UserError(f"out={path}: cannot be written ({error.strerror})") from None
+        raise UserError(cannot_write(f"out={path}", error)) from None
 
 
 def markdown(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:

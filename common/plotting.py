@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 from PIL import Image
 
-from common.errors import UserError
+from common.errors import UserError, cannot_write
 from common.output import check_replaceable
 
 matplotlib.use("Agg")
@@ -53,7 +53,9 @@ def save(figure: plt.Figure, target: Path) -> Path:
             # cost bytes.
             palette = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
             palette.save(target, optimize=True)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(cannot_write(target, error)) from None
+    except ValueError as error:  # of a format that there is not
         raise UserError(f"{target}: cannot be written ({error})") from None
     finally:
         plt.close(figure)

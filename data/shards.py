@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import DataError
+from common.errors import DataError, cannot_write
 from common.output import parse_json, write_bytes_atomically
 
 MAGIC = 20240520
@@ -28,12 +28,12 @@ NUMBERED = re.compile(r"(?P<name>.+)_(?P<split>train|val)_(?P<number>\d{6})\.bin
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """Write 1-D integer `tokens`, each in [0, 65535], as a shard, atomically."""
+    """Write 1-D integer `tokens`, each in [0, 65535], as a shard, atomically. Raises DataError."""
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) <= 65535:
         raise DataError(f"{path}: token ids must lie in 0..65535 to be stored as uint16")
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
-    write_bytes_atomically(path, header.tobytes(), tokens.astype("<u2").tobytes())
+    _write(path, header.tobytes(), tokens.astype("<u2").tobytes())
 
 
 def open_shard(path: Path) -> np.ndarray:
@@ -105,8 +105,19 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
 
 
 def write_meta(folder: Path, meta: dict) -> None:
-    """Write meta.json: {"tokenizer": "gpt2" | "bytes" | "chars", "vocab_size": int, ...}."""
-    write_bytes_atomically(folder / "meta.json", json.dumps(meta, ensure_ascii=False).encode())
+    """Write meta.json: {"tokenizer": "gpt2" | "bytes" | "chars", "vocab_size": int, ...}.
+
+    Raises DataError.
+    """
+    _write(folder / "meta.json", json.dumps(meta, ensure_ascii=False).encode())
+
+
+def _write(path: Path, *chunks: bytes) -> None:
+    """Write a file atomically. Raises DataError."""
+    try:
+        write_bytes_atomically(path, *chunks)
+    except OSError as error:
+        raise DataError(cannot_write(path, error)) from None
 
 
 def read_meta(data_dir: str | Path) -> dict:

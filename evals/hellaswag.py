@@ -32,7 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.distributed import Ranks, gather_root
-from common.errors import DataError, UserError
+from common.errors import DataError, UserError, cannot_write
 from common.output import parse_json, write_bytes_atomically
 from model import GPT
 
@@ -211,7 +211,7 @@ class Scores:
         try:
             write_bytes_atomically(path, lines.encode())
         except OSError as error:
-            raise UserError(f"out={path}: cannot be written ({error.strerror})") from None
+            raise UserError(cannot_write(path, error)) from None
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.errors import ConfigError, UserError, run_program
+from common.errors import ConfigError, UserError, cannot_write, run_program
 from common.output import write_bytes_atomically
 
 SUFFIX = ".tar.xz"
@@ -64,7 +64,7 @@ def write(archive: Path, content: Content) -> None:
     try:
         write_bytes_atomically(archive, packed.getvalue())
     except OSError as error:
-        raise UserError(f"{archive}: cannot be written ({error.strerror})") from None
+        raise UserError(cannot_write(archive, error)) from None
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be opened ({error.strerror}): check the path") from None
+        raise UserError(cannot_write(folder, error)) from None
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -16,7 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.errors import ConfigError, UserError, run_program
+from common.errors import ConfigError, UserError, cannot_write, run_program
 
 TAKEN = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -35,9 +35,7 @@ def claim(folder: Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}): choose another OUT"
-        ) from None
+        raise UserError(cannot_write(path, error)) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import CheckpointError, ConfigError, UserError
+from common.errors import CheckpointError, ConfigError, UserError, cannot_write
 from common.output import parse_json
 from hf.hub import import_transformers, read_config, resolve_hub
 
@@ -122,7 +122,7 @@ def save(
         if certificate is not None:
             (folder / "certificate.json").write_text(certificate.to_json() + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
+        raise UserError(cannot_write(folder, error)) from None
 
 
 def _copy_side_files(source: Path, folder: Path) -> None:

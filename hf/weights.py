@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError, HFError
-from common.output import parse_json, write_bytes_atomically
+from common.output import parse_json, whole_folder, write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
 from hf.config import COUPLED, architecture, gpt_config, hf_config
 from hf.hub import read_config
@@ -182,23 +182,18 @@ def export_hf(model: GPT, folder: str | Path) -> Path:
                 hf[key] = theirs[key]
     from safetensors import SafetensorError
 
-    # The folder gets its name when it is whole.
-    partial = folder.resolve().with_name(folder.resolve().name + ".tmp")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-        partial.mkdir(parents=True)
-        prefix = "transformer." if target.wpe is not None else "model."
-        write_tensors(partial, hf_pieces(target, hf["model_type"]), prefix)
-        for pattern in COMPANIONS:
-            for companion in source.glob(pattern):
-                shutil.copy(companion, partial)
-        is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
-        if is_ours and not (partial / "tokenizer.json").exists():
-            hf |= write_tokenizer(model, partial)
-        write_json(partial / "config.json", hf)
-        partial.replace(folder)
+        with whole_folder(folder) as partial:
+            prefix = "transformer." if target.wpe is not None else "model."
+            write_tensors(partial, hf_pieces(target, hf["model_type"]), prefix)
+            for pattern in COMPANIONS:
+                for companion in source.glob(pattern):
+                    shutil.copy(companion, partial)
+            is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
+            if is_ours and not (partial / "tokenizer.json").exists():
+                hf |= write_tokenizer(model, partial)
+            write_json(partial / "config.json", hf)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
         raise HFError(
             f"{folder}: cannot be written ({reason}): make room, or choose another folder"

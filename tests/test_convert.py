@@ -463,6 +463,28 @@ def test_text_calibrates_and_judges(saved, tmp_path, capsys):
         convert.main([str(path), "--to=coupled", "--inexact", f"--text={text}"])
 
 
+def test_a_disk_that_refuses_the_weights_leaves_no_folder(saved, tmp_path, monkeypatch):
+    """So that the same command can be repeated."""
+    words = [str(saved(norm_type="layer")), "--to=rms", f"--out={tmp_path / 'new'}"]
+
+    def refuse(path, state):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "save_checkpoint", refuse)
+        with pytest.raises(
+            UserError, match=r"out=.*new: cannot be written .*make room, and repeat"
+        ):
+            convert.main(words)
+    assert not list(tmp_path.glob("new*"))
+    convert.main(words)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "certificate.json",
+        "ckpt_best.pt",
+        "config.json",
+    ]
+
+
 @pytest.mark.parametrize(
     "broken", ["wte.weight", "wpe.weight", "blocks.1.attn.proj.bias", "blocks.2.mlp.down.weight"]
 )

@@ -138,6 +138,23 @@ def test_killed_before_its_end_a_run_gets_one(
     assert "finished already" in job.text()
 
 
+def test_a_sample_that_cannot_be_written_is_an_error_and_comes_later(
+    launch, train_ok, tiny_data, tmp_path
+):
+    words = (*TINY, "--sample_tokens=20", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    (tmp_path / "samples.txt.partial").mkdir()
+    job = launch(*words)
+    assert job.wait() == [1]
+    error = job.text().splitlines()[-1]
+    assert error.startswith(
+        f"error: {tmp_path / 'samples.txt'}: cannot be written (Is a directory)"
+    )
+    (tmp_path / "samples.txt.partial").rmdir()
+    train_ok(*words)
+    assert (tmp_path / "samples.txt").read_text()
+    assert [event["event"] for event in records(tmp_path)[-2:]] == ["resume", "end"]
+
+
 @pytest.mark.parametrize(
     ("damage", "gap"),
     [
@@ -583,7 +600,7 @@ def test_a_finished_run_says_so_where_nobody_can_write(launch, train_ok, tiny_da
     job = train_ok(*words, patch=("nobody_can_write", {"is_told": True}))
     assert "finished already" in job.text() and contents(run) == before
     job = launch(*words, patch=("nobody_can_write", {"is_told": False}))
-    assert job.wait() == [1] and "its file `lock` cannot be written" in job.text()
+    assert job.wait() == [1] and "its file `lock`: cannot be written" in job.text()
 
 
 def test_ranks_that_see_different_data_end(launch, tiny_data, tmp_path):

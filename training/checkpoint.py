@@ -20,6 +20,7 @@ restores them. A run under FSDP puts the tensors into a folder next to the file
 
 import common.interrupt  # noqa: F401
 
+import contextlib
 import math
 import os
 import pickle
@@ -35,9 +36,9 @@ import torch
 from torch import nn
 
 from common.distributed import Ranks, StopSignal, is_sharded, whole
-from common.errors import CheckpointError, ConfigError, run_program
+from common.errors import CheckpointError, ConfigError, cannot_write, run_program
 from common.old_keys import as_today
-from common.output import check_replaceable
+from common.output import check_replaceable, refused
 from configurator import Overrides, parse_args
 from model import GPT, GPTConfig
 from norm_plan import foreign_keys, resolved
@@ -81,6 +82,7 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
     shards = None
     if "shards" in state:
         shards = path.with_name(state["shards"]["folder"])
+    is_there = False  # has the new checkpoint its name?
     try:
         # Whatever the file names must be on the disk before the file itself.
         if shards is not None:
@@ -90,22 +92,42 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
             file.flush()
             os.fsync(file.fileno())  # the content is on the disk before it gets its name
         os.replace(partial, path)
+        is_there = True
         sync_folder(path.parent)  # the rename itself must reach the disk too
-        # Shards of the previous checkpoint, and of a save that did not finish.
-        for old in path.parent.glob(f"{path.stem}.shards-*"):
-            if old != shards:
-                shutil.rmtree(old, ignore_errors=True)
+        _remove_shards_but(path, shards)
     except (OSError, RuntimeError) as error:
-        # torch.save makes a RuntimeError of what the disk refuses.
-        is_torchs = re.search("inline_container|PytorchStreamWriter", str(error))
-        if isinstance(error, RuntimeError) and not is_torchs:
+        problem = refused(error)
+        if problem is None:
             raise
-        partial.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or "the disk may be full"
-        raise CheckpointError(
-            f"{path}: cannot be written ({reason}); the previous checkpoint is untouched: make "
-            "room, and repeat the command"
-        ) from None
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if shards is not None and not is_there:
+            shutil.rmtree(shards, ignore_errors=True)
+        kept = "the previous checkpoint is untouched"
+        if is_there:
+            kept = "this checkpoint or the previous one is there"
+        raise CheckpointError(cannot_write(path, problem, kept)) from None
+
+
+def remove_old_shards(path: Path) -> None:
+    """Remove what a save that was killed has left beside a checkpoint that is there.
+
+    That is the previous checkpoint's shards, or those that no checkpoint names yet.
+    """
+    if not path.exists() or not any(path.parent.glob(f"{path.stem}.shards-*")):
+        return
+    try:
+        named = _read_archive(path).get("shards", {}).get("folder")
+    except (CheckpointError, AttributeError):
+        return  # a torn file does not say which shards are its own
+    _remove_shards_but(path, path.with_name(named) if named else None)
+
+
+def _remove_shards_but(path: Path, kept: Path | None) -> None:
+    """Remove all shards of checkpoints called `path` but one folder of them."""
+    for old in path.parent.glob(f"{path.stem}.shards-*"):
+        if old != kept:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from common.distributed import Ranks
-from common.errors import DataError
+from common.errors import DataError, UserError, cannot_write
+from common.output import write_bytes_atomically
 from data.tokenizers import decode, load_tokenizer, token_bytes
 from model import GPT
 from training.dataloader import Blocks, bytes_per_token, eval_batches
@@ -154,6 +155,9 @@ class Evaluator:
 
         Returns:
             A line about it, for people.
+
+        Raises:
+            UserError: it cannot be written.
         """
         if self.tokenizer is None:
             return f"no text sample: {self.no_tokenizer}"
@@ -166,7 +170,7 @@ class Evaluator:
         if self.ranks.is_main:
             text = decode(self.tokenizer, tokens[0].tolist())
             try:
-                path.write_text(text + "\n", encoding="utf-8")
+                write_bytes_atomically(path, f"{text}\n".encode())
             except OSError as error:
-                return f"no text sample: {path} cannot be written ({error.strerror})"
+                raise UserError(cannot_write(path, error, "the run is saved")) from None
         return f"a sample of its text is in {path}"

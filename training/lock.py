@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from common.errors import UserError
+from common.errors import UserError, cannot_write
 
 # Seconds. A job that is queued again may start while the previous one still saves.
 PATIENCE = 60.0
@@ -75,9 +75,7 @@ class FolderLock:
                 break
         if os.path.isdir(self.folder) and not os.access(self.folder, os.W_OK):
             return None
-        raise UserError(
-            f"out_dir={self.folder}: its file `lock` cannot be written ({problem.strerror})"
-        )
+        raise UserError(cannot_write(f"out_dir={self.folder}: its file `lock`", problem))
 
     def _try(self) -> bool:
         """Try to get the lock. Returns whether the folder is ours now."""

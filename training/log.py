@@ -14,8 +14,8 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from common.errors import UserError
-from common.output import check_replaceable, parse_json
+from common.errors import UserError, cannot_write
+from common.output import check_replaceable, parse_json, write_bytes_atomically
 
 
 class RunLog:
@@ -56,7 +56,7 @@ class RunLog:
             is_new = self._make_room(resume_step)
             self.file = open(self.path, "a", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror})") from None
+            raise UserError(cannot_write(self.path, error)) from None
         if self.config["wandb"] != "off":
             self.wandb = _start_wandb(self.config)
         if sys.stderr.isatty():
@@ -104,19 +104,25 @@ class RunLog:
             # A resume at this very step has trained nothing that is kept. The resume that follows
             # now says what has changed.
             is_idle = event == "resume" and step_of == step
-            if step_of <= step and event != "end" and not is_idle:
+            # What follows the last step is done, and logged, once more.
+            is_ending = event in ("merged", "end")
+            if step_of <= step and not is_ending and not is_idle:
                 kept.append(line + "\n")
                 if event == "step":
                     self.last_step = step_of
-        cut = self.path.with_name("log.jsonl.tmp")
-        cut.write_text("".join(kept), encoding="utf-8")
-        cut.replace(self.path)
+        write_bytes_atomically(self.path, "".join(kept).encode())
         return bool(kept)
 
     def sync(self) -> None:
-        """Wait until the log is on the disk: a checkpoint must not outlive the steps before it."""
+        """Wait until the log is on the disk: a checkpoint must not outlive the steps before it.
+
+        Raises UserError.
+        """
         if self.file is not None:
-            os.fsync(self.file.fileno())
+            try:
+                os.fsync(self.file.fileno())
+            except OSError as error:
+                raise self._refused(error) from None
 
     def event(self, event: str, **values: Any) -> None:
         """Write one line of log.jsonl. Floats keep all digits; infinite and NaN become null."""
@@ -131,13 +137,13 @@ class RunLog:
             with contextlib.suppress(OSError):
                 self.file.close()  # what could not be written is lost, and not tried again
             self.file = None
-            raise UserError(
-                f"{self.path}: cannot be written ({error.strerror}): make room, and repeat the "
-                "command, which goes on from the last checkpoint"
-            ) from None
+            raise self._refused(error) from None
         if self.wandb is not None and event in ("step", "eval"):
             numbers = {k: v for k, v in clean.items() if k != "step" and v is not None}
             self.wandb.log(numbers, step=values["step"])
+
+    def _refused(self, error: OSError) -> UserError:
+        return UserError(cannot_write(self.path, error, "the last checkpoint is untouched"))
 
     def step(self, **values: Any) -> None:
         """Log one training step, for programs and for people."""

@@ -15,6 +15,7 @@ ranks can read what any other number wrote.
 """
 
 import pickle
+import shutil
 import warnings
 import zlib
 from pathlib import Path
@@ -28,7 +29,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.distributed import Ranks
-from common.errors import CheckpointError
+from common.errors import CheckpointError, cannot_write
+from common.output import refused
 
 METADATA = ".metadata"
 DCP = "torch.distributed.checkpoint"
@@ -80,9 +82,13 @@ def write_shards(path: Path, state: dict[str, Any], ranks: Ranks) -> dict[str, A
     except CheckpointException as error:
         # DCP collects the failures of all ranks; one is enough for the message.
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(
-            f"{folder}: rank {rank} cannot write ({cause}); the previous checkpoint is untouched"
-        ) from None
+        if ranks.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        problem = refused(cause) or OSError(str(cause))
+        kept = "the previous checkpoint is untouched"
+        everyone = CheckpointError(cannot_write(f"{folder}: by rank {rank}", problem, kept))
+        everyone.on_every_rank = True
+        raise everyone from None
     files = _written_files(folder, ranks)
     return {**plain, "shards": {"folder": folder.name, "files": files}}
 

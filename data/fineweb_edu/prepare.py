@@ -46,7 +46,7 @@ import common.interrupt  # noqa: F401
 import numpy as np
 from tqdm import tqdm
 
-from common.errors import ConfigError, DataError, run_program
+from common.errors import ConfigError, DataError, cannot_write, run_program
 from common.output import parse_json, write_bytes_atomically
 from configurator import key, parse_args
 from data.documents import (
@@ -273,7 +273,10 @@ class Progress:
         """Note a shard, then write it."""
         self.notes[name] = {"tokens": len(tokens), **note}
         content = {"settings": self.settings, "shards": self.notes}
-        write_bytes_atomically(self.path, json.dumps(content, indent=1).encode())
+        try:
+            write_bytes_atomically(self.path, json.dumps(content, indent=1).encode())
+        except OSError as error:
+            raise DataError(cannot_write(self.path, error)) from None
         if not (self.folder / "meta.json").is_file():
             tokenizer = self.settings.get("tokenizer", "gpt2")
             write_meta(self.folder, {"tokenizer": tokenizer, "vocab_size": VOCABULARIES[tokenizer]})

@@ -4,6 +4,8 @@ python -m pytest tests/common/test_output.py
 """
 
 import contextlib
+import errno
+import json
 import os
 import resource
 import socket
@@ -13,11 +15,11 @@ import pytest
 import torch
 
 import hellaswag
-from common.errors import CheckpointError, HFError, UserError
-from common.output import write_bytes_atomically
+from common.errors import CheckpointError, HFError, UserError, cannot_write
+from common.output import whole_folder, write_bytes_atomically
 from hf.weights import export_hf
 from model import GPT, GPTConfig
-from training.checkpoint import save_checkpoint
+from training.checkpoint import remove_old_shards, save_checkpoint
 from training.log import RunLog
 
 
@@ -82,6 +84,82 @@ def test_a_log_on_a_full_disk_is_one_line(tmp_path):
         log.event("step", step=1, loss=2.0)
     log.event("step", step=2, loss=2.0)  # closed: nothing is tried again
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    "number, remedy",
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EACCES, "get permission to write there"),
+        (errno.EROFS, "get permission to write there"),
+        (errno.EIO, "check path and disk"),
+    ],
+)
+def test_a_refused_write_names_a_remedy(number, remedy):
+    error = OSError(number, os.strerror(number))
+    assert cannot_write("out=a", error, "b is untouched") == (
+        f"out=a: cannot be written ({os.strerror(number)}); b is untouched: {remedy}, and repeat "
+        "the command"
+    )
+
+
+def test_a_log_that_the_disk_does_not_confirm_is_one_line(tmp_path, monkeypatch):
+    log = RunLog(tmp_path, {"wandb": "off"}, 10, active=True)
+    log.open(None, {}, [])
+
+    def refuse(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(UserError, match=r"log\.jsonl: cannot be written .*checkpoint is untouched"):
+        log.sync()
+    with pytest.raises(UserError, match=r"log\.jsonl: cannot be written"):
+        RunLog(tmp_path, {"wandb": "off"}, 10, active=True).open(0, {}, [])
+    assert os.listdir(tmp_path) == ["log.jsonl"]
+
+
+def test_what_follows_the_last_step_is_logged_once(tmp_path):
+    """A distillation that is killed between its two last events does both again."""
+    for resume_step in (None, 4):
+        log = RunLog(tmp_path, {"wandb": "off"}, 4, active=True)
+        log.open(resume_step, {}, [])
+        if resume_step is None:
+            log.event("eval", step=4)
+        log.event("merged", step=4)
+    found = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").open()]
+    assert found == ["start", "eval", "resume", "merged"]
+
+
+def test_shards_that_no_checkpoint_names_are_removed(tmp_path):
+    """As a kill leaves them, in the middle of a save or directly after it."""
+    path = tmp_path / "ckpt_last.pt"
+    for number in (0, 1):
+        (tmp_path / f"ckpt_last.shards-{number}").mkdir()
+        (tmp_path / f"ckpt_best.shards-{number}").mkdir()
+    remove_old_shards(path)  # there is no checkpoint, so nothing is known
+    state = {"step": 1, "config": {}, "shards": {"folder": "ckpt_last.shards-1", "files": {}}}
+    torch.save(state, path)
+    remove_old_shards(path)
+    shards = ["ckpt_best.shards-0", "ckpt_best.shards-1", "ckpt_last.shards-1"]
+    assert sorted(os.listdir(tmp_path)) == [*shards[:2], "ckpt_last.pt", shards[2]]
+    path.write_bytes(path.read_bytes()[:100])
+    (tmp_path / "ckpt_last.shards-0").mkdir()
+    remove_old_shards(path)  # torn: it does not say which are its own
+    assert len(os.listdir(tmp_path)) == 5
+
+
+def test_a_folder_gets_its_name_when_it_is_whole(tmp_path):
+    out = tmp_path / "new" / "out"
+    (tmp_path / "new" / "out.tmp").mkdir(parents=True)
+    (tmp_path / "new" / "out.tmp" / "old").touch()  # of a program that was killed
+    with pytest.raises(KeyboardInterrupt), whole_folder(out) as folder:
+        (folder / "file").touch()
+        assert not out.exists()
+        raise KeyboardInterrupt
+    assert os.listdir(out.parent) == []
+    with whole_folder(out) as folder:
+        (folder / "file").touch()
+    assert os.listdir(out.parent) == ["out"] and os.listdir(out) == ["file"]
 
 
 def test_an_export_on_a_full_disk_leaves_nothing(tmp_path):

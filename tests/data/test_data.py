@@ -81,9 +81,16 @@ def test_a_write_that_fails_keeps_the_old_content(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError) as caught:
         write_bytes_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
+    for write in (lambda: write_meta(tmp_path, {}), lambda: write_shard(path, np.zeros(1))):
+        with pytest.raises(
+            DataError, match=r"cannot be written \(No space .*make room, and repeat"
+        ):
+            write()
+    assert os.listdir(tmp_path) == ["file"]
 
 
 GOOD = header(count=3) + b"\1\0\2\0\3\0"
