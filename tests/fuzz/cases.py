@@ -1,4 +1,4 @@
-"""Make the cases of a program: each key with each value, forms of arguments, files, pairs of keys."""
+"""Make the cases of a program: keys with values, forms of arguments, config files, several keys."""
 
 import math
 import random
@@ -9,49 +9,145 @@ from tests.fuzz.keys import Key
 
 # Numbers at the limits of 16, 32, 48 and 64 bits and of float32 and float64, and none.
 NUMBERS = (
-    ("0", "1", "-1", "2", "3", "7", "0.5", "1.5", "-0.0", "65536")
-    + ("2147483647", "2147483648", "281474976710655", "281474976710656", "9223372036854775808")
-    + ("1e30", "1e-30", "1e-45", "1e308", "-1e308", "1e-320", "1e999", "nan", "inf", "-inf")
+    "0",
+    "1",
+    "-1",
+    "2",
+    "3",
+    "7",
+    "0.5",
+    "1.5",
+    "-0.0",
+    "65536",
+    "2147483647",
+    "2147483648",
+    "281474976710655",
+    "281474976710656",
+    "9223372036854775808",
+    "1e30",
+    "1e-30",
+    "1e-45",
+    "1e308",
+    "-1e308",
+    "1e-320",
+    "1e999",
+    "nan",
+    "inf",
+    "-inf",
 )
 ODD_NUMBERS = ("1_0", "٣", "0x10", " 1 ", "1" * 5000, "1,2", "(1,2)", ",", "1,nan", "1," * 2000)
 TEXTS = (
-    ("", " ", "é", "日本", "\N{SMILING FACE WITH SUNGLASSES}", "x" * 300, "a'b\"c", "a\nb", "a\tb")
-    + ("\x01\x7f", "\x1b[31mred", "\udcff", "%s%n{0}", "--help", "-", "=", "None", "auto", "True")
-    + ("\\x00", "a,b", "*", "~", "$(id)", "FILE:", "FILE:missing", "FILE:fifo", "FILE:folder")
+    "",
+    " ",
+    "é",
+    "日本",
+    "😎",
+    "x" * 300,
+    "a'b\"c",
+    "a\nb",
+    "a\tb",
+    "\x01\x7f",
+    "\x1b[31mred",
+    "\udcff",
+    "%s%n{0}",
+    "--help",
+    "-",
+    "=",
+    "None",
+    "auto",
+    "True",
+    "\\x00",
+    "a,b",
+    "*",
+    "~",
+    "$(id)",
+    "FILE:",
+    "FILE:missing",
+    "FILE:fifo",
+    "FILE:folder",
 )
 PATHS = (
-    ("folder", "empty", "text.txt", "missing", "missing/under/it", "text.txt/under/it", "fifo")
-    + ("fifo.txt", "fifo.jsonl", "binary", "binary.jsonl", "torn.jsonl", "empty.jsonl", "loop")
-    + ("folder.jsonl", "folder.txt", "binary.safetensors", "torn.jsonl.xz", "binary.parquet")
-    + ("dangling", "/dev/null", "/dev/full", "/dev/zero", "/proc/self/mem", ".", "run", "data")
-    + ("torn", "missing/", "sp ace", "x/" * 3000, "run/ckpt_best.pt", "run/config.json")
+    "folder",
+    "empty",
+    "text.txt",
+    "missing",
+    "missing/under/it",
+    "text.txt/under/it",
+    "fifo",
+    "fifo.txt",
+    "fifo.jsonl",
+    "binary",
+    "binary.jsonl",
+    "torn.jsonl",
+    "empty.jsonl",
+    "loop",
+    "folder.jsonl",
+    "folder.txt",
+    "binary.safetensors",
+    "torn.jsonl.xz",
+    "binary.parquet",
+    "dangling",
+    "/dev/null",
+    "/dev/full",
+    "/dev/zero",
+    "/proc/self/mem",
+    ".",
+    "run",
+    "data",
+    "torn",
+    "missing/",
+    "sp ace",
+    "x/" * 3000,
+    "run/ckpt_best.pt",
+    "run/config.json",
 )
 BOOLS = ("True", "False", "true", "yes", "0", "1", "")
 SPECS = ("random:", "random:x", "random:gpt2 ", "nobody/nothing", "a/b/c", "hf:x", "")
 
 # Content of a config file. {key} is a key of the program.
 CONFIGS = (
-    (b"", b"\x00", b"\xff\xfe\x00", bytes(range(256)), b"{key} = ", b"{key} = (1, (2,))")
-    + (b"{key} = " + b"(" * 500, b"{key} = " + b"-" * 100_000 + b"1", b"x = 1\n" * 3 + b"y =")
-    + (b"{key} = " + b"1+" * 100_000 + b"1", b"{key} = 10 ** 400", b"{key} = 1e400", b"{key} = []")
-    + (
-        b"{key} = 2 ** 0.5 ** -1000 ** 3",
-        b"{key} = 0 ** -1",
-        b"{key} = (-8) ** 0.5",
-        b"{key} = None",
-    )
-    + (
-        b'{key} = "a\\x00b"',
-        b'{key} = "\\ud800"',
-        b'{key} = "' + b"x" * 300 + b'"',
-        b"{key} = b'x'",
-    )
-    + (b"import os", b"{key} = __import__('os')", b"{key} = 1 if 1 else 2", b"{key}: int = 1")
-    + (b"# -*- coding: latin-1 -*-\n{key} = '\xe9'", b"# coding: nothing\n{key} = 1", b"{key} += 1")
-    + (b"{key} = 1; {key} = 'b'", b"_a = 1\n{key} = _a", b"{key} = 9" + b"9" * 5000, b"{key} = 1.5")
-    + (b"nothing = 1", b"{key} = -1", b"{key} = 1e-45", b"{key} = 2 ** 63", b"{key} = True")
-    + (b"\xef\xbb\xbf{key} = 1", b"{key} = 1\r{key} = 2", b"{key} = 'a\\nb'", b"{key} = 1j")
-    + (b"x = 1  # long\n" * 3_000_000,)
+    b"",
+    b"\x00",
+    b"\xff\xfe\x00",
+    bytes(range(256)),
+    b"{key} = ",
+    b"{key} = (1, (2,))",
+    b"{key} = " + b"(" * 500,
+    b"{key} = " + b"-" * 100000 + b"1",
+    b"x = 1\n" * 3 + b"y =",
+    b"{key} = " + b"1+" * 100000 + b"1",
+    b"{key} = 10 ** 400",
+    b"{key} = 1e400",
+    b"{key} = []",
+    b"{key} = 2 ** 0.5 ** -1000 ** 3",
+    b"{key} = 0 ** -1",
+    b"{key} = (-8) ** 0.5",
+    b"{key} = None",
+    b'{key} = "a\\x00b"',
+    b'{key} = "\\ud800"',
+    b'{key} = "' + b"x" * 300 + b'"',
+    b"{key} = b'x'",
+    b"import os",
+    b"{key} = __import__('os')",
+    b"{key} = 1 if 1 else 2",
+    b"{key}: int = 1",
+    b"# -*- coding: latin-1 -*-\n{key} = '\xe9'",
+    b"# coding: nothing\n{key} = 1",
+    b"{key} += 1",
+    b"{key} = 1; {key} = 'b'",
+    b"_a = 1\n{key} = _a",
+    b"{key} = 9" + b"9" * 5000,
+    b"{key} = 1.5",
+    b"nothing = 1",
+    b"{key} = -1",
+    b"{key} = 1e-45",
+    b"{key} = 2 ** 63",
+    b"{key} = True",
+    b"\xef\xbb\xbf{key} = 1",
+    b"{key} = 1\r{key} = 2",
+    b"{key} = 'a\\nb'",
+    b"{key} = 1j",
+    b"x = 1  # long\n" * 3000000,
 )
 
 

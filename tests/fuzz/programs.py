@@ -1,4 +1,4 @@
-"""The programs, each with a short valid command, and which of its keys mean how much work is done."""
+"""The programs: a short valid command of each, and the keys that mean how much work is done."""
 
 from dataclasses import dataclass
 
@@ -51,11 +51,27 @@ PROGRAMS = (
     Program(
         "distill",
         "distill",
-        ("--teacher=runs/rms-1", "--local=text.txt", "--val=other.txt", "--out_dir=out", "--rank=2")
-        + ("--adapter_alpha=4", "--block_size=8", "--batch_size=2", "--max_iters=2", "--seed=1")
-        + ("--gradient_accumulation_steps=1", "--eval_interval=2", "--calibration_blocks=2")
-        + ("--eval_blocks=2", "--log_interval=1", "--warmup_iters=1", "--device=cpu")
-        + ("--coupled_first=0", "--dtype=float32"),
+        (
+            "--teacher=runs/rms-1",
+            "--local=text.txt",
+            "--val=other.txt",
+            "--out_dir=out",
+            "--rank=2",
+            "--adapter_alpha=4",
+            "--block_size=8",
+            "--batch_size=2",
+            "--max_iters=2",
+            "--seed=1",
+            "--gradient_accumulation_steps=1",
+            "--eval_interval=2",
+            "--calibration_blocks=2",
+            "--eval_blocks=2",
+            "--log_interval=1",
+            "--warmup_iters=1",
+            "--device=cpu",
+            "--coupled_first=0",
+            "--dtype=float32",
+        ),
         amounts=("max_iters", "gradient_accumulation_steps", "batch_size"),
         imports=(*STEP, "peft", "datasets"),
     ),
@@ -84,8 +100,18 @@ PROGRAMS = (
     Program(
         "bench_decode",
         "bench_decode",
-        ("run", "--tokens=2", "--rounds=6", "--compiled=False", "--peers=False", "--device=cpu")
-        + ("--prompt=the", "--arms=A", "--dtype=float32", "--bandwidth=1e9"),
+        (
+            "run",
+            "--tokens=2",
+            "--rounds=6",
+            "--compiled=False",
+            "--peers=False",
+            "--device=cpu",
+            "--prompt=the",
+            "--arms=A",
+            "--dtype=float32",
+            "--bandwidth=1e9",
+        ),
         spec=True,
         amounts=("rounds", "batch", "peers", "compiled", "trace", "last_token"),
         imports=(*STEP, *PICTURES, *TRANSFORMERS, "scipy.stats"),
@@ -101,8 +127,13 @@ PROGRAMS = (
     Program(
         "fineweb_edu",
         "data.fineweb_edu.prepare",
-        ("--local=documents.jsonl", "--out_dir=out", "--tokenizer=bytes", "--shard_tokens=500")
-        + ("--processes=1",),
+        (
+            "--local=documents.jsonl",
+            "--out_dir=out",
+            "--tokenizer=bytes",
+            "--shard_tokens=500",
+            "--processes=1",
+        ),
         amounts=("processes", "shard_tokens"),
         imports=("datasets", "pyarrow.parquet"),
     ),
@@ -117,8 +148,16 @@ PROGRAMS = (
     Program(
         "bench.train",
         "bench.train",
-        (*TRAINED, "--arms=rms", "--controls=False", "--rounds=2", "--ledger=False")
-        + ("--compile=False", "--vocab_size=257", "--out=out"),
+        (
+            *TRAINED,
+            "--arms=rms",
+            "--controls=False",
+            "--rounds=2",
+            "--ledger=False",
+            "--compile=False",
+            "--vocab_size=257",
+            "--out=out",
+        ),
         amounts=(
             "rounds",
             "steps",
@@ -132,16 +171,30 @@ PROGRAMS = (
     Program(
         "bench.kernels",
         "bench.kernels",
-        ("--ops=rms_norm", "--rows=8", "--channels=16", "--rounds=6", "--dtype=float32")
-        + ("--device=cpu", "--out=out"),
+        (
+            "--ops=rms_norm",
+            "--rows=8",
+            "--channels=16",
+            "--rounds=6",
+            "--dtype=float32",
+            "--device=cpu",
+            "--out=out",
+        ),
         amounts=("rounds", "rows", "channels", "ops", "compiled"),
         imports=(*STEP, *PICTURES, "scipy.stats"),
     ),
     Program(
         "bench.fold",
         "bench.fold",
-        ("run", "--lengths=8", "--batch=1", "--rounds=6", "--device=cpu", "--dtype=float32")
-        + ("--out=fold.jsonl",),
+        (
+            "run",
+            "--lengths=8",
+            "--batch=1",
+            "--rounds=6",
+            "--device=cpu",
+            "--dtype=float32",
+            "--out=fold.jsonl",
+        ),
         spec=True,
         amounts=("rounds", "sequential", "batch", "modes"),
         imports=(*STEP, *TRANSFORMERS, "scipy.stats"),
@@ -176,8 +229,14 @@ PROGRAMS = (
     Program(
         "lm_eval_model",
         "evals.lm_eval_model",
-        ("run", "--mmlu=dev.jsonl,test.jsonl", "--limit=1", "--device=cpu", "--dtype=float32")
-        + ("--out=i.jsonl",),
+        (
+            "run",
+            "--mmlu=dev.jsonl,test.jsonl",
+            "--limit=1",
+            "--device=cpu",
+            "--dtype=float32",
+            "--out=i.jsonl",
+        ),
         spec=True,
         imports=("lm_eval", "lm_eval.tasks", "datasets"),
     ),

@@ -14,10 +14,21 @@ SENTENCE = "the man sits under the table and the dog runs slowly over the house.
 CHOICES = ["one", "two", "three", "four"]
 # A training run that takes a tenth of a second, on the data of this folder.
 TRAINED = (
-    ("--data_dir=data", "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16")
-    + ("--batch_size=2", "--gradient_accumulation_steps=2", "--max_iters=2", "--warmup_iters=1")
-    + ("--eval_interval=2", "--eval_tokens=64", "--log_interval=1", "--sample_tokens=4")
-    + ("--device=cpu", "--dtype=float32")
+    "--data_dir=data",
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=16",
+    "--block_size=16",
+    "--batch_size=2",
+    "--gradient_accumulation_steps=2",
+    "--max_iters=2",
+    "--warmup_iters=1",
+    "--eval_interval=2",
+    "--eval_tokens=64",
+    "--log_interval=1",
+    "--sample_tokens=4",
+    "--device=cpu",
+    "--dtype=float32",
 )
 
 
