@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 INTERRUPTED = "error: interrupted\n"
+LONGEST_LINE = 1000  # characters of a message
 
 
 class UserError(Exception):
@@ -139,5 +140,5 @@ def run_program(main: Callable[[list[str]], int | None]) -> None:
             remedy = f"rank {rank} has lost another rank, whose own message says why"
         if remedy is None:
             raise
-        print(f"error: {remedy}", file=sys.stderr, flush=True)
+        print(f"error: {one_line(remedy)}", file=sys.stderr, flush=True)
         sys.exit(1)

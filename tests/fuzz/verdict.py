@@ -78,6 +78,8 @@ def _parts(program: Program, case: Case) -> Iterator[str]:
     if case.config is not None:
         words += re.findall(r"""["'](.+?)["']""", case.config.decode("latin-1"), re.DOTALL)
     for word in words:
+        if word.endswith(":"):
+            yield "''"
         value = word.partition("=")[2]
         for part in (word, value, *value.split(","), word.rpartition(":")[2]):
             if part.strip("/"):
