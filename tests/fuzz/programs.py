@@ -36,6 +36,7 @@ class Program:
 
 
 ALL = ("*",)
+SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "n_inner", "vocab_size")
 STEP = ("torch._dynamo", "torch.optim", "training.muon")
 PICTURES = ("matplotlib.pyplot", "matplotlib.backends.backend_agg")
 TRANSFORMERS = ("transformers", "transformers.models.auto.modeling_auto", "safetensors.torch")
@@ -45,7 +46,7 @@ PROGRAMS = (
         "train",
         "train",
         (*TRAINED, "--out_dir=out"),
-        amounts=("max_iters", "gradient_accumulation_steps", "batch_size", "sample_tokens"),
+        amounts=("max_iters", "gradient_accumulation_steps", "batch_size", "sample_tokens", *SIZES),
         imports=STEP,
     ),
     Program(
@@ -72,7 +73,7 @@ PROGRAMS = (
             "--coupled_first=0",
             "--dtype=float32",
         ),
-        amounts=("max_iters", "gradient_accumulation_steps", "batch_size"),
+        amounts=("max_iters", "gradient_accumulation_steps", "batch_size", "rank"),
         imports=(*STEP, "peft", "datasets"),
     ),
     Program(
@@ -159,6 +160,7 @@ PROGRAMS = (
             "--out=out",
         ),
         amounts=(
+            *SIZES,
             "rounds",
             "steps",
             "gradient_accumulation_steps",
