@@ -40,13 +40,13 @@ def run(*words: str) -> subprocess.CompletedProcess:
 
 def test_a_sample_of_the_cases():
     """Those that were faults once are among them."""
-    done = run("-m", "tests.fuzz", *SAMPLED, "--sample=12", "--short", "--seconds=30")
+    done = run("-m", "tests.fuzz", *SAMPLED, "--sample=8", "--short", "--seconds=30")
     assert done.returncode == 0, done.stdout + done.stderr
     total = re.search(r"^\| all \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", done.stdout, re.MULTILINE)
     keys, cases, refused, ran = map(int, total.groups())
     assert keys >= len(fields(TrainConfig)) and refused and ran
     sampled = [one for one in REGRESSIONS if one.program in SAMPLED]
-    assert cases >= 12 * len(SAMPLED) + len(sampled) - 3 and len(sampled) == len(REGRESSIONS)
+    assert cases >= 8 * len(SAMPLED) + len(sampled) - 3 and len(sampled) == len(REGRESSIONS)
 
 
 PLANTED = """
