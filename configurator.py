@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import math
 import operator
+import stat
 import types
 import typing
 from collections.abc import Mapping
@@ -47,6 +48,8 @@ MOST_STEPS = 10**12
 MOST_TOKENS = 1 << 30  # of a context
 MOST_SEQUENCES = 1 << 20  # of a batch
 MOST_GENERATED = 10**6  # tokens
+
+MOST_BYTES = 1 << 20  # of a config file
 
 
 def key(
@@ -115,7 +118,7 @@ def read_config_file(path: str | Path) -> dict[str, tuple[Any, int]]:
     everything that is not an assignment of a literal or of arithmetic.
     """
     try:
-        tree = ast.parse(Path(path).read_bytes())
+        tree = ast.parse(_content(Path(path)))
     except OSError as error:
         raise ConfigError(
             f"config file {path} cannot be read ({error.strerror}): check the path"
@@ -144,6 +147,14 @@ def read_config_file(path: str | Path) -> dict[str, tuple[Any, int]]:
     return {name: value for name, value in found.items() if not name.startswith("_")}
 
 
+def _content(path: Path) -> bytes:
+    """Read a config file. Raises OSError, and ConfigError for what no config file is."""
+    # Not a pipe, which may never end. To parse a file takes a hundred times its bytes.
+    if stat.S_ISREG(path.stat().st_mode) and path.stat().st_size <= MOST_BYTES:
+        return path.read_bytes()
+    raise ConfigError(f"config file {path} is no file, or has more than {MOST_BYTES} bytes")
+
+
 def _evaluate(node: ast.AST, found: dict[str, tuple[Any, int]]) -> Any:
     """Return the value of a literal expression, with arithmetic on numbers.
 
@@ -155,7 +166,7 @@ def _evaluate(node: ast.AST, found: dict[str, tuple[Any, int]]) -> Any:
     """
     match node:
         case ast.Constant(value=bool() | str() | int() | float() | None):
-            return _within_64_bits(node.value)
+            return _within_64_bits(_checked(node.value))
         case ast.Name(id=name) if name in found:
             return found[name][0]
         case ast.Name(id=name):
@@ -181,6 +192,15 @@ def _evaluate(node: ast.AST, found: dict[str, tuple[Any, int]]) -> Any:
     if isinstance(op, ast.Pow) and max(map(abs, operands)) > 1000:
         raise ValueError("a power of numbers beyond 1000")
     return _within_64_bits(ARITHMETIC[type(op)](*operands))
+
+
+def _checked(value: Any) -> Any:
+    """Return `value`; raise ValueError for text that no file name and no output can hold."""
+    if isinstance(value, str):
+        value.encode()  # "\\ud800", half of a character, is not text
+        if "\0" in value:
+            raise ValueError("a null character in a text")
+    return value
 
 
 def _within_64_bits(value: Any) -> Any:

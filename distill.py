@@ -388,7 +388,10 @@ class Distiller:
             first = config.coupled_first
             if first is None:
                 first, _ = suggest_first(calibration, config.budget, per_layer=True)
-            plan = first_plan(self.teacher.config.n_layer, first)
+            blocks = self.teacher.config.n_layer
+            if first > blocks:
+                raise ConfigError(f"coupled_first={first}: the teacher has {blocks} blocks")
+            plan = first_plan(blocks, first)
         view(self.teacher, plan)  # raises for a plan that does not fit
         return spell(plan.replace(" ", "")), calibration.alpha(plan)
 

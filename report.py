@@ -340,7 +340,8 @@ def parse(argv: list[str]) -> Request:
     if not request.folders:
         raise ConfigError("name one run folder or more (--help says more)")
     if request.deltas and not request.baseline:
-        raise ConfigError("a margin needs a comparison: give --baseline=ARM")
+        metric = next(iter(request.deltas))
+        raise ConfigError(f"delta.{metric}: a margin needs a comparison: give --baseline=ARM")
     return request
 
 

@@ -16,6 +16,7 @@ import torch
 
 from common.environment import find_device
 from common.errors import ConfigError, run_program
+from common.inputs import check_regular
 from configurator import MOST_GENERATED, check_ranges, key, parse_args
 from data.tokenizers import decode, tokenizer_of
 from load import load_model
@@ -45,8 +46,10 @@ def read_prompt(prompt: str) -> str:
     """Return the text to continue, from its file if `prompt` names one."""
     if not prompt.startswith("FILE:"):
         return prompt
+    path = Path(prompt.removeprefix("FILE:"))
+    check_regular(path)
     try:
-        return Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"prompt={prompt}: cannot be read as text ({type(error).__name__})"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 INTERRUPTED = "error: interrupted\n"
+LONGEST_LINE = 1000  # characters of a message
 
 
 class UserError(Exception):
@@ -116,6 +117,20 @@ def end_interrupted(number: int, frame: FrameType | None) -> None:
     os._exit(130)
 
 
+def one_line(text: str) -> str:
+    """Return `text` as it fits into one line of a terminal or a log.
+
+    What does not print, line ends and half characters of file names too, becomes an escape, so that
+    a value that is repeated in a message cannot look like another message. The middle of a text of
+    more than LONGEST_LINE characters is left out.
+    """
+    if len(text) > LONGEST_LINE:
+        text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 2 :]}"
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 def run_program(main: Callable[[list[str]], int | None]) -> None:
     """Run `main(argv)` as a program: user errors become one line on stderr and an exit code."""
     if sys.stdout.errors == "strict":
@@ -132,7 +147,7 @@ def run_program(main: Callable[[list[str]], int | None]) -> None:
     except UserError as error:
         rank = int(os.environ.get("RANK", 0))
         if rank == 0 or not error.on_every_rank:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {one_line(str(error))}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader has closed the pipe, as in `python X.py --help | head`: no failure.
@@ -145,5 +160,5 @@ def run_program(main: Callable[[list[str]], int | None]) -> None:
             remedy = f"rank {rank} has lost another rank, whose own message says why"
         if remedy is None:
             raise
-        print(f"error: {remedy}", file=sys.stderr, flush=True)
+        print(f"error: {one_line(remedy)}", file=sys.stderr, flush=True)
         sys.exit(1)

@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from common.distributed import Ranks, gather_root
 from common.errors import DataError, UserError, cannot_write
+from common.inputs import check_regular
 from common.output import parse_json, write_bytes_atomically
 from model import GPT
 
@@ -57,6 +58,7 @@ def load_items(path: str = "", count: int = 0) -> list[dict[str, Any]]:
         DataError: names file and line.
     """
     source = Path(path) if path else download()
+    check_regular(source)
     items = []
     try:
         with lzma.open(source) if source.suffix == ".xz" else source.open("rb") as lines:

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import ConfigError, UserError, cannot_write, run_program
+from common.inputs import check_regular
 from common.output import write_bytes_atomically
 
 SUFFIX = ".tar.xz"
@@ -34,6 +35,7 @@ Content = dict[str, bytes]  # "run/file" -> its bytes
 
 def read(archive: Path) -> Content:
     """Read an archive; empty if there is no such file. Raises UserError."""
+    check_regular(archive)
     content: Content = {}
     try:
         with tarfile.open(archive, "r:xz") as file:

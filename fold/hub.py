@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write
+from common.inputs import check_regular
 from common.output import parse_json
 from hf.hub import import_transformers, read_config, resolve_hub
 
@@ -256,6 +257,7 @@ def read_inputs(path: str, model: nn.Module) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read.
     """
+    check_regular(Path(path))
     try:
         from safetensors.torch import load_file
 

@@ -89,11 +89,13 @@ def teacher_tokenizer(meta: dict, n_vocab: int) -> Any:
     return tokenizer
 
 
-def blocks(documents: Iterator[Document], tokenizer: Any, length: int) -> Iterator[Tensor]:
+def blocks(
+    documents: Iterator[Document], tokenizer: Any, length: int, origin: str
+) -> Iterator[Tensor]:
     """Pack documents one after another into blocks of token ids, (length,) each.
 
-    With tiktoken's tokenizer, its end-of-text token goes before each document. Raises DataError if
-    no row has text.
+    With tiktoken's tokenizer, its end-of-text token goes before each document. Raises DataError,
+    which names `origin`, if no row has text.
     """
     start: list[int] = []
     if hasattr(tokenizer, "encode_single_token") and not isinstance(tokenizer, HFTokenizer):
@@ -113,7 +115,7 @@ def blocks(documents: Iterator[Document], tokenizer: Any, length: int) -> Iterat
     if problems and not has_text:
         found = ", ".join(f"{count} times {problem}" for problem, count in problems.items())
         raise DataError(
-            f'no row with text to distil on ({found}): a row needs "text", or "messages"'
+            f'{origin}: no row with text to distil on ({found}): a row needs "text", or "messages"'
         )
 
 
@@ -176,4 +178,5 @@ def open_stream(config: Any, meta: dict, n_vocab: int, length: int, local: str) 
         documents = read_files(files, text_of)
     else:
         documents = hub_documents(config.dataset, config.split, text_of)
-    return blocks(documents, teacher_tokenizer(meta, n_vocab), length)
+    origin = local or config.dataset
+    return blocks(documents, teacher_tokenizer(meta, n_vocab), length, origin)

@@ -8,6 +8,7 @@ Most tests feed it something wrong: what is right is used by every other test.
 import ast
 import dataclasses
 import math
+import os
 import sys
 
 import pytest
@@ -603,3 +604,16 @@ def test_bounds_and_their_help():
     shown = help_text(Bounded, "")
     assert "(float, 0 or at least 1e-06, at most 100)" in shown
     assert "(int, at least 1, at most 1048576)" in shown
+
+
+def test_a_config_file_that_is_none_is_one_line(tmp_path):
+    """A pipe, a huge file, and text that no file name can hold."""
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "huge.py").write_bytes(b"# long\n" * 200_000)
+    for name in ("pipe.py", "huge.py"):
+        with pytest.raises(ConfigError, match=f"{name} is no file, or has more than"):
+            read_config_file(tmp_path / name)
+    for text, message in ((r"a\0b", "a null character"), (r"\ud800", "surrogates not allowed")):
+        (tmp_path / "text.py").write_text(f'name = "{text}"\n')
+        with pytest.raises(ConfigError, match=rf"text.py:1: .*{message}"):
+            read_config_file(tmp_path / "text.py")

@@ -395,7 +395,7 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
 def test_blocks_pack_documents():
     documents = [Document("abc", ""), Document("", "empty"), Document("defgh", "")]
     tokenizer = text.teacher_tokenizer({"tokenizer": "bytes"}, 257)
-    packed = list(text.blocks(iter(documents), tokenizer, 4))
+    packed = list(text.blocks(iter(documents), tokenizer, 4, "a file"))
     assert torch.stack(packed).tolist() == [[256, 97, 98, 99], [256, 100, 101, 102]]
     stream = [torch.tensor([i]) for i in range(100)]
     mixed = [int(block) for block in text.shuffled(iter(stream), 10, seed=3)]
@@ -431,8 +431,9 @@ def test_rows_without_text_are_told(tmp_path):
     (tmp_path / "a.jsonl").write_text('not json\n{"foo": 1}\n')
     documents = text.read_files([tmp_path / "a.jsonl"])
     tokenizer = text.teacher_tokenizer({"tokenizer": "bytes"}, 257)
-    with pytest.raises(DataError, match=r"1 times broken JSON, 1 times no \"text\"\): a row needs"):
-        list(text.blocks(documents, tokenizer, 4))
+    told = r"a.jsonl: no row with .*1 times broken JSON, 1 times no \"text\"\): a row needs"
+    with pytest.raises(DataError, match=told):
+        list(text.blocks(documents, tokenizer, 4, "a.jsonl"))
 
 
 def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
@@ -466,6 +467,7 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
         ([*words, "--local="], DataError, "dataset=nvidia/.*DatasetNotFoundError.*--local=FILES"),
         ([*words, "--local=nowhere.jsonl"], DataError, "no file nowhere"),
         ([*words, "--eval_blocks=100000"], DataError, "too little text"),
+        ([*words, "--coupled_first=4"], ConfigError, "coupled_first=4: the teacher has 3 blocks"),
         ([*words, "--block_size=1"], ConfigError, "block_size=1: must be at least 2"),
         ([*words, "--beta1=-1"], ConfigError, "beta1=-1.0: must not be negative"),
         ([*words, "--weight_decay=-1"], ConfigError, "weight_decay=-1.0: must not be negative"),

@@ -167,6 +167,7 @@ PROGRAMS = [
     "distill",
     "posthoc.rms_stats",
     "evals.lm_eval_model",
+    "evidence.claim",
 ]
 
 

@@ -37,6 +37,7 @@ from torch import nn
 
 from common.distributed import Ranks, StopSignal, is_sharded, whole
 from common.errors import CheckpointError, ConfigError, cannot_write, run_program
+from common.inputs import check_regular
 from common.old_keys import as_today
 from common.output import check_replaceable, refused
 from configurator import Overrides, parse_args
@@ -174,6 +175,7 @@ def _read_archive(path: Path) -> Any:
     Only tensors and plain values are unpickled (weights_only). The checksums are compared because
     torch itself would load a tensor with a flipped bit.
     """
+    check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip() or _false_folder(archive)

@@ -66,6 +66,7 @@ HUB = "HuggingFaceFW/fineweb-edu"
 SUBSET = "sample-10BT"
 VOCABULARIES = {"gpt2": 50257, "bytes": 257}
 MAX_PIECE = 16384  # characters that the tokenizer sees at once; see `pieces`
+MOST_PROCESSES = 1024
 BATCH_CHARS = 1 << 20  # text sent to a process at once
 NOTE_KEYS = {"tokens", "counts", "offset", "is_last"}  # of a shard in progress.json; see Progress
 # Up to the last non-whitespace before a space or newline: GPT-2's pattern never matches across such
@@ -462,8 +463,8 @@ def main(argv: list[str]) -> None:
     config, _ = parse_args(PrepareConfig, join_paths(argv), __doc__)
     if not 0 < config.shard_tokens < 2**31 or config.max_tokens < 0:
         raise ConfigError("shard_tokens lies in 1..2147483647, and max_tokens is 0 or more")
-    if config.processes is not None and config.processes < 1:
-        raise ConfigError("processes is 1 or more")
+    if config.processes is not None and not 1 <= config.processes <= MOST_PROCESSES:
+        raise ConfigError(f"processes={config.processes}: must be from 1 to {MOST_PROCESSES}")
     if not config.val and 0 < config.max_tokens <= config.shard_tokens:
         raise ConfigError(
             "max_tokens fits in the first shard, which is validation data: "

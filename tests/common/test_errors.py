@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import ROOT, TINY, losses, write_tiny_shards
 
-from common.errors import run_program
+from common.errors import one_line, run_program
 from data.shards import HEADER_BYTES
 
 MOST = (1 << 48) - 1  # the largest integer that a key takes at all
@@ -295,3 +295,9 @@ def test_a_terminal_of_ascii_only():
     words = [sys.executable, "-c", code]
     job = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert (job.returncode, job.stdout) == (0, "caf\\xe9\n")
+
+
+def test_a_message_is_one_printable_line():
+    """A value that it repeats can neither begin a line nor reach a terminal's control."""
+    assert one_line("a\nerror: b\x1b[31m\udcff é") == r"a\nerror: b\x1b[31m\udcff é"
+    assert len(one_line("x" * 100_000)) < 1010 and one_line("y" * 1000) == "y" * 1000

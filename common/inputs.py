@@ -1,0 +1,14 @@
+"""Check the files that people name, before they are read."""
+
+from pathlib import Path
+
+from common.errors import UserError
+
+
+def check_regular(path: Path) -> None:
+    """Raise UserError if `path` is a device, a pipe or a socket: to read it may never end.
+
+    A folder, or a file that is not there, is left to whoever opens it.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: this is a device, a pipe or a socket: name a file")
