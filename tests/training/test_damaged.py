@@ -68,7 +68,6 @@ def damaged(state: dict, place: tuple, value: object) -> dict:
             "optimizer.state.0.exp_avg is not finite",
         ),
     ],
-    ids=str,
 )
 def test_a_damaged_entry_is_named(state, tmp_path, place, value, part):
     path = tmp_path / LAST
@@ -97,7 +96,6 @@ def test_a_damaged_entry_is_named(state, tmp_path, place, value, part):
         (("model", WEIGHT), MISSING, f"{WEIGHT} is missing"),
         (("model", WEIGHT), lambda weight: weight.long(), f"{WEIGHT} is torch.int64"),
     ],
-    ids=str,
 )
 def test_config_and_weights_that_do_not_fit(state, tmp_path, place, value, part):
     path = tmp_path / LAST
@@ -132,7 +130,6 @@ def test_a_context_beyond_this_machine(state, tmp_path):
         (("best_val_loss",), MISSING, "holds weights only"),
         (("config", "dtype"), [1], "its config is damaged"),
     ],
-    ids=str,
 )
 def test_nothing_is_lost_in_a_resume(state, tmp_path, tiny_data, launch, place, value, part):
     run = tmp_path / "run"
