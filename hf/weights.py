@@ -147,7 +147,7 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
         setattr(model, name, table.to(dtype))
     model.meta = {"tokenizer": "hf", "path": str(folder), "vocab_size": config.vocab_size}
     if family == "gpt2" and config.vocab_size == 50257:
-        model.meta = {"tokenizer": "gpt2", "vocab_size": 50257}
+        model.meta["tokenizer"] = "gpt2"
     return model.eval()
 
 

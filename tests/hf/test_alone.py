@@ -6,6 +6,7 @@ python -m pytest tests/hf/test_alone.py
 import ast
 import json
 import os
+import shutil
 import string
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, shake
-from hf_models import needs_transformers, safetensors, tokens, transformers
+from hf_models import edit_json, needs_transformers, safetensors, tokens, transformers
 
 from data.tokenizers import load_tokenizer
 from fold import gpt
@@ -23,6 +24,7 @@ from hf import weights
 from hf.config import ARCHITECTURES, COUPLED
 from hf.coupled import register
 from model import GPT, GPTConfig
+from posthoc.text import load_chat_tokenizer
 
 pytestmark = needs_transformers
 SOURCE = ROOT / "hf/modeling_coupled.py"
@@ -207,6 +209,18 @@ def test_our_process_runs_the_same_file(folders, tmp_path):
             "AutoModelForCausalLM": f"modeling_coupled.{type(model).__name__}",
         }
         assert (tmp_path / family / SOURCE.name).read_bytes() == SOURCE.read_bytes()
+
+
+def test_our_programs_ask_nothing_about_the_code(folders, tmp_path, monkeypatch):
+    """A chat template is read from a folder whose classes transformers does not know."""
+    folder = shutil.copytree(folders / "llama_0_alpha", tmp_path / "chats")
+    edit_json(folder / "config.json", model_type="coupled_elsewhere")  # not registered
+    edit_json(folder / "tokenizer_config.json", chat_template="{{ messages[0].content }}")
+    questions = []
+    monkeypatch.setattr("builtins.input", questions.append)
+    tokenizer = load_chat_tokenizer({"tokenizer": "hf", "path": str(folder)})
+    assert tokenizer.apply_chat_template([{"content": TEXT}], tokenize=False) == TEXT
+    assert not questions
 
 
 REFUSED = """

@@ -373,6 +373,23 @@ def test_tokenizer_files_travel(tmp_path):
     assert again.decode(again.encode_ordinary(TEXT)) == TEXT
 
 
+@needs_transformers
+def test_tokenizer_files_of_gpt2_travel(tmp_path, monkeypatch):
+    """Nothing is downloaded where the folder that was loaded has them."""
+    monkeypatch.setattr(
+        "tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network"))
+    )
+    gpt2 = GPT(replace(GPT2_SHAPE, n_layer=1, n_embd=4, n_inner=4, vocab_size=50257))
+    source = weights.export_hf(gpt2.eval(), tmp_path / "source")
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        (source / name).write_text("{}")
+    model = weights.load_hf(source)
+    assert model.meta["tokenizer"] == "gpt2"
+    folder = weights.export_hf(model, tmp_path / "out")
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("config", "word"),
     [
