@@ -12,16 +12,16 @@ statistic of the norm before attention, and its own gain. config.json says which
 the final norm) and what each divides the shared statistic by (`coupled_alpha`).
 
 Each class is the stock class with other norms. A norm that shares reads the statistic that its
-source computed a moment ago, so attention, caches and generation stay transformers' own. That
-statistic is state of the module. So only one forward pass may run at a time (no threads on one
-model), and no block may be recomputed whose source is in another one: gradient checkpointing works
-for plans that share within blocks.
+source computed a moment ago in the same thread, so attention, caches and generation stay
+transformers' own, and threads may use one model. No block may be recomputed whose source is in
+another one: gradient checkpointing works for plans that share within blocks.
 
 The gains of the norms are stored as (1, C), so that no stock class takes them for its own, (C,): a
 new model_type is not enough, because LlamaForCausalLM.from_pretrained only warns, and would compute
 RMSNorm.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -50,17 +50,29 @@ class CoupledRMSNorm(nn.Module):
         self.alpha = alpha
         # In a tuple, because torch would register a module as a part of this one.
         self.sources = () if source is None else (source,)
-        self.inv_rms: Tensor | None = None  # (..., 1), of the latest forward pass
+        # .inv_rms (..., 1) is that of the latest forward pass of each thread.
+        self.latest = threading.local()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., C)."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.sources:
-            inv_rms = self.sources[0].inv_rms.to(x.device)
+            inv_rms = self.sources[0].latest.inv_rms.to(x.device)
         else:
             inv_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-            self.inv_rms = inv_rms.detach()  # a constant to the norms that share it (section 4.3)
+            # A constant to the norms that share it (section 4.3).
+            self.latest.inv_rms = inv_rms.detach()
         return (wide * (inv_rms / self.alpha) * self.weight).to(x.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the statistic out of copies and pickles."""
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "latest"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin without a statistic."""
+        super().__setstate__(state)
+        self.latest = threading.local()
 
 
 class Couple:

@@ -6,6 +6,7 @@ python -m pytest tests/hf/test_alone.py
 import ast
 import json
 import os
+import re
 import shutil
 import string
 import subprocess
@@ -128,16 +129,22 @@ for case in cases:
         given["prompt"], max_new_tokens=64, do_sample=False, pad_token_id=0
     )
 save_file({name: tensor.contiguous() for name, tensor in found.items()}, "found.safetensors")
+exec(open("served.py").read())
 """
 
 
 @pytest.fixture(scope="module")
 def found(folders) -> dict[str, torch.Tensor]:
-    """What the folders compute where this repository is not."""
+    """What the folders compute where this repository is not; served.txt: what is printed there."""
     given = {"idx": tokens(2, 80), "prompt": tokens(2, 9, seed=2)}
     safetensors.save_file(given, folders / "given.safetensors")
+    page = (ROOT / "docs/convert-and-fold.md").read_text()
+    [block] = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (folders / "served.py").write_text(block)
+    shutil.copytree(folders / "qwen3_0_alpha", folders / "out/hf")
     done = run_alone(ALONE, folders, SMALL, TEXT, *CASES)
     assert done.returncode == 0, done.stderr[-3000:]
+    (folders / "served.txt").write_text(done.stdout)
     return safetensors.load_file(folders / "found.safetensors")
 
 
@@ -172,6 +179,15 @@ def test_what_transformers_saves_stands_alone_too(family, models, folders, found
         assert torch.equal(weights.load_hf(folder)(tokens(2, 80)), models[case](tokens(2, 80)))
 
 
+def test_the_manual_serves_a_folder(folders, found):
+    """The code of docs/convert-and-fold.md has run there; it samples, so its text is random."""
+    block = (folders / "served.py").read_text()
+    prompt = re.search(r'generate\("(.*?)"', block)[1]
+    printed = (folders / "served.txt").read_text().removesuffix("\n")
+    assert printed.startswith(prompt) and set(printed) <= set(CHARS["chars"])
+    assert len(printed) > len(prompt)
+
+
 def test_a_folder_is_complete(folders):
     for case in CASES:
         folder = folders / case
@@ -191,7 +207,7 @@ def test_the_code_needs_nothing_of_ours():
         elif isinstance(node, ast.ImportFrom):
             assert not node.level
             imported.add(node.module.partition(".")[0])
-    assert imported == {"typing", "torch", "transformers"}
+    assert imported - sys.stdlib_module_names == {"torch", "transformers"}
 
 
 def test_our_process_runs_the_same_file(folders, tmp_path):

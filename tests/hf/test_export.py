@@ -4,10 +4,13 @@ without us).
     python -m pytest tests/hf/test_export.py
 """
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, replace
 
 import pytest
@@ -107,6 +110,30 @@ def test_coupled_models_run_in_transformers(name, tmp_path):
     assert torch.equal(ours.generate(prompt, 20, temperature=0), greedy) and torch.equal(
         static, greedy
     )
+
+
+@needs_transformers
+@torch.no_grad()
+def test_threads_keep_their_statistics_apart(tmp_path):
+    """One thread runs the model while another one is between a source and a norm that shares."""
+    stock = weights.load_hf(save(tiny("llama"), tmp_path / "stock"))
+    model = auto(weights.export_hf(couple(stock), tmp_path / "out"))
+    first, second = tokens(2, 9, seed=1), tokens(2, 9, seed=2)
+    expected = [model(idx).logits for idx in (first, second)]
+    found = []
+
+    def interrupt(*_):
+        hook.remove()
+        thread = threading.Thread(target=lambda: found.append(model(second).logits.detach()))
+        thread.start()
+        thread.join()
+
+    hook = model.model.layers[1].self_attn.register_forward_hook(interrupt)
+    assert torch.equal(model(first).logits, expected[0])
+    assert torch.equal(found[0], expected[1]) and not torch.equal(*expected)
+    # Copies, also by pickle, have no statistic yet, and find their own sources.
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(first).logits, expected[0])
 
 
 @needs_transformers
