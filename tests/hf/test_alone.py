@@ -97,7 +97,7 @@ def run_alone(program: str, folder: Path, *arguments: object) -> subprocess.Comp
         stdin=subprocess.DEVNULL,  # nobody answers transformers' question
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
