@@ -26,8 +26,8 @@ config.json and certificate.json. --to=decode writes nothing: decode/step.py pac
 loads it.
 
 --to=hf writes a Hugging Face folder, tokenizer included. The architecture is a standard one where
-all norms compute their own statistic, else coupled_gpt2, coupled_qwen3 or coupled_llama
-(hf/coupled.py).
+all norms compute their own statistic, else coupled_gpt2, coupled_qwen3 or coupled_llama, whose code
+(hf/modeling_coupled.py) goes along: transformers reads the folder with trust_remote_code=True.
 
 A Hugging Face model that our GPT does not load is folded as transformers computes it. Then --out is
 a folder of transformers with fold.json in it. hub.load(FOLDER) of fold/hub.py is the model with its
@@ -61,7 +61,7 @@ from fold import Report, gpt
 from fold.certificate import Certificate, Inputs, certify, run, touched
 from fold.choice import LEFT
 from fold.hub import example_inputs, load, load_pretrained, read_inputs, save
-from hf.config import COUPLED, gpt_config
+from hf.config import gpt_config
 from hf.hub import HUB_NAME, read_config, resolve_hub
 from hf.weights import export_hf
 from kernels.decode import reference as decode_reference
@@ -416,15 +416,10 @@ def export(spec: str, out: str) -> None:
     folder = export_hf(load_model(spec), out)
     written = read_config(folder)
     architecture = written["architectures"][0]
-    register = ""
-    if written["model_type"].startswith(COUPLED):
-        register = (
-            f"with {Path(__file__).parent} on PYTHONPATH: "
-            "from hf.coupled import register; register(); "
-        )
+    trust = ", trust_remote_code=True" if "auto_map" in written else ""
     print(
-        f"wrote {folder} ({architecture}); {register}import transformers; "
-        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder.resolve())!r})"
+        f"wrote {folder} ({architecture}); import transformers; "
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder.resolve())!r}{trust})"
     )
     print(json.dumps({"spec": spec, "to": "hf", "out": out, "architecture": architecture}))
 

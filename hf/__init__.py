@@ -1,6 +1,6 @@
 """Hugging Face models.
 
 hub: where they come from; config: their config.json and ours; weights: their weights and ours;
-coupled: CoupledNorm within transformers. Importing a file registers nothing and does not import
-transformers.
+coupled: makes transformers know the classes of modeling_coupled, which is copied into exported
+folders and knows nothing of this repository. Importing any other file does not import transformers.
 """

@@ -4,7 +4,7 @@ GPT-2, Llama 3.x, Qwen3, OLMo 2, OLMo 3 and Gemma 3 (text) are known, and Couple
 three. A model in which a norm shares its statistic (or, on the shape of GPT-2, is an RMSNorm) has a
 model_type of its own, coupled_gpt2, coupled_qwen3 or coupled_llama, and two more keys, norm_plan
 and coupled_alpha. Stock transformers knows none of these three, so it cannot run them as something
-else; hf/coupled.py can run them.
+else. Its classes are in hf/modeling_coupled.py, which goes along with an exported model.
 """
 
 import difflib
@@ -20,6 +20,7 @@ from model import GPT, ROPE_SCALINGS, GPTConfig
 from norm_plan import NONE, SHARED, NormPlan
 
 COUPLED = "coupled_"  # before the model_type of a stock architecture
+CODE = "modeling_coupled"  # the module of their classes, without .py
 PRE_NORM = {
     "GPT2LMHeadModel": "gpt2",
     "LlamaForCausalLM": "llama",
@@ -458,6 +459,12 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
         hf["norm_plan"] = str(plan)
         hf["coupled_alpha"] = alpha_of_positions(config, str(plan))
     [name] = [name for name, known in ARCHITECTURES.items() if known == family]
+    if family.startswith(COUPLED):
+        stem = name.removesuffix("LMHeadModel").removesuffix("ForCausalLM")
+        hf["auto_map"] = {
+            "AutoConfig": f"{CODE}.{stem}Config",
+            "AutoModelForCausalLM": f"{CODE}.{name}",
+        }
     common = {
         "architectures": [name],
         "model_type": family,

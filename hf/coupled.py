@@ -1,142 +1,16 @@
-"""Run CoupledNorm within transformers: coupled_gpt2, coupled_qwen3 and coupled_llama.
+"""Make transformers know coupled_gpt2, coupled_llama and coupled_qwen3 in this process.
 
     from hf.coupled import register
-    register()                           # makes the Auto classes know them
+    register()
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained("exported")    # what hf/weights.py wrote
 
-Each is the stock class with other norms. A norm that shares reads the statistic that its source
-computed a moment ago, so attention, caches and generation stay transformers' own. That statistic is
-state of the module. So only one forward pass may run at a time (no threads on one model), and no
-block may be recomputed whose source is in another one: gradient checkpointing works for plans that
-share within blocks. Without `register()` no Auto class knows these model types. The gains of the
-norms are stored as (1, C), so that no stock class takes them for its own, (C,): a new model_type is
-not enough, because LlamaForCausalLM.from_pretrained only warns, and would compute RMSNorm.
+The classes are in hf/modeling_coupled.py, which each exported folder carries too. With
+trust_remote_code=True a folder is read without this repository; with `register()` it is read
+without trust_remote_code.
 """
 
-import functools
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-
-from common.errors import HFError
-from hf.config import COUPLED
 from hf.hub import import_transformers
-
-
-class CoupledRMSNorm(nn.Module):
-    """RMSNorm with its own statistic or, if it has a source, the source's latest.
-
-    y = x * inv_rms / alpha * gain (Loretz & Hochreiter 2026, equation 6), with x (..., C) and
-    inv_rms (..., 1). Statistics are float32 at least; y is rounded once, to the type of x.
-    """
-
-    def __init__(self, channels: int, eps: float, source: "CoupledRMSNorm | None", alpha: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, channels))
-        self.eps = eps
-        self.alpha = alpha
-        # In a tuple, because torch would register a module as a part of this one.
-        self.sources = () if source is None else (source,)
-        self.inv_rms: Tensor | None = None  # (..., 1), of the latest forward pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., C)."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        if self.sources:
-            inv_rms = self.sources[0].inv_rms.to(x.device)
-        else:
-            inv_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-            self.inv_rms = inv_rms.detach()  # a constant to the norms that share it (section 4.3)
-        return (wide * (inv_rms / self.alpha) * self.weight).to(x.dtype)
-
-
-class Couple:
-    """Mixin of a causal LM of transformers that replaces its 2L + 1 norms.
-
-    config.norm_plan says which of them share, config.coupled_alpha what each divides by.
-    """
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        super().__init__(config, *args, **kwargs)
-        places = norm_places(self.base_model)
-        letters = config.norm_plan.replace(" ", "")
-        is_plan = letters[:1] == "R" and set(letters) <= set("Rs")
-        if not (is_plan and len(letters) == len(config.coupled_alpha) == len(places)):
-            raise HFError(
-                f"norm_plan {config.norm_plan!r} and {len(config.coupled_alpha)} numbers in "
-                f"coupled_alpha do not describe {len(places)} norms: is config.json damaged?"
-            )
-        # A norm before attention has its source in an earlier block.
-        self.shares_across = "s" in letters[:-1:2]
-        is_gpt2 = hasattr(self.base_model, "h")
-        eps = config.layer_norm_epsilon if is_gpt2 else config.rms_norm_eps
-        source: CoupledRMSNorm | None = None
-        for (owner, name), letter, alpha in zip(places, letters, config.coupled_alpha, strict=True):
-            old = getattr(owner, name).weight
-            if letter == "s":
-                norm = CoupledRMSNorm(len(old), eps, source, alpha)
-            else:
-                norm = CoupledRMSNorm(len(old), eps, None, 1.0)
-                source = norm
-            setattr(owner, name, norm.to(old))
-
-    def _set_gradient_checkpointing(self, enable: bool = True, **kwargs: Any) -> None:
-        """Switch gradient checkpointing; every way in transformers to do that calls this method.
-
-        Raises HFError for plans across blocks.
-        """
-        # A block that is computed again would read the statistic that the latest forward pass left,
-        # which may be that of another batch.
-        if enable and self.shares_across:
-            raise HFError(
-                f"norm_plan {self.config.norm_plan!r} shares statistics across blocks, which "
-                "gradient checkpointing computes apart: train without it"
-            )
-        super()._set_gradient_checkpointing(enable, **kwargs)
-
-
-def norm_places(base: Any) -> list[tuple[nn.Module, str]]:
-    """List the norms of a base model of transformers in order: (owner, attribute)."""
-    if hasattr(base, "h"):  # GPT-2
-        blocks = base.h
-        names = ("ln_1", "ln_2")
-        final = "ln_f"
-    else:  # Llama, Qwen3
-        blocks = base.layers
-        names = ("input_layernorm", "post_attention_layernorm")
-        final = "norm"
-    places = [(block, name) for block in blocks for name in names]
-    return [*places, (base, final)]
-
-
-@functools.cache
-def coupled_classes() -> dict[str, tuple[type, type]]:
-    """Make the classes on top of transformers' own: {model_type: (config class, model class)}."""
-    transformers = import_transformers()
-    found = {}
-    for stem, model in (
-        ("GPT2", "GPT2LMHeadModel"),
-        ("Llama", "LlamaForCausalLM"),
-        ("Qwen3", "Qwen3ForCausalLM"),
-    ):
-        attributes = {
-            "model_type": COUPLED + stem.lower(),
-            "norm_plan": "",
-            "coupled_alpha": (),
-            "__module__": __name__,
-        }
-        stock_config = getattr(transformers, f"{stem}Config")
-        config_class = type(f"Coupled{stem}Config", (stock_config,), attributes)
-        attributes = {"config_class": config_class, "__module__": __name__}
-        stock_model = getattr(transformers, model)
-        model_class = type(f"Coupled{model}", (Couple, stock_model), attributes)
-        found[config_class.model_type] = (config_class, model_class)
-    # pickle looks classes up by their name in this module.
-    for classes in found.values():
-        globals().update({cls.__name__: cls for cls in classes})
-    return found
 
 
 def register() -> None:
@@ -146,6 +20,10 @@ def register() -> None:
     transformers that were not complete yet (OPT's and BERT's first).
     """
     auto = import_transformers()
-    for model_type, (config, model) in coupled_classes().items():
-        auto.AutoConfig.register(model_type, config, exist_ok=True)
+    # Only now, because it imports transformers.
+    from hf.modeling_coupled import MODELS
+
+    for model in MODELS:
+        config = model.config_class
+        auto.AutoConfig.register(config.model_type, config, exist_ok=True)
         auto.AutoModelForCausalLM.register(config, model, exist_ok=True)

@@ -4,7 +4,7 @@ Tensors are read one by one out of safetensors files.
 
     model = load_hf("path/to/Qwen3-0.6B")              # a folder with config.json and safetensors
     model = load_hf(resolve_hub("Qwen/Qwen3-0.6B"))    # the same from the hub (hf/hub.py)
-    export_hf(model, "path/to/folder")                 # and back: stock classes, or hf/coupled.py's
+    export_hf(model, "path/to/folder")                 # and back
 
     python convert.py out/run --to=hf --out=path/to/folder
         the same export from the command line, for any model of ours
@@ -18,6 +18,7 @@ What the two sides store differently:
                    that adds the output: the MLP's in the next block, or before the final norm
 
 A config that asks for anything our GPT does not compute is refused. transformers is not needed.
+What no stock class computes is written with its own classes, hf/modeling_coupled.py.
 """
 
 import json
@@ -35,12 +36,12 @@ from torch import Tensor
 from common.errors import DataError, HFError
 from common.output import parse_json, whole_folder, write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
-from hf.config import COUPLED, architecture, gpt_config, hf_config
+from hf.config import CODE, COUPLED, architecture, gpt_config, hf_config
 from hf.hub import read_config
 from model import GPT, check_memory, rope_buffers
 from norms import Norm
 
-SHARD_BYTES = 5 << 30  # of a safetensors file
+MAX_SHARD_SIZE = 5 * 10**9  # bytes of a safetensors file
 # Causal masks and rotary frequencies that old checkpoints store among their weights.
 BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -88,6 +89,8 @@ NAMES = {
     "olmo3": OLMO_NAMES,
     "gemma3_text": GEMMA_NAMES,
 }
+# Keys of config.json and generation_config.json.
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Files next to the weights that an export copies.
 COMPANIONS = (
     "tokenizer*",
@@ -148,17 +151,21 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
         setattr(model, name, table.to(dtype))
     model.meta = {"tokenizer": "hf", "path": str(folder), "vocab_size": config.vocab_size}
     if family == "gpt2" and config.vocab_size == 50257:
-        model.meta = {"tokenizer": "gpt2", "vocab_size": 50257}
+        model.meta["tokenizer"] = "gpt2"
     return model.eval()
 
 
-def export_hf(model: GPT, folder: str | Path) -> Path:
-    """Write `model` as a Hugging Face folder: config.json, safetensors, tokenizer.
+def export_hf(model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SIZE) -> Path:
+    """Write `model` as a Hugging Face folder: two configs, safetensors, tokenizer.
 
     A model whose norms all compute their own statistic has its stock architecture. One that shares
-    statistics (or has RMSNorm on GPT-2's shape) is coupled_gpt2, coupled_qwen3 or coupled_llama.
-    Rows of padding in the vocabulary are left out. Where the model's tokenizer cannot be had
-    (GPT-2's without a network), a warning says so, and the rest is written.
+    statistics (or has RMSNorm on GPT-2's shape) is coupled_gpt2, coupled_qwen3 or coupled_llama;
+    its folder has the code of these classes too, for trust_remote_code=True. Rows of padding in the
+    vocabulary are left out. Where the model's tokenizer cannot be had (GPT-2's without a network),
+    a warning says so, and the rest is written.
+
+    Args:
+        max_shard_size: bytes of a safetensors file; a larger single tensor has a file for itself.
 
     Returns:
         The folder.
@@ -177,22 +184,25 @@ def export_hf(model: GPT, folder: str | Path) -> Path:
     source = Path(model.meta.get("path", "nowhere"))  # the folder that the model was loaded from
     if (source / "config.json").exists():
         theirs = read_config(source)
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if key in theirs:
-                hf[key] = theirs[key]
+        hf |= {key: theirs[key] for key in TOKENS if key in theirs}
     from safetensors import SafetensorError
 
     try:
         with whole_folder(folder) as partial:
             prefix = "transformer." if target.wpe is not None else "model."
-            write_tensors(partial, hf_pieces(target, hf["model_type"]), prefix)
+            write_tensors(partial, hf_pieces(target, hf["model_type"]), prefix, max_shard_size)
             for pattern in COMPANIONS:
                 for companion in source.glob(pattern):
                     shutil.copy(companion, partial)
             is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
             if is_ours and not (partial / "tokenizer.json").exists():
                 hf |= write_tokenizer(model, partial)
+            if "auto_map" in hf:
+                shutil.copy(Path(__file__).with_name(f"{CODE}.py"), partial)
             write_json(partial / "config.json", hf)
+            if not (partial / "generation_config.json").exists():
+                tokens = {key: hf[key] for key in TOKENS if key in hf}
+                write_json(partial / "generation_config.json", tokens)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise HFError(
@@ -260,12 +270,15 @@ def write_tokenizer(model: GPT, folder: Path) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------ tensors
 
 
-def write_tensors(folder: Path, pieces: Iterator[tuple[str, Tensor]], prefix: str) -> None:
-    """Write safetensors shards of about SHARD_BYTES, and their index if there are several.
+def write_tensors(
+    folder: Path, pieces: Iterator[tuple[str, Tensor]], prefix: str, max_shard_size: int
+) -> None:
+    """Write safetensors shards, and their index if there are several.
 
     Args:
         pieces: (name without prefix, tensor), in the order in which they are stored.
         prefix: what the base model's names begin with; lm_head is not of the base model.
+        max_shard_size: see export_hf.
     """
     from safetensors.torch import save_file
 
@@ -273,7 +286,7 @@ def write_tensors(folder: Path, pieces: Iterator[tuple[str, Tensor]], prefix: st
     filled = 0  # bytes in the last shard
     total = 0
     for name, piece in pieces:
-        if filled and filled + piece.nbytes > SHARD_BYTES:
+        if filled and filled + piece.nbytes > max_shard_size:
             shards.append({})
             filled = 0
         full_name = name if name.startswith("lm_head.") else prefix + name
@@ -391,7 +404,7 @@ def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
             if names is GPT2_NAMES and ".c_" in name and part == "weight":
                 view = view.T  # Conv1D
             elif is_coupled and module in ("norm1", "norm2", "norm_f"):
-                view = view[None]  # (1, C), see hf/coupled.py
+                view = view[None]  # (1, C), see hf/modeling_coupled.py
             yield f"{prefix}{name}.{part}", view
 
 

@@ -45,7 +45,10 @@ def load_chat_tokenizer(meta: dict) -> Any:
     Raises DataError if there is no tokenizer, or no chat template in it.
     """
     if meta.get("tokenizer") == "hf":
-        tokenizer = import_transformers().AutoTokenizer.from_pretrained(meta["path"])
+        # An exported coupled model has code of its own, which the tokenizer does not need.
+        tokenizer = import_transformers().AutoTokenizer.from_pretrained(
+            meta["path"], trust_remote_code=False
+        )
         if tokenizer.chat_template:
             return tokenizer
     raise DataError(

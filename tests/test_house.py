@@ -39,6 +39,9 @@ KNOWS_MORE = {
     "fold/gpt.py": {"norms", "taper", "norm_plan", "model", "load"},
     "fold/hub.py": {"hf"},
 }
+# The one way to transformers, which must not take our kernels/ for the package of that name; and
+# the file that is copied into exported folders.
+TO_TRANSFORMERS = {"hf/hub.py", "hf/modeling_coupled.py"}
 # Files that import what a variable names; never ours.
 BY_VARIABLE = {"bench/kernel_arms.py"}
 
@@ -105,6 +108,8 @@ def violations(files: dict[str, str]) -> list[str]:
             where = f"{file}:{line}: {room} imports {target}"
             if target in ("tests", "config") or (ROOT / "tests" / f"{target}.py").exists():
                 wrong.append(f"{where}, which is for tests and recipes")
+            if target == "transformers" and file not in TO_TRANSFORMERS:
+                wrong.append(f"{where}: call import_transformers() of hf/hub.py")
             if target == room or target not in LEVEL:
                 continue
             where = f"{file}:{line}: {room} imports {target}"
@@ -216,6 +221,10 @@ PLANTED = {
     "what tests share": (
         {"data/a.py": "from helpers import ROOT\n"},
         "data/a.py:1: data imports helpers, which is for tests",
+    ),
+    "transformers": (
+        {"bench/a.py": "def f():\n    from transformers import AutoConfig\n"},
+        "bench/a.py:2: bench imports transformers: call import_transformers()",
     ),
     "a circle": (
         {"hf/a.py": "from hf import b\n", "hf/b.py": "def f():\n    from . import a\n"},

@@ -17,6 +17,7 @@ import model as model_file
 from common.errors import ConfigError, HFError
 from fold.gpt import to_folded
 from hf.config import hf_config
+from hf.hub import import_transformers
 from load import SAME_FUNCTION
 from model import GPT, GPTConfig, KVCache, rope_tables
 from training.checkpoint import check_same_model
@@ -309,8 +310,7 @@ def test_a_taper_with_a_bias_folds_under_a_scaled_embedding():
 @pytest.mark.parametrize("family", ["gemma3", "olmo3"])
 def test_rotary_tables_are_bit_for_bit_those_of_transformers(family):
     """Positions of the published context lengths; YaRN's factor is 0.1 ln 8 + 1."""
-    import transformers
-
+    transformers = import_transformers()
     if family == "gemma3":
         theirs = transformers.Gemma3TextConfig(
             hidden_size=2560,

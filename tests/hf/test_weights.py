@@ -506,8 +506,10 @@ if first == "adapters":  # peft imports transformers
     from posthoc.adapters import add_adapters
     config = GPTConfig(n_layer=1, n_embd=8, n_head=2, vocab_size=8, block_size=8)
     add_adapters(GPT(config), 2, 4.0, True)
+from hf.coupled import register
 from hf.hub import import_transformers
 from hf.weights import load_hf
+register()
 LlamaForCausalLM = import_transformers().LlamaForCausalLM
 from transformers import LlamaConfig
 LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,

@@ -1,0 +1,183 @@
+"""CoupledNorm within transformers: the classes of coupled_gpt2, coupled_llama and coupled_qwen3.
+
+This file travels: it is copied into the folder of each exported model, and it needs torch and
+transformers (5.x) alone.
+
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained("folder", trust_remote_code=True)
+
+CoupledNorm (Loretz & Hochreiter 2026): the norm before a block's MLP is an RMSNorm that takes the
+statistic of the norm before attention, and its own gain. config.json says which norms share
+(`norm_plan`: R computes its own statistic, s takes the latest one; two letters for a block, one for
+the final norm) and what each divides the shared statistic by (`coupled_alpha`).
+
+Each class is the stock class with other norms. A norm that shares reads the statistic that its
+source computed a moment ago in the same thread, so attention, caches and generation stay
+transformers' own, and threads may use one model. No block may be recomputed whose source is in
+another one: gradient checkpointing works for plans that share within blocks.
+
+The gains of the norms are stored as (1, C), so that no stock class takes them for its own, (C,): a
+new model_type is not enough, because LlamaForCausalLM.from_pretrained only warns, and would compute
+RMSNorm.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+
+class CoupledRMSNorm(nn.Module):
+    """RMSNorm with its own statistic or, if it has a source, the source's latest.
+
+    y = x * inv_rms / alpha * gain (Loretz & Hochreiter 2026, equation 6), with x (..., C) and
+    inv_rms (..., 1). Statistics are float32 at least; y is rounded once, to the type of x.
+    """
+
+    def __init__(self, channels: int, eps: float, source: "CoupledRMSNorm | None", alpha: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, channels))
+        self.eps = eps
+        self.alpha = alpha
+        # In a tuple, because torch would register a module as a part of this one.
+        self.sources = () if source is None else (source,)
+        # .inv_rms (..., 1) is that of the latest forward pass of each thread.
+        self.latest = threading.local()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., C)."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.sources:
+            inv_rms = self.sources[0].latest.inv_rms.to(x.device)
+        else:
+            inv_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            # A constant to the norms that share it (section 4.3).
+            self.latest.inv_rms = inv_rms.detach()
+        return (wide * (inv_rms / self.alpha) * self.weight).to(x.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the statistic out of copies and pickles."""
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "latest"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin without a statistic."""
+        super().__setstate__(state)
+        self.latest = threading.local()
+
+
+class Couple:
+    """Mixin of a causal LM of transformers that replaces its 2L + 1 norms.
+
+    config.norm_plan says which of them share, config.coupled_alpha what each divides by.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        places = norm_places(self.base_model)
+        letters = config.norm_plan.replace(" ", "")
+        is_plan = letters[:1] == "R" and set(letters) <= set("Rs")
+        if not (is_plan and len(letters) == len(config.coupled_alpha) == len(places)):
+            raise ValueError(
+                f"norm_plan {config.norm_plan!r} and {len(config.coupled_alpha)} numbers in "
+                f"coupled_alpha do not describe {len(places)} norms: is config.json damaged?"
+            )
+        # A norm before attention has its source in an earlier block.
+        self.shares_across = "s" in letters[:-1:2]
+        is_gpt2 = hasattr(self.base_model, "h")
+        eps = config.layer_norm_epsilon if is_gpt2 else config.rms_norm_eps
+        source: CoupledRMSNorm | None = None
+        for (owner, name), letter, alpha in zip(places, letters, config.coupled_alpha, strict=True):
+            old = getattr(owner, name).weight
+            if letter == "s":
+                norm = CoupledRMSNorm(len(old), eps, source, alpha)
+            else:
+                norm = CoupledRMSNorm(len(old), eps, None, 1.0)
+                source = norm
+            setattr(owner, name, norm.to(old))
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **kwargs: Any) -> None:
+        """Switch gradient checkpointing; every way in transformers to do that calls this method.
+
+        Raises ValueError for plans across blocks.
+        """
+        # A block that is computed again would read the statistic that the latest forward pass left,
+        # which may be that of another batch.
+        if enable and self.shares_across:
+            raise ValueError(
+                f"norm_plan {self.config.norm_plan!r} shares statistics across blocks, which "
+                "gradient checkpointing computes apart: train without it"
+            )
+        super()._set_gradient_checkpointing(enable, **kwargs)
+
+
+def norm_places(base: Any) -> list[tuple[nn.Module, str]]:
+    """List the norms of a base model of transformers in order: (owner, attribute)."""
+    if hasattr(base, "h"):  # GPT-2
+        blocks = base.h
+        names = ("ln_1", "ln_2")
+        final = "ln_f"
+    else:  # Llama, Qwen3
+        blocks = base.layers
+        names = ("input_layernorm", "post_attention_layernorm")
+        final = "norm"
+    places = [(block, name) for block in blocks for name in names]
+    return [*places, (base, final)]
+
+
+class CoupledGPT2Config(GPT2Config):
+    """Configuration of coupled_gpt2."""
+
+    model_type = "coupled_gpt2"
+    norm_plan = ""
+    coupled_alpha = ()
+
+
+class CoupledLlamaConfig(LlamaConfig):
+    """Configuration of coupled_llama."""
+
+    model_type = "coupled_llama"
+    norm_plan = ""
+    coupled_alpha = ()
+
+
+class CoupledQwen3Config(Qwen3Config):
+    """Configuration of coupled_qwen3."""
+
+    model_type = "coupled_qwen3"
+    norm_plan = ""
+    coupled_alpha = ()
+
+
+class CoupledGPT2LMHeadModel(Couple, GPT2LMHeadModel):
+    """GPT-2 with RMSNorms, of which some share."""
+
+    config_class = CoupledGPT2Config
+
+
+class CoupledLlamaForCausalLM(Couple, LlamaForCausalLM):
+    """Llama in which some norms share."""
+
+    config_class = CoupledLlamaConfig
+
+
+class CoupledQwen3ForCausalLM(Couple, Qwen3ForCausalLM):
+    """Qwen3 in which some norms share."""
+
+    config_class = CoupledQwen3Config
+
+
+MODELS = (CoupledGPT2LMHeadModel, CoupledLlamaForCausalLM, CoupledQwen3ForCausalLM)
+# So save_pretrained copies this file into the folder, and names it in config.json.
+for model_class in MODELS:
+    model_class.config_class.register_for_auto_class("AutoConfig")
+    model_class.register_for_auto_class("AutoModelForCausalLM")
