@@ -16,11 +16,11 @@ a linear has no bias of its own; it is divided by the gain then, so that W diag(
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from .axes import Line, argument, describe, input_axes, is_tensor, shape

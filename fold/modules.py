@@ -176,7 +176,7 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
 
 
 def untie(model: nn.Module, names: Collection[str], value: Tensor) -> None:
-    """Give a parameter that is used under several names a value of its own under these, in place."""
+    """Give a parameter that has several names a value of its own under `names`, in place."""
     old = tensor_of(model, min(names))
     new = nn.Parameter(value, old.requires_grad)
     for name in names:

@@ -37,6 +37,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ALONE = {"kernels": {"common"}, "fold": {"common", "kernels"}, "evidence": {"common"}}
 KNOWS_MORE = {
     "fold/gpt.py": {"norms", "taper", "norm_plan", "model", "load"},
+    "fold/gpt_gains.py": {"norms", "norm_plan", "model"},
     "fold/hub.py": {"hf"},
 }
 # Files that import what a variable names; never ours.
