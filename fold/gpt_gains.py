@@ -9,13 +9,15 @@ Both work as those of fold/gpt.py do. The sources are propositions 1 and 3 of Fl
 Shapes: C channels of the residual stream, H heads of D channels, H_kv key and value heads.
 """
 
+import copy
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from model import GPT
+from model import GPT, Attention
 from norm_plan import NONE, NORM_TYPES, SHARED
 from norms import FoldedForm, LayerNorm, Norm, RMSNorm, SharedRMSNorm, fold_affine
 
@@ -166,7 +168,7 @@ def to_cancelled(model: GPT, idx: Tensor) -> GPT:
         s W x / sqrt(mean((s W x)^2) + eps) = W x / sqrt(mean((W x)^2) + eps / s^2)
 
     So W is multiplied by the typical s of the tokens `idx` (B, T). What is left is the spread of s
-    between tokens, times eps: `eps_bound` measures it.
+    between tokens, times eps: `eps_effect` measures it.
 
     Raises:
         FoldError: the model has no such norms.
@@ -258,33 +260,56 @@ def mean_square(norm: Norm, h: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def eps_bound(before: GPT, after: GPT, idx: Tensor) -> float:
-    """Bound how far `to_cancelled` moves a normalised query, key or value of the tokens idx (B, T).
+def eps_effect(model: GPT, calibration: Tensor, idx: Tensor) -> tuple[float, float]:
+    """Measure how far `to_cancelled` moves normalised queries, keys and values, and bound it.
 
-    With M the mean square of what the norm of a head reads in `after`, and t what 1 / s^2 is in
-    units of its typical value, that norm divides by sqrt(M + eps) instead of sqrt(M + eps t). The
-    relative error is at most eps |t - 1| / (2 (M + eps min(t, 1))): eps over the mean square.
+    With M the mean square of what the norm of a head reads after the conversion, and t what 1 / s^2
+    is in units of its typical value, that norm divides by sqrt(M + eps) instead of
+    sqrt(M + eps t). The relative error is at most eps |t - 1| / (2 (M + eps min(t, 1))).
+
+    Args:
+        model: before the conversion.
+        calibration: the tokens (B, T) from which `to_cancelled` takes the typical s.
+        idx: the tokens (B, T) that are measured.
 
     Returns:
-        The largest of these numbers over tokens, heads and blocks, for the streams of `before`.
+        (largest relative error of a vector that is normalised, largest bound), over tokens, heads
+        and blocks, in float64. Both forms read the same stream, that of `model`.
     """
+    before = copy.deepcopy(model).double()
+    after = to_cancelled(before, calibration)
     found = streams(before, idx)
-    worst = 0.0
+    error = bound = 0.0
     for index in cancellable(before):
+        h = found[index]
+        attention = before.blocks[index].attn, after.blocks[index].attn
         norm = before.blocks[index].norm1.core
-        attn = after.blocks[index].attn
-        weight = attn.qkv.weight.double()
-        unscaled = folded_weight(norm, before.blocks[index].attn.qkv.weight)
-        scale = weight.square().sum() / unscaled.square().sum()  # the typical s, squared
-        h = found[index].double()
-        t = (mean_square(norm, h) * scale)[..., None]  # (B, T, 1)
-        widths = [heads * attn.head_dim for heads in (attn.heads, attn.kv_heads, attn.kv_heads)]
-        rows = (h @ weight.T).split(widths, -1)
-        for z, own in zip(rows, (attn.q_norm, attn.k_norm, attn.v_norm), strict=True):
-            M = z.unflatten(-1, (-1, own.channels)).square().mean(-1)  # (B, T, norms)
-            bound = own.eps * (t - 1).abs() / (2 * (M + own.eps * t.clamp(max=1)))
-            worst = max(worst, float(bound.max()))
-    return worst
+        weight = attention[1].qkv.weight
+        scale = weight.square().sum() / folded_weight(norm, attention[0].qkv.weight).square().sum()
+        t = mean_square(norm, h)[..., None] * scale  # (B, T, 1)
+        y, _ = norm.normalize(h, None)
+        pairs = zip(heads(attention[0], y), heads(attention[1], h), strict=True)
+        for (_, old, _), (z, new, own) in pairs:
+            M = z.square().mean(-1)  # (B, T, heads)
+            limit = own.eps * (t - 1).abs() / (2 * (M + own.eps * t.clamp(max=1)))
+            bound = max(bound, float(limit.max()))
+            tiny = torch.finfo(old.dtype).tiny
+            moved = (new - old).norm(dim=-1) / old.norm(dim=-1).clamp(min=tiny)
+            error = max(error, float(moved.max()))
+    return error, bound
+
+
+def heads(attn: Attention, y: Tensor) -> Iterator[tuple[Tensor, Tensor, Norm]]:
+    """Yield what the norms of queries, keys and values read and give for y (B, T, C), and the norm.
+
+    Both are (B, T, heads, D), with one head of all channels for norms of the whole width.
+    """
+    widths = [count * attn.head_dim for count in (attn.heads, attn.kv_heads, attn.kv_heads)]
+    parts = attn.qkv(y).split(widths, -1)
+    for part, norm in zip(parts, (attn.q_norm, attn.k_norm, attn.v_norm), strict=True):
+        z = part.unflatten(-1, (-1, norm.channels))
+        normed, _ = norm.normalize(z, None)
+        yield z, normed, norm
 
 
 def folded_weight(norm: Norm, weight: Tensor) -> Tensor:
