@@ -180,7 +180,7 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
             continue
         found = _plan(graph, affines, untie)
         if isinstance(found, str):
-            left[gain] = found
+            left |= dict.fromkeys([gain, *{affine.bias for affine in affines} - {None}], found)
             continue
         folds.append(found)
         if found.bias_stays:

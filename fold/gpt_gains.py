@@ -116,6 +116,8 @@ def gains_read_by_linears(model: GPT, untie: bool = True) -> tuple[dict[str, str
                 why = "the bias has to stay, and the gain is 0 where the bias is not"
         if why:
             left[f"{name}.weight"] = why
+            if norm.bias is not None:
+                left[f"{name}.bias"] = why
         else:
             readers[name] = linear
     if not readers:
