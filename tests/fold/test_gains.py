@@ -198,6 +198,26 @@ def test_weightless_norms_have_nothing_to_fold():
 
 # ------------------------------------------------------------------------- models of transformers
 
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("name", "count", "stays"),
+    [
+        # queries and values have biases, keys have none
+        ("whisper", 10, "encoder.layers.0.self_attn_layer_norm.bias"),
+        # patch merging: a norm of four patches side by side; padding with zeros before the others
+        ("swin", 5, "encoder.layers.0.blocks.0.layernorm_before.weight"),
+    ],
+)
+def test_other_architectures(name, count, stays):
+    from repro.fold_models import build
+
+    model, inputs = build(name)
+    _, certificate = fold_gains(model, inputs)
+    assert certificate.ok and certificate.max_rel < 1e-13
+    assert certificate.folded == count and stays in certificate.refusals
+
+
 L = "model.layers.N."
 QK = {f"{L}self_attn.q_norm.weight", f"{L}self_attn.k_norm.weight"}
 OUTPUTS = {f"{L}post_attention_layernorm.weight", f"{L}post_feedforward_layernorm.weight"}
