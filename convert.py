@@ -353,8 +353,11 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[nn.Module, Certif
     return after, certificate, report
 
 
-def fold_foreign_gains(spec: str, config: ConvertConfig) -> Certificate:
+def fold_foreign_gains(spec: str, config: ConvertConfig) -> tuple[Certificate, bool]:
     """Fold the gains of a model of transformers, and write it if `out` is set.
+
+    Returns:
+        (certificate, whether its head shared the embedding's weights and does not any more)
 
     Raises:
         FoldError: no gain folds, or the fold is not exact.
@@ -367,7 +370,10 @@ def fold_foreign_gains(spec: str, config: ConvertConfig) -> Certificate:
     if config.out:
         out = Path(config.out).resolve()
         write_foreign(after, out, certificate, spec, inputs, load_pretrained)
-    return certificate
+    was_tied, is_tied = (
+        getattr(one.config, "tie_word_embeddings", False) for one in (model, after)
+    )
+    return certificate, was_tied and not is_tied
 
 
 def write_foreign(
@@ -518,9 +524,14 @@ def main(argv: list[str]) -> None:
                 f"hub.load({config.out!r})`, or, with LayerNorms, transformers"
             )
     elif config.to == "weightless" and is_foreign(spec, config):
-        certificate = fold_foreign_gains(spec, config)
+        certificate, untied = fold_foreign_gains(spec, config)
         print(certificate)
         print_left(certificate)
+        if untied:
+            print(
+                "the head has weights of its own now; for an engine that reads this architecture "
+                "with a tied head only, add --untie=False"
+            )
         if config.out:
             print(f"wrote {config.out}; what loads {spec} loads it")
     else:

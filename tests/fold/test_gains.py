@@ -253,6 +253,8 @@ def test_what_is_written_has_the_architecture_and_gains_of_1(name, tmp_path, cap
     assert told["ok"] and told["folded"] == certificate["folded"]
     assert {re.sub(r"\.\d\.", ".N.", key) for key in certificate["refusals"]} == LEFT[name]
     assert all(f"left: {key}" in printed for key in LEFT[name])
+    is_tied = json.loads((source / "config.json").read_text())["tie_word_embeddings"]
+    assert ("the head has weights of its own now" in printed) == is_tied
 
     theirs = load_pretrained(source)
     ours = load_pretrained(out)  # no weight is missing
