@@ -184,9 +184,9 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
             continue
         folds.append(found)
         if found.bias_stays:
-            without = next(target for target in found.targets if target.bias is None)
-            owner = without.weight if not without.copied_to else without.copied_to[0]
-            left[found.bias] = f"{owner} has no bias that could take it over"
+            without = min(found.targets, key=lambda target: target.bias is not None)
+            owner = (*without.copied_to, without.weight)[0]
+            left[found.bias] = f"{owner} has no bias of its own that could take it over"
     return folds, left
 
 
@@ -212,7 +212,7 @@ def carry_out(fold: Fold, model: nn.Module) -> None:
             weight.copy_(new)
     parameter.fill_(1 - fold.offset)
     if bias is not None:
-        # Where both are 0 so is the quotient; a gain of 0 alone is refused (_why_bias_stays).
+        # Where both are 0 so is the quotient; a gain of 0 alone is refused (_plan).
         kept = shift / torch.where(gain == 0, 1.0, gain) if fold.bias_stays else 0.0 * shift
         bias.copy_(kept.reshape(bias.shape))
 

@@ -47,7 +47,9 @@ def gains_left(model):
 
 
 @pytest.mark.parametrize("norm_type", sorted(NORM_TYPES.keys() - REFUSED))
-@pytest.mark.parametrize("shape", [*SHAPES, "one_plus"])
+@pytest.mark.parametrize(
+    "shape", ["biases", "no biases in attention", "no gains", "llama, biases", "one_plus"]
+)
 def test_no_gain_is_left_that_linears_alone_read(norm_type, shape):
     keys = ONE_PLUS if shape == "one_plus" else SHAPES[shape]
     if keys.get("norm_gain", "plain") not in NORM_TYPES[norm_type].gain_kinds:
@@ -174,12 +176,12 @@ def test_cancelled_norms_are_exact_but_for_eps(keys, result):
     assert after.blocks[-1].norm1.core.weight is None or "BB" in result
 
 
-@pytest.mark.parametrize("eps", [1e-8, 1e-5, 1e-2, 10.0])
+@pytest.mark.parametrize("eps", [1e-8, 1e-2, 10.0])
 @pytest.mark.parametrize("keys", [keys for keys, _ in CANCELLED], ids=str)
 def test_what_eps_moves_is_below_the_bound(keys, eps):
     """Over random weights. The bound is no wild one, and shrinks with eps."""
     ratios = []
-    for seed in range(4):
+    for seed in range(2):
         model = gpt(norm_eps=eps, **keys)
         stream = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():

@@ -18,6 +18,7 @@ from fold import fold_gains
 from fold.certificate import run
 from fold.hub import load_pretrained
 
+WITHOUT = "a.weight has no bias of its own that could take it over"
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -93,7 +94,7 @@ def test_a_norm_and_two_linears(norm, bias):
     stays = has_bias and not bias
     assert list(certificate.refusals) == (["norm.bias"] if stays else [])
     if stays:
-        assert certificate.refusals["norm.bias"] == "a.weight has no bias that could take it over"
+        assert certificate.refusals["norm.bias"] == WITHOUT
     if has_bias:
         assert after.norm.bias.any() == stays
     # The linears' weights, not the gain alone, have changed.
@@ -187,6 +188,13 @@ def test_a_bias_that_stays_where_the_gain_is_0_keeps_the_gain():
     model.norm.bias.data[3] = 0
     after, _ = folded(model)
     assert (after.norm.weight == 1).all() and after.norm.bias[3] == 0
+
+
+def test_a_bias_that_is_read_twice_takes_nothing_over():
+    model = net(lambda m, x: m.a(m.norm(x)) * m.a.bias.relu(), norm=OnePlus(8), a=nn.Linear(8, 5))
+    after, certificate = folded(model)
+    assert torch.equal(after.a.bias, model.a.bias) and after.norm.bias.any()
+    assert certificate.refusals == {"norm.bias": WITHOUT}
 
 
 def test_weightless_norms_have_nothing_to_fold():
