@@ -4,6 +4,10 @@
         LayerNorm or cbwc -> RMSNorm, gains of one_plus or lns -> plain gains: exact
     python convert.py out/taper --to=folded --out=out/taper-folded
         norms tapered away -> weights: exact
+    python convert.py out/rms --to=weightless --out=out/rms-weightless
+        gains and biases of norms -> the linears that alone read them: exact
+    python convert.py out/peri --to=cancelled --inexact --out=out/peri-cancelled
+        norms before normalised queries, keys and values -> nothing: exact up to eps
     python convert.py out/rms --to=coupled --inexact --out=out/rms-coupled
         RMSNorm -> CoupledNorm, alpha calibrated
     python convert.py out/rms-coupled --to=decode
@@ -12,6 +16,8 @@
         which LayerNorms can become RMSNorm, and why
     python convert.py facebook/opt-350m --to=rms --out=out/opt-rms
         any model of transformers: exact
+    python convert.py Qwen/Qwen3-0.6B --to=weightless --out=out/qwen3-weightless
+        any model of transformers, written as it was with gains of 1: exact
     python convert.py out/run --to=hf --out=FOLDER
         write it as transformers reads it
 
@@ -21,9 +27,9 @@ or random:gpt2 and the like.
 Every conversion is done again on float64 copies, with the given weights and with random ones. One
 that is not exact is refused without --inexact. Without --out nothing is written.
 
---to=rms, folded and coupled write a checkpoint that every program reads (train.py by --init_from),
-config.json and certificate.json. --to=decode writes nothing: decode/step.py packs a model as it
-loads it.
+--to=rms, folded, weightless, cancelled and coupled write a checkpoint that every program reads
+(train.py by --init_from), config.json and certificate.json. --to=decode writes nothing:
+decode/step.py packs a model as it loads it.
 
 --to=hf writes a Hugging Face folder, tokenizer included. The architecture is a standard one where
 all norms compute their own statistic, else coupled_gpt2, coupled_qwen3 or coupled_llama, whose code
@@ -33,6 +39,11 @@ A Hugging Face model that our GPT does not load is folded as transformers comput
 a folder of transformers with fold.json in it. hub.load(FOLDER) of fold/hub.py is the model with its
 RMSNorms; transformers alone reads the folder with LayerNorms, and the same function.
 
+--to=weightless leaves a Hugging Face model what it is: a folder of the same architecture and keys,
+with gains of 1 (Gemma: 0, for 1 + weight). A head that is the embedding gets weights of its own, as
+the final norm's gain goes into it; with --untie=False that gain stays. The certificate names what
+stays and why.
+
 The last line of output is JSON.
 """
 
@@ -40,8 +51,9 @@ import common.interrupt  # noqa: F401
 
 import contextlib
 import json
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +69,7 @@ from common.output import whole_folder, write_bytes_atomically
 from configurator import key, parse_args
 from decode.pack import pack
 from decode.step import decode_logits
-from fold import Report, gpt
+from fold import Report, gpt, gpt_gains
 from fold.certificate import Certificate, Inputs, certify, run, touched
 from fold.choice import LEFT
 from fold.hub import example_inputs, load, load_pretrained, read_inputs, save
@@ -81,7 +93,11 @@ LENGTH = 256
 class ConvertConfig:
     """Keys of convert.py."""
 
-    to: str = key("", "what to convert to", ("rms", "folded", "coupled", "decode", "hf"))
+    to: str = key(
+        "",
+        "what to convert to",
+        ("rms", "folded", "weightless", "cancelled", "coupled", "decode", "hf"),
+    )
     out: str = key("", "new folder for the converted model ('': check only)")
     inexact: bool = key(False, "allow a conversion that changes the model's function")
     analyze: bool = key(False, "print a verdict on every LayerNorm and convert nothing")
@@ -93,7 +109,8 @@ class ConvertConfig:
     )
     untie: bool = key(
         True,
-        "rms: other users of a centred weight (a tied head) keep uncentred weights of their own",
+        "rms, weightless: a tied head gets weights of its own where the embedding is centred, or "
+        "the head takes over a gain",
     )
     insert: bool = key(
         False,
@@ -101,20 +118,24 @@ class ConvertConfig:
     )
     inputs: str = key(
         "",
-        "rms, analyze, transformers' models: safetensors file of example inputs ('': random ones)",
+        "rms, weightless, analyze, transformers' models: safetensors file of example inputs "
+        "('': random ones)",
     )
     norm_plan: str = key(
         "", "coupled: the plan to convert to, e.g. 'RR Rs R' ('': Rs in every block)"
     )
     text: str = key(
-        "", "coupled: text file for alpha and KL ('': text that the model generates itself)"
+        "",
+        "coupled, cancelled: text file for calibration and KL ('': text that the model generates "
+        "itself)",
     )
     seed: int = key(0, "seed of random inputs and generated text")
 
     def __post_init__(self) -> None:
         if bool(self.to) == self.analyze:
             raise ConfigError(
-                "say what to do: --to=rms, folded, coupled, decode or hf; or --analyze"
+                "say what to do: --to=rms, folded, weightless, cancelled, coupled, decode or hf; "
+                "or --analyze"
             )
         if self.to == "decode" and self.out:
             raise ConfigError(
@@ -123,14 +144,19 @@ class ConvertConfig:
             )
         if self.to == "hf" and not self.out:
             raise ConfigError("to=hf: say where to: --out=FOLDER")
-        if self.to != "coupled" and (self.norm_plan or self.text):
-            raise ConfigError("norm_plan and text are keys of --to=coupled: remove them")
-        if self.to != "rms" and (self.insert or not self.untie):
-            raise ConfigError("untie and insert are keys of --to=rms: remove them")
-        if self.to not in ("rms", "") and (self.transformers or self.inputs):
-            raise ConfigError(
-                "transformers and inputs are keys of --to=rms and --analyze: remove them"
-            )
+        readers = {
+            "norm_plan": ("coupled",),
+            "text": ("coupled", "cancelled"),
+            "insert": ("rms",),
+            "untie": ("rms", "weightless"),
+            "transformers": ("rms", ""),
+            "inputs": ("rms", "weightless", ""),
+        }
+        for name, conversions in readers.items():
+            default = name == "untie"
+            if self.to not in conversions and bool(getattr(self, name)) != default:
+                known = ", ".join(f"--to={to}" if to else "--analyze" for to in conversions)
+                raise ConfigError(f"{name} is a key of {known}: remove it")
         if self.to and self.rules != "exact":
             raise ConfigError(f"rules={self.rules} is for counting, with --analyze: remove it")
         if self.out and any(Path(self.out).glob("*")):
@@ -172,7 +198,7 @@ class DecodeForm(nn.Module):
 
 
 def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certificate]:
-    """Convert a model of ours by --to=rms, folded, coupled or decode.
+    """Convert a model of ours, by all but --to=hf.
 
     Returns:
         (converted model, certificate)
@@ -195,6 +221,14 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
     elif config.to == "folded":
         exact = not config.inexact
         rewrite = partial(gpt.to_folded, exact=exact)
+    elif config.to == "weightless":
+        rewrite = partial(gpt_gains.to_weightless, untie=config.untie)
+    elif config.to == "cancelled":
+        gpt_gains.cancellable(model)  # before text is generated
+        tokens = sample_tokens(model, config)
+        calibration = tokens[::2]
+        rewrite = partial(gpt_gains.to_cancelled, idx=calibration)
+        tokens = tokens[1::2]
     elif config.to == "decode":
         rewrite = DecodeForm
     elif SHARED in model.plan.letters:
@@ -216,7 +250,14 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
         raise FoldError(
             f"{what} is not exact ({certificate.reason}): --inexact writes it nevertheless"
         )
-    return after, replace(certificate, folded=count_folded(model, after, config.to))
+    certificate = replace(certificate, folded=count_folded(model, after, config.to))
+    if config.to == "weightless":
+        readers, left = gpt_gains.gains_read_by_linears(model, config.untie)
+        certificate = replace(certificate, folded=len(readers), refusals=left)
+    if config.to == "cancelled":
+        error, bound = gpt_gains.eps_effect(model, calibration, tokens)
+        certificate = replace(certificate, eps_error=error, eps_bound=bound)
+    return after, certificate
 
 
 def count_folded(before: GPT, after: GPT | DecodeForm, to: str) -> int:
@@ -228,6 +269,8 @@ def count_folded(before: GPT, after: GPT | DecodeForm, to: str) -> int:
         return sum(letter != "I" for letter in plan.letters + plan.outputs + plan.embedding)
     if to == "folded":
         return before.plan.letters.count("T")
+    if to == "cancelled":
+        return after.plan.letters.count("I") - before.plan.letters.count("I")
     return after.plan.letters.count("s")
 
 
@@ -258,7 +301,8 @@ def sample_tokens(model: GPT, config: ConvertConfig) -> Tensor:
 def is_foreign(spec: str, config: ConvertConfig) -> bool:
     """Tell whether transformers' model is meant, not ours.
 
-    That is a Hugging Face model that our GPT does not load, or any with --transformers.
+    That is a Hugging Face model that our GPT does not load, or any with --transformers and for
+    --to=weightless, which leaves it what it is.
     """
     is_hub_name = not Path(spec).exists() and HUB_NAME.fullmatch(spec)
     folder = resolve_hub(spec) if is_hub_name else Path(spec)
@@ -269,6 +313,8 @@ def is_foreign(spec: str, config: ConvertConfig) -> bool:
                 f"transformers=True: {spec} is no Hugging Face folder or hub name: leave it out"
             )
         return False
+    if config.to == "weightless":
+        return True
     try:
         gpt_config(read_config(folder), spec)
     except UserError:
@@ -304,21 +350,49 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[nn.Module, Certif
             f"{spec}: none of {report.total} LayerNorms folds{other_keys(report, config)}: {first}"
         )
     if config.out:
-        write_foreign(after, Path(config.out).resolve(), certificate, spec, inputs)
+        write_foreign(after, Path(config.out).resolve(), certificate, spec, inputs, load)
     return after, certificate, report
 
 
+def fold_foreign_gains(spec: str, config: ConvertConfig) -> tuple[Certificate, bool]:
+    """Fold the gains of a model of transformers, and write it if `out` is set.
+
+    Returns:
+        (certificate, whether its head shared the embedding's weights and does not any more)
+
+    Raises:
+        FoldError: no gain folds, or the fold is not exact.
+    """
+    model = load_pretrained(spec)
+    inputs = foreign_inputs(model, config)
+    after, certificate = fold.fold_gains(model, inputs, config.untie)
+    if not certificate.ok:
+        raise FoldError(f"{spec}: the fold is not exact ({certificate.reason})")
+    if config.out:
+        out = Path(config.out).resolve()
+        write_foreign(after, out, certificate, spec, inputs, load_pretrained)
+    was_tied, is_tied = (
+        getattr(one.config, "tie_word_embeddings", False) for one in (model, after)
+    )
+    return certificate, was_tied and not is_tied
+
+
 def write_foreign(
-    model: nn.Module, out: Path, certificate: Certificate, spec: str, inputs: Inputs
+    model: nn.Module,
+    out: Path,
+    certificate: Certificate,
+    spec: str,
+    inputs: Inputs,
+    read: Callable[[Path], nn.Module],
 ) -> None:
-    """Save a folded model under a temporary name, load it again, compare, and only then rename.
+    """Save a folded model under a temporary name, `read` it, compare, and only then rename.
 
     Raises:
         UserError: it cannot be written, or what is loaded is another model.
     """
     with writing_new(out) as folder:
         save(model, folder, certificate, spec)
-        again = load(folder)
+        again = read(folder)
         equal = not touched(model, again) and same(
             run(model, inputs, widen=False), run(again, inputs, widen=False)
         )
@@ -333,6 +407,16 @@ def same(first: Any, second: Any) -> bool:
     """Tell whether two outputs hold the same tensors."""
     pairs = zip(tree_leaves(first), tree_leaves(second), strict=True)
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+
+
+def print_left(certificate: Certificate) -> None:
+    """Print which parameters stay and why, one line for all blocks with the same reason."""
+    lines: dict[tuple[str, str], int] = {}
+    for name, why in certificate.refusals.items():
+        line = (re.sub(r"\.\d+\.", ".N.", name), re.sub(r"\.\d+(?=\.|\b)", ".N", why))
+        lines[line] = lines.get(line, 0) + 1
+    for (name, why), count in lines.items():
+        print(f"left: {name}{f' ({count})' if count > 1 else ''}: {why}")
 
 
 def other_keys(report: Report, config: ConvertConfig) -> str:
@@ -443,10 +527,22 @@ def main(argv: list[str]) -> None:
                 f"wrote {config.out}; read it with `from fold import hub; "
                 f"hub.load({config.out!r})`, or, with LayerNorms, transformers"
             )
+    elif config.to == "weightless" and is_foreign(spec, config):
+        certificate, untied = fold_foreign_gains(spec, config)
+        print(certificate)
+        print_left(certificate)
+        if untied:
+            print(
+                "the head has weights of its own now; for an engine that reads this architecture "
+                "with a tied head only, add --untie=False"
+            )
+        if config.out:
+            print(f"wrote {config.out}; what loads {spec} loads it")
     else:
         model = load_model(spec)
         after, certificate = convert(model, config)
         print(certificate)
+        print_left(certificate)
         if config.out:
             write(Path(config.out), after, certificate)
             print(

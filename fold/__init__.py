@@ -6,6 +6,10 @@ them.
     folded, certificate = fold(model, report)
     trained = parametrize_cbwc(model, report)  # trains as the LayerNorm model would
 
+Of any norms, move gains and biases into the linear layers that read them (gains.py):
+
+    weightless, certificate = fold_gains(model, {"input_ids": ids})
+
 What goes in
     Any nn.Module that torch.export can export, and example inputs: a tuple of positional or a dict
     of keyword arguments. It is analysed in the mode (train or eval) that it is in.
@@ -49,8 +53,9 @@ ignored. That is not exact on trained weights, so such a report cannot be folded
 
 The modules of this package: choice.py decides which norms fold (cut.py: where to insert centrings),
 rules.py says what each operation does to a zero mean, graph.py follows the stream back to its
-sources, modules.py carries the fold out, certificate.py checks it. In the repository there are also
-hub.py, for models of transformers, and gpt.py, for its own model.
+sources, modules.py carries the fold out, certificate.py checks it. gains.py folds gains on the same
+graph. In the repository there are also hub.py, for models of transformers, and gpt.py and
+gpt_gains.py, for its own model.
 """
 
 import json
@@ -60,6 +65,7 @@ from torch import nn
 
 from .certificate import TOLERANCE, Certificate, Check, Inputs, certify, copied
 from .choice import Analysis, Finding
+from .gains import fold_gains
 from .graph import Graph
 from .modules import carry_out, reparametrize
 from .siblings import FoldError
@@ -72,6 +78,7 @@ __all__ = [
     "Report",
     "analyze",
     "fold",
+    "fold_gains",
     "parametrize_cbwc",
 ]
 

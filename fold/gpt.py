@@ -23,7 +23,7 @@ from common.errors import FoldError
 from load import NORM_NAMES
 from model import GPT, GPTConfig
 from norm_plan import NORM_TYPES, SHARED, NormPlan
-from norms import CenteredLinear, Norm, center, fold_affine
+from norms import CenteredLinear, FoldedForm, Norm, center, fold_affine
 from taper import TaperNorm
 
 Weights = dict[str, Tensor]
@@ -138,16 +138,8 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
     weights = wide_state(model) if final is None else untied(model)
     for position, norm in tapers.items():
         linear = "mlp.up" if position % 2 else "attn.qkv"
-        fold_taper(norm, weights, f"blocks.{position // 2}.{linear}")
-    keys = {}
-    has_new_bias = any(name.endswith(".qkv.bias") for name in weights)
-    if has_new_bias and model.blocks[0].attn.qkv.bias is None:
-        # A LayerNorm had a bias, and attention has none: attn_bias stands for all its linears.
-        keys["attn_bias"] = True
-        for index, block in enumerate(model.blocks):
-            for name, linear in (("qkv", block.attn.qkv), ("proj", block.attn.proj)):
-                zeros = linear.weight.new_zeros(linear.out_features, dtype=torch.float64)
-                weights.setdefault(f"blocks.{index}.attn.{name}.bias", zeros)
+        fold_form(norm.form_at_gate_zero(), weights, f"blocks.{position // 2}.{linear}")
+    keys = add_biases(model, weights)
     if final is not None:
         keys["tie_embeddings"] = False
         fold_final_taper(model, final, weights)
@@ -228,19 +220,44 @@ def center_linear(weights: Weights, linear: str) -> None:
         weights[name] = weights[name] - weights[name].mean(0)  # (C, in) or (C,)
 
 
-def fold_taper(norm: TaperNorm, weights: Weights, reader: str) -> None:
-    """Move a taper at gate 0 into the linear that reads it, in place.
+def fold_form(form: FoldedForm, weights: Weights, reader: str) -> None:
+    """Move gain, bias and centring of a norm into the linear that reads it, in place.
 
     Args:
-        norm: its scaling, centring and bias are moved.
+        form: what is moved.
         weights: of the model.
-        reader: name of the linear.
+        reader: name of the linear. It may get a bias that it had not.
     """
-    form = norm.form_at_gate_zero()
     weight, bias = fold_affine(weights[f"{reader}.weight"], weights.get(f"{reader}.bias"), form)
     weights[f"{reader}.weight"] = weight
     if bias is not None:
         weights[f"{reader}.bias"] = bias
+
+
+def add_biases(model: GPT, weights: Weights) -> dict[str, object]:
+    """Complete the biases that `fold_form` gave to linears of the blocks, in place, with zeros.
+
+    Returns:
+        The keys of the config that say so: attn_bias and bias stand for several linears each.
+    """
+    block = model.blocks[0]
+    keys: dict[str, object] = {}
+    parts = (
+        ("attn_bias", {"attn.qkv": block.attn.qkv, "attn.proj": block.attn.proj}),
+        ("bias", {"mlp.up": block.mlp.up, "mlp.down": block.mlp.down}),
+    )
+    for key, linears in parts:
+        reader, linear = next(iter(linears.items()))
+        if linear.bias is not None or not any(name.endswith(f".{reader}.bias") for name in weights):
+            continue
+        keys[key] = True
+        for index in range(model.config.n_layer):
+            for name, linear in linears.items():
+                zeros = linear.weight.new_zeros(linear.out_features, dtype=torch.float64)
+                weights.setdefault(f"blocks.{index}.{name}.bias", zeros)
+    if "bias" in keys:  # which attn_bias follows by default
+        keys.setdefault("attn_bias", block.attn.qkv.bias is not None)
+    return keys
 
 
 def fold_final_taper(model: GPT, norm: TaperNorm, weights: Weights) -> None:
@@ -257,7 +274,7 @@ def fold_final_taper(model: GPT, norm: TaperNorm, weights: Weights) -> None:
         raise FoldError(
             f"norm_plan {model.plan}: the final taper's bias cannot be moved past an RMSNorm"
         )
-    fold_taper(norm, weights, "lm_head")
+    fold_form(norm.form_at_gate_zero(), weights, "lm_head")
     bias = weights.pop("lm_head.bias", None)  # (V,)
     if bias is not None:
         center_stream(weights)

@@ -107,7 +107,7 @@ def _snapshot(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _forwards(user: Node, line: Line) -> list[Line] | None:
+def forwards(user: Node, line: Line) -> list[Line] | None:
     """Return the lines of `user` to which it passes on a constant that is added to `line`.
 
     Returns None where the constant would change something else.
@@ -123,7 +123,7 @@ def _forwards(user: Node, line: Line) -> list[Line] | None:
 
 
 def _forwards_to(output: Node, line: Line, user: Node) -> list[Line] | None:
-    """Do the work of `_forwards` for one output tensor.
+    """Do the work of `forwards` for one output tensor.
 
     The rule must count every use of the input: it does for x + x, and does not for x * x.
     """
@@ -408,7 +408,7 @@ class Graph:
                 return "the model's output"
             if ignores_constant(user, at):
                 continue
-            onwards = _forwards(user, at)
+            onwards = forwards(user, at)
             if onwards is None:
                 return describe(user)
             todo += [(out, next_user) for out in onwards for next_user in out.node.users]

@@ -4,10 +4,10 @@
     save(folded, "out/opt-rms")                    # a model that fold.fold returned
     model = load("out/opt-rms")                    # the same model, with its RMSNorms
 
-`save` writes what save_pretrained writes, with the weights under their old names, and fold.json.
-That file says what the weights do not: which norms are RMSNorms now, and where centrings were
-inserted. transformers alone reads such a folder as a model with LayerNorms on the centred weights.
-That is the same function, as long as the weights are not trained on.
+`save` writes what save_pretrained writes, with the weights under their old names, and fold.json
+where modules were changed. That file says what the weights do not: which norms are RMSNorms now,
+and where centrings were inserted. transformers alone reads such a folder as a model with LayerNorms
+on the centred weights. That is the same function, as long as the weights are not trained on.
 """
 
 import inspect
@@ -98,8 +98,8 @@ def save(
     """Save a folded model of transformers.
 
     Args:
-        model: a model of transformers that fold.fold returned.
-        folder: gets what save_pretrained writes, and fold.json.
+        model: a model of transformers that fold.fold or fold.fold_gains returned.
+        folder: gets what save_pretrained writes, and fold.json where a module is not transformers'.
         certificate: is written as certificate.json.
         source: folder or hub name of the model before the fold; its tokenizer and other small files
             are copied.
@@ -119,7 +119,8 @@ def save(
         model.save_pretrained(folder)
         if source:
             _copy_side_files(hub_folder(source), folder)
-        (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+        if recipe["swaps"] or recipe["insertions"]:  # else the weights say everything
+            (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
         if certificate is not None:
             (folder / "certificate.json").write_text(certificate.to_json() + "\n", encoding="utf-8")
     except OSError as error:

@@ -7,6 +7,7 @@ rows of zero mean as an RMSNorm.
 """
 
 import inspect
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,14 +171,20 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
     for source, names in plan.untied:
         ((name, axis),) = source.parameters
         old = tensor_of(model, name)
-        new = nn.Parameter(_centered_once(old, None, axis, source.block), old.requires_grad)
-        for name in names:
-            module, attribute = _owner(model, name)
-            setattr(module, attribute, new)
-        # Otherwise transformers would tie the head to the copy when a saved model is loaded.
-        if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-            model.config.tie_word_embeddings = False
+        untie(model, names, _centered_once(old, None, axis, source.block))
     swap_and_insert(plan, model)
+
+
+def untie(model: nn.Module, names: Collection[str], value: Tensor) -> None:
+    """Give a parameter that has several names a value of its own under `names`, in place."""
+    old = tensor_of(model, min(names))
+    new = nn.Parameter(value, old.requires_grad)
+    for name in names:
+        module, attribute = _owner(model, name)
+        setattr(module, attribute, new)
+    # Otherwise transformers would tie the head to the copy when a saved model is loaded.
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        model.config.tie_word_embeddings = False
 
 
 def reparametrize(plan: Plan, model: nn.Module) -> None:

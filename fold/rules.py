@@ -97,6 +97,7 @@ def is_zero(x: Any) -> bool:
     "to.dtype",
     "to.device",
     "to.dtype_layout",
+    "type_as.default",
     "neg.default",
     "lift_fresh_copy.default",
 )

@@ -47,6 +47,7 @@ python report.py --published
 python -m evidence.archive results/cpu/table1/runs.tar.xz
 python convert.py out/layer --to=rms --out=out/layer-rms
 python convert.py out/taper --to=folded --out=out/taper-folded
+python convert.py out/rms --to=weightless --out=out/weightless
 python convert.py out/rms --to=coupled --inexact --out=out/coupled
 python convert.py out/demo --to=decode
 python convert.py out/layer --analyze
@@ -124,6 +125,7 @@ python train.py config/layer.py --init_from=openai-community/gpt2 --bias=True \
   --activation=gelu_tanh
 python convert.py openai-community/gpt2 --analyze
 python convert.py facebook/opt-350m --to=rms --out=out/opt-rms
+python convert.py Qwen/Qwen3-0.6B --to=weightless --out=out/qwen3
 python -m posthoc.rms_stats Qwen/Qwen3-0.6B --text=book.txt --across --plot=fig3.png
 python distill.py config/distill_qwen3_0.6b.py
 python distill.py config/distill_qwen3_0.6b.py --estimate
@@ -174,6 +176,7 @@ repro/taper_finetune.sh cpu
 repro/which_norm.sh cpu --until=rates
 """,
     "another test runs the program at toy size": """
+python convert.py out/normed --to=cancelled --inexact --out=out/cancelled
 pip install .
 torchrun --standalone --nproc_per_node=2 train.py config/demo.py
 torchrun --standalone --nproc_per_node=8 hellaswag.py out/small/rms-8

@@ -37,6 +37,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ALONE = {"kernels": {"common"}, "fold": {"common", "kernels"}, "evidence": {"common"}}
 KNOWS_MORE = {
     "fold/gpt.py": {"norms", "taper", "norm_plan", "model", "load"},
+    "fold/gpt_gains.py": {"norms", "norm_plan", "model"},
     "fold/hub.py": {"hf"},
 }
 # The one way to transformers, which must not take our kernels/ for the package of that name; and

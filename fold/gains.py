@@ -1,0 +1,441 @@
+"""Move the gains and biases of norms into the linear layers that alone read them.
+
+    after, certificate = fold_gains(model, {"input_ids": ids})
+
+With the normalised n, the gain g and the bias b of a norm, and the linear W y + c after it,
+
+    W (n g + b) + c = W diag(g) n + (c + W b)
+
+(FlashNorm, arXiv 2407.09577, proposition 1, with biases). So the linear takes over g and b, and the
+norm is left with a gain of 1 and a bias of 0: it is weightless. All modules stay what they are, and
+so do the names and shapes of the parameters. What loads the model loads the weightless one.
+
+A gain is found in the exported graph, not by names: a vector that multiplies channel by channel,
+also as 1 + weight. It stays where anything but linears reads the product. A bias stays where such
+a linear has no bias of its own; it is divided by the gain then, so that W diag(g) (b / g) = W b.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from .axes import Line, argument, describe, input_axes, is_tensor, shape
+from .certificate import TOLERANCE, Certificate, Inputs, certify, copied
+from .graph import Graph, forwards
+from .modules import merged, tensor_of, untie
+from .siblings import FoldError
+
+# Operations after which every channel still holds the numbers that it held
+CASTS = ("aten._to_copy", "aten.to.", "aten.type_as", "aten.clone", "aten.alias", "aten.contiguous")
+TURNS = ("aten.permute", "aten.transpose", "aten.t.", "aten.numpy_T")
+MOVES = (
+    *CASTS,
+    *TURNS,
+    "aten.view",
+    "aten._unsafe_view",
+    "aten.reshape",
+    "aten.flatten",
+    "aten.unflatten",
+    "aten.unsqueeze",
+    "aten.squeeze",
+    "aten.expand",
+    "aten.slice.",
+    "aten.select.",
+    "aten.narrow",
+    "aten.index_select",
+    "aten.index.",
+    "aten.split",
+    "aten.chunk",
+    "aten.unbind",
+    "aten.dropout",
+)
+NORMS = ("aten.layer_norm.", "aten.rms_norm.")
+
+
+@dataclass(frozen=True)
+class Affine:
+    """What a norm does after it has normalised: multiply by a gain, and add a bias.
+
+    Attributes:
+        first: the operation that reads the gain.
+        last: the operation whose result the model goes on with.
+        gain: name of the parameter.
+        offset: the gain is offset + parameter.
+        bias: name of the parameter, if there is one.
+    """
+
+    first: Node
+    last: Node
+    gain: str
+    offset: float
+    bias: str | None
+
+
+@dataclass(frozen=True)
+class Read:
+    """A linear operation that reads all channels of a norm.
+
+    Attributes:
+        node: the operation.
+        weight: the parameter.
+        axis: of the weight, along the channels that it reads.
+        entry: the operation that reads the parameter: `node`, or a transposition before it.
+        bias: the parameter that it adds, if there is one.
+    """
+
+    node: Node
+    weight: Node
+    axis: int
+    entry: Node
+    bias: Node | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight that takes over a gain, by name: its axis, its bias, the names of a copy."""
+
+    weight: str
+    axis: int
+    bias: str | None
+    copied_to: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """One gain, by name, with its bias and the linears that take both over."""
+
+    gain: str
+    offset: float
+    bias: str | None
+    bias_stays: bool
+    targets: tuple[Target, ...]
+
+
+def fold_gains(
+    model: nn.Module, inputs: Inputs, untie: bool = True, tolerance: float = TOLERANCE
+) -> tuple[nn.Module, Certificate]:
+    """Fold the gains and biases that linear layers alone read into these layers, in a copy.
+
+    Args:
+        model: any nn.Module that torch.export can export, in the mode that is meant.
+        inputs: positional (tuple) or keyword (dict) arguments of the model.
+        untie: a head that shares the embedding's weights may get weights of its own. It costs the
+            memory of an embedding matrix.
+        tolerance: largest allowed difference in float64, relative to the largest output.
+
+    Returns:
+        (copy, certificate). The certificate names the gains and biases that stay, and why. If its
+        check fails (certificate.ok is False), the model itself is returned instead of a copy.
+
+    Raises:
+        FoldError: no gain folds, or the model cannot be exported, copied or run in float64.
+    """
+    name = type(model).__name__
+    folds, left = plan_folds(Graph(model, inputs), untie)
+    if not folds:
+        first = next((f": {gain} stays, {why}" for gain, why in left.items()), "")
+        raise FoldError(
+            f"{name}: none of its gains is read by linear layers alone and is not 1 already{first}"
+        )
+
+    def convert(old: nn.Module) -> nn.Module:
+        new = copied(old)
+        for fold in folds:
+            carry_out(fold, new)
+        return new
+
+    new, certificate = certify(
+        model,
+        convert,
+        inputs,
+        what=f"{name}: {len(folds)} gains folded into linears",
+        folded=len(folds),
+        refusals=left,
+        tolerance=tolerance,
+    )
+    if certificate.ok:
+        return new, certificate
+    return model, replace(certificate, folded=0, what=f"{name}: fold of gains rolled back")
+
+
+def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
+    """Find the gains that fold.
+
+    Returns:
+        The folds, and the parameters that stay: name -> why.
+    """
+    groups: dict[str, list[Affine]] = defaultdict(list)
+    for node in graph.nodes:
+        found = _affine(graph, node)
+        if found is not None:
+            groups[found.gain].append(found)
+    folds = []
+    left = {}
+    for gain, affines in groups.items():
+        if _is_neutral(graph, affines[0]):
+            continue
+        found = _plan(graph, affines, untie)
+        if isinstance(found, str):
+            left |= dict.fromkeys([gain, *{affine.bias for affine in affines} - {None}], found)
+            continue
+        folds.append(found)
+        if found.bias_stays:
+            without = min(found.targets, key=lambda target: target.bias is not None)
+            owner = (*without.copied_to, without.weight)[0]
+            left[found.bias] = f"{owner} has no bias of its own that could take it over"
+    return folds, left
+
+
+@torch.no_grad()
+def carry_out(fold: Fold, model: nn.Module) -> None:
+    """Carry out a fold in place, in float64 and rounded once."""
+    parameter = tensor_of(model, fold.gain)
+    gain = fold.offset + parameter.double().flatten()
+    bias = None if fold.bias is None else tensor_of(model, fold.bias)
+    shift = None if bias is None else bias.double().flatten()
+    for target in fold.targets:
+        weight = tensor_of(model, target.weight)
+        tiles = weight.shape[target.axis] // len(gain)
+        wide = weight.double()
+        if shift is not None and not fold.bias_stays:
+            added = wide.movedim(target.axis, -1) @ shift.repeat(tiles)
+            old = tensor_of(model, target.bias)
+            old.copy_(old.double() + added)
+        new = merged(wide, gain.repeat(tiles), target.axis).to(weight.dtype)
+        if target.copied_to:
+            untie(model, target.copied_to, new)
+        else:
+            weight.copy_(new)
+    parameter.fill_(1 - fold.offset)
+    if bias is not None:
+        # Where both are 0 so is the quotient; a gain of 0 alone is refused (_plan).
+        kept = shift / torch.where(gain == 0, 1.0, gain) if fold.bias_stays else 0.0 * shift
+        bias.copy_(kept.reshape(bias.shape))
+
+
+# ------------------------------------------------------------------------------------- finding them
+
+
+def _affine(graph: Graph, node: Node) -> Affine | None:
+    """Return the gain that an operation multiplies by, and the bias after it; None without one."""
+    name = str(node.target)
+    if name.startswith(NORMS):
+        gain = argument(node, 2)
+        bias = argument(node, 3) if "layer_norm" in name else None
+        if len(node.args[1]) != 1 or not _is_parameter(graph, gain):
+            return None
+        if bias is not None and not _is_parameter(graph, bias):
+            return None
+        return Affine(node, node, graph.names[gain], 0.0, bias and graph.names[bias])
+    if name != "aten.mul.Tensor":
+        return None
+    for x, factor in (node.args, node.args[::-1]):
+        found = _vector(graph, factor, node)
+        if found is not None and is_tensor(x) and x not in graph.names:
+            last, bias = _bias_after(graph, node)
+            return Affine(node, last, *found, bias)
+    return None
+
+
+def _is_parameter(graph: Graph, node: object) -> bool:
+    """Tell whether a node is a parameter of the model."""
+    return node in graph.names and isinstance(graph.values[graph.names[node]], nn.Parameter)
+
+
+def _vector(graph: Graph, x: object, like: Node) -> tuple[str, float] | None:
+    """Return (name, offset) if x is offset + a parameter with one number for each channel.
+
+    Channels are the last axis of the tensor of `like`.
+    """
+    offset = 0.0
+    while isinstance(x, Node) and x not in graph.names:
+        if str(x.target).startswith(CASTS):
+            x = x.args[0]
+            continue
+        if not str(x.target).startswith("aten.add.") or x.kwargs:
+            return None
+        numbers = [arg for arg in x.args if isinstance(arg, int | float)]
+        if len(numbers) != 1:
+            return None
+        offset += numbers[0]
+        x = next(arg for arg in x.args if isinstance(arg, Node))
+    if not _is_parameter(graph, x) or not shape(x):
+        return None
+    channels = shape(like)[-1]
+    # A single channel would be a factor of the whole tensor.
+    if channels == 1 or shape(x)[-1] != channels or set(shape(x)[:-1]) - {1}:
+        return None
+    return graph.names[x], offset
+
+
+def _bias_after(graph: Graph, node: Node) -> tuple[Node, str | None]:
+    """Return the addition of a bias to what a gain gave, and the bias; (node, None) without one."""
+    at = node
+    while len(at.users) == 1:
+        user = next(iter(at.users))
+        if str(user.target).startswith(CASTS) and user.args[0] is at:
+            at = user
+            continue
+        if str(user.target) != "aten.add.Tensor" or user.kwargs:
+            break
+        other = next((arg for arg in user.args if arg is not at), None)
+        found = _vector(graph, other, user)
+        if found is not None and found[1] == 0 and shape(user) == shape(at):
+            return user, found[0]
+        break
+    return node, None
+
+
+def _is_neutral(graph: Graph, affine: Affine) -> bool:
+    """Tell whether a gain is 1 and the bias 0 already."""
+    gain = affine.offset + graph.values[affine.gain].detach()
+    bias = torch.zeros(()) if affine.bias is None else graph.values[affine.bias]
+    return bool((gain == 1).all()) and not bias.any()
+
+
+# ---------------------------------------------------------------------------------- who reads them
+
+
+def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
+    """Plan to fold a gain, or say why it stays.
+
+    Args:
+        affines: all operations that were found to multiply by it.
+        graph: of the model.
+        untie: weights that are used elsewhere, too, may be copied.
+    """
+    first = affines[0]
+    if len({(affine.offset, affine.bias) for affine in affines}) > 1:
+        return "it is used with several biases"
+    other = _other_use(graph, first.gain, {affine.first for affine in affines})
+    if other is None and first.bias is not None:
+        other = _other_use(graph, first.bias, {affine.last for affine in affines})
+    if other is not None:
+        return f"{describe(other)} reads it too"
+    reads: list[Read] = []
+    for affine in affines:
+        axis = len(shape(affine.last)) - 1
+        found = _readers(graph, Line(affine.last, axis, shape(affine.last)[axis]))
+        if isinstance(found, str):
+            return f"{found} reads what it multiplies"
+        reads += found
+    if not reads:
+        return "nothing reads what it multiplies"
+    targets = _targets(graph, reads, untie)
+    if isinstance(targets, str):
+        return targets
+    bias_stays = first.bias is not None and not _can_take_bias(graph, reads)
+    if bias_stays:
+        gain = first.offset + graph.values[first.gain].flatten()
+        if (graph.values[first.bias].flatten()[gain == 0] != 0).any():
+            return "its bias has to stay, and the gain is 0 where the bias is not"
+    return Fold(first.gain, first.offset, first.bias, bias_stays, targets)
+
+
+def _other_use(graph: Graph, name: str, known: Collection[Node]) -> Node | None:
+    """Return an operation that reads a vector, apart from those that are known; None without."""
+    [placeholder] = [node for node, own in graph.names.items() if own == name]
+    todo = [placeholder]
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user in known:
+                continue
+            # casts, and the 1 of 1 + weight
+            if not str(user.target).startswith((*CASTS, "aten.add.")):
+                return user
+            todo.append(user)
+            if not user.users:
+                return user
+    return None
+
+
+def _readers(graph: Graph, line: Line) -> list[Read] | str:
+    """Return the linears that alone read a line, or describe what else reads it."""
+    todo = [line]
+    reads = []
+    while todo:
+        at = todo.pop()
+        for user in at.node.users:
+            if user.op == "output":
+                return "the model's output"
+            read = _read(graph, user, at)
+            if read is not None:
+                reads.append(read)
+                continue
+            moves = str(user.target).startswith(MOVES)
+            onwards = forwards(user, at) if moves else None
+            if onwards is None:
+                return describe(user)
+            todo += onwards
+    return reads
+
+
+def _read(graph: Graph, user: Node, at: Line) -> Read | None:
+    """Return how a linear operation reads a line as its input channels; None if it does not."""
+    bias = None
+    match str(user.target):
+        case "aten.linear.default":
+            x, weight = user.args[:2]
+            bias = argument(user, 2, None, "bias")
+            axis = 1
+        case "aten.addmm.default" if not user.kwargs:
+            bias, x, weight = user.args
+            axis = 0
+        case "aten.mm.default" | "aten.matmul.default":
+            x, weight = user.args
+            axis = 0
+        case _:
+            return None
+    reads_it = x is at.node and weight is not at.node and bias is not at.node
+    if not reads_it or at.axis != len(shape(at.node)) - 1 or len(shape(weight)) != 2:
+        return None
+    entry = user
+    while weight not in graph.names:
+        if not str(weight.target).startswith((*CASTS, *TURNS)) or len(weight.users) != 1:
+            return None
+        axis = input_axes(weight)[axis]
+        entry = weight
+        weight = weight.args[0]
+    if not _is_parameter(graph, weight):
+        return None
+    return Read(user, weight, axis, entry, bias if _is_parameter(graph, bias) else None)
+
+
+def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...] | str:
+    """Return the weights that these operations read, or say which cannot take over a gain."""
+    entries: dict[Node, list[Read]] = defaultdict(list)
+    for read in reads:
+        entries[read.weight].append(read)
+    targets = []
+    for weight, own in entries.items():
+        users = {read.entry for read in own}
+        others = [user for user in weight.users if user not in users]
+        copied_to: tuple[str, ...] = ()
+        if others:
+            names = graph.owners(weight, users)
+            if names & graph.owners(weight, others):
+                return f"{describe(others[0])} reads {graph.names[weight]} too"
+            if not untie:
+                return f"{describe(others[0])} reads {min(names)} too, which is tied"
+            copied_to = tuple(sorted(names))
+        bias = own[0].bias
+        names_of_bias = None if bias is None else graph.names[bias]
+        targets.append(Target(graph.names[weight], own[0].axis, names_of_bias, copied_to))
+    return tuple(targets)
+
+
+def _can_take_bias(graph: Graph, reads: list[Read]) -> bool:
+    """Tell whether each of these operations adds a bias that nothing else reads."""
+    nodes = {read.node for read in reads}
+    pairs = {(read.weight, read.bias) for read in reads}
+    for read in reads:
+        if read.bias is None or set(read.bias.users) - nodes:
+            return False
+    # A bias that two weights share would have to take over two sums, and the other way round.
+    weights, biases = zip(*pairs, strict=True)
+    return len(set(weights)) == len(set(biases)) == len(pairs)

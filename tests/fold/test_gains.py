@@ -1,0 +1,295 @@
+"""fold/gains.py: gains and biases go into the linears that alone read them, in any module; what
+cannot go stays, and the certificate says why.
+
+    python -m pytest tests/fold/test_gains.py
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from hf_models import needs_transformers, save, tiny, tokens
+from torch import nn
+
+import convert
+from common.errors import ConfigError, FoldError
+from fold import fold_gains
+from fold.certificate import run
+from fold.hub import load_pretrained
+
+WITHOUT = "a.weight has no bias of its own that could take it over"
+X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class OnePlus(nn.Module):
+    """An RMSNorm written by hand: 1 + weight, in float32 at least, cast back, and a bias."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x):
+        h = x.float()
+        y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5) * (1.0 + self.weight.float())
+        return y.type_as(x) + self.bias
+
+
+class Net(nn.Module):
+    """`read` of this module and its input, with the parts that it calls."""
+
+    def __init__(self, read, **parts):
+        super().__init__()
+        self.read = read
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.read(self, x)
+
+
+def net(read, seed=0, **parts):
+    """A Net in float64, all its parameters moved."""
+    model = Net(read, **parts).double().eval()
+    stream = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=stream, dtype=torch.float64)
+            parameter += 0.3 * noise
+    return model
+
+
+def folded(model):
+    """The weightless model and its certificate, once they are checked."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    after, certificate = fold_gains(model, (X,))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert certificate.ok and certificate.max_rel < 1e-13
+    assert after.state_dict().keys() == before.keys()
+    assert (run(after, (X,)) - run(model, (X,))).abs().max() < 1e-12
+    return after, certificate
+
+
+NORMS = {
+    "LayerNorm": (nn.LayerNorm, 1),
+    "RMSNorm": (nn.RMSNorm, 1),
+    "one plus": (OnePlus, 0),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_norm_and_two_linears(norm, bias):
+    make, neutral = NORMS[norm]
+
+    def read(m, x):
+        y = m.norm(x)
+        return m.a(y).tanh() + m.b(y[:, 1:].transpose(0, 1).transpose(0, 1)).mean(1, keepdim=True)
+
+    model = net(read, norm=make(8), a=nn.Linear(8, 5, bias=bias), b=nn.Linear(8, 5))
+    after, certificate = folded(model)
+    assert certificate.folded == 1 and (after.norm.weight == neutral).all()
+    has_bias = getattr(model.norm, "bias", None) is not None
+    stays = has_bias and not bias
+    assert list(certificate.refusals) == (["norm.bias"] if stays else [])
+    if stays:
+        assert certificate.refusals["norm.bias"] == WITHOUT
+    if has_bias:
+        assert after.norm.bias.any() == stays
+    # The linears' weights, not the gain alone, have changed.
+    model.norm.weight.data.fill_(neutral)
+    assert (run(after, (X,)) - run(model, (X,))).abs().max() > 1e-2
+
+
+class Transposed(nn.Module):
+    """A linear as a matrix product by a parameter (in, out)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 5, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def heads(m, x):
+    """A gain of each head's channels, read by a linear that has all heads side by side."""
+    y = m.norm(x.unflatten(-1, (2, 4)))
+    return m.a(y.flatten(-2))
+
+
+def twice(m, x):
+    return m.a(m.norm(m.b(m.norm(x))))
+
+
+READS = {
+    "product": (lambda m, x: m.a(m.norm(x)), {"norm": OnePlus(8), "a": Transposed()}),
+    "heads": (heads, {"norm": nn.LayerNorm(4), "a": nn.Linear(8, 5)}),
+    "norm twice": (twice, {"norm": nn.LayerNorm(8), "a": nn.Linear(8, 5), "b": nn.Linear(8, 8)}),
+    "linear twice": (
+        lambda m, x: m.a(m.norm(x)) + m.a(m.norm(2 * x + 1)),
+        {"norm": nn.LayerNorm(8), "a": nn.Linear(8, 5)},
+    ),
+    "dropout": (
+        lambda m, x: m.a(m.b(m.norm(x))),
+        {"norm": nn.RMSNorm(8), "b": nn.Dropout(0.5), "a": nn.Linear(8, 5)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_other_ways_to_read(name):
+    read, parts = READS[name]
+    after, certificate = folded(net(read, **parts))
+    assert certificate.folded == 1
+    assert (after.norm.weight == (0 if isinstance(after.norm, OnePlus) else 1)).all()
+
+
+STAYS = {
+    "residual": (lambda m, x: m.a(m.norm(x)) + m.norm(x)[..., :5].sum(), "slice"),
+    "output": (lambda m, x: m.norm(x), "the model's output"),
+    "activation": (lambda m, x: m.a(m.norm(x).tanh()), "tanh"),
+    "added": (lambda m, x: m.a(x + m.norm(x)), "add"),
+    "other axis": (lambda m, x: m.a(m.norm(x.mT).mT), "linear in a"),
+    "the weight itself": (lambda m, x: m.a(m.norm(x)) @ m.a.weight.relu(), "relu reads a.weight"),
+    "the gain itself": (lambda m, x: m.a(m.norm(x)) * m.norm.weight.sum(), "sum reads it too"),
+    "one linear, two inputs": (lambda m, x: m.a(m.norm(x)) + m.a(x), "linear in a reads a.weight"),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_anything_else_reads_stays(name):
+    """Beside it a norm that folds, so that there is a certificate."""
+    read, why = STAYS[name]
+    size = 3 if name == "other axis" else 8
+    norm = OnePlus(size)
+    model = net(
+        lambda m, x: (read(m, x), m.c(m.other(x))),
+        norm=norm,
+        a=nn.Linear(8, 8 if name == "the weight itself" else 5),
+        other=nn.RMSNorm(8),
+        c=nn.Linear(8, 5),
+    )
+    after, certificate = fold_gains(model, (X,))
+    assert certificate.ok and certificate.folded == 1
+    assert why in certificate.refusals["norm.weight"]
+    assert torch.equal(after.norm.weight, model.norm.weight)
+    alone = net(read, norm=norm, a=model.a)
+    with pytest.raises(FoldError, match=r"none of its gains.*norm.weight stays, "):
+        fold_gains(alone, (X,))
+
+
+def test_a_bias_that_stays_where_the_gain_is_0_keeps_the_gain():
+    model = net(lambda m, x: m.a(m.norm(x)), norm=nn.LayerNorm(8), a=nn.Linear(8, 5, bias=False))
+    model.norm.weight.data[3] = 0
+    with pytest.raises(FoldError, match="its bias has to stay, and the gain is 0"):
+        fold_gains(model, (X,))
+    model.norm.bias.data[3] = 0
+    after, _ = folded(model)
+    assert (after.norm.weight == 1).all() and after.norm.bias[3] == 0
+
+
+def test_a_bias_that_is_read_twice_takes_nothing_over():
+    model = net(lambda m, x: m.a(m.norm(x)) * m.a.bias.relu(), norm=OnePlus(8), a=nn.Linear(8, 5))
+    after, certificate = folded(model)
+    assert torch.equal(after.a.bias, model.a.bias) and after.norm.bias.any()
+    assert certificate.refusals == {"norm.bias": WITHOUT}
+
+
+def test_weightless_norms_have_nothing_to_fold():
+    model = net(lambda m, x: m.a(m.norm(x)), norm=nn.LayerNorm(8), a=nn.Linear(8, 5))
+    after, _ = folded(model)
+    with pytest.raises(FoldError, match="not 1 already"):
+        fold_gains(after, (X,))
+
+
+# ------------------------------------------------------------------------- models of transformers
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("name", "count", "stays"),
+    [
+        # queries and values have biases, keys have none
+        ("whisper", 10, "encoder.layers.0.self_attn_layer_norm.bias"),
+        # patch merging: a norm of four patches side by side; padding with zeros before the others
+        ("swin", 5, "encoder.layers.0.blocks.0.layernorm_before.weight"),
+    ],
+)
+def test_other_architectures(name, count, stays):
+    from repro.fold_models import build
+
+    model, inputs = build(name)
+    _, certificate = fold_gains(model, inputs)
+    assert certificate.ok and certificate.max_rel < 1e-13
+    assert certificate.folded == count and stays in certificate.refusals
+
+
+L = "model.layers.N."
+QK = {f"{L}self_attn.q_norm.weight", f"{L}self_attn.k_norm.weight"}
+OUTPUTS = {f"{L}post_attention_layernorm.weight", f"{L}post_feedforward_layernorm.weight"}
+LEFT = {
+    "gpt2": {"transformer.ln_f.bias"},
+    "llama": set(),
+    "qwen3": QK,
+    "olmo2": QK | OUTPUTS,
+    "olmo3": QK | OUTPUTS,
+    "gemma3": QK | OUTPUTS,
+}
+
+
+def gains(model):
+    """Name -> gain of every norm of a model of transformers (Gemma's: 1 + weight)."""
+    offset = 1 if "gemma" in model.config.model_type else 0
+    return {
+        name: offset + parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 1 and name.endswith("weight")
+    }
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_written_has_the_architecture_and_gains_of_1(name, tmp_path, capsys):
+    """By transformers' own classes in float64, gains and biases random."""
+    source, out = save(tiny(name).double(), tmp_path / "source"), tmp_path / "out"
+    convert.main([str(source), "--to=weightless", f"--out={out}"])
+    printed = capsys.readouterr().out
+    told = json.loads(printed.splitlines()[-1])
+    certificate = json.loads((out / "certificate.json").read_text())
+    assert told["ok"] and told["folded"] == certificate["folded"]
+    assert {re.sub(r"\.\d\.", ".N.", key) for key in certificate["refusals"]} == LEFT[name]
+    assert all(f"left: {key}" in printed for key in LEFT[name])
+    is_tied = json.loads((source / "config.json").read_text())["tie_word_embeddings"]
+    assert ("the head has weights of its own now" in printed) == is_tied
+
+    theirs = load_pretrained(source)
+    ours = load_pretrained(out)  # no weight is missing
+    assert not (out / "fold.json").exists() and type(ours) is type(theirs)
+    config, expected = ours.config.to_dict(), theirs.config.to_dict()
+    expected["tie_word_embeddings"] = False
+    for key in ("_name_or_path", "transformers_version", "dtype", "architectures"):
+        config.pop(key, None)
+        expected.pop(key, None)
+    assert config == expected
+    assert {key for key, gain in gains(ours).items() if (gain != 1).any()} == {
+        key for key in certificate["refusals"] if key.endswith("weight")
+    }
+    assert torch.equal(ours.get_input_embeddings().weight, theirs.get_input_embeddings().weight)
+    x = (tokens(2, 20, seed=3),)
+    logits, reference = run(ours, x).logits, run(theirs, x).logits
+    assert (logits - reference).abs().max() < 1e-12 * reference.abs().max()
+
+
+@needs_transformers
+def test_without_untie_a_tied_head_keeps_the_final_gain(tmp_path, capsys):
+    source = save(tiny("qwen3"), tmp_path / "source")
+    out = tmp_path / "out"
+    convert.main([str(source), "--to=weightless", "--untie=False", f"--out={out}"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["folded"] == 6
+    refusals = json.loads((out / "certificate.json").read_text())["refusals"]
+    assert refusals["model.norm.weight"].endswith("reads lm_head.weight too, which is tied")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"]
+    with pytest.raises(ConfigError, match="transformers is a key of --to=rms, --analyze"):
+        convert.main([str(source), "--to=weightless", "--transformers"])
