@@ -267,12 +267,15 @@ def seed_table(arms: Arms, metric: str) -> str:
 
 
 def exchange_text(arms: Arms, baseline: str) -> str:
-    """Say what tokens are worth in nats; "" if the baseline's curves are too short for it."""
+    """Say what tokens are worth in nats, by the baseline's curves."""
     rate = mean_exchange_rate(list(arms[baseline].values()))
     if rate is None:
-        return ""
+        return (
+            f"What a difference is worth in tokens is not known: the runs of `{baseline}` need "
+            "three evaluations or more in their later half, and a loss that still falls."
+        )
     return (
-        f"In tokens: how many more (+) or fewer (-) tokens the baseline would need for the arm's "
+        "In tokens: how many more (+) or fewer (-) tokens the baseline would need for the arm's "
         f"loss. Exchange rate, from the later half of the `{baseline}` curves: 1 % more tokens buy "
         f"{rate * np.log(1.01):.5f} nats per token. The learning rate's decay is in it, so it is "
         "an upper estimate, and what a difference is worth in tokens a lower one."
