@@ -345,7 +345,7 @@ class About:
     """What a report says beside the comparisons."""
 
     stable: Arms  # the runs that are compared and those that diverged, by full arm
-    unjudged: list[str]  # one sentence for each arm that diverged before it could be compared
+    unjudged: list[str]  # one sentence for each arm with too few pairs to be compared
     left_out: list[str]  # one line for each run or pair that is not compared
     plots: list[Path]  # pictures in the same folder, in the order in which they are shown
 
@@ -542,6 +542,24 @@ def with_diverged(compared: Arms, arms: Arms) -> Arms:
     return found
 
 
+def without_a_row(
+    rows: list[Comparison], pairs: Pairs, diverged: dict[str, str], baseline: str
+) -> list[str]:
+    """Return one sentence for each arm that has too few pairs to be compared, if it says why."""
+    lines = []
+    for arm in dict.fromkeys([*pairs, *diverged]):
+        if arm == baseline or any(row.arm == arm for row in rows):
+            continue
+        its = pairs.get(arm, [])
+        planned = its[0].run.config.get("planned_seeds", 0) if its else 0
+        if arm in diverged:
+            lines.append(f"{short_name(arm)}: {NO_VERDICT}: {diverged[arm]}.")
+        elif planned:
+            why = f"{len(its)} of {planned} planned seeds"
+            lines.append(f"{short_name(arm)}: {NO_VERDICT}: {why}.")
+    return lines
+
+
 def write_report(
     arms: Arms, baseline: str, deltas: dict[str, float], out: Path, pictures: bool = True
 ) -> str:
@@ -559,11 +577,7 @@ def write_report(
     left_out = finished.left_out + unpaired + not_measured
     compared = compared_arms(finished.arms, pairs, baseline)
     stable = with_diverged(compared, arms)
-    unjudged = [
-        f"{short_name(arm)}: {NO_VERDICT}: {why}."
-        for arm, why in finished.diverged.items()
-        if arm != baseline and not any(row.arm == arm for row in rows)
-    ]
+    unjudged = without_a_row(rows, pairs, finished.diverged, baseline)
     short = renamed(compared)
     with writing(out):
         plots = draw(short, rows, short_name(baseline), out) if pictures else []

@@ -374,6 +374,8 @@ def exchange_rate(run: Run) -> float | None:
     """
     tokens = run.curve[:, 0]
     later = run.curve[tokens > tokens[-1] / 2]  # (n, 2): tokens, loss
+    if len(later) < 3:  # with few evaluations, that in the middle counts too
+        later = run.curve[tokens >= tokens[-1] / 2]
     if len(later) < 3:
         return None
     slope, _ = np.polyfit(np.log(later[:, 0]), later[:, 1], 1)

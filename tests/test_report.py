@@ -387,6 +387,11 @@ def test_equal_time_is_worth_the_exchange_rate(tmp_path):
     gain = np.log(fast.metrics["tok_per_s"] / base.metrics["tok_per_s"])
     assert at_equal_time(fast, base) == pytest.approx(fast.metrics["val_loss"] - rate * gain)
     assert EQUAL_TIME.lower_is_better
+    every_quarter = [0, 25, 50, 75, 100]
+    for steps, has_rate in ((every_quarter, True), (every_quarter[::2], False)):
+        points = [(100 * step, 1 + 4 * max(step, 1) ** -0.5) for step in steps]
+        base.curve = np.array(points)
+        assert (exchange_rate(base) is not None) == has_rate
 
 
 def test_hellaswag_is_paired_item_by_item(tmp_path):
@@ -703,6 +708,18 @@ def test_before_the_planned_seeds_there_is_no_verdict(tmp_path, capsys, undrawn)
     assert (row.word, row.direction, row.margin_verdict) == ("no verdict", "", "")
     report.main([str(tmp_path), "--baseline=rms"])
     assert "layer: no verdict: 8 of 16 planned seeds; so far +0.4997" in capsys.readouterr().out
+
+
+def test_one_planned_seed_is_said_to_be_none_too(tmp_path, capsys, undrawn):
+    """And an arm of which all runs diverged has its sentence, without a row."""
+    planned(tmp_path, 16, SEEDS[:1])
+    gone = write_run(tmp_path, "taper", 8, planned_seeds=16, delta_val_loss=0.01)
+    append(gone, event="end", reason="step 9: the loss is not finite")
+    report.main([str(tmp_path), "--baseline=rms"])
+    said = capsys.readouterr().out
+    assert "- layer: no verdict: 1 of 16 planned seeds.\n" in said
+    assert "- taper: no verdict: 1 of 1 runs diverged" in said
+    assert "| `taper` | 1 | 1 | n/a |" in (tmp_path / "report.md").read_text()
 
 
 def test_only_the_planned_seeds_are_judged(tmp_path, capsys, undrawn):
