@@ -13,8 +13,8 @@
 An arm is a norm type with its norm keys, such as "coupled --coupled_span=2". Every arm is compared
 with the baseline, seed by seed. The margins of equivalence are those that the runs declared
 (train.py's delta_* keys); a margin that is given here, --delta.METRIC=NUMBER, is labelled post hoc.
-The metrics are val_loss, train_loss, hellaswag_acc, hellaswag_acc_norm and tok_per_s (its margin is
-a share). Other keys:
+The metrics are val_loss (its margin is that of val_loss_full too), train_loss, hellaswag_acc,
+hellaswag_acc_norm and tok_per_s (its margin is a share). Other keys:
     --out=DIR           where everything is written, instead of into the folder of the runs
     --pictures=False    write tables only
     --plot=FILE         file for the loss curves of runs without a baseline
@@ -38,13 +38,15 @@ from evidence import published
 from evidence.archive import SUFFIX
 from evidence.comparison import (
     EQUAL_TIME,
+    NO_VERDICT,
     Comparison,
     Pairs,
     compare,
-    exchange_rate,
+    mean_exchange_rate,
     pair_by_seed,
     usable,
 )
+from evidence.names import short_name
 from evidence.plots import (
     Arms,
     drifting,
@@ -59,18 +61,30 @@ from evidence.runs import METRICS, Run, by_arm, find_runs
 HOW = """\
 Mean (of tok_per_s the geometric one) and SD are over seeds; SD is the standard deviation, never the
 standard error. train_loss is the mean over the logged steps of the last tenth of a run. A
-difference is arm less baseline at the same seed. The verdict comes from the Holm-adjusted paired t
-interval (it leaves out zero: better or worse) and from TOST within the margin, Holm-adjusted too
-(equivalent); all else is inconclusive, and no p value above 0.05 means "the same". The Holm
-interval belongs to the step at which Holm tested that arm; beside it stands the plain 95 % t
-interval. Arms are corrected for, metrics are not: val_loss is the one to decide by. The sign-flip
-permutation test and the BCa bootstrap stand beside and decide nothing. HellaSwag differences are
-paired item by item within each seed, and their t error counts both seeds and items as samples;
-sign-flip and bootstrap count seeds alone there. Detectable: the smallest true difference that these
-seeds find with 80 % power, corrected for the number of arms; needed: seeds that come to a verdict,
-of a difference or of equivalence, if the true difference is the observed one. tok_per_s is compared
-as a ratio. val_loss_equal_time is the loss that an arm would have after its baseline's time instead
-of its tokens."""
+difference is arm less baseline at the same seed. A verdict has two parts. Its direction comes from
+the Holm-adjusted paired t interval: better or worse if it leaves out zero, else no difference is
+shown, and no p value above 0.05 means "the same". Beside it stands, where a margin is declared,
+what is shown about the size: within the margin (TOST), beyond it (one-sided t test against the
+margin; for a margin below some standard errors, both sides of it), or open; both Holm-adjusted. The
+Holm interval belongs to the step at which Holm tested that arm; beside it stands the plain 95 % t
+interval. Arms are corrected for, metrics are not: val_loss_full is the one to decide by, the loss
+over every token of the val split, and val_loss where runs do not have it. Both are conditional on
+their text: intervals cover other seeds, not other texts; the range "without one document" says what
+a single one of its documents does. The sign-flip permutation test and the BCa bootstrap stand
+beside and decide nothing. HellaSwag differences are paired item by item within each seed, and their
+t error counts both seeds and items as samples; sign-flip and bootstrap count seeds alone there.
+Detectable: the smallest true difference that these seeds find with 80 % power, corrected for the
+number of arms; power within: the power to show "within the margin" at a true difference of zero
+with the observed SD; needed: seeds that show a difference, or that it lies within the margin, if
+the true difference is the observed one (80 % power): a new set of them, because adding seeds until
+a verdict appears gives false ones. tok_per_s is compared as a ratio. val_loss_equal_time is the
+loss that an arm would have after its baseline's time instead of its tokens."""
+
+STABILITY = """\
+Divergence is a result: an arm of which runs diverged has no verdict on the rest. Clipped steps: the
+share of steps whose gradient was clipped, mean over runs. A spike is a step whose loss is more than
+0.5 above the median of the 50 steps before it. The largest attention logit is that of the last
+evaluation, over all runs."""
 
 
 # ------------------------------------------------------------------------------------------- tables
@@ -96,23 +110,38 @@ def tost_cell(row: Comparison) -> str:
     return f"{row.verdict.p_tost:.3g} ({margin}, {row.delta_kind})"
 
 
+def text_cell(row: Comparison) -> str:
+    """Format the range of the mean difference when one document is left out."""
+    return "" if row.text is None else row.show_interval((row.text.low, row.text.high))
+
+
 # Heading -> cell, of the table of verdicts in report.md.
-TABLE_COLUMNS: dict[str, Callable[[Comparison], Any]] = {
+VERDICT_COLUMNS: dict[str, Callable[[Comparison], Any]] = {
     "metric": lambda row: row.metric.name,
-    "arm": lambda row: f"`{row.arm}`",
+    "arm": lambda row: f"`{row.name}`",
     "seeds": lambda row: len(row.seeds),
     "difference": lambda row: row.show(row.estimate.mean),
+    "Holm interval": lambda row: row.show_interval(row.verdict.interval),
+    "in tokens": lambda row: row.show_tokens(row.estimate.mean) if row.rate else "",
+    "without one document": text_cell,
+    "verdict": lambda row: f"**{row.word}**",
+}
+
+# The same, of the table of tests below it.
+TEST_COLUMNS: dict[str, Callable[[Comparison], Any]] = {
+    "metric": lambda row: row.metric.name,
+    "arm": lambda row: f"`{row.name}`",
     "SD": lambda row: row.show(row.sd, sign=False),
     "95 % interval": lambda row: row.show_interval(row.estimate.interval()),
-    "Holm interval": lambda row: row.show_interval(row.verdict.interval),
     "p": lambda row: f"{row.verdict.p:.3g}",
     "p Holm": lambda row: f"{row.verdict.p_holm:.3g}",
     "p TOST (margin)": tost_cell,
+    "p beyond": lambda row: f"{row.verdict.p_beyond:.3g}" if row.delta else "",
     "p sign-flip": lambda row: f"{row.sign_flip:.3g}",
     "BCa 95 %": lambda row: row.show_interval(row.bootstrap),
     "detectable": lambda row: row.show(row.detectable, sign=False),
+    "power within": lambda row: number(row.power_within, 2) if row.delta else "",
     "needed": lambda row: row.needed or "n/a",
-    "verdict": lambda row: f"**{row.word}**",
 }
 
 # Column -> value, of report.csv. Numbers are not rounded; relative metrics are log ratios.
@@ -131,22 +160,90 @@ CSV_COLUMNS: dict[str, Callable[[Comparison], Any]] = {
     "p_t": lambda row: row.verdict.p,
     "p_holm": lambda row: row.verdict.p_holm,
     "p_tost": lambda row: row.verdict.p_tost,
+    "p_beyond": lambda row: row.verdict.p_beyond,
     "delta": lambda row: row.delta,
     "delta_kind": lambda row: row.delta_kind,
     "p_sign_flip": lambda row: row.sign_flip,
     "low_bca": lambda row: row.bootstrap[0],
     "high_bca": lambda row: row.bootstrap[1],
     "detectable": lambda row: row.detectable,
+    "power_within": lambda row: row.power_within,
     "seeds_needed": lambda row: row.needed,
     "is_log_ratio": lambda row: row.metric.relative,
+    "token_share": lambda row: row.tokens(row.estimate.mean),
+    "low_document": lambda row: row.text and row.text.low,
+    "high_document": lambda row: row.text and row.text.high,
+    "direction": lambda row: row.direction,
+    "margin_verdict": lambda row: row.margin_verdict,
     "verdict": lambda row: row.word,
 }
 
 
-def verdict_table(rows: list[Comparison]) -> str:
-    """Return the Markdown table of all verdicts."""
-    table = [[cell(row) for cell in TABLE_COLUMNS.values()] for row in rows]
-    return markdown(TABLE_COLUMNS, table)
+def table_of(rows: list[Comparison], columns: dict[str, Callable[[Comparison], Any]]) -> str:
+    """Return a Markdown table of comparisons, without columns that are empty in all of them."""
+    cells = {heading: [cell(row) for row in rows] for heading, cell in columns.items()}
+    filled = {heading: column for heading, column in cells.items() if any(column)}
+    return markdown(filled, zip(*filled.values(), strict=True))
+
+
+def power_lines(rows: list[Comparison]) -> str:
+    """Say for each metric what its seeds can show: one line of a list each."""
+    lines = []
+    for metric, its in by_metric(rows).items():
+        detectable = [row.detectable for row in its]
+        found = " to ".join(
+            dict.fromkeys(
+                its[0].show(end, sign=False) for end in (min(detectable), max(detectable))
+            )
+        )
+        unit = "" if its[0].metric.relative else f" {its[0].metric.unit}"
+        line = f"- {metric}: a difference of {found}{unit} is found with 80 % power"
+        powers = [row.power_within for row in its if row.power_within is not None]
+        if powers:
+            margin = its[0].show(its[0].delta, sign=False)
+            power = " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(powers), max(powers))))
+            line += (
+                f'; the power to show "within" the margin of {margin} at a true difference of zero '
+                f"is {power}"
+            )
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def stability_table(arms: Arms) -> str:
+    """Return the outcomes beside loss, one line an arm; "" if no run has them and none diverged."""
+    table = []
+    for arm, runs in arms.items():
+        records = [run.stability for run in runs.values() if run.stability]
+        logits = values_of(records, "attention_logit")
+        cells = [
+            f"`{arm}`",
+            len(runs),
+            sum(run.diverged for run in runs.values()),
+            percent(mean_of(values_of(records, "clipped"))),
+            number(mean_of(values_of(records, "spikes")), 1),
+            number(max(logits) if logits else None, 1),
+        ]
+        table.append(cells)
+    if not any(run.stability or run.diverged for run in all_runs(arms)):
+        return ""
+    header = ["arm", "runs", "diverged", "clipped steps", "spikes a run", "largest attention logit"]
+    return markdown(header, table)
+
+
+def values_of(records: list[dict[str, Any]], name: str) -> list[float]:
+    """Return the finite values of one field."""
+    return [record[name] for record in records if record[name] is not None]
+
+
+def mean_of(values: list[float]) -> float | None:
+    """Return the mean; None of no values."""
+    return float(np.mean(values)) if values else None
+
+
+def percent(share: float | None) -> str:
+    """Format a share in per cent."""
+    return "n/a" if share is None else f"{100 * share:.0f} %"
 
 
 def seed_table(arms: Arms, metric: str) -> str:
@@ -171,24 +268,35 @@ def seed_table(arms: Arms, metric: str) -> str:
     return markdown(["seed", *(f"`{arm}`" for arm in arms)], table)
 
 
-def equal_time_text(rows: list[Comparison], arms: Arms, baseline: str) -> str:
-    """Say what throughput is worth: losses at equal tokens and at equal time in one table.
+def exchange_text(arms: Arms, baseline: str) -> str:
+    """Say what tokens are worth in nats, by the baseline's curves."""
+    rate = mean_exchange_rate(list(arms[baseline].values()))
+    if rate is None:
+        return (
+            f"What a difference is worth in tokens is not known: the runs of `{baseline}` need "
+            "three evaluations or more in their later half, and a loss that still falls."
+        )
+    return (
+        "In tokens: how many more (+) or fewer (-) tokens the baseline would need for the arm's "
+        f"loss. Exchange rate, from the later half of the `{baseline}` curves: 1 % more tokens buy "
+        f"{rate * np.log(1.01):.5f} nats per token. The learning rate's decay is in it, so it is "
+        "an upper estimate, and what a difference is worth in tokens a lower one."
+    )
 
-    The exchange rate between the two is the baseline's (evidence/comparison.py, exchange_rate).
-    """
-    found = [exchange_rate(run) for run in arms[baseline].values()]
-    rates = [rate for rate in found if rate is not None]
+
+def equal_time_text(rows: list[Comparison], arms: Arms, baseline: str) -> str:
+    """Say what throughput is worth: losses at equal tokens and at equal time in one table."""
+    rate = mean_exchange_rate(list(arms[baseline].values()))
     timed = [row for row in rows if row.metric is EQUAL_TIME]
-    if not rates or not timed:
+    if rate is None or not timed:
         return "No run has throughput and enough evaluations to compare at equal time."
-    rate = float(np.mean(rates))  # nats per token for one e-fold more tokens
     by_key = {(row.arm, row.metric.name): row for row in rows}
     table = []
     for row in timed:
         loss = by_key[row.arm, "val_loss"]
         speed = by_key[row.arm, "tok_per_s"]
         cells = [
-            f"`{row.arm}`",
+            f"`{row.name}`",
             loss.show(loss.estimate.mean),
             speed.show(speed.estimate.mean),
             f"{-rate * speed.estimate.mean:+.4f}",
@@ -203,10 +311,15 @@ def equal_time_text(rows: list[Comparison], arms: Arms, baseline: str) -> str:
         "val loss at equal time",
     ]
     return (
-        f"Exchange rate, from the later half of the `{baseline}` curves: 1 % more tokens buy "
-        f"{rate * np.log(1.01):.5f} nats per token (the learning rate's decay is in it, so rather "
-        "less).\n\n"
+        "Throughput is worth the tokens of the same time, at the exchange rate above, so rather "
+        "less than stands here.\n\n"
     ) + markdown(header, table)
+
+
+def names_text(arms: Iterable[str]) -> str:
+    """Return the table of short names; "" if no arm has one of its own."""
+    table = [(f"`{short_name(arm)}`", f"`{arm}`") for arm in arms if short_name(arm) != arm]
+    return markdown(["short name", "arm"], table) if table else ""
 
 
 def distinct(values: Iterable[Any]) -> str:
@@ -229,40 +342,70 @@ def header_text(arms: Arms) -> str:
     )
 
 
-def report_text(
-    arms: Arms, rows: list[Comparison], baseline: str, left_out: list[str], plots: list[Path]
-) -> str:
+@dataclass(frozen=True)
+class About:
+    """What a report says beside the comparisons."""
+
+    stable: Arms  # the runs that are compared and those that diverged, by full arm
+    unjudged: list[str]  # one sentence for each arm with too few pairs to be compared
+    left_out: list[str]  # one line for each run or pair that is not compared
+    plots: list[Path]  # pictures in the same folder, in the order in which they are shown
+
+
+def report_text(arms: Arms, rows: list[Comparison], baseline: str, about: About) -> str:
     """Return the whole of report.md.
 
     Args:
-        arms: the runs that are compared.
+        arms: the runs that are compared, by the arms' short names.
         rows: every arm's comparison in every metric.
-        baseline: the arm that the others are compared with.
-        left_out: one line for each run or pair that is not compared.
-        plots: pictures in the same folder, in the order in which they are shown.
+        baseline: short name of the arm that the others are compared with.
+        about: what else is said.
     """
-    parts = [f"# Norm types against `{baseline}`", header_text(arms)]
-    parts += [f"![{plot.stem}]({plot.name})" for plot in plots]
+    judged = [row for row in rows if row.is_judged]
+    others = [row for row in rows if not row.is_judged]
+    parts = [f"# Norm types against `{baseline}`", header_text(arms), names_text(about.stable)]
+    parts += [f"![{plot.stem}]({plot.name})" for plot in about.plots]
     parts.append("## Verdicts")
-    parts += verdict_sentences(rows) or ["No arm has two seeds in common with the baseline."]
-    if rows:
-        parts.append(verdict_table(rows))
-    parts += [HOW, "## Equal tokens, equal time", equal_time_text(rows, arms, baseline)]
+    parts += verdict_sentences(judged, about.unjudged)
+    if not rows:
+        parts.append("No arm has two seeds in common with the baseline.")
+    if judged:
+        parts += [table_of(judged, VERDICT_COLUMNS), exchange_text(arms, baseline)]
+        parts += ["## Tests", table_of(judged, TEST_COLUMNS), "Power:", power_lines(judged)]
+    parts.append(HOW)
+    if stability := stability_table(renamed(about.stable)):
+        parts += ["## Stability", stability, STABILITY]
     parts.append("## Seed by seed")
     for name, metric in METRICS.items():
         if any(name in run.metrics for run in all_runs(arms)):
             parts += [f"### {name} ({metric.unit})", seed_table(arms, name)]
-    if left_out:
-        parts += ["## Left out", "\n".join(f"- {line}" for line in left_out)]
-    return "\n\n".join(parts) + "\n"
+    if about.left_out:
+        parts += ["## Left out", "\n".join(f"- {line}" for line in about.left_out)]
+    if others:
+        parts.append("## Appendix: not judged")
+        parts += verdict_sentences(others)
+        parts += [table_of(others, VERDICT_COLUMNS), table_of(others, TEST_COLUMNS)]
+        parts += ["### Equal tokens, equal time", equal_time_text(rows, arms, baseline)]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def verdict_sentences(rows: list[Comparison]) -> list[str]:
-    """Return one list of sentences for each metric, as Markdown."""
-    by_metric: dict[str, list[str]] = {}
+def by_metric(rows: list[Comparison]) -> dict[str, list[Comparison]]:
+    """Sort comparisons by the name of their metric."""
+    found: dict[str, list[Comparison]] = {}
     for row in rows:
-        by_metric.setdefault(row.metric.name, []).append(f"- {row.sentence()}")
-    return ["\n".join([f"{name}:", "", *lines]) for name, lines in by_metric.items()]
+        found.setdefault(row.metric.name, []).append(row)
+    return found
+
+
+def verdict_sentences(rows: list[Comparison], unjudged: list[str] | None = None) -> list[str]:
+    """Return one list of sentences for each metric, as Markdown; after them those of `unjudged`."""
+    texts = [
+        "\n".join([f"{name}:", "", *(f"- {row.sentence()}" for row in its)])
+        for name, its in by_metric(rows).items()
+    ]
+    if unjudged:
+        texts.append("\n".join(f"- {line}" for line in unjudged))
+    return texts
 
 
 def csv_text(header: Iterable[str], rows: list[list[Any]]) -> str:
@@ -365,8 +508,8 @@ def draw(arms: Arms, rows: list[Comparison], baseline: str, out: Path) -> list[P
     plots = [plot_loss(arms, out / "loss_tokens.png", "tokens", baseline)]
     if not any(run.speed_problem for run in runs):
         plots.append(plot_loss(arms, out / "loss_time.png", "time"))
-    if rows:
-        plots.append(plot_differences(rows, out / "differences.png"))
+    if judged := [row for row in rows if row.is_judged]:
+        plots.append(plot_differences(judged, out / "differences.png"))
     if any(run.stream for run in runs):
         plots.append(plot_stream(arms, out / "stream.png"))
     if any(run.history for run in runs):
@@ -390,13 +533,47 @@ def compared_arms(arms: Arms, pairs: Pairs, baseline: str) -> Arms:
     return compared
 
 
+def renamed(arms: Arms) -> Arms:
+    """Return the same runs by the arms' short names."""
+    return {short_name(arm): runs for arm, runs in arms.items()}
+
+
+def with_diverged(compared: Arms, arms: Arms) -> Arms:
+    """Return the runs that are compared and all that diverged."""
+    found: Arms = {}
+    for arm, runs in arms.items():
+        chosen = compared.get(arm, {})
+        its = {seed: run for seed, run in runs.items() if run.diverged or seed in chosen}
+        if its:
+            found[arm] = its
+    return found
+
+
+def without_a_row(
+    rows: list[Comparison], pairs: Pairs, diverged: dict[str, str], baseline: str
+) -> list[str]:
+    """Return one sentence for each arm that has too few pairs to be compared, if it says why."""
+    lines = []
+    for arm in dict.fromkeys([*pairs, *diverged]):
+        if arm == baseline or any(row.arm == arm for row in rows):
+            continue
+        its = pairs.get(arm, [])
+        planned = its[0].run.config.get("planned_seeds", 0) if its else 0
+        if arm in diverged:
+            lines.append(f"{short_name(arm)}: {NO_VERDICT}: {diverged[arm]}.")
+        elif planned:
+            why = f"{len(its)} of {planned} planned seeds"
+            lines.append(f"{short_name(arm)}: {NO_VERDICT}: {why}.")
+    return lines
+
+
 def write_report(
     arms: Arms, baseline: str, deltas: dict[str, float], out: Path, pictures: bool = True
 ) -> str:
     """Write report.md, report.csv, seeds.csv and pictures into `out`.
 
     Returns:
-        The verdicts as text, and a line for each run that was left out.
+        The verdicts and the power as text, and a line for each run that was left out.
 
     Raises:
         UserError: the runs cannot be compared, or `out` cannot be written.
@@ -406,16 +583,32 @@ def write_report(
     rows, not_measured = compare(pairs, baseline, deltas, finished.diverged)
     left_out = finished.left_out + unpaired + not_measured
     compared = compared_arms(finished.arms, pairs, baseline)
+    stable = with_diverged(compared, arms)
+    unjudged = without_a_row(rows, pairs, finished.diverged, baseline)
+    short = renamed(compared)
     with writing(out):
-        plots = draw(compared, rows, baseline, out) if pictures else []
+        plots = draw(short, rows, short_name(baseline), out) if pictures else []
+        about = About(stable, unjudged, left_out, plots)
+        text = report_text(short, rows, short_name(baseline), about)
         texts = {
-            "report.md": report_text(compared, rows, baseline, left_out, plots),
+            "report.md": text,
             "report.csv": verdict_csv(rows),
             "seeds.csv": seeds_csv(compared),
         }
-        for name, text in texts.items():
-            write_bytes_atomically(out / name, text.encode())
-    return "\n\n".join(verdict_sentences(rows) + [f"Left out: {line}" for line in left_out])
+        for name, content in texts.items():
+            write_bytes_atomically(out / name, content.encode())
+    return "\n\n".join(said(rows, unjudged, left_out))
+
+
+def said(rows: list[Comparison], unjudged: list[str], left_out: list[str]) -> list[str]:
+    """Return what the program prints: verdicts, power, what is not judged or left out."""
+    judged = [row for row in rows if row.is_judged]
+    parts = verdict_sentences(judged, unjudged)
+    if judged:
+        parts.append(f"Power:\n\n{power_lines(judged)}")
+    if others := by_metric([row for row in rows if not row.is_judged]):
+        parts.append(f"Not judged (appendix of report.md): {', '.join(others)}")
+    return parts + [f"Left out: {line}" for line in left_out]
 
 
 def write_curves(runs: list[Run], request: Request) -> None:
@@ -458,7 +651,7 @@ def main(argv: list[str]) -> None:
 def label_runs(runs: list[Run]) -> Arms:
     """Name runs for curves alone: by arm, or by folder where two runs share arm and seed."""
     if len({(run.arm, run.seed) for run in runs}) == len(runs):
-        return by_arm(runs)
+        return renamed(by_arm(runs))
     return {run.config["out_dir"]: {run.seed: run} for run in runs}
 
 

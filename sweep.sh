@@ -13,6 +13,8 @@
 #   NPROC      processes a run, started by torchrun            (1)
 #   JOBS       runs side by side, one CPU core each            (1)
 #
+# Before the first run it prints which differences its seeds will find with 80 % power.
+#
 # All arms of a seed run one after the other, each time beginning with another arm, so that a drift
 # of the machine's speed affects all alike. After an interruption, run it again: finished runs are
 # skipped, and those that diverged, which they would again; the interrupted one continues where it

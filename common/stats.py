@@ -5,6 +5,7 @@ the paired t interval, Holm-corrected over arms, and from TOST. The permutation 
 bootstrap are reported as checks and decide nothing.
 """
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,15 @@ from scipy import stats
 
 ALPHA = 0.05  # of every test, after correction
 POWER = 0.8  # for the minimal detectable effect and the number of seeds
+QUANTILES = 1000  # of the observed SD, in the power of TOST
+
+# What a verdict says about the direction of a difference, and about the margin.
+BETTER = "better"
+WORSE = "worse"
+NO_DIFFERENCE = "no difference shown"
+WITHIN = "within"
+BEYOND = "beyond"
+OPEN = "open"
 
 
 # --------------------------------------------------------------------------- samples of differences
@@ -51,6 +61,20 @@ class Estimate:
         if self.se == 0:
             return 0.0 if room > 0 else 1.0
         return float(stats.t.sf(room / self.se, self.df))
+
+    def beyond(self, delta: float) -> float:
+        """Return p of the test that the true difference lies outside [-delta, delta].
+
+        It is the chance of a mean as far from zero as this one if the true difference lies on the
+        margin. For a wide margin that is the one-sided t test against the margin on the mean's
+        side; for a margin of zero it is `p_value`, and it is never less.
+        """
+        distance = abs(self.mean)
+        if self.se == 0:
+            return 0.0 if distance > delta else 1.0
+        near = stats.t.sf((distance - delta) / self.se, self.df)
+        far = stats.t.sf((distance + delta) / self.se, self.df)
+        return float(near + far)
 
 
 def paired(differences: np.ndarray) -> Estimate:
@@ -192,30 +216,56 @@ def power_of_t(effect: float, sd: float, n: int, alpha: float) -> float:
     return float(upper + lower)
 
 
-def detectable_effect(sd: float, n: int, alpha: float = ALPHA) -> float:
-    """Return the smallest true difference that n pairs with this SD find with 80 % power."""
+def smallest(reaches: Callable[[float], bool], high: float) -> float:
+    """Return the smallest number between 0 and `high` from which on `reaches` is true.
+
+    Found by bisection; `high` if it is true nowhere below.
+    """
     low = 0.0
-    high = sd * 1e4
-    for _ in range(200):  # bisection
+    for _ in range(200):
         middle = (low + high) / 2
-        if power_of_t(middle, sd, n, alpha) >= POWER:
+        if reaches(middle):
             high = middle
         else:
             low = middle
     return high
 
 
-def power_of_tost(mean: float, delta: float, sd: float, n: int, alpha: float) -> float:
-    """Return a lower bound of the power of TOST.
+def detectable_effect(sd: float, n: int, alpha: float = ALPHA) -> float:
+    """Return the smallest true difference that n pairs with this SD find with 80 % power."""
+    return smallest(lambda effect: power_of_t(effect, sd, n, alpha) >= POWER, sd * 1e4)
 
-    Its power is the chance that both one-sided tests place a true difference `mean` within
-    (-delta, delta); the bound is Bonferroni's.
+
+def power_of_tost(mean: float, delta: float, sd: float, n: int, alpha: float) -> float:
+    """Return the power of TOST at level alpha.
+
+    It is the chance that both one-sided tests place a true difference `mean` within (-delta, delta)
+    with n pairs of standard deviation `sd`: the observed mean is normal, and for each observed SD
+    it must stay within what the tests leave of the margin.
     """
-    critical = stats.t.isf(alpha, n - 1)
     root = n**0.5 / sd
-    above = np.nan_to_num(stats.nct.sf(critical, n - 1, (delta + mean) * root))
-    below = np.nan_to_num(stats.nct.sf(critical, n - 1, (delta - mean) * root))
-    return float(max(0.0, above + below - 1))
+    critical = stats.t.isf(alpha, n - 1)
+    room = delta * root - critical * _observed_sds(n)  # (QUANTILES,), in standard errors
+    room = np.maximum(room, 0.0)
+    shift = mean * root
+    return float((stats.norm.cdf(room - shift) - stats.norm.cdf(-room - shift)).mean())
+
+
+@functools.cache
+def _observed_sds(n: int) -> np.ndarray:
+    """Return QUANTILES equally likely values of the SD that n pairs show; their true SD is 1."""
+    chances = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    return np.sqrt(stats.chi2.ppf(chances, n - 1) / (n - 1))
+
+
+def largest_sd(delta: float, n: int, alpha: float = ALPHA) -> float:
+    """Return the largest SD of n pairs for which TOST has 80 % power at a true difference of 0."""
+
+    def is_enough(margin: float) -> bool:
+        return power_of_tost(0.0, margin, 1.0, n, alpha) >= POWER
+
+    # Power depends on the margin in units of the SD alone.
+    return delta / smallest(is_enough, 1e4)
 
 
 def seeds_needed(mean: float, delta: float, sd: float, alpha: float = ALPHA) -> int | None:
@@ -253,49 +303,77 @@ def seeds_needed(mean: float, delta: float, sd: float, alpha: float = ALPHA) -> 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision about one arm.
+    """Decision about one arm: the direction of its difference, and whether that is large.
 
     `interval` is the t interval at the level at which Holm tested this arm: it leaves out 0 exactly
     if p_holm < ALPHA. It belongs to this one test; together, all arms' intervals cover less than
     95 %.
     """
 
-    word: str  # better, worse, equivalent, inconclusive
+    direction: str  # BETTER, WORSE or NO_DIFFERENCE
+    margin: str  # WITHIN, BEYOND or OPEN; "" without a margin
     p: float
     p_holm: float
     interval: tuple[float, float]
     p_tost: float | None  # Holm-adjusted too; None without a margin
+    p_beyond: float | None  # the same
+
+    @property
+    def word(self) -> str:
+        """Both parts, such as "worse, within the margin"."""
+        return joined(self.direction, self.margin)
+
+
+def joined(direction: str, margin: str) -> str:
+    """Return the two parts of a verdict as one phrase."""
+    if not margin:
+        return direction
+    return f"{direction}, " + ("margin open" if margin == OPEN else f"{margin} the margin")
 
 
 def decide(estimates: list[Estimate], delta: float, lower_is_better: bool) -> list[Verdict]:
     """Decide about the arms of one metric.
 
-    A significant difference is better or worse, however small it is. What is not significant is
-    equivalent only if TOST says so, and inconclusive otherwise: no p value above ALPHA means "the
-    same".
+    A direction is shown if the difference is significant, however small it is. Beside it stands
+    what is shown about the margin: the difference lies within it (TOST), beyond it, or neither is
+    shown and it is open. What is beyond has a direction, because `Estimate.beyond` is never less
+    than p. No p value above ALPHA means "the same".
 
     Args:
-        estimates: one for each arm; Holm corrects for their number.
+        estimates: one for each arm; Holm corrects each of the three tests for their number.
         delta: margin of equivalence, 0 if none was declared.
+        lower_is_better: is a negative difference a gain?
     """
     p_values = [estimate.p_value() for estimate in estimates]
     p_holms = holm(p_values)
     p_tosts: list[float | None] = [None] * len(estimates)
+    p_beyonds: list[float | None] = [None] * len(estimates)
     if delta:
         p_tosts = list(holm([estimate.tost(delta) for estimate in estimates]))
+        p_beyonds = list(holm([estimate.beyond(delta) for estimate in estimates]))
     verdicts = []
-    for estimate, p, p_holm, p_tost in zip(estimates, p_values, p_holms, p_tosts, strict=True):
+    for estimate, p, p_holm, p_tost, p_beyond in zip(
+        estimates, p_values, p_holms, p_tosts, p_beyonds, strict=True
+    ):
         # Holm multiplied p by p_holm / p, so this arm was tested at ALPHA times p / p_holm.
         alpha = ALPHA * p / p_holm if p_holm else ALPHA
+        direction = NO_DIFFERENCE
         if p_holm < ALPHA:
             is_lower = estimate.mean < 0
-            word = "better" if is_lower == lower_is_better else "worse"
-        elif p_tost is not None and p_tost < ALPHA:
-            word = "equivalent"
-        else:
-            word = "inconclusive"
-        verdicts.append(Verdict(word, p, p_holm, estimate.interval(alpha), p_tost))
+            direction = BETTER if is_lower == lower_is_better else WORSE
+        margin = margin_word(p_tost, p_beyond)
+        interval = estimate.interval(alpha)
+        verdicts.append(Verdict(direction, margin, p, p_holm, interval, p_tost, p_beyond))
     return verdicts
+
+
+def margin_word(p_tost: float | None, p_beyond: float | None) -> str:
+    """Say what is shown about the margin; "" where there is none."""
+    if p_tost is None or p_beyond is None:
+        return ""
+    if p_tost < ALPHA:
+        return WITHIN
+    return BEYOND if p_beyond < ALPHA else OPEN
 
 
 # ------------------------------------------------------------------------------------------- timing

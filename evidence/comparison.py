@@ -9,6 +9,10 @@ import numpy as np
 from common.errors import ConfigError, UserError
 from common.stats import (
     ALPHA,
+    BEYOND,
+    NO_DIFFERENCE,
+    OPEN,
+    WITHIN,
     Estimate,
     Verdict,
     bca_interval,
@@ -16,14 +20,17 @@ from common.stats import (
     decide,
     detectable_effect,
     paired,
+    power_of_tost,
     seeds_needed,
     sign_flip_p,
 )
+from evidence.names import short_name
 from evidence.runs import METRICS, RULES, Metric, Run, difference_in_settings, item_differences
 
 EQUAL_TIME = Metric("val_loss_equal_time", "nats per token", True)
 CHANCE = 0.25  # accuracy of a guess in HellaSwag: one of four endings
 NOT_JUDGED = "not judged"
+NO_VERDICT = "no verdict"
 
 Arms = dict[str, dict[int, Run]]  # arm -> seed -> run
 
@@ -48,6 +55,15 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Text:
+    """What single documents of the val split do to a mean difference."""
+
+    low: float  # smallest and largest mean difference when one document is left out
+    high: float
+    documents: int
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One arm against the baseline in one metric.
 
@@ -57,6 +73,8 @@ class Comparison:
     metric: Metric
     arm: str
     baseline: str
+    name: str  # short names of both
+    baseline_name: str
     delta: float  # margin of equivalence, in the unit of the differences; 0 for none
     delta_kind: str  # declared, post hoc, or "" for none
     seeds: list[int]
@@ -64,14 +82,32 @@ class Comparison:
     estimate: Estimate
     verdict: Verdict  # of the tests alone
     n_arms: int  # number of arms that the tests are corrected for
-    no_verdict: str  # why the verdict is not that of the tests; "" where it is
+    not_judged: str  # why this metric is not judged; "" if it is
+    no_verdict: str  # why the arm has no verdict; "" if it has
+    rate: float | None  # nats per token that e times as many tokens buy; None: not a loss, unknown
+    text: Text | None  # of val_loss_full alone
+
+    @property
+    def is_judged(self) -> bool:
+        """Is the metric one that is judged here?"""
+        return not self.not_judged
+
+    @property
+    def direction(self) -> str:
+        """First part of the verdict: better, worse, no difference shown; "" without a verdict."""
+        return "" if self.not_judged or self.no_verdict else self.verdict.direction
+
+    @property
+    def margin_verdict(self) -> str:
+        """Second part of it: within, beyond, open; "" without a verdict or a margin."""
+        return "" if self.not_judged or self.no_verdict else self.verdict.margin
 
     @property
     def word(self) -> str:
-        """The verdict: better, worse, equivalent, inconclusive or not judged."""
-        if self.metric is EQUAL_TIME or (self.no_verdict and self.metric.relative):
+        """Both parts in one phrase, or that there is none."""
+        if self.not_judged:
             return NOT_JUDGED
-        return "inconclusive" if self.no_verdict else self.verdict.word
+        return NO_VERDICT if self.no_verdict else self.verdict.word
 
     @property
     def sd(self) -> float:
@@ -84,19 +120,37 @@ class Comparison:
 
         The level is divided by the number of arms (Bonferroni), which is on the safe side of Holm.
         """
-        # The SD of one seed that this standard error belongs to: the SD of the differences, or
-        # more where the error counts HellaSwag's items too.
-        scale = self.estimate.se * len(self.seeds) ** 0.5
-        if not scale:
+        if not self.sd_of_seed:
             return 0.0
-        return detectable_effect(scale, len(self.seeds), ALPHA / self.n_arms)
+        return detectable_effect(self.sd_of_seed, len(self.seeds), ALPHA / self.n_arms)
+
+    @property
+    def sd_of_seed(self) -> float:
+        """SD of one seed that the standard error belongs to.
+
+        It is that of the differences, or more where the error counts HellaSwag's items too.
+        """
+        return self.estimate.se * len(self.seeds) ** 0.5
+
+    @cached_property
+    def power_within(self) -> float | None:
+        """Power to show "within the margin" at a true difference of zero, with the observed SD.
+
+        At the same level as `detectable`. None without a margin.
+        """
+        if not self.delta:
+            return None
+        if not self.sd_of_seed:
+            return 1.0
+        return power_of_tost(0.0, self.delta, self.sd_of_seed, len(self.seeds), ALPHA / self.n_arms)
 
     @cached_property
     def needed(self) -> int | None:
-        """Number of seeds that give a verdict with 80 % power if the observed difference is true.
+        """Number of seeds for 80 % power if the observed difference is true.
 
-        None if more than 10,000 are needed, and for HellaSwag: its error has a part, from the
-        items, that no number of seeds removes.
+        Power to show the difference or, with a margin, that it lies within. None if more than
+        10,000 are needed, and for HellaSwag: its error has a part, from the items, that no number
+        of seeds removes.
         """
         if self.metric.name.startswith("hellaswag"):
             return None
@@ -111,6 +165,21 @@ class Comparison:
     def bootstrap(self) -> tuple[float, float]:
         """BCa bootstrap interval, 95 %; it decides nothing."""
         return bca_interval(self.differences)
+
+    def tokens(self, difference: float) -> float | None:
+        """Return the share of tokens that a difference is worth, 0.02 for 2 % more tokens.
+
+        The arm ends where the baseline would with that many more tokens, or fewer if negative. The
+        exchange rate is an upper estimate, so the share is nearer to zero than the true one.
+        """
+        return None if self.rate is None else float(np.expm1(-difference / self.rate))
+
+    def show_tokens(self, difference: float) -> str:
+        """Format the tokens that a difference is worth, in per cent; "n/a" if it is unknown."""
+        share = self.tokens(difference)
+        if share is None or not np.isfinite(difference):
+            return "n/a"
+        return f"{100 * share:+.1f} %" if share < 10 else "above +1000 %"
 
     def show(self, difference: float, sign: bool = True) -> str:
         """Format a difference: per cent for a relative metric, else four decimals."""
@@ -131,30 +200,48 @@ class Comparison:
     def sentence(self) -> str:
         """Say in one sentence what the verdict is and why."""
         unit = "" if self.metric.relative else f" {self.metric.unit}"
-        amount = (
-            f"{self.arm}: {self.word}: {self.show(self.estimate.mean)}{unit} "
-            f"against {self.baseline} over {len(self.seeds)} seeds"
+        tokens = f" (worth {self.show_tokens(self.estimate.mean)} of tokens)" if self.rate else ""
+        found = (
+            f"{self.show(self.estimate.mean)}{unit}{tokens} "
+            f"against {self.baseline_name} over {len(self.seeds)} seeds, "
+            f"Holm interval {self.show_interval(self.verdict.interval)}"
         )
-        p_tost = self.verdict.p_tost
-        holm = f"Holm interval {self.show_interval(self.verdict.interval)}"
-        margin = f"the {self.delta_kind} margin of {self.show(self.delta, sign=False)}"
+        if self.not_judged:
+            return f"{self.name}: {self.word}: {found}; {self.not_judged}."
         if self.no_verdict:
-            return f"{amount}, {holm}; {self.no_verdict}."
-        if self.word in ("better", "worse"):
-            # A difference can be certain and yet smaller than the margin.
-            is_small = p_tost is not None and p_tost < ALPHA
-            small = f", and lies within {margin}" if is_small else ""
-            return f"{amount}, {holm}, which leaves out zero{small}."
-        if self.word == "equivalent":
-            return f"{amount}, within {margin} (TOST p = {p_tost:.2g})."
-        if self.delta:
-            why = f"TOST does not place it within {margin} (p = {p_tost:.2g})"
-        else:
-            why = "no margin was declared, so it cannot be called equivalent"
-        return f"{amount}, {holm} holds zero, and {why}; {self.missing()}."
+            return f"{self.name}: {self.word}: {self.no_verdict}; so far {found}."
+        zero = "holds" if self.direction == NO_DIFFERENCE else "leaves out"
+        parts = [f"{self.name}: {self.word}: {found}, which {zero} zero", self.about_margin()]
+        if self.direction == NO_DIFFERENCE and self.margin_verdict != WITHIN:
+            parts.append(self.missing())
+        if self.text is not None:
+            parts.append(
+                f"conditional on this text: {self.show_interval((self.text.low, self.text.high))} "
+                f"when one of its {self.text.documents} documents is left out"
+            )
+        return "; ".join(part for part in parts if part) + "."
+
+    def about_margin(self) -> str:
+        """Say what is shown about the margin; "" if there is none and none is needed."""
+        if not self.delta:
+            is_shown = self.direction != NO_DIFFERENCE
+            return "" if is_shown else "no margin was declared, so nothing is said about its size"
+        margin = f"the {self.delta_kind} margin of {self.show(self.delta, sign=False)}"
+        p_tost = f"TOST p = {self.verdict.p_tost:.2g}"
+        p_beyond = f"p = {self.verdict.p_beyond:.2g}"
+        said = {
+            WITHIN: f"it lies within {margin} ({p_tost})",
+            BEYOND: f"it lies beyond {margin} ({p_beyond})",
+            OPEN: f"neither within ({p_tost}) nor beyond ({p_beyond}) {margin} is shown",
+        }
+        return said[self.verdict.margin]
 
     def missing(self) -> str:
-        """Say what is missing for a verdict."""
+        """Say what is missing for a verdict.
+
+        A new set of seeds, not more of them: who adds seeds until a verdict appears gets false
+        ones.
+        """
         if not self.estimate.se:
             return "all its pairs are identical"
         if self.metric.name.startswith("hellaswag"):
@@ -165,11 +252,10 @@ class Comparison:
                 "a verdict on a difference like the observed one would take more than 10,000 seeds"
             )
         # At least one more: the seeds that are there have not decided.
-        n = len(self.seeds)
-        needed = max(self.needed, n + 1)
+        needed = max(self.needed, len(self.seeds) + 1)
         return (
-            f"a verdict on a difference like the observed one takes {needed} seeds (80 % power), "
-            f"{needed - n} more"
+            f"a verdict on a difference like the observed one takes a new set of {needed} seeds "
+            "(80 % power)"
         )
 
 
@@ -182,7 +268,7 @@ def usable(arms: Arms) -> Finished:
         bad = [seed for seed, run in runs.items() if run.diverged]
         if bad:
             diverged[arm] = (
-                f"{len(bad)} of {len(runs)} seeds diverged, "
+                f"{len(bad)} of {len(runs)} runs diverged, "
                 "and those that are left are no fair sample"
             )
         good = {}
@@ -217,6 +303,9 @@ def pair_by_seed(
 ) -> tuple[Pairs, list[str]]:
     """Pair each run with the baseline's run of the same seed.
 
+    Of an arm with more pairs than planned, the first ones are kept: else one could stop when the
+    verdict pleases.
+
     Args:
         unusable: lines about runs that were left out, for the error message.
 
@@ -245,6 +334,11 @@ def pair_by_seed(
                 left_out.append(f"{arm}, seed {seed}: not paired: {difference}")
             else:
                 pairs[arm].append(Pair(run, base))
+        planned = run.config.get("planned_seeds", 0)
+        if 0 < planned < len(pairs[arm]):
+            more = ", ".join(str(pair.run.seed) for pair in pairs[arm][planned:])
+            left_out.append(f"{arm}: {planned} seeds were planned, so seed {more} is not judged")
+            del pairs[arm][planned:]
         if missing := sorted(arms[baseline].keys() - runs.keys()):
             left_out.append(f"{arm} has no finished run of seed {', '.join(map(str, missing))}")
     return pairs, left_out
@@ -256,7 +350,9 @@ def margin(metric: Metric, run: Run, post_hoc: dict[str, float]) -> tuple[float,
     The runs declare it, all the same one, unless `post_hoc` gives one now. The margin of a relative
     metric becomes a difference of logarithms, as the differences are. (0.0, "") for no margin.
     """
-    name = "val_loss" if metric is EQUAL_TIME else metric.name
+    name = metric.name
+    if name not in post_hoc and name in ("val_loss_full", EQUAL_TIME.name):
+        name = "val_loss"
     if name in post_hoc:
         delta = post_hoc[name]
         kind = "post hoc"
@@ -278,10 +374,44 @@ def exchange_rate(run: Run) -> float | None:
     """
     tokens = run.curve[:, 0]
     later = run.curve[tokens > tokens[-1] / 2]  # (n, 2): tokens, loss
+    if len(later) < 3:  # with few evaluations, that in the middle counts too
+        later = run.curve[tokens >= tokens[-1] / 2]
     if len(later) < 3:
         return None
     slope, _ = np.polyfit(np.log(later[:, 0]), later[:, 1], 1)
     return -float(slope)
+
+
+def mean_exchange_rate(runs: list[Run]) -> float | None:
+    """Return the mean exchange rate of runs; None if none has one, or more tokens buy nothing."""
+    rates = [rate for rate in map(exchange_rate, runs) if rate is not None]
+    mean = float(np.mean(rates)) if rates else 0.0
+    return mean if mean > 0 else None
+
+
+def without_a_document(pairs: list[Pair]) -> Text | None:
+    """Return what leaving out one document does to the mean difference of val_loss_full.
+
+    Every difference is computed again without the document. None if the logs do not have the
+    documents, if they differ, or if there is one alone.
+    """
+    first = pairs[0].run.documents
+    if first.shape[1] < 2:
+        return None
+    means = []  # of the difference without each document, (documents,) a pair
+    for run, base in pairs:
+        for other in (run, base):
+            if not np.array_equal(other.documents[0], first[0]):
+                return None
+        means.append(losses_without(run.documents) - losses_without(base.documents))
+    mean = np.mean(means, 0)  # (documents,)
+    return Text(float(mean.min()), float(mean.max()), len(mean))
+
+
+def losses_without(documents: np.ndarray) -> np.ndarray:
+    """Return the mean loss without each document, from its tokens and nats (2, documents)."""
+    tokens, nats = documents.sum(1, keepdims=True) - documents
+    return nats / tokens
 
 
 def at_equal_time(run: Run, baseline: Run) -> float | None:
@@ -317,7 +447,7 @@ class Measured:
         return paired(np.array(self.differences))
 
     def caution(self, metric: Metric, runs: list[Run]) -> str:
-        """Say why a verdict would mislead here, whatever the tests say; "" if it would not."""
+        """Say why the metric is not judged, whatever the tests say; "" if it is."""
         if metric is EQUAL_TIME:
             return "the exchange rate is an upper estimate, so this is no verdict"
         problem = next((run.speed_problem for run in runs if run.speed_problem), "")
@@ -389,6 +519,8 @@ def compare(
     """
     rows: list[Comparison] = []
     left_out: list[str] = []
+    bases = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
+    rate = mean_exchange_rate(list(bases.values()))
     for metric in (*METRICS.values(), EQUAL_TIME):
         found: dict[str, Measured] = {}
         for arm, its_pairs in pairs.items():
@@ -402,8 +534,8 @@ def compare(
                 found[arm] = measured
         if not found:
             continue
-        run = next(iter(pairs.values()))[0].run
-        delta, delta_kind = margin(metric, run, post_hoc)
+        first = pairs[next(iter(found))][0].run
+        delta, delta_kind = margin(metric, first, post_hoc)
         estimates = [measured.estimate() for measured in found.values()]
         # All arms of a metric together: each of them is a test, of difference and of equivalence,
         # and Holm corrects for their number.
@@ -411,10 +543,14 @@ def compare(
         for arm, estimate, verdict in zip(found, estimates, verdicts, strict=True):
             measured = found[arm]
             runs = [run for pair in pairs[arm] for run in pair]
+            is_loss = metric.unit == METRICS["val_loss"].unit and metric is not EQUAL_TIME
+            of_metric = [pair for pair in pairs[arm] if pair.run.seed in measured.seeds]
             row = Comparison(
                 metric=metric,
                 arm=arm,
                 baseline=baseline,
+                name=short_name(arm),
+                baseline_name=short_name(baseline),
                 delta=delta,
                 delta_kind=delta_kind,
                 seeds=measured.seeds,
@@ -422,7 +558,32 @@ def compare(
                 estimate=estimate,
                 verdict=verdict,
                 n_arms=len(found),
-                no_verdict=diverged.get(arm) or measured.caution(metric, runs),
+                not_judged=measured.caution(metric, runs),
+                no_verdict=lack_of_verdict(arm, baseline, measured, first, diverged),
+                rate=rate if is_loss else None,
+                text=without_a_document(of_metric) if metric.name == "val_loss_full" else None,
             )
             rows.append(row)
     return rows, left_out
+
+
+def lack_of_verdict(
+    arm: str, baseline: str, measured: Measured, run: Run, diverged: dict[str, str]
+) -> str:
+    """Say why an arm has no verdict; "" if it has one.
+
+    Args:
+        arm: the arm.
+        baseline: what it is compared with.
+        measured: its seeds.
+        run: one of its runs, which declares how many seeds were planned.
+        diverged: arm -> sentence, as `compare` takes it.
+    """
+    if arm in diverged:
+        return diverged[arm]
+    if baseline in diverged:
+        return f"of {baseline}, {diverged[baseline]}"
+    planned = run.config.get("planned_seeds", 0)
+    if len(measured.seeds) < planned:
+        return f"{len(measured.seeds)} of {planned} planned seeds"
+    return ""

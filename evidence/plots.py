@@ -203,7 +203,7 @@ def plot_metric(axis: plt.Axes, rows: list[Comparison], arms: list[str]) -> None
         low, high = in_units(metric, np.array([-delta, delta]))
         axis.axvspan(low, high, color="gray", alpha=0.15, linewidth=0)
     for row in rows:
-        place = arms.index(row.arm)
+        place = arms.index(row.name)
         y = -place
         kind = style(place + 1)  # the baseline has the first style in the curves
         color = kind["color"]
@@ -214,14 +214,18 @@ def plot_metric(axis: plt.Axes, rows: list[Comparison], arms: list[str]) -> None
         mean = in_units(metric, row.estimate.mean)
         axis.plot(mean, y, linestyle="", **{**kind, "markersize": 8})
         axis.annotate(
-            row.word, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9
+            row.word.replace(", ", ",\n"),
+            (1.01, y),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=9,
         )
     axis.axvline(0, color="black", linewidth=1)
     sense = "left" if metric.lower_is_better else "right"
     unit = "per cent" if metric.relative else metric.unit
     axis.set(
         title=f"{metric.name}: better to the {sense}",
-        xlabel=f"difference to {rows[0].baseline} ({unit})",
+        xlabel=f"difference to {rows[0].baseline_name} ({unit})",
     )
     axis.grid(axis="x", alpha=0.3)
     samples = [in_units(metric, np.append(row.differences, row.verdict.interval)) for row in rows]
@@ -235,7 +239,7 @@ def plot_differences(rows: list[Comparison], target: Path) -> Path:
     shaded.
     """
     metrics = list(dict.fromkeys(row.metric for row in rows))
-    arms = list(dict.fromkeys(row.arm for row in rows))
+    arms = list(dict.fromkeys(row.name for row in rows))
     columns = min(2, len(metrics))
     lines = -(-len(metrics) // columns)  # rounded up
     names = 0.07 * max(map(len, arms))  # inches, about

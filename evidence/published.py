@@ -9,18 +9,29 @@ Seeds were paired, but the pairs are not printed, so only an unpaired test can b
 import csv
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, UserError
-from common.stats import ALPHA, Estimate, decide, holm, welch
+from common.stats import (
+    ALPHA,
+    BEYOND,
+    NO_DIFFERENCE,
+    OPEN,
+    WITHIN,
+    Estimate,
+    Verdict,
+    decide,
+    holm,
+    welch,
+)
 
 INTRO = """\
 CoupledNorm, Table 1, re-read from its printed numbers: Welch's unpaired t test, because the pairs
 are not printed. Deviations are taken for standard deviations (the paper does not say). p Holm
 corrects for all metrics of the table, and decides. Margins are ours, set after the fact; the paper
-declares none, and without one nothing can be called equivalent. Each line reads: the paper's
+declares none, and without one nothing can be called equal. Each line reads: the paper's
 baseline -> CoupledNorm.
 """
 TABLE = Path(__file__).resolve().parents[1] / "repro" / "coupled_table1.csv"
@@ -129,11 +140,12 @@ def print_verdict(row: PublishedRow, p_holm: float) -> dict[str, Any]:
     """
     estimate = row.estimate()
     # `decide` corrects for arms. Here there is one arm but several metrics, so p_holm has the last
-    # word.
+    # word about a difference, and what has no direction is not shown to lie beyond a margin.
     [verdict] = decide([estimate], row.delta, row.lower_is_better)
-    word = verdict.word
-    if word in ("better", "worse") and p_holm >= ALPHA:
-        word = "inconclusive"
+    if p_holm >= ALPHA:
+        is_beyond = verdict.margin == BEYOND
+        margin = OPEN if is_beyond else verdict.margin
+        verdict = replace(verdict, direction=NO_DIFFERENCE, margin=margin)
     low, high = estimate.interval()
     t = estimate.mean / estimate.se if estimate.se else None
     base = row.baseline_mean
@@ -147,7 +159,7 @@ def print_verdict(row: PublishedRow, p_holm: float) -> dict[str, Any]:
     if row.delta:
         line += f"; TOST within {row.delta:g}: p = {verdict.p_tost:.2g}"
     print(line)
-    print(f"  {word}: {reason(word, row.delta, verdict.p)}\n")
+    print(f"  {verdict.word}: {reason(verdict, row.delta)}\n")
     return {
         "t": t,
         "p": verdict.p,
@@ -155,18 +167,25 @@ def print_verdict(row: PublishedRow, p_holm: float) -> dict[str, Any]:
         "ci": [low, high],
         "ci_relative": [low / base, high / base],
         "p_tost": verdict.p_tost,
-        "verdict": word,
+        "direction": verdict.direction,
+        "margin_verdict": verdict.margin,
+        "verdict": verdict.word,
     }
 
 
-def reason(word: str, delta: float, p: float) -> str:
+def reason(verdict: Verdict, delta: float) -> str:
     """Say in one sentence what the printed numbers support."""
-    if word in ("better", "worse"):
-        return f"the printed numbers support a difference, coupled being {word}."
-    if word == "equivalent":
-        return f"the printed numbers support equality within {delta:g}."
-    difference = "a difference is not shown"
-    if p < ALPHA:
+    if verdict.direction != NO_DIFFERENCE:
+        difference = f"the printed numbers support a difference, coupled being {verdict.direction}"
+    elif verdict.p < ALPHA:
         difference = "a difference shows only without correction for the metrics"
-    equality = f"equality within {delta:g} is not shown" if delta else "nor is equality"
-    return f"{difference}; {equality}."
+    else:
+        difference = "a difference is not shown"
+    if not delta:
+        return f"{difference}; no margin is set."
+    about_margin = {
+        WITHIN: f"the numbers support equality within {delta:g}",
+        BEYOND: f"the difference is larger than {delta:g}",
+        OPEN: f"equality within {delta:g} is not shown",
+    }
+    return f"{difference}; {about_margin[verdict.margin]}."

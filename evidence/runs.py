@@ -85,7 +85,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "eval": {"step": int, "val_loss": NUMBER},
     "rms": {"step": int},
     "val_full": {"step": int, "val_loss_full": NUMBER},
-    "stability": {"step": int},
+    "stability": {"step": int, "clipped": NUMBER, "spikes": NUMBER, "attention_logit": NUMBER},
     "resume": {"step": int},
     "end": {"reason": str},
 }
@@ -108,6 +108,7 @@ class Metric:
 METRICS = {
     metric.name: metric
     for metric in (
+        Metric("val_loss_full", "nats per token", True),
         Metric("val_loss", "nats per token", True),
         Metric("train_loss", "nats per token", True),
         Metric("hellaswag_acc", "share of items", False),
@@ -227,6 +228,45 @@ class Run:
         steps = np.array([event["step"] for event in events])
         return {**found, "tokens": steps * self.start["tokens_per_step"]}
 
+    @cached_property
+    def stability(self) -> dict[str, float | None]:
+        """The last record of training/stability.py; empty in logs that do not have it.
+
+        "clipped", the share of steps whose gradient was clipped, "spikes", and "attention_logit",
+        the largest one. A value is None if it was not finite.
+        """
+        events = self.events_of("stability")
+        return events[-1] if events else {}
+
+    @cached_property
+    def whole_split(self) -> dict[str, Any]:
+        """The loss over the whole val split after the last step; empty without that event."""
+        events = [
+            event
+            for event in self.events_of("val_full")
+            if event["step"] == self.config["max_iters"]
+        ]
+        return events[-1] if events else {}
+
+    @cached_property
+    def documents(self) -> np.ndarray:
+        """Tokens and nats of each document of the val split, (2, documents).
+
+        (2, 0) if the log does not have them. Raises UserError for lists that do not fit together.
+        """
+        tokens = self.whole_split.get("document_tokens", [])
+        nats = self.whole_split.get("document_nats", [])
+        try:
+            found = np.array([tokens, nats], dtype=float)
+        except (ValueError, TypeError):
+            found = np.empty(0)
+        if found.ndim != 2 or not np.isfinite(found).all():
+            raise UserError(
+                f"{self.name}: the documents of its val_full event are damaged: leave this run "
+                "out, or train it again"
+            )
+        return found
+
     def problem(self) -> str:
         """Why the run cannot be compared; "" if it can."""
         harmless = NAMES | HARMLESS_VERSIONS
@@ -285,6 +325,8 @@ class Run:
     def metrics(self) -> dict[str, float]:
         """Metric name -> value, for the metrics that the run measured."""
         found = {"val_loss": float(self.curve[-1, 1])}
+        if self.whole_split.get("val_loss_full") is not None:
+            found["val_loss_full"] = float(self.whole_split["val_loss_full"])
         first = (1 - LAST_PART) * self.config["max_iters"]
         losses = [step["loss"] for step in self.steps if step["step"] > first]
         if losses:

@@ -1,4 +1,4 @@
-"""Check a sweep before its first run (a step of sweep.sh).
+"""Check a sweep before its first run, and say what it can show (a step of sweep.sh).
 
 A wrong key in the last arm must not show only after the others have trained. And a run that is
 there already must be the one that the sweep would make: else another learning rate in the same
@@ -14,6 +14,7 @@ from typing import Any
 
 from common.errors import ConfigError, UserError
 from common.old_keys import AUTO
+from common.stats import ALPHA, detectable_effect, largest_sd
 from evidence.runs import NAMES, Run
 
 FROM_DATA = {"vocab_size": 0, "n_vocab": 0}  # a run takes them from its data
@@ -27,17 +28,50 @@ def check(parse: Callable[[list[str]], Any], argv: list[str]) -> None:
         argv: OUT, the seeds with blanks between, the words that all runs have; then for each arm
             `::`, its runs' name without the seed, and its words.
 
+    Prints what the sweep's seeds will be able to show.
+
     Raises:
         ConfigError: a word is wrong, or a run is there with other settings.
     """
     out, seeds, *words = argv
     marks = [place for place, word in enumerate(words) if word == "::"] + [len(words)]
+    config = None
     for start, end in itertools.pairwise(marks):
         name, *keys = words[start + 1 : end]
         config = parse(words[: marks[0]] + keys)
         for seed in seeds.split():
             wanted = dataclasses.asdict(config) | {"seed": int(seed)}
             check_settings(Path(out) / f"{name}-{seed}", wanted)
+    if config is not None:
+        count = config.planned_seeds or len(seeds.split())
+        for line in power(count, len(marks) - 2, config.delta_val_loss):
+            print(line)
+
+
+def power(seeds: int, arms: int, delta: float) -> list[str]:
+    """Say what a sweep can show, in lines that need no SD; none of fewer than two seeds or arms.
+
+    Args:
+        seeds: pairs of each arm.
+        arms: compared with the baseline; Holm's first step divides the level by their number.
+        delta: margin of val loss, 0 for none.
+    """
+    if seeds < 2 or arms < 1:
+        return []
+    alpha = ALPHA / arms
+    smallest = detectable_effect(1.0, seeds, alpha)
+    against = "1 arm" if arms == 1 else f"{arms} arms"
+    lines = [
+        f"power: {seeds} seeds, {against} against a baseline: 80 % for a difference of "
+        f"{smallest:.2f} SD (of paired differences)"
+    ]
+    if delta:
+        largest = largest_sd(delta, seeds, alpha)
+        lines.append(
+            f'power: 80 % for "within the margin" of {delta:g} at a true difference of zero, if '
+            f"that SD is at most {largest:.3g}"
+        )
+    return lines
 
 
 def check_settings(run: Path, wanted: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from helpers import ROOT
 import report
 from common.errors import ConfigError, UserError
 from common.plotting import plt
+from common.stats import ALPHA, detectable_effect, power_of_tost
 from evidence import archive, plots, runs
 from evidence.comparison import (
     EQUAL_TIME,
@@ -31,6 +32,7 @@ from evidence.comparison import (
     pair_by_seed,
     usable,
 )
+from evidence.names import short_name
 from evidence.runs import METRICS, by_arm, difference_in_settings, find_runs, item_differences
 from norm_plan import NormConfig, foreign_keys, keys_of
 from train import TrainConfig
@@ -135,10 +137,14 @@ def rows_of(folder: Path, baseline: str = "rms", **deltas: float) -> dict[tuple[
 def test_verdicts_and_sentences(sweep):
     rows = rows_of(sweep)
     words = {arm: rows["val_loss", arm].word for arm in ("layer", "coupled", "taper")}
-    assert words == {"layer": "worse", "coupled": "equivalent", "taper": "better"}
+    assert words == {
+        "layer": "worse, beyond the margin",
+        "coupled": "no difference shown, within the margin",
+        "taper": "better, beyond the margin",
+    }
     assert rows["tok_per_s", "coupled"].word == "better"
     assert rows["val_loss_equal_time", "coupled"].word == "not judged"
-    assert rows["hellaswag_acc", "taper"].word == "inconclusive"
+    assert rows["hellaswag_acc", "taper"].word == "not judged"  # at chance
     assert rows["val_loss", "layer"].delta_kind == "declared"
     for row in rows.values():
         assert (
@@ -146,7 +152,7 @@ def test_verdicts_and_sentences(sweep):
             and "rms over 8 seeds" in row.sentence()
         )
     assert (
-        rows["train_loss", "coupled"].word == "inconclusive"
+        rows["train_loss", "coupled"].word == "no difference shown"
     )  # the same numbers as val_loss, but no margin
     assert "no margin was declared" in rows["train_loss", "coupled"].sentence()
 
@@ -158,16 +164,20 @@ def test_files_are_written_and_agree(sweep, tmp_path, capsys):
     text = (out / "report.md").read_text()
     for heading in (
         "## Verdicts",
-        "## Equal tokens, equal time",
+        "## Tests",
+        "### Equal tokens, equal time",
         "### val_loss (nats per token)",
         "| SD |",
     ):
         assert heading in text
     table = list(csv.DictReader((out / "report.csv").open()))
-    assert len(table) == 3 * (len(METRICS) + 1)
+    # all metrics but val_loss_full, and the loss at equal time
+    assert len(table) == 3 * len(METRICS)
     found = {(row["metric"], row["arm"]): row for row in table}
     for name, row in rows_of(sweep).items():
         assert found[name]["verdict"] == row.word
+        assert found[name]["direction"] == row.direction
+        assert found[name]["margin_verdict"] == row.margin_verdict
         assert float(found[name]["mean_difference"]) == row.estimate.mean
     seeds = list(csv.DictReader((out / "seeds.csv").open()))
     values = {(row["arm"], int(row["seed"])): float(row["val_loss"]) for row in seeds}
@@ -239,16 +249,14 @@ def test_margins_that_differ_between_runs_are_refused(tmp_path):
         rows_of(tmp_path)
 
 
-def test_too_small_a_set_is_inconclusive_and_says_what_is_missing(tmp_path):
+def test_too_small_a_set_shows_nothing_and_says_what_is_missing(tmp_path):
     for seed in (8, 9, 10):
         write_run(tmp_path, "rms", seed, delta_val_loss=0.001)
         write_run(tmp_path, "layer", seed, extra=0.003 * (seed - 9), delta_val_loss=0.001)
     row = rows_of(tmp_path)["val_loss", "layer"]
-    assert row.word == "inconclusive"
-    assert (
-        f"takes {row.needed} seeds (80 % power), {row.needed - 3} more" in row.sentence()
-        and row.needed > 3
-    )
+    assert row.word == "no difference shown, margin open"
+    assert f"takes a new set of {row.needed} seeds (80 % power)" in row.sentence()
+    assert row.needed > 3
 
 
 def test_the_program_loads_no_model(tmp_path):
@@ -390,6 +398,11 @@ def test_equal_time_is_worth_the_exchange_rate(tmp_path):
     gain = np.log(fast.metrics["tok_per_s"] / base.metrics["tok_per_s"])
     assert at_equal_time(fast, base) == pytest.approx(fast.metrics["val_loss"] - rate * gain)
     assert EQUAL_TIME.lower_is_better
+    every_quarter = [0, 25, 50, 75, 100]
+    for steps, has_rate in ((every_quarter, True), (every_quarter[::2], False)):
+        points = [(100 * step, 1 + 4 * max(step, 1) ** -0.5) for step in steps]
+        base.curve = np.array(points)
+        assert (exchange_rate(base) is not None) == has_rate
 
 
 def test_hellaswag_is_paired_item_by_item(tmp_path):
@@ -403,7 +416,7 @@ def test_hellaswag_is_paired_item_by_item(tmp_path):
     a, b = find_runs([tmp_path / "layer-8", tmp_path / "rms-8"])
     assert item_differences(a, b, "acc").sum() == 20 - b.items["acc"][:20].sum()
     row = rows_of(tmp_path)["hellaswag_acc", "layer"]
-    assert row.verdict.word == "better" and row.estimate.se < 0.5 * (0.3 * 0.7 / 1000) ** 0.5
+    assert row.verdict.direction == "better" and row.estimate.se < 0.5 * (0.3 * 0.7 / 1000) ** 0.5
     (tmp_path / "layer-8" / "hellaswag.jsonl").write_text('{"item": 0}\n')
     with pytest.raises(UserError, match="damaged"):
         rows_of(tmp_path)
@@ -424,8 +437,9 @@ def test_diverged_seeds_take_the_verdict_with_them(sweep):
             reason="step 100: the loss on rank 0 is not finite",
         )
     row = rows_of(sweep)["val_loss", "taper"]
-    assert row.verdict.word == "better" and row.word == "inconclusive"
-    assert "4 of 8 seeds diverged" in row.sentence()
+    assert row.verdict.direction == "better" and row.word == "no verdict"
+    assert (row.direction, row.margin_verdict) == ("", "")
+    assert "no verdict: 4 of 8 runs diverged" in row.sentence()
     with pytest.raises(
         ConfigError, match="usable runs are 'rms'; taper, seed 8: step 100: the loss"
     ):
@@ -503,7 +517,7 @@ def test_models_at_chance_and_speeds_on_a_cpu_get_no_verdict(tmp_path):
             write_items(run, np.arange(1000) < 230 + 10 * faster)
     rows = rows_of(tmp_path)
     by_chance = rows["hellaswag_acc", "layer"]
-    assert by_chance.word == "inconclusive" and "chance" in by_chance.sentence()
+    assert by_chance.word == "not judged" and "chance" in by_chance.sentence()
     assert rows["tok_per_s", "layer"].word == "not judged"
 
 
@@ -622,6 +636,215 @@ def test_bad_folders(tmp_path):
         report.main([str(run)])
 
 
+# --------------------------------------------------------------------- the whole split, by document
+
+
+def whole_split(run: Path, nats: list[float], tokens: list[int], **values) -> None:
+    """Log the loss over the whole val split, with this mean loss of each document."""
+    sums = [loss * count for loss, count in zip(nats, tokens, strict=True)]
+    event = {
+        "val_loss_full": sum(sums) / sum(tokens),
+        "tokens": sum(tokens),
+        "document_tokens": tokens,
+        "document_nats": sums,
+    }
+    append(run, event="val_full", step=100, **{**event, **values})
+
+
+@pytest.fixture
+def documents(tmp_path) -> Path:
+    """layer is 0.1 worse on the first of three documents, 0.01 worse on the others."""
+    for seed in SEEDS:
+        for norm_type in ("rms", "layer"):
+            run = write_run(tmp_path, norm_type, seed, delta_val_loss=0.02)
+            own = 1 + 0.001 * np.random.RandomState(seed).randn()
+            is_worse = norm_type == "layer"
+            nats = [own + 0.1 * is_worse, own + 0.01 * is_worse, own + 0.01 * is_worse]
+            whole_split(run, nats, [100, 200, 700])
+    return tmp_path
+
+
+def test_the_whole_split_is_judged_conditional_on_its_text(documents, undrawn):
+    """Weighted by tokens; the range is that of the mean difference without each document."""
+    row = rows_of(documents)["val_loss_full", "layer"]
+    assert row.estimate.mean == pytest.approx(0.1 * 0.1 + 0.9 * 0.01)
+    assert (row.delta, row.delta_kind) == (0.02, "declared")
+    assert row.word == "worse, within the margin"
+    without_last = (100 * 0.1 + 200 * 0.01) / 300
+    assert (row.text.low, row.text.high) == pytest.approx((0.01, without_last))
+    assert "conditional on this text: +0.0100 … +0.0400 when one of its 3" in row.sentence()
+    report.main([str(documents), "--baseline=rms"])
+    text = (documents / "report.md").read_text()
+    assert "| without one document |" in text and "| +0.0100 … +0.0400 |" in text
+    assert "val_loss_full is the one to decide by" in text
+    assert text.index("- layer: worse, within") < text.index("\nval_loss:")
+    lines = {row["metric"]: row for row in csv.DictReader((documents / "report.csv").open())}
+    assert float(lines["val_loss_full"]["high_document"]) == row.text.high
+    assert lines["val_loss"]["high_document"] == ""
+    seeds = list(csv.DictReader((documents / "seeds.csv").open()))
+    assert all(float(line["val_loss_full"]) < 1.05 for line in seeds)
+
+
+def test_other_documents_have_no_range(documents):
+    """A margin given now, too: that of val_loss is its margin."""
+    append(documents / "layer-9", event="val_full", step=50, val_loss_full=9.0)  # not the last step
+    assert rows_of(documents)["val_loss_full", "layer"].text is not None
+    whole_split(documents / "layer-8", [1.0, 1.0], [300, 700])
+    row = rows_of(documents, val_loss=0.5)["val_loss_full", "layer"]
+    assert row.text is None and "conditional" not in row.sentence()
+    assert (row.delta, row.delta_kind) == (0.5, "post hoc")
+    whole_split(documents / "layer-8", [1.0], [1000])
+    whole_split(documents / "layer-10", [1.0], [1000], val_loss_full=None)
+    assert 10 not in rows_of(documents)["val_loss_full", "layer"].seeds
+    whole_split(documents / "layer-8", [1.0], [1000], document_nats=[1.0, 2.0])
+    with pytest.raises(UserError, match="the documents of its val_full event are damaged"):
+        rows_of(documents)
+
+
+# -------------------------------------------------------------------------- plans, power, stability
+
+
+def planned(folder: Path, count: int, seeds: range = SEEDS) -> Path:
+    for seed in seeds:
+        for norm_type, extra in (("rms", 0.0), ("layer", 0.5)):
+            write_run(folder, norm_type, seed, extra, planned_seeds=count, delta_val_loss=0.01)
+    return folder
+
+
+def test_before_the_planned_seeds_there_is_no_verdict(tmp_path, capsys, undrawn):
+    """However clear the difference is."""
+    planned(tmp_path, 16)
+    row = rows_of(tmp_path)["val_loss", "layer"]
+    assert row.verdict.direction == "worse" and row.verdict.p_holm < 1e-6
+    assert (row.word, row.direction, row.margin_verdict) == ("no verdict", "", "")
+    report.main([str(tmp_path), "--baseline=rms"])
+    assert "layer: no verdict: 8 of 16 planned seeds; so far +0.4997" in capsys.readouterr().out
+
+
+def test_one_planned_seed_is_said_to_be_none_too(tmp_path, capsys, undrawn):
+    """And an arm of which all runs diverged has its sentence, without a row."""
+    planned(tmp_path, 16, SEEDS[:1])
+    gone = write_run(tmp_path, "taper", 8, planned_seeds=16, delta_val_loss=0.01)
+    append(gone, event="end", reason="step 9: the loss is not finite")
+    report.main([str(tmp_path), "--baseline=rms"])
+    said = capsys.readouterr().out
+    assert "- layer: no verdict: 1 of 16 planned seeds.\n" in said
+    assert "- taper: no verdict: 1 of 1 runs diverged" in said
+    assert "| `taper` | 1 | 1 | n/a |" in (tmp_path / "report.md").read_text()
+
+
+def test_only_the_planned_seeds_are_judged(tmp_path, capsys, undrawn):
+    """The first of them, so that nobody can stop where the verdict pleases."""
+    planned(tmp_path, 6)
+    row = rows_of(tmp_path)["val_loss", "layer"]
+    assert row.seeds == [8, 9, 10, 11, 12, 13] and row.word == "worse, beyond the margin"
+    report.main([str(tmp_path), "--baseline=rms"])
+    assert "layer: 6 seeds were planned, so seed 14, 15 is not judged" in capsys.readouterr().out
+    table = list(csv.DictReader((tmp_path / "seeds.csv").open()))
+    assert {line["seed"] for line in table} == {"8", "9", "10", "11", "12", "13"}
+
+
+def test_the_baselines_divergence_leaves_no_verdict(sweep):
+    append(sweep / "rms-8", event="end", reason="step 100: the loss on rank 0 is not finite")
+    row = rows_of(sweep)["val_loss", "layer"]
+    assert row.word == "no verdict" and "of rms, 1 of 8 runs diverged" in row.sentence()
+
+
+def test_divergence_is_a_result(sweep, capsys, undrawn):
+    """Also where all runs of an arm diverged; runs without the events have no other outcomes."""
+    for seed in SEEDS:
+        if seed > 8:
+            append(sweep / f"taper-{seed}", event="end", reason="step 9: the loss is not finite")
+        for norm_type, logit in (("rms", 7.0), ("layer", 30.0 + seed)):
+            counts = {"clipped": 0.25 + 0.5 * (seed % 2), "spikes": 3}
+            run = sweep / f"{norm_type}-{seed}"
+            append(run, event="stability", step=50, attention_logit=99.0, clipped=1.0, spikes=9)
+            append(run, event="stability", step=100, attention_logit=logit, **counts)
+    append(sweep / "rms-8", event="stability", step=100, attention_logit=None, clipped=0, spikes=3)
+    report.main([str(sweep), "--baseline=rms"])
+    text = (sweep / "report.md").read_text()
+    assert "taper: no verdict: 7 of 8 runs diverged" in capsys.readouterr().out
+    assert "| `layer` | 8 | 0 | 50 % | 3.0 | 45.0 |" in text
+    assert "| `rms` | 8 | 0 | 47 % | 3.0 | 7.0 |" in text
+    assert "| `taper` | 8 | 7 | n/a | n/a | n/a |" in text
+
+
+def test_a_report_says_what_its_seeds_can_show(sweep, capsys, undrawn):
+    report.main([str(sweep), "--baseline=rms"])
+    said = capsys.readouterr().out
+    row = rows_of(sweep)["val_loss", "coupled"]
+    assert "- val_loss: a difference of 0.00" in said
+    assert 'the power to show "within" the margin of 0.0100 at a true difference of zero is' in said
+    level = ALPHA / 3
+    assert row.power_within == pytest.approx(power_of_tost(0.0, 0.01, row.sd, 8, level))
+    assert row.detectable == pytest.approx(detectable_effect(row.sd, 8, level))
+    assert rows_of(sweep)["train_loss", "coupled"].power_within is None
+
+
+def test_what_is_not_judged_goes_to_the_appendix(sweep, capsys, undrawn):
+    report.main([str(sweep), "--baseline=rms"])
+    said = capsys.readouterr().out
+    names = "hellaswag_acc, hellaswag_acc_norm, val_loss_equal_time"
+    assert f"Not judged (appendix of report.md): {names}\n" in said
+    assert "not judged: " not in said
+    text, appendix = (sweep / "report.md").read_text().split("## Appendix: not judged")
+    assert "val_loss_equal_time |" not in text and "| val_loss_equal_time |" in appendix
+    assert "**not judged**" not in text and "tok_per_s" not in appendix.split("### Equal tokens")[0]
+
+
+def test_tokens_are_worth_the_exchange_rate(tmp_path):
+    """An arm that is the baseline with more tokens is worth just these, to first order."""
+    more = 1.05
+    for seed in SEEDS:
+        rms = write_run(tmp_path, "rms", seed)
+        rate = exchange_rate(find_runs([rms])[0])
+        write_run(tmp_path, "layer", seed, extra=-rate * np.log(more))
+        write_run(tmp_path, "taper", seed, extra=rate * np.log(more))
+    rows = rows_of(tmp_path)
+    row = rows["val_loss", "layer"]
+    assert row.tokens(row.estimate.mean) == pytest.approx(0.05, abs=0.01)
+    assert "(worth +5" in row.sentence() or "(worth +4" in row.sentence()
+    assert row.tokens(-row.rate * np.log(more)) == pytest.approx(0.05)
+    assert rows["val_loss", "taper"].tokens(row.rate * np.log(more)) == pytest.approx(1 / 1.05 - 1)
+    assert rows["tok_per_s", "layer"].rate is None
+    # the rate is that of a whole run, whose decay is in it: a higher rate gives fewer tokens
+    twice = dataclasses.replace(row, rate=2 * row.rate)
+    assert 0 < twice.tokens(row.estimate.mean) < row.tokens(row.estimate.mean)
+
+
+@pytest.mark.parametrize(
+    ("arm", "short"),
+    [
+        ("rms", "rms"),
+        ("coupled --coupled_span=2", "coupled span=2"),
+        ("taper --taper_final=True --norm_eps=1e-06", "taper final norm_eps=1e-06"),
+        ("coupled --norm_plan='Rs Rs R'", "coupled norm_plan=Rs Rs R"),
+        (f"coupled --norm_plan='Rs {'RR ' * 15}R'", "coupled norm_plan=Rs 15xRR R"),
+        ("coupled --coupled_alpha=1.0,1.1,1.1,1.1", "coupled alpha=1.0,3x1.1"),
+        ("out/it's", "out/it's"),
+    ],
+)
+def test_short_names_of_arms(arm, short):
+    assert short_name(arm) == short
+
+
+def test_long_names_are_cut_and_stay_different(tmp_path, undrawn):
+    plans = [" ".join(["Rs", "RR"] * 8 + [last, "R"]) for last in ("RR", "Rs")]
+    for seed in SEEDS:
+        write_run(tmp_path, "rms", seed)
+        for plan in plans:
+            write_run(tmp_path, "coupled", seed, norm_plan=plan)
+    arms = [f"coupled --norm_plan='{plan}'" for plan in plans]
+    shorts = [short_name(arm) for arm in arms]
+    assert len({*shorts}) == 2 and all(len(short) == 40 for short in shorts)
+    report.main([str(tmp_path), "--baseline=rms"])
+    text = (tmp_path / "report.md").read_text()
+    for arm, short in zip(arms, shorts, strict=True):
+        assert f"| `{short}` | `{arm}` |" in text and f"- {short}: no difference" in text
+        assert text.count(arm) == 1
+        assert arm in (tmp_path / "report.csv").read_text()
+
+
 # ------------------------------------------------------------------------------ the published table
 
 
@@ -636,15 +859,15 @@ def test_published_table_supports_no_gain():
     assert (round(speed["t"], 2), round(speed["p"], 2), speed["verdict"]) == (
         1.43,
         0.17,
-        "inconclusive",
+        "no difference shown",
     )
     assert [round(100 * bound, 2) for bound in speed["ci_relative"]] == [-0.27, 1.35]
     assert (
         round(found["train_loss"]["p_tost"], 3) == 0.074
-        and found["train_loss"]["verdict"] == "inconclusive"
+        and found["train_loss"]["verdict"] == "no difference shown, margin open"
     )
     assert found["hellaswag"]["p"] < 0.05 < found["hellaswag"]["p_holm"]  # and corrected p decides
-    assert found["hellaswag"]["verdict"] == "inconclusive"
+    assert found["hellaswag"]["verdict"] == "no difference shown"
 
 
 def test_published_verdicts_come_from_the_file(tmp_path, capsys):
@@ -656,7 +879,7 @@ def test_published_verdicts_come_from_the_file(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (
         found["train_throughput"]["verdict"] == "better"
-        and found["train_loss"]["verdict"] == "equivalent"
+        and found["train_loss"]["verdict"] == "no difference shown, within the margin"
     )
     for wrong in ("many", "nan", "0.0"):
         changed.write_text(text.replace("443.0", wrong))

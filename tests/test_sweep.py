@@ -17,8 +17,12 @@ import pytest
 from helpers import ROOT, TINY, records, write_items, write_tiny_shards
 
 import report
+from common.stats import power_of_t, power_of_tost
+from configurator import parse_args
 from evidence import archive
 from evidence.runs import find_runs
+from evidence.sweep import check, power
+from train import TrainConfig
 
 ARMS = "rms 'coupled --coupled_span=2'"
 WORDS = (*TINY, "--checkpoint_interval=10")
@@ -115,7 +119,8 @@ def test_a_killed_sweep_ends_with_the_same_table(train_ok, data, tmp_path):
         name: part for name, part in archive.read(keep).items() if name.startswith("rms-1/")
     }
     archive.write(keep, one_left)  # the other is done, so kept again
-    rest = finish(start(data, broken, KEEP=str(keep)))
+    plan, *rest = finish(start(data, broken, KEEP=str(keep)))
+    assert plan.startswith("power: 2 seeds, 1 arm against a baseline: 80 % for a difference of ")
     assert [line.split(":")[0] for line in rest] == [
         "[1/4] rms-1",
         "[2/4] coupled+coupled_span=2-1",
@@ -190,6 +195,23 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
     assert "ARMS" in help_text and "set -euo" not in help_text
 
 
+def test_what_a_sweep_will_show_needs_no_sd():
+    """In SDs of paired differences, and as the largest SD for a verdict about the margin."""
+    difference, margin = power(16, 4, 0.01)
+    smallest = float(difference.split(" SD ")[0].split()[-1])
+    assert power_of_t(smallest, 1.0, 16, 0.05 / 4) == pytest.approx(0.8, abs=0.01)
+    largest = float(margin.split()[-1])
+    assert power_of_tost(0.0, 0.01, largest, 16, 0.05 / 4) == pytest.approx(0.8, abs=0.01)
+    assert len(power(2, 1, 0.0)) == 1 and power(1, 4, 0.01) == power(8, 0, 0.01) == []
+
+
+def test_planned_seeds_are_those_of_the_power(capsys):
+    """A sweep may train a part of them."""
+    words = ["nowhere", "1 2", "::", "rms", "::", "layer", "--planned_seeds=16"]
+    check(lambda given: parse_args(TrainConfig, [*given])[0], words)
+    assert capsys.readouterr().out.splitlines() == power(16, 1, 0.0)
+
+
 @pytest.mark.xdist_group("sweep")
 def test_other_settings_are_not_done_already(data, tmp_path):
     out = tmp_path / "out"
@@ -235,7 +257,8 @@ def test_workers_share_out_the_runs(data, tmp_path):
         ]
     # what was passed over is trained by the next sweep
     rest = finish(start(data, out, ARMS="rms layer", JOBS="2", KEEP=str(tmp_path / "k.tar.xz")))
-    assert len(rest) == 4 and sum("done already" in line for line in rest) == 3
+    assert rest[0].startswith("power: ") and len(rest) == 5
+    assert sum("done already" in line for line in rest) == 3
     assert len(archive.names(archive.read(tmp_path / "k.tar.xz"))) == 4
 
 

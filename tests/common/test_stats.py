@@ -12,6 +12,10 @@ from scipy import stats as scipy_stats
 
 from common.stats import (
     ALPHA,
+    BEYOND,
+    NO_DIFFERENCE,
+    OPEN,
+    WITHIN,
     Estimate,
     bca_interval,
     clustered,
@@ -19,11 +23,13 @@ from common.stats import (
     decide,
     detectable_effect,
     holm,
+    largest_sd,
     median_ratio,
     paired,
     paired_ratio,
     paired_times,
     power_of_t,
+    power_of_tost,
     seeds_needed,
     sign_flip_p,
     welch,
@@ -106,6 +112,32 @@ def test_detectable_effect_and_seeds_agree():
         assert seeds_needed(effect * 1.0001, 0.0, 2.0, 0.01) == n
     assert seeds_needed(0.001, 0.0, 1.0) is None and seeds_needed(0.0, 0.0, 1.0) is None
     assert seeds_needed(0.1, 0.0, 0.0) == 2
+
+
+def test_power_of_tost_is_that_of_simulated_tests():
+    for mean, delta, n, alpha in (
+        (0.0, 1.0, 8, 0.05),
+        (0.0, 1.0, 8, 0.0125),
+        (0.0, 2.0, 3, 0.05),
+        (0.5, 1.5, 6, 0.05),
+        (0.0, 0.9, 16, 0.0125),
+    ):
+        samples = mean + draws(7, 20000, n)
+        room = delta - np.abs(samples.mean(1))
+        p = scipy_stats.t.sf(room / (samples.std(1, ddof=1) / n**0.5), n - 1)
+        expected = power_of_tost(mean, delta, 1.0, n, alpha)
+        assert expected == pytest.approx((p < alpha).mean(), abs=0.012), (mean, delta, n)
+    assert power_of_tost(0.0, 0.1, 1.0, 8, 0.05) < 0.001 < 0.999 < power_of_tost(0, 9, 1, 8, 0.05)
+
+
+def test_the_largest_sd_has_the_power():
+    for n, alpha in ((3, 0.05), (16, 0.0125)):
+        sd = largest_sd(0.01, n, alpha)
+        assert power_of_tost(0.0, 0.01, sd, n, alpha) == pytest.approx(0.8, abs=1e-6)
+        samples = sd * draws(8, 20000, n)
+        errors = samples.std(1, ddof=1) / n**0.5
+        p = scipy_stats.t.sf((0.01 - np.abs(samples.mean(1))) / errors, n - 1)
+        assert (p < alpha).mean() == pytest.approx(0.8, abs=0.012)
 
 
 def test_seeds_for_equivalence_are_those_of_simulated_tests():
@@ -203,9 +235,10 @@ def test_crossed_error_covers_seeds_and_items():
 def test_identical_pairs_are_equal_and_no_more():
     nothing = Estimate(0.0, 0.0, 7)
     assert nothing.p_value() == 1.0 and nothing.interval() == (0.0, 0.0)
-    assert decide([nothing], 0.01, True)[0].word == "equivalent"
-    assert decide([nothing], 0.0, True)[0].word == "inconclusive"
-    assert decide([Estimate(-0.1, 0.0, 7)], 0.01, True)[0].word == "better"
+    assert decide([nothing], 0.01, True)[0].word == "no difference shown, within the margin"
+    assert decide([nothing], 0.0, True)[0].word == "no difference shown"
+    assert decide([Estimate(-0.1, 0.0, 7)], 0.01, True)[0].word == "better, beyond the margin"
+    assert decide([Estimate(-0.01, 0.0, 7)], 0.01, True)[0].word == "better, margin open"
 
 
 def test_interval_and_adjusted_p_always_agree():
@@ -225,7 +258,10 @@ def test_same_arms_are_seldom_called_different():
     for seed in range(1000):
         base, arms = draws(seed, 8), draws(10_000 + seed, 4, 8)
         words.append(
-            [verdict.word for verdict in decide([paired(arm - base) for arm in arms], 0.5, True)]
+            [
+                verdict.direction
+                for verdict in decide([paired(arm - base) for arm in arms], 0.5, True)
+            ]
         )
     assert np.mean(["better" in arms for arms in words]) <= 0.05
     assert np.mean(["better" in arms or "worse" in arms for arms in words]) <= 0.07
@@ -239,28 +275,73 @@ def test_a_planted_effect_is_found():
     for seed in range(1000):
         differences = draws(seed, 4, 8)
         differences[2] -= 2.0
-        found.append(decide([paired(arm) for arm in differences], 0.0, True)[2].word)
+        found.append(decide([paired(arm) for arm in differences], 0.0, True)[2].direction)
     assert np.mean([word == "better" for word in found]) >= 0.95
     assert "worse" not in found
 
 
 def test_equivalence_wants_evidence():
-    """A tight set within the margin is equivalent, a wide one is not, and no margin gives no
-    equivalence.
+    """A tight set lies within the margin, a wide one leaves it open, and without a margin there is
+    no such verdict.
     """
     tight, wide = 0.001 * draws(0, 8), 0.05 * draws(0, 8)
-    for differences, delta, word in (
-        (tight, 0.01, "equivalent"),
-        (wide, 0.01, "inconclusive"),
-        (tight, 0.0, "inconclusive"),
-    ):
-        assert decide([paired(differences)], delta, True)[0].word == word
+    for differences, delta, word in ((tight, 0.01, WITHIN), (wide, 0.01, OPEN), (tight, 0.0, "")):
+        verdict = decide([paired(differences)], delta, True)[0]
+        assert (verdict.direction, verdict.margin) == (NO_DIFFERENCE, word)
     # The margin is missed as often as TOST allows when the true difference lies on it.
     wrong = [
         decide([paired(0.01 + 0.004 * draws(seed, 8))], 0.01, True)[0].p_tost < ALPHA
         for seed in range(1000)
     ]
     assert 0.02 < np.mean(wrong) <= 0.065
+
+
+def test_both_parts_of_a_verdict():
+    """A difference can be certain and small, certain and large, or certain and of open size."""
+    for mean, spread, word in (
+        (0.005, 0.001, "worse, within the margin"),
+        (0.05, 0.001, "worse, beyond the margin"),
+        (0.009, 0.005, "worse, margin open"),
+        (-0.05, 0.001, "better, beyond the margin"),
+    ):
+        assert decide([paired(mean + spread * SAMPLE)], 0.01, True)[0].word == word
+
+
+def test_beyond_is_the_one_sided_test_against_the_margin():
+    """For a margin of some standard errors; for one of zero it is the test of a difference, and in
+    between it is never less, so that what is beyond has a direction.
+    """
+    for sample in (SAMPLE + 1, SAMPLE - 2):
+        above = scipy_stats.ttest_1samp(np.abs(np.mean(sample)) + SAMPLE, 1.0).pvalue / 2
+        shifted = paired(np.sign(np.mean(sample)) * (np.abs(np.mean(sample)) + SAMPLE))
+        assert shifted.beyond(1.0) == pytest.approx(above, rel=1e-3)
+    assert paired(SAMPLE).beyond(0.0) == pytest.approx(paired(SAMPLE).p_value(), rel=1e-12)
+    for row in draws(5, 100, 6):
+        values = [paired(row).beyond(delta) for delta in (0.0, 0.01, 0.1, 0.5, 2.0)]
+        assert values == sorted(values)
+
+
+@pytest.mark.parametrize("delta", [0.05, 0.3, 1.0, 3.0])
+def test_beyond_is_seldom_said_of_a_difference_on_the_margin(delta):
+    """As often as the level allows, on both sides together; margin in SDs of a pair, 8 pairs."""
+    samples = delta + draws(6, 20000, 8)
+    means, errors = samples.mean(1), samples.std(1, ddof=1) / 8**0.5
+    said = [
+        Estimate(mean, se, 7).beyond(delta) < ALPHA for mean, se in zip(means[:4000], errors[:4000])
+    ]
+    assert 0.035 < np.mean(said) < 0.06
+
+
+def test_within_and_beyond_exclude_each_other():
+    for seed in range(200):
+        shifts = np.array([[0.0], [0.3], [1.0], [4.0]])
+        verdicts = decide([paired(row) for row in draws(seed, 4, 8) + shifts], 1.0, True)
+        for verdict in verdicts:
+            is_within, is_beyond = verdict.p_tost < ALPHA, verdict.p_beyond < ALPHA
+            assert not (is_within and is_beyond)
+            assert is_within == (verdict.margin == WITHIN)
+            assert is_beyond == (verdict.margin == BEYOND)
+            assert not is_beyond or verdict.direction != NO_DIFFERENCE
 
 
 def test_higher_is_better_turns_the_words():
