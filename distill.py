@@ -693,8 +693,11 @@ class Distiller:
     def _export(self, student: GPT) -> None:
         """Write hf/. It is whole whenever it exists, and replaces that of an earlier end."""
         target = self.out_dir / "hf"
+        new = self.out_dir / "hf.new"
+        shutil.rmtree(new, ignore_errors=True)  # of a run that was killed below
+        weights.export_hf(student, new)
         shutil.rmtree(target, ignore_errors=True)
-        weights.export_hf(student, target)
+        new.rename(target)
 
 
 def _check_distilling(path: Path, state: dict[str, Any]) -> None:

@@ -247,15 +247,18 @@ class GPTConfig(NormConfig):
         return 4 * self.n_embd
 
 
-def check_memory(config: GPTConfig) -> None:
+def check_memory(config: GPTConfig, bytes_per_weight: int = 4) -> None:
     """Raise ConfigError for a model that the memory of this machine cannot hold.
 
-    Weights are drawn in float32 on the CPU, wherever they are trained.
+    Args:
+        config: of the model.
+        bytes_per_weight: weights are drawn in float32 on the CPU, wherever they are trained; those
+            that are read from files may be in 16 bits.
     """
     tables = 0
     if config.position == "rope":
         tables = 2 * config.block_size * config.head_channels
-    needed = 4 * (config.n_weights + tables)
+    needed = bytes_per_weight * config.n_weights + 4 * tables
     if needed > machine_memory():
         raise ConfigError(
             f"a model of {config.n_weights:,} weights and block_size={config.block_size} takes "

@@ -19,7 +19,7 @@
 # of the machine's speed affects all alike. After an interruption, run it again: finished runs are
 # skipped, and those that diverged, which they would again; the interrupted one continues where it
 # stopped. Each run's output is in its folder's train.txt; in a terminal its last line is shown. Exit
-# codes: 1 if a run failed or diverged (the others are still done), 2 at once if a setting is wrong,
+# codes: 1 if a run failed or diverged now (the others are still done), 2 at once if a setting is wrong,
 # 130 if it was stopped.
 #
 # A worker claims a run before it starts it, and passes over runs that others have claimed. So
@@ -180,7 +180,7 @@ work() {
       [ ! -e "$state/began/$name" ] || continue
       if [[ $kept == *$'\n'"$name"$'\n'* ]]; then
         tell "$name" "$label: in $KEEP already" || true
-        continue
+        continue  # finished, or diverged when it was trained
       fi
       if is_done "$name"; then
         tell "$name" "$label: done already" || continue

@@ -133,7 +133,7 @@ def one_line(text: str) -> str:
 
 def run_program(main: Callable[[list[str]], int | None]) -> None:
     """Run `main(argv)` as a program: user errors become one line on stderr and an exit code."""
-    if sys.stdout.errors == "strict":
+    if sys.stdout is not None and sys.stdout.errors == "strict":
         # A terminal that knows ASCII only shows other characters as \\u00e9.
         sys.stdout.reconfigure(errors="backslashreplace")
     if signal.getsignal(signal.SIGINT) is end_interrupted:

@@ -32,18 +32,50 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to write into. It takes the name `folder`, of none or of an empty one, when
     the block ends; if the block raises, it is removed.
 
-    After a kill, what was written is left under another name, until this is called again.
+    After a kill, what was written is left under a hidden name, until this is called again.
+
+    Raises:
+        OSError: the folder cannot be written, or another process writes it just now (EBUSY).
     """
     folder = folder.resolve()
-    partial = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)  # of a program that was killed
+    partial = folder.with_name(f".{folder.name}.unfinished")
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY)
     try:
-        partial.mkdir(parents=True)
-        yield partial
+        _lock(descriptor, partial)
+        for left in partial.iterdir():  # of a program that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        try:
+            yield partial
+            _move(partial, folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    """Lock an open folder for this process. Raises OSError (EBUSY) if another one has the lock."""
+    try:
+        import fcntl  # not on Windows
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(folder)) from None
+    except (ImportError, OSError):
+        pass  # a system or a file system without locks
+
+
+def _move(partial: Path, folder: Path) -> None:
+    """Give a folder its name; where that is a mount point, copy its content instead."""
+    try:
         os.replace(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.EXDEV) or not folder.is_dir():
+            raise
+        shutil.copytree(partial, folder, dirs_exist_ok=True)
+        shutil.rmtree(partial)
 
 
 def check_replaceable(path: Path) -> None:

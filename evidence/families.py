@@ -40,7 +40,7 @@ class Claim:
         return "worse" if self.p_worse < level else "no difference shown"
 
     def against_margin(self, level: float) -> str:
-        """Say whether the loss is shown to be within the margin or beyond it; else it is open."""
+        """Return within (it loses less than the margin), beyond (it loses more) or open."""
         if self.p_below < level:
             return "within"
         return "beyond" if self.p_beyond < level else "open"
@@ -53,34 +53,41 @@ def one_sided(estimate: Estimate, bound: float) -> float:
     return float(special.stdtr(estimate.df, (estimate.mean - bound) / estimate.se))
 
 
-def judge(differences: Differences, margin: float) -> dict[str, Claim]:
+def judge(differences: Differences, margin: float, planned: int = 0) -> dict[str, Claim]:
     """Test all arms: arm -> what the tests say.
 
     Args:
         differences: each with two values or more.
         margin: of non-inferiority, in the unit of the differences.
+        planned: number of arms that the family was declared with, if some cannot be tested.
     """
     estimates = {
         arm: {shape: paired(values) for shape, values in shapes.items()}
         for arm, shapes in differences.items()
     }
-    below = family(estimates, margin)
-    better = family(estimates, 0.0)
-    worse = family(turned(estimates), 0.0)
-    beyond = family(turned(estimates), -margin)
+    below = family(estimates, margin, planned)
+    better = family(estimates, 0.0, planned)
+    worse = family(turned(estimates), 0.0, planned)
+    beyond = family(turned(estimates), -margin, planned)
     return {
         arm: Claim(found, below[arm], better[arm], worse[arm], beyond[arm])
         for arm, found in estimates.items()
     }
 
 
-def family(estimates: dict[str, dict[str, Estimate]], bound: float) -> dict[str, float]:
-    """Return Holm-adjusted p of "below `bound` in every shape" for each arm."""
+def family(
+    estimates: dict[str, dict[str, Estimate]], bound: float, planned: int
+) -> dict[str, float]:
+    """Return Holm-adjusted p of "below `bound` in every shape" for each arm.
+
+    Arms that were planned and could not be tested count with p = 1.
+    """
     p_values = [
         max(one_sided(estimate, bound) for estimate in shapes.values())
         for shapes in estimates.values()
     ]
-    return dict(zip(estimates, holm(p_values), strict=True))
+    untested = [1.0] * max(0, planned - len(p_values))
+    return dict(zip(estimates, holm(p_values + untested), strict=False))
 
 
 def turned(estimates: dict[str, dict[str, Estimate]]) -> dict[str, dict[str, Estimate]]:

@@ -5,6 +5,7 @@ nothing else but their names.
 """
 
 import contextlib
+import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -444,10 +445,17 @@ def run_folders(path: Path) -> list[Path]:
 
 def in_archive(archive: Path) -> list[Run]:
     """Read the runs in an archive. Raises UserError if there are none."""
-    folders = run_folders(unpack(archive))
-    if not folders:
-        raise UserError(f"{archive}: no run in it: check the path")
-    return [Run(folder, f"{archive}: {folder.name}") for folder in folders]
+    folder = unpack(archive)
+    try:
+        folders = run_folders(folder)
+        if not folders:
+            raise UserError(f"{archive}: no run in it: check the path")
+        runs = [Run(path, f"{archive}: {path.name}") for path in folders]
+        for run in runs:
+            _ = run.items  # read now, because the folder goes
+        return runs
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.stats import Estimate, paired
-from evidence.curves import Curve, finite, loss_of, pooled_sd
+from evidence.curves import Curve, finite, finite_pair, loss_of, pooled_sd
 from evidence.families import judge, power
 from evidence.runs import Run
 from evidence.study import Plan, Rates, Results, Shape, Wanted
@@ -72,10 +72,9 @@ class InitStage(Stage):
             return grid
         rates = self.curve(results, shape, init_std)
         low, high = rates.rates[0], rates.rates[-1]
-        limit = 1.01 * 2 ** self.plan.plan["rates"]["extensions"]
-        if rates.best == low and low > self.plan.rates[0] / limit * 1.02:
+        if rates.best == low and low / 2 in all_rates(self.plan):
             return [*grid, self._run(shape, init_std, low / 2)]
-        if rates.best == high and high < self.plan.rates[-1] * limit / 1.02:
+        if rates.best == high and high * 2 in all_rates(self.plan):
             return [*grid, self._run(shape, init_std, high * 2)]
         return grid
 
@@ -168,13 +167,11 @@ class RateStage(Stage):
 
     def _extension(self, curve: Curve) -> list[float]:
         """Return the next rate beyond the curve, if its best lies at an end or it goes on above."""
-        grid = self.plan.rates
-        limit = 2 ** self.rules["extensions"]
         lowest, highest = curve.rates[0], curve.rates[-1]
-        if curve.best == lowest and lowest > grid[0] / limit * 1.01:
+        if curve.best == lowest and lowest / 2 in all_rates(self.plan):
             return [lowest / 2]
         _, is_seen = curve.tolerance(self.rules["tolerance"])
-        if not is_seen and highest < grid[-1] * limit / 1.01:
+        if not is_seen and highest * 2 in all_rates(self.plan):
             return [highest * 2]
         return []
 
@@ -189,11 +186,6 @@ class RateStage(Stage):
 
     def conclusion(self, results: Results) -> dict[str, Any]:
         """Return rates by shape and arm, the SD over seeds, and the ranking of the arms."""
-        shapes: dict[str, Any] = {}
-        for shape in self.plan.shapes:
-            shapes[shape.name] = {
-                arm: self._of_curve(results, shape, arm) for arm in self.plan.arms
-            }
         sd = {
             shape.name: pooled_sd(
                 [
@@ -204,9 +196,15 @@ class RateStage(Stage):
             )
             for shape in self.plan.shapes
         }
+        shapes = {
+            shape.name: {
+                arm: self._of_curve(results, shape, arm, sd[shape.name]) for arm in self.plan.arms
+            }
+            for shape in self.plan.shapes
+        }
         return {"shapes": shapes, "sd": sd, "ranking": self._ranking(shapes)}
 
-    def _of_curve(self, results: Results, shape: Shape, arm: str) -> dict[str, Any]:
+    def _of_curve(self, results: Results, shape: Shape, arm: str, sd: float) -> dict[str, Any]:
         """Return what a curve says, and what the common initialisation gives at its best rate."""
         curve = self.curve(results, shape, arm)
         octaves, is_seen = curve.tolerance(self.rules["tolerance"])
@@ -222,6 +220,8 @@ class RateStage(Stage):
             "loss": curve.at(curve.best) if math.isfinite(curve.at(curve.best)) else None,
             "tolerance": octaves,
             "tolerance_seen": is_seen,
+            "highest_finite": curve.highest_finite,
+            "regret": finite_pair(curve.regret(sd)),
             "losses": {f"{rate:g}": finite(curve.losses[rate]) for rate in curve.rates},
             "common_initialisation": finite(common),
         }
@@ -363,9 +363,14 @@ class VerdictStage(Stage):
             arm: sum(int((~np.isfinite(found)).sum()) for found in shapes.values())
             for arm, shapes in losses.items()
         }
-        # An arm of which runs diverged is not judged on the rest; its divergence is the result.
-        judged = {arm: found for arm, found in differences.items() if not diverged[arm]}
-        claims = judge(judged, margin)
+        # An arm of which runs diverged is not judged on the rest; its divergence is the result. If
+        # the baseline's diverged, there is nothing to compare with.
+        judged = {
+            arm: found
+            for arm, found in differences.items()
+            if not diverged[arm] and not diverged[self.plan.baseline]
+        }
+        claims = judge(judged, margin, len(differences))
         level = self.rules["level"]
         return {
             "margin": margin,
@@ -406,13 +411,18 @@ class VerdictStage(Stage):
         }
 
 
-def without_a_document(pairs: list[tuple[Run, Run]]) -> list[float]:
-    """Return the lowest and the highest mean difference when one document is left out."""
+def without_a_document(pairs: list[tuple[Run, Run]]) -> list[float] | None:
+    """Return the lowest and the highest mean difference when one document is left out.
+
+    None where the logs do not have the documents, because they are many, or have only one.
+    """
     sums, tokens = 0.0, None
     for run, base in pairs:
         here, there = run.events_of("val_full")[-1], base.events_of("val_full")[-1]
-        if here["document_tokens"] != there["document_tokens"]:
+        if here.get("document_tokens") != there.get("document_tokens"):
             raise UserError(f"{run.name} and {base.name}: their val splits differ")
+        if len(here.get("document_tokens", [])) < 2:
+            return None
         sums = sums + np.array(here["document_nats"]) - np.array(there["document_nats"])
         tokens = np.array(here["document_tokens"])
     left = (sums.sum() - sums) / (tokens.sum() - tokens) / len(pairs)
@@ -440,8 +450,12 @@ def recommend(plan: Plan, before: Conclusions, moved: dict[str, float]) -> tuple
     def gain(arm: str) -> float:
         return -float(np.mean([found["difference"] for found in verdicts[arm]["shapes"].values()]))
 
+    shapes = before["rates"]["shapes"].values()
+    # Where the baseline's tolerance has no end, an arm cannot be shown to have more.
+    ends = all(shape[baseline]["tolerance_seen"] for shape in shapes)
+
     def octaves(arm: str) -> float:
-        return min(shape[arm]["tolerance"] for shape in before["rates"]["shapes"].values())
+        return min(shape[arm]["tolerance"] for shape in shapes)
 
     def cost(arm: str) -> float:
         return moved.get(rules["bytes"].get(arm, ""), math.inf)
@@ -449,9 +463,11 @@ def recommend(plan: Plan, before: Conclusions, moved: dict[str, float]) -> tuple
     if better := [arm for arm in verdicts if verdicts[arm]["direction"] == "better"]:
         return max(better, key=gain), "it is better in both shapes"
     within = [arm for arm in verdicts if verdicts[arm]["margin"] == "within"]
-    tolerant = [arm for arm in within if octaves(arm) >= octaves(baseline) + rules["octaves"]]
+    more = octaves(baseline) + rules["octaves"]
+    tolerant = [arm for arm in within if ends and octaves(arm) >= more]
     if tolerant:
-        return max(tolerant, key=octaves), "it is non-inferior and bears higher learning rates"
+        why = "it is non-inferior and its learning rate may be too high by a larger factor"
+        return max(tolerant, key=octaves), why
     if cheaper := [arm for arm in within if cost(arm) < cost(baseline)]:
         return min(cheaper, key=cost), "it is non-inferior and moves fewer bytes"
     return baseline, "no arm is shown to be better, or as good and more tolerant or cheaper"

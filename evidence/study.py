@@ -28,7 +28,6 @@ class Wanted:
         arm: short name of the arm.
         words: norm type and keys, as ARMS of sweep.sh takes them.
         seed: of the run.
-        length: training steps, as a multiple of the scale's.
     """
 
     stage: str
@@ -36,7 +35,6 @@ class Wanted:
     arm: str
     words: str
     seed: int
-    length: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,8 @@ class Results:
     def _read(self, stage: str, shape: str, path: Path) -> None:
         """Read the runs of one stage and shape."""
         if path.is_dir():
-            runs = [Run(log.parent) for log in sorted(path.glob("*/log.jsonl"))]
+            logs = sorted(path.glob("*/log.jsonl"))
+            runs = [Run(log.parent) for log in logs if has_begun(log)]
         elif path.exists():
             runs = find_runs([path])
         else:
@@ -161,8 +160,8 @@ class Results:
                 self.found[stage, shape, run_name(run.path), run.seed] = Result(run, loss)
 
     def _check_machine(self, stage: str, run: Run) -> None:
-        """Raise UserError if a run had other data, versions or processor than its stage."""
-        here = {name: run.start.get(name) for name in ("data", "device", "versions")}
+        """Raise UserError if a run had other data, versions, processor or code than its stage."""
+        here = {name: run.start.get(name) for name in ("data", "device", "versions", "git")}
         name, first = self.machines.setdefault(stage, (run.name, here))
         for key, value in here.items():
             if value != first[key]:
@@ -184,6 +183,15 @@ class Results:
     def missing(self, wanted: list[Wanted]) -> list[Wanted]:
         """Return the runs that are not finished."""
         return [run for run in wanted if self.of(run) is None]
+
+
+def has_begun(log: Path) -> bool:
+    """Is there a start event in a log? A process that is killed early leaves none."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as file:
+            return file.readline().endswith("\n")
+    except FileNotFoundError:  # a new run begins just now
+        return False
 
 
 def name_of(words: str) -> str:

@@ -131,8 +131,8 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
         shape = tuple(file.get_slice(full_name).get_shape())
         if shape != tuple(piece.shape):
             raise HFError(f"{folder}: {name} is {shape}, config.json asks for {tuple(piece.shape)}")
-    check_memory(config)
     dtype = dtype or read_tensor(stored, wanted[0], folder).dtype
+    check_memory(config, dtype.itemsize)
     model.to(dtype).to_empty(device="cpu")
     for name, piece in hf_pieces(model, family):
         tensor = read_tensor(stored, name, folder)

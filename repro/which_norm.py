@@ -6,11 +6,13 @@ the stage concludes, and goes on to the next stage.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -157,23 +159,26 @@ class Worker:
         print(
             f"{stage.name}, {shape.name}: {len(arms)} arms, seeds {settings['SEEDS']}", flush=True
         )
-        try:
-            return subprocess.run(command, env=os.environ | settings).returncode
-        except KeyboardInterrupt:
-            return 130
+        sweep = subprocess.Popen(command, env=os.environ | settings)
+        while True:
+            try:
+                return sweep.wait()
+            except KeyboardInterrupt:
+                pass  # sweep.sh has got it too, and says when its runs are saved
 
     def conclude(self, stage: Stage, results: Results) -> None:
         """Write what a stage concludes; a file that is there already must say the same."""
         path = self.conclusion_of(stage.name)
         found = {"study": self.plan.study, "commits": results.commits(stage.name)}
         text = json.dumps(found | stage.conclusion(results), indent=1) + "\n"
-        if path.exists() and path.read_text() != text:
+        if path.exists() and not alike(json.loads(path.read_text()), json.loads(text)):
             raise UserError(
                 f"{path}: the runs now give another conclusion than this file, which later stages "
                 "rest on: find out which run changed"
             )
-        with writing(self.kept):
-            write_bytes_atomically(path, text.encode())
+        if not path.exists():
+            with writing(self.kept):
+                write_bytes_atomically(path, text.encode())
         print(f"{stage.name}: done; {path} has what follows: commit it")
 
     # What lies ahead
@@ -227,6 +232,17 @@ class Worker:
             f"Power to show that an arm like {self.plan.baseline} is non-inferior in all shapes, "
             f"with {seeds} seeds and a margin of {margin['margin']:.4f}: {chances}."
         )
+
+
+def alike(first: Any, second: Any) -> bool:
+    """Are two conclusions the same but for rounding?"""
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(alike(first[k], second[k]) for k in first)
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(alike, first, second))
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-9, abs_tol=1e-15)
+    return first == second
 
 
 def moved_bytes() -> dict[str, float]:

@@ -24,13 +24,17 @@ from repro.which_norm import PLAN, STAGES, Worker, moved_bytes
 MARKERS = ("<!-- card: python -m repro.which_norm_card -->", "<!-- end of the card -->")
 PAGES = (Path("docs/which_norm.md"), Path("README.md"))
 NORMS = Path("docs/norms.md")  # its table has the launches of a decoding step
-# What is known of giving the norm to a trained model (docs/results.md); else nothing was tried.
+# Which conversion gives a trained model the norm (docs/results.md has what it costs)
 TRAINED = {
-    "rms": "exact from `layer`, in 15 of 37 architectures",
-    "coupled": "+0.02 % loss after distillation, 12 % before",
-    "coupled-full-gradient": "as `coupled`",
-    "taper": "+1.4 % loss after 300 steps",
-    "rms-no-gain": "exact: `--to=weightless`",
+    "rms": "`--to=rms`, exact",
+    "coupled": "`--to=coupled`, inexact; distil",
+    "taper": "`--init_from`, trained on",
+    "rms-no-gain": "`--to=weightless`, exact",
+}
+MARGIN_WORDS = {
+    "within": "loses less than the margin",
+    "beyond": "loses more than the margin",
+    "open": "margin open",
 }
 
 
@@ -127,13 +131,25 @@ class Card:
             f"`{arm}`",
             tokens,
             nats,
-            self.by_shape(lambda s: rate_text(rates[s][arm])),
+            self.by_shape(lambda s: self.rate_text(s, arm)),
             self.by_shape(lambda s: tolerance_text(rates[s][arm])),
             self.kilobytes(arm),
             self.decoding(arm),
             TRAINED.get(arm, "not tried"),
             self.verdict_text(arm),
         ]
+
+    def rate_text(self, shape: str, arm: str) -> str:
+        """Return the chosen rate, and whether it is settled.
+
+        Not where the best one lay at an end of the curve, or where stage 4 found a better one.
+        """
+        found = self.before["rates"]["shapes"][shape][arm]
+        unsettled = self.before.get("check", {}).get("not_settled", [])
+        is_better = any(line.startswith(f"{arm}, {shape}: learning_rate") for line in unsettled)
+        return f"{found['rate']:g}" + (
+            "" if found["settled"] and not is_better else " (rate not settled)"
+        )
 
     def by_shape(self, show: Any) -> str:
         """Return what `show` says of each shape, one behind the other."""
@@ -154,7 +170,7 @@ class Card:
         if diverged := self.before["verdict"]["diverged"][arm]:
             return f"{diverged} runs diverged"
         found = self.verdicts()[arm]
-        return f"{found['direction']}, {found['margin']}"
+        return f"{found['direction']}, {MARGIN_WORDS[found['margin']]}"
 
     def kilobytes(self, arm: str) -> str:
         """Return what the norms of a block move in training, kB for each token."""
@@ -172,10 +188,28 @@ class Card:
             return "There is no recommendation before the verdicts."
         found = self.before["recommendation"]
         sentence = f"**Recommendation: `{found['arm']}`**, for {found['why']}."
-        unknown = (
-            "Not known: other sizes, more tokens for each parameter, other data, other optimisers."
-        )
-        return f"{sentence} {unknown}"
+        return " ".join([sentence, *self.later_stages(), self.unknown()])
+
+    def later_stages(self) -> list[str]:
+        """Return what stages 5 and 6 say of the verdicts."""
+        names = {"tokens": "At more tokens", "muon": "Under Muon"}
+        sentences = []
+        for name, where in names.items():
+            arms = self.before.get(name, {}).get("arms", {})
+            turned = [f"`{arm}`" for arm, found in arms.items() if found.get("contradicts")]
+            if turned:
+                sentences.append(f"{where} the sign turns for {', '.join(turned)}.")
+            elif arms:
+                sentences.append(f"{where} no sign is shown to turn.")
+        return sentences
+
+    def unknown(self) -> str:
+        """Return what has not been measured."""
+        open_questions = ["other sizes", "other data"]
+        if "tokens" not in self.before:
+            open_questions.append("more tokens for each parameter")
+        open_questions.append("other optimisers" + (" than Muon" if "muon" in self.before else ""))
+        return f"Not known: {', '.join(open_questions)}."
 
     # The page with all tables
 
@@ -243,7 +277,8 @@ class Card:
             run = results.of(wanted).run
             events = run.events_of("stability")
             last = events[-1] if events else {}
-            common = self.before["rates"]["shapes"][shape.name][arm]["common_initialisation"]
+            found = self.before["rates"]["shapes"][shape.name][arm]
+            common = found["common_initialisation"]
             values = [loss for loss in common.values() if loss is not None]
             rows.append(
                 [
@@ -252,10 +287,13 @@ class Card:
                     last.get("spikes", "n/a"),
                     f"{last.get('attention_logit', math.nan):.1f}",
                     f"{sum(values) / len(values):.4f}" if values else "-",
+                    f"{found['highest_finite']:g}" if found["highest_finite"] else "none",
+                    "{:.4f}, {:.4f}".format(*found["regret"]) if found["regret"] else "n/a",
                 ]
             )
         header = ["arm", "clipped steps", "spikes", "largest attention logit"]
-        header.append("loss with the common initialisation")
+        header += ["loss with the common initialisation", "highest rate that did not diverge"]
+        header.append("regret: mean, 95th percentile")
         return f"At the best rate, {shape.name}:\n\n{markdown(header, rows)}"
 
     def margin_text(self, name: str) -> str:
@@ -279,14 +317,14 @@ class Card:
         rows = []
         for arm, found in self.before[name]["arms"].items():
             for shape, numbers in found["shapes"].items():
-                low, high = numbers["without_a_document"]
+                left_out = numbers["without_a_document"]
                 rows.append(
                     [
                         f"`{arm}`",
                         shape,
                         f"{numbers['difference']:+.4f}",
                         f"{numbers['low']:+.4f} to {numbers['high']:+.4f}",
-                        f"{low:+.4f} to {high:+.4f}",
+                        "{:+.4f} to {:+.4f}".format(*left_out) if left_out else "n/a",
                         f"{found['p_below_margin']:.2g}",
                         f"{found['p_better']:.2g}",
                     ]
@@ -299,7 +337,7 @@ class Card:
         """Return the losses at other rates and initialisations."""
         found = self.before[name]
         rows = [
-            [f"`{arm}`", shape, *(f"{loss:.4f}" for loss in means.values())]
+            [f"`{arm}`", shape, *map(mean_text, means.values())]
             for shape, arms in found["shapes"].items()
             for arm, means in arms.items()
         ]
@@ -341,10 +379,13 @@ class Card:
 
     def draw_forest(self, axis: plt.Axes, arms: list[str]) -> None:
         """Draw differences in tokens with their intervals, and the margin as a band."""
-        share = 100 * self.plan.plan["margin"]["share"]
-        axis.axvspan(-share, share, color="0.9", label="margin")
-        axis.axvline(0, color="0.5", linewidth=0.8)
         slopes = self.before["margin"]["slopes"]
+        # What the margin is worth in tokens differs between the shapes.
+        margin = self.before["margin"]["margin"]
+        for shape, line in zip(self.shapes, ("-", "--"), strict=True):
+            worth = 100 * math.expm1(-margin / slopes[shape])
+            axis.axvline(worth, color="0.6", linestyle=line, label=f"margin, {shape}")
+        axis.axvline(0, color="0.5", linewidth=0.8)
         for place, arm in enumerate(arms):
             for offset, shape in zip((-0.12, 0.12), self.shapes, strict=True):
                 numbers = self.verdicts()[arm]["shapes"][shape]
@@ -398,9 +439,9 @@ class Card:
             axis.legend(fontsize=7, ncol=2)
 
 
-def rate_text(found: dict[str, Any]) -> str:
-    """Return the chosen rate, with a mark where the best one lay at an end of the curve."""
-    return f"{found['rate']:g}" + ("" if found["settled"] else " (rate not settled)")
+def mean_text(loss: float | None) -> str:
+    """Return a mean loss for a table."""
+    return "diverged" if loss is None else f"{loss:.4f}"
 
 
 def tolerance_text(found: dict[str, Any]) -> str:

@@ -367,8 +367,10 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
         [],
         None,
     )
-    (tmp_path / "out" / "hf.tmp").mkdir(parents=True)
-    (tmp_path / "out" / "hf.tmp" / "torn").touch()  # left by a run that was stopped while it wrote
+    (tmp_path / "out" / ".hf.new.unfinished").mkdir(parents=True)
+    (
+        tmp_path / "out" / ".hf.new.unfinished" / "torn"
+    ).touch()  # left by a run that was stopped while it wrote
     for steps, count in (
         (2, 2),
         (2, 2),
@@ -384,7 +386,7 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
             assert torch.equal(out[-1], load_model(str(tmp_path / "out"))(idx))
     assert torch.equal(out[0], out[1]) and not torch.equal(out[1], out[2])
     assert (
-        not (tmp_path / "out" / "hf.tmp").exists()
+        not (tmp_path / "out" / ".hf.new.unfinished").exists()
         and not (tmp_path / "out" / "hf" / "torn").exists()
     )
 
@@ -472,7 +474,7 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
         ([*words, "--beta1=-1"], ConfigError, "beta1=-1.0: must not be negative"),
         ([*words, "--weight_decay=-1"], ConfigError, "weight_decay=-1.0: must not be negative"),
         ([*words, "--warmup_iters=-1"], ConfigError, "warmup_iters=-1: must not be negative"),
-        ([*words, "--grad_clip=-1"], ConfigError, "grad_clip=-1.0: must not be negative"),
+        ([*words, "--grad_clip=-1"], ConfigError, "grad_clip=-1.0: must be 0 or at least"),
         ([*words, "--seed=-1"], ConfigError, "seed=-1: must be from 0"),
         ([*words, "--adapter_alpha=0"], ConfigError, "adapter_alpha=0.0: must be above 0"),
         (

@@ -279,6 +279,14 @@ def _are_tensors(value: Any) -> bool:
     return _is_dict(value) and all(map(_is_tensor, value.values()))
 
 
+def _is_stability(value: Any) -> bool:
+    """Is it what Stability.state returns?"""
+    if not _is_dict(value) or not isinstance(value.get("recent", []), list):
+        return False
+    counts = [part for name, part in value.items() if name != "recent"]
+    return all(isinstance(part, int | float) for part in [*counts, *value.get("recent", [])])
+
+
 # The form of each entry that a checkpoint may have
 ENTRIES = {
     "config": _is_config,
@@ -289,6 +297,7 @@ ENTRIES = {
     "scaler": _is_dict,
     "best_val_loss": _is_loss,
     "shards": _is_dict,
+    "stability": _is_stability,
 }
 
 

@@ -14,6 +14,7 @@ from model import GPT, Attention
 
 WINDOW = 50  # steps whose losses a step is compared with
 SPIKE = 0.5  # nats per token above their median
+QUERIES = 1024  # whose attention logits are computed at once
 
 
 class Stability:
@@ -110,14 +111,24 @@ def largest_logit(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None
     """
     T = q.shape[2]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, T, head_dim)
-    if mask is None:
-        mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
     if scale is None:
         scale = q.shape[-1] ** -0.5
+    keys = k.flatten(0, 1)  # (B H, T, head_dim)
     largest = []
-    # One sequence at a time, because the logits of all would need much memory.
+    # QUERIES of one head at a time, because all logits would need much memory.
     with torch.autocast(q.device.type, enabled=False):
-        for queries, keys in zip(q.float(), k.float(), strict=True):
-            logits = scale * queries @ keys.transpose(-1, -2)  # (H, T, T)
-            largest.append(logits.masked_fill(~mask, -torch.inf).max())
+        for head, queries in enumerate(q.flatten(0, 1)):
+            for start in range(0, T, QUERIES):
+                end = min(start + QUERIES, T)
+                logits = scale * queries[start:end].float() @ keys[head, :end].float().T
+                largest.append(
+                    logits.masked_fill(~seen(mask, start, end, q.device), -torch.inf).max()
+                )
     return torch.stack(largest).max()
+
+
+def seen(mask: Tensor | None, start: int, end: int, device: torch.device) -> Tensor:
+    """Return which of the first `end` keys queries `start` to `end` - 1 may see."""
+    if mask is not None:
+        return mask[start:end, :end]
+    return torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)

@@ -23,6 +23,30 @@ from training.checkpoint import remove_old_shards, save_checkpoint
 from training.log import RunLog
 
 
+def test_two_processes_do_not_write_one_folder(tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "out.tmp").mkdir()  # somebody's own folder
+    with whole_folder(out) as folder:
+        (folder / "file").touch()
+        with pytest.raises(OSError, match="busy"), whole_folder(out):
+            pass
+    assert (out / "file").exists() and (tmp_path / "out.tmp").exists()
+
+
+def test_a_folder_that_cannot_be_replaced_gets_the_content(tmp_path, monkeypatch):
+    """An empty mount point."""
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def refuse(source, target):
+        raise OSError(errno.EBUSY, "busy", str(target))
+
+    monkeypatch.setattr("common.output.os.replace", refuse)
+    with whole_folder(out) as folder:
+        (folder / "file").touch()
+    assert (out / "file").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "socket", "folder"])
 def test_what_is_no_file_is_not_replaced(kind, tmp_path, monkeypatch):
     """Each would be gone, and with it /dev/null for root."""
@@ -150,8 +174,8 @@ def test_shards_that_no_checkpoint_names_are_removed(tmp_path):
 
 def test_a_folder_gets_its_name_when_it_is_whole(tmp_path):
     out = tmp_path / "new" / "out"
-    (tmp_path / "new" / "out.tmp").mkdir(parents=True)
-    (tmp_path / "new" / "out.tmp" / "old").touch()  # of a program that was killed
+    (tmp_path / "new" / ".out.unfinished").mkdir(parents=True)
+    (tmp_path / "new" / ".out.unfinished" / "old").touch()  # of a program that was killed
     with pytest.raises(KeyboardInterrupt), whole_folder(out) as folder:
         (folder / "file").touch()
         assert not out.exists()

@@ -13,6 +13,7 @@ from study_runs import make_plan, write
 
 from common.errors import ConfigError, UserError
 from evidence.curves import Curve, pooled_sd
+from evidence.families import judge
 from evidence.stages import (
     CheckStage,
     InitStage,
@@ -23,6 +24,7 @@ from evidence.stages import (
     VerdictStage,
     recommend,
     slope,
+    without_a_document,
 )
 from evidence.study import Plan, Results, name_of
 
@@ -46,8 +48,6 @@ class Trained:
         while missing := (found := self.results(stage.name)).missing(stage.wanted(found)):
             self.waves += 1
             for run in missing:
-                length = re.search(r"max_iters=(\d+)", run.words)
-                object.__setattr__(run, "length", int(length[1]) / 1000 if length else 1.0)
                 write(self.plan, self.folder / stage.name, run, self.loss(run))
         text = json.dumps(stage.conclusion(found), sort_keys=False)
         return json.loads(text)
@@ -58,7 +58,8 @@ class Trained:
             return None
         noise = 0.003 * np.random.RandomState([run.seed, len(run.shape + run.arm)]).randn()
         loss = 1.4 + 0.03 * math.log2(rate / BEST[run.arm]) ** 2 + EXTRA[run.arm]
-        return loss + noise - 0.2 * math.log(run.length)
+        steps = re.search(r"max_iters=(\d+)", run.words)
+        return loss + noise - 0.2 * math.log(int(steps[1]) / 1000 if steps else 1.0)
 
 
 @pytest.fixture
@@ -169,6 +170,54 @@ def test_an_arm_that_diverged_is_not_judged_on_the_rest(trained):
     assert set(found["arms"]) == {"layer"} and found["diverged"]["shared"] == 1
 
 
+def test_nothing_is_judged_against_a_baseline_that_diverged(trained):
+    rates = trained.finish(RateStage(trained.plan, {}, 1000, 100))
+    margin = {"margin": 0.01, "slopes": {"W": 0.2, "D": 0.2}, "arms": 2}
+    stage = VerdictStage(trained.plan, {"rates": rates, "margin": margin}, 1000, 100)
+    run = next(run for run in stage.wanted(trained.results("verdict")) if run.arm == "rms")
+    write(trained.plan, trained.folder / "verdict", run, None)
+    found = trained.finish(stage)
+    assert found["arms"] == {} and found["diverged"]["rms"] == 1
+
+
+def test_logs_without_documents_have_no_range(trained):
+    stage = RateStage(trained.plan, {}, 1000, 100)
+    run = stage.wanted(trained.results("rates"))[0]
+    log = write(trained.plan, trained.folder / "rates", run, 1.0) / "log.jsonl"
+    found = trained.results("rates").of(run).run
+    assert without_a_document([(found, found)]) == [0.0, 0.0]
+    log.write_text(re.sub(r'"document_tokens": \[[^]]*\], ', "", log.read_text()))
+    found = trained.results("rates").of(run).run
+    assert without_a_document([(found, found)]) is None
+
+
+def test_a_run_that_was_killed_before_its_log_began_is_not_finished(trained):
+    stage = RateStage(trained.plan, {}, 1000, 100)
+    run = stage.wanted(trained.results("rates"))[0]
+    log = write(trained.plan, trained.folder / "rates", run, 1.0) / "log.jsonl"
+    for torn in ("", '{"event": "sta'):
+        log.write_text(torn)
+        assert run in trained.results("rates").missing([run])
+
+
+def test_an_arm_that_could_not_be_tested_counts_in_the_family():
+    sample = np.array([-0.001, -0.003, -0.002, -0.0015])
+    alone = judge({"a": {"W": sample}}, 0.01)["a"].p_better
+    assert judge({"a": {"W": sample}}, 0.01, planned=3)["a"].p_better == pytest.approx(3 * alone)
+
+
+def test_the_regret_of_a_rate_is_that_of_simulated_choices():
+    """Of a parabola with curvature 0.06: a shift of x octaves costs 0.03 x^2."""
+    losses = {8.0 * 2**octave: {1: 1 + 0.03 * octave**2} for octave in (-1, 0, 1)}
+    curve = Curve(losses, 1)
+    mean, high = curve.regret(sd=0.004)
+    # The vertex moves by (left - right) / (4 * 0.03) octaves.
+    expected = 0.03 * 2 * (0.004 / 0.12) ** 2
+    assert mean == pytest.approx(expected, rel=0.2) and high > mean
+    assert curve.highest_finite == 16.0
+    assert math.isnan(Curve({1.0: {1: 1.0}}, 1).regret(0.001)[0])
+
+
 def test_too_little_power_starts_no_verdicts(trained):
     rates = trained.finish(RateStage(trained.plan, {}, 1000, 100))
     stage = VerdictStage(trained.plan, {"rates": rates, "margin": {"arms": 0}}, 1000, 100)
@@ -216,24 +265,30 @@ def verdicts(**arms) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("found", "octaves", "expected"),
+    ("found", "octaves", "seen", "expected"),
     [
         # better wins, the larger gain first
-        ({"layer": ("better", "within", -0.02), "shared": ("better", "within", -0.01)}, 9, "layer"),
+        (
+            {"layer": ("better", "within", -0.02), "shared": ("better", "within", -0.01)},
+            9,
+            True,
+            "layer",
+        ),
         # then the tolerance, an octave or more above the baseline's
-        ({"layer": ("no difference shown", "within", 0.0)}, 2.0, "layer"),
-        ({"layer": ("no difference shown", "open", 0.0)}, 2.0, "rms"),
-        ({"layer": ("no difference shown", "within", 0.0)}, 1.9, "rms"),
+        ({"layer": ("no difference shown", "within", 0.0)}, 2.0, True, "layer"),
+        ({"layer": ("no difference shown", "within", 0.0)}, 2.0, False, "rms"),
+        ({"layer": ("no difference shown", "open", 0.0)}, 2.0, True, "rms"),
+        ({"layer": ("no difference shown", "within", 0.0)}, 1.9, True, "rms"),
         # then bytes; shared has the baseline's
-        ({"shared": ("no difference shown", "within", 0.0)}, 1.9, "rms"),
-        ({"cheap": ("no difference shown", "within", 0.0)}, 1.9, "cheap"),
+        ({"shared": ("no difference shown", "within", 0.0)}, 1.9, True, "rms"),
+        ({"cheap": ("no difference shown", "within", 0.0)}, 1.9, True, "cheap"),
     ],
 )
-def test_the_recommendation_follows_the_declared_rule(tmp_path, found, octaves, expected):
+def test_the_recommendation_follows_the_declared_rule(tmp_path, found, octaves, seen, expected):
     plan = make_plan(tmp_path)
     plan.plan["recommendation"]["bytes"]["cheap"] = "none"
     tolerance = {arm: {"tolerance": octaves} for arm in ("layer", "shared", "cheap")}
-    shape = tolerance | {"rms": {"tolerance": 1.0}}
+    shape = tolerance | {"rms": {"tolerance": 1.0, "tolerance_seen": seen}}
     before = {"rates": {"shapes": {"W": shape, "D": shape}}, "verdict": verdicts(**found)}
     moved = {"rms": 43.0, "layer": 48.0, "none": 38.0}
     assert recommend(plan, before, moved)[0] == expected

@@ -168,7 +168,9 @@ def test_a_card_says_what_the_stages_concluded(finished, tmp_path):
     text = card.text()
     assert "**Recommendation: `shared`**, for it is better in both shapes." in text
     rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
-    assert rows["layer"].endswith("worse, beyond |") and rows["shared"].endswith("better, within |")
+    assert rows["layer"].endswith("worse, loses more than the margin |") and rows[
+        "shared"
+    ].endswith("better, loses less than the margin |")
     assert rows["rms"].endswith("| the baseline |") and "43.4" in rows["rms"]
     page = card.page()
     for heading in ("Learning rates", "Margin", "Verdict", "Check", "Tokens", "Muon"):
@@ -179,6 +181,23 @@ def test_a_card_says_what_the_stages_concluded(finished, tmp_path):
     put_here.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
     put(put_here, text)
     assert "old" not in put_here.read_text() and put_here.read_text().endswith("after\n")
+
+
+def test_a_card_shows_what_diverged_and_what_is_not_settled(finished):
+    path = finished.conclusion_of("check")
+    found = json.loads(path.read_text())
+    found["shapes"]["W"]["shared"]["learning_rate x 2"] = None
+    found["not_settled"] = ["shared, D: learning_rate x 0.5"]
+    path.write_text(json.dumps(found))
+    page = Card(finished).page()
+    assert "| diverged |" in page
+    row = next(row for row in page.splitlines() if row.startswith("| `shared` |"))
+    assert row.count("rate not settled") == 1
+    tokens = finished.conclusion_of("tokens")
+    found = json.loads(tokens.read_text())
+    found["arms"]["shared"]["contradicts"] = True
+    tokens.write_text(json.dumps(found))
+    assert "At more tokens the sign turns for `shared`." in Card(finished).text()
 
 
 def test_a_card_says_what_is_missing(finished):

@@ -61,6 +61,8 @@ def damaged(state: dict, place: tuple, value: object) -> dict:
         (("meta",), {"tokenizer": "hf", "path": 3}, "`meta`"),
         (("best_val_loss",), math.nan, "`best_val_loss`"),
         (("shards",), [1], "`shards`"),
+        (("stability",), 5, "`stability`"),
+        (("stability",), {"recent": 3}, "`stability`"),
         (("model", WEIGHT), lambda weight: weight * math.nan, f"{WEIGHT} is not finite"),
         (
             ("optimizer", "state", 0, "exp_avg"),
