@@ -76,10 +76,11 @@ class _Trackio:
     def __init__(self, config: dict[str, Any], name: str, resume_step: int | None):
         import trackio
 
+        self.trackio = trackio
         with _stdout_to_stderr():
             self.run = trackio.init(
                 project=config["wandb_project"],
-                name=name,
+                name=name.lstrip("-"),  # `trackio get --run` takes it
                 config=config,
                 resume="never" if resume_step is None else "allow",
                 embed=False,
@@ -93,7 +94,8 @@ class _Trackio:
 
     def finish(self) -> None:
         with _stdout_to_stderr():
-            self.run.finish()
+            # Not run.finish(), after which Trackio finishes it, and prints, when Python ends.
+            self.trackio.finish()
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ from training.provenance import changed_keys
 FAKE = """
 import json
 
+runs = []
+
 class Run:
     def write(self, *call):
         with open({notes!r}, "a") as notes:
@@ -43,7 +45,11 @@ def init(**words):
     print("chatter")
     run = Run()
     run.write("init", words)
+    runs.append(run)
     return run
+
+def finish():
+    runs[-1].finish()
 """
 
 
@@ -233,7 +239,8 @@ def test_trackio_itself(tiny_data, tmp_path):
         command = [sys.executable, "train.py", *TINY, "--device=cpu", "--tracker=trackio", *words]
         done = subprocess.run(command, cwd=ROOT, env=home, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
-    name = str(tmp_path / "out").replace("/", "-")
+        assert "* " in done.stderr and "* " not in done.stdout  # Trackio's messages
+    name = str(tmp_path / "out").lstrip("/").replace("/", "-")
     read = [sys.executable, "-m", "trackio.cli", "get", "metric", "--project=nanonorm"]
     read += [f"--run={name}", "--metric=loss", "--json"]
     done = subprocess.run(read, env=home, capture_output=True, text=True)
