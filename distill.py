@@ -96,12 +96,22 @@ from training.provenance import (
     find_provenance,
     saved_provenance,
 )
+from training.tracker import TRACKERS, check_tracker
 
 # Calibration takes every 16th of the first blocks of the text, if there are that many, so that its
 # blocks are of many documents.
 SPREAD = 16
 # Keys that may differ when a run is resumed.
-FREE_KEYS = {"max_iters", "eval_interval", "log_interval", "device", "out_dir", "export"}
+FREE_KEYS = {
+    "max_iters",
+    "eval_interval",
+    "log_interval",
+    "device",
+    "out_dir",
+    "export",
+    "tracker",
+    "wandb_project",
+}
 
 
 @dataclass(frozen=True)
@@ -203,6 +213,8 @@ class DistillConfig:
     export: bool | None = key(
         None, "write hf/, a Hugging Face folder, at the end (auto: if the teacher was one)"
     )
+    tracker: str = key("off", "log to an experiment tracker too", TRACKERS)
+    wandb_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
 
     def __post_init__(self) -> None:
         if not self.teacher:
@@ -229,8 +241,9 @@ class Distiller:
         self.calibrated_kl = 0.0  # held-out KL before training
         self.ranks = Ranks.start(config.device, config.gradient_accumulation_steps)
         self.precision = Precision(config.dtype, self.ranks.device)
+        is_main = self.ranks.is_main  # it logs, and locks the folder, for all ranks
+        self.ranks.together(lambda: check_tracker(vars(config), active=is_main))
         # No other process may be in the run folder when we look for a checkpoint there.
-        is_main = self.ranks.is_main  # it locks the folder for all ranks
         self.lock = self.ranks.together(
             lambda: FolderLock(self.out_dir, lambda: self.stop_signal.name, active=is_main)
         )
@@ -438,7 +451,7 @@ class Distiller:
 
     def _start_log(self) -> None:
         """Open the log, and say what is trained."""
-        config = {**dataclasses.asdict(self.config), "wandb": "off"}
+        config = dataclasses.asdict(self.config)
         self.log = RunLog(self.out_dir, config, self.config.max_iters, self.ranks.is_main)
         trained = sum(parameter.numel() for parameter in self.trained.values())
         start = {

@@ -91,6 +91,7 @@ from training.provenance import (
 from training.stability import Stability
 from training.step_report import PendingReport, StepReport, count_bad, pack
 from training.stream import calibrate
+from training.tracker import TRACKERS, check_tracker, find_tracker
 
 # float16: after a step with infinite gradients, GradScaler skips the update and lowers the loss
 # scale. If this many steps in a row are skipped, the cause is something else, and the run stops.
@@ -248,9 +249,14 @@ class TrainConfig(GPTConfig):
         0.0, "equivalence margin, share of the baseline's throughput (0: none)", least=0, most=1.0
     )
 
-    # Weights & Biases
-    wandb: str = key("off", "log to Weights & Biases too", ("off", "online", "offline"))
-    wandb_project: str = key("nanonorm", "Weights & Biases project")
+    # Experiment trackers
+    tracker: str = key("off", "log to an experiment tracker too", TRACKERS)
+    wandb: str = key(
+        "off",
+        "log to Weights & Biases too: tracker=wandb in this mode",
+        ("off", "online", "offline"),
+    )
+    wandb_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -261,6 +267,7 @@ class TrainConfig(GPTConfig):
                 f"eval_interval={self.eval_interval}"
             )
         check_optimizer_keys(self)
+        find_tracker(vars(self))  # raises if two are asked for
         if not self.out_dir:
             raise ConfigError("out_dir is empty: name a run folder")
         if not 0 <= self.wsd_decay < 1:
@@ -324,9 +331,10 @@ class Trainer:
 
         self.stop_signal = StopSignal()
         self._join_ranks()
+        is_main = self.ranks.is_main  # it logs, and locks the folder, for all ranks
+        self.ranks.together(lambda: check_tracker(vars(config), active=is_main))
         self._open_data()
         # No other process may be in the run folder when we look for a checkpoint there.
-        is_main = self.ranks.is_main  # it locks the folder for all ranks
         self.lock = self.ranks.together(
             lambda: FolderLock(self.out_dir, lambda: self.stop_signal.name, active=is_main)
         )

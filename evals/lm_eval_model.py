@@ -34,7 +34,7 @@ from common.output import writing
 from common.stats import paired
 from configurator import check_ranges, key, parse_args
 from evals.likelihood import Scorer
-from evals.lm_eval_tasks import GENERATES, import_lm_eval, load_tasks
+from evals.lm_eval_tasks import import_lm_eval, load_tasks
 from load import load_model
 
 
@@ -73,23 +73,6 @@ class EvalConfig:
             raise ConfigError(f"mmlu={self.mmlu}: needs two files, dev rows and test rows")
 
 
-def harness_model(scorer: Scorer) -> Any:
-    """Wrap `scorer` in the harness's model class."""
-    lm_eval = import_lm_eval()
-
-    class GPTModel(lm_eval.api.model.LM):
-        def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
-            return scorer.score([request.args for request in requests])
-
-        def loglikelihood_rolling(self, requests: list) -> list[float]:
-            raise UserError(GENERATES)
-
-        def generate_until(self, requests: list) -> list[str]:
-            raise UserError(GENERATES)
-
-    return GPTModel()
-
-
 @dataclass(frozen=True)
 class Marks:
     """How one model did on one group of tasks."""
@@ -104,10 +87,13 @@ class Marks:
 
 def evaluate(scorer: Scorer, tasks: list[Any], manager: Any, config: EvalConfig) -> Marks:
     """Let the harness mark `scorer`'s model. Raises UserError for what it cannot run."""
+    # Here, because it needs the harness, which --help and bad input do not.
+    from evals.harness_model import HarnessModel
+
     scorer.seen.clear()
     try:
         found = import_lm_eval().simple_evaluate(
-            model=harness_model(scorer),
+            model=HarnessModel(scorer),
             tasks=tasks,
             task_manager=manager,
             num_fewshot=config.num_fewshot,

@@ -50,6 +50,8 @@ def import_lm_eval() -> Any:
     try:
         import lm_eval
         import lm_eval.api.model
+        import lm_eval.api.registry
+        import lm_eval.models
         import lm_eval.tasks
     except ImportError as error:
         raise UserError(

@@ -52,6 +52,7 @@ OLD_NORM_KEYS: dict[str, dict[str, Any]] = {
 NAMES = {
     "out_dir",
     "resume",
+    "tracker",
     "wandb",
     "wandb_project",
     "parallel",

@@ -130,6 +130,8 @@ python -m posthoc.rms_stats Qwen/Qwen3-0.6B --text=book.txt --across --plot=fig3
 python distill.py config/distill_qwen3_0.6b.py
 python distill.py config/distill_qwen3_0.6b.py --estimate
 python -m evals.lm_eval_model out/rms out/distill --tasks=mmlu,gpqa_main_n_shot --num_fewshot=5
+python -m evals.lm_eval --model nanonorm --model_args spec=out/rms --tasks arc_easy,piqa \
+  --num_fewshot 5 --output_path out/marks.json
 repro/fig3.sh TEXT
 """,
     "GPU": """
@@ -268,6 +270,10 @@ def test_program_files_and_arguments_of_a_command(command, house, monkeypatch):
         assert words[0] in ("install", "clone")
     elif program.endswith(".sh"):
         check_script(program, environment, words)
+    elif program == "evals.lm_eval":  # lm-evaluation-harness's options, exit code 2 for others
+        harness = pytest.importorskip("lm_eval._cli")
+        monkeypatch.setattr("sys.argv", ["lm-eval", *words])
+        harness.HarnessCLI().parse_args()
     else:
         module = importlib.import_module(program)
         if not hasattr(module, "parse_args"):

@@ -166,14 +166,16 @@ PROGRAMS = [
     "bench.bytes",
     "distill",
     "posthoc.rms_stats",
+    "evals.lm_eval",
     "evals.lm_eval_model",
     "evidence.claim",
 ]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help(program, capsys):
+def test_help(program, capsys, monkeypatch):
     """--help exits 0 and shows how the program is called."""
+    monkeypatch.setattr("sys.argv", sys.argv)  # evals.lm_eval replaces it
     with contextlib.suppress(SystemExit):
         importlib.import_module(program).main(["--help"])
     command = f"python -m {program}" if "." in program else f"python {program}.py"

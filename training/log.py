@@ -1,4 +1,4 @@
-"""The log of a run: log.jsonl, lines or a progress bar for people, Weights & Biases; throughput."""
+"""The log of a run: log.jsonl, lines or a progress bar for people, a tracker; throughput."""
 
 import contextlib
 import json
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from common.errors import UserError, cannot_write
 from common.output import check_replaceable, parse_json, write_bytes_atomically
+from training.tracker import start_tracker
 
 
 class RunLog:
@@ -29,7 +30,7 @@ class RunLog:
         self.file: IO[str] | None = None
         self.last_step = 0  # in the log that is gone on with
         self.bar: tqdm | None = None
-        self.wandb: Any = None
+        self.tracker: Any = None  # training/tracker.py
 
     def open(
         self,
@@ -52,13 +53,13 @@ class RunLog:
         """
         if not self.active:
             return
+        # First: if it fails, the log is untouched.
+        self.tracker = start_tracker(self.config, resume_step)
         try:
             is_new = self._make_room(resume_step)
             self.file = open(self.path, "a", encoding="utf-8")
         except OSError as error:
             raise UserError(cannot_write(self.path, error)) from None
-        if self.config["wandb"] != "off":
-            self.wandb = _start_wandb(self.config)
         if sys.stderr.isatty():
             done = resume_step or 0
             self.bar = tqdm(total=self.max_iters, initial=done, unit="step", dynamic_ncols=True)
@@ -138,9 +139,9 @@ class RunLog:
                 self.file.close()  # what could not be written is lost, and not tried again
             self.file = None
             raise self._refused(error) from None
-        if self.wandb is not None and event in ("step", "eval"):
+        if self.tracker is not None and event in ("step", "eval"):
             numbers = {k: v for k, v in clean.items() if k != "step" and v is not None}
-            self.wandb.log(numbers, step=values["step"])
+            self.tracker.log(numbers, step=values["step"])
 
     def _refused(self, error: OSError) -> UserError:
         return UserError(cannot_write(self.path, error, "the last checkpoint is untouched"))
@@ -169,8 +170,8 @@ class RunLog:
         self.event("end", reason=reason, **values)
         if self.bar is not None:
             _show(self.bar.close)
-        if self.wandb is not None:
-            self.wandb.finish()
+        if self.tracker is not None:
+            self.tracker.finish()
         if self.file is not None:
             self.file.close()
         self.file = None
@@ -217,24 +218,6 @@ def _facts(values: dict[str, Any]) -> str:
         speed = f"  {values['tok_per_s'] / 1000:.1f} k tokens/s"
     mfu = "n/a" if values["mfu"] is None else f"{values['mfu']:.1%}"
     return f"loss {loss}  lr {values['lr']:.2e}  grad norm {norm}{speed}  MFU {mfu}"
-
-
-def _start_wandb(config: dict[str, Any]) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("wandb is not installed: pip install wandb, or --wandb=off") from None
-    out_dir = Path(config["out_dir"])
-    return wandb.init(
-        project=config["wandb_project"],
-        name=out_dir.name,
-        mode=config["wandb"],
-        config=config,
-        dir=config["out_dir"],
-        resume="allow",
-        # A resumed run has the same id, so it goes on with the same curves.
-        id=out_dir.as_posix().replace("/", "-"),
-    )
 
 
 @dataclass

@@ -1,0 +1,265 @@
+"""Experiment trackers beside log.jsonl: packages that only note what they are told, and the real
+ones where they are installed.
+
+    python -m pytest tests/training/test_tracker.py
+"""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, TINY, records, steps_of
+
+import distill
+from common.errors import ConfigError, UserError
+from configurator import parse_args
+from evidence.runs import Run
+from train import TrainConfig, Trainer
+from training import tracker
+from training.checkpoint import DISTILLING
+from training.provenance import changed_keys
+
+# A package with the face of wandb and trackio. It writes one line a call.
+FAKE = """
+import json
+
+runs = []
+
+class Run:
+    def write(self, *call):
+        with open({notes!r}, "a") as notes:
+            print(json.dumps(call), file=notes)
+
+    def log(self, values, step):
+        self.write("log", step, values)
+
+    def finish(self):
+        print("chatter")
+        self.write("finish")
+
+def init(**words):
+    print("chatter")
+    run = Run()
+    run.write("init", words)
+    runs.append(run)
+    return run
+
+def finish():
+    runs[-1].finish()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """fake(package) -> a function that reads its calls: (what, ...) each."""
+
+    def install(package: str):
+        notes = tmp_path / "notes.jsonl"
+        (tmp_path / "packages").mkdir()
+        (tmp_path / "packages" / f"{package}.py").write_text(FAKE.format(notes=str(notes)))
+        monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+        monkeypatch.delitem(sys.modules, package, raising=False)
+        return lambda: [json.loads(line) for line in notes.read_text().splitlines()]
+
+    yield install
+    for package in ("wandb", "trackio"):
+        sys.modules.pop(package, None)
+
+
+@pytest.fixture(autouse=True)
+def handlers_stay(monkeypatch):
+    monkeypatch.setattr("signal.signal", lambda *words: None)
+
+
+@pytest.fixture
+def train(tiny_data, tmp_path):
+    """train(*words): one run in out/, or the rest of it."""
+
+    def run(*words: str) -> None:
+        keys = (*TINY, "--device=cpu", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'out'}")
+        Trainer(parse_args(TrainConfig, [*keys, *words])[0]).run()
+
+    return run
+
+
+def told(folder) -> list[tuple]:
+    """What a tracker must be told: step and values of each step and evaluation of a log."""
+    found = []
+    for record in records(folder):
+        if record.pop("event") in ("step", "eval"):
+            step = record.pop("step")
+            found.append((step, {name: v for name, v in record.items() if v is not None}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "mode"),
+    [
+        (["--wandb=offline"], "wandb", "offline"),
+        (["--tracker=wandb"], "wandb", None),
+        (["--tracker=wandb", "--wandb=online"], "wandb", "online"),
+        (["--tracker=trackio"], "trackio", None),
+    ],
+)
+def test_a_tracker_is_told_what_the_log_says(words, package, mode, fake, train, tmp_path, capsys):
+    calls = fake(package)
+    train(*words, "--max_iters=4", "--wandb_project=ours")
+    assert ("chatter" in capsys.readouterr().out) == (package == "wandb")
+    (first, begun), *logged, (last,) = calls()
+    assert (first, last) == ("init", "finish")
+    assert begun["project"] == "ours" and begun["config"]["max_iters"] == 4
+    assert begun.get("mode") == mode
+    assert [(step, values) for _, step, values in logged] == told(tmp_path / "out")
+    assert [step for _, step, values in logged if "lr" in values] == [1, 2, 3, 4]
+    # The same run, resumed, is the same run there.
+    train(*words, "--max_iters=6", "--wandb_project=ours")
+    again, *logged, _ = calls()[len(logged) + 2 :]
+    key = "id" if package == "wandb" else "name"
+    assert again[1]["resume"] == "allow" and again[1][key] == begun[key]
+    assert [step for _, step, values in logged if "lr" in values] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["--tracker=trackio"], "trackio is not installed: pip install trackio, or --tracker=off"),
+        (["--wandb=online"], "wandb is not installed: pip install wandb, or --wandb=off"),
+        (["--tracker=tensorboard"], "tensorboard is not installed: pip install tensorboard"),
+    ],
+)
+def test_a_missing_package_is_one_line_before_anything_is_written(
+    words, remedy, train, tmp_path, monkeypatch
+):
+    find = importlib.util.find_spec
+
+    def absent(name, *more):
+        return None if name in tracker.PACKAGES else find(name, *more)
+
+    monkeypatch.setattr("importlib.util.find_spec", absent)
+    with pytest.raises(UserError, match=remedy):
+        train(*words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
+    """Weights & Biases leaves one where a program ran."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match="pip install wandb"):
+        tracker.check_tracker({"tracker": "wandb"})
+    tracker.check_tracker({"tracker": "wandb"}, active=False)  # another rank logs
+
+
+def test_a_tracker_that_cannot_start_leaves_the_log_alone(fake, train, tmp_path):
+    train("--max_iters=2")
+    before = (tmp_path / "out/log.jsonl").read_bytes()
+    fake("trackio")
+    (tmp_path / "packages/trackio.py").write_text("def init(**words): raise OSError('no room')")
+    with pytest.raises(UserError, match=r"trackio cannot start \(OSError: no room\)"):
+        train("--max_iters=3", "--tracker=trackio")
+    assert (tmp_path / "out/log.jsonl").read_bytes() == before
+
+
+def test_a_run_has_one_tracker():
+    with pytest.raises(ConfigError, match="tracker=trackio and wandb=offline: a run has one"):
+        parse_args(TrainConfig, ["--tracker=trackio", "--wandb=offline"])
+
+
+def test_distill_has_trackers_too_and_resumes_older_runs(fake, run_folder, tmp_path, capsys):
+    words = [
+        f"--teacher={run_folder}",
+        f"--local={run_folder / 'text.txt'}",
+        f"--out_dir={tmp_path / 'out'}",
+        "--method=full",
+        "--batch_size=2",
+        "--gradient_accumulation_steps=1",
+        "--eval_interval=1",
+        "--log_interval=1",
+        "--eval_blocks=2",
+        "--calibration_blocks=2",
+        "--coupled_first=0",
+        "--device=cpu",
+    ]
+
+    def run(*more: str) -> None:
+        distill.Distiller(parse_args(distill.DistillConfig, [*words, *more])[0]).run()
+
+    run("--max_iters=1")
+    path = tmp_path / "out" / DISTILLING
+    state = torch.load(path, weights_only=True)
+    for name in ("tracker", "wandb_project"):
+        del state["config"][name]
+    torch.save(state, path)
+    calls = fake("trackio")
+    run("--max_iters=2", "--tracker=trackio")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["kl"] >= 0
+    (_, begun), *logged, _ = calls()
+    assert begun["resume"] == "allow" and begun["project"] == "nanonorm"
+    assert [(step, values) for _, step, values in logged] == [
+        (step, values) for step, values in told(tmp_path / "out") if step == 2
+    ]
+
+
+def test_a_tracker_changes_no_result(fake, train, tmp_path):
+    """A run of before the key goes on, and for report.py the key is no other setting."""
+    fake("trackio")
+    train("--max_iters=2")
+    path = tmp_path / "out/ckpt_last.pt"
+    state = torch.load(path, weights_only=True)
+    del state["config"]["tracker"]
+    torch.save(state, path)
+    now = dataclasses.asdict(parse_args(TrainConfig, ["--tracker=trackio"])[0])
+    changed = {change.split()[0] for change in changed_keys(state["config"], now, {})}
+    assert "max_iters" in changed and "tracker" not in changed
+    train("--max_iters=4", "--tracker=trackio")
+    train("--max_iters=6")
+    changes = [record["changed"] for record in records(tmp_path / "out") if "changed" in record]
+    assert any("tracker trackio -> off" in found for found in changes)
+    allowed = {"tracker", "max_iters"}
+    for found in changes:
+        assert {change.split()[0] for change in found} <= allowed
+    problem = Run(tmp_path / "out").problem()
+    assert "tracker" not in problem and "max_iters" in problem
+
+
+def test_trackio_itself(tiny_data, tmp_path):
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    home = {
+        "TRACKIO_DIR": str(tmp_path / "tracked"),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+    }
+    for steps in (3, 5):
+        words = (f"--max_iters={steps}", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'out'}")
+        command = [sys.executable, "train.py", *TINY, "--device=cpu", "--tracker=trackio", *words]
+        done = subprocess.run(command, cwd=ROOT, env=home, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "* " in done.stderr and "* " not in done.stdout  # Trackio's messages
+    name = str(tmp_path / "out").lstrip("/").replace("/", "-")
+    read = [sys.executable, "-m", "trackio.cli", "get", "metric", "--project=nanonorm"]
+    read += [f"--run={name}", "--metric=loss", "--json"]
+    done = subprocess.run(read, env=home, capture_output=True, text=True)
+    values = json.loads(done.stdout)["values"]
+    assert [(value["step"], value["value"]) for value in values] == [
+        (record["step"], record["loss"]) for record in steps_of(tmp_path / "out")
+    ]
+
+
+def test_tensorboard_itself(train, tmp_path):
+    """A resumed run hides what the first wrote after its checkpoint."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train("--max_iters=3", "--tracker=tensorboard")
+    train("--max_iters=5", "--tracker=tensorboard")
+    found = EventAccumulator(str(tmp_path / "out/tensorboard")).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [
+        (record["step"], pytest.approx(record["loss"], rel=1e-6))
+        for record in steps_of(tmp_path / "out")
+    ]
+    assert found.Scalars("val_loss")

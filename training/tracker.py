@@ -1,0 +1,150 @@
+"""Experiment trackers beside log.jsonl: Weights & Biases, Trackio, TensorBoard.
+
+Each is a package of its own, imported only where it is asked for.
+"""
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, UserError
+
+# tracker -> the package that it needs
+PACKAGES = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "tensorboard"}
+TRACKERS = ("off", *PACKAGES)
+
+
+def find_tracker(config: dict[str, Any]) -> str:
+    """Return the tracker of a run, one of TRACKERS.
+
+    `wandb` of train.py stands for tracker=wandb too. Raises ConfigError if two are asked for.
+    """
+    tracker = config.get("tracker", "off")
+    wandb = config.get("wandb", "off")
+    if wandb == "off" or tracker == "wandb":
+        return tracker
+    if tracker != "off":
+        raise ConfigError(
+            f"tracker={tracker} and wandb={wandb}: a run has one tracker: leave one of them off"
+        )
+    return "wandb"
+
+
+def check_tracker(config: dict[str, Any], active: bool = True) -> None:
+    """Check that the run's tracker is installed. Raises UserError.
+
+    Args:
+        active: whether this process logs; if not, this does nothing.
+    """
+    tracker = find_tracker(config)
+    if tracker == "off" or not active:
+        return
+    package = importlib.util.find_spec(PACKAGES[tracker])
+    # A folder wandb/, which Weights & Biases leaves behind, is found as a package without a file.
+    if package is None or package.origin is None:
+        key = "wandb" if config.get("wandb", "off") != "off" else "tracker"
+        raise UserError(
+            f"{tracker} is not installed: pip install {PACKAGES[tracker]}, or --{key}=off"
+        )
+
+
+class _TensorBoard:
+    """Event files in the run folder. Methods as of a run of Weights & Biases."""
+
+    def __init__(self, folder: Path, resume_step: int | None):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What was written after the checkpoint is hidden: those steps are done again.
+        purge_step = None if resume_step is None else resume_step + 1
+        self.writer = SummaryWriter(folder, purge_step=purge_step)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        for name, value in values.items():
+            if isinstance(value, (int, float)):  # a list is no curve
+                self.writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class _Trackio:
+    """A run of Trackio, whose messages go to stderr: a program's output may end with JSON."""
+
+    def __init__(self, config: dict[str, Any], name: str, resume_step: int | None):
+        import trackio
+
+        self.trackio = trackio
+        with _stdout_to_stderr():
+            self.run = trackio.init(
+                project=config["wandb_project"],
+                name=name.lstrip("-"),  # `trackio get --run` takes it
+                config=config,
+                resume="never" if resume_step is None else "allow",
+                embed=False,
+                # Its threads would take time from a run whose speed is measured.
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.run.log(values, step=step)
+
+    def finish(self) -> None:
+        with _stdout_to_stderr():
+            # Not run.finish(), after which Trackio finishes it, and prints, when Python ends.
+            self.trackio.finish()
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
+    """Start the run's tracker: something with `log(values, step)` and `finish()`, or None.
+
+    Args:
+        config: every key of the run.
+        resume_step: step of the checkpoint that the run goes on from; None: a new run.
+
+    Raises:
+        UserError: it is not installed, or cannot start.
+    """
+    tracker = find_tracker(config)
+    if tracker == "off":
+        return None
+    check_tracker(config)
+    out_dir = Path(config["out_dir"])
+    # A resumed run has the same name, so it goes on with the same curves.
+    name = out_dir.as_posix().replace("/", "-")
+    try:
+        if tracker == "tensorboard":
+            return _TensorBoard(out_dir / "tensorboard", resume_step)
+        if tracker == "trackio":
+            return _Trackio(config, name, resume_step)
+        return _start_wandb(config, name)
+    except Exception as error:  # whatever its network, its database and the disk raise
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{tracker} cannot start ({reason}): put it right, or leave the tracker off"
+        ) from None
+
+
+def _start_wandb(config: dict[str, Any], name: str) -> Any:
+    import wandb
+
+    mode = config.get("wandb", "off")
+    return wandb.init(
+        project=config["wandb_project"],
+        name=Path(config["out_dir"]).name,
+        # None: as WANDB_MODE says, else online
+        mode=None if mode == "off" else mode,
+        config=config,
+        dir=config["out_dir"],
+        resume="allow",
+        id=name,
+    )
