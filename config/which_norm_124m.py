@@ -13,17 +13,14 @@ block_size = 1024
 max_iters = 5000
 batch_size = 12
 gradient_accumulation_steps = 40
-lr_schedule = "cosine"
 min_lr = 0.0
 warmup_iters = 500
-grad_clip = 1.0
 decay_per_step = 6e-5  # learning_rate times weight_decay
 
 eval_interval = 1250
 eval_tokens = 9830400
 full_val = True
 sample_tokens = 0
-hellaswag = "off"
 
 # pinned, so that all runs compute alike
 dtype = "bfloat16"

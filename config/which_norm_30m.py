@@ -13,17 +13,14 @@ block_size = 512
 max_iters = 4600
 batch_size = 32
 gradient_accumulation_steps = 8
-lr_schedule = "cosine"
 min_lr = 0.0
 warmup_iters = 460
-grad_clip = 1.0
 decay_per_step = 1e-4  # learning_rate times weight_decay
 
 eval_interval = 1150
 eval_tokens = 1048576
 full_val = True
 sample_tokens = 0
-hellaswag = "off"
 
 # pinned, so that all runs compute alike
 dtype = "bfloat16"

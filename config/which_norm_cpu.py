@@ -14,17 +14,14 @@ block_size = 128
 max_iters = 1000
 batch_size = 16
 gradient_accumulation_steps = 1  # 2,048 tokens a step
-lr_schedule = "cosine"
 min_lr = 0.0
 warmup_iters = 100
-grad_clip = 1.0
 decay_per_step = 3e-4  # learning_rate times weight_decay
 
 eval_interval = 250
 eval_tokens = 65536
 full_val = True
 sample_tokens = 0
-hellaswag = "off"
 
 # pinned, so that all runs compute alike
 dtype = "bfloat16"

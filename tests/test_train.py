@@ -159,7 +159,7 @@ def test_a_sample_that_cannot_be_written_is_an_error_and_comes_later(
     ("damage", "gap"),
     [
         (lambda text: text, None),
-        (lambda text: "".join(text.splitlines(keepends=True)[:8]), [6, 20]),
+        (lambda text: "".join(text.splitlines(keepends=True)[:8]), [5, 20]),
         (lambda text: "", [1, 20]),
         (lambda text: text[40:], [1, 20]),
         (lambda text: None, [1, 20]),
