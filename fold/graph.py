@@ -154,8 +154,8 @@ class Graph:
     def __init__(self, model: nn.Module, inputs: Inputs, trained: bool = True):
         self.model = model
         self.trained = trained
-        # paths of modules that return something else than one tensor
-        self.structured: set[str] = set()
+        # path of a module that returns one tensor -> shape and stride of that
+        self.returned: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         # path of a module -> the tensors that it takes
         self.arguments: dict[str, list[TensorArgument]] = {}
         # whether its forward has blocks like `with torch.no_grad():`, which hide the modules inside
@@ -225,8 +225,8 @@ class Graph:
         self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> None:
         """Note what a call of the module at `path` takes and returns (a forward hook)."""
-        if not isinstance(output, Tensor):
-            self.structured.add(path)
+        if isinstance(output, Tensor):
+            self.returned[path] = (tuple(output.shape), output.stride())
         names = list(inspect.signature(module.forward).parameters)
         given = [*zip(names, args), *kwargs.items()]
         self.arguments[path] = [
@@ -451,7 +451,10 @@ class Graph:
                     key not in user.meta.get("nn_module_stack", {}) for user in node.users
                 )
                 once = len(self.calls[path]) == 1
-                if path and outside and path not in self.structured and once:
+                # After an in-place operation the exporter makes views again, where they are used.
+                # So a module may return this tensor with other axes.
+                same = self.returned.get(path) == (shape(node), node.meta["val"].stride())
+                if path and outside and once and same:
                     return path
             copies = [
                 user
