@@ -65,12 +65,13 @@ def measure(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model, inputs = build(name)
     record: dict[str, Any] = {"class": type(model).__name__}
+    run(model, inputs)  # what fails here is no fault of a fold
     try:
         report = analyze(model, inputs)
         record |= {count: getattr(report, count) for count in COUNTS}
         record |= {
             "worth": report.worth,
-            "by_hand": sum(getattr(row, "by_hand", False) for row in report.rows),
+            "by_hand": sum(row.by_hand for row in report.rows),
         }
         strict, certificate = fold(model, report)
         record |= {"folded_strictly": certificate.folded, "max_rel": certificate.max_rel}
@@ -112,7 +113,20 @@ def compare(model: nn.Module, folded: dict[str, nn.Module], inputs: Inputs) -> d
     worst = 0.0
     for after in {id(one): one for one in folded.values()}.values():
         worst = max(worst, difference(expected, run(after, fresh)))
-    return {"other_batch_rel": worst, "batch": batch}
+    return {"other_batch_rel": worst, "batch": batch, "spread": spread(expected)}
+
+
+def spread(output: Any) -> float:
+    """Return how much an output differs between examples, relative to its largest number.
+
+    Where that is nothing, a comparison says nothing.
+    """
+    found = [0.0]
+    for x in floats(output):
+        x = torch.where(x.isfinite(), x, 0.0)
+        if x.dim() and x.numel():
+            found.append(float((x - x[:1]).abs().max() / x.abs().max().clamp_min(1e-300)))
+    return max(found)
 
 
 def difference(expected: Any, found: Any) -> float:
@@ -153,7 +167,7 @@ def kind_of(reason: str) -> str:
     reason = reason.split(", unless")[0]
     if ": it would take as many centrings" in reason:
         reason = reason.split(": it would")[0]
-    reason, _, shown = reason.partition(", and a centring after it would show in ")
+    reason, _, _ = reason.partition(", and a centring after it would show in ")
     reason = re.sub(r"centring \S+( and \S+)* would show", "centring its source would show", reason)
     reason = re.sub(r" in [\w.]*\.[\w.]+| in [a-z_]+\d*(?= )", "", reason)
     reason = re.sub(r"\b\w+(\.\w+)+\b", "a module", reason)
