@@ -86,10 +86,8 @@ def describe(node: Node) -> str:
     """Name an operation, and the module that calls it, for messages."""
     if node.op == "placeholder":
         return node.meta.get("kind", node.name)  # set in graph.py
-    if node.target is operator.getitem:
-        name = "getitem"
-    else:
-        name = str(node.target).removeprefix("aten.").split(".")[0]
+    made = node.args[0] if node.target is operator.getitem else node  # one of several results
+    name = str(made.target).removeprefix("aten.").split(".")[0]
     where = module_path(node)
     return f"{name} in {where}" if where else name
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .axes import Line, describe, module_path
+from .axes import Line, describe, module_path, shape
 from .by_hand import hand_norm
 from .cut import cheapest_cut
 from .graph import Demand, Graph, Source
@@ -274,6 +274,10 @@ class Analysis:
     def insertion(self, at: Line) -> Insertion | None:
         """Find where in the modules a centring on a line can be inserted; None if nowhere."""
         if self.graph.shows(at):  # a hook cannot choose which users get the centred tensor
+            return None
+        # A view of what was written may have turned axes, and sizes must tell them apart.
+        sizes = shape(at.node)
+        if self.graph.writes and sizes.count(sizes[at.axis]) > 1:
             return None
         path = self.graph.returned_by(at.node)
         if path is not None:

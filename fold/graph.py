@@ -10,6 +10,7 @@ References to appendices and tables are to "Enjoy Your Layer Normalization".
 import copy
 import inspect
 import operator
+import re
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection
@@ -165,14 +166,16 @@ class Graph:
     def __init__(self, model: nn.Module, inputs: Inputs, trained: bool = True):
         self.model = model
         self.trained = trained
-        # path of a module that returns one tensor -> shape and stride of that
-        self.returned: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        # path of a module that returns one tensor -> its shape
+        self.returned: dict[str, tuple[int, ...]] = {}
         # path of a module -> the tensors that it takes
         self.arguments: dict[str, list[TensorArgument]] = {}
         # path of a module -> the most arguments that a call of it gives
         self.most_given: dict[str, int] = defaultdict(int)
         # whether its forward has blocks like `with torch.no_grad():`, which hide the modules inside
         self.blocks = False
+        # whether it writes into tensors: then the exporter makes their views again behind modules
+        self.writes = False
         program = self._export(inputs)
         self._require_fixed_sizes(program)
         _remove_assertions(program.graph)
@@ -223,7 +226,9 @@ class Graph:
             # These warnings are about torch's own code.
             with plain_encoders(), warnings.catch_warnings(action="ignore", category=FutureWarning):
                 program = torch.export.export(self.model, args, kwargs, strict=False)
-                self.blocks = any("wrap_with" in str(node.target) for node in program.graph.nodes)
+                targets = [str(node.target) for node in program.graph.nodes]
+                self.blocks = any("wrap_with" in target for target in targets)
+                self.writes = any(re.match(r"aten\.\w+_\.", target) for target in targets)
                 return program.run_decompositions({})
         except Exception as error:  # a model's forward and the exporter may raise anything
             message = str(error).strip()
@@ -244,7 +249,7 @@ class Graph:
     ) -> None:
         """Note what a call of the module at `path` takes and returns (a forward hook)."""
         if isinstance(output, Tensor):
-            self.returned[path] = (tuple(output.shape), output.stride())
+            self.returned[path] = tuple(output.shape)
         self.most_given[path] = max(self.most_given[path], len(args) + len(kwargs))
         names = list(inspect.signature(module.forward).parameters)
         given = [*zip(names, args), *kwargs.items()]
@@ -472,7 +477,7 @@ class Graph:
                 once = len(self.calls[path]) == 1
                 # After an in-place operation the exporter makes views again, where they are used.
                 # So a module may return this tensor with other axes.
-                same = self.returned.get(path) == (shape(node), node.meta["val"].stride())
+                same = self.returned.get(path) == shape(node)
                 if path and outside and once and same:
                     return path
             copies = [

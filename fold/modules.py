@@ -76,7 +76,8 @@ class FoldedNorm(nn.Module):
         self.eps = swap.eps
         self.normalized_shape = (swap.channels,)  # as a LayerNorm has it
         self.names = (swap.gain, swap.bias)
-        for name in {"weight", "bias", *self.names} - {None}:
+        # in the order of the old norm, which optimisers go by
+        for name in dict.fromkeys([*old._parameters, "weight", "bias"]):
             self.register_parameter(name, getattr(old, name, None))
         hooks = {name: value for name, value in vars(old).items() if "_hook" in name}
         self.__dict__.update(hooks)
@@ -319,7 +320,7 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
         last = by_hand.out
     before, x = _chain_back(line.node, own, inside)
     after, out = _chain_forward(last, own)
-    others = set(own) - {*inside, *before, *after}
+    others = set(own) - {*inside, *before, *after, *_views_again(graph, path, x, own)}
     spread = not inside <= set(own) or any(node.users for node in others)
     if spread or next(module.children(), None) is not None:
         return f"the norm is computed in {path}, together with other operations"
@@ -368,6 +369,22 @@ MOVES = (
 )
 
 
+VIEWS = (
+    "aten.view.",
+    "aten.unsqueeze.",
+    "aten.squeeze.",
+    "aten.permute.",
+    "aten.transpose.",
+    "aten.t.",
+    "aten.flatten.",
+    "aten.unflatten.",
+    "aten.expand.",
+    "aten.slice.",
+    "aten.select.",
+    "aten.alias.",
+)
+
+
 def _chain_back(x: Node, own: list[Node], inside: Collection[Node]) -> tuple[list[Node], Node]:
     """Follow casts and moves back from a norm's input.
 
@@ -384,6 +401,22 @@ def _chain_back(x: Node, own: list[Node], inside: Collection[Node]) -> tuple[lis
         chain.append(x)
         x = x.args[0]
     return chain[::-1], x
+
+
+def _views_again(graph: Graph, path: str, x: Node, own: list[Node]) -> set[Node]:
+    """Return the views in a module by which the exporter makes again what the module takes.
+
+    It does so where the tensor was written in place before: x is such a view, which is used outside
+    the module, too, and has the shape of the module's argument.
+    """
+    taken = [argument.shape for argument in graph.arguments[path]]
+    if x not in own or taken != [shape(x)] or set(x.users) <= set(own):
+        return set()
+    views = set()
+    while x in own and str(x.target).startswith(VIEWS):
+        views.add(x)
+        x = x.args[0]
+    return views if x not in own else set()
 
 
 def _chain_forward(norm: Node, own: list[Node]) -> tuple[list[Node], Node]:

@@ -168,8 +168,10 @@ def kind_of(reason: str) -> str:
     if ": it would take as many centrings" in reason:
         reason = reason.split(": it would")[0]
     reason, _, _ = reason.partition(", and a centring after it would show in ")
-    reason = re.sub(r"centring \S+( and \S+)* would show", "centring its source would show", reason)
-    reason = re.sub(r" in [\w.]*\.[\w.]+| in [a-z_]+\d*(?= )", "", reason)
+    reason = re.sub(
+        r"centring \S+( and \S+)* would show", "centring a parameter would show", reason
+    )
+    reason = re.sub(r"\b(?!show\b|computed\b)(\w+) in [\w.]+", r"\1", reason)
     reason = re.sub(r"\b\w+(\.\w+)+\b", "a module", reason)
     return reason
 
@@ -313,9 +315,10 @@ def page(records: list[dict[str, Any]], config: TableConfig) -> str:
     example = {}
     for r in folded:
         for one in r["refusals"]:
-            norms[one["kind"]] += one["norms"]
-            models[one["kind"]] += 1
-            example.setdefault(one["kind"], f"{one['norm']} of {r['model']}")
+            kind = kind_of(one["reason"])
+            norms[kind] += one["norms"]
+            models[kind] += 1
+            example.setdefault(kind, f"{one['norm']} of {r['model']}")
     lines += [
         f"| {kind} | {number} | {models[kind]} | {example[kind]} |"
         for kind, number in norms.most_common()

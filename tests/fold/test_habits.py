@@ -263,3 +263,21 @@ def test_reading_a_shape_or_a_type_is_no_use():
         return m.out(m.ln(h).type_as(h) + torch.zeros_like(h).expand_as(h))
 
     folded(net(forward), (draw(2, 4, C),), 1)
+
+
+def test_a_norm_of_a_tensor_that_was_written_in_place():
+    """The exporter makes the view again in the norm's module: it is no operation of the norm."""
+
+    def forward(m, x):
+        y = m.conv(x.transpose(1, 2))
+        y += m.conv2(x.transpose(1, 2))
+        y = y.transpose(1, 2)
+        return m.out(m.ln2(y + m.a(m.ln(y))))
+
+    model = net(forward, conv=nn.Conv1d(C, C, 1), conv2=nn.Conv1d(C, C, 1))
+    folded(model, (draw(2, 4, C),), 2)
+
+
+def test_one_of_several_results_has_the_name_of_its_operation():
+    report = analyze(net(lambda m, x: m.out(m.ln(m.a(x).max(1)[0]))), (draw(2, 4, C),))
+    assert report.rows[0].reason.startswith("max does not keep a zero mean")
