@@ -22,8 +22,8 @@ BATCH = 2
 
 # One small variant of each architecture, or several that differ in their norms.
 TIMM = """
-    beit_base_patch16_224 beitv2_base_patch16_224 cait_xxs24_224 coat_tiny coat_lite_tiny convit_tiny
-    convnext_atto convnext_atto_ols convnextv2_atto convnext_nano_ols crossvit_tiny_240
+    beit_base_patch16_224 beitv2_base_patch16_224 cait_xxs24_224 coat_tiny coat_lite_tiny
+    convit_tiny convnext_atto convnext_atto_ols convnextv2_atto convnext_nano_ols crossvit_tiny_240
     crossvit_9_dagger_240 csatv2 davit_tiny deit_tiny_patch16_224 deit_tiny_distilled_patch16_224
     deit3_small_patch16_224 edgenext_xx_small edgenext_small_rw efficientformer_l1
     efficientformerv2_s0 eva02_tiny_patch14_224 eva02_base_patch16_clip_224
@@ -44,11 +44,11 @@ TIMM = """
     vit_base_patch16_xp_224 vit_intern300m_patch14_448 vitamin_small_224 volo_d1_224
     xcit_nano_12_p16_224 xcit_tiny_12_p16_224 levit_128s resnetv2_50d_gn
     test_vit_relpos qwen3_vit_88m shvit_s1 iformer_t efficientvim_m1 lowformer_b0
-""".split()
+"""
 
 TORCHVISION = """
     convnext_tiny maxvit_t mvit_v1_b mvit_v2_s swin_t swin_v2_t swin3d_t vit_b_32
-""".split()
+"""
 
 # Keys of configurations; each class takes those that it knows.
 SMALL = dict(
@@ -250,8 +250,8 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 MODELS = [
     *(f"transformers/{name}" for name in TRANSFORMERS),
     *(f"transformers/{name}" for name in fold_models.MODELS),
-    *(f"timm/{name}" for name in TIMM),
-    *(f"torchvision/{name}" for name in TORCHVISION),
+    *(f"timm/{name}" for name in TIMM.split()),
+    *(f"torchvision/{name}" for name in TORCHVISION.split()),
 ]
 
 # Few blocks and small pictures, as far as an architecture takes the arguments
