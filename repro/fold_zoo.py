@@ -125,10 +125,6 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ConvNextV2Model": ("image", dict(hidden_sizes=[16, 32], depths=[2, 2], num_stages=2)),
     "CpmAntModel": ("tokens", {}),
     "CTRLModel": ("tokens", {}),
-    "CvtModel": (
-        "picture",
-        dict(embed_dim=[16, 32, 32], num_heads=[1, 2, 2], depth=[1, 1, 2]),
-    ),
     "Data2VecAudioModel": ("wave", {}),
     "Data2VecTextModel": ("tokens", {}),
     "Data2VecVisionModel": ("image", {}),

@@ -9,6 +9,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from fold_nets import C, folded, net
 from helpers import close, draw
 from torch import nn
@@ -281,3 +282,14 @@ def test_a_norm_of_a_tensor_that_was_written_in_place():
 def test_one_of_several_results_has_the_name_of_its_operation():
     report = analyze(net(lambda m, x: m.out(m.ln(m.a(x).max(1)[0]))), (draw(2, 4, C),))
     assert report.rows[0].reason.startswith("max does not keep a zero mean")
+
+
+@pytest.mark.parametrize("window", [(2, 1), (1, 2)])
+def test_tokens_pooled_apart_from_channels(window):
+    def forward(m, x):
+        pooled = F.avg_pool2d(m.a(x)[:, None], window)[:, 0]
+        return m.out(m.ln(pooled.repeat(1, 1, window[1])))
+
+    model = net(forward)
+    assert analyze(model, (draw(2, 4, C),)).strict == (window == (2, 1))
+    assert fold(model, analyze(model, (draw(2, 4, C),)))[1].ok
