@@ -47,7 +47,7 @@ TIMM = """
 """
 
 TORCHVISION = """
-    convnext_tiny maxvit_t mvit_v1_b mvit_v2_s swin_t swin_v2_t swin3d_t vit_b_32
+    convnext_tiny maxvit_t swin_t swin_v2_t swin3d_t vit_b_32
 """
 
 # Keys of configurations; each class takes those that it knows.
@@ -321,13 +321,6 @@ def torchvision_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     models = library("torchvision.models")
     if name == "swin3d_t":
         return models.get_model(name, weights=None, num_classes=10), (4, 32, 32)
-    if name in ("mvit_v1_b", "mvit_v2_s"):
-        build = getattr(models.video, name)
-        return build(weights=None, num_classes=10, spatial_size=(32, 32), temporal_size=4), (
-            4,
-            32,
-            32,
-        )
     if name.startswith("vit"):
         return models.get_model(name, weights=None, num_classes=10, image_size=64), (64, 64)
     size = 224 if name == "maxvit_t" else 64  # its windows fit this size alone
