@@ -37,8 +37,9 @@ What is refused
         - its input comes through dropout in training mode,
         - it averages over several axes, or its mean is used elsewhere,
         - it is called as a function, or together with other operations: there is no module to swap.
-    LayerNorms that are written out by hand, from means and square roots, are not found. FoldError
-    is raised for a model that cannot be exported or copied, and for a report of another model.
+    LayerNorms that are written out by hand, from means and square roots, are found where they are
+    LayerNorms to the letter (by_hand.py). FoldError is raised for a model that cannot be exported
+    or copied, and for a report of another model.
 
 Three counts of the norms that fold
     strict      nothing is added to the model
@@ -52,10 +53,10 @@ mean, embeddings and parameters cannot be centred, and other readers of a centre
 ignored. That is not exact on trained weights, so such a report cannot be folded.
 
 The modules of this package: choice.py decides which norms fold (cut.py: where to insert centrings),
-rules.py says what each operation does to a zero mean, graph.py follows the stream back to its
-sources, modules.py carries the fold out, certificate.py checks it. gains.py folds gains on the same
-graph. In the repository there are also hub.py, for models of transformers, and gpt.py and
-gpt_gains.py, for its own model.
+rules.py says what each operation does to a zero mean, norm_calls.py and by_hand.py recognise norms,
+graph.py follows the stream back to its sources, modules.py carries the fold out, certificate.py
+checks it. gains.py folds gains on the same graph. In the repository there are also hub.py, for
+models of transformers, and gpt.py and gpt_gains.py, for its own model.
 """
 
 import json

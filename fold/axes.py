@@ -1,4 +1,4 @@
-"""Name the numbers that a norm averages, in a graph of ATen operations, and recognise norms.
+"""Name the numbers that a norm averages, in a graph of ATen operations.
 
 A `Line` is an axis of a tensor in the graph, cut into blocks. The last axis in one block of C
 numbers is what a LayerNorm over C channels averages; in blocks of C / G numbers it is what a
@@ -7,7 +7,6 @@ GroupNorm with G groups averages. How one line follows from others is the subjec
 References to sections, appendices and tables are to "Enjoy Your Layer Normalization".
 """
 
-import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -87,10 +86,8 @@ def describe(node: Node) -> str:
     """Name an operation, and the module that calls it, for messages."""
     if node.op == "placeholder":
         return node.meta.get("kind", node.name)  # set in graph.py
-    if node.target is operator.getitem:
-        name = "getitem"
-    else:
-        name = str(node.target).removeprefix("aten.").split(".")[0]
+    made = node.args[0] if node.target is operator.getitem else node  # one of several results
+    name = str(made.target).removeprefix("aten.").split(".")[0]
     where = module_path(node)
     return f"{name} in {where}" if where else name
 
@@ -115,52 +112,6 @@ def aligned(x: Any, line: Line) -> Line | None:
     return Line(x, axis, line.block)
 
 
-# -------------------------------------------------------------------------------------------- norms
-
-
-@dataclass(frozen=True)
-class NormInput:
-    """The line that a norm centres."""
-
-    line: Line
-    refused: str = ""  # why this norm can never be folded ("": it may be)
-
-
-def norm_input(node: Node) -> NormInput | None:
-    """Return what a norm centres; None if the node is no norm.
-
-    Norms are LayerNorms, and those GroupNorms whose statistics are over channels alone
-    (appendix C.3).
-    """
-    name = str(node.target)
-    if name.startswith(("aten.layer_norm", "aten.native_layer_norm")):
-        x, sizes = node.args[:2]
-        line = Line(x, len(shape(x)) - 1, int(sizes[-1]))
-        return NormInput(line, _refused_layer_norm(node))
-    if name.startswith("aten.group_norm"):
-        x, groups = node.args[:2]
-        channels = shape(x)[1]  # x is (N, C, ...)
-        positions = math.prod(shape(x)[2:])
-        if positions == 1:
-            why = "" if channels > groups else "its mean is over one number"
-            return NormInput(Line(x, 1, channels // groups), why)
-    return None
-
-
-def _refused_layer_norm(node: Node) -> str:
-    """Return why a LayerNorm can never be folded; "" if it may be."""
-    sizes = node.args[1]
-    if len(sizes) != 1:
-        return f"its mean is over {len(sizes)} axes"
-    if sizes[0] == 1:
-        return "its mean is over one number"
-    for user in node.users:
-        # native_layer_norm returns (y, mean, inv_std)
-        if user.target is operator.getitem and user.args[1] > 0 and user.users:
-            return "its mean or its deviation is used as well"
-    return ""
-
-
 def centring(node: Node) -> tuple[int, int] | None:
     """Return (axis, block) if the node is x - x.mean(axis, keepdim=True), else None."""
     if str(node.target) != "aten.sub.Tensor" or node.kwargs:
@@ -168,43 +119,22 @@ def centring(node: Node) -> tuple[int, int] | None:
     if not all(is_tensor(x) for x in node.args):
         return None
     x, mean = node.args
-    if str(mean.target) != "aten.mean.dim" or mean.args[0] is not x:
+    if mean.target is operator.getitem and mean.args[1] == 1:  # torch.var_mean: (variance, mean)
+        mean = mean.args[0]
+    if not str(mean.target).startswith(("aten.mean.dim", "aten.var_mean.")):
         return None
-    if len(mean.args[1]) != 1 or not argument(mean, 2, False, "keepdim"):
+    axis = reduced_axis(mean)
+    if mean.args[0] is not x or axis is None:
         return None
-    axis = mean.args[1][0] % len(shape(x))
     return axis, shape(x)[axis]
 
 
-SOFTMAX = ("aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax")
-DEVIATION = ("aten.var.correction", "aten.std.correction", "aten.var.dim", "aten.std.dim")
-
-
-def ignores_constant(user: Node, line: Line) -> bool:
-    """Tell whether `user` gives the same if a constant is added to the blocks of this line.
-
-    `user` is an operation that reads the line's tensor.
-    """
-    name = str(user.target)
-    ndim = len(shape(line.node))
-    whole_axis = line.block == shape(line.node)[line.axis]
-    norm = norm_input(user)
-    if norm is not None:
-        return norm == NormInput(line) and user.args.count(line.node) == 1
-    if name.startswith(SOFTMAX):
-        return whole_axis and user.args[1] % ndim == line.axis
-    if name.startswith(DEVIATION):
-        dims = list(argument(user, 1, [], "dim") or [])
-        return whole_axis and dims in ([line.axis], [line.axis - ndim])
-    if centring(user) == (line.axis, line.block):
-        return True
-    if name.startswith(("aten.copy.", "aten.fill.")):  # overwrites all its numbers
-        return user.args[0] is line.node and user.args.count(line.node) == 1
-    if name == "aten.mean.dim":  # the first half of a centring
-        return bool(user.users) and all(
-            centring(sub) == (line.axis, line.block) and sub.args == (line.node, user)
-            for sub in user.users
-        )
-    if name.startswith(("aten._assert", "aten.sym_")):
-        return True
-    return not (user.users or user.op == "output")
+def reduced_axis(node: Node) -> int | None:
+    """Return the axis of a mean or a variance over one axis that is kept, else None."""
+    flags = (argument(node, 2, False, "keepdim"), argument(node, 3, False, "keepdim"))
+    dims = argument(node, 1, None, "dim")
+    # `keepdim` of a variance comes after its correction.
+    keepdim = flags[str(node.target) != "aten.mean.dim"]
+    if not dims or len(dims) != 1 or keepdim is not True:
+        return None
+    return dims[0] % len(shape(node.args[0]))

@@ -17,6 +17,8 @@ import hashlib
 import inspect
 import json
 import math
+import os
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -254,7 +256,8 @@ def _check_in_float64(
             before = _run_wide(wide, x)
             if given_output is None:  # the first run
                 given_output = before
-            checks.append(_check(kind, source, before, _run_wide(converted, x), logits))
+            after = _run_wide(converted, x, converted=True)
+            checks.append(_check(kind, source, before, after, logits))
     return checks, given_output
 
 
@@ -334,15 +337,29 @@ def widened(model: nn.Module) -> nn.Module:
     return model
 
 
-def _run_wide(model: nn.Module, inputs: Inputs) -> Any:
+def _run_wide(model: nn.Module, inputs: Inputs, converted: bool = False) -> Any:
     """Run a model in float64; raise FoldError if it cannot be."""
     try:
         return run(model, inputs)
     except Exception as error:  # the model's forward may raise anything
+        name = type(model).__name__
+        if converted:  # the model itself has run
+            raise FoldError(
+                f"the converted {name} cannot be run ({_first_line(error)}): this is a fault of "
+                "the conversion, not of the model"
+            ) from error
         raise FoldError(
-            f"{type(model).__name__} cannot be run in float64, as its check is "
-            f"({_first_line(error)}): keep its tensors in parameters or buffers"
+            f"{name} cannot be run in float64, as its check is "
+            f"({_first_line(error)}{code_line(error)}): keep its tensors in parameters or buffers"
         ) from error
+
+
+def code_line(error: Exception) -> str:
+    """Return, for messages, the line of a model's code at which an error arose; "" if none did."""
+    folders = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(folders)]
+    return f", at `{own[-1].line}`" if own and own[-1].line else ""
 
 
 def _first_line(error: Exception) -> str:

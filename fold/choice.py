@@ -12,10 +12,12 @@ from typing import Any
 
 from torch.fx import Node
 
-from .axes import Line, NormInput, describe, module_path, norm_input
+from .axes import Line, describe, module_path, shape
+from .by_hand import hand_norm
 from .cut import cheapest_cut
 from .graph import Demand, Graph, Source
 from .modules import Insertion, Plan, Swap, find_swap
+from .norm_calls import NormInput, norm_input
 
 # A norm could be folded, but `fold` cannot write that into the modules, because ...
 LEFT = "; fold leaves it: "
@@ -35,12 +37,14 @@ class Finding:
             "refused": it does not fold.
         sources: what is centred, and after which operations a centring is inserted.
         reason: of the verdict, for people.
+        by_hand: the norm is written out, from means and square roots.
     """
 
     name: str
     verdict: str
     sources: tuple[str, ...]
     reason: str
+    by_hand: bool = False
 
 
 @dataclass(eq=False)
@@ -271,6 +275,10 @@ class Analysis:
         """Find where in the modules a centring on a line can be inserted; None if nowhere."""
         if self.graph.shows(at):  # a hook cannot choose which users get the centred tensor
             return None
+        # A view of what was written may have turned axes, and sizes must tell them apart.
+        sizes = shape(at.node)
+        if self.graph.writes and sizes.count(sizes[at.axis]) > 1:
+            return None
         path = self.graph.returned_by(at.node)
         if path is not None:
             return Insertion(path, at.axis, at.block)
@@ -328,9 +336,10 @@ class Analysis:
 
     def finding(self, norm: NormCall) -> Finding:
         """Give the verdict on a norm, and its reason."""
+        by_hand = hand_norm(norm.node) is not None
         verdict = next((name for name, way in self.ways.items() if norm in way.norms), "refused")
         if verdict == "refused":
-            return Finding(norm.name, verdict, (), self._obstacle(norm))
+            return Finding(norm.name, verdict, (), self._obstacle(norm), by_hand)
         choice = self.ways[verdict]
         leaves, centrings = choice.ends(norm)
         sources = []
@@ -355,7 +364,7 @@ class Analysis:
             reason += LEFT + norm.swap
         elif verdict == "inserted" and norm not in self.choose(insert=True, hooks=True).norms:
             reason += f"{LEFT}no module returns or takes what would have to be centred"
-        return Finding(norm.name, verdict, tuple(sources), reason)
+        return Finding(norm.name, verdict, tuple(sources), reason, by_hand)
 
     def _obstacle(self, norm: NormCall) -> str:
         """Say why a norm does not fold as it stands."""

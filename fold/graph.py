@@ -10,6 +10,7 @@ References to appendices and tables are to "Enjoy Your Layer Normalization".
 import copy
 import inspect
 import operator
+import re
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from .axes import Feeds, Line, aligned, describe, ignores_constant, is_float, module_path, shape
-from .certificate import Inputs, plain_encoders
+from .axes import Feeds, Line, aligned, describe, is_float, module_path, shape
+from .certificate import Inputs, code_line, plain_encoders
+from .norm_calls import ignores_constant
 from .rules import feeds
 from .siblings import FoldError
 
@@ -107,6 +109,16 @@ def _snapshot(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
+def _enter(entered: list[str], path: str, module: nn.Module, args: tuple) -> None:
+    """Note that a module is running (a forward pre-hook)."""
+    entered.append(path)
+
+
+def _leave(entered: list[str], module: nn.Module, args: tuple, output: Any) -> None:
+    """Note that the last module has run (a forward hook)."""
+    entered.pop()
+
+
 def forwards(user: Node, line: Line) -> list[Line] | None:
     """Return the lines of `user` to which it passes on a constant that is added to `line`.
 
@@ -154,12 +166,16 @@ class Graph:
     def __init__(self, model: nn.Module, inputs: Inputs, trained: bool = True):
         self.model = model
         self.trained = trained
-        # paths of modules that return something else than one tensor
-        self.structured: set[str] = set()
+        # path of a module that returns one tensor -> its shape
+        self.returned: dict[str, tuple[int, ...]] = {}
         # path of a module -> the tensors that it takes
         self.arguments: dict[str, list[TensorArgument]] = {}
+        # path of a module -> the most arguments that a call of it gives
+        self.most_given: dict[str, int] = defaultdict(int)
         # whether its forward has blocks like `with torch.no_grad():`, which hide the modules inside
         self.blocks = False
+        # whether it writes into tensors: then the exporter makes their views again behind modules
+        self.writes = False
         program = self._export(inputs)
         self._require_fixed_sizes(program)
         _remove_assertions(program.graph)
@@ -198,22 +214,29 @@ class Graph:
                 "as (x,), or a dict of named ones"
             )
         args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
-        hooks = [
-            module.register_forward_hook(partial(self._note_call, path), with_kwargs=True)
-            for path, module in self.model.named_modules()
-        ]
+        entered: list[str] = []  # paths of the modules that are running, the innermost last
+        hooks = []
+        for path, module in self.model.named_modules():
+            hooks.append(module.register_forward_pre_hook(partial(_enter, entered, path)))
+            hooks.append(module.register_forward_hook(partial(_leave, entered)))
+            note = partial(self._note_call, path)
+            hooks.append(module.register_forward_hook(note, with_kwargs=True))
         restore = _snapshot(self.model)
         try:
             # These warnings are about torch's own code.
             with plain_encoders(), warnings.catch_warnings(action="ignore", category=FutureWarning):
                 program = torch.export.export(self.model, args, kwargs, strict=False)
-                self.blocks = any("wrap_with" in str(node.target) for node in program.graph.nodes)
+                targets = [str(node.target) for node in program.graph.nodes]
+                self.blocks = any("wrap_with" in target for target in targets)
+                self.writes = any(re.match(r"aten\.\w+_\.", target) for target in targets)
                 return program.run_decompositions({})
         except Exception as error:  # a model's forward and the exporter may raise anything
             message = str(error).strip()
             first = message.splitlines()[0] if message else type(error).__name__
+            where = f", in {entered[-1]}" if entered and entered[-1] else ""
             raise FoldError(
-                f"{type(self.model).__name__} cannot be exported with these inputs ({first}): "
+                f"{type(self.model).__name__} cannot be exported with these inputs "
+                f"({first}{code_line(error)}{where}): "
                 "leave out caches (use_cache=False) and branches on values"
             ) from error
         finally:
@@ -225,8 +248,9 @@ class Graph:
         self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> None:
         """Note what a call of the module at `path` takes and returns (a forward hook)."""
-        if not isinstance(output, Tensor):
-            self.structured.add(path)
+        if isinstance(output, Tensor):
+            self.returned[path] = tuple(output.shape)
+        self.most_given[path] = max(self.most_given[path], len(args) + len(kwargs))
         names = list(inspect.signature(module.forward).parameters)
         given = [*zip(names, args), *kwargs.items()]
         self.arguments[path] = [
@@ -451,7 +475,10 @@ class Graph:
                     key not in user.meta.get("nn_module_stack", {}) for user in node.users
                 )
                 once = len(self.calls[path]) == 1
-                if path and outside and path not in self.structured and once:
+                # After an in-place operation the exporter makes views again, where they are used.
+                # So a module may return this tensor with other axes.
+                same = self.returned.get(path) == shape(node)
+                if path and outside and once and same:
                     return path
             copies = [
                 user

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn.utils import parametrize
 
-from .axes import argument, input_axes, is_float, norm_input, shape
+from .axes import argument, input_axes, is_float, shape
+from .by_hand import hand_norm
 from .graph import Graph, Source
+from .norm_calls import norm_input
 from .siblings import rms_norm
 
 
@@ -74,17 +76,19 @@ class FoldedNorm(nn.Module):
         self.eps = swap.eps
         self.normalized_shape = (swap.channels,)  # as a LayerNorm has it
         self.names = (swap.gain, swap.bias)
-        for name in {"weight", "bias", *self.names} - {None}:
+        # in the order of the old norm, which optimisers go by
+        for name in dict.fromkeys([*old._parameters, "weight", "bias"]):
             self.register_parameter(name, getattr(old, name, None))
         hooks = {name: value for name, value in vars(old).items() if "_hook" in name}
         self.__dict__.update(hooks)
         self.train(old.training)
 
-    # `input` is LayerNorm's name for it, which callers may use.
-    def forward(self, input: Tensor) -> Tensor:
+    # Callers may use the name that the old norm has for its argument; LayerNorm's is `input`.
+    def forward(self, input: Tensor | None = None, **named: Tensor | None) -> Tensor:
+        (x,) = (value for value in (input, *named.values()) if value is not None)
         gain, bias = (None if name is None else getattr(self, name) for name in self.names)
-        is_last = self.axis == input.dim() - 1
-        x = input if is_last else input.movedim(self.axis, -1)
+        is_last = self.axis == x.dim() - 1
+        x = x if is_last else x.movedim(self.axis, -1)
         y, _ = rms_norm(x, gain, self.eps, bias, self.groups)
         return y if is_last else y.movedim(-1, self.axis)
 
@@ -301,14 +305,24 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
             "there is no module to swap"
         )
     module = graph.model.get_submodule(path)
-    if len(inspect.signature(module.forward).parameters) > 1:
+    if len(inspect.signature(module.forward).parameters) > 1 and graph.most_given[path] > 1:
         return f"{path} takes more than the tensor that it normalises"
     own = [node for node in graph.nodes if graph.call(node) == key]
     line = norm_input(norm).line
-    before, x = _chain_back(line.node, own)
-    after, out = _chain_forward(norm, own)
-    others = set(own) - {norm, *before, *after}
-    if any(node.users for node in others) or next(module.children(), None) is not None:
+    by_hand = hand_norm(norm)
+    if by_hand is None:
+        gain, bias, eps = argument(norm, 2), argument(norm, 3), argument(norm, 4, 1e-5)
+        inside = {norm}
+        last = norm
+    else:
+        gain, bias, eps = by_hand.gain, by_hand.bias, by_hand.eps
+        inside = by_hand.nodes
+        last = by_hand.out
+    before, x = _chain_back(line.node, own, inside)
+    after, out = _chain_forward(last, own)
+    others = set(own) - {*inside, *before, *after, *_views_again(graph, path, x, own)}
+    spread = not inside <= set(own) or any(node.users for node in others)
+    if spread or next(module.children(), None) is not None:
         return f"the norm is computed in {path}, together with other operations"
     # Follow the norm's axis back to the module's input.
     axis = line.axis
@@ -322,7 +336,7 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
         return f"{path} also moves axes or changes the type"
     own_names = {id(value): name for name, value in module.named_parameters(recurse=False)}
     names = []
-    for parameter in (argument(norm, 2), argument(norm, 3)):  # gain, bias
+    for parameter in (gain, bias):
         name = None
         if parameter in graph.names:
             name = own_names.get(id(graph.values[graph.names[parameter]]))
@@ -338,7 +352,7 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
         axis=axis,
         channels=channels,
         groups=channels // line.block if grouped else 1,
-        eps=argument(norm, 4, 1e-5),
+        eps=eps,
         gain=names[0],
         bias=names[1],
     )
@@ -351,24 +365,58 @@ MOVES = (
     "aten.clone",
     "aten.alias",
     "aten.contiguous",
+    "aten.type_as",
 )
 
 
-def _chain_back(x: Node, own: list[Node]) -> tuple[list[Node], Node]:
+VIEWS = (
+    "aten.view.",
+    "aten.unsqueeze.",
+    "aten.squeeze.",
+    "aten.permute.",
+    "aten.transpose.",
+    "aten.t.",
+    "aten.flatten.",
+    "aten.unflatten.",
+    "aten.expand.",
+    "aten.slice.",
+    "aten.select.",
+    "aten.alias.",
+)
+
+
+def _chain_back(x: Node, own: list[Node], inside: Collection[Node]) -> tuple[list[Node], Node]:
     """Follow casts and moves back from a norm's input.
 
     Args:
         x: the norm's input.
         own: the nodes of the module.
+        inside: the nodes of the norm.
 
     Returns:
         The casts and moves, first to last, and the module's input.
     """
     chain = []
-    while x in own and str(x.target).startswith(MOVES) and len(x.users) == 1:
+    while x in own and str(x.target).startswith(MOVES) and set(x.users) <= {*inside, *chain}:
         chain.append(x)
         x = x.args[0]
     return chain[::-1], x
+
+
+def _views_again(graph: Graph, path: str, x: Node, own: list[Node]) -> set[Node]:
+    """Return the views in a module by which the exporter makes again what the module takes.
+
+    It does so where the tensor was written in place before: x is such a view, which is used outside
+    the module, too, and has the shape of the module's argument.
+    """
+    taken = [argument.shape for argument in graph.arguments[path]]
+    if x not in own or taken != [shape(x)] or set(x.users) <= set(own):
+        return set()
+    views = set()
+    while x in own and str(x.target).startswith(VIEWS):
+        views.add(x)
+        x = x.args[0]
+    return views if x not in own else set()
 
 
 def _chain_forward(norm: Node, own: list[Node]) -> tuple[list[Node], Node]:
@@ -384,7 +432,7 @@ def _chain_forward(norm: Node, own: list[Node]) -> tuple[list[Node], Node]:
         out = next(user for user in norm.users if user.args[1] == 0)
     while len(out.users) == 1:
         user = next(iter(out.users))
-        if user not in own or not str(user.target).startswith(MOVES):
+        if user not in own or not str(user.target).startswith(MOVES) or user.args[0] is not out:
             break
         chain.append(user)
         out = user

@@ -350,7 +350,22 @@ def _pool(line: Line) -> Feeds | None:
     """
     spatial = 1 if "1d" in str(line.node.target) else 2
     channel_axis = len(shape(line.node)) - spatial - 1
-    return _through(line.node.args[0], line.axis, line) if line.axis == channel_axis else None
+    position = line.axis - channel_axis - 1  # among the spatial axes
+    apart = str(line.node.target).startswith("aten.avg_pool") and position >= 0
+    if apart:  # Funnel pools over tokens alone: windows of 1 along the channels
+        sizes = ((1, 1), (2, None), (3, 0))  # kernel, stride (none: as the kernel), padding
+        along = [_of_axis(argument(line.node, i, default), position) for i, default in sizes]
+        apart = along in ([1, 1, 0], [1, None, 0])
+    return (
+        _through(line.node.args[0], line.axis, line) if line.axis == channel_axis or apart else None
+    )
+
+
+def _of_axis(sizes: Any, position: int) -> Any:
+    """Return the number for one spatial axis; one number stands for all axes."""
+    if isinstance(sizes, list | tuple):
+        return sizes[position if len(sizes) > 1 else 0] if sizes else None
+    return sizes
 
 
 # ----------------------------------------------------------------------------------------- products

@@ -95,6 +95,8 @@ def readme(records: list[dict], where: dict) -> str:
         "Made by `repro/cbwc_table3.sh`; the commit of each line is in models.jsonl. "
         f"{where['device']}; {versions}.",
         "",
+        "[table.md](table.md) has more architectures: of timm, torchvision and transformers.",
+        "",
         "| model | norms | paper: strict, practical | by its rules: strict, practical | ours: "
         "strict | untied | practical (inserted) |",
         "| --- " * 7 + "|",

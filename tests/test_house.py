@@ -44,7 +44,7 @@ KNOWS_MORE = {
 # the file that is copied into exported folders.
 TO_TRANSFORMERS = {"hf/hub.py", "hf/modeling_coupled.py"}
 # Files that import what a variable names; never ours.
-BY_VARIABLE = {"bench/kernel_arms.py"}
+BY_VARIABLE = {"bench/kernel_arms.py", "repro/fold_zoo.py"}
 
 
 def sources() -> dict[str, str]:

@@ -9,6 +9,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from fold_nets import C, folded, net
 from helpers import close, draw
 from torch import nn
@@ -209,3 +210,86 @@ def test_blocks_in_which_modules_cannot_be_told(forward):
     report = analyze(net(forward), (draw(2, 4, C),))
     assert "in a no_grad or autocast block" in report.rows[0].reason
     assert fold(net(forward), report)[1].folded == 0
+
+
+class Positions(nn.Module):
+    """Twins' position encoding: it adds in place, then turns channels and positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(C, C, 1, groups=C)
+
+    def forward(self, x):
+        channels_first = x.transpose(1, 2)
+        y = self.conv(channels_first)
+        y += channels_first
+        return y.transpose(1, 2)
+
+
+@pytest.mark.parametrize("rows", [4, C])
+def test_a_module_that_returns_a_view_of_what_it_wrote(rows):
+    """The exporter makes the view again behind the module, so the centring must not go there along
+    the axis of the tensor that was written.
+    """
+
+    def forward(m, x):
+        x = m.positions(x)
+        x = x + m.a(m.ln(x))
+        return m.out(m.ln2(x))
+
+    model = net(forward, positions=Positions())
+    report = analyze(model, (draw(2, rows, C),))
+    for line in report.analysis.norms[0].demand.lines:
+        insertion = report.analysis.insertion(line)
+        assert insertion is None or insertion.path != "positions" or insertion.axis == 2
+    after, certificate = fold(model, report, insert=True)
+    assert certificate.ok, str(certificate)
+    other = (draw(3, rows, C, seed=1),)
+    close(run(after, other), run(model, other))
+
+
+def test_an_export_that_fails_names_the_line_and_the_module():
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    model = net(lambda m, x: m.out(m.ln(m.branches(m.a(x)))), branches=Branches())
+    with pytest.raises(FoldError, match=r"at `return x if x.sum\(\) > 0 else -x`, in branches\)"):
+        analyze(model, (draw(2, 4, C),))
+
+
+def test_reading_a_shape_or_a_type_is_no_use():
+    def forward(m, x):
+        h = m.a(x)
+        return m.out(m.ln(h).type_as(h) + torch.zeros_like(h).expand_as(h))
+
+    folded(net(forward), (draw(2, 4, C),), 1)
+
+
+def test_a_norm_of_a_tensor_that_was_written_in_place():
+    """The exporter makes the view again in the norm's module: it is no operation of the norm."""
+
+    def forward(m, x):
+        y = m.conv(x.transpose(1, 2))
+        y += m.conv2(x.transpose(1, 2))
+        y = y.transpose(1, 2)
+        return m.out(m.ln2(y + m.a(m.ln(y))))
+
+    model = net(forward, conv=nn.Conv1d(C, C, 1), conv2=nn.Conv1d(C, C, 1))
+    folded(model, (draw(2, 4, C),), 2)
+
+
+def test_one_of_several_results_has_the_name_of_its_operation():
+    report = analyze(net(lambda m, x: m.out(m.ln(m.a(x).max(1)[0]))), (draw(2, 4, C),))
+    assert report.rows[0].reason.startswith("max does not keep a zero mean")
+
+
+@pytest.mark.parametrize("window", [(2, 1), (1, 2)])
+def test_tokens_pooled_apart_from_channels(window):
+    def forward(m, x):
+        pooled = F.avg_pool2d(m.a(x)[:, None], window)[:, 0]
+        return m.out(m.ln(pooled.repeat(1, 1, window[1])))
+
+    model = net(forward)
+    assert analyze(model, (draw(2, 4, C),)).strict == (window == (2, 1))
+    assert fold(model, analyze(model, (draw(2, 4, C),)))[1].ok
