@@ -7,12 +7,8 @@ Time and loss: results/ has no run of it yet. It needs nodes of GPUs (NPROC=8).
     python data/fineweb_edu/prepare.py
 """
 
-block_size = 1024
-
 # 2.5 B tokens in steps of 12 * 40 * 1024 = 491,520 tokens
 max_iters = 5000
-batch_size = 12
-gradient_accumulation_steps = 40
 min_lr = 0.0
 warmup_iters = 500
 decay_per_step = 6e-5  # learning_rate times weight_decay

@@ -341,7 +341,7 @@ def test_refused_with_file_and_line(source, config_file):
 def test_not_a_config_file_at_all(config_file, tmp_path):
     with pytest.raises(ConfigError, match=r"missing\.py cannot be read"):
         parse(str(tmp_path / "missing.py"))
-    with pytest.raises(ConfigError, match=r"folder\.py cannot be read"):
+    with pytest.raises(ConfigError, match=r"folder\.py is no file"):
         (tmp_path / "folder.py").mkdir()
         parse(str(tmp_path / "folder.py"))
     with pytest.raises(ConfigError, match=r"config\.py.*not valid syntax.*utf-8"):

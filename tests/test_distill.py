@@ -475,7 +475,7 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
         ([*words, "--weight_decay=-1"], ConfigError, "weight_decay=-1.0: must not be negative"),
         ([*words, "--warmup_iters=-1"], ConfigError, "warmup_iters=-1: must not be negative"),
         ([*words, "--grad_clip=-1"], ConfigError, "grad_clip=-1.0: must be 0 or at least"),
-        ([*words, "--seed=-1"], ConfigError, "seed=-1: must be from 0"),
+        ([*words, "--seed=-1"], ConfigError, "seed=-1: must not be negative"),
         ([*words, "--adapter_alpha=0"], ConfigError, "adapter_alpha=0.0: must be above 0"),
         (
             [*words, f"--local={tmp_path / 'short.txt'}"],

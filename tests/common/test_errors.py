@@ -266,7 +266,13 @@ import torch
 
 def test_ctrl_c_during_imports():
     code = INTERRUPTED.format(root=str(ROOT))
-    job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    def listen() -> None:
+        """In the background of a shell the tests themselves ignore Ctrl-C."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    words = [sys.executable, "-c", code]
+    job = subprocess.run(words, capture_output=True, text=True, preexec_fn=listen)
     assert (job.returncode, job.stderr) == (130, "error: interrupted\n")
 
 
