@@ -307,6 +307,8 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
     module = graph.model.get_submodule(path)
     if len(inspect.signature(module.forward).parameters) > 1 and graph.most_given[path] > 1:
         return f"{path} takes more than the tensor that it normalises"
+    if path not in graph.returned:
+        return f"{path} returns more than the normalised tensor"
     own = [node for node in graph.nodes if graph.call(node) == key]
     line = norm_input(norm).line
     by_hand = hand_norm(norm)

@@ -476,7 +476,7 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
         ([*words, "--warmup_iters=-1"], ConfigError, "warmup_iters=-1: must not be negative"),
         ([*words, "--grad_clip=-1"], ConfigError, "grad_clip=-1.0: must be 0 or at least"),
         ([*words, "--seed=-1"], ConfigError, "seed=-1: must not be negative"),
-        ([*words, "--adapter_alpha=0"], ConfigError, "adapter_alpha=0.0: must be above 0"),
+        ([*words, "--adapter_alpha=0"], ConfigError, "adapter_alpha=0.0: must be at least"),
         (
             [*words, f"--local={tmp_path / 'short.txt'}"],
             DataError,
