@@ -11,9 +11,9 @@ import numpy as np
 
 from common.errors import UserError
 from common.stats import Estimate, paired
+from evidence.comparison import Pair, without_a_document
 from evidence.curves import Curve, finite, finite_pair, loss_of, pooled_sd
 from evidence.families import judge, power
-from evidence.runs import Run
 from evidence.study import Plan, Rates, Results, Shape, Wanted
 
 Conclusions = dict[str, dict[str, Any]]
@@ -398,7 +398,7 @@ class VerdictStage(Stage):
         """Return the numbers of one arm in one shape."""
         low, high = estimate.interval()
         pairs = [
-            (results.of(run).run, results.of(base).run)
+            Pair(results.of(run).run, results.of(base).run)
             for run, base in zip(runs[arm][shape], runs[self.plan.baseline][shape], strict=True)
         ]
         return {
@@ -407,26 +407,22 @@ class VerdictStage(Stage):
             "high": high,
             "se": estimate.se,
             "tokens": math.expm1(-estimate.mean / self.before["margin"]["slopes"][shape]),
-            "without_a_document": without_a_document(pairs),
+            "without_a_document": document_range(pairs),
         }
 
 
-def without_a_document(pairs: list[tuple[Run, Run]]) -> list[float] | None:
+def document_range(pairs: list[Pair]) -> list[float] | None:
     """Return the lowest and the highest mean difference when one document is left out.
 
-    None where the logs do not have the documents, because they are many, or have only one.
+    None where the logs do not have the documents, because they are many, or have only one. Raises
+    UserError if the documents of a pair differ.
     """
-    sums, tokens = 0.0, None
     for run, base in pairs:
-        here, there = run.events_of("val_full")[-1], base.events_of("val_full")[-1]
-        if here.get("document_tokens") != there.get("document_tokens"):
+        # the number of tokens of each
+        if not np.array_equal(run.documents[:1], base.documents[:1]):
             raise UserError(f"{run.name} and {base.name}: their val splits differ")
-        if len(here.get("document_tokens", [])) < 2:
-            return None
-        sums = sums + np.array(here["document_nats"]) - np.array(there["document_nats"])
-        tokens = np.array(here["document_tokens"])
-    left = (sums.sum() - sums) / (tokens.sum() - tokens) / len(pairs)
-    return [float(left.min()), float(left.max())]
+    found = without_a_document(pairs)
+    return None if found is None else [found.low, found.high]
 
 
 # ----------------------------------------------------------------------- was the answer a good one?

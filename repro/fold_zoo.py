@@ -104,6 +104,14 @@ SMALL = dict(
     use_cache=False,
 )
 
+# Four stages of growing width
+PYRAMID = dict(
+    image_size=64,
+    hidden_sizes=[8, 16, 16, 32],
+    depths=[1, 1, 1, 1],
+    num_attention_heads=[1, 2, 2, 4],
+)
+
 # class -> (kind of input, keys besides SMALL); fold_models.py has others
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BertGenerationEncoder": ("tokens", {}),
@@ -184,24 +192,8 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "PersimmonModel": ("tokens", {}),
     "PhimoeModel": ("tokens", {}),
     "PLBartModel": ("seq2seq", {}),
-    "PvtModel": (
-        "picture",
-        dict(
-            image_size=64,
-            hidden_sizes=[8, 16, 16, 32],
-            depths=[1, 1, 1, 1],
-            num_attention_heads=[1, 2, 2, 4],
-        ),
-    ),
-    "PvtV2Model": (
-        "picture",
-        dict(
-            image_size=64,
-            hidden_sizes=[8, 16, 16, 32],
-            depths=[1, 1, 1, 1],
-            num_attention_heads=[1, 2, 2, 4],
-        ),
-    ),
+    "PvtModel": ("picture", PYRAMID),
+    "PvtV2Model": ("picture", PYRAMID),
     "ReformerModel": (
         "tokens",
         dict(
