@@ -15,6 +15,9 @@ from typing import Any
 from common.errors import ConfigError, UserError
 from evidence.runs import Run, find_runs
 
+# Stages that choose settings, arm by arm. All others compare runs of the same seed with each other.
+CHOOSING = ("initialisation", "rates")
+
 Rates = dict[float, dict[int, float]]  # learning rate -> seed -> loss, infinite if it diverged
 
 
@@ -125,14 +128,16 @@ class Results:
             are passed over.
 
     Raises:
-        UserError: a run has another plan's hash, other settings than its name says, or ran on
-            another machine than the rest of its stage; or a log is damaged.
+        UserError: a run has another plan's hash, other settings than its name says, other data,
+            versions or code than the rest of its stage, or another processor than the runs that it
+            is compared with; or a log is damaged.
     """
 
     def __init__(self, plan: Plan, places: dict[str, dict[str, list[Path]]]):
         self.plan = plan
         self.found: dict[tuple[str, str, str, int], Result] = {}
-        self.machines: dict[str, tuple[str, dict[str, Any]]] = {}  # stage -> first run, its machine
+        # Stage, or stage, shape and seed -> name of the first run, and what the others must have.
+        self.first: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {}
         for stage, shapes in places.items():
             for shape, paths in shapes.items():
                 for path in paths:
@@ -154,20 +159,38 @@ class Results:
                     "the plan was changed after the run: bring it back, or move the run away"
                 )
             check_name(run)
-            self._check_machine(stage, run)
+            self._must_agree((stage,), run, "data", "versions", "git")
+            if stage not in CHOOSING:
+                self._must_agree(pair_of(stage, shape, run.seed), run, "device")
             loss = final_loss(run)
             if loss is not None:
                 self.found[stage, shape, run_name(run.path), run.seed] = Result(run, loss)
 
-    def _check_machine(self, stage: str, run: Run) -> None:
-        """Raise UserError if a run had other data, versions, processor or code than its stage."""
-        here = {name: run.start.get(name) for name in ("data", "device", "versions", "git")}
-        name, first = self.machines.setdefault(stage, (run.name, here))
+    def _must_agree(self, group: tuple[str, ...], run: Run, *names: str) -> None:
+        """Raise UserError if a run's `start` differs in these from the first run of its group."""
+        here = {name: run.start.get(name) for name in names}
+        name, first = self.first.setdefault(group, (run.name, here))
         for key, value in here.items():
             if value != first[key]:
                 raise UserError(
-                    f"{run.name}: {key} {value}, but {name} of the same stage had {first[key]}: "
-                    "move one of them away"
+                    f"{run.name}: {key} {value}, but {name} of the same {' '.join(group)} had "
+                    f"{first[key]}: move one of them away"
+                )
+
+    def check_processor(self, runs: list[Wanted], device: str) -> None:
+        """Raise UserError if a run would be compared with runs of another processor.
+
+        Args:
+            runs: that are to be trained now.
+            device: that trains them, as `start` of a log names it.
+        """
+        for run in runs:
+            group = pair_of(run.stage, run.shape, run.seed)
+            name, first = self.first.get(group, ("", {"device": device}))
+            if first["device"] != device:
+                raise UserError(
+                    f"{' '.join(group)}: {name} was trained on {first['device']}, and this is "
+                    f"{device}: finish this seed there, or move its runs away to train them again"
                 )
 
     def commits(self, stage: str) -> list[str]:
@@ -183,6 +206,11 @@ class Results:
     def missing(self, wanted: list[Wanted]) -> list[Wanted]:
         """Return the runs that are not finished."""
         return [run for run in wanted if self.of(run) is None]
+
+
+def pair_of(stage: str, shape: str, seed: int) -> tuple[str, ...]:
+    """Name the runs that share random draws and are subtracted from each other."""
+    return stage, shape, f"seed {seed}"
 
 
 def has_begun(log: Path) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from common.environment import environment, find_device
 from common.errors import ConfigError, UserError, run_program
 from common.output import markdown, write_bytes_atomically, writing
 from configurator import read_config_file
@@ -110,6 +111,11 @@ class Worker:
 
     # Training
 
+    def device(self) -> str:
+        """Return the name of the device that runs are trained on here."""
+        found, _ = read_config_file(self.plan.config).get("device", ("auto", 0))
+        return environment(find_device(found))["device"]
+
     def do(self, stage: Stage) -> None:
         """Train until the stage wants nothing more, and write what it concludes."""
         while True:
@@ -117,6 +123,7 @@ class Worker:
             missing = results.missing(stage.wanted(results))
             if not missing:
                 break
+            results.check_processor(missing, self.device())
             before = len(results.found)
             failed = self.train(stage, missing)
             after = len(self.results(stage).found)

@@ -231,8 +231,8 @@ def test_too_little_power_starts_no_verdicts(trained):
     ("change", "message"),
     [
         ({"study": "toy toy 0"}, "the plan was changed after the run"),
-        ({"device": "cpu (y)"}, "device cpu .y., but .* of the same stage had cpu .x."),
-        ({"data": "b"}, "data b, but"),
+        ({"data": "b"}, "data b, but .* of the same rates had a"),
+        ({"git": "1" * 40}, "git 1+, but"),
         ({"learning_rate": 1.0}, "its log says learning_rate=1.0"),
         ({"seed": 7}, "its log says seed=7"),
     ],
@@ -244,6 +244,37 @@ def test_foreign_runs_are_refused(trained, change, message):
     write(trained.plan, trained.folder / "rates", second, 1.0, **change)
     with pytest.raises(UserError, match=message):
         trained.results("rates")
+
+
+def test_runs_that_are_compared_share_their_processor(trained):
+    rates = trained.finish(RateStage(trained.plan, {}, 1000, 100))
+    stage = MarginStage(trained.plan, {"rates": rates}, 1000, 100)
+    wanted = stage.wanted(trained.results("margin"))
+    first = wanted[0]
+    same = [run for run in wanted if (run.shape, run.seed) == (first.shape, first.seed)]
+    second = same[1]
+    write(trained.plan, trained.folder / "margin", first, 1.0)
+    trained.results("margin").check_processor([first, second], "cpu (x)")
+    elsewhere = [run for run in wanted if run not in same]
+    trained.results("margin").check_processor(elsewhere, "cpu (y)")
+    message = f"margin {first.shape} seed {first.seed}: .* on cpu .x., and this is cpu .y."
+    with pytest.raises(UserError, match=message):
+        trained.results("margin").check_processor([*elsewhere, second], "cpu (y)")
+    write(trained.plan, trained.folder / "margin", elsewhere[0], 1.0, device="cpu (y)")
+    trained.results("margin")
+    write(trained.plan, trained.folder / "margin", second, 1.0, device="cpu (y)")
+    with pytest.raises(UserError, match=r"device cpu .y., but .* had cpu .x."):
+        trained.results("margin")
+
+
+def test_selection_may_change_its_processor(trained):
+    stage = RateStage(trained.plan, {}, 1000, 100)
+    first, second = stage.wanted(trained.results("rates"))[:2]
+    write(trained.plan, trained.folder / "rates", first, 1.0)
+    write(trained.plan, trained.folder / "rates", second, 1.0, device="cpu (y)")
+    found = trained.results("rates")
+    assert found.of(first) and found.of(second)
+    found.check_processor(stage.wanted(found), "cpu (z)")
 
 
 def test_spread_and_slope():
