@@ -350,7 +350,7 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[nn.Module, Certif
             f"{spec}: none of {report.total} LayerNorms folds{other_keys(report, config)}: {first}"
         )
     if config.out:
-        write_foreign(after, Path(config.out).resolve(), certificate, spec, inputs, load)
+        write_foreign(after, config.out, certificate, spec, inputs, load)
     return after, certificate, report
 
 
@@ -369,8 +369,7 @@ def fold_foreign_gains(spec: str, config: ConvertConfig) -> tuple[Certificate, b
     if not certificate.ok:
         raise FoldError(f"{spec}: the fold is not exact ({certificate.reason})")
     if config.out:
-        out = Path(config.out).resolve()
-        write_foreign(after, out, certificate, spec, inputs, load_pretrained)
+        write_foreign(after, config.out, certificate, spec, inputs, load_pretrained)
     was_tied, is_tied = (
         getattr(one.config, "tie_word_embeddings", False) for one in (model, after)
     )
@@ -379,7 +378,7 @@ def fold_foreign_gains(spec: str, config: ConvertConfig) -> tuple[Certificate, b
 
 def write_foreign(
     model: nn.Module,
-    out: Path,
+    out: str,
     certificate: Certificate,
     spec: str,
     inputs: Inputs,
@@ -390,7 +389,7 @@ def write_foreign(
     Raises:
         UserError: it cannot be written, or what is loaded is another model.
     """
-    with writing_new(out) as folder:
+    with writing_new(Path(out)) as folder:
         save(model, folder, certificate, spec)
         again = read(folder)
         equal = not touched(model, again) and same(
@@ -421,13 +420,9 @@ def print_left(certificate: Certificate) -> None:
 
 def other_keys(report: Report, config: ConvertConfig) -> str:
     """Say which other keys would fold more norms, and how many; "" if none would."""
-    more = []
-    if not config.untie and report.untied > report.strict:
-        more.append(f"--untie {report.untied}")
-    folded = report.untied if config.untie else report.strict
-    if not config.insert and report.worth and report.practical > folded:
-        more.append(f"--insert {report.practical}")
-    return f" ({', '.join(more)} would fold)" if more else ""
+    more = report.more(config.untie, config.insert)
+    options = ", ".join(f"--{name} {count}" for name, count in more.items())
+    return f" ({options} would fold)" if options else ""
 
 
 def analyze(spec: str, config: ConvertConfig) -> Report:

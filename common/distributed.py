@@ -35,13 +35,22 @@ class StopSignal:
 
     def __init__(self):
         self.name = ""
+        self._before: dict[int, Any] = {}
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._note)
+
+    def release(self) -> None:
+        """Let signals do what they did before, the noted one at once: nothing can be lost now."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self.name:
+            signal.raise_signal(signal.Signals[self.name])
 
     def _note(self, number: int, frame: object) -> None:
         if number == signal.SIGINT and self.name:
             signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self.name = signal.Signals(number).name
 
 

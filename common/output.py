@@ -37,7 +37,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder cannot be written, or another process writes it just now (EBUSY).
     """
-    folder = folder.resolve()
+    folder = Path(os.path.realpath(folder))  # Path.resolve raises RuntimeError at a loop of links
     partial = folder.with_name(f".{folder.name}.unfinished")
     partial.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY)

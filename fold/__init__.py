@@ -84,6 +84,13 @@ __all__ = [
 ]
 
 
+MEANINGS = {
+    "untied": "folds if a tied parameter may get a centred copy (option untie)",
+    "inserted": "folds with centrings inserted (option insert)",
+    "no gain": "would take as many centrings as norms fold",
+}
+
+
 @dataclass
 class Report:
     """The verdicts on all LayerNorm calls of a model. Prints as a table.
@@ -132,7 +139,19 @@ class Report:
         if self.inserted:
             worth = "worth it" if self.worth else "not worth it"
             summary += f" (centrings inserted: {self.inserted}, {worth})"
-        return "\n".join([*table, "", summary])
+        found = {row.verdict for row in self.rows}
+        meanings = [f"{name}: {text}" for name, text in MEANINGS.items() if name in found]
+        return "\n".join([*table, "", summary, *meanings])
+
+    def more(self, untie: bool, insert: bool) -> dict[str, int]:
+        """Return which options that are not used would fold more norms, and how many calls then."""
+        folded = self.untied if untie else self.strict
+        more = {}
+        if not untie and self.untied > folded:
+            more["untie"] = self.untied
+        if not insert and self.worth and self.practical > folded:
+            more["insert"] = self.practical
+        return more
 
     def by(self, rules: str) -> "Report":
         """Return the report on the same graph by other rules: "exact" or "paper"."""
@@ -230,11 +249,15 @@ def fold(
         carry_out(plan, new)
         return new
 
+    what = f"{report.model}: {len(norms)} of {report.total} LayerNorm calls folded"
+    if more := report.more(untie, insert):
+        options = ", ".join(f"{name}=True: {count}" for name, count in more.items())
+        what += f" ({options})"
     new, certificate = certify(
         model,
         convert,
         report.inputs,
-        what=f"{report.model}: {len(norms)} of {report.total} LayerNorm calls folded",
+        what=what,
         folded=len(norms),
         inserted=len(plan.insertions),
         refusals=refusals,

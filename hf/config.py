@@ -555,7 +555,11 @@ def refuse_unknown(config: GPTConfig, plan: NormPlan, family: str) -> None:
     remedy = "convert.py --to=rms says whether it can become rms"
     if family == "gpt2":
         remedy += "; layouts of OLMo 2 and Gemma 3 need rope and a gated MLP"
-    remedies = {"output_eps": f"it has one eps: train with --output_eps={config.norm_eps:g}"}
+    remedies = {
+        "output_eps": f"it has one eps: train with --output_eps={config.norm_eps:g}",
+        "rms_bias": "a GPT-2 of transformers stays one with `convert.py ITS_FOLDER --to=rms "
+        "--transformers --out=...`",
+    }
     for name, is_computed in computes.items():
         if not is_computed:
             value = shown.get(name, repr(getattr(config, name)))

@@ -216,6 +216,42 @@ def test_under_nohup_a_closed_terminal_is_nothing(ignored):
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize(("count", "code", "said"), [(1, 0, "SIGINT\n"), (2, -signal.SIGINT, "")])
+def test_a_second_ctrl_c_ends_at_once(count, code, said):
+    program = (
+        "import signal; from common.distributed import StopSignal; stop = StopSignal(); "
+        f"[signal.raise_signal(signal.SIGINT) for _ in range({count})]; print(stop.name)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, said)
+
+
+def test_ctrl_c_in_the_final_sample_ends_it(launch, train_ok, tiny_data, tmp_path):
+    words = (*TINY, "--max_iters=4", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
+    job = launch(*words, "--sample_tokens=1000000")
+    # The last evaluation comes after the last step that a signal could stop.
+    last = {"event": "eval", "step": 4}
+    job.signal_when(
+        lambda: any(last.items() <= r.items() for r in records(tmp_path)), signal.SIGINT
+    )
+    assert job.wait() == [130]
+    assert not any(record["event"] == "end" for record in records(tmp_path))
+    train_ok(*words, "--sample_tokens=4")
+    assert records(tmp_path)[-1]["reason"] == "done" and (tmp_path / "samples.txt").exists()
+
+
+@pytest.mark.parametrize("resume", ["", "loop"])
+def test_a_path_that_leads_nowhere_is_named(launch, tiny_data, tmp_path, resume):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    path = str(loop) if resume else ""
+    words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}", f"--resume={path}")
+    job = launch(*words)
+    assert job.wait() == [1]
+    assert job.text().count("error: ") == 1 and "Traceback" not in job.text()
+    assert (str(loop) if resume else "resume=''") in job.text()
+
+
 def test_a_reader_that_leaves_does_not_end_the_training(tiny_data, tmp_path):
     """As `python train.py ... | head -1`."""
     words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")

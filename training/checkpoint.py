@@ -349,6 +349,8 @@ def find_checkpoint(out_dir: Path, resume: str) -> FoundCheckpoint | None:
     Raises:
         CheckpointError: a checkpoint is there that must not be overwritten, or cannot be read.
     """
+    if not resume:
+        raise CheckpointError("resume='': give auto, never, or a checkpoint's path")
     if resume not in ("auto", "never"):
         return _checkpoint_at(Path(resume), out_dir)
     present = [out_dir / name for name in (LAST, BEST) if (out_dir / name).exists()]
@@ -373,7 +375,8 @@ def find_checkpoint(out_dir: Path, resume: str) -> FoundCheckpoint | None:
 
 def _checkpoint_at(path: Path, out_dir: Path) -> FoundCheckpoint:
     """Read the checkpoint `path`, unless `out_dir` holds another run."""
-    is_elsewhere = path.resolve().parent != out_dir.resolve()
+    # Not Path.resolve, which raises RuntimeError where links form a loop.
+    is_elsewhere = os.path.dirname(os.path.realpath(path)) != os.path.realpath(out_dir)
     if (out_dir / "log.jsonl").exists() and is_elsewhere:
         raise CheckpointError(f"{out_dir} holds another run than {path}: choose another out_dir")
     return FoundCheckpoint(read_checkpoint(path, all_tensors=False), path, "")

@@ -99,7 +99,7 @@ def run(program: Program, case: Case, folder: Path, seconds: float) -> Outcome:
     for wait in (PATIENCE / 2, PATIENCE / 2):
         if process.is_alive():
             os.kill(process.pid, signal.SIGINT)
-            process.join(wait)
+            _wait(process, wait)
     _kill_group(process.pid)
     process.join()
     texts = []
@@ -111,12 +111,12 @@ def run(program: Program, case: Case, folder: Path, seconds: float) -> Outcome:
 
 def _wait(process: multiprocessing.Process, seconds: float) -> None:
     """Wait until a process has ended, or has had `seconds`: on a busy machine, of the processor."""
+    first = used = _processor_seconds(process.pid)
     end = time.monotonic() + seconds
     process.join(seconds)
-    used = -1.0
     while process.is_alive() and time.monotonic() < end + 5 * seconds:
         before, used = used, _processor_seconds(process.pid)
-        if used >= seconds or used == before:
+        if used >= first + seconds or used == before:
             return
         process.join(1)
 

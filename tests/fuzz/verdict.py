@@ -174,7 +174,9 @@ def _tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _not_trained(case: Case, folder: Path, settings: dict[str, str]) -> str:
-    logs = [path for path in _written(folder) if path.name == "log.jsonl"]
+    # A run may also go to a folder that was there.
+    logs = {path for path in _written(folder) if path.name == "log.jsonl"}
+    logs = list(logs | set(folder.glob(f"{settings.get('out_dir') or '.'}/log.jsonl")))
     if len(logs) != 1:
         return f"exit code 0, and {len(logs)} runs are there"
     events = [json.loads(line) for line in logs[0].read_text().splitlines()]
