@@ -710,7 +710,11 @@ class Distiller:
         shutil.rmtree(new, ignore_errors=True)  # of a run that was killed below
         weights.export_hf(student, new)
         shutil.rmtree(target, ignore_errors=True)
-        new.rename(target)
+        try:
+            new.rename(target)
+        except OSError as error:
+            shutil.rmtree(new, ignore_errors=True)
+            raise UserError(cannot_write(target, error, "the run is saved")) from None
 
 
 def _check_distilling(path: Path, state: dict[str, Any]) -> None:

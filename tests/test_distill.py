@@ -4,6 +4,7 @@ python -m pytest tests/test_distill.py
 """
 
 import dataclasses
+import errno
 import json
 import lzma
 import os
@@ -20,7 +21,7 @@ from small_rms import SHAPE, L, sequences
 
 import distill
 import training.provenance
-from common.errors import CheckpointError, ConfigError, DataError, HFError
+from common.errors import CheckpointError, ConfigError, DataError, HFError, UserError
 from configurator import parse_args
 from data.documents import Document
 from hf.config import SHAPES
@@ -608,6 +609,17 @@ def test_the_estimate_counts_what_a_run_holds(method, words):
         == 16 * parts["trained_parameters"]
         == parts["trained"] - 2 * parts["trained_parameters"]
     )
+
+
+def test_an_export_that_gets_no_name_leaves_nothing(tmp_path, monkeypatch):
+    def full(path, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path), None, str(target))
+
+    pytest.importorskip("safetensors")
+    monkeypatch.setattr(type(tmp_path), "rename", full)
+    with pytest.raises(UserError, match=r"hf: .*the run is saved.*make room"):
+        distill.Distiller._export(types.SimpleNamespace(out_dir=tmp_path), GPT(SHAPE))
+    assert not any(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------- repro/posthoc.sh

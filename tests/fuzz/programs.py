@@ -46,7 +46,14 @@ PROGRAMS = (
         "train",
         "train",
         (*TRAINED, "--out_dir=out"),
-        amounts=("max_iters", "gradient_accumulation_steps", "batch_size", "sample_tokens", *SIZES),
+        amounts=(
+            "max_iters",
+            "gradient_accumulation_steps",
+            "batch_size",
+            "sample_tokens",
+            "compile",
+            *SIZES,
+        ),
         imports=STEP,
     ),
     Program(

@@ -534,7 +534,7 @@ def test_transformers_works_beside_our_folder_named_kernels(tmp_path):
     cases = [(first, paths) for first in FIRST for paths in ([str(ROOT)], [str(ROOT), str(site)])]
     program = f"CASES = {cases}\n" + USE_BOTH
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == [
