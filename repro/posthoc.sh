@@ -8,15 +8,17 @@
 #
 # 1. a teacher of 10 M parameters, Llama's shape, bytes, 3.1 M tokens of every second document
 # 2. sizes of its residual stream, alpha, which blocks to couple, KL against statistics saved
-# 3. distillation from KL alone on the other documents, two plans: every block coupled, and the
-#    suggested one
-# 4. the control: the teacher trained on, on the same text, for as many tokens and with the same
-#    settings
-# 5. two more small models, to see whether the suggested alpha is near the best there is in all
+# 3. the students' learning rate, with a seed of its own, by KL on blocks of the other documents that
+#    distill.py holds out; the text that judges the models is not looked at
+# 4. distillation from KL alone on the other documents, two plans (every block coupled, and the
+#    suggested one), three seeds each
+# 5. the control: the teacher trained on, on the same text, for as many tokens, with the same
+#    settings and three seeds
+# 6. two more small models, to see whether the suggested alpha is near the best there is in all
 #    three
-# 6. KL and val loss of all of them on all held-out documents, paired by window
+# 7. KL and val loss of all of them on all held-out documents, paired by window
 #
-# About two hours on a free core. Steps that are done already are skipped.
+# Some five hours on a free core. Steps that are done already are skipped.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 [ $# -gt 0 ] || { usage; exit 2; }
@@ -42,18 +44,24 @@ done
     --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
 # AdamW's steps are of the learning rate's size however small the KL is, so that a low one ends
 # lower.
-settings="--learning_rate=1e-4 --min_lr=0 --weight_decay=0 --warmup_iters=20 --max_iters=1000"
-settings+=" --eval_interval=500"
-distil() {  # coupled_first
+settings="--min_lr=0 --weight_decay=0 --warmup_iters=20 --max_iters=1000 --eval_interval=500"
+distil() {  # coupled_first, learning rate, seed, run folder
   "$PYTHON" distill.py --teacher="$out/teacher" --local="$out/b.jsonl" --method=full \
     --coupled_first="$1" --block_size=256 --batch_size=8 --gradient_accumulation_steps=1 \
     --checkpoint_activations=False --dtype=bfloat16 --shuffle=65536 $settings \
-    --out_dir="$out/student-$1"
+    --learning_rate="$2" --seed="$3" --out_dir="$4"
 }
-distil 0  # every block
-distil 1  # the suggested plan
-"$PYTHON" train.py config/posthoc_teacher.py --init_from="$out/teacher" --data_dir="$out/text_b" \
-  --seed=2 $settings --eval_tokens=16384 --sample_tokens=0 --out_dir="$out/teacher-longer"
+for rate in 5e-5 1e-4 2e-4; do
+  distil 0 "$rate" 100 "$out/rates/$rate"
+done
+rate=$("$PYTHON" repro/posthoc_rate.py "$out/rates")
+for seed in 1 2 3; do
+  distil 0 "$rate" "$seed" "$out/student-0-$seed"  # every block
+  distil 1 "$rate" "$seed" "$out/student-1-$seed"  # the suggested plan
+  "$PYTHON" train.py config/posthoc_teacher.py --init_from="$out/teacher" \
+    --data_dir="$out/text_b" --seed="$seed" $settings --learning_rate="$rate" \
+    --eval_tokens=16384 --sample_tokens=0 --out_dir="$out/teacher-longer-$seed"
+done
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
   --data_dir="$out/text_a" --out_dir="$out/small-gpt2"
 "$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=9 --n_layer=6 \
@@ -64,4 +72,6 @@ if [ ! -f "$out/alpha.jsonl" ]; then  # it grows line by line: whole when it has
   mv "$out/alpha.part" "$out/alpha.jsonl"
 fi
 cp "$out/sizes.jsonl" "$out/fig3.png" "$out/alpha.jsonl" "$results/"
+"$PYTHON" -m evidence.archive "$results/runs.tar.xz" "$out/teacher" "$out"/rates/* \
+  "$out"/student-* "$out"/teacher-longer-*
 "$PYTHON" repro/posthoc_table.py "$out" "$source/openstax_ccby_val.jsonl.xz" "$results"

@@ -2,16 +2,21 @@
 table with intervals.
 
     python repro/posthoc_table.py out/posthoc val.jsonl.xz results/cpu/posthoc
-        (the last step of posthoc.sh)
+        judge all models (the last step of posthoc.sh)
+    python repro/posthoc_table.py results/cpu/posthoc
+        the table again, from windows.jsonl.xz
 
-Writes models.jsonl and README.md's table. Val loss and KL(teacher || model) are in nats a token, a
-token is a byte; the first position of a window is left out of the KL, not of the loss, where it
-predicts the second byte. Differences to the teacher are paired by window, over all whole windows of
-every document of the file; their intervals count documents, for windows of one are alike.
+Writes windows.jsonl.xz, table.md and models.jsonl. Val loss and KL(teacher || model) are in nats a
+token, a token is a byte; the first position of a window is left out of the KL, not of the loss,
+where it predicts the second byte. Differences to the teacher are paired by window, over all whole
+windows of every document of the file. Their intervals count documents, for windows of one are
+alike; where there are several seeds, seeds and documents.
 """
 
 import json
+import lzma
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,19 +24,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupt  # noqa: F401
 
+import numpy as np
 import torch
 
 from common.environment import environment, faster_float32_products
-from common.errors import ConfigError, run_program
-from common.output import write_bytes_atomically
-from common.stats import clustered
+from common.errors import ConfigError, UserError, run_program
+from common.output import markdown, write_bytes_atomically
+from common.stats import Estimate, clustered, crossed
 from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
 from load import load_model
+from model import GPT
 from posthoc.coupling import BATCH, Calibration, first_plan, text_windows, view
 from posthoc.kl import kl_divergence
 
 CALIBRATION = 16  # windows
+WINDOWS = "windows.jsonl.xz"
 
 
 def all_windows(text: str, meta: dict, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,67 +92,145 @@ def judge(
     return torch.cat(losses), torch.cat(kls)
 
 
-def main(argv: list[str]) -> None:
-    """Judge all models on all held-out windows, and write models.jsonl and table.md."""
-    if len(argv) != 3:
-        raise ConfigError(
-            "posthoc_table.py needs three arguments: "
-            "the runs' folder, a file of held-out text, a folder"
-        )
-    runs = Path(argv[0])
-    text = argv[1]
-    results = Path(argv[2])
+def models_of(
+    runs: Path, teacher: GPT, calibration: Calibration
+) -> dict[tuple[str, int | None], Callable[[], GPT]]:
+    """Return (name, seed) -> what makes the model, so that one at a time is in memory."""
+    models: dict[tuple[str, int | None], Callable[[], GPT]] = {("teacher", None): lambda: teacher}
+    for first in (0, 1):
+        name = f"coupled_first={first}"
+        plan = first_plan(teacher.config.n_layer, first)
+        alphas = {
+            "alpha 1": (),
+            "one alpha": (calibration.best_alpha(plan)[0],),
+            "alpha per layer": (calibration.alpha(plan),),
+        }
+        for kind, alpha in alphas.items():
+            models[f"{name}, {kind}", None] = partial(view, teacher, plan, *alpha)
+        models |= trained(runs, f"student-{first}", f"{name}, distilled")
+    return models | trained(runs, "teacher-longer", "teacher trained on")
+
+
+def trained(runs: Path, folder: str, name: str) -> dict[tuple[str, int | None], Callable[[], GPT]]:
+    """Return the models that were trained with several seeds, in folders FOLDER-SEED."""
+    found = sorted(runs.glob(f"{folder}-*"))
+    if not found:
+        raise ConfigError(f"{runs / folder}-SEED: no such run: repro/posthoc.sh trains it")
+    seeds = {int(run.name.rpartition("-")[2]): run for run in found}
+    return {(name, seed): partial(load_model, str(run)) for seed, run in sorted(seeds.items())}
+
+
+def judge_all(runs: Path, text: str, results: Path) -> None:
+    """Judge all models on all held-out windows, and write windows.jsonl.xz.
+
+    Its first line has the document of each window; the others a model's name, its seed, and loss
+    and KL of each window.
+    """
     teacher = load_model(str(runs / "teacher"))
     faster_float32_products(teacher.config.n_embd, teacher.config.head_channels)
     length = teacher.config.block_size
     windows, documents = all_windows(text, teacher.meta, length)
     seen = text_windows(str(runs / "b.jsonl"), teacher.meta, length, CALIBRATION)
-    calibration = Calibration(teacher, seen)
     with torch.no_grad():
         states = [teacher.hidden(idx) for idx in windows.split(BATCH)]
-    # Name -> makes the model, so that one at a time is in memory.
-    models = {"teacher": lambda: teacher}
-    for first in (0, 1):
-        plan = first_plan(teacher.config.n_layer, first)
-        models[f"coupled_first={first}, alpha 1"] = partial(view, teacher, plan)
-        models[f"coupled_first={first}, one alpha"] = partial(
-            view, teacher, plan, calibration.best_alpha(plan)[0]
+    head = {"length": length, "documents": documents.tolist()}
+    lines = [head | environment(torch.device("cpu"))]
+    for (name, seed), make in models_of(runs, teacher, Calibration(teacher, seen)).items():
+        losses, kls = judge(make(), teacher, windows, states)
+        lines.append({"model": name, "seed": seed, "losses": digits(losses), "kls": digits(kls)})
+        print(f"{name}, seed {seed}: val loss {losses.mean():.5f}, KL {kls.mean():.2e}", flush=True)
+    content = "".join(json.dumps(line) + "\n" for line in lines)
+    write_bytes_atomically(results / WINDOWS, lzma.compress(content.encode(), preset=9))
+
+
+def digits(values: torch.Tensor) -> list[float]:
+    """Round to eight digits, more than float32 arithmetic has."""
+    return [float(f"{value:.8g}") for value in values.tolist()]
+
+
+def read_windows(results: Path) -> tuple[dict, dict[str, list[dict]]]:
+    """Read windows.jsonl.xz. Returns its head, and name -> a record for each seed."""
+    path = results / WINDOWS
+    try:
+        head, *records = map(json.loads, lzma.open(path, "rt", encoding="utf-8"))
+    except (OSError, ValueError, EOFError, lzma.LZMAError) as error:
+        raise UserError(f"{path}: cannot be read ({error}): judge the models again") from None
+    models: dict[str, list[dict]] = {}
+    for record in records:
+        models.setdefault(record["model"], []).append(record)
+    return head, models
+
+
+def difference(losses: np.ndarray, base: np.ndarray, documents: np.ndarray) -> Estimate:
+    """Estimate by how much a model is above the teacher.
+
+    Args:
+        losses: (n seeds, N windows).
+        base: the teacher's, (N,).
+        documents: the document of each window, (N,).
+
+    Returns:
+        Of one seed, an interval over documents; of several, over seeds and documents.
+    """
+    differences = losses - base
+    if len(losses) == 1:
+        return clustered(differences[0], documents)
+    # What each document adds to the mean, brought to the scale of a mean: their mean is the mean
+    # over windows, however many of them a document has.
+    means = differences.mean(1, keepdims=True)  # (n, 1)
+    index = np.unique(documents, return_inverse=True)[1]
+    parts = np.stack([np.bincount(index, row) for row in differences - means])  # (n, G)
+    return crossed(means + parts * parts.shape[1] / len(documents))
+
+
+def write_table(results: Path) -> None:
+    """Write models.jsonl and table.md from windows.jsonl.xz."""
+    head, models = read_windows(results)
+    documents = np.array(head.pop("documents"))
+    base = np.array(models["teacher"][0]["losses"])  # (N,)
+    header = ["model", "val loss", "difference to the teacher", "relative", "each seed", "KL"]
+    rows, found = [], []
+    for name, records in models.items():
+        losses = np.array([record["losses"] for record in records])  # (n, N)
+        kl = float(np.mean([record["kls"] for record in records]))
+        row = {"model": name, "val_loss": float(losses.mean()), "kl": kl}
+        shown = ["", "", ""]
+        if name != "teacher":
+            estimate = difference(losses, base, documents)
+            low, high = estimate.interval()
+            row |= {"difference": estimate.mean, "interval": [low, high]}
+            # As shares of the teacher's loss.
+            relative = [float(value / base.mean()) for value in (estimate.mean, low, high)]
+            row |= {"relative": relative[0], "relative_interval": relative[1:]}
+            shown = [
+                f"{estimate.mean:+.5f} ({low:+.5f} .. {high:+.5f})",
+                "{:+.3%} ({:+.3%} .. {:+.3%})".format(*relative),
+                "",
+            ]
+        if len(records) > 1:
+            row["seeds"] = {
+                str(record["seed"]): float(loss.mean() / base.mean() - 1)
+                for record, loss in zip(records, losses, strict=True)
+            }
+            shown[2] = ", ".join(f"{value:+.3%}" for value in row["seeds"].values())
+        rows.append([name, f"{row['val_loss']:.5f}", *shown, f"{kl:.2e}"])
+        found.append(row | {"windows": len(base), "documents": len(set(documents))} | head)
+    lines = "".join(json.dumps(row) + "\n" for row in found)
+    write_bytes_atomically(results / "models.jsonl", lines.encode())
+    text = markdown(header, rows) + "\n"
+    write_bytes_atomically(results / "table.md", text.encode())
+    print(text)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) == 3:
+        judge_all(Path(argv[0]), argv[1], Path(argv[2]))
+    elif len(argv) != 1:
+        raise ConfigError(
+            "posthoc_table.py needs the runs' folder, a file of held-out text and a folder for "
+            "the results; or that folder alone"
         )
-        models[f"coupled_first={first}, alpha per layer"] = partial(
-            view, teacher, plan, calibration.alpha(plan)
-        )
-        models[f"coupled_first={first}, distilled"] = partial(
-            load_model, str(runs / f"student-{first}")
-        )
-    models["teacher trained on"] = partial(load_model, str(runs / "teacher-longer"))
-    lines = ["| model | val loss | difference to the teacher | relative | KL from the teacher |"]
-    lines += ["|---|---|---|---|---|"]
-    with open(results / "models.jsonl", "w", encoding="utf-8") as file:
-        base = None
-        for name, make in models.items():
-            loss, kl = judge(make(), teacher, windows, states)
-            base = loss if base is None else base
-            row = {"model": name, "val_loss": float(loss.mean()), "kl": float(kl.mean())}
-            shown = "|"  # two empty cells
-            if name != "teacher":
-                estimate = clustered((loss - base).numpy(), documents.numpy())
-                low, high = estimate.interval()
-                row |= {"difference": estimate.mean, "interval": [low, high]}
-                # As shares of the teacher's loss: difference, low, high.
-                relative = [value / float(base.mean()) for value in (estimate.mean, low, high)]
-                row |= {"relative": relative[0], "relative_interval": relative[1:]}
-                shown = (
-                    f"{estimate.mean:+.5f} ({low:+.5f} .. {high:+.5f}) | "
-                    "{:+.3%} ({:+.3%} .. {:+.3%})".format(*relative)
-                )
-            row["windows"] = len(windows)
-            row["length"] = length
-            row["documents"] = len(documents.unique())
-            row |= environment(torch.device("cpu"))
-            file.write(json.dumps(row) + "\n")
-            lines.append(f"| {name} | {row['val_loss']:.5f} | {shown} | {row['kl']:.2e} |")
-            print(lines[-1], flush=True)
-    write_bytes_atomically(results / "table.md", ("\n".join(lines) + "\n").encode())
+    write_table(Path(argv[-1]))
 
 
 if __name__ == "__main__":
