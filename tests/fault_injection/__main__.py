@@ -24,6 +24,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fault_injection")
     parser.add_argument("--out", default="", help="folder for table and data ('': print only)")
     parser.add_argument("--only", default="", help="programs whose name begins so")
+    parser.add_argument("--ranks", type=int, default=0, help="programs of N ranks (0: all)")
     parser.add_argument("--modes", default="", help="modes, with commas between ('': all)")
     parser.add_argument("--points", type=int, default=0, help="points of each mode (0: all)")
     parser.add_argument("--turns", action="store_true", help="one mode a program, in turn")
@@ -70,7 +71,8 @@ def try_all(folder: Path, options: argparse.Namespace) -> int:
     has_failed = False
     modes = options.modes.split(",") if options.modes else list(MODES)
     for number, program in enumerate(programs(Inputs(folder / "inputs"))):
-        if program.name.startswith(options.only):
+        is_asked = not options.ranks or program.ranks == options.ranks
+        if is_asked and program.name.startswith(options.only):
             place = Place(folder / f"program{number}")
             own = [modes[number % len(modes)]] if options.turns else modes
             records = try_program(program, place, own, options)
