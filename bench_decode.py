@@ -130,7 +130,11 @@ class DecodeBenchConfig:
         ("auto", "float32", "bfloat16", "float16"),
     )
     bandwidth: float = key(
-        0.0, "bytes/s for the floor (0: a copy's; for the ledger an H200's 4.3e12)", least=0
+        0.0,
+        "bytes/s for the floor (0: a copy's; for the ledger an H200's 4.3e12)",
+        least=1e6,
+        most=1e18,
+        zero=True,
     )
     launch_us: float = key(
         1.3, "ledger: microseconds of a launch within a CUDA graph", least=0, most=1e6

@@ -47,5 +47,8 @@ REGRESSIONS = (
         b'out = "\\ud800"',
     ),
     Regression("report", ("--delta.val_loss=1",), "the error named no key", ("delta.val_loss",)),
+    Regression("train", ("--resume=loop",), "RuntimeError: Symlink loop", ("resume",)),
+    Regression("train", ("--resume=",), "the error named no key", ("resume",)),
+    Regression("bench_decode", ("--bandwidth=5e-324",), "Infinity in its JSON", ("bandwidth",)),
     Regression("fineweb_edu", ("--processes=2147483647",), "OverflowError", ("processes",)),
 )
