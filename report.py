@@ -596,7 +596,7 @@ def write_report(
             "seeds.csv": seeds_csv(compared),
         }
         for name, content in texts.items():
-            write_bytes_atomically(out / name, content.encode())
+            write_bytes_atomically(out / name, content.encode(errors="backslashreplace"))
     return "\n\n".join(said(rows, unjudged, left_out))
 
 

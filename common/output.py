@@ -186,7 +186,10 @@ def write_results(
     lines = "".join(json.dumps(record) + "\n" for record in records)
     with writing(folder):
         write_bytes_atomically(folder / f"{name}.jsonl", lines.encode())
-        write_bytes_atomically(folder / page, f"{text.rstrip()}\n".encode())
+        # A path in it may not be UTF-8.
+        write_bytes_atomically(
+            folder / page, f"{text.rstrip()}\n".encode(errors="backslashreplace")
+        )
 
 
 def made_with(config: Any) -> str:

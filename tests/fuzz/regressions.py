@@ -50,5 +50,6 @@ REGRESSIONS = (
     Regression("train", ("--resume=loop",), "RuntimeError: Symlink loop", ("resume",)),
     Regression("train", ("--resume=",), "the error named no key", ("resume",)),
     Regression("bench_decode", ("--bandwidth=5e-324",), "Infinity in its JSON", ("bandwidth",)),
+    Regression("bench_decode", ("--out=\udcff",), "UnicodeEncodeError", ("out",)),
     Regression("fineweb_edu", ("--processes=2147483647",), "OverflowError", ("processes",)),
 )
