@@ -705,16 +705,20 @@ class Distiller:
 
     def _export(self, student: GPT) -> None:
         """Write hf/. It is whole whenever it exists, and replaces that of an earlier end."""
-        target = self.out_dir / "hf"
-        new = self.out_dir / "hf.new"
-        shutil.rmtree(new, ignore_errors=True)  # of a run that was killed below
+        target, new, old = (self.out_dir / name for name in ("hf", "hf.new", "hf.old"))
+        for left in (new, old):  # of a run that was killed below
+            shutil.rmtree(left, ignore_errors=True)
         weights.export_hf(student, new)
-        shutil.rmtree(target, ignore_errors=True)
         try:
+            if target.exists():
+                target.rename(old)
             new.rename(target)
         except OSError as error:
+            if old.exists():
+                old.rename(target)
             shutil.rmtree(new, ignore_errors=True)
             raise UserError(cannot_write(target, error, "the run is saved")) from None
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_distilling(path: Path, state: dict[str, Any]) -> None:

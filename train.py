@@ -693,8 +693,6 @@ class Trainer:
     def _finish(self, reason: str) -> None:
         """Write a sample of the model's text, if the run is complete, and close the log."""
         if not reason and self.config.sample_tokens:
-            # The weights are saved. If this is interrupted, the next start writes the sample.
-            self.stop_signal.release()
             self.log.say(self.evaluator.write_sample(self.model, self.out_dir / "samples.txt"))
         speed = self.clock.steady()  # tokens/s
         done = f"done: best val loss {self.best:.4f}"

@@ -30,22 +30,14 @@ class StopSignal:
     """Note SIGTERM, SIGINT and SIGHUP in `name` ("" before), for a loop that stops after its step.
 
     SIGHUP means that the terminal was closed; under nohup it is ignored, and stays so. Launchers
-    send SIGTERM more than once, so only a second Ctrl-C ends the process at once.
+    send SIGTERM more than once, so only Ctrl-C after one of them ends the process at once.
     """
 
     def __init__(self):
         self.name = ""
-        self._before: dict[int, Any] = {}
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
-
-    def release(self) -> None:
-        """Let signals do what they did before, the noted one at once: nothing can be lost now."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self.name:
-            signal.raise_signal(signal.Signals[self.name])
+                signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
         if number == signal.SIGINT and self.name:

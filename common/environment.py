@@ -20,6 +20,8 @@ from .errors import ConfigError
 ROOT = Path(__file__).resolve().parents[1]
 # What git compares to tell whether two commits differ in code. A bench may be writing to results/.
 CODE = ("--", ".", ":!results", ":!docs", ":!tests", ":!config", ":!*.md")
+# Instructions that a product may be made of
+ROUNDING = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 # What of it no training run imports
 NOT_TRAINING = (":!bench", ":!repro", ":!evidence", ":!report.py", ":!sweep.sh")
 # n_embd * head_dim from which oneDNN makes a whole training step faster, measured (docs/log.md).
@@ -139,6 +141,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": _device_name(device),
         "float32_products": torch.get_float32_matmul_precision(),
     }
+    if device.type == "cpu":
+        place["processor"] = _kind_of_processor()
     if device.type == "cuda":
         versions |= installed("triton") | {"cuda": torch.version.cuda}
         place["clocks"] = clocks(device)
@@ -183,6 +187,23 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({_processor()})"
+
+
+def _kind_of_processor() -> str:
+    """Say what decides how a CPU rounds: vendor, family, model, and instructions for vectors.
+
+    The name of a virtual machine's processor does not tell.
+    """
+    found = dict(
+        (part.strip() for part in line.split(":", 1))
+        for line in cpuinfo().splitlines()
+        if ":" in line
+    )
+    if "flags" not in found:
+        return platform.processor() or platform.machine()
+    kinds = [kind for kind in ROUNDING if kind in found["flags"].split()]
+    model = f"family {found.get('cpu family')} model {found.get('model')}"
+    return " ".join([found.get("vendor_id", "?"), model, *kinds])
 
 
 def _processor() -> str:

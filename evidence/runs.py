@@ -269,21 +269,24 @@ class Run:
             )
         return found
 
-    def problem(self) -> str:
-        """Why the run cannot be compared; "" if it can."""
+    @property
+    def changed(self) -> list[str]:
+        """What was other when the run was resumed, "key old -> new" each; what is harmless not."""
         harmless = NAMES | HARMLESS_VERSIONS
-        # A change is logged as "key old -> new".
-        changed = [
+        return [
             change
             for event in self.events_of("resume")
             for change in event.get("changed", [])
             if change.split()[0] not in harmless
         ]
+
+    def problem(self) -> str:
+        """Why the run cannot be compared; "" if it can."""
         gaps = [event["gap"] for event in self.events_of("resume") if event.get("gap")]
         if gaps:
             return f"its log has lost steps ({', '.join(map(str, gaps))})"
-        if changed:
-            return f"resumed with other settings, code or machine ({', '.join(changed)})"
+        if self.changed:
+            return f"resumed with other settings, code or machine ({', '.join(self.changed)})"
         if self.diverged:
             # Not the first end: the run may have been stopped and resumed before.
             reasons = [event["reason"] for event in self.events_of("end")]

@@ -8,6 +8,7 @@ goes on by itself. The answer depends on the logs alone, so any number of worker
 import hashlib
 import math
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 from common.errors import ConfigError, UserError
 from evidence.runs import Run, find_runs
 
-# Stages that choose settings, arm by arm. All others compare runs of the same seed with each other.
+# Stages that choose what the others compare. Those compare runs of the same seed with each other.
 CHOOSING = ("initialisation", "rates")
+# What such runs must have in common. Older logs have no `processor`.
+PLACE = ("device", "processor")
 
 Rates = dict[float, dict[int, float]]  # learning rate -> seed -> loss, infinite if it diverged
 
@@ -138,6 +141,7 @@ class Results:
         self.found: dict[tuple[str, str, str, int], Result] = {}
         # Stage, or stage, shape and seed -> name of the first run, and what the others must have.
         self.first: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {}
+        self.places: dict[str, Counter[str]] = {}  # stage -> device -> number of runs
         for stage, shapes in places.items():
             for shape, paths in shapes.items():
                 for path in paths:
@@ -159,9 +163,12 @@ class Results:
                     "the plan was changed after the run: bring it back, or move the run away"
                 )
             check_name(run)
+            if run.changed:
+                raise UserError(f"{run.name}: {run.problem()}: move it away to train it again")
             self._must_agree((stage,), run, "data", "versions", "git")
             if stage not in CHOOSING:
-                self._must_agree(pair_of(stage, shape, run.seed), run, "device")
+                self._must_agree(pair_of(stage, shape, run.seed), run, *PLACE)
+            self.places.setdefault(stage, Counter())[run.start["device"]] += 1
             loss = final_loss(run)
             if loss is not None:
                 self.found[stage, shape, run_name(run.path), run.seed] = Result(run, loss)
@@ -173,25 +180,16 @@ class Results:
         for key, value in here.items():
             if value != first[key]:
                 raise UserError(
-                    f"{run.name}: {key} {value}, but {name} of the same {' '.join(group)} had "
+                    f"{run.name}: {key} {value}, but {name} of the same stage had "
                     f"{first[key]}: move one of them away"
                 )
 
-    def check_processor(self, runs: list[Wanted], device: str) -> None:
-        """Raise UserError if a run would be compared with runs of another processor.
-
-        Args:
-            runs: that are to be trained now.
-            device: that trains them, as `start` of a log names it.
-        """
-        for run in runs:
-            group = pair_of(run.stage, run.shape, run.seed)
-            name, first = self.first.get(group, ("", {"device": device}))
-            if first["device"] != device:
-                raise UserError(
-                    f"{' '.join(group)}: {name} was trained on {first['device']}, and this is "
-                    f"{device}: finish this seed there, or move its runs away to train them again"
-                )
+    def place_of(self, run: Wanted) -> dict[str, Any] | None:
+        """Return device and processor of the first run of the same seed, None if there is none."""
+        if run.stage in CHOOSING:
+            return None
+        found = self.first.get(pair_of(run.stage, run.shape, run.seed))
+        return found and found[1]
 
     def commits(self, stage: str) -> list[str]:
         """Return the commits of a stage's runs."""

@@ -144,13 +144,15 @@ class Report:
         return "\n".join([*table, "", summary, *meanings])
 
     def more(self, untie: bool, insert: bool) -> dict[str, int]:
-        """Return which options that are not used would fold more norms, and how many calls then."""
-        folded = self.untied if untie else self.strict
+        """Return which option that is not used would fold more, and how many calls then."""
+        folded = len(self.analysis.plan(untie, insert)[1])
         more = {}
-        if not untie and self.untied > folded:
-            more["untie"] = self.untied
-        if not insert and self.worth and self.practical > folded:
-            more["insert"] = self.practical
+        for name, given, options in (
+            ("untie", untie, (True, insert)),
+            ("insert", insert, (untie, True)),
+        ):
+            if not given and (count := len(self.analysis.plan(*options)[1])) > folded:
+                more[name] = count
         return more
 
     def by(self, rules: str) -> "Report":

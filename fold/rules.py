@@ -111,8 +111,8 @@ def _dropout(line: Line) -> Feeds | None:
     if training and p > 0:
         # Zeros at random positions change the mean of a row.
         return Feeds(
-            failure=f"{describe(line.node)} is in training mode, and zeros at random make a mean "
-            "(model.eval() turns it off)"
+            failure=f"{describe(line.node)} is in training mode, and its zeros change the mean "
+            "(call model.eval(), and analyze again)"
         )
     return _through(x, line.axis, line)
 

@@ -557,8 +557,8 @@ def refuse_unknown(config: GPTConfig, plan: NormPlan, family: str) -> None:
         remedy += "; layouts of OLMo 2 and Gemma 3 need rope and a gated MLP"
     remedies = {
         "output_eps": f"it has one eps: train with --output_eps={config.norm_eps:g}",
-        "rms_bias": "a GPT-2 of transformers stays one with `convert.py ITS_FOLDER --to=rms "
-        "--transformers --out=...`",
+        "rms_bias": "train with --rms_bias=False; if it was a GPT-2 of transformers, convert that "
+        "one with --to=rms --transformers",
     }
     for name, is_computed in computes.items():
         if not is_computed:

@@ -25,47 +25,59 @@ set -euo pipefail
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 source=$1 out=${OUT:-out/posthoc} results=${RESULTS:-results/cpu/posthoc}
 mkdir -p "$out" "$results"
+# Eight documents of the first half are for evaluation while models train. What judges the models
+# in the end is not looked at before.
 for half in a b; do
   [ -f "$out/text_$half/meta.json" ] && continue
   # b in random order, so that its beginning has documents of all books
   "$PYTHON" -c 'import lzma, random, sys
-half, source, target = sys.argv[1:]
+half, source, target, val = sys.argv[1:]
 lines = lzma.open(source, "rt", encoding="utf-8").readlines()[half == "b" :: 2]
-random.Random(0).shuffle(lines) if half == "b" else None
+random.Random(0).shuffle(lines)
+if half == "a":
+    open(val, "w", encoding="utf-8").writelines(lines[:8])
+    lines = lines[8:]
 open(target, "w", encoding="utf-8").writelines(lines)' \
-    $half "$source/openstax_ccby_train.jsonl.xz" "$out/$half.jsonl"
-  "$PYTHON" data/fineweb_edu/prepare.py --local "$out/$half.jsonl" \
-    --val "$source/openstax_ccby_val.jsonl.xz" --tokenizer=bytes --out_dir="$out/text_$half" \
-    --processes=1
+    $half "$source/openstax_ccby_train.jsonl.xz" "$out/$half.jsonl" "$out/val.jsonl"
+  "$PYTHON" data/fineweb_edu/prepare.py --local "$out/$half.jsonl" --val "$out/val.jsonl" \
+    --tokenizer=bytes --out_dir="$out/text_$half" --processes=1
 done
-"$PYTHON" train.py config/posthoc_teacher.py --out_dir="$out/teacher" --data_dir="$out/text_a"
+finished() {  # run folder; a run that Ctrl-C stops saves, and exits with 0
+  tail -n 1 "$1/log.jsonl" | grep -q '"reason": "done"' || { echo "$1: stopped" >&2; exit 130; }
+}
+train() {  # run folder, keys
+  "$PYTHON" train.py "${@:2}" --out_dir="$1"
+  finished "$1"
+}
+train "$out/teacher" config/posthoc_teacher.py --data_dir="$out/text_a"
 [ -f "$out/sizes.jsonl" ] ||
   "$PYTHON" -m posthoc.rms_stats "$out/teacher" --text="$out/b.jsonl" --windows=32 --across \
     --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
-# AdamW's steps are of the learning rate's size however small the KL is, so that a low one ends
-# lower.
+# AdamW's steps are of the learning rate's size however small the KL is, so a low rate ends lower.
 settings="--min_lr=0 --weight_decay=0 --warmup_iters=20 --max_iters=1000 --eval_interval=500"
-distil() {  # coupled_first, learning rate, seed, run folder
+distil() {  # run folder, coupled_first, learning rate, seed, keys
   "$PYTHON" distill.py --teacher="$out/teacher" --local="$out/b.jsonl" --method=full \
-    --coupled_first="$1" --block_size=256 --batch_size=8 --gradient_accumulation_steps=1 \
+    --block_size=256 --batch_size=8 --gradient_accumulation_steps=1 \
     --checkpoint_activations=False --dtype=bfloat16 --shuffle=65536 $settings \
-    --learning_rate="$2" --seed="$3" --out_dir="$4"
+    --coupled_first="$2" --learning_rate="$3" --seed="$4" "${@:5}" --out_dir="$1"
+  finished "$1"
 }
-for rate in 5e-5 1e-4 2e-4; do
-  distil 0 "$rate" 100 "$out/rates/$rate"
+for rate in 2.5e-5 5e-5 1e-4 2e-4; do
+  # 64 blocks would be of two documents.
+  distil "$out/rates/$rate" 0 "$rate" 100 --eval_blocks=1024
 done
 rate=$("$PYTHON" repro/posthoc_rate.py "$out/rates")
 for seed in 1 2 3; do
-  distil 0 "$rate" "$seed" "$out/student-0-$seed"  # every block
-  distil 1 "$rate" "$seed" "$out/student-1-$seed"  # the suggested plan
-  "$PYTHON" train.py config/posthoc_teacher.py --init_from="$out/teacher" \
+  distil "$out/student-0-$seed" 0 "$rate" "$seed"  # every block
+  distil "$out/student-1-$seed" 1 "$rate" "$seed"  # the suggested plan
+  train "$out/teacher-longer-$seed" config/posthoc_teacher.py --init_from="$out/teacher" \
     --data_dir="$out/text_b" --seed="$seed" $settings --learning_rate="$rate" \
-    --eval_tokens=16384 --sample_tokens=0 --out_dir="$out/teacher-longer-$seed"
+    --eval_tokens=16384 --sample_tokens=0
 done
-"$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
-  --data_dir="$out/text_a" --out_dir="$out/small-gpt2"
-"$PYTHON" train.py config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=9 --n_layer=6 \
-  --position=rope --activation=swiglu --data_dir="$out/text_a" --out_dir="$out/small-llama"
+train "$out/small-gpt2" config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
+  --data_dir="$out/text_a"
+train "$out/small-llama" config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=9 --n_layer=6 \
+  --position=rope --activation=swiglu --data_dir="$out/text_a"
 if [ ! -f "$out/alpha.jsonl" ]; then  # it grows line by line: whole when it has its name
   "$PYTHON" repro/posthoc_alpha.py "$out/alpha.part" "$out/b.jsonl" "$out/small-gpt2" \
     "$out/small-llama" "$out/teacher"

@@ -30,7 +30,10 @@ def main(argv: list[str]) -> None:
         print(f"learning rate {run.name}: KL {found[run.name]:.3e}", file=sys.stderr)
     if not found:
         raise ConfigError(f"{argv[0]}: no runs in it: repro/posthoc.sh trains them")
-    print(min(found, key=found.get))
+    best = min(found, key=found.get)
+    if float(best) in (min(map(float, found)), max(map(float, found))):
+        print(f"warning: {best} is at the end of the grid: add a rate beyond it", file=sys.stderr)
+    print(best)
 
 
 if __name__ == "__main__":

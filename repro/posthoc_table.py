@@ -10,7 +10,8 @@ Writes windows.jsonl.xz, table.md and models.jsonl. Val loss and KL(teacher || m
 token, a token is a byte; the first position of a window is left out of the KL, not of the loss,
 where it predicts the second byte. Differences to the teacher are paired by window, over all whole
 windows of every document of the file. Their intervals count documents, for windows of one are
-alike; where there are several seeds, seeds and documents.
+alike; where there are several seeds, seeds and documents, with as many degrees of freedom as seeds
+less one, so that they are wide. "trained on" is also set against the students, as their control.
 """
 
 import json
@@ -40,6 +41,7 @@ from posthoc.kl import kl_divergence
 
 CALIBRATION = 16  # windows
 WINDOWS = "windows.jsonl.xz"
+CONTROL = "teacher trained on"
 
 
 def all_windows(text: str, meta: dict, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +110,7 @@ def models_of(
         for kind, alpha in alphas.items():
             models[f"{name}, {kind}", None] = partial(view, teacher, plan, *alpha)
         models |= trained(runs, f"student-{first}", f"{name}, distilled")
-    return models | trained(runs, "teacher-longer", "teacher trained on")
+    return models | trained(runs, "teacher-longer", CONTROL)
 
 
 def trained(runs: Path, folder: str, name: str) -> dict[tuple[str, int | None], Callable[[], GPT]]:
@@ -183,6 +185,15 @@ def difference(losses: np.ndarray, base: np.ndarray, documents: np.ndarray) -> E
     return crossed(means + parts * parts.shape[1] / len(documents))
 
 
+def against_control(
+    losses: np.ndarray, models: dict[str, list[dict]], documents: np.ndarray
+) -> list[float]:
+    """Return difference, low and high of students (n, N) to the control with the same seed."""
+    control = np.array([record["losses"] for record in models[CONTROL]])  # (n, N)
+    estimate = difference(losses - control, np.zeros(len(documents)), documents)
+    return [estimate.mean, *estimate.interval()]
+
+
 def write_table(results: Path) -> None:
     """Write models.jsonl and table.md from windows.jsonl.xz."""
     head, models = read_windows(results)
@@ -213,11 +224,19 @@ def write_table(results: Path) -> None:
                 for record, loss in zip(records, losses, strict=True)
             }
             shown[2] = ", ".join(f"{value:+.3%}" for value in row["seeds"].values())
+        if name.endswith("distilled"):
+            row["control"] = against_control(losses, models, documents)
         rows.append([name, f"{row['val_loss']:.5f}", *shown, f"{kl:.2e}"])
         found.append(row | {"windows": len(base), "documents": len(set(documents))} | head)
     lines = "".join(json.dumps(row) + "\n" for row in found)
     write_bytes_atomically(results / "models.jsonl", lines.encode())
     text = markdown(header, rows) + "\n"
+    for row in found:
+        if "control" in row:
+            text += (
+                f"\n{row['model']}, less the teacher trained on with the same seed: "
+                "{:+.5f} ({:+.5f} .. {:+.5f}).\n".format(*row["control"])
+            )
     write_bytes_atomically(results / "table.md", text.encode())
     print(text)
 

@@ -33,7 +33,7 @@ from evidence.stages import (
     VerdictStage,
     recommend,
 )
-from evidence.study import Plan, Results, Shape, Wanted
+from evidence.study import CHOOSING, PLACE, Plan, Results, Shape, Wanted
 
 PLAN = Path("repro/which_norm.toml")
 LEDGER = Path("results/cpu/bytes/ledger.jsonl")  # bytes that norms move in training
@@ -111,10 +111,40 @@ class Worker:
 
     # Training
 
-    def device(self) -> str:
-        """Return the name of the device that runs are trained on here."""
+    def own(self, stage: Stage, runs: list[Wanted], results: Results) -> list[Wanted]:
+        """Return those of the runs that this machine may train now.
+
+        Runs of one seed and shape are compared, so they belong to the kind of processor that began
+        the first of them. Each call claims one seed more. Stages that choose settings are free.
+
+        Raises:
+            UserError: all of them belong to others.
+        """
+        if stage.name in CHOOSING:
+            return runs
         found, _ = read_config_file(self.plan.config).get("device", ("auto", 0))
-        return environment(find_device(found))["device"]
+        here = {name: environment(find_device(found)).get(name) for name in PLACE}
+        groups: dict[tuple[str, int], list[Wanted]] = {}
+        for run in runs:
+            groups.setdefault((run.shape, run.seed), []).append(run)
+        own = []
+        has_claimed = False
+        for (shape, seed), group in groups.items():
+            claim = self.out / stage.name / shape / f"seed-{seed}.json"
+            is_new = not claim.exists()
+            if results.place_of(group[0]) not in (None, here) or (is_new and has_claimed):
+                continue
+            has_claimed = has_claimed or is_new
+            if is_first(claim, json.dumps(here)):
+                own += group
+        if not own:
+            first = runs[0]
+            raise UserError(
+                f"{stage.name}, {first.shape}: seed {first.seed} was begun on another processor "
+                f"than {here['device']}: finish it there, or move its runs and "
+                f"seed-{first.seed}.json away to train them again"
+            )
+        return own
 
     def do(self, stage: Stage) -> None:
         """Train until the stage wants nothing more, and write what it concludes."""
@@ -123,9 +153,8 @@ class Worker:
             missing = results.missing(stage.wanted(results))
             if not missing:
                 break
-            results.check_processor(missing, self.device())
             before = len(results.found)
-            failed = self.train(stage, missing)
+            failed = self.train(stage, self.own(stage, missing, results))
             after = len(self.results(stage).found)
             if failed and after == before:
                 raise UserError(
@@ -239,6 +268,20 @@ class Worker:
             f"Power to show that an arm like {self.plan.baseline} is non-inferior in all shapes, "
             f"with {seeds} seeds and a margin of {margin['margin']:.4f}: {chances}."
         )
+
+
+def is_first(path: Path, text: str) -> bool:
+    """Write `text` as a file, unless there is one. Returns whether the file has this text now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    try:
+        os.link(partial, path)  # whole at once, and refused if the name is taken
+    except FileExistsError:
+        pass
+    finally:
+        partial.unlink()
+    return path.read_text(encoding="utf-8") == text
 
 
 def alike(first: Any, second: Any) -> bool:

@@ -267,6 +267,11 @@ class Card:
             "difference from the first. Ranking by the mean rank of both shapes: "
             f"{', '.join(self.before['rates']['ranking'])}."
         )
+        places = results.places[stage.name].items()
+        parts.append(
+            "Trained on " + ", ".join(f"{device}: {count} runs" for device, count in places) + ". "
+            "Another processor moves a loss about as far as another seed does."
+        )
         return "\n\n".join(parts)
 
     def stability_text(self, stage: RateStage, results: Any, shape: Any, curves: Any) -> str:

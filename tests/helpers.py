@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -266,16 +265,10 @@ class Job:
 
     def signal_at(self, out_dir: Path, step: int, number: int, timeout: float = 120) -> None:
         """Send signal `number` to all ranks once log.jsonl shows `step`."""
-        self.signal_when(
-            lambda: any(record.get("step") == step for record in steps_of(out_dir)), number, timeout
-        )
-
-    def signal_when(self, comes: Callable[[], bool], number: int, timeout: float = 120) -> None:
-        """Send signal `number` to all ranks once `comes` is true."""
         end = time.monotonic() + timeout
-        while not comes():
+        while not any(record.get("step") == step for record in steps_of(out_dir)):
             assert time.monotonic() < end and self.processes[0].is_alive(), (
-                f"it never came to that: {self.text()}"
+                f"never came to step {step}: {self.text()}"
             )
             time.sleep(0.002)
         for process in self.processes:

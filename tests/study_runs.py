@@ -65,6 +65,7 @@ START = {
     "git": "0" * 40,
     "versions": {"python": "3", "torch": "2.13.0", "numpy": "2"},
     "device": "cpu (x)",
+    "processor": "x",
     "data": "a",
     "n_params": 1,
     "tokens_per_step": 2048,

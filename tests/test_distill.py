@@ -8,11 +8,13 @@ import errno
 import json
 import lzma
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from hf.config import SHAPES
 from load import load_model
 from model import GPT
 from posthoc import adapters, text
+from train import TrainConfig
 from training.checkpoint import BEST, DISTILLING, save_checkpoint
 
 pytest.importorskip("peft")
@@ -611,15 +614,28 @@ def test_the_estimate_counts_what_a_run_holds(method, words):
     )
 
 
-def test_an_export_that_gets_no_name_leaves_nothing(tmp_path, monkeypatch):
-    def full(path, target):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path), None, str(target))
-
+def test_an_export_that_gets_no_name_leaves_the_one_before(tmp_path, monkeypatch):
     pytest.importorskip("safetensors")
-    monkeypatch.setattr(type(tmp_path), "rename", full)
-    with pytest.raises(UserError, match=r"hf: .*the run is saved.*make room"):
-        distill.Distiller._export(types.SimpleNamespace(out_dir=tmp_path), GPT(SHAPE))
-    assert not any(tmp_path.iterdir())
+    rename = type(tmp_path).rename
+
+    def full(path, target):
+        if path.name == "hf.new":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path), None, str(target))
+        return rename(path, target)
+
+    run = types.SimpleNamespace(out_dir=tmp_path)
+    for before in (False, True):
+        if before:
+            (tmp_path / "hf").mkdir()
+            (tmp_path / "hf" / "old").touch()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(tmp_path), "rename", full)
+            with pytest.raises(UserError, match=r"hf: .*the run is saved.*make room"):
+                distill.Distiller._export(run, GPT(SHAPE))
+        assert [path.name for path in tmp_path.rglob("*")] == ["hf", "old"] * before
+    distill.Distiller._export(run, GPT(SHAPE))
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}
+    assert (tmp_path / "hf" / "config.json").exists() and not (tmp_path / "hf" / "old").exists()
 
 
 # --------------------------------------------------------------------------------- repro/posthoc.sh
@@ -627,7 +643,14 @@ def test_an_export_that_gets_no_name_leaves_nothing(tmp_path, monkeypatch):
 STUB = """#!/usr/bin/env bash
 [ "$1" != -m ] || shift
 echo "$1" >> calls
+echo "$*" >> words
+[ "$1" != repro/posthoc_rate.py ] || echo 1e-4
 for word; do case $word in
+  --out_dir=*/text_?) ;;
+  --out_dir=*)
+    mkdir -p "${word#*=}"
+    echo '{"event": "end", "reason": "done"}' > "${word#*=}/log.jsonl";;
+esac; case $word in
   --out_dir=*text_?) mkdir -p "${word#*=}" && touch "${word#*=}/meta.json";;
   --out=*|--plot=*) echo new > "${word#*=}";;
   *.part) echo new > "$word";;
@@ -660,6 +683,19 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
     calls = (tmp_path / "calls").read_text().split()
     steps = ("posthoc.rms_stats", "repro/posthoc_alpha.py", "repro/posthoc_table.py")
     assert [calls.count(step) for step in steps] == [1, 1, 2]
+    runs = [shlex.split(line) for line in (tmp_path / "words").read_text().splitlines()]
+    found = {}
+    for program, *words in runs:
+        if program in ("train.py", "distill.py"):
+            kind = distill.DistillConfig if program == "distill.py" else TrainConfig
+            config, _ = parse_args(kind, [w.replace("config/", f"{ROOT}/config/") for w in words])
+            found[program, Path(config.out_dir).name] = config
+    students = {name: config for (program, name), config in found.items() if program != "train.py"}
+    assert len(students) == 4 + 6 and len(found) == 10 + 6
+    for first in (0, 1):
+        for seed in (1, 2, 3):
+            config = students[f"student-{first}-{seed}"]
+            assert (config.coupled_first, config.seed, config.learning_rate) == (first, seed, 1e-4)
     assert all(
         (results / name).read_text() == "new\n"
         for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png")

@@ -226,20 +226,6 @@ def test_a_second_ctrl_c_ends_at_once(count, code, said):
     assert (done.returncode, done.stdout) == (code, said)
 
 
-def test_ctrl_c_in_the_final_sample_ends_it(launch, train_ok, tiny_data, tmp_path):
-    words = (*TINY, "--max_iters=4", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}")
-    job = launch(*words, "--sample_tokens=1000000")
-    # The last evaluation comes after the last step that a signal could stop.
-    last = {"event": "eval", "step": 4}
-    job.signal_when(
-        lambda: any(last.items() <= r.items() for r in records(tmp_path)), signal.SIGINT
-    )
-    assert job.wait() == [130]
-    assert not any(record["event"] == "end" for record in records(tmp_path))
-    train_ok(*words, "--sample_tokens=4")
-    assert records(tmp_path)[-1]["reason"] == "done" and (tmp_path / "samples.txt").exists()
-
-
 @pytest.mark.parametrize("resume", ["", "loop"])
 def test_a_path_that_leads_nowhere_is_named(launch, tiny_data, tmp_path, resume):
     loop = tmp_path / "loop"
@@ -247,7 +233,7 @@ def test_a_path_that_leads_nowhere_is_named(launch, tiny_data, tmp_path, resume)
     path = str(loop) if resume else ""
     words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}", f"--resume={path}")
     job = launch(*words)
-    assert job.wait() == [1]
+    assert job.wait() == [1 if resume else 2]
     assert job.text().count("error: ") == 1 and "Traceback" not in job.text()
     assert (str(loop) if resume else "resume=''") in job.text()
 

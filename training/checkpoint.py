@@ -348,9 +348,10 @@ def find_checkpoint(out_dir: Path, resume: str) -> FoundCheckpoint | None:
 
     Raises:
         CheckpointError: a checkpoint is there that must not be overwritten, or cannot be read.
+        ConfigError: `resume` is empty.
     """
     if not resume:
-        raise CheckpointError("resume='': give auto, never, or a checkpoint's path")
+        raise ConfigError("resume='': give auto, never, or a checkpoint's path")
     if resume not in ("auto", "never"):
         return _checkpoint_at(Path(resume), out_dir)
     present = [out_dir / name for name in (LAST, BEST) if (out_dir / name).exists()]

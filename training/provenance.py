@@ -19,7 +19,13 @@ from common.output import parse_json
 
 # Entries that are compared, and their types; versions are compared too, one by one. An older one
 # may lack some.
-COMPARED = {"git": str, "world_size": int, "device": str, "float32_products": str}
+COMPARED = {
+    "git": str,
+    "world_size": int,
+    "device": str,
+    "processor": str,
+    "float32_products": str,
+}
 SHOWN = 100  # characters of a value
 
 

@@ -231,7 +231,7 @@ def test_too_little_power_starts_no_verdicts(trained):
     ("change", "message"),
     [
         ({"study": "toy toy 0"}, "the plan was changed after the run"),
-        ({"data": "b"}, "data b, but .* of the same rates had a"),
+        ({"data": "b"}, "data b, but .* of the same stage had a"),
         ({"git": "1" * 40}, "git 1+, but"),
         ({"learning_rate": 1.0}, "its log says learning_rate=1.0"),
         ({"seed": 7}, "its log says seed=7"),
@@ -249,22 +249,31 @@ def test_foreign_runs_are_refused(trained, change, message):
 def test_runs_that_are_compared_share_their_processor(trained):
     rates = trained.finish(RateStage(trained.plan, {}, 1000, 100))
     stage = MarginStage(trained.plan, {"rates": rates}, 1000, 100)
-    wanted = stage.wanted(trained.results("margin"))
-    first = wanted[0]
-    same = [run for run in wanted if (run.shape, run.seed) == (first.shape, first.seed)]
-    second = same[1]
-    write(trained.plan, trained.folder / "margin", first, 1.0)
-    trained.results("margin").check_processor([first, second], "cpu (x)")
-    elsewhere = [run for run in wanted if run not in same]
-    trained.results("margin").check_processor(elsewhere, "cpu (y)")
-    message = f"margin {first.shape} seed {first.seed}: .* on cpu .x., and this is cpu .y."
-    with pytest.raises(UserError, match=message):
-        trained.results("margin").check_processor([*elsewhere, second], "cpu (y)")
-    write(trained.plan, trained.folder / "margin", elsewhere[0], 1.0, device="cpu (y)")
-    trained.results("margin")
-    write(trained.plan, trained.folder / "margin", second, 1.0, device="cpu (y)")
-    with pytest.raises(UserError, match=r"device cpu .y., but .* had cpu .x."):
+    first, *others = stage.wanted(trained.results("margin"))
+    same = [run for run in others if (run.shape, run.seed) == (first.shape, first.seed)]
+    other = next(run for run in others if run not in same)
+    folder = trained.folder / "margin"
+    write(trained.plan, folder, first, 1.0)
+    found = trained.results("margin")
+    assert found.place_of(same[0])["device"] == "cpu (x)" and found.place_of(other) is None
+    write(trained.plan, folder, other, 1.0, device="cpu (y)")
+    assert trained.results("margin").place_of(other)["device"] == "cpu (y)"
+    write(trained.plan, folder, same[0], 1.0, processor="z")
+    with pytest.raises(UserError, match=r"processor z, but .* had x"):
         trained.results("margin")
+
+
+def test_a_run_that_was_resumed_elsewhere_is_refused(trained):
+    stage = RateStage(trained.plan, {}, 1000, 100)
+    run = write(
+        trained.plan, trained.folder / "rates", stage.wanted(trained.results("rates"))[0], 1
+    )
+    log = run / "log.jsonl"
+    start, *events = log.read_text().splitlines(keepends=True)
+    resume = {"event": "resume", "step": 500, "changed": ["device cpu (x) -> cpu (y)"]}
+    log.write_text("".join([start, json.dumps(resume) + "\n", *events]))
+    with pytest.raises(UserError, match=r"resumed with other settings.*cpu .y.*train it again"):
+        trained.results("rates")
 
 
 def test_selection_may_change_its_processor(trained):
@@ -273,8 +282,8 @@ def test_selection_may_change_its_processor(trained):
     write(trained.plan, trained.folder / "rates", first, 1.0)
     write(trained.plan, trained.folder / "rates", second, 1.0, device="cpu (y)")
     found = trained.results("rates")
-    assert found.of(first) and found.of(second)
-    found.check_processor(stage.wanted(found), "cpu (z)")
+    assert found.of(first) and found.of(second) and found.place_of(first) is None
+    assert found.places["rates"] == {"cpu (x)": 1, "cpu (y)": 1}
 
 
 def test_spread_and_slope():

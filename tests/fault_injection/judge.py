@@ -70,7 +70,9 @@ def problem_at(program: Program, place: Place, fault: Fault, whole: Unbroken) ->
         return "not reached"
     if fault.mode not in KILLS:
         found = problem_of_error(program, ended, place, whole, given)
-        if found:
+        # Where it did without the call, a program like convert.py does not run again: its work is
+        # done.
+        if found or (ended.is_good and not difference(state_of(place.files), whole.state)):
             return found
     elif ended.is_good:
         return "not killed"

@@ -234,7 +234,7 @@ def test_dropout_in_training_mode():
     model = net(lambda m, x: m.out(m.ln(F.dropout(m.a(x), 0.5, m.training))))
     assert counts(analyze(model, (draw(2, 4, C),)))[:2] == (1, 1)
     report = analyze(model.train(), (draw(2, 4, C),))
-    assert report.strict == 0 and "training mode" in report.rows[0].reason
+    assert report.strict == 0 and "call model.eval(), and analyze again" in report.rows[0].reason
     with pytest.raises(FoldError, match="in this mode"):
         fold(model.eval(), report)
 
@@ -391,6 +391,12 @@ def test_tied_head():
     )
     centred, certificate = folded(model, (ids,), 2, insert=True)
     assert certificate.inserted == 1 and centred.wte.weight is centred.head.weight
+    assert report.more(False, False) == {"untie": 2, "insert": 2}
+    assert report.more(True, False) == report.more(False, True) == report.more(True, True) == {}
+    assert "\nuntied: folds if a tied parameter" in str(report)
+    assert "\ninserted: " not in str(report)
+    left = fold(model, report)[1]
+    assert left.folded == 0 and left.what.endswith("calls folded (untie=True: 2, insert=True: 2)")
 
 
 def test_uniform_gains_are_relied_upon_only_while_they_last():

@@ -31,6 +31,8 @@ def test_the_table_follows_from_the_windows(tmp_path, capsys):
     students = {seed: teacher + random.normal(0.02, 0.01, 10) for seed in (1, 2, 3)}
     models = {("teacher", None): teacher, ("coupled", None): coupled}
     models |= {("distilled", seed): losses for seed, losses in students.items()}
+    control = {seed: teacher - random.normal(0.04, 0.01, 10) for seed in students}
+    models |= {(posthoc_table.CONTROL, seed): losses for seed, losses in control.items()}
     write_windows(tmp_path, models, documents)
     posthoc_table.main([str(tmp_path)])
     rows = [json.loads(line) for line in (tmp_path / "models.jsonl").read_text().splitlines()]
@@ -42,6 +44,8 @@ def test_the_table_follows_from_the_windows(tmp_path, capsys):
     assert list(found["distilled"]["seeds"].values()) == pytest.approx(each)
     assert found["distilled"]["relative"] == pytest.approx(np.mean(each))
     assert found["distilled"]["kl"] == pytest.approx(np.mean(list(students.values())) / 10)
+    pairs = np.mean([students[seed] - control[seed] for seed in students])
+    assert found["distilled"]["control"][0] == pytest.approx(pairs)
     assert f"{each[1]:+.3%}" in (tmp_path / "table.md").read_text()
 
 
@@ -56,6 +60,11 @@ def test_seeds_and_documents_widen_the_interval():
     # Documents of equal size: as documents' means.
     assert over_documents.se == pytest.approx(
         crossed((same - base).reshape(3, 8, 5).mean(2)).se, rel=1e-9
+    )
+    # Of unequal size: as the windows of one seed, by document.
+    unequal = np.repeat(np.arange(5), [1, 4, 9, 12, 14])
+    assert posthoc_table.difference(same, base, unequal).se == pytest.approx(
+        clustered(same[0] - base, unequal).se
     )
     one = posthoc_table.difference(same[:1], base, documents)
     assert over_documents.se == pytest.approx(one.se) and one.mean == pytest.approx(0.1, abs=0.01)
@@ -77,6 +86,11 @@ def test_the_rate_with_the_lowest_kl_is_taken(tmp_path):
     command = [sys.executable, "repro/posthoc_rate.py", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "1e-4\n")
+    assert "warning" not in done.stderr
+    (tmp_path / "5e-5" / "log.jsonl").unlink()
+    (tmp_path / "5e-5").rmdir()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "1e-4\n" and "1e-4 is at the end of the grid" in done.stderr
     (tmp_path / "2e-4" / "log.jsonl").write_text('{"event": "step"}\n')
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode and "2e-4: not finished" in done.stderr

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from study_runs import make_plan, write
 
 from common.errors import UserError
 from evidence.stages import RateStage
-from evidence.study import Plan
+from evidence.study import Plan, Wanted
+from repro import which_norm
 from repro.which_norm import PLAN, Worker, parse, together
 from repro.which_norm_card import MARKERS, Card, put
 
@@ -85,6 +87,27 @@ def test_a_stage_is_trained_kept_and_concluded(worker, capfd):
     path.write_text(path.read_text().replace(worker.plan.study, "toy cpu 0"))
     with pytest.raises(UserError, match="of another plan"):
         worker.stage(RateStage)
+
+
+def test_a_seed_belongs_to_the_processor_that_began_it(worker, monkeypatch):
+    class Begun:
+        """Results of a stage of which a run of seed 3 was trained elsewhere."""
+
+        def place_of(self, run):
+            return {"device": "cpu (y)", "processor": "y"} if run.seed == 3 else None
+
+    stage = SimpleNamespace(name="verdict")
+    runs = [
+        Wanted("verdict", "W", arm, arm, seed) for seed in (1, 2, 3) for arm in ("rms", "layer")
+    ]
+    place = {"device": "cpu (x)", "processor": "x"}
+    monkeypatch.setattr(which_norm, "environment", lambda device: place)
+    assert worker.own(stage, runs, Begun()) == runs[:2]  # a second worker on this machine adds one
+    assert worker.own(stage, runs, Begun()) == worker.own(stage, runs, Begun()) == runs[:4]
+    place = {"device": "cpu (x)", "processor": "z"}
+    with pytest.raises(UserError, match=r"verdict, W: seed 1 was begun on another processor"):
+        worker.own(stage, runs, Begun())
+    assert worker.own(SimpleNamespace(name="rates"), runs, Begun()) == runs
 
 
 def test_the_committed_plan_says_what_lies_ahead():

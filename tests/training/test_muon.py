@@ -86,7 +86,9 @@ def plain_step(weight, momentum, gradient):
 
 def test_update_is_the_formula_on_each_matrix(monkeypatch):
     """Three float64 steps. torch's Newton-Schulz is bfloat16 always; here it is made float64."""
+    # torch 2.13 calls Tensor.bfloat16, 2.15 Tensor.to.
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.double().clone())
+    monkeypatch.setattr(torch, "bfloat16", torch.float64)
     model, optimizer = make()
     expected = matrices(model)
     momenta = [torch.zeros_like(matrix) for matrix in expected]
