@@ -77,6 +77,12 @@ class FoldBenchConfig:
         check_ranges(self)
         if min(self.lengths, default=0) < 1:
             raise ConfigError("lengths: give one or more, each 1 or more")
+        if not self.modes:
+            raise ConfigError(f"modes: give one or more of {', '.join(MODES)}")
+        for name in ("lengths", "modes"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ConfigError(f"{name}: one is there twice: leave it out")
         if unknown := [mode for mode in self.modes if mode not in MODES]:
             raise ConfigError(f"modes: {unknown[0]!r} is none of {', '.join(MODES)}")
 

@@ -51,5 +51,7 @@ REGRESSIONS = (
     Regression("train", ("--resume=",), "the error named no key", ("resume",)),
     Regression("bench_decode", ("--bandwidth=5e-324",), "Infinity in its JSON", ("bandwidth",)),
     Regression("bench_decode", ("--out=\udcff",), "UnicodeEncodeError", ("out",)),
+    Regression("bench.fold", ("--modes=",), "exit code 0 and no results", ("modes",)),
+    Regression("bench.fold", ("--lengths=" + "1," * 999 + "1",), "ran for ever", ("lengths",)),
     Regression("fineweb_edu", ("--processes=2147483647",), "OverflowError", ("processes",)),
 )
