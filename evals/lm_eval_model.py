@@ -102,7 +102,8 @@ def evaluate(scorer: Scorer, tasks: list[Any], manager: Any, config: EvalConfig)
         )
     except (KeyError, ValueError, OSError, AssertionError) as error:
         raise UserError(
-            f"{tasks[0].task_name}, ...: the harness cannot run this ({str(error)[:200]!r})"
+            f"{tasks[0].task_name}, ...: the harness cannot run this with num_fewshot="
+            f"{config.num_fewshot}, limit={config.limit} ({str(error)[:200]!r})"
         ) from None
     items = {}
     for task, samples in found["samples"].items():

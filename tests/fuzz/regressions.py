@@ -53,5 +53,6 @@ REGRESSIONS = (
     Regression("bench_decode", ("--out=\udcff",), "UnicodeEncodeError", ("out",)),
     Regression("bench.fold", ("--modes=",), "exit code 0 and no results", ("modes",)),
     Regression("bench.fold", ("--lengths=" + "1," * 999 + "1",), "ran for ever", ("lengths",)),
+    Regression("lm_eval_model", ("--num_fewshot=7",), "the error named no key", ("num_fewshot",)),
     Regression("fineweb_edu", ("--processes=2147483647",), "OverflowError", ("processes",)),
 )
