@@ -20,7 +20,7 @@ from decode_models import make, prompt
 from helpers import ROOT
 
 import bench_decode
-from common.errors import UserError
+from common.errors import ConfigError, UserError
 from decode import arms, gpt_fast, last_token, trace
 from decode.pack import pack
 from decode.step import Decoder
@@ -479,6 +479,8 @@ def test_last_token_protocol(monkeypatch, tmp_path, capsys):
 
 def test_what_cannot_be_is_refused(run, tmp_path):
     (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="bandwidth=5e-324"):
+        bench_decode.main([str(run), "--bandwidth=5e-324"])
     with pytest.raises(UserError, match="out="):
         bench_decode.main(
             [str(run), "--arms=A", "--peers=false", f"--out={tmp_path / 'file'}", *FAST]

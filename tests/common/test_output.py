@@ -16,11 +16,17 @@ import torch
 
 import hellaswag
 from common.errors import CheckpointError, HFError, UserError, cannot_write
-from common.output import whole_folder, write_bytes_atomically
+from common.output import whole_folder, write_bytes_atomically, write_results
 from hf.weights import export_hf
 from model import GPT, GPTConfig
 from training.checkpoint import remove_old_shards, save_checkpoint
 from training.log import RunLog
+
+
+def test_a_page_may_name_a_path_that_is_not_utf_8(tmp_path):
+    write_results(tmp_path, "times", [{"out": "\udcff"}], "README.md", "--out=\udcff")
+    assert (tmp_path / "README.md").read_text() == "--out=\\udcff\n"
+    assert json.loads((tmp_path / "times.jsonl").read_text()) == {"out": "\udcff"}
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path):

@@ -177,6 +177,8 @@ def test_harness_runs_mmlu_offline(tmp_path, capsys):
     first, second = json.loads(shown.splitlines()[-1])["groups"]
     assert first["cut"] == second["cut"] > 0 and first["context"] == second["context"] == 300
     assert second["difference"] == 0 and first["shots"] == [4] and "incomplete prompt" in shown
+    with pytest.raises(UserError, match=r"num_fewshot=7, limit=4 .*exceeds the 5"):
+        lm_eval_model.main([teacher, *words, "--num_fewshot=7"])
 
 
 TASK_FILE = """

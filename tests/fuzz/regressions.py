@@ -49,10 +49,5 @@ REGRESSIONS = (
     Regression("report", ("--delta.val_loss=1",), "the error named no key", ("delta.val_loss",)),
     Regression("train", ("--resume=loop",), "RuntimeError: Symlink loop", ("resume",)),
     Regression("train", ("--resume=",), "the error named no key", ("resume",)),
-    Regression("bench_decode", ("--bandwidth=5e-324",), "Infinity in its JSON", ("bandwidth",)),
-    Regression("bench_decode", ("--out=\udcff",), "UnicodeEncodeError", ("out",)),
-    Regression("bench.fold", ("--modes=",), "exit code 0 and no results", ("modes",)),
-    Regression("bench.fold", ("--lengths=" + "1," * 999 + "1",), "ran for ever", ("lengths",)),
-    Regression("lm_eval_model", ("--num_fewshot=7",), "the error named no key", ("num_fewshot",)),
     Regression("fineweb_edu", ("--processes=2147483647",), "OverflowError", ("processes",)),
 )

@@ -556,4 +556,5 @@ def test_loading_needs_no_second_copy(tmp_path):
         float(done.stdout),
         "times that",
     )
-    assert 0.9 < float(done.stdout) <= 1.2, done.stderr
+    # A second copy would make it 2.
+    assert 0.9 < float(done.stdout) <= 1.4, done.stderr
