@@ -40,7 +40,7 @@ Each case is a command with wrong, odd or extreme settings, run with 3 GiB of me
 imports and ten seconds (tests/fuzz/). It has to end with one line that names what is wrong, or with
 results that are finite and complete. Keys are counted as `--help` lists them; of those that
 train.py has too, other programs try some values. A program whose `sample` in fuzz.jsonl is not 0
-was tried with that many of its cases, drawn (`--sample=40 --short`, which leaves out long runs).
+was tried with that many of its cases, drawn (`--sample=N`).
 
 {table}
 """
