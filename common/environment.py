@@ -194,11 +194,7 @@ def _kind_of_processor() -> str:
 
     The name of a virtual machine's processor does not tell.
     """
-    found = dict(
-        (part.strip() for part in line.split(":", 1))
-        for line in cpuinfo().splitlines()
-        if ":" in line
-    )
+    found = _first_core()
     if "flags" not in found:
         return platform.processor() or platform.machine()
     kinds = [kind for kind in ROUNDING if kind in found["flags"].split()]
@@ -208,12 +204,17 @@ def _kind_of_processor() -> str:
 
 def _processor() -> str:
     """Name the model of the CPU and its number of cores."""
-    name = platform.processor() or platform.machine()
-    for line in cpuinfo().splitlines():
-        if line.startswith("model name"):
-            name = line.split(":", 1)[1].strip()
-            break
+    name = _first_core().get("model name") or platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores"
+
+
+def _first_core() -> dict[str, str]:
+    """Return what Linux says of the first core, by field; {} elsewhere."""
+    found: dict[str, str] = {}
+    for line in cpuinfo().splitlines():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    return found
 
 
 def _git(*arguments: str) -> str:

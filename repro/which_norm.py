@@ -123,7 +123,8 @@ class Worker:
         if stage.name in CHOOSING:
             return runs
         found, _ = read_config_file(self.plan.config).get("device", ("auto", 0))
-        here = {name: environment(find_device(found)).get(name) for name in PLACE}
+        place = environment(find_device(found))
+        here = {name: place.get(name) for name in PLACE}
         groups: dict[tuple[str, int], list[Wanted]] = {}
         for run in runs:
             groups.setdefault((run.shape, run.seed), []).append(run)
