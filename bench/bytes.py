@@ -405,6 +405,7 @@ ARMS = {
     "rms, no gains": {"norm_gain": "none"},
     "coupled, no gains": {"norm_gain": "none"},
     "rms, gains 1 + weight": {"norm_gain": "one_plus"},
+    "rms, QK-norms": {"qk_norm": "head"},
     "lns": {},
     "dyt": {},
     "derf": {},
@@ -535,7 +536,8 @@ head of that program.
 
 - one block: a bfloat16 block alone, closed by a product that adds the residual itself. With output
   norms, or norms that replace the stream, no product closes a block, so it has no such figure
-- olmo2 and hybrid: their norms within attention count, where no kernel of attention computes them
+- olmo2, hybrid and QK-norms (of each head): norms within attention count, where no kernel of
+  attention computes them
 - bfloat16 stream: what one more block costs train.py's model with residual=autocast. Every residual
   read counts here, the closing add's too, which one block leaves out as all have it:
   {2 * config.n_embd / 1000:.1f} kB in each row

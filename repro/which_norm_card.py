@@ -10,16 +10,20 @@ their markers. What is not finished yet is said.
 import math
 import os
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, run_program
 from common.output import markdown, write_bytes_atomically
 from common.plotting import plt, save, style
+from configurator import parse_args
 from evidence.curves import Curve
 from evidence.stages import Conclusions, RateStage
 from evidence.study import Plan
 from repro.which_norm import PLAN, STAGES, Worker, moved_bytes
+from train import TrainConfig
 
 MARKERS = ("<!-- card: python -m repro.which_norm_card -->", "<!-- end of the card -->")
 PAGES = (Path("docs/which_norm.md"), Path("README.md"))
@@ -31,11 +35,22 @@ TRAINED = {
     "taper": "`--init_from`, trained on",
     "rms-no-gain": "`--to=weightless`, exact",
 }
-MARGIN_WORDS = {
-    "within": "loses less than the margin",
-    "beyond": "loses more than the margin",
-    "open": "margin open",
+# Arms that the plan's rule about bytes leaves out -> their names in the ledger
+MOVED = {"rms-qk-norm": "rms, QK-norms"}
+# (direction, what is shown about the margin) -> verdict. An arm that is better loses nothing.
+VERDICTS = {
+    ("worse", "within"): "worse, by less than the margin",
+    ("worse", "beyond"): "worse, by more than the margin",
+    ("worse", "open"): "worse, margin open",
+    ("no difference shown", "within"): "no difference shown, at most the margin worse",
+    ("no difference shown", "open"): "no difference shown, margin open",
 }
+# The figure, in inches, and in nats
+FOREST = 5.0  # width of the panel of verdicts
+PANEL = 2.0  # width and height of the panel of one arm
+COLUMNS = 4
+HIGHEST = 0.3  # of the losses above the baseline's best
+GREY = "0.65"
 
 
 class Card:
@@ -74,7 +89,14 @@ class Card:
         """Return the card as Markdown."""
         parts = [f"**Which norm?** {self.setting()}"]
         if "rates" in self.before:
-            parts.append(markdown(self.header(), [self.row(arm) for arm in self.order()]))
+            table = {arm: self.row(arm) for arm in self.order()}
+            header = list(table[self.plan.baseline])
+            parts.append(markdown(header, [list(row.values()) for row in table.values()]))
+        if judged := self.verdicts():
+            parts.append(
+                f"Judged: the best {len(judged)} by their loss at the best rate, with other seeds. "
+                "The others follow in the order of that loss; their column in tokens is empty."
+            )
         parts.append(self.recommendation())
         if self.missing():
             parts.append(f"Not finished yet: {', '.join(map(self.progress, self.missing()))}.")
@@ -85,73 +107,74 @@ class Card:
         shapes = " and ".join(
             f"{shape.name} ({shape.n_layer} x {shape.keys['n_embd']})" for shape in self.plan.shapes
         )
+        first = self.plan.shapes[0]
+        parameters = 12 * first.n_layer * first.keys["n_embd"] ** 2 / 1e6
         verdict = self.plan.plan["verdict"]
         margin = "not measured yet"
         if "margin" in self.before:
             margin = f"{self.before['margin']['margin']:.4f} nats"
         share = self.plan.plan["margin"]["share"]
         return (
-            f"AdamW, blocks x channels {shapes}, {self.worker.steps:,} steps, the learning rate "
-            f"tuned for each arm; verdicts over {len(verdict['seeds'])} seeds; margin: {share:.0%} "
-            f"of the tokens, {margin}."
+            f"{parameters:.1f} M parameters in the blocks, blocks x channels {shapes}; "
+            f"{self.tokens() / 1e6:.1f} M tokens; AdamW, the learning rate tuned for each arm; "
+            f"verdicts over {len(verdict['seeds'])} seeds; margin: {share:.0%} of the tokens, "
+            f"{margin}."
         )
 
-    def header(self) -> list[str]:
-        """Return the headings of the card's table."""
-        return [
-            "arm",
-            "against the baseline, in tokens",
-            "in nats",
-            "best rate",
-            "rate tolerance",
-            "kB",
-            "launches",
-            "from a trained model",
-            "verdict",
-        ]
+    def tokens(self) -> int:
+        """Return the tokens that a run of length 1 sees."""
+        config, _ = parse_args(TrainConfig, [self.plan.config])
+        return (
+            config.max_iters
+            * config.batch_size
+            * config.block_size
+            * config.gradient_accumulation_steps
+        )
 
     def order(self) -> list[str]:
         """Return the arms: the baseline, then by rank."""
         return [self.plan.baseline, *self.before["rates"]["ranking"]]
 
-    def row(self, arm: str) -> list[str]:
-        """Return one row of the card."""
+    def row(self, arm: str) -> dict[str, str]:
+        """Return one row of the card: heading -> cell."""
         rates = self.before["rates"]["shapes"]
-        found = self.verdicts().get(arm)
-        tokens = nats = "-"
-        if found:
-            tokens = self.by_shape(lambda s: f"{100 * found['shapes'][s]['tokens']:+.1f} %")
-            nats = self.by_shape(
-                lambda s: (
-                    f"{found['shapes'][s]['difference']:+.4f} ({found['shapes'][s]['low']:+.4f} to "
-                    f"{found['shapes'][s]['high']:+.4f})"
-                )
-            )
-        return [
-            f"`{arm}`",
-            tokens,
-            nats,
-            self.by_shape(lambda s: self.rate_text(s, arm)),
-            self.by_shape(lambda s: tolerance_text(rates[s][arm])),
-            self.kilobytes(arm),
-            self.decoding(arm),
-            TRAINED.get(arm, "not tried"),
-            self.verdict_text(arm),
-        ]
+        shapes = "; ".join(self.shapes)
+        cells = {"arm": f"`{arm}`", "verdict": self.verdict_text(arm)}
+        if "verdict" in self.before:
+            for shape in self.shapes:
+                cells[f"{shape}, in tokens"] = self.in_tokens(arm, shape)
+            cells[f"in nats ({shapes})"] = self.in_nats(arm)
+        tolerance = self.by_shape(lambda shape: tolerance_text(rates[shape][arm]))
+        cells[f"rate tolerance ({shapes})"] = f"{tolerance} octaves"
+        cells["kB"] = self.kilobytes(arm)
+        cells["launches"] = self.decoding(arm)
+        cells["from a trained model"] = TRAINED.get(arm, "not tried")
+        return cells
 
-    def rate_text(self, shape: str, arm: str) -> str:
-        """Return the chosen rate, and whether it is settled.
+    def in_tokens(self, arm: str, shape: str) -> str:
+        """Return what an arm is worth in tokens, with its interval."""
+        if arm not in self.verdicts():
+            return ""
+        value, low, high = self.worth(arm, shape)
+        return f"{value:+.1f} % ({low:+.1f} to {high:+.1f})"
 
-        Not where the best one lay at an end of the curve, or where stage 4 found a better one.
-        """
-        found = self.before["rates"]["shapes"][shape][arm]
-        unsettled = self.before.get("check", {}).get("not_settled", [])
-        is_better = any(line.startswith(f"{arm}, {shape}: learning_rate") for line in unsettled)
-        return f"{found['rate']:g}" + (
-            "" if found["settled"] and not is_better else " (rate not settled)"
+    def worth(self, arm: str, shape: str) -> tuple[float, float, float]:
+        """Return how many more tokens the baseline needs for an arm's loss, and the interval, %."""
+        numbers = self.verdicts()[arm]["shapes"][shape]
+        slope = self.before["margin"]["slopes"][shape]
+        value, one, other = (
+            100 * math.expm1(-numbers[name] / slope) for name in ("difference", "low", "high")
         )
+        return value, min(one, other), max(one, other)
 
-    def by_shape(self, show: Any) -> str:
+    def in_nats(self, arm: str) -> str:
+        """Return the differences of an arm from the baseline."""
+        if arm not in self.verdicts():
+            return ""
+        shapes = self.verdicts()[arm]["shapes"]
+        return self.by_shape(lambda shape: f"{shapes[shape]['difference']:+.4f}")
+
+    def by_shape(self, show: Callable[[str], str]) -> str:
         """Return what `show` says of each shape, one behind the other."""
         return "; ".join(show(shape) for shape in self.shapes)
 
@@ -160,7 +183,15 @@ class Card:
         return self.before.get("verdict", {}).get("arms", {})
 
     def verdict_text(self, arm: str) -> str:
-        """Return the verdict in two parts."""
+        """Return the verdict in two parts, and where the rate is not settled."""
+        unsettled = [shape for shape in self.shapes if not self.is_settled(arm, shape)]
+        parts = [self.verdict_of(arm)]
+        if unsettled:
+            parts.append(f"rate not settled in {' and '.join(unsettled)}")
+        return "; ".join(parts)
+
+    def verdict_of(self, arm: str) -> str:
+        """Return the verdict on an arm."""
         if arm == self.plan.baseline:
             return "the baseline"
         if "verdict" not in self.before:
@@ -170,17 +201,29 @@ class Card:
         if diverged := self.before["verdict"]["diverged"][arm]:
             return f"{diverged} runs diverged"
         found = self.verdicts()[arm]
-        return f"{found['direction']}, {MARGIN_WORDS[found['margin']]}"
+        return VERDICTS.get((found["direction"], found["margin"]), found["direction"])
+
+    def is_settled(self, arm: str, shape: str) -> bool:
+        """Is the chosen rate settled?
+
+        Not where the best one lay at an end of the curve, or where stage 4 found a better one.
+        """
+        unsettled = self.before.get("check", {}).get("not_settled", [])
+        is_better = any(line.startswith(f"{arm}, {shape}: learning_rate") for line in unsettled)
+        return self.before["rates"]["shapes"][shape][arm]["settled"] and not is_better
 
     def kilobytes(self, arm: str) -> str:
         """Return what the norms of a block move in training, kB for each token."""
-        name = self.plan.plan["recommendation"]["bytes"].get(arm)
+        name = (self.plan.plan["recommendation"]["bytes"] | MOVED).get(arm)
         return f"{self.moved[name] / 1000:.1f}" if name else "n/a"
 
     def decoding(self, arm: str) -> str:
-        """Return the launches of a decoding step, plain and fused; QK-norms are not counted."""
-        words = self.plan.arms[arm]
-        return "n/a" if "qk_norm" in words else self.launches.get(words.split()[0], "n/a")
+        """Return the launches of a decoding step, plain and fused.
+
+        Norms of heads add none: the kernel that turns heads computes them (Qwen3 beside GPT-2 in
+        results/cpu/launches).
+        """
+        return self.launches.get(self.plan.arms[arm].split()[0], "n/a")
 
     def recommendation(self) -> str:
         """Return one sentence of recommendation and one on what is not known."""
@@ -373,13 +416,21 @@ class Card:
     def draw(self, target: Path) -> None:
         """Draw the forest of verdicts, where there are some, beside the learning-rate curves."""
         judged = list(self.verdicts())
-        count = len(self.shapes) + bool(judged)
-        figure, axes = plt.subplots(1, count, figsize=(4.6 * count, 5.2), layout="constrained")
-        axes = list(axes)
+        arms = self.order()[1:]
+        columns = min(COLUMNS, len(arms))
+        rows = -(-len(arms) // columns)
+        widths = [FOREST] * bool(judged) + [PANEL * columns]
+        size = (sum(widths), max(PANEL * rows + 0.9, 3.6))
+        figure = plt.figure(figsize=size, layout="constrained")
+        parts = list(figure.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0])
         if judged:
-            self.draw_forest(axes.pop(0), judged)
-        for number, (axis, shape) in enumerate(zip(axes, self.plan.shapes, strict=True)):
-            self.draw_curves(axis, shape, with_legend=number == len(axes) - 1)
+            self.draw_forest(parts.pop(0).subplots(), judged)
+        grid = parts[0].subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        self.draw_curves(grid, arms)
+        parts[0].suptitle(
+            f"Loss over the learning rate, nats above the best of {self.plan.baseline}"
+        )
+        parts[0].legend(handles=self.keys_of_curves(), loc="outside lower center", ncol=3)
         save(figure, target)
 
     def draw_forest(self, axis: plt.Axes, arms: list[str]) -> None:
@@ -387,61 +438,105 @@ class Card:
         slopes = self.before["margin"]["slopes"]
         # What the margin is worth in tokens differs between the shapes.
         margin = self.before["margin"]["margin"]
-        for shape, line in zip(self.shapes, ("-", "--"), strict=True):
-            worth = 100 * math.expm1(-margin / slopes[shape])
-            axis.axvline(worth, color="0.6", linestyle=line, label=f"margin, {shape}")
-        axis.axvline(0, color="0.5", linewidth=0.8)
+        worth = [100 * math.expm1(-margin / slopes[shape]) for shape in self.shapes]
+        axis.axvspan(min(worth), 0, color="0.9", label="worse by less than the margin")
+        axis.axvline(max(worth), color="0.75", linewidth=0.8)
+        axis.axvline(0, color="0.4", linewidth=1.0)
         for place, arm in enumerate(arms):
-            for offset, shape in zip((-0.12, 0.12), self.shapes, strict=True):
-                numbers = self.verdicts()[arm]["shapes"][shape]
-                ends = [
-                    100 * math.expm1(-numbers[name] / slopes[shape])
-                    for name in ("difference", "low", "high")
-                ]
-                is_first = shape == self.shapes[0]
+            for offset, look, shape in zip((-0.12, 0.12), LOOKS, self.shapes, strict=True):
+                value, low, high = self.worth(arm, shape)
                 color = style(0)["color"]
-                axis.plot(ends[1:], [place + offset] * 2, color=color, linewidth=1.4)
-                axis.plot(
-                    ends[0],
-                    place + offset,
-                    "o",
-                    color=color,
-                    markerfacecolor=color if is_first else "white",
-                    label=f"shape {shape}" if place == 0 else None,
-                )
+                axis.plot([low, high], [place + offset] * 2, color=color, linewidth=1.4)
+                label = f"shape {shape}" if place == 0 else None
+                marker = {"marker": "o", "markerfacecolor": look.fill or color, "linestyle": ""}
+                axis.plot(value, place + offset, color=color, label=label, **marker)
         axis.set_yticks(range(len(arms)), arms)
-        axis.invert_yaxis()
-        axis.set_xlabel(f"worth of tokens, % (right: better than {self.plan.baseline})")
+        axis.set_ylim(len(arms) - 0.5, -0.5)
+        axis.set_xlabel(f"% more tokens that {self.plan.baseline} needs for the arm's loss")
+        axis.set_title(
+            f"worse than {self.plan.baseline} | better: mean, 95 % interval", fontsize=10
+        )
         axis.legend(fontsize=8)
 
-    def draw_curves(self, axis: plt.Axes, shape: Any, with_legend: bool) -> None:
-        """Draw the losses of all arms over the learning rate; the chosen rate is a large marker."""
+    def draw_curves(self, grid: Any, arms: list[str]) -> None:
+        """Draw one panel for each arm, with the baseline in grey; the chosen rate is a star."""
         stage = self.worker.stage(RateStage)
         results = self.worker.results(stage)
-        lowest = []
-        for number, arm in enumerate(self.order()):
-            curve = stage.curve(results, shape, arm)
-            rates = [rate for rate in curve.rates if math.isfinite(curve.at(rate))]
-            losses = [curve.at(rate) for rate in rates]
-            look = style(number) | {"linestyle": "--" if number >= 7 else "-"}
-            axis.plot(rates, losses, linewidth=1.2, label=arm, **look)
-            chosen = self.before["rates"]["shapes"][shape.name][arm]["rate"]
-            axis.plot(
-                chosen, curve.at(curve.best), look["marker"], color=look["color"], markersize=9
-            )
-            lowest.append(min(losses, default=math.inf))
-        base = min(lowest)
-        axis.set_ylim(base - 0.02, base + 0.35)
-        axis.set_xscale("log", base=2)
+        lowest = 0.0
+        for axis, arm in zip(grid.flat, arms, strict=False):
+            for look, shape in zip(LOOKS, self.plan.shapes, strict=True):
+                base = stage.curve(results, shape, self.plan.baseline)
+                origin = base.at(base.best)
+                curve = stage.curve(results, shape, arm)
+                draw_curve(axis, base, origin, look, GREY)
+                draw_curve(axis, curve, origin, look, style(0)["color"])
+                chosen = self.before["rates"]["shapes"][shape.name][arm]["rate"]
+                axis.plot(chosen, curve.at(curve.best) - origin, **look.star(style(0)["color"]))
+                lowest = min(lowest, curve.at(curve.best) - origin)
+            axis.set_title(arm, fontsize=9)
+        for axis in grid.flat[len(arms) :]:
+            axis.set_axis_off()
+        grid[0, 0].set_ylim(lowest - 0.02, HIGHEST)
+        grid[0, 0].set_xscale("log", base=2)
         ticks = sorted(self.plan.rates)
-        axis.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
-        axis.set_xlabel("learning rate")
-        axis.set_ylabel("val_loss_full, nats per token")
-        axis.set_title(
-            f"{shape.name}: {shape.n_layer} blocks of {shape.keys['n_embd']} channels", fontsize=10
-        )
-        if with_legend:
-            axis.legend(fontsize=7, ncol=2)
+        grid[0, 0].set_xticks(ticks, [f"{1000 * rate:g}" for rate in ticks])
+        for axis in grid[-1]:
+            axis.set_xlabel("rate x 1,000", fontsize=8)
+
+    def keys_of_curves(self) -> list[plt.Line2D]:
+        """Return what the legend of the curves shows."""
+        color = style(0)["color"]
+        found = []
+        for look, shape in zip(LOOKS, self.shapes, strict=True):
+            found.append(plt.Line2D([], [], label=f"the arm, {shape}", **look.line(color)))
+            found.append(
+                plt.Line2D([], [], label=f"{self.plan.baseline}, {shape}", **look.line(GREY))
+            )
+        found.append(plt.Line2D([], [], label="chosen rate", **LOOKS[0].star(color)))
+        found.append(plt.Line2D([], [], label="diverged", **DIVERGED, color=color))
+        return found
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the figure draws a shape.
+
+    Attributes:
+        linestyle: of curves.
+        fill: of markers; "": their own colour.
+    """
+
+    linestyle: str
+    fill: str
+
+    def line(self, color: str) -> dict[str, Any]:
+        """Return the look of a curve."""
+        found = {"linestyle": self.linestyle, "color": color, "linewidth": 1.2}
+        return found | {"marker": "o", "markersize": 3.5, "markerfacecolor": self.fill or color}
+
+    def star(self, color: str) -> dict[str, Any]:
+        """Return the look of a chosen rate."""
+        found = {"linestyle": "", "color": color, "marker": "*", "markersize": 11}
+        return found | {"markerfacecolor": self.fill or color}
+
+
+LOOKS = (Look("-", ""), Look("--", "white"))  # of the shapes, in the plan's order
+DIVERGED = {"linestyle": "", "marker": "x", "markersize": 6}
+
+
+def draw_curve(axis: plt.Axes, curve: Curve, origin: float, look: Look, color: str) -> None:
+    """Draw a curve above `origin` nats; a rate that diverged is a cross at the top."""
+    rates = [rate for rate in curve.rates if math.isfinite(curve.at(rate))]
+    axis.plot(rates, [curve.at(rate) - origin for rate in rates], **look.line(color))
+    diverged = [rate for rate in curve.rates if rate not in rates]
+    top = 0.95 if look.fill else 0.88  # the shapes' crosses do not cover each other
+    axis.plot(
+        diverged,
+        [top] * len(diverged),
+        transform=axis.get_xaxis_transform(),
+        **DIVERGED,
+        color=color,
+    )
 
 
 def mean_text(loss: float | None) -> str:
@@ -451,7 +546,7 @@ def mean_text(loss: float | None) -> str:
 
 def tolerance_text(found: dict[str, Any]) -> str:
     """Return the octaves that the rate may be too high."""
-    return ("" if found["tolerance_seen"] else "at least ") + f"{found['tolerance']:.1f} octaves"
+    return ("" if found["tolerance_seen"] else "at least ") + f"{found['tolerance']:.1f}"
 
 
 def loss_text(curve: Curve, rate: float) -> str:
