@@ -453,9 +453,9 @@ class Card:
         axis.set_yticks(range(len(arms)), arms)
         axis.set_ylim(len(arms) - 0.5, -0.5)
         axis.set_xlabel(f"% more tokens that {self.plan.baseline} needs for the arm's loss")
-        axis.set_title(
-            f"worse than {self.plan.baseline} | better: mean, 95 % interval", fontsize=10
-        )
+        words = {"transform": axis.get_xaxis_transform(), "fontsize": 9, "va": "bottom"}
+        axis.text(0, 1.01, "worse  ", ha="right", **words)
+        axis.text(0, 1.01, "  better (mean, 95 % interval)", ha="left", **words)
         axis.legend(fontsize=8)
 
     def draw_curves(self, grid: Any, arms: list[str]) -> None:

@@ -10,6 +10,10 @@ import numpy as np
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
 
+MARGIN_WORDS = {
+    "worse": {"below": "worse, by less than the margin", "above": "worse, by more than the margin"},
+    "no difference shown": {"below": "no difference shown, at most the margin worse"},
+}
 Logs = dict[tuple[str, str], dict[str, str]]  # (stage, shape) -> name of run folder -> its log
 
 
@@ -53,12 +57,7 @@ def losses_of(logs: dict[str, str], name: str) -> dict[float, dict[int, float]]:
 
 def check_rate(found: dict, losses: dict[float, dict[int, float]], first: int, second: int) -> int:
     """Compare the best rate, its loss and the chosen rate of one arm in one shape."""
-    both = [seeds[second] - seeds[first] for seeds in losses.values() if second in seeds]
-    shift = float(np.mean(both))
-    mean = {}
-    for rate, seeds in losses.items():
-        values = [seeds[first]] + ([seeds[second] - shift] if second in seeds else [])
-        mean[rate] = float(np.mean(values))
+    mean = mean_by_rate(losses, first, second)
     best = min(sorted(mean), key=mean.get)
     assert best == found["best"]
     assert f"{mean[best]:.4f}" == f"{found['loss']:.4f}"
@@ -130,3 +129,238 @@ def loss_at(
     config = json.loads(log.splitlines()[0])["config"]
     assert config["learning_rate"] == rates["shapes"][shape][arm]["rate"]
     return final(log)
+
+
+# ---------------------------------------------------------------------- the card, as it is printed
+
+
+class Rederived:
+    """What a finished study's card must say, from plan and logs alone.
+
+    Args:
+        plan: file with the plan.
+        scale: of the plan.
+        logs: of all stages.
+        moved: arm -> bytes that its norms move, those that the plan's rule compares.
+    """
+
+    def __init__(self, plan: Path, scale: str, logs: Logs, moved: dict[str, float]):
+        self.rules = tomllib.loads(plan.read_text())
+        self.shapes = self.rules["scales"][scale]["shapes"]
+        self.logs = logs
+        self.moved = moved
+        self.baseline = self.rules["baseline"]
+        first, second = self.rules["rates"]["seeds"]
+        self.curves = {}
+        for shape, keys in self.shapes.items():
+            for arm, words in self.rules["arms"].items():
+                name = folder_name(words, keys["n_layer"])
+                self.curves[arm, shape] = mean_by_rate(
+                    losses_of(logs["rates", shape], name), first, second
+                )
+
+    def runs(self, stage: str, shape: str, arm: str) -> list[dict]:
+        """Return config and loss of the runs of an arm."""
+        name = re.escape(folder_name(self.rules["arms"][arm], self.shapes[shape]["n_layer"]))
+        more = "max_iters|warmup_iters|optimizer|learning_rate|init_std|planned_seeds"
+        pattern = rf"{name}(\+({more})=[^+]+)+-\d+"
+        found = []
+        for folder, log in self.logs.get((stage, shape), {}).items():
+            if re.fullmatch(pattern, folder):
+                config = json.loads(log.splitlines()[0])["config"]
+                found.append(config | {"loss": final(log)})
+        return found
+
+    def chosen(self, arm: str, shape: str) -> float:
+        """Return the chosen rate."""
+        curve = self.curves[arm, shape]
+        return float(f"{vertex(curve, min(sorted(curve), key=curve.get)):.1e}")
+
+    def slope(self, shape: str) -> float:
+        """Return the nats that e times as many tokens buy."""
+        by_length: dict[int, list[float]] = {}
+        for run in self.runs("margin", shape, self.baseline):
+            by_length.setdefault(run["max_iters"], []).append(run["loss"])
+        short, long = min(by_length), max(by_length)
+        fall = sum(by_length[short]) / len(by_length[short])
+        fall -= sum(by_length[long]) / len(by_length[long])
+        return fall / (math.log(long) - math.log(short))
+
+    @property
+    def margin(self) -> float:
+        """The margin in nats."""
+        slopes = [self.slope(shape) for shape in self.shapes]
+        return math.log(1 + self.rules["margin"]["share"]) * sum(slopes) / len(slopes)
+
+    def differences(self, stage: str, shape: str, arm: str) -> DescrStatsW:
+        """Return the differences from the baseline, by seed, over the seeds that are judged."""
+        seeds = self.rules[stage]["seeds"]
+        values = []
+        for name in (arm, self.baseline):
+            losses = {run["seed"]: run["loss"] for run in self.runs(stage, shape, name)}
+            values.append(np.array([losses[seed] for seed in seeds]))
+        return DescrStatsW(values[0] - values[1])
+
+    def judged(self) -> list[str]:
+        """Return the arms with verdict runs."""
+        shape = next(iter(self.shapes))
+        others = [arm for arm in self.rules["arms"] if arm != self.baseline]
+        return [arm for arm in others if self.runs("verdict", shape, arm)]
+
+    def adjusted(self, bound: float, side: str) -> dict[str, float]:
+        """Return arm -> p that it lies on this side of `bound` in every shape, Holm-adjusted."""
+        p_values = [
+            max(
+                self.differences("verdict", shape, arm).ttest_mean(bound, side)[1]
+                for shape in self.shapes
+            )
+            for arm in self.judged()
+        ]
+        return dict(zip(self.judged(), multipletests(p_values, method="holm")[1], strict=True))
+
+    def verdicts(self) -> dict[str, str]:
+        """Return arm -> its verdict."""
+        level = self.rules["verdict"]["level"]
+        better, worse = self.adjusted(0.0, "smaller"), self.adjusted(0.0, "larger")
+        below = self.adjusted(self.margin, "smaller")
+        above = self.adjusted(self.margin, "larger")
+        found = {}
+        for arm in self.judged():
+            if better[arm] < level:
+                found[arm] = "better"
+                continue
+            direction = "worse" if worse[arm] < level else "no difference shown"
+            side = "below" if below[arm] < level else "above" if above[arm] < level else ""
+            found[arm] = MARGIN_WORDS[direction].get(side, f"{direction}, margin open")
+        return found
+
+    def unsettled(self, arm: str) -> list[str]:
+        """Return the shapes in which a better rate may exist."""
+        found = []
+        for shape in self.shapes:
+            curve = self.curves[arm, shape]
+            best = min(sorted(curve), key=curve.get)
+            by_rate: dict[float, list[float]] = {}
+            for run in self.runs("check", shape, arm):
+                if run.get("init_std", 0) == self.shapes[shape]["init_std"]:
+                    by_rate.setdefault(run["learning_rate"], []).append(run["loss"])
+            means = {rate: sum(losses) / len(losses) for rate, losses in by_rate.items()}
+            here = means.get(self.chosen(arm, shape), -math.inf)
+            is_better = any(mean < here - self.margin / 2 for mean in means.values())
+            if best in (min(curve), max(curve)) or is_better:
+                found.append(shape)
+        return found
+
+    def tolerance(self, arm: str, shape: str) -> tuple[float, bool]:
+        """Return the octaves that the rate may be too high, and whether the end was seen."""
+        curve = self.curves[arm, shape]
+        order = sorted(curve)
+        place = order.index(min(order, key=curve.get))
+        limit = curve[order[place]] + self.rules["rates"]["tolerance"]
+        for left, right in zip(order[place:], order[place + 1 :], strict=False):
+            start = math.log2(left / order[place])
+            if math.isinf(curve[right]):
+                return start, True
+            if curve[right] > limit:
+                share = (limit - curve[left]) / (curve[right] - curve[left])
+                return start + share * math.log2(right / left), True
+        return math.log2(order[-1] / order[place]), False
+
+    def cells(self, arm: str) -> dict[str, str]:
+        """Return heading -> cell of the card's row of an arm, those that the logs decide."""
+        tolerances = []
+        for shape in self.shapes:
+            octaves, is_seen = self.tolerance(arm, shape)
+            tolerances.append(("" if is_seen else "at least ") + f"{octaves:.1f}")
+        names = "; ".join(self.shapes)
+        found = {f"rate tolerance ({names})": "; ".join(tolerances) + " octaves"}
+        if arm == self.baseline or arm not in self.judged():
+            word = "the baseline" if arm == self.baseline else "not judged"
+        else:
+            word = self.verdicts()[arm]
+            nats = []
+            for shape in self.shapes:
+                described = self.differences("verdict", shape, arm)
+                low, high = described.tconfint_mean(0.05)
+                value, least, most = (
+                    100 * (math.exp(-nats / self.slope(shape)) - 1)
+                    for nats in (described.mean, high, low)
+                )
+                found[f"{shape}, in tokens"] = f"{value:+.1f} % ({least:+.1f} to {most:+.1f})"
+                nats.append(f"{described.mean:+.4f}")
+            found[f"in nats ({names})"] = "; ".join(nats)
+        if unsettled := self.unsettled(arm):
+            word += f"; rate not settled in {' and '.join(unsettled)}"
+        return found | {"verdict": word}
+
+    def recommended(self) -> str:
+        """Return the arm that the declared rule recommends."""
+        verdicts = self.verdicts()
+        means = {
+            arm: sum(self.differences("verdict", shape, arm).mean for shape in self.shapes)
+            for arm in verdicts
+        }
+        if better := [arm for arm, word in verdicts.items() if word == "better"]:
+            return min(better, key=means.get)
+        below = self.adjusted(self.margin, "smaller")
+        within = [arm for arm in verdicts if below[arm] < self.rules["verdict"]["level"]]
+        octaves = {
+            arm: min(self.tolerance(arm, shape)[0] for shape in self.shapes)
+            for arm in (*within, self.baseline)
+        }
+        if all(self.tolerance(self.baseline, shape)[1] for shape in self.shapes):
+            least = octaves[self.baseline] + self.rules["recommendation"]["octaves"]
+            if tolerant := [arm for arm in within if octaves[arm] >= least]:
+                return max(tolerant, key=octaves.get)
+        return min(
+            [self.baseline, *within],
+            key=lambda arm: self.moved.get(arm, math.inf),
+        )
+
+    def turned(self, stage: str) -> list[str]:
+        """Return the arms whose sign stage `stage` contradicts."""
+        shape = self.rules[stage]["shape"]
+        found = []
+        for arm in self.judged():
+            if self.runs(stage, shape, arm):
+                low, high = self.differences(stage, shape, arm).tconfint_mean(0.05)
+                then = self.differences("verdict", shape, arm).mean
+                if low > 0 > then or high < 0 < then:
+                    found.append(arm)
+        return found
+
+
+def mean_by_rate(
+    losses: dict[float, dict[int, float]], first: int, second: int
+) -> dict[float, float]:
+    """Return learning rate -> loss, the second seed cleared of its mean difference."""
+    both = [seeds[second] - seeds[first] for seeds in losses.values() if second in seeds]
+    shift = float(np.mean(both))
+    found = {}
+    for rate, seeds in losses.items():
+        values = [seeds[first]] + ([seeds[second] - shift] if second in seeds else [])
+        found[rate] = sum(values) / len(values)
+    return found
+
+
+def check_card(anew: Rederived, text: str) -> int:
+    """Compare a finished card with what the logs say. Returns how many statements agree."""
+    lines = text.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("| arm |"))
+    header = [cell.strip() for cell in lines[start].split("|")[1:-1]]
+    count = 0
+    for line in lines[start + 2 :]:
+        if not line.startswith("| `"):
+            break
+        cells = dict(zip(header, [cell.strip() for cell in line.split("|")[1:-1]], strict=True))
+        expected = anew.cells(cells["arm"].strip("`"))
+        assert {name: cells[name] for name in expected} == expected
+        count += len(expected)
+    assert f"{anew.margin:.4f} nats" in text
+    assert f"**Recommendation: `{anew.recommended()}`**" in text
+    for stage, where in (("tokens", "At more tokens"), ("muon", "Under Muon")):
+        sentence = re.search(
+            rf"{where} (the sign turns for|no sign is shown to turn)([^.]*)\.", text
+        )
+        assert set(re.findall("`([^`]+)`", sentence[2])) == set(anew.turned(stage))
+    return count + 4

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import ROOT, TINY, write_tiny_shards
-from study_rederived import check
+from study_rederived import Rederived, check, check_card
 from study_runs import make_plan, write
 
 from common.errors import UserError
@@ -233,16 +233,44 @@ def test_a_card_says_what_is_missing(finished):
     assert "| arm |" not in Card(finished).text()
 
 
+STAGES = ("rates", "margin", "verdict", "check", "tokens", "muon")
+
+
+def moved(plan) -> dict[str, float]:
+    """Read the bytes that the plan's rule compares: arm -> bytes."""
+    lines = (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()
+    rows = {
+        row["norms"]: row["bytes_per_token"]["float32 stream"] for row in map(json.loads, lines)
+    }
+    return {arm: rows[name] for arm, name in plan.plan["recommendation"]["bytes"].items()}
+
+
 def test_a_second_implementation_agrees(finished):
     logs = {
         (stage, shape): {
             log.parent.name: log.read_text()
             for log in (finished.out / stage / shape).glob("*/log.jsonl")
         }
-        for stage in ("rates", "verdict")
+        for stage in STAGES
         for shape in ("W", "D")
     }
-    assert check(finished.plan.path, "toy", finished.kept, logs) > 30
+    plan = finished.plan
+    assert check(plan.path, "toy", finished.kept, logs) > 30
+    anew = Rederived(plan.path, "toy", logs, moved(plan))
+    text = Card(finished).text()
+    assert check_card(anew, text) == 2 * 5 + 2 + 4  # two judged arms, the baseline, the sentences
+    # It can fail: one digit of the card, one run of the logs.
+    wrong = re.sub(
+        r"\+(\d)(\d*\.\d %)", lambda found: f"+{9 - int(found[1])}{found[2]}", text, count=1
+    )
+    assert wrong != text
+    with pytest.raises(AssertionError):
+        check_card(anew, wrong)
+    runs = logs["verdict", "W"]
+    name = next(name for name in runs if name.startswith("layer"))
+    runs[name] = runs[name].replace('"val_loss_full": 1.4', '"val_loss_full": 1.5')
+    with pytest.raises(AssertionError):
+        check_card(anew, text)
 
 
 def test_a_second_implementation_agrees_on_the_committed_study():
@@ -258,3 +286,7 @@ def test_a_second_implementation_agrees_on_the_committed_study():
                 if member.name.endswith("/log.jsonl")
             }
     assert check(ROOT / PLAN, "cpu", kept, logs) > 30
+    if all((kept / f"{stage}.json").exists() for stage in STAGES):
+        anew = Rederived(ROOT / PLAN, "cpu", logs, moved(Plan(ROOT / PLAN, "cpu")))
+        for page in (kept / "README.md", ROOT / "docs/which_norm.md"):
+            assert check_card(anew, page.read_text()) > 30
