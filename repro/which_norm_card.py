@@ -11,22 +11,22 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, run_program
 from common.output import markdown, write_bytes_atomically
-from common.plotting import plt, save, style
 from configurator import parse_args
 from evidence.curves import Curve
 from evidence.stages import Conclusions, RateStage
 from evidence.study import Plan
 from repro.which_norm import PLAN, STAGES, Worker, moved_bytes
+from repro.which_norm_figure import Figure, Interval
 from train import TrainConfig
 
 MARKERS = ("<!-- card: python -m repro.which_norm_card -->", "<!-- end of the card -->")
-PAGES = (Path("docs/which_norm.md"), Path("README.md"))
+README = Path("README.md")
+PAGES = (Path("docs/which_norm.md"), README)
 NORMS = Path("docs/norms.md")  # its table has the launches of a decoding step
 # Which conversion gives a trained model the norm (docs/results.md has what it costs)
 TRAINED = {
@@ -41,16 +41,10 @@ MOVED = {"rms-qk-norm": "rms, QK-norms"}
 VERDICTS = {
     ("worse", "within"): "worse, by less than the margin",
     ("worse", "beyond"): "worse, by more than the margin",
-    ("worse", "open"): "worse, margin open",
-    ("no difference shown", "within"): "no difference shown, at most the margin worse",
-    ("no difference shown", "open"): "no difference shown, margin open",
+    ("worse", "open"): "worse; by more than the margin or less is open",
+    ("no difference shown", "within"): "no difference shown; a loss beyond the margin is ruled out",
+    ("no difference shown", "open"): "no difference shown; a loss beyond the margin is possible",
 }
-# The figure, in inches, and in nats
-FOREST = 5.0  # width of the panel of verdicts
-PANEL = 2.0  # width and height of the panel of one arm
-COLUMNS = 4
-HIGHEST = 0.3  # of the losses above the baseline's best
-GREY = "0.65"
 
 
 class Card:
@@ -85,22 +79,35 @@ class Card:
 
     # The card itself
 
-    def text(self) -> str:
-        """Return the card as Markdown."""
-        parts = [f"**Which norm?** {self.setting()}"]
+    def text(self, is_short: bool = False) -> str:
+        """Return the card as Markdown; a short one has no table of the arms that are not judged."""
+        parts = [f"**Which norm?** {self.setting()}", self.recommendation()]
         if "rates" in self.before:
-            table = {arm: self.row(arm) for arm in self.order()}
-            header = list(table[self.plan.baseline])
-            parts.append(markdown(header, [list(row.values()) for row in table.values()]))
-        if judged := self.verdicts():
-            parts.append(
-                f"Judged: the best {len(judged)} by their loss at the best rate, with other seeds. "
-                "The others follow in the order of that loss; their column in tokens is empty."
-            )
-        parts.append(self.recommendation())
+            parts += self.tables(is_short)
+        if "verdict" in self.before:
+            parts.append(" ".join([*self.later_stages(), self.unknown()]))
         if self.missing():
             parts.append(f"Not finished yet: {', '.join(map(self.progress, self.missing()))}.")
         return "\n\n".join(parts)
+
+    def tables(self, is_short: bool) -> list[str]:
+        """Return the table of the judged arms, and what there is to say of the others."""
+        judged = self.before.get("verdict", {}).get("diverged", {})
+        if not judged:
+            return [self.table(self.order())]
+        others = [arm for arm in self.order() if arm not in judged]
+        names = ", ".join(f"`{arm}`" for arm in others)
+        sentence = (
+            f"Not judged, in the order of a screening with two seeds: {names}. That does not mean "
+            "worse: places near the cut may be chance."
+        )
+        parts = [self.table([arm for arm in self.order() if arm in judged]), sentence]
+        return parts if is_short or not others else [*parts, self.table(others)]
+
+    def table(self, arms: list[str]) -> str:
+        """Return a table with these arms."""
+        rows = [self.row(arm) for arm in arms]
+        return markdown(list(rows[0]), [list(row.values()) for row in rows])
 
     def setting(self) -> str:
         """Say under what conditions the card holds."""
@@ -114,21 +121,15 @@ class Card:
         if "margin" in self.before:
             margin = f"{self.before['margin']['margin']:.4f} nats"
         share = self.plan.plan["margin"]["share"]
+        config, _ = parse_args(TrainConfig, [self.plan.config])
+        sequences = config.batch_size * config.gradient_accumulation_steps
+        tokens = config.max_iters * sequences * config.block_size
         return (
             f"{parameters:.1f} M parameters in the blocks, blocks x channels {shapes}; "
-            f"{self.tokens() / 1e6:.1f} M tokens; AdamW, the learning rate tuned for each arm; "
+            f"{tokens / 1e6:.1f} M tokens, {sequences} x {config.block_size} a step; AdamW, the "
+            "learning rate tuned for each arm; "
             f"verdicts over {len(verdict['seeds'])} seeds; margin: {share:.0%} of the tokens, "
             f"{margin}."
-        )
-
-    def tokens(self) -> int:
-        """Return the tokens that a run of length 1 sees."""
-        config, _ = parse_args(TrainConfig, [self.plan.config])
-        return (
-            config.max_iters
-            * config.batch_size
-            * config.block_size
-            * config.gradient_accumulation_steps
         )
 
     def order(self) -> list[str]:
@@ -140,15 +141,15 @@ class Card:
         rates = self.before["rates"]["shapes"]
         shapes = "; ".join(self.shapes)
         cells = {"arm": f"`{arm}`", "verdict": self.verdict_text(arm)}
-        if "verdict" in self.before:
+        if arm in self.before.get("verdict", {}).get("diverged", {}):
             for shape in self.shapes:
-                cells[f"{shape}, in tokens"] = self.in_tokens(arm, shape)
-            cells[f"in nats ({shapes})"] = self.in_nats(arm)
+                cells[f"tokens saved, {shape}"] = self.in_tokens(arm, shape)
+            cells[f"loss less that of `{self.plan.baseline}`, nats ({shapes})"] = self.in_nats(arm)
         tolerance = self.by_shape(lambda shape: tolerance_text(rates[shape][arm]))
-        cells[f"rate tolerance ({shapes})"] = f"{tolerance} octaves"
-        cells["kB"] = self.kilobytes(arm)
-        cells["launches"] = self.decoding(arm)
-        cells["from a trained model"] = TRAINED.get(arm, "not tried")
+        cells[f"rate tolerance, octaves ({shapes})"] = tolerance
+        cells["traffic of norms, kB"] = self.kilobytes(arm)
+        cells["decoding launches"] = self.decoding(arm)
+        cells["into a trained model"] = TRAINED.get(arm, "not tried")
         return cells
 
     def in_tokens(self, arm: str, shape: str) -> str:
@@ -158,14 +159,14 @@ class Card:
         value, low, high = self.worth(arm, shape)
         return f"{value:+.1f} % ({low:+.1f} to {high:+.1f})"
 
-    def worth(self, arm: str, shape: str) -> tuple[float, float, float]:
+    def worth(self, arm: str, shape: str) -> Interval:
         """Return how many more tokens the baseline needs for an arm's loss, and the interval, %."""
         numbers = self.verdicts()[arm]["shapes"][shape]
         slope = self.before["margin"]["slopes"][shape]
-        value, one, other = (
-            100 * math.expm1(-numbers[name] / slope) for name in ("difference", "low", "high")
+        value, low, high = (
+            in_tokens(numbers[name], slope) for name in ("difference", "high", "low")
         )
-        return value, min(one, other), max(one, other)
+        return value, low, high
 
     def in_nats(self, arm: str) -> str:
         """Return the differences of an arm from the baseline."""
@@ -226,32 +227,37 @@ class Card:
         return self.launches.get(self.plan.arms[arm].split()[0], "n/a")
 
     def recommendation(self) -> str:
-        """Return one sentence of recommendation and one on what is not known."""
+        """Return one sentence of recommendation."""
         if "recommendation" not in self.before:
             return "There is no recommendation before the verdicts."
         found = self.before["recommendation"]
-        sentence = f"**Recommendation: `{found['arm']}`**, for {found['why']}."
-        return " ".join([sentence, *self.later_stages(), self.unknown()])
+        return f"**Recommendation: `{found['arm']}`**, for {found['why']}."
 
     def later_stages(self) -> list[str]:
         """Return what stages 5 and 6 say of the verdicts."""
-        names = {"tokens": "At more tokens", "muon": "Under Muon"}
+        factor = self.plan.plan["tokens"]["factor"]
+        names = {"tokens": f"With {factor:g} times the tokens", "muon": "With Muon"}
         sentences = []
-        for name, where in names.items():
-            arms = self.before.get(name, {}).get("arms", {})
-            turned = [f"`{arm}`" for arm, found in arms.items() if found.get("contradicts")]
-            if turned:
-                sentences.append(f"{where} the sign turns for {', '.join(turned)}.")
-            elif arms:
-                sentences.append(f"{where} no sign is shown to turn.")
+        for name, what in names.items():
+            found = self.before.get(name)
+            if found and found["arms"]:
+                seeds = len(self.plan.plan[name]["seeds"])
+                arms = "; ".join(
+                    f"`{arm}` {later_text(numbers)}" for arm, numbers in found["arms"].items()
+                )
+                sentences.append(
+                    f"{what} ({found['shape']}, {seeds} seeds), in nats against "
+                    f"`{self.plan.baseline}`: {arms}."
+                )
         return sentences
 
     def unknown(self) -> str:
         """Return what has not been measured."""
-        open_questions = ["other sizes", "other data"]
+        open_questions = ["other sizes", "other data", "time on a GPU"]
         if "tokens" not in self.before:
             open_questions.append("more tokens for each parameter")
-        open_questions.append("other optimisers" + (" than Muon" if "muon" in self.before else ""))
+        known = "AdamW and Muon" if "muon" in self.before else "AdamW"
+        open_questions.append(f"optimisers other than {known}")
         return f"Not known: {', '.join(open_questions)}."
 
     # The page with all tables
@@ -413,130 +419,55 @@ class Card:
 
     # The figure
 
-    def draw(self, target: Path) -> None:
-        """Draw the forest of verdicts, where there are some, beside the learning-rate curves."""
-        judged = list(self.verdicts())
-        arms = self.order()[1:]
-        columns = min(COLUMNS, len(arms))
-        rows = -(-len(arms) // columns)
-        widths = [FOREST] * bool(judged) + [PANEL * columns]
-        size = (sum(widths), max(PANEL * rows + 0.9, 3.6))
-        figure = plt.figure(figsize=size, layout="constrained")
-        parts = list(figure.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0])
-        if judged:
-            self.draw_forest(parts.pop(0).subplots(), judged)
-        grid = parts[0].subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        self.draw_curves(grid, arms)
-        parts[0].suptitle(
-            f"Loss over the learning rate, nats above the best of {self.plan.baseline}"
-        )
-        parts[0].legend(handles=self.keys_of_curves(), loc="outside lower center", ncol=3)
-        save(figure, target)
-
-    def draw_forest(self, axis: plt.Axes, arms: list[str]) -> None:
-        """Draw differences in tokens with their intervals, and the margin as a band."""
-        slopes = self.before["margin"]["slopes"]
-        # What the margin is worth in tokens differs between the shapes.
-        margin = self.before["margin"]["margin"]
-        worth = [100 * math.expm1(-margin / slopes[shape]) for shape in self.shapes]
-        axis.axvspan(min(worth), 0, color="0.9", label="worse by less than the margin")
-        axis.axvline(max(worth), color="0.75", linewidth=0.8)
-        axis.axvline(0, color="0.4", linewidth=1.0)
-        for place, arm in enumerate(arms):
-            for offset, look, shape in zip((-0.12, 0.12), LOOKS, self.shapes, strict=True):
-                value, low, high = self.worth(arm, shape)
-                color = style(0)["color"]
-                axis.plot([low, high], [place + offset] * 2, color=color, linewidth=1.4)
-                label = f"shape {shape}" if place == 0 else None
-                marker = {"marker": "o", "markerfacecolor": look.fill or color, "linestyle": ""}
-                axis.plot(value, place + offset, color=color, label=label, **marker)
-        axis.set_yticks(range(len(arms)), arms)
-        axis.set_ylim(len(arms) - 0.5, -0.5)
-        axis.set_xlabel(f"% more tokens that {self.plan.baseline} needs for the arm's loss")
-        words = {"transform": axis.get_xaxis_transform(), "fontsize": 9, "va": "bottom"}
-        axis.text(0, 1.01, "worse  ", ha="right", **words)
-        axis.text(0, 1.01, "  better (mean, 95 % interval)", ha="left", **words)
-        axis.legend(fontsize=8)
-
-    def draw_curves(self, grid: Any, arms: list[str]) -> None:
-        """Draw one panel for each arm, with the baseline in grey; the chosen rate is a star."""
+    def figure(self) -> Figure:
+        """Return the figure, to be drawn."""
         stage = self.worker.stage(RateStage)
         results = self.worker.results(stage)
-        lowest = 0.0
-        for axis, arm in zip(grid.flat, arms, strict=False):
-            for look, shape in zip(LOOKS, self.plan.shapes, strict=True):
-                base = stage.curve(results, shape, self.plan.baseline)
-                origin = base.at(base.best)
-                curve = stage.curve(results, shape, arm)
-                draw_curve(axis, base, origin, look, GREY)
-                draw_curve(axis, curve, origin, look, style(0)["color"])
-                chosen = self.before["rates"]["shapes"][shape.name][arm]["rate"]
-                axis.plot(chosen, curve.at(curve.best) - origin, **look.star(style(0)["color"]))
-                lowest = min(lowest, curve.at(curve.best) - origin)
-            axis.set_title(arm, fontsize=9)
-        for axis in grid.flat[len(arms) :]:
-            axis.set_axis_off()
-        grid[0, 0].set_ylim(lowest - 0.02, HIGHEST)
-        grid[0, 0].set_xscale("log", base=2)
-        ticks = sorted(self.plan.rates)
-        grid[0, 0].set_xticks(ticks, [f"{1000 * rate:g}" for rate in ticks])
-        for axis in grid[-1]:
-            axis.set_xlabel("rate x 1,000", fontsize=8)
-
-    def keys_of_curves(self) -> list[plt.Line2D]:
-        """Return what the legend of the curves shows."""
-        color = style(0)["color"]
-        found = []
-        for look, shape in zip(LOOKS, self.shapes, strict=True):
-            found.append(plt.Line2D([], [], label=f"the arm, {shape}", **look.line(color)))
-            found.append(
-                plt.Line2D([], [], label=f"{self.plan.baseline}, {shape}", **look.line(GREY))
-            )
-        found.append(plt.Line2D([], [], label="chosen rate", **LOOKS[0].star(color)))
-        found.append(plt.Line2D([], [], label="diverged", **DIVERGED, color=color))
-        return found
+        rates = self.before["rates"]["shapes"]
+        margin = self.before.get("margin")
+        return Figure(
+            baseline=self.plan.baseline,
+            shapes=self.shapes,
+            curves={
+                arm: {shape.name: stage.curve(results, shape, arm) for shape in self.plan.shapes}
+                for arm in self.order()
+            },
+            chosen={
+                arm: {shape: rates[shape][arm]["rate"] for shape in self.shapes}
+                for arm in self.order()
+            },
+            worth={
+                arm: {shape: self.worth(arm, shape) for shape in self.shapes}
+                for arm in self.verdicts()
+            },
+            margin={
+                shape: in_tokens(margin["margin"], slope)
+                for shape, slope in margin["slopes"].items()
+            }
+            if margin
+            else {},
+        )
 
 
-@dataclass(frozen=True)
-class Look:
-    """How the figure draws a shape.
+def in_tokens(nats: float, slope: float) -> float:
+    """Return what a difference in loss is worth, % of tokens.
 
-    Attributes:
-        linestyle: of curves.
-        fill: of markers; "": their own colour.
+    Args:
+        nats: loss above the baseline's.
+        slope: nats that e times the tokens buy.
     """
-
-    linestyle: str
-    fill: str
-
-    def line(self, color: str) -> dict[str, Any]:
-        """Return the look of a curve."""
-        found = {"linestyle": self.linestyle, "color": color, "linewidth": 1.2}
-        return found | {"marker": "o", "markersize": 3.5, "markerfacecolor": self.fill or color}
-
-    def star(self, color: str) -> dict[str, Any]:
-        """Return the look of a chosen rate."""
-        found = {"linestyle": "", "color": color, "marker": "*", "markersize": 11}
-        return found | {"markerfacecolor": self.fill or color}
+    return 100 * math.expm1(-nats / slope)
 
 
-LOOKS = (Look("-", ""), Look("--", "white"))  # of the shapes, in the plan's order
-DIVERGED = {"linestyle": "", "marker": "x", "markersize": 6}
-
-
-def draw_curve(axis: plt.Axes, curve: Curve, origin: float, look: Look, color: str) -> None:
-    """Draw a curve above `origin` nats; a rate that diverged is a cross at the top."""
-    rates = [rate for rate in curve.rates if math.isfinite(curve.at(rate))]
-    axis.plot(rates, [curve.at(rate) - origin for rate in rates], **look.line(color))
-    diverged = [rate for rate in curve.rates if rate not in rates]
-    top = 0.95 if look.fill else 0.88  # the shapes' crosses do not cover each other
-    axis.plot(
-        diverged,
-        [top] * len(diverged),
-        transform=axis.get_xaxis_transform(),
-        **DIVERGED,
-        color=color,
-    )
+def later_text(numbers: dict[str, Any]) -> str:
+    """Return the difference of a later stage, and what it says of the verdict."""
+    if numbers["difference"] is None:
+        return "diverged"
+    low, high = numbers["low"], numbers["high"]
+    word = "the same sign" if low > 0 or high < 0 else "sign open"
+    if numbers["contradicts"]:
+        word = "the sign turns"
+    return f"{numbers['difference']:+.4f} ({low:+.4f} to {high:+.4f}), {word}"
 
 
 def mean_text(loss: float | None) -> str:
@@ -590,10 +521,10 @@ def main(argv: list[str]) -> None:
     card = Card(Worker(Plan(PLAN, scale), out, kept))
     kept.mkdir(parents=True, exist_ok=True)
     if "rates" in card.before:
-        card.draw(kept / "card.png")
+        card.figure().draw(kept / "card.png")
     write_bytes_atomically(kept / "README.md", card.page().encode())
     for page in PAGES:
-        put(page, card.text())
+        put(page, card.text(is_short=page == README))
     print(card.text())
 
 
