@@ -457,7 +457,9 @@ def recommend(plan: Plan, before: Conclusions, moved: dict[str, float]) -> tuple
         return moved.get(rules["bytes"].get(arm, ""), math.inf)
 
     if better := [arm for arm in verdicts if verdicts[arm]["direction"] == "better"]:
-        return max(better, key=gain), "it is better in both shapes"
+        return max(better, key=gain), "it is better in all shapes" + (
+            ", and gains most" if len(better) > 1 else ""
+        )
     within = [arm for arm in verdicts if verdicts[arm]["margin"] == "within"]
     more = octaves(baseline) + rules["octaves"]
     tolerant = [arm for arm in within if ends and octaves(arm) >= more]

@@ -28,12 +28,12 @@ MARKERS = ("<!-- card: python -m repro.which_norm_card -->", "<!-- end of the ca
 README = Path("README.md")
 PAGES = (Path("docs/which_norm.md"), README)
 NORMS = Path("docs/norms.md")  # its table has the launches of a decoding step
-# Which conversion gives a trained model the norm (docs/results.md has what it costs)
+# How a trained model gets the norm (docs/results.md has what it costs)
 TRAINED = {
-    "rms": "`--to=rms`, exact",
-    "coupled": "`--to=coupled`, inexact; distil",
-    "taper": "`--init_from`, trained on",
-    "rms-no-gain": "`--to=weightless`, exact",
+    "rms": "from `layer`, exact",
+    "coupled": "from `rms`, inexact: distil",
+    "taper": "from `rms`: train on",
+    "rms-no-gain": "from `rms`, exact",
 }
 # Arms that the plan's rule about bytes leaves out -> their names in the ledger
 MOVED = {"rms-qk-norm": "rms, QK-norms"}
@@ -41,7 +41,7 @@ MOVED = {"rms-qk-norm": "rms, QK-norms"}
 VERDICTS = {
     ("worse", "within"): "worse, by less than the margin",
     ("worse", "beyond"): "worse, by more than the margin",
-    ("worse", "open"): "worse; by more than the margin or less is open",
+    ("worse", "open"): "worse; whether beyond the margin is open",
     ("no difference shown", "within"): "no difference shown; a loss beyond the margin is ruled out",
     ("no difference shown", "open"): "no difference shown; a loss beyond the margin is possible",
 }
@@ -128,8 +128,8 @@ class Card:
             f"{parameters:.1f} M parameters in the blocks, blocks x channels {shapes}; "
             f"{tokens / 1e6:.1f} M tokens, {sequences} x {config.block_size} a step; AdamW, the "
             "learning rate tuned for each arm; "
-            f"verdicts over {len(verdict['seeds'])} seeds; margin: {share:.0%} of the tokens, "
-            f"{margin}."
+            f"verdicts over {len(verdict['seeds'])} other seeds; margin, the largest loss "
+            f"that counts as none: {share:.0%} of the tokens, {margin}."
         )
 
     def order(self) -> list[str]:
@@ -143,13 +143,15 @@ class Card:
         cells = {"arm": f"`{arm}`", "verdict": self.verdict_text(arm)}
         if arm in self.before.get("verdict", {}).get("diverged", {}):
             for shape in self.shapes:
-                cells[f"tokens saved, {shape}"] = self.in_tokens(arm, shape)
+                cells[f"extra tokens `{self.plan.baseline}` needs, {shape}"] = self.in_tokens(
+                    arm, shape
+                )
             cells[f"loss less that of `{self.plan.baseline}`, nats ({shapes})"] = self.in_nats(arm)
         tolerance = self.by_shape(lambda shape: tolerance_text(rates[shape][arm]))
         cells[f"rate tolerance, octaves ({shapes})"] = tolerance
-        cells["traffic of norms, kB"] = self.kilobytes(arm)
-        cells["decoding launches"] = self.decoding(arm)
-        cells["into a trained model"] = TRAINED.get(arm, "not tried")
+        cells["norm traffic, kB a token (training)"] = self.kilobytes(arm)
+        cells["launches of a block (decoding: plain, fused)"] = self.decoding(arm)
+        cells["conversion"] = TRAINED.get(arm, "not tried")
         return cells
 
     def in_tokens(self, arm: str, shape: str) -> str:

@@ -138,7 +138,7 @@ class Figure:
                 axis.plot(value, height, label=label, **look.marker)
         axis.set_yticks(range(len(self.worth)), self.worth)
         axis.set_ylim(len(self.worth) - 0.5, -0.5)
-        axis.set_xlabel(f"tokens saved (+) or lost (-) relative to {self.baseline}, %")
+        axis.set_xlabel(f"extra tokens that {self.baseline} needs to match the arm, %")
         axis.set_title("Verdicts: mean and 95 % interval", fontsize=10, pad=18)
         words = {"transform": axis.get_xaxis_transform(), "fontsize": 9, "va": "bottom"}
         axis.text(0, 1.01, "$\\leftarrow$ worse ", ha="right", **words)

@@ -13,7 +13,7 @@ from statsmodels.stats.weightstats import DescrStatsW
 MARGIN_WORDS = {
     ("worse", "below"): "worse, by less than the margin",
     ("worse", "above"): "worse, by more than the margin",
-    ("worse", ""): "worse; by more than the margin or less is open",
+    ("worse", ""): "worse; whether beyond the margin is open",
     ("no difference shown", "below"): "no difference shown; a loss beyond the margin is ruled out",
     ("no difference shown", ""): "no difference shown; a loss beyond the margin is possible",
 }
@@ -289,7 +289,9 @@ class Rederived:
                     100 * (math.exp(-nats / self.slope(shape)) - 1)
                     for nats in (described.mean, high, low)
                 )
-                found[f"tokens saved, {shape}"] = f"{value:+.1f} % ({least:+.1f} to {most:+.1f})"
+                found[f"extra tokens `{self.baseline}` needs, {shape}"] = (
+                    f"{value:+.1f} % ({least:+.1f} to {most:+.1f})"
+                )
                 nats.append(f"{described.mean:+.4f}")
             found[f"loss less that of `{self.baseline}`, nats ({names})"] = "; ".join(nats)
         if unsettled := self.unsettled(arm):

@@ -189,7 +189,7 @@ def test_a_card_says_what_the_stages_concluded(finished, tmp_path):
     card = Card(finished)
     assert card.missing() == []
     text = card.text()
-    assert "**Recommendation: `shared`**, for it is better in both shapes." in text
+    assert "**Recommendation: `shared`**, for it is better in all shapes." in text
     rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
     assert "| worse, by more than the margin |" in rows["layer"]
     assert "| better |" in rows["shared"] and re.search(r"\+\d+\.\d % \(\+", rows["shared"])
