@@ -131,8 +131,13 @@ def one_line(text: str) -> str:
     )
 
 
-def run_program(main: Callable[[list[str]], int | None]) -> None:
-    """Run `main(argv)` as a program: user errors become one line on stderr and an exit code."""
+def run_program(main: Callable[[list[str]], int | None], help_text: str | None = None) -> None:
+    """Run `main(argv)` as a program: user errors become one line on stderr and an exit code.
+
+    Args:
+        main: the program.
+        help_text: what it answers to --help or -h as the first word; None: `main` answers itself.
+    """
     if sys.stdout is not None and sys.stdout.errors == "strict":
         # A terminal that knows ASCII only shows other characters as \\u00e9.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -140,6 +145,9 @@ def run_program(main: Callable[[list[str]], int | None]) -> None:
         # The imports are over (common/interrupt.py); from now on files may have to be closed.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if help_text is not None and sys.argv[1:2] in (["--help"], ["-h"]):
+            print(help_text)
+            sys.exit()
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.stderr.write(INTERRUPTED)

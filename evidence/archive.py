@@ -155,9 +155,8 @@ def unpack(archive: Path) -> Path:
 
 def main(argv: list[str]) -> None:
     """List, add or remove runs."""
-    if not argv or argv[0] in ("--help", "-h"):
-        print(__doc__)
-        return
+    if not argv:
+        raise ConfigError("give an archive: --help says what can be done with it")
     archive = Path(argv[0])
     runs = argv[1:]
     if not archive.name.endswith(SUFFIX):
@@ -174,4 +173,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, __doc__)

@@ -101,4 +101,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, __doc__)

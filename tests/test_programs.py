@@ -20,7 +20,7 @@ from helpers import ROOT, TINY, records, val_losses
 
 import report
 import sample
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError, UserError, run_program
 from configurator import parse_args, read_config_file
 from data.tokenizers import CharTokenizer, byte_tokenizer, token_bytes
 from distill import DistillConfig
@@ -168,7 +168,6 @@ PROGRAMS = [
     "posthoc.rms_stats",
     "evals.lm_eval",
     "evals.lm_eval_model",
-    "evidence.claim",
 ]
 
 
@@ -180,6 +179,22 @@ def test_help(program, capsys, monkeypatch):
         importlib.import_module(program).main(["--help"])
     command = f"python -m {program}" if "." in program else f"python {program}.py"
     assert command in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_of_a_program_without_keys(word, capsys, monkeypatch):
+    def main(argv):
+        raise ConfigError(f"{argv}: not for the program")
+
+    monkeypatch.setattr("sys.argv", ["claim.py", word, "more"])
+    with pytest.raises(SystemExit) as end:
+        run_program(main, "python claim.py FOLDER COMMAND")
+    assert not end.value.code and "FOLDER COMMAND" in capsys.readouterr().out
+    # only the first word: others belong to a command
+    monkeypatch.setattr("sys.argv", ["claim.py", "folder", word])
+    with pytest.raises(SystemExit) as end:
+        run_program(main, "python claim.py FOLDER COMMAND")
+    assert end.value.code == 2
 
 
 def test_help_of_training_lists_every_key():
