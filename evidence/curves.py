@@ -40,6 +40,10 @@ class Curve:
         ]
         return float(np.mean(pairs)) if pairs else 0.0
 
+    def mean(self, rate: float) -> float:
+        """Return the plain mean of the losses at a rate over its seeds."""
+        return float(np.mean(list(self.losses[rate].values())))
+
     @property
     def rates(self) -> list[float]:
         """The rates, from the lowest on."""
@@ -148,7 +152,7 @@ class Curve:
 
 def finite(losses: dict[Any, float]) -> dict[Any, float | None]:
     """Return losses as JSON can hold them: None for a run that diverged."""
-    return {seed: loss if math.isfinite(loss) else None for seed, loss in losses.items()}
+    return {seed: finite_or_none(loss) for seed, loss in losses.items()}
 
 
 def finite_pair(pair: tuple[float, float]) -> list[float] | None:
@@ -156,9 +160,14 @@ def finite_pair(pair: tuple[float, float]) -> list[float] | None:
     return list(pair) if all(map(math.isfinite, pair)) else None
 
 
-def loss_of(record: dict[str, Any]) -> float:
-    """Return the loss of a record, infinite where it is None."""
-    return math.inf if record["loss"] is None else record["loss"]
+def finite_or_none(loss: float) -> float | None:
+    """Return a loss as JSON can hold it: None if the run diverged."""
+    return loss if math.isfinite(loss) else None
+
+
+def mean_of(record: dict[str, Any]) -> float:
+    """Return the mean over the seeds of a record, infinite where it is None."""
+    return math.inf if record["mean_of_seeds"] is None else record["mean_of_seeds"]
 
 
 def pooled_sd(groups: list[list[float]]) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 from common.errors import UserError
 from common.stats import Estimate, paired
 from evidence.comparison import Pair, without_a_document
-from evidence.curves import Curve, finite, finite_pair, loss_of, pooled_sd
+from evidence.curves import Curve, finite, finite_or_none, finite_pair, mean_of, pooled_sd
 from evidence.families import judge, power
 from evidence.study import Plan, Rates, Results, Shape, Wanted
 
@@ -217,7 +217,8 @@ class RateStage(Stage):
             "rate": curve.chosen,
             "best": curve.best,
             "settled": curve.is_settled,
-            "loss": curve.at(curve.best) if math.isfinite(curve.at(curve.best)) else None,
+            "loss": finite_or_none(curve.at(curve.best)),
+            "mean_of_seeds": finite_or_none(curve.mean(curve.best)),
             "tolerance": octaves,
             "tolerance_seen": is_seen,
             "highest_finite": curve.highest_finite,
@@ -227,14 +228,17 @@ class RateStage(Stage):
         }
 
     def _ranking(self, shapes: dict[str, Any]) -> list[str]:
-        """Return the arms but the baseline by mean rank over the shapes, the best first."""
+        """Return the arms but the baseline by mean rank over the shapes, the best first.
+
+        Ranked by the plain mean over the seeds at the best rate.
+        """
         others = [arm for arm in self.plan.arms if arm != self.plan.baseline]
         ranks = dict.fromkeys(others, 0)
         for found in shapes.values():
-            for rank, arm in enumerate(sorted(others, key=lambda arm: loss_of(found[arm]))):
+            for rank, arm in enumerate(sorted(others, key=lambda arm: mean_of(found[arm]))):
                 ranks[arm] += rank
         first = shapes[self.plan.shapes[0].name]
-        return sorted(others, key=lambda arm: (ranks[arm], loss_of(first[arm])))
+        return sorted(others, key=lambda arm: (ranks[arm], mean_of(first[arm])))
 
 
 # ------------------------------------------------------------------------------- margin and verdict
@@ -316,7 +320,7 @@ class VerdictStage(Stage):
         if not count:
             raise UserError(
                 f"stage verdict does not start: with {len(self.rules['seeds'])} seeds not even one "
-                f"arm has a power of {self.rules['power']}: declare a plan with more seeds"
+                f"arm has a power of {self.rules['power']}: amend the plan (docs/which_norm.md)"
             )
         return self.before["rates"]["ranking"][:count]
 
@@ -443,9 +447,6 @@ def recommend(plan: Plan, before: Conclusions, moved: dict[str, float]) -> tuple
     verdicts = before["verdict"]["arms"]
     baseline = plan.baseline
 
-    def gain(arm: str) -> float:
-        return -float(np.mean([found["difference"] for found in verdicts[arm]["shapes"].values()]))
-
     shapes = before["rates"]["shapes"].values()
     # Where the baseline's tolerance has no end, an arm cannot be shown to have more.
     ends = all(shape[baseline]["tolerance_seen"] for shape in shapes)
@@ -457,7 +458,7 @@ def recommend(plan: Plan, before: Conclusions, moved: dict[str, float]) -> tuple
         return moved.get(rules["bytes"].get(arm, ""), math.inf)
 
     if better := [arm for arm in verdicts if verdicts[arm]["direction"] == "better"]:
-        return max(better, key=gain), "it is better in all shapes" + (
+        return by_gain(verdicts, better)[0], "it is better in all shapes" + (
             ", and gains most" if len(better) > 1 else ""
         )
     within = [arm for arm in verdicts if verdicts[arm]["margin"] == "within"]
@@ -467,8 +468,19 @@ def recommend(plan: Plan, before: Conclusions, moved: dict[str, float]) -> tuple
         why = "it is non-inferior and its learning rate may be too high by a larger factor"
         return max(tolerant, key=octaves), why
     if cheaper := [arm for arm in within if cost(arm) < cost(baseline)]:
-        return min(cheaper, key=cost), "it is non-inferior and moves fewer bytes"
+        arm = min(cheaper, key=cost)
+        saved = 1 - cost(arm) / cost(baseline)
+        return arm, f"it is non-inferior and its norms move {saved:.1%} fewer bytes"
     return baseline, "no arm is shown to be better, or as good and more tolerant or cheaper"
+
+
+def by_gain(verdicts: dict[str, Any], arms: list[str] | None = None) -> list[str]:
+    """Return judged arms, all or these, by their mean difference over the shapes, best first."""
+
+    def difference(arm: str) -> float:
+        return float(np.mean([found["difference"] for found in verdicts[arm]["shapes"].values()]))
+
+    return sorted(verdicts if arms is None else arms, key=difference)
 
 
 class CheckStage(Stage):
@@ -480,7 +492,7 @@ class CheckStage(Stage):
         """Return the baseline and the arm that is checked with it."""
         arm = self.before["recommendation"]["arm"]
         if arm == self.plan.baseline:
-            arm = self.before["rates"]["ranking"][0]
+            arm = [*by_gain(self.before["verdict"]["arms"]), *self.before["rates"]["ranking"]][0]
         return [self.plan.baseline, arm]
 
     def _of(self, shape: Shape, arm: str, key: str, factor: float) -> list[Wanted]:
@@ -537,10 +549,10 @@ class OneShapeStage(Stage):
     """What stages 5 and 6 have in common: the baseline and the best arms in one shape."""
 
     def arms(self) -> list[str]:
-        """Return the baseline and the best arms of stage 3, by their mean difference."""
-        shape = self.rules["shape"]
-        verdicts = self.before["verdict"]["arms"]
-        order = sorted(verdicts, key=lambda arm: verdicts[arm]["shapes"][shape]["difference"])
+        """Return the baseline, the recommended arm and the best others of stage 3."""
+        order = by_gain(self.before["verdict"]["arms"])
+        recommended = self.before["recommendation"]["arm"]
+        order.sort(key=lambda arm: arm != recommended)  # keeps the order of the others
         return [self.plan.baseline, *order[: self.rules["arms"]]]
 
     @property
@@ -628,5 +640,5 @@ class MuonStage(OneShapeStage):
         return [self._run(arm, factor, seed) for seed in self.rules["seeds"]]
 
     def _run(self, arm: str, factor: float, seed: int) -> Wanted:
-        rate = float(f"{factor * self.rate(self.shape, arm):.1e}")
+        rate = factor * self.rate(self.shape, arm)
         return self.run(self.shape, arm, seed, optimizer="muon", learning_rate=rate)

@@ -18,7 +18,10 @@ from evidence.runs import Run, find_runs
 
 # Stages that choose what the others compare. Those compare runs of the same seed with each other.
 CHOOSING = ("initialisation", "rates")
-# What such runs must have in common. Older logs have no `processor`.
+# What all runs of a study must have in common.
+CONDITIONS = ("data", "versions")
+STUDY = ("the study",)  # the group of all its runs
+# What runs that are compared must have in common. Older logs have no `processor`.
 PLACE = ("device", "processor")
 
 Rates = dict[float, dict[int, float]]  # learning rate -> seed -> loss, infinite if it diverged
@@ -95,7 +98,19 @@ class Plan:
     @property
     def study(self) -> str:
         """The key `study` of every run: name, scale, the first 16 digits of the plan's hash."""
-        return f"{self.name} {self.scale} {self.hash[:16]}"
+        return self._study(self.hash)
+
+    def studies(self, stage: str) -> list[str]:
+        """Return the keys `study` that runs of a stage may have.
+
+        The plan's own, and those of the versions that it amends and whose stage it leaves alone.
+        """
+        amended: dict[str, list[str]] = self.plan.get("amends", {})
+        older = [self._study(digest) for digest, stages in amended.items() if stage in stages]
+        return [self.study, *older]
+
+    def _study(self, digest: str) -> str:
+        return f"{self.name} {self.scale} {digest[:16]}"
 
     def words(self, arm: str, shape: Shape, **keys: Any) -> str:
         """Return the arm's norm type and keys in a shape, with further keys."""
@@ -129,6 +144,7 @@ class Results:
         plan: whose runs they are.
         places: stage -> shape -> folders and archives with its runs; those that do not exist yet
             are passed over.
+        earlier: data and versions of the stages before, which these runs must have too.
 
     Raises:
         UserError: a run has another plan's hash, other settings than its name says, other data,
@@ -136,12 +152,18 @@ class Results:
             is compared with; or a log is damaged.
     """
 
-    def __init__(self, plan: Plan, places: dict[str, dict[str, list[Path]]]):
+    def __init__(
+        self,
+        plan: Plan,
+        places: dict[str, dict[str, list[Path]]],
+        earlier: dict[str, Any] | None = None,
+    ):
         self.plan = plan
         self.found: dict[tuple[str, str, str, int], Result] = {}
         # Stage, or stage, shape and seed -> name of the first run, and what the others must have.
         self.first: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {}
-        self.places: dict[str, Counter[str]] = {}  # stage -> device -> number of runs
+        if earlier is not None:
+            self.first[STUDY] = ("an earlier stage", earlier)
         for stage, shapes in places.items():
             for shape, paths in shapes.items():
                 for path in paths:
@@ -157,18 +179,18 @@ class Results:
         else:
             return
         for run in runs:
-            if run.config.get("study") != self.plan.study:
+            if run.config.get("study") not in self.plan.studies(stage):
                 raise UserError(
                     f"{run.name}: of study {run.config.get('study')!r}, not {self.plan.study!r}: "
-                    "the plan was changed after the run: bring it back, or move the run away"
+                    f"the plan was changed after the run: bring it back, or {move_away(run)}"
                 )
             check_name(run)
             if run.changed:
-                raise UserError(f"{run.name}: {run.problem()}: move it away to train it again")
-            self._must_agree((stage,), run, "data", "versions", "git")
+                raise UserError(f"{run.name}: {run.problem()}: to train it again, {move_away(run)}")
+            self._must_agree(STUDY, run, *CONDITIONS)
+            self._must_agree((stage,), run, "git")
             if stage not in CHOOSING:
                 self._must_agree(pair_of(stage, shape, run.seed), run, *PLACE)
-            self.places.setdefault(stage, Counter())[run.start["device"]] += 1
             loss = final_loss(run)
             if loss is not None:
                 self.found[stage, shape, run_name(run.path), run.seed] = Result(run, loss)
@@ -180,8 +202,7 @@ class Results:
         for key, value in here.items():
             if value != first[key]:
                 raise UserError(
-                    f"{run.name}: {key} {value}, but {name} of the same stage had "
-                    f"{first[key]}: move one of them away"
+                    f"{run.name}: {key} {value}, but {name} had {first[key]}: {move_away(run)}"
                 )
 
     def place_of(self, run: Wanted) -> dict[str, Any] | None:
@@ -190,6 +211,16 @@ class Results:
             return None
         found = self.first.get(pair_of(run.stage, run.shape, run.seed))
         return found and found[1]
+
+    def conditions(self) -> dict[str, Any]:
+        """Return data and versions of the runs."""
+        return self.first[STUDY][1]
+
+    def devices(self, stage: str) -> Counter[str]:
+        """Return device -> number of finished runs of a stage."""
+        return Counter(
+            result.run.start["device"] for key, result in self.found.items() if key[0] == stage
+        )
 
     def commits(self, stage: str) -> list[str]:
         """Return the commits of a stage's runs."""
@@ -204,6 +235,14 @@ class Results:
     def missing(self, wanted: list[Wanted]) -> list[Wanted]:
         """Return the runs that are not finished."""
         return [run for run in wanted if self.of(run) is None]
+
+
+def move_away(run: Run) -> str:
+    """Say how a run is moved away, from wherever it was read."""
+    return (
+        f"move its folder away, or take it out of the archive (python -m evidence.archive FILE "
+        f"--remove {run.path.name})"
+    )
 
 
 def pair_of(stage: str, shape: str, seed: int) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ class Worker:
             path = self.conclusion_of(kind.name)
             if path.exists():
                 before[kind.name] = json.loads(path.read_text())
-                if before[kind.name]["study"] != self.plan.study:
+                if before[kind.name]["study"] not in self.plan.studies(kind.name):
                     raise UserError(f"{path}: of another plan: bring that plan back, or move it")
         if VerdictStage.name in before:
             arm, why = recommend(self.plan, before, moved_bytes())
@@ -99,7 +99,9 @@ class Worker:
             shape.name: [self.archive(stage, shape), self.folder(stage, shape)]
             for shape in self.plan.shapes
         }
-        return Results(self.plan, {stage.name: places})
+        before = self.before()
+        conditions = [before[kind.name]["conditions"] for kind in STAGES if kind.name in before]
+        return Results(self.plan, {stage.name: places}, conditions[0] if conditions else None)
 
     def folder(self, stage: Stage, shape: Shape) -> Path:
         """Return the folder of a stage's run folders."""
@@ -142,8 +144,8 @@ class Worker:
             first = runs[0]
             raise UserError(
                 f"{stage.name}, {first.shape}: seed {first.seed} was begun on another processor "
-                f"than {here['device']}: finish it there, or move its runs and "
-                f"seed-{first.seed}.json away to train them again"
+                f"than {here['device']}: finish it there; or remove seed-{first.seed}.json and "
+                "move its runs away (of an archive: python -m evidence.archive FILE --remove RUN)"
             )
         return own
 
@@ -206,7 +208,11 @@ class Worker:
     def conclude(self, stage: Stage, results: Results) -> None:
         """Write what a stage concludes; a file that is there already must say the same."""
         path = self.conclusion_of(stage.name)
-        found = {"study": self.plan.study, "commits": results.commits(stage.name)}
+        found = {
+            "study": json.loads(path.read_text())["study"] if path.exists() else self.plan.study,
+            "commits": results.commits(stage.name),
+            "conditions": results.conditions(),
+        }
         text = json.dumps(found | stage.conclusion(results), indent=1) + "\n"
         if path.exists() and not alike(json.loads(path.read_text()), json.loads(text)):
             raise UserError(

@@ -92,8 +92,8 @@ class Card:
 
     def tables(self, is_short: bool) -> list[str]:
         """Return the table of the judged arms, and what there is to say of the others."""
-        judged = self.before.get("verdict", {}).get("diverged", {})
-        if not judged:
+        judged = [self.plan.baseline, *self.judged()]
+        if not self.judged():
             return [self.table(self.order())]
         others = [arm for arm in self.order() if arm not in judged]
         names = ", ".join(f"`{arm}`" for arm in others)
@@ -101,7 +101,7 @@ class Card:
             f"Not judged, in the order of a screening with two seeds: {names}. That does not mean "
             "worse: places near the cut may be chance."
         )
-        parts = [self.table([arm for arm in self.order() if arm in judged]), sentence]
+        parts = [self.table(judged), sentence]
         return parts if is_short or not others else [*parts, self.table(others)]
 
     def table(self, arms: list[str]) -> str:
@@ -119,7 +119,11 @@ class Card:
         verdict = self.plan.plan["verdict"]
         margin = "not measured yet"
         if "margin" in self.before:
-            margin = f"{self.before['margin']['margin']:.4f} nats"
+            found = self.before["margin"]
+            margin = f"{found['margin']:.4f} nats"
+            if judged := len(self.judged()):
+                chance = found["power"][str(judged)]
+                margin += f", shown with a power of {chance:.2f} for an arm like the baseline"
         share = self.plan.plan["margin"]["share"]
         config, _ = parse_args(TrainConfig, [self.plan.config])
         sequences = config.batch_size * config.gradient_accumulation_steps
@@ -141,7 +145,7 @@ class Card:
         rates = self.before["rates"]["shapes"]
         shapes = "; ".join(self.shapes)
         cells = {"arm": f"`{arm}`", "verdict": self.verdict_text(arm)}
-        if arm in self.before.get("verdict", {}).get("diverged", {}):
+        if arm in (self.plan.baseline, *self.judged()) and "verdict" in self.before:
             for shape in self.shapes:
                 cells[f"extra tokens `{self.plan.baseline}` needs, {shape}"] = self.in_tokens(
                     arm, shape
@@ -181,6 +185,11 @@ class Card:
         """Return what `show` says of each shape, one behind the other."""
         return "; ".join(show(shape) for shape in self.shapes)
 
+    def judged(self) -> list[str]:
+        """Return the arms of stage 3, those that diverged too; empty before it is finished."""
+        found = self.before.get("verdict", {}).get("diverged", {})
+        return [arm for arm in found if arm != self.plan.baseline]
+
     def verdicts(self) -> dict[str, Any]:
         """Return arm -> conclusion of stage 3; empty before it is finished."""
         return self.before.get("verdict", {}).get("arms", {})
@@ -199,10 +208,11 @@ class Card:
             return "the baseline"
         if "verdict" not in self.before:
             return "none yet"
-        if arm not in self.before["verdict"]["diverged"]:
+        if arm not in self.judged():
             return "not judged"
-        if diverged := self.before["verdict"]["diverged"][arm]:
-            return f"{diverged} runs diverged"
+        for name, words in ((arm, ""), (self.plan.baseline, " of the baseline")):
+            if diverged := self.before["verdict"]["diverged"][name]:
+                return f"not judged: {diverged} runs{words} diverged"
         found = self.verdicts()[arm]
         return VERDICTS.get((found["direction"], found["margin"]), found["direction"])
 
@@ -245,13 +255,33 @@ class Card:
             if found and found["arms"]:
                 seeds = len(self.plan.plan[name]["seeds"])
                 arms = "; ".join(
-                    f"`{arm}` {later_text(numbers)}" for arm, numbers in found["arms"].items()
+                    f"`{arm}` {self.later_text(found['shape'], arm, numbers)}"
+                    for arm, numbers in found["arms"].items()
                 )
                 sentences.append(
                     f"{what} ({found['shape']}, {seeds} seeds), in nats against "
                     f"`{self.plan.baseline}`: {arms}."
                 )
+        lines = self.before.get("check", {}).get("not_settled", [])
+        if found := [line for line in lines if ": init_std" in line]:
+            sentences.append(
+                f"Better by half a margin with another `init_std`: {'; '.join(found)}."
+            )
         return sentences
+
+    def later_text(self, shape: str, arm: str, numbers: dict[str, Any]) -> str:
+        """Return the difference of an arm in a later stage, and what it says of the verdict."""
+        if numbers["difference"] is None:
+            return "diverged"
+        low, high = numbers["low"], numbers["high"]
+        before = self.verdicts()[arm]["shapes"][shape]
+        if low <= 0 <= high:
+            word = "sign open"
+        elif before["low"] <= 0 <= before["high"]:
+            word = "its sign was open before"
+        else:
+            word = "the sign turns" if numbers["contradicts"] else "the same sign"
+        return f"{numbers['difference']:+.4f} ({low:+.4f} to {high:+.4f}), {word}"
 
     def unknown(self) -> str:
         """Return what has not been measured."""
@@ -260,7 +290,10 @@ class Card:
             open_questions.append("more tokens for each parameter")
         known = "AdamW and Muon" if "muon" in self.before else "AdamW"
         open_questions.append(f"optimisers other than {known}")
-        return f"Not known: {', '.join(open_questions)}."
+        return (
+            f"`init_std` was tuned for `{self.plan.baseline}` alone. Not known: "
+            f"{', '.join(open_questions)}."
+        )
 
     # The page with all tables
 
@@ -318,10 +351,9 @@ class Card:
             "difference from the first. Ranking by the mean rank of both shapes: "
             f"{', '.join(self.before['rates']['ranking'])}."
         )
-        places = results.places[stage.name].items()
+        devices = results.devices(stage.name).items()
         parts.append(
-            "Trained on " + ", ".join(f"{device}: {count} runs" for device, count in places) + ". "
-            "Another processor moves a loss about as far as another seed does."
+            "Trained on " + ", ".join(f"{device}: {count} runs" for device, count in devices) + "."
         )
         return "\n\n".join(parts)
 
@@ -459,17 +491,6 @@ def in_tokens(nats: float, slope: float) -> float:
         slope: nats that e times the tokens buy.
     """
     return 100 * math.expm1(-nats / slope)
-
-
-def later_text(numbers: dict[str, Any]) -> str:
-    """Return the difference of a later stage, and what it says of the verdict."""
-    if numbers["difference"] is None:
-        return "diverged"
-    low, high = numbers["low"], numbers["high"]
-    word = "the same sign" if low > 0 or high < 0 else "sign open"
-    if numbers["contradicts"]:
-        word = "the sign turns"
-    return f"{numbers['difference']:+.4f} ({low:+.4f} to {high:+.4f}), {word}"
 
 
 def mean_text(loss: float | None) -> str:

@@ -124,10 +124,11 @@ class Figure:
 
     def _draw_forest(self, axis: plt.Axes) -> None:
         """Draw differences in tokens with their intervals, and the margin as a band."""
-        # What the margin is worth in tokens differs between the shapes.
-        band = "worse by less than the margin"
-        axis.axvspan(min(self.margin.values()), 0, color="0.9", label=band)
-        axis.axvline(max(self.margin.values()), color="0.75", linewidth=0.8)
+        # What the margin is worth in tokens differs between the shapes: the band is in both.
+        axis.axvspan(max(self.margin.values()), 0, color="0.9", label="within the margin")
+        for look, shape in zip(LOOKS, self.shapes, strict=True):
+            line = {"color": look.color, "linestyle": look.linestyle, "linewidth": 0.8}
+            axis.axvline(self.margin[shape], label=f"margin, {shape}", **line)
         axis.axvline(0, color="0.4", linewidth=1.0)
         for place, worth in enumerate(self.worth.values()):
             for look, shape in zip(LOOKS, self.shapes, strict=True):

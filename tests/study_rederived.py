@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.power import TTestPower
 from statsmodels.stats.weightstats import DescrStatsW
 
 MARGIN_WORDS = {
@@ -45,7 +46,7 @@ def final(log: str) -> float:
     """Return val_loss_full of a log; infinite if it is not there."""
     events = [json.loads(line) for line in log.splitlines()]
     found = [event["val_loss_full"] for event in events if event["event"] == "val_full"]
-    return found[-1] if found else math.inf
+    return found[-1] if found and found[-1] is not None else math.inf
 
 
 def losses_of(logs: dict[str, str], name: str) -> dict[float, dict[int, float]]:
@@ -204,11 +205,56 @@ class Rederived:
             values.append(np.array([losses[seed] for seed in seeds]))
         return DescrStatsW(values[0] - values[1])
 
-    def judged(self) -> list[str]:
-        """Return the arms with verdict runs."""
-        shape = next(iter(self.shapes))
+    def ranking(self) -> list[str]:
+        """Return the arms but the baseline by their mean rank in the screening."""
         others = [arm for arm in self.rules["arms"] if arm != self.baseline]
-        return [arm for arm in others if self.runs("verdict", shape, arm)]
+        means = {}
+        for shape, keys in self.shapes.items():
+            for arm in others:
+                name = folder_name(self.rules["arms"][arm], keys["n_layer"])
+                losses = losses_of(self.logs["rates", shape], name)
+                curve = self.curves[arm, shape]
+                at_best = losses[min(sorted(curve), key=curve.get)]
+                means[arm, shape] = sum(at_best.values()) / len(at_best)
+        ranks = dict.fromkeys(others, 0)
+        for shape in self.shapes:
+            for rank, arm in enumerate(sorted(others, key=lambda arm: means[arm, shape])):
+                ranks[arm] += rank
+        first = next(iter(self.shapes))
+        return sorted(others, key=lambda arm: (ranks[arm], means[arm, first]))
+
+    def deviation(self, shape: str) -> float:
+        """Return the SD of a paired difference that the plan takes for its power."""
+        first, second = self.rules["rates"]["seeds"]
+        pairs, lengths = [], {}
+        for words in self.rules["arms"].values():
+            name = folder_name(words, self.shapes[shape]["n_layer"])
+            for seeds in losses_of(self.logs["rates", shape], name).values():
+                if second in seeds and math.isfinite(seeds[first] + seeds[second]):
+                    pairs.append((seeds[first] - seeds[second]) ** 2 / 2)
+        for run in self.runs("margin", shape, self.baseline):
+            lengths.setdefault(run["max_iters"], []).append(run["loss"])
+        within = [np.var(losses, ddof=1) for losses in lengths.values()]
+        return math.sqrt(2 * max(sum(pairs) / len(pairs), sum(within) / len(within)))
+
+    def judged(self) -> list[str]:
+        """Return the arms that are judged: as many of the ranking as have the power."""
+        rules = self.rules["verdict"]
+        counts = range(1, rules["arms"] + 1)
+        enough = [arms for arms in counts if self.power(arms) >= rules["power"]]
+        return self.ranking()[: max(enough, default=0)]
+
+    def power(self, arms: int) -> float:
+        """Return the chance to show that an arm like the baseline is non-inferior in all shapes."""
+        rules = self.rules["verdict"]
+        chance = 1.0
+        for shape in self.shapes:
+            # A true difference of zero against a bound at the margin, one-sided.
+            effect = self.margin / self.deviation(shape)
+            chance *= TTestPower().power(
+                effect, len(rules["seeds"]), rules["level"] / arms, alternative="larger"
+            )
+        return chance
 
     def adjusted(self, bound: float, side: str) -> dict[str, float]:
         """Return arm -> p that it lies on this side of `bound` in every shape, Holm-adjusted."""
@@ -331,10 +377,13 @@ class Rederived:
                 continue
             described = self.differences(stage, shape, arm)
             low, high = described.tconfint_mean(0.05)
-            then = self.differences("verdict", shape, arm).mean
+            before = self.differences("verdict", shape, arm)
+            before_low, before_high = before.tconfint_mean(0.05)
             word = "sign open"
             if low > 0 or high < 0:
-                word = "the same sign" if described.mean * then > 0 else "the sign turns"
+                word = "the same sign" if described.mean * before.mean > 0 else "the sign turns"
+                if before_low <= 0 <= before_high:
+                    word = "its sign was open before"
             found[arm] = f"{described.mean:+.4f} ({low:+.4f} to {high:+.4f}), {word}"
         return found
 
@@ -344,7 +393,8 @@ def mean_by_rate(
 ) -> dict[float, float]:
     """Return learning rate -> loss, the second seed cleared of its mean difference."""
     both = [seeds[second] - seeds[first] for seeds in losses.values() if second in seeds]
-    shift = float(np.mean(both))
+    both = [shift for shift in both if math.isfinite(shift)]
+    shift = float(np.mean(both)) if both else 0.0
     found = {}
     for rate, seeds in losses.items():
         values = [seeds[first]] + ([seeds[second] - shift] if second in seeds else [])
@@ -355,6 +405,7 @@ def mean_by_rate(
 def check_card(anew: Rederived, text: str) -> int:
     """Compare a finished card with what the logs say. Returns how many statements agree."""
     count = 0
+    rows = []
     header: list[str] = []
     for line in text.splitlines():
         row = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -364,10 +415,13 @@ def check_card(anew: Rederived, text: str) -> int:
             header = []
         elif header and line.startswith("| `"):
             cells = dict(zip(header, row, strict=True))
+            rows.append(cells["arm"].strip("`"))
             expected = anew.cells(cells["arm"].strip("`"))
             assert {name: cells[name] for name in expected} == expected
             count += len(expected)
-    assert f"{anew.margin:.4f} nats" in text
+    assert rows[: len(anew.judged()) + 1] == [anew.baseline, *anew.judged()]
+    power = anew.power(len(anew.judged()))
+    assert f"{anew.margin:.4f} nats, shown with a power of {power:.2f} for" in text
     assert f"**Recommendation: `{anew.recommended()}`**" in text
     for stage in ("tokens", "muon"):
         for arm, words in anew.later(stage).items():

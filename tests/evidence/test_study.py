@@ -120,6 +120,32 @@ def test_the_second_seed_is_cleared_of_its_mean_difference():
     assert curve.at(4e-3) == pytest.approx((0.6 + 0.5) / 2)
 
 
+def test_arms_are_ranked_by_the_plain_mean_of_both_seeds(trained):
+    stage = RateStage(trained.plan, {}, 1000, 100)
+    lowest = {"rms": 4e-3, "layer": 4e-3, "shared": 4e-3}
+    losses = {
+        ("layer", 100): 1.39,
+        ("layer", 101): 1.44,
+        ("shared", 100): 1.41,
+        ("shared", 101): 1.40,
+    }
+
+    def loss(run):
+        rate = float(re.search(r"learning_rate=(\S+)", run.words)[1])
+        bend = 0.03 * math.log2(rate / lowest[run.arm]) ** 2
+        # The second seed differs at the best rate alone.
+        first = losses.get((run.arm, 100), 1.4)
+        return bend + (losses.get((run.arm, run.seed), 1.4) if rate == 4e-3 else first)
+
+    trained.loss = loss
+    found = trained.finish(stage)["shapes"]["W"]
+    assert found["layer"]["mean_of_seeds"] == pytest.approx(1.415)
+    assert found["shared"]["mean_of_seeds"] == pytest.approx(1.405)
+    # cleared of the second seed's mean difference, layer would be first
+    assert found["layer"]["loss"] < found["shared"]["loss"]
+    assert trained.finish(stage)["ranking"] == ["shared", "layer"]
+
+
 def test_the_margin_is_what_tokens_are_worth(trained):
     rates = trained.finish(RateStage(trained.plan, {}, 1000, 100))
     stage = MarginStage(trained.plan, {"rates": rates}, 1000, 100)
@@ -231,7 +257,7 @@ def test_too_little_power_starts_no_verdicts(trained):
     ("change", "message"),
     [
         ({"study": "toy toy 0"}, "the plan was changed after the run"),
-        ({"data": "b"}, "data b, but .* of the same stage had a"),
+        ({"data": "b"}, "data b, but .* had a"),
         ({"git": "1" * 40}, "git 1+, but"),
         ({"learning_rate": 1.0}, "its log says learning_rate=1.0"),
         ({"seed": 7}, "its log says seed=7"),
@@ -283,7 +309,7 @@ def test_selection_may_change_its_processor(trained):
     write(trained.plan, trained.folder / "rates", second, 1.0, device="cpu (y)")
     found = trained.results("rates")
     assert found.of(first) and found.of(second) and found.place_of(first) is None
-    assert found.places["rates"] == {"cpu (x)": 1, "cpu (y)": 1}
+    assert found.devices("rates") == {"cpu (x)": 1, "cpu (y)": 1}
 
 
 def test_spread_and_slope():

@@ -20,7 +20,7 @@ from study_rederived import Rederived, check, check_card
 from study_runs import make_plan, write
 
 from common.errors import UserError
-from evidence.stages import RateStage
+from evidence.stages import RateStage, VerdictStage
 from evidence.study import Plan, Wanted
 from repro import which_norm
 from repro.which_norm import PLAN, Worker, parse, together
@@ -209,7 +209,7 @@ def test_a_card_shows_what_diverged_and_what_is_not_settled(finished):
     path = finished.conclusion_of("check")
     found = json.loads(path.read_text())
     found["shapes"]["W"]["shared"]["learning_rate x 2"] = None
-    found["not_settled"] = ["shared, D: learning_rate x 0.5"]
+    found["not_settled"] = ["shared, D: learning_rate x 0.5", "rms, W: init_std x 2"]
     path.write_text(json.dumps(found))
     page = Card(finished).page()
     assert "| diverged |" in page
@@ -217,10 +217,24 @@ def test_a_card_shows_what_diverged_and_what_is_not_settled(finished):
     assert "| better; rate not settled in D |" in row
     tokens = finished.conclusion_of("tokens")
     found = json.loads(tokens.read_text())
+    found["arms"]["shared"] |= {"difference": 0.03, "low": 0.02, "high": 0.04}
     found["arms"]["shared"]["contradicts"] = True
     tokens.write_text(json.dumps(found))
     text = Card(finished).text()
     assert re.search(r"With 4 times the tokens \(W, 2 seeds\).*`shared` .*, the sign turns", text)
+    assert "Better by half a margin with another `init_std`: rms, W: init_std x 2." in text
+    # where stage 3 showed no sign, none can turn
+    verdict = finished.conclusion_of("verdict")
+    found = json.loads(verdict.read_text())
+    found["arms"]["shared"]["shapes"]["W"] |= {"low": -0.1, "high": 0.1}
+    verdict.write_text(json.dumps(found))
+    assert (
+        "`shared` +0.0300 (+0.0200 to +0.0400), its sign was open before" in Card(finished).text()
+    )
+    found["diverged"]["rms"] = 1
+    found["arms"] = {}
+    verdict.write_text(json.dumps(found))
+    assert "| not judged: 1 runs of the baseline diverged" in Card(finished).table(["layer"])
 
 
 def test_a_card_says_what_is_missing(finished):
@@ -232,6 +246,43 @@ def test_a_card_says_what_is_missing(finished):
     finished.conclusion_of("margin").unlink()
     finished.conclusion_of("rates").unlink()
     assert "| arm |" not in Card(finished).text()
+
+
+def test_an_amended_plan_keeps_the_stages_that_it_leaves_alone(finished, monkeypatch):
+    old = finished.plan
+    text = old.path.read_text().replace("205]", "205, 206]")
+    old.path.write_text(text + f'[amends]\n"{old.hash[:16]}" = ["rates", "margin"]\n')
+    plan = Plan(old.path, "toy")
+    assert plan.study != old.study
+    assert plan.studies("rates") == [plan.study, old.study] and plan.studies("tokens") == [
+        plan.study
+    ]
+    worker = Worker(plan, finished.out, finished.kept)
+    with pytest.raises(UserError, match=r"verdict\.json: of another plan"):
+        worker.before()
+    power = json.loads(finished.conclusion_of("margin").read_text())["power"]
+    for name in ("margin", "verdict", "check", "tokens", "muon"):
+        finished.conclusion_of(name).unlink()
+    before = worker.conclusion_of("rates").read_bytes()
+    monkeypatch.setattr(worker, "train", None)  # there is nothing to train
+    for kind in worker.stages()[:2]:
+        worker.do(worker.stage(kind))
+    assert worker.conclusion_of("rates").read_bytes() == before
+    found = json.loads(worker.conclusion_of("margin").read_text())
+    assert found["power"]["1"] > power["1"] and found["study"] == plan.study
+    stage = worker.stage(VerdictStage)
+    with pytest.raises(UserError, match="the plan was changed after the run"):
+        worker.results(stage)
+
+
+def test_stages_have_the_same_data_and_versions(finished):
+    path = finished.conclusion_of("rates")
+    found = json.loads(path.read_text())
+    assert found["conditions"]["data"] == "a"
+    found["conditions"]["data"] = "b"
+    path.write_text(json.dumps(found))
+    with pytest.raises(UserError, match="data a, but an earlier stage had b"):
+        finished.results(finished.stage(VerdictStage))
 
 
 STAGES = ("rates", "margin", "verdict", "check", "tokens", "muon")
