@@ -296,8 +296,7 @@ def final_loss(run: Run) -> float | None:
     if run.diverged:
         return math.inf
     ends = [event for event in run.events_of("end") if event["reason"] == "done"]
-    measured = run.events_of("val_full")
-    if not ends or not measured:
+    if not ends or not run.whole_split:
         return None
-    loss = measured[-1]["val_loss_full"]
+    loss = run.whole_split["val_loss_full"]
     return math.inf if loss is None else loss

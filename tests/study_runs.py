@@ -101,8 +101,9 @@ def write(plan: Plan, folder: Path, wanted: Wanted, loss: float | None, **change
         tokens = np.array([10, 20, 30])
         nats = loss * np.array([13, 18, 29])
         full = {"val_loss_full": loss, "tokens": 60, "document_tokens": tokens.tolist()}
-        events.append({"event": "eval", "step": 1000, "val_loss": loss})
-        events.append({"event": "val_full", "step": 1000, **full, "document_nats": nats.tolist()})
-    events.append({"event": "end", "reason": end, "step": 1000})
+        last = config["max_iters"]
+        events.append({"event": "eval", "step": last, "val_loss": loss})
+        events.append({"event": "val_full", "step": last, **full, "document_nats": nats.tolist()})
+    events.append({"event": "end", "reason": end, "step": config["max_iters"]})
     (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return run
