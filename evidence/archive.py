@@ -155,8 +155,9 @@ def unpack(archive: Path) -> Path:
 
 def main(argv: list[str]) -> None:
     """List, add or remove runs."""
-    if not argv:
-        raise ConfigError("give an archive: --help says what can be done with it")
+    if not argv or argv[0] in ("--help", "-h"):
+        print(__doc__)
+        return
     archive = Path(argv[0])
     runs = argv[1:]
     if not archive.name.endswith(SUFFIX):
@@ -173,4 +174,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main, __doc__)
+    run_program(main)

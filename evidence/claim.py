@@ -48,6 +48,9 @@ def claim(folder: Path) -> bool:
 
 def main(argv: list[str]) -> None:
     """Claim the folder argv[0], and become the command argv[1:]."""
+    if argv[:1] in (["--help"], ["-h"]):
+        print(__doc__)
+        return
     if len(argv) < 2:
         raise ConfigError("give a run folder and a command: see the head of evidence/claim.py")
     folder, *command = argv
@@ -60,4 +63,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main, __doc__)
+    run_program(main)

@@ -168,6 +168,7 @@ PROGRAMS = [
     "posthoc.rms_stats",
     "evals.lm_eval",
     "evals.lm_eval_model",
+    "evidence.claim",
 ]
 
 
@@ -186,14 +187,14 @@ def test_help_of_a_program_without_keys(word, capsys, monkeypatch):
     def main(argv):
         raise ConfigError(f"{argv}: not for the program")
 
-    monkeypatch.setattr("sys.argv", ["claim.py", word, "more"])
+    monkeypatch.setattr("sys.argv", ["table.py", word, "more"])
     with pytest.raises(SystemExit) as end:
-        run_program(main, "python claim.py FOLDER COMMAND")
-    assert not end.value.code and "FOLDER COMMAND" in capsys.readouterr().out
-    # only the first word: others belong to a command
-    monkeypatch.setattr("sys.argv", ["claim.py", "folder", word])
+        run_program(main, "python table.py FOLDER")
+    assert not end.value.code and "FOLDER" in capsys.readouterr().out
+    # only as the first word
+    monkeypatch.setattr("sys.argv", ["table.py", "folder", word])
     with pytest.raises(SystemExit) as end:
-        run_program(main, "python claim.py FOLDER COMMAND")
+        run_program(main, "python table.py FOLDER")
     assert end.value.code == 2
 
 
