@@ -309,6 +309,16 @@ def slope(losses: dict[float, list[float]]) -> float:
     return float(fall / math.log(longest / shortest))
 
 
+def in_tokens(nats: float, slope: float) -> float:
+    """Return what a difference in loss is worth: the share of tokens that the baseline needs more.
+
+    Args:
+        nats: loss above the baseline's.
+        slope: nats that e times the tokens buy.
+    """
+    return math.expm1(-nats / slope)
+
+
 class VerdictStage(Stage):
     """Stage 3: the best arms against the baseline."""
 
@@ -410,7 +420,7 @@ class VerdictStage(Stage):
             "low": low,
             "high": high,
             "se": estimate.se,
-            "tokens": math.expm1(-estimate.mean / self.before["margin"]["slopes"][shape]),
+            "tokens": in_tokens(estimate.mean, self.before["margin"]["slopes"][shape]),
             "without_a_document": document_range(pairs),
         }
 

@@ -99,8 +99,9 @@ class Worker:
             shape.name: [self.archive(stage, shape), self.folder(stage, shape)]
             for shape in self.plan.shapes
         }
-        before = self.before()
-        conditions = [before[kind.name]["conditions"] for kind in STAGES if kind.name in before]
+        conditions = [
+            stage.before[kind.name]["conditions"] for kind in STAGES if kind.name in stage.before
+        ]
         return Results(self.plan, {stage.name: places}, conditions[0] if conditions else None)
 
     def folder(self, stage: Stage, shape: Shape) -> Path:
@@ -208,18 +209,19 @@ class Worker:
     def conclude(self, stage: Stage, results: Results) -> None:
         """Write what a stage concludes; a file that is there already must say the same."""
         path = self.conclusion_of(stage.name)
+        old = json.loads(path.read_text()) if path.exists() else None
         found = {
-            "study": json.loads(path.read_text())["study"] if path.exists() else self.plan.study,
+            "study": old["study"] if old else self.plan.study,
             "commits": results.commits(stage.name),
             "conditions": results.conditions(),
         }
         text = json.dumps(found | stage.conclusion(results), indent=1) + "\n"
-        if path.exists() and not alike(json.loads(path.read_text()), json.loads(text)):
+        if old and not alike(old, json.loads(text)):
             raise UserError(
                 f"{path}: the runs now give another conclusion than this file, which later stages "
                 "rest on: find out which run changed"
             )
-        if not path.exists():
+        if not old:
             with writing(self.kept):
                 write_bytes_atomically(path, text.encode())
         print(f"{stage.name}: done; {path} has what follows: commit it")

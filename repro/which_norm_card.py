@@ -18,7 +18,7 @@ from common.errors import ConfigError, run_program
 from common.output import markdown, write_bytes_atomically
 from configurator import parse_args
 from evidence.curves import Curve
-from evidence.stages import Conclusions, RateStage
+from evidence.stages import Conclusions, RateStage, in_tokens
 from evidence.study import Plan
 from repro.which_norm import PLAN, STAGES, Worker, moved_bytes
 from repro.which_norm_figure import Figure, Interval
@@ -170,7 +170,7 @@ class Card:
         numbers = self.verdicts()[arm]["shapes"][shape]
         slope = self.before["margin"]["slopes"][shape]
         value, low, high = (
-            in_tokens(numbers[name], slope) for name in ("difference", "high", "low")
+            100 * in_tokens(numbers[name], slope) for name in ("difference", "high", "low")
         )
         return value, low, high
 
@@ -475,22 +475,12 @@ class Card:
                 for arm in self.verdicts()
             },
             margin={
-                shape: in_tokens(margin["margin"], slope)
+                shape: 100 * in_tokens(margin["margin"], slope)
                 for shape, slope in margin["slopes"].items()
             }
             if margin
             else {},
         )
-
-
-def in_tokens(nats: float, slope: float) -> float:
-    """Return what a difference in loss is worth, % of tokens.
-
-    Args:
-        nats: loss above the baseline's.
-        slope: nats that e times the tokens buy.
-    """
-    return 100 * math.expm1(-nats / slope)
 
 
 def mean_text(loss: float | None) -> str:

@@ -180,11 +180,16 @@ class Rederived:
         curve = self.curves[arm, shape]
         return float(f"{vertex(curve, min(sorted(curve), key=curve.get)):.1e}")
 
+    def by_length(self, shape: str) -> dict[int, list[float]]:
+        """Return steps -> losses of stage `margin`."""
+        found: dict[int, list[float]] = {}
+        for run in self.runs("margin", shape, self.baseline):
+            found.setdefault(run["max_iters"], []).append(run["loss"])
+        return found
+
     def slope(self, shape: str) -> float:
         """Return the nats that e times as many tokens buy."""
-        by_length: dict[int, list[float]] = {}
-        for run in self.runs("margin", shape, self.baseline):
-            by_length.setdefault(run["max_iters"], []).append(run["loss"])
+        by_length = self.by_length(shape)
         short, long = min(by_length), max(by_length)
         fall = sum(by_length[short]) / len(by_length[short])
         fall -= sum(by_length[long]) / len(by_length[long])
@@ -226,15 +231,13 @@ class Rederived:
     def deviation(self, shape: str) -> float:
         """Return the SD of a paired difference that the plan takes for its power."""
         first, second = self.rules["rates"]["seeds"]
-        pairs, lengths = [], {}
+        pairs = []
         for words in self.rules["arms"].values():
             name = folder_name(words, self.shapes[shape]["n_layer"])
             for seeds in losses_of(self.logs["rates", shape], name).values():
                 if second in seeds and math.isfinite(seeds[first] + seeds[second]):
                     pairs.append((seeds[first] - seeds[second]) ** 2 / 2)
-        for run in self.runs("margin", shape, self.baseline):
-            lengths.setdefault(run["max_iters"], []).append(run["loss"])
-        within = [np.var(losses, ddof=1) for losses in lengths.values()]
+        within = [np.var(losses, ddof=1) for losses in self.by_length(shape).values()]
         return math.sqrt(2 * max(sum(pairs) / len(pairs), sum(within) / len(within)))
 
     def judged(self) -> list[str]:
