@@ -88,6 +88,8 @@ class Plan:
             self.arms: dict[str, str] = plan["arms"]
             self.baseline: str = plan["baseline"]
             self.name: str = plan["name"]
+            for stage, rules in found.get("rules", {}).items():
+                plan[stage] |= rules
         except (KeyError, AttributeError) as error:
             raise ConfigError(f"{path}: it has no {error}") from None
         self.path = path

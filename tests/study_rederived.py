@@ -151,6 +151,8 @@ class Rederived:
     def __init__(self, plan: Path, scale: str, logs: Logs, moved: dict[str, float]):
         self.rules = tomllib.loads(plan.read_text())
         self.shapes = self.rules["scales"][scale]["shapes"]
+        for stage, own in self.rules["scales"][scale].get("rules", {}).items():
+            self.rules[stage].update(own)
         self.logs = logs
         self.moved = moved
         self.baseline = self.rules["baseline"]

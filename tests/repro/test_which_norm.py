@@ -125,6 +125,16 @@ def test_the_committed_plan_says_what_lies_ahead():
         assert ("initialisation" in done.stdout) == (scale != "cpu")
 
 
+def test_a_scale_may_have_rules_of_its_own():
+    needed = {scale: Plan(ROOT / PLAN, scale).plan["verdict"] for scale in ("cpu", "30m", "124m")}
+    assert {scale: rules["power"] for scale, rules in needed.items()} == {
+        "cpu": 0.0,
+        "30m": 0.8,
+        "124m": 0.8,
+    }
+    assert all(rules["level"] == 0.05 for rules in needed.values())
+
+
 def test_every_arm_of_the_plan_is_a_model():
     import shlex
 
