@@ -90,8 +90,10 @@ class Plan:
             self.name: str = plan["name"]
             for stage, rules in found.get("rules", {}).items():
                 plan[stage] |= rules
-        except (KeyError, AttributeError) as error:
+        except KeyError as error:
             raise ConfigError(f"{path}: it has no {error}") from None
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(f"{path}: a value stands where a [table] must be ({error})") from None
         self.path = path
         self.scale = scale
         self.plan = plan

@@ -77,6 +77,14 @@ def test_a_plan_names_its_study_and_its_runs(tmp_path):
     assert name_of(words) == "coupled+norm_plan=Rs_RR_RR_R+learning_rate=0.002"
     with pytest.raises(ConfigError, match="unknown scale: it is one of toy"):
         Plan(plan.path, "other")
+    text = plan.path.read_text()
+    for damaged in (
+        text + "\n[scales.toy.rules]\nverdict = 1\n",
+        text + "\n[scales.bad]\nconfig = ''\nrates = []\nshapes = {W = 1}\n",
+    ):
+        plan.path.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"a value stands where a \[table\] must be"):
+            Plan(plan.path, "bad" if "bad" in damaged else "toy")
     with pytest.raises(ConfigError, match="cannot be read"):
         Plan(tmp_path / "none.toml", "toy")
     plan.path.write_text("[")
