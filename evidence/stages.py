@@ -481,7 +481,10 @@ def recommend(plan: Plan, before: Conclusions, moved: dict[str, float]) -> tuple
         arm = min(cheaper, key=cost)
         saved = 1 - cost(arm) / cost(baseline)
         return arm, f"it is non-inferior and its norms move {saved:.1%} fewer bytes"
-    return baseline, "no arm is shown to be better, or as good and more tolerant or cheaper"
+    return baseline, (
+        "no arm is shown to be better in all shapes, and none that is shown to be as good moves "
+        "fewer bytes or forgives a much higher rate: it is the default, not a winner"
+    )
 
 
 def by_gain(verdicts: dict[str, Any], arms: list[str] | None = None) -> list[str]:

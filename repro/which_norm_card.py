@@ -28,6 +28,29 @@ MARKERS = ("<!-- card: python -m repro.which_norm_card -->", "<!-- end of the ca
 README = Path("README.md")
 PAGES = (Path("docs/which_norm.md"), README)
 NORMS = Path("docs/norms.md")  # its table has the launches of a decoding step
+MEANING = {
+    "rms": "RMSNorm before each sublayer",
+    "layer": "LayerNorm before each sublayer",
+    "coupled": "attention and MLP share one RMS statistic",
+    "coupled-full-gradient": "`coupled`, the gradient passes the shared statistic",
+    "coupled-block-0": "`rms`; only block 0 shares its statistic",
+    "rms-qk-norm": "`rms`, and RMSNorm of each head's queries and keys",
+    "rms-no-gain": "`rms` without learned gains",
+    "peri": "RMSNorm before and after each sublayer",
+    "olmo2": "RMSNorm after each sublayer, and of queries and keys",
+    "lns": "`rms`, scaled by 1/sqrt(l) in block l",
+    "deepnorm": "LayerNorm of each weighted residual sum",
+    "dyt": "tanh in place of the norms",
+    "taper": "norms that become fixed scales in training",
+}
+SHAPES = {"W": "wide", "D": "deep"}
+# What the later stages ask
+QUESTIONS = {
+    "verdict": "the tests",
+    "check": "other rates and initialisations",
+    "tokens": "more tokens",
+    "muon": "another optimiser",
+}
 # How a trained model gets the norm (docs/results.md has what it costs)
 TRAINED = {
     "rms": "from `layer`, exact",
@@ -37,13 +60,16 @@ TRAINED = {
 }
 # Arms that the plan's rule about bytes leaves out -> their names in the ledger
 MOVED = {"rms-qk-norm": "rms, QK-norms"}
-# (direction, what is shown about the margin) -> verdict. An arm that is better loses nothing.
-VERDICTS = {
-    ("worse", "within"): "worse, by less than the margin",
-    ("worse", "beyond"): "worse, by more than the margin",
-    ("worse", "open"): "worse; whether beyond the margin is open",
-    ("no difference shown", "within"): "no difference shown; a loss beyond the margin is ruled out",
-    ("no difference shown", "open"): "no difference shown; a loss beyond the margin is possible",
+# Direction -> words; what is shown about the margin -> words, for arms that are not better
+DIRECTIONS = {
+    "better": "better in both shapes",
+    "worse": "worse in both shapes",
+    "no difference shown": "no difference that holds in both shapes",
+}
+MARGINS = {
+    "within": "a deficit beyond the margin is ruled out",
+    "beyond": "the deficit is beyond the margin",
+    "open": "a deficit beyond the margin is possible",
 }
 
 
@@ -75,7 +101,10 @@ class Card:
         stage = self.worker.stage(next(kind for kind in STAGES if kind.name == name))
         done = len(self.worker.results(stage).found)
         planned = sum(count for parts in stage.planned().values() for count, _ in parts)
-        return f"`{name}` ({done} of some {planned} runs)" if done else f"`{name}`"
+        details = [QUESTIONS[name]] if name in QUESTIONS else []
+        if done:
+            details.append(f"{done} of some {planned} runs")
+        return f"`{name}` ({'; '.join(details)})" if details else f"`{name}`"
 
     # The card itself
 
@@ -84,11 +113,12 @@ class Card:
         parts = [f"**Which norm?** {self.setting()}", self.recommendation()]
         if "rates" in self.before:
             parts += self.tables(is_short)
+        last = []
         if "verdict" in self.before:
-            parts.append(" ".join([*self.later_stages(), self.unknown()]))
+            last += [*self.by_shape_alone(), *self.later_stages(), self.unknown()]
         if self.missing():
-            parts.append(f"Not finished yet: {', '.join(map(self.progress, self.missing()))}.")
-        return "\n\n".join(parts)
+            last.append(f"Not finished yet: {', '.join(map(self.progress, self.missing()))}.")
+        return "\n\n".join([*parts, " ".join(last)] if last else parts)
 
     def tables(self, is_short: bool) -> list[str]:
         """Return the table of the judged arms, and what there is to say of the others."""
@@ -98,8 +128,9 @@ class Card:
         others = [arm for arm in self.order() if arm not in judged]
         names = ", ".join(f"`{arm}`" for arm in others)
         sentence = (
-            f"Not judged, in the order of a screening with two seeds: {names}. That does not mean "
-            "worse: places near the cut may be chance."
+            f"The best {len(self.judged())} of a screening with two seeds were judged. Not judged, "
+            f"in its order: {names}. Places near the cut may be chance, so the first of these may "
+            "be as good as those above."
         )
         parts = [self.table(judged), sentence]
         return parts if is_short or not others else [*parts, self.table(others)]
@@ -112,29 +143,45 @@ class Card:
     def setting(self) -> str:
         """Say under what conditions the card holds."""
         shapes = " and ".join(
-            f"{shape.name} ({shape.n_layer} x {shape.keys['n_embd']})" for shape in self.plan.shapes
+            f"{shape.name} ({SHAPES[shape.name]}: {shape.n_layer} blocks of {shape.keys['n_embd']} "
+            "channels)"
+            for shape in self.plan.shapes
         )
         first = self.plan.shapes[0]
         parameters = 12 * first.n_layer * first.keys["n_embd"] ** 2 / 1e6
         verdict = self.plan.plan["verdict"]
-        margin = "not measured yet"
-        if "margin" in self.before:
-            found = self.before["margin"]
-            margin = f"{found['margin']:.4f} nats"
-            if judged := len(self.judged()):
-                chance = found["power"][str(judged)]
-                margin += f", shown with a power of {chance:.2f} for an arm like the baseline"
-        share = self.plan.plan["margin"]["share"]
         config, _ = parse_args(TrainConfig, [self.plan.config])
         sequences = config.batch_size * config.gradient_accumulation_steps
         tokens = config.max_iters * sequences * config.block_size
         return (
-            f"{parameters:.1f} M parameters in the blocks, blocks x channels {shapes}; "
-            f"{tokens / 1e6:.1f} M tokens, {sequences} x {config.block_size} a step; AdamW, the "
-            "learning rate tuned for each arm; "
-            f"verdicts over {len(verdict['seeds'])} other seeds; margin, the largest loss "
-            f"that counts as none: {share:.0%} of the tokens, {margin}."
+            f"Two shapes, each with {parameters:.1f} M parameters in its blocks: {shapes}. "
+            f"{tokens / 1e6:.1f} M tokens, {sequences} sequences of {config.block_size} a step; "
+            "AdamW, the learning rate tuned for each arm. Verdicts are over "
+            f"{len(verdict['seeds'])} seeds that tuned nothing. {self.margin()}"
         )
+
+    def margin(self) -> str:
+        """Say what the margin is, and how likely it is to be shown."""
+        share = self.plan.plan["margin"]["share"]
+        words = (
+            "The margin, the largest deficit that counts as none, is what "
+            f"{100 * share:g} % of the tokens buy"
+        )
+        if "margin" not in self.before:
+            return f"{words}, and not measured yet."
+        found = self.before["margin"]
+        tokens = ", ".join(
+            f"{100 * in_tokens(found['margin'], slope):+.1f} % in {shape}"
+            for shape, slope in found["slopes"].items()
+        )
+        words += f": {found['margin']:.4f} nats ({tokens})."
+        if judged := len(self.judged()):
+            chance = found["power"][str(judged)]
+            words += (
+                f" By the plan's estimate an arm equal to `{self.plan.baseline}` is shown to be "
+                f'within it with a power of {chance:.2f}: "possible" says little against an arm.'
+            )
+        return words
 
     def order(self) -> list[str]:
         """Return the arms: the baseline, then by rank."""
@@ -144,18 +191,21 @@ class Card:
         """Return one row of the card: heading -> cell."""
         rates = self.before["rates"]["shapes"]
         shapes = "; ".join(self.shapes)
-        cells = {"arm": f"`{arm}`", "verdict": self.verdict_text(arm)}
+        cells = {
+            "arm": f"`{arm}`",
+            "what it is": MEANING.get(arm, ""),
+            "verdict": self.verdict_text(arm),
+        }
         if arm in (self.plan.baseline, *self.judged()) and "verdict" in self.before:
             for shape in self.shapes:
-                cells[f"extra tokens `{self.plan.baseline}` needs, {shape}"] = self.in_tokens(
-                    arm, shape
-                )
-            cells[f"loss less that of `{self.plan.baseline}`, nats ({shapes})"] = self.in_nats(arm)
+                heading = f"more tokens `{self.plan.baseline}` needs for the same loss, {shape}"
+                cells[heading] = self.in_tokens(arm, shape)
+            cells[f"loss minus that of `{self.plan.baseline}`, nats ({shapes})"] = self.in_nats(arm)
         tolerance = self.by_shape(lambda shape: tolerance_text(rates[shape][arm]))
-        cells[f"rate tolerance, octaves ({shapes})"] = tolerance
-        cells["norm traffic, kB a token (training)"] = self.kilobytes(arm)
-        cells["launches of a block (decoding: plain, fused)"] = self.decoding(arm)
-        cells["conversion"] = TRAINED.get(arm, "not tried")
+        cells[f"rate tolerance, octaves above the best rate tried ({shapes})"] = tolerance
+        cells["norm traffic of a block in training, kB a token"] = self.kilobytes(arm)
+        cells["launches of a block in decoding (plain, fused)"] = self.decoding(arm)
+        cells["how a trained model gets it"] = TRAINED.get(arm, "not tried")
         return cells
 
     def in_tokens(self, arm: str, shape: str) -> str:
@@ -214,7 +264,8 @@ class Card:
             if diverged := self.before["verdict"]["diverged"][name]:
                 return f"not judged: {diverged} runs{words} diverged"
         found = self.verdicts()[arm]
-        return VERDICTS.get((found["direction"], found["margin"]), found["direction"])
+        words = DIRECTIONS[found["direction"]]
+        return words if found["direction"] == "better" else f"{words}; {MARGINS[found['margin']]}"
 
     def is_settled(self, arm: str, shape: str) -> bool:
         """Is the chosen rate settled?
@@ -244,6 +295,26 @@ class Card:
             return "There is no recommendation before the verdicts."
         found = self.before["recommendation"]
         return f"**Recommendation: `{found['arm']}`**, for {found['why']}."
+
+    def by_shape_alone(self) -> list[str]:
+        """Return a sentence on arms that differ in one shape only, which is no verdict."""
+        found = []
+        for word, is_so in (("better", lambda n: n["high"] < 0), ("worse", lambda n: n["low"] > 0)):
+            for shape in self.shapes:
+                arms = [
+                    f"`{arm}`"
+                    for arm, verdict in self.verdicts().items()
+                    if verdict["direction"] == "no difference shown"
+                    and is_so(verdict["shapes"][shape])
+                ]
+                if arms:
+                    found.append(f"{word} in {shape}: {', '.join(arms)}")
+        if not found:
+            return []
+        return [
+            "No verdicts, but worth a test at a shape of your own (95 % intervals without zero, "
+            f"not corrected): {'; '.join(found)}."
+        ]
 
     def later_stages(self) -> list[str]:
         """Return what stages 5 and 6 say of the verdicts."""
@@ -291,7 +362,7 @@ class Card:
         known = "AdamW and Muon" if "muon" in self.before else "AdamW"
         open_questions.append(f"optimisers other than {known}")
         return (
-            f"`init_std` was tuned for `{self.plan.baseline}` alone. Not known: "
+            f"`init_std` was tuned for `{self.plan.baseline}` alone, which favours it. Not known: "
             f"{', '.join(open_questions)}."
         )
 

@@ -21,6 +21,8 @@ COLUMNS = 4  # of panels
 
 HIGHEST = 0.3  # nats above the baseline's best that a panel shows
 LIGHT = 0.45  # opacity of the baseline's curves
+FAINT = 0.18  # of the bands for the margin
+BAND = 0.2  # height of such a band, in rows
 
 
 @dataclass(frozen=True)
@@ -108,12 +110,18 @@ class Figure:
             self._draw_forest(parts.pop(0).subplots())
         grid = parts[0].subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         self._draw_curves(list(grid.flat))
-        title = f"Screening: loss over the learning rate, nats above the best of {self.baseline}"
+        title = (
+            "Screening: loss over the learning rate, nats above the best of "
+            f"{self.baseline} in that shape"
+        )
         parts[0].suptitle(title, fontsize=10)
         for axis in grid[-1]:
             axis.set_xlabel("learning rate / 0.001", fontsize=8)
         parts[0].legend(
-            handles=self._keys(), loc="outside lower center", ncol=len(LOOKS) * 2, fontsize=8
+            handles=self._keys(),
+            loc="outside lower center",
+            ncol=len(LOOKS) * (2 if self.has_diverged else 3),
+            fontsize=8,
         )
         save(figure, target)
 
@@ -122,25 +130,34 @@ class Figure:
         """The arms but the baseline."""
         return [arm for arm in self.curves if arm != self.baseline]
 
+    @property
+    def has_diverged(self) -> bool:
+        """Did any run of the curves diverge?"""
+        return any(
+            not math.isfinite(curve.at(rate))
+            for curves in self.curves.values()
+            for curve in curves.values()
+            for rate in curve.rates
+        )
+
     def _draw_forest(self, axis: plt.Axes) -> None:
-        """Draw differences in tokens with their intervals, and the margin as a band."""
-        # What the margin is worth in tokens differs between the shapes: the band is in both.
-        axis.axvspan(max(self.margin.values()), 0, color="0.9", label="within the margin")
-        for look, shape in zip(LOOKS, self.shapes, strict=True):
-            line = {"color": look.color, "linestyle": look.linestyle, "linewidth": 0.8}
-            axis.axvline(self.margin[shape], label=f"margin, {shape}", **line)
+        """Draw differences in tokens with their intervals, each over its margin as a band."""
         axis.axvline(0, color="0.4", linewidth=1.0)
         for place, worth in enumerate(self.worth.values()):
             for look, shape in zip(LOOKS, self.shapes, strict=True):
                 value, low, high = worth[shape]
                 height = place + look.offset
+                words = (f"within the margin, {shape}", f"shape {shape}")
+                band, point = words if place == 0 else (None, None)
+                # What the margin is worth in tokens differs between the shapes.
+                bar = {"height": BAND, "color": look.color, "alpha": FAINT, "linewidth": 0}
+                axis.barh(height, self.margin[shape], label=band, **bar)
                 axis.plot([low, high], [height] * 2, color=look.color, linewidth=1.4)
-                label = f"shape {shape}" if place == 0 else None
-                axis.plot(value, height, label=label, **look.marker)
+                axis.plot(value, height, label=point, **look.marker)
         axis.set_yticks(range(len(self.worth)), self.worth)
         axis.set_ylim(len(self.worth) - 0.5, -0.5)
-        axis.set_xlabel(f"extra tokens that {self.baseline} needs to match the arm, %")
-        axis.set_title("Verdicts: mean and 95 % interval", fontsize=10, pad=18)
+        axis.set_xlabel(f"more tokens that {self.baseline} needs for the arm's loss, %")
+        axis.set_title("Judged arms: mean and 95 % interval", fontsize=10, pad=18)
         words = {"transform": axis.get_xaxis_transform(), "fontsize": 9, "va": "bottom"}
         axis.text(0, 1.01, "$\\leftarrow$ worse ", ha="right", **words)
         axis.text(0, 1.01, " better $\\rightarrow$", ha="left", **words)
@@ -185,6 +202,10 @@ class Figure:
         diverged = [rate for rate in curve.rates if not math.isfinite(curve.at(rate))]
         axis.plot(diverged, [look.top] * len(diverged), transform=edge, **look.diverged)
         axis.plot(self.chosen[arm][shape], 0, transform=edge, **look.chosen)
+        if self._above(shape, curve.at(curve.best)) > HIGHEST:
+            words = {"color": look.color, "fontsize": 8, "ha": "center", "va": "top"}
+            above = f"{shape}: all above {HIGHEST:g}"
+            axis.text(0.5, look.top, above, transform=axis.transAxes, **words)
 
     def _above(self, shape: str, loss: float) -> float:
         """Return how far a loss lies above the best one of the baseline, in nats."""
@@ -198,6 +219,7 @@ class Figure:
             found.append(plt.Line2D([], [], label=f"the arm, {shape}", **look.curve))
             found.append(plt.Line2D([], [], label=f"{self.baseline}, {shape}", **look.base))
         for look, shape in zip(LOOKS, self.shapes, strict=True):
-            found.append(plt.Line2D([], [], label=f"chosen rate, {shape}", **look.chosen))
-            found.append(plt.Line2D([], [], label=f"diverged, {shape}", **look.diverged))
+            found.append(plt.Line2D([], [], label=f"chosen rate (fit), {shape}", **look.chosen))
+            if self.has_diverged:
+                found.append(plt.Line2D([], [], label=f"diverged, {shape}", **look.diverged))
         return found

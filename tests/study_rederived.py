@@ -1,5 +1,6 @@
 """The numbers of a study computed anew from its logs: json, numpy, statsmodels, not our code."""
 
+import functools
 import json
 import math
 import re
@@ -11,12 +12,11 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 from statsmodels.stats.weightstats import DescrStatsW
 
+NO_DIFFERENCE = "no difference that holds in both shapes"
 MARGIN_WORDS = {
-    ("worse", "below"): "worse, by less than the margin",
-    ("worse", "above"): "worse, by more than the margin",
-    ("worse", ""): "worse; whether beyond the margin is open",
-    ("no difference shown", "below"): "no difference shown; a loss beyond the margin is ruled out",
-    ("no difference shown", ""): "no difference shown; a loss beyond the margin is possible",
+    "below": "a deficit beyond the margin is ruled out",
+    "above": "the deficit is beyond the margin",
+    "": "a deficit beyond the margin is possible",
 }
 Logs = dict[tuple[str, str], dict[str, str]]  # (stage, shape) -> name of run folder -> its log
 
@@ -42,6 +42,13 @@ def folder_name(words: str, n_layer: int) -> str:
     return words.replace("'", "").replace(" --", "+").replace(" ", "_")
 
 
+@functools.cache
+def config_of(log: str) -> dict:
+    """Return the settings of a log."""
+    return json.loads(log.splitlines()[0])["config"]
+
+
+@functools.cache
 def final(log: str) -> float:
     """Return val_loss_full of a log; infinite if it is not there."""
     events = [json.loads(line) for line in log.splitlines()]
@@ -130,8 +137,7 @@ def loss_at(
     ]
     assert len(names) == 1
     log = logs["verdict", shape][names[0]]
-    config = json.loads(log.splitlines()[0])["config"]
-    assert config["learning_rate"] == rates["shapes"][shape][arm]["rate"]
+    assert config_of(log)["learning_rate"] == rates["shapes"][shape][arm]["rate"]
     return final(log)
 
 
@@ -173,8 +179,7 @@ class Rederived:
         found = []
         for folder, log in self.logs.get((stage, shape), {}).items():
             if re.fullmatch(pattern, folder):
-                config = json.loads(log.splitlines()[0])["config"]
-                found.append(config | {"loss": final(log)})
+                found.append(config_of(log) | {"loss": final(log)})
         return found
 
     def chosen(self, arm: str, shape: str) -> float:
@@ -281,11 +286,12 @@ class Rederived:
         found = {}
         for arm in self.judged():
             if better[arm] < level:
-                found[arm] = "better"
+                found[arm] = "better in both shapes"
                 continue
-            direction = "worse" if worse[arm] < level else "no difference shown"
+            is_worse = worse[arm] < level
+            direction = "worse in both shapes" if is_worse else NO_DIFFERENCE
             side = "below" if below[arm] < level else "above" if above[arm] < level else ""
-            found[arm] = MARGIN_WORDS[direction, side]
+            found[arm] = f"{direction}; {MARGIN_WORDS[side]}"
         return found
 
     def unsettled(self, arm: str) -> list[str]:
@@ -327,7 +333,9 @@ class Rederived:
             octaves, is_seen = self.tolerance(arm, shape)
             tolerances.append(("" if is_seen else "at least ") + f"{octaves:.1f}")
         names = "; ".join(self.shapes)
-        found = {f"rate tolerance, octaves ({names})": "; ".join(tolerances)}
+        found = {
+            f"rate tolerance, octaves above the best rate tried ({names})": "; ".join(tolerances)
+        }
         if arm == self.baseline or arm not in self.judged():
             word = "the baseline" if arm == self.baseline else "not judged"
         else:
@@ -340,11 +348,11 @@ class Rederived:
                     100 * (math.exp(-nats / self.slope(shape)) - 1)
                     for nats in (described.mean, high, low)
                 )
-                found[f"extra tokens `{self.baseline}` needs, {shape}"] = (
+                found[f"more tokens `{self.baseline}` needs for the same loss, {shape}"] = (
                     f"{value:+.1f} % ({least:+.1f} to {most:+.1f})"
                 )
                 nats.append(f"{described.mean:+.4f}")
-            found[f"loss less that of `{self.baseline}`, nats ({names})"] = "; ".join(nats)
+            found[f"loss minus that of `{self.baseline}`, nats ({names})"] = "; ".join(nats)
         if unsettled := self.unsettled(arm):
             word += f"; rate not settled in {' and '.join(unsettled)}"
         return found | {"verdict": word}
@@ -356,7 +364,7 @@ class Rederived:
             arm: sum(self.differences("verdict", shape, arm).mean for shape in self.shapes)
             for arm in verdicts
         }
-        if better := [arm for arm, word in verdicts.items() if word == "better"]:
+        if better := [arm for arm, word in verdicts.items() if word.startswith("better")]:
             return min(better, key=means.get)
         below = self.adjusted(self.margin, "smaller")
         within = [arm for arm in verdicts if below[arm] < self.rules["verdict"]["level"]]
@@ -372,6 +380,17 @@ class Rederived:
             [self.baseline, *within],
             key=lambda arm: self.moved.get(arm, math.inf),
         )
+
+    def by_shape_alone(self) -> set[str]:
+        """Return what the card says of arms that differ in one shape, without a verdict."""
+        found: dict[str, list[str]] = {}
+        for arm, word in self.verdicts().items():
+            for shape in self.shapes:
+                low, high = self.differences("verdict", shape, arm).tconfint_mean(0.05)
+                if word.startswith(NO_DIFFERENCE) and not low <= 0 <= high:
+                    side = "better" if high < 0 else "worse"
+                    found.setdefault(f"{side} in {shape}", []).append(f"`{arm}`")
+        return {f"{where}: {', '.join(arms)}" for where, arms in found.items()}
 
     def later(self, stage: str) -> dict[str, str]:
         """Return arm -> what a later stage says of it, in the card's words."""
@@ -414,7 +433,7 @@ def check_card(anew: Rederived, text: str) -> int:
     header: list[str] = []
     for line in text.splitlines():
         row = [cell.strip() for cell in line.split("|")[1:-1]]
-        if line.startswith("| arm | verdict |"):
+        if line.startswith("| arm | what it is | verdict |"):
             header = row
         elif not row:
             header = []
@@ -426,10 +445,17 @@ def check_card(anew: Rederived, text: str) -> int:
             count += len(expected)
     assert rows[: len(anew.judged()) + 1] == [anew.baseline, *anew.judged()]
     power = anew.power(len(anew.judged()))
-    assert f"{anew.margin:.4f} nats, shown with a power of {power:.2f} for" in text
+    tokens = ", ".join(
+        f"{100 * (math.exp(-anew.margin / anew.slope(shape)) - 1):+.1f} % in {shape}"
+        for shape in anew.shapes
+    )
+    assert f"{anew.margin:.4f} nats ({tokens})" in text
+    assert f"within it with a power of {power:.2f}:" in text
+    sentence = re.search(r"intervals without zero, not corrected\): (.*?)\.(?: |$)", text)
+    assert set(sentence[1].split("; ") if sentence else []) == anew.by_shape_alone()
     assert f"**Recommendation: `{anew.recommended()}`**" in text
     for stage in ("tokens", "muon"):
         for arm, words in anew.later(stage).items():
             assert f"`{arm}` {words}" in text
             count += 1
-    return count + 2
+    return count + 4
