@@ -18,6 +18,7 @@ from common.errors import ConfigError, run_program
 from common.output import markdown, write_bytes_atomically
 from configurator import parse_args
 from evidence.curves import Curve
+from evidence.families import power
 from evidence.stages import Conclusions, RateStage, in_tokens
 from evidence.study import Plan
 from repro.which_norm import PLAN, STAGES, Worker, moved_bytes
@@ -179,9 +180,29 @@ class Card:
             chance = found["power"][str(judged)]
             words += (
                 f" By the plan's estimate an arm equal to `{self.plan.baseline}` is shown to be "
-                f'within it with a power of {chance:.2f}: "possible" says little against an arm.'
+                f"within it with a power of {chance:.2f}"
             )
+            if seen := self.power_seen():
+                words += (
+                    "; with the spread that the verdicts' own seeds show, "
+                    f"{min(seen):.2f} to {max(seen):.2f}, by arm"
+                )
+            words += '. So "possible" says little against an arm.'
         return words
+
+    def power_seen(self) -> list[float]:
+        """Return the power to clear an arm like the baseline, with the SDs of each judged arm."""
+        rules = self.plan.plan["verdict"]
+        count, level = len(rules["seeds"]), rules["level"] / max(1, len(self.judged()))
+        return [
+            power(
+                self.before["margin"]["margin"],
+                [numbers["se"] * math.sqrt(count) for numbers in found["shapes"].values()],
+                count,
+                level,
+            )
+            for found in self.verdicts().values()
+        ]
 
     def order(self) -> list[str]:
         """Return the arms: the baseline, then by rank."""

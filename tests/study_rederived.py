@@ -254,13 +254,21 @@ class Rederived:
         enough = [arms for arms in counts if self.power(arms) >= rules["power"]]
         return self.ranking()[: max(enough, default=0)]
 
-    def power(self, arms: int) -> float:
-        """Return the chance to show that an arm like the baseline is non-inferior in all shapes."""
+    def power(self, arms: int, arm: str = "") -> float:
+        """Return the chance to show that an arm like the baseline is non-inferior in all shapes.
+
+        With the SDs that the plan takes, or with those of the verdict runs of `arm`.
+        """
         rules = self.rules["verdict"]
         chance = 1.0
         for shape in self.shapes:
+            spread = self.deviation(shape)
+            if arm:
+                spread = (
+                    self.differences("verdict", shape, arm).std_mean * len(rules["seeds"]) ** 0.5
+                )
             # A true difference of zero against a bound at the margin, one-sided.
-            effect = self.margin / self.deviation(shape)
+            effect = self.margin / spread
             chance *= TTestPower().power(
                 effect, len(rules["seeds"]), rules["level"] / arms, alternative="larger"
             )
@@ -450,7 +458,9 @@ def check_card(anew: Rederived, text: str) -> int:
         for shape in anew.shapes
     )
     assert f"{anew.margin:.4f} nats ({tokens})" in text
-    assert f"within it with a power of {power:.2f}:" in text
+    assert f"within it with a power of {power:.2f};" in text
+    seen = [anew.power(len(anew.judged()), arm) for arm in anew.judged()]
+    assert f"seeds show, {min(seen):.2f} to {max(seen):.2f}, by arm." in text
     sentence = re.search(r"intervals without zero, not corrected\): (.*?)\.(?: |$)", text)
     assert set(sentence[1].split("; ") if sentence else []) == anew.by_shape_alone()
     assert f"**Recommendation: `{anew.recommended()}`**" in text
@@ -458,4 +468,4 @@ def check_card(anew: Rederived, text: str) -> int:
         for arm, words in anew.later(stage).items():
             assert f"`{arm}` {words}" in text
             count += 1
-    return count + 4
+    return count + 5
