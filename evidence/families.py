@@ -111,7 +111,8 @@ def power(margin: float, deviations: list[float], n: int, level: float) -> float
     """
     critical = stats.t.isf(level, n - 1)
     chances = [
-        stats.nct.sf(critical, n - 1, margin / deviation * n**0.5) for deviation in deviations
+        stats.nct.sf(critical, n - 1, margin / deviation * n**0.5) if deviation else 1.0
+        for deviation in deviations
     ]
     return float(np.prod(chances))
 

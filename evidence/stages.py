@@ -481,9 +481,16 @@ def recommend(plan: Plan, before: Conclusions, moved: dict[str, float]) -> tuple
         arm = min(cheaper, key=cost)
         saved = 1 - cost(arm) / cost(baseline)
         return arm, f"it is non-inferior and its norms move {saved:.1%} fewer bytes"
+    if not within:
+        return (
+            baseline,
+            "no arm is shown to be better or within the margin: a default, not a winner",
+        )
+    names = ", ".join(f"`{arm}`" for arm in within)
+    forgives = "forgives a much higher rate" if ends else "is shown to forgive a higher rate"
     return baseline, (
-        "no arm is shown to be better in all shapes, and none that is shown to be as good moves "
-        "fewer bytes or forgives a much higher rate: it is the default, not a winner"
+        f"no arm is shown to be better in all shapes, and what is shown to be within the margin "
+        f"({names}) neither moves fewer bytes nor {forgives}: a default, not a winner"
     )
 
 

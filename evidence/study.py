@@ -231,6 +231,15 @@ class Results:
         found = {result.run.start["git"] for key, result in self.found.items() if key[0] == stage}
         return sorted(found)
 
+    def hashes(self, stage: str) -> list[str]:
+        """Return the hashes of the plans that a stage's runs were trained under, 16 digits."""
+        found = {
+            result.run.config["study"].split()[-1]
+            for key, result in self.found.items()
+            if key[0] == stage
+        }
+        return sorted(found)
+
     def of(self, wanted: Wanted) -> Result | None:
         """Return the result of a run, None if it is not finished."""
         key = (wanted.stage, wanted.shape, name_of(wanted.words), wanted.seed)

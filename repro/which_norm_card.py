@@ -32,15 +32,15 @@ NORMS = Path("docs/norms.md")  # its table has the launches of a decoding step
 MEANING = {
     "rms": "RMSNorm before each sublayer",
     "layer": "LayerNorm before each sublayer",
-    "coupled": "attention and MLP share one RMS statistic",
-    "coupled-full-gradient": "`coupled`, the gradient passes the shared statistic",
-    "coupled-block-0": "`rms`; only block 0 shares its statistic",
+    "coupled": "RMSNorm; the MLP's norm reuses attention's statistic",
+    "coupled-full-gradient": "`coupled`, the gradient flows through the statistic",
+    "coupled-block-0": "`coupled` in block 0, else `rms`",
     "rms-qk-norm": "`rms`, and RMSNorm of each head's queries and keys",
     "rms-no-gain": "`rms` without learned gains",
-    "peri": "RMSNorm before and after each sublayer",
+    "peri": "RMSNorm before and after each sublayer, and of the embeddings",
     "olmo2": "RMSNorm after each sublayer, and of queries and keys",
     "lns": "`rms`, scaled by 1/sqrt(l) in block l",
-    "deepnorm": "LayerNorm of each weighted residual sum",
+    "deepnorm": "RMSNorm of each weighted residual sum",
     "dyt": "tanh in place of the norms",
     "taper": "norms that become fixed scales in training",
 }
@@ -61,11 +61,12 @@ TRAINED = {
 }
 # Arms that the plan's rule about bytes leaves out -> their names in the ledger
 MOVED = {"rms-qk-norm": "rms, QK-norms"}
+ENOUGH = 0.8  # power at which "possible" says something against an arm
 # Direction -> words; what is shown about the margin -> words, for arms that are not better
 DIRECTIONS = {
     "better": "better in both shapes",
     "worse": "worse in both shapes",
-    "no difference shown": "no difference that holds in both shapes",
+    "no difference shown": "not shown better in both shapes, nor worse in both",
 }
 MARGINS = {
     "within": "a deficit beyond the margin is ruled out",
@@ -129,12 +130,22 @@ class Card:
         others = [arm for arm in self.order() if arm not in judged]
         names = ", ".join(f"`{arm}`" for arm in others)
         sentence = (
-            f"The best {len(self.judged())} of a screening with two seeds were judged. Not judged, "
-            f"in its order: {names}. Places near the cut may be chance, so the first of these may "
-            "be as good as those above."
+            f"The best {len(self.judged())} by mean rank over both shapes, in a screening with two "
+            f"seeds, were judged. Not judged, in its order: {names}. Places near the cut may be "
+            f"chance{self.passed_over(others)}."
         )
         parts = [self.table(judged), sentence]
         return parts if is_short or not others else [*parts, self.table(others)]
+
+    def passed_over(self, others: list[str]) -> str:
+        """Name arms that are not judged and had the lowest loss of the screening in a shape."""
+        words = ""
+        for name, arms in self.before["rates"]["shapes"].items():
+            losses = {arm: arms[arm]["loss"] for arm in self.order()}
+            best = min(losses, key=lambda arm: math.inf if losses[arm] is None else losses[arm])
+            if best in others:
+                words += f"; `{best}` had the lowest loss in {name}"
+        return words
 
     def table(self, arms: list[str]) -> str:
         """Return a table with these arms."""
@@ -144,8 +155,8 @@ class Card:
     def setting(self) -> str:
         """Say under what conditions the card holds."""
         shapes = " and ".join(
-            f"{shape.name} ({SHAPES[shape.name]}: {shape.n_layer} blocks of {shape.keys['n_embd']} "
-            "channels)"
+            f"{shape.name} ({SHAPES.get(shape.name, '')}: {shape.n_layer} blocks of "
+            f"{shape.keys['n_embd']} channels)"
             for shape in self.plan.shapes
         )
         first = self.plan.shapes[0]
@@ -158,7 +169,7 @@ class Card:
             f"Two shapes, each with {parameters:.1f} M parameters in its blocks: {shapes}. "
             f"{tokens / 1e6:.1f} M tokens, {sequences} sequences of {config.block_size} a step; "
             "AdamW, the learning rate tuned for each arm. Verdicts are over "
-            f"{len(verdict['seeds'])} seeds that tuned nothing. {self.margin()}"
+            f"{len(verdict['seeds'])} seeds not used for tuning. {self.margin()}"
         )
 
     def margin(self) -> str:
@@ -179,30 +190,30 @@ class Card:
         if judged := len(self.judged()):
             chance = found["power"][str(judged)]
             words += (
-                f" By the plan's estimate an arm equal to `{self.plan.baseline}` is shown to be "
-                f"within it with a power of {chance:.2f}"
+                f" An arm equal to `{self.plan.baseline}` would be shown to be within it with a "
             )
             if seen := self.power_seen():
-                words += (
-                    "; with the spread that the verdicts' own seeds show, "
-                    f"{min(seen):.2f} to {max(seen):.2f}, by arm"
-                )
-            words += '. So "possible" says little against an arm.'
+                each = ", ".join(f"{power:.1f} (`{arm}`)" for arm, power in seen.items())
+                words += f"power of {each}; foreseen was {chance:.2f}."
+            else:
+                words += f"power of {chance:.2f}."
+            if any(self.verdicts()[arm]["margin"] == "open" and seen[arm] < ENOUGH for arm in seen):
+                words += ' Where it is low, "possible" says little against an arm.'
         return words
 
-    def power_seen(self) -> list[float]:
-        """Return the power to clear an arm like the baseline, with the SDs of each judged arm."""
+    def power_seen(self) -> dict[str, float]:
+        """Return judged arm -> power to clear it if it is like the baseline, with its own SDs."""
         rules = self.plan.plan["verdict"]
         count, level = len(rules["seeds"]), rules["level"] / max(1, len(self.judged()))
-        return [
-            power(
+        return {
+            arm: power(
                 self.before["margin"]["margin"],
                 [numbers["se"] * math.sqrt(count) for numbers in found["shapes"].values()],
                 count,
                 level,
             )
-            for found in self.verdicts().values()
-        ]
+            for arm, found in self.verdicts().items()
+        }
 
     def order(self) -> list[str]:
         """Return the arms: the baseline, then by rank."""
@@ -219,12 +230,20 @@ class Card:
         }
         if arm in (self.plan.baseline, *self.judged()) and "verdict" in self.before:
             for shape in self.shapes:
-                heading = f"more tokens `{self.plan.baseline}` needs for the same loss, {shape}"
+                heading = f"more tokens `{self.plan.baseline}` needs for its loss, {shape}"
+                heading += " (above 0: better)"
                 cells[heading] = self.in_tokens(arm, shape)
-            cells[f"loss minus that of `{self.plan.baseline}`, nats ({shapes})"] = self.in_nats(arm)
+            cells[f"its loss minus that of `{self.plan.baseline}`, nats ({shapes})"] = self.in_nats(
+                arm
+            )
+        limit = self.plan.plan["rates"]["tolerance"]
         tolerance = self.by_shape(lambda shape: tolerance_text(rates[shape][arm]))
-        cells[f"rate tolerance, octaves above the best rate tried ({shapes})"] = tolerance
-        cells["norm traffic of a block in training, kB a token"] = self.kilobytes(arm)
+        cells[f"rate tolerance: octaves above its best rate, to +{limit:g} nats ({shapes})"] = (
+            tolerance
+        )
+        cells["norm traffic of a block in training, kB a token (counted, 768 channels)"] = (
+            self.kilobytes(arm)
+        )
         cells["launches of a block in decoding (plain, fused)"] = self.decoding(arm)
         cells["how a trained model gets it"] = TRAINED.get(arm, "not tried")
         return cells
@@ -286,7 +305,9 @@ class Card:
                 return f"not judged: {diverged} runs{words} diverged"
         found = self.verdicts()[arm]
         words = DIRECTIONS[found["direction"]]
-        return words if found["direction"] == "better" else f"{words}; {MARGINS[found['margin']]}"
+        if found["direction"] == "better":
+            return words
+        return f"{words}; {MARGINS[found['margin']]} (p {found['p_below_margin']:.2f})"
 
     def is_settled(self, arm: str, shape: str) -> bool:
         """Is the chosen rate settled?
@@ -318,7 +339,7 @@ class Card:
         return f"**Recommendation: `{found['arm']}`**, for {found['why']}."
 
     def by_shape_alone(self) -> list[str]:
-        """Return a sentence on arms that differ in one shape only, which is no verdict."""
+        """Return a sentence on arms whose interval leaves out zero in a shape: no verdicts."""
         found = []
         for word, is_so in (("better", lambda n: n["high"] < 0), ("worse", lambda n: n["low"] > 0)):
             for shape in self.shapes:
@@ -333,8 +354,8 @@ class Card:
         if not found:
             return []
         return [
-            "No verdicts, but worth a test at a shape of your own (95 % intervals without zero, "
-            f"not corrected): {'; '.join(found)}."
+            "No verdicts, but reasons for a test at a shape of your own (95 % intervals without "
+            f"zero, not corrected): {'; '.join(found)}."
         ]
 
     def later_stages(self) -> list[str]:
@@ -383,7 +404,8 @@ class Card:
         known = "AdamW and Muon" if "muon" in self.before else "AdamW"
         open_questions.append(f"optimisers other than {known}")
         return (
-            f"`init_std` was tuned for `{self.plan.baseline}` alone, which favours it. Not known: "
+            f"`init_std` was tuned for `{self.plan.baseline}` alone, which may favour it. "
+            "Not known: "
             f"{', '.join(open_questions)}."
         )
 
@@ -394,7 +416,7 @@ class Card:
         parts = [
             "# Which norm?",
             f"Plan: [repro/which_norm.toml](../../../repro/which_norm.toml), SHA-256 "
-            f"{self.plan.hash[:16]}. Words and figure are explained in "
+            f"{self.plan.hash[:16]}{self.hashes()}. Words and figure are explained in "
             "[docs/which_norm.md](../../../docs/which_norm.md).",
             self.text(),
         ]
@@ -416,6 +438,17 @@ class Card:
         if commits:
             parts.append(f"Commits of the runs: {', '.join(sorted(commits))}.")
         return "\n\n".join(parts) + "\n"
+
+    def hashes(self) -> str:
+        """Say which older texts of the plan the runs of finished stages were trained under."""
+        found: dict[str, list[str]] = {}
+        for kind in self.worker.stages():
+            if kind.name in self.before:
+                for digest in self.worker.results(self.worker.stage(kind)).hashes(kind.name):
+                    found.setdefault(digest, []).append(f"`{kind.name}`")
+        found.pop(self.plan.hash[:16], None)
+        texts = "; ".join(f"{digest} ({', '.join(stages)})" for digest, stages in found.items())
+        return f"; runs under older texts: {texts}" if texts else ""
 
     def rates_text(self) -> str:
         """Return the losses over the learning rate: a table for each shape."""
@@ -510,7 +543,7 @@ class Card:
                     ]
                 )
         header = ["arm", "shape", "difference", "95 % interval", "without a document"]
-        header += ["p below the margin (Holm)", "p better (Holm)"]
+        header += ["p below the margin, both shapes (Holm)", "p better, both shapes (Holm)"]
         return markdown(header, rows)
 
     def check_text(self, name: str) -> str:

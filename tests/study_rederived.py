@@ -12,7 +12,7 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 from statsmodels.stats.weightstats import DescrStatsW
 
-NO_DIFFERENCE = "no difference that holds in both shapes"
+NO_DIFFERENCE = "not shown better in both shapes, nor worse in both"
 MARGIN_WORDS = {
     "below": "a deficit beyond the margin is ruled out",
     "above": "the deficit is beyond the margin",
@@ -299,7 +299,7 @@ class Rederived:
             is_worse = worse[arm] < level
             direction = "worse in both shapes" if is_worse else NO_DIFFERENCE
             side = "below" if below[arm] < level else "above" if above[arm] < level else ""
-            found[arm] = f"{direction}; {MARGIN_WORDS[side]}"
+            found[arm] = f"{direction}; {MARGIN_WORDS[side]} (p {below[arm]:.2f})"
         return found
 
     def unsettled(self, arm: str) -> list[str]:
@@ -341,9 +341,9 @@ class Rederived:
             octaves, is_seen = self.tolerance(arm, shape)
             tolerances.append(("" if is_seen else "at least ") + f"{octaves:.1f}")
         names = "; ".join(self.shapes)
-        found = {
-            f"rate tolerance, octaves above the best rate tried ({names})": "; ".join(tolerances)
-        }
+        limit = self.rules["rates"]["tolerance"]
+        heading = f"rate tolerance: octaves above its best rate, to +{limit:g} nats ({names})"
+        found = {heading: "; ".join(tolerances)}
         if arm == self.baseline or arm not in self.judged():
             word = "the baseline" if arm == self.baseline else "not judged"
         else:
@@ -356,11 +356,12 @@ class Rederived:
                     100 * (math.exp(-nats / self.slope(shape)) - 1)
                     for nats in (described.mean, high, low)
                 )
-                found[f"more tokens `{self.baseline}` needs for the same loss, {shape}"] = (
-                    f"{value:+.1f} % ({least:+.1f} to {most:+.1f})"
+                heading = (
+                    f"more tokens `{self.baseline}` needs for its loss, {shape} (above 0: better)"
                 )
+                found[heading] = f"{value:+.1f} % ({least:+.1f} to {most:+.1f})"
                 nats.append(f"{described.mean:+.4f}")
-            found[f"loss minus that of `{self.baseline}`, nats ({names})"] = "; ".join(nats)
+            found[f"its loss minus that of `{self.baseline}`, nats ({names})"] = "; ".join(nats)
         if unsettled := self.unsettled(arm):
             word += f"; rate not settled in {' and '.join(unsettled)}"
         return found | {"verdict": word}
@@ -458,9 +459,9 @@ def check_card(anew: Rederived, text: str) -> int:
         for shape in anew.shapes
     )
     assert f"{anew.margin:.4f} nats ({tokens})" in text
-    assert f"within it with a power of {power:.2f};" in text
-    seen = [anew.power(len(anew.judged()), arm) for arm in anew.judged()]
-    assert f"seeds show, {min(seen):.2f} to {max(seen):.2f}, by arm." in text
+    seen = {arm: anew.power(len(anew.judged()), arm) for arm in anew.judged()}
+    chances = ", ".join(f"{chance:.1f} (`{arm}`)" for arm, chance in seen.items())
+    assert f"within it with a power of {chances}; foreseen was {power:.2f}." in text
     sentence = re.search(r"intervals without zero, not corrected\): (.*?)\.(?: |$)", text)
     assert set(sentence[1].split("; ") if sentence else []) == anew.by_shape_alone()
     assert f"**Recommendation: `{anew.recommended()}`**" in text

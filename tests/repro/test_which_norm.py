@@ -24,7 +24,7 @@ from evidence.stages import RateStage, VerdictStage
 from evidence.study import Plan, Wanted
 from repro import which_norm
 from repro.which_norm import PLAN, Worker, parse, together
-from repro.which_norm_card import MARKERS, Card, put
+from repro.which_norm_card import MARKERS, MEANING, Card, put
 
 TOY = """
 name = "toy"
@@ -143,6 +143,7 @@ def test_every_arm_of_the_plan_is_a_model():
 
     for scale in ("cpu", "30m", "124m"):
         plan = Plan(ROOT / PLAN, scale)
+        assert set(MEANING) == set(plan.arms)
         for shape in plan.shapes:
             for arm in plan.arms:
                 norm_type, *words = shlex.split(plan.words(arm, shape))
@@ -201,7 +202,7 @@ def test_a_card_says_what_the_stages_concluded(finished, tmp_path):
     text = card.text()
     assert "**Recommendation: `shared`**, for it is better in all shapes." in text
     rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
-    assert "| worse in both shapes; the deficit is beyond the margin |" in rows["layer"]
+    assert "| worse in both shapes; the deficit is beyond the margin (p 1.00) |" in rows["layer"]
     assert "| better in both shapes |" in rows["shared"] and re.search(
         r"\+\d+\.\d % \(\+", rows["shared"]
     )
