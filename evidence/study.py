@@ -222,23 +222,19 @@ class Results:
 
     def devices(self, stage: str) -> Counter[str]:
         """Return device -> number of finished runs of a stage."""
-        return Counter(
-            result.run.start["device"] for key, result in self.found.items() if key[0] == stage
-        )
+        return Counter(run.start["device"] for run in self.runs(stage))
+
+    def runs(self, stage: str) -> list[Run]:
+        """Return the finished runs of a stage."""
+        return [result.run for key, result in self.found.items() if key[0] == stage]
 
     def commits(self, stage: str) -> list[str]:
         """Return the commits of a stage's runs."""
-        found = {result.run.start["git"] for key, result in self.found.items() if key[0] == stage}
-        return sorted(found)
+        return sorted({run.start["git"] for run in self.runs(stage)})
 
     def hashes(self, stage: str) -> list[str]:
         """Return the hashes of the plans that a stage's runs were trained under, 16 digits."""
-        found = {
-            result.run.config["study"].split()[-1]
-            for key, result in self.found.items()
-            if key[0] == stage
-        }
-        return sorted(found)
+        return sorted({run.config["study"].split()[-1] for run in self.runs(stage)})
 
     def of(self, wanted: Wanted) -> Result | None:
         """Return the result of a run, None if it is not finished."""

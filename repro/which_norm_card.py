@@ -19,8 +19,8 @@ from common.output import markdown, write_bytes_atomically
 from configurator import parse_args
 from evidence.curves import Curve
 from evidence.families import power
-from evidence.stages import Conclusions, RateStage, in_tokens
-from evidence.study import Plan
+from evidence.stages import Conclusions, RateStage, Stage, in_tokens
+from evidence.study import Plan, Results
 from repro.which_norm import PLAN, STAGES, Worker, moved_bytes
 from repro.which_norm_figure import Figure, Interval
 from train import TrainConfig
@@ -88,6 +88,14 @@ class Card:
         self.before: Conclusions = worker.before()
         self.moved = moved_bytes()
         self.launches = read_launches()
+        self._read: dict[str, tuple[Any, Results]] = {}
+
+    def read(self, kind: type[Stage]) -> tuple[Any, Results]:
+        """Return a stage and its finished runs; its archives are read once for card and figure."""
+        if kind.name not in self._read:
+            stage = self.worker.stage(kind)
+            self._read[kind.name] = stage, self.worker.results(stage)
+        return self._read[kind.name]
 
     @property
     def shapes(self) -> list[str]:
@@ -100,8 +108,8 @@ class Card:
 
     def progress(self, name: str) -> str:
         """Return the name of a stage, with its finished runs if it has some."""
-        stage = self.worker.stage(next(kind for kind in STAGES if kind.name == name))
-        done = len(self.worker.results(stage).found)
+        stage, results = self.read(next(kind for kind in STAGES if kind.name == name))
+        done = len(results.found)
         planned = sum(count for parts in stage.planned().values() for count, _ in parts)
         details = [QUESTIONS[name]] if name in QUESTIONS else []
         if done:
@@ -183,8 +191,7 @@ class Card:
             return f"{words}, and not measured yet."
         found = self.before["margin"]
         tokens = ", ".join(
-            f"{100 * in_tokens(found['margin'], slope):+.1f} % in {shape}"
-            for shape, slope in found["slopes"].items()
+            f"{value:+.1f} % in {shape}" for shape, value in self.margin_in_tokens().items()
         )
         words += f": {found['margin']:.4f} nats ({tokens})."
         if judged := len(self.judged()):
@@ -193,7 +200,9 @@ class Card:
                 f" An arm equal to `{self.plan.baseline}` would be shown to be within it with a "
             )
             if seen := self.power_seen():
-                each = ", ".join(f"{power:.1f} (`{arm}`)" for arm, power in seen.items())
+                each = ", ".join(
+                    f"{chance_seen:.1f} (`{arm}`)" for arm, chance_seen in seen.items()
+                )
                 words += f"power of {each}; foreseen was {chance:.2f}."
             else:
                 words += f"power of {chance:.2f}."
@@ -201,16 +210,24 @@ class Card:
                 words += ' Where it is low, "possible" says little against an arm.'
         return words
 
+    def margin_in_tokens(self) -> dict[str, float]:
+        """Return shape -> the margin in % of tokens; empty before it is measured."""
+        found = self.before.get("margin", {"slopes": {}})
+        return {
+            shape: 100 * in_tokens(found["margin"], slope)
+            for shape, slope in found["slopes"].items()
+        }
+
     def power_seen(self) -> dict[str, float]:
         """Return judged arm -> power to clear it if it is like the baseline, with its own SDs."""
         rules = self.plan.plan["verdict"]
-        count, level = len(rules["seeds"]), rules["level"] / max(1, len(self.judged()))
+        count, level = len(rules["seeds"]), rules["level"]
         return {
             arm: power(
                 self.before["margin"]["margin"],
                 [numbers["se"] * math.sqrt(count) for numbers in found["shapes"].values()],
                 count,
-                level,
+                level / len(self.judged()),
             )
             for arm, found in self.verdicts().items()
         }
@@ -444,7 +461,7 @@ class Card:
         found: dict[str, list[str]] = {}
         for kind in self.worker.stages():
             if kind.name in self.before:
-                for digest in self.worker.results(self.worker.stage(kind)).hashes(kind.name):
+                for digest in self.read(kind)[1].hashes(kind.name):
                     found.setdefault(digest, []).append(f"`{kind.name}`")
         found.pop(self.plan.hash[:16], None)
         texts = "; ".join(f"{digest} ({', '.join(stages)})" for digest, stages in found.items())
@@ -452,8 +469,7 @@ class Card:
 
     def rates_text(self) -> str:
         """Return the losses over the learning rate: a table for each shape."""
-        stage = self.worker.stage(RateStage)
-        results = self.worker.results(stage)
+        stage, results = self.read(RateStage)
         parts = []
         for shape in self.plan.shapes:
             curves = {arm: stage.curve(results, shape, arm) for arm in self.order()}
@@ -580,10 +596,8 @@ class Card:
 
     def figure(self) -> Figure:
         """Return the figure, to be drawn."""
-        stage = self.worker.stage(RateStage)
-        results = self.worker.results(stage)
+        stage, results = self.read(RateStage)
         rates = self.before["rates"]["shapes"]
-        margin = self.before.get("margin")
         return Figure(
             baseline=self.plan.baseline,
             shapes=self.shapes,
@@ -599,12 +613,7 @@ class Card:
                 arm: {shape: self.worth(arm, shape) for shape in self.shapes}
                 for arm in self.verdicts()
             },
-            margin={
-                shape: 100 * in_tokens(margin["margin"], slope)
-                for shape, slope in margin["slopes"].items()
-            }
-            if margin
-            else {},
+            margin=self.margin_in_tokens(),
         )
 
 

@@ -357,7 +357,6 @@ def test_a_second_implementation_agrees_on_the_committed_study():
         anew = Rederived(ROOT / PLAN, "cpu", logs, moved(Plan(ROOT / PLAN, "cpu")))
         for page in ("README.md", "docs/which_norm.md"):
             assert check_card(anew, (ROOT / page).read_text()) > 4 * 5 + 2
-    if all((kept / f"{stage}.json").exists() for stage in STAGES):
-        anew = Rederived(ROOT / PLAN, "cpu", logs, moved(Plan(ROOT / PLAN, "cpu")))
-        for page in (kept / "README.md", ROOT / "docs/which_norm.md"):
-            assert check_card(anew, page.read_text()) > 30
+        if all((kept / f"{stage}.json").exists() for stage in STAGES):
+            for page in (kept / "README.md", ROOT / "docs/which_norm.md"):
+                assert check_card(anew, page.read_text()) > 30
