@@ -125,7 +125,7 @@ class Card:
             parts += self.tables(is_short)
         last = []
         if "verdict" in self.before:
-            last += [*self.by_shape_alone(), *self.later_stages(), self.unknown()]
+            last += [*self.by_shape_alone(), *self.later_stages(), *self.checked(), self.unknown()]
         if self.missing():
             last.append(f"Not finished yet: {', '.join(map(self.progress, self.missing()))}.")
         return "\n\n".join([*parts, " ".join(last)] if last else parts)
@@ -392,10 +392,34 @@ class Card:
                     f"{what} ({found['shape']}, {seeds} seeds), in nats against "
                     f"`{self.plan.baseline}`: {arms}."
                 )
-        lines = self.before.get("check", {}).get("not_settled", [])
-        if found := [line for line in lines if ": init_std" in line]:
+        return sentences
+
+    def checked(self) -> list[str]:
+        """Return what stage 4 says of the chosen rates and initialisations."""
+        if "check" not in self.before:
+            return []
+        found = self.before["check"]
+        seeds = len(self.plan.plan["check"]["seeds"])
+        arms = list(dict.fromkeys(arm for arms in found["shapes"].values() for arm in arms))
+        ends = []
+        for key in ("learning_rate", "init_std"):
+            differences = [
+                math.inf if mean is None else mean - means["learning_rate x 1"]
+                for arms_here in found["shapes"].values()
+                for means in arms_here.values()
+                for name, mean in means.items()
+                if name.startswith(key) and name != "learning_rate x 1"
+            ]
+            low, high = min(differences), max(differences)
+            ends.append(f"by {low:+.3f} to {high:+.3f} nats with half or double the `{key}`")
+        sentences = [
+            f"The loss of {' and '.join(f'`{arm}`' for arm in arms)} moves {' and '.join(ends)} "
+            f"({seeds} seeds)."
+        ]
+        lines = [line for line in found["not_settled"] if ": init_std" in line]
+        if lines:
             sentences.append(
-                f"Better by half a margin with another `init_std`: {'; '.join(found)}."
+                f"Better by half a margin with another `init_std`: {'; '.join(lines)}."
             )
         return sentences
 

@@ -420,6 +420,24 @@ class Rederived:
             found[arm] = f"{described.mean:+.4f} ({low:+.4f} to {high:+.4f}), {word}"
         return found
 
+    def checked(self, key: str) -> str:
+        """Return how far half and double the value of `key` move the loss, in the card's words."""
+        moves = []
+        for shape in self.shapes:
+            for arm in (self.baseline, *self.judged()):
+                chosen = {
+                    "learning_rate": self.chosen(arm, shape),
+                    "init_std": self.shapes[shape]["init_std"],
+                }
+                by_value: dict[float, list[float]] = {}
+                for run in self.runs("check", shape, arm):
+                    if all(run[name] == chosen[name] for name in chosen if name != key):
+                        by_value.setdefault(run[key], []).append(run["loss"])
+                means = {value: sum(losses) / len(losses) for value, losses in by_value.items()}
+                here = means.pop(chosen[key], 0.0)
+                moves += [mean - here for mean in means.values()]
+        return f"by {min(moves):+.3f} to {max(moves):+.3f} nats with half or double the `{key}`"
+
 
 def mean_by_rate(
     losses: dict[float, dict[int, float]], first: int, second: int
@@ -469,4 +487,6 @@ def check_card(anew: Rederived, text: str) -> int:
         for arm, words in anew.later(stage).items():
             assert f"`{arm}` {words}" in text
             count += 1
-    return count + 5
+    for key in ("learning_rate", "init_std"):
+        assert anew.checked(key) in text
+    return count + 7

@@ -323,7 +323,7 @@ def test_a_second_implementation_agrees(finished):
     assert check(plan.path, "toy", finished.kept, logs) > 30
     anew = Rederived(plan.path, "toy", logs, moved(plan))
     text = Card(finished).text()
-    assert check_card(anew, text) == 2 * 5 + 2 + 7  # two judged arms, the baseline, the sentences
+    assert check_card(anew, text) == 2 * 5 + 2 + 9  # two judged arms, the baseline, the sentences
     # It can fail: one digit of the card, one run of the logs.
     wrong = re.sub(
         r"\+(\d)(\d*\.\d %)", lambda found: f"+{9 - int(found[1])}{found[2]}", text, count=1
