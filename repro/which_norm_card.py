@@ -435,7 +435,10 @@ class Card:
             word = "its sign was open before"
         else:
             word = "the sign turns" if numbers["contradicts"] else "the same sign"
-        return f"{numbers['difference']:+.4f} ({low:+.4f} to {high:+.4f}), {word}"
+        return (
+            f"{before['difference']:+.4f}, now {numbers['difference']:+.4f} "
+            f"({low:+.4f} to {high:+.4f}), {word}"
+        )
 
     def unknown(self) -> str:
         """Return what has not been measured."""

@@ -417,7 +417,9 @@ class Rederived:
                 word = "the same sign" if described.mean * before.mean > 0 else "the sign turns"
                 if before_low <= 0 <= before_high:
                     word = "its sign was open before"
-            found[arm] = f"{described.mean:+.4f} ({low:+.4f} to {high:+.4f}), {word}"
+            found[arm] = (
+                f"{before.mean:+.4f}, now {described.mean:+.4f} ({low:+.4f} to {high:+.4f}), {word}"
+            )
         return found
 
     def checked(self, key: str) -> str:

@@ -241,9 +241,7 @@ def test_a_card_shows_what_diverged_and_what_is_not_settled(finished):
     found = json.loads(verdict.read_text())
     found["arms"]["shared"]["shapes"]["W"] |= {"low": -0.1, "high": 0.1}
     verdict.write_text(json.dumps(found))
-    assert (
-        "`shared` +0.0300 (+0.0200 to +0.0400), its sign was open before" in Card(finished).text()
-    )
+    assert ", now +0.0300 (+0.0200 to +0.0400), its sign was open before" in Card(finished).text()
     found["diverged"]["rms"] = 1
     found["arms"] = {}
     verdict.write_text(json.dumps(found))
