@@ -75,6 +75,13 @@ MARGINS = {
 }
 
 
+def side_of_zero(numbers: dict[str, Any]) -> str:
+    """Return where the interval of a difference lies: better is below zero."""
+    if numbers["high"] < 0:
+        return "better"
+    return "worse" if numbers["low"] > 0 else "open"
+
+
 class Card:
     """The card at one scale.
 
@@ -122,10 +129,10 @@ class Card:
         """Return the card as Markdown; a short one has no table of the arms that are not judged."""
         parts = [f"**Which norm?** {self.setting()}", self.recommendation()]
         if "rates" in self.before:
-            parts += self.tables(is_short)
+            parts += [*self.tables(is_short), *self.later_stages()]
         last = []
         if "verdict" in self.before:
-            last += [*self.by_shape_alone(), *self.later_stages(), *self.checked(), self.unknown()]
+            last += [*self.by_shape_alone(), *self.checked(), self.unknown()]
         if self.missing():
             last.append(f"Not finished yet: {', '.join(map(self.progress, self.missing()))}.")
         return "\n\n".join([*parts, " ".join(last)] if last else parts)
@@ -376,23 +383,29 @@ class Card:
         ]
 
     def later_stages(self) -> list[str]:
-        """Return what stages 5 and 6 say of the verdicts."""
+        """Return a table of what stages 5 and 6 found, beside the verdict runs."""
         factor = self.plan.plan["tokens"]["factor"]
-        names = {"tokens": f"With {factor:g} times the tokens", "muon": "With Muon"}
-        sentences = []
+        names = {"tokens": f"{factor:g} times the tokens", "muon": "Muon"}
+        columns: dict[str, dict[str, str]] = {}  # heading -> arm -> cell
         for name, what in names.items():
             found = self.before.get(name)
-            if found and found["arms"]:
-                seeds = len(self.plan.plan[name]["seeds"])
-                arms = "; ".join(
-                    f"`{arm}` {self.later_text(found['shape'], arm, numbers)}"
-                    for arm, numbers in found["arms"].items()
-                )
-                sentences.append(
-                    f"{what} ({found['shape']}, {seeds} seeds), in nats against "
-                    f"`{self.plan.baseline}`: {arms}."
-                )
-        return sentences
+            if not found:
+                continue
+            shape = found["shape"]
+            seeds = len(self.plan.plan[name]["seeds"])
+            verdicts = columns.setdefault(f"in {shape}, verdict runs", {})
+            cells = columns.setdefault(f"in {shape}, {what} ({seeds} seeds)", {})
+            for arm, numbers in found["arms"].items():
+                verdicts[arm] = f"{self.verdicts()[arm]['shapes'][shape]['difference']:+.4f}"
+                cells[arm] = self.later_text(shape, arm, numbers)
+        arms = [arm for arm in self.judged() if any(arm in cells for cells in columns.values())]
+        if not arms:
+            return []
+        heading = f"loss minus that of `{self.plan.baseline}`, nats"
+        rows = [
+            [f"`{arm}`", *(cells.get(arm, "not run") for cells in columns.values())] for arm in arms
+        ]
+        return [markdown([heading, *columns], rows)]
 
     def checked(self) -> list[str]:
         """Return what stage 4 says of the chosen rates and initialisations."""
@@ -427,17 +440,10 @@ class Card:
         """Return the difference of an arm in a later stage, and what it says of the verdict."""
         if numbers["difference"] is None:
             return "diverged"
-        low, high = numbers["low"], numbers["high"]
-        before = self.verdicts()[arm]["shapes"][shape]
-        if low <= 0 <= high:
-            word = "sign open"
-        elif before["low"] <= 0 <= before["high"]:
-            word = "its sign was open before"
-        else:
-            word = "the sign turns" if numbers["contradicts"] else "the same sign"
-        return (
-            f"{before['difference']:+.4f}, now {numbers['difference']:+.4f} "
-            f"({low:+.4f} to {high:+.4f}), {word}"
+        word = side_of_zero(numbers)
+        before = side_of_zero(self.verdicts()[arm]["shapes"][shape])
+        return "{difference:+.4f} ({low:+.4f} to {high:+.4f}), ".format(**numbers) + (
+            f"{word}, as before" if word == before else f"{word}, {before} before"
         )
 
     def unknown(self) -> str:

@@ -401,25 +401,28 @@ class Rederived:
                     found.setdefault(f"{side} in {shape}", []).append(f"`{arm}`")
         return {f"{where}: {', '.join(arms)}" for where, arms in found.items()}
 
-    def later(self, stage: str) -> dict[str, str]:
-        """Return arm -> what a later stage says of it, in the card's words."""
-        shape = self.rules[stage]["shape"]
-        found = {}
+    def later(self) -> set[str]:
+        """Return the rows of the card's table of later stages."""
+        found = set()
         for arm in self.judged():
-            if not self.runs(stage, shape, arm):
-                continue
-            described = self.differences(stage, shape, arm)
-            low, high = described.tconfint_mean(0.05)
-            before = self.differences("verdict", shape, arm)
-            before_low, before_high = before.tconfint_mean(0.05)
-            word = "sign open"
-            if low > 0 or high < 0:
-                word = "the same sign" if described.mean * before.mean > 0 else "the sign turns"
-                if before_low <= 0 <= before_high:
-                    word = "its sign was open before"
-            found[arm] = (
-                f"{before.mean:+.4f}, now {described.mean:+.4f} ({low:+.4f} to {high:+.4f}), {word}"
-            )
+            cells: dict[str, str] = {}
+            for stage in ("tokens", "muon"):
+                shape = self.rules[stage]["shape"]
+                cells.setdefault(f"{shape} before", "not run")
+                cells[stage] = "not run"
+                if self.runs(stage, shape, arm):
+                    before = self.differences("verdict", shape, arm)
+                    now = self.differences(stage, shape, arm)
+                    low, high = now.tconfint_mean(0.05)
+                    word = interval_word(low, high)
+                    word_before = interval_word(*before.tconfint_mean(0.05))
+                    cells[f"{shape} before"] = f"{before.mean:+.4f}"
+                    cells[stage] = (
+                        f"{now.mean:+.4f} ({low:+.4f} to {high:+.4f}), {word}, "
+                        f"{'as' if word_before == word else word_before} before"
+                    )
+            if any(cells[stage] != "not run" for stage in ("tokens", "muon")):
+                found.add(f"| `{arm}` | {' | '.join(cells.values())} |")
         return found
 
     def checked(self, key: str) -> str:
@@ -439,6 +442,11 @@ class Rederived:
                 here = means.pop(chosen[key], 0.0)
                 moves += [mean - here for mean in means.values()]
         return f"by {min(moves):+.3f} to {max(moves):+.3f} nats with half or double the `{key}`"
+
+
+def interval_word(low: float, high: float) -> str:
+    """Say where an interval of a difference lies: an arm is better below zero."""
+    return "open" if low <= 0 <= high else "better" if low < 0 else "worse"
 
 
 def mean_by_rate(
@@ -485,10 +493,11 @@ def check_card(anew: Rederived, text: str) -> int:
     sentence = re.search(r"intervals without zero, not corrected\): (.*?)\.(?: |$)", text)
     assert set(sentence[1].split("; ") if sentence else []) == anew.by_shape_alone()
     assert f"**Recommendation: `{anew.recommended()}`**" in text
-    for stage in ("tokens", "muon"):
-        for arm, words in anew.later(stage).items():
-            assert f"`{arm}` {words}" in text
-            count += 1
+    later = [
+        row for row in text.splitlines() if re.search(r"(open|better|worse|as) before \|", row)
+    ]
+    assert set(later) == anew.later()
+    count += len(later)
     for key in ("learning_rate", "init_std"):
         assert anew.checked(key) in text
     return count + 7

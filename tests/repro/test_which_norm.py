@@ -201,7 +201,8 @@ def test_a_card_says_what_the_stages_concluded(finished, tmp_path):
     assert card.missing() == []
     text = card.text()
     assert "**Recommendation: `shared`**, for it is better in all shapes." in text
-    rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
+    tables = text.split("| loss minus that of ")[0]  # but for that of the later stages
+    rows = {row.split("`")[1]: row for row in tables.splitlines() if row.startswith("| `")}
     assert "| worse in both shapes; the deficit is beyond the margin (p 1.00) |" in rows["layer"]
     assert "| better in both shapes |" in rows["shared"] and re.search(
         r"\+\d+\.\d % \(\+", rows["shared"]
@@ -234,14 +235,16 @@ def test_a_card_shows_what_diverged_and_what_is_not_settled(finished):
     found["arms"]["shared"]["contradicts"] = True
     tokens.write_text(json.dumps(found))
     text = Card(finished).text()
-    assert re.search(r"With 4 times the tokens \(W, 2 seeds\).*`shared` .*, the sign turns", text)
+    assert (
+        "| in W, verdict runs | in W, 4 times the tokens (2 seeds) | in W, Muon (2 seeds) |" in text
+    )
+    assert re.search(r"\| `shared` .* \(\+0\.0200 to \+0\.0400\), worse, better before \|", text)
     assert "Better by half a margin with another `init_std`: rms, W: init_std x 2." in text
-    # where stage 3 showed no sign, none can turn
     verdict = finished.conclusion_of("verdict")
     found = json.loads(verdict.read_text())
     found["arms"]["shared"]["shapes"]["W"] |= {"low": -0.1, "high": 0.1}
     verdict.write_text(json.dumps(found))
-    assert ", now +0.0300 (+0.0200 to +0.0400), its sign was open before" in Card(finished).text()
+    assert "+0.0300 (+0.0200 to +0.0400), worse, open before |" in Card(finished).text()
     found["diverged"]["rms"] = 1
     found["arms"] = {}
     verdict.write_text(json.dumps(found))
@@ -321,7 +324,7 @@ def test_a_second_implementation_agrees(finished):
     assert check(plan.path, "toy", finished.kept, logs) > 30
     anew = Rederived(plan.path, "toy", logs, moved(plan))
     text = Card(finished).text()
-    assert check_card(anew, text) == 2 * 5 + 2 + 9  # two judged arms, the baseline, the sentences
+    assert check_card(anew, text) == 2 * 5 + 2 + 8  # two judged arms, the baseline, the sentences
     # It can fail: one digit of the card, one run of the logs.
     wrong = re.sub(
         r"\+(\d)(\d*\.\d %)", lambda found: f"+{9 - int(found[1])}{found[2]}", text, count=1
