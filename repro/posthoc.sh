@@ -1,29 +1,40 @@
 #!/usr/bin/env bash
-# CoupledNorm in a model that is already trained, from the first step to the table, on one CPU core
+# CoupledNorm in a model that is already trained, from the first step to the table, on CPU cores
 # (results/cpu/posthoc).
 #
 #   repro/posthoc.sh FOLDER   FOLDER holds openstax_ccby_train.jsonl.xz and
 #                             openstax_ccby_val.jsonl.xz (college textbooks; any other two files of
 #                             documents under these names will do)
 #
+# For each seed, with a teacher of its own:
 # 1. a teacher of 10 M parameters, Llama's shape, bytes, 3.1 M tokens of every second document
-# 2. sizes of its residual stream, alpha, which blocks to couple, KL against statistics saved
-# 3. the students' learning rate, with a seed of its own, by KL on blocks of the other documents that
-#    distill.py holds out; the text that judges the models is not looked at
-# 4. distillation from KL alone on the other documents, two plans (every block coupled, and the
-#    suggested one), three seeds each
-# 5. the control: the teacher trained on, on the same text, for as many tokens, with the same
-#    settings and three seeds
-# 6. two more small models, to see whether the suggested alpha is near the best there is in all
-#    three
-# 7. KL and val loss of all of them on all held-out documents, paired by window
+# 2. distillation from KL alone on the other documents, two plans (every block coupled, and the
+#    suggested one)
+# 3. the control: the teacher trained on, on the same text, for as many tokens, with the same
+#    settings
 #
-# Some five hours on a free core. Steps that are done already are skipped.
+# Before 2, with the first teacher alone:
+# a. sizes of its residual stream, alpha, which blocks to couple, KL against statistics saved
+# b. the students' learning rate, with a seed of its own, by KL on blocks of the other documents that
+#    distill.py holds out; the text that judges the models is not looked at
+# c. two more small models, to see whether the suggested alpha is near the best there is in all
+#    three
+#
+# At the end KL and val loss of all models on all held-out documents, paired by window. The table is
+# over all seeds that windows.jsonl.xz holds, also those of earlier calls.
+#
+#   SEEDS="2 3" RATE=1e-4 repro/posthoc.sh FOLDER   only these seeds; a to c were done, and gave RATE
+#   JOBS=2         runs side by side, one CPU core each (1)
+#   DTYPE=float32  on a CPU that has no units for bfloat16 (bfloat16)
+#
+# A seed takes some two hours of a free core, a to c two more. Steps that are done already are
+# skipped.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 [ $# -gt 0 ] || { usage; exit 2; }
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-source=$1 out=${OUT:-out/posthoc} results=${RESULTS:-results/cpu/posthoc}
+source=$1 seeds=${SEEDS:-1 2 3} rate=${RATE:-} jobs=${JOBS:-1} dtype=${DTYPE:-bfloat16}
+out=${OUT:-out/posthoc} results=${RESULTS:-results/cpu/posthoc}
 mkdir -p "$out" "$results"
 # Eight documents of the first half are for evaluation while models train. What judges the models
 # in the end is not looked at before.
@@ -49,41 +60,61 @@ train() {  # run folder, keys
   "$PYTHON" train.py "${@:2}" --out_dir="$1"
   finished "$1"
 }
-train "$out/teacher" config/posthoc_teacher.py --data_dir="$out/text_a"
-[ -f "$out/sizes.jsonl" ] ||
-  "$PYTHON" -m posthoc.rms_stats "$out/teacher" --text="$out/b.jsonl" --windows=32 --across \
-    --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
+teacher() {  # seed
+  OMP_NUM_THREADS=$jobs train "$out/teacher-$1" config/posthoc_teacher.py --seed="$1" \
+    --data_dir="$out/text_a" --dtype="$dtype"
+}
 # AdamW's steps are of the learning rate's size however small the KL is, so a low rate ends lower.
 settings="--min_lr=0 --weight_decay=0 --warmup_iters=20 --max_iters=1000 --eval_interval=500"
-distil() {  # run folder, coupled_first, learning rate, seed, keys
-  "$PYTHON" distill.py --teacher="$out/teacher" --local="$out/b.jsonl" --method=full \
+distil() {  # teacher's seed, run folder, coupled_first, learning rate, seed, keys
+  "$PYTHON" distill.py --teacher="$out/teacher-$1" --local="$out/b.jsonl" --method=full \
     --block_size=256 --batch_size=8 --gradient_accumulation_steps=1 \
-    --checkpoint_activations=False --dtype=bfloat16 --shuffle=65536 $settings \
-    --coupled_first="$2" --learning_rate="$3" --seed="$4" "${@:5}" --out_dir="$1"
-  finished "$1"
+    --checkpoint_activations=False --dtype="$dtype" --shuffle=65536 $settings \
+    --coupled_first="$3" --learning_rate="$4" --seed="$5" "${@:6}" --out_dir="$2"
+  finished "$2"
 }
-for rate in 2.5e-5 5e-5 1e-4 2e-4; do
-  # 64 blocks would be of two documents.
-  distil "$out/rates/$rate" 0 "$rate" 100 --eval_blocks=1024
-done
-rate=$("$PYTHON" repro/posthoc_rate.py "$out/rates")
-for seed in 1 2 3; do
-  distil "$out/student-0-$seed" 0 "$rate" "$seed"  # every block
-  distil "$out/student-1-$seed" 1 "$rate" "$seed"  # the suggested plan
-  train "$out/teacher-longer-$seed" config/posthoc_teacher.py --init_from="$out/teacher" \
-    --data_dir="$out/text_b" --seed="$seed" $settings --learning_rate="$rate" \
+control() {  # seed, learning rate
+  train "$out/teacher-longer-$1" config/posthoc_teacher.py --init_from="$out/teacher-$1" \
+    --data_dir="$out/text_b" --seed="$1" --dtype="$dtype" $settings --learning_rate="$2" \
     --eval_tokens=16384 --sample_tokens=0
-done
-train "$out/small-gpt2" config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
-  --data_dir="$out/text_a"
-train "$out/small-llama" config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=9 --n_layer=6 \
-  --position=rope --activation=swiglu --data_dir="$out/text_a"
-if [ ! -f "$out/alpha.jsonl" ]; then  # it grows line by line: whole when it has its name
-  "$PYTHON" repro/posthoc_alpha.py "$out/alpha.part" "$out/b.jsonl" "$out/small-gpt2" \
-    "$out/small-llama" "$out/teacher"
-  mv "$out/alpha.part" "$out/alpha.jsonl"
+}
+export PYTHON out settings dtype
+export -f finished train distil control
+side_by_side() {  # reads commands, one a line
+  xargs -d '\n' -P "$jobs" -n 1 bash -euo pipefail -c
+}
+
+first=${seeds%% *}
+if [ -z "$rate" ]; then
+  teacher "$first"
+  [ -f "$out/sizes.jsonl" ] ||
+    "$PYTHON" -m posthoc.rms_stats "$out/teacher-$first" --text="$out/b.jsonl" --windows=32 --across \
+      --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
+  # 64 blocks would be of two documents.
+  for rate in 2.5e-5 5e-5 1e-4 2e-4; do
+    echo "distil $first \"\$out/rates/$rate\" 0 $rate 100 --eval_blocks=1024"
+  done | side_by_side
+  rate=$("$PYTHON" repro/posthoc_rate.py "$out/rates")
+  train "$out/small-gpt2" config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
+    --data_dir="$out/text_a"
+  train "$out/small-llama" config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=9 \
+    --n_layer=6 --position=rope --activation=swiglu --data_dir="$out/text_a"
+  if [ ! -f "$out/alpha.jsonl" ]; then  # it grows line by line: whole when it has its name
+    "$PYTHON" repro/posthoc_alpha.py "$out/alpha.part" "$out/b.jsonl" "$out/small-gpt2" \
+      "$out/small-llama" "$out/teacher-$first"
+    mv "$out/alpha.part" "$out/alpha.jsonl"
+  fi
+  cp "$out/sizes.jsonl" "$out/fig3.png" "$out/alpha.jsonl" "$results/"
+  "$PYTHON" -m evidence.archive "$results/runs.tar.xz" "$out"/rates/*
 fi
-cp "$out/sizes.jsonl" "$out/fig3.png" "$out/alpha.jsonl" "$results/"
-"$PYTHON" -m evidence.archive "$results/runs.tar.xz" "$out/teacher" "$out"/rates/* \
-  "$out"/student-* "$out"/teacher-longer-*
-"$PYTHON" repro/posthoc_table.py "$out" "$source/openstax_ccby_val.jsonl.xz" "$results"
+for seed in $seeds; do
+  teacher "$seed"
+  side_by_side <<END
+distil $seed "\$out/student-0-$seed" 0 $rate $seed
+distil $seed "\$out/student-1-$seed" 1 $rate $seed
+control $seed $rate
+END
+  "$PYTHON" -m evidence.archive "$results/runs.tar.xz" \
+    "$out"/{teacher,student-0,student-1,teacher-longer}-"$seed"
+  "$PYTHON" repro/posthoc_table.py "$out" "$seed" "$source/openstax_ccby_val.jsonl.xz" "$results"
+done

@@ -1,17 +1,18 @@
-"""Teacher, coupled teacher, students and the teacher trained on, on the same held-out windows: a
+"""Teachers, coupled teachers, students and teachers trained on, on the same held-out windows: a
 table with intervals.
 
-    python repro/posthoc_table.py out/posthoc val.jsonl.xz results/cpu/posthoc
-        judge all models (the last step of posthoc.sh)
+    python repro/posthoc_table.py out/posthoc 1 val.jsonl.xz results/cpu/posthoc
+        judge the models of seed 1 (the last step of posthoc.sh for a seed)
     python repro/posthoc_table.py results/cpu/posthoc
         the table again, from windows.jsonl.xz
 
 Writes windows.jsonl.xz, table.md and models.jsonl. Val loss and KL(teacher || model) are in nats a
 token, a token is a byte; the first position of a window is left out of the KL, not of the loss,
-where it predicts the second byte. Differences to the teacher are paired by window, over all whole
-windows of every document of the file. Their intervals count documents, for windows of one are
-alike; where there are several seeds, seeds and documents, with as many degrees of freedom as seeds
-less one, so that they are wide. "trained on" is also set against the students, as their control.
+where it predicts the second byte. Each seed has a teacher of its own. Differences to it are paired
+by window, over all whole windows of every document of the file. With one seed their intervals count
+documents, for windows of one are alike; with several, seeds and documents, with as many degrees of
+freedom as seeds less one, so that they are wide. "trained on" is also set against the students, as
+their control.
 """
 
 import json
@@ -41,6 +42,7 @@ from posthoc.kl import kl_divergence
 
 CALIBRATION = 16  # windows
 WINDOWS = "windows.jsonl.xz"
+TEACHER = "teacher"
 CONTROL = "teacher trained on"
 
 
@@ -95,10 +97,10 @@ def judge(
 
 
 def models_of(
-    runs: Path, teacher: GPT, calibration: Calibration
-) -> dict[tuple[str, int | None], Callable[[], GPT]]:
-    """Return (name, seed) -> what makes the model, so that one at a time is in memory."""
-    models: dict[tuple[str, int | None], Callable[[], GPT]] = {("teacher", None): lambda: teacher}
+    runs: Path, seed: int, teacher: GPT, calibration: Calibration
+) -> dict[str, Callable[[], GPT]]:
+    """Return name -> what makes the model of a seed, so that one at a time is in memory."""
+    models: dict[str, Callable[[], GPT]] = {TEACHER: lambda: teacher}
     for first in (0, 1):
         name = f"coupled_first={first}"
         plan = first_plan(teacher.config.n_layer, first)
@@ -108,27 +110,22 @@ def models_of(
             "alpha per layer": (calibration.alpha(plan),),
         }
         for kind, alpha in alphas.items():
-            models[f"{name}, {kind}", None] = partial(view, teacher, plan, *alpha)
-        models |= trained(runs, f"student-{first}", f"{name}, distilled")
-    return models | trained(runs, "teacher-longer", CONTROL)
+            models[f"{name}, {kind}"] = partial(view, teacher, plan, *alpha)
+        models[f"{name}, distilled"] = partial(load_model, str(runs / f"student-{first}-{seed}"))
+    models[CONTROL] = partial(load_model, str(runs / f"teacher-longer-{seed}"))
+    return models
 
 
-def trained(runs: Path, folder: str, name: str) -> dict[tuple[str, int | None], Callable[[], GPT]]:
-    """Return the models that were trained with several seeds, in folders FOLDER-SEED."""
-    found = sorted(runs.glob(f"{folder}-*"))
-    if not found:
-        raise ConfigError(f"{runs / folder}-SEED: no such run: repro/posthoc.sh trains it")
-    seeds = {int(run.name.rpartition("-")[2]): run for run in found}
-    return {(name, seed): partial(load_model, str(run)) for seed, run in sorted(seeds.items())}
+def judge_seed(runs: Path, seed: int, text: str, results: Path) -> None:
+    """Judge the models of a seed on all held-out windows, and add them to windows.jsonl.xz.
 
+    Its first line has the document of each window; the others a model's name, its seed, loss and KL
+    of each window, and machine and versions.
 
-def judge_all(runs: Path, text: str, results: Path) -> None:
-    """Judge all models on all held-out windows, and write windows.jsonl.xz.
-
-    Its first line has the document of each window; the others a model's name, its seed, and loss
-    and KL of each window.
+    Raises:
+        ConfigError: the file has the windows of another text.
     """
-    teacher = load_model(str(runs / "teacher"))
+    teacher = load_model(str(runs / f"teacher-{seed}"))
     faster_float32_products(teacher.config.n_embd, teacher.config.head_channels)
     length = teacher.config.block_size
     windows, documents = all_windows(text, teacher.meta, length)
@@ -136,13 +133,20 @@ def judge_all(runs: Path, text: str, results: Path) -> None:
     with torch.no_grad():
         states = [teacher.hidden(idx) for idx in windows.split(BATCH)]
     head = {"length": length, "documents": documents.tolist()}
-    lines = [head | environment(torch.device("cpu"))]
-    for (name, seed), make in models_of(runs, teacher, Calibration(teacher, seen)).items():
+    lines = [head]
+    path = results / WINDOWS
+    if path.exists():
+        before, models = read_windows(results)
+        if before != head:
+            raise ConfigError(f"{path}: has windows of another text than {text}: move it away")
+        lines += [row for rows in models.values() for row in rows if row["seed"] != seed]
+    for name, make in models_of(runs, seed, teacher, Calibration(teacher, seen)).items():
         losses, kls = judge(make(), teacher, windows, states)
-        lines.append({"model": name, "seed": seed, "losses": digits(losses), "kls": digits(kls)})
+        row = {"model": name, "seed": seed, "losses": digits(losses), "kls": digits(kls)}
+        lines.append(row | environment(torch.device("cpu")))
         print(f"{name}, seed {seed}: val loss {losses.mean():.5f}, KL {kls.mean():.2e}", flush=True)
     content = "".join(json.dumps(line) + "\n" for line in lines)
-    write_bytes_atomically(results / WINDOWS, lzma.compress(content.encode(), preset=9))
+    write_bytes_atomically(path, lzma.compress(content.encode(), preset=9))
 
 
 def digits(values: torch.Tensor) -> list[float]:
@@ -163,19 +167,17 @@ def read_windows(results: Path) -> tuple[dict, dict[str, list[dict]]]:
     return head, models
 
 
-def difference(losses: np.ndarray, base: np.ndarray, documents: np.ndarray) -> Estimate:
-    """Estimate by how much a model is above the teacher.
+def difference(differences: np.ndarray, documents: np.ndarray) -> Estimate:
+    """Estimate the mean of a difference.
 
     Args:
-        losses: (n seeds, N windows).
-        base: the teacher's, (N,).
+        differences: (n seeds, N windows).
         documents: the document of each window, (N,).
 
     Returns:
         Of one seed, an interval over documents; of several, over seeds and documents.
     """
-    differences = losses - base
-    if len(losses) == 1:
+    if len(differences) == 1:
         return clustered(differences[0], documents)
     # What each document adds to the mean, brought to the scale of a mean: their mean is the mean
     # over windows, however many of them a document has.
@@ -185,52 +187,62 @@ def difference(losses: np.ndarray, base: np.ndarray, documents: np.ndarray) -> E
     return crossed(means + parts * parts.shape[1] / len(documents))
 
 
-def against_control(
-    losses: np.ndarray, models: dict[str, list[dict]], documents: np.ndarray
-) -> list[float]:
-    """Return difference, low and high of students (n, N) to the control with the same seed."""
-    control = np.array([record["losses"] for record in models[CONTROL]])  # (n, N)
-    estimate = difference(losses - control, np.zeros(len(documents)), documents)
-    return [estimate.mean, *estimate.interval()]
+def described(name: str, losses: dict[str, np.ndarray], documents: np.ndarray) -> dict:
+    """Return the row of a model: differences to the teachers, and of a student to its control.
+
+    Args:
+        name: of the model.
+        losses: model -> (n seeds, N windows).
+        documents: the document of each window, (N,).
+    """
+    row: dict = {"model": name, "val_loss": float(losses[name].mean())}
+    if name == TEACHER:
+        return row
+    above = losses[name] - losses[TEACHER]
+    estimate = difference(above, documents)
+    row |= {"difference": estimate.mean, "interval": list(estimate.interval())}
+    shares = above / losses[TEACHER].mean(1, keepdims=True)  # of the loss of each seed's teacher
+    estimate = difference(shares, documents)
+    row |= {"relative": estimate.mean, "relative_interval": list(estimate.interval())}
+    row["each_seed"] = shares.mean(1).tolist()
+    if name.endswith("distilled"):
+        estimate = difference(losses[name] - losses[CONTROL], documents)
+        row["control"] = [estimate.mean, *estimate.interval()]
+    return row
 
 
 def write_table(results: Path) -> None:
     """Write models.jsonl and table.md from windows.jsonl.xz."""
     head, models = read_windows(results)
-    documents = np.array(head.pop("documents"))
-    base = np.array(models["teacher"][0]["losses"])  # (N,)
-    header = ["model", "val loss", "difference to the teacher", "relative", "each seed", "KL"]
-    rows, found = [], []
-    for name, records in models.items():
-        losses = np.array([record["losses"] for record in records])  # (n, N)
-        kl = float(np.mean([record["kls"] for record in records]))
-        row = {"model": name, "val_loss": float(losses.mean()), "kl": kl}
+    documents = np.array(head["documents"])
+    losses = {
+        name: np.array([row["losses"] for row in sorted(rows, key=lambda row: row["seed"])])
+        for name, rows in models.items()
+    }
+    found = []
+    cells = []
+    for name, rows in models.items():
+        row = described(name, losses, documents)
+        row |= {
+            "kl": float(np.mean([record["kls"] for record in rows])),
+            "seeds": sorted(record["seed"] for record in rows),
+            "windows": len(documents),
+            "documents": len(set(documents.tolist())),
+        }
+        found.append(row)
         shown = ["", "", ""]
-        if name != "teacher":
-            estimate = difference(losses, base, documents)
-            low, high = estimate.interval()
-            row |= {"difference": estimate.mean, "interval": [low, high]}
-            # As shares of the teacher's loss.
-            relative = [float(value / base.mean()) for value in (estimate.mean, low, high)]
-            row |= {"relative": relative[0], "relative_interval": relative[1:]}
+        if name != TEACHER:
+            low, high = row["interval"]
             shown = [
-                f"{estimate.mean:+.5f} ({low:+.5f} .. {high:+.5f})",
-                "{:+.3%} ({:+.3%} .. {:+.3%})".format(*relative),
-                "",
+                f"{row['difference']:+.5f} ({low:+.5f} .. {high:+.5f})",
+                "{:+.3%} ({:+.3%} .. {:+.3%})".format(row["relative"], *row["relative_interval"]),
+                ", ".join(f"{value:+.3%}" for value in row["each_seed"]),
             ]
-        if len(records) > 1:
-            row["seeds"] = {
-                str(record["seed"]): float(loss.mean() / base.mean() - 1)
-                for record, loss in zip(records, losses, strict=True)
-            }
-            shown[2] = ", ".join(f"{value:+.3%}" for value in row["seeds"].values())
-        if name.endswith("distilled"):
-            row["control"] = against_control(losses, models, documents)
-        rows.append([name, f"{row['val_loss']:.5f}", *shown, f"{kl:.2e}"])
-        found.append(row | {"windows": len(base), "documents": len(set(documents))} | head)
+        cells.append([name, f"{row['val_loss']:.5f}", *shown, f"{row['kl']:.2e}"])
     lines = "".join(json.dumps(row) + "\n" for row in found)
     write_bytes_atomically(results / "models.jsonl", lines.encode())
-    text = markdown(header, rows) + "\n"
+    header = ["model", "val loss", "difference to the teacher", "relative", "each seed", "KL"]
+    text = markdown(header, cells) + "\n"
     for row in found:
         if "control" in row:
             text += (
@@ -242,12 +254,12 @@ def write_table(results: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) == 3:
-        judge_all(Path(argv[0]), argv[1], Path(argv[2]))
+    if len(argv) == 4 and argv[1].isdecimal():
+        judge_seed(Path(argv[0]), int(argv[1]), argv[2], Path(argv[3]))
     elif len(argv) != 1:
         raise ConfigError(
-            "posthoc_table.py needs the runs' folder, a file of held-out text and a folder for "
-            "the results; or that folder alone"
+            "posthoc_table.py needs the runs' folder, a seed, a file of held-out text and a folder "
+            "for the results; or that folder alone"
         )
     write_table(Path(argv[-1]))
 

@@ -674,28 +674,64 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
         "PYTHON": str(tmp_path / "python"),
         "OUT": str(tmp_path / "out"),
         "RESULTS": str(results),
+        "JOBS": "2",
     }
-    words = ["bash", "repro/posthoc.sh", str(tmp_path)]
-    for _ in range(2):
+
+    def call(**more) -> None:
         subprocess.run(
-            words, cwd=tmp_path, env={**os.environ, **keys}, check=True, capture_output=True
+            ["bash", "repro/posthoc.sh", str(tmp_path)],
+            cwd=tmp_path,
+            env={**os.environ, **keys, **more},
+            check=True,
+            capture_output=True,
         )
+
+    def runs() -> dict:
+        """Return (program, run folder's name) -> config of all runs so far."""
+        found = {}
+        for line in (tmp_path / "words").read_text().splitlines():
+            program, *words = shlex.split(line)
+            if program in ("train.py", "distill.py"):
+                kind = distill.DistillConfig if program == "distill.py" else TrainConfig
+                words = [word.replace("config/", f"{ROOT}/config/") for word in words]
+                config, _ = parse_args(kind, words)
+                found[program, Path(config.out_dir).name] = config
+        return found
+
+    # A seed whose rate is known takes no more than what judges it.
+    call(SEEDS="3", RATE="2e-4", DTYPE="float32")
+    assert {name for _, name in runs()} == {
+        "teacher-3",
+        "student-0-3",
+        "student-1-3",
+        "teacher-longer-3",
+    }
+    assert {config.dtype for config in runs().values()} == {"float32"}
+    assert runs()["distill.py", "student-0-3"].learning_rate == 2e-4
+    assert (results / "sizes.jsonl").read_text() == "old\n"
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "calls").unlink()
+    (tmp_path / "words").unlink()
+
+    for _ in range(2):
+        call()
     calls = (tmp_path / "calls").read_text().split()
     steps = ("posthoc.rms_stats", "repro/posthoc_alpha.py", "repro/posthoc_table.py")
-    assert [calls.count(step) for step in steps] == [1, 1, 2]
-    runs = [shlex.split(line) for line in (tmp_path / "words").read_text().splitlines()]
-    found = {}
-    for program, *words in runs:
-        if program in ("train.py", "distill.py"):
-            kind = distill.DistillConfig if program == "distill.py" else TrainConfig
-            config, _ = parse_args(kind, [w.replace("config/", f"{ROOT}/config/") for w in words])
-            found[program, Path(config.out_dir).name] = config
-    students = {name: config for (program, name), config in found.items() if program != "train.py"}
-    assert len(students) == 4 + 6 and len(found) == 10 + 6
-    for first in (0, 1):
-        for seed in (1, 2, 3):
-            config = students[f"student-{first}-{seed}"]
+    assert [calls.count(step) for step in steps] == [1, 1, 2 * 3]
+    found = runs()
+    assert len(found) == 4 + 3 * 4 + 2
+    rates = [config for (_, name), config in found.items() if name in ("5e-5", "2e-4")]
+    assert [(config.seed, config.eval_blocks) for config in rates] == [(100, 1024)] * 2
+    for seed in (1, 2, 3):
+        assert found["train.py", f"teacher-{seed}"].seed == seed
+        control = found["train.py", f"teacher-longer-{seed}"]
+        assert (control.seed, control.learning_rate) == (seed, 1e-4)
+        assert Path(control.init_from).name == f"teacher-{seed}"
+        for first in (0, 1):
+            config = found["distill.py", f"student-{first}-{seed}"]
             assert (config.coupled_first, config.seed, config.learning_rate) == (first, seed, 1e-4)
+            assert Path(config.teacher).name == f"teacher-{seed}"
+            assert (config.max_iters, config.dtype) == (control.max_iters, "bfloat16")
     assert all(
         (results / name).read_text() == "new\n"
         for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png")

@@ -1,4 +1,4 @@
-"""repro/posthoc_table.py and posthoc_rate.py: intervals from the kept windows, and the rate."""
+"""repro/posthoc_table.py and posthoc_rate.py: windows, their intervals, and the rate."""
 
 import json
 import lzma
@@ -7,69 +7,130 @@ import sys
 
 import numpy as np
 import pytest
+import small_rms
+import torch
 from helpers import ROOT
+from torch.nn.functional import cross_entropy
 
-from common.errors import UserError
+from common.errors import ConfigError, UserError
 from common.stats import clustered, crossed
+from model import GPT
 from repro import posthoc_table
 
 
-def write_windows(folder, models: dict[tuple[str, int | None], np.ndarray], documents) -> None:
-    lines = [{"length": 4, "documents": documents, "git": "0"}]
-    for (name, seed), losses in models.items():
-        kls = (losses / 10).tolist()
-        lines.append({"model": name, "seed": seed, "losses": losses.tolist(), "kls": kls})
+def write_windows(folder, models: dict[str, np.ndarray], seeds, documents) -> None:
+    lines = [{"length": 4, "documents": documents}]
+    for name, losses in models.items():
+        for seed, row in zip(seeds, losses, strict=True):
+            kls = (row / 10).tolist()
+            lines.append({"model": name, "seed": seed, "losses": row.tolist(), "kls": kls})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / posthoc_table.WINDOWS).write_bytes(lzma.compress(text.encode()))
+
+
+def rows_of(folder) -> dict[str, dict]:
+    lines = (folder / "models.jsonl").read_text().splitlines()
+    return {row["model"]: row for row in map(json.loads, lines)}
 
 
 def test_the_table_follows_from_the_windows(tmp_path, capsys):
     random = np.random.default_rng(0)
     documents = [0, 0, 0, 1, 2, 2, 3, 3, 3, 3]
-    teacher = random.normal(1, 0.1, 10)
-    coupled = teacher + random.normal(0.1, 0.01, 10)
-    students = {seed: teacher + random.normal(0.02, 0.01, 10) for seed in (1, 2, 3)}
-    models = {("teacher", None): teacher, ("coupled", None): coupled}
-    models |= {("distilled", seed): losses for seed, losses in students.items()}
-    control = {seed: teacher - random.normal(0.04, 0.01, 10) for seed in students}
-    models |= {(posthoc_table.CONTROL, seed): losses for seed, losses in control.items()}
-    write_windows(tmp_path, models, documents)
+    seeds = (2, 1, 3)
+    teacher = random.normal(1, 0.1, (3, 10)) + np.array([[0.0], [0.1], [0.2]])
+    student = teacher + random.normal(0.02, 0.01, (3, 10))
+    control = teacher - random.normal(0.04, 0.01, (3, 10))
+    models = {"teacher": teacher, "x, distilled": student, posthoc_table.CONTROL: control}
+    write_windows(tmp_path, models, seeds, documents)
     posthoc_table.main([str(tmp_path)])
-    rows = [json.loads(line) for line in (tmp_path / "models.jsonl").read_text().splitlines()]
-    found = {row["model"]: row for row in rows}
-    expected = clustered(coupled - teacher, np.array(documents))
-    assert found["coupled"]["interval"] == pytest.approx(expected.interval())
-    assert "seeds" not in found["coupled"] and "interval" not in found["teacher"]
-    each = [losses.mean() / teacher.mean() - 1 for losses in students.values()]
-    assert list(found["distilled"]["seeds"].values()) == pytest.approx(each)
-    assert found["distilled"]["relative"] == pytest.approx(np.mean(each))
-    assert found["distilled"]["kl"] == pytest.approx(np.mean(list(students.values())) / 10)
-    pairs = np.mean([students[seed] - control[seed] for seed in students])
-    assert found["distilled"]["control"][0] == pytest.approx(pairs)
+    found = rows_of(tmp_path)
+    assert "interval" not in found["teacher"]
+    assert all(row["seeds"] == [1, 2, 3] for row in found.values())
+    row = found["x, distilled"]
+    # Each seed against a teacher of its own, by the order of the seeds.
+    each = [student[i].mean() / teacher[i].mean() - 1 for i in (1, 0, 2)]
+    assert row["each_seed"] == pytest.approx(each)
+    assert row["relative"] == pytest.approx(np.mean(each))
+    assert row["difference"] == pytest.approx((student - teacher).mean())
+    assert row["kl"] == pytest.approx(student.mean() / 10)
+    assert row["control"][0] == pytest.approx((student - control).mean())
+    assert row["control"][1] < row["control"][0] < row["control"][2]
     assert f"{each[1]:+.3%}" in (tmp_path / "table.md").read_text()
+
+    one = {name: losses[:1] for name, losses in models.items()}
+    write_windows(tmp_path, one, seeds[:1], documents)
+    posthoc_table.main([str(tmp_path)])
+    expected = clustered(student[0] - teacher[0], np.array(documents))
+    assert rows_of(tmp_path)["x, distilled"]["interval"] == pytest.approx(expected.interval())
 
 
 def test_seeds_and_documents_widen_the_interval():
     random = np.random.default_rng(1)
     documents = np.repeat(np.arange(8), 5)
-    base = np.ones(40)
-    same = np.tile(1.1 + 0.01 * random.normal(size=40), (3, 1))
+    same = np.tile(0.1 + 0.01 * random.normal(size=40), (3, 1))
     shifted = same + np.array([[-0.05], [0.0], [0.05]])
-    over_documents = posthoc_table.difference(same, base, documents)
-    over_both = posthoc_table.difference(shifted, base, documents)
+    over_documents = posthoc_table.difference(same, documents)
+    over_both = posthoc_table.difference(shifted, documents)
     # Documents of equal size: as documents' means.
-    assert over_documents.se == pytest.approx(
-        crossed((same - base).reshape(3, 8, 5).mean(2)).se, rel=1e-9
-    )
+    assert over_documents.se == pytest.approx(crossed(same.reshape(3, 8, 5).mean(2)).se, rel=1e-9)
     # Of unequal size: as the windows of one seed, by document.
     unequal = np.repeat(np.arange(5), [1, 4, 9, 12, 14])
-    assert posthoc_table.difference(same, base, unequal).se == pytest.approx(
-        clustered(same[0] - base, unequal).se
+    assert posthoc_table.difference(same, unequal).se == pytest.approx(
+        clustered(same[0], unequal).se
     )
-    one = posthoc_table.difference(same[:1], base, documents)
+    one = posthoc_table.difference(same[:1], documents)
     assert over_documents.se == pytest.approx(one.se) and one.mean == pytest.approx(0.1, abs=0.01)
     assert over_both.se > 5 * over_documents.se
     assert over_both.mean == pytest.approx(over_documents.mean)
+
+
+def documents(count: int, seed: int) -> list[str]:
+    """Texts of four windows of a toy model, and a rest that no window takes."""
+    texts = small_rms.sequences(count * 5, seed).view(count, -1)[:, :100]
+    return ["".join(chr(48 + i) for i in row.tolist()) for row in texts]
+
+
+def write_documents(path, texts: list[str]) -> str:
+    with (lzma.open if path.suffix == ".xz" else open)(path, "wt") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    return str(path)
+
+
+def test_a_seed_is_judged_beside_the_others(tmp_path, capsys):
+    """Models of two seeds, in folders as posthoc.sh leaves them."""
+    runs = tmp_path / "runs"
+    results = tmp_path / "results"
+    results.mkdir()
+    models = {}
+    for seed in (1, 2):
+        for place, name in enumerate(("teacher", "student-0", "student-1", "teacher-longer")):
+            model = GPT(small_rms.SHAPE, seed=10 * seed + place).eval()
+            (runs / f"{name}-{seed}").mkdir(parents=True)
+            small_rms.write_run(model, runs / f"{name}-{seed}")
+            models[name, seed] = model
+    write_documents(runs / "b.jsonl", documents(40, 1))
+    held_out = documents(3, 2)
+    text = write_documents(tmp_path / "val.jsonl.xz", held_out)
+    for seed in (2, 1):
+        posthoc_table.main([str(runs), str(seed), text, str(results)])
+    table = (results / "table.md").read_text()
+    head, found = posthoc_table.read_windows(results)
+    assert head == {"length": 24, "documents": [0] * 4 + [1] * 4 + [2] * 4}
+    idx = torch.tensor([[ord(c) - 48 for c in document[:96]] for document in held_out])
+    idx = idx.view(12, 24)
+    for name, run in (("coupled_first=1, distilled", "student-1"), ("teacher", "teacher")):
+        for row in found[name]:
+            model = models[run, row["seed"]]
+            logits = model.logits(model.hidden(idx))
+            expected = cross_entropy(logits[:, :-1].transpose(1, 2), idx[:, 1:], reduction="none")
+            assert row["losses"] == pytest.approx(expected.mean(1).tolist(), abs=1e-5)
+    # A seed that is judged again takes the place of what it had.
+    posthoc_table.main([str(runs), "2", text, str(results)])
+    assert (results / "table.md").read_text() == table
+    assert all(len(rows) == 2 for rows in posthoc_table.read_windows(results)[1].values())
+    other = write_documents(tmp_path / "other.jsonl", documents(2, 3))
+    with pytest.raises(ConfigError, match="has windows of another text than"):
+        posthoc_table.main([str(runs), "1", other, str(results)])
 
 
 def test_torn_windows_are_named(tmp_path):
