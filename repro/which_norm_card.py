@@ -32,9 +32,9 @@ NORMS = Path("docs/norms.md")  # its table has the launches of a decoding step
 MEANING = {
     "rms": "RMSNorm before each sublayer",
     "layer": "LayerNorm before each sublayer",
-    "coupled": "RMSNorm; the MLP's norm reuses attention's statistic",
-    "coupled-full-gradient": "`coupled`, the gradient flows through the statistic",
-    "coupled-block-0": "`coupled` in block 0, else `rms`",
+    "coupled": "the MLP's RMSNorm takes 1/RMS from attention's",
+    "coupled-full-gradient": "the MLP's RMSNorm takes 1/RMS from attention's, with gradient",
+    "coupled-block-0": "`rms`; in block 0 the MLP's norm takes 1/RMS from attention's",
     "rms-qk-norm": "`rms`, and RMSNorm of each head's queries and keys",
     "rms-no-gain": "`rms` without learned gains",
     "peri": "RMSNorm before and after each sublayer, and of the embeddings",
@@ -54,10 +54,10 @@ QUESTIONS = {
 }
 # How a trained model gets the norm (docs/results.md has what it costs)
 TRAINED = {
-    "rms": "from `layer`, exact",
-    "coupled": "from `rms`, inexact: distil",
-    "taper": "from `rms`: train on",
-    "rms-no-gain": "from `rms`, exact",
+    "rms": "converted from `layer`, exactly",
+    "coupled": "converted from `rms`, inexactly: distil",
+    "taper": "converted from `rms`: train on",
+    "rms-no-gain": "converted from `rms`, exactly",
 }
 # Arms that the plan's rule about bytes leaves out -> their names in the ledger
 MOVED = {"rms-qk-norm": "rms, QK-norms"}
@@ -73,6 +73,11 @@ MARGINS = {
     "beyond": "the deficit is beyond the margin",
     "open": "a deficit beyond the margin is possible",
 }
+
+NO_VERDICT = (
+    "*Better*, *worse* and *open* beside the tokens: an interval of 95 %, not corrected, lies on "
+    "one side of zero or around it. No verdicts, but reasons for a test at a shape of your own."
+)
 
 
 def side_of_zero(numbers: dict[str, Any]) -> str:
@@ -132,7 +137,7 @@ class Card:
             parts += [*self.tables(is_short), *self.later_stages()]
         last = []
         if "verdict" in self.before:
-            last += [*self.by_shape_alone(), *self.checked(), self.unknown()]
+            last += [*self.checked(), self.unknown()]
         if self.missing():
             last.append(f"Not finished yet: {', '.join(map(self.progress, self.missing()))}.")
         return "\n\n".join([*parts, " ".join(last)] if last else parts)
@@ -149,17 +154,20 @@ class Card:
             f"seeds, were judged. Not judged, in its order: {names}. Places near the cut may be "
             f"chance{self.passed_over(others)}."
         )
-        parts = [self.table(judged), sentence]
+        parts = [self.table(judged), f"{NO_VERDICT} {sentence}"]
         return parts if is_short or not others else [*parts, self.table(others)]
 
     def passed_over(self, others: list[str]) -> str:
         """Name arms that are not judged and had the lowest loss of the screening in a shape."""
+        baseline = self.plan.baseline
         words = ""
         for name, arms in self.before["rates"]["shapes"].items():
             losses = {arm: arms[arm]["loss"] for arm in self.order()}
             best = min(losses, key=lambda arm: math.inf if losses[arm] is None else losses[arm])
             if best in others:
-                words += f"; `{best}` had the lowest loss in {name}"
+                below = losses[best] - losses[baseline]
+                words += f"; `{best}` had the lowest loss in {name} "
+                words += f"({below:+.4f} nats against `{baseline}`)"
         return words
 
     def table(self, arms: list[str]) -> str:
@@ -192,17 +200,16 @@ class Card:
         share = self.plan.plan["margin"]["share"]
         words = (
             "The margin, the largest deficit that counts as none, is what "
-            f"{100 * share:g} % of the tokens buy"
+            f"{100 * share:g} % of the tokens buy on average"
         )
         if "margin" not in self.before:
             return f"{words}, and not measured yet."
         found = self.before["margin"]
         tokens = ", ".join(
-            f"{value:+.1f} % in {shape}" for shape, value in self.margin_in_tokens().items()
+            f"{-value:.1f} % in {shape}" for shape, value in self.margin_in_tokens().items()
         )
         words += f": {found['margin']:.4f} nats ({tokens})."
         if judged := len(self.judged()):
-            chance = found["power"][str(judged)]
             words += (
                 f" An arm equal to `{self.plan.baseline}` would be shown to be within it with a "
             )
@@ -210,9 +217,9 @@ class Card:
                 each = ", ".join(
                     f"{chance_seen:.1f} (`{arm}`)" for arm, chance_seen in seen.items()
                 )
-                words += f"power of {each}; foreseen was {chance:.2f}."
+                words += f"power of {each}."
             else:
-                words += f"power of {chance:.2f}."
+                words += f"power of {found['power'][str(judged)]:.2f}."
             if any(self.verdicts()[arm]["margin"] == "open" and seen[arm] < ENOUGH for arm in seen):
                 words += ' Where it is low, "possible" says little against an arm.'
         return words
@@ -254,22 +261,19 @@ class Card:
         }
         if arm in (self.plan.baseline, *self.judged()) and "verdict" in self.before:
             for shape in self.shapes:
-                heading = f"more tokens `{self.plan.baseline}` needs for its loss, {shape}"
-                heading += " (above 0: better)"
+                heading = f"{shape}: more tokens `{self.plan.baseline}` needs for the arm's loss"
                 cells[heading] = self.in_tokens(arm, shape)
-            cells[f"its loss minus that of `{self.plan.baseline}`, nats ({shapes})"] = self.in_nats(
-                arm
-            )
+            cells[f"loss minus that of `{self.plan.baseline}`, nats ({shapes})"] = self.in_nats(arm)
         limit = self.plan.plan["rates"]["tolerance"]
-        tolerance = self.by_shape(lambda shape: tolerance_text(rates[shape][arm]))
-        cells[f"rate tolerance: octaves above its best rate, to +{limit:g} nats ({shapes})"] = (
-            tolerance
+        heading = (
+            f"rate tolerance: octaves above the best rate tried, to +{limit:g} nats ({shapes})"
         )
+        cells[heading] = self.by_shape(lambda shape: tolerance_text(rates[shape][arm]))
         cells["norm traffic of a block in training, kB a token (counted, 768 channels)"] = (
             self.kilobytes(arm)
         )
         cells["launches of a block in decoding (plain, fused)"] = self.decoding(arm)
-        cells["how a trained model gets it"] = TRAINED.get(arm, "not tried")
+        cells["in a model that is already trained"] = TRAINED.get(arm, "not tried")
         return cells
 
     def in_tokens(self, arm: str, shape: str) -> str:
@@ -277,7 +281,8 @@ class Card:
         if arm not in self.verdicts():
             return ""
         value, low, high = self.worth(arm, shape)
-        return f"{value:+.1f} % ({low:+.1f} to {high:+.1f})"
+        word = side_of_zero(self.verdicts()[arm]["shapes"][shape])
+        return f"{value:+.1f} % ({low:+.1f} to {high:+.1f}), {word}"
 
     def worth(self, arm: str, shape: str) -> Interval:
         """Return how many more tokens the baseline needs for an arm's loss, and the interval, %."""
@@ -362,30 +367,13 @@ class Card:
         found = self.before["recommendation"]
         return f"**Recommendation: `{found['arm']}`**, for {found['why']}."
 
-    def by_shape_alone(self) -> list[str]:
-        """Return a sentence on arms whose interval leaves out zero in a shape: no verdicts."""
-        found = []
-        for word, is_so in (("better", lambda n: n["high"] < 0), ("worse", lambda n: n["low"] > 0)):
-            for shape in self.shapes:
-                arms = [
-                    f"`{arm}`"
-                    for arm, verdict in self.verdicts().items()
-                    if verdict["direction"] == "no difference shown"
-                    and is_so(verdict["shapes"][shape])
-                ]
-                if arms:
-                    found.append(f"{word} in {shape}: {', '.join(arms)}")
-        if not found:
-            return []
-        return [
-            "No verdicts, but reasons for a test at a shape of your own (95 % intervals without "
-            f"zero, not corrected): {'; '.join(found)}."
-        ]
-
     def later_stages(self) -> list[str]:
         """Return a table of what stages 5 and 6 found, beside the verdict runs."""
         factor = self.plan.plan["tokens"]["factor"]
-        names = {"tokens": f"{factor:g} times the tokens", "muon": "Muon"}
+        names = {
+            "tokens": f"{factor:g} times the tokens, the same rates",
+            "muon": "Muon, its own rates",
+        }
         columns: dict[str, dict[str, str]] = {}  # heading -> arm -> cell
         for name, what in names.items():
             found = self.before.get(name)
@@ -396,14 +384,15 @@ class Card:
             verdicts = columns.setdefault(f"in {shape}, verdict runs", {})
             cells = columns.setdefault(f"in {shape}, {what} ({seeds} seeds)", {})
             for arm, numbers in found["arms"].items():
-                verdicts[arm] = f"{self.verdicts()[arm]['shapes'][shape]['difference']:+.4f}"
                 cells[arm] = self.later_text(shape, arm, numbers)
-        arms = [arm for arm in self.judged() if any(arm in cells for cells in columns.values())]
-        if not arms:
+            for arm, conclusion in self.verdicts().items():
+                verdicts[arm] = f"{conclusion['shapes'][shape]['difference']:+.4f}"
+        if not any(columns.values()):
             return []
         heading = f"loss minus that of `{self.plan.baseline}`, nats"
         rows = [
-            [f"`{arm}`", *(cells.get(arm, "not run") for cells in columns.values())] for arm in arms
+            [f"`{arm}`", *(cells.get(arm, "not run") for cells in columns.values())]
+            for arm in self.judged()
         ]
         return [markdown([heading, *columns], rows)]
 
@@ -427,7 +416,7 @@ class Card:
             ends.append(f"by {low:+.3f} to {high:+.3f} nats with half or double the `{key}`")
         sentences = [
             f"The loss of {' and '.join(f'`{arm}`' for arm in arms)} moves {' and '.join(ends)} "
-            f"({seeds} seeds)."
+            f"({' and '.join(self.shapes)}, {seeds} seeds)."
         ]
         lines = [line for line in found["not_settled"] if ": init_std" in line]
         if lines:

@@ -342,7 +342,7 @@ class Rederived:
             tolerances.append(("" if is_seen else "at least ") + f"{octaves:.1f}")
         names = "; ".join(self.shapes)
         limit = self.rules["rates"]["tolerance"]
-        heading = f"rate tolerance: octaves above its best rate, to +{limit:g} nats ({names})"
+        heading = f"rate tolerance: octaves above the best rate tried, to +{limit:g} nats ({names})"
         found = {heading: "; ".join(tolerances)}
         if arm == self.baseline or arm not in self.judged():
             word = "the baseline" if arm == self.baseline else "not judged"
@@ -356,12 +356,12 @@ class Rederived:
                     100 * (math.exp(-nats / self.slope(shape)) - 1)
                     for nats in (described.mean, high, low)
                 )
-                heading = (
-                    f"more tokens `{self.baseline}` needs for its loss, {shape} (above 0: better)"
+                heading = f"{shape}: more tokens `{self.baseline}` needs for the arm's loss"
+                found[heading] = (
+                    f"{value:+.1f} % ({least:+.1f} to {most:+.1f}), {interval_word(low, high)}"
                 )
-                found[heading] = f"{value:+.1f} % ({least:+.1f} to {most:+.1f})"
                 nats.append(f"{described.mean:+.4f}")
-            found[f"its loss minus that of `{self.baseline}`, nats ({names})"] = "; ".join(nats)
+            found[f"loss minus that of `{self.baseline}`, nats ({names})"] = "; ".join(nats)
         if unsettled := self.unsettled(arm):
             word += f"; rate not settled in {' and '.join(unsettled)}"
         return found | {"verdict": word}
@@ -390,16 +390,16 @@ class Rederived:
             key=lambda arm: self.moved.get(arm, math.inf),
         )
 
-    def by_shape_alone(self) -> set[str]:
-        """Return what the card says of arms that differ in one shape, without a verdict."""
-        found: dict[str, list[str]] = {}
-        for arm, word in self.verdicts().items():
-            for shape in self.shapes:
-                low, high = self.differences("verdict", shape, arm).tconfint_mean(0.05)
-                if word.startswith(NO_DIFFERENCE) and not low <= 0 <= high:
-                    side = "better" if high < 0 else "worse"
-                    found.setdefault(f"{side} in {shape}", []).append(f"`{arm}`")
-        return {f"{where}: {', '.join(arms)}" for where, arms in found.items()}
+    def passed_over(self) -> set[tuple[str, str, str]]:
+        """Return arms without a verdict, lowest in a shape's screening: arm, shape, by how much."""
+        found = set()
+        for shape in self.shapes:
+            lowest = {arm: min(self.curves[arm, shape].values()) for arm in self.rules["arms"]}
+            best = min(lowest, key=lowest.get)
+            if best not in (self.baseline, *self.judged()):
+                below = lowest[best] - lowest[self.baseline]
+                found.add((best, shape, f"{below:+.4f} nats against `{self.baseline}`"))
+        return found
 
     def later(self) -> set[str]:
         """Return the rows of the card's table of later stages."""
@@ -408,21 +408,19 @@ class Rederived:
             cells: dict[str, str] = {}
             for stage in ("tokens", "muon"):
                 shape = self.rules[stage]["shape"]
-                cells.setdefault(f"{shape} before", "not run")
+                before = self.differences("verdict", shape, arm)
+                cells[f"{shape} before"] = f"{before.mean:+.4f}"
                 cells[stage] = "not run"
                 if self.runs(stage, shape, arm):
-                    before = self.differences("verdict", shape, arm)
                     now = self.differences(stage, shape, arm)
                     low, high = now.tconfint_mean(0.05)
                     word = interval_word(low, high)
                     word_before = interval_word(*before.tconfint_mean(0.05))
-                    cells[f"{shape} before"] = f"{before.mean:+.4f}"
                     cells[stage] = (
                         f"{now.mean:+.4f} ({low:+.4f} to {high:+.4f}), {word}, "
                         f"{'as' if word_before == word else word_before} before"
                     )
-            if any(cells[stage] != "not run" for stage in ("tokens", "muon")):
-                found.add(f"| `{arm}` | {' | '.join(cells.values())} |")
+            found.add(f"| `{arm}` | {' | '.join(cells.values())} |")
         return found
 
     def checked(self, key: str) -> str:
@@ -481,21 +479,19 @@ def check_card(anew: Rederived, text: str) -> int:
             assert {name: cells[name] for name in expected} == expected
             count += len(expected)
     assert rows[: len(anew.judged()) + 1] == [anew.baseline, *anew.judged()]
-    power = anew.power(len(anew.judged()))
     tokens = ", ".join(
-        f"{100 * (math.exp(-anew.margin / anew.slope(shape)) - 1):+.1f} % in {shape}"
+        f"{100 * (1 - math.exp(-anew.margin / anew.slope(shape))):.1f} % in {shape}"
         for shape in anew.shapes
     )
     assert f"{anew.margin:.4f} nats ({tokens})" in text
     seen = {arm: anew.power(len(anew.judged()), arm) for arm in anew.judged()}
     chances = ", ".join(f"{chance:.1f} (`{arm}`)" for arm, chance in seen.items())
-    assert f"within it with a power of {chances}; foreseen was {power:.2f}." in text
-    sentence = re.search(r"intervals without zero, not corrected\): (.*?)\.(?: |$)", text)
-    assert set(sentence[1].split("; ") if sentence else []) == anew.by_shape_alone()
+    assert f"within it with a power of {chances}." in text
+    passed = re.findall(r"`([^`]+)` had the lowest loss in (\w+) \(([^)]*)\)", text)
+    assert set(passed) == anew.passed_over()
     assert f"**Recommendation: `{anew.recommended()}`**" in text
-    later = [
-        row for row in text.splitlines() if re.search(r"(open|better|worse|as) before \|", row)
-    ]
+    table = re.search(r"^\| loss minus that of .*\n.*\n((?:\| .*\n)*)", text, re.M)
+    later = table[1].splitlines() if table else []
     assert set(later) == anew.later()
     count += len(later)
     for key in ("learning_rate", "init_std"):

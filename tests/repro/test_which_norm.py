@@ -201,7 +201,7 @@ def test_a_card_says_what_the_stages_concluded(finished, tmp_path):
     assert card.missing() == []
     text = card.text()
     assert "**Recommendation: `shared`**, for it is better in all shapes." in text
-    tables = text.split("| loss minus that of ")[0]  # but for that of the later stages
+    tables = text.split("\n| loss minus that of ")[0]  # but for that of the later stages
     rows = {row.split("`")[1]: row for row in tables.splitlines() if row.startswith("| `")}
     assert "| worse in both shapes; the deficit is beyond the margin (p 1.00) |" in rows["layer"]
     assert "| better in both shapes |" in rows["shared"] and re.search(
@@ -236,8 +236,9 @@ def test_a_card_shows_what_diverged_and_what_is_not_settled(finished):
     tokens.write_text(json.dumps(found))
     text = Card(finished).text()
     assert (
-        "| in W, verdict runs | in W, 4 times the tokens (2 seeds) | in W, Muon (2 seeds) |" in text
-    )
+        "| in W, verdict runs | in W, 4 times the tokens, the same rates (2 seeds) "
+        "| in W, Muon, its own rates (2 seeds) |"
+    ) in text
     assert re.search(r"\| `shared` .* \(\+0\.0200 to \+0\.0400\), worse, better before \|", text)
     assert "Better by half a margin with another `init_std`: rms, W: init_std x 2." in text
     verdict = finished.conclusion_of("verdict")
@@ -324,7 +325,7 @@ def test_a_second_implementation_agrees(finished):
     assert check(plan.path, "toy", finished.kept, logs) > 30
     anew = Rederived(plan.path, "toy", logs, moved(plan))
     text = Card(finished).text()
-    assert check_card(anew, text) == 2 * 5 + 2 + 8  # two judged arms, the baseline, the sentences
+    assert check_card(anew, text) == 2 * 5 + 2 + 9  # two judged arms, the baseline, the sentences
     # It can fail: one digit of the card, one run of the logs.
     wrong = re.sub(
         r"\+(\d)(\d*\.\d %)", lambda found: f"+{9 - int(found[1])}{found[2]}", text, count=1
