@@ -6,7 +6,7 @@ Loss: a val loss of 1.33 nats per byte at the end (results/cpu/posthoc).
 repro/posthoc.sh prepares the data, and runs this and what follows it.
 """
 
-out_dir = "out/posthoc/teacher"
+out_dir = "out/posthoc/teacher-1"
 data_dir = "out/posthoc/text_a"
 norm_type = "rms"
 

@@ -13,7 +13,7 @@
 # 3. the control: the teacher trained on, on the same text, for as many tokens, with the same
 #    settings
 #
-# Before 2, with the first teacher alone:
+# Before 2, with the teacher of seed 1 alone:
 # a. sizes of its residual stream, alpha, which blocks to couple, KL against statistics saved
 # b. the students' learning rate, with a seed of its own, by KL on blocks of the other documents that
 #    distill.py holds out; the text that judges the models is not looked at
@@ -24,7 +24,7 @@
 # over all seeds that windows.jsonl.xz holds, also those of earlier calls.
 #
 #   SEEDS="2 3" RATE=1e-4 repro/posthoc.sh FOLDER   only these seeds; a to c were done, and gave RATE
-#   JOBS=2         runs side by side, one CPU core each (1)
+#   JOBS=2         runs side by side, one CPU core each; a teacher takes all of these cores (1)
 #   DTYPE=float32  on a CPU that has no units for bfloat16 (bfloat16)
 #
 # A seed takes some two hours of a free core, a to c two more. Steps that are done already are
@@ -80,19 +80,18 @@ control() {  # seed, learning rate
 }
 export PYTHON out settings dtype
 export -f finished train distil control
-side_by_side() {  # reads commands, one a line
-  xargs -d '\n' -P "$jobs" -n 1 bash -euo pipefail -c
+side_by_side() {  # reads commands, one a line; xargs starts no more of them after a 255
+  xargs -d '\n' -P "$jobs" -n 1 bash -euo pipefail -c 'trap "[ \$? = 0 ] || exit 255" EXIT; eval "$0"'
 }
 
-first=${seeds%% *}
 if [ -z "$rate" ]; then
-  teacher "$first"
+  teacher 1
   [ -f "$out/sizes.jsonl" ] ||
-    "$PYTHON" -m posthoc.rms_stats "$out/teacher-$first" --text="$out/b.jsonl" --windows=32 --across \
+    "$PYTHON" -m posthoc.rms_stats "$out/teacher-1" --text="$out/b.jsonl" --windows=32 --across \
       --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
   # 64 blocks would be of two documents.
   for rate in 2.5e-5 5e-5 1e-4 2e-4; do
-    echo "distil $first \"\$out/rates/$rate\" 0 $rate 100 --eval_blocks=1024"
+    echo "distil 1 \"\$out/rates/$rate\" 0 $rate 100 --eval_blocks=1024"
   done | side_by_side
   rate=$("$PYTHON" repro/posthoc_rate.py "$out/rates")
   train "$out/small-gpt2" config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
@@ -101,7 +100,7 @@ if [ -z "$rate" ]; then
     --n_layer=6 --position=rope --activation=swiglu --data_dir="$out/text_a"
   if [ ! -f "$out/alpha.jsonl" ]; then  # it grows line by line: whole when it has its name
     "$PYTHON" repro/posthoc_alpha.py "$out/alpha.part" "$out/b.jsonl" "$out/small-gpt2" \
-      "$out/small-llama" "$out/teacher-$first"
+      "$out/small-llama" "$out/teacher-1"
     mv "$out/alpha.part" "$out/alpha.jsonl"
   fi
   cp "$out/sizes.jsonl" "$out/fig3.png" "$out/alpha.jsonl" "$results/"

@@ -18,9 +18,11 @@ their control.
 import json
 import lzma
 import sys
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,6 +37,7 @@ from common.output import markdown, write_bytes_atomically
 from common.stats import Estimate, clustered, crossed
 from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
+from evidence.archive import locked
 from load import load_model
 from model import GPT
 from posthoc.coupling import BATCH, Calibration, first_plan, text_windows, view
@@ -116,37 +119,86 @@ def models_of(
     return models
 
 
+def settings_of(runs: Path, seed: int) -> dict[str, Any]:
+    """Return what the models of a seed must have in common: learning rate and dtype.
+
+    Raises:
+        UserError: a run's log cannot be read.
+        ConfigError: they differ.
+    """
+    configs = {}
+    for name in ("teacher", "student-0", "student-1", "teacher-longer"):
+        path = runs / f"{name}-{seed}" / "log.jsonl"
+        try:
+            with open(path, encoding="utf-8") as file:
+                configs[name] = json.loads(file.readline())["config"]
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{path}: cannot be read ({error}): run repro/posthoc.sh") from None
+    own = configs["student-0"]
+    for name, config in configs.items():
+        keys = ("dtype",) if name == "teacher" else ("dtype", "learning_rate")
+        for key in keys:
+            if config[key] != own[key]:
+                raise ConfigError(
+                    f"{runs / name}-{seed}: has {key}={config[key]}, the student {own[key]}: "
+                    "remove the older run and train it again"
+                )
+    return {"learning_rate": own["learning_rate"], "dtype": own["dtype"]}
+
+
 def judge_seed(runs: Path, seed: int, text: str, results: Path) -> None:
     """Judge the models of a seed on all held-out windows, and add them to windows.jsonl.xz.
 
     Its first line has the document of each window; the others a model's name, its seed, loss and KL
-    of each window, and machine and versions.
+    of each window, settings, machine and versions.
 
     Raises:
-        ConfigError: the file has the windows of another text.
+        ConfigError: the file has the windows of another text, or seeds with another learning rate.
     """
+    settings = settings_of(runs, seed)
     teacher = load_model(str(runs / f"teacher-{seed}"))
     faster_float32_products(teacher.config.n_embd, teacher.config.head_channels)
     length = teacher.config.block_size
     windows, documents = all_windows(text, teacher.meta, length)
+    head = {
+        "length": length,
+        "crc32": zlib.crc32(windows.numpy().tobytes()),
+        "learning_rate": settings["learning_rate"],
+        "documents": documents.tolist(),
+    }
+    merged(results, head, [])  # before the long work
     seen = text_windows(str(runs / "b.jsonl"), teacher.meta, length, CALIBRATION)
     with torch.no_grad():
         states = [teacher.hidden(idx) for idx in windows.split(BATCH)]
-    head = {"length": length, "documents": documents.tolist()}
-    lines = [head]
-    path = results / WINDOWS
-    if path.exists():
-        before, models = read_windows(results)
-        if before != head:
-            raise ConfigError(f"{path}: has windows of another text than {text}: move it away")
-        lines += [row for rows in models.values() for row in rows if row["seed"] != seed]
+    rows = []
     for name, make in models_of(runs, seed, teacher, Calibration(teacher, seen)).items():
         losses, kls = judge(make(), teacher, windows, states)
-        row = {"model": name, "seed": seed, "losses": digits(losses), "kls": digits(kls)}
-        lines.append(row | environment(torch.device("cpu")))
+        row = {"model": name, "seed": seed, "dtype": settings["dtype"]}
+        row |= {"losses": digits(losses), "kls": digits(kls)}
+        rows.append(row | environment(torch.device("cpu")))
         print(f"{name}, seed {seed}: val loss {losses.mean():.5f}, KL {kls.mean():.2e}", flush=True)
-    content = "".join(json.dumps(line) + "\n" for line in lines)
-    write_bytes_atomically(path, lzma.compress(content.encode(), preset=9))
+    with locked(results):  # another seed may be judged at the same time
+        lines = [head, *merged(results, head, rows)]
+        content = "".join(json.dumps(line) + "\n" for line in lines)
+        write_bytes_atomically(results / WINDOWS, lzma.compress(content.encode(), preset=9))
+        write_table(results)
+
+
+def merged(results: Path, head: dict, rows: list[dict]) -> list[dict]:
+    """Return what windows.jsonl.xz has of other seeds, and `rows`.
+
+    Raises ConfigError if its head is another one.
+    """
+    path = results / WINDOWS
+    if not path.exists():
+        return rows
+    before, models = read_windows(results)
+    for key, value in head.items():
+        if before.get(key) != value:
+            what = "another text" if key != "learning_rate" else f"{key}={before.get(key)}"
+            raise ConfigError(f"{path}: has windows of models with {what}: move it away")
+    new = {row["seed"] for row in rows}
+    return [row for old in models.values() for row in old if row["seed"] not in new] + rows
 
 
 def digits(values: torch.Tensor) -> list[float]:
@@ -155,14 +207,14 @@ def digits(values: torch.Tensor) -> list[float]:
 
 
 def read_windows(results: Path) -> tuple[dict, dict[str, list[dict]]]:
-    """Read windows.jsonl.xz. Returns its head, and name -> a record for each seed."""
+    """Read windows.jsonl.xz. Returns its head, and name -> a record for each seed, in order."""
     path = results / WINDOWS
     try:
         head, *records = map(json.loads, lzma.open(path, "rt", encoding="utf-8"))
     except (OSError, ValueError, EOFError, lzma.LZMAError) as error:
         raise UserError(f"{path}: cannot be read ({error}): judge the models again") from None
     models: dict[str, list[dict]] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: record["seed"]):
         models.setdefault(record["model"], []).append(record)
     return head, models
 
@@ -211,21 +263,25 @@ def described(name: str, losses: dict[str, np.ndarray], documents: np.ndarray) -
     return row
 
 
+def conditions(record: dict) -> dict:
+    """Return under which settings, and where, a model was trained and judged."""
+    return {key: record[key] for key in record if key not in ("model", "seed", "losses", "kls")}
+
+
 def write_table(results: Path) -> None:
     """Write models.jsonl and table.md from windows.jsonl.xz."""
     head, models = read_windows(results)
     documents = np.array(head["documents"])
-    losses = {
-        name: np.array([row["losses"] for row in sorted(rows, key=lambda row: row["seed"])])
-        for name, rows in models.items()
-    }
+    losses = {name: np.array([row["losses"] for row in rows]) for name, rows in models.items()}
     found = []
     cells = []
     for name, rows in models.items():
         row = described(name, losses, documents)
         row |= {
             "kl": float(np.mean([record["kls"] for record in rows])),
-            "seeds": sorted(record["seed"] for record in rows),
+            "seeds": {record["seed"]: conditions(record) for record in rows},
+            "learning_rate": head["learning_rate"],
+            "length": head["length"],
             "windows": len(documents),
             "documents": len(set(documents.tolist())),
         }
@@ -242,7 +298,9 @@ def write_table(results: Path) -> None:
     lines = "".join(json.dumps(row) + "\n" for row in found)
     write_bytes_atomically(results / "models.jsonl", lines.encode())
     header = ["model", "val loss", "difference to the teacher", "relative", "each seed", "KL"]
-    text = markdown(header, cells) + "\n"
+    seeds = ", ".join(str(record["seed"]) for record in models[TEACHER])
+    text = f"Seeds {seeds}, learning rate {head['learning_rate']:g}.\n\n"
+    text += markdown(header, cells) + "\n"
     for row in found:
         if "control" in row:
             text += (
@@ -256,12 +314,13 @@ def write_table(results: Path) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) == 4 and argv[1].isdecimal():
         judge_seed(Path(argv[0]), int(argv[1]), argv[2], Path(argv[3]))
-    elif len(argv) != 1:
+    elif len(argv) == 1:
+        write_table(Path(argv[0]))
+    else:
         raise ConfigError(
             "posthoc_table.py needs the runs' folder, a seed, a file of held-out text and a folder "
             "for the results; or that folder alone"
         )
-    write_table(Path(argv[-1]))
 
 
 if __name__ == "__main__":

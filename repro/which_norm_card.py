@@ -75,8 +75,9 @@ MARGINS = {
 }
 
 NO_VERDICT = (
-    "*Better*, *worse* and *open* beside the tokens: an interval of 95 %, not corrected, lies on "
-    "one side of zero or around it. No verdicts, but reasons for a test at a shape of your own."
+    "*Better*, *worse* and *open* beside the tokens and in the last table: a 95 % interval, not "
+    "corrected, lies on one side of zero or around it. No verdicts, but reasons for a test at a "
+    "shape of your own."
 )
 
 
@@ -85,6 +86,11 @@ def side_of_zero(numbers: dict[str, Any]) -> str:
     if numbers["high"] < 0:
         return "better"
     return "worse" if numbers["low"] > 0 else "open"
+
+
+def at_best(numbers: dict[str, Any]) -> dict[str, float]:
+    """Return seed -> loss of an arm in the screening, at its best rate."""
+    return numbers["losses"][f"{numbers['best']:g}"]
 
 
 class Card:
@@ -159,15 +165,16 @@ class Card:
 
     def passed_over(self, others: list[str]) -> str:
         """Name arms that are not judged and had the lowest loss of the screening in a shape."""
-        baseline = self.plan.baseline
         words = ""
         for name, arms in self.before["rates"]["shapes"].items():
-            losses = {arm: arms[arm]["loss"] for arm in self.order()}
-            best = min(losses, key=lambda arm: math.inf if losses[arm] is None else losses[arm])
+            means = {arm: arms[arm]["mean_of_seeds"] for arm in self.order()}
+            best = min(means, key=lambda arm: math.inf if means[arm] is None else means[arm])
             if best in others:
-                below = losses[best] - losses[baseline]
-                words += f"; `{best}` had the lowest loss in {name} "
-                words += f"({below:+.4f} nats against `{baseline}`)"
+                losses, baseline = (at_best(arms[arm]) for arm in (best, self.plan.baseline))
+                below = [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
+                words += f"; `{best}` had the lowest loss in {name} ("
+                words += " and ".join(f"{value:+.4f}" for value in below)
+                words += f" nats against `{self.plan.baseline}`, by seed)"
         return words
 
     def table(self, arms: list[str]) -> str:
@@ -206,22 +213,25 @@ class Card:
             return f"{words}, and not measured yet."
         found = self.before["margin"]
         tokens = ", ".join(
-            f"{-value:.1f} % in {shape}" for shape, value in self.margin_in_tokens().items()
+            f"{100 * in_tokens(-found['margin'], slope):.1f} % in {shape}"
+            for shape, slope in found["slopes"].items()
         )
         words += f": {found['margin']:.4f} nats ({tokens})."
         if judged := len(self.judged()):
-            words += (
-                f" An arm equal to `{self.plan.baseline}` would be shown to be within it with a "
-            )
+            words += f" An arm equal to `{self.plan.baseline}` would be shown to be within it"
+            chance = f"{found['power'][str(judged)]:.2f}"
             if seen := self.power_seen():
                 each = ", ".join(
                     f"{chance_seen:.1f} (`{arm}`)" for arm, chance_seen in seen.items()
                 )
-                words += f"power of {each}."
+                words += (
+                    f", by the spread of these runs, with a power of {each}; the plan's formula, "
+                    f"which trusts no pairing, foresaw {chance}."
+                )
             else:
-                words += f"power of {found['power'][str(judged)]:.2f}."
+                words += f" with a power of {chance}."
             if any(self.verdicts()[arm]["margin"] == "open" and seen[arm] < ENOUGH for arm in seen):
-                words += ' Where it is low, "possible" says little against an arm.'
+                words += ' Where the power is low, "possible" says little against an arm.'
         return words
 
     def margin_in_tokens(self) -> dict[str, float]:

@@ -217,16 +217,19 @@ class Rederived:
             values.append(np.array([losses[seed] for seed in seeds]))
         return DescrStatsW(values[0] - values[1])
 
+    def at_best(self, arm: str, shape: str) -> dict[int, float]:
+        """Return seed -> loss of the screening at an arm's best rate."""
+        name = folder_name(self.rules["arms"][arm], self.shapes[shape]["n_layer"])
+        curve = self.curves[arm, shape]
+        return losses_of(self.logs["rates", shape], name)[min(sorted(curve), key=curve.get)]
+
     def ranking(self) -> list[str]:
         """Return the arms but the baseline by their mean rank in the screening."""
         others = [arm for arm in self.rules["arms"] if arm != self.baseline]
         means = {}
-        for shape, keys in self.shapes.items():
+        for shape in self.shapes:
             for arm in others:
-                name = folder_name(self.rules["arms"][arm], keys["n_layer"])
-                losses = losses_of(self.logs["rates", shape], name)
-                curve = self.curves[arm, shape]
-                at_best = losses[min(sorted(curve), key=curve.get)]
+                at_best = self.at_best(arm, shape)
                 means[arm, shape] = sum(at_best.values()) / len(at_best)
         ranks = dict.fromkeys(others, 0)
         for shape in self.shapes:
@@ -394,11 +397,14 @@ class Rederived:
         """Return arms without a verdict, lowest in a shape's screening: arm, shape, by how much."""
         found = set()
         for shape in self.shapes:
-            lowest = {arm: min(self.curves[arm, shape].values()) for arm in self.rules["arms"]}
-            best = min(lowest, key=lowest.get)
+            lowest = {arm: self.at_best(arm, shape) for arm in self.rules["arms"]}
+            best = min(lowest, key=lambda arm: np.mean(list(lowest[arm].values())))
             if best not in (self.baseline, *self.judged()):
-                below = lowest[best] - lowest[self.baseline]
-                found.add((best, shape, f"{below:+.4f} nats against `{self.baseline}`"))
+                below = " and ".join(
+                    f"{lowest[best][seed] - loss:+.4f}"
+                    for seed, loss in sorted(lowest[self.baseline].items())
+                )
+                found.add((best, shape, f"{below} nats against `{self.baseline}`, by seed"))
         return found
 
     def later(self) -> set[str]:
@@ -480,13 +486,14 @@ def check_card(anew: Rederived, text: str) -> int:
             count += len(expected)
     assert rows[: len(anew.judged()) + 1] == [anew.baseline, *anew.judged()]
     tokens = ", ".join(
-        f"{100 * (1 - math.exp(-anew.margin / anew.slope(shape))):.1f} % in {shape}"
+        f"{100 * (math.exp(anew.margin / anew.slope(shape)) - 1):.1f} % in {shape}"
         for shape in anew.shapes
     )
     assert f"{anew.margin:.4f} nats ({tokens})" in text
     seen = {arm: anew.power(len(anew.judged()), arm) for arm in anew.judged()}
     chances = ", ".join(f"{chance:.1f} (`{arm}`)" for arm, chance in seen.items())
-    assert f"within it with a power of {chances}." in text
+    assert f"within it, by the spread of these runs, with a power of {chances}; " in text
+    assert f"trusts no pairing, foresaw {anew.power(len(anew.judged())):.2f}." in text
     passed = re.findall(r"`([^`]+)` had the lowest loss in (\w+) \(([^)]*)\)", text)
     assert set(passed) == anew.passed_over()
     assert f"**Recommendation: `{anew.recommended()}`**" in text

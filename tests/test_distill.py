@@ -643,13 +643,15 @@ def test_an_export_that_gets_no_name_leaves_the_one_before(tmp_path, monkeypatch
 STUB = """#!/usr/bin/env bash
 [ "$1" != -m ] || shift
 echo "$1" >> calls
-echo "$*" >> words
+printf '%q ' "$@" >> words; echo >> words
 [ "$1" != repro/posthoc_rate.py ] || echo 1e-4
 for word; do case $word in
   --out_dir=*/text_?) ;;
   --out_dir=*)
     mkdir -p "${word#*=}"
-    echo '{"event": "end", "reason": "done"}' > "${word#*=}/log.jsonl";;
+    reason=done
+    [ "${word##*/}" != "$STOPPED" ] || reason=stopped
+    echo '{"event": "end", "reason": "'$reason'"}' > "${word#*=}/log.jsonl";;
 esac; case $word in
   --out_dir=*text_?) mkdir -p "${word#*=}" && touch "${word#*=}/meta.json";;
   --out=*|--plot=*) echo new > "${word#*=}";;
@@ -672,17 +674,16 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
         (results / name).write_text("old\n")
     keys = {
         "PYTHON": str(tmp_path / "python"),
-        "OUT": str(tmp_path / "out"),
+        "OUT": str(tmp_path / "out of it"),
         "RESULTS": str(results),
         "JOBS": "2",
     }
 
-    def call(**more) -> None:
-        subprocess.run(
+    def call(**more) -> subprocess.CompletedProcess:
+        return subprocess.run(
             ["bash", "repro/posthoc.sh", str(tmp_path)],
             cwd=tmp_path,
             env={**os.environ, **keys, **more},
-            check=True,
             capture_output=True,
         )
 
@@ -698,8 +699,16 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
                 found[program, Path(config.out_dir).name] = config
         return found
 
+    # After a run that stopped nothing else begins, and nothing is judged.
+    stopped = call(SEEDS="3", RATE="2e-4", STOPPED="student-0-3", JOBS="1")
+    assert stopped.returncode and b"student-0-3: stopped" in stopped.stderr
+    assert {name for _, name in runs()} == {"teacher-3", "student-0-3"}
+    assert "repro/posthoc_table.py" not in (tmp_path / "calls").read_text()
+    shutil.rmtree(tmp_path / "out of it")
+    (tmp_path / "words").unlink()
+
     # A seed whose rate is known takes no more than what judges it.
-    call(SEEDS="3", RATE="2e-4", DTYPE="float32")
+    assert call(SEEDS="3", RATE="2e-4", DTYPE="float32").returncode == 0
     assert {name for _, name in runs()} == {
         "teacher-3",
         "student-0-3",
@@ -709,12 +718,12 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
     assert {config.dtype for config in runs().values()} == {"float32"}
     assert runs()["distill.py", "student-0-3"].learning_rate == 2e-4
     assert (results / "sizes.jsonl").read_text() == "old\n"
-    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out of it")
     (tmp_path / "calls").unlink()
     (tmp_path / "words").unlink()
 
     for _ in range(2):
-        call()
+        assert call().returncode == 0
     calls = (tmp_path / "calls").read_text().split()
     steps = ("posthoc.rms_stats", "repro/posthoc_alpha.py", "repro/posthoc_table.py")
     assert [calls.count(step) for step in steps] == [1, 1, 2 * 3]

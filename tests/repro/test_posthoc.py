@@ -10,7 +10,7 @@ import pytest
 import small_rms
 import torch
 from helpers import ROOT
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 
 from common.errors import ConfigError, UserError
 from common.stats import clustered, crossed
@@ -19,7 +19,7 @@ from repro import posthoc_table
 
 
 def write_windows(folder, models: dict[str, np.ndarray], seeds, documents) -> None:
-    lines = [{"length": 4, "documents": documents}]
+    lines = [{"length": 4, "learning_rate": 1e-4, "documents": documents}]
     for name, losses in models.items():
         for seed, row in zip(seeds, losses, strict=True):
             kls = (row / 10).tolist()
@@ -45,13 +45,18 @@ def test_the_table_follows_from_the_windows(tmp_path, capsys):
     posthoc_table.main([str(tmp_path)])
     found = rows_of(tmp_path)
     assert "interval" not in found["teacher"]
-    assert all(row["seeds"] == [1, 2, 3] for row in found.values())
+    assert all(list(row["seeds"]) == ["1", "2", "3"] for row in found.values())
     row = found["x, distilled"]
     # Each seed against a teacher of its own, by the order of the seeds.
     each = [student[i].mean() / teacher[i].mean() - 1 for i in (1, 0, 2)]
     assert row["each_seed"] == pytest.approx(each)
     assert row["relative"] == pytest.approx(np.mean(each))
     assert row["difference"] == pytest.approx((student - teacher).mean())
+    above = student - teacher
+    expected = posthoc_table.difference(above, np.array(documents))
+    assert row["interval"] == pytest.approx(expected.interval())
+    shares = posthoc_table.difference(above / teacher.mean(1, keepdims=True), np.array(documents))
+    assert row["relative_interval"] == pytest.approx(shares.interval())
     assert row["kl"] == pytest.approx(student.mean() / 10)
     assert row["control"][0] == pytest.approx((student - control).mean())
     assert row["control"][1] < row["control"][0] < row["control"][2]
@@ -96,6 +101,11 @@ def write_documents(path, texts: list[str]) -> str:
     return str(path)
 
 
+def write_settings(run, learning_rate: float, dtype: str = "bfloat16") -> None:
+    config = {"learning_rate": learning_rate, "dtype": dtype}
+    (run / "log.jsonl").write_text(json.dumps({"event": "start", "config": config}) + "\n")
+
+
 def test_a_seed_is_judged_beside_the_others(tmp_path, capsys):
     """Models of two seeds, in folders as posthoc.sh leaves them."""
     runs = tmp_path / "runs"
@@ -107,6 +117,7 @@ def test_a_seed_is_judged_beside_the_others(tmp_path, capsys):
             model = GPT(small_rms.SHAPE, seed=10 * seed + place).eval()
             (runs / f"{name}-{seed}").mkdir(parents=True)
             small_rms.write_run(model, runs / f"{name}-{seed}")
+            write_settings(runs / f"{name}-{seed}", learning_rate=1e-3 if place == 0 else 1e-4)
             models[name, seed] = model
     write_documents(runs / "b.jsonl", documents(40, 1))
     held_out = documents(3, 2)
@@ -115,22 +126,49 @@ def test_a_seed_is_judged_beside_the_others(tmp_path, capsys):
         posthoc_table.main([str(runs), str(seed), text, str(results)])
     table = (results / "table.md").read_text()
     head, found = posthoc_table.read_windows(results)
-    assert head == {"length": 24, "documents": [0] * 4 + [1] * 4 + [2] * 4}
+    assert (head["length"], head["learning_rate"]) == (24, 1e-4)
+    assert head["documents"] == [0] * 4 + [1] * 4 + [2] * 4
+    assert table.startswith("Seeds 1, 2, learning rate 0.0001.")
     idx = torch.tensor([[ord(c) - 48 for c in document[:96]] for document in held_out])
     idx = idx.view(12, 24)
-    for name, run in (("coupled_first=1, distilled", "student-1"), ("teacher", "teacher")):
+    kinds = {
+        "teacher": "teacher",
+        "coupled_first=0, distilled": "student-0",
+        "coupled_first=1, distilled": "student-1",
+        posthoc_table.CONTROL: "teacher-longer",
+    }
+    for name, run in kinds.items():
         for row in found[name]:
             model = models[run, row["seed"]]
             logits = model.logits(model.hidden(idx))
             expected = cross_entropy(logits[:, :-1].transpose(1, 2), idx[:, 1:], reduction="none")
             assert row["losses"] == pytest.approx(expected.mean(1).tolist(), abs=1e-5)
+            # KL(teacher || model), against the teacher of the same seed, without the first place.
+            taught = models["teacher", row["seed"]]
+            log_p = taught.logits(taught.hidden(idx))[:, 1:].log_softmax(-1)
+            log_q = logits[:, 1:].log_softmax(-1)
+            kl = kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).mean(1)
+            assert row["kls"] == pytest.approx(kl.tolist(), abs=1e-5)
+            assert (kl.max() < 1e-9) == (name == "teacher")
     # A seed that is judged again takes the place of what it had.
     posthoc_table.main([str(runs), "2", text, str(results)])
     assert (results / "table.md").read_text() == table
     assert all(len(rows) == 2 for rows in posthoc_table.read_windows(results)[1].values())
-    other = write_documents(tmp_path / "other.jsonl", documents(2, 3))
-    with pytest.raises(ConfigError, match="has windows of another text than"):
+    # Another text, though with as many windows; other settings.
+    other = write_documents(tmp_path / "other.jsonl", documents(3, 3))
+    with pytest.raises(ConfigError, match="has windows of models with another text"):
         posthoc_table.main([str(runs), "1", other, str(results)])
+    write_settings(runs / "teacher-longer-1", learning_rate=2e-4)
+    with pytest.raises(ConfigError, match=r"longer-1: has learning_rate=0\.0002, the student"):
+        posthoc_table.main([str(runs), "1", text, str(results)])
+    write_settings(runs / "teacher-1", learning_rate=1e-3, dtype="float32")
+    with pytest.raises(ConfigError, match="teacher-1: has dtype=float32, the student bfloat16"):
+        posthoc_table.main([str(runs), "1", text, str(results)])
+    for name in ("student-0", "student-1", "teacher-longer"):
+        write_settings(runs / f"{name}-2", learning_rate=2e-4)
+    with pytest.raises(ConfigError, match=r"has windows of models with learning_rate=0\.0001"):
+        posthoc_table.main([str(runs), "2", text, str(results)])
+    assert (results / "table.md").read_text() == table
 
 
 def test_torn_windows_are_named(tmp_path):
