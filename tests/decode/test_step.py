@@ -116,15 +116,15 @@ ROUNDED += [("gpt2-bias", "peri"), ("llama", "olmo2")]
 
 @pytest.mark.parametrize(("shape", "norm"), ROUNDED)
 def test_bfloat16_loses_nothing_by_fusion(shape, norm):
-    """Squared error against float64, pooled over four models: the rounding of one is a matter of
-    luck, single ones of `paper` reach 1.09. Arm A (`plain`, up to 1.12 on one model) and LayerNorm,
-    which are not fused, are left out.
+    """Squared error against float64, pooled over eight models: the rounding of one is a matter of
+    luck, single ones reach 1.15, and four 1.06 on a CPU without bfloat16 units. Arm A (`plain`, up
+    to 1.12 on one model) and LayerNorm, which are not fused, are left out.
 
     Every norm is fused exactly on every shape in test_packed_decoding_is_the_definition.
     """
     levels = ("paper", "library", "fused") if norm.startswith("coupled") else ("library", "fused")
     errors = dict.fromkeys((*levels, "definition"), 0.0)
-    for seed in range(4):
+    for seed in range(8):
         model, idx = make(shape, norm, seed=seed).bfloat16(), prompt((1, 3)[seed % 2], 7 + 16)
         exact = definition(copy.deepcopy(model).double(), idx, 7)
         found = {level: decoded(model, level, idx, 7) for level in levels}
