@@ -8,8 +8,8 @@
 #
 # For each seed, with a teacher of its own:
 # 1. a teacher of 10 M parameters, Llama's shape, bytes, 3.1 M tokens of every second document
-# 2. distillation from KL alone on the other documents, two plans (every block coupled, and the
-#    suggested one)
+# 2. distillation from KL alone on 1.0 M tokens of the other documents, two plans (every block
+#    coupled, and the suggested one)
 # 3. the control: the teacher trained on, on the same text, for as many tokens, with the same
 #    settings
 #
@@ -27,7 +27,7 @@
 #   JOBS=2         runs side by side, one CPU core each; a teacher takes all of these cores (1)
 #   DTYPE=float32  on a CPU that has no units for bfloat16 (bfloat16)
 #
-# A seed takes some two hours of a free core, a to c two more. Steps that are done already are
+# A seed takes one to two hours of a free core, a to c as much again. Steps that are done already are
 # skipped.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
@@ -65,7 +65,7 @@ teacher() {  # seed
     --data_dir="$out/text_a" --dtype="$dtype"
 }
 # AdamW's steps are of the learning rate's size however small the KL is, so a low rate ends lower.
-settings="--min_lr=0 --weight_decay=0 --warmup_iters=20 --max_iters=1000 --eval_interval=500"
+settings="--min_lr=0 --weight_decay=0 --warmup_iters=20 --max_iters=500 --eval_interval=250"
 distil() {  # teacher's seed, run folder, coupled_first, learning rate, seed, keys
   "$PYTHON" distill.py --teacher="$out/teacher-$1" --local="$out/b.jsonl" --method=full \
     --block_size=256 --batch_size=8 --gradient_accumulation_steps=1 \
@@ -90,7 +90,7 @@ if [ -z "$rate" ]; then
     "$PYTHON" -m posthoc.rms_stats "$out/teacher-1" --text="$out/b.jsonl" --windows=32 --across \
       --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
   # 64 blocks would be of two documents.
-  for rate in 2.5e-5 5e-5 1e-4 2e-4; do
+  for rate in 5e-5 1e-4 2e-4 4e-4; do
     echo "distil 1 \"\$out/rates/$rate\" 0 $rate 100 --eval_blocks=1024"
   done | side_by_side
   rate=$("$PYTHON" repro/posthoc_rate.py "$out/rates")
