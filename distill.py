@@ -609,11 +609,12 @@ class Distiller:
         for ids in self.val.split(self.config.batch_size):
             ids = ids.to(self.ranks.device)  # (B, T)
             with self.precision.autocast():
-                token_kl = pair.token_kl(ids).double().cpu()  # (B, T)
+                x, taught = pair.hidden(ids)  # (B, T, C) each
+                token_kl = pair.token_kl(x, taught).double().cpu()  # (B, T)
                 kl += float(token_kl[:, 1:].sum())
                 kl_first += float(token_kl[:, 0].sum())
-                loss += total_loss(pair.student, ids)
-                teacher_loss += total_loss(self.teacher, ids)
+                loss += total_loss(pair.student, x, ids)
+                teacher_loss += total_loss(self.teacher, taught, ids)
         blocks = len(self.val)
         tokens = blocks * (self.length - 1)
         found = {
@@ -737,9 +738,13 @@ def _check_distilling(path: Path, state: dict[str, Any]) -> None:
         )
 
 
-def total_loss(gpt: GPT, ids: Tensor) -> float:
-    """Add up the loss of `gpt` over all next tokens of ids (B, T), nats."""
-    x = gpt.hidden(ids)[:, :-1].flatten(0, 1)  # (B (T - 1), C)
+def total_loss(gpt: GPT, x: Tensor, ids: Tensor) -> float:
+    """Add up the loss of `gpt` over all next tokens of ids (B, T), nats.
+
+    Args:
+        x: its final hidden states for ids, (B, T, C).
+    """
+    x = x[:, :-1].flatten(0, 1)  # (B (T - 1), C)
     loss = cross_entropy(x, gpt.head_weight(), ids[:, 1:].flatten(), gpt.n_vocab)
     return float(loss) * len(x)
 

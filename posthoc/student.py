@@ -42,20 +42,26 @@ class Pair(nn.Module):
             idx: token ids (B, T).
             targets: not used.
         """
-        loss = self.token_kl(idx).mean()
+        loss = self.token_kl(*self.hidden(idx)).mean()
         return loss, torch.zeros_like(loss)
 
-    def token_kl(self, idx: Tensor) -> Tensor:
-        """Return the KL (B, T) of every token."""
-        teacher = self.frozen[0]
-        student = self.student
+    def hidden(self, idx: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the final hidden states (B, T, C) of student and teacher for idx (B, T)."""
         with torch.no_grad():
-            taught = teacher.hidden(idx).flatten(0, 1)  # (B T, C)
-        x = student.hidden(idx).flatten(0, 1)  # (B T, C)
+            taught = self.frozen[0].hidden(idx)
+        return self.student.hidden(idx), taught
+
+    def token_kl(self, x: Tensor, taught: Tensor) -> Tensor:
+        """Return the KL (B, T) of every token, from the states of `hidden`."""
+        teacher = self.frozen[0]
         kl = kl_divergence(
-            x, student.head_weight(), taught, teacher.head_weight(), teacher.n_vocab
+            x.flatten(0, 1),
+            self.student.head_weight(),
+            taught.flatten(0, 1),
+            teacher.head_weight(),
+            teacher.n_vocab,
         )  # (B T,)
-        return kl.view(idx.shape)
+        return kl.view(x.shape[:2])
 
 
 def make_student(teacher: GPT, plan: str, alpha: Any, config: Any) -> GPT:

@@ -24,7 +24,8 @@
 # over all seeds that windows.jsonl.xz holds, also those of earlier calls.
 #
 #   SEEDS="2 3" RATE=1e-4 repro/posthoc.sh FOLDER   only these seeds; a to c were done, and gave RATE
-#   JOBS=2         runs side by side, one CPU core each; a teacher takes all of these cores (1)
+#   JOBS=2         runs side by side, one CPU core each; a teacher, and what judges a seed, take all
+#                  of these cores (1)
 #   DTYPE=float32  on a CPU that has no units for bfloat16 (bfloat16)
 #
 # A seed takes one to two hours of a free core, a to c as much again. Steps that are done already are
@@ -89,9 +90,9 @@ if [ -z "$rate" ]; then
   [ -f "$out/sizes.jsonl" ] ||
     "$PYTHON" -m posthoc.rms_stats "$out/teacher-1" --text="$out/b.jsonl" --windows=32 --across \
       --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
-  # 64 blocks would be of two documents.
+  # 64 blocks would be of two documents; 256 are of eight.
   for rate in 5e-5 1e-4 2e-4 4e-4; do
-    echo "distil 1 \"\$out/rates/$rate\" 0 $rate 100 --eval_blocks=1024"
+    echo "distil 1 \"\$out/rates/$rate\" 0 $rate 100 --eval_blocks=256"
   done | side_by_side
   rate=$("$PYTHON" repro/posthoc_rate.py "$out/rates")
   train "$out/small-gpt2" config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
@@ -115,5 +116,6 @@ control $seed $rate
 END
   "$PYTHON" -m evidence.archive "$results/runs.tar.xz" \
     "$out"/{teacher,student-0,student-1,teacher-longer}-"$seed"
-  "$PYTHON" repro/posthoc_table.py "$out" "$seed" "$source/openstax_ccby_val.jsonl.xz" "$results"
+  OMP_NUM_THREADS=$jobs "$PYTHON" repro/posthoc_table.py "$out" "$seed" \
+    "$source/openstax_ccby_val.jsonl.xz" "$results"
 done
