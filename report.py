@@ -58,6 +58,8 @@ from evidence.plots import (
 )
 from evidence.runs import METRICS, Run, by_arm, find_runs
 
+MOST_CURVES = 24
+
 HOW = """\
 Mean (of tok_per_s the geometric one) and SD are over seeds; SD is the standard deviation, never the
 standard error. train_loss is the mean over the logged steps of the last tenth of a run. A
@@ -79,6 +81,11 @@ with the observed SD; needed: seeds that show a difference, or that it lies with
 the true difference is the observed one (80 % power): a new set of them, because adding seeds until
 a verdict appears gives false ones. tok_per_s is compared as a ratio. val_loss_equal_time is the
 loss that an arm would have after its baseline's time instead of its tokens."""
+
+ALONE = """\
+Nothing is compared, for no run has a pair. A pair differs in the norm alone: same seed, same data,
+same settings. Arms with learning rates of their own are compared by a plan that was declared before
+its runs, as repro/which_norm.sh does (docs/which_norm.md)."""
 
 STABILITY = """\
 Divergence is a result: an arm of which runs diverged has no verdict on the rest. Clipped steps: the
@@ -604,6 +611,8 @@ def said(rows: list[Comparison], unjudged: list[str], left_out: list[str]) -> li
     """Return what the program prints: verdicts, power, what is not judged or left out."""
     judged = [row for row in rows if row.is_judged]
     parts = verdict_sentences(judged, unjudged)
+    if not rows:
+        parts.append(ALONE)
     if judged:
         parts.append(f"Power:\n\n{power_lines(judged)}")
     if others := by_metric([row for row in rows if not row.is_judged]):
@@ -617,10 +626,16 @@ def write_curves(runs: list[Run], request: Request) -> None:
         raise ConfigError(
             "the plot of several folders needs a place: say where it goes, --plot=FILE or --out=DIR"
         )
+    arms = label_runs(runs)
+    if len(arms) > MOST_CURVES:
+        raise ConfigError(
+            f"{len(arms)} curves, {MOST_CURVES} can be told apart in a plot: name fewer runs, or "
+            "compare all with one arm, --baseline=ARM"
+        )
     out = request.target_folder()
     with writing(out):
         target = request.plot or out / "loss.png"
-    print(f"wrote {plot_loss(label_runs(runs), target)}")
+    print(f"wrote {plot_loss(arms, target)}")
 
 
 def main(argv: list[str]) -> None:

@@ -88,7 +88,9 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
     over_tokens = over == "tokens"
     has_panel_below = False
     if baseline and over_tokens:
-        has_panel_below = any(len(arms[baseline].keys() & runs) > 1 for runs in arms.values())
+        has_panel_below = any(
+            len(arms[baseline].keys() & runs) > 1 for arm, runs in arms.items() if arm != baseline
+        )
     figure, axes = plt.subplots(
         2 if has_panel_below else 1,
         figsize=(7.5, 7.5 if has_panel_below else 4.6),

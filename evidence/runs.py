@@ -138,6 +138,11 @@ class Run:
 
     def check(self) -> None:
         """Raise UserError if the start event lacks something that a comparison needs."""
+        if "teacher" in self.config:
+            raise UserError(
+                f"{self.name}: a run of distill.py, and only runs of train.py are compared: name "
+                "those (docs/posthoc.md says how a student is judged)"
+            )
         problem = wrong_field(self.start, START) or wrong_field(self.config, CONFIG)
         if problem or not isinstance(self.start["versions"].get("torch"), str):
             raise UserError(

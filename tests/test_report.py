@@ -368,6 +368,32 @@ def test_runs_that_differ_in_anything_else_are_not_paired(tmp_path):
     assert any("data: y against x" in line for line in left_out)
 
 
+def test_arms_with_rates_of_their_own_are_not_compared_and_it_is_said(tmp_path, capsys):
+    for seed in (8, 9):
+        write_run(tmp_path, "rms", seed)
+        write_run(tmp_path, "layer", seed, learning_rate=1e-3)
+    report.main([str(tmp_path), "--baseline=rms"])
+    out = capsys.readouterr().out
+    assert "Nothing is compared, for no run has a pair." in out
+    assert "layer, seed 9: not paired: learning_rate=0.001 against 0.0006" in out
+    assert (tmp_path / "loss_tokens.png").exists()
+
+
+def test_runs_of_distillation_and_too_many_curves_are_refused(tmp_path):
+    for seed in range(report.MOST_CURVES + 1):
+        run = write_run(tmp_path, "rms", seed)
+    for path in (tmp_path, tmp_path / "rms-0"):
+        assert len(find_runs([path])) in (1, report.MOST_CURVES + 1)
+    write_run(tmp_path, "rms", 0, learning_rate=1e-3)  # the same arm and seed: a curve for each run
+    with pytest.raises(ConfigError, match="26 curves, 24 can be told apart"):
+        report.main([str(tmp_path)])
+    assert not (tmp_path / "loss.png").exists()
+    log = run / "log.jsonl"
+    log.write_text(log.read_text().replace('"norm_type"', '"teacher": "out/rms", "norm_type"', 1))
+    with pytest.raises(UserError, match=r"a run of distill\.py"):
+        report.main([str(run)])
+
+
 def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
     for seed in (8, 9, 10):
         write_run(tmp_path, "rms", seed)
