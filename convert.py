@@ -122,7 +122,8 @@ class ConvertConfig:
         "('': random ones)",
     )
     norm_plan: str = key(
-        "", "coupled: the plan to convert to, e.g. 'RR Rs R' ('': Rs in every block)"
+        "",
+        "coupled: the plan to convert to, e.g. 'RR Rs R' ('': Rs in every block but the first)",
     )
     text: str = key(
         "",

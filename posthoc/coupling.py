@@ -255,6 +255,23 @@ class Calibration:
         alpha = GRID * (point + offset)
         return alpha, self.kl(plan, alpha)
 
+    def calibrated(self, plan: str) -> "CoupledChoice":
+        """Return `plan` with the alpha that has the lowest KL of three kinds.
+
+        They are 1 everywhere, the best one for all shared positions, and one for each by least
+        squares. None of them is the best in every model: with every block coupled, the last had the
+        highest KL of the three in one teacher and the lowest in another (results/cpu/posthoc).
+        """
+        one = self.best_alpha(plan)[0]
+        shared = [position != source for position, source in enumerate(sources(plan))]
+        kinds = (
+            (1.0,) * self.positions,
+            tuple(one if is_shared else 1.0 for is_shared in shared),
+            self.alpha(plan),
+        )
+        choices = [CoupledChoice(plan, alpha, self.kl(plan, alpha)) for alpha in kinds]
+        return min(choices, key=lambda choice: choice.kl)
+
 
 @dataclass(frozen=True)
 class CoupledChoice:
@@ -278,12 +295,12 @@ def first_plan(n_layer: int, first: int) -> str:
 def to_coupled(model: GPT, plan: str, idx: Tensor) -> GPT:
     """Make a CoupledNorm model of an RMSNorm model, with copies of the weights. Not exact.
 
-    Alpha of each shared position is the least-squares ratio of sizes in the given model. Alpha from
-    sizes in the coupled model itself, found by iteration, has almost the same KL (docs/log.md).
+    Alpha is that of Calibration.calibrated, by sizes in the given model. Alpha from sizes in the
+    coupled model itself, found by iteration, has almost the same KL (docs/log.md).
 
     Args:
-        plan: its norm plan; "" for Rs in every block.
-        idx: token ids (N, T) that sizes are measured on.
+        plan: its norm plan; "" for Rs in every block but the first, or in the only one.
+        idx: token ids (N, T) that sizes and KL are measured on.
 
     Raises:
         FoldError: the norms cannot be coupled.
@@ -292,8 +309,9 @@ def to_coupled(model: GPT, plan: str, idx: Tensor) -> GPT:
         raise FoldError(
             f"norm_type={model.config.norm_type}, norm_plan {model.plan}: it is coupled already"
         )
-    plan = str(view(model, plan).plan)
-    alpha = Calibration(model, idx).alpha(plan)
+    blocks = model.config.n_layer
+    plan = str(view(model, plan or first_plan(blocks, min(1, blocks - 1))).plan)
+    alpha = Calibration(model, idx).calibrated(plan).alpha
     config = retype(model.config, "coupled", norm_plan=plan, coupled_alpha=alpha)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return rebuild(model, config, weights)

@@ -275,7 +275,7 @@ def test_calibrated_alpha_brings_coupled_nearer_to_rms(plan):
     after, certificate = certified(
         model, lambda m: to_coupled(m, plan, tokens(8, 12)), random_weights=False
     )
-    assert str(after.plan) == (plan or "Rs Rs Rs R") and not certificate.ok
+    assert str(after.plan) == (plan or "RR Rs Rs R") and not certificate.ok
     again = to_coupled(model, plan, tokens(8, 12))
     assert again.wte.weight.data_ptr() != model.wte.weight.data_ptr()
     assert (
@@ -417,7 +417,10 @@ def test_what_is_written_is_the_converted_model(to, source, words, saved, tmp_pa
     assert (
         certificate["checks"][-1]["dtype"] == "float32" and certificate["environment"]["versions"]
     )
-    assert certificate["folded"] == {"rms": 7, "folded": 6, "coupled": 3}[to]
+    folded = {"rms": 7, "folded": 6, "coupled": 3}[to]
+    if source == {"norm_type": "rms"}:
+        folded = 2  # block 0 of three keeps its statistics
+    assert certificate["folded"] == folded
     before, after, idx = load_model(str(path)), load_model(str(out)), tokens(2, 12, seed=5)
     difference = (before(idx) - after(idx)).abs().max() / before(idx).abs().max()
     assert difference < 2e-6 if told["ok"] else difference > 1e-5

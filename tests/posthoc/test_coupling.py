@@ -133,6 +133,24 @@ def test_suggested_alpha_is_near_the_best_of_a_grid(calibration, judge):
         )
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_calibrated_takes_the_lowest_kl_of_three_kinds(calibration, first):
+    plan = first_plan(L, first)
+    choice = calibration.calibrated(plan)
+    kinds = (1.0, calibration.best_alpha(plan)[0], calibration.alpha(plan))
+    costs = [calibration.kl(plan, alpha) for alpha in kinds]
+    assert choice.kl == pytest.approx(min(costs), rel=1e-6)
+    kept = [a for a, letter in zip(choice.alpha, plan.replace(" ", "")) if letter == "R"]
+    assert len(choice.alpha) == 2 * L + 1 and set(kept) == {1.0}
+
+
+def test_calibrated_may_leave_alpha_at_one(calibration, monkeypatch):
+    """Where sizes mislead, as in results/cpu/posthoc with every block coupled."""
+    monkeypatch.setattr(calibration, "alpha", lambda plan: (9.0,) * (2 * L + 1))
+    monkeypatch.setattr(calibration, "best_alpha", lambda plan: (9.0, 0.0))
+    assert calibration.calibrated(first_plan(L, 1)).alpha == (1.0,) * (2 * L + 1)
+
+
 @pytest.mark.parametrize("across", [False, True])
 def test_greedy_takes_the_cheapest_first_and_keeps_the_budget(calibration, across):
     everything = greedy(calibration, float("inf"), across)
