@@ -655,9 +655,23 @@ class MuonStage(OneShapeStage):
         return [self._run(arm, factor, seed) for factor in self.rules["factors"]]
 
     def of_arm(self, results: Results, arm: str) -> list[Wanted]:
-        losses = self.losses(results, self._selection(arm))
-        factor = self.rules["factors"][int(np.argmin(losses))]
+        factor = self._best_factor(results, arm)
         return [self._run(arm, factor, seed) for seed in self.rules["seeds"]]
+
+    def conclusion(self, results: Results) -> dict[str, Any]:
+        """Return what the base class does, and the arms whose best rate is an end of those tried.
+
+        Their rate is not settled: a better one may lie beyond.
+        """
+        ends = (min(self.rules["factors"]), max(self.rules["factors"]))
+        factors = {arm: self._best_factor(results, arm) for arm in self.arms()}
+        at_ends = [arm for arm, factor in factors.items() if factor in ends]
+        return super().conclusion(results) | {"factors": factors, "not_settled": at_ends}
+
+    def _best_factor(self, results: Results, arm: str) -> float:
+        """Return the factor of an arm's chosen rate that has the lowest loss."""
+        losses = self.losses(results, self._selection(arm))
+        return self.rules["factors"][int(np.argmin(losses))]
 
     def _run(self, arm: str, factor: float, seed: int) -> Wanted:
         rate = factor * self.rate(self.shape, arm)

@@ -19,7 +19,7 @@ import numpy as np
 from common.environment import environment, find_device
 from common.errors import ConfigError, UserError, run_program
 from common.output import markdown, write_bytes_atomically, writing
-from configurator import read_config_file
+from configurator import parse_args, read_config_file
 from evidence.families import largest_deviation
 from evidence.stages import (
     CheckStage,
@@ -34,6 +34,7 @@ from evidence.stages import (
     recommend,
 )
 from evidence.study import CHOOSING, PLACE, Plan, Results, Shape, Wanted
+from train import TrainConfig
 
 PLAN = Path("repro/which_norm.toml")
 LEDGER = Path("results/cpu/bytes/ledger.jsonl")  # bytes that norms move in training
@@ -228,24 +229,52 @@ class Worker:
 
     # What lies ahead
 
-    def forecast(self) -> str:
-        """Return a table of the stages: runs, those that are finished, core-minutes; and power."""
+    def forecast(self, until: str = "") -> str:
+        """Return a table of the stages: runs, those that are finished, core-minutes; and power.
+
+        Args:
+            until: the last stage to list; "" for all.
+        """
         minutes = self.minutes()
-        rows = []
+        rows: list[list[Any]] = []
+        total = {"runs": 0, "tokens": 0.0, "minutes": 0.0, "done": 0}
         for kind in self.stages():
             stage = self.stage(kind)
             done = len(self.results(stage).found)
+            total["done"] += done
             for shape, parts in stage.planned().items():
                 count = sum(runs for runs, _ in parts)
-                share = sum(runs * length for runs, length in parts)
-                time = f"{share * minutes[shape]:,.0f}" if shape in minutes else "?"
-                rows.append([stage.name, shape, count, time])
-            rows[-1].append(f"{done} finished")
-        table = markdown(
-            ["stage", "shape", "runs planned", "core-minutes", ""],
-            [row + [""] * (5 - len(row)) for row in rows],
+                length = sum(runs * length for runs, length in parts)
+                time = length * minutes.get(shape, math.nan)
+                total["runs"] += count
+                total["tokens"] += length * self.tokens
+                total["minutes"] += time
+                rows.append([stage.name, shape, *self._cost(count, length * self.tokens, time), ""])
+            rows[-1][-1] = done
+            if stage.name == until:
+                break
+        cost = self._cost(total["runs"], total["tokens"], total["minutes"])
+        rows.append(["total", "", *cost, total["done"]])
+        header = ["stage", "shape", "runs planned", "M tokens", "core-minutes"]
+        table = markdown([*header, "runs finished, all shapes"], rows)
+        return (
+            f"{table}\n\nStage rates adds runs where the best rate lies at an end of the grid, so "
+            "more may be finished than were planned. Core-minutes are by the speed of its finished "
+            f"runs.\n\n{self.power_text()}"
         )
-        return f"{table}\n\n{self.power_text()}"
+
+    @staticmethod
+    def _cost(runs: int, tokens: float, minutes: float) -> list[Any]:
+        """Return runs, tokens and minutes as a row of the forecast shows them."""
+        time = "?" if math.isnan(minutes) else f"{minutes:,.0f}"
+        return [runs, f"{tokens / 1e6:,.0f}", time]
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of a run of length 1."""
+        config, _ = parse_args(TrainConfig, [self.plan.config])
+        sequences = config.batch_size * config.gradient_accumulation_steps
+        return config.max_iters * sequences * config.block_size
 
     def minutes(self) -> dict[str, float]:
         """Return shape -> minutes that a run of length 1 trains, by those of stage 1."""
@@ -348,8 +377,11 @@ def main(argv: list[str]) -> None:
     out = Path(os.environ.get("OUT", f"out/which_norm/{scale}"))
     kept = Path(os.environ.get("RESULTS", f"results/{scale}/which_norm"))
     worker = Worker(Plan(PLAN, scale), out, kept)
+    names = [kind.name for kind in worker.stages()]
+    if until and until not in names:
+        raise ConfigError(f"--until={until}: {scale} has no such stage; its: {', '.join(names)}")
     if is_dry:
-        print(worker.forecast())
+        print(worker.forecast(until))
         return
     for kind in worker.stages():
         stage = worker.stage(kind)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Which norm? The study of repro/which_norm.toml at one of three scales.
 #
-#   repro/which_norm.sh cpu               0.8 M parameters in blocks, 2 M bytes: some 20 hours of one
-#                                         CPU core with AMX
+#   repro/which_norm.sh cpu               0.8 M parameters in blocks, 2 M bytes: 20 to 30 hours of
+#                                         one CPU core
 #   repro/which_norm.sh 30m               10.6 M parameters in blocks, 0.6 B tokens; needs a GPU
 #   repro/which_norm.sh 124m              85 M parameters in blocks, 2.5 B tokens; needs GPUs
 #

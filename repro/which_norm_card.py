@@ -16,16 +16,18 @@ from typing import Any
 
 from common.errors import ConfigError, run_program
 from common.output import markdown, write_bytes_atomically
+from common.stats import Estimate
 from configurator import parse_args
 from evidence.curves import Curve
-from evidence.families import power
+from evidence.families import family, power
 from evidence.stages import Conclusions, RateStage, Stage, in_tokens
-from evidence.study import Plan, Results
+from evidence.study import Plan, Results, Shape
 from repro.which_norm import PLAN, STAGES, Worker, moved_bytes
 from repro.which_norm_figure import Figure, Interval
 from train import TrainConfig
 
-MARKERS = ("<!-- card: python -m repro.which_norm_card -->", "<!-- end of the card -->")
+# Around the card of one scale in a page; {} is the scale.
+MARKERS = ("<!-- card: python -m repro.which_norm_card {} -->", "<!-- end of the card -->")
 README = Path("README.md")
 PAGES = (Path("docs/which_norm.md"), README)
 NORMS = Path("docs/norms.md")  # its table has the launches of a decoding step
@@ -140,7 +142,10 @@ class Card:
         """Return the card as Markdown; a short one has no table of the arms that are not judged."""
         parts = [f"**Which norm?** {self.setting()}", self.recommendation()]
         if "rates" in self.before:
-            parts += [*self.tables(is_short), *self.later_stages()]
+            table, *others = self.tables(is_short)
+            parts += [table, self.margin(), *others, *self.later_stages()]
+        else:
+            parts.append(self.margin())
         last = []
         if "verdict" in self.before:
             last += [*self.checked(), self.unknown()]
@@ -160,33 +165,43 @@ class Card:
             f"seeds, were judged. Not judged, in its order: {names}. Places near the cut may be "
             f"chance{self.passed_over(others)}."
         )
-        parts = [self.table(judged), f"{NO_VERDICT} {sentence}"]
+        parts = [self.table(judged, is_short), f"{NO_VERDICT} {sentence}"]
         return parts if is_short or not others else [*parts, self.table(others)]
 
     def passed_over(self, others: list[str]) -> str:
         """Name arms that are not judged and had the lowest loss of the screening in a shape."""
         words = ""
         for name, arms in self.before["rates"]["shapes"].items():
-            means = {arm: arms[arm]["mean_of_seeds"] for arm in self.order()}
-            best = min(means, key=lambda arm: math.inf if means[arm] is None else means[arm])
+            best = next(arm for arm in self.order() if self.place(arm, name) == 1)
             if best in others:
                 losses, baseline = (at_best(arms[arm]) for arm in (best, self.plan.baseline))
                 below = [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
                 words += f"; `{best}` had the lowest loss in {name} ("
                 words += " and ".join(f"{value:+.4f}" for value in below)
                 words += f" nats against `{self.plan.baseline}`, by seed)"
+                for other in self.shapes:
+                    if other != name:
+                        place = self.place(best, other)
+                        words += f" and place {place} of {len(self.plan.arms)} in {other}"
         return words
 
-    def table(self, arms: list[str]) -> str:
+    def place(self, arm: str, shape: str) -> int:
+        """Return the place of an arm among all in a shape's screening; 1 is the lowest loss."""
+        found = self.before["rates"]["shapes"][shape]
+        means = {name: found[name]["mean_of_seeds"] for name in self.order()}
+        losses = {name: math.inf if mean is None else mean for name, mean in means.items()}
+        return sorted(losses, key=losses.get).index(arm) + 1
+
+    def table(self, arms: list[str], is_short: bool = False) -> str:
         """Return a table with these arms."""
-        rows = [self.row(arm) for arm in arms]
+        rows = [self.row(arm, is_short) for arm in arms]
         return markdown(list(rows[0]), [list(row.values()) for row in rows])
 
     def setting(self) -> str:
         """Say under what conditions the card holds."""
         shapes = " and ".join(
             f"{shape.name} ({SHAPES.get(shape.name, '')}: {shape.n_layer} blocks of "
-            f"{shape.keys['n_embd']} channels)"
+            f"{shape.keys['n_embd']} channels{self.start_of(shape)})"
             for shape in self.plan.shapes
         )
         first = self.plan.shapes[0]
@@ -194,13 +209,23 @@ class Card:
         verdict = self.plan.plan["verdict"]
         config, _ = parse_args(TrainConfig, [self.plan.config])
         sequences = config.batch_size * config.gradient_accumulation_steps
-        tokens = config.max_iters * sequences * config.block_size
+        batch = f"{sequences} sequences of {config.block_size} a step"
         return (
             f"Two shapes, each with {parameters:.1f} M parameters in its blocks: {shapes}. "
-            f"{tokens / 1e6:.1f} M tokens, {sequences} sequences of {config.block_size} a step; "
+            f"{self.worker.tokens / 1e6:.1f} M tokens, {batch}; "
             "AdamW, the learning rate tuned for each arm. Verdicts are over "
-            f"{len(verdict['seeds'])} seeds not used for tuning. {self.margin()}"
+            f"{len(verdict['seeds'])} seeds not used for tuning."
         )
+
+    def start_of(self, shape: Shape) -> str:
+        """Return the settings that suit the baseline in a shape, as far as they are known."""
+        words = ""
+        if "init_std" in shape.keys:
+            words += f"; `init_std` {shape.keys['init_std']:g}"
+        if "rates" in self.before:
+            rate = self.before["rates"]["shapes"][shape.name][self.plan.baseline]["rate"]
+            words += f", `learning_rate` of `{self.plan.baseline}` {rate:g}"
+        return words
 
     def margin(self) -> str:
         """Say what the margin is, and how likely it is to be shown."""
@@ -232,7 +257,40 @@ class Card:
                 words += f" with a power of {chance}."
             if any(self.verdicts()[arm]["margin"] == "open" and seen[arm] < ENOUGH for arm in seen):
                 words += ' Where the power is low, "possible" says little against an arm.'
+            words += self.near_the_margin()
         return words
+
+    def near_the_margin(self) -> str:
+        """Name arms that are within the margin, and would not be if one shape alone had set it.
+
+        Empty if there are none.
+        """
+        rules = self.plan.plan["verdict"]
+        slopes = self.before.get("margin", {}).get("slopes", {})
+        within = [arm for arm, found in self.verdicts().items() if found["margin"] == "within"]
+        if not within:
+            return ""
+        shape = min(slopes, key=slopes.get)
+        share = self.plan.plan["margin"]["share"]
+        smaller = slopes[shape] * math.log1p(share)
+        df = len(rules["seeds"]) - 1
+        estimates = {
+            arm: {
+                name: Estimate(numbers["difference"], numbers["se"], df)
+                for name, numbers in found["shapes"].items()
+            }
+            for arm, found in self.verdicts().items()
+        }
+        p_values = family(estimates, smaller, len(self.judged()))
+        arms = [
+            f"`{arm}` (p {p_values[arm]:.2f})" for arm in within if p_values[arm] >= rules["level"]
+        ]
+        if not arms:
+            return ""
+        return (
+            f" With {100 * share:g} % of the tokens in {shape} alone as the margin, "
+            f"{smaller:.4f} nats, these would not be within it: {', '.join(arms)}."
+        )
 
     def margin_in_tokens(self) -> dict[str, float]:
         """Return shape -> the margin in % of tokens; empty before it is measured."""
@@ -260,20 +318,25 @@ class Card:
         """Return the arms: the baseline, then by rank."""
         return [self.plan.baseline, *self.before["rates"]["ranking"]]
 
-    def row(self, arm: str) -> dict[str, str]:
-        """Return one row of the card: heading -> cell."""
+    def row(self, arm: str, is_short: bool = False) -> dict[str, str]:
+        """Return one row of the card: heading -> cell. A short one has tokens and no nats."""
         rates = self.before["rates"]["shapes"]
         shapes = "; ".join(self.shapes)
         cells = {
             "arm": f"`{arm}`",
-            "what it is": MEANING.get(arm, ""),
+            "what it is": f"{MEANING.get(arm, '')}{self.keys_of(arm)}",
             "verdict": self.verdict_text(arm),
         }
         if arm in (self.plan.baseline, *self.judged()) and "verdict" in self.before:
             for shape in self.shapes:
-                heading = f"{shape}: more tokens `{self.plan.baseline}` needs for the arm's loss"
+                heading = (
+                    f"{shape}: more tokens `{self.plan.baseline}` needs for the arm's loss "
+                    "(above 0: the arm is better)"
+                )
                 cells[heading] = self.in_tokens(arm, shape)
-            cells[f"loss minus that of `{self.plan.baseline}`, nats ({shapes})"] = self.in_nats(arm)
+            if not is_short:
+                heading = f"loss minus that of `{self.plan.baseline}`, nats ({shapes})"
+                cells[heading] = self.in_nats(arm)
         limit = self.plan.plan["rates"]["tolerance"]
         heading = (
             f"rate tolerance: octaves above the best rate tried, to +{limit:g} nats ({shapes})"
@@ -285,6 +348,14 @@ class Card:
         cells["launches of a block in decoding (plain, fused)"] = self.decoding(arm)
         cells["in a model that is already trained"] = TRAINED.get(arm, "not tried")
         return cells
+
+    def keys_of(self, arm: str) -> str:
+        """Return the keys of train.py that make an arm, if its name is not all of them."""
+        words = self.plan.arms[arm]
+        if words == arm:
+            return ""
+        keys = words.replace("{block_0}", "Rs RR ... RR R")
+        return f" (`--norm_type={keys}`)"
 
     def in_tokens(self, arm: str, shape: str) -> str:
         """Return what an arm is worth in tokens, with its interval."""
@@ -375,14 +446,27 @@ class Card:
         if "recommendation" not in self.before:
             return "There is no recommendation before the verdicts."
         found = self.before["recommendation"]
-        return f"**Recommendation: `{found['arm']}`**, for {found['why']}."
+        return f"**Recommendation: `{found['arm']}`**, for {found['why']}.{self.by_one_shape()}"
+
+    def by_one_shape(self) -> str:
+        """Name the arms that gain or lose in a shape, by intervals that are not corrected."""
+        words = ""
+        for side in ("better", "worse"):
+            arms = [
+                f"`{arm}` in {shape} ({self.worth(arm, shape)[0]:+.1f} % of tokens)"
+                for arm, found in self.verdicts().items()
+                for shape, numbers in found["shapes"].items()
+                if side_of_zero(numbers) == side
+            ]
+            words += f" In one shape {side}: {', '.join(arms)}." if arms else ""
+        return words
 
     def later_stages(self) -> list[str]:
         """Return a table of what stages 5 and 6 found, beside the verdict runs."""
         factor = self.plan.plan["tokens"]["factor"]
         names = {
             "tokens": f"{factor:g} times the tokens, the same rates",
-            "muon": "Muon, its own rates",
+            "muon": "Muon, the best of three rates",
         }
         columns: dict[str, dict[str, str]] = {}  # heading -> arm -> cell
         for name, what in names.items():
@@ -404,7 +488,22 @@ class Card:
             [f"`{arm}`", *(cells.get(arm, "not run") for cells in columns.values())]
             for arm in self.judged()
         ]
-        return [markdown([heading, *columns], rows)]
+        table = markdown([heading, *columns], rows)
+        muon = self.before.get("muon", {"not_settled": []})
+        if not muon["not_settled"]:
+            return [table]
+        by_factor: dict[float, list[str]] = {}
+        for arm in muon["not_settled"]:
+            by_factor.setdefault(muon["factors"][arm], []).append(f"`{arm}`")
+        ends = "; ".join(
+            f"{factor:g} times that for AdamW, for {', '.join(arms)}"
+            for factor, arms in by_factor.items()
+        )
+        return [
+            table,
+            f"With Muon the best rate was at an end of the three tried ({ends}): better rates may "
+            "exist, and a part of these differences may be the rate's.",
+        ]
 
     def checked(self) -> list[str]:
         """Return what stage 4 says of the chosen rates and initialisations."""
@@ -448,10 +547,13 @@ class Card:
     def unknown(self) -> str:
         """Return what has not been measured."""
         open_questions = ["other sizes", "other data", "time on a GPU"]
-        if "tokens" not in self.before:
-            open_questions.append("more tokens for each parameter")
-        known = "AdamW and Muon" if "muon" in self.before else "AdamW"
-        open_questions.append(f"optimisers other than {known}")
+        for name, what, tried in (
+            ("tokens", "more tokens for each parameter", "tried"),
+            ("muon", "optimisers other than AdamW", "Muon tried"),
+        ):
+            if found := self.before.get(name):
+                what += f" ({tried} in {found['shape']} alone)"
+            open_questions.append(what)
         return (
             f"`init_std` was tuned for `{self.plan.baseline}` alone, which may favour it. "
             "Not known: "
@@ -679,15 +781,17 @@ def read_launches() -> dict[str, str]:
     return found
 
 
-def put(page: Path, card: str) -> None:
-    """Put the card between the markers of a page; a page without them is left alone."""
+def put(page: Path, scale: str, card: str) -> None:
+    """Put a scale's card between its markers in a page; a page without them is left alone."""
     if not page.exists():
         return
     text = page.read_text()
-    start, end = (text.find(marker) for marker in MARKERS)
-    if start < 0 or end < start:
+    first = MARKERS[0].format(scale)
+    start = text.find(first)
+    end = text.find(MARKERS[1], start)
+    if start < 0 or end < 0:
         return
-    new = text[: start + len(MARKERS[0])] + f"\n\n{card}\n\n" + text[end:]
+    new = text[: start + len(first)] + f"\n\n{card}\n\n" + text[end:]
     write_bytes_atomically(page, new.encode())
 
 
@@ -703,7 +807,7 @@ def main(argv: list[str]) -> None:
         card.figure().draw(kept / "card.png")
     write_bytes_atomically(kept / "README.md", card.page().encode())
     for page in PAGES:
-        put(page, card.text(is_short=page == README))
+        put(page, scale, card.text(is_short=page == README))
     print(card.text())
 
 

@@ -359,7 +359,10 @@ class Rederived:
                     100 * (math.exp(-nats / self.slope(shape)) - 1)
                     for nats in (described.mean, high, low)
                 )
-                heading = f"{shape}: more tokens `{self.baseline}` needs for the arm's loss"
+                heading = (
+                    f"{shape}: more tokens `{self.baseline}` needs for the arm's loss "
+                    "(above 0: the arm is better)"
+                )
                 found[heading] = (
                     f"{value:+.1f} % ({least:+.1f} to {most:+.1f}), {interval_word(low, high)}"
                 )
@@ -393,6 +396,64 @@ class Rederived:
             key=lambda arm: self.moved.get(arm, math.inf),
         )
 
+    def sentences(self) -> list[str]:
+        """Return sentences of a finished card that have numbers of their own."""
+        found = []
+        slopes = {shape: self.slope(shape) for shape in self.shapes}
+        for shape, keys in self.shapes.items():
+            found.append(
+                f"{keys['n_layer']} blocks of {keys['n_embd']} channels; `init_std` "
+                f"{keys['init_std']:g}, `learning_rate` of `{self.baseline}` "
+                f"{self.chosen(self.baseline, shape):g})"
+            )
+        shape = min(slopes, key=slopes.get)
+        smaller = slopes[shape] * math.log(1 + self.rules["margin"]["share"])
+        level = self.rules["verdict"]["level"]
+        below, stricter = (self.adjusted(bound, "smaller") for bound in (self.margin, smaller))
+        near = [
+            f"`{arm}` (p {stricter[arm]:.2f})"
+            for arm in self.judged()
+            if below[arm] < level <= stricter[arm]
+        ]
+        if near:
+            found.append(
+                f"in {shape} alone as the margin, {smaller:.4f} nats, these would not be within "
+                f"it: {', '.join(near)}."
+            )
+        for side in ("better", "worse"):
+            arms = []
+            for arm in self.judged():
+                for shape in self.shapes:
+                    described = self.differences("verdict", shape, arm)
+                    if interval_word(*described.tconfint_mean(0.05)) == side:
+                        worth = 100 * (math.exp(-described.mean / slopes[shape]) - 1)
+                        arms.append(f"`{arm}` in {shape} ({worth:+.1f} % of tokens)")
+            if arms:
+                found.append(f"In one shape {side}: {', '.join(arms)}.")
+        return found + self.at_an_end()
+
+    def at_an_end(self) -> list[str]:
+        """Return the card's words about arms whose best rate with Muon is the highest tried."""
+        rules = self.rules["muon"]
+        arms = []
+        for arm in (self.baseline, *self.judged()):
+            losses = {
+                run["learning_rate"]: run["loss"]
+                for run in self.runs("muon", rules["shape"], arm)
+                if run["seed"] == rules["selection_seed"]
+            }
+            if losses and min(losses, key=losses.get) == max(losses):
+                arms.append(f"`{arm}`")
+        highest = max(rules["factors"])
+        return [f"({highest:g} times that for AdamW, for ", *arms] if arms else []
+
+    def place(self, arm: str, shape: str) -> int:
+        """Return the place of an arm among all in a shape's screening."""
+        mean = {
+            name: np.mean(list(self.at_best(name, shape).values())) for name in self.rules["arms"]
+        }
+        return 1 + sum(value < mean[arm] for value in mean.values())
+
     def passed_over(self) -> set[tuple[str, str, str]]:
         """Return arms without a verdict, lowest in a shape's screening: arm, shape, by how much."""
         found = set()
@@ -404,7 +465,12 @@ class Rederived:
                     f"{lowest[best][seed] - loss:+.4f}"
                     for seed, loss in sorted(lowest[self.baseline].items())
                 )
-                found.add((best, shape, f"{below} nats against `{self.baseline}`, by seed"))
+                words = f"({below} nats against `{self.baseline}`, by seed)"
+                for other in self.shapes:
+                    if other != shape:
+                        place = self.place(best, other)
+                        words += f" and place {place} of {len(self.rules['arms'])} in {other}"
+                found.add((best, shape, words))
         return found
 
     def later(self) -> set[str]:
@@ -482,6 +548,12 @@ def check_card(anew: Rederived, text: str) -> int:
             cells = dict(zip(header, row, strict=True))
             rows.append(cells["arm"].strip("`"))
             expected = anew.cells(cells["arm"].strip("`"))
+            if not any(name.startswith("loss minus") for name in cells):  # README has tokens alone
+                expected = {
+                    name: cell
+                    for name, cell in expected.items()
+                    if not name.startswith("loss minus")
+                }
             assert {name: cells[name] for name in expected} == expected
             count += len(expected)
     assert rows[: len(anew.judged()) + 1] == [anew.baseline, *anew.judged()]
@@ -494,8 +566,12 @@ def check_card(anew: Rederived, text: str) -> int:
     chances = ", ".join(f"{chance:.1f} (`{arm}`)" for arm, chance in seen.items())
     assert f"within it, by the spread of these runs, with a power of {chances}; " in text
     assert f"trusts no pairing, foresaw {anew.power(len(anew.judged())):.2f}." in text
-    passed = re.findall(r"`([^`]+)` had the lowest loss in (\w+) \(([^)]*)\)", text)
+    passed = re.findall(
+        r"`([^`]+)` had the lowest loss in (\w+) (\([^)]*\)(?: and place \d+ of \d+ in \w+)*)", text
+    )
     assert set(passed) == anew.passed_over()
+    sentences = anew.sentences()
+    assert [words for words in sentences if words not in text] == []
     assert f"**Recommendation: `{anew.recommended()}`**" in text
     table = re.search(r"^\| loss minus that of .*\n.*\n((?:\| .*\n)*)", text, re.M)
     later = table[1].splitlines() if table else []
@@ -503,4 +579,4 @@ def check_card(anew: Rederived, text: str) -> int:
     count += len(later)
     for key in ("learning_rate", "init_std"):
         assert anew.checked(key) in text
-    return count + 7
+    return count + len(sentences) + 7

@@ -19,7 +19,7 @@ from helpers import ROOT, TINY, write_tiny_shards
 from study_rederived import Rederived, check, check_card
 from study_runs import make_plan, write
 
-from common.errors import UserError
+from common.errors import ConfigError, UserError
 from evidence.stages import RateStage, VerdictStage
 from evidence.study import Plan, Wanted
 from repro import which_norm
@@ -123,6 +123,16 @@ def test_the_committed_plan_says_what_lies_ahead():
         assert done.returncode == 0 and "| rates | W | 86 |" in done.stdout, done.stderr
         assert "non-inferior" in done.stdout
         assert ("initialisation" in done.stdout) == (scale != "cpu")
+        assert re.search(r"\| total \|  \| \d+ \| [\d,]+ \| \? \| 0 \|", done.stdout)
+
+
+def test_a_stage_to_stop_after_is_one_of_the_scale(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    which_norm.main(["cpu", "--dry-run", "--until=rates"])
+    out = capsys.readouterr().out
+    assert "| rates |" in out and "| verdict |" not in out
+    with pytest.raises(ConfigError, match="cpu has no such stage; its: rates, margin"):
+        which_norm.main(["cpu", "--until=initialisation"])
 
 
 def test_a_scale_may_have_rules_of_its_own():
@@ -214,8 +224,10 @@ def test_a_card_says_what_the_stages_concluded(finished, tmp_path):
     card.figure().draw(tmp_path / "card.png")
     assert (tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
     put_here = tmp_path / "page.md"
-    put_here.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
-    put(put_here, text)
+    put_here.write_text(f"before\n{MARKERS[0].format('cpu')}\nold\n{MARKERS[1]}\nafter\n")
+    put(put_here, "30m", text)  # a card of another scale stays
+    assert "\nold\n" in put_here.read_text()
+    put(put_here, "cpu", text)
     assert "old" not in put_here.read_text() and put_here.read_text().endswith("after\n")
 
 
@@ -237,7 +249,7 @@ def test_a_card_shows_what_diverged_and_what_is_not_settled(finished):
     text = Card(finished).text()
     assert (
         "| in W, verdict runs | in W, 4 times the tokens, the same rates (2 seeds) "
-        "| in W, Muon, its own rates (2 seeds) |"
+        "| in W, Muon, the best of three rates (2 seeds) |"
     ) in text
     assert re.search(r"\| `shared` .* \(\+0\.0200 to \+0\.0400\), worse, better before \|", text)
     assert "Better by half a margin with another `init_std`: rms, W: init_std x 2." in text
@@ -325,7 +337,8 @@ def test_a_second_implementation_agrees(finished):
     assert check(plan.path, "toy", finished.kept, logs) > 30
     anew = Rederived(plan.path, "toy", logs, moved(plan))
     text = Card(finished).text()
-    assert check_card(anew, text) == 2 * 5 + 2 + 9  # two judged arms, the baseline, the sentences
+    # Two judged arms, the baseline, the sentences, of which four have numbers of their own
+    assert check_card(anew, text) == 2 * 5 + 2 + 9 + 4
     # It can fail: one digit of the card, one run of the logs.
     wrong = re.sub(
         r"\+(\d)(\d*\.\d %)", lambda found: f"+{9 - int(found[1])}{found[2]}", text, count=1
