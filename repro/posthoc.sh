@@ -36,6 +36,17 @@ set -euo pipefail
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 source=$1 seeds=${SEEDS:-1 2 3} rate=${RATE:-} jobs=${JOBS:-1} dtype=${DTYPE:-bfloat16}
 out=${OUT:-out/posthoc} results=${RESULTS:-results/cpu/posthoc}
+die() { echo "error: $1" >&2; exit 2; }
+for part in train val; do
+  [ -f "$source/openstax_ccby_$part.jsonl.xz" ] ||
+    die "$source/openstax_ccby_$part.jsonl.xz: no such file: FOLDER needs it"
+done
+for seed in $seeds; do
+  [[ $seed =~ ^[0-9]+$ ]] || die "SEEDS: $seed is no seed: give numbers, separated by blanks"
+done
+[[ -z $rate || $rate =~ ^[0-9]*\.?[0-9]+(e-?[0-9]+)?$ ]] || die "RATE=$rate: give a learning rate"
+[[ $jobs =~ ^[1-9][0-9]*$ ]] || die "JOBS=$jobs: give the number of runs side by side"
+[[ $dtype =~ ^(bfloat16|float16|float32)$ ]] || die "DTYPE=$dtype: give bfloat16 or float32"
 mkdir -p "$out" "$results"
 # Eight documents of the first half are for evaluation while models train. What judges the models
 # in the end is not looked at before.

@@ -679,6 +679,7 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
     (tmp_path / "python").write_text(STUB)
     (tmp_path / "python").chmod(0o755)
     (tmp_path / "openstax_ccby_train.jsonl.xz").write_bytes(lzma.compress(b"{}\n{}\n"))
+    (tmp_path / "openstax_ccby_val.jsonl.xz").write_bytes(lzma.compress(b"{}\n"))
     results = tmp_path / "results"
     results.mkdir()
     for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png"):
@@ -709,6 +710,16 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
                 config, _ = parse_args(kind, words)
                 found[program, Path(config.out_dir).name] = config
         return found
+
+    # What is wrong is said before anything is trained or written.
+    for wrong in ({"RATE": "abc"}, {"SEEDS": "1,2"}, {"JOBS": "0"}, {"DTYPE": "bf16"}):
+        refused = call(**wrong)
+        assert refused.returncode == 2 and refused.stderr.startswith(b"error: "), wrong
+    (tmp_path / "openstax_ccby_val.jsonl.xz").rename(tmp_path / "away")
+    refused = call()
+    assert refused.returncode == 2 and b"openstax_ccby_val.jsonl.xz: no such file" in refused.stderr
+    (tmp_path / "away").rename(tmp_path / "openstax_ccby_val.jsonl.xz")
+    assert not (tmp_path / "calls").exists() and not (tmp_path / "out of it").exists()
 
     # After a run that stopped nothing else begins, and nothing is judged.
     stopped = call(SEEDS="3", RATE="2e-4", STOPPED="student-0-3", JOBS="1")

@@ -470,7 +470,7 @@ def test_missing_and_torn_shards(tmp_path):
     refused(folder, "index")
 
 
-def test_hub_without_package_or_network(monkeypatch):
+def test_hub_without_package_or_network(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(HFError, match="pip install huggingface_hub"):
         resolve_hub("Qwen/Qwen3-0.6B")
@@ -481,6 +481,10 @@ def test_hub_without_package_or_network(monkeypatch):
     with pytest.raises(HFError, match="ConnectionError") as caught:
         resolve_hub("Qwen/Qwen3-0.6B")
     assert "\n" not in str(caught.value)
+    (tmp_path / "out" / "rms").mkdir(parents=True)  # a mistyped run: those that are there are named
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HFError, match=r"out/rsm: not a local folder \(out has rms\)"):
+        resolve_hub("out/rsm")
 
 
 # -------------------------------------------------------------------------- a package named kernels
