@@ -64,6 +64,7 @@ from configurator import (
     key,
     parse_args,
 )
+from data.documents import input_files
 from hf import weights
 from load import load_model
 from model import GPT, cross_entropy
@@ -752,6 +753,8 @@ def total_loss(gpt: GPT, x: Tensor, ids: Tensor) -> float:
 def main(argv: list[str]) -> None:
     """Print the memory estimate; then, unless only that is wanted, distil."""
     config, _ = parse_args(DistillConfig, argv, __doc__)
+    for text in (config.local, config.val):
+        input_files(text)  # a wrong name is refused before the teacher is downloaded or loaded
     shape = teacher_config(config.teacher)
     device = find_device(config.device)
     low = Precision(config.dtype, device).is_low

@@ -516,6 +516,12 @@ def test_bad_input_is_one_line(words, run_folder, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------- memory
 
 
+def test_a_text_that_is_not_there_is_refused_before_the_teacher_is_looked_for():
+    for name in ("local", "val"):
+        with pytest.raises(DataError, match=r"no file none\.txt"):
+            distill.main(["--teacher=none", f"--{name}=none.txt", "--estimate"])
+
+
 def test_memory_estimate(capsys, run_folder):
     for method in ("dora", "full"):
         distill.main(
