@@ -202,7 +202,7 @@ class Rederived:
         fall -= sum(by_length[long]) / len(by_length[long])
         return fall / (math.log(long) - math.log(short))
 
-    @property
+    @functools.cached_property
     def margin(self) -> float:
         """The margin in nats."""
         slopes = [self.slope(shape) for shape in self.shapes]
@@ -250,6 +250,7 @@ class Rederived:
         within = [np.var(losses, ddof=1) for losses in self.by_length(shape).values()]
         return math.sqrt(2 * max(sum(pairs) / len(pairs), sum(within) / len(within)))
 
+    @functools.cached_property
     def judged(self) -> list[str]:
         """Return the arms that are judged: as many of the ranking as have the power."""
         rules = self.rules["verdict"]
@@ -284,9 +285,9 @@ class Rederived:
                 self.differences("verdict", shape, arm).ttest_mean(bound, side)[1]
                 for shape in self.shapes
             )
-            for arm in self.judged()
+            for arm in self.judged
         ]
-        return dict(zip(self.judged(), multipletests(p_values, method="holm")[1], strict=True))
+        return dict(zip(self.judged, multipletests(p_values, method="holm")[1], strict=True))
 
     def verdicts(self) -> dict[str, str]:
         """Return arm -> its verdict."""
@@ -295,7 +296,7 @@ class Rederived:
         below = self.adjusted(self.margin, "smaller")
         above = self.adjusted(self.margin, "larger")
         found = {}
-        for arm in self.judged():
+        for arm in self.judged:
             if better[arm] < level:
                 found[arm] = "better in both shapes"
                 continue
@@ -347,7 +348,7 @@ class Rederived:
         limit = self.rules["rates"]["tolerance"]
         heading = f"rate tolerance: octaves above the best rate tried, to +{limit:g} nats ({names})"
         found = {heading: "; ".join(tolerances)}
-        if arm == self.baseline or arm not in self.judged():
+        if arm == self.baseline or arm not in self.judged:
             word = "the baseline" if arm == self.baseline else "not judged"
         else:
             word = self.verdicts()[arm]
@@ -412,7 +413,7 @@ class Rederived:
         below, stricter = (self.adjusted(bound, "smaller") for bound in (self.margin, smaller))
         near = [
             f"`{arm}` (p {stricter[arm]:.2f})"
-            for arm in self.judged()
+            for arm in self.judged
             if below[arm] < level <= stricter[arm]
         ]
         if near:
@@ -422,7 +423,7 @@ class Rederived:
             )
         for side in ("better", "worse"):
             arms = []
-            for arm in self.judged():
+            for arm in self.judged:
                 for shape in self.shapes:
                     described = self.differences("verdict", shape, arm)
                     if interval_word(*described.tconfint_mean(0.05)) == side:
@@ -436,7 +437,7 @@ class Rederived:
         """Return the card's words about arms whose best rate with Muon is the highest tried."""
         rules = self.rules["muon"]
         arms = []
-        for arm in (self.baseline, *self.judged()):
+        for arm in (self.baseline, *self.judged):
             losses = {
                 run["learning_rate"]: run["loss"]
                 for run in self.runs("muon", rules["shape"], arm)
@@ -460,7 +461,7 @@ class Rederived:
         for shape in self.shapes:
             lowest = {arm: self.at_best(arm, shape) for arm in self.rules["arms"]}
             best = min(lowest, key=lambda arm: np.mean(list(lowest[arm].values())))
-            if best not in (self.baseline, *self.judged()):
+            if best not in (self.baseline, *self.judged):
                 below = " and ".join(
                     f"{lowest[best][seed] - loss:+.4f}"
                     for seed, loss in sorted(lowest[self.baseline].items())
@@ -476,7 +477,7 @@ class Rederived:
     def later(self) -> set[str]:
         """Return the rows of the card's table of later stages."""
         found = set()
-        for arm in self.judged():
+        for arm in self.judged:
             cells: dict[str, str] = {}
             for stage in ("tokens", "muon"):
                 shape = self.rules[stage]["shape"]
@@ -499,7 +500,7 @@ class Rederived:
         """Return how far half and double the value of `key` move the loss, in the card's words."""
         moves = []
         for shape in self.shapes:
-            for arm in (self.baseline, *self.judged()):
+            for arm in (self.baseline, *self.judged):
                 chosen = {
                     "learning_rate": self.chosen(arm, shape),
                     "init_std": self.shapes[shape]["init_std"],
@@ -556,16 +557,16 @@ def check_card(anew: Rederived, text: str) -> int:
                 }
             assert {name: cells[name] for name in expected} == expected
             count += len(expected)
-    assert rows[: len(anew.judged()) + 1] == [anew.baseline, *anew.judged()]
+    assert rows[: len(anew.judged) + 1] == [anew.baseline, *anew.judged]
     tokens = ", ".join(
         f"{100 * (math.exp(anew.margin / anew.slope(shape)) - 1):.1f} % in {shape}"
         for shape in anew.shapes
     )
     assert f"{anew.margin:.4f} nats ({tokens})" in text
-    seen = {arm: anew.power(len(anew.judged()), arm) for arm in anew.judged()}
+    seen = {arm: anew.power(len(anew.judged), arm) for arm in anew.judged}
     chances = ", ".join(f"{chance:.1f} (`{arm}`)" for arm, chance in seen.items())
     assert f"within it, by the spread of these runs, with a power of {chances}; " in text
-    assert f"trusts no pairing, foresaw {anew.power(len(anew.judged())):.2f}." in text
+    assert f"trusts no pairing, foresaw {anew.power(len(anew.judged)):.2f}." in text
     passed = re.findall(
         r"`([^`]+)` had the lowest loss in (\w+) (\([^)]*\)(?: and place \d+ of \d+ in \w+)*)", text
     )
