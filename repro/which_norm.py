@@ -19,7 +19,7 @@ import numpy as np
 from common.environment import environment, find_device
 from common.errors import ConfigError, UserError, run_program
 from common.output import markdown, write_bytes_atomically, writing
-from configurator import parse_args, read_config_file
+from configurator import parse_args
 from evidence.families import largest_deviation
 from evidence.stages import (
     CheckStage,
@@ -56,9 +56,9 @@ class Worker:
         self.plan = plan
         self.out = out
         self.kept = kept
-        config = read_config_file(plan.config)
-        self.steps: int = config["max_iters"][0]
-        self.warmup: int = config["warmup_iters"][0]
+        self.config, _ = parse_args(TrainConfig, [plan.config])
+        self.steps = self.config.max_iters
+        self.warmup = self.config.warmup_iters
 
     # Stages and what they concluded
 
@@ -126,8 +126,7 @@ class Worker:
         """
         if stage.name in CHOOSING:
             return runs
-        found, _ = read_config_file(self.plan.config).get("device", ("auto", 0))
-        place = environment(find_device(found))
+        place = environment(find_device(self.config.device))
         here = {name: place.get(name) for name in PLACE}
         groups: dict[tuple[str, int], list[Wanted]] = {}
         for run in runs:
@@ -272,9 +271,12 @@ class Worker:
     @property
     def tokens(self) -> int:
         """Training tokens of a run of length 1."""
-        config, _ = parse_args(TrainConfig, [self.plan.config])
-        sequences = config.batch_size * config.gradient_accumulation_steps
-        return config.max_iters * sequences * config.block_size
+        return self.steps * self.sequences * self.config.block_size
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step."""
+        return self.config.batch_size * self.config.gradient_accumulation_steps
 
     def minutes(self) -> dict[str, float]:
         """Return shape -> minutes that a run of length 1 trains, by those of stage 1."""

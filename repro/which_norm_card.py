@@ -17,14 +17,12 @@ from typing import Any
 from common.errors import ConfigError, run_program
 from common.output import markdown, write_bytes_atomically
 from common.stats import Estimate
-from configurator import parse_args
 from evidence.curves import Curve
 from evidence.families import family, power
 from evidence.stages import Conclusions, RateStage, Stage, in_tokens
 from evidence.study import Plan, Results, Shape
 from repro.which_norm import PLAN, STAGES, Worker, moved_bytes
 from repro.which_norm_figure import Figure, Interval
-from train import TrainConfig
 
 # Around the card of one scale in a page; {} is the scale.
 MARKERS = ("<!-- card: python -m repro.which_norm_card {} -->", "<!-- end of the card -->")
@@ -207,12 +205,11 @@ class Card:
         first = self.plan.shapes[0]
         parameters = 12 * first.n_layer * first.keys["n_embd"] ** 2 / 1e6
         verdict = self.plan.plan["verdict"]
-        config, _ = parse_args(TrainConfig, [self.plan.config])
-        sequences = config.batch_size * config.gradient_accumulation_steps
-        batch = f"{sequences} sequences of {config.block_size} a step"
+        worker = self.worker
+        batch = f"{worker.sequences} sequences of {worker.config.block_size} a step"
         return (
             f"Two shapes, each with {parameters:.1f} M parameters in its blocks: {shapes}. "
-            f"{self.worker.tokens / 1e6:.1f} M tokens, {batch}; "
+            f"{worker.tokens / 1e6:.1f} M tokens, {batch}; "
             "AdamW, the learning rate tuned for each arm. Verdicts are over "
             f"{len(verdict['seeds'])} seeds not used for tuning."
         )
@@ -458,7 +455,7 @@ class Card:
                 for shape, numbers in found["shapes"].items()
                 if side_of_zero(numbers) == side
             ]
-            words += f" In one shape {side}: {', '.join(arms)}." if arms else ""
+            words += f" By shape, not corrected, {side}: {', '.join(arms)}." if arms else ""
         return words
 
     def later_stages(self) -> list[str]:

@@ -430,7 +430,7 @@ class Rederived:
                         worth = 100 * (math.exp(-described.mean / slopes[shape]) - 1)
                         arms.append(f"`{arm}` in {shape} ({worth:+.1f} % of tokens)")
             if arms:
-                found.append(f"In one shape {side}: {', '.join(arms)}.")
+                found.append(f"By shape, not corrected, {side}: {', '.join(arms)}.")
         return found + self.at_an_end()
 
     def at_an_end(self) -> list[str]:
