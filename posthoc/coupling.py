@@ -262,14 +262,17 @@ class Calibration:
         squares. None of them is the best in every model: with every block coupled, the last had the
         highest KL of the three in one teacher and the lowest in another (results/cpu/posthoc).
         """
-        one = self.best_alpha(plan)[0]
-        shared = [position != source for position, source in enumerate(sources(plan))]
-        kinds = (
-            (1.0,) * self.positions,
-            tuple(one if is_shared else 1.0 for is_shared in shared),
-            self.alpha(plan),
+        ones = (1.0,) * self.positions
+        layers = self.alpha(plan)
+        one, kl_of_one = self.best_alpha(plan)
+        uniform = tuple(
+            1.0 if position == source else one for position, source in enumerate(sources(plan))
         )
-        choices = [CoupledChoice(plan, alpha, self.kl(plan, alpha)) for alpha in kinds]
+        choices = (
+            CoupledChoice(plan, ones, self.kl(plan, ones)),
+            CoupledChoice(plan, uniform, kl_of_one),
+            CoupledChoice(plan, layers, self.kl(plan, layers)),
+        )
         return min(choices, key=lambda choice: choice.kl)
 
 

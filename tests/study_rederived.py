@@ -431,12 +431,12 @@ class Rederived:
                         arms.append(f"`{arm}` in {shape} ({worth:+.1f} % of tokens)")
             if arms:
                 found.append(f"By shape, not corrected, {side}: {', '.join(arms)}.")
-        return found + self.at_an_end()
+        return found
 
-    def at_an_end(self) -> list[str]:
-        """Return the card's words about arms whose best rate with Muon is the highest tried."""
+    def at_highest(self) -> set[str]:
+        """Return the arms whose best rate with Muon is the highest tried, as the card has them."""
         rules = self.rules["muon"]
-        arms = []
+        arms = set()
         for arm in (self.baseline, *self.judged):
             losses = {
                 run["learning_rate"]: run["loss"]
@@ -444,9 +444,8 @@ class Rederived:
                 if run["seed"] == rules["selection_seed"]
             }
             if losses and min(losses, key=losses.get) == max(losses):
-                arms.append(f"`{arm}`")
-        highest = max(rules["factors"])
-        return [f"({highest:g} times that for AdamW, for ", *arms] if arms else []
+                arms.add(f"`{arm}`")
+        return arms
 
     def place(self, arm: str, shape: str) -> int:
         """Return the place of an arm among all in a shape's screening."""
@@ -573,6 +572,9 @@ def check_card(anew: Rederived, text: str) -> int:
     assert set(passed) == anew.passed_over()
     sentences = anew.sentences()
     assert [words for words in sentences if words not in text] == []
+    highest = max(anew.rules["muon"]["factors"])
+    at_end = re.search(rf"{highest:g} times that for AdamW, for ([^;)]*)", text)
+    assert set(at_end[1].split(", ") if at_end else ()) == anew.at_highest()
     assert f"**Recommendation: `{anew.recommended()}`**" in text
     table = re.search(r"^\| loss minus that of .*\n.*\n((?:\| .*\n)*)", text, re.M)
     later = table[1].splitlines() if table else []

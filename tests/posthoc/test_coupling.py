@@ -5,6 +5,7 @@ posthoc/rms_stats.py.
 """
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -147,7 +148,7 @@ def test_calibrated_takes_the_lowest_kl_of_three_kinds(calibration, first):
 def test_calibrated_may_leave_alpha_at_one(calibration, monkeypatch):
     """Where sizes mislead, as in results/cpu/posthoc with every block coupled."""
     monkeypatch.setattr(calibration, "alpha", lambda plan: (9.0,) * (2 * L + 1))
-    monkeypatch.setattr(calibration, "best_alpha", lambda plan: (9.0, 0.0))
+    monkeypatch.setattr(calibration, "best_alpha", lambda plan: (9.0, math.inf))
     assert calibration.calibrated(first_plan(L, 1)).alpha == (1.0,) * (2 * L + 1)
 
 
