@@ -633,7 +633,7 @@ class TokensStage(OneShapeStage):
 
 
 class MuonStage(OneShapeStage):
-    """Stage 6: Muon, at the best of three rates."""
+    """Stage 6: Muon, at the best of some rates."""
 
     name = "muon"
 

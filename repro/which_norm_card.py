@@ -461,9 +461,10 @@ class Card:
     def later_stages(self) -> list[str]:
         """Return a table of what stages 5 and 6 found, beside the verdict runs."""
         factor = self.plan.plan["tokens"]["factor"]
+        rates = len(self.plan.plan["muon"]["factors"])
         names = {
             "tokens": f"{factor:g} times the tokens, the same rates",
-            "muon": "Muon, the best of three rates",
+            "muon": f"Muon, the best of {rates} rates",
         }
         columns: dict[str, dict[str, str]] = {}  # heading -> arm -> cell
         for name, what in names.items():
@@ -498,8 +499,8 @@ class Card:
         )
         return [
             table,
-            f"With Muon the best rate was at an end of the three tried ({ends}): better rates may "
-            "exist, and a part of these differences may be the rate's.",
+            f"With Muon the best rate was at an end of the {rates} tried ({ends}): better "
+            "rates may exist, and a part of these differences may be the rate's.",
         ]
 
     def checked(self) -> list[str]:

@@ -249,7 +249,7 @@ def test_a_card_shows_what_diverged_and_what_is_not_settled(finished):
     text = Card(finished).text()
     assert (
         "| in W, verdict runs | in W, 4 times the tokens, the same rates (2 seeds) "
-        "| in W, Muon, the best of three rates (2 seeds) |"
+        "| in W, Muon, the best of 3 rates (2 seeds) |"
     ) in text
     assert re.search(r"\| `shared` .* \(\+0\.0200 to \+0\.0400\), worse, better before \|", text)
     assert "Better by half a margin with another `init_std`: rms, W: init_std x 2." in text
