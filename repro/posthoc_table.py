@@ -11,8 +11,8 @@ token, a token is a byte; the first position of a window is left out of the KL, 
 where it predicts the second byte. Each seed has a teacher of its own. Differences to it are paired
 by window, over all whole windows of every document of the file. With one seed their intervals count
 documents, for windows of one are alike; with several, seeds and documents, with as many degrees of
-freedom as seeds less one, so that they are wide. "trained on" is also set against the students, as
-their control.
+freedom as seeds less one, so that they are wide; below, each seed has an interval of its own, over
+documents. "trained on" is also set against the students, as their control.
 """
 
 import json
@@ -256,11 +256,17 @@ def described(name: str, losses: dict[str, np.ndarray], documents: np.ndarray) -
     shares = above / losses[TEACHER].mean(1, keepdims=True)  # of the loss of each seed's teacher
     estimate = difference(shares, documents)
     row |= {"relative": estimate.mean, "relative_interval": list(estimate.interval())}
-    row["each_seed"] = shares.mean(1).tolist()
+    own = [clustered(share, documents) for share in shares]
+    row["each_seed"] = [[estimate.mean, *estimate.interval()] for estimate in own]
     if name.endswith("distilled"):
         estimate = difference(losses[name] - losses[CONTROL], documents)
         row["control"] = [estimate.mean, *estimate.interval()]
     return row
+
+
+def percent(mean: float, low: float, high: float) -> str:
+    """Write an estimate and its interval in percent."""
+    return f"{mean:+.3%} ({low:+.3%} .. {high:+.3%})"
 
 
 def conditions(record: dict) -> dict:
@@ -273,8 +279,10 @@ def write_table(results: Path) -> None:
     head, models = read_windows(results)
     documents = np.array(head["documents"])
     losses = {name: np.array([row["losses"] for row in rows]) for name, rows in models.items()}
+    seeds = [record["seed"] for record in models[TEACHER]]
     found = []
     cells = []
+    own = []
     for name, rows in models.items():
         row = described(name, losses, documents)
         row |= {
@@ -286,21 +294,24 @@ def write_table(results: Path) -> None:
             "documents": len(set(documents.tolist())),
         }
         found.append(row)
-        shown = ["", "", ""]
+        shown = ["", ""]
         if name != TEACHER:
             low, high = row["interval"]
             shown = [
                 f"{row['difference']:+.5f} ({low:+.5f} .. {high:+.5f})",
-                "{:+.3%} ({:+.3%} .. {:+.3%})".format(row["relative"], *row["relative_interval"]),
-                ", ".join(f"{value:+.3%}" for value in row["each_seed"]),
+                percent(row["relative"], *row["relative_interval"]),
             ]
+            own.append([name, *(percent(*estimate) for estimate in row["each_seed"])])
         cells.append([name, f"{row['val_loss']:.5f}", *shown, f"{row['kl']:.2e}"])
     lines = "".join(json.dumps(row) + "\n" for row in found)
     write_bytes_atomically(results / "models.jsonl", lines.encode())
-    header = ["model", "val loss", "difference to the teacher", "relative", "each seed", "KL"]
-    seeds = ", ".join(str(record["seed"]) for record in models[TEACHER])
-    text = f"Seeds {seeds}, learning rate {head['learning_rate']:g}.\n\n"
+    header = ["model", "val loss", "difference to the teacher", "relative", "KL"]
+    numbers = ", ".join(map(str, seeds))
+    text = f"Seeds {numbers}, learning rate {head['learning_rate']:g}.\n\n"
     text += markdown(header, cells) + "\n"
+    if len(seeds) > 1:
+        text += "\nEach seed against its own teacher, intervals over documents:\n\n"
+        text += markdown(["relative", *(f"seed {seed}" for seed in seeds)], own) + "\n"
     for row in found:
         if "control" in row:
             text += (

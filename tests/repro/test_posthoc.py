@@ -49,7 +49,9 @@ def test_the_table_follows_from_the_windows(tmp_path, capsys):
     row = found["x, distilled"]
     # Each seed against a teacher of its own, by the order of the seeds.
     each = [student[i].mean() / teacher[i].mean() - 1 for i in (1, 0, 2)]
-    assert row["each_seed"] == pytest.approx(each)
+    assert [mean for mean, _, _ in row["each_seed"]] == pytest.approx(each)
+    own = clustered(student[1] / teacher[1].mean() - teacher[1] / teacher[1].mean(), documents)
+    assert row["each_seed"][0][1:] == pytest.approx(list(own.interval()))
     assert row["relative"] == pytest.approx(np.mean(each))
     assert row["difference"] == pytest.approx((student - teacher).mean())
     above = student - teacher
@@ -60,13 +62,16 @@ def test_the_table_follows_from_the_windows(tmp_path, capsys):
     assert row["kl"] == pytest.approx(student.mean() / 10)
     assert row["control"][0] == pytest.approx((student - control).mean())
     assert row["control"][1] < row["control"][0] < row["control"][2]
-    assert f"{each[1]:+.3%}" in (tmp_path / "table.md").read_text()
+    low, high = own.interval()
+    shown = (tmp_path / "table.md").read_text()
+    assert f"| x, distilled | {each[0]:+.3%} ({low:+.3%} .. {high:+.3%}) | " in shown
 
     one = {name: losses[:1] for name, losses in models.items()}
     write_windows(tmp_path, one, seeds[:1], documents)
     posthoc_table.main([str(tmp_path)])
     expected = clustered(student[0] - teacher[0], np.array(documents))
     assert rows_of(tmp_path)["x, distilled"]["interval"] == pytest.approx(expected.interval())
+    assert "Each seed" not in (tmp_path / "table.md").read_text()  # it has the one seed's above
 
 
 def test_seeds_and_documents_widen_the_interval():
