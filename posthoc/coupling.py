@@ -260,7 +260,7 @@ class Calibration:
 
         They are 1 everywhere, the best one for all shared positions, and one for each by least
         squares. None of them is the best in every model: with every block coupled, the last had the
-        highest KL of the three in one teacher and the lowest in another (results/cpu/posthoc).
+        highest KL of the three in one teacher and the lowest in two (results/cpu/posthoc).
         """
         ones = (1.0,) * self.positions
         layers = self.alpha(plan)

@@ -11,8 +11,8 @@ token, a token is a byte; the first position of a window is left out of the KL, 
 where it predicts the second byte. Each seed has a teacher of its own. Differences to it are paired
 by window, over all whole windows of every document of the file. With one seed their intervals count
 documents, for windows of one are alike; with several, seeds and documents, with as many degrees of
-freedom as seeds less one, so that they are wide; below, each seed has an interval of its own, over
-documents. "trained on" is also set against the students, as their control.
+freedom as seeds less one, so that they are wide; a second table has an interval over documents for
+each seed. "trained on" is also set against the students, as their control.
 """
 
 import json
@@ -256,8 +256,8 @@ def described(name: str, losses: dict[str, np.ndarray], documents: np.ndarray) -
     shares = above / losses[TEACHER].mean(1, keepdims=True)  # of the loss of each seed's teacher
     estimate = difference(shares, documents)
     row |= {"relative": estimate.mean, "relative_interval": list(estimate.interval())}
-    own = [clustered(share, documents) for share in shares]
-    row["each_seed"] = [[estimate.mean, *estimate.interval()] for estimate in own]
+    each = [clustered(share, documents) for share in shares]
+    row["each_seed"] = [[estimate.mean, *estimate.interval()] for estimate in each]
     if name.endswith("distilled"):
         estimate = difference(losses[name] - losses[CONTROL], documents)
         row["control"] = [estimate.mean, *estimate.interval()]
@@ -282,7 +282,6 @@ def write_table(results: Path) -> None:
     seeds = [record["seed"] for record in models[TEACHER]]
     found = []
     cells = []
-    own = []
     for name, rows in models.items():
         row = described(name, losses, documents)
         row |= {
@@ -301,7 +300,6 @@ def write_table(results: Path) -> None:
                 f"{row['difference']:+.5f} ({low:+.5f} .. {high:+.5f})",
                 percent(row["relative"], *row["relative_interval"]),
             ]
-            own.append([name, *(percent(*estimate) for estimate in row["each_seed"])])
         cells.append([name, f"{row['val_loss']:.5f}", *shown, f"{row['kl']:.2e}"])
     lines = "".join(json.dumps(row) + "\n" for row in found)
     write_bytes_atomically(results / "models.jsonl", lines.encode())
@@ -310,8 +308,14 @@ def write_table(results: Path) -> None:
     text = f"Seeds {numbers}, learning rate {head['learning_rate']:g}.\n\n"
     text += markdown(header, cells) + "\n"
     if len(seeds) > 1:
-        text += "\nEach seed against its own teacher, intervals over documents:\n\n"
-        text += markdown(["relative", *(f"seed {seed}" for seed in seeds)], own) + "\n"
+        text += "\nRelative, each seed against its own teacher, 95 % intervals over documents:\n\n"
+        header = ["model", *(f"seed {seed}" for seed in seeds)]
+        each = [
+            [row["model"], *(percent(*estimate) for estimate in row["each_seed"])]
+            for row in found
+            if row["model"] != TEACHER
+        ]
+        text += markdown(header, each) + "\n"
     for row in found:
         if "control" in row:
             text += (

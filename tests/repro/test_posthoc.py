@@ -71,7 +71,7 @@ def test_the_table_follows_from_the_windows(tmp_path, capsys):
     posthoc_table.main([str(tmp_path)])
     expected = clustered(student[0] - teacher[0], np.array(documents))
     assert rows_of(tmp_path)["x, distilled"]["interval"] == pytest.approx(expected.interval())
-    assert "Each seed" not in (tmp_path / "table.md").read_text()  # it has the one seed's above
+    assert "each seed" not in (tmp_path / "table.md").read_text()  # it has the one seed's above
 
 
 def test_seeds_and_documents_widen_the_interval():
