@@ -67,7 +67,7 @@ from training.checkpoint import (
     restore,
     save_checkpoint,
 )
-from training.choices import choose, keep
+from training.choices import choose, keep, slow_bfloat16
 from training.dataloader import Blocks, TrainLoader, merge
 from training.evaluation import Evaluator
 from training.lock import FolderLock
@@ -586,6 +586,8 @@ class Trainer:
                 f"warning: the taper ends at step {end}, after max_iters={config.max_iters}: "
                 "norms remain"
             )
+        if warning := slow_bfloat16(config, self.ranks.device):
+            self.notes.append(warning)
         for note in self.notes:
             self.log.say(note)
 

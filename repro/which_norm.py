@@ -35,6 +35,7 @@ from evidence.stages import (
 )
 from evidence.study import CHOOSING, PLACE, Plan, Results, Shape, Wanted
 from train import TrainConfig
+from training.choices import slow_bfloat16
 
 PLAN = Path("repro/which_norm.toml")
 LEDGER = Path("results/cpu/bytes/ledger.jsonl")  # bytes that norms move in training
@@ -385,6 +386,8 @@ def main(argv: list[str]) -> None:
     if is_dry:
         print(worker.forecast(until))
         return
+    if warning := slow_bfloat16(worker.config, find_device(worker.config.device)):
+        print(warning, file=sys.stderr, flush=True)
     for kind in worker.stages():
         stage = worker.stage(kind)
         worker.do(stage)

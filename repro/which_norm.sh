@@ -2,7 +2,8 @@
 # Which norm? The study of repro/which_norm.toml at one of three scales.
 #
 #   repro/which_norm.sh cpu               0.8 M parameters in blocks, 2 M bytes: 20 to 30 hours of
-#                                         one CPU core
+#                                         one CPU core with AMX or AMD's AVX512-BF16; many times as
+#                                         long without
 #   repro/which_norm.sh 30m               10.6 M parameters in blocks, 0.6 B tokens; needs a GPU
 #   repro/which_norm.sh 124m              85 M parameters in blocks, 2.5 B tokens; needs GPUs
 #

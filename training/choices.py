@@ -110,6 +110,27 @@ def cpu_dtype(config: Any, merged: int) -> tuple[str, str]:
     return "bfloat16", f"this processor has {feature}"
 
 
+def slow_bfloat16(config: Any, device: torch.device) -> str:
+    """Return a warning if a run computes in bfloat16 on a CPU that is slow at it, else "".
+
+    Args:
+        config: a TrainConfig whose dtype is chosen.
+        device: of the run.
+    """
+    if device.type != "cpu" or native_bfloat16()[1]:
+        return ""
+    if config.dtype == "bfloat16":
+        cause, remedy = "dtype=bfloat16", "use dtype=float32"
+    elif config.optimizer == "muon":
+        cause, remedy = "optimizer=muon, whose updates are computed in it,", "adamw is not affected"
+    else:
+        return ""
+    return (
+        f"warning: no fast bfloat16 products are known of this processor: {cause} can make a step "
+        f"many times as slow; {remedy}"
+    )
+
+
 def cpu_compile(config: Any) -> tuple[bool, str]:
     """Decide whether a run on a CPU is compiled. Returns it, and why."""
     tokens = (

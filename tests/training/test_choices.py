@@ -206,3 +206,15 @@ def test_at_once_is_one_after_the_other(train_ok, tiny_data, tmp_path, dtype):
 def test_studies_leave_nothing_to_auto(study):
     pinned, _ = parse_args(TrainConfig, [str(ROOT / "config" / f"{study}.py")], "")
     assert choices.choose(pinned, CPU)[1] == ""
+
+
+def test_a_run_is_warned_of_a_processor_that_is_slow_in_bfloat16(processor):
+    muon = config(dtype="float32", optimizer="muon")
+    low = config(dtype="bfloat16")
+    processor(0, "")
+    assert "dtype=bfloat16 can make" in choices.slow_bfloat16(low, CPU)
+    assert "optimizer=muon" in choices.slow_bfloat16(muon, CPU)
+    assert not choices.slow_bfloat16(config(dtype="float32"), CPU)
+    assert not choices.slow_bfloat16(low, CUDA)
+    processor(64, "AMX")
+    assert not choices.slow_bfloat16(low, CPU) and not choices.slow_bfloat16(muon, CPU)
