@@ -279,7 +279,6 @@ def write_table(results: Path) -> None:
     head, models = read_windows(results)
     documents = np.array(head["documents"])
     losses = {name: np.array([row["losses"] for row in rows]) for name, rows in models.items()}
-    seeds = [record["seed"] for record in models[TEACHER]]
     found = []
     cells = []
     for name, rows in models.items():
@@ -304,8 +303,8 @@ def write_table(results: Path) -> None:
     lines = "".join(json.dumps(row) + "\n" for row in found)
     write_bytes_atomically(results / "models.jsonl", lines.encode())
     header = ["model", "val loss", "difference to the teacher", "relative", "KL"]
-    numbers = ", ".join(map(str, seeds))
-    text = f"Seeds {numbers}, learning rate {head['learning_rate']:g}.\n\n"
+    seeds = [str(record["seed"]) for record in models[TEACHER]]
+    text = f"Seeds {', '.join(seeds)}, learning rate {head['learning_rate']:g}.\n\n"
     text += markdown(header, cells) + "\n"
     if len(seeds) > 1:
         text += "\nRelative, each seed against its own teacher, 95 % intervals over documents:\n\n"

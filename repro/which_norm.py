@@ -172,6 +172,8 @@ class Worker:
 
     def train(self, stage: Stage, runs: list[Wanted]) -> bool:
         """Have sweep.sh train runs. Returns whether one of them failed, or diverged."""
+        if warning := slow_bfloat16(self.config, find_device(self.config.device)):
+            print(warning, file=sys.stderr, flush=True)
         failed = False
         for shape in self.plan.shapes[::-1]:
             by_seed: dict[int, list[str]] = {}
@@ -386,8 +388,6 @@ def main(argv: list[str]) -> None:
     if is_dry:
         print(worker.forecast(until))
         return
-    if warning := slow_bfloat16(worker.config, find_device(worker.config.device)):
-        print(warning, file=sys.stderr, flush=True)
     for kind in worker.stages():
         stage = worker.stage(kind)
         worker.do(stage)
