@@ -15,7 +15,7 @@ from hf.config import random_model
 from hf.hub import HUB_NAME, resolve_hub
 from hf.weights import load_hf
 from model import GPT
-from norms import LearnedScale, Norm, RMSNorm, SharedRMSNorm
+from norms import LearnedScale, Norm, Place, RMSNorm, SharedRMSNorm
 from taper import tapers
 from training.checkpoint import (
     BEST,
@@ -106,13 +106,11 @@ def init_from(model: GPT, spec: str) -> str:
     _check_taper_base(source, model, spec)
     _check_attention_norms(source, model, spec)
     _check_learned_scale(source, model, spec)
-    weights = source.state_dict()
+    weights = source.state_dict() | _gains(source, model)
     own = model.state_dict()
-    for name in weights.keys() - own.keys():
-        plain = name.replace(".input.", ".")  # the other way round: norms.OutputNorm
-        if plain in own:
-            weights[plain] = weights.pop(name)
-    weights |= _gains(source, model)
+    left_out = _other_sums(source, model, weights)
+    for name in left_out:
+        del weights[name]
     for name in {"wte.weight", "lm_head.weight"} & weights.keys() & own.keys():
         more = len(own[name]) - len(weights[name])  # rows of padding: no token reads them
         weights[name] = F.pad(weights[name], (0, 0, 0, max(0, more)))
@@ -120,7 +118,7 @@ def init_from(model: GPT, spec: str) -> str:
     new, dropped = load_weights(model, weights, Path(spec), free=free)
     # The block numbers of lns are no weights.
     new = [name for name in new if not name.endswith(".depth")]
-    dropped = [name for name in dropped if not name.endswith(".depth")]
+    dropped = [name for name in [*dropped, *left_out] if not name.endswith(".depth")]
     note = f"weights of {spec}"
     if new or dropped:
         note += f"; of its norms' tensors {len(dropped)} are left out and {len(new)} are new"
@@ -131,7 +129,7 @@ def _check_taper_base(source: GPT, model: GPT, spec: str) -> None:
     """Raise CheckpointError if `model` tapers another norm away than `source` has."""
     if not tapers(model):
         return
-    cores = [norm.core for norm in source.norms()]
+    cores = [place.core for place in source.places()]
     # RMSNorm on a centred stream is LayerNorm.
     centers = any(norm.centers for norm in cores) or source.plan.type.embed is not None
     is_rms = any(isinstance(norm, RMSNorm | SharedRMSNorm) for norm in cores)
@@ -153,26 +151,34 @@ def _gains(source: GPT, model: GPT) -> dict[str, Tensor]:
     for name, norm in model.named_modules():
         if not isinstance(norm, Norm) or norm.weight is None:
             continue
-        # The input norm of a position with an output norm is within an OutputNorm, and the norm
-        # that is tapered away within a TaperNorm. Both take the name of a plain norm too.
-        outer = [name.removesuffix(end) for end in (".input", ".base") if name.endswith(end)]
-        for other in (name, f"{name}.input", *outer):
-            old = theirs.get(other)
-            if isinstance(old, Norm) and old.weight is not None and old.channels == norm.channels:
-                stored = other if other in outer else name
-                found[f"{stored}.weight"] = norm.weight_for(old)
-                break
+        # The norm that is tapered away is within a TaperNorm, which takes its name too.
+        name = name.removesuffix(".base")
+        old = theirs.get(name)
+        if isinstance(old, Norm) and old.weight is not None and old.channels == norm.channels:
+            found[f"{name}.weight"] = norm.weight_for(old)
     return found
+
+
+def _other_sums(source: GPT, model: GPT, weights: dict[str, Tensor]) -> list[str]:
+    """Name the weights of norms that replace the stream in one of two models alone.
+
+    Such a norm is not the one that the other model has at this place.
+    """
+    names = {place: name for name, place in model.named_modules() if isinstance(place, Place)}
+    pairs = zip(source.places(), model.places(), strict=True)
+    other = [f"{names[new]}.norm." for old, new in pairs if old.replaces != new.replaces]
+    return [name for name in weights if name.startswith(tuple(other))]
 
 
 def _check_learned_scale(source: GPT, model: GPT, spec: str) -> None:
     """Raise CheckpointError if only one of the two scales its embeddings by a learned number."""
-    if isinstance(model.norm_e, LearnedScale) and not isinstance(source.norm_e, LearnedScale):
+    own, theirs = (gpt.norm_e and gpt.norm_e.norm for gpt in (model, source))
+    if isinstance(own, LearnedScale) and not isinstance(theirs, LearnedScale):
         raise CheckpointError(
-            f"this run would multiply the embeddings of {spec} by {model.norm_e.scale.item():.4g}: "
+            f"this run would multiply the embeddings of {spec} by {own.scale.item():.4g}: "
             "add --norm_recipe=common"
         )
-    if isinstance(source.norm_e, LearnedScale) and not isinstance(model.norm_e, LearnedScale):
+    if isinstance(theirs, LearnedScale) and not isinstance(own, LearnedScale):
         raise CheckpointError(
             f"{spec} multiplies its embeddings by a learned number, which this run has not: start "
             "from a model of --norm_recipe=common"

@@ -23,7 +23,7 @@ from kernels import scaled_activation
 from kernels.cross_entropy import cross_entropy
 from kernels.reference import GATED, KINDS, activate
 from norm_plan import SHARED, NormConfig, NormPlan, recipe_of
-from norms import Handover, Norm
+from norms import Handover, Norm, Place
 
 # coupled_impl=auto folds if a batch has more than FOLD_PAYS * C tokens. Counted by bench/bytes.py
 # for a compiled step, a bfloat16 stream and n_inner = 4 C (a float32 stream saves more):
@@ -440,12 +440,12 @@ class Attention(nn.Module):
 
     def split_heads(self, x: Tensor, norm: Norm | None) -> Tensor:
         """Return x (B, T, heads head_dim) as (B, heads, T, head_dim), normalised if `norm` is."""
-        # A norm returns (y, x, statistic); here only y is of use.
+        # A norm returns (y, statistic); here only y is of use.
         if norm is not None and self.norms_full_width:
-            x, _, _ = norm(x)
+            x, _ = norm(x)
         x = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if norm is not None and not self.norms_full_width:
-            x, _, _ = norm(x)
+            x, _ = norm(x)
         return x
 
     def mask(self, T: int, S: int, device: torch.device) -> Tensor | None:
@@ -525,9 +525,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, plan: NormPlan, index: int):
         super().__init__()
-        self.norm1 = plan.norm(2 * index)
+        self.norm1 = plan.place(2 * index)
         self.attn = Attention(config, plan, index)
-        self.norm2 = plan.norm(2 * index + 1)
+        self.norm2 = plan.place(2 * index + 1)
         self.mlp = MLP(config, plan)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -587,13 +587,13 @@ class FoldedBlock(Block):
             # In three dimensions the two gradients of the stream would meet in a kernel of their
             # own. For rows, inductor adds them within a matmul.
             rows = x.flatten(0, -2)  # (B T, C)
-            scale = self.norm2.scale(inv_rms).flatten(0, -2)  # (B T, 1)
+            scale = self.norm2.norm.scale(inv_rms).flatten(0, -2)  # (B T, 1)
             inner = self.scaled_inner(rows, scale)  # (B T, inner)
             x = add_matmul(rows, inner, self.mlp.down).view(x.shape)  # (B, T, C)
             return x, None, inv_rms  # nothing is left for the next norm to add
         delta = self.dropout(self.attn(y, rope, cache))
         _, x, inv_rms = self.norm2(x, delta, inv_rms, defer=True)
-        inner = self.scaled_inner(x, self.norm2.scale(inv_rms))  # (B, T, inner)
+        inner = self.scaled_inner(x, self.norm2.norm.scale(inv_rms))  # (B, T, inner)
         delta = self.dropout(self.mlp.down(inner))
         return x, delta, inv_rms
 
@@ -621,8 +621,9 @@ class FoldedBlock(Block):
         """
         up = self.mlp.up
         weight = up.weight
-        if self.norm2.gain is not None:
-            weight = (weight * self.norm2.gain).to(weight.dtype)
+        gain = self.norm2.norm.gain
+        if gain is not None:
+            weight = (weight * gain).to(weight.dtype)
         z = F.linear(x, weight)  # (..., inner)
         return scaled_activation(z, scale, up.bias, self.mlp.activation, self.mlp.kernels)
 
@@ -673,7 +674,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(
             make_block(config, self.plan, index) for index in range(config.n_layer)
         )
-        self.norm_f = self.plan.norm(2 * config.n_layer)
+        self.norm_f = self.plan.place(2 * config.n_layer)
         self.lm_head = None  # None: the head shares the weight of wte
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -730,8 +731,8 @@ class GPT(nn.Module):
             weight[:-values] *= factors.get("attn.qk", 1.0)
             weight[-values:] *= factors.get("attn.v", 1.0)
 
-    def norms(self) -> Iterator[Norm]:
-        """Yield the 2L + 1 norms in the order of their positions."""
+    def places(self) -> Iterator[Place]:
+        """Yield the 2L + 1 places of the plan, in its order."""
         for block in self.blocks:
             yield block.norm1
             yield block.norm2
@@ -756,7 +757,7 @@ class GPT(nn.Module):
 
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
         """Prepare every norm for training step `step`; return the parameters that changed roles."""
-        return [pair for norm in self.norms() for pair in norm.set_step(step, max_iters)]
+        return [pair for place in self.places() for pair in place.set_step(step, max_iters)]
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
@@ -771,7 +772,7 @@ class GPT(nn.Module):
         # From hidden states and the head's weight, chunk by chunk, because all logits at once,
         # (B T, V), would need much memory (kernels/cross_entropy.py).
         loss = cross_entropy(x.flatten(0, 1), self.head_weight(), targets.flatten(), self.n_vocab)
-        aux_loss = loss.new_zeros(()) + sum(norm.aux_loss() for norm in self.norms())
+        aux_loss = loss.new_zeros(()) + sum(place.aux_loss() for place in self.places())
         return loss, aux_loss
 
     def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:

@@ -33,8 +33,8 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from common.errors import ConfigError
@@ -48,8 +48,7 @@ from norms import (
     LearnedScale,
     NoNorm,
     Norm,
-    OutputNorm,
-    PostNorm,
+    Place,
     RMSNorm,
     SharedRMSNorm,
     center,
@@ -299,21 +298,19 @@ def _default(name: str) -> object:
 
 @dataclass(frozen=True)
 class Position:
-    """A norm position, as far as a builder of norms has to know it."""
+    """A place of the plan, as far as a builder of norms has to know it."""
 
     index: int  # 0 .. 2L for input norms and the final norm
     n_layer: int
     channels: int
     has_bias: bool  # does the model have biases?
+    eps: float
+    initial: float  # gain at the start
+    depth: int | None = None  # block number that gains are scaled by, or None
 
     @property
     def is_final(self) -> bool:
         return self.index == 2 * self.n_layer
-
-    @property
-    def block(self) -> int:
-        """The block that reads this position, from 1 on; L + 1 for the final norm."""
-        return self.index // 2 + 1
 
 
 Builder = Callable[[NormConfig, Position], Norm]
@@ -416,7 +413,7 @@ class NormPlan:
     @property
     def adds_plainly(self) -> bool:
         """Is delta added as it is at every position: no output norm, no replaced stream?"""
-        is_replaced = "P" in self.letters or "B" in self.letters
+        is_replaced = not set(REPLACING).isdisjoint(self.letters)
         return not is_replaced and set(self.outputs) <= {NONE}
 
     def init_factors(self) -> dict[str, float]:
@@ -493,33 +490,41 @@ class NormPlan:
 
     # The norms
 
-    def norm(self, index: int) -> Norm:
-        """Return the norm of position `index` (0 .. 2L), with the output norm before it, if any."""
+    def place(self, index: int) -> Place:
+        """Return place `index` (0 .. 2L): its norm, and the output norm before it, if any."""
         config = self.config
+        letter = self.letters[index]
+        replaces = letter in REPLACING
         position = self._position(index)
-        norm = NORMS[self.letters[index]](config, position)
+        base = base_letter(config.post_base)
+        norm = NORMS[base if replaces else letter](config, position)
+        # the next norm of the same kind reads the new stream
+        reader = NORMS[base](config, position) if letter == "B" else None
+        weight = residual_weight(config, position) if replaces else 1.0
+        anchor = None
         # The final norm sees the stream that the anchor holds.
         if position.is_final and config.taper_anchor:
             centers = config.taper_base == "layer"
-            norm.anchor = ScaleAnchor(
-                schedule(config), config.taper_anchor, config.norm_eps, centers
-            )
-        scales = self.type.scales_by_depth and not position.is_final
-        self._prepare(norm, self._initial_gain(index), position.block if scales else None)
+            anchor = ScaleAnchor(schedule(config), config.taper_anchor, config.norm_eps, centers)
+        return Place(norm, self._output(index), replaces, reader, weight, anchor)
+
+    def _output(self, index: int) -> Norm | None:
+        """Return the norm of what the sublayer before place `index` gives, or None."""
         letter = self.outputs[index - 1] if index else NONE
         if letter == NONE:
-            return norm
-        output = NORMS[letter](replace(config, norm_eps=config.output_eps), position)
-        return OutputNorm(self._prepare(output, self._initial_gain(2 * self.n_layer + index)), norm)
+            return None
+        initial = self._initial_gain(2 * self.n_layer + index)
+        position = replace(self._position(index), eps=self.config.output_eps, initial=initial)
+        return NORMS[letter](self.config, replace(position, depth=None))
 
-    def embedding_norm(self) -> Norm | None:
+    def embedding_norm(self) -> Place | None:
         """Return what the embeddings go through before the first block, or None."""
-        position = self._position(0)
         if self.embedding != NONE:
-            norm = NORMS[self.embedding](self.config, position)
-            return self._prepare(norm, self._initial_gain(4 * self.n_layer + 1))
+            initial = self._initial_gain(4 * self.n_layer + 1)
+            position = replace(self._position(0), initial=initial, depth=None)
+            return Place(NORMS[self.embedding](self.config, position))
         if self.recipe.learned_scale:
-            return LearnedScale(self.channels, math.sqrt(self.channels))
+            return Place(LearnedScale(self.channels, math.sqrt(self.channels)))
         return None
 
     def qk_norm(self, heads: int, head_dim: int) -> Norm | None:
@@ -527,8 +532,11 @@ class NormPlan:
         if self.qk_kind == "none":
             return None
         channels = head_dim if self.qk_kind == "head" else heads * head_dim
-        has_gains = self.config.qk_gain and has_gain(self.config)
-        return self._prepare(RMSNorm(channels, self.config.norm_eps, has_gains))
+        position = Position(0, self.n_layer, channels, False, self.config.norm_eps, 1.0)
+        norm = RMSNorm(**common(self.config, position))
+        if not self.config.qk_gain:
+            norm.weight = None
+        return norm
 
     def v_norm(self, heads: int, head_dim: int) -> Norm | None:
         """Return a norm of values, as `qk_norm` returns one of keys; None without v_norm."""
@@ -536,7 +544,17 @@ class NormPlan:
 
     def _position(self, index: int) -> Position:
         has_bias = self.bias or self.recipe.has_bias
-        return Position(index, self.n_layer, self.channels, has_bias)
+        # the block that reads this place, from 1 on
+        block = index // 2 + 1 if self.type.scales_by_depth and index < 2 * self.n_layer else None
+        return Position(
+            index,
+            self.n_layer,
+            self.channels,
+            has_bias,
+            self.config.norm_eps,
+            self._initial_gain(index),
+            block,
+        )
 
     def _initial_gain(self, letter: int) -> float:
         """Return the initial gain of letter `letter` of the plan (0 .. 4L + 1)."""
@@ -545,26 +563,6 @@ class NormPlan:
         if not isinstance(gains, tuple):
             return gains if is_input else 1.0
         return gains[letter] if letter < len(gains) else 1.0
-
-    def _prepare(self, norm: Norm, initial: float = 1.0, depth: int | None = None) -> Norm:
-        """Set what is the same for all classes: implementation, kind of gain and initial gain.
-
-        The norms within `norm`, such as a taper's base, get the same.
-        """
-        offset = 1.0 if self.config.norm_gain == "one_plus" else 0.0
-        for module in norm.modules():
-            if not isinstance(module, Norm):
-                continue
-            module.kernels = self.config.kernels
-            module.gain_offset = offset
-            if module.weight is None:
-                continue
-            if initial != 1 or offset:
-                with torch.no_grad():
-                    module.weight.fill_(initial - offset)
-            if depth is not None:
-                module.depth = torch.tensor(float(depth))
-        return norm
 
     def residual_linear(self, in_features: int, out_features: int, bias: bool) -> nn.Linear:
         """Return a linear whose output is added to the residual stream."""
@@ -596,7 +594,7 @@ class NormPlan:
         weights = {
             index: residual_weight(config, self._position(index))
             for index, letter in enumerate(self.letters)
-            if letter in "PB"
+            if letter in REPLACING
         }
         if weights:
             base = "LayerNorm" if config.post_base == "layer" else "RMSNorm"
@@ -668,7 +666,7 @@ def coupled_letters(config: NormConfig, n_layer: int) -> str:
 def taper_letters(config: NormConfig, n_layer: int) -> str:
     """Return T everywhere; the final norm stays what the base is, unless taper_final."""
     # Without a final norm nothing holds the scale of the logits (training/stream.py).
-    base = "L" if config.taper_base == "layer" else "R"
+    base = base_letter(config.taper_base)
     return "TT" * n_layer + ("T" if config.taper_final else base)
 
 
@@ -679,7 +677,7 @@ def post_letters(config: NormConfig, n_layer: int) -> str:
 
 def mixln_letters(config: NormConfig, n_layer: int) -> str:
     """Return Post-LN for the first mixln_share of the blocks, Pre-LN for the others."""
-    base = "L" if config.post_base == "layer" else "R"
+    base = base_letter(config.post_base)
     # rounded first, because 0.7 * 90 is below 63
     first = math.floor(round(config.mixln_share * n_layer, 9))
     if not first:
@@ -691,13 +689,13 @@ def mixln_letters(config: NormConfig, n_layer: int) -> str:
 
 def hybrid_letters(config: NormConfig, n_layer: int) -> str:
     """Return IP: attention reads the stream, the MLP reads and adds to its norm."""
-    base = "L" if config.post_base == "layer" else "R"
+    base = base_letter(config.post_base)
     return (NONE + "P") * n_layer + base
 
 
 def keel_letters(config: NormConfig, n_layer: int) -> str:
     """Return R before each sublayer, and P after each but the first attention; so B between."""
-    base = "L" if config.post_base == "layer" else "R"
+    base = base_letter(config.post_base)
     return base if not n_layer else base * 2 + "B" * (2 * n_layer - 2) + "P"
 
 
@@ -749,58 +747,57 @@ def residual_weight(config: NormConfig, position: Position) -> float:
     return row.residual_weight(position.n_layer)
 
 
-def build_plain(norm_class: type[Norm]) -> Builder:
-    """Return the builder of a norm that needs nothing but channels, eps, gain and bias."""
-    return lambda config, position: norm_class(
-        position.channels, config.norm_eps, has_gain(config), position.has_bias
-    )
+def base_letter(base: str) -> str:
+    """Return the letter of a norm that a key names: rms or layer."""
+    return "L" if base == "layer" else "R"
+
+
+def common(config: NormConfig, position: Position) -> dict[str, Any]:
+    """Return the arguments that all norms of a place have."""
+    return {
+        "channels": position.channels,
+        "eps": position.eps,
+        "affine": has_gain(config),
+        "initial": position.initial,
+        "offset": 1.0 if config.norm_gain == "one_plus" else 0.0,
+        "depth": position.depth,
+        "kernels": config.kernels,
+    }
+
+
+def build_layer(config: NormConfig, position: Position) -> Norm:
+    return LayerNorm(bias=position.has_bias, **common(config, position))
 
 
 def build_rms(config: NormConfig, position: Position) -> Norm:
     # RMSNorm has no bias by default. In cbwc it stands for LayerNorm, bias included.
     wants_bias = config.rms_bias or NORM_TYPES[config.norm_type].rms_has_bias
     return RMSNorm(
-        position.channels,
-        config.norm_eps,
-        has_gain(config),
         bias=position.has_bias and wants_bias,
         fraction=config.rms_fraction,
         groups=config.norm_groups,
+        **common(config, position),
     )
 
 
 def build_shared(config: NormConfig, position: Position) -> Norm:
     alpha = config.coupled_alpha
     return SharedRMSNorm(
-        position.channels,
-        config.norm_eps,
-        has_gain(config),
         alpha=alpha[position.index] if isinstance(alpha, tuple) else alpha,
         detach=config.coupled_grad == "detach",
         # then alpha is a buffer, which training/stream.py sets
         calibrated=config.coupled_calibrate > 0,
+        **common(config, position),
     )
 
 
 def build_taper(config: NormConfig, position: Position) -> Norm:
-    base = NORMS["L" if config.taper_base == "layer" else "R"](config, position)
+    base = NORMS[base_letter(config.taper_base)](config, position)
     return TaperNorm(base, schedule(config), fit_channels=config.taper_fit == "channel")
 
 
 def schedule(config: NormConfig) -> TaperSchedule:
     return TaperSchedule(config.taper_warmup, config.taper_end)
-
-
-def build_post(config: NormConfig, position: Position) -> PostNorm:
-    base = NORMS["L" if config.post_base == "layer" else "R"](config, position)
-    return PostNorm(base, residual_weight(config, position))
-
-
-def build_border(config: NormConfig, position: Position) -> PostNorm:
-    # the next norm of the same kind reads the new stream
-    norm = build_post(config, position)
-    norm.reader = build_post(config, position).base
-    return norm
 
 
 def point_alpha(config: NormConfig, position: Position) -> float:
@@ -813,16 +810,14 @@ def point_alpha(config: NormConfig, position: Position) -> float:
     return alpha
 
 
-def build_pointwise(norm_class: type[DynamicTanh]) -> Builder:
-    """Return the builder of a norm without a statistic, whose alpha depends on the position."""
+def build_tanh(config: NormConfig, position: Position) -> Norm:
+    alpha = point_alpha(config, position)
+    return DynamicTanh(bias=position.has_bias, alpha=alpha, **common(config, position))
 
-    def build(config: NormConfig, position: Position) -> Norm:
-        alpha = point_alpha(config, position)
-        return norm_class(
-            position.channels, config.norm_eps, has_gain(config), position.has_bias, alpha
-        )
 
-    return build
+def build_erf(config: NormConfig, position: Position) -> Norm:
+    alpha = point_alpha(config, position)
+    return DynamicErf(bias=position.has_bias, alpha=alpha, **common(config, position))
 
 
 def build_none(config: NormConfig, position: Position) -> Norm:
@@ -831,16 +826,15 @@ def build_none(config: NormConfig, position: Position) -> Norm:
 
 SHARED = "s"
 NONE = "I"
+REPLACING = "PB"  # the normalised sum is the stream from here on; at B a second norm reads it
 
 NORMS: dict[str, Builder] = {
-    "L": build_plain(LayerNorm),
+    "L": build_layer,
     "R": build_rms,
     SHARED: build_shared,
     "T": build_taper,
-    "P": build_post,
-    "B": build_border,
-    "D": build_pointwise(DynamicTanh),
-    "E": build_pointwise(DynamicErf),
+    "D": build_tanh,
+    "E": build_erf,
     NONE: build_none,
 }
 

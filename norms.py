@@ -1,26 +1,23 @@
-"""The norms, one class each. The formulas are functions of kernels/, in PyTorch and in Triton.
+"""The norms: each class is a formula, and a Place adds and normalises.
 
-Each norm adds and normalises, with the same interface:
+    norm(h, inv_rms) -> (y, inv_rms)
 
-    forward(x, delta, inv_rms) -> (y, h, inv_rms)
-
-    x        residual stream (B, T, C)
-    delta    output of the previous sublayer (B, T, C), or None
-    h        x + delta, the residual stream from here on
+    h        residual stream (B, T, C), to which all has been added
     y        h normalised, which the next sublayer reads (B, T, C)
     inv_rms  1 / RMS of each token (B, T, 1), or None; (B, T, G) with norm_groups = G.
-             float64 if x is float64, else float32
+             float64 if h is float64, else float32
 
-RMSNorm ignores the incoming statistic and hands on its own. SharedRMSNorm uses the incoming one and
-hands it on. Most others hand on None. norm_plan.py decides which norm sits at which position.
+RMSNorm ignores the statistic that comes in and hands on its own. SharedRMSNorm uses the one that
+comes in and hands it on. Most others hand on None. At a place of the norm plan (norm_plan.py):
 
-Two classes are not norms themselves but say how others are used at a position:
+    place(x, delta, inv_rms) -> (y, h, inv_rms)
 
-    PostNorm    h is the normalised sum: the norm replaces the residual stream
-    OutputNorm  delta is normalised before it is added
+    x        residual stream (B, T, C)
+    delta    output of the sublayer before (B, T, C), or None
+    h        the residual stream from here on: x + delta, in most plans
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,50 +54,49 @@ class FoldedForm(NamedTuple):
 
 
 class Norm(nn.Module):
-    """Add delta, then normalise: the base of all norms.
+    """A formula: the base of all norms.
 
-    A subclass gives `normalize`, or `forward` where one kernel adds and normalises.
     The parameters `weight` and `bias` are (C,), float32 by default. The gain is the weight itself,
-    or (gain_offset + weight) / sqrt(depth).
+    or (offset + weight) / sqrt(depth).
+
+    Args:
+        channels: C.
+        eps: added to the mean square, inside the root.
+        affine: is there a gain?
+        bias: is there a bias?
+        initial: the gain at the start, without depth.
+        offset: 1 for gains stored as 1 + weight (Gemma, Qwen3-Next).
+        depth: block number l, for LayerNorm scaling by 1 / sqrt(l).
+        kernels: which implementation runs: auto, torch or triton (kernels/__init__.py).
     """
 
-    # Which implementation runs: auto, torch or triton (kernels/__init__.py). The plan sets it.
-    kernels = "auto"
     centers = False  # does it subtract the mean over channels?
-    gain_offset = 0.0  # 1 for gains stored as 1 + weight (Gemma, Qwen3-Next)
 
-    def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, bias: bool = False):
+    def __init__(
+        self,
+        channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        bias: bool = False,
+        *,
+        initial: float = 1.0,
+        offset: float = 0.0,
+        depth: int | None = None,
+        kernels: str = "auto",
+    ):
         super().__init__()
         self.channels = channels
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(channels)) if affine else None
+        self.gain_offset = offset
+        self.kernels = kernels
+        self.weight = nn.Parameter(torch.full((channels,), initial - offset)) if affine else None
         self.bias = nn.Parameter(torch.zeros(channels)) if affine and bias else None
-        self.anchor: nn.Module | None = None  # taper.ScaleAnchor, if the plan has one here
-        # Block number l, for LayerNorm scaling by 1 / sqrt(l). A tensor (), because torch.compile
-        # would make one graph for each value of a Python number. Not its root, because l is exact
-        # in every type.
-        self.register_buffer("depth", None)
+        # A tensor (), because torch.compile would make one graph for each value of a Python number.
+        # Not its root, because l is exact in every type.
+        self.register_buffer("depth", None if depth is None else torch.tensor(float(depth)))
 
-    def forward(
-        self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (y, x + delta, the statistic handed on)."""
-        if delta is not None:
-            # h = x + delta, then normalise h. A function of kernels/ adds, because a compiled model
-            # moves fewer bytes if it adds rows (B T, C).
-            return add_then(self._observe_and_normalize, x, delta, inv_rms)
-        y, inv_rms = self._observe_and_normalize(x, inv_rms)
-        return y, x, inv_rms
-
-    def _observe_and_normalize(
-        self, x: Tensor, inv_rms: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.anchor is not None:
-            self.anchor(x)
-        return self.normalize(x, inv_rms)
-
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return (y, the statistic handed on) for a residual stream x that has its delta."""
+    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return (y, the statistic handed on)."""
         raise NotImplementedError
 
     @property
@@ -161,26 +157,18 @@ class Norm(nn.Module):
 
         Returns the parameters that have changed their roles.
         """
-        return [] if self.anchor is None else self.anchor.set_step(step, max_iters)
-
-    def aux_loss(self) -> Tensor | float:
-        """Return this norm's part of the objective in the last forward pass; 0 for most norms."""
-        return 0.0 if self.anchor is None else self.anchor.loss
+        return []
 
     # What conversions and measurements ask of a norm
 
     @property
     def core(self) -> "Norm":
-        """The norm that holds the gain and the bias: itself, or what it wraps."""
+        """The norm that holds the gain and the bias: itself, or the one that is tapered away."""
         return self
 
     def folded_form(self) -> FoldedForm | None:
         """Return the form in which this norm folds into the linear after it; None if it cannot."""
         return None
-
-    def normalized_stream(self, x: Tensor, delta: Tensor | None, h: Tensor) -> Tensor:
-        """Return what `normalize` normalises, for the arguments and the h of `forward`."""
-        return h
 
     def log_drift(self, h: Tensor, inv_rms: Tensor | None) -> Tensor:
         """Return log(RMS(h) / RMS that was assumed) of each token, float64 (B, T, 1).
@@ -200,8 +188,8 @@ class Norm(nn.Module):
 class NoNorm(Norm):
     """Return the residual stream unchanged: a position that has lost its norm."""
 
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
-        return x, None
+    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, None]:
+        return h, None
 
     def folded_form(self) -> FoldedForm:
         return FoldedForm("none")
@@ -212,8 +200,8 @@ class LayerNorm(Norm):
 
     centers = True
 
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
-        y, _, _ = layer_norm(x, self.gain, self.bias, self.eps, self.kernels)
+    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, None]:
+        y, _, _ = layer_norm(h, self.gain, self.bias, self.eps, self.kernels)
         return y, None
 
 
@@ -225,32 +213,14 @@ class RMSNorm(Norm):
         groups: number of equal channel groups, each with its own statistic (group RMSNorm).
     """
 
-    def __init__(
-        self,
-        channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        bias: bool = False,
-        fraction: float = 1.0,
-        groups: int = 1,
-    ):
-        super().__init__(channels, eps, affine, bias)
+    def __init__(self, channels: int, *args: Any, fraction: float = 1.0, groups: int = 1, **keys):
+        super().__init__(channels, *args, **keys)
         self.groups = groups
         # Channels in each mean, at least one
         self.counted = max(1, int(channels // groups * fraction))
 
-    def forward(
-        self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if delta is None or self.anchor is not None:
-            # The anchor reads x + delta before it is normalised, so no kernel may do both.
-            return super().forward(x, delta, inv_rms)
-        return add_rms_norm(
-            x, delta, self.gain, self.eps, self.bias, self.groups, self.counted, self.kernels
-        )
-
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor]:
-        return rms_norm(x, self.gain, self.eps, self.bias, self.groups, self.counted, self.kernels)
+    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return rms_norm(h, self.gain, self.eps, self.bias, self.groups, self.counted, self.kernels)
 
     def folded_form(self) -> FoldedForm | None:
         if not self.is_whole:
@@ -262,6 +232,11 @@ class RMSNorm(Norm):
     def is_whole(self) -> bool:
         """Is there one statistic, over all channels?"""
         return self.groups == 1 and self.counted == self.channels
+
+    @property
+    def is_plain(self) -> bool:
+        """Has it one statistic and no bias, as the kernels of output norms ask?"""
+        return self.is_whole and self.bias is None
 
 
 class SharedRMSNorm(Norm):
@@ -280,48 +255,26 @@ class SharedRMSNorm(Norm):
 
     def __init__(
         self,
-        channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
+        *args: Any,
         alpha: float = 1.0,
         detach: bool = True,
         calibrated: bool = False,
+        **keys: Any,
     ):
-        super().__init__(channels, eps, affine)
+        super().__init__(*args, **keys)
         self.detach = detach
         if calibrated:
             self.register_buffer("alpha", torch.tensor(float(alpha)))
         else:
             self.alpha = float(alpha)
 
-    def forward(
-        self,
-        x: Tensor,
-        delta: Tensor | None = None,
-        inv_rms: Tensor | None = None,
-        defer: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (y, x + delta, inv_rms).
-
-        With `defer` this only adds, and y is x + delta: the caller applies `scale(inv_rms)` and the
-        gain later (model.py, FoldedBlock).
-        """
-        if defer:
-            # Nothing is left here but the add, which may become part of the product before it.
-            h = x if delta is None else add_residual(x, delta)
-            return h, h, inv_rms
-        if delta is None or not self.detach:
-            # There is no kernel for a statistic that carries a gradient: plain PyTorch.
-            return super().forward(x, delta, inv_rms)
-        y, h = add_shared_rms_scale(x, delta, self.scale(inv_rms), self.gain, self.kernels)
-        return y, h, inv_rms
-
-    def normalize(self, x: Tensor, inv_rms: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, h: Tensor, inv_rms: Tensor) -> tuple[Tensor, Tensor]:
         scale = self.scale(inv_rms)
         if self.detach:
             # The kernel's backward gives no gradient for `scale`: here the statistic is detached.
-            return shared_rms_scale(x, scale, self.gain, self.kernels), inv_rms
-        return self.affine(x.to(scale.dtype) * scale, x.dtype), inv_rms
+            return shared_rms_scale(h, scale, self.gain, self.kernels), inv_rms
+        # There is no kernel for a statistic that carries a gradient: plain PyTorch.
+        return self.affine(h.to(scale.dtype) * scale, h.dtype), inv_rms
 
     def scale(self, inv_rms: Tensor) -> Tensor:
         """Return what h is multiplied by, inv_rms / alpha (B, T, 1)."""
@@ -353,150 +306,186 @@ class SharedRMSNorm(Norm):
 
 
 class DynamicTanh(Norm):
-    """tanh(alpha x) * gain + bias, without any statistic; Zhu et al. 2025, equation 3."""
+    """tanh(alpha h) * gain + bias, without any statistic; Zhu et al. 2025, equation 3."""
 
-    def __init__(
-        self,
-        channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        bias: bool = False,
-        alpha: float = 0.5,
-    ):
-        super().__init__(channels, eps, affine, bias)
-        # (1,) and not (): FSDP refuses 0-dim parameters, and a 0-dim factor would leave alpha x in
-        # the type of x instead of float32.
+    def __init__(self, *args: Any, alpha: float = 0.5, **keys: Any):
+        super().__init__(*args, **keys)
+        # (1,) and not (): FSDP refuses 0-dim parameters, and a 0-dim factor would leave alpha h in
+        # the type of h instead of float32.
         self.alpha = nn.Parameter(torch.full((1,), alpha))
 
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
-        return self.affine(torch.tanh(self.alpha * x), x.dtype), None
+    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, None]:
+        return self.affine(torch.tanh(self.alpha * h), h.dtype), None
 
 
 class DynamicErf(DynamicTanh):
-    """erf(alpha x + shift) * gain + bias, without any statistic: Derf, arXiv 2512.10938."""
+    """erf(alpha h + shift) * gain + bias, without any statistic: Derf, arXiv 2512.10938."""
 
-    def __init__(self, *args: object, **keys: object):
+    def __init__(self, *args: Any, **keys: Any):
         super().__init__(*args, **keys)
         self.shift = nn.Parameter(torch.zeros(1))
 
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
-        return self.affine(torch.erf(self.alpha * x + self.shift), x.dtype), None
+    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, None]:
+        return self.affine(torch.erf(self.alpha * h + self.shift), h.dtype), None
 
 
 class LearnedScale(Norm):
-    """scale * x with one learned number: DyT and Derf multiply the embeddings by it."""
+    """scale * h with one learned number: DyT and Derf multiply the embeddings by it."""
 
     def __init__(self, channels: int, initial: float):
         super().__init__(channels, affine=False)
         self.scale = nn.Parameter(torch.full((1,), initial))
 
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
-        return (x * self.scale).to(x.dtype), None
+    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, None]:
+        return (h * self.scale).to(h.dtype), None
 
     def folded_form(self) -> FoldedForm:
         return FoldedForm("none", self.scale.double())
 
 
-class PostNorm(Norm):
-    """Replace the stream by the normalised sum: h = base(residual_weight * x + delta).
+class Place(nn.Module):
+    """One letter of the plan: add what the sublayer gave, then normalise what is read next.
 
-    Post-LN (Vaswani et al. 2017) with residual_weight 1; DeepNorm (Wang et al. 2022, equation 2)
-    with alpha. The next sublayer reads h itself, or `reader`'s norm of it: at the border of Mix-LN
-    a Post-LN block is followed by a Pre-LN one, and KEEL has both norms everywhere.
-
-    Args:
-        base: its output is the new stream.
-        residual_weight: of the stream in the sum.
-        reader: norm of what the next sublayer reads, or None.
-    """
-
-    def __init__(self, base: Norm, residual_weight: float = 1.0, reader: Norm | None = None):
-        super().__init__(base.channels, base.eps, affine=False)
-        self.base = base
-        self.residual_weight = residual_weight
-        self.reader = reader
-
-    def forward(
-        self, x: Tensor, delta: Tensor | None = None, inv_rms: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if delta is not None and self.residual_weight != 1:
-            x = self.normalized_stream(x, delta, x)
-            delta = None
-        h, _, _ = self.base(x, delta)
-        if self.reader is None:
-            return h, h, None
-        return self.reader(h)
-
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        h, _ = self.base.normalize(x, None)
-        return (h, None) if self.reader is None else self.reader.normalize(h, None)
-
-    def normalized_stream(self, x: Tensor, delta: Tensor | None, h: Tensor) -> Tensor:
-        # The sum: h is normalised already.
-        return x if delta is None else torch.add(delta, x, alpha=self.residual_weight)
-
-    @property
-    def core(self) -> Norm:
-        return (self.reader or self.base).core
-
-
-class OutputNorm(Norm):
-    """Normalise a sublayer's output before it is added: h = x + output(delta), y = input(h).
-
-    Peri-LN (arXiv 2502.02732) and Gemma's sandwich; with NoNorm as `input` OLMo 2's order. The
-    position that adds delta has the norm of delta too, because one kernel does all three.
+    Without the options below h = x + delta and y = norm(h). Here, and nowhere else, a kernel is
+    chosen that adds and normalises.
 
     Args:
-        output: norm of delta.
-        input: norm of the stream that the next sublayer reads.
+        norm: of the sum h.
+        output: norm of delta before it is added: Peri-LN (arXiv 2502.02732), Gemma's sandwich, and
+            with NoNorm as `norm` OLMo 2's order.
+        replaces: y is the stream from here on: Post-LN (Vaswani et al. 2017).
+        reader: where y replaces the stream, norm of it that the next sublayer reads: the border of
+            Mix-LN, KEEL.
+        residual_weight: of the stream in the sum, h = residual_weight x + delta (DeepNorm, Wang et
+            al. 2022, equation 2).
+        anchor: sees h before it is normalised (taper.ScaleAnchor), or None.
     """
 
-    def __init__(self, output: Norm, input: Norm):
-        super().__init__(input.channels, input.eps, affine=False)
+    def __init__(
+        self,
+        norm: Norm,
+        output: Norm | None = None,
+        replaces: bool = False,
+        reader: Norm | None = None,
+        residual_weight: float = 1.0,
+        anchor: nn.Module | None = None,
+    ):
+        super().__init__()
         self.output = output
-        self.input = input
-        self.kernels = input.kernels
+        self.norm = norm
+        self.replaces = replaces
+        self.reader = reader
+        self.residual_weight = residual_weight
+        self.anchor = anchor
 
     def forward(
-        self, x: Tensor, delta: Tensor, inv_rms: Tensor | None = None
+        self,
+        x: Tensor,
+        delta: Tensor | None = None,
+        inv_rms: Tensor | None = None,
+        defer: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        output = self.output
-        following = self.input
-        if is_plain_rms(output) and is_plain_rms(following):
-            # one kernel for both statistics and the sum
-            return norm_add_norm(
-                x, delta, output.gain, following.gain, output.eps, following.eps, self.kernels
-            )
-        if is_plain_rms(output):
-            # The same rounding whatever follows: N(delta) is rounded with the sum.
-            h = add_normed(x, delta, output.gain, output.eps, self.kernels)
-            return following(h, None, inv_rms)
-        delta, _ = output.normalize(delta, None)
-        return following(x, delta, inv_rms)
+        """Return (y, h, the statistic handed on), shapes as at the head of this file.
 
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.input.normalize(x, inv_rms)
+        With `defer` this only adds, and y is h: the caller applies the scale and the gain of a
+        shared norm later (model.py, FoldedBlock).
+        """
+        if defer:
+            # Nothing is left here but the add, which may become part of the product before it.
+            h = x if delta is None else add_residual(x, delta)
+            return h, h, inv_rms
+        y, h, inv_rms = self._add_and_normalize(x, delta, inv_rms)
+        if not self.replaces:
+            return y, h, inv_rms
+        z, inv_rms = (y, None) if self.reader is None else self.reader(y)
+        return z, y, inv_rms
+
+    def _add_and_normalize(
+        self, x: Tensor, delta: Tensor | None, inv_rms: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return (norm(h), h, statistic) of the sum h, by one kernel where there is one."""
+        norm, output = self.norm, self.output
+        if delta is not None and output is not None:
+            if not is_plain_rms(output):
+                delta, _ = output(delta)
+            elif is_plain_rms(norm):  # both statistics and the sum
+                gains = output.gain, norm.gain
+                return norm_add_norm(x, delta, *gains, output.eps, norm.eps, norm.kernels)
+            else:
+                # The same rounding whatever follows: N(delta) is rounded with the sum.
+                x = add_normed(x, delta, output.gain, output.eps, output.kernels)
+                delta = None
+        if delta is None or self.residual_weight != 1:
+            h = self.sum(x, delta)
+            y, inv_rms = self._normalize(h, inv_rms)
+            return y, h, inv_rms
+        # No kernel may do both where the anchor reads the sum.
+        if isinstance(norm, RMSNorm) and self.anchor is None:
+            means = norm.groups, norm.counted
+            return add_rms_norm(x, delta, norm.gain, norm.eps, norm.bias, *means, norm.kernels)
+        if isinstance(norm, SharedRMSNorm) and norm.detach:
+            y, h = add_shared_rms_scale(x, delta, norm.scale(inv_rms), norm.gain, norm.kernels)
+            return y, h, inv_rms
+        # A function of kernels/ adds, because a compiled model moves fewer bytes if it adds rows
+        # (B T, C).
+        return add_then(self._normalize, x, delta, inv_rms)
+
+    def _normalize(self, h: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.anchor is not None:
+            self.anchor(h)
+        return self.norm(h, inv_rms)
+
+    def sum(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Return residual_weight x + delta, without the output norm; x if delta is None."""
+        if delta is None:
+            return x
+        return torch.add(delta, x, alpha=self.residual_weight)
+
+    # What training asks of a place between steps
+
+    def set_step(self, step: int, max_iters: int) -> list[Handover]:
+        """Prepare for training step `step` (from 1), on every rank (Norm.set_step)."""
+        if self.anchor is not None:
+            self.anchor.set_step(step, max_iters)
+        return self.norm.set_step(step, max_iters)
+
+    def aux_loss(self) -> Tensor | float:
+        """Return this place's part of the objective in the last forward pass; 0 in most plans."""
+        return 0.0 if self.anchor is None else self.anchor.loss
+
+    # What conversions and measurements ask of a place
 
     @property
     def core(self) -> Norm:
-        return self.input.core
+        """The norm with the gain and the bias of what the next sublayer reads."""
+        return (self.reader or self.norm).core
+
+    @property
+    def adds_plainly(self) -> bool:
+        """Is the stream from here on x + delta?"""
+        return self.output is None and not self.replaces
+
+    def folded_form(self) -> FoldedForm | None:
+        """Return the form of the norm, if it may fold into the linear after it."""
+        return self.norm.folded_form() if self.adds_plainly else None
+
+    def read(self, h: Tensor, inv_rms: Tensor | None) -> Tensor:
+        """Return what the next sublayer reads, for the sum h."""
+        y, _ = self.norm(h, inv_rms)
+        return y if self.reader is None else self.reader(y)[0]
 
     def log_drift(self, h: Tensor, inv_rms: Tensor | None) -> Tensor:
-        return self.input.log_drift(h, inv_rms)
-
-    def calibrate(self, drift: Tensor) -> None:
-        self.input.calibrate(drift)
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
-        for name in ("weight", "bias"):  # of a model without output norms: of its input norm
-            if f"{prefix}{name}" in state_dict:
-                state_dict[f"{prefix}input.{name}"] = state_dict.pop(f"{prefix}{name}")
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        """Return Norm.log_drift of the sum; 0 where the norm sets the size of the stream itself."""
+        return (
+            Norm.log_drift(self.norm, h, inv_rms)
+            if self.replaces
+            else self.norm.log_drift(h, inv_rms)
+        )
 
 
 def is_plain_rms(norm: Norm) -> bool:
-    """Is it an RMSNorm with one statistic and without a bias, as the kernels of OutputNorm are?"""
-    return type(norm) is RMSNorm and norm.is_whole and norm.bias is None
+    """Is it an RMSNorm as the kernels of output norms take it?"""
+    return isinstance(norm, RMSNorm) and norm.is_plain
 
 
 class GatedRMSNorm(nn.Module):

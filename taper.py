@@ -130,7 +130,7 @@ class TaperNorm(Norm):
     """
 
     def __init__(self, base: Norm, schedule: TaperSchedule, fit_channels: bool = False):
-        super().__init__(base.channels, base.eps, affine=False)
+        super().__init__(base.channels, base.eps, affine=False, kernels=base.kernels)
         self.base = base
         self.schedule = schedule
         self.fit_channels = fit_channels
@@ -154,13 +154,13 @@ class TaperNorm(Norm):
         else:
             self.phase = "blend"
 
-    def normalize(self, x: Tensor, inv_rms: Tensor | None) -> tuple[Tensor, None]:
+    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, None]:
         if self.phase == "warm":
-            y = self._warm(x)
+            y = self._warm(h)
         elif self.phase == "blend":
-            y = self._blend(x)
+            y = self._blend(h)
         else:
-            y = self._fixed(x)
+            y = self._fixed(h)
         return y, None
 
     def _warm(self, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class TaperNorm(Norm):
         # Without gradients: c is fitted and not learned.
         if self.training:
             self._collect(self._centered(x.detach()))
-        y, _ = self.base.normalize(x, None)
+        y, _ = self.base(x)
         return keep_in_graph(y, self.weight_tilde)
 
     def _blend(self, x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class TaperNorm(Norm):
             return self._blend_by_kernel(x)
         fixed = self._fixed_map(x)
         # In the precision of statistics, so that the sum is rounded once
-        normed, _ = self.base.normalize(x.to(fixed.dtype), None)
+        normed, _ = self.base(x.to(fixed.dtype))
         return (self.gate * normed + (1 - self.gate) * fixed).to(x.dtype)
 
     def _blend_by_kernel(self, x: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class TaperNorm(Norm):
 
     @torch.no_grad()
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
-        handovers = super().set_step(step, max_iters)
+        handovers = []
         before = self.phase
         self.phase, gate = self.schedule.at(step, max_iters)
         if PHASES.index(self.phase) < PHASES.index(before):
@@ -290,7 +290,7 @@ class TaperNorm(Norm):
 
 def tapers(model: nn.Module) -> list[TaperNorm]:
     """Return the norms of a GPT that taper."""
-    return [norm for norm in model.norms() if isinstance(norm, TaperNorm)]
+    return [place.norm for place in model.places() if isinstance(place.norm, TaperNorm)]
 
 
 def is_tapered(model: nn.Module) -> bool:
@@ -336,12 +336,12 @@ class ScaleAnchor(nn.Module):
         else:
             self.target.add(s.detach().flatten(0, -2))
 
-    def set_step(self, step: int, max_iters: int) -> list[Handover]:
+    def set_step(self, step: int, max_iters: int) -> None:
+        """Prepare for training step `step`, as Norm.set_step."""
         if not self.frozen:
             self.target.update()
         phase, _ = self.schedule.at(step, max_iters)
         self.frozen = phase != "warm"
-        return []
 
 
 class _KeepInGraph(torch.autograd.Function):

@@ -33,7 +33,7 @@ from decode.step import Decoder
 from fold.gpt import retype
 from model import GPT, Block
 from norm_plan import NormPlan
-from norms import Norm
+from norms import Place
 from taper import is_tapered, tapers
 
 OWN = ""
@@ -167,13 +167,13 @@ def packed_arm(
     return changed, pack(changed, level_at(arm.level, batch, library_from))
 
 
-def replaced(old: Norm, plan: NormPlan, position: int, device: torch.device) -> Norm:
-    """The plan's norm for `position`, with the old one's gain, and its bias if there is room.
+def replaced(old: Place, plan: NormPlan, position: int, device: torch.device) -> Place:
+    """The plan's place `position`, with the old one's gain, and its bias if there is room.
 
     The tensors are those of the old one, unless its gain is not its weight (LayerNorm scaling).
     """
     with device:
-        new = plan.norm(position)
+        new = plan.place(position)
     if new.core.bias is not None and old.core.bias is not None:
         new.core.bias = old.core.bias
     if new.core.weight is not None and old.core.weight is not None:
@@ -185,8 +185,8 @@ def replaced(old: Norm, plan: NormPlan, position: int, device: torch.device) -> 
 @torch.no_grad()
 def run_taper(model: GPT, idx: Tensor) -> None:
     """Take a model through its taper: statistics of idx (B, T), calibration, gates closed."""
-    for norm in model.norms():
-        norm.train()
+    for place in model.places():
+        place.train()
     model.set_step(1, 10)
     model.hidden(idx)
     model.set_step(10, 10)

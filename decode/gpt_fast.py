@@ -182,7 +182,7 @@ def transformer(files: SimpleNamespace, model: GPT, length: int) -> torch.nn.Mod
         )
     theirs = {
         "tok_embeddings.weight": model.wte.weight[: model.n_vocab],
-        "norm.weight": model.norm_f.weight,
+        "norm.weight": model.norm_f.norm.weight,
         "output.weight": model.head_weight()[: model.n_vocab],
     }
     for i, block in enumerate(model.blocks):
@@ -193,8 +193,8 @@ def transformer(files: SimpleNamespace, model: GPT, length: int) -> torch.nn.Mod
             "feed_forward.w1": gate,
             "feed_forward.w3": up,
             "feed_forward.w2": block.mlp.down.weight,
-            "attention_norm": block.norm1.weight,
-            "ffn_norm": block.norm2.weight,
+            "attention_norm": block.norm1.norm.weight,
+            "ffn_norm": block.norm2.norm.weight,
         }
         theirs |= {f"layers.{i}.{name}.weight": value for name, value in layer.items()}
     peer.load_state_dict({name: value.detach() for name, value in theirs.items()}, assign=True)

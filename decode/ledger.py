@@ -18,7 +18,7 @@ context. This is a model, not a measurement: its first term is a lower bound.
 
 A norm counts as one launch, because it works on rows: in a compiled step it is one, and our kernels
 for RMSNorm and LayerNorm are. Where the norms of a fused step are called directly, on a GPU,
-PyTorch runs several kernels for DynamicTanh, DynamicErf, and a PostNorm with a residual weight or a
+PyTorch runs several kernels for DynamicTanh, DynamicErf, and P or B with a residual weight or a
 reader; `bench_decode.py --trace` shows them.
 """
 

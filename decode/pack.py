@@ -30,11 +30,11 @@ DynamicTanh and DynamicErf, a taper that has not finished, and the norm of the e
 
 At some positions the stream is not x + delta, and the product before may not add:
 
-    OutputNorm    h = x + output(delta). The statistic of delta needs all of it, so output norm and
+    output norm   h = x + output(delta). The statistic of delta needs all of it, so output norm and
                   sum are a launch of their own, which has all of h at hand: it applies the input
                   norm too. Folded, that norm would save nothing.
-    PostNorm      h = base(residual_weight * x + delta). h itself is the next stream, so the norm
-                  has to be computed, and it adds on its way in.
+    P and B       y = norm(residual_weight * x + delta) is the next stream, so the norm has to be
+                  computed, and it adds on its way in.
 
 The norms of queries, keys and values belong to the launch that makes heads.
 """
@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from kernels.reference import statistics_dtype
 from model import GPT, Block, GPTConfig, Rope
-from norms import CenteredLinear, Norm, OutputNorm, PostNorm, center, fold_affine
+from norms import CenteredLinear, Norm, Place, center, fold_affine
 
 # Level -> statistics of the norms that fold there (Entry.statistic).
 LEVELS = {
@@ -78,7 +78,7 @@ class Entry:
 
     weight: Tensor  # (N, C), W' of (3) if the norm is folded; of a gated MLP N = 2 F, gate then up
     bias: Tensor | None  # (N,), c' of (3)
-    norm: Norm | None  # None: folded
+    norm: Place | None  # None: folded
     statistic: str = ""  # of a folded norm, where s comes from: own, shared, none (s = 1)
     eps: float = 0.0  # of a folded norm with its own statistic
     kind: str = ""  # activation after the projection; empty for none
@@ -118,7 +118,7 @@ class PackedGPT:
     level: str  # a key of LEVELS
     wte: Tensor  # (vocab_size, C)
     wpe: Tensor | None  # (block_size, C); None: positions are rotary
-    norm_e: Norm | None  # of the embeddings; None: there is none, or it is part of wte and wpe
+    norm_e: Place | None  # of the embeddings; None: there is none, or it is part of wte and wpe
     blocks: list[PackedBlock]
     head: Entry  # the final norm and the head's n_vocab rows that exist
 
@@ -170,12 +170,12 @@ def pack(model: GPT, level: str) -> PackedGPT:
     )
 
 
-def pack_block(block: Block, following: Norm, rope: Rope, level: str) -> PackedBlock:
+def pack_block(block: Block, following: Place, rope: Rope, level: str) -> PackedBlock:
     """Pack a block: qkv and up take the norm in front of them, proj and down stay linears.
 
     Args:
         block: the block.
-        following: the norm behind it.
+        following: the place behind it.
         rope: its cos and sin (block_size, D), or None.
         level: a key of LEVELS.
     """
@@ -183,9 +183,9 @@ def pack_block(block: Block, following: Norm, rope: Rope, level: str) -> PackedB
     mlp = block.mlp
     return PackedBlock(
         qkv=enter(block.norm1, *weights(attn.qkv), level),
-        proj=Exit(*weights(attn.proj), adds_plainly(block.norm2)),
+        proj=Exit(*weights(attn.proj), block.norm2.adds_plainly),
         up=enter(block.norm2, *weights(mlp.up), level, mlp.activation),
-        down=Exit(*weights(mlp.down), adds_plainly(following)),
+        down=Exit(*weights(mlp.down), following.adds_plainly),
         q_gain=gain(attn.q_norm, attn.qkv.weight),
         k_gain=gain(attn.k_norm, attn.qkv.weight),
         v_gain=gain(attn.v_norm, attn.qkv.weight),
@@ -194,18 +194,13 @@ def pack_block(block: Block, following: Norm, rope: Rope, level: str) -> PackedB
     )
 
 
-def adds_plainly(norm: Norm) -> bool:
-    """Return whether the stream at this norm is x + delta (OutputNorm and PostNorm say no)."""
-    return not isinstance(norm, OutputNorm | PostNorm)
-
-
 def scales_embeddings(model: GPT) -> bool:
     """Return whether the norm of the embeddings is no more than a factor (LearnedScale)."""
     form = None if model.norm_e is None else model.norm_e.folded_form()
     return form is not None and form.statistic == "none"
 
 
-def embedding_norm(model: GPT) -> Norm | None:
+def embedding_norm(model: GPT) -> Place | None:
     """Return the norm of the embeddings that a step computes, or None."""
     if model.norm_e is None or scales_embeddings(model):
         return None
@@ -272,41 +267,41 @@ def gain(norm: Norm | None, like: Tensor) -> Tensor | None:
     return norm.gain.detach()
 
 
-def with_plain_gains(norm: Norm) -> Norm:
-    """Return `norm` with the gains themselves for weights: a copy where it stores others.
+def with_plain_gains(place: Place) -> Place:
+    """Return `place` with the gains themselves for weights: a copy where it stores others.
 
     Else each step would compute them again: 1 + weight, or weight / sqrt(l) of lns.
     """
-    parts = [part for part in norm.modules() if isinstance(part, Norm)]
+    parts = [part for part in place.modules() if isinstance(part, Norm)]
     if all(part.has_plain_gain for part in parts):
-        return norm
-    norm = copy.deepcopy(norm)
-    for part in norm.modules():
+        return place
+    place = copy.deepcopy(place)
+    for part in place.modules():
         if isinstance(part, Norm) and part.weight is not None:
             part.weight = nn.Parameter(part.gain.detach())
             part.gain_offset = 0.0
             part.depth = None
-    return norm
+    return place
 
 
-def enter(norm: Norm, weight: Tensor, bias: Tensor | None, level: str, kind: str = "") -> Entry:
-    """Return the entry of `norm` and the linear after it, folded if `level` folds this norm.
+def enter(place: Place, weight: Tensor, bias: Tensor | None, level: str, kind: str = "") -> Entry:
+    """Return the entry of a place and the linear after it, folded if `level` folds its norm.
 
     Args:
-        norm: the norm.
+        place: where the norm is.
         weight: (N, C) of the linear.
         bias: (N,) of the linear, or None.
         level: which statistics are folded (LEVELS).
         kind: activation after the linear, "" for none.
     """
     # s, g, b and P of (1); None for a norm that cannot fold
-    form = norm.folded_form()
+    form = place.folded_form()
     can_fold = form is not None and form.statistic in LEVELS[level]
     # `not kind`: after this linear there is no activation, whose launch could compute the
     # statistic.
     if not can_fold or (level == "library" and form.statistic == "own" and not kind):
-        return Entry(weight, bias, with_plain_gains(norm), kind=kind)
+        return Entry(weight, bias, with_plain_gains(place), kind=kind)
     # W' and c' of (3), in float64
     folded, bias = fold_affine(weight, bias, form)
     bias = None if bias is None else bias.to(weight.dtype)
-    return Entry(folded.to(weight.dtype), bias, None, form.statistic, norm.eps, kind)
+    return Entry(folded.to(weight.dtype), bias, None, form.statistic, place.norm.eps, kind)

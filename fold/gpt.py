@@ -124,8 +124,8 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
         )
     # position -> norm, of those that were tapered
     tapers = {
-        position: norm
-        for position, norm in enumerate(model.norms())
+        position: place.norm
+        for position, place in enumerate(model.places())
         if model.plan.letters[position] == "T"
     }
     for position, norm in tapers.items():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model import GPT, Attention
 from norm_plan import NONE, NORM_TYPES, SHARED
-from norms import FoldedForm, LayerNorm, Norm, RMSNorm, SharedRMSNorm, fold_affine
+from norms import FoldedForm, LayerNorm, Norm, Place, RMSNorm, SharedRMSNorm, fold_affine
 
 from .gpt import (
     FoldError,
@@ -106,7 +106,7 @@ def gains_read_by_linears(model: GPT, untie: bool = True) -> tuple[dict[str, str
     readers = {}
     left = {}
     for name, norm in norms_with_gains(model).items():
-        linear, why = reader(name)
+        linear, why = reader(model, name)
         is_tied = linear == HEAD and model.lm_head is None
         if is_tied and not untie:
             why = "the head is the embedding: untie gives it weights of its own"
@@ -126,8 +126,8 @@ def gains_read_by_linears(model: GPT, untie: bool = True) -> tuple[dict[str, str
     return readers, left
 
 
-def reader(name: str) -> tuple[str, str]:
-    """Return the linear that alone reads the norm of this name, or why there is none.
+def reader(model: GPT, name: str) -> tuple[str, str]:
+    """Return the linear that alone reads the norm `name` of a model, or why there is none.
 
     Returns:
         (name of the linear, ""), or ("", why).
@@ -142,7 +142,8 @@ def reader(name: str) -> tuple[str, str]:
     block, number, part = found.groups()
     if part == "output":
         return "", "what an output norm gives is added to the residual stream"
-    if part == "base" and block:
+    place = model.get_submodule(name.removesuffix(f".{part}"))
+    if part == "norm" and place.replaces and (block or place.reader):
         return "", "what it gives is the residual stream itself"
     if not block:
         return HEAD, ""
@@ -237,7 +238,7 @@ def streams(model: GPT, idx: Tensor) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
 
     def keep(index: int):
-        def hook(norm: Norm, args: tuple, output: tuple) -> None:
+        def hook(place: Place, args: tuple, output: tuple) -> None:
             found[index] = output[1]
 
         return hook
@@ -289,7 +290,7 @@ def eps_effect(model: GPT, calibration: Tensor, idx: Tensor) -> tuple[float, flo
         weight = attention[1].qkv.weight
         scale = weight.square().sum() / folded_weight(norm, attention[0].qkv.weight).square().sum()
         t = mean_square(norm, h)[..., None] * scale  # (B, T, 1)
-        y, _ = norm.normalize(h, None)
+        y, _ = norm(h)
         pairs = zip(heads(attention[0], y), heads(attention[1], h), strict=True)
         for (_, old, _), (z, new, own) in pairs:
             M = z.square().mean(-1)  # (B, T, heads)
@@ -310,7 +311,7 @@ def heads(attn: Attention, y: Tensor) -> Iterator[tuple[Tensor, Tensor, Norm]]:
     parts = attn.qkv(y).split(widths, -1)
     for part, norm in zip(parts, (attn.q_norm, attn.k_norm, attn.v_norm), strict=True):
         z = part.unflatten(-1, (-1, norm.channels))
-        normed, _ = norm.normalize(z, None)
+        normed, _ = norm(z)
         yield z, normed, norm
 
 

@@ -50,23 +50,23 @@ BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rota
 GPT2_NAMES = {
     "wte": ["wte"],
     "wpe": ["wpe"],
-    "norm_f": ["ln_f"],
+    "norm_f.norm": ["ln_f"],
     "lm_head": ["lm_head"],
     "blocks": ["h"],
-    "norm1": ["ln_1"],
+    "norm1.norm": ["ln_1"],
     "attn.qkv": ["attn.c_attn"],
     "attn.proj": ["attn.c_proj"],
-    "norm2": ["ln_2"],
+    "norm2.norm": ["ln_2"],
     "mlp.up": ["mlp.c_fc"],
     "mlp.down": ["mlp.c_proj"],
 }
 LLAMA_NAMES = {
     "wte": ["embed_tokens"],
-    "norm_f": ["norm"],
+    "norm_f.norm": ["norm"],
     "lm_head": ["lm_head"],
     "blocks": ["layers"],
-    "norm1": ["input_layernorm"],
-    "norm2": ["post_attention_layernorm"],
+    "norm1.norm": ["input_layernorm"],
+    "norm2.norm": ["post_attention_layernorm"],
     "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "attn.proj": ["self_attn.o_proj"],
     "attn.q_norm": ["self_attn.q_norm"],
@@ -80,7 +80,7 @@ OLMO_NAMES = LLAMA_NAMES | {
     "norm2.output": ["post_attention_layernorm"],
     "norm1.output": ["post_feedforward_layernorm"],
 }
-GEMMA_NAMES = OLMO_NAMES | {"norm2": ["pre_feedforward_layernorm"]}
+GEMMA_NAMES = OLMO_NAMES | {"norm2.norm": ["pre_feedforward_layernorm"]}
 NAMES = {
     "gpt2": GPT2_NAMES,
     "llama": LLAMA_NAMES,
@@ -396,14 +396,14 @@ def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
         if module == "norm1.output":
             block -= 1  # the MLP of the block before
         prefix = "" if block is None else f"{names['blocks'][0]}.{block}."
-        theirs = names[module.removesuffix(".input")]
+        theirs = names[module]
         split = rows[len(theirs)]
         whole = parameter.detach()
         views = [whole] if split is None else whole.split(split)
         for name, view in zip(theirs, views, strict=True):
             if names is GPT2_NAMES and ".c_" in name and part == "weight":
                 view = view.T  # Conv1D
-            elif is_coupled and module in ("norm1", "norm2", "norm_f"):
+            elif is_coupled and module in ("norm1.norm", "norm2.norm", "norm_f.norm"):
                 view = view[None]  # (1, C), see hf/modeling_coupled.py
             yield f"{prefix}{name}.{part}", view
 

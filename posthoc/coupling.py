@@ -88,10 +88,10 @@ def view(model: GPT, plan: str, alpha: Alpha | float = 1.0) -> GPT:
         raise FoldError(why)
     coupled = retype(model.config, "coupled", norm_plan=plan, coupled_alpha=alpha)
     weights = model.state_dict()
-    names = {norm: name for name, norm in model.named_modules()}
+    names = {module: name for name, module in model.named_modules()}
     letters = NormPlan(coupled, coupled.n_layer, coupled.n_embd, coupled.bias).letters
-    for position, (norm, letter) in enumerate(zip(model.norms(), letters, strict=True)):
-        if letter == "R" and f"{names[norm]}.alpha" in weights:
+    for position, (place, letter) in enumerate(zip(model.places(), letters, strict=True)):
+        if letter == "R" and f"{names[place]}.norm.alpha" in weights:
             raise FoldError(
                 f"norm position {position} shares with a calibrated alpha, and norm_plan {plan} "
                 "gives it a statistic of its own: start from the RMSNorm model that it was made of"
@@ -105,7 +105,7 @@ def refusal(model: GPT) -> str:
     is_whole = config.norm_groups == 1 and config.rms_fraction == 1
     has_bias = config.rms_bias and config.bias
     has_rms_norms = set(model.plan.letters) <= {"R", SHARED}
-    is_scaled = any(norm.depth is not None for norm in model.norms())
+    is_scaled = any(place.norm.depth is not None for place in model.places())
     is_centred = model.plan.type.residual_linear is not nn.Linear
     if not has_rms_norms or is_scaled or is_centred or not is_whole or has_bias:
         return (

@@ -61,8 +61,8 @@ def gpt(steps=0, **keys):
     for step in range(1, steps + 1):
         model.set_step(step, 10)
         model(tokens(2, 12, seed=step))
-    for norm in model.norms():
-        if getattr(norm, "weight_tilde", None) is not None:
+    for norm in tapers(model):
+        if norm.weight_tilde is not None:
             norm.weight_tilde.data *= 1.2  # and not what the base has
     return model.eval()
 
@@ -87,8 +87,8 @@ def test_layer_norm_becomes_rms_norm(norm_type, shape):
     after, certificate = certified(model, fold.to_rms)
     assert certificate.ok and certificate.max_rel < 1e-13
     assert after.config.norm_type == "rms" and not after.config.tie_embeddings
-    assert all(isinstance(norm, RMSNorm) for norm in after.norms())
-    assert (after.norm_f.bias is None) == (model.norm_f.bias is None)
+    assert all(isinstance(place.norm, RMSNorm) for place in after.places())
+    assert (after.norm_f.norm.bias is None) == (model.norm_f.norm.bias is None)
     assert not any(isinstance(module, CenteredLinear) for module in after.modules())
     assert torch.equal(after.lm_head.weight, model.head_weight())
     assert (
@@ -202,7 +202,7 @@ def test_taper_at_gate_0_becomes_nothing(base, final, shape):
     assert {norm.scale.shape for norm in tapers(model)} == {(16,) if fit == "channel" else ()}
     after, certificate = certified(model, fold.to_folded)
     assert certificate.ok and certificate.max_rel < 1e-13
-    norms = list(after.norms())
+    norms = [place.norm for place in after.places()]
     assert all(isinstance(norm, NoNorm) and not list(norm.parameters()) for norm in norms[:-1])
     assert str(after.plan) == "II II II " + ("I" if final else "R" if base == "rms" else "L")
     assert type(norms[-1]) is (NoNorm if final else RMSNorm if base == "rms" else LayerNorm)
@@ -263,7 +263,7 @@ def test_alpha_goes_into_the_gains(keys):
     after, certificate = certified(model, fold.absorb_alpha)
     assert certificate.ok and certificate.max_rel < 1e-13
     assert after.config.coupled_alpha == 1.0 and {
-        norm.alpha for norm in after.norms() if hasattr(norm, "alpha")
+        place.norm.alpha for place in after.places() if hasattr(place.norm, "alpha")
     } == {1}
     cores = [gpt.blocks[0].norm2.core for gpt in (after, model)]
     assert not torch.equal(cores[0].weight, cores[1].weight)

@@ -23,12 +23,12 @@ __all__ = ["saved"]  # a fixture
 # What is left of the gains, by the last parts of their names
 HEADS = {"q_norm.weight", "k_norm.weight"}
 LEFT = {
-    "post": {"base.weight"},
-    "deepnorm": {"base.weight"},
-    "keel": {"base.weight"},
-    "peri": {"output.weight", "norm_e.weight"},
+    "post": {"norm.weight"},
+    "deepnorm": {"norm.weight"},
+    "keel": {"norm.weight"},
+    "peri": {"output.weight", "norm.weight"},
     "olmo2": {"output.weight", *HEADS},
-    "hybrid": {"base.weight", *HEADS},
+    "hybrid": {"norm.weight", *HEADS},
 }
 REFUSED = {"taper", "none"}  # a gate that is open; no norms
 
@@ -68,7 +68,7 @@ def test_no_gain_is_left_that_linears_alone_read(norm_type, shape):
     ends = {".".join(name.split(".")[-2:]) for name in left}
     expected = LEFT.get(norm_type, set()) | (HEADS if "llama" in shape else set())
     if norm_type not in ("post", "deepnorm", "keel", "hybrid"):
-        expected = expected | ({"norm_f.bias"} if model.norm_f.core.bias is not None else set())
+        expected = expected | ({"norm.bias"} if model.norm_f.core.bias is not None else set())
     assert ends == expected
     assert len(readers) + sum(name.endswith("weight") for name in left) == sum(
         isinstance(norm, Norm) and norm.weight is not None for norm in model.modules()
@@ -113,7 +113,8 @@ def test_gains_of_values_go_into_the_projection(keys):
 )
 def test_other_plans(keys):
     model = gpt(**keys)
-    alphas = [norm for norm in model.norms() if isinstance(getattr(norm, "alpha", 1), torch.Tensor)]
+    norms = [place.norm for place in model.places()]
+    alphas = [norm for norm in norms if isinstance(getattr(norm, "alpha", 1), torch.Tensor)]
     for index, norm in enumerate(alphas):
         norm.alpha.fill_(0.5 + index)
     after, certificate = certified(model, to_weightless)
@@ -136,13 +137,13 @@ def test_biases_come_where_the_linears_can_have_them():
 
 def test_the_final_bias_stays_whole_where_the_gain_is_0():
     model = gpt(norm_type="layer", bias=True)
-    model.norm_f.weight.data[2] = 0
+    model.norm_f.norm.weight.data[2] = 0
     readers, left = gains_read_by_linears(model)
-    assert "norm_f" not in readers and "the gain is 0" in left["norm_f.weight"]
+    assert "norm_f.norm" not in readers and "the gain is 0" in left["norm_f.norm.weight"]
     after, certificate = certified(model, to_weightless, random_weights=False)
-    assert certificate.ok and torch.equal(after.norm_f.bias, model.norm_f.bias)
-    model.norm_f.bias.data[2] = 0
-    assert "norm_f" in gains_read_by_linears(model)[0]
+    assert certificate.ok and torch.equal(after.norm_f.norm.bias, model.norm_f.norm.bias)
+    model.norm_f.norm.bias.data[2] = 0
+    assert "norm_f.norm" in gains_read_by_linears(model)[0]
     assert certified(model, to_weightless)[1].ok
 
 
@@ -208,7 +209,7 @@ def test_the_typical_scale_goes_into_the_weights():
     norms = (block.norm1 for block in model.blocks)
     for block, norm in zip(after.blocks, norms, strict=True):
         block.attn.qkv.weight.data.copy_(model.blocks[block.attn.block].attn.qkv.weight)
-        block.attn.qkv.weight.data.mul_(norm.weight)
+        block.attn.qkv.weight.data.mul_(norm.norm.weight)
     assert (after(idx) - logits).abs().max() > 5 * error
 
 
@@ -260,7 +261,7 @@ def test_weightless_is_written_and_exported(saved, tmp_path, capsys):
     convert.main([str(path), "--to=weightless", "--untie=False"])
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1])["folded"] == 6
-    assert "left: norm_f.weight: the head is the embedding" in printed
+    assert "left: norm_f.norm.weight: the head is the embedding" in printed
 
 
 def test_cancelled_is_written_with_its_bound(saved, tmp_path, capsys):

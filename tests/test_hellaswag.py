@@ -319,6 +319,6 @@ def test_bad_models_and_places(tmp_path):
     assert items_file(str(run)) == items_file(str(run / "ckpt_last.pt")) == run / "hellaswag.jsonl"
     assert items_file("random:gpt2") is None
     broken = tiny_gpt()
-    broken.norm_f.weight.data.fill_(float("nan"))
+    broken.norm_f.norm.weight.data.fill_(float("nan"))
     with pytest.raises(DataError, match="not finite"):
         evaluate_hellaswag(broken, byte_tokenizer(), load_items(str(items)), ALONE)

@@ -168,6 +168,10 @@ def cross_entropy(logits: Tensor) -> Tensor:
 
 def at(position: int) -> str:
     """Name the norm that reads the stream after `position` sublayers."""
+    return place(position) + ".norm"
+
+
+def place(position: int) -> str:
     return "norm_f" if position == 2 * L else f"blocks.{position // 2}.norm{position % 2 + 1}"
 
 
@@ -186,8 +190,8 @@ def post(g: Plain, x: Tensor) -> Tensor:
     """x = N(x + F(x)). Vaswani et al. 2017."""
     a = 1.0 if g.weight is None else g.weight
     for b in range(L):
-        x = g.N(at(2 * b + 1) + ".base", a * x + g.A(b, x))
-        x = g.N(at(2 * b + 2) + ".base", a * x + g.M(b, x))
+        x = g.N(at(2 * b + 1), a * x + g.A(b, x))
+        x = g.N(at(2 * b + 2), a * x + g.M(b, x))
     return x
 
 
@@ -195,8 +199,8 @@ def deepnorm(g: Plain, x: Tensor) -> Tensor:
     """x = N(alpha x + F(x)), alpha = (2L)^(1/4) of a decoder. DeepNet, section 4.1."""
     alpha = (2 * L) ** 0.25
     for b in range(L):
-        x = g.N(at(2 * b + 1) + ".base", alpha * x + g.A(b, x))
-        x = g.N(at(2 * b + 2) + ".base", alpha * x + g.M(b, x))
+        x = g.N(at(2 * b + 1), alpha * x + g.A(b, x))
+        x = g.N(at(2 * b + 2), alpha * x + g.M(b, x))
     return x
 
 
@@ -204,41 +208,40 @@ def mixln(g: Plain, x: Tensor) -> Tensor:
     """Blocks 1 .. floor(a L) are Post-LN, the others Pre-LN, and so there is a final norm."""
     first = math.floor(g.share * L)
     for b in range(first):
-        x = g.N(at(2 * b + 1) + ".base", x + g.A(b, x))
-        x = g.N(at(2 * b + 2) + ".base", x + g.M(b, x))
-    border = ".reader" if first else ""
+        x = g.N(at(2 * b + 1), x + g.A(b, x))
+        x = g.N(at(2 * b + 2), x + g.M(b, x))
     for b in range(first, L):
-        x = x + g.A(b, g.N(at(2 * b) + border, x))
-        border = ""
+        at_border = first and b == first
+        x = x + g.A(b, g.N(place(2 * b) + ".reader" if at_border else at(2 * b), x))
         x = x + g.M(b, g.N(at(2 * b + 1), x))
-    return g.N(at(2 * L) + border, x)
+    return g.N(place(2 * L) + ".reader" if first == L else at(2 * L), x)
 
 
 def peri(g: Plain, x: Tensor) -> Tensor:
     """x = N(x) at first, x = x + N(F(N(x))), a norm at the end. Kim et al. 2025."""
-    x = g.N("norm_e", x)
+    x = g.N("norm_e.norm", x)
     for b in range(L):
-        read = at(2 * b) + (".input" if b else "")
-        out = at(2 * b + 1) + ".output"
+        read = at(2 * b)
+        out = place(2 * b + 1) + ".output"
         x = x + g.N(out, g.A(b, g.N(read, x)), g.output_eps)
-        out = at(2 * b + 2) + ".output"
-        x = x + g.N(out, g.M(b, g.N(at(2 * b + 1) + ".input", x)), g.output_eps)
-    return g.N(at(2 * L) + ".input", x)
+        out = place(2 * b + 2) + ".output"
+        x = x + g.N(out, g.M(b, g.N(at(2 * b + 1), x)), g.output_eps)
+    return g.N(at(2 * L), x)
 
 
 def olmo2(g: Plain, x: Tensor) -> Tensor:
     """x = x + N(F(x)), a norm at the end. OLMo et al. 2025."""
     for b in range(L):
-        x = x + g.N(at(2 * b + 1) + ".output", g.A(b, x), g.output_eps)
-        x = x + g.N(at(2 * b + 2) + ".output", g.M(b, x), g.output_eps)
-    return g.N(at(2 * L) + ".input", x)
+        x = x + g.N(place(2 * b + 1) + ".output", g.A(b, x), g.output_eps)
+        x = x + g.N(place(2 * b + 2) + ".output", g.M(b, x), g.output_eps)
+    return g.N(at(2 * L), x)
 
 
 def hybrid(g: Plain, x: Tensor) -> Tensor:
     """Y = X + Attn(X), Z = N(Y), X = Z + MLP(Z), a norm at the end. Zhuo et al. 2025."""
     for b in range(L):
         y = x + g.A(b, x)
-        z = g.N(at(2 * b + 1) + ".base", y)
+        z = g.N(at(2 * b + 1), y)
         x = z + g.M(b, z)
     return g.N(at(2 * L), x)
 
@@ -249,12 +252,12 @@ def keel(g: Plain, x: Tensor) -> Tensor:
     The first attention has neither N_out nor alpha, the first MLP has N_out and alpha = 1.
     """
     for b in range(L):
-        read = at(2 * b) + (".reader" if b else "")
+        read = (place(2 * b) + ".reader" if b else at(2 * b))
         delta = g.A(b, g.N(read, x))
-        x = g.N(at(2 * b + 1) + ".base", 2 * L * x + delta) if b else x + delta
-        read = at(2 * b + 1) + (".reader" if b else "")
+        x = g.N(at(2 * b + 1), 2 * L * x + delta) if b else x + delta
+        read = (place(2 * b + 1) + ".reader" if b else at(2 * b + 1))
         alpha = 2 * L if b else 1
-        x = g.N(at(2 * b + 2) + ".base", alpha * x + g.M(b, g.N(read, x)))
+        x = g.N(at(2 * b + 2), alpha * x + g.M(b, g.N(read, x)))
     return x
 
 
@@ -286,7 +289,7 @@ def derf(g: Plain, x: Tensor) -> Tensor:
 
 
 def pointwise(g: Plain, x: Tensor, D) -> Tensor:
-    x = x * g.p.get("norm_e.scale", 1.0)
+    x = x * g.p.get("norm_e.norm.scale", 1.0)
     for b in range(L):
         x = x + g.A(b, D(at(2 * b), x))
         x = x + g.M(b, D(at(2 * b + 1), x))
@@ -295,36 +298,35 @@ def pointwise(g: Plain, x: Tensor, D) -> Tensor:
 
 def coupled_with_outputs(g: Plain, x: Tensor) -> Tensor:
     """The MLP reads the stream with attention's statistic (detached there); outputs normalised."""
-    x = g.N("norm_e", x)
+    x = g.N("norm_e.norm", x)
     for b in range(L):
-        read = at(2 * b) + (".input" if b else "")
+        read = at(2 * b)
         statistic = 1 / (x.pow(2).mean(-1, keepdim=True) + g.eps).sqrt()
-        x = x + g.N(at(2 * b + 1) + ".output", g.A(b, g.gain(read, x * statistic)), g.output_eps)
-        y = g.gain(at(2 * b + 1) + ".input", x * statistic.detach())
-        x = x + g.N(at(2 * b + 2) + ".output", g.M(b, y), g.output_eps)
-    return g.N(at(2 * L) + ".input", x)
+        x = x + g.N(place(2 * b + 1) + ".output", g.A(b, g.gain(read, x * statistic)), g.output_eps)
+        y = g.gain(at(2 * b + 1), x * statistic.detach())
+        x = x + g.N(place(2 * b + 2) + ".output", g.M(b, y), g.output_eps)
+    return g.N(at(2 * L), x)
 
 
 def by_letters(g: Plain, x: Tensor, inputs: str, outputs: str, embedding: str) -> Tensor:
     """A plan letter by letter: R or L reads the sum, P replaces it, B does both, I nothing."""
     if embedding != "I":
-        x = g.N("norm_e", x)
+        x = g.N("norm_e.norm", x)
     delta = torch.zeros_like(x)
     statistic = None
     for position, letter in enumerate(inputs):
         name = at(position)
         if position and outputs[position - 1] != "I":
-            delta = g.N(f"{name}.output", delta, g.output_eps)
-            name += ".input"
+            delta = g.N(f"{place(position)}.output", delta, g.output_eps)
         a = g.weight if letter in "PB" and position not in (0, g.plain_at) else 1.0
         x = a * x + delta
         if letter in "PB":
-            x = g.N(f"{name}.base", x)
+            x = g.N(name, x)
         y = x
         if letter == "s":
             y = g.gain(name, x * statistic)
         elif letter != "I" and letter != "P":
-            y = g.N(name + (".reader" if letter == "B" else ""), x)
+            y = g.N(f"{place(position)}.reader" if letter == "B" else name, x)
         if letter == "R":  # what a later s reads, without a gradient
             statistic = 1 / (x.detach().pow(2).mean(-1, keepdim=True) + g.eps).sqrt()
         if position < 2 * L:
@@ -522,7 +524,7 @@ def test_pytorchs_own_initialisation_has_no_depth_factor_to_undo():
 def test_deepnorms_numbers(depth, alpha, beta):
     """DeepNet, figure 2: alpha = (2M)^(1/4) and beta = (8M)^(-1/4) of a decoder of M blocks."""
     deepnorm = plan("deepnorm", depth)
-    weights = [deepnorm.norm(position).residual_weight for position in range(1, 2 * depth + 1)]
+    weights = [deepnorm.place(position).residual_weight for position in range(1, 2 * depth + 1)]
     assert weights == pytest.approx([alpha] * 2 * depth, rel=2e-4)
     factors = deepnorm.init_factors()
     undone = math.sqrt(2 * depth)
@@ -536,10 +538,10 @@ def test_deepnorms_numbers(depth, alpha, beta):
 
 def test_keels_weights_of_64_sublayers():
     keel = plan("keel", 32)
-    weights = [keel.norm(position).residual_weight for position in range(2, 65)]
+    weights = [keel.place(position).residual_weight for position in range(2, 65)]
     assert weights == [1] + [64] * 62
     one = plan("keel", 1)
-    assert str(one) == "RR P" and one.norm(2).residual_weight == 1
+    assert str(one) == "RR P" and one.place(2).residual_weight == 1
 
 
 def test_mixlns_border_is_a_quarter_of_the_blocks():
@@ -566,19 +568,19 @@ def test_mixlns_border_is_a_quarter_of_the_blocks():
 def test_alpha_of_dyt_by_width(width, attention, others):
     """Zhu et al. 2025, tables 10 and 11: alpha before attention, and at all other places."""
     dyt = plan("dyt", 2, width)
-    found = [dyt.norm(position).alpha.item() for position in range(5)]
+    found = [dyt.place(position).norm.alpha.item() for position in range(5)]
     assert found == pytest.approx([attention, others, attention, others, others])
-    assert dyt.embedding_norm().scale.item() == pytest.approx(math.sqrt(width))
+    assert dyt.embedding_norm().norm.scale.item() == pytest.approx(math.sqrt(width))
     common = plan("dyt", 2, width, norm_recipe="common")
-    assert {common.norm(position).alpha.item() for position in range(5)} == {0.5}
+    assert {common.place(position).norm.alpha.item() for position in range(5)} == {0.5}
     assert common.embedding_norm() is None
 
 
 def test_point_alpha_is_of_attention_mlp_and_final_norm():
     derf = plan("derf", 2, point_alpha=(4.0, 0.3, 0.1))
-    found = [derf.norm(position).alpha.item() for position in range(5)]
+    found = [derf.place(position).norm.alpha.item() for position in range(5)]
     assert found == pytest.approx([4.0, 0.3, 4.0, 0.3, 0.1])
-    assert plan("dyt", 2, point_alpha=0.25).norm(4).alpha.item() == 0.25
+    assert plan("dyt", 2, point_alpha=0.25).place(4).norm.alpha.item() == 0.25
 
 
 def test_derf_starts_as_in_its_authors_nanogpt():
@@ -591,7 +593,7 @@ def test_derf_starts_as_in_its_authors_nanogpt():
         assert torch.equal(state[f"{norm}.shift"], torch.zeros(1))
         assert torch.equal(state[f"{norm}.weight"], torch.ones(16))
         assert torch.equal(state[f"{norm}.bias"], torch.zeros(16))
-    assert state["norm_e.scale"].item() == 4
+    assert state["norm_e.norm.scale"].item() == 4
     assert not any(name.startswith("norm") and "bias" in name for name in start("dyt"))
 
 
@@ -607,23 +609,25 @@ def test_weight_decay_on_gains_is_that_of_the_authors():
 def test_initial_gains(kind):
     """One number is for input norms; 2L + 1 for each; 4L + 2 for each letter."""
     offset = 1 if kind == "one_plus" else 0
-    inputs, outputs = [at(p) for p in range(2 * L + 1)], [at(p + 1) for p in range(2 * L)]
+    inputs, outputs = [at(p) for p in range(2 * L + 1)], [place(p + 1) for p in range(2 * L)]
     many = tuple(1 + i / 8 for i in range(4 * L + 2))
     for given in (0.5, many[: 2 * L + 1], many):
         state = start("peri", norm_gain=kind, initial_gain=given, qk_norm="head")
         gains = given if isinstance(given, tuple) else (given,) * (2 * L + 1)
         gains = gains + (1.0,) * (4 * L + 2 - len(gains))
-        names = [name + (".input" if i else "") for i, name in enumerate(inputs)]
-        names += [f"{name}.output" for name in outputs] + ["norm_e"]
+        names = [*inputs, *(f"{name}.output" for name in outputs), "norm_e.norm"]
         for name, gain in zip(names, gains, strict=True):
             assert set(state[f"{name}.weight"].tolist()) == {gain - offset}, name
         assert set(state["blocks.0.attn.q_norm.weight"].tolist()) == {1 - offset}
     # Both norms of B have it; a scaled gain starts at its own scale.
     keel = start("keel", norm_gain=kind, initial_gain=many[: 2 * L + 1])
-    for part in ("base", "reader"):
+    for part in ("norm", "reader"):
         assert set(keel[f"blocks.1.norm1.{part}.weight"].tolist()) == {many[2] - offset}
     lns = plan("lns", 4, norm_gain=kind, initial_gain=0.5)
-    assert lns.norm(7).gain.unique().item() == 0.25 and lns.norm(8).gain.unique().item() == 0.5
+    assert (
+        lns.place(7).norm.gain.unique().item() == 0.25
+        and lns.place(8).norm.gain.unique().item() == 0.5
+    )
 
 
 def test_blocks_of_lns_share_their_graphs():

@@ -42,8 +42,8 @@ def test_every_norm_type_starts_from_rms_and_leads_back(norm_type, saved):
     there = source.state_dict()
     here = model.state_dict()
     assert all(torch.equal(here[name], there[name]) for name in there if "norm" not in name)
-    gains = [norm.exact_gain for norm in source.norms()]
-    cores = [norm.core for norm in model.norms()]
+    gains = [place.core.exact_gain for place in source.places()]
+    cores = [place.core for place in model.places()]
     kept = [
         norm.weight is not None and torch.allclose(norm.exact_gain, gain, rtol=1e-6)
         for norm, gain in zip(cores, gains, strict=True)
@@ -56,8 +56,8 @@ def test_every_norm_type_starts_from_rms_and_leads_back(norm_type, saved):
     init_from(back, path)
     assert torch.equal(back.blocks[1].mlp.up.weight, model.blocks[1].mlp.up.weight)
     if norm_type == "peri":
-        gains = [norm.core.weight for norm in model.norms()]
-        assert all(map(torch.equal, (norm.weight for norm in back.norms()), gains))
+        gains = [place.core.weight for place in model.places()]
+        assert all(map(torch.equal, (place.core.weight for place in back.places()), gains))
 
 
 @pytest.mark.parametrize(

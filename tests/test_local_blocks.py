@@ -134,7 +134,7 @@ def defined_logits(config, w, idx):
     for block in range(config.n_layer):
         at = f"blocks.{block}."
         local = config.local_blocks[block % len(config.local_blocks)] == "l"
-        qkv = norm(x, w[at + "norm1.weight"]) @ w[at + "attn.qkv.weight"].T
+        qkv = norm(x, w[at + "norm1.norm.weight"]) @ w[at + "attn.qkv.weight"].T
         q, k, v = qkv.view(B, length, H + 2 * G, D).split([H, G, G], 2)
         if config.qk_norm:
             q, k = norm(q, w[at + "attn.q_norm.weight"]), norm(k, w[at + "attn.k_norm.weight"])
@@ -146,7 +146,7 @@ def defined_logits(config, w, idx):
         weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
         mixed = torch.einsum("bhij,bjhd->bihd", weights, v).reshape(B, length, H * D)
         x = x + mixed @ w[at + "attn.proj.weight"].T
-        z = norm(x, w[at + "norm2.weight"]) @ w[at + "mlp.up.weight"].T
+        z = norm(x, w[at + "norm2.norm.weight"]) @ w[at + "mlp.up.weight"].T
         if config.activation == "gelu":
             z = 0.5 * z * (1 + torch.erf(z / math.sqrt(2)))
         else:
@@ -158,7 +158,7 @@ def defined_logits(config, w, idx):
                 z = 0.5 * gate * (1 + torch.tanh(t)) * up
         x = x + z @ w[at + "mlp.down.weight"].T
     head = w["wte.weight"] if config.tie_embeddings else w["lm_head.weight"]
-    return norm(x, w["norm_f.weight"]) @ head.T
+    return norm(x, w["norm_f.norm.weight"]) @ head.T
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -190,16 +190,16 @@ def reference_logits(model, idx):
     x = w["wte.weight"][idx] + w["wpe.weight"][:T]
     for block in range(config.n_layer):
         at = f"blocks.{block}."
-        q, k, v = linear(norm(x, at + "norm1"), at + "attn.qkv").view(B, T, 3, H, D).unbind(2)
+        q, k, v = linear(norm(x, at + "norm1.norm"), at + "attn.qkv").view(B, T, 3, H, D).unbind(2)
         scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(D)
         future = torch.arange(T)[None, :] > torch.arange(T)[:, None]
         weights = torch.exp(scores - scores.amax(-1, keepdim=True)) * ~future
         weights = weights / weights.sum(-1, keepdim=True)
         mixed = torch.einsum("bhij,bjhd->bihd", weights, v).reshape(B, T, H * D)
         x = x + linear(mixed, at + "attn.proj")
-        x = x + linear(gelu(linear(norm(x, at + "norm2"), at + "mlp.up")), at + "mlp.down")
+        x = x + linear(gelu(linear(norm(x, at + "norm2.norm"), at + "mlp.up")), at + "mlp.down")
     head = w["wte.weight"] if config.tie_embeddings else w["lm_head.weight"]
-    return torch.einsum("btc,vc->btv", norm(x, "norm_f"), head)
+    return torch.einsum("btc,vc->btv", norm(x, "norm_f.norm"), head)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -864,7 +864,7 @@ def test_a_flipped_byte_in_a_tensor(trained, tmp_path):
     path = tmp_path / LAST
     save_checkpoint(path, trained[2])
     whole, weights = path.read_bytes(), trained[2]["model"]
-    for name in ("wte.weight", "blocks.1.mlp.down.weight", "norm_f.weight"):
+    for name in ("wte.weight", "blocks.1.mlp.down.weight", "norm_f.norm.weight"):
         raw = weights[name].numpy().tobytes()
         start = whole.find(raw)
         assert start >= 0 and whole.count(raw) == 1
@@ -1013,16 +1013,16 @@ def test_another_model_names_the_key(change, words, trained):
 def test_a_tensor_of_another_shape_is_named(trained, tmp_path):
     state = trained[2]
     for change, word in (
-        ({"norm_f.weight": torch.ones(3)}, "norm_f.weight is (3,) there, (16,) here"),
+        ({"norm_f.norm.weight": torch.ones(3)}, "norm_f.norm.weight is (3,) there, (16,) here"),
         ({"extra": torch.ones(3)}, "extra is not part of this model"),
     ):
         save_checkpoint(tmp_path / LAST, state | {"model": state["model"] | change})
         with pytest.raises(CheckpointError) as error:
             load_model(str(tmp_path))
         assert word in str(error.value)
-    less = {name: tensor for name, tensor in state["model"].items() if name != "norm_f.weight"}
+    less = {name: tensor for name, tensor in state["model"].items() if name != "norm_f.norm.weight"}
     save_checkpoint(tmp_path / LAST, state | {"model": less})
-    with pytest.raises(CheckpointError, match=r"norm_f\.weight is missing"):
+    with pytest.raises(CheckpointError, match=r"norm_f\.norm\.weight is missing"):
         load_model(str(tmp_path))
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import norms as norm_layers
 from common.errors import ConfigError
 from model import GPT, GPTConfig, rope_tables, rotate
-from norm_plan import NORM_TYPES, NORMS, NormConfig, NormPlan, NormType, build_plain, uniform
+from norm_plan import NORM_TYPES, NORMS, NormConfig, NormPlan, NormType, common, uniform
 from norms import (
     CenteredLinear,
     DynamicTanh,
@@ -26,6 +26,7 @@ from norms import (
     LayerNorm,
     NoNorm,
     Norm,
+    Place,
     RMSNorm,
     SharedRMSNorm,
     center,
@@ -120,7 +121,7 @@ def test_gradient_of_rms_norm_in_closed_form():
 @pytest.mark.parametrize(("fraction", "counted"), [(1.0, 64), (0.125, 8), (0.5, 32), (0.001, 1)])
 def test_partial_counts_only_the_first_channels(fraction, counted):
     x, norm = draw(2, 5, 64), shake(RMSNorm(64, eps=0.01, fraction=fraction))
-    y, _, inv_rms = norm(x)
+    y, inv_rms = norm(x)
     rms = (x[..., :counted].square().sum(-1, keepdim=True) / counted + 0.01).sqrt()
     close(y, x / rms * norm.weight)
     close(inv_rms, 1 / rms)
@@ -140,7 +141,7 @@ def test_groups_are_separate_norms(groups, fraction):
         draw(2, 5, 16) * torch.arange(1, 17),
         shake(RMSNorm(16, groups=groups, fraction=fraction)),
     )
-    y, _, inv_rms = norm(x)
+    y, inv_rms = norm(x)
     chunks = zip(x.chunk(groups, -1), norm.weight.chunk(groups), strict=True)
     apart = []
     for part, gain in chunks:
@@ -206,11 +207,11 @@ def test_gated_gate_after_the_norm_scales_and_gate_before_it_does_not():
 )
 def test_low_precision_has_wide_statistics(norm, dtype):
     x = (1e4 * draw(2, 5, 64)).to(dtype)  # the square of 1e4 is beyond float16
-    own = RMSNorm(64)(x)[2] if isinstance(norm, SharedRMSNorm) else None
-    y, _, inv_rms = norm(x, None, own)
+    own = RMSNorm(64)(x)[1] if isinstance(norm, SharedRMSNorm) else None
+    y, inv_rms = norm(x, own)
     assert inv_rms.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert y.dtype == dtype and y.isfinite().all()
-    exact = norm(x.double(), None, RMSNorm(64)(x.double())[2])[0]
+    exact = norm(x.double(), RMSNorm(64)(x.double())[1])[0]
     assert (y.double() - exact).abs().max() <= torch.finfo(dtype).eps * 8
 
 
@@ -231,7 +232,7 @@ def test_the_statistic_is_not_rounded_to_the_inputs_type():
     """
     x = draw(4, 64, 64).bfloat16()
     exact = 1 / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    close(RMSNorm(64)(x)[2].double(), exact, 1e-6)
+    close(RMSNorm(64)(x)[1].double(), exact, 1e-6)
 
 
 def all_norms():
@@ -250,7 +251,8 @@ def test_the_common_face(name):
     """delta is added first; x comes back with it; who computes ignores what comes in; who shares
     hands it on.
     """
-    norm, x, delta = shake(all_norms()[name]), draw(2, 5, 16), draw(2, 5, 16, seed=1)
+    norm = Place(shake(all_norms()[name]))
+    x, delta = draw(2, 5, 16), draw(2, 5, 16, seed=1)
     incoming = draw(2, 5, 1, seed=2).abs() + 0.5
     y, stream, handed_on = norm(x, delta, incoming)
     assert torch.equal(stream, x + delta)
@@ -268,9 +270,10 @@ def test_the_common_face(name):
 def test_rms_bias(bias):
     """LayerNorm's bias, only where it is asked for and the model has biases."""
     plain, biased = (gpt("rms", bias=bias, rms_bias=rms_bias) for rms_bias in (False, True))
-    names = {f"blocks.{i}.norm{k}.bias" for i in range(L) for k in (1, 2)} | {"norm_f.bias"}
+    names = {f"blocks.{i}.norm{k}.norm.bias" for i in range(L) for k in (1, 2)}
+    names |= {"norm_f.norm.bias"}
     assert biased.state_dict().keys() - plain.state_dict().keys() == (names if bias else set())
-    norm, x = biased.norm_f, draw(2, 5, 16)
+    norm, x = biased.norm_f.norm, draw(2, 5, 16)
     close(
         norm(x)[0],
         x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
@@ -323,7 +326,7 @@ def coupled_reference(model, idx, source):
         if isinstance(config.coupled_alpha, tuple)
         else [config.coupled_alpha] * (2 * L + 1)
     )
-    norms = list(model.norms())
+    norms = [place.norm for place in model.places()]
 
     def normalize(h, p):
         # equation 3
@@ -402,7 +405,7 @@ def test_gradients_of_the_shared_position(detach):
     g, g_h = draw(2, 5, 16, seed=3), draw(2, 5, 16, seed=4)
     norm = shake(SharedRMSNorm(16, alpha=1.1, detach=detach))
     s.requires_grad_()
-    y, h, _ = norm(x, delta, s)
+    y, h, _ = Place(norm)(x, delta, s)
     ((y * g).sum() + (h * g_h).sum()).backward()
     with torch.no_grad():
         u = g * norm.weight
@@ -431,8 +434,8 @@ def test_gradients_of_a_block_through_both_positions(detach):
     with torch.no_grad():
         first.weight += 0.3 * draw(16, seed=5)
         second.weight += 0.3 * draw(16, seed=6)
-    y1, stream, inv_rms = first(x)
-    y2, h, _ = second(stream, y1 @ weight.T, inv_rms)
+    y1, stream, inv_rms = Place(first)(x)
+    y2, h, _ = Place(second)(stream, y1 @ weight.T, inv_rms)
     ((y2 * g).sum() + (h * g_h).sum()).backward()
     with torch.no_grad():
         gamma1, gamma2 = first.weight, second.weight
@@ -694,10 +697,10 @@ def register_manhattan(monkeypatch):
     class Manhattan(Norm):
         """x / mean |x| * gain."""
 
-        def normalize(self, x, inv_rms):
-            return self.affine(x / (x.abs().mean(-1, keepdim=True) + self.eps), x.dtype), None
+        def forward(self, h, inv_rms=None):
+            return self.affine(h / (h.abs().mean(-1, keepdim=True) + self.eps), h.dtype), None
 
-    monkeypatch.setitem(NORMS, "M", build_plain(Manhattan))
+    monkeypatch.setitem(NORMS, "M", lambda config, at: Manhattan(**common(config, at)))
     monkeypatch.setitem(NORM_TYPES, "manhattan", NormType(uniform("M"), "M"))
 
 

@@ -416,8 +416,8 @@ def test_init_from_keeps_gains_however_they_are_stored(source, target, tmp_path)
     save_checkpoint(tmp_path / "source.pt", state)
     new = GPT(replace(SHAPE, **{"norm_type": "rms", **target}))
     init_from(new, str(tmp_path / "source.pt"))
-    for old, norm in zip(model.norms(), new.norms(), strict=True):
-        torch.testing.assert_close(norm.core.exact_gain, old.core.exact_gain, rtol=1e-6, atol=1e-7)
+    for old, place in zip(model.places(), new.places(), strict=True):
+        torch.testing.assert_close(place.core.exact_gain, old.core.exact_gain, rtol=1e-6, atol=1e-7)
     if "qk_norm" in source:
         pair = (gpt.blocks[0].attn.q_norm.exact_gain for gpt in (new, model))
         torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-7)
@@ -450,7 +450,7 @@ def test_init_from_compares_output_eps_where_both_have_output_norms(tmp_path):
 # -------------------------------------------------------------------------------- layouts of before
 
 
-GAINS = ("blocks.0.norm1.weight", "blocks.0.norm2.weight", "norm_f.weight")
+GAINS = ("blocks.0.norm1.norm.weight", "blocks.0.norm2.norm.weight", "norm_f.norm.weight")
 LINEARS = (
     "blocks.0.attn.qkv.weight",
     "blocks.0.attn.proj.weight",
@@ -459,7 +459,7 @@ LINEARS = (
 )
 EMBEDDINGS = ("wte.weight", "wpe.weight")
 TAPERED = tuple(
-    f"blocks.0.{norm}.{name}"
+    f"blocks.0.{norm}.norm.{name}"
     for norm in ("norm1", "norm2")
     for name in (
         "weight_tilde",
@@ -480,7 +480,7 @@ BEFORE = {
     "rms": ("RMSNorm", "RMSNorm", "RMSNorm", "Linear", GAINS, ()),
     "coupled": ("RMSNorm", "SharedRMSNorm", "RMSNorm", "Linear", GAINS, ()),
     "cbwc": ("RMSNorm", "RMSNorm", "RMSNorm", "CenteredLinear", GAINS, GAIN_BIASES),
-    "taper": ("TaperNorm", "TaperNorm", "RMSNorm", "Linear", (*TAPERED, "norm_f.weight"), ()),
+    "taper": ("TaperNorm", "TaperNorm", "RMSNorm", "Linear", (*TAPERED, "norm_f.norm.weight"), ()),
     "none": ("NoNorm", "NoNorm", "NoNorm", "Linear", (), ()),
 }
 
@@ -497,22 +497,25 @@ def test_a_layout_of_before_has_its_modules_and_tensors(norm_type, bias):
         "dropout": "Dropout",
         "blocks": "ModuleList",
         "blocks.0": "Block",
-        "blocks.0.norm1": norm1,
+        "blocks.0.norm1": "Place",
+        "blocks.0.norm1.norm": norm1,
         "blocks.0.attn": "Attention",
         "blocks.0.attn.qkv": "Linear",
         "blocks.0.attn.proj": writer,
-        "blocks.0.norm2": norm2,
+        "blocks.0.norm2": "Place",
+        "blocks.0.norm2.norm": norm2,
         "blocks.0.mlp": "MLP",
         "blocks.0.mlp.up": "Linear",
         "blocks.0.mlp.down": writer,
         "blocks.0.dropout": "Dropout",
-        "norm_f": final,
+        "norm_f": "Place",
+        "norm_f.norm": final,
     }
     if norm_type == "taper":
         for norm in ("norm1", "norm2"):
             expected |= {
-                f"blocks.0.{norm}.base": "RMSNorm",
-                f"blocks.0.{norm}.moments": "StepMean",
+                f"blocks.0.{norm}.norm.base": "RMSNorm",
+                f"blocks.0.{norm}.norm.moments": "StepMean",
             }
     assert {name: type(module).__name__ for name, module in model.named_modules()} == expected
     names = {*EMBEDDINGS, *LINEARS, *gains, *((*BIASES, *gain_biases) if bias else ())}

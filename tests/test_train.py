@@ -454,7 +454,7 @@ def test_init_from_turns_rms_into_taper(train_ok, tiny_data, tmp_path):
     assert val_losses(tmp_path / "taper")[0] == pytest.approx(
         final, abs=1e-6
     )  # still the same function
-    gains = weights(tmp_path / "rms")["blocks.0.norm1.weight"]
+    gains = weights(tmp_path / "rms")["blocks.0.norm1.norm.weight"]
     assert not torch.allclose(gains, torch.ones_like(gains), atol=1e-3)
 
 

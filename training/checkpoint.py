@@ -44,6 +44,7 @@ from configurator import Overrides, parse_args
 from model import GPT, GPTConfig
 from norm_plan import foreign_keys, resolved
 from training.lock import FolderLock
+from training.old_names import name_today
 
 FORMAT = 1
 LAST = "ckpt_last.pt"
@@ -166,6 +167,8 @@ def read_checkpoint(path: Path, all_tensors: bool = True) -> dict[str, Any]:
             return state
         state = read_state(path, state)
     check_finite(path, state)
+    config = state["config"]
+    state["model"] = {name_today(name, config): t for name, t in state["model"].items()}
     return state
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from kernels.cross_entropy import cross_entropy
 from kernels.reference import inverse_rms, statistics_dtype
 from model import GPT
-from norms import Norm
+from norms import Place
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,20 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     output: list[float] = []
 
-    def note(norm: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    def note(place: Place, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
         # h (B, T, C) is the stream with delta added, `used` the statistic that the norm used.
         _, h, used = outputs
-        log_ratio = norm.log_drift(h, used)  # (B, T, 1)
+        log_ratio = place.log_drift(h, used)  # (B, T, 1)
         rows.append(
             (h.double().square().mean().sqrt(), log_ratio.mean().exp(), log_ratio.std(correction=0))
         )
         # within forward, where FSDP has the head gathered
-        if norm is model.norm_f and targets is not None:
+        if place is model.norm_f and targets is not None:
             x, delta, _ = inputs
-            stream = norm.normalized_stream(x, delta, h)
+            stream = place.sum(x, delta) if place.replaces else h
             output.extend(output_statistics(model, stream, used, targets))
 
-    handles = [norm.register_forward_hook(note) for norm in model.norms()]
+    handles = [place.register_forward_hook(note) for place in model.places()]
     was_training = model.training
     try:
         # with targets, as in training: FSDP's hooks run, and no whole logits are made
@@ -100,7 +100,7 @@ def output_statistics(
     """
     with torch.autocast(h.device.type, enabled=False), torch.enable_grad():
         h = h.detach().to(statistics_dtype(h)).requires_grad_()
-        y = model.norm_f.normalize(h, used)[0].flatten(0, -2)  # (B T, C)
+        y = model.norm_f.read(h, used).flatten(0, -2)  # (B T, C)
         head = model.head_weight().detach().to(y.dtype)
         loss = cross_entropy(y, head, targets.flatten(), model.n_vocab)
         gradient = torch.autograd.grad(loss, h)[0]  # of the mean over tokens
@@ -119,15 +119,16 @@ def token_rms(model: GPT, windows: Tensor, batch: int = 8) -> Tensor:
     """sqrt(mean square + eps) of the residual stream of every token at every norm position: float64
     (2L + 1, N, T) on the CPU, for a GPT in eval mode and token ids (N, T), `batch` windows at once.
     """
-    rows: list[list[Tensor]] = [[] for _ in model.norms()]
+    rows: list[list[Tensor]] = [[] for _ in model.places()]
 
     def note(
-        norm: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None], row: int
+        place: Place, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None], row: int
     ) -> None:
-        rows[row].append(1 / inverse_rms(outputs[1], norm.eps).double().squeeze(-1).cpu())
+        rows[row].append(1 / inverse_rms(outputs[1], place.norm.eps).double().squeeze(-1).cpu())
 
     handles = [
-        norm.register_forward_hook(partial(note, row=row)) for row, norm in enumerate(model.norms())
+        place.register_forward_hook(partial(note, row=row))
+        for row, place in enumerate(model.places())
     ]
     try:
         for part in windows.split(batch):
@@ -144,6 +145,6 @@ def calibrate(model: GPT, idx: Tensor) -> RMSStats:
     it move (coupled_calibrate); the statistics before that.
     """
     stats = measure(model, idx)
-    for norm, drift in zip(model.norms(), stats.drift, strict=True):
-        norm.calibrate(drift)
+    for place, drift in zip(model.places(), stats.drift, strict=True):
+        place.norm.calibrate(drift)
     return stats

@@ -199,7 +199,7 @@ def test_no_mlp_gamma_takes_just_those_gains_away(models):
         build_step(arm, make_batches(config, CPU), CPU, "")()
         names.append({name for name, _ in models[-1].named_parameters()})
     assert (
-        names[0] - names[1] == {"blocks.0.norm2.weight", "blocks.1.norm2.weight"}
+        names[0] - names[1] == {"blocks.0.norm2.norm.weight", "blocks.1.norm2.norm.weight"}
         and names[1] < names[0]
     )
     # an input norm behind an output norm
@@ -207,7 +207,7 @@ def test_no_mlp_gamma_takes_just_those_gains_away(models):
     model = GPT(arm.config)
     arm.strip(model.blocks)
     assert (
-        model.blocks[0].norm2.input.weight is None
+        model.blocks[0].norm2.norm.weight is None
         and model.blocks[0].norm2.output.weight is not None
     )
 

@@ -26,7 +26,7 @@ from hf.config import shape_config
 from kernels.decode import reference as decode_reference
 from model import GPT, GPTConfig
 from norm_plan import NORM_TYPES
-from norms import NoNorm
+from norms import NoNorm, Norm, Place
 
 PER_BLOCK = {
     "rms": (9, 2),
@@ -244,7 +244,7 @@ def test_no_step_computes_gains(keys, level):
     norms = [entry.norm for entry in packed.entries] + [packed.norm_e]
     parts = [part for norm in norms if norm is not None for part in norm.modules()]
     assert level == "fused" or parts
-    assert all(part.has_plain_gain for part in parts if part.weight is not None)
+    assert all(part.has_plain_gain for part in parts if isinstance(part, Norm))
 
 
 def test_only_pre_norm_layouts_take_other_arms():
@@ -281,7 +281,7 @@ def test_a_launch_cannot_hold_two_products_and_loose_work_is_counted():
         ledger.ops.matmul(x, weight, None)
         x * 2  # outside of every launch function: a launch of its own
         x.view(4).unsqueeze(0)  # no work
-        ledger.ops.norm(NoNorm(4, affine=False), x, None, None)  # and no launch
+        ledger.ops.norm(Place(NoNorm(4, affine=False)), x, None, None)  # and no launch
     assert ledger.launches == ["matmul", "mul"]
     two = decode_reference.activation
     decode_reference.activation = lambda z, epilogue, kind: z @ weight @ weight
@@ -341,8 +341,7 @@ def test_arms_share_all_but_their_norms(shape):
     for norm in ("rms", "coupled", "layer", "cbwc", "taper"):
         twin = with_norms(model, norm, idx)
         assert twin.blocks[0].attn.qkv.weight is model.blocks[0].attn.qkv.weight
-        norm1 = twin.blocks[1].norm1.base if norm == "taper" else twin.blocks[1].norm1
-        assert norm1.weight is model.blocks[1].norm1.weight
+        assert twin.blocks[1].norm1.core.weight is model.blocks[1].norm1.core.weight
         if norm == "cbwc" and shape == "gpt2-bias":  # the same function as layer
             assert distance(definition(twin, idx, 12), before) < 1e-13
         elif norm != model.config.norm_type:
@@ -354,7 +353,7 @@ def test_arms_keep_the_gain_of_a_scaled_norm():
     """LayerNorm scaling's gain is not its weight."""
     model, idx = make("gpt2", "lns"), prompt(2, 12)
     twin = with_norms(model, "rms")
-    assert torch.equal(twin.blocks[2].norm2.weight, model.blocks[2].norm2.gain)
+    assert torch.equal(twin.blocks[2].norm2.norm.weight, model.blocks[2].norm2.norm.gain)
     assert distance(definition(twin, idx, 12), definition(model, idx, 12)) < 1e-13
 
 

@@ -270,7 +270,7 @@ def test_what_the_architecture_always_has_is_written_out(keys, tmp_path):
         tokens(2, 20) % 60,
     )
     if keys.get("coupled_calibrate"):
-        ours.blocks[1].norm2.alpha.fill_(1.3)
+        ours.blocks[1].norm2.norm.alpha.fill_(1.3)
     theirs = auto(weights.export_hf(ours, tmp_path / "out"))
     same(theirs(idx).logits, ours(idx))  # n_vocab columns each
     same(weights.load_hf(tmp_path / "out")(idx), ours(idx))

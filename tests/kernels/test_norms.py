@@ -14,6 +14,7 @@ from helpers import shake
 
 from kernels import binding
 from model import GPT, GPTConfig
+from taper import tapers
 
 DEVICE = "cpu" if binding.INTERPRETED else "cuda"
 SHAPE = GPTConfig(
@@ -67,7 +68,7 @@ def model_of(name, dtype=torch.float32, **keys):
             model(IDX, TARGETS)
         model.set_step(2, 10)
         model.set_step(6, 10)
-        assert {norm.phase for norm in model.norms() if hasattr(norm, "phase")} == {"blend"}
+        assert {norm.phase for norm in tapers(model)} == {"blend"}
     return model
 
 
@@ -152,7 +153,7 @@ def test_one_compilation_a_taper_phase(mode):
     gates = []
     for at in range(4, 8):
         model.set_step(at, 10)
-        gates.append(float(model.blocks[0].norm1.gate))
+        gates.append(float(model.blocks[0].norm1.norm.gate))
         step(model, compiled)
     assert len(set(gates)) == 4 and counter.frame_count == 1
     model.set_step(8, 10)

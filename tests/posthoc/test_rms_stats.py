@@ -15,7 +15,7 @@ from helpers import TINY, close, losses, records, shake
 from common.distributed import Ranks
 from model import GPT
 from norm_plan import NORM_TYPES
-from norms import OutputNorm, PostNorm
+from norms import SharedRMSNorm
 from train import TrainConfig
 from training import evaluation
 from training.dataloader import Blocks
@@ -27,6 +27,10 @@ L = SHAPE.n_layer
 
 def gpt(**keys) -> GPT:
     return shake(GPT(replace(SHAPE, **keys)))
+
+
+def shared(model: GPT) -> list[SharedRMSNorm]:
+    return [module for module in model.modules() if isinstance(module, SharedRMSNorm)]
 
 
 def streams(model: GPT) -> list[torch.Tensor]:
@@ -91,15 +95,15 @@ def test_drift_of_a_taper_is_the_size_of_what_it_scales(base):
     for step, phase in ((1, "warm"), (2, "blend"), (3, "fixed")):
         model.train().set_step(step, 10)
         stats, found = measure(model, IDX), streams(model.eval())
-        assert model.blocks[0].norm1.phase == phase
-        for position, norm in enumerate(model.norms()):
+        assert model.blocks[0].norm1.norm.phase == phase
+        for position, place in enumerate(model.places()):
             h = (
                 found[position] - found[position].mean(-1, keepdim=True)
                 if base == "layer"
                 else found[position]
             )
             c_r = (
-                ((norm.scale * h).square().mean(-1) + SHAPE.norm_eps).sqrt()
+                ((place.norm.scale * h).square().mean(-1) + SHAPE.norm_eps).sqrt()
                 if position < 2 * L
                 else torch.ones(1)
             )
@@ -154,23 +158,21 @@ def test_every_position_of_every_norm_type(norm_type):
     x = model.plan.embed(x if model.norm_e is None else model.norm_e(x)[0])
     sublayers = [part for block in model.blocks for part in (block.attn, block.mlp)]
     delta, inv_rms, sizes = None, None, []
-    for norm, sublayer in zip(model.norms(), [*sublayers, None], strict=True):
-        if isinstance(norm, OutputNorm):
-            h = x + norm.output(delta)[0]
-            y, _, inv_rms = norm.input(h, None, inv_rms)
-        elif isinstance(norm, PostNorm):
-            h = norm.base(norm.residual_weight * x + delta)[0]
-            y = h if norm.reader is None else norm.reader(h)[0]
-        else:
-            h = x if delta is None else x + delta
-            y, _, inv_rms = norm(h, None, inv_rms)
+    for place, sublayer in zip(model.places(), [*sublayers, None], strict=True):
+        if place.output is not None:
+            delta = place.output(delta)[0]
+        h = x if delta is None else place.residual_weight * x + delta
+        y, inv_rms = place.norm(h, inv_rms)
+        if place.replaces:
+            h = y
+            y = h if place.reader is None else place.reader(h)[0]
         sizes.append(h.double())
         x = h
         delta = None if sublayer is None else sublayer(y)
     close(stats.rms, torch.stack([h.square().mean().sqrt() for h in sizes]))
     windows = token_rms(model, IDX)
-    for position, (norm, h) in enumerate(zip(model.norms(), sizes, strict=True)):
-        close(windows[position], (h.square().mean(-1) + norm.eps).sqrt())
+    for position, (place, h) in enumerate(zip(model.places(), sizes, strict=True)):
+        close(windows[position], (h.square().mean(-1) + place.norm.eps).sqrt())
     # A norm at the end holds the scale of the stream, whether it replaces the stream or not.
     is_held = model.plan.letters[-1] in "LRPT"
     assert (abs(stats.radial_gradient) < 1e-3) == is_held
@@ -215,9 +217,9 @@ def test_calibrated_alpha_is_the_drift_of_the_uncalibrated_model():
     model = gpt(coupled_span=0, coupled_calibrate=1)
     drift = measure(gpt(coupled_span=0), IDX).drift
     calibrate(model, IDX)
-    for position, norm in enumerate(model.norms()):
+    for position, place in enumerate(model.places()):
         if position % (2 * L):
-            close(norm.alpha, drift[position])
+            close(place.norm.alpha, drift[position])
     # Loaded into a model without calibration, alpha is absorbed into the gains: the same function
     # without a buffer.
     for alpha in (1.0, 1.5):
@@ -234,13 +236,13 @@ def test_a_model_gone_wrong_keeps_its_alpha():
         model.blocks[1].mlp.down.weight[0, 0] = torch.inf
     stats = calibrate(model, IDX)
     assert not stats.drift.isfinite().all()
-    assert all(norm.alpha.isfinite() for norm in model.norms() if hasattr(norm, "alpha"))
+    assert all(norm.alpha.isfinite() for norm in shared(model))
 
 
 def test_a_fixed_alpha_stays():
     model = gpt(coupled_span=0, coupled_alpha=1.5)
     calibrate(model, IDX)
-    assert {norm.alpha for norm in model.norms() if hasattr(norm, "alpha")} == {1.5}
+    assert {norm.alpha for norm in shared(model)} == {1.5}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -209,7 +209,9 @@ def test_gains_decay_if_they_are_told_to(norm_type):
                 decays = parameter.dim() >= 2 or (decay_gains and is_gain)
                 assert decay[name] == DECAY * decays, name
     gains = [module for module in model.modules() if isinstance(module, Norm)]
-    assert gains and any(name.endswith("norm1.alpha") for name in decay) == (norm_type == "dyt")
+    assert gains and any(name.endswith("norm1.norm.alpha") for name in decay) == (
+        norm_type == "dyt"
+    )
 
 
 def test_trains_and_resumes_bit_for_bit(launch, train_ok, tiny_data, tmp_path):
