@@ -11,6 +11,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import re
 import socket
 import sys
 import time
@@ -343,6 +344,7 @@ def shake(module: torch.nn.Module) -> torch.nn.Module:
     module.double()
     for name, parameter in module.named_parameters():
         if parameter.dim() <= 1:
-            seed = zlib.crc32(name.replace("base.", "").encode())
+            role = re.sub(r"(norm[12ef_]+\.)norm\.", r"\1", name.replace("base.", ""))
+            seed = zlib.crc32(role.encode())
             parameter += 0.3 * draw(*parameter.shape, seed=seed)
     return module

@@ -605,7 +605,7 @@ def test_analyze_prints_verdicts(tied, saved, capsys):
         0 if tied else 3,
         3,
     ) and "leaves it" not in printed
-    assert f"blocks.0.norm2  {'untied' if tied else 'strict'}" in printed
+    assert f"blocks.0.norm2.norm  {'untied' if tied else 'strict'}" in printed
     assert (
         "centring wte.weight would show in linear in lm_head, unless it gets a centred copy"
         in printed
