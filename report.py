@@ -17,7 +17,8 @@ The metrics are val_loss (its margin is that of val_loss_full too), train_loss, 
 hellaswag_acc_norm and tok_per_s (its margin is a share). Other keys:
     --out=DIR           where everything is written, instead of into the folder of the runs
     --pictures=False    write tables only
-    --plot=FILE         file for the loss curves of runs without a baseline
+    --plot=FILE         file for the loss curves of runs without a baseline; runs that differ in the
+                        seed alone are one curve, their mean
 """
 
 import common.interrupt  # noqa: F401
