@@ -54,7 +54,7 @@ from common.errors import (
     run_program,
 )
 from common.fingerprint import fingerprint
-from common.output import write_bytes_atomically
+from common.output import RUN_CONFIG, check_apart, check_replaceable, write_bytes_atomically
 from configurator import (
     MOST_LAYERS,
     MOST_SEQUENCES,
@@ -254,6 +254,8 @@ class Distiller:
             self.summary = self.ranks.together(self._finished_summary)
             self.ranks.check_same(int(self.summary is None), different_checkpoints(self.out_dir))
             if self.summary is None:
+                check_apart(config.teacher, self.out_dir)
+                check_replaceable(self.out_dir / "config.json", RUN_CONFIG)
                 self._load_teacher()
                 self._read_first_blocks()
                 # Before the plan is chosen, which takes long: another teacher or text is refused.

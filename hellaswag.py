@@ -27,6 +27,8 @@ from data.tokenizers import tokenizer_of
 from evals.hellaswag import BATCH_SIZE, ITEMS_FILE, HellaSwag
 from load import load_model
 
+OWN_ITEMS = rb'{"item": .*"acc_choice"'  # how a file of per-item results begins
+
 
 @dataclass(frozen=True)
 class HellaSwagConfig:
@@ -73,7 +75,7 @@ def target_file(config: HellaSwagConfig, spec: str) -> Path | None:
 def main(argv: list[str]) -> None:
     config, spec = parse_args(HellaSwagConfig, argv, __doc__, spec=True)
     if config.out:
-        check_replaceable(Path(config.out))  # now, not after the scoring
+        check_replaceable(Path(config.out), OWN_ITEMS)  # now, not after the scoring
     ranks = Ranks.start(config.device)
     model = load_model(spec).to(ranks.device)
     tokenizer = tokenizer_of(model)

@@ -48,7 +48,7 @@ from common.environment import (
 )
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write, run_program
 from common.old_keys import chosen_then, device_kind
-from common.output import check_replaceable
+from common.output import RUN_CONFIG, check_apart, check_replaceable
 from configurator import MOST_GENERATED, MOST_SEQUENCES, MOST_STEPS, key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
@@ -472,6 +472,7 @@ class Trainer:
         self.model = GPT(config, config.seed)
         # A run that is resumed has left those weights behind.
         if config.init_from and found is None:
+            check_apart(config.init_from, self.out_dir)
             self.notes.append(init_from(self.model, config.init_from))
         # float32 also where products are bfloat16: an update of AdamW is often smaller than a step
         # between two bfloat16 numbers.
@@ -611,7 +612,7 @@ class Trainer:
             **self.provenance,
         }
         path = self.out_dir / "config.json"
-        check_replaceable(path)
+        check_replaceable(path, RUN_CONFIG)
         # It takes its name once the log is open: what fails first leaves both untouched.
         partial = path.with_name(path.name + ".tmp")
         try:

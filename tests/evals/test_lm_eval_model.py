@@ -283,7 +283,7 @@ def test_bad_input_is_one_line(tmp_path):
             ConfigError,
             "num_fewshot=-1: must not be negative",
         ),
-        (["model", "--mmlu=a,b", f"--out={tmp_path}"], UserError, "cannot be written"),
+        (["model", "--mmlu=a,b", f"--out={tmp_path}"], UserError, "this is a folder"),
         (["model", "--mmlu=a"], ConfigError, "two files"),
         (["model", f"--mmlu={broken},{broken}"], DataError, "no MMLU rows"),
         (["model", "--mmlu=nowhere.jsonl,b"], DataError, "nowhere.jsonl: cannot be read"),
