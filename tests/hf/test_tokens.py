@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_models import needs_transformers, save, tiny, transformers
+from hf_models import GPT2, MODELS, needs_transformers, save, tiny, transformers
 
 import sample
 from bench_decode import DecodeBenchConfig, prompt_ids
@@ -29,7 +29,8 @@ pytestmark = needs_transformers
 CPU = torch.device("cpu")
 # Words and spaces are joined, so that a continuation may change how its context is cut.
 MERGES = ["▁ t", "▁t h", "a t", "s at", "▁ s", "▁s at", "▁ ▁", "▁ a", "t h", "i s", "o r"]
-FAMILIES = ("llama", "gemma3", "qwen3", "gpt2", "olmo2")
+FAMILIES = ("llama", "gemma3", "qwen3", "gpt2", "gpt2-wide", "olmo2")
+GPT2_WIDE = ("GPT2", {**GPT2, "vocab_size": 50257})  # as many as GPT-2's own tokenizer has
 PAIRS = [
     ("The cat", " sat"),
     ("Question? ", "this"),
@@ -73,6 +74,7 @@ def test_likelihoods_are_those_of_lm_evaluation_harness(family, template, tmp_pa
     """Of pairs of texts, and of HellaSwag's endings."""
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(MODELS, "gpt2-wide", GPT2_WIDE)
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
