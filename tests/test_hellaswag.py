@@ -299,10 +299,6 @@ def test_bad_items_are_named(tmp_path):
     torn.write_bytes(lzma.compress(good.encode())[:-20])
     with pytest.raises(DataError, match="cannot be read"):
         load_items(str(torn))
-    with pytest.raises(DataError, match="without context"):
-        make_endings(
-            [{"item": 5, "ctx": "", "endings": ["", "", "", ""], "label": 0}], byte_tokenizer(), 8
-        )
 
 
 def test_bad_models_and_places(tmp_path):
