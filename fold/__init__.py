@@ -183,7 +183,7 @@ def analyze(
 
     Returns:
         A report with one row for each call of a LayerNorm, for print() and for `fold`. GroupNorms
-        with one position are counted, too.
+        of (N, C), without positions, are counted, too.
 
     Raises:
         FoldError: the model cannot be exported, or a size in it depends on values.
@@ -265,6 +265,7 @@ def fold(
         refusals=refusals,
         keep=plan.keep,
         tolerance=tolerance,
+        sizes=True,
     )
     if certificate.ok:
         return new, certificate
