@@ -18,18 +18,17 @@ from fold.certificate import randomize, run
 SEEDS = 8 * int(os.environ.get("NANONORM_FOLDS", 5))
 
 
-class Steps(nn.Module):
-    """Functions and modules, one after another."""
+class Do(nn.Module):
+    """A function as a module."""
 
-    def __init__(self, *steps):
+    def __init__(self, function):
         super().__init__()
-        self.steps = steps
-        self.parts = nn.ModuleList(step for step in steps if isinstance(step, nn.Module))
+        self.forward = function
 
-    def forward(self, x: Tensor) -> Tensor:
-        for step in self.steps:
-            x = step(x)
-        return x
+
+def steps(*parts) -> nn.Module:
+    """Put modules and functions one after another."""
+    return nn.Sequential(*(x if isinstance(x, nn.Module) else Do(x) for x in parts))
 
 
 class Whitened(nn.Module):
@@ -101,7 +100,7 @@ def agrees(model: nn.Module, after: nn.Module, *shape: int) -> bool:
 
 
 def front(*between) -> nn.Module:
-    return prepared(Steps(nn.Linear(C, C), *between, nn.Linear(C, 4)))
+    return prepared(steps(nn.Linear(C, C), *between, nn.Linear(C, 4)))
 
 
 def conv(norm: nn.Module) -> nn.Module:
@@ -195,17 +194,17 @@ def awkward(choose: random.Random) -> tuple[nn.Module, list[tuple[int, ...]]]:
         AxisOne(),
         Beside(choose.choice(others)),
     )
-    steps = choose.choices(STEPS, k=choose.choice([0, 0, 1, 1, 2]))
-    steps.append(choose.choice(norms))
+    parts = choose.choices(STEPS, k=choose.choice([0, 0, 1, 1, 2]))
+    parts.append(choose.choice(norms))
     if choose.random() < 0.5:
         shapes = [(*choose.choices(sizes, k=choose.choice([1, 1, 2, 2, 3])), C) for _ in range(8)]
-        return prepared(Steps(nn.Linear(C, C), *steps)), shapes
+        return prepared(steps(nn.Linear(C, C), *parts)), shapes
     stride = choose.choice([1, 2])
     shapes = [
         (*choose.choices(sizes, k=choose.choice([0, 1, 1])), 3, choose.choice([2, 4, C, 2 * C]))
         for _ in range(8)
     ]
-    return prepared(Steps(nn.Conv1d(3, C, 2, stride), *steps)), shapes
+    return prepared(steps(nn.Conv1d(3, C, 2, stride), *parts)), shapes
 
 
 def test_random_modules():
