@@ -175,7 +175,8 @@ def analyze(
     Args:
         model: any nn.Module, in the mode (train or eval) that is meant. It is left unchanged.
         example_inputs: positional (tuple) or keyword (dict) arguments of the model. The analysis
-            holds for their shapes and for the branches that the model takes on them.
+            holds for their shapes and for the branches that the model takes on them. `fold` checks
+            other sizes and ranks, too, as far as the model takes them.
         rules: "exact", or "paper" to count as the paper's Table 3 does.
         trained: the verdicts hold for any values that training may give the parameters. With False
             they also rely on the present values, such as initial gains that are all 1. The values

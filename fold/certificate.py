@@ -1,7 +1,8 @@
 """Certify that a conversion left a model's function unchanged.
 
 The conversion is done again on float64 copies of the model, with its weights and with weights drawn
-at random. Both sides are run on the given inputs and on fresh ones.
+at random. Both sides are run on the given inputs and on fresh ones; where a conversion was found by
+looking at an example (`sizes`), on inputs of other sizes and ranks as well.
 
     after, certificate = certify(model, convert, {"input_ids": ids})
     certificate.ok, certificate.max_rel, certificate.to_json()
@@ -489,8 +490,8 @@ def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
 
     Yields:
         Lists of alternatives: the next one is for a model that does not take the last. Axes change
-        together that have the same size, or the same place in their tensors. Longer comes after
-        shorter, because an index beyond a table of positions breaks a process on a GPU.
+        together that have the same size, or the same place in their tensors. Shorter comes before
+        longer, because an index beyond a table of positions breaks a process on a GPU.
     """
     leaves, structure = tree_flatten(inputs)
     tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel()}
@@ -514,7 +515,7 @@ def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
     for axes in dict.fromkeys(map(tuple, (*by_size, *by_place))):
         yield [
             resized(axes, lambda size: size - 1 if size > 2 else size + 1),
-            resized(axes, lambda size: 2 * size),
+            resized(axes, lambda size: 2 * size if size < 32 else size // 2),
         ]
     with_axes = {i: x for i, x in tensors.items() if x.dim()}
     inner = {i: x.unsqueeze(min(1, x.dim() - 1)) for i, x in with_axes.items()}
