@@ -1,11 +1,11 @@
 """Time of a decoded token under several norms and levels of fusion: all arms in one process.
 
-    python bench_decode.py random:qwen3-0.6b --batch=1,2,4,8,16,32,64,128 --out=results/h200/decode
+    python bench_decode.py random:qwen3-0.6b --batch=1,2,4,8,16,32,64,128 --out=results/h100/decode
     python bench_decode.py random:gpt2 --arms=A,B,C,D,E,L,M --tokens=16 --out=results/cpu/decode
     python bench_decode.py random:qwen3-8b --ledger     # count launches, predict; no GPU, no memory
-    python bench_decode.py random:qwen3-1.7b --batch=8 --trace --out=results/h200/trace
+    python bench_decode.py random:qwen3-1.7b --batch=8 --trace --out=results/h100/trace
     # TaperNorm's protocol; with --ledger as well it only counts
-    python bench_decode.py --last_token --out=results/h200/taper
+    python bench_decode.py --last_token --out=results/h100/taper
 
 The model is a run folder, a checkpoint, a Hugging Face folder or name, or `random:` and a published
 shape, with random weights, which are never zeros. Arms (decode/arms.py), all from the same weights:
