@@ -47,6 +47,7 @@ from common.environment import (
     peak_flops,
 )
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write, run_program
+from common.lock import FolderLock
 from common.old_keys import chosen_then, device_kind
 from common.output import check_replaceable
 from configurator import MOST_GENERATED, MOST_SEQUENCES, MOST_STEPS, key, parse_args
@@ -70,7 +71,6 @@ from training.checkpoint import (
 from training.choices import choose, keep, slow_bfloat16
 from training.dataloader import Blocks, TrainLoader, merge
 from training.evaluation import Evaluator
-from training.lock import FolderLock
 from training.log import RunLog, Throughput, last_event
 from training.optim import (
     Optimizer,
