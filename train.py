@@ -374,6 +374,11 @@ class Trainer:
     def _open_data(self) -> None:
         """Open the token shards, and complete the config with the vocabulary of the data."""
         self.meta = read_meta(self.config.data_dir)
+        if not self.meta and not self.config.vocab_size:
+            self.notes.append(
+                f"{self.config.data_dir} has no meta.json and no meta.pkl: its tokens are taken "
+                "for GPT-2's"
+            )
         self.config = with_vocabulary(self.config, self.meta.get("vocab_size", 0))
         config = self.config
         # The embedding may have more rows than there are tokens. An id beyond n_vocab is an error.
@@ -400,6 +405,8 @@ class Trainer:
             self.precision.autocast,
             make_scorer,
         )
+        if self.evaluator.no_tokenizer:
+            self.notes.append(f"no text sample and no bits per byte: {self.evaluator.no_tokenizer}")
 
     def _hellaswag_scorer(self, tokenizer: Any) -> HellaSwag:
         """Make what scores HellaSwag; downloads or reads the items."""
