@@ -54,6 +54,7 @@ from common.errors import (
     run_program,
 )
 from common.fingerprint import fingerprint
+from common.lock import FolderLock
 from common.output import RUN_CONFIG, check_apart, check_replaceable, write_bytes_atomically
 from configurator import (
     MOST_LAYERS,
@@ -81,7 +82,6 @@ from training.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from training.lock import FolderLock
 from training.log import RunLog, Throughput, last_event
 from training.optim import (
     check_optimizer_keys,

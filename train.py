@@ -47,6 +47,7 @@ from common.environment import (
     peak_flops,
 )
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write, run_program
+from common.lock import FolderLock
 from common.old_keys import chosen_then, device_kind
 from common.output import RUN_CONFIG, check_apart, check_replaceable
 from configurator import MOST_GENERATED, MOST_SEQUENCES, MOST_STEPS, key, parse_args
@@ -70,7 +71,6 @@ from training.checkpoint import (
 from training.choices import choose, keep, slow_bfloat16
 from training.dataloader import Blocks, TrainLoader, merge
 from training.evaluation import Evaluator
-from training.lock import FolderLock
 from training.log import RunLog, Throughput, last_event
 from training.optim import (
     Optimizer,
@@ -374,6 +374,11 @@ class Trainer:
     def _open_data(self) -> None:
         """Open the token shards, and complete the config with the vocabulary of the data."""
         self.meta = read_meta(self.config.data_dir)
+        if not self.meta and not self.config.vocab_size:
+            self.notes.append(
+                f"{self.config.data_dir} has no meta.json and no meta.pkl: its tokens are taken "
+                "for GPT-2's"
+            )
         self.config = with_vocabulary(self.config, self.meta.get("vocab_size", 0))
         config = self.config
         # The embedding may have more rows than there are tokens. An id beyond n_vocab is an error.
@@ -400,6 +405,8 @@ class Trainer:
             self.precision.autocast,
             make_scorer,
         )
+        if self.evaluator.no_tokenizer:
+            self.notes.append(f"no text sample and no bits per byte: {self.evaluator.no_tokenizer}")
 
     def _hellaswag_scorer(self, tokenizer: Any) -> HellaSwag:
         """Make what scores HellaSwag; downloads or reads the items."""

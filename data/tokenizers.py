@@ -164,7 +164,7 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
     """Load the tokenizer of a data folder or checkpoint.
 
     Args:
-        meta: content of meta.json, which names it.
+        meta: of read_meta; it names it.
 
     Raises:
         DataError: it is unknown, cannot be read or cannot be downloaded.
@@ -186,7 +186,8 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
                 "once, or point TIKTOKEN_CACHE_DIR at a folder that has it"
             ) from None
     raise DataError(
-        f"unknown tokenizer {name!r}: this data has no usable meta.json; prepare it again"
+        f"unknown tokenizer {name!r}: no meta.json (or nanoGPT's meta.pkl) with a known one is "
+        "with the data; prepare it again"
     )
 
 

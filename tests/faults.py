@@ -78,8 +78,8 @@ def slow_steps(seconds: float) -> None:
 
 
 def impatient(seconds: float) -> None:
-    """A program waits so long for another one that trains in its folder."""
-    from training import lock
+    """A program waits so long for another one in its folder."""
+    from common import lock
 
     lock.PATIENCE = seconds
 
@@ -89,7 +89,7 @@ def nobody_can_write(is_told: bool) -> None:
 
     Root may write everywhere, so that a folder's mode would not do.
     """
-    from training import lock
+    from common import lock
 
     def refuse(path: Path, mode: str) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

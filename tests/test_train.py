@@ -30,7 +30,7 @@ from helpers import (
 )
 
 import common.fingerprint
-from common import environment
+from common import environment, lock
 from common.distributed import StopSignal
 from common.errors import CheckpointError, UserError
 from common.fingerprint import data_difference
@@ -40,7 +40,6 @@ from load import init_from
 from model import GPT
 from taper import TaperSchedule
 from train import TrainConfig
-from training import lock
 from training.dataloader import Blocks
 
 
@@ -550,7 +549,7 @@ def test_two_processes_do_not_train_in_one_folder(launch, tiny_data, tmp_path):
             *words, "--learning_rate=1e-4", ranks=ranks, patch=("impatient", {"seconds": 0.5})
         )
         assert second.wait() == [1] * ranks and "waiting for its end, 0 s at most" in second.text()
-        assert "another process is training there: wait for it" in second.text()
+        assert "another process is working there: wait for it" in second.text()
         assert second.text().count("error:") == 1 and "Traceback" not in second.text()
     assert (tmp_path / "run/config.json").read_text() == config and first.processes[0].is_alive()
     first.signal_at(tmp_path / "run", 2, signal.SIGKILL)
@@ -575,7 +574,7 @@ def test_a_second_start_waits_and_sees_what_the_first_one_leaves(
         tmp_path / "run", 1, signal.SIGCONT
     )  # it trains, and there is no checkpoint yet
     second = launch(*words, ranks=ranks)
-    wait_for(second, "another process is training there: waiting for its end, 60 s")
+    wait_for(second, "another process is working there: waiting for its end, 60 s")
     assert set(first.wait()) == {0}
     before = contents(tmp_path / "run")
     assert (
@@ -639,7 +638,7 @@ def test_merging_a_checkpoint_waits_for_the_run_in_its_folder(launch, tiny_data,
     training.signal_at(run, 3, signal.SIGCONT)
     patch = ("impatient", {"seconds": 0.5})
     merging = launch(run, program="training.checkpoint", patch=patch)
-    assert merging.wait() == [1] and "another process is training there" in merging.text()
+    assert merging.wait() == [1] and "another process is working there" in merging.text()
     training.signal_at(run, 4, signal.SIGTERM)
     assert training.wait() == [0]
     merging = launch(run, program="training.checkpoint", patch=patch)

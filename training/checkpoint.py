@@ -38,12 +38,12 @@ from torch import nn
 from common.distributed import Ranks, StopSignal, is_sharded, whole
 from common.errors import CheckpointError, ConfigError, cannot_write, run_program
 from common.inputs import check_regular
+from common.lock import FolderLock
 from common.old_keys import as_today
 from common.output import check_replaceable, refused
 from configurator import Overrides, parse_args
 from model import GPT, GPTConfig
 from norm_plan import foreign_keys, resolved
-from training.lock import FolderLock
 
 FORMAT = 1
 LAST = "ckpt_last.pt"
@@ -630,13 +630,10 @@ def main(argv: list[str]) -> None:
         raise CheckpointError(f"{paths[0]}: no such checkpoint: check the path")
     # A run that is resumed meanwhile would save over the merged file.
     stop_signal = StopSignal()
-    lock = FolderLock(paths[0].parent, lambda: stop_signal.name)
-    try:
+    with FolderLock(paths[0].parent, lambda: stop_signal.name):
         for path in paths:
             save_checkpoint(path, read_checkpoint(path))
             print(f"{path} is one file")
-    finally:
-        lock.release()
 
 
 if __name__ == "__main__":
