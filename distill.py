@@ -111,7 +111,7 @@ FREE_KEYS = {
     "out_dir",
     "export",
     "tracker",
-    "wandb_project",
+    "tracker_project",
 }
 
 
@@ -215,7 +215,7 @@ class DistillConfig:
         None, "write hf/, a Hugging Face folder, at the end (auto: if the teacher was one)"
     )
     tracker: str = key("off", "log to an experiment tracker too", TRACKERS)
-    wandb_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
+    tracker_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
 
     def __post_init__(self) -> None:
         if not self.teacher:

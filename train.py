@@ -91,7 +91,7 @@ from training.provenance import (
 from training.stability import Stability
 from training.step_report import PendingReport, StepReport, count_bad, pack
 from training.stream import calibrate
-from training.tracker import TRACKERS, check_tracker, find_tracker
+from training.tracker import TRACKERS, check_tracker
 
 # float16: after a step with infinite gradients, GradScaler skips the update and lowers the loss
 # scale. If this many steps in a row are skipped, the cause is something else, and the run stops.
@@ -195,12 +195,6 @@ class TrainConfig(GPTConfig):
         ("ddp", "fsdp"),
     )
     compile: bool | None = key(None, "torch.compile (auto: on CUDA, and in long runs on a CPU)")
-    compile_mode: str = key(
-        "default",
-        "of torch.compile; max-autotune tries kernels for products that also add",
-        ("default", "max-autotune-no-cudagraphs"),
-    )
-
     merge_micro_batches: int = key(
         0,
         "micro-batches of a rank computed at once (0: on a CPU up to 8,192 tokens, else 1)",
@@ -217,9 +211,6 @@ class TrainConfig(GPTConfig):
     # HellaSwag
     hellaswag: str = key(
         "off", "score HellaSwag at the end: off, auto (downloads the items), or a file of items"
-    )
-    hellaswag_interval: int = key(
-        0, "steps between further HellaSwag scores (0: at the end only)", least=0
     )
     hellaswag_items: int = key(
         0, "score this many items, spread evenly over the file (0: all)", least=0
@@ -251,23 +242,11 @@ class TrainConfig(GPTConfig):
 
     # Experiment trackers
     tracker: str = key("off", "log to an experiment tracker too", TRACKERS)
-    wandb: str = key(
-        "off",
-        "log to Weights & Biases too: tracker=wandb in this mode",
-        ("off", "online", "offline"),
-    )
-    wandb_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
+    tracker_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # HellaSwag is scored within an evaluation.
-        if self.hellaswag_interval % self.eval_interval:
-            raise ConfigError(
-                f"hellaswag_interval={self.hellaswag_interval}: must be a multiple of "
-                f"eval_interval={self.eval_interval}"
-            )
         check_optimizer_keys(self)
-        find_tracker(vars(self))  # raises if two are asked for
         if not self.out_dir:
             raise ConfigError("out_dir is empty: name a run folder")
         if not 0 <= self.wsd_decay < 1:
@@ -552,7 +531,7 @@ class Trainer:
             # The whole model, under FSDP too: graphs break at the blocks' hooks, and all blocks
             # share one graph. Compiled block by block, head and loss would stay eager, and
             # HellaSwag's changing shapes would reach the compiled blocks.
-            self.compiled = torch.compile(self.model, dynamic=False, mode=self.config.compile_mode)
+            self.compiled = torch.compile(self.model, dynamic=False)
 
     def _replicate(self) -> None:
         """Put DDP around the model, if there are several ranks and each holds all of it."""
@@ -896,10 +875,12 @@ class Trainer:
         )
 
     def _score_hellaswag(self) -> None:
-        """Score HellaSwag, if that is due after this step."""
-        is_last = self.step == self.config.max_iters
-        scores = self.evaluator.hellaswag(self.model, self.step, is_last)
-        if scores is not None and self.ranks.is_main:
+        """Score HellaSwag, if this was the last step."""
+        scorer = self.evaluator.scorer
+        if scorer is None or self.step < self.config.max_iters:
+            return
+        scores = scorer(self.model)
+        if self.ranks.is_main:
             self.log.event("hellaswag", step=self.step, **scores.summary())
             self.log.say(f"step {self.step}  HellaSwag {scores}")
             scores.write(self.out_dir / ITEMS_FILE)

@@ -228,7 +228,6 @@ def training(folder: Path) -> Iterator[Target]:
     for name, label in (
         ("train", "float32 stream"),
         ("train_bfloat16", "bfloat16 stream"),
-        ("train_autotuned", "bfloat16 stream, autotuned products"),
     ):
         lines = figures(folder, f"{name}/steps.jsonl")
         pairs = aims
