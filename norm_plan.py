@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import ConfigError
-from configurator import MOST_LAYERS, MOST_STEPS, check_ranges, key
+from configurator import check_ranges, key
 from kernels import MODES
 from norms import (
     CenteredLinear,
@@ -112,7 +112,7 @@ class NormConfig:
         most=1.0,
     )
     norm_groups: int = key(
-        1, "rms: number of channel groups that are normalised independently", least=1, most=1 << 20
+        1, "rms: number of channel groups that are normalised independently", least=1
     )
     rms_bias: bool = key(False, "rms: norms have LayerNorm's bias, where the model has biases")
     post_base: str = key(
@@ -141,14 +141,12 @@ class NormConfig:
         0,
         "coupled: this many blocks at the start keep their own statistics",
         least=0,
-        most=MOST_LAYERS,
     )
     coupled_span: int = key(
         1,
         "coupled: blocks that share one statistic (0: all; above 1, set coupled_calibrate too, "
         "or training may diverge)",
         least=0,
-        most=MOST_LAYERS,
     )
     coupled_alpha: float | tuple[float, ...] = key(
         1.0,
@@ -162,7 +160,6 @@ class NormConfig:
         0,
         "coupled: steps after which alpha is set to the measured drift again (0: never)",
         least=0,
-        most=MOST_STEPS,
     )
     coupled_grad: str = key(
         "detach", "coupled: gradient through the shared statistic", ("detach", "full")
@@ -180,13 +177,11 @@ class NormConfig:
         0.5,
         "taper: full norm up to this step (below 1: share of max_iters)",
         least=0,
-        most=float(MOST_STEPS),
     )
     taper_end: float = key(
         0.75,
         "taper: norm gone from this step on (below 1: share of max_iters; as taper_warmup: "
         "gone at once)",
-        most=float(MOST_STEPS),
     )
     taper_fit: str = key(
         "norm",

@@ -49,7 +49,7 @@ from common.environment import (
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write, run_program
 from common.old_keys import chosen_then, device_kind
 from common.output import check_replaceable
-from configurator import MOST_GENERATED, MOST_SEQUENCES, MOST_STEPS, key, parse_args
+from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from
@@ -106,7 +106,6 @@ class TrainConfig(GPTConfig):
         0,
         "rows of the embedding (0: the data's vocabulary, up to a multiple of 64)",
         least=0,
-        most=1 << 24,
     )
 
     # Files
@@ -120,20 +119,16 @@ class TrainConfig(GPTConfig):
     )
 
     # Length and batch
-    max_iters: int = key(600000, "optimiser steps", least=1, most=MOST_STEPS)
-    batch_size: int = key(12, "sequences in a micro-batch", least=1, most=MOST_SEQUENCES)
-    gradient_accumulation_steps: int = key(
-        40, "micro-batches in a step, over all ranks", least=1, most=MOST_SEQUENCES
-    )
+    max_iters: int = key(600000, "optimiser steps", least=1)
+    batch_size: int = key(12, "sequences in a micro-batch", least=1)
+    gradient_accumulation_steps: int = key(40, "micro-batches in a step, over all ranks", least=1)
 
     # Learning rate
     learning_rate: float = key(6e-4, "highest learning rate", most=1000.0)
     min_lr: float = key(
         6e-5, "lowest learning rate, at the end of the schedule", least=0, most=1000.0
     )
-    warmup_iters: int = key(
-        2000, "steps of linear warm-up; the first is not zero", least=0, most=MOST_STEPS
-    )
+    warmup_iters: int = key(2000, "steps of linear warm-up; the first is not zero", least=0)
     lr_schedule: str = key(
         "cosine", "wsd: constant, then linear decay", ("cosine", "wsd", "constant")
     )
@@ -175,9 +170,7 @@ class TrainConfig(GPTConfig):
     )
     log_interval: int = key(10, "steps between log lines", least=1)
     checkpoint_interval: int = key(0, "steps between checkpoints (0: at every evaluation)", least=0)
-    sample_tokens: int = key(
-        300, "length of the text sample at the end (0: none)", least=0, most=MOST_GENERATED
-    )
+    sample_tokens: int = key(300, "length of the text sample at the end (0: none)", least=0)
 
     # Machine
     seed: int = key(1337, "of initial weights, data order and dropout", least=0, most=(1 << 32) - 1)
@@ -199,13 +192,11 @@ class TrainConfig(GPTConfig):
         0,
         "micro-batches of a rank computed at once (0: on a CPU up to 8,192 tokens, else 1)",
         least=0,
-        most=MOST_SEQUENCES,
     )
     jobs: int = key(
         1,
         "runs side by side on this machine, as sweep.sh says: above 1 no speed is judged",
         least=1,
-        most=1 << 16,
     )
 
     # HellaSwag
