@@ -22,7 +22,7 @@ from common.distributed import Ranks
 from common.environment import Precision
 from common.errors import run_program
 from common.output import check_replaceable
-from configurator import MOST_SEQUENCES, check_ranges, key, parse_args
+from configurator import check_ranges, key, parse_args
 from data.tokenizers import tokenizer_of
 from evals.hellaswag import BATCH_SIZE, ITEMS_FILE, HellaSwag
 from load import load_model
@@ -38,7 +38,7 @@ class HellaSwagConfig:
         "", "file of items, jsonl or jsonl.xz ('': downloaded once into data/hellaswag)"
     )
     items: int = key(0, "score this many items, spread evenly over the file (0: all)", least=0)
-    batch_size: int = key(BATCH_SIZE, "endings scored at once", least=1, most=MOST_SEQUENCES)
+    batch_size: int = key(BATCH_SIZE, "endings scored at once", least=1)
     device: str = key(
         "auto", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.fingerprint import data_difference
-from common.old_keys import as_today, chosen_then
+from common.old_keys import RETIRED, as_today, chosen_then
 from common.output import parse_json
 from evidence.archive import SUFFIX, unpack
 
@@ -53,6 +53,7 @@ NAMES = {
     "out_dir",
     "resume",
     "tracker",
+    "tracker_project",
     "wandb",
     "wandb_project",
     "parallel",
@@ -64,9 +65,9 @@ NAMES = {
 }
 # Packages of which a run may be resumed with another version and still be compared.
 HARMLESS_VERSIONS = {"python", "numpy"}
-# What an older program did that did not have the key yet.
+# What a program did that does not have the key: not yet, or no more.
 BEFORE_THE_KEY = {
-    "compile_mode": "default",
+    **RETIRED,
     "residual": "float32",
     "optimizer": "adamw",
     "decay_per_step": 0.0,

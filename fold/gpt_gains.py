@@ -75,7 +75,7 @@ def to_weightless(model: GPT, untie: bool = True) -> GPT:
     if HEAD in readers.values():
         keys["tie_embeddings"] = False
     if not left:
-        keys |= {"norm_gain": "none", "initial_gain": 1.0, "decay_gains": None}
+        keys |= {"norm_gain": "none", "initial_gain": 1.0}
     if SHARED in model.plan.letters:
         keys |= {"coupled_alpha": 1.0, "coupled_calibrate": 0}
     if model.plan.type.scales_by_depth:

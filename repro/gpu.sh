@@ -163,9 +163,6 @@ every_stage() {
     "rms kernels=torch; rms kernels=triton; coupled kernels=torch; coupled kernels=triton" \
     --controls=False
   stage trace env "OUT=$out/trace" repro/fig4.sh
-  # Without `layer`, for time: each of an arm's 216 products is tried in some twenty ways.
-  train_speed train_autotuned "$arms; rms-no-mlp-gamma" --residual=autocast \
-    --compile_mode=max-autotune-no-cudagraphs --rounds=20 --controls=False
   folds bloom --batch=2 --lengths=256,1024,4096
   folds vit --batch=32
   for batch in 8 32 2 4 16 64 128; do decode $batch; done

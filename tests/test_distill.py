@@ -585,7 +585,7 @@ def test_the_estimate_of_activations_is_what_backward_keeps(method, monkeypatch)
             n_kv_head=3,
             head_dim=16,
             n_inner=160,
-            qk_norm=True,
+            qk_norm="head",
         )
         teacher = GPT(shape).eval().requires_grad_(False)
         student, seen = (

@@ -81,10 +81,8 @@ def test_no_gain_is_left_that_linears_alone_read(norm_type, shape):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"norm_type": "rms", "qk_norm": "full", "v_norm": True, "n_kv_head": 1},
-        {"norm_type": "peri", "qk_norm": "head", "v_norm": True, "n_kv_head": 1, **ONE_PLUS},
-        {"norm_type": "hybrid", "qk_norm": "full", "head_dim": 6},
-        {"norm_type": "cbwc", "qk_norm": "head", "v_norm": True, "bias": True},
+        {"norm_type": "hybrid", "n_kv_head": 1, **ONE_PLUS},
+        {"norm_type": "hybrid", "qk_norm": "full", "head_dim": 6, "bias": True},
     ],
     ids=str,
 )

@@ -58,7 +58,7 @@ NORMS = {name: {} for name in NORM_TYPES} | {
 LLAMA = {
     "position": "rope",
     "activation": "swiglu",
-    "qk_norm": True,
+    "qk_norm": "head",
     "n_kv_head": 1,
     "tie_embeddings": False,
 }

@@ -27,7 +27,7 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,11 +39,11 @@ from common.distributed import Ranks, StopSignal, is_sharded, whole
 from common.errors import CheckpointError, ConfigError, cannot_write, run_program
 from common.inputs import check_regular
 from common.lock import FolderLock
-from common.old_keys import as_today
+from common.old_keys import RETIRED, as_today
 from common.output import check_replaceable, refused
 from configurator import Overrides, parse_args
 from model import GPT, GPTConfig
-from norm_plan import foreign_keys, resolved
+from norm_plan import decays_gains, foreign_keys, has_v_norm, resolved
 
 FORMAT = 1
 LAST = "ckpt_last.pt"
@@ -411,6 +411,7 @@ def restore(
             f"{path} holds weights only: choose another out_dir, and --init_from={path}"
         )
     check_same_model(state["config"], config, path)
+    check_retired(state["config"], config, path, RETIRED)
     if "shards" in state or is_sharded(model):
         from training.sharded import place_state  # importing DCP takes a second
 
@@ -541,11 +542,32 @@ def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
         for field in fields(GPTConfig):
             if field.name in saved and field.name not in foreign:
                 overrides.set(field.name, saved[field.name], "its config")
-        return overrides.build()
+        config = overrides.build()
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}: use another checkpoint") from None
     except TypeError:  # a list where a name belongs
         raise CheckpointError(f"{path}: its config is damaged: use another checkpoint") from None
+    # The other keys that are gone do not change what the model computes.
+    check_retired(saved, config, path, ("qk_gain", "v_norm"))
+    return config
+
+
+def check_retired(
+    saved: dict[str, Any], config: GPTConfig, path: Path, names: Iterable[str]
+) -> None:
+    """Check that no key that is gone had a value which `config` cannot have.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    meant = {"v_norm": has_v_norm(config), "decay_gains": decays_gains(config)}
+    for name in names:
+        value = as_today(saved).get(name)
+        if value not in (None, RETIRED[name], meant.get(name)):
+            raise CheckpointError(
+                f"{path}: {name}={value!r} in its config, a key that is gone: use commit d806d57, "
+                "which has it, or another checkpoint"
+            )
 
 
 def check_same_model(

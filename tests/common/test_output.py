@@ -194,7 +194,7 @@ def test_a_checkpoint_on_a_full_disk_leaves_the_old_one(tmp_path):
 
 
 def test_a_log_on_a_full_disk_is_one_line(tmp_path):
-    log = RunLog(tmp_path, {"wandb": "off"}, 10, active=True)
+    log = RunLog(tmp_path, {"tracker": "off"}, 10, active=True)
     log.open(None, {}, [])
     with (
         no_room((tmp_path / "log.jsonl").stat().st_size + 3),
@@ -223,7 +223,7 @@ def test_a_refused_write_names_a_remedy(number, remedy):
 
 
 def test_a_log_that_the_disk_does_not_confirm_is_one_line(tmp_path, monkeypatch):
-    log = RunLog(tmp_path, {"wandb": "off"}, 10, active=True)
+    log = RunLog(tmp_path, {"tracker": "off"}, 10, active=True)
     log.open(None, {}, [])
 
     def refuse(_: int) -> None:
@@ -233,14 +233,14 @@ def test_a_log_that_the_disk_does_not_confirm_is_one_line(tmp_path, monkeypatch)
     with pytest.raises(UserError, match=r"log\.jsonl: cannot be written .*checkpoint is untouched"):
         log.sync()
     with pytest.raises(UserError, match=r"log\.jsonl: cannot be written"):
-        RunLog(tmp_path, {"wandb": "off"}, 10, active=True).open(0, {}, [])
+        RunLog(tmp_path, {"tracker": "off"}, 10, active=True).open(0, {}, [])
     assert os.listdir(tmp_path) == ["log.jsonl"]
 
 
 def test_what_follows_the_last_step_is_logged_once(tmp_path):
     """A distillation that is killed between its two last events does both again."""
     for resume_step in (None, 4):
-        log = RunLog(tmp_path, {"wandb": "off"}, 4, active=True)
+        log = RunLog(tmp_path, {"tracker": "off"}, 4, active=True)
         log.open(resume_step, {}, [])
         if resume_step is None:
             log.event("eval", step=4)
