@@ -75,6 +75,7 @@ from training.checkpoint import (
     different_checkpoints,
     load_moments,
     load_scaler,
+    moments_of,
     read_checkpoint,
     save_checkpoint,
 )
@@ -433,7 +434,7 @@ class Distiller:
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(state["model"][name])
-        load_moments(path, self.optimizer, state["optimizer"])
+        load_moments(path, state, self.trained, self.optimizer)
         load_scaler(path, self.precision.scaler, state["scaler"])
 
     def _replicate(self) -> None:
@@ -634,7 +635,7 @@ class Distiller:
             "calibrated_kl": self.calibrated_kl,
             "provenance": self.provenance,
             "model": {name: p.detach() for name, p in self.trained.items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": moments_of(self.trained, self.optimizer),
             "scaler": self.precision.scaler.state_dict(),
         }
         save_checkpoint(self.out_dir / DISTILLING, state, self.ranks)

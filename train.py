@@ -54,7 +54,7 @@ from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, check_memory
 from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, taper_gate, tapers
 from training.checkpoint import (
@@ -64,7 +64,7 @@ from training.checkpoint import (
     different_checkpoints,
     find_checkpoint,
     first_not_finite,
-    remove_old_shards,
+    moments_of,
     restore,
     save_checkpoint,
 )
@@ -318,7 +318,6 @@ class Trainer:
             # FSDP replaces the parameters, so the optimiser is made after it.
             self._shard()
             self._make_optimizer()
-            # After sharding, so that each rank reads its own share of a sharded checkpoint.
             self._resume(found)
             # DDP goes around the compiled model.
             self._compile()
@@ -360,6 +359,9 @@ class Trainer:
         # micro_batches counts over all ranks, so this does too.
         self.tokens_per_step = config.batch_size * micro_batches * config.block_size
         check_batch_fits(config, self.ranks.device)
+        if config.parallel == "fsdp":
+            # To save them, rank 0 gathers weights and both moments, 4 bytes each.
+            self.ranks.together(lambda: check_memory(config, bytes_per_weight=12))
 
     def _make_evaluator(self) -> None:
         """Prepare the measurements. Raises now, not at the end, if HellaSwag cannot be scored."""
@@ -473,9 +475,7 @@ class Trainer:
                 f"weight decay {config.decay:.6g}: decay_per_step={config.decay_per_step} / "
                 f"learning_rate={config.learning_rate}"
             )
-        self.parameters = list(self.model.parameters())
-        # In the same order, to name a gradient that is not finite.
-        self.names = [name for name, _ in self.model.named_parameters()]
+        self.parameters = dict(self.model.named_parameters())
 
     def _resume(self, found: FoundCheckpoint | None) -> None:
         """Restore everything from the checkpoint, and note what has changed since."""
@@ -551,9 +551,6 @@ class Trainer:
         self.log = RunLog(
             self.out_dir, dataclasses.asdict(config), config.max_iters, self.ranks.is_main
         )
-        if self.ranks.is_main:
-            for name in (LAST, BEST):
-                remove_old_shards(self.out_dir / name)
         if self.choice:
             self.log.say(self.choice)
         if not self.is_over:
@@ -726,7 +723,11 @@ class Trainer:
         # The device itself skips the update if a loss or a gradient is not finite. The host learns
         # of it when it reads the report, and raises.
         grad_norms = guarded_update(
-            self.optimizer, self.scaler, self.parameters, config.grad_clip, count_bad(report)
+            self.optimizer,
+            self.scaler,
+            list(self.parameters.values()),
+            config.grad_clip,
+            count_bad(report),
         )
         return PendingReport(self.step, lr, report, grad_norms)
 
@@ -801,7 +802,7 @@ class Trainer:
 
     def _bad_gradient(self, report: StepReport) -> str:
         """Name the first gradient that is not finite."""
-        for name, norm in zip(self.names, report.gradient_norms, strict=True):
+        for name, norm in zip(self.parameters, report.gradient_norms, strict=True):
             if not math.isfinite(norm):
                 return f"the gradient of {name}"
         return "the global gradient norm"
@@ -891,7 +892,7 @@ class Trainer:
             "config": dataclasses.asdict(self.config),
             "meta": self.meta,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": moments_of(self.parameters, self.optimizer),
             "scaler": self.scaler.state_dict(),
             "best_val_loss": self.best,
             "stability": self.stability.state(),

@@ -6,6 +6,7 @@ python -m pytest tests/test_train.py
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -498,14 +499,10 @@ def test_resume_takes_new_optimiser_settings_and_refuses_a_taper_backwards(
 ):
     words = (*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
     train_ok(*words, "--weight_decay=0.3")
-    train_ok(*words, "--weight_decay=0.2", "--beta2=0.9", "--max_iters=42")
-    groups = torch.load(tmp_path / "run" / "ckpt_last.pt", weights_only=True)["optimizer"][
-        "param_groups"
-    ]
-    assert [group["weight_decay"] for group in groups] == [0.2, 0.0] and groups[0]["betas"] == (
-        0.9,
-        0.9,
-    )
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    train_ok(*words, "--weight_decay=0.2", "--max_iters=42")
+    train_ok(*words, "--weight_decay=0.3", "--max_iters=42", f"--out_dir={tmp_path / 'same'}")
+    assert not same_weights(tmp_path / "run", tmp_path / "same")
     words = (
         *TINY,
         "--norm_type=taper",
@@ -629,20 +626,6 @@ def test_ranks_that_see_different_data_end(launch, tiny_data, tmp_path):
     job = launch(*words, ranks=2, patch=("other_data", {"rank": 1}))
     assert job.wait() == [1, 1] and job.text().count("error:") == 1
     assert "ranks see different data" in job.text() and not (tmp_path / "run").exists()
-
-
-def test_merging_a_checkpoint_waits_for_the_run_in_its_folder(launch, tiny_data, tmp_path):
-    run = tmp_path / "run"
-    words = (*TINY, "--max_iters=100000", "--checkpoint_interval=1", f"--data_dir={tiny_data}")
-    training = launch(*words, f"--out_dir={run}")
-    training.signal_at(run, 3, signal.SIGCONT)
-    patch = ("impatient", {"seconds": 0.5})
-    merging = launch(run, program="training.checkpoint", patch=patch)
-    assert merging.wait() == [1] and "another process is working there" in merging.text()
-    training.signal_at(run, 4, signal.SIGTERM)
-    assert training.wait() == [0]
-    merging = launch(run, program="training.checkpoint", patch=patch)
-    assert merging.wait() == [0] and "ckpt_last.pt is one file" in merging.text()
 
 
 def test_a_crafted_place_is_no_traceback(launch, train_ok, tiny_data, tmp_path):

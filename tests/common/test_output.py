@@ -28,7 +28,7 @@ from hf.weights import export_hf
 from model import GPT, GPTConfig
 from posthoc import rms_stats
 from repro import posthoc_alpha
-from training.checkpoint import remove_old_shards, save_checkpoint
+from training.checkpoint import save_checkpoint
 from training.log import RunLog
 
 
@@ -247,24 +247,6 @@ def test_what_follows_the_last_step_is_logged_once(tmp_path):
         log.event("merged", step=4)
     found = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").open()]
     assert found == ["start", "eval", "resume", "merged"]
-
-
-def test_shards_that_no_checkpoint_names_are_removed(tmp_path):
-    """As a kill leaves them, in the middle of a save or directly after it."""
-    path = tmp_path / "ckpt_last.pt"
-    for number in (0, 1):
-        (tmp_path / f"ckpt_last.shards-{number}").mkdir()
-        (tmp_path / f"ckpt_best.shards-{number}").mkdir()
-    remove_old_shards(path)  # there is no checkpoint, so nothing is known
-    state = {"step": 1, "config": {}, "shards": {"folder": "ckpt_last.shards-1", "files": {}}}
-    torch.save(state, path)
-    remove_old_shards(path)
-    shards = ["ckpt_best.shards-0", "ckpt_best.shards-1", "ckpt_last.shards-1"]
-    assert sorted(os.listdir(tmp_path)) == [*shards[:2], "ckpt_last.pt", shards[2]]
-    path.write_bytes(path.read_bytes()[:100])
-    (tmp_path / "ckpt_last.shards-0").mkdir()
-    remove_old_shards(path)  # torn: it does not say which are its own
-    assert len(os.listdir(tmp_path)) == 5
 
 
 def test_a_folder_gets_its_name_when_it_is_whole(tmp_path):
