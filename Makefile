@@ -3,8 +3,8 @@
 # Both need Python 3.11+ and its headers, a C++ compiler and a package index; neither needs a GPU.
 # make faults  kill every program at each call that changes a file, or fail the call, and try wrong
 #              values of every key (hours)
-# make gpu     every figure that needs an H200, in stages (repro/h200.sh); in .venv, else in the
-#              python3 that has torch
+# make gpu     what a new GPU should tell first, in ten minutes (repro/gpu.sh); STAGES='train
+#              decode-*' for these stages; in .venv, else in the python3 that has torch
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -50,7 +50,7 @@ faults: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
 gpu:
-	set -f; repro/h200.sh $(STAGES)
+	set -f; repro/gpu.sh $(or $(STAGES),first)
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis

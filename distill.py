@@ -54,12 +54,9 @@ from common.errors import (
     run_program,
 )
 from common.fingerprint import fingerprint
-from common.output import write_bytes_atomically
+from common.lock import FolderLock
+from common.output import RUN_CONFIG, check_apart, check_replaceable, write_bytes_atomically
 from configurator import (
-    MOST_LAYERS,
-    MOST_SEQUENCES,
-    MOST_STEPS,
-    MOST_TOKENS,
     check_ranges,
     key,
     parse_args,
@@ -78,10 +75,10 @@ from training.checkpoint import (
     different_checkpoints,
     load_moments,
     load_scaler,
+    moments_of,
     read_checkpoint,
     save_checkpoint,
 )
-from training.lock import FolderLock
 from training.log import RunLog, Throughput, last_event
 from training.optim import (
     check_optimizer_keys,
@@ -111,7 +108,7 @@ FREE_KEYS = {
     "out_dir",
     "export",
     "tracker",
-    "wandb_project",
+    "tracker_project",
 }
 
 
@@ -139,7 +136,7 @@ class DistillConfig:
         "on the hub, streamed; random: random tokens instead of text",
     )
     split: str = key("stem", "split of the data set")
-    shuffle: int = key(1024, "blocks in the buffer that shuffles the text", least=1, most=1 << 20)
+    shuffle: int = key(1024, "blocks in the buffer that shuffles the text", least=1)
 
     # The student
     norm_plan: str = key("", "the student's plan, e.g. 'RR Rs Rs R' ('': coupled_first)")
@@ -147,7 +144,6 @@ class DistillConfig:
         None,
         "standard blocks at the start (auto: fewest whose KL is within the budget)",
         least=0,
-        most=MOST_LAYERS,
     )
     budget: float = key(
         0.01,
@@ -158,29 +154,25 @@ class DistillConfig:
     method: str = key(
         "dora", "what is trained: adapters, or a copy of all weights", ("dora", "lora", "full")
     )
-    rank: int = key(1024, "of the adapters", least=1, most=1 << 20)
+    rank: int = key(1024, "of the adapters", least=1)
     adapter_alpha: float = key(
         2048.0, "the adapters are scaled by adapter_alpha / rank", least=1e-6, most=1e9
     )
 
     # Length and batch
     # Two tokens at least: in a block of one there is no next token to predict.
-    block_size: int = key(
-        1024, "tokens of a block, at most the teacher's context", least=2, most=MOST_TOKENS
-    )
-    batch_size: int = key(8, "blocks in a micro-batch", least=1, most=MOST_SEQUENCES)
-    gradient_accumulation_steps: int = key(
-        8, "micro-batches in a step, over all ranks", least=1, most=MOST_SEQUENCES
-    )
+    block_size: int = key(1024, "tokens of a block, at most the teacher's context", least=2)
+    batch_size: int = key(8, "blocks in a micro-batch", least=1)
+    gradient_accumulation_steps: int = key(8, "micro-batches in a step, over all ranks", least=1)
     checkpoint_activations: bool = key(True, "recompute each block's activations in backward")
-    max_iters: int = key(1000, "optimiser steps", least=1, most=MOST_STEPS)
+    max_iters: int = key(1000, "optimiser steps", least=1)
 
     # AdamW
     # AdamW's steps are of this size, however small the gradient is. Near the teacher it is small,
     # and a higher rate leaves noise (docs/log.md).
     learning_rate: float = key(1e-4, "highest learning rate", most=1000.0)
     min_lr: float = key(0.0, "lowest learning rate, at the end of the cosine", least=0, most=1000.0)
-    warmup_iters: int = key(20, "steps of linear warm-up", least=0, most=MOST_STEPS)
+    warmup_iters: int = key(20, "steps of linear warm-up", least=0)
     weight_decay: float = key(0.0, "of AdamW", least=0, most=1000.0)
     beta1: float = key(0.9, "of AdamW", least=0)
     beta2: float = key(0.95, "of AdamW", least=0)
@@ -193,9 +185,8 @@ class DistillConfig:
         32,
         "blocks of the training text that alpha and coupled_first are chosen on",
         least=1,
-        most=1 << 20,
     )
-    eval_blocks: int = key(64, "held-out blocks", least=1, most=1 << 20)
+    eval_blocks: int = key(64, "held-out blocks", least=1)
     eval_interval: int = key(100, "steps between evaluations and checkpoints", least=1)
     log_interval: int = key(10, "steps between log lines", least=1)
 
@@ -215,7 +206,7 @@ class DistillConfig:
         None, "write hf/, a Hugging Face folder, at the end (auto: if the teacher was one)"
     )
     tracker: str = key("off", "log to an experiment tracker too", TRACKERS)
-    wandb_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
+    tracker_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
 
     def __post_init__(self) -> None:
         if not self.teacher:
@@ -254,6 +245,8 @@ class Distiller:
             self.summary = self.ranks.together(self._finished_summary)
             self.ranks.check_same(int(self.summary is None), different_checkpoints(self.out_dir))
             if self.summary is None:
+                check_apart(config.teacher, self.out_dir)
+                check_replaceable(self.out_dir / "config.json", RUN_CONFIG)
                 self._load_teacher()
                 self._read_first_blocks()
                 # Before the plan is chosen, which takes long: another teacher or text is refused.
@@ -441,7 +434,7 @@ class Distiller:
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(state["model"][name])
-        load_moments(path, self.optimizer, state["optimizer"])
+        load_moments(path, state, self.trained, self.optimizer)
         load_scaler(path, self.precision.scaler, state["scaler"])
 
     def _replicate(self) -> None:
@@ -642,7 +635,7 @@ class Distiller:
             "calibrated_kl": self.calibrated_kl,
             "provenance": self.provenance,
             "model": {name: p.detach() for name, p in self.trained.items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": moments_of(self.trained, self.optimizer),
             "scaler": self.precision.scaler.state_dict(),
         }
         save_checkpoint(self.out_dir / DISTILLING, state, self.ranks)

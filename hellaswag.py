@@ -22,10 +22,12 @@ from common.distributed import Ranks
 from common.environment import Precision
 from common.errors import run_program
 from common.output import check_replaceable
-from configurator import MOST_SEQUENCES, check_ranges, key, parse_args
+from configurator import check_ranges, key, parse_args
 from data.tokenizers import tokenizer_of
 from evals.hellaswag import BATCH_SIZE, ITEMS_FILE, HellaSwag
 from load import load_model
+
+OWN_ITEMS = rb'{"item": .*"acc_choice"'  # how a file of per-item results begins
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class HellaSwagConfig:
         "", "file of items, jsonl or jsonl.xz ('': downloaded once into data/hellaswag)"
     )
     items: int = key(0, "score this many items, spread evenly over the file (0: all)", least=0)
-    batch_size: int = key(BATCH_SIZE, "endings scored at once", least=1, most=MOST_SEQUENCES)
+    batch_size: int = key(BATCH_SIZE, "endings scored at once", least=1)
     device: str = key(
         "auto", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
     )
@@ -73,7 +75,7 @@ def target_file(config: HellaSwagConfig, spec: str) -> Path | None:
 def main(argv: list[str]) -> None:
     config, spec = parse_args(HellaSwagConfig, argv, __doc__, spec=True)
     if config.out:
-        check_replaceable(Path(config.out))  # now, not after the scoring
+        check_replaceable(Path(config.out), OWN_ITEMS)  # now, not after the scoring
     ranks = Ranks.start(config.device)
     model = load_model(spec).to(ranks.device)
     tokenizer = tokenizer_of(model)

@@ -90,7 +90,7 @@ def init_from(model: GPT, spec: str) -> str:
 
     Only the norms may be of another type, and the padded vocabulary smaller. An input norm keeps
     its gains, also where only one of the two models has output norms. Norms within attention may be
-    new; those of the source are left out only if the run says so (qk_norm=none, v_norm=False).
+    new; those of the source are left out only if the run says so (qk_norm=none).
 
     Returns:
         A line about it, for people.
@@ -195,8 +195,9 @@ def _check_attention_norms(source: GPT, model: GPT, spec: str) -> None:
             f"{spec} has qk_norm={theirs}, and this run {model.plan.qk_kind}: add --qk_norm="
             f"{theirs}, or --qk_norm=none to leave it out"
         )
-    if source.plan.has_v_norm and not model.plan.has_v_norm and model.config.v_norm is None:
+    if source.plan.has_v_norm and not model.plan.has_v_norm:
         raise CheckpointError(
-            f"{spec} has v_norm, and this run has not: add --v_norm=True, or --v_norm=False to "
-            "leave it out"
+            f"{spec} normalises values, and norm_type={model.config.norm_type} does not: add "
+            f"--norm_type={source.config.norm_type}, or --qk_norm=none to leave all norms of "
+            "attention out"
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common.environment import machine_memory
 from common.errors import ConfigError
-from configurator import MOST_LAYERS, MOST_TOKENS, key
+from configurator import key
 from kernels import scaled_activation
 from kernels.cross_entropy import cross_entropy
 from kernels.reference import GATED, KINDS, activate
@@ -54,27 +54,22 @@ class GPTConfig(NormConfig):
         50304,
         "rows of the embedding; 50257 GPT-2 tokens padded to a multiple of 64",
         least=0,
-        most=1 << 24,
     )
     n_vocab: int = key(
         0,
         "tokens that exist (0: vocab_size); padded rows beyond get no probability",
         least=0,
-        most=1 << 24,
     )
-    block_size: int = key(1024, "longest context, tokens", least=1, most=MOST_TOKENS)
-    n_layer: int = key(12, "number of blocks", least=1, most=MOST_LAYERS)
-    n_head: int = key(12, "query heads", least=1, most=1 << 16)
-    n_kv_head: int = key(
-        0, "key and value heads (0: n_head); must divide n_head", least=0, most=1 << 16
-    )
-    n_embd: int = key(768, "channels of the residual stream", least=1, most=1 << 20)
-    head_dim: int = key(0, "channels of a head (0: n_embd / n_head)", least=0, most=1 << 16)
+    block_size: int = key(1024, "longest context, tokens", least=1)
+    n_layer: int = key(12, "number of blocks", least=1)
+    n_head: int = key(12, "query heads", least=1)
+    n_kv_head: int = key(0, "key and value heads (0: n_head); must divide n_head", least=0)
+    n_embd: int = key(768, "channels of the residual stream", least=1)
+    head_dim: int = key(0, "channels of a head (0: n_embd / n_head)", least=0)
     n_inner: int = key(
         0,
         "hidden channels of the MLP (0: 4 n_embd; gated 8/3, up to a multiple of 64)",
         least=0,
-        most=1 << 22,
     )
     activation: str = key("gelu", "of the MLP", KINDS)
     position: str = key(
@@ -97,7 +92,6 @@ class GPTConfig(NormConfig):
         0,
         "tokens that a local block sees, itself included (0: all blocks are global)",
         least=0,
-        most=MOST_TOKENS,
     )
     local_blocks: str = key(
         "", "with window: l (local) or g (global) for each block; repeats, e.g. lllg"

@@ -38,7 +38,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from common.errors import ConfigError
-from configurator import MOST_LAYERS, MOST_STEPS, check_ranges, key
+from configurator import check_ranges, key
 from kernels import MODES
 from norms import (
     CenteredLinear,
@@ -89,27 +89,17 @@ class NormConfig:
         least=0,
         most=1e6,
     )
-    decay_gains: bool | None = key(
-        None, "weight decay acts on gains (auto: as the norm type's recipe, else not)"
-    )
     norm_recipe: str = key(
         "paper",
         "initial values of the norm type; paper: its authors' for language models, common: those "
         "of the other norm types",
         ("paper", "common"),
     )
-    # True is what older configs say for head, False for none.
-    qk_norm: bool | str | None = key(
+    qk_norm: str | None = key(
         None,
         "RMSNorm of queries and of keys; head: over the channels of each head, full: of all heads "
         "(auto: as the norm type, else none)",
         ("none", "head", "full"),
-    )
-    qk_gain: bool = key(True, "the norms of queries, keys and values have gains")
-    v_norm: bool | None = key(
-        None,
-        "values are normalised as queries and keys are (auto: as the norm type; not without "
-        "qk_norm)",
     )
     kernels: str = key(
         "auto", "norms by Triton or plain PyTorch (auto: Triton on a GPU unless compiled)", MODES
@@ -121,7 +111,7 @@ class NormConfig:
         most=1.0,
     )
     norm_groups: int = key(
-        1, "rms: number of channel groups that are normalised independently", least=1, most=1 << 20
+        1, "rms: number of channel groups that are normalised independently", least=1
     )
     rms_bias: bool = key(False, "rms: norms have LayerNorm's bias, where the model has biases")
     post_base: str = key(
@@ -150,14 +140,12 @@ class NormConfig:
         0,
         "coupled: this many blocks at the start keep their own statistics",
         least=0,
-        most=MOST_LAYERS,
     )
     coupled_span: int = key(
         1,
         "coupled: blocks that share one statistic (0: all; above 1, set coupled_calibrate too, "
         "or training may diverge)",
         least=0,
-        most=MOST_LAYERS,
     )
     coupled_alpha: float | tuple[float, ...] = key(
         1.0,
@@ -171,7 +159,6 @@ class NormConfig:
         0,
         "coupled: steps after which alpha is set to the measured drift again (0: never)",
         least=0,
-        most=MOST_STEPS,
     )
     coupled_grad: str = key(
         "detach", "coupled: gradient through the shared statistic", ("detach", "full")
@@ -189,13 +176,11 @@ class NormConfig:
         0.5,
         "taper: full norm up to this step (below 1: share of max_iters)",
         least=0,
-        most=float(MOST_STEPS),
     )
     taper_end: float = key(
         0.75,
         "taper: norm gone from this step on (below 1: share of max_iters; as taper_warmup: "
         "gone at once)",
-        most=float(MOST_STEPS),
     )
     taper_fit: str = key(
         "norm",
@@ -215,10 +200,6 @@ class NormConfig:
             near = difflib.get_close_matches(self.norm_type, NORM_TYPES, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(NORM_TYPES)}"
             raise ConfigError(f"unknown norm_type {self.norm_type!r}: {hint}")
-        if isinstance(self.qk_norm, bool):
-            # None is what configs of today have where there is none anyway.
-            none = None if NORM_TYPES[self.norm_type].qk_norm == "none" else "none"
-            object.__setattr__(self, "qk_norm", "head" if self.qk_norm else none)
         # A key that would do nothing is a mistake of its user.
         for name, others in foreign_keys(self.norm_type).items():
             if getattr(self, name) != _default(name):
@@ -255,13 +236,8 @@ class NormConfig:
             raise ConfigError(f"initial_gain={gains}: must be above 0 at one norm or more")
         if not has_gain(self) and self.initial_gain != 1:
             raise ConfigError("initial_gain needs gains, and norm_gain=none has none: remove one")
-        if not has_gain(self) and self.decay_gains:
-            raise ConfigError("decay_gains needs gains, and norm_gain=none has none: remove one")
 
     def _check_layout(self) -> None:
-        if qk_kind(self) == "none" and (self.v_norm or not self.qk_gain):
-            name = "v_norm=True" if self.v_norm else "qk_gain=False"
-            raise ConfigError(f"{name} is about norms within attention: give qk_norm=head or full")
         alpha = self.point_alpha
         values = alpha if isinstance(alpha, tuple) else (alpha or 1.0,) * 3
         if len(values) != 3:
@@ -354,7 +330,7 @@ class NormType:
     embed: Callable[[Tensor], Tensor] | None = None  # applied once, after the embeddings
     gain_kinds: tuple[str, ...] = ("plain", "one_plus", "none")  # values of norm_gain
     qk_norm: str = "none"  # the default of the key
-    v_norm: bool = False  # the default of the key
+    v_norm: bool = False  # are values normalised as queries and keys are?
     residual_weight: Callable[[int], float] = lambda n_layer: 1.0  # at P and B
     first_border_is_plain: bool = False  # weight 1 at position 2 (KEEL)
     scales_by_depth: bool = False  # gains of block l are divided by sqrt(l)
@@ -403,12 +379,12 @@ class NormPlan:
 
     @property
     def has_v_norm(self) -> bool:
-        return resolved(self.config, "v_norm")
+        return has_v_norm(self.config)
 
     @property
     def decays_gains(self) -> bool:
         """Does weight decay act on gains?"""
-        return resolved(self.config, "decay_gains")
+        return decays_gains(self.config)
 
     @property
     def adds_plainly(self) -> bool:
@@ -531,12 +507,9 @@ class NormPlan:
         """Return a norm of queries or keys, with `heads` heads; None without qk_norm."""
         if self.qk_kind == "none":
             return None
-        channels = head_dim if self.qk_kind == "head" else heads * head_dim
+        channels = {"head": head_dim, "full": heads * head_dim}[self.qk_kind]
         position = Position(0, self.n_layer, channels, False, self.config.norm_eps, 1.0)
-        norm = RMSNorm(**common(self.config, position))
-        if not self.config.qk_gain:
-            norm.weight = None
-        return norm
+        return RMSNorm(**common(self.config, position))
 
     def v_norm(self, heads: int, head_dim: int) -> Norm | None:
         """Return a norm of values, as `qk_norm` returns one of keys; None without v_norm."""
@@ -613,7 +586,7 @@ class NormPlan:
             found.append(f"alpha {text} in attention, MLP and final norm")
         if self.qk_kind != "none":
             what = "queries, keys and values" if self.has_v_norm else "queries and keys"
-            gain = "" if config.qk_gain and has_gain(config) else ", no gain"
+            gain = "" if has_gain(config) else ", no gain"
             found.append(f"norms of {what} ({self.qk_kind}{gain})")
         if self.type.scales_by_depth:
             found.append("gains of block l divided by sqrt(l)")
@@ -723,14 +696,17 @@ def qk_kind(config: NormConfig) -> str:
 
 def resolved(config: NormConfig, name: str) -> object:
     """Return the value of a key, and for one that is auto what the norm type makes of it."""
-    match name:
-        case "qk_norm":
-            return qk_kind(config)
-        case "v_norm" if config.v_norm is None:
-            return NORM_TYPES[config.norm_type].v_norm and qk_kind(config) != "none"
-        case "decay_gains" if config.decay_gains is None:
-            return recipe_of(config).decay_gains and has_gain(config)
-    return getattr(config, name)
+    return qk_kind(config) if name == "qk_norm" else getattr(config, name)
+
+
+def has_v_norm(config: NormConfig) -> bool:
+    """Are values normalised, as queries and keys are?"""
+    return NORM_TYPES[config.norm_type].v_norm and qk_kind(config) != "none"
+
+
+def decays_gains(config: NormConfig) -> bool:
+    """Does weight decay act on gains?"""
+    return recipe_of(config).decay_gains and has_gain(config)
 
 
 def recipe_of(config: NormConfig) -> Recipe:

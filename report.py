@@ -17,13 +17,16 @@ The metrics are val_loss (its margin is that of val_loss_full too), train_loss, 
 hellaswag_acc_norm and tok_per_s (its margin is a share). Other keys:
     --out=DIR           where everything is written, instead of into the folder of the runs
     --pictures=False    write tables only
-    --plot=FILE         file for the loss curves of runs without a baseline
+    --plot=FILE         file for the loss curves of runs without a baseline; runs that differ in the
+                        seed alone are one curve, their mean
 """
 
 import common.interrupt  # noqa: F401
 
 import csv
 import io
+import re
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,16 +35,18 @@ from typing import Any
 import numpy as np
 from scipy.stats import gmean
 
-from common.errors import ConfigError, run_program
-from common.output import markdown, write_bytes_atomically, writing
+from common.errors import ConfigError, UserError, run_program
+from common.output import check_replaceable, markdown, write_bytes_atomically, writing
 from evidence import published
 from evidence.archive import SUFFIX
 from evidence.comparison import (
+    BY_SEED,
     EQUAL_TIME,
     NO_VERDICT,
     Comparison,
     Pairs,
     compare,
+    like_baseline,
     mean_exchange_rate,
     pair_by_seed,
     usable,
@@ -56,9 +61,20 @@ from evidence.plots import (
     plot_output,
     plot_stream,
 )
-from evidence.runs import METRICS, Run, by_arm, find_runs
+from evidence.runs import (
+    METRICS,
+    Run,
+    by_arm,
+    check_same_norms,
+    difference_in_data,
+    difference_in_settings,
+    differences,
+    find_runs,
+    settings,
+)
 
 MOST_CURVES = 24
+LABEL = 70  # characters in a line of a curve's label
 
 HOW = """\
 Mean (of tok_per_s the geometric one) and SD are over seeds; SD is the standard deviation, never the
@@ -585,12 +601,12 @@ def write_report(
     Raises:
         UserError: the runs cannot be compared, or `out` cannot be written.
     """
-    finished = usable(arms)
+    finished = usable(arms, baseline)
     pairs, unpaired = pair_by_seed(finished.arms, baseline, tuple(finished.left_out))
     rows, not_measured = compare(pairs, baseline, deltas, finished.diverged)
     left_out = finished.left_out + unpaired + not_measured
     compared = compared_arms(finished.arms, pairs, baseline)
-    stable = with_diverged(compared, arms)
+    stable = with_diverged(compared, like_baseline(arms, baseline))
     unjudged = without_a_row(rows, pairs, finished.diverged, baseline)
     short = renamed(compared)
     with writing(out):
@@ -603,6 +619,7 @@ def write_report(
             "seeds.csv": seeds_csv(compared),
         }
         for name, content in texts.items():
+            check_replaceable(out / name, re.escape(content[:9].encode()))
             write_bytes_atomically(out / name, content.encode(errors="backslashreplace"))
     return "\n\n".join(said(rows, unjudged, left_out))
 
@@ -664,10 +681,38 @@ def main(argv: list[str]) -> None:
 
 
 def label_runs(runs: list[Run]) -> Arms:
-    """Name runs for curves alone: by arm, or by folder where two runs share arm and seed."""
-    if len({(run.arm, run.seed) for run in runs}) == len(runs):
-        return renamed(by_arm(runs))
-    return {run.config["out_dir"]: {run.seed: run} for run in runs}
+    """Name runs for curves alone; the runs of a name are drawn as one curve, their mean.
+
+    An arm has one curve if its runs differ in the seed alone, else one for each run. A label names
+    the settings that are not the same in all curves.
+
+    Raises:
+        UserError: the runs have other data, and losses on other data cannot be compared.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if difference := difference_in_data(run, runs[0]):
+            raise UserError(f"{run.name} and {runs[0].name}: {difference}: draw them apart")
+        groups.setdefault(run.arm, []).append(run)
+        check_same_norms(groups[run.arm][0], run)
+    curves: list[dict[int, Run]] = []
+    for its in groups.values():
+        seeds = {run.seed: run for run in its}
+        is_one = len(seeds) == len(its) and not any(
+            difference_in_settings(run, its[0], BY_SEED) for run in its
+        )
+        curves += [seeds] if is_one else [{run.seed: run} for run in its]
+    firsts = [next(iter(curve.values())) for curve in curves]
+    differing = {name for run in firsts for name in differences(run, firsts[0], BY_SEED)}
+    labels = []
+    for run in firsts:
+        values = settings(run)
+        words = [f"{name}={values.get(name)}" for name in sorted(differing)]
+        labels.append(textwrap.fill(", ".join([short_name(run.arm), *words]), LABEL))
+    return {
+        label if labels.count(label) == 1 else f"{label} ({run.name})": curve
+        for label, run, curve in zip(labels, firsts, curves, strict=True)
+    }
 
 
 if __name__ == "__main__":

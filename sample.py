@@ -17,7 +17,7 @@ import torch
 from common.environment import find_device
 from common.errors import ConfigError, run_program
 from common.inputs import check_regular
-from configurator import MOST_GENERATED, check_ranges, key, parse_args
+from configurator import check_ranges, key, parse_args
 from data.tokenizers import decode, tokenizer_of
 from load import load_model
 
@@ -27,8 +27,8 @@ class SampleConfig:
     """Keys of sample.py."""
 
     prompt: str = key("\n", "text to continue, or FILE:path")
-    num_samples: int = key(1, "number of continuations", least=1, most=MOST_GENERATED)
-    max_new_tokens: int = key(500, "length of each, in tokens", least=1, most=MOST_GENERATED)
+    num_samples: int = key(1, "number of continuations", least=1)
+    max_new_tokens: int = key(500, "length of each, in tokens", least=1)
     temperature: float = key(
         0.8, "0 is greedy; below 1 sharpens, above 1 flattens", least=1e-3, most=1e3, zero=True
     )

@@ -53,11 +53,12 @@ split() {
 
 split "${ARMS:-layer rms coupled cbwc taper}"
 arms=("${keys[@]}")
-[ "$(printf '%s\n' "${arms[@]}" | sort | uniq -d)" = "" ] || die "ARMS: an arm is named twice"
 read -ra seeds <<<"${SEEDS:-8 9 10 11 12 13 14 15}"
 [ "$(printf '%s\n' "${seeds[@]}" | sort | uniq -d)" = "" ] || die "SEEDS: a seed is named twice"
 for seed in "${seeds[@]}"; do
-  [[ $seed =~ ^[0-9]+$ ]] || die "SEEDS: $seed is no seed: give numbers, separated by blanks"
+  # Without leading zeros: 08 would be seed 8 once more.
+  [[ $seed =~ ^(0|[1-9][0-9]*)$ ]] ||
+    die "SEEDS: $seed is no seed: give numbers such as 8, separated by blanks"
 done
 [[ $JOBS =~ ^[1-9][0-9]*$ ]] || die "JOBS=$JOBS: needs a number from 1 on"
 common=("$@")
@@ -112,9 +113,14 @@ tell() {
   printf '%s%s\n' "$clear" "$2"
 }
 
-is_done() { grep -qs '"event": "end", "reason": "done"' "$OUT/$1/log.jsonl"; }
-has_diverged() { grep -qs '"event": "end", "reason": "step .* is not finite"' "$OUT/$1/log.jsonl"; }
-is_over() { is_done "$1" || has_diverged "$1"; }
+is_over() { grep -qsE '"event": "end", "reason": "(done|step .* is not finite)"' "$OUT/$1/log.jsonl"; }
+# Did run $1, which is over, end with a loss that is not finite, in training or of validation?
+has_diverged() {
+  local log=$OUT/$1/log.jsonl
+  grep -qs '"event": "end", "reason": "step .* is not finite"' "$log" ||
+    { grep -s '"event": "eval"' "$log" | tail -n 1; grep -s '"event": "val_full"' "$log" || true; } |
+    grep -qE '"val_loss(_full)?": null'
+}
 
 # Have the sweep stop with code $1.
 stop_all() {
@@ -126,7 +132,7 @@ stop_all() {
 # Under a claim, so that this worker alone writes the output of run $1: train it, unless it was done
 # meanwhile. $2 is the mark that it began; then comes the command.
 export OUT
-export -f is_done has_diverged is_over
+export -f is_over
 start='
   name=$1 began=$2
   shift 2
@@ -151,7 +157,11 @@ train() {
     last=$(tail -n 1 "$run/train.txt" 2>/dev/null)
   case $status:$last in
     0:stopped*) tell "$name" "$label: $last"; stop_all 130 ;;
-    0:*) tell "$name" "$label: $last  ($((SECONDS - began)) s)" ;;
+    0:*)
+      ! has_diverged "$name" || last="diverged: its last val loss is not finite"
+      tell "$name" "$label: $last  ($((SECONDS - began)) s)"
+      ! has_diverged "$name"
+      ;;
     *)
       # A full disk takes no message either.
       [[ $last == error:* ]] ||
@@ -182,12 +192,12 @@ work() {
         tell "$name" "$label: in $KEEP already" || true
         continue  # finished, or diverged when it was trained
       fi
-      if is_done "$name"; then
-        tell "$name" "$label: done already" || continue
-      elif has_diverged "$name"; then
+      if is_over "$name" && has_diverged "$name"; then
         tell "$name" "$label: diverged; it would again: remove its folder to train it once more" ||
           continue
         failed=1
+      elif is_over "$name"; then
+        tell "$name" "$label: done already" || continue
       else
         status=0
         train "$1" "$name" "$label" "${common[@]}" --norm_type="${keys[0]}" "${keys[@]:1}" \

@@ -47,13 +47,14 @@ from common.environment import (
     peak_flops,
 )
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write, run_program
+from common.lock import FolderLock
 from common.old_keys import chosen_then, device_kind
-from common.output import check_replaceable
-from configurator import MOST_GENERATED, MOST_SEQUENCES, MOST_STEPS, key, parse_args
+from common.output import RUN_CONFIG, check_apart, check_replaceable
+from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, check_memory
 from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, taper_gate, tapers
 from training.checkpoint import (
@@ -63,14 +64,13 @@ from training.checkpoint import (
     different_checkpoints,
     find_checkpoint,
     first_not_finite,
-    remove_old_shards,
+    moments_of,
     restore,
     save_checkpoint,
 )
 from training.choices import choose, keep, slow_bfloat16
 from training.dataloader import Blocks, TrainLoader, merge
 from training.evaluation import Evaluator
-from training.lock import FolderLock
 from training.log import RunLog, Throughput, last_event
 from training.optim import (
     Optimizer,
@@ -91,7 +91,7 @@ from training.provenance import (
 from training.stability import Stability
 from training.step_report import PendingReport, StepReport, count_bad, pack
 from training.stream import calibrate
-from training.tracker import TRACKERS, check_tracker, find_tracker
+from training.tracker import TRACKERS, check_tracker
 
 # float16: after a step with infinite gradients, GradScaler skips the update and lowers the loss
 # scale. If this many steps in a row are skipped, the cause is something else, and the run stops.
@@ -106,7 +106,6 @@ class TrainConfig(GPTConfig):
         0,
         "rows of the embedding (0: the data's vocabulary, up to a multiple of 64)",
         least=0,
-        most=1 << 24,
     )
 
     # Files
@@ -120,20 +119,16 @@ class TrainConfig(GPTConfig):
     )
 
     # Length and batch
-    max_iters: int = key(600000, "optimiser steps", least=1, most=MOST_STEPS)
-    batch_size: int = key(12, "sequences in a micro-batch", least=1, most=MOST_SEQUENCES)
-    gradient_accumulation_steps: int = key(
-        40, "micro-batches in a step, over all ranks", least=1, most=MOST_SEQUENCES
-    )
+    max_iters: int = key(600000, "optimiser steps", least=1)
+    batch_size: int = key(12, "sequences in a micro-batch", least=1)
+    gradient_accumulation_steps: int = key(40, "micro-batches in a step, over all ranks", least=1)
 
     # Learning rate
     learning_rate: float = key(6e-4, "highest learning rate", most=1000.0)
     min_lr: float = key(
         6e-5, "lowest learning rate, at the end of the schedule", least=0, most=1000.0
     )
-    warmup_iters: int = key(
-        2000, "steps of linear warm-up; the first is not zero", least=0, most=MOST_STEPS
-    )
+    warmup_iters: int = key(2000, "steps of linear warm-up; the first is not zero", least=0)
     lr_schedule: str = key(
         "cosine", "wsd: constant, then linear decay", ("cosine", "wsd", "constant")
     )
@@ -175,9 +170,7 @@ class TrainConfig(GPTConfig):
     )
     log_interval: int = key(10, "steps between log lines", least=1)
     checkpoint_interval: int = key(0, "steps between checkpoints (0: at every evaluation)", least=0)
-    sample_tokens: int = key(
-        300, "length of the text sample at the end (0: none)", least=0, most=MOST_GENERATED
-    )
+    sample_tokens: int = key(300, "length of the text sample at the end (0: none)", least=0)
 
     # Machine
     seed: int = key(1337, "of initial weights, data order and dropout", least=0, most=(1 << 32) - 1)
@@ -195,31 +188,20 @@ class TrainConfig(GPTConfig):
         ("ddp", "fsdp"),
     )
     compile: bool | None = key(None, "torch.compile (auto: on CUDA, and in long runs on a CPU)")
-    compile_mode: str = key(
-        "default",
-        "of torch.compile; max-autotune tries kernels for products that also add",
-        ("default", "max-autotune-no-cudagraphs"),
-    )
-
     merge_micro_batches: int = key(
         0,
         "micro-batches of a rank computed at once (0: on a CPU up to 8,192 tokens, else 1)",
         least=0,
-        most=MOST_SEQUENCES,
     )
     jobs: int = key(
         1,
         "runs side by side on this machine, as sweep.sh says: above 1 no speed is judged",
         least=1,
-        most=1 << 16,
     )
 
     # HellaSwag
     hellaswag: str = key(
         "off", "score HellaSwag at the end: off, auto (downloads the items), or a file of items"
-    )
-    hellaswag_interval: int = key(
-        0, "steps between further HellaSwag scores (0: at the end only)", least=0
     )
     hellaswag_items: int = key(
         0, "score this many items, spread evenly over the file (0: all)", least=0
@@ -251,23 +233,11 @@ class TrainConfig(GPTConfig):
 
     # Experiment trackers
     tracker: str = key("off", "log to an experiment tracker too", TRACKERS)
-    wandb: str = key(
-        "off",
-        "log to Weights & Biases too: tracker=wandb in this mode",
-        ("off", "online", "offline"),
-    )
-    wandb_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
+    tracker_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # HellaSwag is scored within an evaluation.
-        if self.hellaswag_interval % self.eval_interval:
-            raise ConfigError(
-                f"hellaswag_interval={self.hellaswag_interval}: must be a multiple of "
-                f"eval_interval={self.eval_interval}"
-            )
         check_optimizer_keys(self)
-        find_tracker(vars(self))  # raises if two are asked for
         if not self.out_dir:
             raise ConfigError("out_dir is empty: name a run folder")
         if not 0 <= self.wsd_decay < 1:
@@ -348,7 +318,6 @@ class Trainer:
             # FSDP replaces the parameters, so the optimiser is made after it.
             self._shard()
             self._make_optimizer()
-            # After sharding, so that each rank reads its own share of a sharded checkpoint.
             self._resume(found)
             # DDP goes around the compiled model.
             self._compile()
@@ -374,6 +343,11 @@ class Trainer:
     def _open_data(self) -> None:
         """Open the token shards, and complete the config with the vocabulary of the data."""
         self.meta = read_meta(self.config.data_dir)
+        if not self.meta and not self.config.vocab_size:
+            self.notes.append(
+                f"{self.config.data_dir} has no meta.json and no meta.pkl: its tokens are taken "
+                "for GPT-2's"
+            )
         self.config = with_vocabulary(self.config, self.meta.get("vocab_size", 0))
         config = self.config
         # The embedding may have more rows than there are tokens. An id beyond n_vocab is an error.
@@ -385,6 +359,9 @@ class Trainer:
         # micro_batches counts over all ranks, so this does too.
         self.tokens_per_step = config.batch_size * micro_batches * config.block_size
         check_batch_fits(config, self.ranks.device)
+        if config.parallel == "fsdp":
+            # To save them, rank 0 gathers weights and both moments, 4 bytes each.
+            self.ranks.together(lambda: check_memory(config, bytes_per_weight=12))
 
     def _make_evaluator(self) -> None:
         """Prepare the measurements. Raises now, not at the end, if HellaSwag cannot be scored."""
@@ -400,6 +377,8 @@ class Trainer:
             self.precision.autocast,
             make_scorer,
         )
+        if self.evaluator.no_tokenizer:
+            self.notes.append(f"no text sample and no bits per byte: {self.evaluator.no_tokenizer}")
 
     def _hellaswag_scorer(self, tokenizer: Any) -> HellaSwag:
         """Make what scores HellaSwag; downloads or reads the items."""
@@ -472,6 +451,7 @@ class Trainer:
         self.model = GPT(config, config.seed)
         # A run that is resumed has left those weights behind.
         if config.init_from and found is None:
+            check_apart(config.init_from, self.out_dir)
             self.notes.append(init_from(self.model, config.init_from))
         # float32 also where products are bfloat16: an update of AdamW is often smaller than a step
         # between two bfloat16 numbers.
@@ -495,9 +475,7 @@ class Trainer:
                 f"weight decay {config.decay:.6g}: decay_per_step={config.decay_per_step} / "
                 f"learning_rate={config.learning_rate}"
             )
-        self.parameters = list(self.model.parameters())
-        # In the same order, to name a gradient that is not finite.
-        self.names = [name for name, _ in self.model.named_parameters()]
+        self.parameters = dict(self.model.named_parameters())
 
     def _resume(self, found: FoundCheckpoint | None) -> None:
         """Restore everything from the checkpoint, and note what has changed since."""
@@ -552,7 +530,7 @@ class Trainer:
             # The whole model, under FSDP too: graphs break at the blocks' hooks, and all blocks
             # share one graph. Compiled block by block, head and loss would stay eager, and
             # HellaSwag's changing shapes would reach the compiled blocks.
-            self.compiled = torch.compile(self.model, dynamic=False, mode=self.config.compile_mode)
+            self.compiled = torch.compile(self.model, dynamic=False)
 
     def _replicate(self) -> None:
         """Put DDP around the model, if there are several ranks and each holds all of it."""
@@ -573,9 +551,6 @@ class Trainer:
         self.log = RunLog(
             self.out_dir, dataclasses.asdict(config), config.max_iters, self.ranks.is_main
         )
-        if self.ranks.is_main:
-            for name in (LAST, BEST):
-                remove_old_shards(self.out_dir / name)
         if self.choice:
             self.log.say(self.choice)
         if not self.is_over:
@@ -611,7 +586,7 @@ class Trainer:
             **self.provenance,
         }
         path = self.out_dir / "config.json"
-        check_replaceable(path)
+        check_replaceable(path, RUN_CONFIG)
         # It takes its name once the log is open: what fails first leaves both untouched.
         partial = path.with_name(path.name + ".tmp")
         try:
@@ -748,7 +723,11 @@ class Trainer:
         # The device itself skips the update if a loss or a gradient is not finite. The host learns
         # of it when it reads the report, and raises.
         grad_norms = guarded_update(
-            self.optimizer, self.scaler, self.parameters, config.grad_clip, count_bad(report)
+            self.optimizer,
+            self.scaler,
+            list(self.parameters.values()),
+            config.grad_clip,
+            count_bad(report),
         )
         return PendingReport(self.step, lr, report, grad_norms)
 
@@ -823,7 +802,7 @@ class Trainer:
 
     def _bad_gradient(self, report: StepReport) -> str:
         """Name the first gradient that is not finite."""
-        for name, norm in zip(self.names, report.gradient_norms, strict=True):
+        for name, norm in zip(self.parameters, report.gradient_norms, strict=True):
             if not math.isfinite(norm):
                 return f"the gradient of {name}"
         return "the global gradient norm"
@@ -896,10 +875,12 @@ class Trainer:
         )
 
     def _score_hellaswag(self) -> None:
-        """Score HellaSwag, if that is due after this step."""
-        is_last = self.step == self.config.max_iters
-        scores = self.evaluator.hellaswag(self.model, self.step, is_last)
-        if scores is not None and self.ranks.is_main:
+        """Score HellaSwag, if this was the last step."""
+        scorer = self.evaluator.scorer
+        if scorer is None or self.step < self.config.max_iters:
+            return
+        scores = scorer(self.model)
+        if self.ranks.is_main:
             self.log.event("hellaswag", step=self.step, **scores.summary())
             self.log.say(f"step {self.step}  HellaSwag {scores}")
             scores.write(self.out_dir / ITEMS_FILE)
@@ -911,7 +892,7 @@ class Trainer:
             "config": dataclasses.asdict(self.config),
             "meta": self.meta,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": moments_of(self.parameters, self.optimizer),
             "scaler": self.scaler.state_dict(),
             "best_val_loss": self.best,
             "stability": self.stability.state(),

@@ -33,6 +33,7 @@ from triton.compiler import ASTSource
 
 from bench.stand_in import replaced
 from common.errors import ConfigError, UserError, cannot_write, run_program
+from common.output import check_replaceable, write_bytes_atomically
 from configurator import key, parse_args
 from kernels import activation, binding, row_norm, sandwich, shared_rms, taper
 from kernels.reference import GATED, KINDS
@@ -59,6 +60,8 @@ COLUMNS = (
     "spill",
     "FP64",
 )
+
+TABLE = rb"triton \d"  # how the file of a table begins
 
 
 @dataclass(frozen=True)
@@ -410,8 +413,9 @@ def finish(records: list[dict], out: str) -> int:
     text = table(records)
     print(text)
     if out:
+        page = f"triton {triton.__version__}\n\n{text}\n"
         try:
-            Path(out).write_text(f"triton {triton.__version__}\n\n{text}\n", encoding="utf-8")
+            write_bytes_atomically(Path(out), page.encode())
         except OSError as error:
             raise UserError(cannot_write(f"out={out}", error)) from None
     spills = [record for record in records if record["stack"] or record["spill"]]
@@ -431,6 +435,8 @@ def finish(records: list[dict], out: str) -> int:
 
 def main(argv: list[str]) -> int:
     config, _ = parse_args(AotConfig, argv, __doc__)
+    if config.out:
+        check_replaceable(Path(config.out), TABLE)
     if binding.INTERPRETED:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     records = []

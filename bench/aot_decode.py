@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from bench import aot
 from bench.aot import meta
 from common.errors import ConfigError, UserError, run_program
+from common.output import check_replaceable
 from configurator import key, parse_args
 from kernels import binding
 from kernels.decode import attention as decode_attention
@@ -224,6 +226,8 @@ def launches(call: Callable, is_overlapping: bool) -> list[aot.Launch]:
 
 def main(argv: list[str]) -> int:
     config, _ = parse_args(DecodeAotConfig, argv, __doc__)
+    if config.out:
+        check_replaceable(Path(config.out), aot.TABLE)
     if binding.INTERPRETED:
         raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
     can_overlap = config.sm >= 90

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import fold
 from common.environment import environment, find_device, find_dtype
 from common.errors import ConfigError, UserError, run_program
-from common.output import append_json, span
+from common.output import append_json, check_replaceable, span
 from common.stats import median_ratio, paired_ratio, paired_times
 from configurator import check_ranges, key, parse_args
 from fold import gpt
@@ -290,6 +290,8 @@ def show(record: dict) -> str:
 
 def main(argv: list[str]) -> None:
     config, spec = parse_args(FoldBenchConfig, argv, __doc__, spec=True)
+    if config.out:
+        check_replaceable(Path(config.out), rb'{"spec": .*"folded"')
     device = find_device(config.device)
     if "graph" in config.modes and device.type != "cuda":
         raise ConfigError("modes=graph: CUDA graphs need a CUDA device: leave it out")

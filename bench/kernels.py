@@ -1,6 +1,6 @@
 """Time every kernel in kernels/, forward and backward, and PyTorch's own and other libraries'.
 
-    python -m bench.kernels --out=results/h200/kernels  # all operators, on the GPU that is here
+    python -m bench.kernels --out=results/h100/kernels  # all operators, on the GPU that is here
     python -m bench.kernels --ops=rms_norm,add_rms_norm --channels=768,2048 --dtype=float16
 
 Share of copy bandwidth: the time of a plain copy that moves the fewest bytes the operator needs,

@@ -223,12 +223,6 @@ def count_all(
     """Count the bytes of every compiled arm's norms: arm -> bytes, and remarks."""
     if not config.ledger:
         return {}, []
-    if config.compile_mode != "default":
-        remark = (
-            "the norms' bytes are counted in inductor's default code, "
-            f"not with {config.compile_mode}"
-        )
-        return {}, [remark]
     if not any(arm.config.compile for arm in arms):
         return {}, ["the norms' bytes are counted in compiled code, and no arm is compiled"]
     counted: dict[str, float | None] = {}

@@ -171,7 +171,7 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
     optimizer = optimizer_of(config, model)
     forward = model
     if config.compile:
-        forward = torch.compile(model, dynamic=False, mode=config.compile_mode)
+        forward = torch.compile(model, dynamic=False)
     model.set_step(1, config.max_iters)
     following = itertools.count(2)  # number of the next step, for the norms' schedules
     at_once = math.gcd(len(batches), config.merge_micro_batches)
@@ -211,7 +211,7 @@ def nanogpt_step(
         )
     forward = model
     if config.compile:
-        forward = torch.compile(model, mode=config.compile_mode)
+        forward = torch.compile(model)
     scaler = precision.scaler
 
     def step() -> Tensor:

@@ -214,7 +214,7 @@ def shard(model: nn.Module, device: torch.device) -> None:
     model.train().reshard()
 
 
-def is_sharded(part: nn.Module | Tensor) -> bool:
+def is_sharded(part: Any) -> bool:
     """Tell whether `part`, a model or a tensor of one, is sharded."""
     return hasattr(part, "unshard") or hasattr(part, "to_local")
 
@@ -259,3 +259,29 @@ def whole(tensor: Tensor) -> Tensor:
 def share(tensor: Tensor) -> Tensor:
     """Take this rank's share of a tensor, if FSDP has sharded it. No copy: the same memory."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def cut(tensor: Tensor, like: Tensor | None) -> Tensor:
+    """Cut this rank's share out of a whole tensor, as a copy, if `like` is sharded."""
+    if not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every rank has the whole tensor, so none of them needs to send it.
+    part = distribute_tensor(
+        tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
+    return torch.empty_like(like).copy_(part)
+
+
+def gathered(value: Any, keep: bool) -> Any:
+    """Gather the sharded tensors in nested dicts one by one. All ranks must call this.
+
+    They are in host memory then, of the ranks that `keep` them. The others get None.
+    """
+    if isinstance(value, dict):
+        return {name: gathered(part, keep) for name, part in value.items()}
+    if not is_sharded(value):
+        return value
+    tensor = whole(value)
+    return tensor.cpu() if keep else None

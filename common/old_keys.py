@@ -6,10 +6,29 @@ its old value is translated here, so that an older run means what it meant.
 
 from typing import Any
 
+# (key, value) of older runs -> those of today. None stands for any value, which stays.
+SPELLINGS = {
+    # Once a bool: RMSNorm over the channels of each head, or none.
+    ("qk_norm", True): ("qk_norm", "head"),
+    ("qk_norm", False): ("qk_norm", None),
+    ("norm_affine", True): ("norm_gain", "plain"),
+    ("norm_affine", False): ("norm_gain", "none"),
+    ("wandb", "online"): ("tracker", "wandb"),
+    ("wandb", "offline"): ("tracker", "wandb"),
+    ("wandb_project", None): ("tracker_project", None),
+}
+# Keys that are gone, and their old defaults: what every run of today does.
+RETIRED = {
+    "qk_gain": True,
+    "v_norm": None,
+    "decay_gains": None,
+    "compile_mode": "default",
+    "hellaswag_interval": 0,
+    "wandb": "off",
+}
 # Norm types whose recipe came later: once alpha of dyt was 0.5 everywhere, and the embeddings were
 # not scaled.
 OLD_RECIPES = {"dyt": "common"}
-
 
 # Keys that a run chooses a value for, and their values that say so.
 AUTO = {"dtype": "auto", "compile": None, "merge_micro_batches": 0}
@@ -50,7 +69,8 @@ def as_today(config: dict[str, Any]) -> dict[str, Any]:
     """Return a saved config, or a part of one, with today's keys and values.
 
     Keys that the config lacks stay absent: their defaults are what older programs did, but for
-    norm_recipe, which older dyt runs did not have.
+    norm_recipe, which older dyt runs did not have. Keys of RETIRED stay: whoever builds a model or
+    resumes a run looks at their values.
     """
     # In the order of the saved keys, in which report.py names an arm.
     config = dict(_translated(name, value) for name, value in config.items())
@@ -62,9 +82,9 @@ def as_today(config: dict[str, Any]) -> dict[str, Any]:
 
 def _translated(name: str, value: Any) -> tuple[str, Any]:
     """Return one key with today's name and value."""
-    # Once a bool: RMSNorm over the channels of each head, or none.
-    if name == "qk_norm" and isinstance(value, bool):
-        return name, "head" if value else None
-    if name == "norm_affine":
-        return "norm_gain", "plain" if value else "none"
+    for (old, given), today in SPELLINGS.items():
+        if name == old and given is None:
+            return today[0], value
+        if name == old and given == value:
+            return today
     return name, value

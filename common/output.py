@@ -11,7 +11,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, cannot_write
+from common.errors import ConfigError, UserError, cannot_write
+
+BEGINNING = 1 << 16  # bytes of a file that tell its kind
+RUN_CONFIG = rb'(?s)\s*\{.*"norm_type"'  # how the config.json of a run folder begins
 
 
 @contextlib.contextmanager
@@ -78,17 +81,48 @@ def _move(partial: Path, folder: Path) -> None:
         shutil.rmtree(partial)
 
 
-def check_replaceable(path: Path) -> None:
+def check_replaceable(path: Path, begins: bytes = b"") -> None:
     """Check that a file may take the name `path`.
 
     A rename puts a regular file into the place of whatever has the name; of /dev/null too.
 
+    Args:
+        begins: pattern of how the files begin that the program writes. Only such a file is
+            replaced, or appended to, or an empty one. So no other file of the user is lost, be it
+            an input of the program or not.
+
     Raises:
-        UserError: something has the name that is no regular file.
+        UserError: something has the name that is no regular file, or a file that begins otherwise.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
+    if not os.path.exists(path):
+        return
+    if not os.path.isfile(path):
         kind = "a folder" if os.path.isdir(path) else "a device, a pipe or a socket"
         raise UserError(f"{path}: this is {kind}, and a file would take its place: name a file")
+    if begins:
+        try:
+            with open(path, "rb") as file:
+                head = file.read(BEGINNING)
+        except OSError as error:
+            raise UserError(cannot_write(path, error)) from None
+        if head and not re.match(begins, head):
+            raise UserError(
+                f"{path}: a file of another kind is there, and would be lost: name another file"
+            )
+
+
+def check_apart(source: str, folder: Path) -> None:
+    """Raise ConfigError if a run in `folder` would write over the model that it starts from.
+
+    Args:
+        source: the model's folder, or a file in it.
+    """
+    read = os.path.realpath(source)
+    if os.path.realpath(folder) in (read, os.path.dirname(read)):
+        raise ConfigError(
+            f"out_dir={folder}: the run starts from a model there, and would write over it: "
+            "choose another out_dir"
+        )
 
 
 def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
@@ -187,9 +221,10 @@ def write_results(
     with writing(folder):
         write_bytes_atomically(folder / f"{name}.jsonl", lines.encode())
         # A path in it may not be UTF-8.
-        write_bytes_atomically(
-            folder / page, f"{text.rstrip()}\n".encode(errors="backslashreplace")
-        )
+        content = f"{text.rstrip()}\n".encode(errors="backslashreplace")
+        # A page of another title is somebody's own, as a project's README.md.
+        check_replaceable(folder / page, re.escape(content.partition(b"\n")[0]))
+        write_bytes_atomically(folder / page, content)
 
 
 def made_with(config: Any) -> str:

@@ -20,6 +20,16 @@ from matplotlib import pyplot as plt
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 STYLES = list(zip(COLORS, "osD^vPX"))  # (color, marker)
 
+# Ending -> how such a picture begins.
+KINDS = {
+    "eps": rb"%!PS",
+    "jpg": rb"\xff\xd8",
+    "pdf": rb"%PDF",
+    "png": rb"\x89PNG",
+    "svg": rb"<\?xml",
+    "webp": rb"RIFF",
+}
+
 
 def style(index: int) -> dict:
     """Return colour and marker of the line with this number, as arguments of `plot`."""
@@ -28,12 +38,13 @@ def style(index: int) -> dict:
 
 
 def check_picture(target: Path) -> None:
-    """Raise UserError unless `target` may be a picture: no folder, and of a known kind."""
+    """Raise UserError unless `target` may become a picture: of a known kind, and no other file."""
     check_replaceable(target)
-    kinds = sorted(plt.Figure().canvas.get_supported_filetypes())
-    if target.suffix[1:].lower() not in kinds:
+    kind = target.suffix[1:].lower()
+    if kind not in KINDS:
         # matplotlib would write TARGET.png
-        raise UserError(f"{target}: its ending names no kind of picture: one of {', '.join(kinds)}")
+        raise UserError(f"{target}: its ending names no kind of picture: one of {', '.join(KINDS)}")
+    check_replaceable(target, KINDS[kind])
 
 
 def save(figure: plt.Figure, target: Path) -> Path:

@@ -110,7 +110,7 @@ def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]
                 # As binary, because pyarrow would stop at the first invalid UTF-8.
                 texts = batch.column(0).cast(pyarrow.large_binary())
                 yield from map(checked, texts.to_pylist())
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:  # OSError for damaged pages
         reason = str(error).partition("\n")[0]
         raise DataError(
             f"{path}: not a parquet file with a text column, or damaged ({reason})"

@@ -6,14 +6,17 @@ It is the format of llm.c's .bin files.
     files:  NAME_{train,val}_000000.bin, and meta.json next to them:
             {"tokenizer": ..., "vocab_size": ...}
 
-nanoGPT's headerless `train.bin` and `val.bin` are read too. The end-of-text token goes before each
-document.
+nanoGPT's headerless `train.bin` and `val.bin` are read too, and the `meta.pkl` of its character
+data. The end-of-text token goes before each document.
 """
 
+import io
 import json
+import pickle
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +27,8 @@ MAGIC = 20240520
 VERSION = 1
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
+MOST_TOKENS = 65536  # ids are uint16
+MOST_PICKLED = 1 << 24  # bytes that are read of a meta.pkl; nanoGPT's have about 1,000
 NUMBERED = re.compile(r"(?P<name>.+)_(?P<split>train|val)_(?P<number>\d{6})\.bin")
 
 
@@ -121,13 +126,14 @@ def _write(path: Path, *chunks: bytes) -> None:
 
 
 def read_meta(data_dir: str | Path) -> dict:
-    """Read meta.json; {} for a data folder without one (nanoGPT's). Raises DataError."""
+    """Read meta.json, else nanoGPT's meta.pkl; {} for a data folder without. Raises DataError."""
     path = Path(data_dir) / "meta.json"
     if not path.is_file():
-        return {}
+        pickled = path.with_suffix(".pkl")
+        return read_pickled_meta(pickled) if pickled.is_file() else {}
     try:
         meta = parse_json(path.read_text(encoding="utf-8"))
-        if type(meta["vocab_size"]) is not int or not 0 < meta["vocab_size"] <= 65536:
+        if type(meta["vocab_size"]) is not int or not 0 < meta["vocab_size"] <= MOST_TOKENS:
             raise ValueError
         if not isinstance(meta["tokenizer"], str):
             raise ValueError
@@ -136,3 +142,32 @@ def read_meta(data_dir: str | Path) -> dict:
             f"{path}: needs tokenizer and vocab_size as JSON: prepare the data again"
         ) from None
     return meta
+
+
+def read_pickled_meta(path: Path) -> dict:
+    """Read the meta.pkl of nanoGPT's character data, as the meta.json of ours. Raises DataError."""
+    try:
+        with path.open("rb") as file:
+            meta = PlainUnpickler(io.BytesIO(file.read(MOST_PICKLED))).load()
+        size = meta["vocab_size"]
+        if type(size) is not int or not 0 < size <= MOST_TOKENS:
+            raise ValueError
+        chars = [meta["itos"][index] for index in range(size)]
+        text = "".join(chars)
+        text.encode()  # no half of a surrogate pair
+        ids = {char: index for index, char in enumerate(chars)}
+        if list(text) != chars or meta["stoi"] != ids:
+            raise ValueError
+    except Exception:  # an unpickler raises nearly every kind
+        raise DataError(
+            f"{path}: not what nanoGPT writes for characters (vocab_size, itos, stoi): prepare the "
+            "data again, or remove the file if the tokens are GPT-2's"
+        ) from None
+    return {"tokenizer": "chars", "vocab_size": size, "chars": text}
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Unpickles numbers, strings and containers. Without classes a pickle cannot run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"names {module}.{name}")

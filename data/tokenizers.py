@@ -1,16 +1,19 @@
 """The tokenizers that data and checkpoints name.
 
 They are GPT-2's BPE, single bytes, single characters, and that of a Hugging Face folder. All have
-encode_ordinary(text) -> ids, decode(ids) -> text, and n_vocab.
+encode_ordinary(text) -> ids, decode(ids) -> text, and n_vocab; all but single characters have
+eot_token, the id of end of text.
 """
 
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiktoken
 
 from common.errors import DataError
+from common.output import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -46,27 +49,48 @@ class CharTokenizer:
 
 
 class HFTokenizer:
-    """The tokenizer.json of a Hugging Face folder, without its special tokens."""
+    """The tokenizer.json of a Hugging Face folder. The files next to it name BOS and EOS."""
 
     def __init__(self, folder: str):
+        named: dict[str, Any] = {"eos_token": END_OF_TEXT}  # transformers' default for GPT-2, Qwen
         try:
             from tokenizers import Tokenizer
 
             self.tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+            for name in ("special_tokens_map.json", "tokenizer_config.json"):
+                path = Path(folder, name)
+                if path.is_file():
+                    named |= parse_json(path.read_bytes())
         except ImportError:
             raise DataError(
                 f"the tokenizer of {folder} needs a package: pip install tokenizers"
             ) from None
         except Exception as error:  # the library raises plain Exceptions
             raise DataError(
-                f"{folder}/tokenizer.json cannot be read ({error}): put the model's tokenizer "
-                "files there"
+                f"the tokenizer of {folder} cannot be read ({error}): put the model's "
+                "tokenizer.json and tokenizer_config.json there"
             ) from None
+        # The file may keep the limits of the last call before it was saved.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
         self.n_vocab = self.tokenizer.get_vocab_size()
+        self.bos_token = self._id(named.get("bos_token"))
+        eos = self._id(named["eos_token"])
+        self.eot_token = self.bos_token if eos is None else eos
+
+    def _id(self, token: Any) -> int | None:
+        """Return the id of a token as those files write it: its text, or a dictionary with it."""
+        text = token.get("content") if isinstance(token, dict) else token
+        return self.tokenizer.token_to_id(text) if isinstance(text, str) else None
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """Return the ids, without the special tokens that a model's template would add."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        """Return the ids, with those that the model's template adds: BOS, where it adds one.
+
+        A text that has it in writing, as a chat template makes one, gets no second one.
+        """
+        first = first_token(self)
+        has_it = first is not None and text.startswith(self.tokenizer.id_to_token(first))
+        return self.tokenizer.encode(text, add_special_tokens=not has_it).ids
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text."""
@@ -140,7 +164,7 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
     """Load the tokenizer of a data folder or checkpoint.
 
     Args:
-        meta: content of meta.json, which names it.
+        meta: of read_meta; it names it.
 
     Raises:
         DataError: it is unknown, cannot be read or cannot be downloaded.
@@ -162,7 +186,8 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
                 "once, or point TIKTOKEN_CACHE_DIR at a folder that has it"
             ) from None
     raise DataError(
-        f"unknown tokenizer {name!r}: this data has no usable meta.json; prepare it again"
+        f"unknown tokenizer {name!r}: no meta.json (or nanoGPT's meta.pkl) with a known one is "
+        "with the data; prepare it again"
     )
 
 
@@ -176,6 +201,41 @@ def tokenizer_of(model: Any) -> tiktoken.Encoding | CharTokenizer | HFTokenizer:
             "they are not of one data set"
         )
     return tokenizer
+
+
+def first_token(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer) -> int | None:
+    """Return what stands for an empty context: BOS, else the end of a text; None for neither."""
+    bos = getattr(tokenizer, "bos_token", None)
+    return getattr(tokenizer, "eot_token", None) if bos is None else bos
+
+
+def encode_pair(
+    tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer, context: str, continuation: str
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of a context and of what follows it, as lm-evaluation-harness does.
+
+    Both are encoded together, so that spaces at the context's end belong to the continuation.
+    `first_token` stands for an empty context. Raises DataError if there is none, or if no token
+    is the continuation's.
+    """
+    start = tokenizer.encode_ordinary(context.rstrip())
+    tokens = tokenizer.encode_ordinary(context + continuation)[len(start) :]
+    if not start:
+        first = first_token(tokenizer)
+        if first is None:
+            raise DataError(
+                f"{continuation[:40]!r} has no context, and the tokenizer neither BOS nor EOS: "
+                "choose tasks with a context"
+            )
+        if tokens[:1] != [first]:
+            tokens.insert(0, first)
+        start, tokens = tokens[:1], tokens[1:]
+    if not tokens:
+        raise DataError(
+            f"after {context[-40:]!r}, the continuation {continuation[:40]!r} has no token of its "
+            "own: check the task's choices"
+        )
+    return start, tokens
 
 
 def decode(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer, tokens: list[int]) -> str:

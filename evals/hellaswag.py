@@ -6,10 +6,11 @@ One item:  {"ctx": "A man is sitting on a roof. he", "label": 3,
             "endings": ["is using wrap to wrap a pair of skis.", "is ripping level tiles off.",
                         "is holding a rubik's cube.", "starts pulling up roofing on a roof."]}
 
-The context and " " + ending are tokenised separately. acc chooses the ending with the lowest summed
-loss, acc_norm the one with the lowest mean loss per ending token. (lm-evaluation-harness divides by
-bytes for its acc_norm, so only its acc is comparable item by item.) A text longer than the model's
-context loses its beginning; the share of such texts is reported.
+The context and " " + ending are tokenised as in lm-evaluation-harness. acc chooses the ending with
+the lowest summed loss, acc_norm the one with the lowest mean loss per ending token.
+(lm-evaluation-harness divides by bytes for its acc_norm, so only its acc is comparable item by
+item.) A text longer than the model's context loses its beginning; the share of such texts is
+reported.
 """
 
 import http.client
@@ -35,6 +36,7 @@ from common.distributed import Ranks, gather_root
 from common.errors import DataError, UserError, cannot_write
 from common.inputs import check_regular
 from common.output import parse_json, write_bytes_atomically
+from data.tokenizers import encode_pair
 from model import GPT
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -128,22 +130,15 @@ class Ending:
 def make_endings(items: list[dict[str, Any]], tokenizer: Any, block_size: int) -> list[Ending]:
     """Return four rows an item, cut on the left to block_size + 1 tokens.
 
-    The model reads all but the last, which is a target only. Raises DataError for an ending without
-    context or text.
+    The model reads all but the last, which is a target only. Raises DataError, as encode_pair does.
     """
     rows = []
     for item in items:
-        context = tokenizer.encode_ordinary(item["ctx"])
         for ending in item["endings"]:
-            tokens = tokenizer.encode_ordinary(" " + ending)
+            context, tokens = encode_pair(tokenizer, item["ctx"], " " + ending)
             ids = (context + tokens)[-(block_size + 1) :]
             # The first token of all has nothing before it, so it has no loss.
             n_ending = min(len(tokens), len(ids) - 1)
-            if n_ending < 1:
-                raise DataError(
-                    f"HellaSwag item {item['item']}: an ending without context or text: "
-                    "check the file"
-                )
             is_cut = len(context) + len(tokens) > len(ids)
             rows.append(Ending(ids, n_ending, is_cut))
     return rows

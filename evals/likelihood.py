@@ -13,8 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.environment import Precision
-from common.errors import DataError
-from data.tokenizers import load_tokenizer
+from data.tokenizers import encode_pair, load_tokenizer
 from model import GPT
 
 
@@ -47,17 +46,6 @@ class Scorer:
         self.tokenizer = load_tokenizer(model.meta)
         self.seen: Counter[str] = Counter()
 
-    def encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of context and continuation.
-
-        Spaces at the context's end belong to the continuation, as in the harness.
-        """
-        stripped = context.rstrip()
-        continuation = context[len(stripped) :] + continuation
-        whole = self.tokenizer.encode_ordinary(stripped + continuation)
-        start = self.tokenizer.encode_ordinary(stripped)
-        return whole[: len(start)], whole[len(start) :]
-
     @torch.no_grad()
     def score(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Score pairs of context and continuation.
@@ -69,16 +57,12 @@ class Scorer:
             give it.
 
         Raises:
-            DataError: a continuation is empty.
+            DataError: as of encode_pair.
         """
         # All ids but the last -> the requests that need this forward pass.
         groups: dict[tuple[int, ...], list[Request]] = defaultdict(list)
         for number, (context, continuation) in enumerate(pairs):
-            start, tokens = self.encode(context, continuation)
-            if not tokens:
-                raise DataError("a task asks for the likelihood of no text: check its choices")
-            if not start:
-                start = [0]  # something must come before the first token
+            start, tokens = encode_pair(self.tokenizer, context, continuation)
             whole = start + tokens
             ids = whole[-(self.context + 1) :]
             self.seen.update(requests=1, cut=len(whole) > len(ids))

@@ -30,7 +30,7 @@ import numpy as np
 
 from common.environment import Precision, environment, faster_float32_products, find_device
 from common.errors import ConfigError, UserError, run_program
-from common.output import writing
+from common.output import check_replaceable, write_bytes_atomically, writing
 from common.stats import paired
 from configurator import check_ranges, key, parse_args
 from evals.likelihood import Scorer
@@ -236,7 +236,7 @@ def write_items(path: Path, marks: dict[str, dict[str, Marks]]) -> None:
             record = {"group": group, "task": task, "item": item, "correct": correct}
             lines.append(json.dumps(record) + "\n")
     with writing(path.parent):
-        path.write_text("".join(lines), encoding="utf-8")
+        write_bytes_atomically(path, "".join(lines).encode())
 
 
 def main(argv: list[str]) -> None:
@@ -251,7 +251,10 @@ def main(argv: list[str]) -> None:
         raise ConfigError("a model is named twice: name each once")
     precision = Precision(config.dtype, find_device(config.device))
     if config.out:
-        write_items(Path(config.out), {})  # fails at once if it cannot be written, not after hours
+        # Now, not after hours.
+        check_replaceable(Path(config.out), rb'{"group": .*"correct"')
+        with writing(Path(config.out).parent):
+            open(config.out, "ab").close()
     with tempfile.TemporaryDirectory() as folder:
         marks = run(specs, config, precision, Path(folder))
     if config.out:

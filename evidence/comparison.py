@@ -31,6 +31,8 @@ EQUAL_TIME = Metric("val_loss_equal_time", "nats per token", True)
 CHANCE = 0.25  # accuracy of a guess in HellaSwag: one of four endings
 NOT_JUDGED = "not judged"
 NO_VERDICT = "no verdict"
+# What may differ between the seeds of an arm: each may start from a checkpoint of its own.
+BY_SEED = ("seed", "init_from")
 
 Arms = dict[str, dict[int, Run]]  # arm -> seed -> run
 
@@ -259,16 +261,34 @@ class Comparison:
         )
 
 
-def usable(arms: Arms) -> Finished:
-    """Select the runs that went to their end and can be compared."""
+def like_baseline(arms: Arms, baseline: str) -> Arms:
+    """Return each arm's runs with the baseline's settings; all runs, if there is no baseline."""
+    runs = list(arms.get(baseline, {}).values())
+    first = next((run for run in runs if not run.problem()), runs[0] if runs else None)
+    return {
+        arm: {
+            seed: run
+            for seed, run in its.items()
+            if first is None or not difference_in_settings(run, first, BY_SEED)
+        }
+        for arm, its in arms.items()
+    }
+
+
+def usable(arms: Arms, baseline: str = "") -> Finished:
+    """Select the runs that went to their end and can be compared.
+
+    A run that diverged takes its arm's verdict only if its settings are the baseline's.
+    """
+    alike = like_baseline(arms, baseline)
     finished: Arms = {}
     left_out: list[str] = []
     diverged: dict[str, str] = {}
     for arm, runs in arms.items():
-        bad = [seed for seed, run in runs.items() if run.diverged]
+        bad = [run for run in alike[arm].values() if run.diverged]
         if bad:
             diverged[arm] = (
-                f"{len(bad)} of {len(runs)} runs diverged, "
+                f"{len(bad)} of {len(alike[arm])} runs diverged, "
                 "and those that are left are no fair sample"
             )
         good = {}
@@ -283,18 +303,17 @@ def usable(arms: Arms) -> Finished:
     return Finished(finished, left_out, diverged)
 
 
-def check_baseline(baseline: str, runs: dict[int, Run]) -> None:
-    """Raise UserError if the baseline's runs differ in more than the seed.
+def check_alike(arm: str, runs: dict[int, Run]) -> None:
+    """Raise UserError if an arm's runs differ in more than the seed.
 
-    They are several experiments then.
+    They are several experiments then, and a mean over them says nothing.
     """
     first = next(iter(runs.values()))
     for run in runs.values():
-        # A checkpoint of its own for each seed to start from is fair.
-        difference = difference_in_settings(run, first, but=("seed", "init_from"))
+        difference = difference_in_settings(run, first, BY_SEED)
         if difference:
             raise UserError(
-                f"{baseline}, seeds {run.seed} and {first.seed}: {difference}: report on them apart"
+                f"{arm}, seeds {run.seed} and {first.seed}: {difference}: report on them apart"
             )
 
 
@@ -319,7 +338,7 @@ def pair_by_seed(
         there = ", ".join(map(repr, arms)) or "none"
         why = "".join(f"; {line}" for line in unusable)
         raise ConfigError(f"baseline={baseline!r}: the arms with usable runs are {there}{why}")
-    check_baseline(baseline, arms[baseline])
+    check_alike(baseline, arms[baseline])
     pairs: Pairs = {}
     left_out: list[str] = []
     for arm, runs in arms.items():

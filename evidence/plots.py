@@ -114,6 +114,8 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
         label = f"{arm}: {mean[-1]:.3f}"
         if len(losses) > 1:
             label += f" (SD {sd[-1]:.3f}, {len(losses)} seeds)"
+        if diverged := sum(run.diverged for run in runs.values()):
+            label += f", {diverged} diverged"
         top.plot(x, mean, label=label, linewidth=LINE, **style(index))
         top.fill_between(x, mean - sd, mean + sd, color=color_of(index), **BAND)
         if len(runs) == 1 and over_tokens:

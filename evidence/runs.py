@@ -15,7 +15,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.fingerprint import data_difference
-from common.old_keys import as_today, chosen_then
+from common.old_keys import RETIRED, as_today, chosen_then
 from common.output import parse_json
 from evidence.archive import SUFFIX, unpack
 
@@ -53,6 +53,7 @@ NAMES = {
     "out_dir",
     "resume",
     "tracker",
+    "tracker_project",
     "wandb",
     "wandb_project",
     "parallel",
@@ -64,9 +65,9 @@ NAMES = {
 }
 # Packages of which a run may be resumed with another version and still be compared.
 HARMLESS_VERSIONS = {"python", "numpy"}
-# What an older program did that did not have the key yet.
+# What a program did that does not have the key: not yet, or no more.
 BEFORE_THE_KEY = {
-    "compile_mode": "default",
+    **RETIRED,
     "residual": "float32",
     "optimizer": "adamw",
     "decay_per_step": 0.0,
@@ -79,6 +80,8 @@ BEFORE_THE_KEY = {
     "study": "",
     "planned_seeds": 0,
 }
+# What the start event tells beside the config, and what it was in older logs without it.
+PLACE = {"world_size": None, "device": None, "float32_products": "highest"}
 NUMBER = (int, float, type(None))  # None: it was not finite
 # kind of event -> the fields that are read here, and their types
 FIELDS: dict[str, dict[str, Any]] = {
@@ -295,20 +298,23 @@ class Run:
         if self.diverged:
             # Not the first end: the run may have been stopped and resumed before.
             reasons = [event["reason"] for event in self.events_of("end")]
-            return next(reason for reason in reasons if "not finite" in reason)
+            bad = (reason for reason in reasons if "not finite" in reason)
+            return next(bad, "its last val loss is not finite")
         last = max((event["step"] for event in self.events_of("eval")), default=0)
         if last < self.config["max_iters"]:
             return f"not finished: last evaluation at step {last} of {self.config['max_iters']}"
-        # An evaluation whose loss was not finite is not in the curve.
-        last_tokens = last * self.start["tokens_per_step"]
-        if not len(self.curve) or self.curve[-1, 0] != last_tokens:
-            return "its last val loss is not finite"
         return ""
 
     @property
     def diverged(self) -> bool:
-        """Did a loss or gradient become infinite or NaN?"""
-        return any("not finite" in event["reason"] for event in self.events_of("end"))
+        """Did a loss or gradient of training, or a val loss after the last step, become infinite
+        or NaN?
+        """
+        if any("not finite" in event["reason"] for event in self.events_of("end")):
+            return True
+        steps = {event["step"]: event["val_loss"] for event in self.events_of("eval")}
+        last = steps.get(self.config["max_iters"], 0.0)  # not finished without one
+        return None in (last, self.whole_split.get("val_loss_full", 0.0))
 
     @cached_property
     def items(self) -> dict[str, np.ndarray]:
@@ -334,7 +340,9 @@ class Run:
     @cached_property
     def metrics(self) -> dict[str, float]:
         """Metric name -> value, for the metrics that the run measured."""
-        found = {"val_loss": float(self.curve[-1, 1])}
+        found = {}
+        if not self.diverged:  # the curve has finite losses alone
+            found["val_loss"] = float(self.curve[-1, 1])
         if self.whole_split.get("val_loss_full") is not None:
             found["val_loss_full"] = float(self.whole_split["val_loss_full"])
         first = (1 - LAST_PART) * self.config["max_iters"]
@@ -508,36 +516,51 @@ def norm_key_names(run: Run) -> set[str]:
     return {"norm_type"}.union(recorded, *OLD_NORM_KEYS.values())
 
 
+def settings(run: Run) -> dict[str, Any]:
+    """Return what a run was trained with and where, without its names: key -> value."""
+    chosen = {name: _plain(value) for name, value in run.config.items() if name not in NAMES}
+    place = {name: run.start.get(name, before) for name, before in PLACE.items()}
+    return BEFORE_THE_KEY | chosen | place | {"torch": run.start["versions"]["torch"]}
+
+
+def differences(run: Run, baseline: Run, but: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
+    """Find the settings in which two runs differ apart from their norms, data and names.
+
+    Args:
+        but: keys that may differ too.
+
+    Returns:
+        Key -> its value in either run.
+    """
+    ours, theirs = settings(run), settings(baseline)
+    may_differ = norm_key_names(run) | norm_key_names(baseline) | {*but}
+    found = {
+        name: (ours.get(name), theirs.get(name)) for name in sorted({*ours, *theirs} - may_differ)
+    }
+    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+
+
+def difference_in_data(run: Run, baseline: Run) -> str:
+    """Describe how the data of two runs differ; "" if they do not."""
+    data = run.start.get("data")
+    base_data = baseline.start.get("data")
+    if data == base_data or (data and base_data and not data_difference(base_data, data)):
+        return ""
+    return f"data: {data} against {base_data}"
+
+
 def difference_in_settings(run: Run, baseline: Run, but: tuple[str, ...] = ()) -> str:
     """Describe the first difference between two runs apart from their norms and names.
 
     Args:
-        but: config keys that may differ too.
+        but: as of `differences`.
 
     Returns:
         The difference in one phrase, or "" if there is none.
     """
-    may_differ = NAMES | norm_key_names(run) | norm_key_names(baseline) | {*but}
-    for name in sorted({*run.config, *baseline.config} - may_differ):
-        here = _plain(run.config.get(name, BEFORE_THE_KEY.get(name)))
-        there = _plain(baseline.config.get(name, BEFORE_THE_KEY.get(name)))
-        if here != there:
-            return f"{name}={here or repr(here)} against {there or repr(there)}"
-    data = run.start.get("data")
-    base_data = baseline.start.get("data")
-    if data != base_data and (
-        data is None or base_data is None or data_difference(base_data, data)
-    ):
-        return f"data: {data} against {base_data}"
-    # Older logs do not have the last of these; float32 products were "highest" then.
-    for name, before in {"world_size": None, "device": None, "float32_products": "highest"}.items():
-        here = run.start.get(name, before)
-        there = baseline.start.get(name, before)
-        if here != there:
-            return f"{name}: {here} against {there}"
-    here = run.start["versions"]["torch"]
-    there = baseline.start["versions"]["torch"]
-    return "" if here == there else f"torch {here} against {there}"
+    for name, (here, there) in differences(run, baseline, but).items():
+        return f"{name}={here or repr(here)} against {there or repr(there)}"
+    return difference_in_data(run, baseline)
 
 
 def item_differences(run: Run, baseline: Run, rule: str) -> np.ndarray | None:

@@ -175,7 +175,8 @@ def analyze(
     Args:
         model: any nn.Module, in the mode (train or eval) that is meant. It is left unchanged.
         example_inputs: positional (tuple) or keyword (dict) arguments of the model. The analysis
-            holds for their shapes and for the branches that the model takes on them.
+            holds for their shapes and for the branches that the model takes on them. `fold` checks
+            other sizes and ranks, too, as far as the model takes them.
         rules: "exact", or "paper" to count as the paper's Table 3 does.
         trained: the verdicts hold for any values that training may give the parameters. With False
             they also rely on the present values, such as initial gains that are all 1. The values
@@ -183,7 +184,7 @@ def analyze(
 
     Returns:
         A report with one row for each call of a LayerNorm, for print() and for `fold`. GroupNorms
-        with one position are counted, too.
+        of (N, C), without positions, are counted, too.
 
     Raises:
         FoldError: the model cannot be exported, or a size in it depends on values.
@@ -265,6 +266,7 @@ def fold(
         refusals=refusals,
         keep=plan.keep,
         tolerance=tolerance,
+        sizes=True,
     )
     if certificate.ok:
         return new, certificate

@@ -40,6 +40,7 @@ class HandNorm:
         gain: the parameter that it multiplies by, if there is one.
         bias: the parameter that it adds, if there is one.
         nodes: all its operations.
+        from_end: its axis is counted from the end, so that it may be called on any rank.
     """
 
     line: Line
@@ -48,6 +49,7 @@ class HandNorm:
     gain: Node | None
     bias: Node | None
     nodes: frozenset[Node]
+    from_end: bool
 
 
 def hand_norm(node: Node) -> HandNorm | None:
@@ -64,6 +66,8 @@ def hand_norm(node: Node) -> HandNorm | None:
         if inside is None or block == 1:
             continue
         nodes |= inside | {node, centred, centred.args[1]}
+        reductions = [x for x in nodes if str(x.target).startswith(("aten.mean.", "aten.var"))]
+        from_end = all(x.args[1][0] < 0 for x in reductions)
         out = node
         found: dict[str, Node | None] = {}
         for name, operation in (("gain", "aten.mul.Tensor"), ("bias", "aten.add.Tensor")):
@@ -71,9 +75,8 @@ def hand_norm(node: Node) -> HandNorm | None:
             found[name] = vector
             out = after
             nodes |= laid | {after}
-        return HandNorm(
-            Line(x, axis, block), eps, out, found["gain"], found["bias"], frozenset(nodes)
-        )
+        line = Line(x, axis, block)
+        return HandNorm(line, eps, out, found["gain"], found["bias"], frozenset(nodes), from_end)
     return None
 
 

@@ -1,7 +1,8 @@
 """Certify that a conversion left a model's function unchanged.
 
 The conversion is done again on float64 copies of the model, with its weights and with weights drawn
-at random. Both sides are run on the given inputs and on fresh ones.
+at random. Both sides are run on the given inputs and on fresh ones; where a conversion was found by
+looking at an example (`sizes`), on inputs of other sizes and ranks as well.
 
     after, certificate = certify(model, convert, {"input_ids": ids})
     certificate.ok, certificate.max_rel, certificate.to_json()
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .siblings import FoldError, environment
 
@@ -51,7 +52,7 @@ class Check:
 
     Attributes:
         weights: "given" or "random".
-        inputs: "given" or "fresh".
+        inputs: "given", "fresh" or "resized".
         dtype: type of the arithmetic.
         max_abs: largest difference of the outputs.
         max_rel: largest difference / largest magnitude, of the worst output tensor.
@@ -89,9 +90,6 @@ class Certificate:
         parameters: parameters and buffers that changed: name -> {"before": hash, "after": hash}.
         kept: parameters that were not randomised; the conversion is exact for their present values
             alone.
-        eps_error: for cancelled norms, the largest relative difference of a normalised query, key
-            or value, from the same residual stream; None for other conversions.
-        eps_bound: the bound of eps_error, by eps over the measured mean squares.
         environment: commit, versions and device.
         reason: why it is not ok.
     """
@@ -108,8 +106,6 @@ class Certificate:
     refusals: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, dict[str, str | None]] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
-    eps_error: float | None = None
-    eps_bound: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
 
@@ -127,11 +123,6 @@ class Certificate:
             if check.kl is not None:
                 line += f", KL {check.kl:.1e}, argmax agrees {check.argmax_agreement:.2%}"
             lines.append(line)
-        if self.eps_bound is not None:
-            lines.append(
-                f"  normalised queries, keys and values of one stream: {self.eps_error:.1e}, "
-                f"by eps over the mean square at most {self.eps_bound:.1e}"
-            )
         if self.kept:
             lines.append(f"  only for the present values of {', '.join(self.kept)}")
         return "\n".join(lines)
@@ -161,6 +152,7 @@ def certify(
     random_weights: bool = True,
     logits: FindLogits | None = None,
     tolerance: float = TOLERANCE,
+    sizes: bool = False,
 ) -> tuple[nn.Module, Certificate]:
     """Convert a model and check that its function stayed the same.
 
@@ -179,6 +171,8 @@ def certify(
         logits: finds the logits (..., classes) in an output; the default takes the attribute or
             key `logits`, if there is one.
         tolerance: largest allowed difference in float64, relative to the largest output.
+        sizes: with random weights, check also on inputs of other sizes and ranks (`other_sizes`),
+            for a conversion that was found by looking at one example.
 
     Returns:
         (convert(model), its certificate)
@@ -189,7 +183,7 @@ def certify(
     after = convert(model)
     logits = logits or _logits
     weights = ("given", "random") if random_weights else ("given",)
-    checks, given_output = _check_in_float64(model, convert, inputs, weights, keep, logits)
+    checks, given_output = _check_in_float64(model, convert, inputs, weights, keep, logits, sizes)
     worst = max(checks, key=lambda check: check.max_rel)
     reasons = []
     if not worst.max_rel <= tolerance:
@@ -237,6 +231,7 @@ def _check_in_float64(
     weights: Collection[str],
     keep: Collection[str],
     logits: FindLogits,
+    sizes: bool,
 ) -> tuple[list[Check], Any]:
     """Check the conversion of float64 copies.
 
@@ -258,7 +253,31 @@ def _check_in_float64(
                 given_output = before
             after = _run_wide(converted, x, converted=True)
             checks.append(_check(kind, source, before, after, logits))
+    if sizes:
+        checks += _check_at_other_sizes(wide, converted, wide_inputs, logits)
     return checks, given_output
+
+
+def _check_at_other_sizes(
+    before: nn.Module, after: nn.Module, inputs: Inputs, logits: FindLogits
+) -> list[Check]:
+    """Check a converted float64 copy on inputs of other sizes, where it and the model take them.
+
+    Returns:
+        The worst check; nothing where there was none.
+    """
+    checks = []
+    for alternatives in other_sizes(inputs):
+        for x in alternatives:
+            try:
+                expected = run(before, x)
+                found = run(after, x)
+            except Exception:  # the model's forward may raise anything
+                continue
+            if all(y.isfinite().all() for y in _floats(expected)):
+                checks.append(_check("random", "resized", expected, found, logits))
+            break
+    return sorted(checks, key=lambda check: check.max_rel)[-1:]
 
 
 def _check_in_own_type(
@@ -454,6 +473,46 @@ def fresh_inputs(inputs: Inputs) -> Inputs:
         return values[torch.randint(len(values), x.shape, generator=generator).to(x.device)]
 
     return tree_map(fresh, inputs)
+
+
+def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
+    """Draw inputs of other sizes and ranks, as far as one can tell which sizes go together.
+
+    Yields:
+        Lists of alternatives: the next one is for a model that does not take the last. Axes change
+        together that have the same size, or the same place in their tensors. Shorter comes before
+        longer, because an index beyond a table of positions breaks a process on a GPU.
+    """
+    leaves, structure = tree_flatten(inputs)
+    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel()}
+
+    def changed(new: dict[int, Tensor]) -> Inputs:
+        return fresh_inputs(
+            tree_unflatten([new.get(i, x) for i, x in enumerate(leaves)], structure)
+        )
+
+    def resized(axes: Collection[tuple[int, int]], size: Callable[[int], int]) -> Inputs:
+        new = dict(tensors)
+        for i, axis in axes:
+            old = new[i].shape[axis]
+            index = torch.arange(size(old), device=new[i].device) % old
+            new[i] = new[i].index_select(axis, index)
+        return changed(new)
+
+    sizes = {(i, axis): size for i, x in tensors.items() for axis, size in enumerate(x.shape)}
+    by_size = [[at for at in sizes if sizes[at] == size] for size in sizes.values()]
+    by_place = [[at for at in sizes if at[1] == axis] for _, axis in sizes]
+    for axes in dict.fromkeys(map(tuple, (*by_size, *by_place))):
+        yield [
+            resized(axes, lambda size: size - 1 if size > 2 else size + 1),
+            resized(axes, lambda size: 2 * size if size < 32 else size // 2),
+        ]
+    with_axes = {i: x for i, x in tensors.items() if x.dim()}
+    inner = {i: x.unsqueeze(min(1, x.dim() - 1)) for i, x in with_axes.items()}
+    yield [
+        changed({i: x.repeat_interleave(3, min(1, x.dim() - 2)) for i, x in inner.items()}),
+    ]
+    yield [changed({i: x[0] for i, x in with_axes.items()})]
 
 
 # -------------------------------------------------------------------------------- comparing tensors

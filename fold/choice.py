@@ -16,7 +16,7 @@ from .axes import Line, describe, module_path, shape
 from .by_hand import hand_norm
 from .cut import cheapest_cut
 from .graph import Demand, Graph, Source
-from .modules import Insertion, Plan, Swap, find_swap
+from .modules import Insertion, Plan, Swap, find_swap, place
 from .norm_calls import NormInput, norm_input
 
 # A norm could be folded, but `fold` cannot write that into the modules, because ...
@@ -279,13 +279,14 @@ class Analysis:
         sizes = shape(at.node)
         if self.graph.writes and sizes.count(sizes[at.axis]) > 1:
             return None
+        axis, ndim = place(at.axis, len(sizes))
         path = self.graph.returned_by(at.node)
         if path is not None:
-            return Insertion(path, at.axis, at.block)
+            return Insertion(path, axis, at.block, ndim=ndim)
         taken = self.graph.taken_by(at.node)
         if taken is not None:
             path, argument = taken
-            return Insertion(path, at.axis, at.block, argument)
+            return Insertion(path, axis, at.block, argument, ndim)
         return None
 
     def plan(

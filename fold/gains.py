@@ -156,6 +156,7 @@ def fold_gains(
         folded=len(folds),
         refusals=left,
         tolerance=tolerance,
+        sizes=True,
     )
     if certificate.ok:
         return new, certificate

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from common.errors import FoldError
 from load import NORM_NAMES
 from model import GPT, GPTConfig
-from norm_plan import NORM_TYPES, SHARED, NormPlan
+from norm_plan import NORM_TYPES, SHARED, NormPlan, has_v_norm, qk_kind
 from norms import CenteredLinear, FoldedForm, Norm, center, fold_affine
 from taper import TaperNorm
 
@@ -304,14 +304,20 @@ def retype(config: GPTConfig, norm_type: str, **keys: object) -> GPTConfig:
         config: the old one.
         norm_type: the new type.
         keys: further keys of the new config.
+
+    Raises:
+        FoldError: values are normalised, which the new type does not do.
     """
     default = {field.name: field.default for field in fields(config)}
     old = {name: default[name] for name in ("norm_plan", *NORM_TYPES[config.norm_type].keys)}
+    if has_v_norm(config) and not NORM_TYPES[norm_type].v_norm:
+        raise FoldError(
+            f"norm_type={config.norm_type}: its values are normalised, and those of norm_type="
+            f"{norm_type} are not: keep its type"
+        )
     # Attention stays what it is, where one of the types has norms in it by default.
-    plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
-    new = NORM_TYPES[norm_type]
-    if (plan.qk_kind, plan.has_v_norm) != (new.qk_norm, new.v_norm):
-        old |= {"qk_norm": plan.qk_kind, "v_norm": plan.has_v_norm}
+    if qk_kind(config) != NORM_TYPES[norm_type].qk_norm:
+        old["qk_norm"] = qk_kind(config)
     return replace(config, **old | {"norm_type": norm_type} | keys)
 
 

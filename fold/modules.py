@@ -20,7 +20,7 @@ from .axes import argument, input_axes, is_float, shape
 from .by_hand import hand_norm
 from .graph import Graph, Source
 from .norm_calls import norm_input
-from .siblings import rms_norm
+from .siblings import FoldError, rms_norm
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,14 @@ class Swap:
     """A norm module that becomes an RMSNorm over `axis` of its input, in `groups`."""
 
     path: str
+    # -1 for a norm of the last axis, which takes tensors of any rank; else counted from the front
     axis: int
     channels: int
     groups: int
     eps: float
     gain: str | None  # names of its parameters
     bias: str | None
+    ndim: int | None = None  # the only rank for which the axis is right; None: any
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,10 @@ class Insertion:
     """A centring of what module `path` returns or takes, along an axis, in blocks."""
 
     path: str  # "" is the whole model
-    axis: int
+    axis: int  # as in a Swap
     block: int
     argument: tuple[int, str] | None = None  # (position, name); None: what the module returns
+    ndim: int | None = None  # as in a Swap
 
 
 @dataclass
@@ -63,9 +66,9 @@ class FoldedNorm(nn.Module):
 
         y = x / sqrt(mean(x^2) + eps) * gain + bias
 
-    The mean is over each of `swap.groups` equal blocks of `swap.axis`; the input may have any other
-    axes. Statistics are in float32, or float64 for float64. On a GPU in eager mode it runs as one
-    kernel. Parameters keep their names, and the hooks of `old` stay.
+    The mean is over each of `swap.groups` equal blocks of `swap.axis`. Statistics are in float32,
+    or float64 for float64. On a GPU in eager mode it runs as one kernel. Parameters keep their
+    names, and the hooks of `old` stay.
     """
 
     def __init__(self, old: nn.Module, swap: Swap):
@@ -87,7 +90,14 @@ class FoldedNorm(nn.Module):
     def forward(self, input: Tensor | None = None, **named: Tensor | None) -> Tensor:
         (x,) = (value for value in (input, *named.values()) if value is not None)
         gain, bias = (None if name is None else getattr(self, name) for name in self.names)
-        is_last = self.axis == x.dim() - 1
+        channels = self.normalized_shape[0]
+        if self.swap.ndim not in (None, x.dim()) or x.shape[self.axis] != channels:
+            rank = "" if self.swap.ndim is None else f" of {self.swap.ndim} axes"
+            raise FoldError(
+                f"{self.swap.path} was folded for tensors{rank} with {channels} numbers along axis "
+                f"{self.axis}, not for {tuple(x.shape)}: analyze the model on inputs of this kind"
+            )
+        is_last = self.axis in (-1, x.dim() - 1)
         x = x if is_last else x.movedim(self.axis, -1)
         y, _ = rms_norm(x, gain, self.eps, bias, self.groups)
         return y if is_last else y.movedim(-1, self.axis)
@@ -110,15 +120,21 @@ class Center:
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
         if self.argument is None:  # a forward hook gets (args, output)
-            output = call[-1]
-            return centered(output, self.axis, self.block)
+            return self.center(call[-1])
         args, kwargs = call  # a pre-hook with keywords
         position, name = self.argument
         if name in kwargs:
-            x = centered(kwargs[name], self.axis, self.block)
-            return args, {**kwargs, name: x}
-        x = centered(args[position], self.axis, self.block)
-        return (*args[:position], x, *args[position + 1 :]), kwargs
+            return args, {**kwargs, name: self.center(kwargs[name])}
+        return (*args[:position], self.center(args[position]), *args[position + 1 :]), kwargs
+
+    def center(self, x: Tensor) -> Tensor:
+        if self.insertion.ndim not in (None, x.dim()):
+            raise FoldError(
+                f"the centring inserted at {self.insertion.path or 'the input'} is for tensors of "
+                f"{self.insertion.ndim} axes, not for {tuple(x.shape)}: analyze the model on "
+                "inputs of this kind"
+            )
+        return centered(x, self.axis, self.block)
 
 
 class CenteredWeight(nn.Module):
@@ -145,7 +161,8 @@ class Ones(nn.Module):
 
 
 def centered(x: Tensor, axis: int, block: int) -> Tensor:
-    """Subtract the mean of each block of an axis (counted from the front)."""
+    """Subtract the mean of each block of an axis."""
+    axis %= x.dim()
     blocks = x.unflatten(axis, (-1, block))
     return (blocks - blocks.mean(axis + 1, keepdim=True)).flatten(axis, axis + 1)
 
@@ -349,15 +366,27 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
         return f"the parameters of {path} are not those of its norm"
     channels = shape(x)[axis]
     grouped = "group_norm" in str(norm.target)
+    from_end = not grouped if by_hand is None else by_hand.from_end
+    stays = all(input_axes(node) == sorted(input_axes(node)) for node in (*before, *after))
+    axis, ndim = place(axis, len(shape(x)), from_end and stays)
     return Swap(
         path=path,
         axis=axis,
+        ndim=ndim,
         channels=channels,
         groups=channels // line.block if grouped else 1,
         eps=eps,
         gain=names[0],
         bias=names[1],
     )
+
+
+def place(axis: int, ndim: int, from_end: bool = True) -> tuple[int, int | None]:
+    """Return how a module finds an axis again, and the only rank for which that is right.
+
+    The last axis, if it is meant as the last one, is -1 in tensors of any rank (None).
+    """
+    return (-1, None) if from_end and axis == ndim - 1 else (axis, ndim)
 
 
 MOVES = (

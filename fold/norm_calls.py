@@ -4,7 +4,6 @@ line does not change.
 References to appendices are to "Enjoy Your Layer Normalization".
 """
 
-import math
 import operator
 from dataclasses import dataclass
 
@@ -25,21 +24,21 @@ class NormInput:
 def norm_input(node: Node) -> NormInput | None:
     """Return what a norm centres; None if the node is no norm.
 
-    Norms are LayerNorms, those written out by hand, too (by_hand.py), and those GroupNorms whose
-    statistics are over channels alone (appendix C.3).
+    Norms are LayerNorms, those written out by hand, too (by_hand.py), and GroupNorms without
+    positions, whose statistics are over channels alone (appendix C.3).
     """
     name = str(node.target)
     if name.startswith(("aten.layer_norm", "aten.native_layer_norm")):
         x, sizes = node.args[:2]
         line = Line(x, len(shape(x)) - 1, int(sizes[-1]))
         return NormInput(line, _refused_layer_norm(node))
-    if name.startswith("aten.group_norm"):
+    # Of (N, C) alone: that (N, C, ...) has one position may be due to the example. (A U-Net's
+    # deepest GroupNorms see one position of a small picture, and more of a larger one.)
+    if name.startswith("aten.group_norm") and len(shape(node.args[0])) == 2:
         x, groups = node.args[:2]
-        channels = shape(x)[1]  # x is (N, C, ...)
-        positions = math.prod(shape(x)[2:])
-        if positions == 1:
-            why = "" if channels > groups else "its mean is over one number"
-            return NormInput(Line(x, 1, channels // groups), why)
+        channels = shape(x)[1]
+        why = "" if channels > groups else "its mean is over one number"
+        return NormInput(Line(x, 1, channels // groups), why)
     by_hand = hand_norm(node)
     return None if by_hand is None else NormInput(by_hand.line)
 

@@ -315,7 +315,8 @@ def _join(line: Line) -> Feeds | None:
     axis = line.axis
     if "stack" in str(line.node.target) and dim < line.axis:
         axis -= 1  # stack adds the axis `dim`
-    pieces = [x for x in line.node.args[0] if math.prod(shape(x))]  # without empty ones
+    # torch.cat leaves out torch.tensor([]). Other empty pieces may hold rows another time.
+    pieces = [x for x in line.node.args[0] if shape(x) != (0,)]
     return Feeds(tuple(Line(x, axis, line.block) for x in pieces))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError, HFError
-from configurator import MOST_LAYERS, Overrides
+from configurator import Overrides
 from model import GPT, ROPE_SCALINGS, GPTConfig
 from norm_plan import NONE, SHARED, NormPlan
 
@@ -38,6 +38,7 @@ ARCHITECTURES = (
 )
 # Their activations -> ours.
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+MOST_LAYERS = 2048  # of a foreign config.json
 LOCAL = "sliding_attention"  # their words for kinds of blocks
 GLOBAL = "full_attention"
 

@@ -150,7 +150,9 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
         # Computed in float32, then rounded: `to_empty` left them without content.
         setattr(model, name, table.to(dtype))
     model.meta = {"tokenizer": "hf", "path": str(folder), "vocab_size": config.vocab_size}
-    if family == "gpt2" and config.vocab_size == 50257:
+    # Other languages' models have this shape too, and tokenizers of their own.
+    has_own = (folder / "tokenizer.json").exists()
+    if family == "gpt2" and config.vocab_size == 50257 and not has_own:
         model.meta["tokenizer"] = "gpt2"
     return model.eval()
 

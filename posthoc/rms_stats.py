@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common.environment import environment, faster_float32_products, find_device
 from common.errors import ConfigError, run_program
-from common.output import append_json
+from common.output import append_json, check_replaceable
 from configurator import check_ranges, key, parse_args
 from load import load_model
 from posthoc.coupling import Calibration, greedy, ratios, refusal, suggest_first, text_windows
@@ -138,6 +138,12 @@ def print_choices(
 def main(argv: list[str]) -> None:
     """Run the program with these command-line arguments."""
     config, spec = parse_args(StatsConfig, argv, __doc__, spec=True)
+    if config.out:
+        check_replaceable(Path(config.out), rb'{"spec": .*"blocks"')
+    if config.plot:
+        from common.plotting import check_picture  # matplotlib takes a second to import
+
+        check_picture(Path(config.plot))
     model = load_model(spec)
     device = find_device(config.device)
     length = min(config.length, model.config.block_size)

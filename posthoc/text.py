@@ -17,7 +17,7 @@ from torch import Tensor
 from common.errors import DataError
 from common.fingerprint import fingerprint
 from data.documents import Document, TextOf, checked, input_files, plain_text, read_files
-from data.tokenizers import END_OF_TEXT, HFTokenizer, load_tokenizer
+from data.tokenizers import load_tokenizer
 from hf.hub import import_transformers
 
 
@@ -97,12 +97,11 @@ def blocks(
 ) -> Iterator[Tensor]:
     """Pack documents one after another into blocks of token ids, (length,) each.
 
-    With tiktoken's tokenizer, its end-of-text token goes before each document. Raises DataError,
-    which names `origin`, if no row has text.
+    Each begins with what the tokenizer's template adds (BOS); where that is nothing, the
+    end-of-text token goes before each. Raises DataError, which names `origin`, if no row has text.
     """
-    start: list[int] = []
-    if hasattr(tokenizer, "encode_single_token") and not isinstance(tokenizer, HFTokenizer):
-        start = [tokenizer.encode_single_token(END_OF_TEXT)]
+    end = getattr(tokenizer, "eot_token", None)
+    start = [] if end is None or tokenizer.encode_ordinary("") else [end]
     ids: list[int] = []  # of an incomplete block
     problems: Counter[str] = Counter()
     has_text = False

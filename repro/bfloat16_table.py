@@ -18,6 +18,7 @@ import numpy as np
 from common.errors import ConfigError, run_program
 from common.output import card, markdown, read_json, span, write_bytes_atomically
 from common.stats import paired, paired_ratio
+from evidence.comparison import check_alike
 from evidence.runs import by_arm, find_runs
 
 STEP = 300
@@ -36,6 +37,8 @@ def losses_table(folder: Path) -> str:
     }
     rows = []
     for arm, runs in arms["float32"].items():
+        check_alike(arm, runs)
+        check_alike(arm, arms["bfloat16"][arm])
         seeds = sorted(runs)
         low = [arms["bfloat16"][arm][seed].metrics["val_loss"] for seed in seeds]
         full = [runs[seed].metrics["val_loss"] for seed in seeds]

@@ -31,6 +31,7 @@ from torch import nn
 
 from common.environment import environment
 from common.errors import run_program
+from common.output import append_json, check_replaceable
 from configurator import key, parse_args
 from fold import analyze, fold
 from fold.choice import Analysis
@@ -61,6 +62,8 @@ def parameter_bytes(model: nn.Module) -> int:
 
 def main(argv: list[str]) -> None:
     config, _ = parse_args(TimeConfig, argv, __doc__)
+    if config.out:
+        check_replaceable(Path(config.out), rb'{"model": "gpt2"')
     hf = import_transformers()
     hf.logging.set_verbosity_error()
     model = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=config.layers)).eval()
@@ -108,8 +111,7 @@ def main(argv: list[str]) -> None:
         **environment(torch.device("cpu")),
     }
     if config.out:
-        with open(config.out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_json(Path(config.out), record)
     print(json.dumps(record))
 
 

@@ -20,6 +20,7 @@ import torch
 
 from common.environment import environment, faster_float32_products
 from common.errors import ConfigError, run_program
+from common.output import check_replaceable
 from load import load_model
 from posthoc.coupling import GRID, Calibration, suggest_first, text_windows
 
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> None:
             "posthoc_alpha.py needs a file for the results, a file of text, and models"
         )
     target, text, *specs = argv
+    check_replaceable(Path(target), rb'{"model": .*"coupled_first"')
     with open(target, "w", encoding="utf-8") as file:
         for spec in specs:
             model = load_model(spec)

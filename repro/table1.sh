@@ -12,7 +12,7 @@
 #                           4 to 7 minutes were measured with two runs at once and other work
 #
 #   repro/table1.sh small   30 M parameters of GPT-2's shape, one pass over the 24 M tokens of
-#                           --data_dir=data/offline (any texts; repro/h200.sh says how), 5 norm
+#                           --data_dir=data/offline (any texts; repro/gpu.sh says how), 5 norm
 #                           types x 6 seeds: 20 minutes of one H200 (estimate)
 #   repro/table1.sh pair    GPT-2 124M, rms and coupled, one seed, four times those tokens: loss
 #                           curves, no verdict; 10 minutes of one H200 (estimate)
@@ -25,7 +25,8 @@ scale=${1:-} status=0
 [ $# = 0 ] || shift
 case $scale in
   full)
-    export NPROC=${NPROC:-8} OUT=${OUT:-out/table1} KEEP=${KEEP:-results/h200/table1/runs.tar.xz}
+    KEEP=${KEEP:-results/$(gpu_name)/table1/runs.tar.xz}
+    export KEEP NPROC=${NPROC:-8} OUT=${OUT:-out/table1}
     ./sweep.sh config/layer.py --delta_val_loss=0.001 --delta_train_loss=0.001 \
       --delta_hellaswag_acc=0.005 --delta_hellaswag_acc_norm=0.005 --delta_tok_per_s=0.005 "$@" \
       || status=$?
@@ -38,13 +39,15 @@ case $scale in
     ;;
   small)
     export SEEDS=${SEEDS:-8 9 10 11 12 13} HELLASWAG=${HELLASWAG:-off}
-    export OUT=${OUT:-out/table1_small} KEEP=${KEEP:-results/h200/table1_small/runs.tar.xz}
+    KEEP=${KEEP:-results/$(gpu_name)/table1_small/runs.tar.xz}
+    export KEEP OUT=${OUT:-out/table1_small}
     ./sweep.sh config/small.py --gradient_accumulation_steps=2 --max_iters=730 --warmup_iters=70 \
       --eval_interval=73 --eval_tokens=851968 --delta_val_loss=0.01 "$@" || status=$?
     ;;
   pair)
     export ARMS=${ARMS:-rms coupled} SEEDS=${SEEDS:-8} HELLASWAG=${HELLASWAG:-off}
-    export OUT=${OUT:-out/pair_124m} KEEP=${KEEP:-results/h200/pair_124m/runs.tar.xz}
+    KEEP=${KEEP:-results/$(gpu_name)/pair_124m/runs.tar.xz}
+    export KEEP OUT=${OUT:-out/pair_124m}
     ./sweep.sh config/layer.py --batch_size=48 --gradient_accumulation_steps=2 --max_iters=1000 \
       --warmup_iters=100 --eval_interval=50 --eval_tokens=851968 --delta_val_loss=0.01 "$@" \
       || status=$?

@@ -14,7 +14,7 @@
 # means none, so 5 is set here. Not run here yet.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
-out=${OUT:-out/table2} results=${RESULTS:-results/h200/table2}
+out=${OUT:-out/table2} results=${RESULTS:-results/$(gpu_name)/table2}
 mkdir -p "$results"
 [ $# -gt 0 ] || set -- qwen3-0.6b qwen3-1.7b qwen3-8b llama3.2-1b llama3.2-3b
 for name in "$@"; do

@@ -20,7 +20,8 @@ arms="layer '$taper --taper_warmup=0.1 --taper_end=0.5' '$taper --taper_warmup=0
 export ARMS="${ARMS:-$arms}" SEEDS="${SEEDS:-8 9 10 11}" HELLASWAG=${HELLASWAG:-off}
 case $scale in
   gpt2)
-    export OUT=${OUT:-out/taper_finetune} KEEP=${KEEP:-results/h200/taper_finetune/runs.tar.xz}
+    KEEP=${KEEP:-results/$(gpu_name)/taper_finetune/runs.tar.xz}
+    export KEEP OUT=${OUT:-out/taper_finetune}
     ./sweep.sh config/layer.py --init_from=openai-community/gpt2 --bias=True \
       --activation=gelu_tanh --max_iters=200 --learning_rate=6e-5 --min_lr=6e-6 --warmup_iters=20 \
       --eval_interval=20 --delta_val_loss=0.02 "$@" || status=$?

@@ -22,7 +22,8 @@ import torch
 from common.environment import environment, faster_float32_products
 from common.errors import ConfigError, run_program
 from common.output import write_results
-from evidence.runs import Run
+from evidence.comparison import check_alike
+from evidence.runs import Run, by_arm
 from load import load_model
 from training.checkpoint import LAST
 from training.dataloader import Blocks
@@ -41,9 +42,11 @@ def main(argv: list[str]) -> None:
     folders = sorted(folder for folder in source.iterdir() if (folder / LAST).exists())
     if not folders:
         raise ConfigError(f"{source}: no run with a {LAST}: check the path")
+    runs = [Run(folder) for folder in folders]
+    for arm, its in by_arm(runs).items():
+        check_alike(arm, its)  # before the minutes of measuring
     rows = []
-    for folder in folders:
-        run = Run(folder)
+    for folder, run in zip(folders, runs, strict=True):
         model = load_model(str(folder / LAST))
         faster_float32_products(model.config.n_embd, model.config.head_channels)
         for split in ("val", "train"):

@@ -12,7 +12,7 @@
 # already are not run again.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
-out=${OUT:-out/taper_table} keep=${KEEP:-results/h200/taper_table} status=0
+out=${OUT:-out/taper_table} keep=${KEEP:-results/$(gpu_name)/taper_table} status=0
 internal="taper --taper_warmup=0.5 --taper_end=0.75"
 anchor=--taper_anchor=0.1 final=--taper_final=True
 arms="rms '$internal' '$internal $anchor' '$internal $final' '$internal $final $anchor'"

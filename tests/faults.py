@@ -10,7 +10,6 @@ import torch
 import train
 from common.distributed import share
 from common.errors import UserError
-from training import sharded
 
 
 def nan_loss(rank: int, step: int) -> None:
@@ -78,8 +77,8 @@ def slow_steps(seconds: float) -> None:
 
 
 def impatient(seconds: float) -> None:
-    """A program waits so long for another one that trains in its folder."""
-    from training import lock
+    """A program waits so long for another one in its folder."""
+    from common import lock
 
     lock.PATIENCE = seconds
 
@@ -89,7 +88,7 @@ def nobody_can_write(is_told: bool) -> None:
 
     Root may write everywhere, so that a folder's mode would not do.
     """
-    from training import lock
+    from common import lock
 
     def refuse(path: Path, mode: str) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -164,7 +163,7 @@ def bad_share(rank: int, step: int, name: str, value: float) -> None:
     def poisoned(self, batches):
         def update(optimizer, scaler, parameters, *words):
             if self.step == step and rank in (None, self.ranks.rank):
-                share(parameters[self.names.index(name)].grad).view(-1)[0] = value
+                share(self.parameters[name].grad).view(-1)[0] = value
             return guarded_update(optimizer, scaler, parameters, *words)
 
         train.guarded_update = update
@@ -174,17 +173,24 @@ def bad_share(rank: int, step: int, name: str, value: float) -> None:
 
 
 def die_in_save(step: int) -> None:
-    """The process dies when the shards of the checkpoint of `step` are written and nothing names
-    them yet.
-    """
+    """The process dies when the checkpoint of `step` is written and has no name yet."""
     original = train.Trainer._save
 
     def fatal(self, name):
         if self.step == step:
-            sharded._size_and_sum = lambda path: os._exit(9)
+            os.replace = lambda *paths: os._exit(9)
         original(self, name)
+        if self.step == step:
+            os._exit(9)  # another rank, which does not write
 
     train.Trainer._save = fatal
+
+
+def small_machine(size: int) -> None:
+    """The machine has `size` bytes of memory for a model."""
+    import model
+
+    model.machine_memory = lambda: size
 
 
 def main_rank_fails(step: int) -> None:

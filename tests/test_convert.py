@@ -34,7 +34,7 @@ SHAPE = GPTConfig(
 )
 NO_GAIN = {"norm_gain": "none"}
 ONE_PLUS = {"norm_gain": "one_plus"}
-LLAMA = {"position": "rope", "activation": "swiglu", "qk_norm": True, "n_kv_head": 1}
+LLAMA = {"position": "rope", "activation": "swiglu", "qk_norm": "head", "n_kv_head": 1}
 SHAPES = {
     "gpt2": {},
     "biases": {"bias": True},

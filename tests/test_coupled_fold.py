@@ -23,7 +23,7 @@ CASES = [
     {"activation": "gelu_tanh", "bias": True},
     {"activation": "relu2"},
     LLAMA,
-    {**LLAMA, "bias": True, "qk_norm": True},
+    {**LLAMA, "bias": True, "qk_norm": "head"},
     {"coupled_span": 2},
     {"coupled_span": 0, "coupled_alpha": 1.3},
     {"coupled_first": 1, "norm_gain": "none"},

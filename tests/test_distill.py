@@ -252,7 +252,7 @@ def test_a_second_distillation_waits_and_sees_what_the_first_one_leaves(
     second = launch(*words, ranks=ranks, program="distill")
     assert set(first.wait()) == {0}, first.text()
     before = contents(out)
-    assert set(second.wait()) == {0} and "another process is training there" in second.text()
+    assert set(second.wait()) == {0} and "another process is working there" in second.text()
     assert "finished already" in second.text() and contents(out) == before
 
 
@@ -585,7 +585,7 @@ def test_the_estimate_of_activations_is_what_backward_keeps(method, monkeypatch)
             n_kv_head=3,
             head_dim=16,
             n_inner=160,
-            qk_norm=True,
+            qk_norm="head",
         )
         teacher = GPT(shape).eval().requires_grad_(False)
         student, seen = (

@@ -53,7 +53,7 @@ python convert.py out/demo --to=decode
 python convert.py out/layer --analyze
 python convert.py out/rms --to=hf --out=out/hf
 python bench_decode.py random:qwen3-0.6b --ledger
-repro/h200.sh --list
+repro/gpu.sh
 repro/which_norm.sh cpu --dry-run
 python -m repro.which_norm_card cpu
 """,
@@ -136,7 +136,7 @@ repro/fig3.sh TEXT
 """,
     "GPU": """
 make gpu
-MINUTES=9.5 repro/h200.sh train 'decode-*'
+repro/gpu.sh train 'decode-*'
 torchrun --standalone --nproc_per_node=8 train.py config/coupled.py
 torchrun --standalone --nproc_per_node=8 train.py config/coupled.py --parallel=fsdp
 torchrun --standalone --nproc_per_node=8 train.py config/coupled.py --parallel=fsdp \
@@ -150,7 +150,7 @@ python -m bench.train config/rms.py --arms="rms; coupled; coupled coupled_impl=f
   --rounds=40 --out=out/speed
 python bench_decode.py random:llama3.2-1b --gpt_fast=../gpt-fast
 python bench_decode.py random:qwen3-1.7b --arms=A,C,D --batch=8,16,32,64,128 --tuning=off \
-  --library_from=1 --peers=false --out=results/h200/library_from/1
+  --library_from=1 --peers=false --out=results/h100/library_from/1
 repro/fig2.sh
 repro/fig4.sh
 repro/table1.sh full
@@ -179,11 +179,9 @@ repro/taper_finetune.sh cpu
 repro/which_norm.sh cpu --until=rates
 """,
     "another test runs the program at toy size": """
-python convert.py out/normed --to=cancelled --inexact --out=out/cancelled
 pip install .
 torchrun --standalone --nproc_per_node=2 train.py config/demo.py
 torchrun --standalone --nproc_per_node=8 hellaswag.py out/small/rms-8
-python -m training.checkpoint out/run
 ARMS="rms coupled" SEEDS="8 9 10 11" HELLASWAG=off ./sweep.sh config/table1_cpu.py --init_std=0.08
 ARMS="rms coupled 'coupled --coupled_span=2'" SEEDS="8 9 10 11 12 13 14 15" \
   ./sweep.sh config/small.py

@@ -252,10 +252,10 @@ def keel(g: Plain, x: Tensor) -> Tensor:
     The first attention has neither N_out nor alpha, the first MLP has N_out and alpha = 1.
     """
     for b in range(L):
-        read = (place(2 * b) + ".reader" if b else at(2 * b))
+        read = place(2 * b) + ".reader" if b else at(2 * b)
         delta = g.A(b, g.N(read, x))
         x = g.N(at(2 * b + 1), 2 * L * x + delta) if b else x + delta
-        read = (place(2 * b + 1) + ".reader" if b else at(2 * b + 1))
+        read = place(2 * b + 1) + ".reader" if b else at(2 * b + 1)
         alpha = 2 * L if b else 1
         x = g.N(at(2 * b + 2), alpha * x + g.M(b, g.N(read, x)))
     return x
@@ -374,15 +374,13 @@ CASES = [
       )),
     ("lns", {"norm_gain": "one_plus"}, "gpt2", {"layout": "lns", "one_plus": True}),
     # Norms within attention
-    *((name, {"qk_norm": qk, "qk_gain": gain, "v_norm": v}, "gpt2 llama",
-       {"layout": layout, "qk": qk, "has_v_norm": v, "kind": kind})
+    *((name, {"qk_norm": qk}, "gpt2 llama", {"layout": layout, "qk": qk, "kind": kind})
       for name, layout, kind in (("rms", "pre", "rms"), ("layer", "pre", "layer"))
-      for qk in ("head", "full")
-      for gain in (True, False)
-      for v in (False, True)),
+      for qk in ("head", "full")),
     ("olmo2", {"qk_norm": "none"}, "llama", {"layout": "olmo2"}),
     ("hybrid", {"qk_norm": "none"}, "llama", {"layout": "hybrid"}),
-    ("hybrid", {"qk_norm": "full", "v_norm": False}, "llama", {"layout": "hybrid", "qk": "full"}),
+    ("hybrid", {"qk_norm": "full"}, "llama",
+     {"layout": "hybrid", "qk": "full", "has_v_norm": True}),
     # Old letters under the new sections
     ("rms", {"norm_groups": 2, "norm_plan": "RR RR RR RR R|RR RR RR RR|R"}, "gpt2",
      {"layout": "peri", "groups": 2}),
@@ -601,8 +599,7 @@ def test_weight_decay_on_gains_is_that_of_the_authors():
     decaying = {name for name in NORM_TYPES if plan(name).decays_gains}
     assert decaying == {"olmo2", "hybrid", "dyt"}
     assert not any(plan(name, norm_recipe="common").decays_gains for name in NORM_TYPES)
-    assert plan("rms", decay_gains=True).decays_gains
-    assert not plan("olmo2", decay_gains=False).decays_gains
+    assert not plan("olmo2", norm_gain="none").decays_gains
 
 
 @pytest.mark.parametrize("kind", ["plain", "one_plus"])

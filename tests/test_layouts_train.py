@@ -52,7 +52,7 @@ def test_resume_is_bit_for_bit_and_evaluation_moves_nothing(runs, norm_type):
     assert old["step"] == 20 and states[0]["model"].keys() == states[1]["model"].keys()
     for name, tensor in states[0]["model"].items():
         assert torch.equal(tensor, states[1]["model"][name]), name
-    moments = [state["optimizer"]["state"] for state in states]
+    moments = [state["optimizer"] for state in states]
     assert moments[0].keys() == moments[1].keys()
     for index, values in moments[0].items():
         assert all(torch.equal(value, moments[1][index][name]) for name, value in values.items())

@@ -22,7 +22,7 @@ SHAPE = GPTConfig(
     n_inner=48,
     activation="swiglu",
     position="rope",
-    qk_norm=True,
+    qk_norm="head",
     init_std=0.15,
 )
 NORMS = {

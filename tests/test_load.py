@@ -65,7 +65,11 @@ def test_every_norm_type_starts_from_rms_and_leads_back(norm_type, saved):
     [
         ({"norm_type": "olmo2"}, {"norm_type": "rms"}, "add --qk_norm=full, or --qk_norm=none"),
         ({"norm_type": "olmo2"}, {"norm_type": "hybrid"}, "and this run head: add --qk_norm=full"),
-        ({"norm_type": "hybrid"}, {"norm_type": "rms", "qk_norm": "head"}, "add --v_norm=True"),
+        (
+            {"norm_type": "hybrid"},
+            {"norm_type": "rms", "qk_norm": "head"},
+            "add --norm_type=hybrid",
+        ),
         (
             {"norm_type": "peri", "output_eps": 1e-5},
             {"norm_type": "olmo2"},
@@ -86,6 +90,6 @@ def test_what_would_be_another_function_is_refused(theirs, ours, remedy, saved):
 
 def test_norms_within_attention_are_left_out_where_the_run_says_so(saved):
     path, source = saved(norm_type="hybrid")
-    model = GPT(replace(SHAPE, norm_type="rms", qk_norm="head", v_norm=False))
+    model = GPT(replace(SHAPE, norm_type="rms", qk_norm="none"))
     init_from(model, path)
-    assert torch.equal(model.blocks[1].attn.q_norm.weight, source.blocks[1].attn.q_norm.weight)
+    assert torch.equal(model.blocks[1].mlp.up.weight, source.blocks[1].mlp.up.weight)

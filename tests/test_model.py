@@ -33,8 +33,10 @@ from training.checkpoint import (
     LAST,
     check_same_model,
     find_checkpoint,
+    load_moments,
     load_weights,
     model_config,
+    moments_of,
     read_checkpoint,
     save_checkpoint,
 )
@@ -58,7 +60,7 @@ NORMS = {name: {} for name in NORM_TYPES} | {
 LLAMA = {
     "position": "rope",
     "activation": "swiglu",
-    "qk_norm": True,
+    "qk_norm": "head",
     "n_kv_head": 1,
     "tie_embeddings": False,
 }
@@ -766,7 +768,7 @@ def trained():
             "config": asdict(model.config) | {"learning_rate": 1e-3},
             "meta": model.meta,
             "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "optimizer": moments_of(dict(model.named_parameters()), optimizer),
             "scaler": {},
             "best_val_loss": 1.5,
         },
@@ -796,14 +798,14 @@ def test_round_trip(trained, tmp_path):
     model, optimizer, state = trained
     save_checkpoint(tmp_path / LAST, state)
     back = read_checkpoint(tmp_path / LAST)
-    assert same_state(back, {"format": 1, **state})
+    assert same_state(back, {"format": 2, **state})
     assert [path.name for path in tmp_path.iterdir()] == [LAST]
     loaded = load_model(str(tmp_path / LAST))
     assert loaded.config == model.config and loaded.meta == model.meta and not loaded.training
     assert torch.equal(loaded(tokens(2, 12)), model(tokens(2, 12)))
     again = optimizer_of(loaded)
-    again.load_state_dict(back["optimizer"])
-    assert same_state(again.state_dict(), optimizer.state_dict())
+    load_moments(tmp_path / LAST, back, dict(loaded.named_parameters()), again)
+    assert same_state(everything(loaded, again), everything(model, optimizer))
 
 
 @pytest.mark.parametrize("moment", ["write", "replace"])
@@ -897,7 +899,7 @@ def test_a_flipped_byte_anywhere(trained, tmp_path):
         torn[place] ^= 0xFF
         path.write_bytes(torn)
         try:
-            assert same_state(read_checkpoint(path), {"format": 1, **trained[2]}), place
+            assert same_state(read_checkpoint(path), {"format": 2, **trained[2]}), place
         except CheckpointError:
             refused += 1
     assert refused > len(places) // 2
@@ -965,10 +967,18 @@ def test_a_pytorch_file_that_is_no_checkpoint(change, trained, tmp_path):
         read_checkpoint(tmp_path / LAST)
 
 
-def test_another_format_is_refused(trained, tmp_path):
-    torch.save({"format": 2, **trained[2]}, tmp_path / LAST)
-    with pytest.raises(CheckpointError, match="format 2, this program reads 1"):
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"format": 3}, "format 3, this program reads 2"), ({"shards": {}}, "commit d806d57")],
+)
+def test_what_this_program_does_not_read_is_refused(change, word, trained, tmp_path):
+    """It is the latest checkpoint all the same: a run does not go on from an earlier one."""
+    torch.save({**trained[2], **change}, tmp_path / LAST)
+    save_checkpoint(tmp_path / BEST, trained[2] | {"step": 5})
+    with pytest.raises(UserError, match=word):
         read_checkpoint(tmp_path / LAST)
+    with pytest.raises(UserError, match=word):
+        find_checkpoint(tmp_path, "auto")
 
 
 def test_a_config_without_norm_type_is_layer(tmp_path):

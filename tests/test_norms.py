@@ -614,12 +614,12 @@ def test_refused(norm_type, keys, words):
     "norm_type", [name for name, row in NORM_TYPES.items() if "none" in row.gain_kinds]
 )
 def test_norm_gain_none_has_no_norm_parameters(norm_type):
-    model = gpt(norm_type, norm_gain="none", bias=True, qk_norm=True)
+    model = gpt(norm_type, norm_gain="none", bias=True, qk_norm="head")
     names = [name.rpartition(".")[2] for name, _ in model.named_parameters() if "norm" in name]
     # Parameters that are no gains: alpha and shift shape the function, scale is the embeddings'.
     others = {"dyt": {"alpha", "scale"}, "derf": {"alpha", "shift", "scale"}}
     assert set(names) == others.get(norm_type, set())
-    with_gains = gpt(norm_type, bias=True, qk_norm=True)
+    with_gains = gpt(norm_type, bias=True, qk_norm="head")
     assert sum("norm" in name for name, _ in with_gains.named_parameters()) > len(names)
     loss, gradients = loss_and_gradients(model)
     assert loss.isfinite() and all(gradient is not None for gradient in gradients.values())

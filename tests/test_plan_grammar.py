@@ -8,6 +8,7 @@ import inspect
 import json
 import random
 import textwrap
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from helpers import close
 
 from common.environment import Precision
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, ConfigError, run_program
 from configurator import parse_args
 from evidence.runs import by_arm, difference_in_settings, find_runs
 from load import init_from, load_model
@@ -24,7 +25,8 @@ from model import GPT, Block, GPTConfig
 from norm_plan import NORM_TYPES, NormConfig, NormPlan, foreign_keys, keys_of
 from norms import Norm
 from train import TrainConfig
-from training.checkpoint import model_config, save_checkpoint
+from train import main as train_main
+from training.checkpoint import model_config, restore, save_checkpoint
 from training.optim import guarded_update, make_optimizer, micro_step
 from training.provenance import changed_keys
 
@@ -164,16 +166,8 @@ def test_plans_of_two_blocks(norm_type, printed):
         ),
         ("rms", "", {"initial_gain": (1.0,) * 4}, "initial_gain needs one number, 5"),
         ("rms", "", {"initial_gain": 2.0, "norm_gain": "none"}, "initial_gain needs gains"),
-        ("rms", "", {"decay_gains": True, "norm_gain": "none"}, "decay_gains needs gains"),
         ("taper", "", {"norm_gain": "one_plus"}, "norm_gain=one_plus: norm_type=taper knows"),
         ("lns", "", {"norm_gain": "none"}, "norm_gain=none: norm_type=lns knows"),
-        (
-            "rms",
-            "",
-            {"v_norm": True, "qk_norm": "none"},
-            "v_norm=True is about norms within attention",
-        ),
-        ("rms", "", {"v_norm": True}, "v_norm=True is about norms within attention"),
         ("post", "", {"residual_weight": 0.0}, "residual_weight=0.0: must be at least 1e-06"),
         ("mixln", "", {"mixln_share": 1.5}, "mixln_share=1.5"),
         ("dyt", "", {"point_alpha": (1.0, 0.5)}, "point_alpha needs one positive number"),
@@ -235,29 +229,72 @@ SIZES = {"vocab_size": 32, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd":
     [
         ("layer", True, "head"),
         ("layer", False, "none"),
-        ("olmo2", True, "head"),
-        ("olmo2", False, "none"),
-        ("hybrid", False, "none"),
     ],
 )
-def test_a_boolean_qk_norm(norm_type, value, kind, tmp_path):
-    """On the command line, in a config file and in a saved config."""
-    file = tmp_path / "config.py"
-    file.write_text(f"norm_type = {norm_type!r}\nqk_norm = {value}\n")
-    sources = [
-        parse_args(TrainConfig, [f"--norm_type={norm_type}", f"--qk_norm={value}"])[0],
-        parse_args(TrainConfig, [str(file)])[0],
-    ]
-    if norm_type == "layer":  # no saved config has a boolean for the others
-        saved = OLDER | SIZES | {"norm_type": norm_type, "qk_norm": value}
-        sources.append(model_config(saved, tmp_path))
-    for config in sources:
-        found = NormPlan(config, 2, 8, bias=False)
-        assert found.qk_kind == kind
-        assert (found.qk_norm(2, 4) is None) == (kind == "none") and not found.has_v_norm
-        # What is none anyway is the default: the run has no other name, and goes on.
-        if norm_type == "layer" and not value:
-            assert config.qk_norm is None
+def test_a_saved_boolean_qk_norm(norm_type, value, kind, tmp_path):
+    saved = OLDER | SIZES | {"norm_type": norm_type, "qk_norm": value}
+    config = model_config(saved, tmp_path)
+    found = NormPlan(config, 2, 8, bias=False)
+    assert found.qk_kind == kind
+    assert (found.qk_norm(2, 4) is None) == (kind == "none")
+    # What is none anyway is the default: the run has no other name, and goes on.
+    assert value or config.qk_norm is None
+
+
+# (a retired key, its old default, another value, is a run with that one loaded?)
+GONE = [
+    ("qk_gain", True, False, False),
+    ("v_norm", None, True, False),
+    ("decay_gains", None, True, True),
+    ("hellaswag_interval", 0, 20, True),
+    ("compile_mode", "default", "max-autotune-no-cudagraphs", True),
+    ("wandb_project", "nanonorm", "ours", None),
+    ("wandb", "off", "offline", None),
+]
+
+
+@pytest.mark.parametrize(("name", "default", "other", "loads"), GONE)
+def test_a_key_that_is_gone(name, default, other, loads, tmp_path, capsys, monkeypatch):
+    """In a checkpoint its old default is ignored, and another value refused by name.
+
+    A key of the training alone is refused where the run would go on. What wandb said, tracker says.
+    """
+    monkeypatch.setattr("sys.argv", ["train.py", f"--{name}={other}"])
+    with pytest.raises(SystemExit) as caught:
+        run_program(train_main)
+    assert caught.value.code == 2 and name in capsys.readouterr().err
+    today = TrainConfig(**SIZES, norm_type="rms")
+    model = GPT(today)
+    optimizer = make_optimizer(model, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    scaler = Precision("float32", torch.device("cpu")).scaler
+    state = {"step": 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {"scaler": scaler.state_dict(), "best_val_loss": 1.0}
+    path = tmp_path / "ckpt_last.pt"
+    for value in (default, other):
+        state["config"] = vars(today) | {name: value}
+        is_refused = value == other and loads is not None
+        save_checkpoint(path, state)
+        for use, refuses in (
+            (lambda: load_model(str(path)), is_refused and not loads),
+            (lambda: restore(path, state, today, model, optimizer, scaler), is_refused),
+        ):
+            with pytest.raises(CheckpointError, match=name) if refuses else nullcontext():
+                use()
+        changed = changed_keys(state["config"], vars(today), {})
+        told = {
+            "wandb": "tracker wandb -> off",
+            "wandb_project": "tracker_project ours -> nanonorm",
+        }
+        assert changed == ([told[name]] if value == other and name in told else [])
+
+
+def test_a_retired_key_that_says_what_the_type_does(tmp_path):
+    """convert.py wrote v_norm out, also where the type had it anyway."""
+    for norm_type, value in (("rms", False), ("hybrid", True)):
+        saved = vars(GPTConfig(**SIZES, norm_type=norm_type)) | {"v_norm": value}
+        assert model_config(saved, tmp_path).norm_type == norm_type
+        with pytest.raises(CheckpointError, match="v_norm"):
+            model_config(saved | {"v_norm": not value}, tmp_path)
 
 
 def test_saved_norm_affine_is_norm_gain(tmp_path):
@@ -287,7 +324,7 @@ def test_an_older_dyt_checkpoint_computes_the_same(tmp_path):
 
 @pytest.mark.parametrize("norm_type", ["layer", "rms", "coupled", "cbwc", "taper", "none"])
 def test_an_older_run_that_goes_on_has_changed_nothing(norm_type):
-    today = parse_args(TrainConfig, [f"--norm_type={norm_type}", "--qk_norm=True"])[0]
+    today = parse_args(TrainConfig, [f"--norm_type={norm_type}", "--qk_norm=head"])[0]
     saved = {"norm_type": norm_type} | OLDER | {"qk_norm": True, "max_iters": today.max_iters}
     assert changed_keys(saved, {**vars(today)}, {}) == []
 
@@ -368,13 +405,8 @@ def test_arms_of_older_logs(norm_type, keys, arm, now, records_keys, tmp_path):
 @pytest.mark.parametrize(
     ("source", "keys", "words"),
     [
-        ({"qk_norm": "head", "qk_gain": False}, {}, "qk_norm=head, and this run none"),
+        ({"qk_norm": "head"}, {}, "qk_norm=head, and this run none"),
         ({"qk_norm": "head"}, {"qk_norm": "full"}, "qk_norm=head, and this run full"),
-        (
-            {"qk_norm": "head", "qk_gain": False, "v_norm": True},
-            {"qk_norm": "head", "qk_gain": False},
-            "has v_norm, and this run has not",
-        ),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ reports on real ones.
 import csv
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import zlib
@@ -379,6 +380,45 @@ def test_arms_with_rates_of_their_own_are_not_compared_and_it_is_said(tmp_path, 
     assert (tmp_path / "loss_tokens.png").exists()
 
 
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({}, ""),
+        ({"init_from": "out/base-9"}, ""),
+        ({"learning_rate": 1e-3}, "learning_rate=0.001"),
+        ({"start": {"device": "another GPU"}}, "device=another GPU"),
+    ],
+)
+def test_only_runs_that_differ_in_the_seed_are_one_curve(tmp_path, monkeypatch, keys, named):
+    """Others have a curve each, whose label says what differs; other data have none."""
+    labels = []
+
+    def save(figure, target: Path) -> Path:
+        labels.extend(text.get_text() for text in figure.axes[0].get_legend().get_texts())
+        plt.close(figure)
+        return target
+
+    monkeypatch.setattr(plots, "save", save)
+    write_run(tmp_path, "rms", 8)
+    write_run(tmp_path / "b", "rms", 9, **keys)
+    report.main([str(tmp_path)])
+    if not named:
+        assert len(labels) == 1 and "2 seeds" in labels[0]
+    else:
+        assert len(labels) == 2 and any(named in label for label in labels)
+    write_run(tmp_path / "c", "layer", 8, start={"data": "y"})
+    with pytest.raises(UserError, match="data: y against x"):
+        report.main([str(tmp_path)])
+
+
+def test_copies_of_a_run_have_a_curve_each(tmp_path, monkeypatch):
+    """Though they say the same of themselves, out_dir too."""
+    run = write_run(tmp_path / "a", "rms", 8)
+    shutil.copytree(run, tmp_path / "b" / run.name)
+    drawn = report.label_runs(find_runs([tmp_path]))
+    assert len(drawn) == 2 and all(len(runs) == 1 for runs in drawn.values())
+
+
 def test_runs_of_distillation_and_too_many_curves_are_refused(tmp_path):
     for seed in range(report.MOST_CURVES + 1):
         run = write_run(tmp_path, "rms", seed)
@@ -472,6 +512,30 @@ def test_diverged_seeds_take_the_verdict_with_them(sweep):
         pair_by_seed(
             {"rms": {}}, "taper", ("taper, seed 8: step 100: the loss on rank 0 is not finite",)
         )
+
+
+@pytest.mark.parametrize("metric", ["val_loss", "val_loss_full"])
+def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(
+    sweep, capsys, undrawn, metric
+):
+    kind = "eval" if metric == "val_loss" else "val_full"
+    for seed in (8, 9, 10):
+        append(sweep / f"taper-{seed}", event=kind, step=100, **{metric: None})
+        append(sweep / f"taper-{seed}", event="end", reason="done")
+    report.main([str(sweep), "--baseline=rms"])
+    assert "taper: no verdict: 3 of 8 runs diverged" in capsys.readouterr().out
+    assert "| `taper` | 8 | 3 |" in (sweep / "report.md").read_text()
+
+
+def test_divergence_under_other_settings_is_another_experiment(sweep, capsys, undrawn):
+    """It takes no verdict and is in no table of these."""
+    run = write_run(sweep, "taper", 99, learning_rate=1.0)
+    append(run, event="end", reason="step 100: the loss on rank 0 is not finite")
+    report.main([str(sweep), "--baseline=rms"])
+    text = capsys.readouterr().out
+    assert "taper: better" in text and "runs diverged" not in text
+    assert "taper, seed 99: step 100: the loss on rank 0 is not finite" in text
+    assert "## Stability" not in (sweep / "report.md").read_text()
 
 
 def test_a_run_that_resumed_with_other_settings_is_left_out(sweep, tmp_path, capsys, undrawn):

@@ -182,7 +182,9 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
         ("ARMS", "rms rms", "is named twice"),
         ("SEEDS", "1,2", "1,2 is no seed"),
         ("ARMS", "rms copled", "did you mean coupled"),
+        ("ARMS", "rms 'coupled --coupled_span=1' coupled", "coupled+coupled_span=1"),
         ("SEEDS", "1 1", "is named twice"),
+        ("SEEDS", "8 08", "08"),
         ("JOBS", "two", "JOBS=two: needs a number"),
     )
     for name, value, error in wrong:
@@ -222,6 +224,24 @@ def test_other_settings_are_not_done_already(data, tmp_path):
     assert "rms-1: it was trained with learning_rate=0.01, and this sweep has" in line
     assert "learning_rate=0.02: choose another OUT" in line
     assert not (out / "layer-2").exists()
+
+
+@pytest.mark.xdist_group("sweep")
+@pytest.mark.parametrize("kind", ["eval", "val_full"])
+def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(data, tmp_path, kind):
+    for arm, loss in (("rms", "null"), ("layer", "2.5")):
+        log = tmp_path / f"{arm}-1" / "log.jsonl"
+        log.parent.mkdir()
+        name = "val_loss" if kind == "eval" else "val_loss_full"
+        log.write_text(
+            f'{{"event": "start", "config": {{"norm_type": "{arm}"}}}}\n'
+            '{"event": "eval", "step": 20, "val_loss": null}\n'
+            '{"event": "eval", "step": 40, "val_loss": 2.5}\n'
+            f'{{"event": "{kind}", "step": 40, "{name}": {loss}}}\n'
+            '{"event": "end", "reason": "done"}\n'
+        )
+    bad, good = finish(start(data, tmp_path, ARMS="rms layer", SEEDS="1"), 1)
+    assert "rms-1: diverged" in bad and good.endswith("layer-1: done already")
 
 
 @pytest.mark.xdist_group("sweep")

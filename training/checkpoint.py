@@ -1,56 +1,52 @@
 """Checkpoints: atomic save, safe load, resume. load.py makes models of them.
 
-    # after a run with --parallel=fsdp: make each of its checkpoints one file
-    python -m training.checkpoint out/run
-
-A checkpoint is a dict of tensors and plain values:
+A checkpoint is one file, a dict of tensors and plain values, on any number of ranks:
 
     format         version of this layout
     step           steps done
     config         every key of the run
     meta           the tokenizer
     model          uncompiled weights, and the state of the norms
-    optimizer, scaler, best_val_loss
+    optimizer      moments by the name of their parameter, {name: {"exp_avg": ..., ...}}
+    scaler, best_val_loss
     provenance     data, machine, code of the run (training/provenance.py)
 
 The random streams and the data position of a run are functions of (seed, step, rank), so `step`
-restores them. A run under FSDP puts the tensors into a folder next to the file
-(training/sharded.py). Every program reads both forms.
+restores them.
 """
 
-import common.interrupt  # noqa: F401
-
 import contextlib
+import itertools
 import math
 import os
 import pickle
 import re
-import shutil
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from common.distributed import Ranks, StopSignal, is_sharded, whole
-from common.errors import CheckpointError, ConfigError, cannot_write, run_program
+from common.distributed import Ranks, cut, gathered, whole
+from common.errors import CheckpointError, ConfigError, UserError, cannot_write
 from common.inputs import check_regular
-from common.old_keys import as_today
+from common.old_keys import RETIRED, as_today
 from common.output import check_replaceable, refused
-from configurator import Overrides, parse_args
+from configurator import Overrides
 from model import GPT, GPTConfig
-from norm_plan import foreign_keys, resolved
-from training.lock import FolderLock
+from norm_plan import decays_gains, foreign_keys, has_v_norm, resolved
 from training.old_names import name_today
+from training.optim import Optimizer
 
-FORMAT = 1
+FORMAT = 2  # in format 1 moments had numbers: moments_by_name
 LAST = "ckpt_last.pt"
 BEST = "ckpt_best.pt"
 # What distill.py resumes from. The student is not in it as a model that load.py could make.
 DISTILLING = "distill_last.pt"
+Moments = dict[str, dict[str, torch.Tensor]]  # by the name of the parameter, and by their own
 # Keys of the model that may differ between a checkpoint and the run that resumes it: no tensor
 # depends on them.
 FREE_KEYS = {"dropout", "init", "init_std", "kernels", "residual", "coupled_impl"}
@@ -59,7 +55,7 @@ FREE_KEYS = {"dropout", "init", "init_std", "kernels", "residual", "coupled_impl
 class FoundCheckpoint(NamedTuple):
     """The checkpoint that a run resumes from."""
 
-    state: dict[str, Any]  # if it is sharded, `restore` completes it
+    state: dict[str, Any]
     path: Path
     problem: str  # why a later checkpoint cannot be used; "" where this is the latest
 
@@ -70,66 +66,31 @@ class FoundCheckpoint(NamedTuple):
 def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = None) -> None:
     """Write a checkpoint atomically: after a crash, `path` holds the old one or the new one.
 
-    Of several `ranks` the main one writes. If the model is sharded, each writes its share.
+    Of several `ranks` the main one writes. All must call this if tensors are sharded.
     """
-    if any(map(is_sharded, state["model"].values())):
-        from training.sharded import write_shards  # importing DCP takes a second
-
-        state = write_shards(path, state, ranks)
-    if ranks is not None and not ranks.is_main:
+    is_main = ranks is None or ranks.is_main
+    state = gathered(state, keep=is_main)
+    if not is_main:
         return
     # In the same folder, since a rename is atomic within one file system only.
     check_replaceable(path)
     partial = path.with_name(path.name + ".tmp")
-    shards = None
-    if "shards" in state:
-        shards = path.with_name(state["shards"]["folder"])
-    is_there = False  # has the new checkpoint its name?
+    kept = "the previous checkpoint is untouched"
     try:
-        # Whatever the file names must be on the disk before the file itself.
-        if shards is not None:
-            sync_folder(shards)
         with open(partial, "wb") as file:
             torch.save({"format": FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())  # the content is on the disk before it gets its name
         os.replace(partial, path)
-        is_there = True
+        kept = "this checkpoint or the previous one is there"
         sync_folder(path.parent)  # the rename itself must reach the disk too
-        _remove_shards_but(path, shards)
     except (OSError, RuntimeError) as error:
         problem = refused(error)
         if problem is None:
             raise
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        if shards is not None and not is_there:
-            shutil.rmtree(shards, ignore_errors=True)
-        kept = "the previous checkpoint is untouched"
-        if is_there:
-            kept = "this checkpoint or the previous one is there"
         raise CheckpointError(cannot_write(path, problem, kept)) from None
-
-
-def remove_old_shards(path: Path) -> None:
-    """Remove what a save that was killed has left beside a checkpoint that is there.
-
-    That is the previous checkpoint's shards, or those that no checkpoint names yet.
-    """
-    if not path.exists() or not any(path.parent.glob(f"{path.stem}.shards-*")):
-        return
-    try:
-        named = _read_archive(path).get("shards", {}).get("folder")
-    except (CheckpointError, AttributeError):
-        return  # a torn file does not say which shards are its own
-    _remove_shards_but(path, path.with_name(named) if named else None)
-
-
-def _remove_shards_but(path: Path, kept: Path | None) -> None:
-    """Remove all shards of checkpoints called `path` but one folder of them."""
-    for old in path.parent.glob(f"{path.stem}.shards-*"):
-        if old != kept:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -139,33 +100,28 @@ def sync_folder(folder: Path) -> None:
     os.close(number)
 
 
-def read_checkpoint(path: Path, all_tensors: bool = True) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read and check what save_checkpoint wrote.
-
-    Args:
-        path: the file.
-        all_tensors: read shards too. Without it they are only checked, and `model` and the
-            optimiser's state are missing from a sharded checkpoint.
 
     Returns:
         The checkpoint's dict, tensors on the CPU.
 
     Raises:
-        CheckpointError: the file is missing, torn, of another program or of a newer version.
+        CheckpointError: the file is missing, torn or of another program.
+        UserError: it is good, but of a layout that this program does not read. No other checkpoint
+            of its run may take its place, which would be written over it.
     """
     state = _read_archive(path)
     check_entries(path, state)
-    if state.get("format", FORMAT) != FORMAT:
-        raise CheckpointError(
+    if "shards" in state:
+        raise UserError(
+            f"{path}: its tensors are in a folder next to it: merge them first, with commit "
+            f"d806d57 (`python -m training.checkpoint {path.parent}` there)"
+        )
+    if state.get("format", 1) not in (1, FORMAT):
+        raise UserError(
             f"{path}: checkpoint format {state['format']}, this program reads {FORMAT}: update it"
         )
-    if "shards" in state:
-        from training.sharded import check_shards, read_state  # importing DCP takes a second
-
-        check_shards(path, state["shards"])
-        if not all_tensors:
-            return state
-        state = read_state(path, state)
     check_finite(path, state)
     config = state["config"]
     state["model"] = {name_today(name, config): t for name, t in state["model"].items()}
@@ -176,14 +132,15 @@ def _read_archive(path: Path) -> Any:
     """Read a file of torch.save, after its checksums.
 
     Only tensors and plain values are unpickled (weights_only). The checksums are compared because
-    torch itself would load a tensor with a flipped bit.
+    torch itself would load a tensor with a flipped bit. All ranks of
+    a machine share one copy in memory (mmap).
     """
     check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip() or _false_folder(archive)
         if not damaged:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint: check the path") from None
     except OSError as error:
@@ -299,15 +256,12 @@ ENTRIES = {
     "optimizer": _is_dict,
     "scaler": _is_dict,
     "best_val_loss": _is_loss,
-    "shards": _is_dict,
     "stability": _is_stability,
 }
 
 
 def check_finite(path: Path, state: dict[str, Any]) -> None:
     """Check that no number of weights and moments is NaN or infinite.
-
-    All ranks call it if tensors are sharded.
 
     Raises:
         CheckpointError: names the first tensor with such a number.
@@ -318,7 +272,10 @@ def check_finite(path: Path, state: dict[str, Any]) -> None:
 
 
 def first_not_finite(state: dict[str, Any]) -> str:
-    """Name the first tensor of a checkpoint's dict with a NaN or infinite number; "" if none."""
+    """Name the first tensor of a checkpoint's dict with a NaN or infinite number; "" if none.
+
+    All ranks must call it if tensors are sharded.
+    """
     for name in ("model", "optimizer"):
         for where, tensor in _tensors_in(state.get(name), name):
             if not whole(tensor.isfinite().all()):
@@ -365,9 +322,7 @@ def find_checkpoint(out_dir: Path, resume: str) -> FoundCheckpoint | None:
     problems = []
     for path in present:
         try:
-            # Without the tensors of a sharded checkpoint: in `restore` each rank reads its own
-            # share.
-            state = read_checkpoint(path, all_tensors=False)
+            state = read_checkpoint(path)
         except CheckpointError as error:
             problems.append(str(error))
         else:
@@ -383,7 +338,7 @@ def _checkpoint_at(path: Path, out_dir: Path) -> FoundCheckpoint:
     is_elsewhere = os.path.dirname(os.path.realpath(path)) != os.path.realpath(out_dir)
     if (out_dir / "log.jsonl").exists() and is_elsewhere:
         raise CheckpointError(f"{out_dir} holds another run than {path}: choose another out_dir")
-    return FoundCheckpoint(read_checkpoint(path, all_tensors=False), path, "")
+    return FoundCheckpoint(read_checkpoint(path), path, "")
 
 
 def different_checkpoints(out_dir: Path) -> CheckpointError:
@@ -398,13 +353,13 @@ def restore(
     state: dict[str, Any],
     config: GPTConfig,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> None:
     """Put the `state` of find_checkpoint into a run.
 
-    The model and its optimiser may be sharded or not, whichever the checkpoint is. The optimiser
-    keeps its own settings (learning rate, betas, weight decay).
+    The model and its optimiser may be sharded. The optimiser keeps its own settings (learning rate,
+    betas, weight decay).
 
     Raises:
         CheckpointError: the checkpoint is of another model, or holds weights only.
@@ -414,15 +369,9 @@ def restore(
             f"{path} holds weights only: choose another out_dir, and --init_from={path}"
         )
     check_same_model(state["config"], config, path)
-    if "shards" in state or is_sharded(model):
-        from training.sharded import place_state  # importing DCP takes a second
-
-        if "shards" not in state:
-            _check_moments(path, optimizer, state["optimizer"])
-        state = place_state(path, state, model, optimizer)
-        check_finite(path, state)
+    check_retired(state["config"], config, path, RETIRED)
     load_weights(model, state["model"], path)
-    load_moments(path, optimizer, state["optimizer"])
+    load_moments(path, state, dict(model.named_parameters()), optimizer)
     load_scaler(path, scaler, state["scaler"])
 
 
@@ -437,68 +386,85 @@ def load_scaler(path: Path, scaler: torch.amp.GradScaler, state: dict[str, Any])
     scaler.load_state_dict(state)
 
 
-def load_moments(path: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def moments_of(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> Moments:
+    """Return the moments of an optimiser by the names of their parameters."""
+    state = optimizer.state
+    return {name: state[p] for name, p in parameters.items() if p in state}
+
+
+def load_moments(
+    path: Path,
+    state: dict[str, Any],
+    parameters: dict[str, nn.Parameter],
+    optimizer: Optimizer,
+) -> None:
     """Load the moments of an optimiser, but not its settings.
 
+    Args:
+        path: of the checkpoint, for error messages.
+        state: what it holds, of either format.
+        parameters: those of the optimiser, by name.
+        optimizer: without moments; not stepped yet.
+
     Raises:
-        CheckpointError: those of the checkpoint `path` are damaged, or of another model.
+        CheckpointError: the moments are damaged, or of another model.
     """
-    _check_moments(path, optimizer, state)
-    # load_state_dict brings the saved settings too. Those of this run's config count.
-    settings = []
-    for group in optimizer.param_groups:
-        settings.append({name: value for name, value in group.items() if name != "params"})
-    optimizer.load_state_dict(state)
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)
-
-
-def _check_moments(path: Path, optimizer: Any, state: Any) -> None:
-    """Raise CheckpointError unless each moment has the shape of its parameter."""
-    groups = optimizer.param_groups
-    is_sound = True
-    if hasattr(optimizer, "momenta"):  # MuonWithAdamW
-        momenta = state.get("momenta")
-        is_sound = isinstance(momenta, list) and all(map(_is_tensor, momenta))
-        shapes = [momentum.shape for momentum in optimizer.momenta]
-        is_sound = is_sound and [tensor.shape for tensor in momenta] == shapes
-        state = state.get("adamw")
-        groups = groups[1:]
-    if not is_sound or not _is_adamw_state(state, groups):
+    try:
+        saved = state["optimizer"]
+        if state.get("format", 1) == 1:
+            saved = moments_by_name(saved, list(state["model"]), parameters, optimizer)
+        for name, moments in saved.items():
+            parameter = parameters[name]
+            # A parameter that has had no gradient yet has no moments.
+            own = optimizer.state.get(parameter) or {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+            if {key: tensor.shape for key, tensor in moments.items()} != {
+                key: tensor.shape for key, tensor in own.items()
+            }:
+                raise ValueError(name)
+            for key, tensor in own.items():
+                tensor.copy_(cut(moments[key], tensor))
+            optimizer.state[parameter] = own
+    except (LookupError, ValueError, TypeError, AttributeError):  # a foreign file may hold anything
         raise CheckpointError(
             f"{path}: the state of its optimizer is damaged, or of another model: "
             f"use another checkpoint, or another out_dir and --init_from={path}"
-        )
+        ) from None
 
 
-def _is_adamw_state(state: Any, groups: list[dict[str, Any]]) -> bool:
-    """Has it the form of AdamW's state_dict for these groups of parameters?"""
-    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
-        return False
-    saved = state.get("param_groups")
-    if not isinstance(saved, list) or not all(map(_is_dict, saved)):
-        return False
-    # The parameters of all groups are numbered from 0 on.
-    count = 0
-    for group, then in zip(groups, saved, strict=False):
-        end = count + len(group["params"])
-        if then.get("params") != list(range(count, end)):
-            return False
-        count = end
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    if len(saved) != len(groups) or not set(state["state"]) <= set(range(count)):
-        return False
-    for index, moments in state["state"].items():
-        if not isinstance(moments, dict) or moments.keys() != {"step", "exp_avg", "exp_avg_sq"}:
-            return False
-        if not all(isinstance(moment, torch.Tensor) for moment in moments.values()):
-            return False
-        shape = parameters[index].shape
-        if any(moments[name].shape != shape for name in ("exp_avg", "exp_avg_sq")):
-            return False
-        if moments["step"].numel() != 1:
-            return False
-    return True
+def moments_by_name(
+    saved: dict[str, Any],
+    names: list[str],
+    parameters: dict[str, nn.Parameter],
+    optimizer: Optimizer,
+) -> Moments:
+    """Give the moments of format 1, which have numbers, the names of their parameters.
+
+    AdamW numbered the parameters that decay, then the others. Muon had a list of momenta. Both were
+    in the order that the model had then, which need not be today's.
+
+    Args:
+        saved: the checkpoint's `optimizer`.
+        names: those in its `model`, in their order there, as they are called today.
+        parameters, optimizer: see load_moments.
+    """
+    groups = []  # names for each group of the optimiser; those of buffers are in none
+    for group in optimizer.param_groups:
+        members = set(group["params"])
+        groups.append([name for name in names if parameters.get(name) in members])
+    found = {}
+    if "momenta" in saved:
+        momenta = list(saved["momenta"])
+        for name in groups.pop(0):
+            found[name] = {key: momenta.pop(0) for key in optimizer.state[parameters[name]]}
+        saved = saved["adamw"]
+    if [len(group["params"]) for group in saved["param_groups"]] != list(map(len, groups)):
+        raise ValueError("groups of other parameters")
+    by_index = list(itertools.chain(*groups))
+    return found | {by_index[index]: moments for index, moments in saved["state"].items()}
 
 
 # ----------------------------------------------------------------------------- models and weights
@@ -544,11 +510,32 @@ def model_config(saved: dict[str, Any], path: Path) -> GPTConfig:
         for field in fields(GPTConfig):
             if field.name in saved and field.name not in foreign:
                 overrides.set(field.name, saved[field.name], "its config")
-        return overrides.build()
+        config = overrides.build()
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}: use another checkpoint") from None
     except TypeError:  # a list where a name belongs
         raise CheckpointError(f"{path}: its config is damaged: use another checkpoint") from None
+    # The other keys that are gone do not change what the model computes.
+    check_retired(saved, config, path, ("qk_gain", "v_norm"))
+    return config
+
+
+def check_retired(
+    saved: dict[str, Any], config: GPTConfig, path: Path, names: Iterable[str]
+) -> None:
+    """Check that no key that is gone had a value which `config` cannot have.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    meant = {"v_norm": has_v_norm(config), "decay_gains": decays_gains(config)}
+    for name in names:
+        value = as_today(saved).get(name)
+        if value not in (None, RETIRED[name], meant.get(name)):
+            raise CheckpointError(
+                f"{path}: {name}={value!r} in its config, a key that is gone: use commit d806d57, "
+                "which has it, or another checkpoint"
+            )
 
 
 def check_same_model(
@@ -589,6 +576,7 @@ def load_weights(
         CheckpointError: names the first tensor that does not fit.
     """
     own = model.state_dict()
+    weights = {name: cut(tensor, own.get(name)) for name, tensor in weights.items()}
     for name, tensor in weights.items():
         if name in own and own[name].shape != tensor.shape:
             raise CheckpointError(
@@ -610,37 +598,3 @@ def load_weights(
             hint = ": its head has weights of its own: add --tie_embeddings=False"
         raise CheckpointError(f"{path}: {name} is not part of this model{hint}")
     return missing, unexpected
-
-
-# ----------------------------------------------------------------------------------- the program
-
-
-@dataclass(frozen=True)
-class MergeConfig:
-    """training/checkpoint.py has no keys."""
-
-
-def main(argv: list[str]) -> None:
-    """Make the sharded checkpoints of a run one file each."""
-    _, spec = parse_args(MergeConfig, argv, __doc__, spec=True)
-    folder = Path(spec)
-    paths = [folder]
-    if folder.is_dir():
-        paths = [folder / name for name in (LAST, BEST) if (folder / name).exists()]
-    if not paths:
-        raise CheckpointError(f"{spec}: no {LAST} and no {BEST} in this folder: check the path")
-    if not paths[0].exists():
-        raise CheckpointError(f"{paths[0]}: no such checkpoint: check the path")
-    # A run that is resumed meanwhile would save over the merged file.
-    stop_signal = StopSignal()
-    lock = FolderLock(paths[0].parent, lambda: stop_signal.name)
-    try:
-        for path in paths:
-            save_checkpoint(path, read_checkpoint(path))
-            print(f"{path} is one file")
-    finally:
-        lock.release()
-
-
-if __name__ == "__main__":
-    run_program(main)

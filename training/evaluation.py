@@ -140,14 +140,6 @@ class Evaluator:
             return None
         return val_loss / (math.log(2) * self.bytes_per_token)
 
-    def hellaswag(self, model: GPT, step: int, last: bool) -> Any | None:
-        """Score HellaSwag, if that is due after `step`; else None."""
-        interval = self.config.hellaswag_interval
-        is_due = last or (interval and step and step % interval == 0)
-        if self.scorer is None or not is_due:
-            return None
-        return self.scorer(model)
-
     def write_sample(self, model: GPT, path: Path) -> str:
         """Write how the model continues the first tokens of the val shards.
 

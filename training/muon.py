@@ -62,6 +62,10 @@ class MuonWithAdamW:
         self.momenta = [torch.zeros_like(part) for part in self.parts]
         for part, momentum in zip(self.parts, self.momenta, strict=True):
             self.muon.state[part]["momentum_buffer"] = momentum
+        # The same tensors by weight, beside the moments of the other parameters.
+        momenta = iter(self.momenta)
+        for weight, rows in matrices.items():
+            adamw.state[weight] = {f"momentum.{part}": next(momenta) for part in range(len(rows))}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -70,7 +74,7 @@ class MuonWithAdamW:
 
     @property
     def state(self) -> dict[Tensor, Any]:
-        """AdamW's moments by parameter. Matrices have none: their momenta are in `momenta`."""
+        """AdamW's moments, and the momenta of the matrices, by parameter."""
         return self.adamw.state
 
     @torch.no_grad()
@@ -113,14 +117,3 @@ class MuonWithAdamW:
         self.adamw.zero_grad(set_to_none)
         for weight in self.group["params"]:
             weight.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: tensors and plain values, in the order of parameters."""
-        return {"momenta": self.momenta, "adamw": self.adamw.state_dict()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. Settings of the matrices stay as they are."""
-        for momentum, saved in zip(self.momenta, state["momenta"], strict=True):
-            momentum.copy_(saved)
-        self.adamw.load_state_dict(state["adamw"])

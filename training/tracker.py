@@ -10,27 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, UserError
+from common.errors import UserError
 
 # tracker -> the package that it needs
 PACKAGES = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "tensorboard"}
 TRACKERS = ("off", *PACKAGES)
-
-
-def find_tracker(config: dict[str, Any]) -> str:
-    """Return the tracker of a run, one of TRACKERS.
-
-    `wandb` of train.py stands for tracker=wandb too. Raises ConfigError if two are asked for.
-    """
-    tracker = config.get("tracker", "off")
-    wandb = config.get("wandb", "off")
-    if wandb == "off" or tracker == "wandb":
-        return tracker
-    if tracker != "off":
-        raise ConfigError(
-            f"tracker={tracker} and wandb={wandb}: a run has one tracker: leave one of them off"
-        )
-    return "wandb"
 
 
 def check_tracker(config: dict[str, Any], active: bool = True) -> None:
@@ -39,15 +23,14 @@ def check_tracker(config: dict[str, Any], active: bool = True) -> None:
     Args:
         active: whether this process logs; if not, this does nothing.
     """
-    tracker = find_tracker(config)
+    tracker = config.get("tracker", "off")
     if tracker == "off" or not active:
         return
     package = importlib.util.find_spec(PACKAGES[tracker])
     # A folder wandb/, which Weights & Biases leaves behind, is found as a package without a file.
     if package is None or package.origin is None:
-        key = "wandb" if config.get("wandb", "off") != "off" else "tracker"
         raise UserError(
-            f"{tracker} is not installed: pip install {PACKAGES[tracker]}, or --{key}=off"
+            f"{tracker} is not installed: pip install {PACKAGES[tracker]}, or --tracker=off"
         )
 
 
@@ -79,7 +62,7 @@ class _Trackio:
         self.trackio = trackio
         with _stdout_to_stderr():
             self.run = trackio.init(
-                project=config["wandb_project"],
+                project=config["tracker_project"],
                 name=name.lstrip("-"),  # `trackio get --run` takes it
                 config=config,
                 resume="never" if resume_step is None else "allow",
@@ -114,7 +97,7 @@ def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
     Raises:
         UserError: it is not installed, or cannot start.
     """
-    tracker = find_tracker(config)
+    tracker = config.get("tracker", "off")
     if tracker == "off":
         return None
     check_tracker(config)
@@ -137,12 +120,9 @@ def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
 def _start_wandb(config: dict[str, Any], name: str) -> Any:
     import wandb
 
-    mode = config.get("wandb", "off")
     return wandb.init(
-        project=config["wandb_project"],
+        project=config["tracker_project"],
         name=Path(config["out_dir"]).name,
-        # None: as WANDB_MODE says, else online
-        mode=None if mode == "off" else mode,
         config=config,
         dir=config["out_dir"],
         resume="allow",

@@ -13,8 +13,9 @@ document a file).
 
 It writes fineweb_edu_val_000000.bin, fineweb_edu_train_000001.bin, ... of 100 M tokens each
 (data/shards.py), with the end-of-text token before each document; meta.json; and progress.json,
-which it needs to go on after an interruption. The first shard is validation data. With --val, those
-files are the validation data, and the training shards count from 0.
+which it needs to go on after an interruption. Both name the commit of the data on the hub, which a
+folder keeps to. The first shard is validation data. With --val, those files are the validation
+data, and the training shards count from 0.
 
 The whole sample has about 9.7 M documents and 10 B tokens: 100 shards, 20 GB, from a download of
 some 27 GB. One process tokenises about 2.5 M tokens a second, an hour for all; with several, the
@@ -47,6 +48,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import ConfigError, DataError, cannot_write, run_program
+from common.lock import FolderLock
 from common.output import parse_json, write_bytes_atomically
 from configurator import key, parse_args
 from data.documents import (
@@ -93,17 +95,30 @@ class PrepareConfig:
     )
 
 
-def read_hub(skip: int) -> Iterator[Document]:
-    """Stream sample-10BT from the hub, in its order, without the first `skip` documents."""
+def read_hub(progress: "Progress", skip: int) -> Iterator[Document]:
+    """Stream sample-10BT from the hub, in its order, without the first `skip` documents.
+
+    A folder stays with the commit that it began with.
+    """
     try:
         from datasets import load_dataset
+        from huggingface_hub import HfApi
     except ImportError:
         raise DataError(
             "streaming FineWeb-Edu needs datasets: pip install datasets, or pass --local FILES"
         ) from None
+    revision = progress.settings.get("revision")
+    if revision is None:
+        raise DataError(
+            f"{progress.path} does not name the commit of {HUB} that its shards are from, as it "
+            f"was written by an older version: {progress.remedy}"
+        )
     try:
+        if not revision:
+            revision = HfApi().dataset_info(HUB).sha
+            progress.settings["revision"] = revision
         rows = (
-            load_dataset(HUB, name=SUBSET, split="train", streaming=True)
+            load_dataset(HUB, name=SUBSET, split="train", revision=revision, streaming=True)
             .select_columns(["text"])
             .skip(skip)
         )
@@ -112,7 +127,8 @@ def read_hub(skip: int) -> Iterator[Document]:
     except Exception as error:  # its HTTP libraries raise many kinds
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise DataError(
-            f"reading {HUB} failed ({what}): run the same command again to go on"
+            f"reading {HUB}, commit {revision or 'unknown'}, failed ({what}): run the same command "
+            "again to go on, or if the hub has no such commit any more, choose another --out_dir"
         ) from None
 
 
@@ -223,33 +239,37 @@ class Progress:
     def __init__(self, folder: Path, settings: dict[str, Any]):
         self.folder = folder
         self.path = folder / "progress.json"
-        self.settings = settings
+        # With the commit of the data on the hub, "" until it is known
+        self.settings = {**settings, "revision": ""}
         self.notes: dict[str, dict] = {}
+        self.remedy = (
+            f"choose another --out_dir, or delete its shards and {self.path.name} to begin again"
+        )
         present = {path.name for path in folder.glob("*.bin")}
         if not present:
             return
-        remedy = (
-            f"choose another --out_dir, or delete its shards and {self.path.name} to begin again"
-        )
         try:
             found = parse_json(self.path.read_text())
             noted = {name for name, note in found["shards"].items() if note.keys() >= NOTE_KEYS}
+            # In older folders it does not name the tokenizer gpt2, nor a commit.
+            self.settings = {"tokenizer": "gpt2", **found["settings"]}
             different = [
-                name for name, value in settings.items() if found["settings"].get(name) != value
+                name for name, value in settings.items() if self.settings.get(name) != value
             ]
         except FileNotFoundError:
             raise DataError(
-                f"{folder} holds shards that this script did not make: {remedy}"
+                f"{folder} holds shards that this script did not make: {self.remedy}"
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{self.path} is damaged: {remedy}") from None
+            raise DataError(f"{self.path} is damaged: {self.remedy}") from None
         if different:
             raise DataError(
-                f"{folder} holds shards made with other settings ({', '.join(different)}): {remedy}"
+                f"{folder} holds shards made with other settings ({', '.join(different)}): "
+                f"{self.remedy}"
             )
         if strangers := present - noted:
             raise DataError(
-                f"{folder} holds {min(strangers)}, which this run did not make: {remedy}"
+                f"{folder} holds {min(strangers)}, which this run did not make: {self.remedy}"
             )
         self.notes = found["shards"]
 
@@ -278,9 +298,12 @@ class Progress:
             write_bytes_atomically(self.path, json.dumps(content, indent=1).encode())
         except OSError as error:
             raise DataError(cannot_write(self.path, error)) from None
-        if not (self.folder / "meta.json").is_file():
-            tokenizer = self.settings.get("tokenizer", "gpt2")
-            write_meta(self.folder, {"tokenizer": tokenizer, "vocab_size": VOCABULARIES[tokenizer]})
+        # Always: one that is there may be of shards that were deleted to begin again.
+        tokenizer = self.settings["tokenizer"]
+        meta = {"tokenizer": tokenizer, "vocab_size": VOCABULARIES[tokenizer]}
+        if self.settings.get("revision"):
+            meta["revision"] = self.settings["revision"]
+        write_meta(self.folder, meta)
         write_shard(self.folder / name, tokens)
         tqdm.write(f"{name}: {len(tokens):,} tokens")
 
@@ -418,25 +441,23 @@ def prepare(config: PrepareConfig) -> None:
     """Write all shards. Raises UserError."""
     local = input_files(config.local)
     val = input_files(config.val)
-    if len({path.resolve() for path in local + val}) < len(local) + len(val):
+    # by inode, as one file can have two names
+    files = {(status.st_dev, status.st_ino) for status in map(Path.stat, local + val)}
+    if len(files) < len(local + val):
         raise ConfigError("the same file is named twice in --local and --val")
     # GPT-2's may be downloaded here; if it cannot be, the error says what to do.
     load_tokenizer({"tokenizer": config.tokenizer})
-    folder = Path(config.out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-
     settings = {
         "local": identity(local) or f"{HUB} {SUBSET}",
         "val": identity(val),
         "shard_tokens": config.shard_tokens,
         "max_tokens": config.max_tokens,
+        "tokenizer": config.tokenizer,
     }
-    if config.tokenizer != "gpt2":  # progress.json of older folders does not name it
-        settings["tokenizer"] = config.tokenizer
-    progress = Progress(folder, settings)
+    progress = Progress(Path(config.out_dir), settings)
 
     def read(paths: list[Path], skip: int) -> Iterator[Document]:
-        return islice(read_files(paths), skip, None) if paths else read_hub(skip)
+        return islice(read_files(paths), skip, None) if paths else read_hub(progress, skip)
 
     def name_of(split: str, index: int) -> str:
         if not split:  # no files for validation, so the first shard is that
@@ -471,7 +492,8 @@ def main(argv: list[str]) -> None:
             "set a smaller shard_tokens"
         )
     try:
-        prepare(config)
+        with FolderLock(Path(config.out_dir)):
+            prepare(config)
     except OSError as error:  # a full disk, an unreadable file
         raise DataError(
             f"{error}: put that right, and run the same command again to go on"

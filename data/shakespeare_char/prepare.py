@@ -18,6 +18,7 @@ import common.interrupt  # noqa: F401
 import numpy as np
 
 from common.errors import ConfigError, DataError, run_program
+from common.lock import FolderLock
 from data.shards import write_meta, write_shard
 from data.tokenizers import CharTokenizer
 
@@ -64,11 +65,12 @@ def main(argv: list[str]) -> None:
         )
     tokens = np.array(tokenizer.encode_ordinary(text), dtype=np.uint16)
     boundary = int(0.9 * len(tokens))
-    for split, part in (("train", tokens[:boundary]), ("val", tokens[boundary:])):
-        write_shard(folder / f"shakespeare_char_{split}_000000.bin", part)
-        print(f"{split}: {len(part):,} tokens")
     meta = {"tokenizer": "chars", "vocab_size": tokenizer.n_vocab, "chars": tokenizer.chars}
-    write_meta(folder, meta)
+    with FolderLock(folder):
+        for split, part in (("train", tokens[:boundary]), ("val", tokens[boundary:])):
+            write_shard(folder / f"shakespeare_char_{split}_000000.bin", part)
+            print(f"{split}: {len(part):,} tokens")
+        write_meta(folder, meta)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import common.interrupt  # noqa: F401
 import numpy as np
 
 from common.errors import ConfigError, DataError, run_program
+from common.lock import FolderLock
 from data.shards import write_meta, write_shard
 from data.tokenizers import END_OF_TEXT, byte_tokenizer
 
@@ -47,13 +48,19 @@ def documents(root: Path) -> dict[str, list[bytes]]:
 
 
 def main(argv: list[str]) -> None:
-    """Write the shards and meta.json next to this file."""
+    """Run the program with these command-line arguments."""
     if argv and argv[0] in ("--help", "-h"):
         print(__doc__)
         return
     if argv:
         raise ConfigError(f"{argv[0]}: this script takes no settings")
     folder = Path(__file__).resolve().parent
+    with FolderLock(folder):
+        prepare(folder)
+
+
+def prepare(folder: Path) -> None:
+    """Write the shards and meta.json."""
     root = Path(sysconfig.get_paths()["stdlib"])
     tokenizer = byte_tokenizer()
     end_of_text = tokenizer.encode_single_token(END_OF_TEXT)

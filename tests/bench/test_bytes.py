@@ -418,7 +418,7 @@ def test_the_program_writes_its_table(ledger, written):
 def test_the_kernels_key_reaches_every_norm():
     model = GPT(
         GPTConfig(
-            norm_type="taper", kernels="torch", qk_norm=True, n_layer=2, n_embd=24, vocab_size=64
+            norm_type="taper", kernels="torch", qk_norm="head", n_layer=2, n_embd=24, vocab_size=64
         )
     )
     assert {part.kernels for part in model.modules() if isinstance(part, Norm)} == {"torch"}

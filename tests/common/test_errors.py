@@ -18,8 +18,6 @@ from helpers import ROOT, TINY, losses, write_tiny_shards
 from common.errors import one_line, run_program
 from data.shards import HEADER_BYTES
 
-MOST = (1 << 48) - 1  # the largest integer that a key takes at all
-
 
 @pytest.fixture
 def complaint(launch, tiny_data, tmp_path):
@@ -53,18 +51,10 @@ def complaint(launch, tiny_data, tmp_path):
         (["--n_vocab=10"], ["n_vocab=10", "60"]),
         (["--position=rope", "--rope_theta=0"], ["rope_theta"]),
         (["--norm_type=taper", "--taper_end=1"], ["taper_end"]),
-        (["--n_embd=99999999999999999999999"], ["n_embd"]),
+        (["--n_embd=99999999999999999999998"], ["n_embd", "GB of memory"]),
         (["--vocab_size=50"], ["vocab_size=50", "60"]),
         (["--out_dir="], ["out_dir is empty"]),
-        ([f"--n_layer={MOST}"], ["n_layer", "at most 2048"]),
-        ([f"--vocab_size={MOST}"], ["vocab_size", "at most"]),
-        ([f"--head_dim={MOST}"], ["head_dim", "at most"]),
-        ([f"--n_inner={MOST}"], ["n_inner", "at most"]),
-        ([f"--batch_size={MOST}"], ["batch_size", "at most"]),
-        ([f"--gradient_accumulation_steps={MOST}"], ["gradient_accumulation_steps", "at most"]),
-        ([f"--sample_tokens={MOST}"], ["sample_tokens", "at most"]),
-        ([f"--max_iters={MOST}"], ["max_iters", "at most"]),
-        (["--n_embd=1048576"], ["GB of memory", "n_embd"]),
+        (["--n_layer=100000000"], ["n_layer", "GB of memory"]),
         (["--batch_size=1048576", "--n_inner=65536"], ["batch_size=1048576", "GB of memory"]),
         (["--norm_eps=1e30"], ["norm_eps=1e+30", "at most 1"]),
         (["--grad_clip=1e-45"], ["grad_clip", "0 or at least 1e-06"]),

@@ -7,19 +7,28 @@ import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import socket
 import warnings
 
 import pytest
 import torch
+from helpers import ROOT, TINY
 
+import distill
 import hellaswag
+import report
+from bench import aot
+from bench import fold as bench_fold
 from common.errors import CheckpointError, HFError, UserError, cannot_write
 from common.output import whole_folder, write_bytes_atomically, write_results
+from evals import lm_eval_model
 from hf.weights import export_hf
 from model import GPT, GPTConfig
-from training.checkpoint import remove_old_shards, save_checkpoint
+from posthoc import rms_stats
+from repro import posthoc_alpha
+from training.checkpoint import save_checkpoint
 from training.log import RunLog
 
 
@@ -81,6 +90,86 @@ def test_what_is_no_file_is_not_replaced(kind, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == sorted({"it", *(["pipe"] if "link" in kind else [])})
 
 
+RUN = "results/cpu/taper_finetune/runs.tar.xz"
+# Program, its words before the file, and how a file begins that it has written.
+WRITERS = {
+    "hellaswag": (hellaswag.main, ["nowhere", "--out="], '{"item": 24, "acc_choice": 1}'),
+    "lm_eval": (
+        lm_eval_model.main,
+        ["nowhere", "--mmlu=a,b", "--out="],
+        '{"group": "a", "task": "a", "item": "0", "correct": {}}',
+    ),
+    "rms_stats": (
+        rms_stats.main,
+        ["nowhere", "--text=nowhere", "--out="],
+        '{"spec": "x", "blocks": []}',
+    ),
+    "bench/fold": (bench_fold.main, ["nowhere", "--out="], '{"spec": "x", "folded": 1}'),
+    "bench/aot": (aot.main, ["--sm=90", "--out="], "triton 3.9.0"),
+    "posthoc_alpha": (
+        lambda words: posthoc_alpha.main([words[0], "nowhere", "nowhere"]),
+        [""],
+        '{"model": "x", "coupled_first": 1}',
+    ),
+    "report": (report.main, [str(ROOT / RUN), "--plot="], "\x89PNG"),
+}
+
+
+@pytest.mark.parametrize("program", WRITERS)
+def test_a_file_that_the_user_names_is_kept_unless_it_is_the_programs_own(program, tmp_path):
+    """A checkpoint, settings, a text or a program's own input are not its output."""
+
+    main, words, own = WRITERS[program]
+    path = tmp_path / "out.png"
+    command = [*words[:-1], f"{words[-1]}{path}"]
+    for content in (
+        b"PK\x03\x04checkpoint",
+        b'{\n "n_layer": 2\n}\n',
+        b'{"ind": 1, "ctx": "", "label": 0}\n',
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=re.escape(str(path))):
+            main(command)
+        assert path.read_bytes() == content
+    path.write_bytes(own.encode("latin-1"))
+    if program == "report":
+        main(command)
+        assert path.stat().st_size > 1000
+    else:  # goes on, to the next thing that is wrong
+        with pytest.raises(UserError, match=r"nowhere|TRITON_INTERPRET|a: cannot be read"):
+            main(command)
+
+
+def test_pages_and_tables_of_somebody_else_are_kept(tmp_path):
+    """In a folder that the user names; a page of our own is written again."""
+    for name in ("README.md", "report.md"):
+        (tmp_path / name).write_text("# My own\n")
+    with pytest.raises(UserError, match=r"README\.md"):
+        write_results(tmp_path, "times", [{}], "README.md", "# Times\n")
+    with pytest.raises(UserError, match=r"report\.md"):
+        report.main([str(ROOT / RUN), "--baseline=layer", f"--out={tmp_path}", "--pictures=False"])
+    for name in ("README.md", "report.md"):
+        assert (tmp_path / name).read_text() == "# My own\n"
+    for text in ("# Times\n\n1\n", "# Times\n\n2\n"):
+        write_results(tmp_path / "times", "times", [{}], "README.md", text)
+    assert (tmp_path / "times" / "README.md").read_text() == text
+
+
+def test_a_run_does_not_write_over_the_model_that_it_starts_from(tmp_path, launch, tiny_data):
+    """Nor over the config.json of another model's folder."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{\n "model_type": "gpt2"\n}\n')
+    words = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={model}"]
+    for more in ([f"--init_from={model}"], [f"--init_from={model / 'ckpt_best.pt'}"], []):
+        job = launch(*words, *more)
+        assert job.wait() != [0] and str(model) in job.text()
+    teacher = [f"--teacher={model}", f"--out_dir={model}"]
+    with pytest.raises(UserError, match="out_dir"):
+        distill.main([*teacher, "--local=nowhere", "--device=cpu"])
+    assert (model / "config.json").read_text() == '{\n "model_type": "gpt2"\n}\n'
+
+
 @contextlib.contextmanager
 def no_room(size: int):
     """No file grows beyond `size` bytes, as if the disk were full."""
@@ -105,7 +194,7 @@ def test_a_checkpoint_on_a_full_disk_leaves_the_old_one(tmp_path):
 
 
 def test_a_log_on_a_full_disk_is_one_line(tmp_path):
-    log = RunLog(tmp_path, {"wandb": "off"}, 10, active=True)
+    log = RunLog(tmp_path, {"tracker": "off"}, 10, active=True)
     log.open(None, {}, [])
     with (
         no_room((tmp_path / "log.jsonl").stat().st_size + 3),
@@ -134,7 +223,7 @@ def test_a_refused_write_names_a_remedy(number, remedy):
 
 
 def test_a_log_that_the_disk_does_not_confirm_is_one_line(tmp_path, monkeypatch):
-    log = RunLog(tmp_path, {"wandb": "off"}, 10, active=True)
+    log = RunLog(tmp_path, {"tracker": "off"}, 10, active=True)
     log.open(None, {}, [])
 
     def refuse(_: int) -> None:
@@ -144,38 +233,20 @@ def test_a_log_that_the_disk_does_not_confirm_is_one_line(tmp_path, monkeypatch)
     with pytest.raises(UserError, match=r"log\.jsonl: cannot be written .*checkpoint is untouched"):
         log.sync()
     with pytest.raises(UserError, match=r"log\.jsonl: cannot be written"):
-        RunLog(tmp_path, {"wandb": "off"}, 10, active=True).open(0, {}, [])
+        RunLog(tmp_path, {"tracker": "off"}, 10, active=True).open(0, {}, [])
     assert os.listdir(tmp_path) == ["log.jsonl"]
 
 
 def test_what_follows_the_last_step_is_logged_once(tmp_path):
     """A distillation that is killed between its two last events does both again."""
     for resume_step in (None, 4):
-        log = RunLog(tmp_path, {"wandb": "off"}, 4, active=True)
+        log = RunLog(tmp_path, {"tracker": "off"}, 4, active=True)
         log.open(resume_step, {}, [])
         if resume_step is None:
             log.event("eval", step=4)
         log.event("merged", step=4)
     found = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").open()]
     assert found == ["start", "eval", "resume", "merged"]
-
-
-def test_shards_that_no_checkpoint_names_are_removed(tmp_path):
-    """As a kill leaves them, in the middle of a save or directly after it."""
-    path = tmp_path / "ckpt_last.pt"
-    for number in (0, 1):
-        (tmp_path / f"ckpt_last.shards-{number}").mkdir()
-        (tmp_path / f"ckpt_best.shards-{number}").mkdir()
-    remove_old_shards(path)  # there is no checkpoint, so nothing is known
-    state = {"step": 1, "config": {}, "shards": {"folder": "ckpt_last.shards-1", "files": {}}}
-    torch.save(state, path)
-    remove_old_shards(path)
-    shards = ["ckpt_best.shards-0", "ckpt_best.shards-1", "ckpt_last.shards-1"]
-    assert sorted(os.listdir(tmp_path)) == [*shards[:2], "ckpt_last.pt", shards[2]]
-    path.write_bytes(path.read_bytes()[:100])
-    (tmp_path / "ckpt_last.shards-0").mkdir()
-    remove_old_shards(path)  # torn: it does not say which are its own
-    assert len(os.listdir(tmp_path)) == 5
 
 
 def test_a_folder_gets_its_name_when_it_is_whole(tmp_path):

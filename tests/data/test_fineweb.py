@@ -7,6 +7,7 @@ Needs the GPT-2 tokenizer of the offline data, and skips without it.
 
 import json
 import lzma
+import os
 import random
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from helpers import ROOT, offline_data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, UserError
 from data.documents import checked
 from data.fineweb_edu import prepare
 from data.shards import find_shards, open_shard, read_meta
@@ -214,29 +215,47 @@ def test_the_hub_is_read_by_the_same_code(tmp_path, monkeypatch):
         def skip(self, count: int) -> "Rows":
             return Rows(self[count:])
 
-    def load_dataset(path: str, name: str, split: str, streaming: bool) -> Rows:
-        assert (path, name, split, streaming) == (
-            "HuggingFaceFW/fineweb-edu",
-            "sample-10BT",
-            "train",
-            True,
-        )
+    def load_dataset(path: str, **words: object) -> Rows:
+        assert path == "HuggingFaceFW/fineweb-edu"
+        assert words == {
+            "name": "sample-10BT",
+            "split": "train",
+            "revision": "c0ffee",
+            "streaming": True,
+        }
         return Rows({"text": text, "score": 3} for text in texts)
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    api = types.SimpleNamespace(dataset_info=lambda _: types.SimpleNamespace(sha="c0ffee"))
+    hub = types.SimpleNamespace(HfApi=lambda: api)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     run(tmp_path / "hub")
     run(tmp_path / "local", "--local", write_jsonl(tmp_path / "a.jsonl", texts))
-    assert contents(tmp_path / "hub") == contents(tmp_path / "local")
+    expected = contents(tmp_path / "local")
+    meta = {"tokenizer": "gpt2", "vocab_size": 50257, "revision": "c0ffee"}
+    expected["meta.json"] = json.dumps(meta).encode()
+    assert contents(tmp_path / "hub") == expected
     sorted((tmp_path / "hub").glob("*train*"))[2].unlink()
+    monkeypatch.delattr(api, "dataset_info")
     run(tmp_path / "hub")  # resumes by skipping documents
-    assert contents(tmp_path / "hub") == contents(tmp_path / "local")
+    assert contents(tmp_path / "hub") == expected
+    # Older folders do not name their commit: what they hold stays, but no more is added.
+    path = tmp_path / "hub/progress.json"
+    progress = json.loads(path.read_text())
+    del progress["settings"]["revision"]
+    path.write_text(json.dumps(progress))
+    run(tmp_path / "hub")
+    max((tmp_path / "hub").glob("*.bin")).unlink()
+    with pytest.raises(DataError, match="does not name the commit"):
+        run(tmp_path / "hub")
 
 
 def test_no_network_and_no_datasets(tmp_path, monkeypatch):
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route\nto host")
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=unreachable))
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=None))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=unreachable))
     with pytest.raises(DataError, match=r"ConnectionError: no route\): run the same command again"):
         run(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -370,10 +389,15 @@ def test_hostile_parquet(tmp_path, gpt2, capsys):
     parquet.write_table(pa.table({"body": ["x"]}), tmp_path / "body.parquet")
     parquet.write_table(pa.table({"text": [[1]]}), tmp_path / "list.parquet")
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "string.parquet").read_bytes()[:-20])
+    parquet.write_table(pa.table({"text": ["good " * 600]}), tmp_path / "page.parquet")
+    flipped = bytearray((tmp_path / "page.parquet").read_bytes())
+    flipped[4:24] = bytes(20)  # the header of its first page
+    (tmp_path / "page.parquet").write_bytes(flipped)
     for name, message in (
         ("body", "no column 'text', only body"),
         ("list", "not a parquet file"),
         ("torn", "damaged"),
+        ("page", "damaged"),
     ):
         with pytest.raises(DataError, match=rf"{name}\.parquet: .*{message}"):
             run(tmp_path / name, "--local", tmp_path / f"{name}.parquet")
@@ -411,7 +435,7 @@ def test_nothing_usable(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(DataError, match="no usable document"):
         run(tmp_path / "out", "--local", tmp_path / "a.jsonl")
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -433,12 +457,14 @@ def test_nothing_usable(tmp_path):
         (["--local=a.txt", "--shards=3"], ConfigError, "unknown key"),
         (["a.txt"], ConfigError, "neither a config file"),
         (["--local=a.txt"], DataError, "3 tokens fit in one shard.*--shard_tokens"),
-        (["--local=a.txt", "--out_dir=a.txt"], DataError, "File exists"),
+        (["--local=a.txt", "--out_dir=a.txt"], UserError, "File exists"),
+        (["--local=a.txt", "--val=hard.txt"], ConfigError, "named twice"),
     ],
 )
 def test_user_errors(tmp_path, monkeypatch, words, error, message):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("hello world")
+    os.link("a.txt", "hard.txt")
     with pytest.raises(error, match=message) as caught:
         prepare.main(["--out_dir=out", "--processes=1", *words])
     assert "\n" not in str(caught.value)
@@ -484,6 +510,7 @@ def test_other_settings_in_a_used_folder_are_refused(tmp_path):
         (["--local", a, b], "local"),
         (["--local", a, "--val", b], "val"),
         (["--local", a, "--max_tokens=2000"], "max_tokens"),
+        (["--local", a, "--tokenizer=bytes"], "tokenizer"),
     ):
         with pytest.raises(
             DataError, match=rf"other settings \({named}\): choose another --out_dir, or delete"
@@ -496,6 +523,19 @@ def test_other_settings_in_a_used_folder_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"other settings \(local\)"):
         run(out, "--local", a)
     assert contents(out) == before
+
+
+def test_a_folder_of_bytes_does_not_become_one_of_gpt2(tmp_path):
+    source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(40)), tmp_path / "out"
+    run(out, "--local", source, "--tokenizer=bytes")
+    max(out.glob("*.bin")).unlink()
+    with pytest.raises(DataError, match=r"other settings \(tokenizer\)"):
+        run(out, "--local", source)
+    # Begun again as the message says. meta.json of the old shards is still there.
+    for path in [*out.glob("*.bin"), out / "progress.json"]:
+        path.unlink()
+    run(out, "--local", source)
+    assert read_meta(out) == {"tokenizer": "gpt2", "vocab_size": 50257}
 
 
 def test_a_folder_of_other_shards_or_a_damaged_progress_file_is_refused(tmp_path):

@@ -144,7 +144,6 @@ def import_programs() -> None:
     import evidence.claim
     import evidence.sweep  # noqa: F401
     import train  # noqa: F401
-    import training.sharded  # noqa: F401
 
     torch.set_num_threads(1)
     gc.collect()

@@ -45,7 +45,7 @@ class Program:
 
 
 class Inputs:
-    """What the programs read: token shards, text, items of HellaSwag, two trained models."""
+    """What the programs read: token shards, text, items of HellaSwag, a trained model."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -73,7 +73,6 @@ class Inputs:
         ]
         self.items.write_text("".join(json.dumps(item) + "\n" for item in items))
         self.model = self._train("model", "--norm_type=rms")
-        self.sharded = self._train("sharded", "--parallel=fsdp", "--sample_tokens=0")
 
     def train(self, folder: Path, *keys: str) -> list[str]:
         """Return the command line of a run in `folder`."""
@@ -96,7 +95,6 @@ def programs(inputs: Inputs) -> list[Program]:
         _train(inputs, "train.py, DDP", 2, True),
         _train(inputs, "train.py, FSDP", 1, True, "--parallel=fsdp"),
         _train(inputs, "train.py, FSDP", 2, True, "--parallel=fsdp"),
-        _merge_shards(inputs),
         _distill(inputs, "distill.py, one process", 1, "--method=full", "--export=True"),
         _distill(inputs, "distill.py, DDP", 2, "--method=full", "--export=True"),
         _distill(inputs, "distill.py, DoRA", 1, "--method=dora", "--rank=2", "--adapter_alpha=4"),
@@ -113,17 +111,6 @@ def _train(inputs: Inputs, name: str, ranks: int, is_job: bool, *keys: str) -> P
         return run_ranks(place, inputs.train(place.files / "run", *keys), ranks, is_job, fault)
 
     return Program(name, start, ranks)
-
-
-def _merge_shards(inputs: Inputs) -> Program:
-    def setup(place: Place) -> None:
-        shutil.copytree(inputs.sharded, place.files / "run")
-
-    def start(place: Place, fault: Fault | None) -> Ended:
-        words = ["-m", "training.checkpoint", str(place.files / "run")]
-        return run_ranks(place, words, 1, False, fault)
-
-    return Program("training.checkpoint", start, setup=setup)
 
 
 def _distill(inputs: Inputs, name: str, ranks: int, *keys: str) -> Program:

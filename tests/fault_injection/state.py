@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,19 @@ CLOCK = {"tok_per_s", "mfu", "peak_bytes", "git"}
 NAMES_ONLY = {"lock", "claim", "train.txt"}
 # A log without a checkpoint is put aside on purpose when its run begins again (training/log.py).
 PUT_ASIDE = "log.jsonl.old"
-OWN = {"shards", "git"}  # of a checkpoint: numbers of folders, and the code that wrote it
+OWN = {"git"}  # of a checkpoint: the code that wrote it
 LEFT = "left over"
-SHARDS = re.compile(r"\.shards-\d+")
 
 State = dict[str, Any]  # path below the folder -> its content
 
 
 def names_in(folder: Path) -> set[str]:
-    """List the files and empty folders below `folder`, numbers of shard folders left out."""
+    """List the files and empty folders below `folder`."""
     found = set()
     for path in folder.rglob("*"):
         is_empty = path.is_dir() and not any(path.iterdir())
         if (path.is_file() or is_empty) and path.name != PUT_ASIDE:
-            found.add(SHARDS.sub(".shards", str(path.relative_to(folder))))
+            found.add(str(path.relative_to(folder)))
     return found
 
 

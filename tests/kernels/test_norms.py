@@ -18,7 +18,7 @@ from taper import tapers
 
 DEVICE = "cpu" if binding.INTERPRETED else "cuda"
 SHAPE = GPTConfig(
-    vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, init_std=0.2, qk_norm=True
+    vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, init_std=0.2, qk_norm="head"
 )
 VARIANTS = {
     "layer": {},

@@ -1,4 +1,4 @@
-"""One process at a time in a run folder."""
+"""One process at a time in a folder."""
 
 import contextlib
 import errno
@@ -23,11 +23,13 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system wi
 class FolderLock:
     """Keep other processes out of a folder until `release`, or until this process ends.
 
+    As a context manager it is released when the block ends.
+
     Makes the folder if there is none. Another process may be about to finish: waits for it,
     PATIENCE seconds at most.
 
     Args:
-        folder: the run folder; the lock is on the file `lock` in it.
+        folder: of a run or of data; the lock is on the file `lock` in it.
         should_stop: asked while waiting.
         active: without it nothing is locked, as on ranks for which the main one locks.
         say: prints a line for people.
@@ -40,7 +42,7 @@ class FolderLock:
     def __init__(
         self,
         folder: Path,
-        should_stop: Callable[[], str | bool],
+        should_stop: Callable[[], str | bool] = lambda: False,
         active: bool = True,
         say: Callable[[str], None] | None = None,
     ):
@@ -81,8 +83,8 @@ class FolderLock:
         """Try to get the lock. Returns whether the folder is ours now."""
         path = self.folder / "lock"
         try:
-            # A POSIX record lock ends with its process, however that ends, so a killed run leaves
-            # none behind. It does not keep out a second run of the same process, as tests have.
+            # A POSIX record lock ends with its process, however that ends, so a killed one leaves
+            # none behind. It does not keep out a second one within the same process, as in tests.
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in HELD:
@@ -90,7 +92,7 @@ class FolderLock:
             if error.errno not in NO_LOCKS:
                 raise UserError(f"{path}: cannot be locked ({error.strerror})") from None
             self.say(
-                f"{self.folder} is on a file system without locks: let no other run write there"
+                f"{self.folder} is on a file system without locks: let no other process write there"
             )
         # The previous process may have removed the file between our open and our lock. Others
         # would then open, and lock, another file of this name.
@@ -104,17 +106,23 @@ class FolderLock:
         if self.deadline is None:
             self.deadline = time.monotonic() + PATIENCE
             self.say(
-                f"{self.folder}: another process is training there: "
+                f"{self.folder}: another process is working there: "
                 f"waiting for its end, {PATIENCE:.0f} s at most"
             )
         if self.should_stop():
-            raise UserError(f"{self.folder}: told to stop while another process is training there")
+            raise UserError(f"{self.folder}: told to stop while another process is working there")
         if time.monotonic() > self.deadline:
             raise UserError(
-                f"{self.folder}: another process is training there: "
+                f"{self.folder}: another process is working there: "
                 "wait for it, or choose another folder"
             )
         time.sleep(POLL)
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Let others in. Removes a folder that was made here and stayed empty."""

@@ -1,0 +1,222 @@
+"""fold/__init__.py: what is analysed on one shape is right on others, or refused.
+NANONORM_FOLDS=100: more.
+"""
+
+import os
+import random
+
+import pytest
+import torch
+from fold_nets import C
+from helpers import close, draw
+from torch import Tensor, nn
+
+from common.errors import FoldError
+from fold import analyze, fold
+from fold.certificate import randomize, run
+
+SEEDS = 8 * int(os.environ.get("NANONORM_FOLDS", 5))
+
+
+class Do(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+def steps(*parts) -> nn.Module:
+    """Put modules and functions one after another."""
+    return nn.Sequential(*(x if isinstance(x, nn.Module) else Do(x) for x in parts))
+
+
+class Whitened(nn.Module):
+    """A LayerNorm by hand without gains, over an axis and so of any size."""
+
+    def __init__(self, axis: int):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(self.axis, keepdim=True)
+        return centred / (centred.pow(2).mean(self.axis, keepdim=True) + 1e-5).sqrt()
+
+
+class AxisOne(nn.Module):
+    """A LayerNorm of the channels of (N, C, ...)."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, -1)).transpose(1, -1)
+
+
+class Beside(nn.Module):
+    """A norm, and something else that reads its input and may call it again."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + self.other(x, self.norm)
+
+
+class Cached(nn.Module):
+    """Its input is put in front of a token."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, C))
+        self.norm = nn.LayerNorm(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(torch.cat([x, self.token.expand(len(x), 1, C)], 1))
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    model = model.double().eval()
+    randomize(model)
+    return model
+
+
+def agrees(model: nn.Module, after: nn.Module, *shape: int) -> bool:
+    """Tell whether a folded model takes a shape that the model takes, and compare them."""
+    x = draw(*shape, seed=sum(shape))
+    try:
+        expected = run(model, (x,))
+    except Exception:  # the model has no such inputs
+        return False
+    try:
+        found = run(after, (x,))
+    except FoldError:
+        return False
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11 * float(expected.abs().max()))
+    return True
+
+
+def front(*between) -> nn.Module:
+    return prepared(steps(nn.Linear(C, C), *between, nn.Linear(C, 4)))
+
+
+def conv(norm: nn.Module) -> nn.Module:
+    return prepared(nn.Sequential(nn.Conv1d(3, C, 1), norm, nn.Conv1d(C, 4, 1)))
+
+
+# model, shape of the example, other shapes, how many calls fold
+CASES = {
+    "GroupNorm with one position": (conv(nn.GroupNorm(1, C)), (2, 3, 1), [(2, 3, 7)], 0),
+    "GroupNorm without positions": (front(nn.GroupNorm(2, C)), (2, C), [(5, C)], 1),
+    "LayerNorm": (front(nn.LayerNorm(C)), (2, C), [(2, C, C), (2, 5, C), (3, 2, 5, C)], 1),
+    "LayerNorm called on two ranks": (
+        front(Beside(lambda h, norm: norm(h.mean(1))[:, None])),
+        (2, 4, C),
+        [(3, C, C), (1, 1, C)],
+        2,
+    ),
+    "by hand, from the end": (front(Whitened(-1)), (2, C), [(2, C, C), (2, 5, C)], 1),
+    "squeezed positions": (
+        front(Beside(lambda h, norm: h.squeeze().softmax(1))),
+        (2, 1, C),
+        [(2, C, C)],
+        0,
+    ),
+    "channels and positions mixed up": (
+        front(lambda h: h.view(len(h), C, -1).transpose(1, 2), nn.LayerNorm(C)),
+        (2, 1, C),
+        [(2, C, C), (2, 5, C)],
+        0,
+    ),
+    "a cache that is empty in the example": (
+        prepared(Cached()),
+        (2, 0, C),
+        [(2, 3, C)],
+        0,
+    ),
+    "a cumulative sum": (front(lambda h: h.cumsum(1), nn.LayerNorm(C)), (2, 3, C), [(3, C)], 0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_shapes(name):
+    model, example, others, number = CASES[name]
+    after, certificate = fold(model, analyze(model, (draw(*example),)))
+    assert certificate.folded == number, str(certificate)
+    assert all(agrees(model, after, *shape) for shape in others)
+
+
+def test_a_folded_norm_under_vmap():
+    model, example, _, _ = CASES["LayerNorm"]
+    after, _ = fold(model, analyze(model, (draw(*example),)))
+    x = draw(3, 2, C)
+    close(torch.vmap(torch.vmap(after))(x), model(x))
+
+
+STEPS = (
+    lambda h: h.cumsum(1),
+    lambda h: h + h.mean(1, keepdim=True),
+    lambda h: h * h[:, :1],
+    lambda h: h * h.mean(-1, keepdim=True),
+    lambda h: h[:, :2],
+    lambda h: h.roll(1, 1),
+    lambda h: h.squeeze(),
+    lambda h: h.unsqueeze(1),
+    lambda h: h.flatten(1),
+    lambda h: h.flatten(0, 1),
+    lambda h: h.transpose(0, 1),
+    lambda h: h.transpose(1, -1),
+    lambda h: h.reshape(len(h), C, -1),
+    lambda h: h.reshape(len(h), -1, C),
+    lambda h: torch.cat([h, h[:1]]),
+)
+
+
+def awkward(choose: random.Random) -> tuple[nn.Module, list[tuple[int, ...]]]:
+    """Return a random module around a norm, and shapes that it may take; the first is the
+    example's.
+    """
+    sizes = (1, 1, 2, 3, C)
+    others = (
+        lambda h, norm: h.softmax(1),
+        lambda h, norm: h.flatten(1).softmax(1).view_as(h),
+        lambda h, norm: norm(h.mean(0)),
+        lambda h, norm: h.std(1, keepdim=True, correction=0),
+    )
+    norms = (
+        nn.LayerNorm(C),
+        nn.GroupNorm(choose.choice([1, 2]), C),
+        Whitened(-1),
+        Whitened(1),
+        AxisOne(),
+        Beside(choose.choice(others)),
+    )
+    parts = choose.choices(STEPS, k=choose.choice([0, 0, 1, 1, 2]))
+    parts.append(choose.choice(norms))
+    if choose.random() < 0.5:
+        shapes = [(*choose.choices(sizes, k=choose.choice([1, 1, 2, 2, 3])), C) for _ in range(8)]
+        return prepared(steps(nn.Linear(C, C), *parts)), shapes
+    stride = choose.choice([1, 2])
+    shapes = [
+        (*choose.choices(sizes, k=choose.choice([0, 1, 1])), 3, choose.choice([2, 4, C, 2 * C]))
+        for _ in range(8)
+    ]
+    return prepared(steps(nn.Conv1d(3, C, 2, stride), *parts)), shapes
+
+
+def test_random_modules():
+    """None is wrong on another shape: a module is right there, refused, or was not folded."""
+    folded = right = 0
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        model, shapes = awkward(random.Random(seed))
+        takes = [shape for shape in shapes if agrees(model, model, *shape)]
+        if len(takes) < 2:
+            continue
+        after, certificate = fold(model, analyze(model, (draw(*takes[0]),)), insert=True)
+        folded += certificate.folded > 0
+        right += sum(agrees(model, after, *shape) for shape in takes[1:])
+    assert folded > 0 and right > 0

@@ -1,0 +1,171 @@
+"""Texts for the model of a Hugging Face folder begin as its tokenizer says, with BOS where its
+template adds one: as in lm-evaluation-harness and in transformers.
+
+    python -m pytest tests/hf/test_tokens.py
+"""
+
+import json
+import random
+import string
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hf_models import GPT2, MODELS, needs_transformers, save, tiny, transformers
+
+import sample
+from bench_decode import DecodeBenchConfig, prompt_ids
+from common.environment import Precision
+from common.errors import DataError
+from data.tokenizers import encode_pair, load_tokenizer
+from evals.hellaswag import make_endings, score_endings
+from evals.likelihood import Scorer
+from hf.weights import load_hf
+from model import GPT, GPTConfig
+from posthoc.coupling import text_windows
+from posthoc.text import open_stream
+
+pytestmark = needs_transformers
+CPU = torch.device("cpu")
+# Words and spaces are joined, so that a continuation may change how its context is cut.
+MERGES = ["▁ t", "▁t h", "a t", "s at", "▁ s", "▁s at", "▁ ▁", "▁ a", "t h", "i s", "o r"]
+FAMILIES = ("llama", "gemma3", "qwen3", "gpt2", "gpt2-wide", "olmo2")
+GPT2_WIDE = ("GPT2", {**GPT2, "vocab_size": 50257})  # as many as GPT-2's own tokenizer has
+PAIRS = [
+    ("The cat", " sat"),
+    ("Question? ", "this"),
+    ("the cat", "hat"),  # one word
+    ("<bos>the cat", " sat"),
+    ("the cat sat on a mat. " * 9, "that is that"),  # the beginning does not fit
+    ("a", " b. " * 12),
+    ("", "that"),
+    ("", " sat"),
+    ("", "<bos>that"),
+    ("", "<eos>that"),
+]
+
+
+def folder_of(family, template, folder):
+    """The folder of a tiny model and a tokenizer with this TemplateProcessing ("": none)."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    merges = [tuple(pair.split()) for pair in MERGES]
+    tokens = ["<bos>", "<eos>", *string.ascii_lowercase, "▁", *map("".join, merges), "T", "Q"]
+    tokens += "?.:,0123456789ABCDEFGHIJKLMNOPQRSUVWXYZ"[: 67 - len(tokens)]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    # A continuation encoded by itself would begin with two spaces.
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if template:
+        special = [("<bos>", 0), ("<eos>", 1)]
+        made.post_processor = processors.TemplateProcessing(template, special_tokens=special)
+        made.enable_truncation(7)  # as after a call with max_length=7, and saved
+        made.enable_padding(length=5, pad_token="<eos>", pad_id=1)
+    bos = {"bos_token": "<bos>"} if template or family == "olmo2" else {}
+    saved = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<eos>", additional_special_tokens=["<bos>"], **bos
+    )
+    saved.save_pretrained(folder)
+    return save(tiny(family), folder)
+
+
+@pytest.mark.parametrize("template", ["", "<bos> $A"], ids=["plain", "bos"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_likelihoods_are_those_of_lm_evaluation_harness(family, template, tmp_path, monkeypatch):
+    """Of pairs of texts, and of HellaSwag's endings."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(MODELS, "gpt2-wide", GPT2_WIDE)
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    folder = folder_of(family, template, tmp_path / "model")
+    harness = HFLM(str(folder), device="cpu", dtype="float32", batch_size=4)
+
+    def expected(pairs):
+        requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+        return harness.loglikelihood(requests, disable_tqdm=True)
+
+    draw = random.Random(family + template)
+
+    def text(most):
+        return "".join(draw.choice("that is or sat. ") for _ in range(draw.randint(1, most)))
+
+    pairs = PAIRS + [("a" + text(70), "a" + text(20)) for _ in range(10)]
+    found = Scorer(load_hf(folder), Precision("float32", CPU), batch_size=3).score(pairs)
+    for pair, (ours, is_greedy), (theirs, is_theirs) in zip(
+        pairs, found, expected(pairs), strict=True
+    ):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), pair
+        assert is_greedy == is_theirs, pair
+    items = [
+        {"item": i, "ctx": "The cat " + text(40) + "a", "endings": ["sat", "is", text(9), text(9)]}
+        for i in range(5)
+    ]
+    model = load_hf(folder)
+    rows = make_endings(items, load_tokenizer(model.meta), model.config.block_size)
+    with torch.no_grad():
+        losses = score_endings(model, rows, CPU)
+    pairs = [(item["ctx"], f" {ending}") for item in items for ending in item["endings"]]
+    theirs = torch.tensor([-log_p for log_p, _ in expected(pairs)], dtype=torch.float64)
+    torch.testing.assert_close(losses, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("template", "starts"), [("", []), ("<bos> $A", [0])])
+def test_prompts_begin_as_in_transformers(template, starts, tmp_path, capsys):
+    folder = folder_of("llama", template, tmp_path / "model")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("The cat", return_tensors="pt").input_ids
+    assert ids[0, : len(starts)].tolist() == starts and ids.shape[1] > 4
+    made = theirs.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=1)[0].tolist()
+    words = ["--prompt=The cat", "--max_new_tokens=30", "--temperature=0", "--device=cpu"]
+    sample.main([str(folder), *words])
+    model = load_hf(folder)
+    assert capsys.readouterr().out == f"{load_tokenizer(model.meta).decode(made)}\n"
+    config = DecodeBenchConfig(prompt="The cat", tokens=8)
+    assert prompt_ids(config, model, CPU)[0].tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("template", "before"),
+    [("", "<eos>"), ("<bos> $A", "<bos>"), ("$A <eos>", "")],
+    ids=["plain", "bos", "eos"],
+)
+def test_documents_are_kept_apart(template, before, tmp_path):
+    """For distillation. A chat that a template has begun with BOS gets no second one."""
+    folder = folder_of("qwen3", template, tmp_path / "model")
+    texts = ["the cat.", "Answer: yes", "<bos>that is that"]
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    meta = {"tokenizer": "hf", "path": str(folder)}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    end = ids("<eos>") if template.endswith("<eos>") else []
+    expected = [[*ids(before), *ids(text), *end] for text in texts]
+    if template:
+        expected[2] = ids(texts[2])
+    config = SimpleNamespace(dataset="", split="train", seed=0)
+    packed = torch.cat(list(open_stream(config, meta, 67, 1, str(path)))).tolist()
+    assert packed == [token for document in expected for token in document] and len(packed) > 25
+    windows = text_windows(str(path), meta, 4, 100)  # to calibrate
+    assert (windows[0, 0] == 0) == (before == "<bos>")
+
+
+def test_a_text_without_context_begins_at_bos_or_eos(tmp_path):
+    """Where the tokenizer has neither, it has no likelihood. Token 0 is a character like others."""
+    shape = GPTConfig(vocab_size=260, n_vocab=257, block_size=16, n_layer=1, n_head=1, n_embd=8)
+    model = GPT(shape, seed=2).eval()
+    model.meta = {"tokenizer": "bytes", "vocab_size": 257}
+    ids = torch.tensor([[256, *b"text"]])  # end of text
+    with torch.no_grad():
+        log_p = model(ids[:, :-1])[0].log_softmax(-1).gather(1, ids[0, 1:, None]).sum()
+    [(found, _)] = Scorer(model, Precision("float32", CPU), batch_size=1).score([("", "text")])
+    assert found == pytest.approx(float(log_p), abs=1e-5)
+    characters = load_tokenizer({"tokenizer": "chars", "chars": "text"})
+    with pytest.raises(DataError, match="'text'"):
+        encode_pair(characters, "", "text")
+    with pytest.raises(DataError, match="'tex'"):
+        encode_pair(characters, "tex", "")
