@@ -77,7 +77,7 @@ from hf.weights import export_hf
 from kernels.decode import reference as decode_reference
 from load import load_model
 from model import GPT, GPTConfig
-from norm_plan import SHARED
+from norm_types import SHARED
 from posthoc.coupling import text_windows, to_coupled
 from training.checkpoint import BEST, LAST, save_checkpoint
 

@@ -22,7 +22,8 @@ from configurator import key
 from kernels import scaled_activation
 from kernels.cross_entropy import cross_entropy
 from kernels.reference import GATED, KINDS, activate
-from norm_plan import SHARED, NormConfig, NormPlan, recipe_of
+from norm_plan import NormConfig, NormPlan, recipe_of
+from norm_types import SHARED
 from norms import Handover, Norm, Place
 
 # coupled_impl=auto folds if a batch has more than FOLD_PAYS * C tokens. Counted by bench/bytes.py

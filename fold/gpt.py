@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from common.errors import FoldError
 from load import NORM_NAMES
 from model import GPT, GPTConfig
-from norm_plan import NORM_TYPES, SHARED, NormPlan, has_v_norm, qk_kind
+from norm_plan import NormPlan, has_v_norm, qk_kind
+from norm_types import NORM_TYPES, SHARED
 from norms import CenteredLinear, FoldedForm, Norm, center, fold_affine
 from taper import TaperNorm
 

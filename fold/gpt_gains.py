@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from model import GPT
-from norm_plan import SHARED
+from norm_types import SHARED
 from norms import FoldedForm, SharedRMSNorm
 
 from .gpt import (

@@ -17,7 +17,8 @@ import torch
 from common.errors import ConfigError, HFError
 from configurator import Overrides
 from model import GPT, ROPE_SCALINGS, GPTConfig
-from norm_plan import NONE, SHARED, NormPlan
+from norm_plan import NormPlan
+from norm_types import NONE, SHARED
 
 COUPLED = "coupled_"  # before the model_type of a stock architecture
 CODE = "modeling_coupled"  # the module of their classes, without .py

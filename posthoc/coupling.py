@@ -26,7 +26,8 @@ from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
 from fold.gpt import rebuild, retype
 from model import GPT
-from norm_plan import SHARED, NormPlan
+from norm_plan import NormPlan
+from norm_types import SHARED
 from posthoc.kl import kl_divergence
 from training.stream import token_rms
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers import TINY, keys_of
 
 from configurator import parse_args
-from norm_plan import NORM_TYPES
+from norm_types import NORM_TYPES
 from train import TrainConfig, Trainer
 from training.checkpoint import LAST
 

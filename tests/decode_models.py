@@ -8,7 +8,7 @@ from helpers import shake
 from decode.pack import pack
 from decode.step import Decoder
 from model import GPT, GPTConfig, KVCache
-from norm_plan import NORM_TYPES
+from norm_types import NORM_TYPES
 
 SHAPES = {
     "gpt2": {"activation": "gelu_tanh"},

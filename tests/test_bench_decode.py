@@ -25,7 +25,7 @@ from decode import arms, gpt_fast, last_token, trace
 from decode.pack import pack
 from decode.step import Decoder
 from hf.config import SHAPES, shape_config
-from norm_plan import NORM_TYPES
+from norm_types import NORM_TYPES
 from training.checkpoint import save_checkpoint
 
 

@@ -23,7 +23,7 @@ from fold.certificate import certify
 from hf.hub import import_transformers
 from load import load_model
 from model import GPT, GPTConfig
-from norm_plan import NORM_TYPES
+from norm_types import NORM_TYPES
 from norms import CenteredLinear, LayerNorm, NoNorm, Norm, RMSNorm
 from posthoc.coupling import to_coupled
 from taper import tapers

@@ -24,7 +24,8 @@ import pytest
 from helpers import ROOT, start_code, write_items
 
 from configurator import parse_args
-from norm_plan import NORM_TYPES, NORMS, NormConfig
+from norm_plan import NORMS, NormConfig
+from norm_types import NORM_TYPES
 from train import TrainConfig
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

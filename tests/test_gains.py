@@ -14,7 +14,7 @@ from common.errors import FoldError
 from fold.gpt_gains import gains_read_by_linears, to_weightless
 from hf.weights import load_hf
 from load import load_model
-from norm_plan import NORM_TYPES
+from norm_types import NORM_TYPES
 from norms import Norm
 
 __all__ = ["saved"]  # a fixture

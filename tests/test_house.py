@@ -20,7 +20,7 @@ LEVELS = (
     ("configurator",),
     ("kernels", "data"),
     ("norms",),
-    ("taper",),
+    ("taper", "norm_types"),
     ("norm_plan",),
     ("model",),
     ("training", "hf", "evidence"),
@@ -36,8 +36,8 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # knows more.
 ALONE = {"kernels": {"common"}, "fold": {"common", "kernels"}, "evidence": {"common"}}
 KNOWS_MORE = {
-    "fold/gpt.py": {"norms", "taper", "norm_plan", "model", "load"},
-    "fold/gpt_gains.py": {"norms", "norm_plan", "model"},
+    "fold/gpt.py": {"norms", "taper", "norm_types", "norm_plan", "model", "load"},
+    "fold/gpt_gains.py": {"norms", "norm_types", "model"},
     "fold/hub.py": {"hf"},
 }
 # The one way to transformers, which must not take our kernels/ for the package of that name; and

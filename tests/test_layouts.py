@@ -17,7 +17,8 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from model import GPT, GPTConfig, KVCache
-from norm_plan import NORM_TYPES, NormConfig, NormPlan
+from norm_plan import NormConfig, NormPlan
+from norm_types import NORM_TYPES
 
 L = 4
 GPT2 = GPTConfig(

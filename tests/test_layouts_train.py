@@ -12,7 +12,7 @@ import torch
 from all_types import KEPT
 from helpers import Job, losses, val_losses
 
-from norm_plan import NORM_TYPES
+from norm_types import NORM_TYPES
 
 # On one worker, so that the runs are made once.
 pytestmark = pytest.mark.xdist_group("layouts_train")

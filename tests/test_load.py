@@ -12,7 +12,7 @@ from helpers import shake
 from common.errors import CheckpointError
 from load import init_from
 from model import GPT, GPTConfig
-from norm_plan import NORM_TYPES
+from norm_types import NORM_TYPES
 from training.checkpoint import save_checkpoint
 
 SHAPE = GPTConfig(vocab_size=40, n_vocab=32, block_size=8, n_layer=2, n_head=2, n_embd=16)

@@ -27,7 +27,7 @@ from kernels import cross_entropy as loss_file
 from kernels.cross_entropy import cross_entropy
 from load import NORM_NAMES, load_model
 from model import GPT, GPTConfig, KVCache, sample_token
-from norm_plan import NORM_TYPES
+from norm_types import NORM_TYPES
 from training.checkpoint import (
     BEST,
     LAST,

@@ -18,7 +18,8 @@ from torch import nn
 import norms as norm_layers
 from common.errors import ConfigError
 from model import GPT, GPTConfig, rope_tables, rotate
-from norm_plan import NORM_TYPES, NORMS, NormConfig, NormPlan, NormType, common, uniform
+from norm_plan import NORMS, NormConfig, NormPlan, common
+from norm_types import NORM_TYPES, NormType, uniform
 from norms import (
     CenteredLinear,
     DynamicTanh,

@@ -22,7 +22,8 @@ from configurator import parse_args
 from evidence.runs import by_arm, difference_in_settings, find_runs
 from load import init_from, load_model
 from model import GPT, Block, GPTConfig
-from norm_plan import NORM_TYPES, NormConfig, NormPlan, foreign_keys, keys_of
+from norm_plan import NormConfig, NormPlan, foreign_keys, keys_of
+from norm_types import NORM_TYPES
 from norms import Norm
 from train import TrainConfig
 from train import main as train_main

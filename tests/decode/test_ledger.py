@@ -25,7 +25,7 @@ from decode.step import TUNED, Decoder, decode_logits
 from hf.config import shape_config
 from kernels.decode import reference as decode_reference
 from model import GPT, GPTConfig
-from norm_plan import NORM_TYPES
+from norm_types import NORM_TYPES
 from norms import NoNorm, Norm, Place
 
 PER_BLOCK = {

@@ -14,7 +14,7 @@ from helpers import TINY, close, losses, records, shake
 
 from common.distributed import Ranks
 from model import GPT
-from norm_plan import NORM_TYPES
+from norm_types import NORM_TYPES
 from norms import SharedRMSNorm
 from train import TrainConfig
 from training import evaluation

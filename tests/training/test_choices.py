@@ -13,7 +13,7 @@ from helpers import ROOT, TINY, losses, records, same_weights
 from common.errors import CheckpointError, ConfigError
 from common.old_keys import AUTO
 from configurator import parse_args
-from norm_plan import NORM_TYPES
+from norm_types import NORM_TYPES
 from train import TrainConfig
 from training import choices
 

@@ -1,0 +1,268 @@
+"""The norm types: one row each, with its default plan, its letters, its keys and its recipe.
+
+To add a norm type: its class goes into norms.py, its letter into NORMS (norm_plan.py), its row into
+NORM_TYPES, at the end of this file. See DynamicTanh, D and dyt for an example.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from norms import CenteredLinear, center
+
+Config = Any  # norm_plan.NormConfig
+
+SHARED = "s"
+NONE = "I"
+REPLACING = "PB"  # the normalised sum is the stream from here on; at B a second norm reads it
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the authors of a norm type set it up for language models.
+
+    Attributes:
+        init_factors: n_layer -> {part of a block: factor on its initial weights}; the parts are
+            attn.qk, attn.v, attn.proj, mlp.up and mlp.down.
+        point_alpha: channels -> initial alpha of DynamicTanh and DynamicErf, at attention, MLP and
+            final norm.
+        learned_scale: are the embeddings multiplied by a learned number, sqrt(channels) at first?
+        decay_gains: does weight decay act on gains?
+        has_bias: do norms have biases even where the model has none?
+    """
+
+    init_factors: Callable[[int], dict[str, float]] = lambda n_layer: {}
+    point_alpha: Callable[[int], tuple[float, float, float]] = lambda channels: (0.5, 0.5, 0.5)
+    learned_scale: bool = False
+    decay_gains: bool = False
+    has_bias: bool = False
+
+
+COMMON = Recipe()
+
+
+@dataclass(frozen=True)
+class NormType:
+    """One row of the registry of norm types."""
+
+    default_plan: Callable[[Config, int], str]  # (config, n_layer) -> the plan as printed
+    allowed_letters: str  # that a plan of this type may have as input and final norms
+    outputs: str = ""  # letters that output norms may have; I is always allowed
+    embeddings: str = ""  # the same for the norm of the embeddings
+    keys: tuple[str, ...] = ()  # config keys that only this type, and rows that name them, read
+    rms_has_bias: bool = False  # R has a bias where the model has biases
+    residual_linear: type[nn.Linear] = nn.Linear  # the linears that write into the residual stream
+    embed: Callable[[Tensor], Tensor] | None = None  # applied once, after the embeddings
+    gain_kinds: tuple[str, ...] = ("plain", "one_plus", "none")  # values of norm_gain
+    qk_norm: str = "none"  # the default of the key
+    v_norm: bool = False  # are values normalised as queries and keys are?
+    residual_weight: Callable[[int], float] = lambda n_layer: 1.0  # at P and B
+    first_border_is_plain: bool = False  # weight 1 at position 2 (KEEL)
+    scales_by_depth: bool = False  # gains of block l are divided by sqrt(l)
+    recipe: Recipe = COMMON
+
+
+# ---------------------------------------------------------------------------------- default plans
+
+Plan = Callable[[Config, int], str]
+
+
+def uniform(letter: str) -> Plan:
+    """Return the function whose plan has the same letter everywhere."""
+    return lambda config, n_layer: letter * (2 * n_layer + 1)
+
+
+def coupled_letters(config: Config, n_layer: int) -> str:
+    """Return RR for the first blocks, then groups of coupled_span blocks.
+
+    Each group has R at its first position and s at all others. The final norm is R.
+    """
+    first = config.coupled_first
+    # 0 is one group of all blocks; at least 1, because a model may have no blocks.
+    span = config.coupled_span or max(1, n_layer)
+    plan = "RR" * first
+    for block in range(first, n_layer):
+        starts_group = (block - first) % span == 0
+        plan += "Rs" if starts_group else "ss"
+    return plan + "R"
+
+
+def taper_letters(config: Config, n_layer: int) -> str:
+    """Return T everywhere; the final norm stays what the base is, unless taper_final."""
+    # Without a final norm nothing holds the scale of the logits (training/stream.py).
+    base = base_letter(config.taper_base)
+    return "TT" * n_layer + ("T" if config.taper_final else base)
+
+
+def post_letters(config: Config, n_layer: int) -> str:
+    """Return I, then P everywhere: each sum is normalised, and read as it is."""
+    return NONE + "P" * 2 * n_layer
+
+
+def mixln_letters(config: Config, n_layer: int) -> str:
+    """Return Post-LN for the first mixln_share of the blocks, Pre-LN for the others."""
+    base = base_letter(config.post_base)
+    # rounded first, because 0.7 * 90 is below 63
+    first = math.floor(round(config.mixln_share * n_layer, 9))
+    if not first:
+        return base * (2 * n_layer + 1)
+    # The sum that leaves the last Post-LN block is normalised, and read through the norm of the
+    # next block, or through the final norm.
+    return NONE + "P" * (2 * first - 1) + "B" + base * 2 * (n_layer - first)
+
+
+def hybrid_letters(config: Config, n_layer: int) -> str:
+    """Return IP: attention reads the stream, the MLP reads and adds to its norm."""
+    base = base_letter(config.post_base)
+    return (NONE + "P") * n_layer + base
+
+
+def keel_letters(config: Config, n_layer: int) -> str:
+    """Return R before each sublayer, and P after each but the first attention; so B between."""
+    base = base_letter(config.post_base)
+    return base if not n_layer else base * 2 + "B" * (2 * n_layer - 2) + "P"
+
+
+def peri_letters(config: Config, n_layer: int) -> str:
+    """Return R before and after each sublayer, and after the embeddings."""
+    return f"{'R' * (2 * n_layer + 1)}|{'R' * 2 * n_layer}|R"
+
+
+def olmo2_letters(config: Config, n_layer: int) -> str:
+    """Return R after each sublayer, and a final R."""
+    return f"{NONE * 2 * n_layer}R|{'R' * 2 * n_layer}"
+
+
+def base_letter(base: str) -> str:
+    """Return the letter of a norm that a key names: rms or layer."""
+    return "L" if base == "layer" else "R"
+
+
+# ----------------------------------------------------------------------------------------- recipes
+
+
+def same_std(n_layer: int) -> dict[str, float]:
+    """Return the factors that undo 1 / sqrt(2 L): all linears have the same initial scale."""
+    depth = math.sqrt(2 * n_layer)
+    return {"attn.proj": depth, "mlp.down": depth}
+
+
+def deepnorm_factors(n_layer: int) -> dict[str, float]:
+    """Return beta for values, projection and MLP, without 1 / sqrt(2 L) (DeepNet, section 4.3)."""
+    beta = (8 * n_layer) ** -0.25
+    residual = {part: beta * factor for part, factor in same_std(n_layer).items()}
+    return {"attn.v": beta, "mlp.up": beta, **residual}
+
+
+def tanh_alpha(channels: int) -> tuple[float, float, float]:
+    """Return alpha of DyT in attention, MLP and final norm, of the next narrower model measured."""
+    # Zhu et al. 2025, tables 10 and 11: width -> (attention, others). Narrower ones: as 1024.
+    measured = {1024: (1.0, 1.0), 2048: (1.0, 0.5), 4096: (0.8, 0.2), 5120: (0.6, 0.15)}
+    measured[8192] = (0.2, 0.05)
+    width = max((width for width in measured if width <= channels), default=1024)
+    attention, others = measured[width]
+    return attention, others, others
+
+
+# DeepNet, section 4.3
+DEEPNORM = Recipe(deepnorm_factors)
+# The code of LayerNorm scaling, which has post, mixln and lns
+SAME_STD = Recipe(same_std)
+# OLMo-core
+OLMO2 = Recipe(same_std, decay_gains=True)
+# The authors' code, based on OLMo
+HYBRID = Recipe(decay_gains=True)
+# The authors' LLaMA
+DYT = Recipe(same_std, tanh_alpha, learned_scale=True, decay_gains=True)
+# The authors' nanoGPT
+DERF = Recipe(
+    point_alpha=lambda channels: (1.0, 1.0, 1.0),
+    learned_scale=True,
+    has_bias=True,
+)
+
+COUPLED_KEYS = (
+    "coupled_first",
+    "coupled_span",
+    "coupled_alpha",
+    "coupled_calibrate",
+    "coupled_grad",
+    "coupled_impl",
+)
+TAPER_KEYS = ("taper_base", "taper_warmup", "taper_end", "taper_fit", "taper_final", "taper_anchor")
+POST_KEYS = ("post_base", "residual_weight")
+
+NORM_TYPES: dict[str, NormType] = {
+    "layer": NormType(uniform("L"), "L", outputs="L", embeddings="L"),
+    "rms": NormType(
+        uniform("R"),
+        "R",
+        outputs="R",
+        embeddings="R",
+        keys=("rms_fraction", "norm_groups", "rms_bias"),
+    ),
+    "coupled": NormType(coupled_letters, "Rs", outputs="R", embeddings="R", keys=COUPLED_KEYS),
+    # CBWC: RMSNorm is LayerNorm on a stream to which only centred linears write.
+    "cbwc": NormType(
+        uniform("R"), "R", rms_has_bias=True, residual_linear=CenteredLinear, embed=center
+    ),
+    # R and L: norms that stay, as the final one does by default
+    "taper": NormType(taper_letters, "TRL", keys=TAPER_KEYS, gain_kinds=("plain", "none")),
+    # Post-LN, Vaswani et al. 2017
+    "post": NormType(post_letters, "IPRL", keys=POST_KEYS, recipe=SAME_STD),
+    # Wang et al. 2022 (DeepNet, arXiv 2203.00555): alpha of a decoder
+    "deepnorm": NormType(
+        post_letters,
+        "IPRL",
+        keys=POST_KEYS,
+        residual_weight=lambda n_layer: (2 * n_layer) ** 0.25,
+        recipe=DEEPNORM,
+    ),
+    # Mix-LN, arXiv 2412.13795
+    "mixln": NormType(mixln_letters, "IPBRL", keys=(*POST_KEYS, "mixln_share"), recipe=SAME_STD),
+    # Peri-LN, arXiv 2502.02732; Gemma 2 and 3 have no norm of the embeddings
+    "peri": NormType(peri_letters, "RLI", outputs="RL", embeddings="RL"),
+    # OLMo 2, arXiv 2501.00656
+    "olmo2": NormType(
+        olmo2_letters,
+        "IRL",
+        outputs="RL",
+        qk_norm="full",
+        recipe=OLMO2,
+    ),
+    # HybridNorm, arXiv 2503.04598
+    "hybrid": NormType(
+        hybrid_letters,
+        "IPRL",
+        keys=POST_KEYS,
+        qk_norm="head",
+        v_norm=True,
+        recipe=HYBRID,
+    ),
+    # KEEL, arXiv 2601.19895, equation 8. It has no initialisation of its own: that of post.
+    "keel": NormType(
+        keel_letters,
+        "IPBRL",
+        keys=POST_KEYS,
+        residual_weight=lambda n_layer: 2.0 * n_layer,  # the number of sublayers
+        first_border_is_plain=True,
+        recipe=SAME_STD,
+    ),
+    # LayerNorm scaling, arXiv 2502.05795, equation 12
+    "lns": NormType(
+        uniform("R"),
+        "R",  # not L, whose bias would have to be scaled with the gain
+        gain_kinds=("plain", "one_plus"),
+        scales_by_depth=True,
+        recipe=SAME_STD,
+    ),
+    # Dynamic Tanh, arXiv 2503.10622
+    "dyt": NormType(uniform("D"), "D", keys=("point_alpha",), recipe=DYT),
+    # Derf, arXiv 2512.10938
+    "derf": NormType(uniform("E"), "E", keys=("point_alpha",), recipe=DERF),
+    # What a finished taper folds into; R and L as above
+    "none": NormType(uniform(NONE), "IRL"),
+}
