@@ -130,7 +130,7 @@ def run(code: Path, out: Path, extra: str) -> None:
 
 def is_old(code: Path) -> bool:
     """Is it the old train.py, whose halves HALF knows how to make?"""
-    return "class Trainer" in (code / "train.py").read_text()
+    return (code / "training/sharded.py").exists()
 
 
 def resume(old: Path, out: Path) -> None:
