@@ -6,8 +6,6 @@
         norms tapered away -> weights: exact
     python convert.py out/rms --to=weightless --out=out/rms-weightless
         gains and biases of norms -> the linears that alone read them: exact
-    python convert.py out/peri --to=cancelled --inexact --out=out/peri-cancelled
-        norms before normalised queries, keys and values -> nothing: exact up to eps
     python convert.py out/rms --to=coupled --inexact --out=out/rms-coupled
         RMSNorm -> CoupledNorm, alpha calibrated
     python convert.py out/rms-coupled --to=decode
@@ -27,9 +25,9 @@ or random:gpt2 and the like.
 Every conversion is done again on float64 copies, with the given weights and with random ones. One
 that is not exact is refused without --inexact. Without --out nothing is written.
 
---to=rms, folded, weightless, cancelled and coupled write a checkpoint that every program reads
-(train.py by --init_from), config.json and certificate.json. --to=decode writes nothing:
-decode/step.py packs a model as it loads it.
+--to=rms, folded, weightless and coupled write a checkpoint that every program reads (train.py by
+--init_from), config.json and certificate.json. --to=decode writes nothing: decode/step.py packs a
+model as it loads it.
 
 --to=hf writes a Hugging Face folder, tokenizer included. The architecture is a standard one where
 all norms compute their own statistic, else coupled_gpt2, coupled_qwen3 or coupled_llama, whose code
@@ -96,7 +94,7 @@ class ConvertConfig:
     to: str = key(
         "",
         "what to convert to",
-        ("rms", "folded", "weightless", "cancelled", "coupled", "decode", "hf"),
+        ("rms", "folded", "weightless", "coupled", "decode", "hf"),
     )
     out: str = key("", "new folder for the converted model ('': check only)")
     inexact: bool = key(False, "allow a conversion that changes the model's function")
@@ -127,16 +125,14 @@ class ConvertConfig:
     )
     text: str = key(
         "",
-        "coupled, cancelled: text file for calibration and KL ('': text that the model generates "
-        "itself)",
+        "coupled: text file for calibration and KL ('': text that the model generates itself)",
     )
     seed: int = key(0, "seed of random inputs and generated text")
 
     def __post_init__(self) -> None:
         if bool(self.to) == self.analyze:
             raise ConfigError(
-                "say what to do: --to=rms, folded, weightless, cancelled, coupled, decode or hf; "
-                "or --analyze"
+                "say what to do: --to=rms, folded, weightless, coupled, decode or hf; or --analyze"
             )
         if self.to == "decode" and self.out:
             raise ConfigError(
@@ -147,7 +143,7 @@ class ConvertConfig:
             raise ConfigError("to=hf: say where to: --out=FOLDER")
         readers = {
             "norm_plan": ("coupled",),
-            "text": ("coupled", "cancelled"),
+            "text": ("coupled",),
             "insert": ("rms",),
             "untie": ("rms", "weightless"),
             "transformers": ("rms", ""),
@@ -224,12 +220,6 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
         rewrite = partial(gpt.to_folded, exact=exact)
     elif config.to == "weightless":
         rewrite = partial(gpt_gains.to_weightless, untie=config.untie)
-    elif config.to == "cancelled":
-        gpt_gains.cancellable(model)  # before text is generated
-        tokens = sample_tokens(model, config)
-        calibration = tokens[::2]
-        rewrite = partial(gpt_gains.to_cancelled, idx=calibration)
-        tokens = tokens[1::2]
     elif config.to == "decode":
         rewrite = DecodeForm
     elif SHARED in model.plan.letters:
@@ -255,9 +245,6 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
     if config.to == "weightless":
         readers, left = gpt_gains.gains_read_by_linears(model, config.untie)
         certificate = replace(certificate, folded=len(readers), refusals=left)
-    if config.to == "cancelled":
-        error, bound = gpt_gains.eps_effect(model, calibration, tokens)
-        certificate = replace(certificate, eps_error=error, eps_bound=bound)
     return after, certificate
 
 
@@ -270,8 +257,6 @@ def count_folded(before: GPT, after: GPT | DecodeForm, to: str) -> int:
         return sum(letter != "I" for letter in plan.letters + plan.outputs + plan.embedding)
     if to == "folded":
         return before.plan.letters.count("T")
-    if to == "cancelled":
-        return after.plan.letters.count("I") - before.plan.letters.count("I")
     return after.plan.letters.count("s")
 
 

@@ -89,9 +89,6 @@ class Certificate:
         parameters: parameters and buffers that changed: name -> {"before": hash, "after": hash}.
         kept: parameters that were not randomised; the conversion is exact for their present values
             alone.
-        eps_error: for cancelled norms, the largest relative difference of a normalised query, key
-            or value, from the same residual stream; None for other conversions.
-        eps_bound: the bound of eps_error, by eps over the measured mean squares.
         environment: commit, versions and device.
         reason: why it is not ok.
     """
@@ -108,8 +105,6 @@ class Certificate:
     refusals: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, dict[str, str | None]] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
-    eps_error: float | None = None
-    eps_bound: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
 
@@ -127,11 +122,6 @@ class Certificate:
             if check.kl is not None:
                 line += f", KL {check.kl:.1e}, argmax agrees {check.argmax_agreement:.2%}"
             lines.append(line)
-        if self.eps_bound is not None:
-            lines.append(
-                f"  normalised queries, keys and values of one stream: {self.eps_error:.1e}, "
-                f"by eps over the mean square at most {self.eps_bound:.1e}"
-            )
         if self.kept:
             lines.append(f"  only for the present values of {', '.join(self.kept)}")
         return "\n".join(lines)

@@ -179,7 +179,6 @@ repro/taper_finetune.sh cpu
 repro/which_norm.sh cpu --until=rates
 """,
     "another test runs the program at toy size": """
-python convert.py out/normed --to=cancelled --inexact --out=out/cancelled
 pip install .
 torchrun --standalone --nproc_per_node=2 train.py config/demo.py
 torchrun --standalone --nproc_per_node=8 hellaswag.py out/small/rms-8
