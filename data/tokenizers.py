@@ -186,8 +186,8 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
                 "once, or point TIKTOKEN_CACHE_DIR at a folder that has it"
             ) from None
     raise DataError(
-        f"unknown tokenizer {name!r}: no meta.json (or nanoGPT's meta.pkl) with a known one is "
-        "with the data; prepare it again"
+        f"unknown tokenizer {name!r}: meta.json (or nanoGPT's meta.pkl) is missing in the data, or "
+        "names none that is known here; prepare it again"
     )
 
 

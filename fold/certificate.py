@@ -507,12 +507,15 @@ def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
             resized(axes, lambda size: size - 1 if size > 2 else size + 1),
             resized(axes, lambda size: 2 * size if size < 32 else size // 2),
         ]
-    with_axes = {i: x for i, x in tensors.items() if x.dim()}
-    inner = {i: x.unsqueeze(min(1, x.dim() - 1)) for i, x in with_axes.items()}
-    yield [
-        changed({i: x.repeat_interleave(3, min(1, x.dim() - 2)) for i, x in inner.items()}),
-    ]
-    yield [changed({i: x[0] for i, x in with_axes.items()})]
+    # One axis more, of the last one's size: so norms of a fixed size take it, if it comes last.
+    more = {}
+    for i, x in tensors.items():
+        if x.dim():
+            axis = min(1, x.dim() - 1)
+            size = x.shape[-1] if x.numel() * x.shape[-1] <= PIECE else 3
+            more[i] = x.unsqueeze(axis).repeat_interleave(size, axis)
+    yield [changed(more)]
+    yield [changed({i: tensors[i][0] for i in more})]  # one axis less
 
 
 # -------------------------------------------------------------------------------- comparing tensors

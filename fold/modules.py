@@ -367,8 +367,8 @@ def find_swap(graph: Graph, norm: Node) -> Swap | str:
     channels = shape(x)[axis]
     grouped = "group_norm" in str(norm.target)
     from_end = not grouped if by_hand is None else by_hand.from_end
-    stays = all(input_axes(node) == sorted(input_axes(node)) for node in (*before, *after))
-    axis, ndim = place(axis, len(shape(x)), from_end and stays)
+    moves = any(str(node.target).startswith(TURNS) for node in (*before, *after))
+    axis, ndim = place(axis, len(shape(x)), from_end and not moves)
     return Swap(
         path=path,
         axis=axis,
@@ -389,9 +389,9 @@ def place(axis: int, ndim: int, from_end: bool = True) -> tuple[int, int | None]
     return (-1, None) if from_end and axis == ndim - 1 else (axis, ndim)
 
 
+TURNS = ("aten.permute", "aten.transpose")
 MOVES = (
-    "aten.permute",
-    "aten.transpose",
+    *TURNS,
     "aten._to_copy",
     "aten.clone",
     "aten.alias",

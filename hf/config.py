@@ -494,7 +494,7 @@ def has_layout(plan: NormPlan, family: str) -> bool:
     inputs = set(plan.letters[:-1])
     final = plan.letters[-1]
     outputs = set(plan.outputs)
-    if plan.type.embed is not None or plan.embedding != NONE:
+    if plan.type.embed is not None or plan.embedding != NONE or plan.has_v_norm:
         return False
     if family in ("olmo2", "olmo3"):
         return (inputs, final, outputs) == ({NONE}, "R", {"R"})
@@ -524,7 +524,6 @@ def refuse_unknown(config: GPTConfig, plan: NormPlan, family: str) -> None:
     computes = {
         "norm_type": has_layout(plan, family),
         "qk_norm": plan.qk_kind == FAMILIES[family].qk_norm,
-        "v_norm": not plan.has_v_norm,
         "output_eps": plan.adds_plainly or config.output_eps == config.norm_eps,
         "rms_fraction": config.rms_fraction == 1,
         "norm_groups": config.norm_groups == 1,
@@ -552,7 +551,6 @@ def refuse_unknown(config: GPTConfig, plan: NormPlan, family: str) -> None:
     shown = {
         "norm_type": f"{config.norm_type!r} ({plan})",
         "qk_norm": repr(plan.qk_kind),
-        "v_norm": plan.has_v_norm,
     }
     remedy = "convert.py --to=rms says whether it can become rms"
     if family == "gpt2":

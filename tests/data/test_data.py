@@ -5,6 +5,8 @@ python -m pytest tests/data/test_data.py
 
 import os
 import struct
+import subprocess
+import sys
 import sysconfig
 from itertools import islice
 from pathlib import Path
@@ -447,6 +449,27 @@ def test_prepare_shakespeare(out, words):
     train, val = (open_shard(*find_shards(out, split)) for split in ("train", "val"))
     assert (meta["vocab_size"], len(train), len(val)) == (65, 1_003_854, 111_540)
     assert tokenizer.decode(train.tolist()) + tokenizer.decode(val.tolist()) == source.read_text()
+
+
+HOLDER = """
+import fcntl, os, sys, time
+file = open(sys.argv[1] + "/lock", "a")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(2)
+sys.exit(any(name.endswith(".bin") for name in os.listdir(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("script", [stdlib, shakespeare])
+def test_prepare_waits_for_another_process_in_its_folder(out, script):
+    (out / "in").write_text("some text of a few lines\n" * 9)
+    words = [sys.executable, "-c", HOLDER, str(out)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        script.main([f"--local={out / 'in'}"] if script is shakespeare else [])
+    assert other.returncode == 0  # it saw no shard while it held the folder
+    assert find_shards(out, "train") and read_meta(out)
 
 
 @pytest.mark.parametrize(

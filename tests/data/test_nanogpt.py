@@ -67,28 +67,29 @@ class Code:
         return os.mkdir, ("harm",)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        pickle.dumps(Code()),
-        pickle.dumps(meta_of(CHARS) | {"more": Code()}),
-        pickle.dumps(meta_of(CHARS) | {"more": np.zeros(1)}),
-        pickle.dumps(meta_of(CHARS))[:-9],
-        b"",
-        b"text",
-        pickle.dumps([1]),
-        pickle.dumps({"vocab_size": 65}),
-        pickle.dumps(meta_of(CHARS) | {"vocab_size": 64}),
-        pickle.dumps(meta_of(CHARS) | {"vocab_size": 10**9}),
-        pickle.dumps(meta_of(CHARS) | {"stoi": {}}),
-        pickle.dumps(meta_of(["a", "word"])),
-        pickle.dumps(meta_of(["a", "\ud800"])),
-        pickle.dumps(meta_of([b"a"])),
-    ],
-)
-def test_a_meta_pkl_that_is_refused(tmp_path, monkeypatch, content):
+GOOD = meta_of(CHARS)
+REFUSED = {
+    "code": pickle.dumps(Code()),
+    "code beside it": pickle.dumps(GOOD | {"more": Code()}),
+    "an array": pickle.dumps(GOOD | {"more": np.zeros(1)}),
+    "torn": pickle.dumps(GOOD)[:-9],
+    "empty": b"",
+    "text": b"text",
+    "a list": pickle.dumps([1]),
+    "no characters": pickle.dumps({"vocab_size": 65}),
+    "too small": pickle.dumps(GOOD | {"vocab_size": 64}),
+    "too large": pickle.dumps(GOOD | {"vocab_size": 10**9}),
+    "another stoi": pickle.dumps(GOOD | {"stoi": {}}),
+    "words": pickle.dumps(meta_of(["a", "word"])),
+    "half a surrogate pair": pickle.dumps(meta_of(["a", "\ud800"])),
+    "bytes": pickle.dumps(meta_of([b"a"])),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_meta_pkl_that_is_refused(tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
-    Path("meta.pkl").write_bytes(content)
+    Path("meta.pkl").write_bytes(REFUSED[case])
     with pytest.raises(DataError, match=r"meta\.pkl: "):
         read_meta(tmp_path)
     assert not Path("harm").exists()

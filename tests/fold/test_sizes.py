@@ -119,6 +119,13 @@ CASES = {
         2,
     ),
     "by hand, from the end": (front(Whitened(-1)), (2, C), [(2, C, C), (2, 5, C)], 1),
+    "a turn that two axes do not show": (front(AxisOne()), (2, C), [(3, C, C)], 0),
+    "likewise, outside the norm's module": (
+        front(lambda h: h.transpose(1, -1), nn.LayerNorm(C)),
+        (2, C),
+        [(5, C), (3, C, C)],
+        0,
+    ),
     "squeezed positions": (
         front(Beside(lambda h, norm: h.squeeze().softmax(1))),
         (2, 1, C),
@@ -147,6 +154,7 @@ def test_other_shapes(name):
     after, certificate = fold(model, analyze(model, (draw(*example),)))
     assert certificate.folded == number, str(certificate)
     assert all(agrees(model, after, *shape) for shape in others)
+    agrees(model, after, 3, C, C)  # or it is refused
 
 
 def test_a_folded_norm_under_vmap():

@@ -426,7 +426,7 @@ def test_tokenizer_files_of_gpt2_travel(tmp_path, monkeypatch):
         (replace(ROTARY, norm_type="layer"), r"norm_type='layer' \(LL"),
         (replace(ROTARY, norm_plan="RR RR RR R | II II II | R"), "norm_type='rms'"),
         (replace(ROTARY, qk_norm="full"), "qk_norm='full': no llama"),
-        (replace(ROTARY, norm_type="hybrid", norm_plan="RR RR RR R"), "v_norm=True: no qwen3"),
+        (replace(ROTARY, norm_type="hybrid", norm_plan="RR RR RR R"), "norm_type='hybrid'"),
         (replace(ROTARY, qk_norm="head", bias=True), "bias=True: no qwen3"),
         (replace(ROTARY, attn_scale=0.3), "attn_scale=0.3: no llama"),
         (replace(ROTARY, norm_type="olmo2"), "output_eps=1e-06: no olmo2"),
