@@ -12,7 +12,7 @@ A run has 12 steps of a small model on data/stdlib, in float32 eager mode unless
 otherwise. Its record has losses, gradient norms and `rms` events to the last digit, and the SHA-256
 of the weights and buffers, and of the optimiser's moments. A half is the same run stopped
 after step 6, with its checkpoint. Digits depend on the processor: compare records of one machine.
-results/cpu/before has the digests of d806d57. This file goes when the redesign is done.
+results/cpu/before/record.json has those of d806d57. This file goes when the redesign is done.
 """
 
 import hashlib
@@ -149,6 +149,7 @@ def resume(old: Path, out: Path) -> None:
 def same(first: Path, second: Path) -> None:
     """Print what differs between two records, and how far; exit with 1 if anything does."""
     one, other = (json.loads(path.read_text()) for path in (first, second))
+    one = one.get("runs", one)  # of results/cpu/before
     different = 0
     for name in one:
         for what, value in one[name].items():
