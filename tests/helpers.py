@@ -72,7 +72,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 # What a run imports sooner or later (AdamW imports dynamo): two seconds that each process would
 # take again
-FORKS.set_forkserver_preload(["train", "torch.distributed.fsdp", "torch._dynamo"])
+FORKS.set_forkserver_preload(["train", "torch.distributed.fsdp", "torch._dynamo", "pytest"])
 
 torch.set_num_threads(1)
 
@@ -236,7 +236,7 @@ class Job:
         self.processes = []
         for rank in range(ranks):
             env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            if ranks > 1:
+            if ranks > 1 or "--parallel=fsdp" in argv:
                 env |= {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),

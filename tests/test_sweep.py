@@ -17,6 +17,7 @@ import pytest
 from helpers import ROOT, TINY, records, write_items, write_tiny_shards
 
 import report
+from common.errors import ConfigError
 from common.stats import power_of_t, power_of_tost
 from configurator import parse_args
 from evidence import archive
@@ -175,8 +176,6 @@ def test_keys_with_blanks_and_two_processes(data, tmp_path):
 
 @pytest.mark.xdist_group("sweep")
 def test_a_wrong_setting_stops_at_once(data, tmp_path):
-    lines = finish(start(data, tmp_path / "out", "--n_layers=3"), 2)
-    assert len(lines) == 1 and "n_layer" in lines[0]
     wrong = (
         ("ARMS", "rms 'coupled", "quote is not closed"),
         ("ARMS", "rms rms", "is named twice"),
@@ -214,16 +213,20 @@ def test_planned_seeds_are_those_of_the_power(capsys):
     assert capsys.readouterr().out.splitlines() == power(16, 1, 0.0)
 
 
-@pytest.mark.xdist_group("sweep")
-def test_other_settings_are_not_done_already(data, tmp_path):
-    out = tmp_path / "out"
-    finish(start(data, out, ARMS="rms", SEEDS="1"))
-    again = finish(start(data, out, f"--data_dir={data}/../data", ARMS="rms", SEEDS="1", JOBS="2"))
-    assert again == ["[1/1] rms-1: done already"]
-    [line] = finish(start(data, out, "--learning_rate=0.02", ARMS="layer rms", SEEDS="2 1"), 2)
-    assert "rms-1: it was trained with learning_rate=0.01, and this sweep has" in line
-    assert "learning_rate=0.02: choose another OUT" in line
-    assert not (out / "layer-2").exists()
+def test_other_settings_are_not_done_already(train_ok, data, tmp_path):
+    """The same folder of data may be written in another way."""
+    words = [str(ROOT / "config/demo.py"), *WORDS, f"--data_dir={data}", "--norm_type=rms"]
+    train_ok(*words, "--seed=1", f"--out_dir={tmp_path / 'rms-1'}")
+
+    def check_with(*more: str) -> None:
+        arm = ["::", "rms", "--norm_type=rms"]
+        check(
+            lambda given: parse_args(TrainConfig, given)[0], [tmp_path, "2 1", *words, *more, *arm]
+        )
+
+    check_with(f"--data_dir={data}/../data")
+    with pytest.raises(ConfigError, match=r"rms-1.*learning_rate=0\.02"):
+        check_with("--learning_rate=0.02")
 
 
 @pytest.mark.xdist_group("sweep")

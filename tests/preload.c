@@ -1,15 +1,12 @@
 /* Fail or kill a process at one of its calls that change files; loaded with LD_PRELOAD.
 
-   Every such call below FAULT_ROOT is counted, in a file that several processes may share, and
-   described by a line in FAULT_TRACE. Call number FAULT_POINT (from 1) meets its fate:
+   fault_arm(root, trace, point, mode) begins: from then on every such call below `root` is counted
+   and described by a line in the file `trace`. Call number `point` (from 1) meets its fate:
 
        kill    the process is killed before the call
        torn    half of a write is done, then the process is killed
        ERRNO   a number: the call fails with this errno, and later calls work again
-       full    from this call on, whatever needs room on the disk fails with ENOSPC
-
-   With FAULT_GROUP the whole process group is killed. A process reads the settings when it starts,
-   and again in fault_arm(), for processes that are forked from a server. */
+       full    from this call on, whatever needs room on the disk fails with ENOSPC */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -22,7 +19,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -36,39 +32,26 @@ static char root[PATH_MAX];
 static long point;
 static int mode;
 static int failure;
-static int whole_group;
 static int trace = -1;
-static _Atomic long *counter;
+static _Atomic long counter;
 
-void fault_arm(void) {
-    const char *folder = getenv("FAULT_ROOT");
-    root[0] = 0;
-    if (!folder || !getenv("FAULT_COUNTER") || !getenv("FAULT_TRACE"))
-        return;
-    const char *wish = getenv("FAULT_MODE");
-    point = getenv("FAULT_POINT") ? atol(getenv("FAULT_POINT")) : 0;
-    whole_group = getenv("FAULT_GROUP") != NULL;
-    failure = wish ? atoi(wish) : 0;
+void fault_arm(const char *folder, const char *notes, long number, const char *wish) {
+    point = number;
+    failure = atoi(wish);
     mode = FAIL;
-    if (wish && !strcmp(wish, "kill"))
+    if (!strcmp(wish, "kill"))
         mode = KILL;
-    if (wish && !strcmp(wish, "torn"))
+    if (!strcmp(wish, "torn"))
         mode = TORN;
-    if (wish && !strcmp(wish, "full")) {
+    if (!strcmp(wish, "full")) {
         mode = FULL;
         failure = ENOSPC;
     }
-    /* System calls, because the functions of these names are our own. */
-    int number = syscall(SYS_openat, AT_FDCWD, getenv("FAULT_COUNTER"), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    syscall(SYS_ftruncate, number, (long)sizeof *counter);
-    counter = mmap(NULL, sizeof *counter, PROT_READ | PROT_WRITE, MAP_SHARED, number, 0);
-    syscall(SYS_close, number);
-    trace = syscall(SYS_openat, AT_FDCWD, getenv("FAULT_TRACE"),
-                    O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    /* A system call, because the function of this name is our own. */
+    trace = syscall(SYS_openat, AT_FDCWD, notes, O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC,
+                    0600);
     strncpy(root, folder, sizeof root - 1);
 }
-
-__attribute__((constructor)) static void start(void) { fault_arm(); }
 
 /* The absolute path of a name, as seen from the folder `at`. */
 static void resolve(int at, const char *name, char *path) {
@@ -93,7 +76,7 @@ static void resolve(int at, const char *name, char *path) {
 }
 
 static void die(void) {
-    kill(whole_group ? 0 : getpid(), SIGKILL);
+    kill(getpid(), SIGKILL);
     for (;;)
         pause();
 }
@@ -110,7 +93,7 @@ static int fate(int at, const char *name, const char *call, int needs_room, size
     errno = before;
     if (strncmp(path, root, length) || (path[length] != '/' && path[length]))
         return 0;
-    number = atomic_fetch_add(counter, 1) + 1;
+    number = atomic_fetch_add(&counter, 1) + 1;
     length = snprintf(line, sizeof line, "%ld %s %zu %d %s\n", number, call, bytes, needs_room, path);
     syscall(SYS_write, trace, line, (size_t)length);
     errno = before;
