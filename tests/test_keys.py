@@ -118,6 +118,7 @@ def test_keys_of_fineweb_edu(monkeypatch):
     """Its bounds are in main."""
     found = []
     monkeypatch.setattr(prepare, "prepare", found.append)
+    monkeypatch.setattr(prepare, "FolderLock", contextlib.nullcontext)
 
     def main(argv: list[str]) -> prepare.PrepareConfig:
         prepare.main(argv)

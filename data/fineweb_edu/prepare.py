@@ -252,7 +252,8 @@ class Progress:
             found = parse_json(self.path.read_text())
             noted = {name for name, note in found["shards"].items() if note.keys() >= NOTE_KEYS}
             # In older folders it does not name the tokenizer gpt2, nor a commit.
-            self.settings = {"tokenizer": "gpt2", **found["settings"]}
+            self.settings = found["settings"]
+            self.settings.setdefault("tokenizer", "gpt2")
             different = [
                 name for name, value in settings.items() if self.settings.get(name) != value
             ]
