@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -288,7 +289,11 @@ REFUSED = {
     "infinite literal": "dropout = 1e999",
     "huge integer": "n_layer = 0x" + "f" * 10000,
     "huge integer for a bool": "bias = 0x" + "f" * 10000,
+    "huge integer in a tuple": "_a = (2**40 * 2**40, 1)",
     "nested tuple": "alpha = (1, (2, 3))",
+    "nested by steps, which would double": "_a = (1, 1)\nout_dir = (_a, _a)",
+    "null character": r"name = 'a\0b'",
+    "half a character": r"name = '\ud800'",
     "shift": "n_layer = 1 << 40",
     "bitwise": "n_layer = ~3",
     "not": "bias = not True",
@@ -333,19 +338,18 @@ def test_refused_with_file_and_line(source, config_file):
 
 
 def test_not_a_config_file_at_all(config_file, tmp_path):
-    with pytest.raises(ConfigError, match=r"missing\.py cannot be read"):
-        parse(str(tmp_path / "missing.py"))
-    with pytest.raises(ConfigError, match=r"folder\.py is no file"):
-        (tmp_path / "folder.py").mkdir()
-        parse(str(tmp_path / "folder.py"))
-    with pytest.raises(ConfigError, match=r"config\.py.*not valid syntax.*utf-8"):
-        parse(config_file(b"out_dir = '\xff\xfe'"))
-    with pytest.raises(ConfigError, match=r"config\.py"):
-        parse(config_file(b"n_layer = 3\0"))
-    with pytest.raises(ConfigError, match=r"config\.py:2: not valid syntax"):
-        parse(config_file("n_layer = 3\nn_layer = = 4"))
-    with pytest.raises(ConfigError, match=r"config\.py:1: not valid syntax"):
-        parse(config_file("n_layer 3"))
+    """Missing, a folder, a pipe, too large, no Python; the error names the file."""
+    (tmp_path / "folder.py").mkdir()
+    os.mkfifo(tmp_path / "pipe.py")
+    wrong = [
+        *("missing.py", "folder.py", "pipe.py"),
+        *(config_file(b"# long\n" * 200_000, "long.py"), config_file(b"n_layer = 3\0", "null.py")),
+        *(config_file(b"out_dir = '\xff\xfe'", "bytes.py"), config_file("n_layer 3", "words.py")),
+        config_file("n_layer = 3\nn_layer = = 4", "twice.py"),
+    ]
+    for path in wrong:
+        with pytest.raises(ConfigError, match=Path(path).name):
+            parse(str(tmp_path / path))
 
 
 DEEP = {
@@ -361,23 +365,13 @@ DEEP = {
 
 
 @pytest.mark.parametrize("shape", DEEP)
-@pytest.mark.parametrize("depth", [90, 900, 3000, 100_000])
+@pytest.mark.parametrize("depth", [900, 100_000])
 def test_very_deep_nesting(shape, depth, config_file):
     file = config_file(f"_deep = {DEEP[shape](depth)}\nn_layer = 3")
     try:
         assert parse(file).n_layer == 3  # sums and signs that Python itself can follow
     except ConfigError as error:
         assert "config.py" in str(error) and len(str(error)) < 500
-
-
-def test_a_file_cannot_make_a_value_that_explodes(config_file):
-    """Each line doubles: printed in an error message, the last would have 2^60 elements."""
-    lines = ["_0 = (1, 1)"] + [f"_{i} = (_{i - 1}, _{i - 1})" for i in range(1, 60)]
-    with pytest.raises(ConfigError, match=r"config\.py:2: a tuple within a tuple"):
-        parse(config_file("\n".join(lines) + "\nout_dir = _59"))
-    for value in (f"(0x{'f' * 10_000}, 1)", f"0x{'f' * 10_000}", "(2**40 * 2**40, 1)"):
-        with pytest.raises(ConfigError, match=r"config\.py:1: an integer of more than 64 bits"):
-            parse(config_file(f"_long = {value}"))
 
 
 # ------------------------------------------------------------------------------------------ fuzzing
@@ -558,16 +552,3 @@ def test_bounds_and_their_help():
     shown = help_text(Bounded, "")
     assert "(float, 0 or at least 1e-06, at most 100)" in shown
     assert "(int, at least 1, at most 1048576)" in shown
-
-
-def test_a_config_file_that_is_none_is_one_line(tmp_path):
-    """A pipe, a huge file, and text that no file name can hold."""
-    os.mkfifo(tmp_path / "pipe.py")
-    (tmp_path / "huge.py").write_bytes(b"# long\n" * 200_000)
-    for name in ("pipe.py", "huge.py"):
-        with pytest.raises(ConfigError, match=f"{name} is no file, or has more than"):
-            read_config_file(tmp_path / name)
-    for text, message in ((r"a\0b", "a null character"), (r"\ud800", "surrogates not allowed")):
-        (tmp_path / "text.py").write_text(f'name = "{text}"\n')
-        with pytest.raises(ConfigError, match=rf"text.py:1: .*{message}"):
-            read_config_file(tmp_path / "text.py")
