@@ -371,6 +371,8 @@ class Place(nn.Module):
         anchor: nn.Module | None = None,
     ):
         super().__init__()
+        # First: then all parameters, and the sum of their squared gradients, are in the order of
+        # older models.
         self.output = output
         self.norm = norm
         self.replaces = replaces
