@@ -245,7 +245,6 @@ class Distiller:
             self.summary = self.ranks.together(self._finished_summary)
             self.ranks.check_same(int(self.summary is None), different_checkpoints(self.out_dir))
             if self.summary is None:
-                check_apart(config.teacher, self.out_dir)
                 check_replaceable(self.out_dir / "config.json", RUN_CONFIG)
                 self._load_teacher()
                 self._read_first_blocks()
@@ -748,6 +747,7 @@ def main(argv: list[str]) -> None:
     config, _ = parse_args(DistillConfig, argv, __doc__)
     for text in (config.local, config.val):
         input_files(text)  # a wrong name is refused before the teacher is downloaded or loaded
+    check_apart(config.teacher, Path(config.out_dir))
     shape = teacher_config(config.teacher)
     device = find_device(config.device)
     low = Precision(config.dtype, device).is_low

@@ -358,10 +358,10 @@ class Trainer:
         self.loader = TrainLoader(train, config.batch_size, micro_batches, config.seed)
         # micro_batches counts over all ranks, so this does too.
         self.tokens_per_step = config.batch_size * micro_batches * config.block_size
+        # To save an FSDP run, rank 0 gathers weights and both moments, 4 bytes each.
+        of_weight = 12 if config.parallel == "fsdp" else 4
+        self.ranks.together(lambda: check_memory(config, of_weight))
         check_batch_fits(config, self.ranks.device)
-        if config.parallel == "fsdp":
-            # To save them, rank 0 gathers weights and both moments, 4 bytes each.
-            self.ranks.together(lambda: check_memory(config, bytes_per_weight=12))
 
     def _make_evaluator(self) -> None:
         """Prepare the measurements. Raises now, not at the end, if HellaSwag cannot be scored."""
