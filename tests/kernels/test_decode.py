@@ -362,7 +362,7 @@ def test_the_ends_of_a_step(size):
         ("llama", "coupled-span"),
         ("gpt2-bias", "cbwc"),
         ("gemma3", "taper"),
-        ("llama", "peri-values"),
+        ("llama", "hybrid-full"),
     ],
     ids=str,
 )

@@ -14,6 +14,7 @@ from helpers import shake
 
 from kernels import binding
 from model import GPT, GPTConfig
+from norms import Norm
 from taper import tapers
 
 DEVICE = "cpu" if binding.INTERPRETED else "cuda"
@@ -163,7 +164,7 @@ def test_one_compilation_a_taper_phase(mode):
 
 def test_the_mode_reaches_every_norm_of_a_model():
     model = model_of("taper", kernels="triton")
-    norms = [module for module in model.modules() if hasattr(module, "normalize")]
+    norms = [module for module in model.modules() if isinstance(module, Norm)]
     # norms, tapers' bases, q and k
     assert len(norms) == 5 + 4 + 4 and {norm.kernels for norm in norms} == {"triton"}
 

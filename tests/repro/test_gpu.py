@@ -96,7 +96,7 @@ def test_every_stage_says_what_its_program_understands(campaign, tmp_path, monke
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     names = campaign()[1].split()
-    assert len(set(names)) == len(names) == 62 + 12 + 4  # with the first minutes, and eight GPUs
+    assert len(set(names)) == len(names) == 61 + 12 + 4  # with the first minutes, and eight GPUs
     code, printed = campaign("*")
     assert code == 0, printed
     assert {path.stem for path in (tmp_path / "out/log").iterdir()} == set(names)
