@@ -233,11 +233,6 @@ class RMSNorm(Norm):
         """Is there one statistic, over all channels?"""
         return self.groups == 1 and self.counted == self.channels
 
-    @property
-    def is_plain(self) -> bool:
-        """Has it one statistic and no bias, as the kernels of output norms ask?"""
-        return self.is_whole and self.bias is None
-
 
 class SharedRMSNorm(Norm):
     """CoupledNorm's shared position: h * inv_rms / alpha * gain, inv_rms from an earlier position.
@@ -476,18 +471,10 @@ class Place(nn.Module):
         y, _ = self.norm(h, inv_rms)
         return y if self.reader is None else self.reader(y)[0]
 
-    def log_drift(self, h: Tensor, inv_rms: Tensor | None) -> Tensor:
-        """Return Norm.log_drift of the sum; 0 where the norm sets the size of the stream itself."""
-        return (
-            Norm.log_drift(self.norm, h, inv_rms)
-            if self.replaces
-            else self.norm.log_drift(h, inv_rms)
-        )
-
 
 def is_plain_rms(norm: Norm) -> bool:
-    """Is it an RMSNorm as the kernels of output norms take it?"""
-    return isinstance(norm, RMSNorm) and norm.is_plain
+    """Is it an RMSNorm with one statistic and no bias, as the kernels of output norms take it?"""
+    return isinstance(norm, RMSNorm) and norm.is_whole and norm.bias is None
 
 
 class GatedRMSNorm(nn.Module):

@@ -247,7 +247,6 @@ class TaperNorm(Norm):
 
     @torch.no_grad()
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
-        handovers = []
         before = self.phase
         self.phase, gate = self.schedule.at(step, max_iters)
         if PHASES.index(self.phase) < PHASES.index(before):
@@ -259,10 +258,9 @@ class TaperNorm(Norm):
         # Close the step before this one first. It was warm, and calibration needs its tokens too.
         if before == "warm":
             self.moments.update()
-            if self.phase != "warm":
-                handovers += self._calibrate()
         self.gate.fill_(gate)
-        return handovers
+        is_calibrated_now = before == "warm" and self.phase != "warm"
+        return self._calibrate() if is_calibrated_now else []
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         for name in ("weight", "bias"):  # of a model with the plain norm, which becomes the base

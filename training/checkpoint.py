@@ -132,8 +132,8 @@ def _read_archive(path: Path) -> Any:
     """Read a file of torch.save, after its checksums.
 
     Only tensors and plain values are unpickled (weights_only). The checksums are compared because
-    torch itself would load a tensor with a flipped bit. All ranks of
-    a machine share one copy in memory (mmap).
+    torch itself would load a tensor with a flipped bit. All ranks of a machine share one copy in
+    memory (mmap).
     """
     check_regular(path)
     try:

@@ -67,7 +67,8 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
     def note(place: Place, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
         # h (B, T, C) is the stream with delta added, `used` the statistic that the norm used.
         _, h, used = outputs
-        log_ratio = place.log_drift(h, used)  # (B, T, 1)
+        # (B, T, 1); a norm that replaces the stream has a statistic of its own, so no drift
+        log_ratio = place.norm.log_drift(h, used)
         rows.append(
             (h.double().square().mean().sqrt(), log_ratio.mean().exp(), log_ratio.std(correction=0))
         )
