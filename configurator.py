@@ -314,21 +314,42 @@ def parse_args(cls: type[T], argv: list[str], doc: str = "", spec: bool = False)
 
 
 def help_text(cls: type, doc: str) -> str:
-    """Return `doc`, then every key of `cls` with its default, type and one line of help."""
-    hints = typing.get_type_hints(cls)
+    """Return `doc`, then every key of `cls` with its default, type and one line of help.
+
+    Keys stand in groups, one for each class that declares some, under the first line of its
+    docstring. A class may name in FIRST the keys that people change first; they stand at the top.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    first = [fields.pop(name) for name in getattr(cls, "FIRST", ())]
+    groups = {"What people change first": first} if first else {}
+    for name, field in fields.items():
+        declaring = [part for part in cls.__mro__ if name in vars(part).get("__annotations__", {})]
+        # The last one: a class that only changes the default does not move the key.
+        heading = (declaring[-1].__doc__ or "").partition("\n")[0].rstrip(".")
+        groups.setdefault(heading, []).append(field)
     lines = [
         doc.strip(),
         "",
         "Keys (--key=value on the command line, key = value in a config file):",
     ]
-    for field in dataclasses.fields(cls):
-        choices = field.metadata.get("choices", ())
-        default = "auto" if field.default is None else repr(field.default)
-        kind = "|".join(choices) if choices else _type_name(hints[field.name])
-        kind += _range_text(field.metadata)
-        lines.append(f"  --{field.name}={default}  ({kind})")
-        lines.append(f"        {field.metadata.get('help', '')}")
+    for heading, members in groups.items():
+        if len(groups) > 1:
+            lines += ["", f"{heading}:"]
+        for field in members:
+            lines += _help_lines(cls, field)
     return "\n".join(lines)
+
+
+def _help_lines(cls: type, field: dataclasses.Field) -> list[str]:
+    """Return what --help says of one key of `cls`."""
+    choices = field.metadata.get("choices", ())
+    default = "auto" if field.default is None else repr(field.default)
+    kind = "|".join(choices) if choices else _type_name(typing.get_type_hints(cls)[field.name])
+    kind += _range_text(field.metadata)
+    return [
+        f"  --{field.name}={default}  ({kind})",
+        f"        {field.metadata.get('help', '')}",
+    ]
 
 
 def _range_text(metadata: Mapping[str, Any]) -> str:

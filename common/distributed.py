@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,8 @@ from common.environment import find_device, keep_freed_memory
 from common.errors import ConfigError, UserError
 
 T = TypeVar("T")
+# How long a rank waits for the others, at the start and in each collective operation.
+PATIENCE = timedelta(minutes=10)
 
 
 class StopSignal:
@@ -80,8 +83,21 @@ class Ranks:
             torch.cuda.set_device(own)
             torch.set_float32_matmul_precision("high")  # TF32, if a run computes in float32
         if "RANK" in os.environ:
-            dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+            _join(own)
         return cls(rank, world_size, own)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        # After an error the others may not come to the same place.
+        if self.are_joined and problem[0] is None:
+            dist.destroy_process_group()
+
+    @property
+    def are_joined(self) -> bool:
+        """Has torchrun started this process?"""
+        return dist.is_initialized()
 
     @property
     def is_main(self) -> bool:
@@ -167,15 +183,29 @@ class Ranks:
         problem.on_every_rank = True
         return problem
 
-    def check_same(self, number: int, error: UserError) -> None:
-        """Raise `error` on every rank, for rank 0 to print, unless their numbers are the same."""
+    def check_same(self, number: int, problem: str) -> None:
+        """Raise UserError(problem) on every rank unless their numbers are the same."""
         # The largest number, and the smallest one negated.
         bounds = torch.tensor([number, -number], device=self.device)
         if self.world_size > 1:
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
         if bounds.sum() != 0:
+            error = UserError(problem)
             error.on_every_rank = True
             raise error
+
+
+def _join(device: torch.device) -> None:
+    """Join the process group of torchrun. Raises UserError if other ranks do not come."""
+    backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    try:
+        dist.init_process_group(backend, timeout=PATIENCE, device_id=own)
+    except dist.DistError as error:
+        what = str(error).partition("\n")[0]
+        raise UserError(
+            f"rank {os.environ['RANK']} does not find all other ranks within {PATIENCE} ({what}): "
+            "start them all, and end those that are left of an earlier start"
+        ) from None
 
 
 def _own_gpu(rank: int) -> torch.device:
@@ -220,10 +250,12 @@ def is_sharded(part: Any) -> bool:
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """Put DDP around `model`.
+    """Put DDP around `model`, if torchrun has started this process.
 
     Norms reduce their statistics over ranks themselves: DDP must not copy those of rank 0.
     """
+    if not dist.is_initialized():
+        return model
     with warnings.catch_warnings():
         # torch 2.13 has a new name for this argument, which torch 2.11 does not know.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch.distributed as dist
 from helpers import TINY, keys_of
 
-from configurator import parse_args
+import train
 from norm_types import NORM_TYPES
-from train import TrainConfig, Trainer
 from training.checkpoint import LAST
+from training.loop import Loop
 
 KEPT = "kept.pt"
 # Settings of the three phases. With float64, two numbers of ranks agree to rounding.
@@ -32,27 +32,29 @@ PHASES = {
 }
 
 
-class KeepingTrainer(Trainer):
+def save_two(self: Loop, name: str, save=Loop.save) -> None:
     """Save after steps 20 and 40 only, and keep a copy of the first checkpoint."""
-
-    def _save(self, name: str) -> None:
-        if name != LAST or self.step not in (20, 40):
-            return
-        super()._save(name)
-        if self.step == 20:
-            shutil.copy(self.out_dir / LAST, self.out_dir / KEPT)
+    if name != LAST or self.step not in (20, 40):
+        return
+    save(self, name)
+    if self.step == 20:
+        shutil.copy(self.folder.path / LAST, self.folder.path / KEPT)
 
 
 def main(argv: list[str]) -> None:
     phase, data, folder = argv
-    start = dist.init_process_group
+    Loop.save = save_two
+    start, end = dist.init_process_group, dist.destroy_process_group
     # One group serves all runs: a second one would need a port of its own.
-    dist.init_process_group = lambda *words: None if dist.is_initialized() else start(*words)
+    dist.init_process_group = lambda *words, **keys: (
+        None if dist.is_initialized() else start(*words, **keys)
+    )
+    dist.destroy_process_group = lambda: None
     for norm_type in NORM_TYPES:
         words = [*COMMON, *PHASES[phase], *keys_of(norm_type), f"--data_dir={data}"]
         words.append(f"--out_dir={Path(folder) / phase / norm_type}")
         if phase == "rest":
             words.append(f"--resume={Path(folder) / 'whole' / norm_type / KEPT}")
-        KeepingTrainer(parse_args(TrainConfig, words)[0]).run()
+        train.main(words)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        end()

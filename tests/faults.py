@@ -8,36 +8,36 @@ from pathlib import Path
 
 import torch
 
-import train
 from common.distributed import share
 from common.errors import UserError
+from training import loop, run
+from training.loop import Loop
 
 
 def nan_loss(rank: int, step: int) -> None:
     """The loss of `rank` is NaN at `step`, in forward and (through multiplication) in backward."""
-    original = train.Trainer._train_step
+    original = Loop._train_step
 
     def poisoned(self, batches):
         if self.step == step and self.ranks.rank == rank:
-            forward = self.model.forward
-            self.model.forward = lambda *words: tuple(
-                part * float("nan") for part in forward(*words)
-            )
+            model = self.objective.model
+            forward = model.forward
+            model.forward = lambda *words: tuple(part * float("nan") for part in forward(*words))
             try:
                 return original(self, batches)
             finally:
-                del self.model.forward
+                del model.forward
         return original(self, batches)
 
-    train.Trainer._train_step = poisoned
+    Loop._train_step = poisoned
 
 
 def nan_gradient(name: str, step: int) -> None:
     """The gradient of one parameter is NaN at `step`; the loss is sound."""
-    original = train.Trainer._train_step
+    original = Loop._train_step
 
     def poisoned(self, batches):
-        parameter = dict(self.model.named_parameters())[name]
+        parameter = self.objective.parameters[name]
         hook = (
             parameter.register_hook(lambda grad: grad * float("nan")) if self.step == step else None
         )
@@ -47,34 +47,36 @@ def nan_gradient(name: str, step: int) -> None:
             if hook is not None:
                 hook.remove()
 
-    train.Trainer._train_step = poisoned
+    Loop._train_step = poisoned
 
 
 def die_after(step: int) -> None:
     """The process dies at once, with nothing flushed, when it has done `step` (as SIGKILL at that
     moment).
     """
-    original = train.Trainer._next_step
+    import train
 
-    def fatal(self):
-        if self.step == step:
+    original = train.NextToken.prepare
+
+    def fatal(self, loop):
+        if loop.step == step:
             os._exit(9)
-        original(self)
+        original(self, loop)
 
-    train.Trainer._next_step = fatal
+    train.NextToken.prepare = fatal
 
 
 def slow_steps(seconds: float) -> None:
     """Every step takes at least `seconds`, so that a signal can be aimed at one."""
     import time
 
-    original = train.Trainer._train_step
+    original = Loop._train_step
 
     def slow(self, batches):
         time.sleep(seconds)
         return original(self, batches)
 
-    train.Trainer._train_step = slow
+    Loop._train_step = slow
 
 
 def impatient(seconds: float) -> None:
@@ -105,13 +107,13 @@ def slow_distilling(seconds: float) -> None:
 
     import distill
 
-    original = distill.Distiller._evaluate
+    original = distill.Distillation.evaluate
 
-    def slow(self, *arguments):
+    def slow(self, loop):
         time.sleep(seconds)
-        return original(self, *arguments)
+        original(self, loop)
 
-    distill.Distiller._evaluate = slow
+    distill.Distillation.evaluate = slow
 
 
 def other_data(rank: int) -> None:
@@ -135,15 +137,18 @@ def other_place(**values: object) -> None:
 def other_out_dir(rank: int, folder: str) -> None:
     """One rank looks for checkpoints elsewhere, as on a machine of its own."""
     if int(os.environ["RANK"]) == rank:
-        original = train.find_checkpoint
-        train.find_checkpoint = lambda out_dir, resume: original(Path(folder), resume)
+        original = run.find_checkpoint
+        run.find_checkpoint = lambda out_dir, *words: original(Path(folder), *words)
 
 
 def record_samples(path: str) -> None:
     """Write the block numbers of every micro-batch this rank trains on, one file a rank."""
-    original = train.TrainLoader.batches
+    from training.dataloader import TrainLoader
 
-    def recorded(self, first_step, rank, world_size, pin):
+    original = TrainLoader.batches
+
+    def recorded(self, first_step, rank, world_size, pin, at_once):
+        assert at_once == 1
         with open(f"{path}.{rank}", "w") as file:
             for position, batch in enumerate(original(self, first_step, rank, world_size, pin)):
                 step, micro = divmod(position, self.micro_batches // world_size)
@@ -154,28 +159,28 @@ def record_samples(path: str) -> None:
                 file.flush()
                 yield batch
 
-    train.TrainLoader.batches = recorded
+    TrainLoader.batches = recorded
 
 
 def bad_share(rank: int, step: int, name: str, value: float) -> None:
     """On `rank` alone, its share of a parameter's gradient begins with `value` at `step`."""
-    original = train.Trainer._train_step
+    original = Loop._train_step
 
     def poisoned(self, batches):
         def update(optimizer, scaler, parameters, *words):
             if self.step == step and rank in (None, self.ranks.rank):
-                share(self.parameters[name].grad).view(-1)[0] = value
+                share(self.objective.parameters[name].grad).view(-1)[0] = value
             return guarded_update(optimizer, scaler, parameters, *words)
 
-        train.guarded_update = update
+        loop.guarded_update = update
         return original(self, batches)
 
-    guarded_update, train.Trainer._train_step = train.guarded_update, poisoned
+    guarded_update, Loop._train_step = loop.guarded_update, poisoned
 
 
 def die_in_save(step: int) -> None:
     """The process dies when the checkpoint of `step` is written and has no name yet."""
-    original = train.Trainer._save
+    original = Loop.save
 
     def fatal(self, name):
         if self.step == step:
@@ -184,7 +189,7 @@ def die_in_save(step: int) -> None:
         if self.step == step:
             os._exit(9)  # another rank, which does not write
 
-    train.Trainer._save = fatal
+    Loop.save = fatal
 
 
 def small_machine(size: int) -> None:
@@ -196,14 +201,14 @@ def small_machine(size: int) -> None:
 
 def main_rank_fails(step: int) -> None:
     """What the main rank alone does fails, such as writing the log."""
-    original = train.Trainer._log_step
+    original = Loop._log_step
 
     def failing(self, report):
         if report.step == step and self.ranks.is_main:
             raise UserError("log.jsonl: cannot be written (No space left on device)")
         original(self, report)
 
-    train.Trainer._log_step = failing
+    Loop._log_step = failing
 
 
 def die_in_sample() -> None:
@@ -221,13 +226,13 @@ def fast_bfloat16(rank: int) -> None:
 
     has_it = int(os.environ.get("RANK", 0)) == rank
     choices.native_bfloat16 = lambda: (64, "AMX") if has_it else (0, "")
-    build = train.Trainer._build_model
+    steps = Loop.run
 
-    def checked(self, found):
-        self.ranks.check_same(self.precision.dtype.itemsize, RuntimeError("dtypes differ"))
-        build(self, found)
+    def checked(self):
+        self.ranks.check_same(self.precision.dtype.itemsize, "dtypes differ")
+        steps(self)
 
-    train.Trainer._build_model = checked
+    Loop.run = checked
 
 
 def compile_with(backend: str) -> None:
@@ -239,25 +244,27 @@ def ranks_disagree() -> None:
     """Each rank of distill.py chooses an alpha of its own."""
     import distill
 
-    choose = distill.Distiller._choose
+    choose = distill.choose
 
-    def own(self):
-        plan, alpha = choose(self)
+    def own(*words):
+        plan, alpha = choose(*words)
         return plan, tuple(value * (1 + 0.2 * int(os.environ["RANK"])) for value in alpha)
 
-    distill.Distiller._choose = own
+    distill.choose = own
 
 
 def infinite_weight(step: int) -> None:
     """The update of `step` makes a weight infinite."""
-    original = train.Trainer._next_step
+    import train
 
-    def overflow(self):
-        if self.step == step:
+    original = train.NextToken.prepare
+
+    def overflow(self, loop):
+        if loop.step == step:
             self.model.wte.weight.data[0, 0] = float("inf")
-        original(self)
+        original(self, loop)
 
-    train.Trainer._next_step = overflow
+    train.NextToken.prepare = overflow
 
 
 def fault_at(files: str, trace: str, mode: str, point: int, rank: int) -> None:

@@ -22,7 +22,9 @@ from helpers import ROOT, contents, records
 from small_rms import SHAPE, L, sequences
 
 import distill
+import model
 import training.provenance
+from common.distributed import Ranks
 from common.errors import CheckpointError, ConfigError, DataError, HFError, UserError
 from configurator import parse_args
 from data.documents import Document
@@ -32,6 +34,8 @@ from model import GPT
 from posthoc import adapters, text
 from train import TrainConfig
 from training.checkpoint import BEST, DISTILLING, save_checkpoint
+from training.loop import Loop
+from training.run import RunFolder
 
 pytest.importorskip("peft")
 WORDS = (
@@ -67,8 +71,11 @@ def handlers_stay(monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *words: None)
 
 
-def distiller(words):
-    return distill.Distiller(parse_args(distill.DistillConfig, words)[0])
+def start(words) -> Loop:
+    """A run that is set up; `.run()` trains."""
+    config = parse_args(distill.DistillConfig, words)[0]
+    folder = RunFolder(config, Ranks.start(config.device))
+    return distill.set_up(config, folder, folder.find(config.resume, (DISTILLING,)))
 
 
 def evals(folder):
@@ -76,26 +83,22 @@ def evals(folder):
 
 
 @pytest.mark.parametrize("method", ["dora", "lora", "full"])
-def test_the_student_learns_and_the_teacher_does_not_move(
-    method, words, run_folder, tmp_path, capsys
-):
-    run = distiller(
-        [*words, f"--method={method}", *(["--learning_rate=1e-4"] if method == "full" else [])]
-    )
-    before, idx = load_model(str(run_folder)), sequences(4, 50)
-    shared = {tensor.data_ptr() for tensor in run.teacher.state_dict().values()}
-    frozen = [p for p in run.pair.student.parameters() if not p.requires_grad]
-    assert all(p.data_ptr() in shared for p in frozen) and bool(frozen) == (
-        method != "full"
-    )  # no second copy
-    run.run()
+def test_the_student_learns_and_the_teacher_does_not_move(method, words, run_folder, tmp_path):
+    slow = ["--learning_rate=1e-4"] if method == "full" else []
+    loop = start([*words, f"--method={method}", *slow])
+    pair = loop.objective.pair
+    teacher, before, idx = pair.frozen[0], load_model(str(run_folder)), sequences(4, 50)
+    shared = {tensor.data_ptr() for tensor in teacher.state_dict().values()}
+    frozen = [p for p in pair.student.parameters() if not p.requires_grad]
+    assert all(p.data_ptr() in shared for p in frozen)  # no second copy
+    assert bool(frozen) == (method != "full")
+    loop.run()
     with torch.no_grad():
-        assert torch.equal(run.teacher(idx), before(idx))  # error exactly 0
+        assert torch.equal(teacher(idx), before(idx))  # error exactly 0
     first, *_, last = evals(tmp_path / "out")
     assert last["kl"] < first["kl"] and first["teacher_val_loss"] == last["teacher_val_loss"]
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    student = load_model(str(tmp_path / "out"))
-    merged = float(run._evaluate(distill.Pair(run.teacher, student))["kl"])
+    result, student = loop.objective.summary, load_model(str(tmp_path / "out"))
+    merged = loop.objective.measure(loop, distill.Pair(teacher, student), "eval")["kl"]
     assert result["kl"] == merged == pytest.approx(last["kl"], rel=1e-3)  # of what is saved
     assert result["norm_plan"] == "Rs Rs Rs R"
     assert str(student.plan) == "Rs Rs Rs R" and student.config.coupled_alpha == 1
@@ -131,113 +134,80 @@ def test_merged_and_absorbed_student_is_the_unmerged(dora, trained_rms):
 
 @pytest.mark.parametrize("method", ["dora", "lora"])
 def test_adapters_start_at_a_teacher_in_bfloat16(method, words):
-    run = distiller([*words, f"--method={method}", "--dtype=bfloat16", f"--coupled_first={L}"])
-    assert run.teacher.wte.weight.dtype == torch.bfloat16 and len(run.trained) > 0
-    with torch.no_grad(), run.precision.autocast():
-        assert not run.pair.token_kl(*run.pair.hidden(sequences(8, 3))).any()  # exactly 0
+    loop = start([*words, f"--method={method}", "--dtype=bfloat16", f"--coupled_first={L}"])
+    pair = loop.objective.pair
+    assert pair.frozen[0].wte.weight.dtype == torch.bfloat16 and len(loop.objective.parameters) > 0
+    with torch.no_grad(), loop.precision.autocast():
+        assert not pair.token_kl(*pair.hidden(sequences(8, 3))).any()  # exactly 0
 
 
-@pytest.mark.parametrize(
-    "method, dtype", [("dora", "float32"), ("full", "float16")]
-)  # float16 scales its loss
+# float16 scales its loss
+@pytest.mark.parametrize("method, dtype", [("dora", "float32"), ("full", "float16")])
 def test_resume_is_exact(method, dtype, words, tmp_path):
     words = [*words, f"--method={method}", f"--dtype={dtype}", "--coupled_first=1"]
-    distiller([*words, f"--out_dir={tmp_path / 'whole'}", "--checkpoint_activations=False"]).run()
-    run = distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False"])
-    run.stop_signal.name = "SIGINT"
-    run.run()
+    words += ["--checkpoint_activations=False"]
+    halves = [*words, f"--out_dir={tmp_path / 'halves'}"]
+    distill.main([*words, f"--out_dir={tmp_path / 'whole'}"])
+    loop = start(halves)
+    loop.folder.stop_signal.name = "SIGINT"
+    loop.run()
     assert records(tmp_path / "halves")[-1]["reason"] == "stopped by SIGINT after step 1"
-    with pytest.raises(
-        CheckpointError, match=r"its distillation has not finished: the same distill.py command"
-    ):
+    with pytest.raises(CheckpointError, match=r"has not finished: the same distill\.py command"):
         load_model(str(tmp_path / "halves"))
-    run = distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False"])
-    with pytest.MonkeyPatch.context() as patch:  # stopped after the checkpoint of step 3
-        patch.setattr(
-            run, "_save", lambda save=run._save: (save(), (_ for _ in ()).throw(KeyboardInterrupt))
-        )
-        with pytest.raises(KeyboardInterrupt):
-            run.run()
-    distiller([*words, f"--out_dir={tmp_path / 'halves'}", "--checkpoint_activations=False"]).run()
-    whole, halves = (load_model(str(tmp_path / name)).state_dict() for name in ("whole", "halves"))
-    assert all(torch.equal(whole[name], halves[name]) for name in whole)
+    with pytest.MonkeyPatch.context() as patch:  # killed after the checkpoint of step 3
+        save = Loop.save
+        patch.setattr(Loop, "save", lambda *words: (save(*words), 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            distill.main(halves)
+    distill.main(halves)
+    whole, other = (load_model(str(tmp_path / name)).state_dict() for name in ("whole", "halves"))
+    assert all(torch.equal(whole[name], other[name]) for name in whole)
+    for more, named in (("--rank=5", "rank 4 -> 5"), ("--resume=never", "holds a run already")):
+        with pytest.raises(UserError, match=named):
+            distill.main([*halves, more])
     with pytest.raises(CheckpointError, match="rank=4, now it is 5"):
-        distiller(
-            [
-                *words,
-                f"--out_dir={tmp_path / 'halves'}",
-                "--checkpoint_activations=False",
-                "--rank=5",
-            ]
-        )
-    with pytest.raises(CheckpointError, match="holds a run already"):
-        distiller(
-            [
-                *words,
-                f"--out_dir={tmp_path / 'halves'}",
-                "--checkpoint_activations=False",
-                "--resume=never",
-            ]
-        )
+        distill.main([*halves, "--max_iters=8", "--rank=5"])
 
 
-def test_another_text_or_teacher_is_refused_on_resume(words, run_folder, tmp_path):
-    """Of the same size, and beyond the blocks that are held; other versions are told."""
-    text, whole = tmp_path / "mine.txt", (run_folder / "text.txt").read_text()
+def test_other_data_are_refused_on_resume_and_another_place_is_told(words, run_folder, tmp_path):
+    """Text and held-out text of the same size, and another teacher; other code and versions."""
+    text, val = tmp_path / "mine.txt", tmp_path / "val.txt"
+    whole = (run_folder / "text.txt").read_text()
     text.write_text(whole)
-    words = [*words, f"--local={text}"]
-    distiller([*words, "--max_iters=1"]).run()
+    val.write_text(whole)
+    words = [*words, f"--local={text}", f"--val={val}"]
+    distill.main([*words, "--max_iters=1"])
     before = contents(tmp_path / "out")
-    for place in (slice(-9, None), slice(len(whole) // 2, len(whole) // 2 + 40)):
-        start, end, _ = place.indices(len(whole))
-        text.write_text(whole[:start] + whole[start:end][::-1] + whole[end:])
-        with pytest.raises(
-            CheckpointError, match=r"was trained on other data \(mine\.txt:.* give teacher, local"
-        ):
-            distiller([*words, "--max_iters=2"])
-    text.write_text(whole)
+    middle = len(whole) // 2
+    for path in (text, val):
+        for begin, end in ((len(whole) - 9, len(whole)), (middle, middle + 40)):
+            path.write_text(whole[:begin] + whole[begin:end][::-1] + whole[end:])
+            with pytest.raises(CheckpointError, match=rf"trained on other data \({path.name}:"):
+                distill.main([*words, "--max_iters=2"])
+        path.write_text(whole)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill, "load_model", lambda spec: changed(load_model(spec)))
-        with pytest.raises(CheckpointError, match=r"was trained on other data \(teacher:"):
-            distiller([*words, "--max_iters=2"])
+        with pytest.raises(CheckpointError, match=r"trained on other data \(teacher:"):
+            distill.main([*words, "--max_iters=2"])
     assert contents(tmp_path / "out") == before
-    with pytest.MonkeyPatch.context() as patch:
-        place = {**training.provenance.environment(torch.device("cpu")), "git": "another"}
-        patch.setattr(training.provenance, "environment", lambda device: place)
-        distiller([*words, "--max_iters=2"]).run()
-    (told,) = (
-        event["changed"] for event in records(tmp_path / "out") if event["event"] == "resume"
-    )
-    assert len(told) == 2 and (
-        told[0] == "max_iters 1 -> 2"
-        and told[1].startswith("git ")
-        and told[1].endswith(" -> another")
-    )
-
-
-def test_another_machine_is_told_on_resume(words, tmp_path):
     path = tmp_path / "out" / DISTILLING
-    distiller([*words, "--max_iters=1"]).run()
     state = torch.load(path, weights_only=True)
     state["provenance"]["world_size"] = 4
     state["provenance"]["versions"]["torch"] = "1.0"
     torch.save(state, path)
-    distiller([*words, "--max_iters=2"]).run()
-    distiller([*words, "--max_iters=3", "--device=auto"]).run()  # the same device
-    told = [event["changed"] for event in records(tmp_path / "out") if event["event"] == "resume"]
+    with pytest.MonkeyPatch.context() as patch:
+        place = {**training.provenance.environment(torch.device("cpu")), "git": "another"}
+        patch.setattr(training.provenance, "environment", lambda device: place)
+        distill.main([*words, "--max_iters=2"])
+    distill.main([*words, "--max_iters=3", "--device=auto"])  # the same device
+    first, second = (
+        event["changed"] for event in records(tmp_path / "out") if event["event"] == "resume"
+    )
+    git = first.pop(1)
+    assert git.startswith("git ") and git.endswith(" -> another")
     versions = f"torch 1.0 -> {torch.__version__}"
-    assert told == [["max_iters 1 -> 2", "world_size 4 -> 1", versions], ["max_iters 2 -> 3"]]
-
-
-def test_another_held_out_text_is_refused_on_resume(words, run_folder, tmp_path):
-    text = tmp_path / "val.txt"
-    whole = (run_folder / "text.txt").read_text()
-    text.write_text(whole)
-    words = [*words, f"--val={text}", "--max_iters=1"]
-    distiller(words).run()
-    text.write_text(whole[:-9] + whole[-9:][::-1])
-    with pytest.raises(CheckpointError, match=r"was trained on other data \(val\.txt:"):
-        distiller([*words, "--max_iters=2"])
+    assert first == ["max_iters 1 -> 2", "world_size 4 -> 1", versions]
+    assert second[0] == "max_iters 2 -> 3"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -256,110 +226,81 @@ def test_a_second_distillation_waits_and_sees_what_the_first_one_leaves(
     assert "finished already" in second.text() and contents(out) == before
 
 
-def changed(model: GPT) -> GPT:
+def changed(gpt: GPT) -> GPT:
     with torch.no_grad():
-        model.wte.weight[3, 5] += 1
-    return model
+        gpt.wte.weight[3, 5] += 1
+    return gpt
 
 
-def test_a_finished_distillation_is_not_touched(words, tmp_path, capsys):
-    distiller([*words, "--max_iters=1"]).run()
-    first = capsys.readouterr().out.splitlines()[-1]
-    before = contents(tmp_path / "out")
-    with pytest.MonkeyPatch.context() as patch:
+def test_a_finished_distillation(words, tmp_path, capsys, monkeypatch):
+    """It is not touched; killed while it ended, or its student removed, it ends once more."""
+    words, out = [*words, "--max_iters=1"], tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "write_student", lambda *words: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            distill.main(words)
+    assert records(out)[-1]["event"] != "end"
+    distill.main(words)
+    assert records(out)[-1]["reason"] == "done"
+    summary = capsys.readouterr().out.splitlines()[-1]
+    before = contents(out)
+    with monkeypatch.context() as patch:
         patch.setattr(distill, "load_model", None)  # not even its teacher is loaded
-        distiller([*words, "--max_iters=1"]).run()
-    text = capsys.readouterr().out.splitlines()
-    assert (
-        text[-2:] == ["finished already: step 1 of max_iters=1", first]
-        and contents(tmp_path / "out") == before
-    )
-
-
-def test_a_student_that_was_removed_is_written_again(words, tmp_path):
-    distiller([*words, "--max_iters=1"]).run()
-    (tmp_path / "out" / BEST).unlink()
-    distiller([*words, "--max_iters=1"]).run()
-    assert (tmp_path / "out" / BEST).exists()
-
-
-def test_a_distillation_that_is_killed_while_it_ends_ends_once_more(words, tmp_path):
-    run = distiller([*words, "--max_iters=1"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_export", lambda student: (_ for _ in ()).throw(KeyboardInterrupt))
-        patch.setattr(run, "config", dataclasses.replace(run.config, export=True))
-        with pytest.raises(KeyboardInterrupt):
-            run.run()
-    assert records(tmp_path / "out")[-1]["event"] != "end"
-    distiller([*words, "--max_iters=1"]).run()
-    assert records(tmp_path / "out")[-1]["reason"] == "done"
+        distill.main(words)
+    told = capsys.readouterr().out.splitlines()
+    assert told[-2:] == ["finished already: step 1 of max_iters=1", summary]
+    assert contents(out) == before
+    (out / BEST).unlink()
+    distill.main(words)
+    assert (out / BEST).exists()
 
 
 def test_activation_checkpointing_changes_nothing(words, tmp_path, monkeypatch):
-    calls, forward = [], distill.GPT.hidden.__globals__["Block"].forward
-    monkeypatch.setattr(
-        distill.GPT.hidden.__globals__["Block"],
-        "forward",
-        lambda block, *words: (calls.append(block), forward(block, *words))[1],
-    )
-    for value in ("True", "False"):
-        calls.append(value)
-        distiller(
-            [
-                *words,
-                f"--out_dir={tmp_path / value}",
-                f"--checkpoint_activations={value}",
-                "--max_iters=3",
-            ]
-        ).run()
+    calls, forward = {"True": 0, "False": 0}, model.Block.forward
+
+    def counted(block, *inputs):
+        calls[value] += 1
+        return forward(block, *inputs)
+
+    monkeypatch.setattr(model.Block, "forward", counted)
+    for value in calls:
+        keys = [f"--out_dir={tmp_path / value}", f"--checkpoint_activations={value}"]
+        distill.main([*words, *keys, "--max_iters=3"])
     assert evals(tmp_path / "True") == evals(tmp_path / "False")
-    recomputed = calls.index("False") - 1 - (len(calls) - calls.index("False") - 1)
-    assert recomputed == 3 * 2 * L  # each block once more, in every micro-batch
+    assert calls["True"] - calls["False"] == 3 * 2 * L  # each block once more, a micro-batch
 
 
-def test_losses_are_those_of_the_models(words):
-    run = distiller(words)
-    found = run._evaluate(run.pair)
-    ids = run.val  # (N, T)
+def test_what_is_measured(words, monkeypatch):
+    """Losses are those of the models; first positions are told apart."""
+    loop = start(words)
+    distillation = loop.objective
+    pair = distillation.pair
+    found = distillation.measure(loop, pair, "eval")
+    ids = distillation.text.val  # (N, T)
     with torch.no_grad():
-        for key, model in (("val_loss", run.pair.student), ("teacher_val_loss", run.teacher)):
-            loss = model(ids[:, :-1], ids[:, 1:])[0]
-            assert found[key] == pytest.approx(float(loss), rel=1e-5)
+        for key, gpt in (("val_loss", pair.student), ("teacher_val_loss", pair.frozen[0])):
+            assert found[key] == pytest.approx(float(gpt(ids[:, :-1], ids[:, 1:])[0]), rel=1e-5)
     assert found["val_loss"] != found["teacher_val_loss"]
-
-
-def test_first_positions_are_told_apart(words, monkeypatch):
-    run = distiller(words)
-    monkeypatch.setattr(
-        run.pair, "token_kl", lambda x, taught: torch.arange(24.0).expand(len(x), 24) + 100
-    )
-    found = run._evaluate(run.pair)
+    ramp = torch.arange(24.0) + 100
+    monkeypatch.setattr(pair, "token_kl", lambda x, taught: ramp.expand(len(x), 24))
+    found = distillation.measure(loop, pair, "eval")
     assert found["kl_first"] == 100 and found["kl"] == pytest.approx(112)
 
 
-def test_two_ranks_do_what_one_does(words, tmp_path, launch):
-    words = [word for word in words if "coupled_first" not in word] + [
-        "--budget=1e-3"
-    ]  # the plan is chosen, too
-    alone = distiller([*words, f"--out_dir={tmp_path / 'one'}"])
-    alone.run()
-    job = launch(
-        *words,
-        f"--out_dir={tmp_path / 'two'}",
-        ranks=2,
-        program="distill",
-        patch=("ranks_disagree", {}),
-    )
+def test_two_ranks_do_what_one_does(words, run_folder, tmp_path, launch):
+    # The plan is chosen, too.
+    words = [word for word in words if "coupled_first" not in word] + ["--budget=1e-3"]
+    distill.main([*words, f"--out_dir={tmp_path / 'one'}"])
+    two = [*words, f"--out_dir={tmp_path / 'two'}"]
+    job = launch(*two, ranks=2, program="distill", patch=("ranks_disagree", {}))
     assert set(job.wait()) == {0}, job.text()
     for one, two in zip(evals(tmp_path / "one"), evals(tmp_path / "two"), strict=True):
         assert one["step"] == two["step"] and two["kl"] == pytest.approx(one["kl"], rel=1e-3)
     one, two = (load_model(str(tmp_path / name)) for name in ("one", "two"))
-    assert str(one.plan) == str(two.plan) == alone.plan and "s" in alone.plan
-    before = alone.teacher.state_dict()
-    moved = max((tensor - before[name]).abs().max() for name, tensor in one.state_dict().items())
-    apart = max(
-        (tensor - two.state_dict()[name]).abs().max() for name, tensor in one.state_dict().items()
-    )
+    assert str(one.plan) == str(two.plan) and "s" in one.plan.letters
+    before, one, two = load_model(str(run_folder)).state_dict(), one.state_dict(), two.state_dict()
+    moved = max((tensor - before[name]).abs().max() for name, tensor in one.items())
+    apart = max((tensor - two[name]).abs().max() for name, tensor in one.items())
     assert apart < 1e-3 * moved
 
 
@@ -616,14 +557,15 @@ def test_the_estimate_of_activations_is_what_backward_keeps(method, monkeypatch)
 @pytest.mark.parametrize("method", ["dora", "full"])
 def test_the_estimate_counts_what_a_run_holds(method, words):
     """In bfloat16: the teacher's weights, and what is trained with its gradients and moments."""
-    run = distiller([*words, f"--method={method}", "--dtype=bfloat16", "--max_iters=1"])
-    run.run()
+    loop = start([*words, f"--method={method}", "--dtype=bfloat16", "--max_iters=1"])
+    loop.run()
     parts = adapters.memory(SHAPE, method, 4, 4 * 24, low=True, checkpointing=True)
-    assert sum(p.nbytes for p in run.teacher.parameters()) == parts["weights"]
-    state = [t for entry in run.optimizer.state.values() for t in entry.values() if t.dim()]
-    held = sum(
-        t.nbytes for p in run.trained.values() for t in (p, p.grad if p.grad is not None else p)
-    ) + sum(t.nbytes for t in state)
+    teacher = loop.objective.pair.frozen[0]
+    assert sum(p.nbytes for p in teacher.parameters()) == parts["weights"]
+    state = [t for entry in loop.optimizer.state.values() for t in entry.values() if t.dim()]
+    # A parameter and its gradient, which is gone by now.
+    held = 2 * sum(p.nbytes for p in loop.objective.parameters.values())
+    held += sum(t.nbytes for t in state)
     assert (
         held
         == 16 * parts["trained_parameters"]
@@ -640,7 +582,6 @@ def test_an_export_that_gets_no_name_leaves_the_one_before(tmp_path, monkeypatch
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path), None, str(target))
         return rename(path, target)
 
-    run = types.SimpleNamespace(out_dir=tmp_path)
     for before in (False, True):
         if before:
             (tmp_path / "hf").mkdir()
@@ -648,9 +589,9 @@ def test_an_export_that_gets_no_name_leaves_the_one_before(tmp_path, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(type(tmp_path), "rename", full)
             with pytest.raises(UserError, match=r"hf: .*the run is saved.*make room"):
-                distill.Distiller._export(run, GPT(SHAPE))
+                distill.export(GPT(SHAPE), tmp_path)
         assert [path.name for path in tmp_path.rglob("*")] == ["hf", "old"] * before
-    distill.Distiller._export(run, GPT(SHAPE))
+    distill.export(GPT(SHAPE), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"hf"}
     assert (tmp_path / "hf" / "config.json").exists() and not (tmp_path / "hf" / "old").exists()
 

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 import train
 from common.errors import CheckpointError, ConfigError
-from configurator import parse_args
 from fold.gpt import to_folded
 from load import init_from, load_model
 from model import GPT, GPTConfig
@@ -375,25 +374,18 @@ def test_training_hands_over_and_its_best_model_has_lost_its_norms(
     scripted = iter([2.0, 0.5, 0.9, 1.5, 1.3, 1.4])
     monkeypatch.setattr(train.Evaluator, "val_loss", lambda *words: next(scripted))
     words = (*TINY, "--norm_type=taper", "--taper_warmup=16", "--taper_end=24", "--eval_interval=8")
-    run = train.Trainer(
-        parse_args(train.TrainConfig, [*words, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"])[
-            0
-        ]
-    )
-    step, moments = run._next_step, []
+    move, moments = train.NextToken.prepare, []
 
-    def watched():
-        step()
-        if run.step == 16:
-            for norm in tapers(run.model):
-                pair = [
-                    run.optimizer.state[gain]["exp_avg"]
-                    for gain in (norm.base.weight, norm.weight_tilde)
-                ]
+    def watched(self, loop):
+        move(self, loop)
+        if loop.step == 16:
+            state = loop.optimizer.state
+            for norm in tapers(self.model):
+                pair = [state[gain]["exp_avg"] for gain in (norm.base.weight, norm.weight_tilde)]
                 moments.append(bool(torch.equal(*pair) and pair[0].any()))
 
-    monkeypatch.setattr(run, "_next_step", watched)
-    run.run()
+    monkeypatch.setattr(train.NextToken, "prepare", watched)
+    train.main([*words, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"])
     assert moments == [True] * 4
     evals = [event for event in records(tmp_path) if event["event"] == "eval"]
     assert [event["gate"] for event in evals] == [1, 1, pytest.approx(0.9619, abs=1e-3), 0, 0, 0]

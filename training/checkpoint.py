@@ -298,13 +298,16 @@ def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 # ------------------------------------------------------------------------------------------ resume
 
 
-def find_checkpoint(out_dir: Path, resume: str) -> FoundCheckpoint | None:
+def find_checkpoint(
+    out_dir: Path, resume: str, names: tuple[str, ...] = (LAST, BEST)
+) -> FoundCheckpoint | None:
     """Find the checkpoint to resume from. None: start from scratch.
 
     Args:
         out_dir: the run folder.
-        resume: "auto" takes the last checkpoint, or the best one if the last is torn; "never"
-            refuses to overwrite a run; anything else is a path.
+        resume: "auto" takes the first of `names` that is not torn; "never" refuses to overwrite a
+            run; anything else is a path.
+        names: of checkpoints in the folder, the latest first.
 
     Raises:
         CheckpointError: a checkpoint is there that must not be overwritten, or cannot be read.
@@ -314,7 +317,7 @@ def find_checkpoint(out_dir: Path, resume: str) -> FoundCheckpoint | None:
         raise ConfigError("resume='': give auto, never, or a checkpoint's path")
     if resume not in ("auto", "never"):
         return _checkpoint_at(Path(resume), out_dir)
-    present = [out_dir / name for name in (LAST, BEST) if (out_dir / name).exists()]
+    present = [out_dir / name for name in names if (out_dir / name).exists()]
     if resume == "never" and present:
         raise CheckpointError(
             f"{out_dir} holds a run already: choose another out_dir, remove it, or --resume=auto"
@@ -341,38 +344,21 @@ def _checkpoint_at(path: Path, out_dir: Path) -> FoundCheckpoint:
     return FoundCheckpoint(read_checkpoint(path), path, "")
 
 
-def different_checkpoints(out_dir: Path) -> CheckpointError:
-    """Make the error for ranks that would resume from different steps."""
-    return CheckpointError(
-        f"ranks found different checkpoints in {out_dir}: it must be a shared folder"
-    )
+def restore(path: Path, saved: dict[str, Any], config: GPTConfig, model: nn.Module) -> None:
+    """Put the weights of a checkpoint into a model, which may be sharded.
 
-
-def restore(
-    path: Path,
-    state: dict[str, Any],
-    config: GPTConfig,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scaler: torch.amp.GradScaler,
-) -> None:
-    """Put the `state` of find_checkpoint into a run.
-
-    The model and its optimiser may be sharded. The optimiser keeps its own settings (learning rate,
-    betas, weight decay).
+    Args:
+        path: of the checkpoint.
+        saved: what it holds.
+        config: every key of the run that goes on.
+        model: the run's.
 
     Raises:
-        CheckpointError: the checkpoint is of another model, or holds weights only.
+        CheckpointError: the checkpoint is of another model.
     """
-    if not {"optimizer", "scaler", "best_val_loss"} <= state.keys():
-        raise CheckpointError(
-            f"{path} holds weights only: choose another out_dir, and --init_from={path}"
-        )
-    check_same_model(state["config"], config, path)
-    check_retired(state["config"], config, path, RETIRED)
-    load_weights(model, state["model"], path)
-    load_moments(path, state, dict(model.named_parameters()), optimizer)
-    load_scaler(path, scaler, state["scaler"])
+    check_same_model(saved["config"], config, path)
+    check_retired(saved["config"], config, path, RETIRED)
+    load_weights(model, saved["model"], path)
 
 
 def load_scaler(path: Path, scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:

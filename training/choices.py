@@ -1,10 +1,11 @@
-"""What a run takes where its config says `auto`: dtype, compile, merge_micro_batches.
+"""What a run takes where its config says `auto`: vocabulary, dtype, compile, merge_micro_batches.
 
 A run chooses once, when it begins. Its checkpoints and its log hold what it chose, and a run that
 is resumed keeps that. The rules look at shape, length and processor, never at the norms: runs that
 are compared choose alike. docs/log.md has the measurements behind the numbers.
 """
 
+import dataclasses
 import math
 import shutil
 import sysconfig
@@ -14,9 +15,12 @@ from typing import Any
 
 import torch
 
-from common.environment import DTYPES, cpuinfo
-from common.errors import CheckpointError
-from common.old_keys import AUTO, by_device, chosen_then
+from common.distributed import Ranks
+from common.environment import DTYPES, cpuinfo, machine_memory
+from common.errors import CheckpointError, ConfigError
+from common.old_keys import AUTO, by_device, chosen_then, device_kind
+from training.checkpoint import FoundCheckpoint
+from training.provenance import saved_provenance
 
 # bfloat16 pays from this many channels on, and this many tokens times channels in a pass. Small
 # products gain nothing that makes up for the casts.
@@ -28,6 +32,63 @@ LOW_CHANNELS_AMD = 128
 COMPILED_WORK = 5e9
 # Larger passes have fewer calls; beyond this nothing was gained.
 MERGED_TOKENS = 8192
+
+
+def resolve(config: Any, found: FoundCheckpoint | None, ranks: Ranks) -> tuple[Any, str]:
+    """Replace what `config` (a TrainConfig) leaves to `auto`, the same on every rank.
+
+    A run that is resumed keeps what it chose. One that moves to another kind of device chooses
+    anew.
+
+    Returns:
+        The config, and what was chosen and why, as one line for people.
+    """
+    device = ranks.device
+    place = ""
+    if found is not None:
+        place = saved_provenance(found.state, found.path).get("device", device.type)
+    if found is not None and device_kind(place) == device.type:
+        chosen, line = keep(config, found.state["config"], place, found.path)
+    else:
+        chosen, line = choose(config, device, ranks.world_size)
+    # Other ranks may run on other processors.
+    chosen, line = ranks.of_main((chosen, line))
+    return dataclasses.replace(config, **chosen), line
+
+
+def with_vocabulary(config: Any, n_tokens: int) -> Any:
+    """Complete a TrainConfig with the vocabulary of its data: `n_tokens`, 0 if they do not say.
+
+    Raises ConfigError.
+    """
+    if 0 < config.n_vocab < n_tokens:
+        raise ConfigError(
+            f"n_vocab={config.n_vocab}: the data's vocabulary has {n_tokens} tokens: leave it at 0"
+        )
+    # Up to a multiple of 64, where the head's product uses the GPU's matrix units best. Rows beyond
+    # n_vocab take no part in the loss.
+    rows = config.vocab_size or math.ceil(n_tokens / 64) * 64
+    rows = rows or 50304  # shards without meta.json are nanoGPT's, of GPT-2 tokens
+    return dataclasses.replace(config, vocab_size=rows, n_vocab=config.n_vocab or n_tokens)
+
+
+def check_batch_fits(config: Any, device: torch.device) -> None:
+    """Raise ConfigError for a micro-batch that the memory of this machine cannot hold.
+
+    It counts less than a step needs: tokens and targets, and on a CPU in 16 bits what backward
+    reads of each block's stream and MLP.
+    """
+    of_token = 16
+    if device.type == "cpu":
+        of_token += 2 * config.n_layer * (config.n_embd + config.inner)
+    needed = of_token * config.batch_size * config.block_size
+    if needed > machine_memory():
+        raise ConfigError(
+            f"batch_size={config.batch_size} and block_size={config.block_size}: a micro-batch "
+            f"takes more than {needed / 1e9:,.0f} GB, and this machine has "
+            f"{machine_memory() / 1e9:,.0f} GB of memory: lower batch_size, with as many times "
+            "more gradient_accumulation_steps"
+        )
 
 
 def choose(config: Any, device: torch.device, world_size: int = 1) -> tuple[dict[str, Any], str]:

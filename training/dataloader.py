@@ -8,6 +8,7 @@ N, evaluation cannot disturb the order, and the number of ranks does not change 
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -17,10 +18,25 @@ from torch import Tensor
 
 from common.errors import DataError
 from common.fingerprint import fingerprint
+from configurator import key
 from data.shards import find_shards, open_shard
 
 # Tokens. Splits up to this size are checked whole at the start, which takes about 0.1 s.
 SCAN_LIMIT = 1 << 28
+
+
+@dataclass(frozen=True)
+class DataKeys:
+    """Data and batch"""
+
+    data_dir: str = key("data/fineweb_edu", "folder with token shards")
+    batch_size: int = key(12, "sequences in a micro-batch", least=1)
+    gradient_accumulation_steps: int = key(40, "micro-batches in a step, over all ranks", least=1)
+    merge_micro_batches: int = key(
+        0,
+        "micro-batches of a rank computed at once (0: on a CPU up to 8,192 tokens, else 1)",
+        least=0,
+    )
 
 
 class Blocks:
@@ -102,14 +118,6 @@ def epoch_order(seed: int, epoch: int, n_blocks: int) -> np.ndarray:
     return np.random.RandomState([seed, epoch]).permutation(n_blocks)
 
 
-def merge(batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Put micro-batches x, y (B, T) one after the other: (n B, T) each."""
-    if len(batches) == 1:
-        return batches[0]
-    xs, ys = zip(*batches, strict=True)
-    return torch.cat(xs), torch.cat(ys)
-
-
 class TrainLoader:
     """Training batches.
 
@@ -135,17 +143,29 @@ class TrainLoader:
         return found
 
     def batches(
-        self, first_step: int, rank: int, world_size: int, pin: bool
+        self, first_step: int, rank: int, world_size: int, pin: bool, at_once: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's micro-batches from `first_step` on, for ever.
+        """Yield this rank's batches from `first_step` on, for ever.
 
-        A background thread reads two of them ahead. `pin` them for an asynchronous copy to a GPU.
+        A background thread reads two of them ahead.
+
+        Args:
+            first_step: from 1.
+            rank, world_size: which of how many processes.
+            pin: for an asynchronous copy to a GPU.
+            at_once: micro-batches in a batch; divides those of a rank.
+
+        Yields:
+            x, y: int64 (at_once B, T) each.
         """
+        passes = self.micro_batches // world_size // at_once
 
         def load(position: int) -> tuple[Tensor, Tensor]:
-            step, micro = divmod(position, self.micro_batches // world_size)
-            # Ranks take turns, so any number of them does the same micro-batches in a step.
-            ids = self.sample_ids(first_step + step, micro * world_size + rank)
+            step, number = divmod(position, passes)
+            ids = []
+            for micro in range(number * at_once, (number + 1) * at_once):
+                # Ranks take turns, so any number of them does the same micro-batches in a step.
+                ids += self.sample_ids(first_step + step, micro * world_size + rank)
             x, y = self.blocks.batch(ids)
             if pin:
                 return x.pin_memory(), y.pin_memory()

@@ -1,4 +1,4 @@
-"""What a run measures besides training: val loss, bits per byte, HellaSwag, a sample of its text.
+"""What a run measures besides training: val loss, bits per byte, its stream, a sample of its text.
 
 Evaluation changes nothing in training: it draws nothing from training's random streams, and norms
 collect no statistics.
@@ -6,6 +6,7 @@ collect no statistics.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,38 @@ from torch import Tensor, nn
 from common.distributed import Ranks
 from common.errors import DataError, UserError, cannot_write
 from common.output import write_bytes_atomically
+from configurator import key
 from data.tokenizers import decode, load_tokenizer, token_bytes
 from model import GPT
+from taper import taper_gate
 from training.dataloader import Blocks, bytes_per_token, eval_batches
-from training.stability import largest_attention_logit
+from training.log import RunLog
+from training.stability import Stability, largest_attention_logit
 from training.stream import RMSStats, measure
-from training.whole_split import SplitLoss, Windows, split_loss
+from training.whole_split import Windows, split_loss
 
 PROMPT = 32  # tokens of the val shards that a text sample continues
 TEMPERATURE = 0.8
 TOP_K = 200
+
+
+@dataclass(frozen=True)
+class EvalKeys:
+    """Evaluation"""
+
+    eval_tokens: int = key(
+        2_097_152, "val_loss is over this many tokens of the val shards, always the same", least=1
+    )
+    full_val: bool = key(
+        False, "at the end measure val_loss_full: the whole val split, every document"
+    )
+    sample_tokens: int = key(300, "length of the text sample at the end (0: none)", least=0)
+    hellaswag: str = key(
+        "off", "score HellaSwag at the end: off, auto (downloads the items), or a file of items"
+    )
+    hellaswag_items: int = key(
+        0, "score this many items, spread evenly over the file (0: all)", least=0
+    )
 
 
 class Evaluator:
@@ -36,33 +59,23 @@ class Evaluator:
         meta: meta.json of the data, which names the tokenizer.
         ranks: this process and the others.
         autocast: Precision.autocast.
-        make_scorer: (tokenizer) -> what scores HellaSwag (evals/hellaswag.py); None: no HellaSwag.
-
-    Raises:
-        DataError: HellaSwag is required, and the tokenizer or its items are missing. So this is
-            known before training, not after hours of it.
     """
 
     def __init__(
         self,
-        config,
+        config: Any,
         blocks: Blocks,
         meta: dict,
         ranks: Ranks,
         autocast: Callable,
-        make_scorer: Callable[[Any], Callable[[GPT], Any]] | None = None,
     ):
         self.config = config
         self.blocks = blocks
+        self.meta = meta
         self.ranks = ranks
         self.autocast = autocast
         self.batches = eval_batches(blocks, config.batch_size, config.eval_tokens)
         self._load_tokenizer(meta)
-        self.scorer = None
-        if make_scorer is not None:
-            if self.tokenizer is None:
-                raise DataError(f"HellaSwag needs the data's tokenizer: {self.no_tokenizer}")
-            self.scorer = make_scorer(self.tokenizer)
 
     def _load_tokenizer(self, meta: dict) -> None:
         """Load the tokenizer. Without one there are no bits per byte and no text sample."""
@@ -103,12 +116,48 @@ class Evaluator:
         weights = torch.tensor([len(batch) for batch in self.batches], dtype=torch.float64)
         return float((losses * weights).sum() / weights.sum())
 
-    def split_loss(self, model: GPT) -> SplitLoss:
-        """Compute the loss over the whole val split, document by document."""
+    def log_val_loss(self, compiled: nn.Module, model: GPT, log: RunLog, step: int) -> float:
+        """Measure the val loss, and log it with bits per byte and the taper's gate if there are.
+
+        Args:
+            compiled: what computes the loss: `model`, or the compiled one.
+            model: the plain GPT.
+        """
+        loss = self.val_loss(compiled)
+        record = {"val_loss": loss}
+        line = f"step {step}  val loss {loss:.4f}"
+        if self.bytes_per_token:
+            bits = loss / (math.log(2) * self.bytes_per_token)
+            record["bits_per_byte"] = bits
+            line += f" nats per token, {bits:.4f} bits per byte"
+        gate = taper_gate(model)
+        if gate is not None:
+            record["gate"] = gate
+            line += f", taper gate {gate:.3g}"
+        log.event("eval", step=step, **record)
+        log.say(line)
+        return loss
+
+    def log_stability(self, model: GPT, log: RunLog, step: int, stability: Stability) -> None:
+        """Log the residual stream at every norm position, and how stable the run has been.
+
+        Args:
+            model: not compiled: a compiled one ignores hooks that are registered later.
+        """
+        log.event("rms", step=step, **self.rms_stats(model).record())
+        logit = self.attention_logit(model)
+        log.event("stability", step=step, attention_logit=logit, **stability.record())
+
+    def log_split_loss(self, model: GPT, log: RunLog, step: int) -> None:
+        """Measure the loss over the whole val split, document by document, and log it."""
         # Without a tokenizer nothing says where documents begin.
-        end_of_text = getattr(self.tokenizer, "eot_token", None)
-        windows = Windows(self.blocks, end_of_text)
-        return split_loss(model, windows, self.config.batch_size, self.ranks, self.autocast)
+        windows = Windows(self.blocks, getattr(self.tokenizer, "eot_token", None))
+        found = split_loss(model, windows, self.config.batch_size, self.ranks, self.autocast)
+        log.event("val_full", step=step, **found.record())
+        log.say(
+            f"step {step}  val loss over the whole split {found.mean:.4f} nats per token, "
+            f"{found.tokens.sum():,} tokens, {len(found.tokens)} documents"
+        )
 
     def rms_stats(self, model: GPT) -> RMSStats:
         """Measure the residual stream at every norm position, and the output."""
@@ -133,12 +182,6 @@ class Evaluator:
         stride = math.ceil(len(indices) / len(self.batches[0]))
         x, y = self.blocks.batch(indices[::stride])  # (B, T) each
         return x.to(self.ranks.device), y.to(self.ranks.device)
-
-    def bits_per_byte(self, val_loss: float) -> float | None:
-        """Convert `val_loss` to bits per byte of text; None without a tokenizer."""
-        if not self.bytes_per_token:
-            return None
-        return val_loss / (math.log(2) * self.bytes_per_token)
 
     def write_sample(self, model: GPT, path: Path) -> str:
         """Write how the model continues the first tokens of the val shards.

@@ -22,9 +22,8 @@ from training.tracker import start_tracker
 class RunLog:
     """The log of one run. On ranks other than 0 (`active` is false) its methods do nothing."""
 
-    def __init__(self, out_dir: Path, config: dict[str, Any], max_iters: int, active: bool):
+    def __init__(self, out_dir: Path, max_iters: int, active: bool):
         self.path = out_dir / "log.jsonl"
-        self.config = config
         self.max_iters = max_iters
         self.active = active
         self.file: IO[str] | None = None
@@ -34,6 +33,7 @@ class RunLog:
 
     def open(
         self,
+        config: dict[str, Any],
         resume_step: int | None,
         start: dict[str, Any],
         changed: list[str],
@@ -45,6 +45,7 @@ class RunLog:
         lost its `start` event gets a new one.
 
         Args:
+            config: every key of the run.
             resume_step: step of the checkpoint; what was logged after it is removed. None: a new
                 run.
             start: values of the `start` event of a new log.
@@ -54,7 +55,7 @@ class RunLog:
         if not self.active:
             return
         # First: if it fails, the log is untouched.
-        self.tracker = start_tracker(self.config, resume_step)
+        self.tracker = start_tracker(config, resume_step)
         try:
             is_new = self._make_room(resume_step)
             self.file = open(self.path, "a", encoding="utf-8")
@@ -64,7 +65,7 @@ class RunLog:
             done = resume_step or 0
             self.bar = tqdm(total=self.max_iters, initial=done, unit="step", dynamic_ncols=True)
         if is_new:
-            self.event("start", config=self.config, **start)
+            self.event("start", config=config, **start)
         if resume_step is not None:
             more: dict[str, Any] = {"changed": changed} if changed else {}
             if self.last_step < logged_until:

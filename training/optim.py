@@ -5,7 +5,8 @@ A step whose loss or gradient is not finite is never applied.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,18 +15,69 @@ from torch import Tensor, nn
 from common.distributed import is_sharded, share
 from common.environment import Precision
 from common.errors import ConfigError
+from configurator import key
+from model import GPT
 from norms import Norm
 from training.muon import MuonWithAdamW
 
 Optimizer = torch.optim.AdamW | MuonWithAdamW
 
 
-def check_optimizer_keys(config: Any) -> None:
-    """Check the keys of AdamW and its schedule that train.py and distill.py have in common.
+@dataclass(frozen=True)
+class AdamKeys:
+    """Learning rate and AdamW"""
 
-    Raises ConfigError.
-    """
-    for name in ("beta1", "beta2"):
+    learning_rate: float = key(6e-4, "highest learning rate", most=1000.0)
+    min_lr: float = key(
+        6e-5, "lowest learning rate, at the end of the schedule", least=0, most=1000.0
+    )
+    warmup_iters: int = key(2000, "steps of linear warm-up; the first is not zero", least=0)
+    lr_schedule: str = key(
+        "cosine", "wsd: constant, then linear decay", ("cosine", "wsd", "constant")
+    )
+    wsd_decay: float = key(0.2, "wsd: share of max_iters that the decay takes", least=0)
+    weight_decay: float = key(
+        0.1,
+        "on tensors of two dimensions or more; each step multiplies it by its lr",
+        least=0,
+        most=1000.0,
+    )
+    beta1: float = key(0.9, "of AdamW", least=0)
+    beta2: float = key(0.95, "of AdamW", least=0)
+    adam_eps: float = key(1e-8, "of AdamW", least=1e-30, most=1.0)
+    grad_clip: float = key(
+        1.0, "largest global gradient norm (0: no clipping)", least=1e-6, zero=True
+    )
+
+
+@dataclass(frozen=True)
+class OptimKeys(AdamKeys):
+    """Optimiser"""
+
+    optimizer: str = key(
+        "adamw",
+        "muon updates the blocks' matrices (q, k, v, gate and up apart), AdamW all the rest",
+        ("adamw", "muon"),
+    )
+    decay_per_step: float = key(
+        0.0,
+        "sets weight_decay to decay_per_step / learning_rate: a sweep of learning_rate then keeps "
+        "lr weight_decay, which follows the schedule (0: off)",
+        least=0,
+        most=1.0,
+    )
+
+    @property
+    def decay(self) -> float:
+        """The weight decay that the optimiser gets."""
+        if self.decay_per_step:
+            return self.decay_per_step / self.learning_rate
+        return self.weight_decay
+
+
+def check_optimizer_keys(config: AdamKeys) -> None:
+    """Raise ConfigError for a rate or a beta that makes no optimiser."""
+    for name in ("beta1", "beta2", "wsd_decay"):
         if not 0 <= getattr(config, name) < 1:
             raise ConfigError(f"{name}={getattr(config, name)}: must be at least 0 and below 1")
     if not (config.learning_rate > 0 and 0 <= config.min_lr <= config.learning_rate):
@@ -136,6 +188,19 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     adamw = torch.optim.AdamW(groups, lr, betas, eps, fused=True)
     return MuonWithAdamW(hidden, adamw, lr, weight_decay) if hidden else adamw
+
+
+def optimizer_of(config: OptimKeys, model: GPT) -> Optimizer:
+    """Make the optimiser that `config` describes."""
+    return make_optimizer(
+        model,
+        config.learning_rate,
+        (config.beta1, config.beta2),
+        config.adam_eps,
+        config.decay,
+        decay_gains=model.plan.decays_gains,
+        kind=config.optimizer,
+    )
 
 
 @torch.no_grad()

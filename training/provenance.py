@@ -12,7 +12,7 @@ from typing import Any
 
 from common.distributed import Ranks
 from common.environment import environment, is_same_code
-from common.errors import CheckpointError, DataError
+from common.errors import CheckpointError
 from common.fingerprint import data_difference
 from common.old_keys import as_today
 from common.output import parse_json
@@ -29,19 +29,20 @@ COMPARED = {
 SHOWN = 100  # characters of a value
 
 
-def find_provenance(data: str, ranks: Ranks, differs: str) -> dict[str, Any]:
+def find_provenance(data: str, ranks: Ranks) -> dict[str, Any]:
     """Describe where this process trains.
 
     Args:
         data: the fingerprint of its data.
         ranks: the processes of the run.
-        differs: message of the error if ranks see different data.
 
     Raises:
-        DataError: they do; on every rank.
+        UserError: ranks see different data; on every rank.
     """
     # As a number, because check_same compares numbers.
-    ranks.check_same(zlib.crc32(data.encode()), DataError(differs))
+    ranks.check_same(
+        zlib.crc32(data.encode()), "ranks see different data: copy the same to each machine"
+    )
     return {"data": data, "world_size": ranks.world_size, **environment(ranks.device)}
 
 

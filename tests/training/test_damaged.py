@@ -23,11 +23,10 @@ MISSING = object()
 def state(tiny_data, tmp_path_factory):
     """What a run of two steps saves."""
     import train
-    from configurator import parse_args
 
     out = tmp_path_factory.mktemp("damaged") / "run"
     words = [*TINY, "--max_iters=2", f"--data_dir={tiny_data}", f"--out_dir={out}"]
-    train.Trainer(parse_args(train.TrainConfig, words)[0]).run()
+    train.main(words)
     return torch.load(out / LAST, weights_only=True)
 
 

@@ -18,7 +18,7 @@ import distill
 from common.errors import UserError
 from configurator import parse_args
 from evidence.runs import Run
-from train import TrainConfig, Trainer
+from train import TrainConfig, main
 from training import tracker
 from training.checkpoint import DISTILLING
 from training.provenance import changed_keys
@@ -81,7 +81,7 @@ def train(tiny_data, tmp_path):
 
     def run(*words: str) -> None:
         keys = (*TINY, "--device=cpu", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'out'}")
-        Trainer(parse_args(TrainConfig, [*keys, *words])[0]).run()
+        main([*keys, *words])
 
     return run
 
@@ -177,7 +177,7 @@ def test_distill_has_trackers_too_and_resumes_older_runs(fake, run_folder, tmp_p
     ]
 
     def run(*more: str) -> None:
-        distill.Distiller(parse_args(distill.DistillConfig, [*words, *more])[0]).run()
+        distill.main([*words, *more])
 
     run("--max_iters=1")
     path = tmp_path / "out" / DISTILLING

@@ -1,0 +1,273 @@
+"""The folder of a run while this process works in it: lock, checkpoints, log, what has changed.
+
+train.py leaves config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.txt there; distill.py
+log.jsonl, distill_last.pt, and at its end a model.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.distributed import Ranks, StopSignal
+from common.environment import DTYPES
+from common.errors import ConfigError, UserError, cannot_write
+from common.lock import FolderLock
+from common.old_keys import chosen_then
+from common.output import RUN_CONFIG, check_replaceable, write_bytes_atomically
+from configurator import key
+from training.checkpoint import FoundCheckpoint, find_checkpoint
+from training.log import RunLog, last_event
+from training.optim import AdamKeys
+from training.provenance import (
+    changed_keys,
+    changes,
+    check_same_data,
+    find_provenance,
+    saved_provenance,
+)
+from training.tracker import TRACKERS, check_tracker
+
+# Keys that a finished run may be asked for again with: they change nothing that it has measured.
+FREE_AT_THE_END = {
+    "out_dir",
+    "resume",
+    "log_interval",
+    "jobs",
+    "tracker",
+    "tracker_project",
+    "export",
+}
+
+
+@dataclass(frozen=True)
+class RunKeys:
+    """Run folder, log and checkpoints"""
+
+    out_dir: str = key("out/run", "run folder")
+    resume: str = key(
+        "auto", "auto: continue the run in out_dir if there is one; never; or a checkpoint's path"
+    )
+    max_iters: int = key(600000, "optimiser steps", least=1)
+    eval_interval: int = key(2000, "steps between evaluations", least=1)
+    log_interval: int = key(10, "steps between log lines", least=1)
+    checkpoint_interval: int = key(0, "steps between checkpoints (0: at every evaluation)", least=0)
+    tracker: str = key("off", "log to an experiment tracker too", TRACKERS)
+    tracker_project: str = key("nanonorm", "project in Weights & Biases or Trackio")
+
+
+@dataclass(frozen=True)
+class MachineKeys:
+    """Seed and machine"""
+
+    seed: int = key(1337, "of initial weights, data order and dropout", least=0, most=(1 << 32) - 1)
+    device: str = key(
+        "auto", "auto: the first available of cuda, mps, cpu", ("auto", "cpu", "cuda", "mps")
+    )
+    dtype: str = key(
+        "auto",
+        "of the computation; weights are float32 (auto: bfloat16 on CUDA and where a CPU gains)",
+        ("auto", *DTYPES),
+    )
+
+
+@dataclass(frozen=True)
+class ComparisonKeys:
+    """For report.py: what must be declared before the results are known"""
+
+    study: str = key("", "the study and the hash of its plan; runs of others are not compared")
+    planned_seeds: int = key(
+        0, "seeds of the comparison; report.py gives no verdict before (0: not planned)", least=0
+    )
+    delta_train_loss: float = key(
+        0.0,
+        "equivalence margin for report.py, nats per token, declared now (0: none)",
+        least=0,
+        most=100.0,
+    )
+    delta_val_loss: float = key(
+        0.0, "equivalence margin, nats per token (0: none)", least=0, most=100.0
+    )
+    delta_hellaswag_acc: float = key(
+        0.0, "equivalence margin, share of items (0: none)", least=0, most=1.0
+    )
+    delta_hellaswag_acc_norm: float = key(
+        0.0, "equivalence margin, share of items (0: none)", least=0, most=1.0
+    )
+    delta_tok_per_s: float = key(
+        0.0, "equivalence margin, share of the baseline's throughput (0: none)", least=0, most=1.0
+    )
+    jobs: int = key(
+        1,
+        "runs side by side on this machine, as sweep.sh says: above 1 no speed is judged",
+        least=1,
+    )
+
+
+@dataclass(frozen=True)
+class LoopKeys(MachineKeys, AdamKeys, RunKeys):
+    """What every training run has (training/loop.py)."""
+
+
+class RunFolder:
+    """A run's folder, from its lock to its end. Of several ranks the main one locks and writes.
+
+    Args:
+        config: every key of the run.
+        ranks: this process and the others.
+
+    Raises:
+        UserError: another process works in the folder, or the tracker is not installed.
+    """
+
+    def __init__(self, config: RunKeys, ranks: Ranks):
+        if not config.out_dir:
+            raise ConfigError("out_dir is empty: name a run folder")
+        self.path = Path(config.out_dir)
+        self.ranks = ranks
+        self.stop_signal = StopSignal()
+        self.notes: list[str] = []  # lines for people, shown once the log is open
+        self.provenance: dict[str, Any] = {}  # data, machine and code: training/provenance.py
+        self.changed: list[str] = []  # what differs from the run that is resumed
+        is_main = ranks.is_main
+        self.log = RunLog(self.path, config.max_iters, is_main)
+        ranks.together(lambda: check_tracker(vars(config), active=is_main))
+        # No other process may be in the folder when we look for a checkpoint there.
+        self.lock = ranks.together(
+            lambda: FolderLock(self.path, lambda: self.stop_signal.name, active=is_main)
+        )
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+    def find(self, resume: str, names: tuple[str, ...]) -> FoundCheckpoint | None:
+        """Find the checkpoint to resume from, the same on every rank; None: start from scratch.
+
+        Args:
+            resume: auto, never, or a checkpoint's path.
+            names: of checkpoints in this folder, the latest first.
+        """
+        found = self.ranks.together(lambda: find_checkpoint(self.path, resume, names))
+        # -1 for no checkpoint: on that, too, the ranks must agree.
+        step = -1 if found is None else found.state["step"]
+        self.ranks.check_same(
+            step, f"ranks found different checkpoints in {self.path}: it must be a shared folder"
+        )
+        return found
+
+    def end_of(self, found: FoundCheckpoint | None, max_iters: int) -> dict[str, Any] | None:
+        """Return the `end` event of a run that has finished, {} if its log is elsewhere.
+
+        None: something is left to do, if only what comes after the last step.
+        """
+        if found is None or found.state["step"] < max_iters:
+            return None
+        log = self.path / "log.jsonl"
+        end = {}
+        if found.path.parent == self.path and log.exists():
+            event = last_event(log)
+            end = event if event.get("reason") == "done" else None
+        # As the main rank sees it: others may not have the folder.
+        return self.ranks.of_main(end)
+
+    def repeat(self, found: FoundCheckpoint, config: RunKeys) -> None:
+        """Say that the run has finished. Nothing in its folder is touched.
+
+        Raises ConfigError if it had other settings than `config`.
+        """
+        then = saved_provenance(found.state, found.path)
+        before = chosen_then(found.state["config"], then.get("device", self.ranks.device.type))
+        names = [name for name in before if name not in FREE_AT_THE_END]
+        changed = changed_keys({name: before[name] for name in names}, _plain(config), then)
+        if changed:
+            raise ConfigError(
+                f"{self.path} holds a run that has finished with other settings "
+                f"({', '.join(changed)}): choose another out_dir"
+            )
+        self.log.say(
+            f"finished already: step {found.state['step']} of max_iters={config.max_iters}"
+        )
+
+    def compare(
+        self, config: RunKeys, data: str, found: FoundCheckpoint | None, remedy: str
+    ) -> None:
+        """Describe where this run trains, and list what has changed since the checkpoint `found`.
+
+        Args:
+            config: every key of the run.
+            data: the fingerprint of its data.
+            found: None for a new run.
+            remedy: what to do about other data.
+
+        Raises:
+            DataError: ranks see different data.
+            CheckpointError: the run has seen other data than these.
+        """
+        self.provenance = find_provenance(data, self.ranks)
+        if found is None:
+            return
+        then = self.ranks.together(lambda: saved_provenance(found.state, found.path))
+        self.ranks.together(lambda: check_same_data(then, self.provenance, found.path, remedy))
+        before = chosen_then(found.state["config"], then.get("device", self.ranks.device.type))
+        keys = changed_keys(before, _plain(config), then)
+        self.changed = keys + changes(then, self.provenance)
+        if found.problem:
+            self.notes.append(f"not usable: {found.problem}")
+        self.notes.append(f"resuming from {found.path}, after step {found.state['step']}")
+        if self.changed:
+            self.notes.append(f"changed since then: {', '.join(self.changed)}")
+
+    def open_log(
+        self,
+        config: RunKeys,
+        found: FoundCheckpoint | None,
+        start: dict[str, Any],
+        config_file: str = "",
+    ) -> None:
+        """Open log.jsonl, and show the notes. What fails before this leaves the folder untouched.
+
+        Args:
+            config: every key of the run.
+            found: the checkpoint that is resumed.
+            start: values of the `start` event, besides config and provenance.
+            config_file: name of the file that gets the keys; "" for none.
+        """
+        self.ranks.together(lambda: self._open_log(config, found, start, config_file))
+        for note in self.notes:
+            self.log.say(note)
+
+    def _open_log(
+        self,
+        config: RunKeys,
+        found: FoundCheckpoint | None,
+        start: dict[str, Any],
+        config_file: str,
+    ) -> None:
+        if not self.ranks.is_main:
+            return
+        resume_step = None
+        logged_until = 0  # the last step that the log of a resumed run must have
+        if found is not None:
+            resume_step = found.state["step"]
+            if found.path.parent == self.path:
+                interval = config.log_interval
+                logged_until = max(min(1, resume_step), resume_step // interval * interval)
+        path = self.path / config_file
+        if config_file:
+            check_replaceable(path, RUN_CONFIG)
+        self.log.open(
+            _plain(config), resume_step, start | self.provenance, self.changed, logged_until
+        )
+        if config_file:
+            try:
+                write_bytes_atomically(path, f"{json.dumps(_plain(config), indent=1)}\n".encode())
+            except OSError as error:
+                raise UserError(cannot_write(path, error)) from None
+
+
+def _plain(config: RunKeys) -> dict[str, Any]:
+    return dataclasses.asdict(config)
