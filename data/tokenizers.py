@@ -5,6 +5,7 @@ encode_ordinary(text) -> ids, decode(ids) -> text, and n_vocab; all but single c
 eot_token, the id of end of text.
 """
 
+import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import numpy as np
 import tiktoken
 
 from common.errors import DataError
+from common.inputs import read_regular
 from common.output import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
+MOST_BYTES = 1 << 28  # of a tokenizer.json; Gemma's has 33 MB
 
 
 def byte_tokenizer() -> tiktoken.Encoding:
@@ -51,16 +54,18 @@ class CharTokenizer:
 class HFTokenizer:
     """The tokenizer.json of a Hugging Face folder. The files next to it name BOS and EOS."""
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, n_model: int):
         named: dict[str, Any] = {"eos_token": END_OF_TEXT}  # transformers' default for GPT-2, Qwen
+        self.n_model = n_model  # ids that the model has
         try:
             from tokenizers import Tokenizer
 
-            self.tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+            content = read_regular(Path(folder, "tokenizer.json"), MOST_BYTES)
+            self.tokenizer = Tokenizer.from_buffer(content)
             for name in ("special_tokens_map.json", "tokenizer_config.json"):
                 path = Path(folder, name)
-                if path.is_file():
-                    named |= parse_json(path.read_bytes())
+                if path.exists():
+                    named |= parse_json(read_regular(path, MOST_BYTES))
         except ImportError:
             raise DataError(
                 f"the tokenizer of {folder} needs a package: pip install tokenizers"
@@ -86,11 +91,18 @@ class HFTokenizer:
     def encode_ordinary(self, text: str) -> list[int]:
         """Return the ids, with those that the model's template adds: BOS, where it adds one.
 
-        A text that has it in writing, as a chat template makes one, gets no second one.
+        A text that has it in writing, as a chat template makes one, gets no second one. Raises
+        DataError for an id that the model has not.
         """
         first = first_token(self)
         has_it = first is not None and text.startswith(self.tokenizer.id_to_token(first))
-        return self.tokenizer.encode(text, add_special_tokens=not has_it).ids
+        ids = self.tokenizer.encode(text, add_special_tokens=not has_it).ids
+        if max(ids, default=0) >= self.n_model:
+            raise DataError(
+                f"the tokenizer gives {max(ids)} for {text[:40]!r}, and the model has "
+                f"{self.n_model} tokens: they are not of one model"
+            )
+        return ids
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text."""
@@ -175,7 +187,7 @@ def load_tokenizer(meta: dict) -> tiktoken.Encoding | CharTokenizer | HFTokenize
     if name == "bytes":
         return byte_tokenizer()
     if name == "hf" and isinstance(meta.get("path"), str):
-        return HFTokenizer(meta["path"])
+        return HFTokenizer(meta["path"], meta.get("vocab_size", sys.maxsize))
     if name == "gpt2":
         try:
             return tiktoken.get_encoding("gpt2")

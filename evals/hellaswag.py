@@ -7,10 +7,10 @@ One item:  {"ctx": "A man is sitting on a roof. he", "label": 3,
                         "is holding a rubik's cube.", "starts pulling up roofing on a roof."]}
 
 The context and " " + ending are tokenised as in lm-evaluation-harness. acc chooses the ending with
-the lowest summed loss, acc_norm the one with the lowest mean loss per ending token.
-(lm-evaluation-harness divides by bytes for its acc_norm, so only its acc is comparable item by
-item.) A text longer than the model's context loses its beginning; the share of such texts is
-reported.
+the lowest summed loss, acc_norm the one with the lowest mean loss per ending token. Neither is
+comparable to that harness's task `hellaswag`, which puts the activity label before a context,
+capitalises its second sentence, and divides by bytes for its acc_norm. A text longer than the
+model's context loses its beginning; the share of such texts is reported.
 """
 
 import http.client

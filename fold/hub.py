@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write
 from common.inputs import check_regular
 from common.output import parse_json
-from hf.hub import import_transformers, read_config, resolve_hub
+from hf.hub import companions, import_transformers, read_config, resolve_hub
 
 from .certificate import Certificate
 from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
@@ -129,11 +129,8 @@ def save(
 
 def _copy_side_files(source: Path, folder: Path) -> None:
     """Copy a tokenizer and the like, where save_pretrained has not written the file itself."""
-    for path in source.glob("*"):
-        if path.name.endswith(".index.json"):  # of weights in several files
-            continue
-        is_side_file = path.suffix in (".json", ".txt", ".model", ".jinja")
-        if is_side_file and not (folder / path.name).exists():
+    for path in companions(source):
+        if not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
 
 

@@ -6,14 +6,34 @@ Nothing here knows our GPT.
 import importlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from common.errors import HFError
+from common.inputs import read_regular
 from common.output import parse_json
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.pt)")  # owner/name, but not the path of a checkpoint
+MOST_JSON = 1 << 24  # bytes of a config.json
+# Files next to the weights that an export copies.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+)
 
 
 def resolve_hub(name: str) -> Path:
@@ -55,9 +75,25 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder}: no config.json there, so not a Hugging Face model folder: check the path"
         )
     try:
-        return dict(parse_json(path.read_text(encoding="utf-8")))
+        return dict(parse_json(read_regular(path, MOST_JSON)))
     except (OSError, ValueError, TypeError) as error:
         raise HFError(f"{path}: not a JSON object ({error}): download it again") from None
+
+
+def companions(source: Path) -> Iterator[Path]:
+    """Yield the files of COMPANIONS in a folder, for a copy that people may publish.
+
+    A link counts only if it leads to a regular file of the folder, or of the hub's cache that the
+    folder is part of (models--OWNER--NAME/snapshots/COMMIT, its files in blobs).
+    """
+    folder = source.resolve()
+    own = [folder]
+    if folder.parent.name == "snapshots":
+        own.append(folder.parent.with_name("blobs"))
+    for name in COMPANIONS:
+        real = (folder / name).resolve()
+        if real.is_file() and real.parent in own:
+            yield folder / name
 
 
 def import_transformers() -> ModuleType:

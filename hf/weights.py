@@ -37,7 +37,7 @@ from common.errors import DataError, HFError
 from common.output import parse_json, whole_folder, write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
 from hf.config import CODE, COUPLED, architecture, gpt_config, hf_config
-from hf.hub import read_config
+from hf.hub import companions, read_config
 from model import GPT, check_memory, rope_buffers
 from norms import Norm
 
@@ -91,16 +91,6 @@ NAMES = {
 }
 # Keys of config.json and generation_config.json.
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Files next to the weights that an export copies.
-COMPANIONS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-)
 
 
 def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
@@ -193,9 +183,8 @@ def export_hf(model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SI
         with whole_folder(folder) as partial:
             prefix = "transformer." if target.wpe is not None else "model."
             write_tensors(partial, hf_pieces(target, hf["model_type"]), prefix, max_shard_size)
-            for pattern in COMPANIONS:
-                for companion in source.glob(pattern):
-                    shutil.copy(companion, partial)
+            for companion in companions(source):
+                shutil.copy(companion, partial)
             is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
             if is_ours and not (partial / "tokenizer.json").exists():
                 hf |= write_tokenizer(model, partial)

@@ -138,7 +138,7 @@ def _read_archive(path: Path) -> Any:
     check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip() or _false_folder(archive)
+            damaged = _false_entry(archive) or archive.testzip()
         if not damaged:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
@@ -160,14 +160,14 @@ def _read_archive(path: Path) -> Any:
     )
 
 
-def _false_folder(archive: zipfile.ZipFile) -> str | None:
-    """Name an entry whose attributes say "folder", if there is one.
+def _false_entry(archive: zipfile.ZipFile) -> str | None:
+    """Name an entry that torch.save does not write, if there is one.
 
-    torch takes such an entry to be empty, and no checksum covers attributes. torch.save writes no
-    folders.
+    It writes no folders: torch takes an entry whose attributes say so to be empty, and no checksum
+    covers attributes. It compresses nothing: a small file could hold more than any disk.
     """
     for entry in archive.infolist():
-        if entry.external_attr & 0x10:
+        if entry.external_attr & 0x10 or entry.compress_type != zipfile.ZIP_STORED:
             return entry.filename
     return None
 

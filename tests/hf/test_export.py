@@ -399,6 +399,28 @@ def test_tokenizer_files_travel(tmp_path):
     assert again.decode(again.encode_ordinary(TEXT)) == TEXT
 
 
+@pytest.mark.parametrize("is_cache", [False, True])
+def test_an_export_copies_only_the_models_own_files(is_cache, tmp_path):
+    """Whatever links are in the folder, from the hub's cache or not: it will be uploaded."""
+    folder = weights.export_hf(GPT(GPT2_SHAPE), tmp_path / "m/snapshots/c0ffee").resolve()
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "m/blobs").mkdir()
+    (tmp_path / "m/blobs/1").write_text("merges")
+    if not is_cache:
+        folder = folder.rename(tmp_path / "m/plain")
+    (folder / "tokenizer_x").symlink_to(tmp_path / "secret")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
+    (folder / "vocab.json").symlink_to("/dev/zero")
+    (folder / "merges.txt").symlink_to("../../blobs/1" if is_cache else tmp_path / "m/blobs/1")
+    (folder / "added_tokens.json").symlink_to("config.json")
+    (folder / "special_tokens_map.json").write_text("{}")
+    out = weights.export_hf(weights.load_hf(folder), tmp_path / "out")
+    expected = {"config.json", "generation_config.json", "model.safetensors", "added_tokens.json"}
+    expected |= {"special_tokens_map.json"} | ({"merges.txt"} if is_cache else set())
+    assert {path.name for path in out.iterdir()} == expected
+    assert not any(path.is_symlink() for path in out.iterdir())
+
+
 @needs_transformers
 def test_tokenizer_files_of_gpt2_travel(tmp_path, monkeypatch):
     """Nothing is downloaded where the folder that was loaded has them."""

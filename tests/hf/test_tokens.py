@@ -5,6 +5,7 @@ template adds one: as in lm-evaluation-harness and in transformers.
 """
 
 import json
+import os
 import random
 import string
 from types import SimpleNamespace
@@ -152,6 +153,31 @@ def test_documents_are_kept_apart(template, before, tmp_path):
     assert packed == [token for document in expected for token in document] and len(packed) > 25
     windows = text_windows(str(path), meta, 4, 100)  # to calibrate
     assert (windows[0, 0] == 0) == (before == "<bos>")
+
+
+def test_a_tokenizer_of_another_model_is_named(tmp_path, capsys):
+    """Its ids are beyond the vocabulary; a text that has none of them is continued."""
+    folder = folder_of("qwen3", "", tmp_path / "model")
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"?":45', '"?":67'))
+    sample.main([str(folder), "--prompt=The cat", "--max_new_tokens=1", "--device=cpu"])
+    assert capsys.readouterr().out.startswith("The cat")
+    with pytest.raises(DataError, match="67"):
+        sample.main([str(folder), "--prompt=The cat?", "--device=cpu"])
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_a_tokenizer_that_never_ends_is_refused(name, kind, tmp_path):
+    """To open a pipe waits for its writer."""
+    folder = folder_of("qwen3", "", tmp_path / "model")
+    (folder / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=str(folder)):
+        load_tokenizer(load_hf(folder).meta)
 
 
 def test_a_text_without_context_begins_at_bos_or_eos(tmp_path):

@@ -6,6 +6,8 @@ python -m pytest tests/training/test_damaged.py
 
 import copy
 import math
+import time
+import zipfile
 
 import pytest
 import torch
@@ -41,6 +43,18 @@ def damaged(state: dict, place: tuple, value: object) -> dict:
     else:
         inner[place[-1]] = value(inner[place[-1]]) if callable(value) else value
     return state
+
+
+def test_a_compressed_entry_is_refused_unread(state, tmp_path):
+    """torch.save compresses nothing: 100 MB of zeros here could be any number."""
+    path = tmp_path / LAST
+    torch.save(state, path)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/99", bytes(100 << 20))
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match="archive/data/99"):
+        read_checkpoint(path)
+    assert time.process_time() - start < 0.05
 
 
 @pytest.mark.parametrize(
