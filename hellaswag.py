@@ -54,22 +54,16 @@ class HellaSwagConfig:
         check_ranges(self)
 
 
-def items_file(spec: str) -> Path | None:
-    """Find the file for per-item results of a run, next to its checkpoints; None for no run."""
-    path = Path(spec)
-    folder = path if path.is_dir() else path.parent
-    return folder / ITEMS_FILE if (folder / "log.jsonl").exists() else None
-
-
 def target_file(config: HellaSwagConfig, spec: str) -> Path | None:
-    """Decide where per-item results are written; None: nowhere."""
+    """Decide where per-item results are written: None for nowhere."""
     if config.out:
         return Path(config.out)
-    target = items_file(spec)
+    path = Path(spec)
+    folder = path if path.is_dir() else path.parent
+    target = folder / ITEMS_FILE
     # Results that training wrote stay, and a trial on some items is not the score of the run.
-    if target is None or target.exists() or config.items:
-        return None
-    return target
+    is_run = (folder / "log.jsonl").exists()
+    return target if is_run and not target.exists() and not config.items else None
 
 
 def main(argv: list[str]) -> None:

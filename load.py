@@ -26,6 +26,7 @@ from training.checkpoint import (
     read_checkpoint,
     saved_model,
 )
+from training.old_names import PLACE
 
 # Keys that change what the same tensors compute.
 SAME_FUNCTION = (
@@ -46,7 +47,7 @@ SAME_FUNCTION = (
     "norm_eps",
 )
 # Names of tensors of the norms in a norm plan, output norms and that of the embeddings included.
-NORM_NAMES = r"(blocks\.\d+\.norm[12]|norm_f|norm_e)\..*"
+NORM_NAMES = PLACE.pattern
 # Names of tensors of the norms within attention.
 ATTENTION_NORM_NAMES = r"blocks\.\d+\.attn\.[qkv]_norm\..*"
 
@@ -66,23 +67,15 @@ def load_model(spec: str) -> GPT:
         if not names and any(path.glob("*.safetensors*")):
             return load_hf(path)
         if not names:
-            raise _no_model_in(path)
+            what = f"no {BEST}, no {LAST} and no safetensors in this folder: check the path"
+            if (path / DISTILLING).exists():
+                what = "its distillation has not finished: the same distill.py command continues it"
+            raise CheckpointError(f"{path}: {what}")
         path = path / names[0]
     state = read_checkpoint(path)
     model = saved_model(path, state)
     model.meta = state.get("meta", {})
     return model.eval()
-
-
-def _no_model_in(folder: Path) -> CheckpointError:
-    """Make the error for a folder without a model."""
-    if (folder / DISTILLING).exists():
-        return CheckpointError(
-            f"{folder}: its distillation has not finished: the same distill.py command continues it"
-        )
-    return CheckpointError(
-        f"{folder}: no {BEST}, no {LAST} and no safetensors in this folder: check the path"
-    )
 
 
 def init_from(model: GPT, spec: str) -> str:

@@ -16,10 +16,12 @@ import torch
 
 from common.environment import find_device
 from common.errors import ConfigError, run_program
-from common.inputs import check_regular
+from common.inputs import read_regular
 from configurator import check_ranges, key, parse_args
 from data.tokenizers import decode, tokenizer_of
 from load import load_model
+
+MOST_PROMPT = 1 << 24  # bytes of its file
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,8 @@ def read_prompt(prompt: str) -> str:
     """Return the text to continue, from its file if `prompt` names one."""
     if not prompt.startswith("FILE:"):
         return prompt
-    path = Path(prompt.removeprefix("FILE:"))
-    check_regular(path)
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(Path(prompt.removeprefix("FILE:")), MOST_PROMPT).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"prompt={prompt}: cannot be read as text ({type(error).__name__})"

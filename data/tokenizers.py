@@ -221,35 +221,6 @@ def first_token(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer) -> i
     return getattr(tokenizer, "eot_token", None) if bos is None else bos
 
 
-def encode_pair(
-    tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer, context: str, continuation: str
-) -> tuple[list[int], list[int]]:
-    """Return the token ids of a context and of what follows it, as lm-evaluation-harness does.
-
-    Both are encoded together, so that spaces at the context's end belong to the continuation.
-    `first_token` stands for an empty context. Raises DataError if there is none, or if no token
-    is the continuation's.
-    """
-    start = tokenizer.encode_ordinary(context.rstrip())
-    tokens = tokenizer.encode_ordinary(context + continuation)[len(start) :]
-    if not start:
-        first = first_token(tokenizer)
-        if first is None:
-            raise DataError(
-                f"{continuation[:40]!r} has no context, and the tokenizer neither BOS nor EOS: "
-                "choose tasks with a context"
-            )
-        if tokens[:1] != [first]:
-            tokens.insert(0, first)
-        start, tokens = tokens[:1], tokens[1:]
-    if not tokens:
-        raise DataError(
-            f"after {context[-40:]!r}, the continuation {continuation[:40]!r} has no token of its "
-            "own: check the task's choices"
-        )
-    return start, tokens
-
-
 def decode(tokenizer: tiktoken.Encoding | CharTokenizer | HFTokenizer, tokens: list[int]) -> str:
     """Return the text of tokens. Those that the tokenizer does not have are shown as U+FFFD."""
     parts = []

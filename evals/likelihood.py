@@ -1,113 +1,126 @@
-"""Compute log-likelihoods of texts under a GPT, as lm-evaluation-harness asks for them.
-
-evals/lm_eval_model.py is the program.
-"""
+"""Compute log-likelihoods of texts under a GPT, for HellaSwag and for lm-evaluation-harness."""
 
 import sys
-from collections import Counter, defaultdict
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from common.environment import Precision
-from data.tokenizers import encode_pair, load_tokenizer
+from common.distributed import Ranks
+from common.errors import DataError
+from data.tokenizers import first_token
 from model import GPT
 
 
-class Request(NamedTuple):
-    """A continuation to score, of the group of requests with the same ids but the last."""
+class Text(NamedTuple):
+    """A context and its continuation, whose log-likelihood is wanted."""
 
-    number: int  # its place among the results
-    last: int  # its last token id
-    count: int  # how many of its ids, at the end, are the continuation's
+    ids: tuple[int, ...]  # of both; the beginning is cut off where it does not fit
+    count: int  # how many of them, at the end, are the continuation's
+    is_cut: bool
 
 
-class Scorer:
-    """Log-likelihoods of continuations under a model.
+def encode_pairs(tokenizer: Any, pairs: list[tuple[str, str]], context_size: int) -> list[Text]:
+    """Encode pairs of context and continuation as lm-evaluation-harness does.
 
-    The head's product is float32 whatever the dtype: rounded to bfloat16, the logits of two choices
-    are often equal. `seen` counts requests, those of them that were cut, and forward passes.
+    Both are encoded together, so that spaces at the context's end belong to the continuation. BOS,
+    else the end of a text, stands for an empty context.
 
     Args:
-        model: it is moved to the device of `precision` and takes its dtype.
-        batch_size: forward passes at once.
-        context: a text of more than `context` tokens, not counting the last, loses its beginning; 0
-            for the model's block_size.
+        context_size: a text of more tokens, not counting the last, loses its beginning: the model
+            reads all but the last, which is a target only.
+
+    Raises:
+        DataError: there is no BOS and no end of a text, or no token is the continuation's.
     """
+    encode = cache(tokenizer.encode_ordinary)  # the choices of a question have one context
+    texts = []
+    for context, continuation in pairs:
+        start = encode(context.rstrip())
+        tokens = tokenizer.encode_ordinary(context + continuation)[len(start) :]
+        if not start:
+            first = first_token(tokenizer)
+            if first is None:
+                raise DataError(
+                    f"{continuation[:40]!r} has no context, and the tokenizer neither BOS nor EOS: "
+                    "choose tasks with a context"
+                )
+            if tokens[:1] != [first]:
+                tokens.insert(0, first)
+            start, tokens = tokens[:1], tokens[1:]
+        if not tokens:
+            raise DataError(
+                f"after {context[-40:]!r}, the continuation {continuation[:40]!r} has no token of "
+                "its own: check the task's choices"
+            )
+        whole = start + tokens
+        ids = whole[-(context_size + 1) :]
+        # The first token of all has nothing before it, so it has no likelihood.
+        count = min(len(tokens), len(ids) - 1)
+        texts.append(Text(tuple(ids), count, len(whole) > len(ids)))
+    return texts
 
-    def __init__(self, model: GPT, precision: Precision, batch_size: int, context: int = 0):
-        self.model = model.to(precision.device, precision.weights).eval()
-        self.precision = precision
-        self.batch_size = batch_size
-        self.context = context or model.config.block_size
-        self.tokenizer = load_tokenizer(model.meta)
-        self.seen: Counter[str] = Counter()
 
-    @torch.no_grad()
-    def score(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Score pairs of context and continuation.
+@torch.no_grad()
+def log_likelihoods(
+    model: GPT, texts: list[Text], ranks: Ranks, batch_size: int, autocast: Callable
+) -> tuple[Tensor, Tensor]:
+    """Return the log-likelihood of each text's continuation, and whether greedy decoding gives it.
 
-        Requests that differ only in their last token share one forward pass.
+    Texts that differ only in their last token share one forward pass. The head's product is float32
+    whatever the dtype: rounded to bfloat16, the logits of two choices are often equal.
 
-        Returns:
-            For each pair the log-likelihood of the continuation, and whether greedy decoding would
-            give it.
+    Args:
+        ranks: batches of texts of about the same length are shared out between them.
+        batch_size: forward passes at once.
+        autocast: context in which the model computes.
 
-        Raises:
-            DataError: as of encode_pair.
-        """
-        # All ids but the last -> the requests that need this forward pass.
-        groups: dict[tuple[int, ...], list[Request]] = defaultdict(list)
-        for number, (context, continuation) in enumerate(pairs):
-            start, tokens = encode_pair(self.tokenizer, context, continuation)
-            whole = start + tokens
-            ids = whole[-(self.context + 1) :]
-            self.seen.update(requests=1, cut=len(whole) > len(ids))
-            count = min(len(tokens), len(ids) - 1)
-            groups[tuple(ids[:-1])].append(Request(number, ids[-1], count))
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
-        # Longest first, so that too little memory shows at once. Neighbours in this order need
-        # little padding.
-        ordered = sorted(groups, key=len, reverse=True)
-        with tqdm(
-            total=len(ordered), unit="forward", leave=False, disable=not sys.stderr.isatty()
-        ) as bar:
-            for at in range(0, len(ordered), self.batch_size):
-                rows = ordered[at : at + self.batch_size]
-                counts = [max(request.count for request in groups[row]) for row in rows]
-                for row, log_p in zip(rows, self._log_p(rows, counts), strict=True):
-                    for number, last, count in groups[row]:
-                        tokens = [*row[len(row) - count + 1 :], last]
-                        found[number] = self._read(log_p[-count:], tokens)
-                self.seen.update(forwards=len(rows))
-                bar.update(len(rows))
-        return found
-
-    def _log_p(self, rows: list[tuple[int, ...]], counts: list[int]) -> list[Tensor]:
-        """Return log-probabilities of what follows each row's last `count` ids.
-
-        One float32 (count, V) for each row, on the CPU.
-        """
-        longest = max(len(row) for row in rows)
+    Returns:
+        Nats, float64 (n,), and bool (n,); on every rank the same.
+    """
+    was_training = model.training
+    model.eval()
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, text in enumerate(texts):
+        groups[text.ids[:-1]].append(number)
+    # Longest first, so that too little memory shows at once. Neighbours need little padding.
+    rows = sorted(groups, key=len, reverse=True)
+    batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    wide = torch.float32 if ranks.device.type == "mps" else torch.float64
+    found = torch.zeros(2, len(texts), dtype=wide, device=ranks.device)
+    shown = ranks.is_main and sys.stderr.isatty()
+    for batch, counts in tqdm(
+        list(ranks.deal(batches)), unit="batch", leave=False, disable=not shown
+    ):
+        longest = max(map(len, batch))  # T
         # Padding comes after the text, where a causal model cannot see it.
-        idx = torch.tensor([list(row) + [0] * (longest - len(row)) for row in rows])  # (B, T)
-        with self.precision.autocast():
-            hidden = self.model.hidden(idx.to(self.precision.device))  # (B, T, C)
-        # Of float32 weights this is no copy.
-        head = self.model.head_weight()[: self.model.n_vocab].float()  # (V, C)
-        found = []
-        for row, count, states in zip(rows, counts, hidden, strict=True):
-            last = states[len(row) - count : len(row)].float()  # (count, C)
-            found.append(F.linear(last, head).log_softmax(-1).cpu())
-        return found
-
-    @staticmethod
-    def _read(log_p: Tensor, tokens: list[int]) -> tuple[float, bool]:
-        """Read the score of tokens (count,) from log_p (count, V)."""
-        targets = torch.tensor(tokens)
-        total = float(log_p.gather(1, targets[:, None]).sum())
-        is_greedy = bool((log_p.argmax(1) == targets).all())
-        return total, is_greedy
+        padded = [[*row] + [0] * (longest - len(row)) for row in batch]
+        with autocast():
+            hidden = model.hidden(torch.tensor(padded, device=ranks.device))  # (B, T, C)
+        if not counts:  # a batch that only fills up this rank's share
+            continue
+        # How many positions of each row are needed, and their states: N in all rows.
+        most = [max(texts[number].count for number in groups[row]) for row in batch]
+        last = [
+            states[len(row) - count : len(row)]
+            for row, count, states in zip(batch, most, hidden, strict=True)
+        ]
+        head = model.head_weight()[: model.n_vocab].float()  # (V, C); of float32 weights no copy
+        log_p = F.linear(torch.cat(last).float(), head).log_softmax(-1)  # (N, V)
+        for row, log_p_row in zip(batch, log_p.split(most), strict=True):
+            for number in groups[row]:
+                count = texts[number].count
+                targets = torch.tensor(texts[number].ids[-count:], device=ranks.device)
+                own = log_p_row[-count:]  # (count, V)
+                found[0, number] = own.gather(1, targets[:, None]).sum()
+                found[1, number] = (own.argmax(1) == targets).all()
+    model.train(was_training)
+    # Each text was scored by one rank and the others add zero, so the sum is the same on any number
+    # of ranks.
+    likelihoods, is_greedy = ranks.sum(found).cpu()
+    return likelihoods.double(), is_greedy.bool()

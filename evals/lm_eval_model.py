@@ -1,4 +1,4 @@
-"""Run lm-evaluation-harness on our models: it asks for log-likelihoods, a GPT answers.
+"""Compare models on multiple choice: lm-evaluation-harness asks, our GPTs answer.
 
     python -m evals.lm_eval_model out/teacher out/student \\
       --mmlu=mmlu_dev.jsonl.xz,mmlu_test.jsonl.xz --limit=20
@@ -19,8 +19,11 @@ about other training seeds or other prompts, and its width is zero where all ite
 
 import common.interrupt  # noqa: F401
 
+import functools
 import json
-import tempfile
+import logging
+import lzma
+from collections import defaultdict
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,14 +31,16 @@ from typing import Any
 
 import numpy as np
 
-from common.environment import Precision, environment, faster_float32_products, find_device
-from common.errors import ConfigError, UserError, run_program
-from common.output import check_replaceable, write_bytes_atomically, writing
+from common.environment import environment, find_device
+from common.errors import ConfigError, DataError, UserError, run_program
+from common.output import check_replaceable, markdown, write_bytes_atomically, writing
 from common.stats import paired
 from configurator import check_ranges, key, parse_args
-from evals.likelihood import Scorer
-from evals.lm_eval_tasks import import_lm_eval, load_tasks
 from load import load_model
+
+# (task, item) -> model -> 1.0 where it was correct, else 0.0
+Marks = dict[tuple[str, int], dict[str, float]]
+CHOICES = ["A", "B", "C", "D"]
 
 
 @dataclass(frozen=True)
@@ -69,172 +74,185 @@ class EvalConfig:
         check_ranges(self)
         if bool(self.tasks) == bool(self.mmlu):
             raise ConfigError("say what to evaluate on: --tasks=NAMES, or --mmlu=DEV,TEST")
-        if self.mmlu and len(self.mmlu.split(",")) != 2:
-            raise ConfigError(f"mmlu={self.mmlu}: needs two files, dev rows and test rows")
 
 
-@dataclass(frozen=True)
-class Marks:
-    """How one model did on one group of tasks."""
+def local_mmlu(files: str) -> list[dict[str, Any]]:
+    """Return 5-shot tasks of the harness, one for each subject of local rows.
 
-    items: dict[tuple[str, int], float]  # (task, item) -> 1 if correct, else 0
-    shots: list[int]  # numbers of examples before a question
-    context: int  # tokens that fit
-    requests: int
-    cut: int  # requests that did not fit
-    forwards: int  # forward passes
+    Args:
+        files: a file of dev rows and a file of test rows, with a comma between.
+
+    Raises:
+        DataError: a file cannot be read, or has other rows.
+    """
+    rows: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {"dev": [], "test": []})
+    for split, name in zip(("dev", "test"), files.split(","), strict=True):
+        opened = lzma.open if name.endswith(".xz") else open
+        try:
+            with opened(name, "rt", encoding="utf-8") as lines:
+                for line in lines:
+                    row = json.loads(line)
+                    rows[row["subject"]][split].append(row)
+        except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{name}: cannot be read as MMLU rows, JSON with subject, question, four choices "
+                f"and answer 0 to 3 ({error!r:.200})"
+            ) from None
+    tasks = []
+    for subject, splits in sorted(rows.items()):
+        about = subject.replace("_", " ")
+        task = {
+            "task": f"local_mmlu_{subject}",
+            "custom_dataset": functools.partial(dict, splits),
+            "test_split": "test",
+            "fewshot_split": "dev",
+            "fewshot_config": {"sampler": "first_n"},
+            "output_type": "multiple_choice",
+            "description": "The following are multiple choice questions (with answers) about "
+            f"{about}.\n\n",
+            "doc_to_text": "{{question.strip()}}\n"
+            + "\n".join(f"{choice}. {{{{choices[{i}]}}}}" for i, choice in enumerate(CHOICES))
+            + "\nAnswer:",
+            "doc_to_choice": CHOICES,
+            "doc_to_target": "answer",
+            "num_fewshot": 5,
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        }
+        tasks.append(task)
+    return tasks
 
 
-def evaluate(scorer: Scorer, tasks: list[Any], manager: Any, config: EvalConfig) -> Marks:
-    """Let the harness mark `scorer`'s model. Raises UserError for what it cannot run."""
-    # Here, because it needs the harness, which --help and bad input do not.
-    from evals.harness_model import HarnessModel
+def load_tasks(config: EvalConfig) -> tuple[Any, list[Any], dict[str, str]]:
+    """Load the tasks that the config names.
 
-    scorer.seen.clear()
+    Returns:
+        The harness's manager, its tasks, and {task: its group}, the outermost one with a mean; a
+        task in no such group is a group of its own.
+
+    Raises:
+        UserError: a task cannot be loaded, or needs more than choices.
+    """
+    from lm_eval.tasks import TaskManager
+
+    names = local_mmlu(config.mmlu) if config.mmlu else config.tasks.split(",")
     try:
-        found = import_lm_eval().simple_evaluate(
-            model=HarnessModel(scorer),
+        manager = TaskManager(include_path=config.include or None, include_defaults=not config.mmlu)
+        loaded = manager.load(names)
+    except (KeyError, ValueError, OSError, ImportError) as error:
+        raise UserError(
+            f"tasks={config.tasks[:80]}: the harness cannot load them ({str(error)[:200]!r})"
+        ) from None
+    for name, task in loaded["tasks"].items():
+        if task.OUTPUT_TYPE in ("generate_until", "loglikelihood_rolling"):
+            raise UserError(f"{name}: needs more than the likelihoods of choices: leave it out")
+        prepare_once(task)
+    group_of = {name: "local_mmlu" if config.mmlu else name for name in loaded["tasks"]}
+    # A group comes before those within it.
+    for name, group in reversed(loaded["groups"].items()):
+        if group.has_aggregation:
+            group_of |= {task.task_name: name for task in group.get_all_tasks()}
+    return manager, list(loaded["tasks"].values()), group_of
+
+
+def prepare_once(task: Any) -> None:
+    """Have a task of the harness prepare its documents once, not each time it reads them.
+
+    GPQA's choices are shuffled by a generator that continues at every reading (lm-eval 0.4.13).
+    Questions would be asked in one order and marked in another, and the next model would be asked a
+    third.
+    """
+    process = task.config.process_docs
+    if process is None:
+        return
+    once = functools.cache(process)
+    task.config.process_docs = once
+    if task.fewshot_cfg.process_docs is process:
+        task.fewshot_cfg.process_docs = once
+    if hasattr(task, "sampler"):
+        # The sampler leaves a question out of its own examples by comparing the two.
+        task.sampler.replace_df(list(task.fewshot_docs()))
+
+
+def ask(
+    specs: list[str], tasks: list[Any], manager: Any, config: EvalConfig
+) -> tuple[Marks, dict[str, Any]]:
+    """Have the harness ask all models, and return their marks and a record of the evaluation."""
+    import lm_eval
+
+    from evals.lm_eval import NanonormLM
+
+    # All are loaded first, because the smallest context is used for every model.
+    models = {spec: load_model(spec) for spec in specs}
+    context = min(model.config.block_size for model in models.values())
+    marks: Marks = defaultdict(dict)
+    record: dict[str, Any] = {"context": context, "requests": {}}
+    for spec in specs:
+        model = NanonormLM(
+            models.pop(spec), config.dtype, context, config.batch_size, config.device
+        )
+        found = lm_eval.simple_evaluate(
+            model=model,
             tasks=tasks,
             task_manager=manager,
             num_fewshot=config.num_fewshot,
             limit=config.limit or None,
             bootstrap_iters=0,
         )
-    except (KeyError, ValueError, OSError, AssertionError) as error:
-        raise UserError(
-            f"{tasks[0].task_name}, ...: the harness cannot run this with num_fewshot="
-            f"{config.num_fewshot}, limit={config.limit} ({str(error)[:200]!r})"
-        ) from None
-    items = {}
-    for task, samples in found["samples"].items():
-        for sample in samples:
-            if "acc" in sample:
-                items[task, sample["doc_id"]] = float(sample["acc"])
-    return Marks(
-        items=items,
-        shots=sorted(set(found["n-shot"].values())),
-        context=scorer.context,
-        requests=scorer.seen["requests"],
-        cut=scorer.seen["cut"],
-        forwards=scorer.seen["forwards"],
-    )
+        for task, samples in found["samples"].items():
+            for sample in samples:
+                if "acc" in sample:
+                    marks[task, sample["doc_id"]][spec] = float(sample["acc"])
+        record["shots"] = found["n-shot"]
+        record["dtype"] = model.get_model_info()["model_dtype"]
+        record["requests"][spec] = dict(model.seen)
+        del model  # before the next one needs the memory
+    for task in sorted(record["shots"].keys() - {task for task, _ in marks}):
+        print(f"{task}: left out, because it has no accuracy (acc)")
+    return marks, record
 
 
-def mean_and_interval(values: np.ndarray) -> tuple[float, list[float] | None]:
-    """Return the mean of (n,) items and its 95 % t interval; None as the interval of one item."""
+def estimate(values: np.ndarray) -> dict[str, Any]:
+    """Return the mean of (n,) items and its 95 % t interval, which one item does not have."""
     interval = list(paired(values).interval()) if len(values) > 1 else None
-    return float(values.mean()), interval
+    return {"mean": float(values.mean()), "interval": interval}
 
 
-def summarise(group: str, marks: dict[str, Marks]) -> list[dict[str, Any]]:
-    """Return one record a model of its marks on a group.
+def summarise(marks: Marks, group_of: dict[str, str], specs: list[str]) -> list[dict[str, Any]]:
+    """Return one record a group and model.
 
     From the second model on, a record has the paired difference to the first.
     """
     records: list[dict[str, Any]] = []
-    base = next(iter(marks.values())).items
-    for spec, own in marks.items():
-        acc, interval = mean_and_interval(np.array([own.items[item] for item in base]))
-        record = {
-            "group": group,
-            "model": spec,
-            "items": len(base),
-            "shots": own.shots,
-            "acc": acc,
-            "interval": interval,
-        }
-        if records:
-            differences = np.array([own.items[item] - base[item] for item in base])
-            record["difference"], record["difference_interval"] = mean_and_interval(differences)
-            record["differing"] = int(np.count_nonzero(differences))
-        record["context"] = own.context
-        record["requests"] = own.requests
-        record["cut"] = own.cut
-        record["forwards"] = own.forwards
-        records.append(record)
+    for group in dict.fromkeys(group_of[task] for task, _ in marks):
+        own = [correct for (task, _), correct in marks.items() if group_of[task] == group]
+        for spec in specs:
+            acc = np.array([correct[spec] for correct in own])  # (items,)
+            record = {"group": group, "model": spec, "items": len(own), "acc": estimate(acc)}
+            if spec != specs[0]:
+                differences = acc - [correct[specs[0]] for correct in own]
+                record["difference"] = estimate(differences)
+                record["differing"] = int(np.count_nonzero(differences))
+            records.append(record)
     return records
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """Return the records of `summarise` as lines of text."""
-
-    def cell(value: float | None, interval: list[float] | None, sign: str) -> str:
-        if value is None:
-            return ""
-        text = f"{value:{sign}.4f}"
-        if interval:
-            low, high = interval
-            text += f" ({low:{sign}.4f} .. {high:{sign}.4f})"
-        return text
-
-    rows = [["group", "items", "shots", "model", "accuracy (95 %)", "difference (95 %)", "cut"]]
-    for record in records:
-        rows.append(
-            [
-                record["group"],
-                f"{record['items']:,}",
-                "/".join(map(str, record["shots"])),
-                record["model"],
-                cell(record["acc"], record["interval"], ""),
-                cell(record.get("difference"), record.get("difference_interval"), "+"),
-                f"{record['cut']:,} of {record['requests']:,}",
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+def shown(value: dict[str, Any] | None, sign: str) -> str:
+    """Return an estimate as text."""
+    if value is None:
+        return ""
+    text = f"{value['mean']:{sign}.4f}"
+    if value["interval"]:
+        low, high = value["interval"]
+        text += f" ({low:{sign}.4f} .. {high:{sign}.4f})"
+    return text
 
 
-def run(
-    specs: list[str], config: EvalConfig, precision: Precision, folder: Path
-) -> dict[str, dict[str, Marks]]:
-    """Mark all models: {group: {model: its marks}}. Prints the context, and what is left out.
-
-    Args:
-        folder: for files that the tasks need.
-
-    Raises:
-        UserError: a task cannot be run, or has no accuracy.
-    """
-    groups, manager = load_tasks(config.tasks, config.mmlu, config.include, folder)
-    # All are loaded first, because the smallest context is used for every model.
-    models = {spec: load_model(spec) for spec in specs}
-    context = min(model.config.block_size for model in models.values())
-    print(
-        f"{precision.device.type}, {str(precision.dtype).removeprefix('torch.')}, "
-        f"context {context:,}",
-        flush=True,
-    )
-    marks: dict[str, dict[str, Marks]] = {group: {} for group in groups}
-    for spec in specs:
-        model = models.pop(spec)
-        if precision.device.type == "cpu":
-            faster_float32_products(model.config.n_embd, model.config.head_channels)
-        scorer = Scorer(model, precision, config.batch_size, context)
-        for group, tasks in groups.items():
-            marks[group][spec] = evaluate(scorer, tasks, manager, config)
-        del model, scorer  # before the next one needs the memory
-    for group, tasks in groups.items():
-        marked = {task for task, _ in marks[group][specs[0]].items}
-        for name in sorted({task.task_name for task in tasks} - marked):
-            print(f"{name}: left out, because it has no accuracy (acc)")
-        if not marked:
-            del marks[group]
-    if not marks:
-        raise UserError(
-            f"tasks={config.tasks[:80]}: no item with an accuracy: choose multiple-choice tasks"
-        )
-    return marks
-
-
-def write_items(path: Path, marks: dict[str, dict[str, Marks]]) -> None:
+def write_items(path: Path, marks: Marks, group_of: dict[str, str]) -> None:
     """Write one JSON line an item: group, task, item, and which models were correct."""
     lines = []
-    for group, own in marks.items():
-        first = next(iter(own.values()))
-        for task, item in first.items:
-            correct = {spec: each.items[task, item] for spec, each in own.items()}
-            record = {"group": group, "task": task, "item": item, "correct": correct}
-            lines.append(json.dumps(record) + "\n")
+    for (task, item), correct in marks.items():
+        record = {"group": group_of[task], "task": task, "item": item, "correct": correct}
+        lines.append(json.dumps(record) + "\n")
     with writing(path.parent):
         write_bytes_atomically(path, "".join(lines).encode())
 
@@ -243,33 +261,33 @@ def main(argv: list[str]) -> None:
     """Run the program with these command-line arguments."""
     specs = [arg for arg in argv if not arg.startswith("-") and not arg.endswith(".py")]
     config, _ = parse_args(EvalConfig, [arg for arg in argv if arg not in specs], __doc__)
-    if not specs:
-        raise ConfigError(
-            "name a model first: a run folder or a checkpoint file (--help says more)"
-        )
-    if len(set(specs)) < len(specs):
-        raise ConfigError("a model is named twice: name each once")
-    precision = Precision(config.dtype, find_device(config.device))
+    if not specs or len(set(specs)) < len(specs):
+        raise ConfigError("name one or more models, run folders or checkpoints, each of them once")
     if config.out:
-        # Now, not after hours.
-        check_replaceable(Path(config.out), rb'{"group": .*"correct"')
-        with writing(Path(config.out).parent):
-            open(config.out, "ab").close()
-    with tempfile.TemporaryDirectory() as folder:
-        marks = run(specs, config, precision, Path(folder))
+        check_replaceable(Path(config.out), rb'{"group": .*"correct"')  # now, not after hours
+    import evals.lm_eval  # noqa: F401  the harness, with our models
+
+    # It warns of every task whose num_fewshot we set.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager, tasks, group_of = load_tasks(config)
+    marks, record = ask(specs, tasks, manager, config)
+    if not marks:
+        raise UserError(f"tasks={config.tasks[:80]}: no item with an accuracy")
     if config.out:
-        write_items(Path(config.out), marks)
-    records = [record for group, own in marks.items() for record in summarise(group, own)]
-    print(table(records))
-    if any(record["cut"] for record in records):
-        print(
-            "cut: this many requests did not fit the context, the smallest of all models', and "
-            "lost their beginning; their\nitems are judged on an incomplete prompt"
-        )
-    place = environment(precision.device)
+        write_items(Path(config.out), marks, group_of)
+    records = summarise(marks, group_of, specs)
+    rows = []
+    for each in records:
+        seen = record["requests"][each["model"]]
+        cut = f"{seen.get('requests_cut', 0):,} of {seen.get('requests', 0):,}"
+        cells = (shown(each["acc"], ""), shown(each.get("difference"), "+"), cut)
+        rows.append([each["group"], each["items"], each["model"], *cells])
+    lost = f"requests that lost their beginning (context {record['context']:,})"
+    header = ["group", "items", "model", "accuracy (95 %)", "difference (95 %)", lost]
+    print(markdown(header, rows))
+    place = environment(find_device(config.device))
     place["versions"]["lm_eval"] = version("lm_eval")
-    dtype = str(precision.dtype).removeprefix("torch.")
-    print(json.dumps({"models": specs, "dtype": dtype, "groups": records, **place}))
+    print(json.dumps({"models": specs, **record, "groups": records, **place}))
 
 
 if __name__ == "__main__":

@@ -1,152 +1,334 @@
-"""lm-evaluation-harness's own command line on a run folder of ours.
+"""lm-evaluation-harness on our models: likelihoods, its own command line, and the table of several
+models on local MMLU rows and tasks of a folder.
 
-python -m pytest tests/evals/test_lm_eval.py
+    python -m pytest tests/evals/test_lm_eval.py
 """
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 
 import pytest
-from helpers import ROOT
+import torch
 
-from common.errors import CheckpointError, ConfigError, UserError
-from evals import lm_eval, lm_eval_model
+from common.distributed import Ranks
+from common.environment import Precision
+from common.errors import ConfigError, UserError
+from data.tokenizers import byte_tokenizer
+from evals import lm_eval_model
+from evals.likelihood import encode_pairs, log_likelihoods
 from model import GPT, GPTConfig
 from training.checkpoint import BEST, save_checkpoint
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-from evals.harness_model import NamedModel
+CPU = torch.device("cpu")
+BFLOAT16 = Precision("bfloat16", CPU).autocast
+SHAPE = GPTConfig(
+    vocab_size=320,
+    n_vocab=257,
+    block_size=48,
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    init_std=0.1,
+    norm_type="rms",
+    position="rope",
+    activation="swiglu",
+)
+
+
+def gpt(**keys) -> GPT:
+    model = GPT(replace(SHAPE, **keys), seed=2).eval()
+    model.meta = {"tokenizer": "bytes", "vocab_size": 257}
+    return model
+
+
+def save(folder, **keys) -> str:
+    """A run folder of gpt(**keys)."""
+    model = gpt(**keys)
+    state = {"config": asdict(model.config), "meta": model.meta, "model": model.state_dict()}
+    folder.mkdir()
+    save_checkpoint(folder / BEST, {"step": 0, **state})
+    return str(folder)
+
+
+def score(model, pairs, size=48, autocast=nullcontext, batch_size=3):
+    texts = encode_pairs(byte_tokenizer(), pairs, size)
+    return log_likelihoods(model, texts, Ranks(0, 1, CPU), batch_size, autocast)
+
+
+# ------------------------------------------------------------------------------------- likelihoods
+
+
+@torch.no_grad()
+def by_hand(model: GPT, context: str, continuation: str, size: int) -> float:
+    ids = list((context + continuation).encode())[-(size + 1) :]
+    log_p = model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+    count = min(len(continuation.encode()), len(ids) - 1)
+    return sum(float(log_p[i, ids[i + 1]]) for i in range(len(ids) - 1 - count, len(ids) - 1))
+
+
+@pytest.mark.parametrize("size", [48, 24])
+def test_likelihoods_are_those_of_the_model(size, monkeypatch):
+    model = gpt()
+    rows = []
+    hidden = GPT.hidden
+    monkeypatch.setattr(GPT, "hidden", lambda self, idx: rows.extend(idx) or hidden(self, idx))
+    pairs = [("Question? Answer:", f" {letter}") for letter in "ABCD"]
+    pairs += [
+        ("A longer context that is cut to the last forty-eight tokens of all.", " yes"),
+        ("Hi", " there, you"),
+        ("a space ", "belongs to it"),
+    ]
+    found, _ = score(model, pairs, size)
+    assert len(rows) == 4  # four choices, one forward
+    texts = encode_pairs(byte_tokenizer(), pairs, size)
+    assert [text.is_cut for text in texts] == [False] * 4 + [True, False, False]
+    pairs[-1] = ("a space", " belongs to it")  # to the continuation, that is
+    monkeypatch.undo()
+    assert found.tolist() == pytest.approx(
+        [by_hand(model, *pair, size) for pair in pairs], abs=1e-4
+    )
+    best = int(model(torch.tensor([list(b"Hi")]))[0, -1, 32:127].argmax()) + 32
+    is_best = int(model(torch.tensor([list(b"Hi")]))[0, -1].argmax()) == best
+    assert score(model, [("Hi", chr(best))])[1].tolist() == [is_best]
+
+
+def test_choices_are_not_decided_by_rounding():
+    """Where bfloat16 logits are equal, and float32 products of the same hidden states are not."""
+    model = gpt()
+    with torch.no_grad():
+        model.wte.weight[ord("B")] = model.wte.weight[ord("A")] * (1 + 1e-4)
+        with BFLOAT16():
+            hidden = model.hidden(torch.tensor([list(b"Answer:")]))[0, -1]
+            rounded = model.logits(hidden)
+        exact = hidden.double() @ model.wte.weight.double().T
+    assert rounded[ord("A")] == rounded[ord("B")] and exact[ord("A")] != exact[ord("B")]
+    a, b = score(model, [("Answer:", "A"), ("Answer:", "B")], autocast=BFLOAT16)[0].tolist()
+    assert b - a == pytest.approx(float(exact[ord("B")] - exact[ord("A")]), abs=2e-6)
+    assert (b > a) == (exact[ord("B")] > exact[ord("A")])
+
+
+# ------------------------------------------------------------------------------------- the harness
 
 ITEMS = 12
 TASK = """
-task: our_task
+task: our_{name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{train: {folder}/rows.jsonl}}}}
 training_split: train
 validation_split: train
 output_type: multiple_choice
-doc_to_text: "Question {{{{number}}}}:"
+doc_to_text: "Q{{{{number}}}} {{{{choices|join(' ')}}}}:"
 doc_to_choice: "{{{{choices}}}}"
 doc_to_target: answer
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+metric_list: [{{metric: {metric}, aggregation: mean, higher_is_better: true}}]
+{more}
 """
+SHUFFLE = """
+import random
+rng = random.Random(42)
+def process_docs(dataset):
+    def shuffled(doc):
+        choices = ["right", "wrong", "bad", "ill"]
+        rng.shuffle(choices)
+        return {"number": doc["number"], "choices": choices, "answer": choices.index("right")}
+    return dataset.map(shuffled)
+"""
+SHUFFLED = "process_docs: !function utils.process_docs\n"
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """A folder with a task, its rows, and run/, a run folder."""
-    shape = GPTConfig(
-        vocab_size=320, n_vocab=257, block_size=64, n_layer=2, n_head=2, n_embd=32, init_std=0.1
-    )
-    meta = {"tokenizer": "bytes", "vocab_size": 257}
-    model = GPT(shape, seed=2).state_dict()
-    state = {"step": 0, "config": asdict(shape), "meta": meta, "model": model}
-    (tmp_path / "run").mkdir()
-    save_checkpoint(tmp_path / "run" / BEST, state)
+def lm_eval():
+    """The module of our model class; the test is skipped where there is no harness."""
+    pytest.importorskip("lm_eval")
+    from evals import lm_eval
+
+    return lm_eval
+
+
+@pytest.fixture
+def our_tasks_only(monkeypatch, lm_eval):
+    """To read the harness's own thousands of tasks takes eight seconds."""
+    from lm_eval.tasks import TaskManager
+
+    def init(self, include_path=None, include_defaults=False, **more):
+        whole(self, include_path=include_path, include_defaults=False, **more)
+
+    whole = TaskManager.__init__
+    monkeypatch.setattr(TaskManager, "__init__", init)
+
+
+def write_tasks(folder, rows, **tasks):
+    """Task files; `tasks` has the further lines of each, by its name."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "utils.py").write_text(SHUFFLE)
+    for name, more in tasks.items():
+        metric = "acc_norm" if name == "other" else "acc"
+        text = TASK.format(name=name, folder=folder, metric=metric, more=more)
+        (folder / f"{name}.yaml").write_text(text)
+
+
+def marks_of(capsys, *words) -> dict:
+    """What the table's program prints as JSON."""
+    lm_eval_model.main([*map(str, words), "--device=cpu"])
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_harness_itself_gives_our_marks(tmp_path, capsys, monkeypatch, our_tasks_only):
+    """By its own command line; some examples do not fit."""
+    from lm_eval.__main__ import cli_evaluate
+
+    spec = save(tmp_path / "run", block_size=64)
     rows = [
         {"number": i, "choices": [f"one {i}", f"{i * i} two", "three"], "answer": i % 3}
         for i in range(ITEMS)
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "task.yaml").write_text(TASK.format(folder=tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
-def our_tasks_only(monkeypatch):
-    """To read the harness's own thousands of tasks takes eight seconds."""
-    import lm_eval.tasks
-
-    class OurTasksOnly(lm_eval.tasks.TaskManager):
-        def __init__(self, include_path=None, include_defaults=False, **more):
-            super().__init__(include_path=include_path, include_defaults=False, **more)
-
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", OurTasksOnly)
-    monkeypatch.setattr("sys.argv", sys.argv)  # the program replaces it
-
-
-def test_the_harness_itself_gives_our_marks(folder, capsys, our_tasks_only):
-    """Its command line in a process of its own, offline, in which some examples do not fit."""
-    words = f"""--model nanonorm --model_args spec={folder / "run"},dtype=float32 --tasks our_task
-        --include_path {folder} --num_fewshot 3 --limit {ITEMS - 2} --batch_size 4 --log_samples
-        --output_path {folder / "marks.json"}"""
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-m", "evals.lm_eval", *words.split()],
-        cwd=ROOT,
-        env=offline,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0 and "|our_task|" in done.stdout, done.stderr[-2000:]
-    (path,) = folder.glob("marks_*.json")
-    found = json.loads(path.read_text())
-    (path,) = folder.glob("samples_our_task_*.jsonl")
+    write_tasks(tmp_path, rows, task="")
+    words = f"""--model nanonorm --model_args spec={spec},dtype=float32 --tasks our_task
+        --include_path {tmp_path} --num_fewshot 3 --limit {ITEMS - 2} --batch_size auto:4
+        --log_samples --output_path {tmp_path / "marks.json"}"""
+    monkeypatch.setattr("sys.argv", ["lm-eval", *words.split()])
+    cli_evaluate()
+    assert "|our_task|" in capsys.readouterr().out
+    (path,) = tmp_path.glob("marks_*.json")
+    theirs = json.loads(path.read_text())
+    (path,) = tmp_path.glob("samples_our_task_*.jsonl")
     samples = [json.loads(line) for line in path.read_text().splitlines()]
 
-    lm_eval_model.main(
-        [
-            str(folder / "run"),
-            "--tasks=our_task",
-            f"--include={folder}",
-            "--num_fewshot=3",
-            f"--limit={ITEMS - 2}",
-            "--dtype=float32",
-            f"--out={folder / 'items.jsonl'}",
-        ]
-    )
-    (ours,) = json.loads(capsys.readouterr().out.splitlines()[-1])["groups"]
-    items = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
-    assert found["results"]["our_task"]["acc,none"] == ours["acc"]
-    assert 0 < ours["acc"] < 1 and ours["items"] == ITEMS - 2
+    words = ["--tasks=our_task", f"--include={tmp_path}", "--num_fewshot=3", "--dtype=float32"]
+    out = tmp_path / "items.jsonl"
+    found = marks_of(capsys, spec, *words, f"--limit={ITEMS - 2}", f"--out={out}")
+    [ours] = found["groups"]
+    assert theirs["results"]["our_task"]["acc,none"] == ours["acc"]["mean"]
+    assert 0 < ours["acc"]["mean"] < 1 and ours["items"] == ITEMS - 2
+    items = [json.loads(line) for line in out.read_text().splitlines()]
     assert {sample["doc_id"]: sample["acc"] for sample in samples} == {
-        item["item"]: item["correct"][str(folder / "run")] for item in items
+        item["item"]: item["correct"][spec] for item in items
     }
-    config = found["config"]
+    config = theirs["config"]
     assert (config["model_dtype"], config["model_context"]) == ("float32", 64)
-    assert (config["requests"], config["requests_cut"]) == (ours["requests"], ours["cut"])
-    assert ours["cut"] > 0
+    assert found["requests"][spec] == {key: config[key] for key in ("requests", "requests_cut")}
+    assert config["requests_cut"] > 0
 
 
-def test_what_the_harness_refuses_is_one_line(folder, our_tasks_only):
-    model = ["--model", "nanonorm", "--model_args", f"spec={folder / 'run'}"]
-    for words, match in [
-        ([*model, "--tasks", "no_such_task"], "Tasks not found: no_such_task"),
-        (["--model", "nanonrm", "--tasks", "our_task", "--include_path", folder], "no model for"),
-    ]:
-        with pytest.raises(UserError, match=rf"(?i)lm-evaluation-harness: .*{match}") as caught:
-            lm_eval.main(list(map(str, words)))
-        assert "\n" not in str(caught.value)
+def test_the_class_takes_what_the_harness_passes(tmp_path, lm_eval):
+    """And its own models are there too: it registers them only if there are no others yet."""
+    from lm_eval.api.registry import get_model
 
-
-def test_the_harnesss_own_models_are_there_too():
-    """It registers them only if there are no others yet."""
-    code = """
-import evals.harness_model
-from lm_eval.api.registry import get_model
-print(get_model("nanonorm").__name__, get_model("dummy").__name__)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["NamedModel", "DummyLM"], done.stderr[-2000:]
-
-
-def test_model_arguments(folder):
-    spec = str(folder / "run")
-    found = NamedModel(spec, context=24, batch_size="auto:4", device="cpu").scorer
+    spec = save(tmp_path / "run")
+    found = get_model("nanonorm").create_from_arg_string(
+        f"spec={spec},context=24", {"batch_size": "auto:4", "device": "cuda:0"}
+    )
     assert (found.context, found.batch_size) == (24, 8)
-    for words, error, match in [
-        ({}, ConfigError, "--model_args spec=MODEL"),
-        ({"spec": "nowhere"}, CheckpointError, "nowhere"),
-        ({"spec": spec, "contxt": 3}, ConfigError, "contxt: unknown, did you mean context"),
-        ({"spec": spec, "context": 65}, ConfigError, "up to the model's 64"),
-        ({"spec": spec, "context": "all"}, ConfigError, "up to the model's 64"),
-        ({"spec": spec, "dtype": "int8"}, ConfigError, "must be one of auto, float32"),
-        ({"spec": spec, "batch_size": "0"}, ConfigError, "must be auto or at least 1"),
-        ({"spec": spec, "device": "tpu"}, ConfigError, "device=tpu: must be"),
-    ]:
-        with pytest.raises(error, match=match):
-            NamedModel(**words)
+    assert get_model("dummy").__name__ == "DummyLM"
+    with pytest.raises(UserError):
+        found.generate_until([])
+
+
+def write_rows(path, count):
+    choices = ["one", "two", "three", "four"]
+    rows = [
+        {"subject": subject, "question": f"What is {i}?", "choices": choices, "answer": i % 4}
+        for subject in ("high_school_art", "law")
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_mmlu_offline(tmp_path, capsys, monkeypatch, lm_eval):
+    plans = {"teacher": ("RR RR R", 1024), "student": ("Rs Rs R", 1024), "short": ("RR RR R", 300)}
+    teacher, student, short = (
+        save(tmp_path / name, norm_type="coupled", norm_plan=plan, block_size=size)
+        for name, (plan, size) in plans.items()
+    )
+    files = f"{write_rows(tmp_path / 'dev.jsonl', 5)},{write_rows(tmp_path / 'test.jsonl', 6)}"
+    words = [f"--mmlu={files}", "--limit=4"]
+    asked = []
+    encode = lm_eval.encode_pairs
+    monkeypatch.setattr(
+        lm_eval, "encode_pairs", lambda a, pairs, b: asked.extend(pairs) or encode(a, pairs, b)
+    )
+    found = marks_of(capsys, teacher, student, *words, f"--out={tmp_path / 'items.jsonl'}")
+    examples = "".join(
+        f"What is {i}?\nA. one\nB. two\nC. three\nD. four\nAnswer: {'ABCDA'[i]}\n\n"
+        for i in range(5)
+    )
+    about = "The following are multiple choice questions (with answers) about high school art.\n\n"
+    question = "What is 0?\nA. one\nB. two\nC. three\nD. four\nAnswer:"
+    assert asked[:4] == [(about + examples + question, f" {choice}") for choice in "ABCD"]
+    first, second = found["groups"]
+    assert found["dtype"] == "float32" and found["versions"]["lm_eval"]
+    assert (first["group"], first["items"], second["items"]) == ("local_mmlu", 8, 8)
+    assert set(found["shots"].values()) == {5}
+    assert found["requests"] == {
+        spec: {"requests": 32, "requests_cut": 0} for spec in (teacher, student)
+    }
+    difference = second["acc"]["mean"] - first["acc"]["mean"]
+    assert second["difference"]["mean"] == pytest.approx(difference, abs=1e-12)
+    for each in (first["acc"], second["difference"]):
+        assert each["interval"][0] <= each["mean"] <= each["interval"][1]
+    rows = [json.loads(line) for line in (tmp_path / "items.jsonl").read_text().splitlines()]
+    subjects = ("local_mmlu_high_school_art", "local_mmlu_law")
+    assert [(row["task"], row["item"]) for row in rows] == [
+        (name, i) for name in subjects for i in range(4)
+    ]
+    for spec, record in ((teacher, first), (student, second)):
+        assert sum(row["correct"][spec] for row in rows) / 8 == record["acc"]["mean"]
+    # The same weights with less context: all are cut alike, so they agree on every item.
+    found = marks_of(capsys, teacher, short, *words, "--num_fewshot=4")
+    assert found["context"] == 300 and set(found["shots"].values()) == {4}
+    assert len({seen["requests_cut"] for seen in found["requests"].values()} - {0}) == 1
+    assert found["groups"][1]["difference"]["mean"] == 0
+    with pytest.raises(UserError, match=r"dev\.jsonl"):
+        (tmp_path / "dev.jsonl").write_text("{}\n")
+        marks_of(capsys, teacher, *words)
+
+
+def test_groups_are_the_harnesss(tmp_path, capsys, monkeypatch, our_tasks_only, lm_eval):
+    """A group with a mean is one line, what has none is a line a task; GPQA's way to shuffle
+    choices does no harm.
+    """
+    more = {"one": "", "two": "num_fewshot: 2", "apart": "num_fewshot: 3", "other": ""}
+    rows = [{"number": i} for i in range(ITEMS)]
+    write_tasks(tmp_path, rows, **{name: SHUFFLED + line for name, line in more.items()})
+    (tmp_path / "pair.yaml").write_text(
+        "group: our_pair\ntask: [our_one, our_two]\n"
+        "aggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    (tmp_path / "loose.yaml").write_text("group: our_loose\ntask: [our_apart, our_other]\n")
+    asked: dict[object, list] = {}
+
+    def oracle(self, requests):
+        asked.setdefault(self, []).extend(request.args for request in requests)
+        return [(float("right" in request.args[1]), False) for request in requests]
+
+    monkeypatch.setattr(lm_eval.NanonormLM, "loglikelihood", oracle)
+    specs = [save(tmp_path / name) for name in ("a", "b")]
+    found = marks_of(capsys, *specs, "--tasks=our_pair,our_loose", f"--include={tmp_path}")
+    groups = [(record["group"], record["model"]) for record in found["groups"]]
+    assert groups == [(group, spec) for group in ("our_pair", "our_apart") for spec in specs]
+    # what is marked is what was asked
+    assert all(record["acc"]["mean"] == 1 for record in found["groups"])
+    assert found["shots"] == {"our_one": 0, "our_two": 2, "our_apart": 3, "our_other": 0}
+    # The harness keeps a question out of its own examples, and asks both models the same.
+    first, second = asked.values()
+    assert first == second and len(first) == 4 * 4 * ITEMS
+    for context, _ in first:
+        questions = [line.split()[0] for line in context.split("\n\n")]
+        assert len(set(questions)) == len(questions)
+
+
+def test_what_cannot_be_asked_is_refused(tmp_path, capsys, our_tasks_only):
+    spec = save(tmp_path / "run")
+    row = {"number": 1, "choices": ["a"], "answer": 0}
+    write_tasks(tmp_path, [row], text="output_type: generate_until")
+    for words, error, named in (
+        ([spec], ConfigError, "--tasks=NAMES"),
+        (["--tasks=x"], ConfigError, "model"),
+        ([spec, spec, "--tasks=x"], ConfigError, "once"),
+        ([spec, "--tasks=x"], UserError, "x"),
+        ([spec, "--tasks=our_text", f"--include={tmp_path}"], UserError, "our_text"),
+    ):
+        with pytest.raises(error, match=named):
+            marks_of(capsys, *words)
