@@ -1,4 +1,4 @@
-"""Read documents from text files: jsonl, jsonl.xz, parquet and txt.
+"""Read documents: text files (jsonl, jsonl.xz, parquet and txt) and data sets of the hub.
 
 Whatever a file contains, a document is either text that can be used or a reason why it is skipped.
 Only a file that cannot be read at all is an error.
@@ -6,6 +6,7 @@ Only a file that cannot be read at all is an error.
 
 import lzma
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,26 +32,22 @@ class Document(NamedTuple):
 def checked(text: Any) -> Document:
     """Return the document for bytes or str as found in a file.
 
-    Bytes that are not UTF-8 become U+FFFD.
+    What is not text becomes U+FFFD: bytes that are not UTF-8, and half of a surrogate pair, which
+    JSON can spell.
     """
-    if not isinstance(text, str | bytes):
+    if isinstance(text, str):
+        raw, code = text.encode("utf-16", "surrogatepass"), "utf-16"
+    elif isinstance(text, bytes):
+        raw, code = text, "utf-8"
+    else:
         return Document("", NO_TEXT)
     problem = ""
     try:
-        if isinstance(text, bytes):
-            text = text.decode()
-        else:
-            # JSON can spell half of a surrogate pair, "\\ud800", which is not text either.
-            text.encode()
+        text = raw.decode(code)
     except UnicodeDecodeError:
-        text = text.decode(errors="replace")
+        text = raw.decode(code, "replace")
         problem = REPLACED
-    except UnicodeEncodeError:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        problem = REPLACED
-    if not text or text.isspace():
-        return Document("", EMPTY)
-    return Document(text, problem)
+    return Document(text, problem) if text.strip() else Document("", EMPTY)
 
 
 TextOf = Callable[[dict], Any]  # from a row to its text
@@ -98,11 +95,10 @@ def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]
         raise DataError(f"{path}: parquet files need pyarrow: pip install pyarrow") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if "text" not in file.schema_arrow.names:
-                if text_of is plain_text:
-                    raise DataError(
-                        f"{path}: no column 'text', only {', '.join(file.schema_arrow.names)}"
-                    )
+            names = file.schema_arrow.names
+            if "text" not in names and text_of is plain_text:
+                raise DataError(f"{path}: no column 'text', only {', '.join(names)}")
+            if "text" not in names:
                 for batch in file.iter_batches(batch_size=256):
                     yield from (checked(text_of(row)) for row in batch.to_pylist())
                 return
@@ -115,6 +111,43 @@ def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]
         raise DataError(
             f"{path}: not a parquet file with a text column, or damaged ({reason})"
         ) from None
+
+
+@contextmanager
+def asking_hub(name: str) -> Iterator[None]:
+    """Turn what a block raises that asks the Hugging Face hub for data into a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except ImportError:
+        raise DataError(
+            f"dataset={name}: streaming needs datasets: pip install datasets, or give --local=FILES"
+        ) from None
+    except Exception as error:  # its HTTP libraries raise many kinds
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise DataError(
+            f"dataset={name}: reading from the hub failed ({what}): check name and network, and "
+            "run the same command again, or give --local=FILES"
+        ) from None
+
+
+def read_hub(
+    name: str, text_of: TextOf = plain_text, skip: int = 0, **options: Any
+) -> Iterator[Document]:
+    """Stream the rows of a data set of the hub, without the first `skip`. Raises DataError.
+
+    Args:
+        options: of datasets.load_dataset.
+    """
+    with asking_hub(f"{name}, commit {options.get('revision', 'newest')}"):
+        from datasets import load_dataset
+
+        rows = load_dataset(name, streaming=True, **options)
+        if text_of is plain_text:
+            rows = rows.select_columns(["text"])
+        for row in rows.skip(skip):
+            yield checked(text_of(row))
 
 
 def read_files(paths: list[Path], text_of: TextOf = plain_text) -> Iterator[Document]:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError, cannot_write
+from common.lock import FolderLock
 from common.output import parse_json, write_bytes_atomically
 
 MAGIC = 20240520
@@ -43,42 +44,25 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 def open_shard(path: Path) -> np.ndarray:
     """Map the tokens of one shard into memory, uint16 (n,). Raises DataError if it is damaged."""
-    try:
-        size = path.stat().st_size
-        header = np.fromfile(path, dtype="<i4", count=min(3, size // 4))
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}): prepare or copy it again"
-        ) from None
-    if len(header) == 3 and header[0] == MAGIC:
-        if header[1] != VERSION:
-            raise DataError(
-                f"{path}: shard version {header[1]}, this program reads {VERSION}: "
-                "prepare the data again"
-            )
-        count = int(header[2])
-        if count < 0 or size != HEADER_BYTES + 2 * count:
-            raise DataError(
-                f"{path}: truncated or overlong shard: its header promises {count} tokens, the "
-                f"file has room for {max(0, size - HEADER_BYTES) // 2}: prepare or copy it again"
-            )
+    size = path.stat().st_size
+    header = np.fromfile(path, dtype="<i4", count=min(3, size // 4)).tolist()
+    if header[:2] == [MAGIC, VERSION] and len(header) == 3:
         offset = HEADER_BYTES
-    elif path.name in ("train.bin", "val.bin"):
+        count = header[2]
+    elif path.name in ("train.bin", "val.bin") and header[:1] != [MAGIC]:
         # nanoGPT's form has no header; only the name tells.
-        if size % 2:
-            raise DataError(
-                f"{path}: odd number of bytes, so not uint16 tokens: prepare or copy it again"
-            )
-        count = size // 2
         offset = 0
+        count = size // 2
     else:
-        found = int(header[0]) if len(header) else "nothing"
         raise DataError(
-            f"{path}: wrong magic number {found}, a shard begins with {MAGIC}: "
-            "is it another kind of file?"
+            f"{path}: begins with {header}, a shard with {MAGIC}, {VERSION} and the number of its "
+            "tokens: is it another kind of file?"
         )
-    if not count:
-        raise DataError(f"{path}: holds no tokens: prepare the data again")
+    if count <= 0 or size != offset + 2 * count:
+        raise DataError(
+            f"{path}: empty, truncated or overlong: {size} bytes, {offset + 2 * count} for "
+            f"{count} tokens: prepare or copy it again"
+        )
     return np.memmap(path, dtype="<u2", mode="r", offset=offset, shape=(count,))
 
 
@@ -117,6 +101,15 @@ def write_meta(folder: Path, meta: dict) -> None:
     _write(folder / "meta.json", json.dumps(meta, ensure_ascii=False).encode())
 
 
+def write_data_set(folder: Path, name: str, splits: dict[str, np.ndarray], meta: dict) -> None:
+    """Write a small data set, one shard a split. Raises DataError."""
+    with FolderLock(folder):
+        for split, tokens in splits.items():
+            write_shard(folder / f"{name}_{split}_000000.bin", tokens)
+            print(f"{split}: {len(tokens):,} tokens")
+        write_meta(folder, meta)
+
+
 def _write(path: Path, *chunks: bytes) -> None:
     """Write a file atomically. Raises DataError."""
     try:
@@ -149,21 +142,16 @@ def read_pickled_meta(path: Path) -> dict:
     try:
         with path.open("rb") as file:
             meta = PlainUnpickler(io.BytesIO(file.read(MOST_PICKLED))).load()
-        size = meta["vocab_size"]
-        if type(size) is not int or not 0 < size <= MOST_TOKENS:
-            raise ValueError
-        chars = [meta["itos"][index] for index in range(size)]
-        text = "".join(chars)
+        text = "".join(meta["itos"][index] for index in range(meta["vocab_size"]))
         text.encode()  # no half of a surrogate pair
-        ids = {char: index for index, char in enumerate(chars)}
-        if list(text) != chars or meta["stoi"] != ids:
+        if meta["stoi"] != {char: index for index, char in enumerate(text)}:
             raise ValueError
     except Exception:  # an unpickler raises nearly every kind
         raise DataError(
             f"{path}: not what nanoGPT writes for characters (vocab_size, itos, stoi): prepare the "
             "data again, or remove the file if the tokens are GPT-2's"
         ) from None
-    return {"tokenizer": "chars", "vocab_size": size, "chars": text}
+    return {"tokenizer": "chars", "vocab_size": len(text), "chars": text}
 
 
 class PlainUnpickler(pickle.Unpickler):

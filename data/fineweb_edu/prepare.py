@@ -18,22 +18,18 @@ folder keeps to. The first shard is validation data. With --val, those files are
 data, and the training shards count from 0.
 
 The whole sample has about 9.7 M documents and 10 B tokens: 100 shards, 20 GB, from a download of
-some 27 GB. One process tokenises about 2.5 M tokens a second, an hour for all; with several, the
+some 27 GB. One thread tokenises about 2.5 M tokens a second, an hour for all; with several, the
 download sets the pace. Kill it at any moment and run the same command again: finished shards are
 kept, and the result is the same to the byte.
 """
 
 import json
-import multiprocessing
 import os
 import re
-import signal
 import sys
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -50,27 +46,25 @@ from tqdm import tqdm
 from common.errors import ConfigError, DataError, cannot_write, run_program
 from common.lock import FolderLock
 from common.output import parse_json, write_bytes_atomically
-from configurator import key, parse_args
+from configurator import check_ranges, key, parse_args
 from data.documents import (
     BROKEN,
     EMPTY,
     NO_TEXT,
     REPLACED,
     Document,
-    checked,
     input_files,
     read_files,
+    read_hub,
 )
 from data.shards import HEADER_BYTES, write_meta, write_shard
-from data.tokenizers import END_OF_TEXT, load_tokenizer
+from data.tokenizers import load_tokenizer
 
 HUB = "HuggingFaceFW/fineweb-edu"
 SUBSET = "sample-10BT"
 VOCABULARIES = {"gpt2": 50257, "bytes": 257}
 MAX_PIECE = 16384  # characters that the tokenizer sees at once; see `pieces`
-MOST_PROCESSES = 1024
-BATCH_CHARS = 1 << 20  # text sent to a process at once
-NOTE_KEYS = {"tokens", "counts", "offset", "is_last"}  # of a shard in progress.json; see Progress
+AHEAD = 16  # documents a thread that are read ahead
 # Up to the last non-whitespace before a space or newline: GPT-2's pattern never matches across such
 # a place.
 SAFE_SPLIT = re.compile(r".*\S(?=[ \n])", re.DOTALL)
@@ -88,48 +82,24 @@ class PrepareConfig:
     tokenizer: str = key(
         "gpt2", "GPT-2's BPE, or single bytes for models of few parameters", tuple(VOCABULARIES)
     )
-    shard_tokens: int = key(100_000_000, "tokens in a shard; only the last has fewer")
-    max_tokens: int = key(0, "stop after this many tokens, val files not counted (0: all)")
+    shard_tokens: int = key(
+        100_000_000, "tokens in a shard; only the last has fewer", least=1, most=2**31 - 1
+    )
+    max_tokens: int = key(0, "stop after this many tokens, val files not counted (0: all)", least=0)
     processes: int | None = key(
-        None, "tokenising processes; the shards do not depend on it (auto: one a CPU core)"
+        None,
+        "threads that tokenise; the shards do not depend on it (auto: one a CPU core)",
+        least=1,
+        most=1024,
     )
 
-
-def read_hub(progress: "Progress", skip: int) -> Iterator[Document]:
-    """Stream sample-10BT from the hub, in its order, without the first `skip` documents.
-
-    A folder stays with the commit that it began with.
-    """
-    try:
-        from datasets import load_dataset
-        from huggingface_hub import HfApi
-    except ImportError:
-        raise DataError(
-            "streaming FineWeb-Edu needs datasets: pip install datasets, or pass --local FILES"
-        ) from None
-    revision = progress.settings.get("revision")
-    if revision is None:
-        raise DataError(
-            f"{progress.path} does not name the commit of {HUB} that its shards are from, as it "
-            f"was written by an older version: {progress.remedy}"
-        )
-    try:
-        if not revision:
-            revision = HfApi().dataset_info(HUB).sha
-            progress.settings["revision"] = revision
-        rows = (
-            load_dataset(HUB, name=SUBSET, split="train", revision=revision, streaming=True)
-            .select_columns(["text"])
-            .skip(skip)
-        )
-        for row in rows:
-            yield checked(row["text"])
-    except Exception as error:  # its HTTP libraries raise many kinds
-        what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise DataError(
-            f"reading {HUB}, commit {revision or 'unknown'}, failed ({what}): run the same command "
-            "again to go on, or if the hub has no such commit any more, choose another --out_dir"
-        ) from None
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if not self.val and 0 < self.max_tokens <= self.shard_tokens:
+            raise ConfigError(
+                "max_tokens fits in the first shard, which is validation data: "
+                "set a smaller shard_tokens"
+            )
 
 
 # --------------------------------------------------------------------------------------- tokenising
@@ -151,75 +121,32 @@ def pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def encode(texts: list[str], name: str) -> list[np.ndarray]:
-    """Return the uint16 tokens of each text, end of text first; none for a skipped text ("")."""
-    tokenizer = load_tokenizer({"tokenizer": name})
-    first = np.array([tokenizer.encode_single_token(END_OF_TEXT)], np.uint16)
-    encoded = []
-    for text in texts:
-        if not text:
-            encoded.append(np.empty(0, np.uint16))
-            continue
-        # encode_ordinary: "<|endoftext|>" inside a document stays text.
-        parts = [np.array(tokenizer.encode_ordinary(piece), np.uint16) for piece in pieces(text)]
-        encoded.append(np.concatenate([first, *parts]))
-    return encoded
-
-
-def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Group documents into lists of about BATCH_CHARS characters."""
-    batch = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        # The 100 keep a million empty documents from filling the memory.
-        size += len(document.text) + 100
-        if size >= BATCH_CHARS:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch
-
-
-def start_worker() -> None:
-    """Leave Ctrl-C to the parent process, and do not outlive it when it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def follow_parent() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=follow_parent, daemon=True).start()
+def encode(text: str, tokenizer: Any) -> np.ndarray:
+    """Return the uint16 tokens of a text, end of text first; none for a skipped text ("")."""
+    if not text:
+        return np.empty(0, np.uint16)
+    # encode_ordinary: "<|endoftext|>" inside a document stays text.
+    parts = [np.array(tokenizer.encode_ordinary(piece), np.uint16) for piece in pieces(text)]
+    return np.concatenate([np.array([tokenizer.eot_token], np.uint16), *parts])
 
 
 def tokenise(
-    documents: Iterator[Document], name: str, processes: int
+    documents: Iterator[Document], tokenizer: Any, threads: int
 ) -> Iterator[tuple[Document, np.ndarray]]:
-    """Yield each document and its tokens, in the order of the input."""
-    if processes == 1:
-        for document in documents:
-            yield document, encode([document.text], name)[0]
-        return
-    # spawn, because forking is unsafe once datasets has started threads.
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker)
-    try:
-        # Bounded, so that reading does not get far ahead of tokenising.
+    """Yield each document and its tokens, in the order of the input.
+
+    The tokenizer computes without Python's lock, so threads are enough.
+    """
+    with ThreadPoolExecutor(threads) as pool:
         pending: deque = deque()
-        for batch in batches(documents):
-            texts = [document.text for document in batch]
-            pending.append((batch, pool.submit(encode, texts, name)))
-            if len(pending) > 2 * processes:
-                batch, encoded = pending.popleft()
-                yield from zip(batch, encoded.result(), strict=True)
-        for batch, encoded in pending:
-            yield from zip(batch, encoded.result(), strict=True)
-    except BrokenProcessPool:
-        raise DataError(
-            "a tokenising process was killed; out of memory? Run again with fewer --processes"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+        for document in documents:
+            pending.append((document, pool.submit(encode, document.text, tokenizer)))
+            # Bounded, so that reading does not get far ahead of tokenising.
+            if len(pending) > AHEAD * threads:
+                document, encoded = pending.popleft()
+                yield document, encoded.result()
+        for document, encoded in pending:
+            yield document, encoded.result()
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -242,54 +169,40 @@ class Progress:
         # With the commit of the data on the hub, "" until it is known
         self.settings = {**settings, "revision": ""}
         self.notes: dict[str, dict] = {}
-        self.remedy = (
-            f"choose another --out_dir, or delete its shards and {self.path.name} to begin again"
-        )
         present = {path.name for path in folder.glob("*.bin")}
         if not present:
             return
+        remedy = f"choose another --out_dir, or delete its shards and {self.path.name}"
         try:
-            found = parse_json(self.path.read_text())
-            noted = {name for name, note in found["shards"].items() if note.keys() >= NOTE_KEYS}
+            found = parse_json(self.path.read_text(encoding="utf-8"))
+            self.notes = found["shards"]
             # In older folders it does not name the tokenizer gpt2, nor a commit.
-            self.settings = found["settings"]
-            self.settings.setdefault("tokenizer", "gpt2")
-            different = [
-                name for name, value in settings.items() if self.settings.get(name) != value
-            ]
-        except FileNotFoundError:
+            self.settings = {"tokenizer": "gpt2"} | found["settings"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             raise DataError(
-                f"{folder} holds shards that this script did not make: {self.remedy}"
+                f"{folder} holds shards, and no good {self.path.name} of this script: {remedy}"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{self.path} is damaged: {self.remedy}") from None
+        different = [name for name, value in settings.items() if self.settings.get(name) != value]
         if different:
             raise DataError(
-                f"{folder} holds shards made with other settings ({', '.join(different)}): "
-                f"{self.remedy}"
+                f"{folder} holds shards made with other settings ({', '.join(different)}): {remedy}"
             )
-        if strangers := present - noted:
+        if strangers := present - self.notes.keys():
             raise DataError(
-                f"{folder} holds {min(strangers)}, which this run did not make: {self.remedy}"
+                f"{folder} holds {min(strangers)}, which this run did not make: {remedy}"
             )
-        self.notes = found["shards"]
 
-    def last_finished(self, name_of: Callable[[int], str]) -> tuple[int, dict | None]:
+    def last_finished(self, name_of: Callable[[int], str]) -> tuple[int, dict[str, Any]]:
         """Count the finished shards up to the first gap; return that and the last one's note."""
         index = 0
-        last = None
-        while True:
-            name = name_of(index)
-            note = self.notes.get(name)
-            if not note or not self._is_there(name, note["tokens"]):
-                return index, last
+        last = {"counts": {}, "offset": 0, "is_last": False}
+        while note := self.notes.get(name_of(index)):
+            path = self.folder / name_of(index)
+            if not path.is_file() or path.stat().st_size != HEADER_BYTES + 2 * note["tokens"]:
+                break
             last = note
             index += 1
-
-    def _is_there(self, name: str, tokens: int) -> bool:
-        """Does the shard's file exist, with this number of tokens?"""
-        path = self.folder / name
-        return path.is_file() and path.stat().st_size == HEADER_BYTES + 2 * tokens
+        return index, last
 
     def write(self, name: str, tokens: np.ndarray, **note: Any) -> None:
         """Note a shard, then write it."""
@@ -307,17 +220,6 @@ class Progress:
         write_meta(self.folder, meta)
         write_shard(self.folder / name, tokens)
         tqdm.write(f"{name}: {len(tokens):,} tokens")
-
-
-def up_to(
-    limit: int, encoded: Iterator[tuple[Document, np.ndarray]]
-) -> Iterator[tuple[Document, np.ndarray]]:
-    """Yield the first `limit` tokens, and the documents that they come from."""
-    for document, tokens in encoded:
-        yield document, tokens[:limit]
-        limit -= len(tokens)
-        if limit <= 0:
-            return
 
 
 def write_shards(
@@ -343,26 +245,24 @@ def write_shards(
         DataError: there is no usable document, or no shard for training.
     """
     index, note = progress.last_finished(name_of)
-    counts: Counter = Counter()
-    offset = 0  # tokens of the first document that are in finished shards already
-    if note:
-        counts = Counter(note["counts"])
-        offset = note["offset"]
-        if note["is_last"]:
-            return counts
+    counts = Counter(note["counts"])
+    if note["is_last"]:
+        return counts
+    offset = note["offset"]  # tokens of the first document that are in finished shards already
     size = config.shard_tokens
     shard = np.empty(size, np.uint16)
     filled = 0
     # Counted from the beginning of the document in which the last shard ended.
     left = (limit or sys.maxsize) - index * size + offset
-    processes = config.processes or os.cpu_count() or 1
-    documents = read(counts["records"])
-    encoded = up_to(left, tokenise(documents, config.tokenizer, processes))
+    tokenizer = load_tokenizer({"tokenizer": config.tokenizer})
+    threads = config.processes or os.cpu_count() or 1
     interval = 0.5 if sys.stderr.isatty() else 60  # a log file needs fewer lines than a terminal
     with tqdm(
         unit="tok", unit_scale=True, initial=index * size, total=limit or None, mininterval=interval
     ) as bar:
-        for document, tokens in encoded:
+        for document, tokens in tokenise(read(counts["records"]), tokenizer, threads):
+            tokens = tokens[:left]
+            left -= len(tokens)
             while offset < len(tokens):
                 # A full shard is written only when there is one more token, so that the last shard
                 # is known to be the last.
@@ -382,6 +282,8 @@ def write_shards(
             counts["documents"] += len(tokens) > 0
             if document.problem:
                 counts[document.problem] += 1
+            if left <= 0:
+                break
     if not filled:
         raise DataError(
             f"{name_of(0)}: no usable document in the input ({summary(counts)}): is it text, and "
@@ -415,12 +317,10 @@ def join_paths(argv: list[str]) -> list[str]:
     """
     joined: list[str] = []
     for argument in argv:
-        follows_list = bool(joined) and joined[-1].startswith(("--local=", "--val="))
         if argument in ("--local", "--val"):
             joined.append(argument + "=")
-        elif follows_list and not argument.startswith("-"):
-            comma = "" if joined[-1].endswith("=") else ","
-            joined[-1] += comma + argument
+        elif joined and re.match("--(local|val)=", joined[-1]) and not argument.startswith("-"):
+            joined[-1] += "," + argument
         else:
             joined.append(argument)
     for argument in joined:
@@ -438,6 +338,21 @@ def identity(paths: list[Path]) -> list[list]:
     return found
 
 
+def read_sample(progress: Progress, skip: int) -> Iterator[Document]:
+    """Stream sample-10BT from the hub without the first `skip` documents.
+
+    A folder stays with the commit that it began with. Raises DataError.
+    """
+    revision = progress.settings.get("revision")
+    if revision is None:
+        raise DataError(
+            f"{progress.path} was written by an older version, and does not name the commit of "
+            f"{HUB} that its shards are from: choose another --out_dir"
+        )
+    keys = {"name": SUBSET, "split": "train", "revision": revision}
+    yield from read_hub(HUB, keys, skip)
+
+
 def prepare(config: PrepareConfig) -> None:
     """Write all shards. Raises UserError."""
     local = input_files(config.local)
@@ -446,8 +361,6 @@ def prepare(config: PrepareConfig) -> None:
     files = {(status.st_dev, status.st_ino) for status in map(Path.stat, local + val)}
     if len(files) < len(local + val):
         raise ConfigError("the same file is named twice in --local and --val")
-    # GPT-2's may be downloaded here; if it cannot be, the error says what to do.
-    load_tokenizer({"tokenizer": config.tokenizer})
     settings = {
         "local": identity(local) or f"{HUB} {SUBSET}",
         "val": identity(val),
@@ -458,7 +371,7 @@ def prepare(config: PrepareConfig) -> None:
     progress = Progress(Path(config.out_dir), settings)
 
     def read(paths: list[Path], skip: int) -> Iterator[Document]:
-        return islice(read_files(paths), skip, None) if paths else read_hub(progress, skip)
+        return islice(read_files(paths), skip, None) if paths else read_sample(progress, skip)
 
     def name_of(split: str, index: int) -> str:
         if not split:  # no files for validation, so the first shard is that
@@ -483,15 +396,6 @@ def prepare(config: PrepareConfig) -> None:
 def main(argv: list[str]) -> None:
     """Run the program with these command-line arguments."""
     config, _ = parse_args(PrepareConfig, join_paths(argv), __doc__)
-    if not 0 < config.shard_tokens < 2**31 or config.max_tokens < 0:
-        raise ConfigError("shard_tokens lies in 1..2147483647, and max_tokens is 0 or more")
-    if config.processes is not None and not 1 <= config.processes <= MOST_PROCESSES:
-        raise ConfigError(f"processes={config.processes}: must be from 1 to {MOST_PROCESSES}")
-    if not config.val and 0 < config.max_tokens <= config.shard_tokens:
-        raise ConfigError(
-            "max_tokens fits in the first shard, which is validation data: "
-            "set a smaller shard_tokens"
-        )
     try:
         with FolderLock(Path(config.out_dir)):
             prepare(config)

@@ -7,8 +7,8 @@ validation. The text is one document, so no end-of-text token is needed.
 """
 
 import sys
-import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -17,60 +17,51 @@ import common.interrupt  # noqa: F401
 
 import numpy as np
 
-from common.errors import ConfigError, DataError, run_program
-from common.lock import FolderLock
-from data.shards import write_meta, write_shard
+from common.errors import DataError, run_program
+from configurator import key, parse_args
+from data.shards import write_data_set
 from data.tokenizers import CharTokenizer
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+MOST_CHARACTERS = 1000  # distinct ones
 
 
-def read_text(argv: list[str]) -> str:
-    """Read the text from --local=FILE (or --local FILE), else from the network.
+@dataclass(frozen=True)
+class ShakespeareConfig:
+    """Keys of data/shakespeare_char/prepare.py."""
 
-    Raises ConfigError for other arguments, DataError if the text cannot be read.
-    """
-    if not argv:
-        source = URL
-    elif len(argv) == 1 and argv[0].startswith("--local="):
-        source = argv[0].removeprefix("--local=")
-    elif len(argv) == 2 and argv[0] == "--local":
-        source = argv[1]
-    else:
-        raise ConfigError(f"{' '.join(argv)}: usage: prepare.py [--local=FILE]")
+    local: str = key("", "the text ('': downloaded)")
+
+
+def read_text(local: str) -> str:
+    """Read the text from a file, or from the network if that is "". Raises DataError."""
     try:
-        if not argv:
-            with urllib.request.urlopen(URL, timeout=60) as response:
-                raw = response.read()
-        else:
-            raw = Path(source).read_bytes()
-        return raw.decode("utf-8")
-    except (OSError, urllib.error.URLError) as error:
-        raise DataError(f"{source}: {error}: fetch it by hand and pass --local=FILE") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{source}: not UTF-8 text") from None
+        if local:
+            return Path(local).read_text(encoding="utf-8")
+        with urllib.request.urlopen(URL, timeout=60) as response:
+            return response.read().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{local or URL}: {error}: fetch the text by hand and pass --local=FILE"
+        ) from None
 
 
 def main(argv: list[str]) -> None:
     """Write the shards and meta.json next to this file."""
-    if "--help" in argv or "-h" in argv:
-        print(__doc__)
-        return
-    folder = Path(__file__).resolve().parent
-    text = read_text(argv)
+    if argv[:1] == ["--local"]:
+        argv = ["=".join(argv)]
+    config, _ = parse_args(ShakespeareConfig, argv, __doc__)
+    text = read_text(config.local)
     tokenizer = CharTokenizer("".join(sorted(set(text))))
-    if len(text) < 100 or tokenizer.n_vocab > 1000:
+    if len(text) < 100 or tokenizer.n_vocab > MOST_CHARACTERS:
         raise DataError(
             f"{len(text)} characters, {tokenizer.n_vocab} distinct: this is not the expected text"
         )
     tokens = np.array(tokenizer.encode_ordinary(text), dtype=np.uint16)
     boundary = int(0.9 * len(tokens))
+    splits = {"train": tokens[:boundary], "val": tokens[boundary:]}
     meta = {"tokenizer": "chars", "vocab_size": tokenizer.n_vocab, "chars": tokenizer.chars}
-    with FolderLock(folder):
-        for split, part in (("train", tokens[:boundary]), ("val", tokens[boundary:])):
-            write_shard(folder / f"shakespeare_char_{split}_000000.bin", part)
-            print(f"{split}: {len(part):,} tokens")
-        write_meta(folder, meta)
+    write_data_set(Path(__file__).resolve().parent, "shakespeare_char", splits, meta)
 
 
 if __name__ == "__main__":

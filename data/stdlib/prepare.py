@@ -19,9 +19,8 @@ import common.interrupt  # noqa: F401
 import numpy as np
 
 from common.errors import ConfigError, DataError, run_program
-from common.lock import FolderLock
-from data.shards import write_meta, write_shard
-from data.tokenizers import END_OF_TEXT, byte_tokenizer
+from data.shards import write_data_set
+from data.tokenizers import byte_tokenizer
 
 # Tests, installed packages, and `encodings`, whose files are mostly tables of code points.
 LEFT_OUT = {
@@ -48,22 +47,12 @@ def documents(root: Path) -> dict[str, list[bytes]]:
 
 
 def main(argv: list[str]) -> None:
-    """Run the program with these command-line arguments."""
-    if argv and argv[0] in ("--help", "-h"):
-        print(__doc__)
-        return
+    """Write the shards and meta.json next to this file."""
     if argv:
         raise ConfigError(f"{argv[0]}: this script takes no settings")
-    folder = Path(__file__).resolve().parent
-    with FolderLock(folder):
-        prepare(folder)
-
-
-def prepare(folder: Path) -> None:
-    """Write the shards and meta.json."""
     root = Path(sysconfig.get_paths()["stdlib"])
     tokenizer = byte_tokenizer()
-    end_of_text = tokenizer.encode_single_token(END_OF_TEXT)
+    splits = {}
     for split, texts in documents(root).items():
         if not texts:
             raise DataError(
@@ -72,15 +61,14 @@ def prepare(folder: Path) -> None:
             )
         parts = []
         for text in texts:
-            parts.append(np.array([end_of_text], np.uint16))
+            parts.append(np.array([tokenizer.eot_token], np.uint16))
             # A byte is its own token id, so the bytes themselves are the tokens (a test compares
             # with the tokenizer).
             parts.append(np.frombuffer(text, dtype=np.uint8).astype(np.uint16))
-        tokens = np.concatenate(parts)
-        write_shard(folder / f"stdlib_{split}_000000.bin", tokens)
-        print(f"{split}: {len(texts)} files, {len(tokens):,} tokens")
-    write_meta(folder, {"tokenizer": "bytes", "vocab_size": tokenizer.n_vocab})
+        splits[split] = np.concatenate(parts)
+    meta = {"tokenizer": "bytes", "vocab_size": tokenizer.n_vocab}
+    write_data_set(Path(__file__).resolve().parent, "stdlib", splits, meta)
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, __doc__)

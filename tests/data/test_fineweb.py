@@ -1,31 +1,30 @@
-"""data/fineweb_edu/prepare.py: every input format, hostile input, and kills at any moment.
+"""data/fineweb_edu/prepare.py: every input format, hostile input, and what a killed run leaves.
 
     python -m pytest tests/data/test_fineweb.py
 
-Needs the GPT-2 tokenizer of the offline data, and skips without it.
+It is killed at every write by `make faults`. Needs the GPT-2 tokenizer of the offline data, and
+skips without it.
 """
 
 import json
 import lzma
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
 import types
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
-from helpers import ROOT, offline_data
+from helpers import offline_data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError, UserError
-from data.documents import checked
 from data.fineweb_edu import prepare
 from data.shards import find_shards, open_shard, read_meta
 
@@ -72,14 +71,8 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def run(out: Path, *words: object, shard_tokens: int = 1000, processes: int = 1) -> None:
-    prepare.main(
-        [
-            *map(str, words),
-            f"--out_dir={out}",
-            f"--shard_tokens={shard_tokens}",
-            f"--processes={processes}",
-        ]
-    )
+    keys = (f"--out_dir={out}", f"--shard_tokens={shard_tokens}", f"--processes={processes}")
+    prepare.main([*map(str, words), *keys])
 
 
 def tokens_of(out: Path, split: str = "") -> np.ndarray:
@@ -141,41 +134,16 @@ def test_every_format_gives_the_same_shards(tmp_path, gpt2, suffix, capsys):
     assert "val: 1,000 tokens in 1 shards" in printed and "60 documents; skipped: none\n" in printed
 
 
-def test_bytes_as_tokens(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["héllo", "world"])
-    run(
-        tmp_path / "out",
-        "--local",
-        path,
-        "--val",
-        write_jsonl(tmp_path / "v.jsonl", ["x"]),
-        "--tokenizer=bytes",
-    )
-    tokens = open_shard(tmp_path / "out" / "fineweb_edu_train_000000.bin")
-    assert tokens.tolist() == [256, *"héllo".encode(), 256, *b"world"]
-    assert read_meta(tmp_path / "out") == {"tokenizer": "bytes", "vocab_size": 257}
-
-
-def test_paths_with_commas_or_as_words(tmp_path):
-    texts = some_texts(40)
-    a, b = (
-        write_jsonl(tmp_path / "a.jsonl", texts[:20]),
-        write_jsonl(tmp_path / "b.jsonl", texts[20:]),
-    )
-    for number, words in enumerate([["--local", a, b], [f"--local={a},{b}"], [f"--local={a}", b]]):
-        run(tmp_path / f"out{number}", *words)
-    assert contents(tmp_path / "out0") == contents(tmp_path / "out1") == contents(tmp_path / "out2")
-
-
-def test_named_validation_files(tmp_path, gpt2):
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_named_validation_files(tmp_path, gpt2, is_joined):
+    """Paths as words, or with commas between."""
     train, val = some_texts(40), some_texts(15, seed=1)
-    run(
-        tmp_path / "out",
-        "--local",
-        write_jsonl(tmp_path / "t.jsonl", train),
-        "--val",
-        write_jsonl(tmp_path / "v.jsonl", val),
-    )
+    local = [
+        write_jsonl(tmp_path / "t.jsonl", train[:20]),
+        write_jsonl(tmp_path / "u.jsonl", train[20:]),
+    ]
+    words = [f"--local={local[0]},{local[1]}"] if is_joined else ["--local", *local]
+    run(tmp_path / "out", *words, "--val", write_jsonl(tmp_path / "v.jsonl", val))
     assert documents_of(tokens_of(tmp_path / "out", "train"), gpt2) == train
     assert documents_of(tokens_of(tmp_path / "out", "val"), gpt2) == val
     for split in ("train", "val"):
@@ -183,7 +151,7 @@ def test_named_validation_files(tmp_path, gpt2):
         assert paths[0].name == f"fineweb_edu_{split}_000000.bin" and len(paths) > 1
 
 
-@pytest.mark.parametrize("limit", [1001, 2000, 2001, 2999])
+@pytest.mark.parametrize("limit", [1001, 2000])
 def test_max_tokens(tmp_path, limit):
     source = write_jsonl(tmp_path / "a.jsonl", some_texts(60))
     run(tmp_path / "all", "--local", source)
@@ -196,7 +164,7 @@ def test_max_tokens(tmp_path, limit):
     assert tokens_of(tmp_path / "out").tolist() == expected
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 50])
+@pytest.mark.parametrize("size", [1, 7])
 def test_documents_end_anywhere_in_a_shard(tmp_path, gpt2, size):
     texts = ["one", "two words", "", "three words here", "x " * size]
     run(tmp_path / "out", "--local", write_jsonl(tmp_path / "a.jsonl", texts), shard_tokens=size)
@@ -205,60 +173,14 @@ def test_documents_end_anywhere_in_a_shard(tmp_path, gpt2, size):
     assert {len(open_shard(path)) for path in find_shards(tmp_path / "out", "train")[:-1]} <= {size}
 
 
-def test_the_hub_is_read_by_the_same_code(tmp_path, monkeypatch):
-    texts = some_texts(60)
-
-    class Rows(list):
-        def select_columns(self, names: list[str]) -> "Rows":
-            return Rows({name: row[name] for name in names} for row in self)
-
-        def skip(self, count: int) -> "Rows":
-            return Rows(self[count:])
-
-    def load_dataset(path: str, **words: object) -> Rows:
-        assert path == "HuggingFaceFW/fineweb-edu"
-        assert words == {
-            "name": "sample-10BT",
-            "split": "train",
-            "revision": "c0ffee",
-            "streaming": True,
-        }
-        return Rows({"text": text, "score": 3} for text in texts)
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    api = types.SimpleNamespace(dataset_info=lambda _: types.SimpleNamespace(sha="c0ffee"))
-    hub = types.SimpleNamespace(HfApi=lambda: api)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    run(tmp_path / "hub")
-    run(tmp_path / "local", "--local", write_jsonl(tmp_path / "a.jsonl", texts))
-    expected = contents(tmp_path / "local")
-    meta = {"tokenizer": "gpt2", "vocab_size": 50257, "revision": "c0ffee"}
-    expected["meta.json"] = json.dumps(meta).encode()
-    assert contents(tmp_path / "hub") == expected
-    sorted((tmp_path / "hub").glob("*train*"))[2].unlink()
-    monkeypatch.delattr(api, "dataset_info")
-    run(tmp_path / "hub")  # resumes by skipping documents
-    assert contents(tmp_path / "hub") == expected
-    # Older folders do not name their commit: what they hold stays, but no more is added.
-    path = tmp_path / "hub/progress.json"
-    progress = json.loads(path.read_text())
-    del progress["settings"]["revision"]
-    path.write_text(json.dumps(progress))
-    run(tmp_path / "hub")
-    max((tmp_path / "hub").glob("*.bin")).unlink()
-    with pytest.raises(DataError, match="does not name the commit"):
-        run(tmp_path / "hub")
-
-
 def test_no_network_and_no_datasets(tmp_path, monkeypatch):
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route\nto host")
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=None))
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=unreachable))
-    with pytest.raises(DataError, match=r"ConnectionError: no route\): run the same command again"):
+    with pytest.raises(DataError, match=r"ConnectionError: no route\)"):
         run(tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(DataError, match="pip install datasets"):
         run(tmp_path)
 
@@ -291,15 +213,15 @@ def test_pieces_keep_the_text_and_where_possible_the_tokens(gpt2, monkeypatch, p
 def test_long_documents_have_the_tokens_of_the_whole(gpt2):
     text = " ".join(random.Random(0).choices(WORDS, k=60_000))
     assert len(list(prepare.pieces(text))) > 10
-    assert prepare.encode([text], "gpt2")[0].tolist() == [END, *gpt2.encode_ordinary(text)]
+    assert prepare.encode(text, gpt2).tolist() == [END, *gpt2.encode_ordinary(text)]
 
 
-@pytest.mark.parametrize("unit", ["a", " ", "\n", "中", "ab1!", "a\u00a0"])
+@pytest.mark.parametrize("unit", ["a", " ", "ab1!", "a\u00a0"])
 def test_long_runs_take_linear_time(gpt2, unit):
-    text = unit * (2_000_000 // len(unit))
+    text = unit * (500_000 // len(unit))
     start = time.monotonic()
-    tokens = prepare.encode([text], "gpt2")[0]
-    assert time.monotonic() - start < 10  # a fraction of a second; quadratic would be minutes
+    tokens = prepare.encode(text, gpt2)
+    assert time.monotonic() - start < 5  # a fraction of a second; quadratic would be minutes
     assert gpt2.decode(tokens[1:].tolist()) == text
 
 
@@ -345,13 +267,11 @@ def test_hostile_jsonl_is_used_or_counted(tmp_path, gpt2, capsys):
         "x" * 300_000,
         "no newline at the end",
     ]
-    for processes in (1, 2):
-        run(tmp_path / f"out{processes}", "--local", tmp_path / "a.jsonl", processes=processes)
-        assert documents_of(tokens_of(tmp_path / f"out{processes}"), gpt2) == expected
-        assert capsys.readouterr().out.splitlines()[-1] == (
-            '9 documents; skipped: 2 empty, 5 broken JSON, 6 no "text"; '
-            "2 with invalid UTF-8, replaced"
-        )
+    run(tmp_path / "out", "--local", tmp_path / "a.jsonl", processes=2)
+    assert documents_of(tokens_of(tmp_path / "out"), gpt2) == expected
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        '9 documents; skipped: 2 empty, 5 broken JSON, 6 no "text"; 2 with invalid UTF-8, replaced'
+    )
 
 
 def test_hostile_txt(tmp_path, gpt2, capsys):
@@ -403,27 +323,14 @@ def test_hostile_parquet(tmp_path, gpt2, capsys):
             run(tmp_path / name, "--local", tmp_path / f"{name}.parquet")
 
 
-def test_half_a_surrogate_pair_is_replaced():
-    assert checked("\ud800a\udc00") == ("\ufffda\ufffd", "invalid UTF-8, replaced")
-
-
 def test_damaged_xz(tmp_path):
     whole = write_jsonl(tmp_path / "a.jsonl.xz", some_texts(100)).read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 255
-    for content in (whole[: len(whole) // 2], whole[:-4], b"", b"not xz at all", bytes(flipped)):
+    for content in (whole[:-4], b"", b"not xz at all", bytes(flipped)):
         (tmp_path / "torn.jsonl.xz").write_bytes(content)
-        for processes in (1, 2) if content == whole[:-4] else (1,):
-            with pytest.raises(
-                DataError, match=r"torn\.jsonl\.xz: truncated or damaged \.xz file .*fetch it again"
-            ):
-                run(
-                    tmp_path / "out",
-                    "--local",
-                    tmp_path / "torn.jsonl.xz",
-                    shard_tokens=10**6,
-                    processes=processes,
-                )
+        with pytest.raises(DataError, match=r"torn\.jsonl\.xz"):
+            run(tmp_path / "out", "--local", tmp_path / "torn.jsonl.xz")
 
 
 def test_nothing_usable(tmp_path):
@@ -471,30 +378,16 @@ def test_user_errors(tmp_path, monkeypatch, words, error, message):
     assert not list(Path().glob("out/*"))
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit):
-        prepare.main(["--help"])
-    text = capsys.readouterr().out
-    assert all(
-        f"--{name}=" in text
-        for name in ("local", "val", "out_dir", "shard_tokens", "max_tokens", "processes")
-    )
-
-
 # --------------------------------------------------------------------------------- kills and resume
 
 
-def test_the_shards_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
-    source = write_jsonl(
-        tmp_path / "a.jsonl", [*some_texts(300), "x" * 100_000, *some_texts(300, seed=1)]
-    )
-    monkeypatch.setattr(prepare, "BATCH_CHARS", 5000)  # many more batches than processes
+def test_the_shards_do_not_depend_on_the_number_of_threads(tmp_path):
+    texts = [*some_texts(300), "x" * 100_000, *some_texts(300, seed=1)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
     run(tmp_path / "one", "--local", source, processes=1)
     run(tmp_path / "three", "--local", source, processes=3)
-    assert (
-        contents(tmp_path / "one") == contents(tmp_path / "three")
-        and len(contents(tmp_path / "one")) > 20
-    )
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    assert len(contents(tmp_path / "one")) > 20
 
 
 def test_other_settings_in_a_used_folder_are_refused(tmp_path):
@@ -525,47 +418,27 @@ def test_other_settings_in_a_used_folder_are_refused(tmp_path):
     assert contents(out) == before
 
 
-def test_a_folder_of_bytes_does_not_become_one_of_gpt2(tmp_path):
+def test_shards_of_others_and_a_damaged_progress_file_are_refused(tmp_path):
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(40)), tmp_path / "out"
     run(out, "--local", source, "--tokenizer=bytes")
-    max(out.glob("*.bin")).unlink()
-    with pytest.raises(DataError, match=r"other settings \(tokenizer\)"):
-        run(out, "--local", source)
+    progress = (out / "progress.json").read_text()
+    older = json.loads(progress)
+    del older["settings"]["revision"]
+    (out / "progress.json").write_text(json.dumps(older))
+    run(out, "--local", source, "--tokenizer=bytes")  # of an older version
+    for content in ("", "[]", '{"settings": {}}', progress[:-9]):
+        (out / "progress.json").write_text(content)
+        with pytest.raises(DataError, match=r"progress\.json"):
+            run(out, "--local", source, "--tokenizer=bytes")
+    (out / "progress.json").write_text(progress)
+    (out / "other_train_000000.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=r"other_train_000000\.bin"):
+        run(out, "--local", source, "--tokenizer=bytes")
     # Begun again as the message says. meta.json of the old shards is still there.
     for path in [*out.glob("*.bin"), out / "progress.json"]:
         path.unlink()
     run(out, "--local", source)
     assert read_meta(out) == {"tokenizer": "gpt2", "vocab_size": 50257}
-
-
-def test_a_folder_of_other_shards_or_a_damaged_progress_file_is_refused(tmp_path):
-    source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(40)), tmp_path / "out"
-    run(out, "--local", source)
-    progress = (out / "progress.json").read_text()
-    for content in (
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"settings": {}}',
-        '{"settings": 3, "shards": {}}',
-        progress[:-9],
-    ):
-        (out / "progress.json").write_text(content)
-        with pytest.raises(DataError, match=r"progress\.json is damaged"):
-            run(out, "--local", source)
-    (out / "progress.json").write_text(progress)
-    (out / "other_train_000000.bin").write_bytes(b"")
-    with pytest.raises(
-        DataError, match=r"holds other_train_000000\.bin, which this run did not make"
-    ):
-        run(out, "--local", source)
-    (out / "progress.json").unlink()
-    with pytest.raises(DataError, match="holds shards that this script did not make"):
-        run(out, "--local", source)
-    for path in out.glob("*.bin"):
-        path.unlink()
-    run(out, "--local", source)  # begun again
 
 
 def test_a_finished_run_has_nothing_to_do(tmp_path, monkeypatch, capsys):
@@ -595,69 +468,26 @@ def test_a_missing_or_torn_shard_is_made_again(tmp_path, capsys):
             assert capsys.readouterr().out.splitlines()[-3:] == printed
 
 
-@pytest.mark.parametrize("step", ["progress", "meta", "shard"])
-def test_a_crash_at_each_write(tmp_path, monkeypatch, step):
+@pytest.mark.parametrize("crash_at", range(1, 7))
+def test_a_crash_at_each_write(tmp_path, monkeypatch, crash_at):
     """Whatever the last thing on disk is, the next run ends with the same bytes."""
-    source = write_jsonl(tmp_path / "a.jsonl", some_texts(40))
+    source = write_jsonl(tmp_path / "a.jsonl", some_texts(20))
     run(tmp_path / "whole", "--local", source)
-    function = {"progress": "write_bytes_atomically", "meta": "write_meta", "shard": "write_shard"}[
-        step
-    ]
-    original, calls = getattr(prepare, function), []
+    writes = []
 
-    def crash(*words: object) -> None:
-        calls.append(words)
-        if len(calls) == crash_at:
+    def crash(write, *words: object) -> None:
+        writes.append(words)
+        if len(writes) == crash_at:
             raise KeyboardInterrupt
-        original(*words)
+        write(*words)
 
-    for crash_at in (1,) if step == "meta" else (1, 2, 3):
-        calls.clear()
-        out = tmp_path / f"out{crash_at}"
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(DataError, match="interrupted: run the same command again"),
-        ):
-            patch.setattr(prepare, function, crash)
-            run(out, "--local", source)
+    out = tmp_path / "out"
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DataError, match="interrupted: run the same command again"),
+    ):
+        for name in ("write_bytes_atomically", "write_meta", "write_shard"):
+            patch.setattr(prepare, name, partial(crash, getattr(prepare, name)))
         run(out, "--local", source)
-        assert contents(out) == contents(tmp_path / "whole")
-
-
-def test_killed_three_times_at_random_moments(tmp_path):
-    """SIGKILL to the parent only: its tokenising processes must go too, and the result be that of
-    an unbroken run.
-    """
-    texts = [*some_texts(2000), "y" * 50_000, *some_texts(2000, seed=1)]
-    source = write_jsonl(tmp_path / "a.jsonl", texts)
-    val = write_jsonl(tmp_path / "v.jsonl", some_texts(500, seed=2))
-    words = ["--local", str(source), "--val", str(val), "--shard_tokens=8000", "--processes=2"]
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    run(whole, "--local", source, "--val", val, shard_tokens=8000)
-    total, choose = len(contents(whole)), random.Random()
-    assert total > 50
-    command = [
-        sys.executable,
-        str(ROOT / "data" / "fineweb_edu" / "prepare.py"),
-        *words,
-        f"--out_dir={out}",
-    ]
-    kept: dict[Path, int] = {}
-    for number in (1, 2, 3):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        goal = len(kept) + choose.randint(1, total // 5)
-        while process.poll() is None and len(list(out.glob("*.bin"))) < goal:
-            time.sleep(0.001)
-        time.sleep(choose.uniform(0, 0.01))
-        process.send_signal(signal.SIGKILL)
-        # ends when the last process that can write there has
-        text = process.communicate(timeout=10)[0].decode()
-        assert process.returncode == -signal.SIGKILL, f"kill {number} of 3 came too late: {text}"
-        for path, written in kept.items():
-            assert path.stat().st_mtime_ns == written, f"{path.name} was made again"
-        kept = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
-    assert contents(out) == contents(whole)
-    assert done.stdout.splitlines()[-1] == "4,501 documents; skipped: none"
+    run(out, "--local", source)
+    assert contents(out) == contents(tmp_path / "whole")

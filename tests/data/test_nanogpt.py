@@ -93,10 +93,3 @@ def test_a_meta_pkl_that_is_refused(tmp_path, monkeypatch, case):
     with pytest.raises(DataError, match=r"meta\.pkl: "):
         read_meta(tmp_path)
     assert not Path("harm").exists()
-
-
-def test_training_refuses_it_at_the_start(launch, tmp_path):
-    data = write_nanogpt(tmp_path / "data", Code())
-    job = launch(*TINY, f"--data_dir={data}", f"--out_dir={tmp_path / 'run'}")
-    assert job.wait() == [1] and not (tmp_path / "run").exists()
-    assert job.text().count("\n") == 1 and "meta.pkl" in job.text()
