@@ -133,17 +133,17 @@ def asking_hub(name: str) -> Iterator[None]:
 
 
 def read_hub(
-    name: str, text_of: TextOf = plain_text, skip: int = 0, **options: Any
+    dataset: str, text_of: TextOf = plain_text, skip: int = 0, **options: Any
 ) -> Iterator[Document]:
     """Stream the rows of a data set of the hub, without the first `skip`. Raises DataError.
 
     Args:
         options: of datasets.load_dataset.
     """
-    with asking_hub(f"{name}, commit {options.get('revision', 'newest')}"):
+    with asking_hub(f"{dataset}, commit {options.get('revision', 'newest')}"):
         from datasets import load_dataset
 
-        rows = load_dataset(name, streaming=True, **options)
+        rows = load_dataset(dataset, streaming=True, **options)
         if text_of is plain_text:
             rows = rows.select_columns(["text"])
         for row in rows.skip(skip):

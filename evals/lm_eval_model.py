@@ -85,6 +85,8 @@ def local_mmlu(files: str) -> list[dict[str, Any]]:
     Raises:
         DataError: a file cannot be read, or has other rows.
     """
+    from datasets import Dataset  # which the harness needs too
+
     rows: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {"dev": [], "test": []})
     for split, name in zip(("dev", "test"), files.split(","), strict=True):
         opened = lzma.open if name.endswith(".xz") else open
@@ -99,8 +101,9 @@ def local_mmlu(files: str) -> list[dict[str, Any]]:
                 f"and answer 0 to 3 ({error!r:.200})"
             ) from None
     tasks = []
-    for subject, splits in sorted(rows.items()):
+    for subject, found in sorted(rows.items()):
         about = subject.replace("_", " ")
+        splits = {split: Dataset.from_list(lines) for split, lines in found.items()}
         task = {
             "task": f"local_mmlu_{subject}",
             "custom_dataset": functools.partial(dict, splits),

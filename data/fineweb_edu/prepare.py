@@ -53,6 +53,7 @@ from data.documents import (
     NO_TEXT,
     REPLACED,
     Document,
+    asking_hub,
     input_files,
     read_files,
     read_hub,
@@ -349,8 +350,13 @@ def read_sample(progress: Progress, skip: int) -> Iterator[Document]:
             f"{progress.path} was written by an older version, and does not name the commit of "
             f"{HUB} that its shards are from: choose another --out_dir"
         )
-    keys = {"name": SUBSET, "split": "train", "revision": revision}
-    yield from read_hub(HUB, keys, skip)
+    if not revision:
+        with asking_hub(HUB):
+            from huggingface_hub import HfApi
+
+            revision = HfApi().dataset_info(HUB).sha
+            progress.settings["revision"] = revision
+    yield from read_hub(HUB, skip=skip, name=SUBSET, split="train", revision=revision)
 
 
 def prepare(config: PrepareConfig) -> None:

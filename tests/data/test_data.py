@@ -34,7 +34,7 @@ from data.tokenizers import END_OF_TEXT, CharTokenizer, byte_tokenizer, load_tok
 from training.dataloader import Blocks, TrainLoader, epoch_order, eval_batches
 
 FUZZ = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -191,10 +191,13 @@ def test_damaged_meta(tmp_path, content):
 # --------------------------------------------------------------------------------------- tokenizers
 
 
+BYTES = byte_tokenizer()
+
+
 @FUZZ
 @given(st.text())
 def test_byte_tokenizer_is_the_raw_bytes(text):
-    tokenizer = byte_tokenizer()
+    tokenizer = BYTES
     assert (tokenizer.n_vocab, tokenizer.eot_token) == (257, 256)
     for each in (text, END_OF_TEXT):
         assert tokenizer.encode_ordinary(each) == list(each.encode())
