@@ -182,13 +182,13 @@ def _check_attention_norms(source: GPT, model: GPT, spec: str) -> None:
     """Raise CheckpointError if norms within attention would be lost, unless the run asks for it."""
     if model.config.qk_norm == "none":
         return
-    theirs = source.plan.qk_kind
-    if theirs not in ("none", model.plan.qk_kind):
+    theirs = source.config.qk_kind
+    if theirs not in ("none", model.config.qk_kind):
         raise CheckpointError(
-            f"{spec} has qk_norm={theirs}, and this run {model.plan.qk_kind}: add --qk_norm="
+            f"{spec} has qk_norm={theirs}, and this run {model.config.qk_kind}: add --qk_norm="
             f"{theirs}, or --qk_norm=none to leave it out"
         )
-    if source.plan.has_v_norm and not model.plan.has_v_norm:
+    if source.config.has_v_norm and not model.config.has_v_norm:
         raise CheckpointError(
             f"{spec} normalises values, and norm_type={model.config.norm_type} does not: add "
             f"--norm_type={source.config.norm_type}, or --qk_norm=none to leave all norms of "

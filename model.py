@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from common.environment import machine_memory
 from common.errors import ConfigError
@@ -22,7 +23,7 @@ from configurator import key
 from kernels import scaled_activation
 from kernels.cross_entropy import cross_entropy
 from kernels.reference import GATED, KINDS, activate
-from norm_plan import NormConfig, NormPlan, recipe_of
+from norm_plan import NormConfig, NormPlan
 from norm_types import SHARED
 from norms import Handover, Norm, Place
 
@@ -51,15 +52,10 @@ Rope = tuple[Tensor, Tensor] | None  # cos and sin (T, head_dim); None: position
 class GPTConfig(NormConfig):
     """Shape of the model; the defaults are GPT-2 124M without biases, as in nanoGPT."""
 
-    vocab_size: int = key(
-        50304,
-        "rows of the embedding; 50257 GPT-2 tokens padded to a multiple of 64",
-        least=0,
-    )
+    # The default of vocab_size: 50257 GPT-2 tokens, padded to a multiple of 64
+    vocab_size: int = key(50304, "rows of the embedding", least=0)
     n_vocab: int = key(
-        0,
-        "tokens that exist (0: vocab_size); padded rows beyond get no probability",
-        least=0,
+        0, "tokens that exist (0: all rows); rows beyond get no probability", least=0
     )
     block_size: int = key(1024, "longest context, tokens", least=1)
     n_layer: int = key(12, "number of blocks", least=1)
@@ -68,9 +64,7 @@ class GPTConfig(NormConfig):
     n_embd: int = key(768, "channels of the residual stream", least=1)
     head_dim: int = key(0, "channels of a head (0: n_embd / n_head)", least=0)
     n_inner: int = key(
-        0,
-        "hidden channels of the MLP (0: 4 n_embd; gated 8/3, up to a multiple of 64)",
-        least=0,
+        0, "hidden channels of the MLP (0: 4 n_embd; gated 8/3, up to a multiple of 64)", least=0
     )
     activation: str = key("gelu", "of the MLP", KINDS)
     position: str = key(
@@ -80,20 +74,14 @@ class GPTConfig(NormConfig):
     )
     rope_theta: float = key(10000.0, "rope: base of the wavelengths", least=2.0, most=1e15)
     rope_scaling: tuple[float, ...] = key(
-        (),
-        "rope: numbers of rope_scaling_kind, by which global blocks reach longer contexts",
-        most=1e15,
+        (), "rope: numbers of rope_scaling_kind, for global blocks", least=1e-6, most=1e15
     )
     rope_scaling_kind: str = key(
         "llama3",
         "; ".join(f"{kind}: {','.join(names)}" for kind, names in ROPE_SCALINGS.items()),
         tuple(ROPE_SCALINGS),
     )
-    window: int = key(
-        0,
-        "tokens that a local block sees, itself included (0: all blocks are global)",
-        least=0,
-    )
+    window: int = key(0, "tokens that a local block sees, itself included (0: all)", least=0)
     local_blocks: str = key(
         "", "with window: l (local) or g (global) for each block; repeats, e.g. lllg"
     )
@@ -105,15 +93,9 @@ class GPTConfig(NormConfig):
         zero=True,
     )
     attn_scale: float = key(
-        0.0,
-        "factor of the attention scores (0: 1 / sqrt(head_dim))",
-        least=1e-6,
-        most=1e6,
-        zero=True,
+        0.0, "factor of the scores (0: 1 / sqrt(head_dim))", least=1e-6, most=1e6, zero=True
     )
-    embed_scale: float = key(
-        1.0, "factor of the token embeddings; the head does not have it", least=1e-6, most=1e6
-    )
+    embed_scale: float = key(1.0, "factor of the token embeddings", least=1e-6, most=1e6)
     tie_embeddings: bool = key(True, "the output head shares the embedding's weights")
     bias: bool = key(False, "biases in linears, LayerNorm and cbwc")
     attn_bias: bool | None = key(None, "biases in attention's linears (auto: as `bias`)")
@@ -122,97 +104,61 @@ class GPTConfig(NormConfig):
         "precision of the residual stream under autocast: float32, or autocast's own",
         ("float32", "autocast"),
     )
-    dropout: float = key(0.0, "dropout probability, during training", least=0)
+    recompute: bool = key(False, "compute blocks again in backward instead of keeping activations")
+    dropout: float = key(0.0, "dropout probability, during training", least=0, most=0.99)
     init: str = key(
         "gpt2",
         "normal with init_std, or PyTorch's own layer defaults (unit-normal embeddings)",
         ("gpt2", "torch"),
     )
-    init_std: float = key(
-        0.02,
-        "standard deviation; / sqrt(2 n_layer) for linears that write into the stream",
-        least=1e-6,
-        most=100.0,
-    )
+    # Linears that write into the stream have init_std / sqrt(2 n_layer).
+    init_std: float = key(0.02, "standard deviation of initial weights", least=1e-6, most=100.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.head_dim and self.n_embd % self.n_head:
+        has_equal_heads = self.head_dim or self.n_embd % self.n_head == 0
+        if not has_equal_heads or self.n_head % self.kv_heads:
             raise ConfigError(
-                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: change one of them"
+                f"n_embd={self.n_embd}, n_head={self.n_head}, n_kv_head={self.n_kv_head}: each "
+                "must be a multiple of the next, but n_embd with a head_dim"
             )
-        if self.n_head % self.kv_heads:
+        names = ROPE_SCALINGS[self.rope_scaling_kind]
+        is_default = not self.rope_scaling and self.rope_scaling_kind == "llama3"
+        if len(self.rope_scaling) != len(names) and not is_default:
             raise ConfigError(
-                f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: change one"
+                f"rope_scaling={self.rope_scaling}: {self.rope_scaling_kind} needs "
+                f"{','.join(names)}"
             )
-        if self.position == "rope" and self.head_channels % 2:
+        # A window without local blocks, and local blocks without a window, would do nothing.
+        has_local = "l" in self.local_blocks and set(self.local_blocks) <= set("lg")
+        is_plain = not (self.local_blocks or self.local_rope_theta)
+        if not (has_local if self.window else is_plain):
             raise ConfigError(
-                f"rope rotates pairs of channels: a head has {self.head_channels}, make it even"
+                f"window={self.window}, local_blocks={self.local_blocks!r}, local_rope_theta="
+                f"{self.local_rope_theta}: a window needs letters l (local) and g (global), e.g. "
+                "lllg, and the other two need a window"
             )
-        self._check_rope()
-        self._check_window()
         if 0 < self.vocab_size < self.n_vocab:
             raise ConfigError(
                 f"vocab_size={self.vocab_size} is smaller than n_vocab={self.n_vocab}: raise it"
             )
-        if self.init == "torch" and recipe_of(self).init_factors(self.n_layer):
+        if self.init == "torch" and self.recipe.init_factors(self.n_layer):
             # They are relative to init_std and its 1 / sqrt(2 n_layer), which torch does not have.
             raise ConfigError(
                 f"init=torch does not fit the initial factors of norm_type={self.norm_type}: "
                 "use init=gpt2, or norm_recipe=common"
             )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout}: give a probability below 1")
-
-    def _check_rope(self) -> None:
-        """Raise ConfigError for a scaling that no rotary positions have."""
-        kind = self.rope_scaling_kind
-        names = ROPE_SCALINGS[kind]
-        scaling = self.rope_scaling
-        if not scaling and kind == "llama3":  # the defaults
-            return
-        if len(scaling) != len(names) or min(scaling) <= 0:
-            raise ConfigError(
-                f"rope_scaling={scaling}: {kind} needs {','.join(names)}, all above 0"
-            )
-        if kind == "llama3" and scaling[1] >= scaling[2]:
-            raise ConfigError(
-                f"rope_scaling={scaling}: low_freq_factor must be below high_freq_factor"
-            )
-        if kind == "yarn" and scaling[1] <= scaling[2]:
-            raise ConfigError(f"rope_scaling={scaling}: beta_slow must be below beta_fast")
-
-    def _check_window(self) -> None:
-        """Raise ConfigError unless window and local_blocks fit together."""
-        local = self.local_blocks
-        if set(local) - set("lg"):
-            raise ConfigError(f"local_blocks={local!r}: give letters l (local) and g (global)")
-        if self.window and "l" not in local:
-            raise ConfigError(
-                f"window={self.window} with local_blocks={local!r}: "
-                "no block is local: name some with l, e.g. lllg"
-            )
-        if local and not self.window:
-            raise ConfigError(f"local_blocks={local} without a window: give window too")
-        if self.local_rope_theta and not self.window:
-            raise ConfigError(
-                f"local_rope_theta={self.local_rope_theta} without a window: "
-                "no block is local: give window and local_blocks too"
-            )
 
     def window_of(self, block: int) -> int:
         """Return how many tokens a query of a block sees, itself included; 0: all before it."""
-        if not self.window:
-            return 0
-        letter = self.local_blocks[block % len(self.local_blocks)]
-        return self.window if letter == "l" else 0
+        is_local = self.window and self.local_blocks[block % len(self.local_blocks)] == "l"
+        return self.window if is_local else 0
 
     @property
     def has_local_rope(self) -> bool:
         """Do local blocks turn queries and keys by other angles than global ones?"""
-        if self.position != "rope" or not self.window:
-            return False
-        return self.local_rope_theta not in (0, self.rope_theta) or bool(self.rope_scaling)
+        has_own_theta = self.local_rope_theta not in (0, self.rope_theta)
+        return bool(self.window) and (has_own_theta or bool(self.rope_scaling))
 
     @property
     def kv_heads(self) -> int:
@@ -235,24 +181,17 @@ class GPTConfig(NormConfig):
     @property
     def inner(self) -> int:
         """Hidden channels of the MLP."""
-        if self.n_inner:
-            return self.n_inner
-        if self.activation in GATED:
-            return -(-8 * self.n_embd // 192) * 64  # 8/3 n_embd, up to a multiple of 64
-        return 4 * self.n_embd
+        gated = -(-8 * self.n_embd // 192) * 64  # 8/3 n_embd, up to a multiple of 64
+        return self.n_inner or (gated if self.activation in GATED else 4 * self.n_embd)
 
 
 def check_memory(config: GPTConfig, bytes_per_weight: int = 4) -> None:
     """Raise ConfigError for a model that the memory of this machine cannot hold.
 
-    Args:
-        config: of the model.
-        bytes_per_weight: weights are drawn in float32 on the CPU, wherever they are trained; those
-            that are read from files may be in 16 bits.
+    Weights are drawn in float32 on the CPU, wherever they are trained; those that are read from
+    files may be in 16 bits.
     """
-    tables = 0
-    if config.position == "rope":
-        tables = 2 * config.block_size * config.head_channels
+    tables = 2 * config.block_size * config.head_channels if config.position == "rope" else 0
     needed = bytes_per_weight * config.n_weights + 4 * tables
     if needed > machine_memory():
         raise ConfigError(
@@ -269,15 +208,9 @@ class KVCache:
     """
 
     def __init__(self, config: GPTConfig, batch: int, length: int, like: Tensor):
-        shape = (
-            config.n_layer,
-            2,
-            batch,
-            config.kv_heads,
-            min(length, config.block_size),
-            config.head_channels,
-        )
-        self.blocks = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        length = min(length, config.block_size)
+        shape = (config.n_layer, 2, batch, config.kv_heads, length, config.head_channels)
+        self.blocks = like.new_zeros(shape)
         self.filled = 0
 
     def extend(self, block: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -292,16 +225,11 @@ class KVCache:
 def rope_frequency(config: GPTConfig, local: bool) -> Tensor:
     """Return by how many radians each pair of channels turns from token to token (head_dim / 2,).
 
-    Args:
-        config: of the model.
-        local: of local blocks, which keep their frequencies; else of global ones, which scale them
-            by rope_scaling.
+    `local` blocks keep their frequencies, global ones scale them by rope_scaling.
     """
     channels = config.head_channels
     exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
-    theta = config.rope_theta
-    if local and config.local_rope_theta:
-        theta = config.local_rope_theta
+    theta = (local and config.local_rope_theta) or config.rope_theta
     frequency = 1 / theta**exponent  # (head_dim / 2,)
     if local or not config.rope_scaling:
         return frequency
@@ -321,16 +249,15 @@ def rope_frequency(config: GPTConfig, local: bool) -> Tensor:
     # are kept, those of less than `slow` stretched. As in the authors' code, the mixture between is
     # linear in the number of the pair.
     factor, fast, slow, original, _ = config.rope_scaling
-
-    def pair(turns: float) -> float:
-        """Return the number of the pair that makes so many turns within the original context."""
-        return channels * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
+    # The pairs that make so many turns within the original context
+    first, last = (
+        channels * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (fast, slow)
+    )
     # Rounded outwards, as there and in transformers.
-    first = max(math.floor(pair(fast)), 0)
-    last = min(math.ceil(pair(slow)), channels - 1)
-    if first == last:
-        last += 0.001  # no division by zero below
+    first = max(math.floor(first), 0)
+    last = min(math.ceil(last), channels - 1)
+    last = max(last, first + 0.001)  # no division by zero below
     number = torch.arange(channels // 2, dtype=torch.float32)
     keep = 1 - ((number - first) / (last - first)).clamp(0, 1)
     return 1 / (factor * theta**exponent) * (1 - keep) + frequency * keep
@@ -345,13 +272,10 @@ def rope_tables(config: GPTConfig, local: bool = False) -> tuple[Tensor, Tensor]
     angle = torch.outer(position, rope_frequency(config, local))  # (T, head_dim / 2)
     # Channel i turns together with channel i + head_dim / 2, as in Hugging Face's checkpoints.
     angle = torch.cat([angle, angle], -1)  # (T, head_dim)
-    cos = angle.cos()
-    sin = angle.sin()
-    if config.rope_scaling_kind == "yarn" and not local:
-        # YaRN's temperature (section 3.4). On queries and keys alike, so scores get its square.
-        attention_factor = config.rope_scaling[-1]
-        return cos * attention_factor, sin * attention_factor
-    return cos, sin
+    # YaRN's temperature (section 3.4). On queries and keys alike, so scores get its square.
+    is_yarn = config.rope_scaling_kind == "yarn" and not local
+    temperature = config.rope_scaling[-1] if is_yarn else 1.0
+    return angle.cos() * temperature, angle.sin() * temperature
 
 
 def rope_buffers(config: GPTConfig) -> dict[str, Tensor]:
@@ -361,11 +285,10 @@ def rope_buffers(config: GPTConfig) -> dict[str, Tensor]:
     """
     if config.position != "rope":
         return {}
-    cos, sin = rope_tables(config)
-    buffers = {"rope_cos": cos, "rope_sin": sin}
-    if config.has_local_rope:
-        cos, sin = rope_tables(config, local=True)
-        buffers |= {"local_rope_cos": cos, "local_rope_sin": sin}
+    buffers = {}
+    for prefix in ("rope", "local_rope") if config.has_local_rope else ("rope",):
+        tables = rope_tables(config, local=prefix == "local_rope")
+        buffers[f"{prefix}_cos"], buffers[f"{prefix}_sin"] = tables
     return buffers
 
 
@@ -389,24 +312,19 @@ class Attention(nn.Module):
         self.window = config.window_of(block)  # tokens that a query sees; 0: all
         self.scale = config.attn_scale or None  # None: 1 / sqrt(head_dim)
         bias = config.bias if config.attn_bias is None else config.attn_bias
-        width = self.heads * self.head_dim
-        kv_width = self.kv_heads * self.head_dim
-        # One matmul for queries, keys and values: they read the same y.
-        self.qkv = nn.Linear(config.n_embd, width + 2 * kv_width, bias=bias)
-        self.proj = plan.residual_linear(width, config.n_embd, bias)
+        # of queries, keys and values: one matmul makes all, for they read the same y
+        self.widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+        self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=bias)
+        self.proj = plan.type.residual_linear(self.widths[0], config.n_embd, bias=bias)
         # None without qk_norm and v_norm
-        self.q_norm = plan.qk_norm(self.heads, self.head_dim)
-        self.k_norm = plan.qk_norm(self.kv_heads, self.head_dim)
-        self.v_norm = plan.v_norm(self.kv_heads, self.head_dim)
-        self.norms_full_width = plan.qk_kind == "full"  # all heads together, not each
+        self.q_norm, self.k_norm, self.v_norm = plan.attention_norms(self.widths, self.head_dim)
+        self.norms_full_width = config.qk_kind == "full"  # all heads together, not each
 
     def forward(self, y: Tensor, rope: Rope = None, cache: KVCache | None = None) -> Tensor:
         """Return what attention adds to the residual stream (B, T, C), for normalised y (B, T, C).
 
-        Args:
-            y: normalised residual stream.
-            rope: cos and sin (T, head_dim) of the positions, or None.
-            cache: keys and values of the tokens before, to which those of y are appended.
+        `rope` has cos and sin (T, head_dim) of the positions. Keys and values are appended to the
+        `cache` of the tokens before.
         """
         return self.proj(self.mix(y, rope, cache))
 
@@ -415,8 +333,7 @@ class Attention(nn.Module):
         B, T, _ = y.shape
         # Split before the heads are moved: in backward the three gradients are then joined in the
         # layout that the linear reads.
-        widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        q, k, v = self.qkv(y).split(widths, dim=-1)
+        q, k, v = self.qkv(y).split(self.widths, dim=-1)
         q = self.split_heads(q, self.q_norm)  # (B, H, T, head_dim)
         k = self.split_heads(k, self.k_norm)  # (B, H_kv, T, head_dim)
         v = self.split_heads(v, self.v_norm)
@@ -457,13 +374,10 @@ class Attention(nn.Module):
         return mask.triu(old - self.window + 1) if is_cut else mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return softmax(scale q k^T) v, (B, H, T, head_dim).
+        """Return softmax(scale q k^T) v (B, H, T, head_dim), q likewise.
 
-        Args:
-            q: queries (B, H, T, head_dim).
-            k: keys (B, H_kv, S, head_dim); each serves H / H_kv query heads.
-            v: values (B, H_kv, S, head_dim).
-            mask: (T, S), what a query may see; None for causal attention.
+        k and v are (B, H_kv, S, head_dim); each serves H / H_kv query heads. `mask` (T, S) is what
+        a query may see; None: causal attention.
         """
         # Flash attention. PyTorch's plain formula was faster in eager mode on a CPU (48 against
         # 61 ms a layer at T = 256), but 1.5 times as slow when compiled at T = 1024, and it keeps
@@ -471,6 +385,12 @@ class Attention(nn.Module):
         if attends_wider(q):
             with torch.autocast(q.device.type, enabled=False):
                 return self.attend(q.float(), k.float(), v.float(), mask).to(q.dtype)
+        is_grouped = self.kv_heads != self.heads
+        if is_grouped and mask is not None:
+            # On CUDA no kernel but the plain formula, which stores all scores, takes grouped heads
+            # and a mask together. So each key and value is copied for its query heads.
+            k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
+            is_grouped = False
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -479,7 +399,7 @@ class Attention(nn.Module):
             is_causal=mask is None and q.shape[2] > 1,
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scale,
-            enable_gqa=self.kv_heads != self.heads,
+            enable_gqa=is_grouped,
         )
 
 
@@ -489,11 +409,9 @@ def attends_wider(q: Tensor) -> bool:
     In training on a CPU: its backward multiplies small tiles, and a 16-bit product costs some 15 us
     more to start.
     """
-    if not torch.is_grad_enabled() or q.device.type != "cpu" or q.dtype.itemsize != 2:
-        return False
-    _, _, length, head_dim = q.shape
-    limit = WIDE_ATTENTION if head_dim >= 64 else WIDE_ATTENTION_NARROW
-    return length < limit
+    limit = WIDE_ATTENTION if q.shape[3] >= 64 else WIDE_ATTENTION_NARROW
+    is_low = q.device.type == "cpu" and q.dtype.itemsize == 2
+    return torch.is_grad_enabled() and is_low and q.shape[2] < limit
 
 
 class MLP(nn.Module):
@@ -505,7 +423,7 @@ class MLP(nn.Module):
         self.kernels = config.kernels  # read by FoldedBlock
         width = 2 * config.inner if self.activation in GATED else config.inner
         self.up = nn.Linear(config.n_embd, width, bias=config.bias)
-        self.down = plan.residual_linear(config.inner, config.n_embd, config.bias)
+        self.down = plan.type.residual_linear(config.inner, config.n_embd, bias=config.bias)
 
     def forward(self, y: Tensor) -> Tensor:
         """Return what the MLP adds to the residual stream (B, T, C), for normalised y (B, T, C)."""
@@ -520,9 +438,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, plan: NormPlan, index: int):
         super().__init__()
-        self.norm1 = plan.place(2 * index)
+        self.norm1, norm2 = plan.place(2 * index), plan.place(2 * index + 1)
         self.attn = Attention(config, plan, index)
-        self.norm2 = plan.place(2 * index + 1)
+        self.norm2 = norm2
         self.mlp = MLP(config, plan)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -536,12 +454,9 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return (x, delta, inv_rms) for the next block.
 
-        Args:
-            x: residual stream (B, T, C).
-            delta: output of the last sublayer (B, T, C), not added to x yet; None at the start.
-            inv_rms: statistic that the last norm handed on (B, T, 1), or None.
-            rope: as in Attention.forward.
-            cache: as in Attention.forward.
+        x is the residual stream (B, T, C), delta the output of the last sublayer (B, T, C), not
+        added to x yet, None at the start; inv_rms (B, T, 1) the statistic that the last norm handed
+        on, or None. rope and cache are as in Attention.forward.
         """
         y, x, inv_rms = self.norm1(x, delta, inv_rms)  # x has its delta now; y is x normalised
         delta = self.dropout(self.attn(y, rope, cache))
@@ -600,25 +515,20 @@ class FoldedBlock(Block):
 
     def adds_in_products(self, x: Tensor) -> bool:
         """Can the sublayers add to x in their last matmul: no bias, dropout or cast between?"""
-        if self.attn.proj.bias is not None or self.mlp.down.bias is not None:
-            return False
-        if self.training and self.dropout.p > 0:
-            return False
+        has_bias = self.attn.proj.bias is not None or self.mlp.down.bias is not None
+        drops = self.training and self.dropout.p > 0
         device = x.device.type
-        return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == x.dtype
+        casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
+        return not (has_bias or drops or casts)
 
     def scaled_inner(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return activation(scale (W diag(gain)) x + b), what `mlp.down` reads.
 
-        Args:
-            x: residual stream (..., C), not normalised.
-            scale: one number for each token (..., 1).
+        x is the residual stream (..., C), not normalised; scale has a number a token (..., 1).
         """
         up = self.mlp.up
-        weight = up.weight
         gain = self.norm2.norm.gain
-        if gain is not None:
-            weight = (weight * gain).to(weight.dtype)
+        weight = up.weight if gain is None else (up.weight * gain).to(up.weight.dtype)
         z = F.linear(x, weight)  # (..., inner)
         return scaled_activation(z, scale, up.bias, self.mlp.activation, self.mlp.kernels)
 
@@ -639,8 +549,7 @@ def make_block(config: GPTConfig, plan: NormPlan, index: int) -> Block:
 
     norm1 is never folded, even where it is s too (coupled_span > 1).
     """
-    shares = plan.letters[2 * index + 1] == SHARED
-    if shares and config.coupled_impl != "scale":
+    if plan.letters[2 * index + 1] == SHARED and config.coupled_impl != "scale":
         return FoldedBlock(config, plan, index)
     return Block(config, plan, index)
 
@@ -654,8 +563,6 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, seed: int = 0):
         super().__init__()
-        if not config.vocab_size:
-            raise ConfigError("vocab_size=0: give the number of tokens")
         if torch.get_default_device().type == "cpu":  # on meta a model takes no memory
             check_memory(config)
         self.config = config
@@ -676,6 +583,7 @@ class GPT(nn.Module):
         for name, table in rope_buffers(config).items():
             # Not saved: they follow from the config.
             self.register_buffer(name, table, persistent=False)
+        self.recompute = config.recompute
         self.meta: dict = {}  # tokenizer and vocabulary of the data that it was trained on
         self.init_weights(seed)
 
@@ -689,40 +597,34 @@ class GPT(nn.Module):
         config = self.config
         residual_std = config.init_std / math.sqrt(2 * config.n_layer)
         for name, module in self.named_modules():
-            if not isinstance(module, nn.Linear | nn.Embedding):
+            # A loader will fill what is on meta.
+            if not isinstance(module, nn.Linear | nn.Embedding) or module.weight.is_meta:
                 continue
-            if module.weight.is_meta:  # a loader will fill it
-                continue
+            is_uniform = config.init == "torch" and isinstance(module, nn.Linear)
             for part, tensor in module.named_parameters():
                 stream = torch.Generator(tensor.device)
                 stream.manual_seed(zlib.crc32(f"{seed} {name}.{part}".encode()))
-                if config.init == "torch" and isinstance(module, nn.Linear):
+                if is_uniform:
                     bound = 1 / math.sqrt(module.in_features)
                     tensor.uniform_(-bound, bound, generator=stream)
                 elif part == "bias":
                     tensor.zero_()
-                elif config.init == "torch":
-                    tensor.normal_(0.0, 1.0, generator=stream)
-                elif name.endswith((".proj", ".down")):  # writes into the residual stream
-                    tensor.normal_(0.0, residual_std, generator=stream)
                 else:
-                    tensor.normal_(0.0, config.init_std, generator=stream)
-                if part == "weight":
-                    self.apply_init_factors(name, tensor)
+                    writes = name.endswith((".proj", ".down"))  # into the residual stream
+                    std = residual_std if writes else config.init_std
+                    tensor.normal_(0.0, 1.0 if config.init == "torch" else std, generator=stream)
+            self.apply_init_factors(name, module.weight)
 
     def apply_init_factors(self, name: str, weight: Tensor) -> None:
         """Multiply the initial weight (out, in) of module `name` as the norm type's recipe says.
 
         The draw stays the same, so that models differ in nothing but these factors.
         """
-        factors = self.plan.init_factors()
-        if not factors:
-            return
+        factors = self.config.recipe.init_factors(self.config.n_layer)
         part = ".".join(name.split(".")[2:])  # without "blocks.N."
-        if part in factors:
-            weight *= factors[part]
+        weight *= factors.get(part, 1.0)
         if part == "attn.qkv":
-            values = self.config.kv_heads * self.config.head_channels
+            values = self.config.kv_heads * self.config.head_channels  # rows
             weight[:-values] *= factors.get("attn.qk", 1.0)
             weight[-values:] *= factors.get("attn.v", 1.0)
 
@@ -738,16 +640,14 @@ class GPT(nn.Module):
 
         One weight holds q, k and v, and in a gated MLP another one gate and up.
         """
-        config = self.config
-        kv_rows = config.kv_heads * config.head_channels
         rows = {}
         for block in self.blocks:
-            for module in block.modules():
-                if isinstance(module, nn.Linear):
-                    rows[module.weight] = [module.out_features]
-            rows[block.attn.qkv.weight] = [config.n_head * config.head_channels, kv_rows, kv_rows]
-            if config.activation in GATED:
-                rows[block.mlp.up.weight] = [config.inner, config.inner]
+            up, down = block.mlp.up, block.mlp.down
+            parts = 2 if self.config.activation in GATED else 1
+            rows[block.attn.qkv.weight] = block.attn.widths
+            rows[block.attn.proj.weight] = [block.attn.proj.out_features]
+            rows[up.weight] = [up.out_features // parts] * parts
+            rows[down.weight] = [down.out_features]
         return rows
 
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
@@ -789,10 +689,13 @@ class GPT(nn.Module):
             x, _, _ = self.norm_e(x)
         x = self.dropout(x)
         # Between blocks: the stream, what the next norm has to add to it, and the shared statistic.
-        delta = None
-        inv_rms = None
+        delta, inv_rms = None, None
         for block, rope in zip(self.blocks, self.ropes(start, start + T), strict=True):
-            x, delta, inv_rms = block(x, delta, inv_rms, rope, cache)
+            parts = x, delta, inv_rms, rope, cache
+            if self.recompute:  # without gradients this is a plain call
+                x, delta, inv_rms = checkpoint(block, *parts, use_reentrant=False)
+            else:
+                x, delta, inv_rms = block(*parts)
         if cache is not None:
             cache.filled += T
         y, _, _ = self.norm_f(x, delta, inv_rms)
@@ -803,9 +706,7 @@ class GPT(nn.Module):
 
         Rounded to that type before it multiplies, as Gemma's is: 55.4256 is 55.5 in bfloat16.
         """
-        weight = self.wte.weight
-        scale = self.config.embed_scale
-        return torch.full((), scale, dtype=weight.dtype, device=weight.device)
+        return self.wte.weight.new_full((), self.config.embed_scale)
 
     def ropes(self, start: int, end: int) -> list[Rope]:
         """Return cos and sin (T, head_dim) of positions start to end - 1, for each block."""
@@ -878,7 +779,7 @@ class GPT(nn.Module):
         appendix B; the causal half is not subtracted), T at most the window in a local block.
         """
         config = self.config
-        linears = (module for module in self.blocks.modules() if isinstance(module, nn.Linear))
+        linears = [module for module in self.blocks.modules() if isinstance(module, nn.Linear)]
         weights = self.head_weight().numel() + sum(linear.weight.numel() for linear in linears)
         T = config.block_size
         seen = sum(min(config.window_of(i) or T, T) for i in range(config.n_layer))

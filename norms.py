@@ -34,7 +34,7 @@ from kernels import (
     rms_norm,
     shared_rms_scale,
 )
-from kernels.reference import affine, inverse_rms, scale_groups, statistics_dtype
+from kernels.reference import affine, inverse_rms, statistics_dtype
 
 # (from, to): the parameter `to` takes over the role of `from`, so the optimiser copies its state.
 Handover = tuple[nn.Parameter, nn.Parameter]
@@ -95,22 +95,17 @@ class Norm(nn.Module):
         # Not its root, because l is exact in every type.
         self.register_buffer("depth", None if depth is None else torch.tensor(float(depth)))
 
-    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return (y, the statistic handed on)."""
-        raise NotImplementedError
-
     @property
     def gain(self) -> Tensor | None:
         """What the normalised stream is multiplied by (C,); None for ones."""
-        gain = self.weight
-        if gain is None:
-            return None
-        if self.has_plain_gain:
-            return gain
+        if self.weight is None or self.has_plain_gain:
+            return self.weight
         # In float32 at least: near 1, a bfloat16 sum would round small weights away.
-        wide = statistics_dtype(gain)
-        gain = self.gain_offset + gain.to(wide)
-        return gain if self.depth is None else gain / self.depth.to(wide).sqrt()
+        return self._gain_in(statistics_dtype(self.weight))
+
+    def _gain_in(self, dtype: torch.dtype) -> Tensor:
+        gain = self.gain_offset + self.weight.to(dtype)
+        return gain if self.depth is None else gain / self.depth.to(dtype).sqrt()
 
     @property
     def has_plain_gain(self) -> bool:
@@ -122,8 +117,7 @@ class Norm(nn.Module):
         """The gain (C,) in float64; () without a weight."""
         if self.weight is None:
             return torch.ones((), dtype=torch.float64)
-        gain = self.gain_offset + self.weight.detach().double()
-        return gain if self.depth is None else gain / self.depth.double().sqrt()
+        return self._gain_in(torch.float64).detach()
 
     def weight_for(self, source: "Norm") -> Tensor:
         """Return the weight (C,) with which this norm has the gain of `source`, rounded once."""
@@ -137,10 +131,8 @@ class Norm(nn.Module):
 
     def weight_of(self, gain: Tensor) -> Tensor:
         """Return the weight with which this norm has a gain (C,), in float64."""
-        gain = gain.double()
-        if self.depth is not None:
-            gain = gain * self.depth.double().sqrt()
-        return gain - self.gain_offset
+        divisor = 1.0 if self.depth is None else self.depth.double().sqrt()
+        return gain.double() * divisor - self.gain_offset
 
     def gains(self) -> list[nn.Parameter]:
         """Return the parameters that weight decay of gains acts on."""
@@ -173,11 +165,8 @@ class Norm(nn.Module):
     def log_drift(self, h: Tensor, inv_rms: Tensor | None) -> Tensor:
         """Return log(RMS(h) / RMS that was assumed) of each token, float64 (B, T, 1).
 
-        It is 0 for a norm with a statistic of its own.
-
-        Args:
-            h: the residual stream (B, T, C) that was normalised.
-            inv_rms: what `forward` handed on.
+        h (B, T, C) is the stream that was normalised, inv_rms what `forward` handed on. It is 0 for
+        a norm with a statistic of its own.
         """
         return torch.zeros(*h.shape[:-1], 1, dtype=torch.float64, device=h.device)
 
@@ -477,7 +466,7 @@ def is_plain_rms(norm: Norm) -> bool:
     return isinstance(norm, RMSNorm) and norm.is_whole and norm.bias is None
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(RMSNorm):
     """RMSNorm(x * silu(z)) * gain, or with norm_before_gate RMSNorm(x) * gain * silu(z).
 
     The first is Mamba-2's order. No norm plan has it: it is for Mamba blocks of your own. x and z
@@ -487,21 +476,17 @@ class GatedRMSNorm(nn.Module):
     def __init__(
         self, channels: int, eps: float = 1e-5, norm_before_gate: bool = False, groups: int = 1
     ):
-        super().__init__()
-        self.eps = eps
-        self.groups = groups
+        super().__init__(channels, eps, groups=groups)
         self.norm_before_gate = norm_before_gate
-        self.weight = nn.Parameter(torch.ones(channels))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        wide = statistics_dtype(x)  # a square overflows float16 beyond 255
+        wide = statistics_dtype(x)
         h = x.to(wide)
         gate = F.silu(z.to(wide))
-        if not self.norm_before_gate:
-            h = h * gate
-        y = scale_groups(h, inverse_rms(h, self.eps, self.groups)) * self.weight
         if self.norm_before_gate:
-            y = y * gate
+            y, _ = super().forward(h)
+            return (y * gate).to(x.dtype)
+        y, _ = super().forward(h * gate)
         return y.to(x.dtype)
 
 
@@ -530,11 +515,6 @@ def fold_affine(
     """Fold gain, shift and centring of a norm into the linear W x + b after it.
 
     W (r P h * gain + shift) + b = r [W diag(gain) P] h + (b + W shift)
-
-    Args:
-        weight: W (N, C).
-        bias: b (N,), or None.
-        form: what the norm computes.
 
     Returns:
         Weight (N, C) in float64; bias (N,), in float64 if it has changed, or None.

@@ -10,6 +10,8 @@ each. g is a 0-dim buffer, so its change recompiles nothing.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ EMA_DECAY = 0.99
 PHASES = ("warm", "blend", "fixed")
 
 
+@dataclass(frozen=True)
 class TaperSchedule:
     """Gate g(k) of step k: 1 during the warm-up, then half a cosine, 0 from the taper's end on.
 
@@ -35,9 +38,13 @@ class TaperSchedule:
         end: first step without the norm.
     """
 
-    def __init__(self, warmup: float, end: float):
-        self.warmup = warmup
-        self.end = end
+    warmup: float
+    end: float
+
+    @classmethod
+    def of(cls, config: Any) -> "TaperSchedule":
+        """Return the schedule of a NormConfig."""
+        return cls(config.taper_warmup, config.taper_end)
 
     def steps(self, max_iters: int) -> tuple[int, int]:
         """Return (last step of the warm-up, first step without the norm).
@@ -47,8 +54,9 @@ class TaperSchedule:
         Raises:
             ConfigError: the warm-up would end after the taper.
         """
-        warmup = _as_step(self.warmup, max_iters)
-        end = _as_step(self.end, max_iters)
+        warmup, end = (
+            round(when * max_iters if when < 1 else when) for when in (self.warmup, self.end)
+        )
         if warmup > end:
             raise ConfigError(
                 f"taper_warmup={self.warmup:g} is step {warmup} of {max_iters}, after taper_end="
@@ -66,10 +74,6 @@ class TaperSchedule:
             return "fixed", 0.0
         progress = (step - warmup) / (end - warmup)  # above 0, below 1
         return "blend", 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _as_step(when: float, max_iters: int) -> int:
-    return round(when * max_iters if when < 1 else when)
 
 
 class StepMean(nn.Module):
@@ -147,59 +151,40 @@ class TaperNorm(Norm):
 
     def _restore_phase(self, _incompatible_keys: object) -> None:
         """Set the phase from the buffers that have just been loaded."""
-        if not self.calibrated:
-            self.phase = "warm"
-        elif self.gate == 0:
-            self.phase = "fixed"
-        else:
-            self.phase = "blend"
+        calibrated_phase = "fixed" if self.gate == 0 else "blend"
+        self.phase = calibrated_phase if self.calibrated else "warm"
 
     def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, None]:
         if self.phase == "warm":
-            y = self._warm(h)
-        elif self.phase == "blend":
-            y = self._blend(h)
-        else:
-            y = self._fixed(h)
-        return y, None
+            return self._warm(h), None
+        if self.phase == "blend":
+            return self._blend(h), None
+        return keep_in_graph(self._fixed(h).to(h.dtype), self.base.weight), None
 
     def _warm(self, x: Tensor) -> Tensor:
         """The base norm; in training, statistics for the calibration are collected."""
         # Without gradients: c is fitted and not learned.
-        if self.training:
-            self._collect(self._centered(x.detach()))
+        if self.training and not is_recomputing():
+            h = self._centered(x.detach())  # (B, T, C)
+            square = h.square()
+            # the terms of A and B (B, T, 2 C)
+            terms = torch.cat([square * inverse_rms(h, self.eps), square], -1)
+            self.moments.add(terms.flatten(0, -2))
         y, _ = self.base(x)
         return keep_in_graph(y, self.weight_tilde)
 
     def _blend(self, x: Tensor) -> Tensor:
-        """g * norm(h) + (1 - g) * (c * h * gamma~ + bias)"""
-        if not self.centers and self.base.bias is None:
-            return self._blend_by_kernel(x)
-        fixed = self._fixed_map(x)
-        # In the precision of statistics, so that the sum is rounded once
-        normed, _ = self.base(x.to(fixed.dtype))
-        return (self.gate * normed + (1 - self.gate) * fixed).to(x.dtype)
-
-    def _blend_by_kernel(self, x: Tensor) -> Tensor:
-        c = self.scale
-        tilde = self.weight_tilde
+        """g * norm(h) + (1 - g) * c * h * gamma~ + bias; LayerNorm is RMSNorm of the centred h."""
+        c, tilde = self.scale, self.weight_tilde
         if self.fit_channels:  # the kernel takes one number c: move the c of each channel to gamma~
-            c = torch.ones_like(self.gate)
-            tilde = self.c_tilde()
+            c, tilde = torch.ones_like(self.gate), self.c_tilde()
         # (2,), on the device: the kernel reads both there, and the host never waits for the gate.
         gate_c = torch.stack((self.gate, c))
-        y, _ = taper_norm(x, self.base.weight, tilde, gate_c, self.eps, self.kernels)
-        return y
+        h = self._centered(x) if self.centers else x
+        y, _ = taper_norm(h, self.base.weight, tilde, gate_c, self.eps, self.kernels)
+        return (y if self.base.bias is None else y + self.base.bias).to(x.dtype)
 
     def _fixed(self, x: Tensor) -> Tensor:
-        """c * h * gamma~ + bias"""
-        if not self.centers and self.base.bias is None:
-            y = x * self.c_tilde()  # no cast of x first: fewer launches
-        else:
-            y = self._fixed_map(x)
-        return keep_in_graph(y.to(x.dtype), self.base.weight)
-
-    def _fixed_map(self, x: Tensor) -> Tensor:
         """c * h * gamma~ + bias in the precision of statistics."""
         y = self._centered(x) * self.c_tilde()
         return y if self.base.bias is None else y + self.base.bias
@@ -212,13 +197,6 @@ class TaperNorm(Norm):
     def c_tilde(self) -> Tensor:
         """Return c gamma~ (C,); () without gains and fit_channels."""
         return self.scale if self.weight_tilde is None else self.scale * self.weight_tilde
-
-    def _collect(self, h: Tensor) -> None:
-        """Add the terms of A and B of h (B, T, C)."""
-        inv_r = inverse_rms(h, self.eps)  # (B, T, 1)
-        square = h.square()  # (B, T, C)
-        terms = torch.cat([square * inv_r, square], -1)  # (B, T, 2 C)
-        self.moments.add(terms.flatten(0, -2))
 
     @property
     def core(self) -> Norm:
@@ -306,16 +284,17 @@ def taper_gate(model: nn.Module) -> float | None:
 class ScaleAnchor(nn.Module):
     """Loss weight * E[(s(h) - target)^2], which holds the scale of the final residual stream.
 
-    s is the RMS of a token; with `centers` its standard deviation. The target is the bias-corrected
-    average of E[s] over the warm steps. It is frozen when the taper starts.
+    s is the RMS of a token; over LayerNorm its standard deviation. The target is the bias-corrected
+    average of E[s] over the warm steps. It is frozen when the taper starts. The keys taper_* and
+    norm_eps of a NormConfig decide all of it.
     """
 
-    def __init__(self, schedule: TaperSchedule, weight: float, eps: float, centers: bool):
+    def __init__(self, config: Any):
         super().__init__()
-        self.schedule = schedule
-        self.weight = weight
-        self.eps = eps
-        self.centers = centers
+        self.schedule = TaperSchedule.of(config)
+        self.weight = config.taper_anchor
+        self.eps = config.norm_eps
+        self.centers = config.taper_base == "layer"
         self.target = StepMean(1)
         self.frozen = False
         self.loss: Tensor | float = 0.0
@@ -340,6 +319,14 @@ class ScaleAnchor(nn.Module):
             self.target.update()
         phase, _ = self.schedule.at(step, max_iters)
         self.frozen = phase != "warm"
+
+
+def is_recomputing() -> bool:
+    """Is this a forward pass of torch.utils.checkpoint within backward?
+
+    A compiled backward repeats no writes to buffers.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class _KeepInGraph(torch.autograd.Function):

@@ -116,7 +116,7 @@ class TrainConfig(ComparisonKeys, EvalKeys, StartKeys, OptimKeys, LoopKeys, Data
                 "which can overflow float16: use coupled_impl=scale, or dtype=bfloat16"
             )
         # Raises if a taper would end before its warm-up does. Other norm types have its defaults.
-        TaperSchedule(self.taper_warmup, self.taper_end).steps(self.max_iters)
+        TaperSchedule.of(self).steps(self.max_iters)
 
 
 class NextToken:
@@ -405,7 +405,7 @@ def notes(config: TrainConfig, model: GPT, start: dict[str, Any], run: RunFolder
             f"warning: warm-up takes warmup_iters={config.warmup_iters} of "
             f"max_iters={config.max_iters} steps: the learning rate never falls"
         )
-    end = TaperSchedule(config.taper_warmup, config.taper_end).steps(config.max_iters)[1]
+    end = TaperSchedule.of(config).steps(config.max_iters)[1]
     if tapers(model) and end > config.max_iters:
         found.append(
             f"warning: the taper ends at step {end}, after max_iters={config.max_iters}: "

@@ -57,6 +57,7 @@ NAMES = {
     "wandb",
     "wandb_project",
     "parallel",
+    "recompute",
     "jobs",
     "hellaswag",
     "hellaswag_interval",

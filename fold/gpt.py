@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from common.errors import FoldError
 from load import NORM_NAMES
 from model import GPT, GPTConfig
-from norm_plan import NormPlan, has_v_norm, qk_kind
+from norm_plan import NormPlan
 from norm_types import NORM_TYPES, SHARED
 from norms import CenteredLinear, FoldedForm, Norm, center, fold_affine
 from taper import TaperNorm
@@ -311,14 +311,14 @@ def retype(config: GPTConfig, norm_type: str, **keys: object) -> GPTConfig:
     """
     default = {field.name: field.default for field in fields(config)}
     old = {name: default[name] for name in ("norm_plan", *NORM_TYPES[config.norm_type].keys)}
-    if has_v_norm(config) and not NORM_TYPES[norm_type].v_norm:
+    if config.has_v_norm and not NORM_TYPES[norm_type].v_norm:
         raise FoldError(
             f"norm_type={config.norm_type}: its values are normalised, and those of norm_type="
             f"{norm_type} are not: keep its type"
         )
     # Attention stays what it is, where one of the types has norms in it by default.
-    if qk_kind(config) != NORM_TYPES[norm_type].qk_norm:
-        old["qk_norm"] = qk_kind(config)
+    if config.qk_kind != NORM_TYPES[norm_type].qk_norm:
+        old["qk_norm"] = config.qk_kind
     return replace(config, **old | {"norm_type": norm_type} | keys)
 
 

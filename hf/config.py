@@ -483,7 +483,7 @@ def family_of(config: GPTConfig, plan: NormPlan) -> str:
     if config.position == "learned":
         return "gpt2"
     if plan.adds_plainly:
-        return "qwen3" if plan.qk_kind == "head" else "llama"
+        return "qwen3" if plan.config.qk_kind == "head" else "llama"
     if set(plan.letters[:-1]) == {NONE}:
         return "olmo3" if config.window else "olmo2"
     return "gemma3_text"
@@ -494,7 +494,7 @@ def has_layout(plan: NormPlan, family: str) -> bool:
     inputs = set(plan.letters[:-1])
     final = plan.letters[-1]
     outputs = set(plan.outputs)
-    if plan.type.embed is not None or plan.embedding != NONE or plan.has_v_norm:
+    if plan.type.embed is not None or plan.embedding != NONE or plan.config.has_v_norm:
         return False
     if family in ("olmo2", "olmo3"):
         return (inputs, final, outputs) == ({NONE}, "R", {"R"})
@@ -523,7 +523,7 @@ def refuse_unknown(config: GPTConfig, plan: NormPlan, family: str) -> None:
     # Whether transformers' class computes it, for each key.
     computes = {
         "norm_type": has_layout(plan, family),
-        "qk_norm": plan.qk_kind == FAMILIES[family].qk_norm,
+        "qk_norm": plan.config.qk_kind == FAMILIES[family].qk_norm,
         "output_eps": plan.adds_plainly or config.output_eps == config.norm_eps,
         "rms_fraction": config.rms_fraction == 1,
         "norm_groups": config.norm_groups == 1,
@@ -550,7 +550,7 @@ def refuse_unknown(config: GPTConfig, plan: NormPlan, family: str) -> None:
     # What the plan makes of a key that is None, and what the norm type stands for.
     shown = {
         "norm_type": f"{config.norm_type!r} ({plan})",
-        "qk_norm": repr(plan.qk_kind),
+        "qk_norm": repr(plan.config.qk_kind),
     }
     remedy = "convert.py --to=rms says whether it can become rms"
     if family == "gpt2":

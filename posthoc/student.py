@@ -4,14 +4,12 @@ The student is a view of the teacher: the same tensors under another norm plan.
 """
 
 import copy
-import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from common.fingerprint import END
 from fold.gpt import absorb_alpha
@@ -81,9 +79,7 @@ def make_student(teacher: GPT, plan: str, alpha: Any, config: Any) -> GPT:
     else:
         torch.manual_seed(config.seed)
         adapters.add_adapters(student, config.rank, config.adapter_alpha, config.method == "dora")
-    if config.checkpoint_activations:
-        for block in student.blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    student.recompute = config.checkpoint_activations
     return student
 
 
@@ -93,9 +89,6 @@ def finished(student: GPT) -> GPT:
 
     The argument must not be used afterwards. Tensors that it shares with a teacher do not change.
     """
-    for block in student.blocks:
-        # make_student put a checkpointed forward in the place of the class's.
-        block.__dict__.pop("forward", None)
     adapters.merge(student)
     return student.eval() if student.config.norm_gain == "none" else absorb_alpha(student)
 

@@ -21,8 +21,9 @@ from norm_plan import NormConfig, NormPlan
 from norm_types import NORM_TYPES
 
 L = 4
+T = 11
 GPT2 = GPTConfig(
-    vocab_size=20, block_size=8, n_layer=L, n_head=2, n_embd=16, init_std=0.2, bias=True
+    vocab_size=20, block_size=12, n_layer=L, n_head=2, n_embd=16, init_std=0.2, bias=True
 )
 # A head has other than n_embd / n_head channels, and two query heads share each key.
 LLAMA = replace(
@@ -36,8 +37,44 @@ LLAMA = replace(
     tie_embeddings=False,
     bias=False,
 )
-SHAPES = {"gpt2": GPT2, "llama": LLAMA}
-IDX, TARGETS = torch.randint(20, (2, 3, 7), generator=torch.Generator().manual_seed(0))
+GEMMA = replace(
+    LLAMA,
+    activation="geglu",
+    qk_norm="head",
+    rope_theta=1000.0,
+    rope_scaling=(8.0,),
+    rope_scaling_kind="linear",
+    window=3,
+    local_blocks="llg",
+    local_rope_theta=10.0,
+    attn_scale=0.3,
+    embed_scale=4.0,
+    tie_embeddings=True,
+)
+OLMO = replace(
+    GEMMA,
+    n_kv_head=0,
+    activation="swiglu",
+    rope_theta=50.0,
+    # the pairs turn 12, 3.3 and 0.9 times: kept, mixed and stretched
+    rope_scaling=(8.0, 3.0, 0.5, 12.0, 1.2),
+    rope_scaling_kind="yarn",
+    window=4,
+    local_blocks="lllg",
+    local_rope_theta=0.0,
+    attn_scale=0.0,
+    embed_scale=1.0,
+    tie_embeddings=False,
+)
+SHAPES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "gemma": GEMMA,
+    "olmo": OLMO,
+    "tanh": replace(GPT2, activation="gelu_tanh", n_head=4, tie_embeddings=False),
+    "local": replace(GPT2, activation="relu2", window=4, local_blocks="l", embed_scale=3.0),
+}
+IDX, TARGETS = torch.randint(20, (2, 3, T), generator=torch.Generator().manual_seed(0))
 
 # The types that issue a layout or a recipe of their own; the others have tests in test_norms.py.
 NEW_TYPES = (
@@ -86,6 +123,8 @@ class Plain:
     plain_at: int | None = None  # the position where that weight is 1 nevertheless (KEEL)
     share: float = 0.25
     sections: tuple[str, ...] = ()  # of by_letters
+    alpha: float | tuple[float, ...] = 1.0  # of the positions that share
+    detach: bool = True
 
     def gain(self, name: str, y: Tensor) -> Tensor:
         """Multiply by the gain `name` and add its bias, where the model has them."""
@@ -102,12 +141,36 @@ class Plain:
     def linear(self, name: str, x: Tensor) -> Tensor:
         return x @ self.p[f"{name}.weight"].T + self.p.get(f"{name}.bias", 0.0)
 
-    def rotate(self, x: Tensor) -> Tensor:
+    def angle(self, block: int) -> tuple[Tensor, float]:
+        """Angles (T, d / 2) of a block in radians, pair by pair, and the factor of what turns."""
+        shape, d = self.shape, self.shape.head_channels
+        local = self.is_local(block)
+        theta = shape.local_rope_theta or shape.rope_theta if local else shape.rope_theta
+        kind = "" if local or not shape.rope_scaling else shape.rope_scaling_kind
+        rates = [theta ** (-2 * pair / d) for pair in range(d // 2)]
+        if kind == "linear":
+            rates = [rate / shape.rope_scaling[0] for rate in rates]
+        factor = 1.0
+        if kind == "yarn":
+            stretch, fast, slow, original, factor = shape.rope_scaling
+            # the pair that turns so often, by theta^(-2 i / d) original = 2 pi turns
+            ends = [d / 2 * math.log(original / (2 * math.pi * n), theta) for n in (fast, slow)]
+            first, last = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), d - 1)
+            for pair, rate in enumerate(rates):
+                ramp = min(max((pair - first) / (last - first), 0), 1)
+                rates[pair] = rate / stretch * ramp + rate * (1 - ramp)
+        position = torch.arange(shape.block_size, dtype=torch.float64)
+        return torch.outer(position, torch.tensor(rates, dtype=torch.float64)), factor
+
+    def is_local(self, block: int) -> bool:
+        letters = self.shape.local_blocks or "g"
+        return letters[block % len(letters)] == "l"
+
+    def rotate(self, block: int, x: Tensor) -> Tensor:
         """RoPE (Su et al. 2021): channel pairs (i, i + d/2) of x (B, T, d) as complex numbers."""
         half = x.shape[-1] // 2
-        rate = 1 / 10000 ** (torch.arange(half).float() / half)  # the model's table is float32
-        angle = torch.outer(torch.arange(x.shape[1]).float(), rate)
-        turn = torch.complex(angle.cos().double(), angle.sin().double())
+        angle, factor = self.angle(block)
+        turn = torch.polar(torch.ones_like(angle), angle)[: x.shape[1]] * factor
         z = torch.complex(x[..., :half], x[..., half:]) * turn
         return torch.cat([z.real, z.imag], -1)
 
@@ -132,28 +195,35 @@ class Plain:
         ks = vectors(k, "k", kv_heads)
         vs = vectors(v, "v", kv_heads)
         if shape.position == "rope":
-            qs = [self.rotate(q) for q in qs]
-            ks = [self.rotate(k) for k in ks]
-        T = x.shape[1]
-        future = torch.ones(T, T, dtype=torch.bool).triu(1)
+            qs, ks = ([self.rotate(block, y) for y in ys] for ys in (qs, ks))
+        hidden = torch.ones(T, T, dtype=torch.bool).triu(1)  # the future, and beyond the window
+        if self.is_local(block):
+            hidden = hidden | torch.ones(T, T, dtype=torch.bool).tril(-shape.window)
         mixed = []
         for head, q in enumerate(qs):
             shared = head // (heads // kv_heads)
-            scores = q @ ks[shared].transpose(1, 2) / math.sqrt(d)
-            mixed.append(scores.masked_fill(future, -math.inf).softmax(-1) @ vs[shared])
+            scores = q @ ks[shared].transpose(1, 2) * (shape.attn_scale or 1 / math.sqrt(d))
+            mixed.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ vs[shared])
         return self.linear(f"{name}.proj", torch.cat(mixed, -1))
 
     def M(self, block: int, x: Tensor) -> Tensor:
         z = self.linear(f"blocks.{block}.mlp.up", x)
-        if self.shape.activation == "swiglu":
-            gate, z = z.chunk(2, -1)
-            z = gate * gate.sigmoid() * z
-        else:  # the exact GELU
+        kind = self.shape.activation
+        gate, up = z.chunk(2, -1) if kind in ("swiglu", "geglu") else (z, 1.0)
+        if kind == "swiglu":
+            z = gate * gate.sigmoid()
+        elif kind == "relu2":
+            z = z.clamp(min=0) ** 2
+        elif kind == "gelu":  # the exact one
             z = z * (1 + torch.special.erf(z / math.sqrt(2))) / 2
+        else:
+            t = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+            z = 0.5 * gate * (1 + torch.tanh(t))
+        z = z * up
         return self.linear(f"blocks.{block}.mlp.down", z)
 
     def embeddings(self) -> Tensor:
-        x = self.p["wte.weight"][IDX]
+        x = self.p["wte.weight"][IDX] * self.shape.embed_scale
         if self.shape.position == "learned":
             x = x + self.p["wpe.weight"][: IDX.shape[1]]
         return x
@@ -297,18 +367,6 @@ def pointwise(g: Plain, x: Tensor, D) -> Tensor:
     return D(at(2 * L), x)
 
 
-def coupled_with_outputs(g: Plain, x: Tensor) -> Tensor:
-    """The MLP reads the stream with attention's statistic (detached there); outputs normalised."""
-    x = g.N("norm_e.norm", x)
-    for b in range(L):
-        read = at(2 * b)
-        statistic = 1 / (x.pow(2).mean(-1, keepdim=True) + g.eps).sqrt()
-        x = x + g.N(place(2 * b + 1) + ".output", g.A(b, g.gain(read, x * statistic)), g.output_eps)
-        y = g.gain(at(2 * b + 1), x * statistic.detach())
-        x = x + g.N(place(2 * b + 2) + ".output", g.M(b, y), g.output_eps)
-    return g.N(at(2 * L), x)
-
-
 def by_letters(g: Plain, x: Tensor, inputs: str, outputs: str, embedding: str) -> Tensor:
     """A plan letter by letter: R or L reads the sum, P replaces it, B does both, I nothing."""
     if embedding != "I":
@@ -325,11 +383,13 @@ def by_letters(g: Plain, x: Tensor, inputs: str, outputs: str, embedding: str) -
             x = g.N(name, x)
         y = x
         if letter == "s":
-            y = g.gain(name, x * statistic)
+            alpha = g.alpha[position] if isinstance(g.alpha, tuple) else g.alpha
+            y = g.gain(name, x * statistic / alpha)
         elif letter != "I" and letter != "P":
             y = g.N(f"{place(position)}.reader" if letter == "B" else name, x)
-        if letter == "R":  # what a later s reads, without a gradient
-            statistic = 1 / (x.detach().pow(2).mean(-1, keepdim=True) + g.eps).sqrt()
+        if letter == "R":  # what a later s reads
+            h = x.detach() if g.detach else x
+            statistic = 1 / (h.pow(2).mean(-1, keepdim=True) + g.eps).sqrt()
         if position < 2 * L:
             delta = (g.M if position % 2 else g.A)(position // 2, y)
     return y
@@ -338,6 +398,7 @@ def by_letters(g: Plain, x: Tensor, inputs: str, outputs: str, embedding: str) -
 # ------------------------------------------------------------------------ forward and all gradients
 
 BASE = {"post_base": "layer"}
+ALPHAS = (1.0, 1.3, 1.0, 0.8, 1.5, 1.1, 1.0, 0.7, 1.0)
 
 # (norm type, config keys, shapes, what the plain model is told)
 CASES = [
@@ -386,7 +447,29 @@ CASES = [
     ("rms", {"norm_groups": 2, "norm_plan": "RR RR RR RR R|RR RR RR RR|R"}, "gpt2",
      {"layout": "peri", "groups": 2}),
     ("coupled", {"norm_plan": "Rs Rs Rs Rs R|RR RR RR RR|R"}, "gpt2",
-     {"layout": "coupled_with_outputs"}),
+     {"layout": "by_letters", "sections": ("RsRsRsRsR", "R" * 8, "R")}),
+    # Activations, windows, positions and scales
+    ("layer", {}, "gpt2 tanh local", {"layout": "pre", "kind": "layer"}),
+    ("cbwc", {"bias": True}, "gpt2 llama", {"layout": "pre", "kind": "layer"}),
+    ("rms", {}, "gemma olmo", {"layout": "pre", "qk": "head"}),
+    ("rms", {"rms_bias": True}, "gpt2 llama", {"layout": "pre"}),
+    ("none", {}, "gpt2 llama", {"layout": "by_letters", "sections": ("I" * 9, "I" * 8, "I")}),
+    # Groups of blocks that share a statistic
+    *(("coupled", keys, "gpt2",
+       {"layout": "by_letters", "sections": (letters, "I" * 8, "I"),
+        "alpha": keys.get("coupled_alpha", 1.0),
+        "detach": "coupled_grad" not in keys})
+      for keys, letters in (
+          ({}, "RsRsRsRsR"),
+          ({"coupled_first": 1}, "RRRsRsRsR"),
+          ({"coupled_first": 4}, "RRRRRRRRR"),
+          ({"coupled_span": 2}, "RsssRsssR"),
+          ({"coupled_span": 3, "coupled_alpha": 1.1}, "RsssssRsR"),
+          ({"coupled_span": 2, "coupled_first": 1, "coupled_alpha": ALPHAS}, "RRRsssRsR"),
+          ({"coupled_span": 0, "coupled_grad": "full", "coupled_alpha": 0.9}, "RsssssssR"),
+          ({"coupled_span": 0, "coupled_first": 1, "coupled_calibrate": 5}, "RRRsssssR"),
+          ({"norm_plan": "RR Rs RR Rs R", "coupled_grad": "full"}, "RRRsRRRsR"),
+      )),
 ]  # fmt: skip
 # A case for each shape
 RUNS = [(name, keys, shape, told) for name, keys, shapes, told in CASES for shape in shapes.split()]
@@ -433,6 +516,9 @@ def test_a_random_plan_is_its_letters(seed):
 def compare(norm_type: str, keys: dict, shape: GPTConfig, told: dict) -> None:
     """Hold a shaken model against the plain one."""
     model = shake(GPT(replace(shape, norm_type=norm_type, **keys)))
+    use_exact_angles(model)
+    if "sections" in told:
+        assert (model.plan.letters, model.plan.outputs, model.plan.embedding) == told["sections"]
     loss, _ = model(IDX, TARGETS)
     loss.backward()
     leaves = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
@@ -447,9 +533,20 @@ def compare(norm_type: str, keys: dict, shape: GPTConfig, told: dict) -> None:
         close(parameter.grad, leaves[name].grad, 1e-12 * scale)
     with torch.no_grad():
         close(model(IDX), logits, 1e-12 * logits.abs().max().item())
-        cache = KVCache(model.config, len(IDX), 7, model.wte.weight)
-        pieces = [model(piece, cache=cache) for piece in IDX.split([3, 1, 2, 1], 1)]
+        cache = KVCache(model.config, len(IDX), T, model.wte.weight)
+        pieces = [model(piece, cache=cache) for piece in IDX.split([3, 1, 2, 1, 4], 1)]
     close(torch.cat(pieces, 1), logits, 1e-12 * logits.abs().max().item())
+
+
+def use_exact_angles(model: GPT) -> None:
+    """The model's tables are those of the definition in float32; here it gets exact ones."""
+    for block, rope in enumerate(model.ropes(0, model.config.block_size)):
+        if rope is not None:
+            angle, factor = Plain({}, model.config, "pre").angle(block)
+            exact = torch.cat([angle, angle], -1)
+            for table, values in zip(rope, (exact.cos(), exact.sin()), strict=True):
+                close(table.double(), values * factor, 2e-6)
+                table.copy_(values * factor)
 
 
 # ------------------------------------------------------------------------------ values at the start
@@ -506,26 +603,13 @@ def test_draws_are_those_of_rms_but_for_the_declared_factor(norm_type, shape):
     }
 
 
-def test_pytorchs_own_initialisation_has_no_depth_factor_to_undo():
-    """Its linears are not divided by sqrt(2 L), so the factors of a recipe do not fit it."""
-    for norm_type in NEW_TYPES:
-        standard = STANDARD_DEVIATIONS[norm_type] == STANDARD_DEVIATIONS["rms"]
-        if standard:
-            ours, common = start(norm_type, init="torch"), start("rms", init="torch")
-            assert all(torch.equal(ours[name], common[name]) for name in common if "attn" in name)
-        else:
-            with pytest.raises(ConfigError, match=r"init=torch.*norm_recipe=common"):
-                start(norm_type, init="torch")
-        start(norm_type, init="torch", norm_recipe="common")
-
-
 @pytest.mark.parametrize(("depth", "alpha", "beta"), [(12, 2.2134, 0.3195), (24, 2.632, 0.2686)])
 def test_deepnorms_numbers(depth, alpha, beta):
     """DeepNet, figure 2: alpha = (2M)^(1/4) and beta = (8M)^(-1/4) of a decoder of M blocks."""
     deepnorm = plan("deepnorm", depth)
     weights = [deepnorm.place(position).residual_weight for position in range(1, 2 * depth + 1)]
     assert weights == pytest.approx([alpha] * 2 * depth, rel=2e-4)
-    factors = deepnorm.init_factors()
+    factors = deepnorm.config.recipe.init_factors(depth)
     undone = math.sqrt(2 * depth)
     assert factors == {
         "attn.v": pytest.approx(beta, rel=2e-4),
@@ -533,14 +617,6 @@ def test_deepnorms_numbers(depth, alpha, beta):
         "attn.proj": pytest.approx(beta * undone, rel=2e-4),
         "mlp.down": pytest.approx(beta * undone, rel=2e-4),
     }
-
-
-def test_keels_weights_of_64_sublayers():
-    keel = plan("keel", 32)
-    weights = [keel.place(position).residual_weight for position in range(2, 65)]
-    assert weights == [1] + [64] * 62
-    one = plan("keel", 1)
-    assert str(one) == "RR P" and one.place(2).residual_weight == 1
 
 
 def test_mixlns_border_is_a_quarter_of_the_blocks():
@@ -575,32 +651,31 @@ def test_alpha_of_dyt_by_width(width, attention, others):
     assert common.embedding_norm() is None
 
 
-def test_point_alpha_is_of_attention_mlp_and_final_norm():
-    derf = plan("derf", 2, point_alpha=(4.0, 0.3, 0.1))
-    found = [derf.place(position).norm.alpha.item() for position in range(5)]
+def test_other_values_at_the_start():
+    """Derf: alpha 1, shift 0, embeddings times sqrt(C), biases of norms though the model has none.
+
+    KEEL: the weight of the first border is 1. PyTorch's own initialisation is not divided by
+    sqrt(2 L), so the factors of a recipe do not fit it.
+    """
+    derf = plan("derf", 2)
+    for norm in (derf.place(position).norm for position in range(5)):
+        assert [norm.alpha.item(), norm.shift.item(), norm.bias.sum().item()] == [1, 0, 0]
+    assert derf.embedding_norm().norm.scale.item() == pytest.approx(math.sqrt(768))
+    given = plan("derf", 2, point_alpha=(4.0, 0.3, 0.1))
+    found = [given.place(position).norm.alpha.item() for position in range(5)]
     assert found == pytest.approx([4.0, 0.3, 4.0, 0.3, 0.1])
-    assert plan("dyt", 2, point_alpha=0.25).place(4).norm.alpha.item() == 0.25
-
-
-def test_derf_starts_as_in_its_authors_nanogpt():
-    """alpha 1, shift 0, gain 1, bias 0 though the model has no biases; embeddings sqrt(C)."""
-    state = start("derf")
-    assert not SHAPES["llama"].bias
-    for position in range(2 * L + 1):
-        norm = at(position)
-        assert torch.equal(state[f"{norm}.alpha"], torch.ones(1))
-        assert torch.equal(state[f"{norm}.shift"], torch.zeros(1))
-        assert torch.equal(state[f"{norm}.weight"], torch.ones(16))
-        assert torch.equal(state[f"{norm}.bias"], torch.zeros(16))
-    assert state["norm_e.norm.scale"].item() == 4
-    assert not any(name.startswith("norm") and "bias" in name for name in start("dyt"))
+    keel = plan("keel", 32)
+    assert [keel.place(position).residual_weight for position in range(2, 65)] == [1] + [64] * 62
+    with pytest.raises(ConfigError, match=r"init=torch.*norm_recipe=common"):
+        start("dyt", init="torch")
+    start("dyt", init="torch", norm_recipe="common")
 
 
 def test_weight_decay_on_gains_is_that_of_the_authors():
-    decaying = {name for name in NORM_TYPES if plan(name).decays_gains}
+    decaying = {name for name in NORM_TYPES if NormConfig(norm_type=name).decays_gains}
     assert decaying == {"olmo2", "hybrid", "dyt"}
-    assert not any(plan(name, norm_recipe="common").decays_gains for name in NORM_TYPES)
-    assert not plan("olmo2", norm_gain="none").decays_gains
+    for keys in ({"norm_recipe": "common"}, {"norm_gain": "none"}):
+        assert not NormConfig(norm_type="olmo2", **keys).decays_gains
 
 
 @pytest.mark.parametrize("kind", ["plain", "one_plus"])

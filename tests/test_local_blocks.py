@@ -89,145 +89,21 @@ def tokens(*shape, seed=0):
 # ----------------------------------------------------------------------------------- the definition
 
 
-def angles(config, local):
-    """Angles (T, head_dim / 2) of tokens 0 .. T - 1 in float64, pair by pair, and their factor."""
-    D = config.head_channels
-    theta = config.local_rope_theta or config.rope_theta if local else config.rope_theta
-    found, factor = [], 1.0
-    for i in range(D // 2):
-        frequency = theta ** (-2 * i / D)
-        if config.rope_scaling_kind == "linear" and not local:
-            frequency /= config.rope_scaling[0]
-        if config.rope_scaling_kind == "yarn" and not local:
-            stretch, fast, slow, original, factor = config.rope_scaling
-            # the pair that turns so often, by theta^(-2 i / D) original = 2 pi turns
-            first, last = (
-                D / 2 * math.log(original / (2 * math.pi * turns), theta) for turns in (fast, slow)
-            )
-            first, last = max(math.floor(first), 0), min(math.ceil(last), D - 1)
-            ramp = min(max((i - first) / (last - first), 0), 1)
-            frequency = frequency / stretch * ramp + frequency * (1 - ramp)
-        found.append(frequency)
-    position = torch.arange(config.block_size, dtype=torch.float64)
-    return position[:, None] * torch.tensor(found, dtype=torch.float64), factor
-
-
-def defined_logits(config, w, idx):
-    """Written down from the weights: dense masks, complex rotations, a loop over blocks."""
-    B, length = idx.shape
-    H, G, D = config.n_head, config.kv_heads, config.head_channels
-
-    def norm(x, gain):
-        return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * gain
-
-    def turned(x, local):
-        if config.position != "rope":
-            return x
-        angle, factor = angles(config, local)
-        pairs = torch.complex(x[..., : D // 2], x[..., D // 2 :])
-        pairs = pairs * torch.polar(torch.ones_like(angle), angle)[:length, None] * factor
-        return torch.cat([pairs.real, pairs.imag], -1)
-
-    x = w["wte.weight"][idx] * config.embed_scale
-    if config.position == "learned":
-        x = x + w["wpe.weight"][:length]
-    for block in range(config.n_layer):
-        at = f"blocks.{block}."
-        local = config.local_blocks[block % len(config.local_blocks)] == "l"
-        qkv = norm(x, w[at + "norm1.norm.weight"]) @ w[at + "attn.qkv.weight"].T
-        q, k, v = qkv.view(B, length, H + 2 * G, D).split([H, G, G], 2)
-        if config.qk_norm:
-            q, k = norm(q, w[at + "attn.q_norm.weight"]), norm(k, w[at + "attn.k_norm.weight"])
-        q, k = turned(q, local), turned(k, local)
-        k, v = (part.repeat_interleave(H // G, 2) for part in (k, v))
-        scores = torch.einsum("bihd,bjhd->bhij", q, k) * (config.attn_scale or 1 / math.sqrt(D))
-        i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]
-        seen = (j <= i) & (j > i - config.window) if local else j <= i
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
-        mixed = torch.einsum("bhij,bjhd->bihd", weights, v).reshape(B, length, H * D)
-        x = x + mixed @ w[at + "attn.proj.weight"].T
-        z = norm(x, w[at + "norm2.norm.weight"]) @ w[at + "mlp.up.weight"].T
-        if config.activation == "gelu":
-            z = 0.5 * z * (1 + torch.erf(z / math.sqrt(2)))
-        else:
-            gate, up = z.chunk(2, -1)
-            if config.activation == "swiglu":
-                z = gate / (1 + torch.exp(-gate)) * up
-            else:
-                t = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-                z = 0.5 * gate * (1 + torch.tanh(t)) * up
-        x = x + z @ w[at + "mlp.down.weight"].T
-    head = w["wte.weight"] if config.tie_embeddings else w["lm_head.weight"]
-    return norm(x, w["norm_f.norm.weight"]) @ head.T
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_logits_and_gradients_are_those_of_the_definition(name):
-    """More than three windows long. The model's tables are float32: here it gets exact ones."""
-    config = SHAPES[name]
-    model, idx, targets = gpt(config), tokens(3, T), tokens(3, T, seed=1)
-    for prefix, local in (("rope", False), ("local_rope", True)):
-        if hasattr(model, f"{prefix}_cos"):
-            angle, factor = angles(config, local)
-            angle = torch.cat([angle, angle], -1)
-            for table, exact in (("cos", angle.cos()), ("sin", angle.sin())):
-                close(getattr(model, f"{prefix}_{table}"), exact * factor, 2e-6)
-                setattr(model, f"{prefix}_{table}", exact * factor)
-    w = dict(model.named_parameters())
-    expected = defined_logits(config, w, idx)
-    close(model(idx), expected)
-    close(model(idx[:, :7]), expected[:, :7])
-    loss, _ = model(idx, targets)
-    defined = F.cross_entropy(expected.flatten(0, 1), targets.flatten())
-    ours, theirs = (torch.autograd.grad(one, list(w.values())) for one in (loss, defined))
-    for gradient, exact in zip(ours, theirs, strict=True):
-        assert exact.abs().max() > 1e-4
-        close(gradient, exact)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"window": 4},
-        {"local_blocks": "lgl"},
-        {"local_rope_theta": 11.0},
-        {"rope_scaling": (7.0,)},
-        {"attn_scale": 0.31},
-        {"embed_scale": 4.1},
-        {"activation": "swiglu"},
-    ],
-    ids=str,
-)
-def test_every_key_changes_the_function(change):
-    idx = tokens(1, T)
-    assert (gpt(replace(GEMMA, **change))(idx) - gpt(GEMMA)(idx)).abs().max() > 1e-4
-
-
 # --------------------------------------------------------------------------- the cache, plain paths
 
 
-@pytest.mark.parametrize("pieces", [[16], [7, 9], [1] * 16, [3, 1, 6, 1, 5]], ids=str)
-@pytest.mark.parametrize("name", SHAPES)
-@torch.no_grad()
-def test_cached_is_uncached_beyond_the_window(name, pieces):
-    model, idx = gpt(SHAPES[name]), tokens(2, T)
-    cache = KVCache(model.config, 2, T, model.wte.weight)
-    parts = [model(piece, cache=cache) for piece in idx.split(pieces, dim=1)]
-    close(torch.cat(parts, 1), model(idx))
-
-
-def test_generation_is_uncached_generation():
-    model, idx = gpt(OLMO), tokens(2, 7)
-    cached, plain = (model.generate(idx, 20, temperature=0, use_cache=use) for use in (True, False))
-    assert torch.equal(cached, plain) and cached[:, 7:].unique().numel() > 3
-
-
 def test_plain_attention_wherever_the_window_cuts_nothing(monkeypatch):
-    """No mask where all old tokens are seen; keys are read within the window and nowhere else."""
+    """No mask where all old tokens are seen; keys are read within the window and nowhere else.
+
+    Grouped keys are copied for their heads with a mask, and only then: so that no call falls to the
+    kernel that keeps all scores.
+    """
     calls = []
 
     def attention(q, k, v, attn_mask, is_causal, **keys):
         calls.append((q.shape[2], k.shape[2], attn_mask is not None, is_causal, keys["scale"]))
+        # Flash attention takes no mask, memory-efficient attention no grouped heads.
+        assert (k.shape[1] == q.shape[1]) == (attn_mask is not None) == (not keys["enable_gqa"])
         return original(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **keys)
 
     original = F.scaled_dot_product_attention
@@ -375,21 +251,13 @@ def test_the_window_and_the_scaled_embedding_are_those_of_transformers():
     [
         ({"window": -1}, ["window=-1"]),
         ({"local_blocks": "lxg"}, ["local_blocks='lxg'"]),
-        ({"local_blocks": ""}, ["window=5", "local_blocks=''"]),
         ({"local_blocks": "gg"}, ["window=5", "local_blocks='gg'"]),
-        ({"window": 0}, ["local_blocks=llg", "window"]),
-        ({"window": 0, "local_blocks": ""}, ["local_rope_theta=10.0", "window"]),
-        ({"local_rope_theta": -1.0}, ["local_rope_theta=-1.0"]),
+        ({"window": 0}, ["window=0", "local_blocks='llg'"]),
+        ({"window": 0, "local_blocks": ""}, ["local_rope_theta=10.0"]),
         ({"rope_scaling": ()}, ["rope_scaling=()", "linear needs factor"]),
         ({"rope_scaling": (8.0, 1.0)}, ["linear needs factor"]),
-        ({"rope_scaling": (0.0,)}, ["linear needs factor"]),
-        ({"rope_scaling_kind": "llama3"}, ["llama3 needs factor,low_freq_factor"]),
-        (
-            {"rope_scaling_kind": "yarn", "rope_scaling": (8.0, 1.0, 32.0, 16.0, 1.0)},
-            ["beta_slow", "beta_fast"],
-        ),
+        ({"rope_scaling": (0.0,)}, ["rope_scaling=(0.0,)"]),
         ({"attn_scale": -0.1}, ["attn_scale=-0.1"]),
-        ({"embed_scale": 0.0}, ["embed_scale=0.0"]),
     ],
     ids=str,
 )

@@ -7,19 +7,14 @@ In float64 unless a test says otherwise.
 
 import copy
 import math
-import os
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
-import torch.nn.functional as F
-from helpers import FORKS, TINY, close, draw, records, shake
+from helpers import TINY, close, draw, records, shake
 from hf_models import save as hf_save
 from hf_models import tiny as hf_tiny
-from torch.utils.checkpoint import checkpoint
 
 import train
 from common.errors import CheckpointError, ConfigError
@@ -124,24 +119,7 @@ def test_gate_falls_and_one_step_at_least_is_warm():
     ] * 2
 
 
-def test_dropped_at_once_it_is_calibrated_all_the_same():
-    norm = step_of(taper("rms", warmup=3, end=3), 4)
-    assert norm.phase == "fixed" and norm.calibrated and norm.scale != 1
-    assert torch.equal(norm.weight_tilde, norm.base.weight)
-
-
 # --------------------------------------------------------------------------------- the three phases
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_warm_is_the_base_norm_bit_for_bit(base):
-    norm, plain = (
-        step_of(taper(base), 2),
-        shake(LayerNorm(16, 0.1, bias=True) if base == "layer" else RMSNorm(16, 0.1)),
-    )
-    h = draw(2, 5, 16)
-    y, handed_on = norm(h)
-    assert torch.equal(y, plain(h)[0]) and handed_on is None
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -191,24 +169,6 @@ def test_blend_and_fixed_are_their_formulas(base):
     close(norm(h)[0], 0.5 * normed + 0.5 * fixed)
     norm.set_step(8, ITERS)
     close(norm(h)[0], fixed)
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_fixed_is_linear(base):
-    """Additive and homogeneous once the bias is taken off; no other phase is."""
-    a, b = draw(2, 5, 16), draw(2, 5, 16, seed=1)
-    for step, linear in ((2, False), (5, False), (8, True)):
-        norm = step_of(taper(base), step)
-        bias = norm.base.bias if base == "layer" else 0.0
-
-        def apply(x, norm=norm, bias=bias):
-            return norm(x)[0] - bias
-
-        error = max(
-            (apply(a + b) - apply(a) - apply(b)).abs().max(),
-            (apply(-3.5 * a) + 3.5 * apply(a)).abs().max(),
-        )
-        assert error <= 1e-12 if linear else error > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -454,24 +414,6 @@ def test_step_mean_is_a_bias_corrected_average_of_step_means():
     close(average_of([first]).value(), first.mean(0))
 
 
-def test_recomputation_in_backward_does_not_move_the_statistics():
-    """Activation checkpointing runs a block's forward twice: sums and tokens double alike, so means
-    stay.
-    """
-    plain, checkpointed = gpt(taper_anchor=0.1), gpt(taper_anchor=0.1)
-    for block in checkpointed.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    for step in range(1, 5):
-        for model in (plain, checkpointed):
-            model.train().set_step(step, ITERS)
-            sum(model(IDX, TARGETS)).backward()
-    assert checkpointed.blocks[0].norm1.norm.calibrated
-    for name, buffer in checkpointed.named_buffers():
-        close(buffer, dict(plain.named_buffers())[name])
-    for ours, theirs in zip(checkpointed.parameters(), plain.parameters(), strict=True):
-        close(ours.grad, theirs.grad)
-
-
 @pytest.mark.parametrize("sizes", [[24], [12, 12], [6] * 4, [1] * 24, [1, 20, 3]], ids=str)
 def test_step_mean_does_not_depend_on_micro_batches(sizes):
     steps = [draw(24, 5, seed=seed) + seed for seed in range(3)]
@@ -481,66 +423,6 @@ def test_step_mean_does_not_depend_on_micro_batches(sizes):
     )
     close(mean.value(), whole.value())
     assert torch.equal(mean.weight, whole.weight)
-
-
-def test_step_mean_without_tokens_does_not_move():
-    mean = average_of([draw(8, 5)], [draw(8, 5, seed=1)])
-    before = copy.deepcopy(mean.state_dict())
-    mean.update()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in mean.state_dict().items())
-    assert set(before) == {"average", "weight"}  # a half-finished sum is no part of a checkpoint
-
-
-def rank_main(rank, folder):
-    """One of two ranks: half of each step's tokens, three steps of a whole taper model's statistics
-    and the anchor.
-    """
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
-    torch.save(statistics_of(slice(2 * rank, 2 * rank + 2)), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def statistics_of(rows):
-    """State of the norms of a model that has seen `rows` of three steps' sequences, in
-    micro-batches of one row.
-    """
-    model = gpt(taper_anchor=0.1).float()
-    for step in range(1, 4):
-        model.set_step(step, ITERS)
-        data = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(step))[rows]
-        for row in data.split(1):
-            model(row[:, :-1], row[:, 1:])
-    model.set_step(4, ITERS)
-    return {name: tensor for name, tensor in model.state_dict().items() if "norm" in name}
-
-
-def test_two_ranks_are_one(tmp_path):
-    jobs = [FORKS.Process(target=rank_main, args=(rank, str(tmp_path))) for rank in range(2)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join(60)
-    assert [job.exitcode for job in jobs] == [0, 0]
-    first, second, alone = (
-        torch.load(tmp_path / "0.pt"),
-        torch.load(tmp_path / "1.pt"),
-        statistics_of(slice(0, 4)),
-    )
-    assert (
-        sum(name.endswith("scale") for name in alone) == 4
-        and "norm_f.anchor.target.average" in alone
-    )
-    for name, tensor in alone.items():
-        assert torch.equal(first[name], second[name]), name
-        close(first[name], tensor, 1e-6)
-    half = statistics_of(slice(0, 2))  # one rank's own half is not enough: so the test can fail
-    assert any(
-        (half[name] - alone[name]).abs().max() > 1e-3 for name in alone if name.endswith("scale")
-    )
 
 
 def test_eval_collects_nothing():
@@ -559,29 +441,6 @@ def test_eval_collects_nothing():
     assert moved == {f"blocks.{i}.norm{j}.norm.moments.sum" for i in range(2) for j in (1, 2)} | {
         "norm_f.anchor.target.sum"
     }
-
-
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("base", BASES)
-def test_resuming_at_a_checkpoint_moves_nothing_and_goes_on_alike(base, phase):
-    """A checkpoint is taken after set_step for the next step; the resumed run calls set_step for
-    that step again.
-    """
-    keys = {"taper_base": base, "taper_final": True, "taper_anchor": 0.1, "bias": True}
-    straight, resumed = gpt(**keys), gpt(**keys)
-    train_to(straight, PHASES[phase])
-    state = copy.deepcopy(straight.state_dict())
-    resumed.load_state_dict(state)
-    resumed.train()
-    assert resumed.set_step(PHASES[phase], ITERS) == []
-    assert all(torch.equal(tensor, state[name]) for name, tensor in resumed.state_dict().items())
-    for step in range(PHASES[phase], ITERS):
-        pairs = []
-        for model in (straight, resumed):
-            pairs.append(model(IDX, TARGETS))
-            handovers = model.set_step(step + 1, ITERS)
-        assert torch.equal(torch.stack(pairs[0]), torch.stack(pairs[1]))
-        assert bool(handovers) == (step == 3)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -611,7 +470,7 @@ def scales(h, base, eps=0.1):
 
 
 def anchor(base, weight=0.3):
-    return ScaleAnchor(TaperSchedule(3, 7), weight, 0.1, centers=base == "layer").double()
+    return ScaleAnchor(replace(SHAPE, taper_base=base, taper_anchor=weight, norm_eps=0.1)).double()
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -666,50 +525,6 @@ def test_anchor_in_a_model(phase, final):
         close(aux, 0.3 * (s - model.norm_f.anchor.target.value()).square().mean())
         assert aux > 1e-6
     assert model.eval()(IDX, TARGETS)[1] == 0
-
-
-def test_no_anchor_without_weight():
-    model = gpt(taper_final=True)
-    train_to(model, PHASES["fixed"])
-    assert all(place.anchor is None for place in model.places())
-    assert model(IDX, TARGETS)[1] == 0
-    assert not any("anchor" in name for name in model.state_dict())
-
-
-def radial_gradient(model):
-    """<gradient, h> for 24 tokens, h the stream before the final norm; their logits and targets.
-
-    The target of every other token is the likeliest one, that of the rest the unlikeliest.
-    """
-    h = draw(24, 16, seed=2).requires_grad_()
-    logits = model.norm_f(h.unsqueeze(0))[0][0] @ model.wte.weight.T  # (24, V)
-    targets = torch.where(torch.arange(24) % 2 == 0, logits.argmax(-1), logits.argmin(-1))
-    F.cross_entropy(logits, targets, reduction="sum").backward()
-    return (h.grad * h).sum(-1).detach(), logits.detach(), targets
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_proposition_4_1_a_final_norm_takes_the_radial_gradient(base):
-    for step in PHASES.values():
-        model = gpt(taper_base=base, norm_eps=0.0)
-        train_to(model, step)
-        radial, _, _ = radial_gradient(model)
-        close(radial, torch.zeros_like(radial))
-
-
-def test_proposition_4_2_without_one_a_right_token_pushes_outwards():
-    model = gpt(taper_final=True, norm_eps=0.0)
-    train_to(model, PHASES["fixed"], lr=1e-3)
-    radial, logits, targets = radial_gradient(model)
-    at_target = logits.gather(1, targets[:, None])[:, 0]
-    others = logits.scatter(1, targets[:, None], -math.inf).max(-1).values
-    margin, p = at_target - others, logits.softmax(-1).gather(1, targets[:, None])[:, 0]
-    right = margin > 0
-    assert right.sum() == 12
-    assert (radial[right] <= -(1 - p[right]) * margin[right] + 1e-12).all() and (
-        radial[right] < 0
-    ).all()
-    assert (radial[~right] > 0).all()  # the unlikeliest token pulls inwards
 
 
 # -------------------------------------------------------------------------------------- compilation

@@ -37,7 +37,7 @@ from common.old_keys import RETIRED, as_today
 from common.output import check_replaceable, refused
 from configurator import Overrides
 from model import GPT, GPTConfig
-from norm_plan import decays_gains, foreign_keys, has_v_norm, resolved
+from norm_plan import foreign_keys
 from training.old_names import name_today
 from training.optim import Optimizer
 
@@ -49,7 +49,7 @@ DISTILLING = "distill_last.pt"
 Moments = dict[str, dict[str, torch.Tensor]]  # by the name of the parameter, and by their own
 # Keys of the model that may differ between a checkpoint and the run that resumes it: no tensor
 # depends on them.
-FREE_KEYS = {"dropout", "init", "init_std", "kernels", "residual", "coupled_impl"}
+FREE_KEYS = {"dropout", "init", "init_std", "kernels", "residual", "recompute", "coupled_impl"}
 
 
 class FoundCheckpoint(NamedTuple):
@@ -514,7 +514,7 @@ def check_retired(
     Raises:
         CheckpointError: names the key.
     """
-    meant = {"v_norm": has_v_norm(config), "decay_gains": decays_gains(config)}
+    meant = {"v_norm": config.has_v_norm, "decay_gains": config.decays_gains}
     for name in names:
         value = as_today(saved).get(name)
         if value not in (None, RETIRED[name], meant.get(name)):
@@ -535,8 +535,10 @@ def check_same_model(
     theirs = model_config(saved, path)
     names = keys or [field.name for field in fields(GPTConfig) if field.name not in FREE_KEYS]
     for name in names:
-        then = resolved(theirs, name)
-        now = resolved(config, name)
+        # What auto means depends on the norm type.
+        what = "qk_kind" if name == "qk_norm" else name
+        then = getattr(theirs, what)
+        now = getattr(config, what)
         if then != now:
             remedy = f"add --{name}={then}" + ("" if keys else ", or use another out_dir")
             raise CheckpointError(
