@@ -16,7 +16,6 @@ import pytest
 import torch
 from helpers import close
 
-from common.environment import Precision
 from common.errors import CheckpointError, ConfigError, run_program
 from configurator import parse_args
 from evidence.runs import by_arm, difference_in_settings, find_runs
@@ -28,7 +27,6 @@ from norms import Norm
 from train import TrainConfig
 from train import main as train_main
 from training.checkpoint import model_config, restore, save_checkpoint
-from training.optim import make_optimizer
 from training.provenance import changed_keys
 
 SHAPE = GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=8, bias=True)

@@ -198,7 +198,7 @@ def optimizer_of(config: OptimKeys, model: GPT) -> Optimizer:
         (config.beta1, config.beta2),
         config.adam_eps,
         config.decay,
-        decay_gains=config.decays_gains,
+        decay_gains=model.config.decays_gains,
         kind=config.optimizer,
     )
 
