@@ -743,15 +743,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue token ids idx (B, T): return (B, T + max_new_tokens).
 
-        When the context is full, its later half is read again, and generation goes on from there.
-
-        Args:
-            idx: the prompt.
-            max_new_tokens: how many tokens to add.
-            temperature: divides the logits; 0 takes the most likely token.
-            top_k: sample among this many most likely tokens; 0: among all.
-            generator: the random stream.
-            use_cache: keep keys and values of earlier tokens.
+        Logits are divided by `temperature` (0: the most likely token is taken), and `top_k` tokens
+        are in the draw (0: all). When the context is full, its later half is read again, and
+        generation goes on from there. `use_cache` keeps keys and values of earlier tokens.
         """
         block_size = self.config.block_size
         window = idx[:, -block_size:]

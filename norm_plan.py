@@ -240,13 +240,7 @@ def keys_of(norm_type: str) -> dict[str, object]:
 
 
 class NormPlan:
-    """The norms of one model.
-
-    Args:
-        config: the norm keys.
-        n_layer: number of blocks L.
-        channels: of the residual stream.
-        bias: does the model have biases?
+    """The norms of a model with n_layer = L blocks; `bias` says whether it has biases.
 
     Raises:
         ConfigError: plan and model do not fit.
@@ -338,9 +332,7 @@ class NormPlan:
     def attention_norms(self, widths: list[int], head_dim: int) -> list[Norm | None]:
         """Return the norms of queries, keys and values, None where there is none.
 
-        Args:
-            widths: channels of all heads together, of each of the three.
-            head_dim: channels of one head.
+        `widths` are the channels of all heads together, of each of the three.
         """
         kind = self.config.qk_kind
         norms: list[Norm | None] = []

@@ -184,6 +184,7 @@ DERF = Recipe(
     has_bias=True,
 )
 
+RMS_KEYS = ("rms_fraction", "norm_groups", "rms_bias")
 COUPLED_KEYS = (
     "coupled_first",
     "coupled_span",
@@ -197,13 +198,7 @@ POST_KEYS = ("post_base", "residual_weight")
 
 NORM_TYPES: dict[str, NormType] = {
     "layer": NormType(uniform("L"), "L", outputs="L", embeddings="L"),
-    "rms": NormType(
-        uniform("R"),
-        "R",
-        outputs="R",
-        embeddings="R",
-        keys=("rms_fraction", "norm_groups", "rms_bias"),
-    ),
+    "rms": NormType(uniform("R"), "R", outputs="R", embeddings="R", keys=RMS_KEYS),
     "coupled": NormType(coupled_letters, "Rs", outputs="R", embeddings="R", keys=COUPLED_KEYS),
     # CBWC: RMSNorm is LayerNorm on a stream to which only centred linears write.
     "cbwc": NormType(
@@ -226,21 +221,10 @@ NORM_TYPES: dict[str, NormType] = {
     # Peri-LN, arXiv 2502.02732; Gemma 2 and 3 have no norm of the embeddings
     "peri": NormType(peri_letters, "RLI", outputs="RL", embeddings="RL"),
     # OLMo 2, arXiv 2501.00656
-    "olmo2": NormType(
-        olmo2_letters,
-        "IRL",
-        outputs="RL",
-        qk_norm="full",
-        recipe=OLMO2,
-    ),
+    "olmo2": NormType(olmo2_letters, "IRL", outputs="RL", qk_norm="full", recipe=OLMO2),
     # HybridNorm, arXiv 2503.04598
     "hybrid": NormType(
-        hybrid_letters,
-        "IPRL",
-        keys=POST_KEYS,
-        qk_norm="head",
-        v_norm=True,
-        recipe=HYBRID,
+        hybrid_letters, "IPRL", keys=POST_KEYS, qk_norm="head", v_norm=True, recipe=HYBRID
     ),
     # KEEL, arXiv 2601.19895, equation 8. It has no initialisation of its own: that of post.
     "keel": NormType(

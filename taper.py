@@ -47,12 +47,9 @@ class TaperSchedule:
         return cls(config.taper_warmup, config.taper_end)
 
     def steps(self, max_iters: int) -> tuple[int, int]:
-        """Return (last step of the warm-up, first step without the norm).
+        """Return (last step of the warm-up, at least 1, and first step without the norm).
 
-        At least one warm step collects the statistics.
-
-        Raises:
-            ConfigError: the warm-up would end after the taper.
+        Raises ConfigError where the warm-up would end after the taper.
         """
         warmup, end = (
             round(when * max_iters if when < 1 else when) for when in (self.warmup, self.end)
@@ -62,7 +59,8 @@ class TaperSchedule:
                 f"taper_warmup={self.warmup:g} is step {warmup} of {max_iters}, after taper_end="
                 f"{self.end:g}, which is step {end}: change one of them"
             )
-        # The end comes after the warm-up, also where both are given as the same step.
+        # One warm step at least collects the statistics. The end comes after the warm-up, also where
+        # both are given as the same step.
         return max(1, warmup), max(2, warmup + 1, end)
 
     def at(self, step: int, max_iters: int) -> tuple[str, float]:

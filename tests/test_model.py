@@ -388,7 +388,7 @@ def test_recompute_is_the_same_to_the_bit(norm_type, keys, compiled):
         model = shake(GPT(config)).float()
         calls.clear()
         for block in model.blocks if not compiled else ():
-            block.mlp.register_forward_hook(lambda *words: calls.append(1))
+            block.attn.qkv.register_forward_hook(lambda *words: calls.append(1))
         forward = torch.compile(model, backend="aot_eager") if compiled else model
         model.set_step(1, 10)
         for seed in range(2):  # micro-batches
