@@ -59,8 +59,8 @@ class TaperSchedule:
                 f"taper_warmup={self.warmup:g} is step {warmup} of {max_iters}, after taper_end="
                 f"{self.end:g}, which is step {end}: change one of them"
             )
-        # One warm step at least collects the statistics. The end comes after the warm-up, also where
-        # both are given as the same step.
+        # One warm step at least collects the statistics. The end comes after the warm-up, also
+        # where both are given as the same step.
         return max(1, warmup), max(2, warmup + 1, end)
 
     def at(self, step: int, max_iters: int) -> tuple[str, float]:
