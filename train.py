@@ -197,7 +197,7 @@ class NextToken:
                 f"--optimizer={then}, or choose another out_dir and --init_from={path}"
             )
         restore(path, state, self.config, self.model)
-        self.best = state["best_val_loss"]
+        self.best = state.get("best_val_loss", math.inf)
 
     def start(self, loop: Loop) -> None:
         """Prepare the first step, and DDP. Raises ConfigError if a taper cannot go on from here.

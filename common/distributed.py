@@ -27,6 +27,10 @@ from common.errors import ConfigError, UserError
 T = TypeVar("T")
 # How long a rank waits for the others, at the start and in each collective operation.
 PATIENCE = timedelta(minutes=10)
+# MiB of gradients that DDP reduces at once. Compiled, the graph is cut where a bucket ends, and
+# what crosses a cut is written and read in float32: with DDP's 25 MiB GPT-2 124M has 13 cuts and
+# 76.8 kB a token, with 100 MiB 4 cuts and 20.0 kB.
+BUCKET = 100
 
 
 class StopSignal:
@@ -259,7 +263,9 @@ def replicate(model: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
         # torch 2.13 has a new name for this argument, which torch 2.11 does not know.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            model, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET
+        )
 
 
 def accumulate(model: nn.Module, last: bool) -> AbstractContextManager:

@@ -58,12 +58,8 @@ class FolderLock:
             # Open it again: the other process may have removed a folder that stayed empty.
             self.file = self._open()
 
-    def _open(self) -> IO[str] | None:
-        """Open the lock file.
-
-        Returns:
-            The file; None if nobody can write in the folder, which then needs no lock.
-        """
+    def _open(self) -> IO[str]:
+        """Open the lock file."""
         for _ in range(ATTEMPTS):
             try:
                 # os.path, because Path.exists raises for a name that is too long
@@ -75,8 +71,6 @@ class FolderLock:
             except OSError as error:
                 problem = error
                 break
-        if os.path.isdir(self.folder) and not os.access(self.folder, os.W_OK):
-            return None
         raise UserError(cannot_write(f"out_dir={self.folder}: its file `lock`", problem))
 
     def _try(self) -> bool:

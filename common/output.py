@@ -50,7 +50,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
             yield partial
-            _move(partial, folder)
+            os.replace(partial, folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -68,17 +68,6 @@ def _lock(descriptor: int, folder: Path) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(folder)) from None
     except (ImportError, OSError):
         pass  # a system or a file system without locks
-
-
-def _move(partial: Path, folder: Path) -> None:
-    """Give a folder its name; where that is a mount point, copy its content instead."""
-    try:
-        os.replace(partial, folder)
-    except OSError as error:
-        if error.errno not in (errno.EBUSY, errno.EXDEV) or not folder.is_dir():
-            raise
-        shutil.copytree(partial, folder, dirs_exist_ok=True)
-        shutil.rmtree(partial)
 
 
 def check_replaceable(path: Path, begins: bytes = b"") -> None:

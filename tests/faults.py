@@ -79,26 +79,21 @@ def slow_steps(seconds: float) -> None:
     Loop._train_step = slow
 
 
+def alone(seconds: float) -> None:
+    """A rank waits so long for the others, of which it is told one more than there are."""
+    import datetime
+
+    from common import distributed
+
+    distributed.PATIENCE = datetime.timedelta(seconds=seconds)
+    os.environ["WORLD_SIZE"] = str(int(os.environ["WORLD_SIZE"]) + 1)
+
+
 def impatient(seconds: float) -> None:
     """A program waits so long for another one in its folder."""
     from common import lock
 
     lock.PATIENCE = seconds
-
-
-def nobody_can_write(is_told: bool) -> None:
-    """The lock file cannot be opened; `is_told`: the system says so of the folder, too.
-
-    Root may write everywhere, so that a folder's mode would not do.
-    """
-    from common import lock
-
-    def refuse(path: Path, mode: str) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    lock.open = refuse
-    access = os.access
-    os.access = lambda path, mode: not (is_told and mode == os.W_OK) and access(path, mode)
 
 
 def slow_distilling(seconds: float) -> None:

@@ -15,7 +15,6 @@ from common.environment import environment, is_same_code
 from common.errors import CheckpointError
 from common.fingerprint import data_difference
 from common.old_keys import as_today
-from common.output import parse_json
 
 # Entries that are compared, and their types; versions are compared too, one by one. An older one
 # may lack some.
@@ -49,19 +48,13 @@ def find_provenance(data: str, ranks: Ranks) -> dict[str, Any]:
 def saved_provenance(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """Find where the run of a checkpoint trained.
 
-    Args:
-        state: the checkpoint. An older one has no provenance: then the log next to it has.
-        path: the checkpoint's file.
-
     Returns:
-        The provenance, {} if neither checkpoint nor log has it; without entries of a wrong type.
+        The provenance, {} if the checkpoint has none; without entries of a wrong type.
 
     Raises:
         CheckpointError: the entry is not a dict.
     """
-    found = state.get("provenance")
-    if found is None:
-        found = _logged_provenance(path.with_name("log.jsonl"))
+    found = state.get("provenance", {})
     if not isinstance(found, dict):
         raise CheckpointError(
             f"{path}: a PyTorch file, but not a nanonorm checkpoint: "
@@ -70,16 +63,6 @@ def saved_provenance(state: dict[str, Any], path: Path) -> dict[str, Any]:
     # A checkpoint may come from elsewhere, so each entry's type is checked.
     kinds = {"data": str, "versions": dict, **COMPARED}
     return {name: found[name] for name, kind in kinds.items() if type(found.get(name)) is kind}
-
-
-def _logged_provenance(path: Path) -> dict[str, Any]:
-    """Read the provenance from the first event of a log, {} if it cannot be read."""
-    try:
-        with open(path, encoding="utf-8") as log:
-            start = parse_json(log.readline())
-        return start if start["event"] == "start" else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 def check_same_data(then: dict[str, Any], now: dict[str, Any], path: Path, remedy: str) -> None:

@@ -141,7 +141,7 @@ def test_a_context_beyond_this_machine(state, tmp_path):
         (("optimizer", WEIGHT, "step"), "x", "the state of its optimizer"),
         (("format",), 1, "the state of its optimizer"),
         (("scaler",), MISSING, "holds weights only"),
-        (("best_val_loss",), MISSING, "holds weights only"),
+        (("provenance",), ["no place"], "`provenance`"),
         (("config", "dtype"), [1], "its config is damaged"),
     ],
 )

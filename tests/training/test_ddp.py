@@ -1,0 +1,44 @@
+"""DDP and compilation together.
+
+python -m pytest tests/training/test_ddp.py
+"""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common import distributed
+from model import GPT, GPTConfig
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("bucket", "graphs"), [(distributed.BUCKET, 2), (25, 3)])
+def test_the_graph_is_cut_only_between_large_buckets(one_rank, monkeypatch, bucket, graphs):
+    """The block has 48 MiB of weights. DDP makes the last MiB a bucket of its own."""
+    monkeypatch.setattr(distributed, "BUCKET", bucket)
+    config = GPTConfig(vocab_size=8, block_size=8, n_layer=1, n_head=2, n_embd=1024)
+    model = GPT(config, seed=1)
+    found = []
+
+    def backend(graph, inputs):
+        found.append(graph)
+        return graph.forward
+
+    forward = distributed.replicate(torch.compile(model, backend=backend, dynamic=False))
+    x = torch.arange(8)[None]
+    loss, _ = forward(x, x)
+    assert len(found) == graphs
+    assert torch.equal(loss, model(x, x)[0])
