@@ -174,7 +174,7 @@ def _type_name(annotation: Any) -> str:
     """Return a type as people write it; None is written auto."""
     if annotation is types.NoneType:
         return "auto"
-    if typing.get_origin(annotation) is types.UnionType:
+    if _is_union(annotation):
         return " | ".join(_type_name(part) for part in typing.get_args(annotation))
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
@@ -184,7 +184,7 @@ def _coerce(value: Any, annotation: Any) -> Any:
 
     Nothing is narrowed silently: 1.5 is no int, 1 is no bool, nan is no number.
     """
-    if typing.get_origin(annotation) is types.UnionType:
+    if _is_union(annotation):
         # First, because `str | None` would take the word auto as a string.
         if value == "auto" and types.NoneType in typing.get_args(annotation):
             return None
@@ -205,26 +205,26 @@ def _coerce(value: Any, annotation: Any) -> Any:
 
 
 def _from_text(text: str, annotation: Any) -> Any:
-    """Return the value that a text of the command line stands for, or raise ValueError.
+    """Return the value that a text of the command line stands for.
 
-    A text that is no bool is returned unchanged; `_coerce` then refuses it.
+    A text that is no value of Python stays one; `_coerce` then refuses it.
     """
-    if typing.get_origin(annotation) is types.UnionType:
-        for part in typing.get_args(annotation):
-            try:
-                return _from_text(text, part)
-            except ValueError:
-                continue
-        raise ValueError
-    if typing.get_origin(annotation) is tuple:
-        element = typing.get_args(annotation)[0]
-        parts = text.strip("()").split(",")
-        return tuple(_from_text(part, element) for part in parts if part.strip())
-    if annotation is bool:
-        return {"true": True, "false": False}.get(text.lower(), text)
-    if annotation in (int, float):
-        return annotation(text)
-    return text
+    parts = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    if str in parts:
+        return text
+    if bool in parts and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    is_tuple = any(typing.get_origin(part) is tuple for part in parts)
+    try:
+        value = ast.literal_eval(text.strip() or "()")
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    # One number for a key that is always several
+    return (value,) if is_tuple and len(parts) == 1 and type(value) in (int, float) else value
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is types.UnionType
 
 
 class Overrides:

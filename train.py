@@ -33,17 +33,17 @@ from torch import Tensor
 
 from common.distributed import Ranks, replicate, shard
 from common.environment import Precision, faster_float32_products
-from common.errors import CheckpointError, ConfigError, DataError, run_program
+from common.errors import ConfigError, run_program
 from common.output import check_apart
 from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from
-from model import GPT, GPTConfig, check_memory
+from model import GPT, GPTConfig
 from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, tapers
 from training.checkpoint import BEST, LAST, restore
-from training.choices import check_batch_fits, resolve, slow_bfloat16, with_vocabulary
+from training.choices import check_fits, resolve, slow_bfloat16, with_vocabulary
 from training.dataloader import Blocks, DataKeys, TrainLoader
 from training.evaluation import EvalKeys, Evaluator
 from training.loop import Loop
@@ -189,13 +189,6 @@ class NextToken:
 
     def restore(self, state: dict[str, Any], path: Path) -> None:
         """Take weights and the best val loss from a checkpoint. Raises CheckpointError."""
-        # An older run does not say which: it had AdamW.
-        then, now = state["config"].get("optimizer", "adamw"), self.config.optimizer
-        if then != now:
-            raise CheckpointError(
-                f"{path} has the state of optimizer={then}, this run has {now}: add "
-                f"--optimizer={then}, or choose another out_dir and --init_from={path}"
-            )
         restore(path, state, self.config, self.model)
         self.best = state.get("best_val_loss", math.inf)
 
@@ -292,10 +285,7 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
     blocks, val = (
         Blocks(config.data_dir, split, config.block_size, n_vocab) for split in ("train", "val")
     )
-    # To save an FSDP run, rank 0 gathers weights and both moments, 4 bytes each.
-    of_weight = 12 if config.parallel == "fsdp" else 4
-    ranks.together(lambda: check_memory(config, of_weight))
-    check_batch_fits(config, ranks.device)
+    ranks.together(lambda: check_fits(config, ranks.device))
     with RunFolder(config, ranks) as run:
         found = run.find(config.resume, (LAST, BEST))
         config, choice = resolve(config, found, ranks)
@@ -336,12 +326,12 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
 def make_scorer(config: TrainConfig, evaluator: Evaluator, ranks: Ranks) -> HellaSwag | None:
     """Make what scores HellaSwag, if the run wants it; downloads or reads the items.
 
-    Raises DataError now, not at the end, if it cannot be scored.
+    Raises ConfigError now, not at the end, if it cannot be scored.
     """
     if config.hellaswag == "off":
         return None
     if evaluator.tokenizer is None:
-        raise DataError(f"HellaSwag needs the data's tokenizer: {evaluator.no_tokenizer}")
+        raise ConfigError(f"HellaSwag needs the data's tokenizer: {evaluator.no_tokenizer}")
     file = "" if config.hellaswag == "auto" else config.hellaswag
     return HellaSwag(file, config.hellaswag_items, evaluator.tokenizer, ranks, evaluator.autocast)
 

@@ -436,7 +436,10 @@ def test_init_from_turns_rms_into_taper(train_ok, tiny_data, tmp_path):
 
 
 def test_init_from_refuses_another_function(launch, train_ok, tiny_data, tmp_path):
-    train_ok(*TINY, "--max_iters=2", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    job = train_ok(
+        *TINY, "--max_iters=2", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}"
+    )
+    assert "warning: warm-up takes warmup_iters=5 of max_iters=2" in job.text()
     for key in ("--n_head=4", "--activation=relu2"):
         job = launch(
             *TINY,

@@ -354,8 +354,15 @@ def restore(path: Path, saved: dict[str, Any], config: GPTConfig, model: nn.Modu
         model: the run's.
 
     Raises:
-        CheckpointError: the checkpoint is of another model.
+        CheckpointError: the checkpoint is of another model, or of the other optimiser.
     """
+    # An older run does not say which: it had AdamW.
+    then = saved["config"].get("optimizer", "adamw")
+    if then != config.optimizer:
+        raise CheckpointError(
+            f"{path} has the state of optimizer={then}, this run has {config.optimizer}: add "
+            f"--optimizer={then}, or choose another out_dir and --init_from={path}"
+        )
     check_same_model(saved["config"], config, path)
     check_retired(saved["config"], config, path, RETIRED)
     load_weights(model, saved["model"], path)

@@ -19,6 +19,7 @@ from common.distributed import Ranks
 from common.environment import DTYPES, cpuinfo, machine_memory
 from common.errors import CheckpointError, ConfigError
 from common.old_keys import AUTO, by_device, chosen_then, device_kind
+from model import check_memory
 from training.checkpoint import FoundCheckpoint
 from training.provenance import saved_provenance
 
@@ -72,12 +73,14 @@ def with_vocabulary(config: Any, n_tokens: int) -> Any:
     return dataclasses.replace(config, vocab_size=rows, n_vocab=config.n_vocab or n_tokens)
 
 
-def check_batch_fits(config: Any, device: torch.device) -> None:
-    """Raise ConfigError for a micro-batch that the memory of this machine cannot hold.
+def check_fits(config: Any, device: torch.device) -> None:
+    """Raise ConfigError for a model or a micro-batch that the memory of this machine cannot hold.
 
-    It counts less than a step needs: tokens and targets, and on a CPU in 16 bits what backward
-    reads of each block's stream and MLP.
+    Of a micro-batch it counts less than a step needs: tokens and targets, and on a CPU in 16 bits
+    what backward reads of each block's stream and MLP.
     """
+    # To save an FSDP run, rank 0 gathers weights and both moments, 4 bytes each.
+    check_memory(config, 12 if config.parallel == "fsdp" else 4)
     of_token = 16
     if device.type == "cpu":
         of_token += 2 * config.n_layer * (config.n_embd + config.inner)

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -221,14 +220,6 @@ def _facts(values: dict[str, Any]) -> str:
     return f"loss {loss}  lr {values['lr']:.2e}  grad norm {norm}{speed}  MFU {mfu}"
 
 
-@dataclass
-class _Total:
-    """Steps, and how long they took."""
-
-    steps: int = 0
-    seconds: float = 0.0
-
-
 class Throughput:
     """Tokens per second of training steps only.
 
@@ -239,9 +230,8 @@ class Throughput:
 
     def __init__(self, tokens_per_step: int):
         self.tokens_per_step = tokens_per_step
-        self.steps = 0
-        self.all = _Total()  # since the warm-up
-        self.recent = _Total()  # since the last call of `window`
+        self.seconds: list[float] = []  # of each step
+        self.shown = 0  # steps that `window` has returned
         self.last = time.perf_counter()
 
     def restart(self) -> None:
@@ -251,24 +241,18 @@ class Throughput:
     def tick(self) -> None:
         """Note that a step has ended."""
         now = time.perf_counter()
-        self.steps += 1
-        if self.steps > self.WARM_UP:
-            for total in (self.all, self.recent):
-                total.steps += 1
-                total.seconds += now - self.last
+        self.seconds.append(now - self.last)
         self.last = now
 
     def window(self) -> float | None:
         """Compute tokens per second since the last call; None if all steps were warm-up."""
-        recent = self.recent
-        self.recent = _Total()
-        return self._speed(recent)
+        start = max(self.WARM_UP, self.shown)
+        self.shown = len(self.seconds)
+        return self._speed(self.seconds[start:])
 
     def steady(self) -> float | None:
         """Compute tokens per second of all steps after the warm-up."""
-        return self._speed(self.all)
+        return self._speed(self.seconds[self.WARM_UP :])
 
-    def _speed(self, total: _Total) -> float | None:
-        if not total.seconds:
-            return None
-        return total.steps * self.tokens_per_step / total.seconds
+    def _speed(self, seconds: list[float]) -> float | None:
+        return len(seconds) * self.tokens_per_step / sum(seconds) if seconds else None

@@ -144,20 +144,6 @@ def test_calibrated_and_folded_equals_ddp(train_ok, tiny_data, tmp_path):
     assert alphas[0] != 1 and abs(alphas[0] - alphas[1]) <= 1e-6
 
 
-def test_cbwc_equals_layer_in_float64(train_ok, tiny_data, tmp_path):
-    for norm_type in ("layer", "cbwc"):
-        train_ok(
-            *FSDP,
-            f"--norm_type={norm_type}",
-            "--dtype=float64",
-            "--max_iters=20",
-            f"--data_dir={tiny_data}",
-            f"--out_dir={tmp_path / norm_type}",
-            ranks=2,
-        )
-    assert apart(losses(tmp_path / "layer"), losses(tmp_path / "cbwc")) <= 1e-12
-
-
 def test_resume_is_bit_exact(launch, train_ok, tiny_data, tmp_path):
     """Killed while it saves step 18, in the taper's decay: goes on from step 15, and ends in the
     very same numbers.
