@@ -345,7 +345,7 @@ def test_not_a_config_file_at_all(config_file, tmp_path):
 # ------------------------------------------------------------------------------------------ fuzzing
 
 FUZZ = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 EXECUTED: list[str] | None = None  # what Python reports while a test watches, else None
 

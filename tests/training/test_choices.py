@@ -171,8 +171,7 @@ def test_a_run_says_what_it_chose_and_keeps_it(train_ok, tiny_data, tmp_path):
 def test_a_run_of_before_these_keys_is_resumed_bit_for_bit(train_ok, tiny_data, tmp_path):
     """Its config says auto, and has no merge_micro_batches: float32, eager, one after the other."""
     told = ("--dtype=float32", "--compile=False", "--merge_micro_batches=1")
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    train_ok(*words(tiny_data, whole, *told, "--checkpoint_interval=20"))
+    out = tmp_path / "run"
     train_ok(*words(tiny_data, out, *told, "--max_iters=20", "--lr_schedule=constant"))
     path = out / "ckpt_last.pt"
     state = torch.load(path, weights_only=True)
@@ -184,22 +183,20 @@ def test_a_run_of_before_these_keys_is_resumed_bit_for_bit(train_ok, tiny_data, 
     assert resume["changed"] == ["max_iters 20 -> 40"]
     constant = tmp_path / "constant"
     train_ok(*words(tiny_data, constant, *told, "--lr_schedule=constant"))
-    assert losses(out) == losses(constant) != losses(whole)
+    assert losses(out) == losses(constant)
     assert same_weights(out, constant)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_at_once_is_one_after_the_other(train_ok, tiny_data, tmp_path, dtype):
+def test_at_once_is_one_after_the_other(train_ok, tiny_data, tmp_path):
     """1, 2 or 4 micro-batches at once, on 1 or 2 ranks: the same up to rounding."""
     found = []
-    for merged, ranks in ((1, 1), (2, 1), (4, 1), (4, 2), (1, 2)):
+    for merged, ranks in ((1, 1), (4, 1), (2, 2)):
         out = tmp_path / f"{merged}-{ranks}"
-        keys = (f"--merge_micro_batches={merged}", f"--dtype={dtype}", "--learning_rate=1e-3")
+        keys = (f"--merge_micro_batches={merged}", "--dtype=float64", "--learning_rate=1e-3")
         train_ok(*words(tiny_data, out, *keys, "--norm_type=coupled"), ranks=ranks)
         found.append(losses(out))
-    allowed = 1e-12 if dtype == "float64" else 2e-3
     for other in found[1:]:
-        assert max(abs(found[0][step] - other[step]) for step in found[0]) <= allowed
+        assert max(abs(found[0][step] - other[step]) for step in found[0]) <= 1e-12
 
 
 @pytest.mark.parametrize("study", ["table1_cpu", "mygpt", "posthoc_teacher"])
