@@ -1,20 +1,30 @@
 """Compile every kernel for GPUs that are not here, and count what matters in the machine code.
 
-    python -m bench.aot            # all kernels, channels, architectures: some minutes
+    python -m bench.aot                            # those of training: some minutes
     python -m bench.aot --sm=90 --channels=768 --out=aot.md  # some of them; the table as a file too
+    python -m bench.aot --sm=90 --batch=1,8,31,128  # those of decoding, for all published shapes
 
 The launchers run on tensors without memory, and each launch they make is compiled as on a GPU, with
 ptxas, cuobjdump and nvdisasm out of Triton's wheel. Columns: registers a thread; stack bytes;
 shared memory bytes a program; bits of the widest load and store of global memory, and how many
 loads are of fewer bits than 128 (a row's statistics are); instructions that shuffle between threads
-(SHFL), wait for other warps (BAR), move spilled registers (spill), compute in float64 (FP64).
+(SHFL), wait for other warps (BAR), move spilled registers (spill), compute in float64 (FP64). Loads
+that go to shared memory ahead of use (LDGSTS) are not among the load bits.
 
-The last line of output is JSON. Exit code 1 if a kernel spills or computes in float64.
+Users of a GPU get the triton that their torch names, which need not be the one here. Its tables:
+
+    pip install --target=DIR --no-deps triton==$(python -m bench.aot --named)
+    PYTHONPATH=DIR python -m bench.aot
+
+In decoding, C is the number of inputs of a product, of a head's channels, or of a row. From sm_90
+on kernels are those of overlapping launches; the JSON line has how many loads each begins before it
+waits. The last line of output is JSON. Exit code 1 if a kernel spills or computes in float64.
 """
 
 import common.interrupt  # noqa: F401
 
 import bisect
+import importlib.metadata
 import itertools
 import json
 import re
@@ -22,6 +32,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -31,11 +42,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.stand_in import replaced
-from common.errors import ConfigError, UserError, cannot_write, run_program
-from common.output import check_replaceable, write_bytes_atomically
+from bench import aot_decode
+from bench.stand_in import meta, replaced
+from common.errors import ConfigError, UserError, run_program
+from common.output import check_replaceable, markdown, write_bytes_atomically
 from configurator import key, parse_args
+from hf.config import SHAPES
 from kernels import activation, binding, row_norm, sandwich, shared_rms, taper
+from kernels.decode.overlap import overlapping
 from kernels.reference import GATED, KINDS
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -60,8 +74,9 @@ COLUMNS = (
     "spill",
     "FP64",
 )
-
 TABLE = rb"triton \d"  # how the file of a table begins
+# The triton of a CUDA build of torch; the metadata of a CPU build names none.
+NAMED = {"2.11": "3.6.0", "2.13": "3.7.1"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,9 @@ class AotConfig:
     channels: tuple[int, ...] = key(
         (768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first"
     )
+    batch: tuple[int, ...] = key((), "kernels of decoding: sequences decoded at once")
+    shapes: tuple[str, ...] = key(tuple(SHAPES), "of decoding: shapes, separated by commas")
+    named: bool = key(False, "only print the version of triton that torch names")
     out: str = key("", "write the table to this Markdown file")
 
     def __post_init__(self) -> None:
@@ -81,12 +99,19 @@ class AotConfig:
             raise ConfigError(
                 f"sm: give some of {', '.join(map(str, ARCHITECTURES))}, separated by commas"
             )
-        if not self.channels or min(self.channels) < 1:
-            raise ConfigError("channels: give whole numbers from 1 on, separated by commas")
+        if not {*self.shapes} <= {*SHAPES}:
+            raise ConfigError(f"shapes: give some of {', '.join(SHAPES)}, separated by commas")
+        if min(*self.channels, *self.batch, 1) < 1:
+            raise ConfigError("channels and batch are whole numbers from 1 on")
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def named_triton() -> str:
+    """Return the version of triton that this torch's metadata names, or its CUDA build's."""
+    wanted = re.search(
+        r"^triton==([\d.]+)", "\n".join(importlib.metadata.requires("torch")), re.MULTILINE
+    )
+    minor = ".".join(torch.__version__.split(".")[:2])
+    return wanted[1] if wanted else NAMED.get(minor, "not known")
 
 
 def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable]]:
@@ -276,36 +301,21 @@ def compile_launch(launch: Launch, sm: int) -> Binary:
     return Binary(compiled.asm["cubin"], compiled.metadata.shared)
 
 
-class Section(NamedTuple):
-    """A section of an ELF file, in bytes."""
-
-    name: int  # position of its name in the section of names
-    start: int
-    length: int
-
-
 def instructions(cubin: bytes) -> bytes:
-    """Return the instructions of a cubin's kernel.
-
-    They are the section .text of its ELF file (ELF64, little-endian).
-    """
+    """Return the section .text of a cubin, an ELF file (ELF64, little-endian) with one kernel."""
     (headers,) = struct.unpack_from("<Q", cubin, 0x28)
     size, number, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = []
-    for i in range(number):
-        section = Section(*struct.unpack_from("<I20xQQ", cubin, headers + i * size))
-        sections.append(section)
-    first_name = sections[names].start
-    text = [
-        cubin[section.start : section.start + section.length]
-        for section in sections
-        if cubin.startswith(b".text.", first_name + section.name)
+    # of each section: position of its name among the names, start and length, in bytes
+    sections = [
+        struct.unpack_from("<I20xQQ", cubin, headers + index * size) for index in range(number)
     ]
-    if len(text) != 1:
-        raise UserError(
-            f"a cubin with {len(text)} kernels, where one is expected: another version of Triton?"
-        )
-    return text[0]
+    _, first_name, _ = sections[names]
+    (text,) = (
+        cubin[start : start + length]
+        for name, start, length in sections
+        if cubin.startswith(b".text.", first_name + name)
+    )
+    return text
 
 
 def disassemble(cubins: list[bytes], sm: int) -> list[str]:
@@ -342,15 +352,6 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
         usage = subprocess.run(command, capture_output=True, text=True, check=True)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups()
     return int(registers), int(stack)
-
-
-def measured(compiled: list[tuple[dict, Binary]], sm: int) -> list[dict]:
-    """Return the record of each kernel, with what `measure` finds added to it."""
-    assemblies = disassemble([binary.cubin for _, binary in compiled], sm)
-    return [
-        record | measure(binary, text)
-        for (record, binary), text in zip(compiled, assemblies, strict=True)
-    ]
 
 
 def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
@@ -395,68 +396,79 @@ def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
     }
 
 
-def table(records: list[dict]) -> str:
-    """Return the records as a Markdown table."""
-    head = ("operator", "kernel", "C", "sm", *COLUMNS)
-    lines = [head, ["---"] * len(head)]
-    for record in records:
-        lines.append([str(record[name]) for name in head])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def training(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
+    """(what a row says, launch) of the kernels of training, all architectures."""
+    for sm, channels in itertools.product(config.sm, config.channels):
+        operators = list(cases(channels))
+        if channels == config.channels[0]:
+            operators += variants(channels)
+        for name, call in operators:
+            for launch in launches(call):
+                yield {"operator": name, "C": channels, "sm": sm}, launch
 
 
-def finish(records: list[dict], out: str) -> int:
-    """Print the table, what spills or computes in float64, and the summary; write the table.
+def decoding(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
+    """(what a row says, launch) of the kernels of decoding, with overlap where the GPU has it.
+
+    Those that begin to load before they wait, which may cost registers, are there without it too.
+    """
+    for sm, name, batch in itertools.product(config.sm, config.shapes, config.batch):
+        for operator, size, call in aot_decode.cases(name, batch):
+            row = {"operator": f"{name} {operator}, batch {batch}", "C": size, "sm": sm}
+            for overlaps in (False, True) if sm >= 90 else (False,):
+                with overlapping() if overlaps else nullcontext():
+                    made = launches(call)
+                for launch in made:
+                    kernel = launch.kernel.__name__
+                    if overlaps or sm < 90 or kernel in aot_decode.EARLY:
+                        facts = {"PDL": launch.keywords.get("PDL")}
+                        yield row | facts | aot_decode.first_tile(kernel, launch.keywords), launch
+
+
+def measured(config: AotConfig) -> list[dict]:
+    """Compile everything that the config asks for, and measure it: a record a kernel."""
+    compiled = []
+    for row, launch in decoding(config) if config.batch else training(config):
+        row["kernel"] = launch.kernel.__name__
+        compiled.append((row, compile_launch(launch, row["sm"])))
+    records = []
+    for sm in config.sm:
+        of_sm = [(row, binary) for row, binary in compiled if row["sm"] == sm]
+        assemblies = disassemble([binary.cubin for _, binary in of_sm], sm)
+        for (row, binary), text in zip(of_sm, assemblies, strict=True):
+            records.append(row | measure(binary, text))
+    return records
+
+
+def main(argv: list[str]) -> int:
+    """Print the table, what spills or computes in float64, and the summary.
 
     Returns:
         The exit status.
     """
-    text = table(records)
+    config, _ = parse_args(AotConfig, argv, __doc__)
+    if config.named:
+        print(named_triton())
+        return 0
+    if config.out:
+        check_replaceable(Path(config.out), TABLE)
+    if binding.INTERPRETED:
+        raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
+    records = measured(config)
+    head = ("operator", "kernel", "C", "sm", *COLUMNS)
+    text = markdown(head, ([record[name] for name in head] for record in records))
     print(text)
-    if out:
-        page = f"triton {triton.__version__}\n\n{text}\n"
-        try:
-            write_bytes_atomically(Path(out), page.encode())
-        except OSError as error:
-            raise UserError(cannot_write(f"out={out}", error)) from None
+    compiler = f"triton {triton.__version__}; torch {torch.__version__} names {named_triton()}"
+    if config.out:
+        write_bytes_atomically(Path(config.out), f"{compiler}\n\n{text}\n".encode())
     spills = [record for record in records if record["stack"] or record["spill"]]
     doubles = [record for record in records if record["FP64"]]
     for record in spills + doubles:
         fault = "float64 arithmetic" if record in doubles else "spill"
         print(f"{fault}: {record}")
-    summary = {
-        "triton": triton.__version__,
-        "spills": len(spills),
-        "float64": len(doubles),
-        "kernels": records,
-    }
-    print(json.dumps(summary))
+    summary = {"compiler": compiler, "spills": len(spills), "float64": len(doubles)}
+    print(json.dumps(summary | {"kernels": records}))
     return 1 if spills or doubles else 0
-
-
-def main(argv: list[str]) -> int:
-    config, _ = parse_args(AotConfig, argv, __doc__)
-    if config.out:
-        check_replaceable(Path(config.out), TABLE)
-    if binding.INTERPRETED:
-        raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
-    records = []
-    for sm in config.sm:
-        compiled = []
-        for place, channels in enumerate(config.channels):
-            operators = list(cases(channels))
-            if place == 0:
-                operators += variants(channels)
-            for name, call in operators:
-                for launch in launches(call):
-                    record = {
-                        "operator": name,
-                        "kernel": launch.kernel.__name__,
-                        "C": channels,
-                        "sm": sm,
-                    }
-                    compiled.append((record, compile_launch(launch, sm)))
-        records += measured(compiled, sm)
-    return finish(records, config.out)
 
 
 if __name__ == "__main__":

@@ -1,98 +1,19 @@
-"""Compile the decoding kernels for a GPU that is not here, for all published shapes.
-
-    # batch 1, 8, 31, 128, sm_90: registers, spills, widths of loads
-    python -m bench.aot_decode
-    python -m bench.aot_decode --batch=64 --sm=100
-
-Columns, JSON line and exit code are those of `python -m bench.aot`; C is the number of inputs of a
-product, of a head's channels, or of a row. Loads that go to shared memory ahead of use (LDGSTS) are
-not among the load bits. From sm_90 on, kernels are those of overlapping launches; the JSON line has
-how many loads each begins before it waits.
-"""
-
-import common.interrupt  # noqa: F401
+"""The kernels of a decoding step, for all published shapes: what bench/aot.py compiles."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import product
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from bench import aot
-from bench.aot import meta
-from common.errors import ConfigError, UserError, run_program
-from common.output import check_replaceable
-from configurator import key, parse_args
-from kernels import binding
+from bench.stand_in import meta
+from hf.config import shape_config
 from kernels.decode import attention as decode_attention
 from kernels.decode import epilogue as decode_epilogue
-from kernels.decode import project as decode_project
-from kernels.decode.overlap import overlapping
+from kernels.decode import project
 from kernels.decode.reference import Epilogue, attention_parts
 from kernels.reference import GATED
 
-# These begin to load before they wait, which may cost registers: compiled both ways.
-EARLY = ("vector_kernel", "attend_kernel")
-
-
-class Shape(NamedTuple):
-    """Outputs x inputs of a model's matrices (up: inner), and the rest that kernels depend on."""
-
-    qkv: tuple[int, int]
-    up: tuple[int, int]
-    proj: tuple[int, int]
-    down: tuple[int, int]
-    activation: str
-    vocabulary: int
-    heads: tuple[int, int, int]  # query heads, key and value heads, channels of a head
-
-
-def shape_of(
-    channels: int, inner: int, heads: tuple[int, int, int], activation: str, vocabulary: int
-) -> Shape:
-    """The shape of a model with `channels` channels in the stream and `inner` in the MLP."""
-    query, shared, width = heads
-    return Shape(
-        qkv=((query + 2 * shared) * width, channels),
-        up=(inner, channels),
-        proj=(channels, query * width),
-        down=(channels, inner),
-        activation=activation,
-        vocabulary=vocabulary,
-        heads=heads,
-    )
-
-
-# The models of hf/config.py's SHAPES.
-SHAPES = {
-    "gpt2": shape_of(768, 3072, (12, 12, 64), "gelu_tanh", 50257),
-    "qwen3-0.6b": shape_of(1024, 3072, (16, 8, 128), "swiglu", 151936),
-    "qwen3-1.7b": shape_of(2048, 6144, (16, 8, 128), "swiglu", 151936),
-    "qwen3-8b": shape_of(4096, 12288, (32, 8, 128), "swiglu", 151936),
-    "llama3.2-1b": shape_of(2048, 8192, (32, 8, 64), "swiglu", 128256),
-    "llama3.2-3b": shape_of(3072, 8192, (24, 8, 128), "swiglu", 128256),
-    "olmo2-1b": shape_of(2048, 8192, (16, 16, 128), "swiglu", 100352),
-    "gemma3-1b": shape_of(1152, 6912, (4, 1, 256), "geglu", 262144),
-}
-
-
-@dataclass(frozen=True)
-class DecodeAotConfig:
-    """Keys of bench/aot_decode.py."""
-
-    batch: tuple[int, ...] = key((1, 8, 31, 128), "sequences decoded at once")
-    sm: int = key(90, "compute capability times ten")
-    shapes: str = key(",".join(SHAPES), "shapes, separated by commas")
-    out: str = key("", "write the table to this Markdown file")
-
-    def __post_init__(self) -> None:
-        if not self.batch or min(self.batch) < 1:
-            raise ConfigError("batch: give whole numbers from 1 on, separated by commas")
-        if not {*self.shapes.split(",")} <= {*SHAPES}:
-            raise ConfigError(f"shapes: give some of {', '.join(SHAPES)}, separated by commas")
+EARLY = ("vector_kernel", "attend_kernel")  # these begin to load before they wait
 
 
 def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
@@ -101,14 +22,14 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     Heads and attention also apart, as the other arms have them.
     """
     dtype = torch.bfloat16
-    project = decode_project
-    shape = SHAPES[name]
-    n_heads, kv_heads, channels = shape.heads
-    qkv = shape.qkv
-    up = shape.up
+    shape = shape_config(name)
+    n_heads, kv_heads, channels = shape.n_head, shape.kv_heads, shape.head_channels
+    # outputs x inputs of the matrices
+    qkv = ((n_heads + 2 * kv_heads) * channels, shape.n_embd)
+    up = (shape.inner, shape.n_embd)
     kind = shape.activation
-    vocabulary = shape.vocabulary
     copies = 2 if kind in GATED else 1  # a gated MLP's matrix holds the gate too
+    vocabulary = shape.n_vocab or shape.vocab_size
 
     def x(size: int) -> torch.Tensor:
         return meta(batch, 1, size, dtype=dtype)
@@ -121,7 +42,10 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
 
     inv_rms = meta(batch, 1, 1)
     yield "qkv", qkv[1], lambda: project.norm_project(x(qkv[1]), weight(qkv), vector(qkv[0]), 1e-6)
-    for operator, matrix in (("proj", shape.proj), ("down", shape.down)):
+    for operator, matrix in (
+        ("proj", (shape.n_embd, n_heads * channels)),
+        ("down", (shape.n_embd, shape.inner)),
+    ):
         yield (
             operator,
             matrix[1],
@@ -195,57 +119,12 @@ def cases(name: str, batch: int) -> Iterator[tuple[str, int, Callable]]:
     yield "take", searched, lambda: decode_attention.take(logits, ids, token, pos, found)
 
 
-def describe(operator: str, channels: int, sm: int, launch: aot.Launch) -> dict:
-    """Return what is known of a row before its kernel is compiled.
-
-    `tile`: how often a thread loads for the weights of a first tile.
-    """
-    kernel_name = launch.kernel.__name__
-    keywords = launch.keywords
-    record = {
-        "operator": operator,
-        "kernel": kernel_name,
-        "C": channels,
-        "sm": sm,
-        "PDL": keywords.get("PDL"),
-    }
-    if kernel_name == "vector_kernel":
-        weights = keywords["OUT"] * keywords["IN"]
-        if keywords["KIND"] in GATED:
-            weights *= 2
-        # weights of 16 bits, in loads of 128 by every thread of the warps
-        record["tile"] = weights * 16 // (32 * keywords["num_warps"] * 128)
-    return record
-
-
-def launches(call: Callable, is_overlapping: bool) -> list[aot.Launch]:
-    """Return the launches that `call` would make, with or without overlap."""
-    with overlapping() if is_overlapping else nullcontext():
-        return aot.launches(call)
-
-
-def main(argv: list[str]) -> int:
-    config, _ = parse_args(DecodeAotConfig, argv, __doc__)
-    if config.out:
-        check_replaceable(Path(config.out), aot.TABLE)
-    if binding.INTERPRETED:
-        raise UserError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
-    can_overlap = config.sm >= 90
-    ways = (False, True) if can_overlap else (False,)
-    compiled = []
-    for name, batch in product(config.shapes.split(","), config.batch):
-        for operator, size, call in cases(name, batch):
-            title = f"{name} {operator}, batch {batch}"
-            for is_overlapping in ways:
-                for launch in launches(call, is_overlapping):
-                    is_early = launch.kernel.__name__ in EARLY
-                    if is_overlapping != can_overlap and not is_early:
-                        continue
-                    record = describe(title, size, config.sm, launch)
-                    binary = aot.compile_launch(launch, config.sm)
-                    compiled.append((record, binary))
-    return aot.finish(aot.measured(compiled, config.sm), config.out)
-
-
-if __name__ == "__main__":
-    run_program(main)
+def first_tile(kernel: str, keywords: dict[str, Any]) -> dict[str, int]:
+    """{"tile": how often a thread of `vector_kernel` loads for the weights of a first tile}."""
+    if kernel != "vector_kernel":
+        return {}
+    weights = keywords["OUT"] * keywords["IN"]
+    if keywords["KIND"] in GATED:
+        weights *= 2
+    # weights of 16 bits, in loads of 128 by every thread of the warps
+    return {"tile": weights * 16 // (32 * keywords["num_warps"] * 128)}

@@ -1,4 +1,5 @@
-"""Replace attributes for a while, to ask Triton and inductor about a GPU that is not here.
+"""Stand-ins, to ask Triton and inductor about a GPU that is not here: tensors without memory, and
+attributes replaced for a while.
 
 There is no other way: both ask their own modules for the device. Of our own code, one method is
 replaced, Attention.attend, in the models that bench/bytes.py counts and whose graphs never run.
@@ -7,6 +8,13 @@ replaced, Attention.attend, in the models that bench/bytes.py counts and whose g
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+
+import torch
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @contextlib.contextmanager

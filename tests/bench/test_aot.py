@@ -12,47 +12,41 @@ import pytest
 from helpers import ROOT
 
 from bench import aot
-from bench import aot_decode as decode_aot
 from bench.stand_in import replaced
 from common.errors import ConfigError
-from hf.config import SHAPES, shape_config
+from kernels import binding
 
 if not all((aot.TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdisasm")):
     pytest.skip("Triton came without NVIDIA's tools", allow_module_level=True)
 
-# C for each architecture: all of the program's for one, and three of them for the others
-FEW = (768, 4096, 16384)
-CHANNELS = {80: FEW, 90: aot.AotConfig.channels, 100: FEW}
+# Architecture -> C; the program's default has more of them.
+CHANNELS = {80: (768, 16384), 90: (768, 2048, 16384), 100: (768, 16384)}
 
 
-def run_aot(*words, module="bench.aot"):
-    """The program as a user starts it: never in the interpreter."""
-    env = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", module, *words]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+def run_python(*words: str) -> dict:
+    """The JSON line of a program as a user starts it: never in the interpreter."""
+    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    lines = done.stdout.splitlines() or ["null"]
+    return {"rc": done.returncode, "stderr": done.stderr} | (json.loads(lines[-1]) or {})
 
 
 @pytest.mark.parametrize("sm", CHANNELS)  # one test each: two workers share them
 def test_no_spills_wide_loads_no_shuffles_where_nothing_is_reduced(sm, tmp_path):
     channels = CHANNELS[sm]
     words = ",".join(map(str, channels))
-    done = run_aot(f"--sm={sm}", f"--channels={words}", f"--out={tmp_path / 'aot.md'}")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    summary = json.loads(done.stdout.splitlines()[-1])
+    page = tmp_path / "aot.md"
+    told = run_python("-m", "bench.aot", f"--sm={sm}", f"--channels={words}", f"--out={page}")
+    assert told["rc"] == 0, told
     found = {
-        (record["operator"], record["kernel"], record["C"]): record for record in summary["kernels"]
+        (record["operator"], record["kernel"], record["C"]): record for record in told["kernels"]
     }
-    assert {C for _, _, C in found} == set(channels) and {
-        record["sm"] for record in found.values()
-    } == {sm}
-    assert (tmp_path / "aot.md").read_text().count("\n| rms_norm |") == len(channels)
-    variants = {
-        "rms_norm_backward, float32",
-        "rms_norm_backward, no gain",
-        "rms_norm_backward, ds",
-        "rms_norm, bias",
-    }
-    assert variants <= {name for name, _, _ in found}
+    assert {C for _, _, C in found} == set(channels)
+    assert {record["sm"] for record in found.values()} == {sm}
+    assert page.read_text().count("\n| rms_norm |") == len(channels)
+    assert page.read_text().startswith(told["compiler"]) and "names 3." in told["compiler"]
+    assert {"rms_norm_backward, float32", "rms_norm, bias"} <= {name for name, _, _ in found}
     for (operator, kernel, C), record in found.items():
         assert record["stack"] == record["spill"] == record["FP64"] == 0, record
         assert record["load bits"] == 128, record
@@ -72,73 +66,53 @@ def test_no_spills_wide_loads_no_shuffles_where_nothing_is_reduced(sm, tmp_path)
 
 
 def test_kernels_of_a_decoding_step_do_not_spill():
-    """Of one row and of as many as our own products take; the program's default is all shapes and
-    four batch sizes.
+    """Of one row and of as many as our own products take. Where launches overlap, nothing but what
+    is meant to begins before the wait.
     """
-    done = run_aot("--shapes=qwen3-0.6b", "--batch=1,31", module="bench.aot_decode")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    summary = json.loads(done.stdout.splitlines()[-1])
-    names = {record["kernel"] for record in summary["kernels"]}
-    assert names == {
-        "vector_kernel",
-        "matrix_kernel",
-        "heads_kernel",
-        "attend_kernel",
-        "combine_kernel",
-        "epilogue_kernel",
-        "embed_kernel",
-        "best_kernel",
-        "take_kernel",
-    }
-    assert (
-        summary["spills"] == summary["float64"] == 0 and decode_aot.SHAPES.keys() == SHAPES.keys()
-    )
-    for record in summary["kernels"]:  # where launches overlap, nothing else begins before the wait
+    words = ("--sm=90", "--shapes=qwen3-0.6b", "--batch=1,31")
+    told = run_python("-m", "bench.aot", *words)
+    assert (told["rc"], told["spills"], told["float64"]) == (0, 0, 0), told
+    kinds = ["vector", "matrix", "heads", "attend", "combine", "epilogue", "embed", "best", "take"]
+    assert {record["kernel"] for record in told["kernels"]} == {f"{kind}_kernel" for kind in kinds}
+    for record in told["kernels"]:
         joint = record["kernel"] == "attend_kernel" and "heads" in record["operator"]
         # 64 keys and values of 128 channels by 8 warps; the position
         wanted = 9 if joint else record.get("tile", 0)
         assert record["early"] == (wanted if record["PDL"] else None), record
-    for name, shape in decode_aot.SHAPES.items():  # the matrices are the published models'
-        config = shape_config(name)
-        heads = (config.n_head, config.kv_heads, config.head_channels)
-        width, qkv = config.n_embd, (heads[0] + 2 * heads[1]) * heads[2]
-        assert shape == (
-            (qkv, width),
-            (config.inner, width),
-            (width, heads[0] * heads[2]),
-            (width, config.inner),
-            config.activation,
-            config.n_vocab or config.vocab_size,
-            heads,
-        )
 
 
 def test_every_operator_is_compiled():
-    from kernels import binding
-
     names = {name for name, _ in aot.cases(768)}
     operators = {name for name, value in vars(binding).items() if hasattr(value, "_opoverload")}
     kinds = {"scaled_activation": "gelu", "scaled_activation_backward": "gelu_backward"}
     assert {kinds.get(name, name) for name in operators} <= names
 
 
+def test_the_triton_that_torch_names(monkeypatch):
+    """By its metadata; a CPU build names none, and gets the one of the CUDA build."""
+    found = {"2.11.0+cpu": "3.6.0", "2.13.0": "3.7.1", "2.99.0": "not known"}
+    monkeypatch.setattr(aot.importlib.metadata, "requires", lambda name: ["filelock"])
+    for version, triton in found.items():
+        monkeypatch.setattr(aot.torch, "__version__", version)
+        assert aot.named_triton() == triton
+    wanted = ["jinja2", "triton==3.9.1; platform_system == 'Linux'"]
+    monkeypatch.setattr(aot.importlib.metadata, "requires", lambda name: wanted)
+    assert aot.named_triton() == "3.9.1"
+
+
 def test_a_spill_and_float64_arithmetic_are_reported_and_exit_1(tmp_path):
     """The check itself: a kernel with float64 arithmetic and one with far too much in registers."""
     program = tmp_path / "bad.py"
     program.write_text(BAD)
-    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(program)], env=env, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
-    by_name = {record["operator"]: record for record in summary["kernels"]}
+    told = run_python(str(program))
+    assert (told["rc"], told["spills"], told["float64"]) == (1, 1, 1), told
+    by_name = {record["operator"]: record for record in told["kernels"]}
     assert by_name["double"]["FP64"] > 0 and by_name["double"]["spill"] == 0
     assert by_name["hoard"]["spill"] > 0 and by_name["hoard"]["FP64"] == 0
-    assert summary["spills"] == summary["float64"] == 1
 
 
 BAD = """
 import sys, torch, triton, triton.language as tl
-from bench.stand_in import replaced
 from common.errors import run_program
 from bench import aot
 
@@ -156,7 +130,7 @@ def hoard(X, Y, C: tl.constexpr):
 def cases(channels):
     x = torch.empty(65536, device="meta")
     yield "double", lambda: double[(1,)](x, x, C=1024, num_warps=4)
-    yield "hoard", lambda: hoard[(1,)](x, x, C=65536, num_warps=4)
+    yield "hoard", lambda: hoard[(1,)](x, x, C=32768, num_warps=4)
 
 aot.cases, aot.variants = cases, lambda channels: ()
 sys.argv = ["aot", "--sm=90", "--channels=768"]
@@ -164,27 +138,10 @@ run_program(aot.main)
 """
 
 
-def test_wrong_settings_are_refused():
-    for words in (["--sm=9.5"], ["--sm=91"], ["--sm="], ["--channels=0"], ["--channels="]):
-        with pytest.raises(ConfigError, match=words[0][2:4]):
-            aot.main(words)
-    for word in ("--batch=0", "--batch=", "--shapes=qwen3"):
-        with pytest.raises(ConfigError, match=word[2:7]):
-            decode_aot.main([word])
-
-
-def test_the_program_starts_by_name_and_by_path():
-    done = run_aot("--sm=91")
-    assert (
-        done.returncode == 2
-        and done.stderr.startswith("error: sm")
-        and len(done.stderr.splitlines()) == 1
-    )
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.aot"], env=env, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 1 and "unset" in done.stderr
+@pytest.mark.parametrize("word", ["--sm=91", "--sm=", "--channels=0", "--batch=0", "--shapes=x"])
+def test_wrong_settings_are_refused(word):
+    with pytest.raises(ConfigError, match=word[2:4]):
+        aot.main([word])
 
 
 def test_replaced_attributes_come_back():
