@@ -212,18 +212,11 @@ def _called(node: ast.expr) -> str:
 
 def _signature(function: ast.FunctionDef) -> dict[str, str]:
     """Return the types of a kernel's arguments by name, from its decorators."""
-    dicts = (
-        node
-        for decorator in function.decorator_list
-        for node in ast.walk(decorator)
-        if isinstance(node, ast.Dict)
-    )
-    return next(
-        ast.literal_eval(value)
-        for node in dicts
-        for key, value in zip(node.keys, node.values)
-        if getattr(key, "value", None) == "signature"
-    )
+    found = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Dict):
+            found |= {ast.unparse(name): value for name, value in zip(node.keys, node.values)}
+    return ast.literal_eval(found["'signature'"])
 
 
 def _pointers(source: str) -> list[_Pointer | None]:
@@ -250,15 +243,12 @@ def _pointers(source: str) -> list[_Pointer | None]:
                 f"{function.name} neither loads nor stores {name} plainly: "
                 "its bytes cannot be counted"
             )
-    pointers = []
-    for argument in function.args.args:
-        name = argument.arg
-        pointer = None
-        if signature[name].startswith("*"):
-            element = signature[name].removeprefix("*")
-            pointer = _Pointer(SIZES[element], len(crossings[name]))
-        pointers.append(pointer)
-    return pointers
+    return [
+        _Pointer(SIZES[signature[name].removeprefix("*")], len(crossings[name]))
+        if signature[name].startswith("*")
+        else None
+        for name in (argument.arg for argument in function.args.args)
+    ]
 
 
 # ------------------------------------------------------------------------- the graphs to be counted
@@ -384,12 +374,10 @@ def bytes_of_one_more_block(
             table.requires_grad_(False)
         with torch.autocast("cpu", torch.bfloat16):
             found.append(step_launches(model, [idx, idx]))
-    three, two = found
     rows = []
-    for addmm_crossings, whole in figures:
-        more = total(three, config.n_embd, addmm_crossings, whole)
-        less = total(two, config.n_embd, addmm_crossings, whole)
-        rows.append((more - less) / tokens)
+    for figure in figures:
+        three, two = (total(step, config.n_embd, *figure) for step in found)
+        rows.append((three - two) / tokens)
     return rows
 
 
@@ -430,18 +418,6 @@ class LedgerConfig(GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.norm_type != "layer":
-            raise ConfigError("norm_type: the ledger counts all of them, leave it out")
-        if self.bias:
-            raise ConfigError(
-                "bias=True: with biases no product adds to the stream, "
-                "the ledger is about those that do"
-            )
-        if self.kernels == "triton":
-            raise ConfigError(
-                "kernels=triton: inductor does not see into those, nothing could be counted; "
-                "remove it"
-            )
         if self.tokens % self.block_size or self.tokens == self.block_size:
             raise ConfigError(
                 f"tokens={self.tokens}: must be a multiple of block_size={self.block_size}, two "
@@ -489,14 +465,9 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     columns = list(rms)
     cells = []
     for arm, row in rows.items():
-        line = [arm]
-        for name in columns:
-            if name not in row:
-                line.append("-")
-                continue
-            difference = row[name] - rms[name]
-            line.append(f"{row[name] / 1000:.1f} ({difference / 1000:+.1f})")
-        cells.append(line)
+        kilo = {name: (value / 1000, (value - rms[name]) / 1000) for name, value in row.items()}
+        shown = {name: f"{value:.1f} ({more:+.1f})" for name, (value, more) in kilo.items()}
+        cells.append([arm, *(shown.get(name, "-") for name in columns)])
     return markdown(["norms", *columns], cells)
 
 

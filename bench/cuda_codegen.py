@@ -12,8 +12,9 @@ other versions are refused.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -51,11 +52,7 @@ def supported() -> str:
         return (
             f"reads private interfaces of torch {' and '.join(TORCH)}, this is {torch.__version__}"
         )
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "needs triton: pip install triton"
-    return ""
+    return "" if find_spec("triton") else "needs triton: pip install triton"
 
 
 def cuda_code(
@@ -155,34 +152,18 @@ def _unfilled(like: list) -> Callable[[list], list]:
 
     It takes the graph's inputs as a list, and returns tensors of the right shapes.
     """
-    layouts = [_layout(value) for value in like]
 
     def run(inputs: list) -> list:
         inputs.clear()  # a compiled graph frees its inputs like this
         return [
-            torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
-            if isinstance(layout, _Layout)
-            else layout
-            for layout in layouts
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            if isinstance(value, Tensor)
+            else value
+            for value in like
         ]
 
     run._boxed_call = True
     return run
-
-
-class _Layout(NamedTuple):
-    """What a tensor without content is made from."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _layout(value: object) -> object:
-    """Return the layout of a tensor, and everything else unchanged."""
-    if isinstance(value, Tensor):
-        return _Layout(value.shape, value.stride(), value.dtype)
-    return value
 
 
 def _lower(graph: fx.GraphModule, example_inputs: Sequence[Tensor], is_backward: bool) -> str:

@@ -17,20 +17,24 @@ another function, for its time alone. The last line is JSON.
 import common.interrupt  # noqa: F401
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter, process_time
+from statistics import median
+from time import perf_counter
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fold
+from bench.timing import captured, time_arms
 from common.environment import environment, find_device, find_dtype
 from common.errors import ConfigError, UserError, run_program
 from common.output import append_json, check_replaceable, span
-from common.stats import median_ratio, paired_ratio, paired_times
+from common.stats import median_ratio, paired_ratio
 from configurator import check_ranges, key, parse_args
 from fold import gpt
 from fold.certificate import randomize
@@ -57,15 +61,13 @@ class FoldBenchConfig:
     """Keys of bench/fold.py."""
 
     lengths: tuple[int, ...] = key(
-        (256, 1024), "tokens of a sequence, several (an image has its own)"
+        (256, 1024), "tokens of a sequence, several (an image has its own)", least=1
     )
     batch: int = key(2, "sequences in a pass", least=1)
     modes: tuple[str, ...] = key(("eager",), "eager, compiled, graph (CUDA); several")
     rounds: int = key(20, "paired rounds; in each, every arm does one pass", least=6)
     sequential: int = key(0, "passes of each arm by the paper's protocol (0: none)", least=0)
-    device: str = key(
-        "auto", "auto: the first of cuda, mps, cpu that is there", ("auto", "cpu", "cuda", "mps")
-    )
+    device: str = key("auto", "where to run", ("auto", "cpu", "cuda"))
     dtype: str = key(
         "auto",
         "of the weights (auto: bfloat16 on CUDA)",
@@ -75,16 +77,8 @@ class FoldBenchConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if min(self.lengths, default=0) < 1:
-            raise ConfigError("lengths: give one or more, each 1 or more")
-        if not self.modes:
-            raise ConfigError(f"modes: give one or more of {', '.join(MODES)}")
-        for name in ("lengths", "modes"):
-            values = getattr(self, name)
-            if len(set(values)) < len(values):
-                raise ConfigError(f"{name}: one is there twice: leave it out")
-        if unknown := [mode for mode in self.modes if mode not in MODES]:
-            raise ConfigError(f"modes: {unknown[0]!r} is none of {', '.join(MODES)}")
+        if unknown := {*self.modes} - {*MODES}:
+            raise ConfigError(f"modes: {min(unknown)!r} is none of {', '.join(MODES)}")
 
 
 def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module], int]:
@@ -131,9 +125,7 @@ def sequence_lengths(model: nn.Module, config: FoldBenchConfig) -> tuple[int, ..
     return (patches + 1,)
 
 
-def inputs(
-    model: nn.Module, batch: int, length: int, dtype: torch.dtype
-) -> dict[str, Tensor] | tuple[Tensor]:
+def inputs(model: nn.Module, batch: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return random inputs of the kind that the model takes.
 
     Token ids (batch, length), or images (batch, channels, height, width).
@@ -141,81 +133,40 @@ def inputs(
     generator = torch.Generator().manual_seed(length)
     device = next(model.parameters()).device
     settings = model.config
-    name = getattr(model, "main_input_name", "")  # empty: a model of ours
+    name = getattr(model, "main_input_name", "idx")  # idx: a model of ours
     if name == "pixel_values":
         shape = (batch, settings.num_channels, settings.image_size, settings.image_size)
         return {name: torch.randn(shape, generator=generator).to(device, dtype)}
     ids = torch.randint(settings.vocab_size, (batch, length), generator=generator).to(device)
-    if not name:
-        return (ids,)
-    if hasattr(settings, "use_cache"):
-        return {name: ids, "use_cache": False}
-    return {name: ids}
+    return {name: ids} | ({"use_cache": False} if hasattr(settings, "use_cache") else {})
 
 
-def passes(model: nn.Module, x: dict[str, Tensor] | tuple[Tensor], mode: str) -> Callable[[], None]:
-    """Return a function without arguments: one forward pass of `model` on x.
-
-    It returns when the device is done.
-    """
+def passes(model: nn.Module, x: dict[str, Any], mode: str) -> Callable[[], Any]:
+    """Return a function without arguments: one forward pass of `model` on x, compiled and warm."""
     forward = torch.compile(model, dynamic=False) if mode == "compiled" else model
-    cuda = next(model.parameters()).is_cuda
-
-    def call() -> None:
-        if isinstance(x, tuple):
-            forward(*x)
-        else:
-            forward(**x)
-
+    call = torch.inference_mode()(functools.partial(forward, **x))
     if mode == "graph":
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        # The first allocations must not belong to the graph.
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-        call = graph.replay
-
-    @torch.inference_mode()
-    def run() -> None:
+        return captured(lambda: call)
+    for _ in range(2):
         call()
-        if cuda:
-            torch.cuda.synchronize()
-
-    return run
+    return call
 
 
-def clocked(arm: Callable[[], None], spent: list[float]) -> Callable[[], None]:
-    """Return `arm` with a record of its CPU seconds, of all threads.
-
-    On a busy CPU they say more than the wall clock.
-    """
-
-    def run() -> None:
-        start = process_time()
-        arm()
-        spent.append(process_time() - start)
-
-    return run
-
-
-def sequential(arms: dict[str, Callable[[], None]], count: int) -> dict[str, float]:
+def sequential(arms: dict[str, Callable[[], Any]], device: torch.device, count: int) -> dict:
     """Return the mean seconds of `count` passes of each arm, one arm after the other.
 
     Each is warmed up with as many passes.
     """
-    means = {}
-    for name, arm in arms.items():
-        for _ in range(count):
-            arm()
+
+    def run(arm: Callable[[], Any]) -> float:
         start = perf_counter()
         for _ in range(count):
             arm()
-        means[name] = (perf_counter() - start) / count
-    return means
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (perf_counter() - start) / count
+
+    return {name: [run(arm), run(arm)][1] for name, arm in arms.items()}
 
 
 def measure(
@@ -224,68 +175,48 @@ def measure(
     mode: str,
     length: int,
     dtype: torch.dtype,
-) -> dict:
+) -> dict[str, Any]:
     """Return one record: times, ratios with intervals, tokens/s."""
     # All arms and lengths share the code of one forward: dynamo would reach its recompile limit.
     torch.compiler.reset()
-    with torch.no_grad():
-        x = inputs(models["before"], config.batch, length, dtype)
-        arms = {name: passes(model, x, mode) for name, model in models.items()}
-    # warm-up: compilation, first allocations
-    for arm in arms.values():
-        arm()
-        arm()
-    arms["before again"] = arms["before"]
-    spent = {name: [] for name in arms}
-    timed = {name: clocked(arm, spent[name]) for name, arm in arms.items()}
-    times = paired_times(timed, config.rounds)
-    medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-    pairs = {"before / after": ("before", "after"), "A/A": ("before", "before again")}
-    if SWAPPED in arms:
-        pairs[f"before / {SWAPPED}"] = ("before", SWAPPED)
+    device = next(models["before"].parameters()).device
+    x = inputs(models["before"], config.batch, length, dtype)
+    arms = {name: passes(model, x, mode) for name, model in models.items()}
+    times = time_arms(arms | {"before again": arms["before"]}, config.rounds, device)
+    medians = {name: median(values) for name, values in times.items()}
     record = {
         "mode": mode,
         "length": length,
         "batch": config.batch,
         "rounds": config.rounds,
         "seconds": times,
-        "processor_seconds": spent,
-        "ms": {name: 1e3 * median for name, median in medians.items()},
-        "tok_per_s": {name: config.batch * length / median for name, median in medians.items()},
+        "ms": {name: 1e3 * middle for name, middle in medians.items()},
+        "tok_per_s": {name: config.batch * length / middle for name, middle in medians.items()},
     }
-    for title, (slow, fast) in pairs.items():
-        record[title] = {
-            "mean": asdict(paired_ratio(times[slow], times[fast])),
-            "median": median_ratio(times[slow], times[fast]),
-            "processor": asdict(paired_ratio(spent[slow], spent[fast])),
+    for name in (*list(arms)[1:], "before again"):
+        pair = (times["before"], times[name])
+        record[f"before / {name}"] = {
+            "mean": asdict(paired_ratio(*pair)),
+            "median": median_ratio(*pair),
         }
     if config.sequential and mode == "eager":
-        means = sequential({name: arms[name] for name in models}, config.sequential)
-        record["sequential"] = dict(means)
-        for name, mean in means.items():
-            if name == "before":
-                continue
-            entry = "saved_swapped" if name == SWAPPED else "saved"
-            record["sequential"][entry] = 1 - mean / means["before"]
+        means = sequential(arms, device, config.sequential)
+        saved = {name: 1 - mean / means["before"] for name, mean in means.items()}
+        record["sequential"] = {"seconds": means, "saved": saved}
     return record
 
 
-def show(record: dict) -> str:
+def show(record: dict[str, Any]) -> str:
     """Return one readable line about a record."""
-    ratios = []
-    for title in ("before / after", f"before / {SWAPPED}", "A/A"):
-        if title not in record:
-            continue
-        ratio = record[title]
-        mean = span(ratio["mean"])
-        median = span(ratio["median"])
-        processor = span(ratio["processor"])
-        ratios.append(f"{title} {mean}, median {median}, processor time {processor}")
-    paper = ""
-    if "sequential" in record:
-        paper = f"; one after the other, {record['sequential']['saved']:+.1%} saved"
-    times = f"{record['ms']['before']:.2f} ms before, {record['ms']['after']:.2f} ms after"
-    return f"{record['mode']}, length {record['length']}: {times}; {'; '.join(ratios)}{paper}"
+    parts = [f"{record['ms']['before']:.2f} ms before, {record['ms']['after']:.2f} ms after"]
+    for name in record["ms"]:
+        if name != "before":
+            ratio = record[f"before / {name}"]
+            parts.append(f"before / {name} {span(ratio['mean'])}, median {span(ratio['median'])}")
+    for name, saved in record.get("sequential", {}).get("saved", {}).items():
+        if name != "before":
+            parts.append(f"one after the other, {name} {saved:+.1%} saved")
+    return f"{record['mode']}, length {record['length']}: {'; '.join(parts)}"
 
 
 def main(argv: list[str]) -> None:
@@ -313,16 +244,12 @@ def main(argv: list[str]) -> None:
         for mode in config.modes:
             try:
                 record = measure(models, config, mode, length, dtype)
-            except torch.cuda.OutOfMemoryError:
-                print(f"{mode}, length {length}: out of memory")
-                continue
-            except RuntimeError as error:
-                if mode != "graph":
-                    raise
+            except RuntimeError as error:  # torch's OutOfMemoryError too
                 # Some of transformers' models (bloom) make a tensor on the host in each pass, which
                 # no graph can hold.
-                lines = str(error).splitlines() or [""]
-                print(f"graph, length {length}: cannot be captured ({lines[0]})")
+                if mode != "graph" and not isinstance(error, torch.OutOfMemoryError):
+                    raise
+                print(f"{mode}, length {length}: {error}".splitlines()[0])
                 continue
             print(show(record), flush=True)
             ratio = record["before / after"]["mean"]

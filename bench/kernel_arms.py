@@ -161,6 +161,13 @@ UNSCALED_ACTIVATIONS = {
     "scaled_swiglu": lambda z, s: plain_swiglu(z),
 }
 
+
+def with_gains(module: type[torch.nn.Module], x: Tensor, **gains: Tensor) -> Tensor:
+    """Call a norm that exists as a module alone."""
+    norm = module(x.shape[-1], eps=EPS, device=x.device)
+    return torch.func.functional_call(norm, gains, (x,))
+
+
 # Other libraries: module to import, and how each of our operators is called there. In-place
 # variants, which overwrite the gradient that comes in, are off: they are no drop-in.
 PEERS: dict[str, tuple[str, dict[str, Callable[[Any], Function]]]] = {
@@ -193,6 +200,15 @@ PEERS: dict[str, tuple[str, dict[str, Callable[[Any], Function]]]] = {
             ),
         },
     ),
+    "TransformerEngine": (
+        "transformer_engine.pytorch",
+        {
+            "rms_norm": lambda lib: lambda x, w: with_gains(lib.RMSNorm, x, weight=w),
+            "layer_norm": lambda lib: (
+                lambda x, w, b: with_gains(lib.LayerNorm, x, weight=w, bias=b)
+            ),
+        },
+    ),
 }
 
 
@@ -202,41 +218,47 @@ def make_inputs(
     """x, a (rows, C) and z (rows, 2 C) in `dtype`, gains and biases w, u, b (C,) in float32, all
     want gradients; s (rows, 1) and g (2,), float32, do not.
     """
-    shapes = {"s": (rows, 1), "g": (2,), "z": (rows, 2 * channels)} | dict.fromkeys(
-        "wub", (channels,)
-    )
+    shapes = {"s": (rows, 1), "g": (2,), "z": (rows, 2 * channels)}
+    shapes |= dict.fromkeys("wub", (channels,))
     found = []
     for letter in letters:
-        constant = letter in "sg"
         value = torch.randn(shapes.get(letter, (rows, channels)), device=device)
-        value = (
-            value.abs() + 0.5 if constant else value.to(dtype if letter in "xaz" else torch.float32)
-        )
-        found.append(value.requires_grad_(not constant))
+        if letter in "sg":
+            value = value.abs() + 0.5
+        elif letter in "xaz":
+            value = value.to(dtype)
+        found.append(value.requires_grad_(letter not in "sg"))
     return found
 
 
-def arms_of(
-    name: str, device: torch.device, compiled: bool
-) -> tuple[dict[str, Function], list[str]]:
+def arms_of(name: str, device: torch.device) -> tuple[dict[str, Function], list[str]]:
     """(the contestants for operator `name`, why others are missing). The first one is ours."""
     operator = OPERATORS[name]
+    on_gpu = device.type == "cuda"
     missing = []
-    arms = {"triton": operator.ours("triton")} if device.type == "cuda" else {}
+    arms = {"triton": operator.ours("triton")} if on_gpu else {}
     arms |= {"reference": operator.ours("torch"), "torch": operator.plain}
     if name in IN_PARTS:
-        arms[UNFUSED] = IN_PARTS[name]("triton" if device.type == "cuda" else "torch")
+        arms[UNFUSED] = IN_PARTS[name]("triton" if on_gpu else "torch")
     if name in UNSCALED_ACTIVATIONS:
         arms[UNSCALED] = UNSCALED_ACTIVATIONS[name]
-    if compiled:
+    if on_gpu:
         arms["compiled"] = torch.compile(operator.ours("torch"), dynamic=False)
-    for peer, (module, calls) in PEERS.items() if device.type == "cuda" else ():
+    for peer, (module, calls) in PEERS.items() if on_gpu else ():
         if name in calls:
             try:
                 arms[peer] = calls[name](importlib.import_module(module))
             except Exception as error:  # not installed, or not for this GPU or torch
-                missing.append(
-                    f"{peer}: {type(error).__name__}: "
-                    f"{str(error).splitlines()[0] if str(error) else ''}"
-                )
+                missing.append(f"{peer}: {type(error).__name__}: {error}".splitlines()[0])
     return arms, missing
+
+
+def torch_runs_quack() -> bool:
+    """Are PyTorch's own norms quack's? torch >= 2.13 puts them in their place where cutlass-dsl is
+    installed, on sm_90 and sm_100.
+    """
+    try:
+        from torch._native.registry import get_dsl_operations
+    except ImportError:  # an older torch
+        return False
+    return "_fused_rms_norm" in get_dsl_operations("cutedsl")

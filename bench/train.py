@@ -25,11 +25,9 @@ The last line is JSON.
 
 import common.interrupt  # noqa: F401
 
-import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -39,15 +37,15 @@ import torch
 from tqdm import tqdm
 
 from bench.bytes import bytes_of_one_more_block
-from bench.train_arms import NANOGPT, Batch, Step, TrainArm, build_step, parse_arms, settle
+from bench.timing import time_arms
+from bench.train_arms import NANOGPT, Batch, TrainArm, build_step, parse_arms, settle
 from bench.train_profile import by_class, profile_step, profile_table
 from common.distributed import Ranks
 from common.environment import faster_float32_products, peak_flops, timing_environment
-from common.errors import ConfigError, UserError, run_program
+from common.errors import ConfigError, run_program
 from common.old_keys import AUTO
 from common.output import card, markdown, span, write_results
-from common.plotting import plt, save, style
-from common.stats import paired_ratio, paired_times
+from common.stats import paired_ratio
 from configurator import key, parse_args
 from model import GPT
 from train import TrainConfig
@@ -56,6 +54,7 @@ CONTROLS = ("rms", "rms-no-mlp-gamma", "layer")
 WARM_UP = 2  # steps after the first, which compiles and allocates
 AGAIN = " (A/A)"
 LOW = ("bfloat16", "float16")
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class TrainBenchConfig(TrainConfig):
     profile: bool = key(
         False, "afterwards, where each arm's time goes, kernels by kind (bench/train_profile.py)"
     )
-    out: str = key("", "write README.md, steps.jsonl and speed.png into this folder")
+    out: str = key("", "write README.md and steps.jsonl into this folder")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,29 +123,6 @@ def make_batches(config: TrainConfig, device: torch.device) -> list[Batch]:
     return batches
 
 
-def prepare(
-    arm: TrainArm, batches: list[Batch], device: torch.device, nanogpt: str
-) -> tuple[Step, dict[str, Any]]:
-    """Build the arm's step, compile it and warm it up.
-
-    Returns:
-        The step, and a record: its loss at the first step, and on CUDA its peak memory in bytes.
-    """
-    on_cuda = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if on_cuda else 0
-    step = build_step(arm, batches, device, nanogpt)
-    first_loss = step().item()
-    for _ in range(WARM_UP):
-        step()
-    peak = None
-    if on_cuda:
-        # Other arms keep their weights in memory at the same time; they do not count.
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        peak = torch.cuda.max_memory_allocated(device) - before
-    return step, {"first_loss": first_loss, "peak_memory": peak}
-
-
 def count_bytes(arm: TrainArm) -> tuple[float | None, str]:
     """Count the bytes that norms and residual adds of a block move for a token in training.
 
@@ -154,133 +130,68 @@ def count_bytes(arm: TrainArm) -> tuple[float | None, str]:
         The bytes, or None and the reason.
     """
     tokens = max(2, arm.config.batch_size) * arm.config.block_size
+    figures = [(3, False)]  # an addmm copies its operand (ATen)
     try:
-        figures = [(3, False)]  # an addmm copies its operand (ATen)
         return bytes_of_one_more_block(arm.config, tokens, figures, arm.strip)[0], ""
     except Exception as error:
         # This torch has other private interfaces of inductor, or inductor cannot see into the norm.
-        lines = str(error).splitlines() or [type(error).__name__]
-        return None, f"bytes of {arm.name}: {lines[0]}"
+        return None, f"bytes of {arm.name}: {error}".splitlines()[0]
 
 
-def time_rounds(
-    steps: dict[str, Step], config: TrainBenchConfig, device: torch.device
-) -> dict[str, list[float]]:
-    """Return the seconds of one step of each arm in each round.
-
-    Ctrl-C ends it; an unfinished round is left out. Raises UserError if there are fewer than two.
-    """
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def turn(step: Step) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(config.steps):
-                step()
-            wait()
-
-        return run
-
-    turns = {name: turn(step) for name, step in steps.items()}
-    wait()
-    try:
-        with tqdm(total=config.rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
-            times = paired_times(turns, config.rounds, after_round=bar.update, least=2)
-    except KeyboardInterrupt:
-        raise UserError(
-            "interrupted before the second round was over: there is nothing to compare"
-        ) from None
-    return {name: [value / config.steps for value in values] for name, values in times.items()}
-
-
-def prepare_all(
-    config: TrainBenchConfig, arms: list[TrainArm], device: torch.device
-) -> tuple[dict[str, Step], dict[str, dict[str, Any]]]:
-    """Prepare the step of every arm: arm -> step, and arm -> record. Raises UserError."""
-    batches = make_batches(config, device)
-    steps: dict[str, Step] = {}
-    facts: dict[str, dict[str, Any]] = {}
-    for arm in tqdm(arms, desc="compiling", unit="arm", disable=not sys.stderr.isatty()):
-        try:
-            steps[arm.name], facts[arm.name] = prepare(arm, batches, device, config.nanogpt)
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"arm {arm.name}: the GPU's memory is too small for {len(arms)} arms at "
-                f"batch_size={config.batch_size}: lower it"
-            ) from None
-        except KeyboardInterrupt:
-            raise UserError(
-                "interrupted before the first round: there is nothing to compare"
-            ) from None
-    return steps, facts
-
-
-def count_all(
-    config: TrainBenchConfig, arms: list[TrainArm], device: torch.device
-) -> tuple[dict[str, float | None], list[str]]:
-    """Count the bytes of every compiled arm's norms: arm -> bytes, and remarks."""
-    if not config.ledger:
-        return {}, []
-    if not any(arm.config.compile for arm in arms):
-        return {}, ["the norms' bytes are counted in compiled code, and no arm is compiled"]
-    counted: dict[str, float | None] = {}
-    remarks: list[str] = []
-    for arm in arms:
-        is_copy = arm.name.endswith(AGAIN)
-        if is_copy or arm.is_nanogpt or not arm.config.compile:
-            continue
-        counted[arm.name], remark = count_bytes(arm)
-        if remark:
-            remarks.append(remark)
-    return counted, remarks
-
-
-def measure(
-    config: TrainBenchConfig, device: torch.device
-) -> tuple[list[dict[str, Any]], list[str]]:
+def measure(config: TrainBenchConfig, device: torch.device) -> tuple[list[Record], list[str]]:
     """Prepare, count and time all arms.
+
+    Each is built, compiled and warmed up in turn. Other arms keep their weights in memory; they do
+    not count for its peak.
 
     Returns:
         A record for each arm, and remarks for the report.
-
-    Raises:
-        UserError: an arm does not fit into memory, or the measurement was interrupted too early.
     """
     torch._dynamo.config.recompile_limit = 64  # all arms' models share the code of one forward
-    arms = [settle(arm, device) for arm in all_arms(config)]
-    steps, facts = prepare_all(config, arms, device)
-    # Before the rounds, so that an interrupted measurement can show it too.
-    counted, remarks = count_all(config, arms, device)
-    times = time_rounds(steps, config, device)
-    with torch.device("meta"):
-        flops = GPT(arms[0].config).flops_per_token()
-    peak = peak_flops(device)
-    records = []
-    for arm in arms:
-        speed = tokens_per_step(config) / median(times[arm.name])
-        ratios = {}
-        for base in baselines(arms):
-            if base != arm.name:
-                ratio = paired_ratio(times[base], times[arm.name])
-                ratios[base] = dataclasses.asdict(ratio)
-        record = {
-            "arm": arm.name,
-            **{name: getattr(arm.config, name) for name in AUTO},
-            "tokens_per_s": speed,
-            # The peak that is known is that of 16-bit products.
-            "mfu": speed * flops / peak if peak and arm.config.dtype in LOW else None,
-            "norm_bytes_per_token": counted.get(arm.name),
-            **facts[arm.name],
-            "speed_over": ratios,
-            "seconds": times[arm.name],
-        }
+    on_cuda = device.type == "cuda"
+    batches = make_batches(config, device)
+    steps = {}
+    records: list[Record] = []
+    remarks = []
+    listed = [settle(arm, device) for arm in all_arms(config)]
+    for arm in tqdm(listed, desc="compiling", unit="arm", disable=not sys.stderr.isatty()):
+        before = torch.cuda.memory_allocated(device) if on_cuda else 0
+        step = steps[arm.name] = build_step(arm, batches, device, config.nanogpt)
+        record: Record = {"arm": arm.name, "peak_memory": None, "norm_bytes_per_token": None}
+        record |= {name: getattr(arm.config, name) for name in AUTO}
+        record["first_loss"] = step().item()
+        for _ in range(WARM_UP):
+            step()
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+            step()
+            record["peak_memory"] = torch.cuda.max_memory_allocated(device) - before
+        # Before the rounds, so that an interrupted measurement can show it too.
+        if config.ledger and arm.config.compile and arm is not listed[-1] and not arm.is_nanogpt:
+            record["norm_bytes_per_token"], remark = count_bytes(arm)
+            remarks += [remark] if remark else []
         records.append(record)
-    if config.profile:
-        with contextlib.suppress(KeyboardInterrupt):
-            for record in records:
-                record["kernels"] = profile_step(steps[record["arm"]], device)
+    times = time_arms(steps, config.rounds, device, steps=config.steps)
+    with torch.device("meta"):
+        flops = GPT(listed[0].config).flops_per_token()
+    peak = peak_flops(device)
+    # The arms that all others are compared with: the first, rms, and nanoGPT.
+    bases = [
+        arm.name for arm in listed[:-1] if arm is listed[0] or arm.name == "rms" or arm.is_nanogpt
+    ]
+    for record in records:
+        own = times[record["arm"]]
+        record["seconds"] = own
+        record["tokens_per_s"] = speed = tokens_per_step(config) / median(own)
+        # The peak that is known is that of 16-bit products.
+        record["mfu"] = speed * flops / peak if peak and record["dtype"] in LOW else None
+        record["speed_over"] = {
+            base: dataclasses.asdict(paired_ratio(times[base], own))
+            for base in bases
+            if base != record["arm"]
+        }
+        if config.profile:
+            record["kernels"] = profile_step(steps[record["arm"]], device)
     return records, remarks
 
 
@@ -289,54 +200,35 @@ def tokens_per_step(config: TrainConfig) -> int:
     return config.gradient_accumulation_steps * config.batch_size * config.block_size
 
 
-def baselines(arms: list[TrainArm]) -> list[str]:
-    """Name the arms that all others are compared with: the first, rms, and nanoGPT."""
-    names = []
-    for arm in arms:
-        is_base = arm is arms[0] or arm.name == "rms" or arm.is_nanogpt
-        if is_base and not arm.name.endswith(AGAIN):
-            names.append(arm.name)
-    return names
-
-
 # ------------------------------------------------------------------------------------------ results
 
 
-def table(records: list[dict[str, Any]]) -> str:
+def table(records: list[Record]) -> str:
     """Return a Markdown table, one row an arm, without columns that are empty for all arms."""
-    bases = [
-        row["arm"] for row in records if any(row["arm"] in other["speed_over"] for other in records)
-    ]
-    cells = {
-        "arm": [row["arm"] for row in records],
-        "runs in": [how_it_runs(row) for row in records],
-        "tokens/s": [f"{row['tokens_per_s']:,.0f}" for row in records],
-        "MFU": [_cell("{:.1%}", row["mfu"]) for row in records],
-        "peak memory": [_cell("{:.1f} GB", row["peak_memory"], 1e9) for row in records],
-        "norms' bytes": [_cell("{:.1f} kB", row["norm_bytes_per_token"], 1e3) for row in records],
+    forms = {
+        "MFU": ("mfu", "{:.1%}", 1),
+        "peak memory": ("peak_memory", "{:.1f} GB", 1e9),
+        "norms' bytes": ("norm_bytes_per_token", "{:.1f} kB", 1e3),
     }
-    for base in bases:
-        ratios = (row["speed_over"].get(base) for row in records)
-        cells[f"speed over {base}"] = [span(ratio) if ratio else "" for ratio in ratios]
-    cells = {head: column for head, column in cells.items() if any(column)}
-    return markdown(cells, zip(*cells.values()))
-
-
-def how_it_runs(row: dict[str, Any]) -> str:
-    """Say what an arm's step runs with, for a table."""
-    parts = [row["dtype"], "compiled" if row["compile"] else "eager"]
-    if row["merge_micro_batches"] > 1:
-        parts.append(f"{row['merge_micro_batches']} micro-batches at once")
-    return ", ".join(parts)
-
-
-def _cell(form: str, value: float | None, unit: float = 1.0) -> str:
-    """Format value / unit; "" if there is no value."""
-    return "" if value is None else form.format(value / unit)
+    rows = []
+    for row in records:
+        how = [row["dtype"], "compiled" if row["compile"] else "eager"]
+        if row["merge_micro_batches"] > 1:
+            how.append(f"{row['merge_micro_batches']} micro-batches at once")
+        cells = {"arm": row["arm"], "runs in": ", ".join(how)}
+        cells["tokens/s"] = f"{row['tokens_per_s']:,.0f}"
+        for head, (name, form, unit) in forms.items():
+            if row[name] is not None:
+                cells[head] = form.format(row[name] / unit)
+        for base, ratio in row["speed_over"].items():
+            cells[f"speed over {base}"] = span(ratio)
+        rows.append(cells)
+    heads = list(dict.fromkeys(head for cells in rows for head in cells))
+    return markdown(heads, ([cells.get(head, "") for head in heads] for cells in rows))
 
 
 def report(
-    config: TrainBenchConfig, place: dict[str, Any], records: list, remarks: list[str]
+    config: TrainBenchConfig, place: Record, records: list[Record], remarks: list[str]
 ) -> str:
     """Return the results folder's README.md."""
     n = len(records[0]["seconds"])
@@ -360,33 +252,10 @@ def report(
     ]
     if config.profile:
         profiles = {
-            row["arm"]: by_class(row["kernels"], 1e6 * median(row["seconds"]))
-            for row in records
-            if "kernels" in row
+            row["arm"]: by_class(row["kernels"], 1e6 * median(row["seconds"])) for row in records
         }
-        lines += [profile_table(profiles), ""] if profiles else []
+        lines += [profile_table(profiles), ""]
     return "\n".join([*lines, *(f"- {remark}" for remark in remarks)]).rstrip() + "\n"
-
-
-def plot(records: list[dict[str, Any]], target: Path, title: str) -> None:
-    """Draw every arm's speed over the first one's, in per cent, with its interval."""
-    first, *others = records
-    figure, axis = plt.subplots(figsize=(7.5, 1.2 + 0.4 * len(others)), layout="constrained")
-    for index, row in enumerate(others):
-        ratio = row["speed_over"][first["arm"]]
-        look = style(index + 1)
-        low = 100 * (ratio["low"] - 1)
-        middle = 100 * (ratio["mean"] - 1)
-        high = 100 * (ratio["high"] - 1)
-        axis.plot([low, high], [-index, -index], color=look["color"], linewidth=2.2)
-        axis.plot(middle, -index, linestyle="", **look | {"markersize": 8})
-    axis.axvline(0, color="black", linewidth=1)
-    axis.set_yticks([-index for index in range(len(others))], [row["arm"] for row in others])
-    axis.set_ylim(0.6 - len(others), 0.6)
-    axis.set_xlabel(f"faster than {first['arm']} by per cent of its tokens/s, with 95 % interval")
-    axis.set_title(title, fontsize=9)
-    axis.grid(axis="x", alpha=0.3)
-    save(figure, target)
 
 
 def main(argv: list[str]) -> None:
@@ -406,20 +275,9 @@ def main(argv: list[str]) -> None:
         settings = dataclasses.asdict(config)
         del settings["nanogpt"], settings["out"]  # paths of this machine
         lines = [row | {"config": settings, **place} for row in records]
-        folder = Path(config.out)
-        text += "\n![Speed of the arms](speed.png)\n"
-        write_results(folder, "steps", lines, "README.md", text)
-        plot(records, folder / "speed.png", place["device"])
-    shown = (
-        "arm",
-        *AUTO,
-        "tokens_per_s",
-        "mfu",
-        "peak_memory",
-        "norm_bytes_per_token",
-        "speed_over",
-    )
-    print(json.dumps([{name: row[name] for name in shown} for row in records]))
+        write_results(Path(config.out), "steps", lines, "README.md", text)
+    shown = ("tokens_per_s", "mfu", "peak_memory", "norm_bytes_per_token", "speed_over")
+    print(json.dumps([{name: row[name] for name in ("arm", *AUTO, *shown)} for row in records]))
 
 
 if __name__ == "__main__":

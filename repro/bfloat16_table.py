@@ -15,10 +15,9 @@ import common.interrupt  # noqa: F401
 
 import numpy as np
 
-from common.errors import ConfigError, run_program
+from common.errors import run_program
 from common.output import card, markdown, read_json, span, write_bytes_atomically
 from common.stats import paired, paired_ratio
-from evidence.comparison import check_alike
 from evidence.runs import by_arm, find_runs
 
 STEP = 300
@@ -37,8 +36,6 @@ def losses_table(folder: Path) -> str:
     }
     rows = []
     for arm, runs in arms["float32"].items():
-        check_alike(arm, runs)
-        check_alike(arm, arms["bfloat16"][arm])
         seeds = sorted(runs)
         low = [arms["bfloat16"][arm][seed].metrics["val_loss"] for seed in seeds]
         full = [runs[seed].metrics["val_loss"] for seed in seeds]
@@ -74,9 +71,7 @@ def speed_table(folder: Path, names: list[str], base: str) -> str:
 
 def main(argv: list[str]) -> None:
     """Write the page."""
-    if len(argv) != 1:
-        raise ConfigError("bfloat16_table.py needs one argument: the folder of the results")
-    folder = Path(argv[0])
+    folder = Path(*argv)
     widths = [f"width-{width}" for width in (64, 128, 256, 384, 768, 1024)]
     one_core = [*widths, "no-amx-128", "no-amx-384", "table1_cpu"]
     place = json.loads((folder / "nanogpt-10m.jsonl").read_text().splitlines()[0])

@@ -2,8 +2,8 @@
 
     python repro/fold_time.py --out=results/fold/time.jsonl
 
-One process, random weights, batch 1, 16 tokens; medians over rounds. `export` makes the graph,
-`analysis` reads it, `fold` copies the model and writes into the copy, `certificate` is the rest of
+One process, random weights, batch 1, 16 tokens; the median of three. `export` makes the graph,
+`analysis` reads it, `fold` copies the model and writes into the copy, `fold and certificate` is
 fold.fold: both models in float64 four times, and hashes of what was touched. CPU seconds, not
 seconds on a clock: other work on the machine counts less. The head is tied to the embedding, so
 there are two ways to fold: `insert` keeps it tied and inserts one centring, `untie` (convert.py's
@@ -12,15 +12,12 @@ default) gives it weights of its own, an embedding matrix more.
 
 import copy
 import json
-import os
-import statistics
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -29,14 +26,15 @@ import common.interrupt  # noqa: F401
 import torch
 from torch import nn
 
-from common.environment import environment
+from common.environment import timing_environment
 from common.errors import run_program
 from common.output import append_json, check_replaceable
+from common.stats import cpu_seconds
 from configurator import key, parse_args
 from fold import analyze, fold
 from fold.choice import Analysis
 from fold.graph import Graph
-from fold.modules import Plan, carry_out
+from fold.modules import carry_out
 from hf.hub import import_transformers
 
 
@@ -45,19 +43,7 @@ class TimeConfig:
     """Keys of fold_time.py."""
 
     layers: int = key(12, "transformer blocks")
-    rounds: int = key(3, "repetitions of each part but the certificate")
     out: str = key("", "JSONL file to add the result to ('': the screen alone)")
-
-
-def written(model: nn.Module, plan: Plan) -> nn.Module:
-    """A folded copy, unchecked."""
-    new = copy.deepcopy(model)
-    carry_out(plan, new)
-    return new
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def main(argv: list[str]) -> None:
@@ -69,47 +55,36 @@ def main(argv: list[str]) -> None:
     model = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=config.layers)).eval()
     inputs = {"input_ids": torch.randint(0, 50257, (1, 16)), "use_cache": False}
     model(**inputs)
-    spent = defaultdict(list)
-
-    def timed(name: str, function: Callable[[], Any]) -> Any:
-        start = time.process_time()
-        result = function()
-        spent[name].append(round(time.process_time() - start, 3))
-        return result
-
-    for _ in range(config.rounds):
-        graph = timed("export", lambda: Graph(model, inputs))
-        timed("analysis", lambda: Analysis(graph).ways)  # noqa: B023
+    graph = Graph(model, inputs)
     report = analyze(model, inputs)
-    ways = {}
-    for name, how in (("insert", {"insert": True}), ("untie", {"untie": True})):
-        for _ in range(config.rounds):
-            new = timed(
-                f"fold, {name}",
-                lambda: written(model, report.analysis.plan(**how)[0]),  # noqa: B023
-            )
-        certificate = timed(
-            f"fold and certificate, {name}",
-            lambda: fold(model, report, **how),  # noqa: B023
-        )[1]
-        ways[name] = {
+
+    def written(how: dict[str, bool]) -> nn.Module:
+        """A folded copy, unchecked."""
+        new = copy.deepcopy(model)
+        carry_out(report.analysis.plan(**how)[0], new)
+        return new
+
+    parts: dict[str, Callable] = {
+        "export": lambda: Graph(model, inputs),
+        "analysis": lambda: Analysis(graph).ways,
+    }
+    record = {"model": "gpt2", "layers": config.layers}
+    for name in ("insert", "untie"):
+        how = {name: True}
+        parts[f"fold, {name}"] = partial(written, how)
+        parts[f"fold and certificate, {name}"] = partial(fold, model, report, **how)
+        new, certificate = fold(model, report, **how)
+        record[name] = {
             "folded": certificate.folded,
             "inserted": certificate.inserted,
-            "bytes": parameter_bytes(new),
+            "bytes": sum(p.numel() * p.element_size() for p in new.parameters()),
             "ok": certificate.ok,
             "max_rel": certificate.max_rel,
-            "float32_rel": certificate.checks[-1].max_rel,
         }
-    record = {
-        "model": "gpt2",
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "bytes": parameter_bytes(model),
-        **ways,
-        "cpu_seconds": {name: statistics.median(times) for name, times in spent.items()},
-        "rounds": dict(spent),
-        "load": round(os.getloadavg()[0], 1),
-        **environment(torch.device("cpu")),
+    record["cpu_seconds"] = {
+        name: median(cpu_seconds(part) for _ in range(3)) for name, part in parts.items()
     }
+    record |= timing_environment(torch.device("cpu"))
     if config.out:
         append_json(Path(config.out), record)
     print(json.dumps(record))

@@ -7,14 +7,12 @@ Names are LIBRARY/MODEL. Nothing is downloaded: weights are random.
 """
 
 import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from common.errors import UserError
 from fold.certificate import Inputs, randomize
 from repro import fold_models
 
@@ -293,7 +291,7 @@ def enlarge(model: nn.Module) -> None:
 
 def timm_model(name: str) -> tuple[nn.Module, tuple[int, int]]:
     """Build a model of timm, as small as it lets itself be made; return it and its picture size."""
-    timm = library("timm")
+    timm = importlib.import_module("timm")
     for smaller in SMALLER:
         try:
             model = timm.create_model(name, pretrained=False, num_classes=10, **smaller).eval()
@@ -310,46 +308,11 @@ def timm_model(name: str) -> tuple[nn.Module, tuple[int, int]]:
 
 def torchvision_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     """Build a model of torchvision; return it and the size of its input behind the channels."""
-    models = library("torchvision.models")
-    if name == "swin3d_t":
-        return models.get_model(name, weights=None, num_classes=10), (4, 32, 32)
-    if name.startswith("vit"):
-        return models.get_model(name, weights=None, num_classes=10, image_size=64), (64, 64)
     size = 224 if name == "maxvit_t" else 64  # its windows fit this size alone
-    return models.get_model(name, weights=None, num_classes=10), (size, size)
-
-
-def library(name: str) -> ModuleType:
-    """Import timm or torchvision. Raises UserError where it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        package = name.partition(".")[0]
-        raise UserError(f"this needs a package: pip install {package}") from None
-
-
-def import_libraries() -> None:
-    """Import what is installed of timm and torchvision.
-
-    Where torchvision's compiled operators do not fit this torch, its import raises, because it
-    describes operators that are not there. They are declared then; no model here uses them.
-    """
-    if _declared:
-        return
-    for name in ("torchvision", "timm"):
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        except RuntimeError:
-            operators = torch.library.Library("torchvision", "DEF")
-            for operator in ("nms", "qnms"):
-                operators.define(f"{operator}(Tensor boxes, Tensor scores, float most) -> Tensor")
-            _declared.append(operators)  # they last as long as this object
-            importlib.import_module(name)
-
-
-_declared: list[torch.library.Library] = []
+    more = {"image_size": size} if name.startswith("vit") else {}
+    models = importlib.import_module("torchvision.models")
+    model = models.get_model(name, weights=None, num_classes=10, **more)
+    return model, (4, 32, 32) if name == "swin3d_t" else (size, size)
 
 
 def inputs_of(kind: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.interrupt  # noqa: F401
 
-from common.errors import ConfigError, UserError, run_program
-from common.output import write_bytes_atomically
+from common.errors import run_program
+from common.output import markdown, write_bytes_atomically
 from evidence.runs import read_log
 
 STEPS = (1, 500, 1000, 1500, 2000)
@@ -26,76 +26,49 @@ CHAPTER = {
 }
 
 
-def row(name: str, params: int, losses: tuple[float, ...], val: str, commit: str) -> str:
-    """Return one line of the table."""
-    shown = " | ".join(f"{loss:.4f}" for loss in losses)
-    return f"| {name} | {params:,} | {shown} | {val} | {commit} |"
-
-
 def main(argv: list[str]) -> None:
     """Copy the logs and write the table."""
-    if len(argv) != 2:
-        raise ConfigError(
-            "mygpt_table.py needs two arguments: the folder of the four runs, one for the results"
-        )
     runs, target = map(Path, argv)
     target.mkdir(parents=True, exist_ok=True)
-    lines = [
-        "| run | parameters | "
-        + " | ".join(f"step {step}" for step in STEPS)
-        + " | val loss at 2000 | commit |",
-        "| --- " * (len(STEPS) + 4) + "|",
-    ]
-    lines += [row(f"chapter, {norm}", *CHAPTER[norm], "not given", "") for norm in CHAPTER]
+    rows = []
+    for norm, (params, losses) in CHAPTER.items():
+        rows.append([f"chapter, {norm}", f"{params:,}", *losses, "not given", ""])
     findings = []
     for init in ("torch", "gpt2"):
         final = {}
         for norm in CHAPTER:
-            source = runs / f"{init}-{norm}" / "log.jsonl"
-            log = read_log(source.parent)
-            shutil.copyfile(source, target / f"{init}-{norm}.jsonl")
+            source = runs / f"{init}-{norm}"
+            log = read_log(source)
+            shutil.copyfile(source / "log.jsonl", target / f"{init}-{norm}.jsonl")
             losses = {record["step"]: record["loss"] for record in log if record["event"] == "step"}
-            if STEPS[-1] not in losses:
-                raise UserError(f"{source}: ends before step {STEPS[-1]}: run repro/mygpt.sh again")
             val = [record["val_loss"] for record in log if record["event"] == "eval"][-1]
-            final[norm] = (losses[2000], val)
-            at_steps = tuple(losses[step] for step in STEPS)
+            final[norm] = (losses[STEPS[-1]], val)
             commit = log[0]["git"]
             short = commit[:7] + commit[40:]  # with a + if the tree had uncommitted changes
-            lines.append(
-                row(f"init={init}, {norm}", log[0]["n_params"], at_steps, f"{val:.4f}", short)
-            )
-        train, val = (
-            f"{abs(a / b - 1):.2%}" for a, b in zip(final["layer"], final["rms"], strict=True)
-        )
+            shown = [f"{loss:.4f}" for loss in (*(losses[step] for step in STEPS), val)]
+            rows.append([f"init={init}, {norm}", f"{log[0]['n_params']:,}", *shown, short])
+        pairs = zip(final["layer"], final["rms"], strict=True)
+        train, val = (f"{abs(a / b - 1):.2%}" for a, b in pairs)
         findings.append(
             f"- init={init}: the last training losses of layer and rms are {train} apart, their "
             f"val losses {val}."
         )
     start = log[0]
-    about = (
-        f"Training loss of single batches, nats per character. {start['device']}, torch "
-        f"{start['versions']['torch']}; made by `repro/mygpt.sh`. A + behind a commit: "
-        "with uncommitted changes."
-    )
-    note = (
-        "The chapter draws random windows from the whole text; here 90 % of it is training data, "
-        "in blocks, each once an epoch. So its later losses are a neighbourhood, not a target; "
-        "parameters and first loss are."
-    )
-    text = "\n".join(
-        [
-            "# LayerNorm and RMSNorm on Tiny Shakespeare",
-            "",
-            about,
-            note,
-            "",
-            *lines,
-            "",
-            *findings,
-            "",
-        ]
-    )
+    steps = [f"step {step}" for step in STEPS]
+    table = markdown(["run", "parameters", *steps, "val loss at 2000", "commit"], rows)
+    text = f"""# LayerNorm and RMSNorm on Tiny Shakespeare
+
+Training loss of single batches, nats per character. {start["device"]}, torch \
+{start["versions"]["torch"]}; made by `repro/mygpt.sh`. A + behind a commit: with uncommitted \
+changes.
+The chapter draws random windows from the whole text; here 90 % of it is training data, in \
+blocks, each once an epoch. So its later losses are a neighbourhood, not a target; parameters and \
+first loss are.
+
+{table}
+
+"""
+    text += "\n".join(findings) + "\n"
     write_bytes_atomically(target / "README.md", text.encode())
     print(text)
 

@@ -19,7 +19,7 @@ import common.interrupt  # noqa: F401
 import torch
 
 from common.environment import environment, faster_float32_products
-from common.errors import ConfigError, run_program
+from common.errors import run_program
 from common.output import check_replaceable
 from load import load_model
 from posthoc.coupling import GRID, Calibration, suggest_first, text_windows
@@ -28,14 +28,11 @@ WINDOWS = 32
 LENGTH = 256  # tokens of a window
 BUDGET = 0.01  # of KL, nats a token
 REACH = 10  # steps of the grid to either side
+SHOWN = ("model", "coupled_first", "alpha", "kl_held_out", "best_alpha", "ratio", "kl_per_layer")
 
 
 def main(argv: list[str]) -> None:
     """Write one line for each model and k."""
-    if len(argv) < 3:
-        raise ConfigError(
-            "posthoc_alpha.py needs a file for the results, a file of text, and models"
-        )
     target, text, *specs = argv
     check_replaceable(Path(target), rb'{"model": .*"coupled_first"')
     with open(target, "w", encoding="utf-8") as file:
@@ -72,12 +69,7 @@ def main(argv: list[str]) -> None:
                 }
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-                print(
-                    f"{spec}  k={k}  alpha {choice.alpha:.3f}  KL {held_out:.3e}, best {best:.2f} "
-                    f"{grid[best]:.3e}, ratio {row['ratio']:.3f}, per layer "
-                    f"{row['kl_per_layer']:.3e}",
-                    flush=True,
-                )
+                print({name: row[name] for name in SHOWN}, flush=True)
 
 
 if __name__ == "__main__":

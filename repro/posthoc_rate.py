@@ -19,19 +19,17 @@ from training.log import last_event
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) != 1:
-        raise ConfigError("posthoc_rate.py needs one argument: a folder with runs of distill.py")
+    (folder,) = argv
     found = {}
-    for run in sorted(Path(argv[0]).glob("*")):
+    for run in sorted(Path(folder).glob("*")):
         end = last_event(run / "log.jsonl")
         if end.get("reason") != "done":
             raise ConfigError(f"{run}: not finished: start repro/posthoc.sh again")
         found[run.name] = end["summary"]["kl"]
         print(f"learning rate {run.name}: KL {found[run.name]:.3e}", file=sys.stderr)
-    if not found:
-        raise ConfigError(f"{argv[0]}: no runs in it: repro/posthoc.sh trains them")
     best = min(found, key=found.get)
-    if float(best) in (min(map(float, found)), max(map(float, found))):
+    rates = sorted(found, key=float)
+    if best in (rates[0], rates[-1]):
         print(f"warning: {best} is at the end of the grid: add a rate beyond it", file=sys.stderr)
     print(best)
 

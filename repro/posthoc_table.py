@@ -32,12 +32,13 @@ import numpy as np
 import torch
 
 from common.environment import environment, faster_float32_products
-from common.errors import ConfigError, UserError, run_program
+from common.errors import ConfigError, run_program
 from common.output import markdown, write_bytes_atomically
 from common.stats import Estimate, clustered, crossed
 from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
 from evidence.archive import locked
+from evidence.runs import read_log
 from load import load_model
 from model import GPT
 from posthoc.coupling import BATCH, Calibration, first_plan, text_windows, view
@@ -47,6 +48,7 @@ CALIBRATION = 16  # windows
 WINDOWS = "windows.jsonl.xz"
 TEACHER = "teacher"
 CONTROL = "teacher trained on"
+OF_WINDOWS = ("model", "seed", "losses", "kls")
 
 
 def all_windows(text: str, meta: dict, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,9 +56,6 @@ def all_windows(text: str, meta: dict, length: int) -> tuple[torch.Tensor, torch
 
     Returns:
         Token ids (N, length), and the number of each window's document (N,).
-
-    Raises:
-        ConfigError: fewer than two documents are long enough.
     """
     tokenizer = load_tokenizer(meta)
     windows = []
@@ -65,10 +64,6 @@ def all_windows(text: str, meta: dict, length: int) -> tuple[torch.Tensor, torch
         ids = torch.tensor(tokenizer.encode_ordinary(document.text), dtype=torch.long)
         windows.append(ids[: len(ids) // length * length].view(-1, length))
         documents += [number] * len(windows[-1])
-    if len(set(documents)) < 2:
-        raise ConfigError(
-            f"{text}: two documents of {length} tokens or more are needed: give more text"
-        )
     return torch.cat(windows), torch.tensor(documents)
 
 
@@ -122,28 +117,20 @@ def models_of(
 def settings_of(runs: Path, seed: int) -> dict[str, Any]:
     """Return what the models of a seed must have in common: learning rate and dtype.
 
-    Raises:
-        UserError: a run's log cannot be read.
-        ConfigError: they differ.
+    Raises ConfigError if they differ.
     """
-    configs = {}
-    for name in ("teacher", "student-0", "student-1", "teacher-longer"):
-        path = runs / f"{name}-{seed}" / "log.jsonl"
-        try:
-            with open(path, encoding="utf-8") as file:
-                configs[name] = json.loads(file.readline())["config"]
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{path}: cannot be read ({error}): run repro/posthoc.sh") from None
-    own = configs["student-0"]
-    for name, config in configs.items():
+    own: dict[str, Any] = {}
+    for name in ("student-0", "student-1", "teacher-longer", "teacher"):
+        run = runs / f"{name}-{seed}"
+        config = read_log(run)[0]["config"]
         keys = ("dtype",) if name == "teacher" else ("dtype", "learning_rate")
         for key in keys:
-            if config[key] != own[key]:
+            if config[key] != own.setdefault(key, config[key]):
                 raise ConfigError(
-                    f"{runs / name}-{seed}: has {key}={config[key]}, the student {own[key]}: "
-                    "remove the older run and train it again"
+                    f"{run}: has {key}={config[key]}, the student {own[key]}: remove the older "
+                    "run and train it again"
                 )
-    return {"learning_rate": own["learning_rate"], "dtype": own["dtype"]}
+    return own
 
 
 def judge_seed(runs: Path, seed: int, text: str, results: Path) -> None:
@@ -208,11 +195,8 @@ def digits(values: torch.Tensor) -> list[float]:
 
 def read_windows(results: Path) -> tuple[dict, dict[str, list[dict]]]:
     """Read windows.jsonl.xz. Returns its head, and name -> a record for each seed, in order."""
-    path = results / WINDOWS
-    try:
-        head, *records = map(json.loads, lzma.open(path, "rt", encoding="utf-8"))
-    except (OSError, ValueError, EOFError, lzma.LZMAError) as error:
-        raise UserError(f"{path}: cannot be read ({error}): judge the models again") from None
+    with lzma.open(results / WINDOWS, "rt", encoding="utf-8") as file:
+        head, *records = map(json.loads, file)
     models: dict[str, list[dict]] = {}
     for record in sorted(records, key=lambda record: record["seed"]):
         models.setdefault(record["model"], []).append(record)
@@ -239,7 +223,13 @@ def difference(differences: np.ndarray, documents: np.ndarray) -> Estimate:
     return crossed(means + parts * parts.shape[1] / len(documents))
 
 
-def described(name: str, losses: dict[str, np.ndarray], documents: np.ndarray) -> dict:
+def interval(differences: np.ndarray, documents: np.ndarray) -> list[float]:
+    """Return the mean of a difference and its interval, as `difference` takes them."""
+    estimate = difference(differences, documents)
+    return [estimate.mean, *estimate.interval()]
+
+
+def described(name: str, losses: dict[str, np.ndarray], documents: np.ndarray) -> dict[str, Any]:
     """Return the row of a model: differences to the teachers, and of a student to its control.
 
     Args:
@@ -247,31 +237,22 @@ def described(name: str, losses: dict[str, np.ndarray], documents: np.ndarray) -
         losses: model -> (n seeds, N windows).
         documents: the document of each window, (N,).
     """
-    row: dict = {"model": name, "val_loss": float(losses[name].mean())}
+    row: dict[str, Any] = {"model": name, "val_loss": float(losses[name].mean())}
     if name == TEACHER:
         return row
     above = losses[name] - losses[TEACHER]
-    estimate = difference(above, documents)
-    row |= {"difference": estimate.mean, "interval": list(estimate.interval())}
     shares = above / losses[TEACHER].mean(1, keepdims=True)  # of the loss of each seed's teacher
-    estimate = difference(shares, documents)
-    row |= {"relative": estimate.mean, "relative_interval": list(estimate.interval())}
-    each = [clustered(share, documents) for share in shares]
-    row["each_seed"] = [[estimate.mean, *estimate.interval()] for estimate in each]
+    row["difference"], *row["interval"] = interval(above, documents)
+    row["relative"], *row["relative_interval"] = interval(shares, documents)
+    row["each_seed"] = [interval(share[None], documents) for share in shares]
     if name.endswith("distilled"):
-        estimate = difference(losses[name] - losses[CONTROL], documents)
-        row["control"] = [estimate.mean, *estimate.interval()]
+        row["control"] = interval(losses[name] - losses[CONTROL], documents)
     return row
 
 
-def percent(mean: float, low: float, high: float) -> str:
-    """Write an estimate and its interval in percent."""
-    return f"{mean:+.3%} ({low:+.3%} .. {high:+.3%})"
-
-
-def conditions(record: dict) -> dict:
-    """Return under which settings, and where, a model was trained and judged."""
-    return {key: record[key] for key in record if key not in ("model", "seed", "losses", "kls")}
+def spanned(mean: float, low: float, high: float, form: str = "{:+.3%}") -> str:
+    """Write an estimate and its interval, in percent or in another form."""
+    return "{} ({} .. {})".format(*(form.format(value) for value in (mean, low, high)))
 
 
 def write_table(results: Path) -> None:
@@ -285,7 +266,11 @@ def write_table(results: Path) -> None:
         row = described(name, losses, documents)
         row |= {
             "kl": float(np.mean([record["kls"] for record in rows])),
-            "seeds": {record["seed"]: conditions(record) for record in rows},
+            # under which settings, and where, it was trained and judged
+            "seeds": {
+                record["seed"]: {key: record[key] for key in record if key not in OF_WINDOWS}
+                for record in rows
+            },
             "learning_rate": head["learning_rate"],
             "length": head["length"],
             "windows": len(documents),
@@ -294,47 +279,40 @@ def write_table(results: Path) -> None:
         found.append(row)
         shown = ["", ""]
         if name != TEACHER:
-            low, high = row["interval"]
             shown = [
-                f"{row['difference']:+.5f} ({low:+.5f} .. {high:+.5f})",
-                percent(row["relative"], *row["relative_interval"]),
+                spanned(row["difference"], *row["interval"], "{:+.5f}"),
+                spanned(row["relative"], *row["relative_interval"]),
             ]
         cells.append([name, f"{row['val_loss']:.5f}", *shown, f"{row['kl']:.2e}"])
-    lines = "".join(json.dumps(row) + "\n" for row in found)
-    write_bytes_atomically(results / "models.jsonl", lines.encode())
     header = ["model", "val loss", "difference to the teacher", "relative", "KL"]
     seeds = [str(record["seed"]) for record in models[TEACHER]]
     text = f"Seeds {', '.join(seeds)}, learning rate {head['learning_rate']:g}.\n\n"
     text += markdown(header, cells) + "\n"
     if len(seeds) > 1:
         text += "\nRelative, each seed against its own teacher, 95 % intervals over documents:\n\n"
-        header = ["model", *(f"seed {seed}" for seed in seeds)]
         each = [
-            [row["model"], *(percent(*estimate) for estimate in row["each_seed"])]
+            [row["model"], *(spanned(*estimate) for estimate in row["each_seed"])]
             for row in found
             if row["model"] != TEACHER
         ]
-        text += markdown(header, each) + "\n"
+        text += markdown(["model", *(f"seed {seed}" for seed in seeds)], each) + "\n"
     for row in found:
         if "control" in row:
             text += (
                 f"\n{row['model']}, less the teacher trained on with the same seed: "
-                "{:+.5f} ({:+.5f} .. {:+.5f}).\n".format(*row["control"])
+                f"{spanned(*row['control'], '{:+.5f}')}.\n"
             )
+    lines = "".join(json.dumps(row) + "\n" for row in found)
+    write_bytes_atomically(results / "models.jsonl", lines.encode())
     write_bytes_atomically(results / "table.md", text.encode())
     print(text)
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) == 4 and argv[1].isdecimal():
-        judge_seed(Path(argv[0]), int(argv[1]), argv[2], Path(argv[3]))
-    elif len(argv) == 1:
-        write_table(Path(argv[0]))
-    else:
-        raise ConfigError(
-            "posthoc_table.py needs the runs' folder, a seed, a file of held-out text and a folder "
-            "for the results; or that folder alone"
-        )
+    if len(argv) == 1:
+        return write_table(Path(argv[0]))
+    runs, seed, text, results = argv
+    judge_seed(Path(runs), int(seed), text, Path(results))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ The table has means and standard deviations over seeds.
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -20,8 +21,8 @@ import numpy as np
 import torch
 
 from common.environment import environment, faster_float32_products
-from common.errors import ConfigError, run_program
-from common.output import write_results
+from common.errors import run_program
+from common.output import markdown, write_results
 from evidence.comparison import check_alike
 from evidence.runs import Run, by_arm
 from load import load_model
@@ -34,14 +35,8 @@ WINDOWS = 96
 
 def main(argv: list[str]) -> None:
     """Measure all runs and write both files."""
-    if len(argv) != 2:
-        raise ConfigError(
-            "taper_output.py needs two arguments: the folder of the runs, one for the results"
-        )
     source, target = map(Path, argv)
     folders = sorted(folder for folder in source.iterdir() if (folder / LAST).exists())
-    if not folders:
-        raise ConfigError(f"{source}: no run with a {LAST}: check the path")
     runs = [Run(folder) for folder in folders]
     for arm, its in by_arm(runs).items():
         check_alike(arm, its)  # before the minutes of measuring
@@ -67,29 +62,27 @@ def main(argv: list[str]) -> None:
                 **environment(torch.device("cpu")),
             }
             rows.append(row)
-        print(
-            folder.name,
-            f"{rows[-2]['radial_gradient']:+.3f} {rows[-1]['radial_gradient']:+.3f}",
-            flush=True,
-        )
+        print(folder.name, [f"{row['radial_gradient']:+.3f}" for row in rows[-2:]], flush=True)
+    table = page(rows)
+    write_results(target, "output_end", rows, "output_end.md", table)
+    print(table)
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """Return means and standard deviations over seeds, as a table."""
     cells = defaultdict(list)  # (arm, text) -> the three figures of each seed
     for row in rows:
         figures = [row["rms"], row["logit_norm"], row["radial_gradient"]]
         cells[row["arm"], row["text"]].append(figures)
-    lines = [
-        "| arm | text | seeds | RMS of the stream at the output (SD) | length of the logits (SD) "
-        "| radial gradient, nats (SD) |",
-        "| --- " * 6 + "|",
-    ]
+    lines = []
     for (arm, split), values in cells.items():
         mean = np.mean(values, 0)  # (3,)
         sd = np.std(values, 0, ddof=1) if len(values) > 1 else np.full(3, np.nan)
-        shown = " | ".join(
-            f"{m:{sign}} ({s:.2g})" for m, s, sign in zip(mean, sd, (".2f", ".1f", "+.3f"))
-        )
-        lines.append(f"| `{arm}` | {split} | {len(values)} | {shown} |")
-    write_results(target, "output_end", rows, "output_end.md", "\n".join(lines))
-    print("\n".join(lines))
+        shown = zip(mean, sd, (".2f", ".1f", "+.3f"))
+        spreads = [f"{m:{sign}} ({s:.2g})" for m, s, sign in shown]
+        lines.append([f"`{arm}`", split, len(values), *spreads])
+    head = ["arm", "text", "seeds", "RMS of the stream at the output (SD)"]
+    return markdown([*head, "length of the logits (SD)", "radial gradient, nats (SD)"], lines)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ import torch
 from helpers import ROOT, TINY
 
 from bench import cuda_codegen, train, train_arms, train_profile
-from bench.train import AGAIN, TrainBenchConfig, all_arms, count_bytes, make_batches, time_rounds
+from bench.train import AGAIN, TrainBenchConfig, all_arms, count_bytes, make_batches
 from bench.train_arms import build_step, parse_arm, parse_arms, settle
 from common import environment as environment_module
 from common.environment import Precision
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError
 from common.stats import paired_ratio
 from configurator import parse_args
 from model import GPT
@@ -127,56 +127,29 @@ def test_arms_differ_in_what_they_say_alone():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (["--arms=rsm"], r"arms: 'rsm': unknown norm_type 'rsm': did you mean rms"),
-        (
-            ["--arms=coupled coupled_spam=2"],
-            r"'coupled coupled_spam=2': unknown key 'coupled_spam': did you mean c",
-        ),
-        (["--arms=coupled coupled_span=two"], r"coupled_span must be int, got 'two'"),
-        (
-            ["--arms=rms coupled_span=2"],
-            r"arms: 'rms coupled_span=2': coupled_span is a key of norm_type=coupled",
-        ),
-        (
-            ["--arms=rms, coupled"],
-            r"'rms, coupled': settings are written key=value, and arms have a semicolon",
-        ),
-        (
-            ["--arms=rms n_embd=64"],
-            r"n_embd must be the same for all arms, set it once: --n_embd=64",
-        ),
-        (["--arms=rms batch_size=1"], r"batch_size must be the same for all arms"),
-        (["--arms=layer; rms; layer"], r"'layer' is there twice"),
-        (
-            ["--arms=coupled norm_plan=Rs"],
-            r"arms: 'coupled norm_plan=Rs': norm_plan 'Rs' has 2 letters, 2 blocks need 5",
-        ),
-        (["--arms=taper-no-mlp-gamma"], r"left out of layer, rms, coupled, cbwc alone"),
-        (
-            ["--arms=taper", "--norm_type=taper", "--taper_end=0.9"],
-            r"arms: 'rms': taper_end is a key of norm_type=taper",
-        ),
-        (["--arms= ; "], r"arms: name one or more"),
-        (["--arms=nanogpt"], r"nanogpt needs --nanogpt=FOLDER"),
-        (["--arms=nanogpt norm_eps=0.1"], r"nanoGPT knows no such key, only compile"),
-        (
-            ["--arms=nanogpt", "--activation=swiglu"],
-            r"nanoGPT has no activation=swiglu: remove it, or the arm",
-        ),
-        (
-            ["--arms=nanogpt", "--optimizer=muon"],
-            r"nanoGPT has no optimizer=muon: remove it, or the arm",
-        ),
-        (["--nanogpt=nowhere"], r"nanogpt=nowhere: there is no model\.py"),
-        (["--rounds=1"], r"rounds=1: must be at least 2"),
+        (["--arms=rsm"], "'rsm': unknown norm_type"),
+        (["--arms=coupled coupled_spam=2"], "'coupled_spam'"),
+        (["--arms=coupled coupled_span=two"], "coupled_span must be int"),
+        (["--arms=rms coupled_span=2"], "'rms coupled_span=2': coupled_span is a key of"),
+        (["--arms=rms, coupled"], "'rms, coupled': .* semicolon"),
+        (["--arms=rms n_embd=64"], "n_embd"),
+        (["--arms=layer; rms; layer"], "twice"),
+        (["--arms=coupled norm_plan=Rs"], "norm_plan 'Rs' has 2 letters"),
+        (["--arms=taper-no-mlp-gamma"], "left out of layer, rms, coupled, cbwc"),
+        (["--arms= ; "], "name one or more"),
+        (["--arms=nanogpt"], "needs --nanogpt=FOLDER"),
+        (["--arms=nanogpt norm_eps=0.1"], "'nanogpt norm_eps=0.1': norm_eps"),
+        (["--arms=nanogpt", "--activation=swiglu"], "activation=swiglu"),
+        (["--arms=nanogpt", "--optimizer=muon"], "optimizer=muon"),
+        (["--nanogpt=nowhere"], "nanogpt=nowhere"),
+        (["--rounds=1"], "rounds=1"),
     ],
 )
-def test_what_cannot_be_timed_is_one_clear_line(words, message):
-    with pytest.raises(ConfigError, match=message) as failure:
+def test_what_cannot_be_timed_is_refused(words, named):
+    with pytest.raises(ConfigError, match=named):
         all_arms(config_of(*words))
-    assert "\n" not in str(failure.value)
 
 
 def test_controls_can_be_left_out_and_nanogpt_comes_with_its_folder(upstream):
@@ -283,44 +256,7 @@ def test_nanogpts_step_is_a_mean_over_micro_batches(upstream):
     assert [step().item(), step().item()] == pytest.approx(losses, rel=1e-12)
 
 
-def test_a_folder_with_another_model_is_refused(tmp_path):
-    (tmp_path / "model.py").write_text("import nothing_of_that_name\n")
-    with pytest.raises(UserError, match=r"its model\.py is not nanoGPT's \(ModuleNotFoundError"):
-        train_arms.import_nanogpt(tmp_path)
-
-
-# ------------------------------------------------------------------------------------------- rounds
-
-
-def test_every_arm_runs_once_a_round_in_a_random_order():
-    calls = []
-    steps = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    times = time_rounds(steps, config_of("--rounds=30", "--steps=2"), CPU)
-    assert {name: len(values) for name, values in times.items()} == dict.fromkeys("abc", 30)
-    turns = [tuple(calls[at : at + 6 : 2]) for at in range(0, len(calls), 6)]
-    assert calls[::2] == calls[1::2] and len(calls) == 180
-    assert all(sorted(turn) == list("abc") for turn in turns) and len(set(turns)) == 6
-
-
-def test_ctrl_c_keeps_the_rounds_that_are_complete():
-    def steps_until(last: int):
-        calls = []
-
-        def step():
-            calls.append(0)
-            if len(calls) == last:
-                raise KeyboardInterrupt
-
-        return {"a": step, "b": step}
-
-    # in the second half of the fourth round
-    times = time_rounds(steps_until(8), config_of("--rounds=9"), CPU)
-    assert [len(values) for values in times.values()] == [3, 3]
-    with pytest.raises(UserError, match="before the second round"):
-        time_rounds(steps_until(3), config_of("--rounds=9"), CPU)
-
-
-def test_a_run_writes_table_plot_and_records(tmp_path, capsys, upstream):
+def test_a_run_writes_table_and_records(tmp_path, capsys, upstream):
     folder = tmp_path / "new" / "train"
     words = [
         *TINY,
@@ -361,7 +297,6 @@ def test_a_run_writes_table_plot_and_records(tmp_path, capsys, upstream):
     assert records["layer"]["first_loss"] == pytest.approx(math.log(64), rel=0.05)
     readme = (folder / "README.md").read_text()
     assert readme.count("\n| ") == 2 + len(names) and "3 rounds," in readme and "MFU" not in readme
-    assert (folder / "speed.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_compiled_arms_share_a_process(capsys, monkeypatch):
@@ -409,25 +344,6 @@ def test_bytes_of_an_arm_are_those_of_its_blocks():
         and remark.startswith("bytes of rms kernels=triton: ")
         and "\n" not in remark
     )
-
-
-@pytest.mark.parametrize(
-    ("failure", "message"),
-    [
-        (
-            torch.OutOfMemoryError("CUDA"),
-            r"arm rms: the GPU's memory is too small for 4 arms at batch_size=2: lower it",
-        ),
-        (KeyboardInterrupt(), "interrupted before the first round"),
-    ],
-)
-def test_what_goes_wrong_before_the_first_round(failure, message, monkeypatch):
-    def fails(*_):
-        raise failure
-
-    monkeypatch.setattr(train, "build_step", fails)
-    with pytest.raises(UserError, match=message):
-        train.measure(config_of("--arms=rms"), CPU)
 
 
 def test_the_table_leaves_out_columns_without_a_figure():

@@ -1,0 +1,99 @@
+"""The timer of bench/kernels.py, bench/fold.py and bench/train.py: arms take turns in one process.
+
+In every round each arm runs once, in a new random order (common/stats.py). On a GPU the time is
+that between two events around the call, elsewhere that of a clock.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from common.errors import UserError
+from common.stats import paired_times, seconds
+
+QUEUEING = 1_000_000  # cycles: half a millisecond, to queue two events and a graph in
+
+
+def captured(make_work: Callable[[], Callable[[], Any]], pool: Any = None) -> Callable[[], None]:
+    """Capture work as a CUDA graph and return its replay.
+
+    What the work allocates belongs to the graph and is written by every replay. Nobody reads it, so
+    graphs of one pool share their memory.
+
+    Args:
+        make_work: makes the work on the stream that is captured: a backward kernel runs on the
+            stream of its forward. What it holds, such as forward's saved tensors, stays.
+        pool: of torch.cuda.graph_pool_handle, shared with other graphs; None for one of its own.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work = make_work()
+        for _ in range(2):  # compilation, tuning, first allocations
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        work()
+    graph.kept = work
+    return graph.replay
+
+
+def gpu_seconds(call: Callable[[], None], cycles: int = 0) -> float:
+    """Return the seconds between two events on the GPU, before and after a call.
+
+    Args:
+        cycles: how long the GPU is kept busy before, so that a call that takes the host less than
+            that does not wait for it.
+    """
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    if cycles:
+        torch.cuda._sleep(cycles)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def time_arms(
+    arms: dict[str, Callable[[], Any]],
+    rounds: int,
+    device: torch.device,
+    steps: int = 1,
+    cycles: int = 0,
+) -> dict[str, list[float]]:
+    """Return arm -> seconds of one call in each round.
+
+    Ctrl-C ends it; an unfinished round is left out.
+
+    Args:
+        steps: calls of an arm's turn, timed together.
+        cycles: as gpu_seconds takes them.
+
+    Raises:
+        UserError: fewer than two rounds were over when it was interrupted.
+    """
+
+    def turn(call: Callable[[], Any]) -> None:
+        for _ in range(steps):
+            call()
+
+    turns = {name: functools.partial(turn, call) for name, call in arms.items()}
+    measure = seconds
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        measure = functools.partial(gpu_seconds, cycles=cycles)
+    with tqdm(total=rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
+        try:
+            times = paired_times(turns, rounds, after_round=bar.update, measure=measure, least=2)
+        except KeyboardInterrupt:
+            raise UserError(
+                "interrupted before the second round was over: there is nothing to compare"
+            ) from None
+    return {name: [value / steps for value in values] for name, values in times.items()}
