@@ -31,10 +31,9 @@ from common.old_keys import AUTO, by_device
 from configurator import Overrides
 from model import GPT, GPTConfig
 from norm_plan import NormConfig, NormPlan
-from train import TrainConfig, optimizer_of
+from train import TrainConfig
 from training.choices import choose
-from training.dataloader import merge
-from training.optim import carry_state, guarded_update, micro_step
+from training.optim import carry_state, guarded_update, micro_step, optimizer_of
 
 NO_MLP_GAMMA = "-no-mlp-gamma"
 STRIPPABLE = ("layer", "rms", "coupled", "cbwc")
@@ -167,7 +166,8 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
     def step() -> Tensor:
         losses = 0.0
         for start in starts:
-            x, y = merge(batches[start : start + at_once])  # (at_once B, T) each
+            # (at_once B, T) each
+            x, y = (torch.cat(parts) for parts in zip(*batches[start : start + at_once]))
             losses = losses + micro_step(forward, x, y, precision, len(starts))
         is_bad = (~torch.isfinite(losses.sum())).to(losses.dtype)
         guarded_update(optimizer, precision.scaler, parameters, config.grad_clip, is_bad)

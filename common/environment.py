@@ -266,7 +266,9 @@ def is_same_code(then: str | None, now: str | None) -> bool:
 
 # Dense bfloat16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_FLOPS = {
+    "B300": 2250e12,
     "B200": 2250e12,
+    "H200 NVL": 836e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,

@@ -16,8 +16,9 @@
 # call, another stage begins again.
 #
 # It needs a GPU, of 100 GB or more for all stages (an estimate), no network, and the packages of
-# requirements.txt; to distil, peft. Liger-Kernel and quack take part where they are installed,
-# nanoGPT and gpt-fast where their clones lie beside this folder (NANOGPT, GPT_FAST).
+# requirements.txt; to distil, peft. Liger-Kernel, quack, flash-attn and TransformerEngine take part
+# where they are installed, nanoGPT and gpt-fast where their clones lie beside this folder (NANOGPT,
+# GPT_FAST).
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 data=${DATA:-data/offline} scratch=${SCRATCH:-out/gpu}
@@ -59,20 +60,19 @@ first_steps() {  # NAME SETTING...
     "--out=$out/$1"
 }
 first_minutes() {
-  local rows warps residual whole
+  local warps residual whole
   stage first-attention "$PYTHON" repro/gpu_first.py attention
   stage first-tests env OMP_NUM_THREADS=1 "$PYTHON" -m pytest -p no:cacheprovider -x \
     tests/kernels/test_binding.py tests/decode/test_graph.py
   stage first-sync first_sync
-  for rows in 65536 12288; do
-    stage "first-kernels-$rows" "$PYTHON" -m bench.kernels --channels=768,2048 --rounds=10 \
-      --ops=rms_norm,taper_norm,norm_add_norm,scaled_gelu "--rows=$rows" \
-      "--out=$out/first-kernels-$rows"
-  done
+  stage first-kernels "$PYTHON" -m bench.kernels --channels=768,2048 --rounds=10 \
+    --ops=rms_norm,taper_norm,norm_add_norm,scaled_gelu "--out=$out/first-kernels"
+  stage first-kernels-aten "$PYTHON" repro/gpu_first.py aten bench.kernels --channels=768,2048 \
+    --ops=rms_norm --rounds=10 "--out=$out/first-kernels-aten"
   # From 24 to 28 a step proves that the second wave of programs is half empty.
   for warps in 20 24 28 32; do
     stage "first-warps-$warps" "$PYTHON" repro/gpu_first.py "warps=$warps" bench.kernels \
-      --ops=taper_norm --channels=768 --rounds=10 "--out=$out/first-warps-$warps"
+      --ops=taper_norm --channels=768 --rows=65536 --rounds=10 "--out=$out/first-warps-$warps"
   done
   first_steps first-steps -m bench.train
   first_steps first-steps-cudnn repro/gpu_first.py cudnn bench.train

@@ -11,6 +11,7 @@ attention         the order of attention's backends, and the kernels of a traini
                   call with grouped heads, and of PyTorch's RMSNorm (is it quack's?)
 sync              warn where the host waits for the GPU
 cudnn             attention by cuDNN alone
+aten              PyTorch's own RMSNorm, where torch >= 2.13 puts quack's in its place
 warps=N           warps of a backward kernel on each multiprocessor (kernels/rows.py has 32)
 optimize_ddp=...  whether torch.compile cuts the model where DDP's buckets end (True or False)
 """
@@ -31,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import bench.kernels
 import bench.train
 import train
+from bench.kernel_arms import torch_runs_quack
 from bench.train_profile import profile_step
 from common.environment import find_device
 from common.errors import ConfigError, run_program
@@ -51,6 +53,10 @@ def apply(setting: str) -> AbstractContextManager:
         torch.cuda.set_sync_debug_mode("warn")
     elif name == "cudnn":
         return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+    elif name == "aten":
+        from torch._native.registry import deregister_op_overrides
+
+        deregister_op_overrides(disable_dsl_names="cutedsl")
     elif name == "warps":
         rows.WARPS_PER_SM = int(value)
     elif name == "optimize_ddp":
@@ -86,6 +92,7 @@ def attention() -> None:
     }
     order = [backend.name for backend in map(SDPBackend, torch._C._get_sdp_priority_order())]
     print("attention's backends, first choice first:", *order)
+    print("torch's rms_norm is quack's:", torch_runs_quack())
     for what, call in calls.items():
         call()  # the first one compiles
         print(f"kernels of {what}:")

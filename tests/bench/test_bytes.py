@@ -8,7 +8,6 @@ child process.
 
 import collections
 import dataclasses
-import functools
 import gc
 import json
 import re
@@ -23,7 +22,7 @@ from bench.bytes import launches
 from common.errors import ConfigError, UserError
 from kernels import cross_entropy
 from model import FOLD_PAYS, GPT, GPTConfig
-from norms import Norm, SharedRMSNorm
+from norms import SharedRMSNorm
 
 TOKENS = 65536
 # one worker computes the figures, none waits for them
@@ -155,29 +154,6 @@ def test_attention_and_products_are_not_counted():
     )
 
 
-def count_an_add() -> list[list[tuple[int, tuple[int, ...]]]]:
-    x, delta = (
-        torch.empty(8, 512, 768, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)
-    )
-    sources = cuda_codegen.cuda_code(lambda x, delta: (x + delta).relu(), [x, delta])
-    return [
-        [(launch.bytes_moved, launch.widths) for launch in launches(code, 8, 512)]
-        for code in sources
-    ]
-
-
-@needs_codegen
-def test_an_add_with_relu_moves_what_it_must():
-    forward, backward = in_child(count_an_add)
-    stream = 8 * 512 * 768 * 2
-    ((moved, widths),) = forward
-    # Two inputs and the sum; backward wants to know where the sum was positive: one byte an
-    # element, or the sum itself.
-    assert 3 * stream <= moved <= 3.5 * stream and widths[:3] == (768, 768, 768)
-    ((moved, widths),) = backward
-    assert 2.5 * stream <= moved <= 3 * stream and set(widths) == {768}
-
-
 def code_of_a_loss_in_chunks() -> str:
     cross_entropy.COMPILED_LOGITS_BYTES = 4 * 256 * 512 // 2
     x, head = (
@@ -206,16 +182,10 @@ def test_another_torch_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--norm_type=rms"], "norm_type"),
         (["--tokens=1000"], "multiple of block_size=1024"),
-        (["--tokens=0"], "tokens=0"),
         (["--tokens=1024"], "two sequences"),
         (["--n_inner=768"], "n_inner"),
         (["--dropout=0.1"], "dropout"),
-        (["--bias=True"], "bias=True"),
-        (["--kernels=triton"], "does not see into"),
-        (["--n_embd=700"], "n_head"),
-        (["--token=2048"], "did you mean tokens"),
     ],
 )
 def test_refused(words, message):
@@ -246,20 +216,18 @@ OLDER = torch.__version__.startswith("2.11.")
 def figures(folder: str) -> dict[str, dict[str, float]]:
     """The ledger of some arms of the program, of the naive form of coupled, and of a small shape,
     bytes per token and block. Of arms that no test compares, the block alone: a tenth of the work.
-    The program writes the row of rms at the small shape into `folder`; it finds it counted already.
+    The program writes the row of rms at a small shape into `folder`.
     """
     gc.disable()  # it takes 15 % of the time; this process soon ends
-    bytes.count = functools.cache(bytes.count)
     config = bytes.LedgerConfig()
     found = {arm: bytes.count(config, arm) for arm in COMPARED}
     found |= {arm: bytes.count(config, arm, ()) for arm in ONE_BLOCK}
     arms, bytes.ARMS = bytes.ARMS, {"rms": {}}
-    small = {"n_embd": 64, "n_head": 2, "block_size": 256, "tokens": 8192}
-    found["small"] = bytes.count(bytes.LedgerConfig(**small, out=folder), "rms")
-    bytes.main([f"--out={folder}", *(f"--{name}={value}" for name, value in small.items())])
+    words = ["--n_embd=64", "--n_head=2", "--block_size=256", "--tokens=8192"]
+    bytes.main([f"--out={folder}", *words])
     bytes.ARMS = arms
     norm_plan.SharedRMSNorm = NaivelyDetached
-    return found | {"naive": bytes.count.__wrapped__(config, "coupled", ("autocast",))}
+    return found | {"naive": bytes.count(config, "coupled", ("autocast",))}
 
 
 @pytest.fixture(scope="module")
@@ -410,20 +378,8 @@ def test_the_program_writes_its_table(ledger, written):
     record = json.loads((written / "ledger.jsonl").read_text())
     assert record["n_embd"] == 64 and record["versions"]["torch"] == torch.__version__
     row = record["bytes_per_token"]
-    assert (
-        row == ledger["small"]
-        and 14 * 64 * 2 < row["one block"] < row["float32 stream"] < 100 * 64 * 2
-    )
+    assert 14 * 64 * 2 < row["one block"] < row["float32 stream"] < 100 * 64 * 2
     assert f"| rms | {row['one block'] / 1000:.1f} (+0.0) |" in (written / "README.md").read_text()
-
-
-def test_the_kernels_key_reaches_every_norm():
-    model = GPT(
-        GPTConfig(
-            norm_type="taper", kernels="torch", qk_norm="head", n_layer=2, n_embd=24, vocab_size=64
-        )
-    )
-    assert {part.kernels for part in model.modules() if isinstance(part, Norm)} == {"torch"}
 
 
 @pytest.mark.parametrize("stream", ["bfloat16 stream", "float32 stream"])

@@ -495,6 +495,16 @@ def test_the_profile_says_where_an_arms_time_goes():
 
 
 @pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H200 NVL", 836e12), ("NVIDIA H200", 989e12), ("NVIDIA B300", 2250e12), ("GTX", None)],
+)
+def test_peaks(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert environment_module.peak_flops(torch.device("cuda")) == peak
+    assert environment_module.peak_flops(CPU) is None
+
+
+@pytest.mark.parametrize(
     ("name", "kind"),
     [
         ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "product"),

@@ -32,7 +32,7 @@ PYTHON = """#!/bin/sh
 printf '%s\\n' "$@" ::: >>"$SCRATCH/words"
 case $* in
   *get_device_name*) echo h100 ;;
-  *rows=12288*) [ ! -f "$SCRATCH/full" ] || { echo the disk is full; exit 1; } ;;
+  *first-kernels-aten*) [ ! -f "$SCRATCH/full" ] || { echo the disk is full; exit 1; } ;;
   distill.py*) mkdir "$SCRATCH/distill"; echo '{}' >"$SCRATCH/distill/log.jsonl" ;;
 esac
 """
@@ -108,10 +108,14 @@ def test_every_stage_says_what_its_program_understands(campaign, tmp_path, monke
     assert len(calls(tmp_path)) == len(made) + 1  # which asks where it runs
 
 
+def test_torchs_own_norm_can_be_asked_for():
+    assert gpu_first.apply("aten") is not None  # an interface of torch's that is not public
+
+
 def test_a_stage_that_fails_is_named_and_runs_again(campaign, tmp_path):
     (tmp_path / "scratch/full").touch()
     code, printed = campaign("first")
-    assert code == 1 and "first-kernels-12288: failed\n    " in printed
+    assert code == 1 and "first-kernels-aten: failed\n    " in printed
     assert "the disk is full" in printed
     (tmp_path / "scratch/full").unlink()
     code, printed = campaign("first")
