@@ -63,23 +63,21 @@ def profile_step(step: Callable[[], Tensor], device: torch.device) -> list[dict[
     first; none where the profiler sees nothing.
     """
     cuda = device.type == "cuda"
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    ) as profiler:
+    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities) as profiler:
         for _ in range(STEPS):
             step()
         if cuda:
             torch.cuda.synchronize(device)
-    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     launches, spent = Counter(), Counter()
     for event in profiler.events():
         # A GPU's events hold annotations too (optimiser step, compiled region). They span kernels
         # that count themselves, and AdamW would be there twice.
         if event.device_type == wanted and not event.is_user_annotation:
             launches[event.name] += 1
-            spent[event.name] += (
-                event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
-            )
+            us = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
+            spent[event.name] += us
     return [
         {
             "name": name,
@@ -95,43 +93,28 @@ def by_class(kernels: list[dict[str, Any]], step_us: float) -> dict[str, tuple[f
     """class -> (milliseconds of a step, launches), classes without any left out; REST: what they
     leave of the step.
     """
-    found = {}
-    for name in NAMES:
-        its = [kernel for kernel in kernels if kernel["class"] == name]
-        if its:
-            found[name] = (
-                math.fsum(kernel["us"] for kernel in its) / 1e3,
-                sum(kernel["launches"] for kernel in its),
-            )
-    return found | {REST: (step_us / 1e3 - math.fsum(ms for ms, _ in found.values()), 0)}
+    spent, launches = Counter(), Counter()
+    for kernel in kernels:
+        spent[kernel["class"]] += kernel["us"] / 1e3
+        launches[kernel["class"]] += kernel["launches"]
+    spent[REST] = step_us / 1e3 - math.fsum(spent.values())
+    return {name: (spent[name], launches[name]) for name in (*NAMES, REST) if name in spent}
 
 
 def profile_table(arms: dict[str, dict[str, tuple[float, float]]]) -> str:
-    """Markdown: classes down, `by_class` of each arm across, and how much longer than in the first
-    arm.
-    """
+    """Markdown: classes down, `by_class` of each arm across."""
     first = next(iter(arms.values()))
-    heads = [
-        head
-        for number, arm in enumerate(arms)
-        for head in ([arm, "more than first"] if number else [arm])
-    ]
-    lines = [
-        "Milliseconds of a step by kind of kernel (launches in brackets), from the profiler, and "
-        f"how much more than in the first arm; {REST}: what they leave of its median time. Below "
-        "0, profiling itself, or other work beside, has taken so much that differences mean "
-        "little: compare with those of the A/A arm.",
-        "",
-    ]
     rows = []
     for name in (*NAMES, REST):
-        if not any(name in classes for classes in arms.values()):
-            continue
-        cells = []
-        for number, classes in enumerate(arms.values()):
+        cells = [name]
+        for classes in arms.values():
             ms, launches = classes.get(name, (0.0, 0))
-            cells.append(f"{ms:.3f}" + (f" ({launches:,.0f})" if launches else ""))
-            if number:
-                cells.append(f"{ms - first.get(name, (0.0, 0))[0]:+.3f}")
-        rows.append([name, *cells])
-    return "\n".join([*lines, markdown(["kind", *heads], rows)])
+            cells.append(f"{ms:.3f} ({launches:,.0f}; {ms - first.get(name, (0.0, 0))[0]:+.3f})")
+        if any(name in classes for classes in arms.values()):
+            rows.append(cells)
+    return (
+        "Milliseconds of a step by kind of kernel, from the profiler; in brackets launches, and "
+        f"how much more than in the first arm. {REST}: what they leave of its median time. Below "
+        "0, profiling itself, or other work beside, has taken so much that differences mean "
+        "little: compare with those of the A/A arm.\n\n" + markdown(["kind", *arms], rows)
+    )
