@@ -51,10 +51,12 @@ import contextlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -67,10 +69,10 @@ from common.output import whole_folder, write_bytes_atomically
 from configurator import key, parse_args
 from decode.pack import pack
 from decode.step import decode_logits
-from fold import Report, gpt, gpt_gains
+from fold import Report, gpt
 from fold.certificate import Certificate, Inputs, certify, run, touched
 from fold.choice import LEFT
-from fold.hub import example_inputs, load, load_pretrained, read_inputs, save
+from fold.hub import RECIPE, example_inputs, load, load_pretrained, read_inputs, save
 from hf.config import gpt_config
 from hf.hub import HUB_NAME, read_config, resolve_hub
 from hf.weights import export_hf
@@ -181,18 +183,6 @@ class DecodeForm(nn.Module):
         positions = torch.arange(length, device=idx.device)
         return decode_logits(decode_reference, packed, caches, idx, positions)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the packed weights, for the certificate.
-
-        Entries and exits are numbered in the order of the decoding step.
-        """
-        found = {"wte.weight": self.packed.wte, "wpe.weight": self.packed.wpe}
-        for kind, parts in (("entry", self.packed.entries), ("exit", self.packed.exits)):
-            for index, part in enumerate(parts):
-                found[f"{kind}.{index}.weight"] = part.weight
-                found[f"{kind}.{index}.bias"] = part.bias
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
-
 
 def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certificate]:
     """Convert a model of ours, by all but --to=hf.
@@ -219,7 +209,7 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
         exact = not config.inexact
         rewrite = partial(gpt.to_folded, exact=exact)
     elif config.to == "weightless":
-        rewrite = partial(gpt_gains.to_weightless, untie=config.untie)
+        rewrite = partial(gpt.to_weightless, untie=config.untie)
     elif config.to == "decode":
         rewrite = DecodeForm
     elif SHARED in model.plan.letters:
@@ -241,11 +231,10 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
         raise FoldError(
             f"{what} is not exact ({certificate.reason}): --inexact writes it nevertheless"
         )
-    certificate = replace(certificate, folded=count_folded(model, after, config.to))
     if config.to == "weightless":
-        readers, left = gpt_gains.gains_read_by_linears(model, config.untie)
-        certificate = replace(certificate, folded=len(readers), refusals=left)
-    return after, certificate
+        folds, left = gpt.gain_folds(model, config.untie)
+        return after, replace(certificate, folded=len(folds), refusals=left)
+    return after, replace(certificate, folded=count_folded(model, after, config.to))
 
 
 def count_folded(before: GPT, after: GPT | DecodeForm, to: str) -> int:
@@ -277,7 +266,6 @@ def sample_tokens(model: GPT, config: ConvertConfig) -> Tensor:
         return text_windows(config.text, model.meta, length, WINDOWS)
     generator = torch.Generator().manual_seed(config.seed)
     start = torch.randint(model.n_vocab, (WINDOWS, 1), generator=generator)
-    generator = torch.Generator().manual_seed(config.seed)
     return model.generate(start, length - 1, generator=generator)
 
 
@@ -315,100 +303,85 @@ def foreign_inputs(model: nn.Module, config: ConvertConfig) -> dict[str, Any]:
     return example_inputs(model, config.seed)
 
 
-def convert_foreign(spec: str, config: ConvertConfig) -> tuple[nn.Module, Certificate, Report]:
+def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list[str]]:
     """Fold a model of transformers, and write it if `out` is set.
 
     Returns:
-        (folded model, certificate, report of the analysis)
+        The certificate, and lines about it.
 
     Raises:
         FoldError: nothing folds, or the fold is not exact.
     """
     model = load_pretrained(spec)
     inputs = foreign_inputs(model, config)
-    report = fold.analyze(model, inputs)
-    after, certificate = fold.fold(model, report, untie=config.untie, insert=config.insert)
-    if not certificate.ok:
-        raise FoldError(f"{spec}: the fold is not exact ({certificate.reason})")
-    if not certificate.folded:
-        first = next((row.reason for row in report.rows), "it has none")
-        raise FoldError(
-            f"{spec}: none of {report.total} LayerNorms folds{other_keys(report, config)}: {first}"
+    if config.to == "weightless":
+        is_tied = model.config.to_dict().get("tie_word_embeddings")
+        after, certificate = fold.fold_gains(model, inputs, config.untie)
+        lines = left_lines(certificate)
+        if after.config.to_dict().get("tie_word_embeddings") != is_tied:
+            lines.append(
+                "the head has weights of its own now; for an engine that reads this architecture "
+                "with a tied head only, add --untie=False"
+            )
+        how = f"what loads {spec} loads it"
+    else:
+        report = fold.analyze(model, inputs)
+        after, certificate = fold.fold(model, report, untie=config.untie, insert=config.insert)
+        more = report.more(config.untie, config.insert)
+        options = ", ".join(f"--{name} {count}" for name, count in more.items())
+        others = f" ({options} would fold)" if options else ""
+        lines = [f"folded {certificate.folded} of {report.total} LayerNorms{others}"]
+        if certificate.ok and not certificate.folded:
+            first = next((row.reason for row in report.rows), "it has none")
+            raise FoldError(f"{spec}: none of {report.total} LayerNorms folds{others}: {first}")
+        how = (
+            f"read it with `from fold import hub; hub.load({config.out!r})`, or, with LayerNorms, "
+            "transformers"
         )
-    if config.out:
-        write_foreign(after, config.out, certificate, spec, inputs, load)
-    return after, certificate, report
-
-
-def fold_foreign_gains(spec: str, config: ConvertConfig) -> tuple[Certificate, bool]:
-    """Fold the gains of a model of transformers, and write it if `out` is set.
-
-    Returns:
-        (certificate, whether its head shared the embedding's weights and does not any more)
-
-    Raises:
-        FoldError: no gain folds, or the fold is not exact.
-    """
-    model = load_pretrained(spec)
-    inputs = foreign_inputs(model, config)
-    after, certificate = fold.fold_gains(model, inputs, config.untie)
     if not certificate.ok:
         raise FoldError(f"{spec}: the fold is not exact ({certificate.reason})")
     if config.out:
-        write_foreign(after, config.out, certificate, spec, inputs, load_pretrained)
-    was_tied, is_tied = (
-        getattr(one.config, "tie_word_embeddings", False) for one in (model, after)
-    )
-    return certificate, was_tied and not is_tied
+        write_foreign(after, config.out, certificate, spec, inputs)
+        lines.append(f"wrote {config.out}; {how}")
+    return certificate, lines
 
 
 def write_foreign(
-    model: nn.Module,
-    out: str,
-    certificate: Certificate,
-    spec: str,
-    inputs: Inputs,
-    read: Callable[[Path], nn.Module],
+    model: nn.Module, out: str, certificate: Certificate, spec: str, inputs: Inputs
 ) -> None:
-    """Save a folded model under a temporary name, `read` it, compare, and only then rename.
+    """Save a folded model under a temporary name, load it, compare, and only then rename.
 
     Raises:
         UserError: it cannot be written, or what is loaded is another model.
     """
     with writing_new(Path(out)) as folder:
         save(model, folder, certificate, spec)
-        again = read(folder)
-        equal = not touched(model, again) and same(
-            run(model, inputs, widen=False), run(again, inputs, widen=False)
-        )
-        if not equal:
+        again = load(folder) if (folder / RECIPE).exists() else load_pretrained(folder)
+        outputs = [tree_leaves(run(one, inputs, widen=False)) for one in (model, again)]
+        pairs = zip(*outputs, strict=True)
+        same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+        if touched(model, again) or not same:
             raise UserError(
                 f"out={out}: nothing written: loaded again, {spec} would be another model: "
                 "please report it"
             )
 
 
-def same(first: Any, second: Any) -> bool:
-    """Tell whether two outputs hold the same tensors."""
-    pairs = zip(tree_leaves(first), tree_leaves(second), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+def left_lines(certificate: Certificate) -> list[str]:
+    """Say which parameters stay and why, one line for all blocks with the same reason."""
+    kinds = Counter(
+        (re.sub(r"\.\d+\.", ".N.", name), re.sub(r"\.\d+(?=\.|\b)", ".N", why))
+        for name, why in certificate.refusals.items()
+    )
+    return [
+        f"left: {name}{f' ({count})' if count > 1 else ''}: {why}"
+        for (name, why), count in kinds.items()
+    ]
 
 
-def print_left(certificate: Certificate) -> None:
-    """Print which parameters stay and why, one line for all blocks with the same reason."""
-    lines: dict[tuple[str, str], int] = {}
-    for name, why in certificate.refusals.items():
-        line = (re.sub(r"\.\d+\.", ".N.", name), re.sub(r"\.\d+(?=\.|\b)", ".N", why))
-        lines[line] = lines.get(line, 0) + 1
-    for (name, why), count in lines.items():
-        print(f"left: {name}{f' ({count})' if count > 1 else ''}: {why}")
-
-
-def other_keys(report: Report, config: ConvertConfig) -> str:
-    """Say which other keys would fold more norms, and how many; "" if none would."""
-    more = report.more(config.untie, config.insert)
-    options = ", ".join(f"--{name} {count}" for name, count in more.items())
-    return f" ({options} would fold)" if options else ""
+def logits_of_head(model: GPT, hidden: Tensor) -> Tensor:
+    """Return logits (..., n_vocab) by the head as a module; hidden states are (..., C)."""
+    return model.lm_head(hidden)[..., : model.n_vocab]
 
 
 def analyze(spec: str, config: ConvertConfig) -> Report:
@@ -423,7 +396,7 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
         with torch.device("meta"):
             model.lm_head = nn.Linear(*reversed(model.wte.weight.shape), bias=False)
         model.lm_head.weight = model.wte.weight
-        model.logits = lambda hidden: model.lm_head(hidden)[..., : model.n_vocab]
+        model.logits = MethodType(logits_of_head, model)  # a copy gets its own
     report = fold.analyze(model, (random_tokens(model, config.seed),), config.rules)
     try:
         gpt.check_to_rms(model)
@@ -489,6 +462,19 @@ def export(spec: str, out: str) -> None:
     print(json.dumps({"spec": spec, "to": "hf", "out": out, "architecture": architecture}))
 
 
+def convert_ours(spec: str, config: ConvertConfig) -> tuple[Certificate, list[str]]:
+    """Convert a model of ours, and write it if `out` is set; as convert_foreign."""
+    after, certificate = convert(load_model(spec), config)
+    lines = left_lines(certificate)
+    if config.out:
+        write(Path(config.out), after, certificate)
+        lines.append(
+            f"wrote {config.out}; to train on: python train.py --init_from={config.out} "
+            f"{model_keys(after)} --data_dir=... and the settings of training"
+        )
+    return certificate, lines
+
+
 def main(argv: list[str]) -> None:
     config, spec = parse_args(ConvertConfig, argv, __doc__, spec=True)
     if config.to == "hf":
@@ -498,54 +484,13 @@ def main(argv: list[str]) -> None:
         print(report)
         print(json.dumps(json.loads(report.to_json()) | {"spec": spec}))
         return
-    if config.to == "rms" and is_foreign(spec, config):
-        after, certificate, report = convert_foreign(spec, config)
-        print(certificate)
-        more = other_keys(report, config)
-        print(f"folded {certificate.folded} of {report.total} LayerNorms{more}")
-        if config.out:
-            print(
-                f"wrote {config.out}; read it with `from fold import hub; "
-                f"hub.load({config.out!r})`, or, with LayerNorms, transformers"
-            )
-    elif config.to == "weightless" and is_foreign(spec, config):
-        certificate, untied = fold_foreign_gains(spec, config)
-        print(certificate)
-        print_left(certificate)
-        if untied:
-            print(
-                "the head has weights of its own now; for an engine that reads this architecture "
-                "with a tied head only, add --untie=False"
-            )
-        if config.out:
-            print(f"wrote {config.out}; what loads {spec} loads it")
-    else:
-        model = load_model(spec)
-        after, certificate = convert(model, config)
-        print(certificate)
-        print_left(certificate)
-        if config.out:
-            write(Path(config.out), after, certificate)
-            print(
-                f"wrote {config.out}; to train on: python train.py --init_from={config.out} "
-                f"{model_keys(after)} --data_dir=... and the settings of training"
-            )
+    foreign = config.to in ("rms", "weightless") and is_foreign(spec, config)
+    certificate, lines = (convert_foreign if foreign else convert_ours)(spec, config)
+    print(certificate, *lines, sep="\n")
     given = certificate.checks[0]  # float64, given weights and inputs
-    print(
-        json.dumps(
-            {
-                "spec": spec,
-                "to": config.to,
-                "out": config.out,
-                "ok": certificate.ok,
-                "max_rel": certificate.max_rel,
-                "kl": given.kl,
-                "argmax_agreement": given.argmax_agreement,
-                "folded": certificate.folded,
-                "inserted": certificate.inserted,
-            }
-        )
-    )
+    told = {"spec": spec, "to": config.to, "out": config.out}
+    told |= {name: getattr(certificate, name) for name in ("ok", "max_rel", "folded", "inserted")}
+    print(json.dumps(told | {"kl": given.kl, "argmax_agreement": given.argmax_agreement}))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ What is refused
         - it averages over several axes, or its mean is used elsewhere,
         - it is called as a function, or together with other operations: there is no module to swap.
     LayerNorms that are written out by hand, from means and square roots, are found where they are
-    LayerNorms to the letter (by_hand.py). FoldError is raised for a model that cannot be exported
+    LayerNorms to the letter. FoldError is raised for a model that cannot be exported
     or copied, and for a report of another model.
 
 Three counts of the norms that fold
@@ -53,10 +53,10 @@ mean, embeddings and parameters cannot be centred, and other readers of a centre
 ignored. That is not exact on trained weights, so such a report cannot be folded.
 
 The modules of this package: choice.py decides which norms fold (cut.py: where to insert centrings),
-rules.py says what each operation does to a zero mean, norm_calls.py and by_hand.py recognise norms,
+rules.py says what each operation does to a zero mean, lines.py recognises norms,
 graph.py follows the stream back to its sources, modules.py carries the fold out, certificate.py
 checks it. gains.py folds gains on the same graph. In the repository there are also hub.py, for
-models of transformers, and gpt.py and gpt_gains.py, for its own model.
+models of transformers, and gpt.py, for its own model.
 """
 
 import json
@@ -68,7 +68,7 @@ from .certificate import TOLERANCE, Certificate, Check, Inputs, certify, copied
 from .choice import Analysis, Finding
 from .gains import fold_gains
 from .graph import Graph
-from .modules import carry_out, reparametrize
+from .modules import FoldedNorm, carry_out, reparametrize
 from .siblings import FoldError
 
 __all__ = [
@@ -222,6 +222,7 @@ def fold(
     untie: bool = False,
     insert: bool = False,
     tolerance: float = TOLERANCE,
+    check: bool = False,
 ) -> tuple[nn.Module, Certificate]:
     """Replace the foldable LayerNorms of a model by RMSNorms, in a copy.
 
@@ -232,6 +233,8 @@ def fold(
             the uncentred weights, which costs the memory of an embedding matrix.
         insert: insert centrings where they fold more norms than they are.
         tolerance: largest allowed difference in float64, relative to the largest output.
+        check: each of the RMSNorms checks that its input is centred, and raises FoldError if not.
+            That costs one more reduction in each call.
 
     Returns:
         (folded copy, certificate). The certificate names the norms that were left and why. If its
@@ -261,17 +264,18 @@ def fold(
         convert,
         report.inputs,
         what=what,
-        folded=len(norms),
-        inserted=len(plan.insertions),
-        refusals=refusals,
         keep=plan.keep,
         tolerance=tolerance,
         sizes=True,
     )
     if certificate.ok:
-        return new, certificate
+        for module in new.modules():
+            if isinstance(module, FoldedNorm):
+                module.check = check
+        counts = {"folded": len(norms), "inserted": len(plan.insertions)}
+        return new, replace(certificate, refusals=refusals, **counts)
     what = f"{report.model}: fold rolled back"
-    return model, replace(certificate, folded=0, inserted=0, what=what)
+    return model, replace(certificate, what=what)
 
 
 def parametrize_cbwc(model: nn.Module, report: Report, insert: bool = False) -> nn.Module:

@@ -12,12 +12,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from .axes import Line, describe, module_path, shape
-from .by_hand import hand_norm
 from .cut import cheapest_cut
 from .graph import Demand, Graph, Source
-from .modules import Insertion, Plan, Swap, find_swap, place
-from .norm_calls import NormInput, norm_input
+from .lines import Line, Norm, describe, norm_of, shape
+from .modules import Insertion, Plan, Swap, find_swap
 
 # A norm could be folded, but `fold` cannot write that into the modules, because ...
 LEFT = "; fold leaves it: "
@@ -52,15 +50,18 @@ class NormCall:
     """What is known of one call of a norm."""
 
     node: Node
-    line: Line  # that the norm centres
+    norm: Norm
     name: str
-    refused: str  # why it can never be folded ("": it may be)
     swap: Swap | str  # how its module is swapped, or why `fold` cannot do that
     demand: Demand = field(default_factory=Demand)
     # lines without zero mean that cannot be given one -> why
     obstacles: dict[Line, str] = field(default_factory=dict)
     # those of them that a copied parameter removes -> its names that get the copy
     untie: dict[Line, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def line(self) -> Line:
+        return self.norm.line
 
     @property
     def key(self) -> Any:
@@ -122,7 +123,7 @@ class Analysis:
         self.training = graph.model.training
         self.norms: list[NormCall] = []
         for node in graph.nodes:
-            found = norm_input(node)
+            found = norm_of(node)
             if found is not None:
                 self.norms.append(self._norm_call(node, found))
         # One module can become only one RMSNorm.
@@ -133,16 +134,11 @@ class Analysis:
             if len(swaps[norm.key]) > 1:
                 norm.swap = f"{norm.key} is called on inputs of several kinds"
 
-    def _norm_call(self, node: Node, found: NormInput) -> NormCall:
-        norm = NormCall(
-            node=node,
-            line=found.line,
-            name=self._name(node),
-            refused=found.refused,
-            swap=find_swap(self.graph, node),
-        )
-        if norm.refused:
-            return norm
+    def _norm_call(self, node: Node, found: Norm) -> NormCall:
+        path, name = self.graph.name_call(node)
+        if found.refused:
+            return NormCall(node, found, name, found.refused)
+        norm = NormCall(node, found, name, find_swap(self.graph, path, found))
         norm.demand = self.graph.demand(norm.line, self.paper)
         nodes = norm.nodes()
         for at, why in norm.demand.failures.items():
@@ -159,18 +155,6 @@ class Analysis:
             if shown:
                 self._add_unsafe_source(norm, at, source, shown)
         return norm
-
-    def _name(self, node: Node) -> str:
-        """Name a call of a norm for people."""
-        path = module_path(node)
-        same_module = [other for other in self.graph.nodes if module_path(other) == path]
-        calls = list(dict.fromkeys(self.graph.call(other) for other in same_module))
-        name = path or describe(node)
-        if len(calls) > 1 and path:
-            name += f" (call {calls.index(self.graph.call(node)) + 1})"
-        if any(norm.name == name for norm in self.norms):  # two norms in one call of one module
-            name += f" ({node.name})"
-        return name
 
     def _add_unsafe_source(self, norm: NormCall, at: Line, source: Source, shown: str) -> None:
         """Add a source to the norm's obstacles, because centring it would change something else.
@@ -216,7 +200,7 @@ class Analysis:
         norms = [
             norm
             for norm in self.norms
-            if not norm.refused
+            if not norm.norm.refused
             and not (trained and norm.demand.keep)
             and not (hooks and isinstance(norm.swap, str))
         ]
@@ -279,7 +263,8 @@ class Analysis:
         sizes = shape(at.node)
         if self.graph.writes and sizes.count(sizes[at.axis]) > 1:
             return None
-        axis, ndim = place(at.axis, len(sizes))
+        # The last axis is that of tensors of any rank.
+        axis, ndim = (-1, None) if at.axis == len(sizes) - 1 else (at.axis, len(sizes))
         path = self.graph.returned_by(at.node)
         if path is not None:
             return Insertion(path, axis, at.block, ndim=ndim)
@@ -337,7 +322,7 @@ class Analysis:
 
     def finding(self, norm: NormCall) -> Finding:
         """Give the verdict on a norm, and its reason."""
-        by_hand = hand_norm(norm.node) is not None
+        by_hand = norm.norm.by_hand
         verdict = next((name for name, way in self.ways.items() if norm in way.norms), "refused")
         if verdict == "refused":
             return Finding(norm.name, verdict, (), self._obstacle(norm), by_hand)
@@ -369,8 +354,8 @@ class Analysis:
 
     def _obstacle(self, norm: NormCall) -> str:
         """Say why a norm does not fold as it stands."""
-        if norm.refused:
-            return norm.refused
+        if norm.norm.refused:
+            return norm.norm.refused
         other_call = "another call of the same module cannot be folded"
         return next(iter(norm.obstacles.values()), other_call)
 

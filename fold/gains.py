@@ -20,20 +20,20 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .axes import Line, argument, describe, input_axes, is_tensor, shape
 from .certificate import TOLERANCE, Certificate, Inputs, certify, copied
-from .graph import Graph, forwards
+from .graph import Graph
+from .lines import argument, describe, input_axes, is_tensor, shape
 from .modules import merged, tensor_of, untie
 from .siblings import FoldError
 
-# Operations after which every channel still holds the numbers that it held
+# Operations that leave the numbers where they are, and those that move them
 CASTS = ("aten._to_copy", "aten.to.", "aten.type_as", "aten.clone", "aten.alias", "aten.contiguous")
 TURNS = ("aten.permute", "aten.transpose", "aten.t.", "aten.numpy_T")
 MOVES = (
-    *CASTS,
     *TURNS,
     "aten.view",
     "aten._unsafe_view",
@@ -51,9 +51,10 @@ MOVES = (
     "aten.split",
     "aten.chunk",
     "aten.unbind",
-    "aten.dropout",
+    "aten.roll",
 )
 NORMS = ("aten.layer_norm.", "aten.rms_norm.")
+Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,13 @@ class Affine:
 
 @dataclass(frozen=True)
 class Read:
-    """A linear operation that reads all channels of a norm.
+    """A linear operation that reads the channels of a norm.
 
     Attributes:
         node: the operation.
         weight: the parameter.
         axis: of the weight, along the channels that it reads.
+        channels: of the norm, in the order in which it reads them.
         entry: the operation that reads the parameter: `node`, or a transposition before it.
         bias: the parameter that it adds, if there is one.
     """
@@ -90,29 +92,34 @@ class Read:
     node: Node
     weight: Node
     axis: int
+    channels: tuple[int, ...]
     entry: Node
     bias: Node | None
 
 
 @dataclass(frozen=True)
 class Target:
-    """A weight that takes over a gain, by name: its axis, its bias, the names of a copy."""
+    """A weight that takes over a gain, by name: its axis and what it reads (as of a Read), its
+    bias, the names of a copy.
+    """
 
     weight: str
     axis: int
+    channels: tuple[int, ...]
     bias: str | None
-    copied_to: tuple[str, ...]
+    copied_to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Fold:
-    """One gain, by name, with its bias and the linears that take both over."""
+    """A gain, (offset + parameter) * factor, with its bias and the linears that take both over."""
 
     gain: str
     offset: float
     bias: str | None
     bias_stays: bool
     targets: tuple[Target, ...]
+    factor: float = 1.0
 
 
 def fold_gains(
@@ -153,14 +160,12 @@ def fold_gains(
         convert,
         inputs,
         what=f"{name}: {len(folds)} gains folded into linears",
-        folded=len(folds),
-        refusals=left,
         tolerance=tolerance,
         sizes=True,
     )
     if certificate.ok:
-        return new, certificate
-    return model, replace(certificate, folded=0, what=f"{name}: fold of gains rolled back")
+        return new, replace(certificate, folded=len(folds), refusals=left)
+    return model, replace(certificate, what=f"{name}: fold of gains rolled back")
 
 
 def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
@@ -194,28 +199,38 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
 @torch.no_grad()
 def carry_out(fold: Fold, model: nn.Module) -> None:
     """Carry out a fold in place, in float64 and rounded once."""
-    parameter = tensor_of(model, fold.gain)
-    gain = fold.offset + parameter.double().flatten()
-    bias = None if fold.bias is None else tensor_of(model, fold.bias)
-    shift = None if bias is None else bias.double().flatten()
-    for target in fold.targets:
-        weight = tensor_of(model, target.weight)
-        tiles = weight.shape[target.axis] // len(gain)
-        wide = weight.double()
-        if shift is not None and not fold.bias_stays:
-            added = wide.movedim(target.axis, -1) @ shift.repeat(tiles)
-            old = tensor_of(model, target.bias)
-            old.copy_(old.double() + added)
-        new = merged(wide, gain.repeat(tiles), target.axis).to(weight.dtype)
-        if target.copied_to:
-            untie(model, target.copied_to, new)
+    names = {fold.gain, fold.bias}.union(*((to.weight, to.bias) for to in fold.targets)) - {None}
+    weights = {name: tensor_of(model, name).double() for name in names}
+    take_over(fold, weights)
+    copies = {to.weight: to.copied_to for to in fold.targets if to.copied_to}
+    for name in names:
+        old = tensor_of(model, name)
+        if name in copies:
+            untie(model, copies[name], weights[name].to(old.dtype))
         else:
-            weight.copy_(new)
-    parameter.fill_(1 - fold.offset)
+            old.copy_(weights[name])
+
+
+def take_over(fold: Fold, weights: Weights) -> None:
+    """Let the weights of linears take over gain and bias, in place; all are in float64.
+
+    A linear without a bias gets one, if its target names one.
+    """
+    parameter = weights[fold.gain]
+    gain = (fold.offset + parameter.flatten()) * fold.factor
+    bias = weights.get(fold.bias)
+    for target in fold.targets:
+        weight = weights[target.weight]
+        channels = list(target.channels)
+        if bias is not None and not fold.bias_stays:
+            added = weight.movedim(target.axis, -1) @ bias.flatten()[channels]
+            weights[target.bias] = added + weights.get(target.bias, 0.0)
+        weights[target.weight] = merged(weight, gain[channels], target.axis)
+    weights[fold.gain] = torch.full_like(parameter, 1 - fold.offset)
     if bias is not None:
         # Where both are 0 so is the quotient; a gain of 0 alone is refused (_plan).
-        kept = shift / torch.where(gain == 0, 1.0, gain) if fold.bias_stays else 0.0 * shift
-        bias.copy_(kept.reshape(bias.shape))
+        divisor = torch.where(gain == 0, 1.0, gain).reshape(bias.shape)
+        weights[fold.bias] = bias / divisor if fold.bias_stays else 0.0 * bias
 
 
 # ------------------------------------------------------------------------------------- finding them
@@ -319,8 +334,7 @@ def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
         return f"{describe(other)} reads it too"
     reads: list[Read] = []
     for affine in affines:
-        axis = len(shape(affine.last)) - 1
-        found = _readers(graph, Line(affine.last, axis, shape(affine.last)[axis]))
+        found = _readers(graph, affine.last)
         if isinstance(found, str):
             return f"{found} reads what it multiplies"
         reads += found
@@ -355,45 +369,71 @@ def _other_use(graph: Graph, name: str, known: Collection[Node]) -> Node | None:
     return None
 
 
-def _readers(graph: Graph, line: Line) -> list[Read] | str:
-    """Return the linears that alone read a line, or describe what else reads it."""
-    todo = [line]
+def _readers(graph: Graph, out: Node) -> list[Read] | str:
+    """Return the linears that alone read what a norm gives, or describe what else reads it.
+
+    Beside each tensor goes one of its shape that says which of the norm's channels each number is.
+    """
+    todo = [(out, torch.arange(shape(out)[-1]).expand(shape(out)))]
     reads = []
     while todo:
-        at = todo.pop()
-        for user in at.node.users:
+        node, channels = todo.pop()
+        for user in node.users:
             if user.op == "output":
                 return "the model's output"
-            read = _read(graph, user, at)
+            read = _read(graph, user, node, channels)
             if read is not None:
                 reads.append(read)
                 continue
-            moves = str(user.target).startswith(MOVES)
-            onwards = forwards(user, at) if moves else None
-            if onwards is None:
+            moved = _moved(user, node, channels)
+            if moved is None:
                 return describe(user)
-            todo += onwards
+            todo += moved
     return reads
 
 
-def _read(graph: Graph, user: Node, at: Line) -> Read | None:
-    """Return how a linear operation reads a line as its input channels; None if it does not."""
+def _moved(user: Node, node: Node, channels: Tensor) -> list[tuple[Node, Tensor]] | None:
+    """Return the results of an operation that only moves a node's numbers, with their channels."""
+    name = str(user.target)
+    others = (user.args[1:], user.kwargs)
+    is_off = name.startswith("aten.dropout") and not (user.args[2] and user.args[1])
+    if user.args[0] is not node or node in tree_leaves(others):
+        return None
+    if name.startswith(CASTS) or is_off:
+        return [(user, channels)]
+    if not name.startswith(MOVES):
+        return None
+    # Rows may be picked by index tensors, whose values are not known: all must be alike then.
+    rows = channels.reshape(-1, channels.shape[-1])
+    picks = any(isinstance(x, Node) for x in tree_leaves(others))
+    args, kwargs = tree_map_only(Node, lambda x: torch.zeros(shape(x), dtype=torch.long), others)
+    moved = user.target(channels.contiguous(), *args, **kwargs)
+    if picks and not ((rows == rows[0]).all() and torch.equal(moved, rows[0].expand_as(moved))):
+        return None
+    if isinstance(moved, Tensor):
+        return [(user, moved)]
+    return [(piece, moved[piece.args[1]]) for piece in user.users]
+
+
+def _read(graph: Graph, user: Node, x: Node, channels: Tensor) -> Read | None:
+    """Return how a linear operation reads x along its input channels; None if it does not."""
     bias = None
     match str(user.target):
         case "aten.linear.default":
-            x, weight = user.args[:2]
+            read, weight = user.args[:2]
             bias = argument(user, 2, None, "bias")
             axis = 1
         case "aten.addmm.default" if not user.kwargs:
-            bias, x, weight = user.args
+            bias, read, weight = user.args
             axis = 0
         case "aten.mm.default" | "aten.matmul.default":
-            x, weight = user.args
+            read, weight = user.args
             axis = 0
         case _:
             return None
-    reads_it = x is at.node and weight is not at.node and bias is not at.node
-    if not reads_it or at.axis != len(shape(at.node)) - 1 or len(shape(weight)) != 2:
+    rows = channels.reshape(-1, channels.shape[-1])
+    reads_it = read is x and weight is not x and bias is not x and bool((rows == rows[0]).all())
+    if not reads_it or len(shape(weight)) != 2:
         return None
     entry = user
     while weight not in graph.names:
@@ -404,7 +444,8 @@ def _read(graph: Graph, user: Node, at: Line) -> Read | None:
         weight = weight.args[0]
     if not _is_parameter(graph, weight):
         return None
-    return Read(user, weight, axis, entry, bias if _is_parameter(graph, bias) else None)
+    bias = bias if _is_parameter(graph, bias) else None
+    return Read(user, weight, axis, tuple(rows[0].tolist()), entry, bias)
 
 
 def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...] | str:
@@ -414,6 +455,9 @@ def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...]
         entries[read.weight].append(read)
     targets = []
     for weight, own in entries.items():
+        first = own[0]
+        if len({(read.axis, read.channels) for read in own}) > 1:
+            return f"{describe(first.node)} reads it in another way than {describe(own[-1].node)}"
         users = {read.entry for read in own}
         others = [user for user in weight.users if user not in users]
         copied_to: tuple[str, ...] = ()
@@ -424,9 +468,8 @@ def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...]
             if not untie:
                 return f"{describe(others[0])} reads {min(names)} too, which is tied"
             copied_to = tuple(sorted(names))
-        bias = own[0].bias
-        names_of_bias = None if bias is None else graph.names[bias]
-        targets.append(Target(graph.names[weight], own[0].axis, names_of_bias, copied_to))
+        bias = first.bias and graph.names[first.bias]
+        targets.append(Target(graph.names[weight], first.axis, first.channels, bias, copied_to))
     return tuple(targets)
 
 

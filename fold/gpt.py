@@ -3,6 +3,8 @@
     to_rms        LayerNorm (or cbwc) -> RMSNorm: what adds to the residual stream is centred;
                   gains that are stored in another way (one_plus, lns) -> plain gains
     to_folded     taper at gate 0 -> nothing: its scaling goes into the linear that reads it
+    to_weightless gains and biases of norms -> the linears that read them (FlashNorm, arXiv
+                  2407.09577, proposition 1)
     absorb_alpha  CoupledNorm with alpha -> with alpha = 1: alpha goes into the gains
 
 Each takes a GPT and returns another one, in eval mode, with the config that describes it. The
@@ -10,24 +12,28 @@ argument is left unchanged. The arithmetic is in float64, rounded once to the ty
 FoldError says why a rewrite does not fit a model. fold.certificate.certify checks that a rewrite
 left the function unchanged. (RMSNorm -> CoupledNorm is not exact: posthoc/coupling.py.)
 
-Shapes: C channels of the residual stream, V rows of the vocabulary. A linear's weight is (out, in).
+Shapes: C channels of the residual stream, V rows of the vocabulary, H heads of D channels, H_kv key
+and value heads. A linear's weight is (out, in).
 """
 
 import re
 from dataclasses import fields, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.errors import FoldError
 from load import NORM_NAMES
 from model import GPT, GPTConfig
 from norm_plan import NormPlan
 from norm_types import NORM_TYPES, SHARED
-from norms import CenteredLinear, FoldedForm, Norm, center, fold_affine
+from norms import CenteredLinear, FoldedForm, Norm, SharedRMSNorm, center, fold_affine
 from taper import TaperNorm
 
-Weights = dict[str, Tensor]
+from .gains import Fold, Target, Weights, take_over
+
+POSITION = re.compile(r"(?:norm_f|(blocks\.\d+)\.norm([12]))\.?(.*)")
+HEAD = "lm_head"
 
 
 def to_rms(model: GPT) -> GPT:
@@ -148,6 +154,86 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
     return rebuild(model, retype(config, "none", norm_plan=plan, **keys), weights)
 
 
+def to_weightless(model: GPT, untie: bool = True) -> GPT:
+    """Move the gains and biases of norms into the linears that alone read them.
+
+        W (n gain + bias) + b = W diag(gain) n + (b + W bias)
+
+    A linear of the blocks without a bias gets one where it has to. The head has none: the bias of
+    the final norm stays, divided by the gain. A head that is the embedding gets weights of its own.
+    The gains of values go into the projection, because attention mixes tokens and not channels. A
+    model without any gain left has norm_gain=none, another one gains of 1.
+
+    Args:
+        untie: may the head get weights of its own? Else the final norm keeps its gain.
+
+    Raises:
+        FoldError: no gain is read by linears alone, or a norm is being tapered.
+    """
+    folds, left = gain_folds(model, untie)
+    reads_head = any(fold.targets[0].weight == f"{HEAD}.weight" for fold in folds)
+    weights = untied(model) if reads_head else wide_state(model)
+    norms = norms_with_gains(model)
+    for fold in folds:
+        take_over(fold, weights)
+        # Both are in the gain that was folded. (DynamicTanh has an alpha that stays.)
+        name = fold.gain.removesuffix(".weight")
+        weights.pop(f"{name}.depth", None)
+        if isinstance(norms[name], SharedRMSNorm):
+            weights.pop(f"{name}.alpha", None)
+    keys = add_biases(model, weights)
+    if reads_head:
+        keys["tie_embeddings"] = False
+    if not left:
+        keys |= {"norm_gain": "none", "initial_gain": 1.0}
+    if SHARED in model.plan.letters:
+        keys |= {"coupled_alpha": 1.0, "coupled_calibrate": 0}
+    if model.plan.type.scales_by_depth:
+        return rebuild(model, retype(model.config, "rms", **keys), weights)
+    return rebuild(model, replace(model.config, **keys), weights)
+
+
+def gain_folds(model: GPT, untie: bool = True) -> tuple[list[Fold], dict[str, str]]:
+    """Find out which gains `to_weightless` moves, and where to.
+
+    Returns:
+        The folds, and {parameter that stays: why}.
+
+    Raises:
+        FoldError: there is none, or a norm is being tapered.
+    """
+    what = f"norm_type={model.config.norm_type}, norm_plan {model.plan}"
+    if "T" in model.plan.letters:
+        raise FoldError(
+            f"{what}: a taper has two gains: train to its end, and fold it (--to=folded) first"
+        )
+    folds = []
+    left = {}
+    for name, norm in norms_with_gains(model).items():
+        linear, why = reader(model, name)
+        bias = None if norm.bias is None else f"{name}.bias"
+        bias_stays = linear == HEAD and bias is not None
+        if bias_stays:
+            left[bias] = "the head has no bias that could take it over"
+            if norm.bias[norm.exact_gain == 0].any():
+                why = "the bias has to stay, and the gain is 0 where the bias is not"
+        if linear == HEAD and model.lm_head is None and not untie:
+            why = "the head is the embedding: untie gives it weights of its own"
+        if why:
+            left |= dict.fromkeys([f"{name}.weight", *filter(None, [bias])], why)
+            continue
+        factor = 1.0 if norm.depth is None else float(norm.depth) ** -0.5
+        if isinstance(norm, SharedRMSNorm):
+            factor /= float(norm.alpha)
+        target = Target(f"{linear}.weight", 1, channels_read(model, name), f"{linear}.bias")
+        gain = f"{name}.weight"
+        folds.append(Fold(gain, norm.gain_offset, bias, bias_stays, (target,), factor))
+    if not folds:
+        reasons = "".join(f"; {name} stays: {why}" for name, why in list(left.items())[:1])
+        raise FoldError(f"{what}: none of its norms has a gain that linears alone read{reasons}")
+    return folds, left
+
+
 def absorb_alpha(model: GPT) -> GPT:
     """The same function with coupled_alpha = 1: gains of shared positions are divided by their
     alpha. All other tensors are those of `model` itself.
@@ -196,6 +282,43 @@ def norms_with_gains(model: GPT) -> dict[str, Norm]:
         for name, module in model.named_modules()
         if isinstance(module, Norm) and module.weight is not None
     }
+
+
+def reader(model: GPT, name: str) -> tuple[str, str]:
+    """Return the linear that alone reads the norm `name` of a model, or why there is none.
+
+    Returns:
+        (name of the linear, ""), or ("", why).
+    """
+    if name.endswith(".v_norm"):
+        return name.replace("v_norm", "proj"), ""
+    if ".attn." in name:
+        return "", "queries and keys are rotated or multiplied, and no linear reads them"
+    found = POSITION.fullmatch(name)
+    if found is None:
+        return "", "the norm of the embeddings gives the residual stream itself"
+    block, number, part = found.groups()
+    if part == "output":
+        return "", "what an output norm gives is added to the residual stream"
+    place = model.get_submodule(name.removesuffix(f".{part}"))
+    if part == "norm" and place.replaces and (block or place.reader):
+        return "", "what it gives is the residual stream itself"
+    if not block:
+        return HEAD, ""
+    return f"{block}.{'attn.qkv' if number == '1' else 'mlp.up'}", ""
+
+
+def channels_read(model: GPT, name: str) -> tuple[int, ...]:
+    """Return the channels of a norm in the order in which the linear after it reads them.
+
+    The projection (C, H D) reads values, (D,) or (H_kv D,), of each head.
+    """
+    config = model.config
+    channels = torch.arange(model.get_submodule(name).channels)
+    if name.endswith(".v_norm"):
+        of_heads = channels.view(-1, config.head_channels).expand(config.kv_heads, -1)
+        channels = of_heads.repeat_interleave(config.n_head // config.kv_heads, 0).flatten()
+    return tuple(channels.tolist())
 
 
 def center_stream(weights: Weights) -> None:

@@ -12,22 +12,29 @@ import inspect
 import operator
 import re
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from .axes import Feeds, Line, aligned, describe, is_float, module_path, shape
-from .certificate import Inputs, code_line, plain_encoders
-from .norm_calls import ignores_constant
+from .certificate import Inputs, code_line, first_line, plain_encoders
+from .lines import Feeds, Line, aligned, describe, ignores_constant, is_float, module_path, shape
 from .rules import feeds
 from .siblings import FoldError
+
+# Operations for which rules.py has no rule, but for those of which they are made
+DECOMPOSED = (
+    torch.ops.aten.einsum.default,
+    torch.ops.aten.lerp.Scalar,
+    torch.ops.aten.baddbmm.default,
+)
 
 
 @dataclass(frozen=True)
@@ -81,44 +88,6 @@ def _is_norm_output(line: Line) -> bool:
     return "_norm" in str(node.target)
 
 
-def _snapshot(model: nn.Module) -> Callable[[], None]:
-    """Return a function that gives all modules the attributes again that they have now.
-
-    A forward that keeps a tensor as an attribute would leave one of the exporter's tensors there.
-    """
-    plain = (dict, OrderedDict, list, set)
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    containers = [
-        (value, copy.copy(value))
-        for _, state in attributes
-        for value in state.values()
-        if type(value) in plain
-    ]
-
-    def restore() -> None:
-        for module, state in attributes:
-            vars(module).clear()
-            vars(module).update(state)
-        for value, old in containers:
-            value.clear()
-            if type(value) is list:
-                value.extend(old)
-            else:
-                value.update(old)
-
-    return restore
-
-
-def _enter(entered: list[str], path: str, module: nn.Module, args: tuple) -> None:
-    """Note that a module is running (a forward pre-hook)."""
-    entered.append(path)
-
-
-def _leave(entered: list[str], module: nn.Module, args: tuple, output: Any) -> None:
-    """Note that the last module has run (a forward hook)."""
-    entered.pop()
-
-
 def forwards(user: Node, line: Line) -> list[Line] | None:
     """Return the lines of `user` to which it passes on a constant that is added to `line`.
 
@@ -170,9 +139,10 @@ class Graph:
         self.returned: dict[str, tuple[int, ...]] = {}
         # path of a module -> the tensors that it takes
         self.arguments: dict[str, list[TensorArgument]] = {}
-        # path of a module -> the most arguments that a call of it gives
-        self.most_given: dict[str, int] = defaultdict(int)
-        # whether its forward has blocks like `with torch.no_grad():`, which hide the modules inside
+        # path of a module -> the shapes that it takes, if it takes one tensor and returns one like
+        # it; None for other calls
+        self.taken: dict[str, set[tuple[int, ...] | None]] = defaultdict(set)
+        # whether its forward has autocast blocks, which hide the modules inside
         self.blocks = False
         # whether it writes into tensors: then the exporter makes their views again behind modules
         self.writes = False
@@ -180,6 +150,7 @@ class Graph:
         self._require_fixed_sizes(program)
         _remove_assertions(program.graph)
         self.nodes: list[Node] = list(program.graph.nodes)
+        self._use_first_names()
         # path of a module -> its calls
         self.calls: dict[str, set[str]] = defaultdict(set)
         for node in self.nodes:
@@ -203,6 +174,7 @@ class Graph:
         for name, value in self.values.items():
             self.aliases[id(value)].append(name)
         self._shows_cache: dict[Any, str] = {}
+        self._call_names: set[str] = set()
 
     # --------------------------------------------------------------------------------- construction
 
@@ -213,44 +185,51 @@ class Graph:
                 f"the inputs are a {type(inputs).__name__}: give a tuple of positional arguments, "
                 "as (x,), or a dict of named ones"
             )
+        if any(tensor.is_meta for tensor in self.model.state_dict().values()):
+            raise FoldError(f"{type(self.model).__name__} is on the meta device: load its weights")
         args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
-        entered: list[str] = []  # paths of the modules that are running, the innermost last
-        hooks = []
-        for path, module in self.model.named_modules():
-            hooks.append(module.register_forward_pre_hook(partial(_enter, entered, path)))
-            hooks.append(module.register_forward_hook(partial(_leave, entered)))
-            note = partial(self._note_call, path)
-            hooks.append(module.register_forward_hook(note, with_kwargs=True))
-        restore = _snapshot(self.model)
         try:
+            # A copy, because a forward may keep the exporter's tensors as attributes.
+            model = copy.deepcopy(self.model)
+            for path, module in model.named_modules():
+                module.register_forward_hook(partial(self._note_call, path), with_kwargs=True)
             # These warnings are about torch's own code.
             with plain_encoders(), warnings.catch_warnings(action="ignore", category=FutureWarning):
-                program = torch.export.export(self.model, args, kwargs, strict=False)
+                # In a block without gradients the exporter would lose sight of the modules.
+                with patch.object(torch._C, "_set_grad_enabled", lambda mode: None):
+                    program = torch.export.export(model, args, kwargs, strict=False)
                 targets = [str(node.target) for node in program.graph.nodes]
                 self.blocks = any("wrap_with" in target for target in targets)
                 self.writes = any(re.match(r"aten\.\w+_\.", target) for target in targets)
-                return program.run_decompositions({})
+                return program.run_decompositions(_decompositions())
         except Exception as error:  # a model's forward and the exporter may raise anything
-            message = str(error).strip()
-            first = message.splitlines()[0] if message else type(error).__name__
-            where = f", in {entered[-1]}" if entered and entered[-1] else ""
             raise FoldError(
                 f"{type(self.model).__name__} cannot be exported with these inputs "
-                f"({first}{code_line(error)}{where}): "
+                f"({first_line(error)}{code_line(error)}): "
                 "leave out caches (use_cache=False) and branches on values"
             ) from error
-        finally:
-            restore()
-            for hook in hooks:
-                hook.remove()
+
+    def _use_first_names(self) -> None:
+        """Call a module that has several names by its first one, throughout the graph."""
+        first = {module: path for path, module in self.model.named_modules()}
+        names = {
+            path: first[module] for path, module in self.model.named_modules(remove_duplicate=False)
+        }
+        for node in self.nodes:
+            stack = node.meta.get("nn_module_stack", {})
+            for key, (path, kind) in stack.items():
+                stack[key] = (names.get(path, path), kind)
 
     def _note_call(
         self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> None:
         """Note what a call of the module at `path` takes and returns (a forward hook)."""
+        values = [*args, *kwargs.values()]
+        same = all(isinstance(x, Tensor) for x in (*values, output)) and len(values) == 1
+        same = same and (output.shape, output.dtype) == (values[0].shape, values[0].dtype)
+        self.taken[path].add(tuple(output.shape) if same else None)
         if isinstance(output, Tensor):
             self.returned[path] = tuple(output.shape)
-        self.most_given[path] = max(self.most_given[path], len(args) + len(kwargs))
         names = list(inspect.signature(module.forward).parameters)
         given = [*zip(names, args), *kwargs.items()]
         self.arguments[path] = [
@@ -455,6 +434,18 @@ class Graph:
             found.update(own or inside or names)
         return found
 
+    def name_call(self, node: Node) -> tuple[str, str]:
+        """Return the path of the module that calls a norm, and a name of the call for people."""
+        path = module_path(node)
+        calls = list(dict.fromkeys(self.call(x) for x in self.nodes if module_path(x) == path))
+        name = path or describe(node)
+        if len(calls) > 1 and path:
+            name += f" (call {calls.index(self.call(node)) + 1})"
+        if name in self._call_names:  # two norms in one call of one module
+            name += f" ({node.name})"
+        self._call_names.add(name)
+        return path, name
+
     def call(self, node: Node) -> str:
         """Return the module call that a node belongs to.
 
@@ -514,6 +505,13 @@ class Graph:
                 return None
             return path, (fitting[0].position, fitting[0].name)
         return None
+
+
+@cache
+def _decompositions() -> dict[Any, Callable]:
+    """Return what the operations without a rule of their own are made of."""
+    table = torch.export.default_decompositions()  # takes a while
+    return {name: table[name] for name in DECOMPOSED}
 
 
 def _remove_assertions(graph: torch.fx.Graph) -> None:

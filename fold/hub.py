@@ -10,6 +10,7 @@ and where centrings were inserted. transformers alone reads such a folder as a m
 on the centred weights. That is the same function, as long as the weights are not trained on.
 """
 
+import hashlib
 import inspect
 import json
 import shutil
@@ -100,7 +101,8 @@ def save(
     Args:
         model: a model of transformers that fold.fold or fold.fold_gains returned.
         folder: gets what save_pretrained writes, and fold.json where a module is not transformers'.
-        certificate: is written as certificate.json.
+        certificate: is written as certificate.json. Of gains that were folded, config.json holds
+            its SHA-256 as `weightless_norms`.
         source: folder or hub name of the model before the fold; its tokenizer and other small files
             are copied.
 
@@ -108,6 +110,7 @@ def save(
         UserError: a file cannot be written.
     """
     folder = Path(folder)
+    told = "" if certificate is None else certificate.to_json() + "\n"
     swaps = [module.swap for module in model.modules() if isinstance(module, FoldedNorm)]
     recipe = {
         "format": FORMAT,
@@ -115,14 +118,17 @@ def save(
         "swaps": [asdict(swap) for swap in swaps],
         "insertions": [asdict(hook.insertion) for hook in _centers(model)],
     }
+    is_changed = bool(swaps or recipe["insertions"])
+    if told and not is_changed:  # the weights say everything, but nobody would see that
+        model.config.weightless_norms = hashlib.sha256(told.encode()).hexdigest()
     try:
         model.save_pretrained(folder)
         if source:
             _copy_side_files(hub_folder(source), folder)
-        if recipe["swaps"] or recipe["insertions"]:  # else the weights say everything
+        if is_changed:
             (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
-        if certificate is not None:
-            (folder / "certificate.json").write_text(certificate.to_json() + "\n", encoding="utf-8")
+        if told:
+            (folder / "certificate.json").write_text(told, encoding="utf-8")
     except OSError as error:
         raise UserError(cannot_write(folder, error)) from None
 

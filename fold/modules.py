@@ -6,20 +6,18 @@ its keys. Its values are right for the unfolded model, too, because a LayerNorm 
 rows of zero mean as an RMSNorm.
 """
 
-import inspect
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import permutations, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 from torch.nn.utils import parametrize
 
-from .axes import argument, input_axes, is_float, shape
-from .by_hand import hand_norm
+from .certificate import copied, randomize, run, widened
 from .graph import Graph, Source
-from .norm_calls import norm_input
+from .lines import Norm
 from .siblings import FoldError, rms_norm
 
 
@@ -61,6 +59,10 @@ class Plan:
     keep: set[str] = field(default_factory=set)  # parameters whose present values it relies on
 
 
+# of the RMS: rounding in float32 leaves some 1e-6
+LARGEST_MEAN = 1e-3
+
+
 class FoldedNorm(nn.Module):
     """Compute RMSNorm with the gain and bias of the LayerNorm or GroupNorm `old`, in its place.
 
@@ -68,45 +70,59 @@ class FoldedNorm(nn.Module):
 
     The mean is over each of `swap.groups` equal blocks of `swap.axis`. Statistics are in float32,
     or float64 for float64. On a GPU in eager mode it runs as one kernel. Parameters keep their
-    names, and the hooks of `old` stay.
+    names, and the hooks of `old` stay. With `check` set, each call checks that its input is
+    centred, at the cost of one more reduction.
     """
 
     def __init__(self, old: nn.Module, swap: Swap):
         super().__init__()
-        self.swap = swap
-        self.axis = swap.axis
-        self.groups = swap.groups
-        self.eps = swap.eps
-        self.normalized_shape = (swap.channels,)  # as a LayerNorm has it
-        self.names = (swap.gain, swap.bias)
+        # What the model's code may look for: hooks, the mode, attributes such as elementwise_affine
+        found = {name: value for name, value in vars(old).items() if not hasattr(FoldedNorm, name)}
+        self.__dict__.update(found)
         # in the order of the old norm, which optimisers go by
-        for name in dict.fromkeys([*old._parameters, "weight", "bias"]):
-            self.register_parameter(name, getattr(old, name, None))
-        hooks = {name: value for name, value in vars(old).items() if "_hook" in name}
-        self.__dict__.update(hooks)
-        self.train(old.training)
+        self._parameters = {**old._parameters}
+        for name in ("weight", "bias"):
+            self._parameters.setdefault(name, None)
+        self.swap = swap
+        self.check = False
+        # as a LayerNorm has them
+        self.eps = swap.eps
+        self.normalized_shape = (swap.channels,)
 
     # Callers may use the name that the old norm has for its argument; LayerNorm's is `input`.
     def forward(self, input: Tensor | None = None, **named: Tensor | None) -> Tensor:
         (x,) = (value for value in (input, *named.values()) if value is not None)
-        gain, bias = (None if name is None else getattr(self, name) for name in self.names)
-        channels = self.normalized_shape[0]
-        if self.swap.ndim not in (None, x.dim()) or x.shape[self.axis] != channels:
-            rank = "" if self.swap.ndim is None else f" of {self.swap.ndim} axes"
+        # (channels,) of whatever shape they have, as (1, channels, 1, 1)
+        swap = self.swap
+        gain, bias = (
+            None if name is None else getattr(self, name).flatten()
+            for name in (swap.gain, swap.bias)
+        )
+        if swap.ndim not in (None, x.dim()) or x.shape[swap.axis] != swap.channels:
+            rank = "" if swap.ndim is None else f" of {swap.ndim} axes"
             raise FoldError(
-                f"{self.swap.path} was folded for tensors{rank} with {channels} numbers along axis "
-                f"{self.axis}, not for {tuple(x.shape)}: analyze the model on inputs of this kind"
+                f"{swap.path} was folded for tensors{rank} with {swap.channels} numbers along axis "
+                f"{swap.axis}, not for {tuple(x.shape)}: analyze the model on inputs of this kind"
             )
-        is_last = self.axis in (-1, x.dim() - 1)
-        x = x if is_last else x.movedim(self.axis, -1)
-        y, _ = rms_norm(x, gain, self.eps, bias, self.groups)
-        return y if is_last else y.movedim(-1, self.axis)
+        x = x.movedim(swap.axis, -1)
+        if self.check:
+            self.require_centred(x)
+        y, _ = rms_norm(x, gain, self.eps, bias, swap.groups)
+        return y.movedim(-1, swap.axis)
+
+    def require_centred(self, x: Tensor) -> None:
+        """Raise FoldError unless the blocks of the last axis have zero mean, but for rounding."""
+        blocks = x.detach().unflatten(-1, (self.swap.groups, -1)).double()
+        mean = blocks.mean(-1).abs()
+        rms = blocks.square().mean(-1).sqrt()
+        if (mean > max(LARGEST_MEAN, 4 * torch.finfo(x.dtype).eps) * rms).any():
+            raise FoldError(
+                f"{self.swap.path}: its input is not centred, so the model's LayerNorm is another "
+                "function here: analyze the model on inputs of this kind"
+            )
 
     def extra_repr(self) -> str:
-        text = f"{self.normalized_shape[0]}, eps={self.eps}"
-        if self.groups > 1:
-            text += f", groups={self.groups}"
-        return text
+        return f"{self.swap.channels}, eps={self.eps}, groups={self.swap.groups}"
 
 
 class Center:
@@ -114,15 +130,12 @@ class Center:
 
     def __init__(self, insertion: Insertion):
         self.insertion = insertion
-        self.axis = insertion.axis
-        self.block = insertion.block
-        self.argument = insertion.argument
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
-        if self.argument is None:  # a forward hook gets (args, output)
+        if self.insertion.argument is None:  # a forward hook gets (args, output)
             return self.center(call[-1])
         args, kwargs = call  # a pre-hook with keywords
-        position, name = self.argument
+        position, name = self.insertion.argument
         if name in kwargs:
             return args, {**kwargs, name: self.center(kwargs[name])}
         return (*args[:position], self.center(args[position]), *args[position + 1 :]), kwargs
@@ -134,7 +147,7 @@ class Center:
                 f"{self.insertion.ndim} axes, not for {tuple(x.shape)}: analyze the model on "
                 "inputs of this kind"
             )
-        return centered(x, self.axis, self.block)
+        return centered(x, self.insertion.axis, self.insertion.block)
 
 
 class CenteredWeight(nn.Module):
@@ -199,6 +212,9 @@ def carry_out(plan: Plan, model: nn.Module) -> None:
 def untie(model: nn.Module, names: Collection[str], value: Tensor) -> None:
     """Give a parameter that has several names a value of its own under `names`, in place."""
     old = tensor_of(model, min(names))
+    all_names = [
+        name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor is old
+    ]
     new = nn.Parameter(value, old.requires_grad)
     for name in names:
         module, attribute = _owner(model, name)
@@ -206,6 +222,9 @@ def untie(model: nn.Module, names: Collection[str], value: Tensor) -> None:
     # Otherwise transformers would tie the head to the copy when a saved model is loaded.
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         model.config.tie_word_embeddings = False
+    elif all_names[-1] in names:
+        # A tied model would take the last value for all names: it must not load this state dict.
+        model.register_buffer("untied", torch.ones(()))
 
 
 def reparametrize(plan: Plan, model: nn.Module) -> None:
@@ -305,166 +324,46 @@ def tensor_of(model: nn.Module, name: str) -> Tensor:
 # ------------------------------------------------------------------------------ what can be written
 
 
-def find_swap(graph: Graph, norm: Node) -> Swap | str:
+def find_swap(graph: Graph, path: str, norm: Norm) -> Swap | str:
     """Find out how to swap the module that calls this norm, or why that is not possible.
 
-    The module must do nothing but the norm. Casts and moved axes around the norm are allowed, if
-    what it returns has the type and the axes of what it takes.
+    The module must do nothing but the norm. That is tried out: on inputs that are centred, it must
+    compute what the RMSNorm does that would take its place.
     """
-    key = graph.call(norm)
-    path = norm.meta["nn_module_stack"][key][0] if key else ""
     if not path:
-        block = (
-            ", or in a no_grad or autocast block, which hides its module" if graph.blocks else ""
-        )
+        block = ", or in an autocast block, which hides its module" if graph.blocks else ""
         return (
             f"the norm is called by the model itself, as a function{block}: "
             "there is no module to swap"
         )
     module = graph.model.get_submodule(path)
-    if len(inspect.signature(module.forward).parameters) > 1 and graph.most_given[path] > 1:
-        return f"{path} takes more than the tensor that it normalises"
-    if path not in graph.returned:
-        return f"{path} returns more than the normalised tensor"
-    own = [node for node in graph.nodes if graph.call(node) == key]
-    line = norm_input(norm).line
-    by_hand = hand_norm(norm)
-    if by_hand is None:
-        gain, bias, eps = argument(norm, 2), argument(norm, 3), argument(norm, 4, 1e-5)
-        inside = {norm}
-        last = norm
-    else:
-        gain, bias, eps = by_hand.gain, by_hand.bias, by_hand.eps
-        inside = by_hand.nodes
-        last = by_hand.out
-    before, x = _chain_back(line.node, own, inside)
-    after, out = _chain_forward(last, own)
-    others = set(own) - {*inside, *before, *after, *_views_again(graph, path, x, own)}
-    spread = not inside <= set(own) or any(node.users for node in others)
-    if spread or next(module.children(), None) is not None:
-        return f"the norm is computed in {path}, together with other operations"
-    # Follow the norm's axis back to the module's input.
-    axis = line.axis
-    for node in reversed(before):
-        axis = input_axes(node)[axis]
-    # Follow all axes of the input forwards: they must end where they were.
-    places = list(range(len(shape(x))))
-    for node in [*before, *after]:
-        places = [places[source] for source in input_axes(node)]
-    if places != sorted(places) or out.meta["val"].dtype != x.meta["val"].dtype:
-        return f"{path} also moves axes or changes the type"
-    own_names = {id(value): name for name, value in module.named_parameters(recurse=False)}
-    names = []
-    for parameter in (gain, bias):
-        name = None
-        if parameter in graph.names:
-            name = own_names.get(id(graph.values[graph.names[parameter]]))
-        if parameter is not None and name is None:
-            return f"the parameters of {path} are not those of its norm"
-        names.append(name)
-    if len(own_names) != sum(name is not None for name in names):
-        return f"the parameters of {path} are not those of its norm"
-    channels = shape(x)[axis]
-    grouped = "group_norm" in str(norm.target)
-    from_end = not grouped if by_hand is None else by_hand.from_end
-    moves = any(str(node.target).startswith(TURNS) for node in (*before, *after))
-    axis, ndim = place(axis, len(shape(x)), from_end and not moves)
-    return Swap(
-        path=path,
-        axis=axis,
-        ndim=ndim,
-        channels=channels,
-        groups=channels // line.block if grouped else 1,
-        eps=eps,
-        gain=names[0],
-        bias=names[1],
-    )
+    parameters = [name for name, _ in module.named_parameters(recurse=False)]
+    shapes = graph.taken[path]
+    more = f"{path} does more than to normalise the one tensor that it takes"
+    is_simple = shapes and None not in shapes and not list(module.children())
+    if not is_simple or len(parameters) > 2:
+        return more
+    alone = widened(copied(module)).cpu()
+    randomize(alone)
+    # The last axis in tensors of any rank, or an axis of tensors of one rank
+    places = [(-1, None), *((axis, len(size)) for size in shapes for axis in range(len(size)))]
+    for (axis, ndim), (gain, bias) in product(places, permutations([*parameters, None, None][:2])):
+        swap = Swap(
+            path, axis, norm.groups * norm.line.block, norm.groups, norm.eps, gain, bias, ndim
+        )
+        sizes = shapes if ndim else {*shapes, *((3, *size) for size in shapes)}
+        if all(_computes(alone, swap, size) for size in sizes):
+            return swap
+    return more
 
 
-def place(axis: int, ndim: int, from_end: bool = True) -> tuple[int, int | None]:
-    """Return how a module finds an axis again, and the only rank for which that is right.
-
-    The last axis, if it is meant as the last one, is -1 in tensors of any rank (None).
-    """
-    return (-1, None) if from_end and axis == ndim - 1 else (axis, ndim)
-
-
-TURNS = ("aten.permute", "aten.transpose")
-MOVES = (
-    *TURNS,
-    "aten._to_copy",
-    "aten.clone",
-    "aten.alias",
-    "aten.contiguous",
-    "aten.type_as",
-)
-
-
-VIEWS = (
-    "aten.view.",
-    "aten.unsqueeze.",
-    "aten.squeeze.",
-    "aten.permute.",
-    "aten.transpose.",
-    "aten.t.",
-    "aten.flatten.",
-    "aten.unflatten.",
-    "aten.expand.",
-    "aten.slice.",
-    "aten.select.",
-    "aten.alias.",
-)
-
-
-def _chain_back(x: Node, own: list[Node], inside: Collection[Node]) -> tuple[list[Node], Node]:
-    """Follow casts and moves back from a norm's input.
-
-    Args:
-        x: the norm's input.
-        own: the nodes of the module.
-        inside: the nodes of the norm.
-
-    Returns:
-        The casts and moves, first to last, and the module's input.
-    """
-    chain = []
-    while x in own and str(x.target).startswith(MOVES) and set(x.users) <= {*inside, *chain}:
-        chain.append(x)
-        x = x.args[0]
-    return chain[::-1], x
-
-
-def _views_again(graph: Graph, path: str, x: Node, own: list[Node]) -> set[Node]:
-    """Return the views in a module by which the exporter makes again what the module takes.
-
-    It does so where the tensor was written in place before: x is such a view, which is used outside
-    the module, too, and has the shape of the module's argument.
-    """
-    taken = [argument.shape for argument in graph.arguments[path]]
-    if x not in own or taken != [shape(x)] or set(x.users) <= set(own):
-        return set()
-    views = set()
-    while x in own and str(x.target).startswith(VIEWS):
-        views.add(x)
-        x = x.args[0]
-    return views if x not in own else set()
-
-
-def _chain_forward(norm: Node, own: list[Node]) -> tuple[list[Node], Node]:
-    """Follow casts and moves forwards from a norm.
-
-    Returns:
-        The casts and moves, first to last, and the module's output.
-    """
-    chain = []
-    out = norm
-    if isinstance(norm.meta["val"], list | tuple):  # native_layer_norm: (y, mean, inv_std)
-        chain = list(norm.users)
-        out = next(user for user in norm.users if user.args[1] == 0)
-    while len(out.users) == 1:
-        user = next(iter(out.users))
-        if user not in own or not str(user.target).startswith(MOVES) or user.args[0] is not out:
-            break
-        chain.append(user)
-        out = user
-    return [node for node in chain if is_float(node)], out
+def _computes(module: nn.Module, swap: Swap, size: tuple[int, ...]) -> bool:
+    """Tell whether a float64 module does to a centred input what the norm does in its place."""
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    try:
+        x = centered(x, swap.axis, swap.channels // swap.groups)
+        expected = run(module, (x,))
+        found = run(FoldedNorm(module, swap), (x,))
+    except Exception:  # no such axis, or what the module's forward may raise
+        return False
+    return expected.shape == found.shape and torch.allclose(expected, found, 1e-9, 1e-9)

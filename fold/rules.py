@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .axes import Feeds, Line, aligned, argument, centring, describe, input_axes, is_float, shape
+from .lines import Feeds, Line, aligned, argument, centring, describe, input_axes, is_float, shape
 
 Rule = Callable[[Line], Feeds | None]
 RULES: dict[str, Rule] = {}
@@ -298,13 +298,32 @@ def _index(line: Line) -> Feeds | None:
     return _through(x, axis, line)
 
 
-@rule("gather.default")
-def _gather(line: Line) -> Feeds | None:
-    """Rows picked by an index that is the same all along the axis."""
-    x, dim, index = line.node.args[:3]
-    repeated = str(index.target) in ("aten.expand.default", "aten.repeat.default")
-    even = repeated and aligned(index.args[0], line) is None
-    return _through(x, line.axis, line) if even and dim % len(shape(x)) != line.axis else None
+@rule("gather.default", "scatter_add.default", "index_add.default")
+def _rows_by_index(line: Line) -> Feeds | None:
+    """Rows picked, or added, by an index that is the same all along the axis."""
+    x, dim, index, *rows = line.node.args
+    is_one = "index_add" in str(line.node.target)  # one index for a whole row
+    if dim % len(shape(x)) == line.axis or not (is_one or _is_even(index, line)):
+        return None
+    return Feeds(tuple(Line(y, line.axis, line.block) for y in (x, *rows)))
+
+
+@rule("masked_scatter.default")
+def _masked_rows(line: Line) -> Feeds | None:
+    """Whole rows are replaced by the next ones of another tensor."""
+    x, mask, rows = line.node.args
+    is_last = line.axis == len(shape(x)) - 1
+    if not is_last or shape(rows)[-1:] != shape(x)[-1:] or not _is_even(mask, line):
+        return None
+    last = Line(rows, len(shape(rows)) - 1, line.block)
+    return Feeds((Line(x, line.axis, line.block), last))
+
+
+def _is_even(index: Node, line: Line) -> bool:
+    """Tell whether an index or a mask is the same all along the axis."""
+    if str(index.target) in ("aten.expand.default", "aten.repeat.default"):
+        index = index.args[0]
+    return aligned(index, line) is None
 
 
 @rule("cat.default", "stack.default")

@@ -1,4 +1,4 @@
-"""fold/gpt_gains.py: weightless norms of our GPT are exact.
+"""fold/gpt.py: weightless norms of our GPT are exact.
 
 python -m pytest tests/test_gains.py
 """
@@ -11,7 +11,7 @@ from test_convert import LLAMA, ONE_PLUS, SHAPES, certified, gpt, saved, tokens
 
 import convert
 from common.errors import FoldError
-from fold.gpt_gains import gains_read_by_linears, to_weightless
+from fold.gpt import gain_folds, to_weightless
 from hf.weights import load_hf
 from load import load_model
 from norm_types import NORM_TYPES
@@ -62,14 +62,14 @@ def test_no_gain_is_left_that_linears_alone_read(norm_type, shape):
     assert certificate.ok and certificate.max_rel < 1e-13
     x = tokens(2, 12, seed=3)
     assert (after(x) - model(x)).abs().max() < 1e-12 * model(x).abs().max()
-    readers, left = gains_read_by_linears(model)
+    folds, left = gain_folds(model)
     assert gains_left(after) == left.keys()
     ends = {".".join(name.split(".")[-2:]) for name in left}
     expected = LEFT.get(norm_type, set()) | (HEADS if "llama" in shape else set())
     if norm_type not in ("post", "deepnorm", "keel", "hybrid"):
         expected = expected | ({"norm.bias"} if model.norm_f.core.bias is not None else set())
     assert ends == expected
-    assert len(readers) + sum(name.endswith("weight") for name in left) == sum(
+    assert len(folds) + sum(name.endswith("weight") for name in left) == sum(
         isinstance(norm, Norm) and norm.weight is not None for norm in model.modules()
     )
     # Without any gain to keep there are no parameters for one.
@@ -116,7 +116,7 @@ def test_other_plans(keys):
         norm.alpha.fill_(0.5 + index)
     after, certificate = certified(model, to_weightless)
     assert certificate.ok and certificate.max_rel < 1e-13
-    assert gains_left(after) == gains_read_by_linears(model)[1].keys()
+    assert gains_left(after) == gain_folds(model)[1].keys()
     again, certificate = certified(after, to_weightless) if gains_left(after) else (after, None)
     assert gains_left(again) == gains_left(after)
 
@@ -135,12 +135,15 @@ def test_biases_come_where_the_linears_can_have_them():
 def test_the_final_bias_stays_whole_where_the_gain_is_0():
     model = gpt(norm_type="layer", bias=True)
     model.norm_f.norm.weight.data[2] = 0
-    readers, left = gains_read_by_linears(model)
-    assert "norm_f.norm" not in readers and "the gain is 0" in left["norm_f.norm.weight"]
+    folds, left = gain_folds(model)
+    assert (
+        "norm_f.norm.weight" not in {fold.gain for fold in folds}
+        and "the gain is 0" in left["norm_f.norm.weight"]
+    )
     after, certificate = certified(model, to_weightless, random_weights=False)
     assert certificate.ok and torch.equal(after.norm_f.norm.bias, model.norm_f.norm.bias)
     model.norm_f.norm.bias.data[2] = 0
-    assert "norm_f.norm" in gains_read_by_linears(model)[0]
+    assert "norm_f.norm.weight" in {fold.gain for fold in gain_folds(model)[0]}
     assert certified(model, to_weightless)[1].ok
 
 

@@ -37,7 +37,6 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ALONE = {"kernels": {"common"}, "fold": {"common", "kernels"}, "evidence": {"common"}}
 KNOWS_MORE = {
     "fold/gpt.py": {"norms", "taper", "norm_types", "norm_plan", "model", "load"},
-    "fold/gpt_gains.py": {"norms", "norm_types", "model"},
     "fold/hub.py": {"hf"},
 }
 # The one way to transformers, which must not take our kernels/ for the package of that name; and
@@ -204,12 +203,12 @@ PLANTED = {
         "data/a.py:2: data imports train, which stands above",
     ),
     "not alone": (
-        {"fold/axes.py": "from model import GPT\n"},
-        "fold/axes.py:1: fold imports model, and has to do without",
+        {"fold/lines.py": "from model import GPT\n"},
+        "fold/lines.py:1: fold imports model, and has to do without",
     ),
     "not alone, by a back door": (
-        {"fold/axes.py": "from fold.gpt import rebuild\n"},
-        "fold/axes.py:1: imports fold/gpt.py, and the rest of fold has to do without",
+        {"fold/lines.py": "from fold.gpt import rebuild\n"},
+        "fold/lines.py:1: imports fold/gpt.py, and the rest of fold has to do without",
     ),
     "evidence of a model": (
         {"evidence/runs.py": "def f():\n    import model\n"},

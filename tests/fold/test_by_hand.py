@@ -1,14 +1,12 @@
-"""fold/by_hand.py: LayerNorms written out from means and square roots are counted and folded."""
+"""fold/lines.py: LayerNorms written out from means and square roots are counted and folded."""
 
 import pytest
 import torch
 from fold_nets import C, counts, folded, net
-from helpers import draw
+from helpers import close, draw
 from torch import Tensor, nn
 
-from fold import analyze, fold, parametrize_cbwc
-from fold.certificate import run
-from fold.modules import FoldedNorm
+from fold import analyze, parametrize_cbwc
 
 
 def pow_and_sqrt(x: Tensor, axis: int) -> Tensor:
@@ -70,70 +68,52 @@ class Hand(nn.Module):
         return y if bias is None else y + bias
 
 
-@pytest.mark.parametrize("normalise", NORMS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_module_by_hand_folds(normalise, bias):
-    model = net(lambda m, x: m.out(m.norm(m.a(x))), norm=Hand(normalise, bias))
-    after, _ = folded(model, (draw(2, 4, C),), 1)
-    assert isinstance(after.norm, FoldedNorm) and after.norm.eps == 1e-6
-    assert after.state_dict().keys() == model.state_dict().keys()
-    assert analyze(model, (draw(2, 4, C),)).rows[0].by_hand
-    other = (draw(3, 5, C, seed=1),)
-    torch.testing.assert_close(run(after, other), run(model, other), rtol=0, atol=1e-12)
+def plain(m, x):
+    return m.out(m.norm(m.a(x)))
 
 
-def test_channels_first_by_hand():
-    def forward(m, x):
-        return m.out(m.norm(m.a(x).transpose(1, 2)).transpose(1, 2))
-
-    after, _ = folded(net(forward, norm=Hand(pow_and_sqrt, first=True)), (draw(2, 4, C),), 1)
-    assert after.norm.axis == 1
+def channels_first(m, x):
+    return m.out(m.norm(m.a(x).mT).mT)
 
 
-@pytest.mark.parametrize("normalise", OTHERS)
-def test_other_norms_are_not_taken_for_it(normalise):
-    model = net(lambda m, x: m.out(m.norm(m.a(x))), norm=Hand(normalise))
-    assert analyze(model, (draw(2, 4, C),)).total == 0
+FOLDS = [
+    *((normalise, bias, plain) for normalise in NORMS for bias in (True, False)),
+    (pow_and_sqrt, True, channels_first),
+    (pow_and_sqrt, True, lambda m, x: m.out(m.norm(hidden=m.a(x)))),
+]
 
 
-def test_refused_by_hand():
-    """An input that something else reads; a norm among other operations; a residual behind it."""
-    norm = Hand(pow_and_sqrt)
-    report = analyze(net(lambda m, x: m.out(m.norm(h := m.a(x)) + h), norm=norm), (draw(2, 4, C),))
-    assert counts(report)[:2] == (1, 0) and "linear in out" in report.rows[0].reason
-    model = net(lambda m, x: m.out(pow_and_sqrt(m.a(x), -1)))
+@pytest.mark.parametrize(("normalise", "bias", "forward"), FOLDS)
+def test_a_module_by_hand_folds(normalise, bias, forward):
+    norm = Hand(normalise, bias, first=forward is channels_first)
+    model = net(forward, norm=norm)
+    after, certificate = folded(model, (draw(2, 4, C),), 1)
+    assert after.norm.eps == 1e-6 and after.state_dict().keys() == model.state_dict().keys()
+    assert after.norm.swap.axis == (1 if forward is channels_first else -1)
+    assert certificate.checks[-1].inputs == "resized"
     report = analyze(model, (draw(2, 4, C),))
-    assert report.strict == 1 and "called by the model itself" in report.rows[0].reason
-    assert fold(model, report)[1].folded == 0
-    # its gain makes a mean for the next norm
-    report = analyze(net(lambda m, x: m.out(m.ln(m.norm(m.a(x)))), norm=norm), (draw(2, 4, C),))
-    assert counts(report)[:2] == (2, 1) and "another factor" in report.rows[1].reason
-
-
-def test_it_trains_as_before():
-    model = net(lambda m, x: m.out(m.norm(m.a(x))), norm=Hand(variance_and_rsqrt))
-    x = draw(2, 4, C)
-    trained = parametrize_cbwc(model, analyze(model, (x,)))
+    assert report.rows[0].by_hand
+    x = draw(3, 4, C, seed=1)
     grads = []
-    for one in (model, trained):
+    for one in (model, parametrize_cbwc(model, report)):
         one(x).square().sum().backward()
         grads.append([p.grad for p in one.norm.parameters()])
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+    close(*grads)
 
 
-@pytest.mark.parametrize("kind", [nn.LayerNorm, Hand])
-def test_a_norm_called_by_the_name_of_its_argument(kind):
-    """Its argument may have another name than LayerNorm's, and further ones may stay unset."""
-    if kind is Hand:
-        norm = Hand(pow_and_sqrt)
-        model = net(lambda m, x: m.out(m.norm(hidden=m.a(x))), norm=norm)
-    else:
-        model = net(lambda m, x: m.out(m.ln(input=m.a(x))))
-    folded(model, (draw(2, 4, C),), 1)
-
-
-def test_a_norm_that_takes_more():
-    model = net(lambda m, x: m.out(m.norm(m.a(x), unused=x)), norm=Hand(pow_and_sqrt))
-    report = analyze(model, (draw(2, 4, C),))
-    assert "takes more than the tensor" in report.rows[0].reason
-    assert fold(model, report)[1].folded == 0
+@pytest.mark.parametrize(
+    ("forward", "normalise", "expected", "why"),
+    [
+        *((plain, normalise, (0, 0), "") for normalise in OTHERS),
+        # something else reads its input
+        (lambda m, x: m.out(m.norm(h := m.a(x)) + h), pow_and_sqrt, (1, 0), "linear in out"),
+        # its gain makes a mean for the next norm
+        (lambda m, x: m.out(m.ln(m.norm(m.a(x)))), pow_and_sqrt, (2, 1), "another factor"),
+        (lambda m, x: m.out(pow_and_sqrt(m.a(x), -1)), None, (1, 1), "called by the model itself"),
+        (lambda m, x: m.out(m.norm(m.a(x), x)), pow_and_sqrt, (1, 1), "does more"),
+    ],
+)
+def test_what_is_another_norm_or_stays(forward, normalise, expected, why):
+    report = analyze(net(forward, norm=Hand(normalise)), (draw(2, 4, C),))
+    assert counts(report)[:2] == expected
+    assert not why or why in report.rows[-1].reason

@@ -9,7 +9,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from fold_nets import C, folded, net
 from helpers import close, draw
 from torch import nn
@@ -25,14 +24,6 @@ def plain(m, x):
     return m.out(m.ln(m.a(x)))
 
 
-def test_inputs_are_a_tuple_or_a_dict():
-    with pytest.raises(
-        FoldError, match=r"the inputs are a Tensor: give a tuple of positional arguments, as \(x,\)"
-    ):
-        analyze(net(plain), draw(2, 4, C))
-    assert analyze(net(plain), {"x": draw(2, 4, C)}).strict == 1
-
-
 def test_hooks_of_a_norm_stay():
     """They run on the norm that takes its place, and may change what it returns."""
     seen, model = [], net(plain)
@@ -46,62 +37,12 @@ def test_hooks_of_a_norm_stay():
         seen.clear()
         after(x).sum().backward()
         assert isinstance(after.ln, FoldedNorm) and seen == ["before", FoldedNorm]
-    # torch puts operations around the norm for it
-    model.ln.register_full_backward_hook(lambda module, *grads: None)
-    report = analyze(model, (x,))
-    assert (
-        fold(model, report)[1].folded == 0
-        and "together with other operations" in report.rows[0].reason
-    )
     doubling = net(plain)
     doubling.ln.register_forward_hook(lambda module, args, output: 2 * output)
     report = analyze(doubling, (x,))
     after, certificate = fold(doubling, report)
     assert certificate.ok
     close(run(after, (x,)), run(doubling, (x,)))
-
-
-def write_rows(m, x):
-    h = m.a(x)
-    h[:, 0] += m.b(x)[:, 0]
-    h[:, 1] = m.token
-    h[:, 2:] = m.c(x)[:, 2:]
-    h[:, 3] = 0
-    return m.out(m.ln(h))
-
-
-def write_channels(m, x):
-    h = m.a(x)
-    h[..., 0] = m.b(x)[..., 0]
-    return m.out(m.ln(h))
-
-
-def write_a_number(m, x):
-    h = m.a(x)
-    h[:, 0] = 1
-    return m.out(m.ln(h))
-
-
-def write_and_read(m, x):
-    h = m.a(x)
-    h[:, 0] = h[:, 1].relu()
-    return m.out(m.ln(h))
-
-
-def test_rows_written_in_place():
-    """Along the rows a mean of zero stays; not along the channels, nor with one number in all of
-    them.
-    """
-    x, more = (draw(2, 4, C),), dict(token=nn.Parameter(torch.randn(C)), c=nn.Linear(C, C))
-    _, certificate = folded(net(write_rows, **more), x, 1)
-    assert {"a.weight", "b.weight", "c.weight", "token"} <= certificate.parameters.keys()
-    for forward, why in (
-        (write_channels, "select_scatter"),
-        (write_a_number, "one number"),
-        (write_and_read, "relu"),
-    ):
-        report = analyze(net(forward), x)
-        assert report.strict == 0 and why in report.rows[0].reason, str(report)
 
 
 def test_a_buffer_that_is_not_saved():
@@ -131,7 +72,7 @@ def test_analysis_leaves_nothing_in_the_model():
     assert vars(model) == before and model.seen == []
     assert fold(model, report)[1].folded == 1
     model(*x)  # now it keeps a tensor with a gradient, which cannot be copied
-    with pytest.raises(FoldError, match=r"Net cannot be copied \(.*\): remove tensors"):
+    with pytest.raises(FoldError, match="Net cannot be"):
         fold(model, analyze(model, x))
     with torch.no_grad():
         model(*x)
@@ -192,24 +133,19 @@ def test_modules_with_parametrisations_of_their_own(name):
     close(run(model, (x,)), expected)
 
 
-def without_gradients(m, x):
-    with torch.no_grad():
-        h = m.ln(m.a(x))
-    return m.out(h)
+def test_a_linear_in_sixteen_bits():
+    """A cast that is written out is widened with the linear behind it."""
+    model = net(lambda m, x: m.b(m.ln(m.a(x)).bfloat16()).double())
+    model.b = nn.Linear(C, 4, dtype=torch.bfloat16)
+    _, certificate = fold(model, analyze(model, (draw(2, 4, C),)))
+    assert certificate.ok and certificate.folded == 1
 
 
-def in_autocast(m, x):
-    h = m.b(x)
-    with torch.autocast("cpu", enabled=False):
-        h = m.ln(m.a(h))
-    return m.out(h)
-
-
-@pytest.mark.parametrize("forward", [without_gradients, in_autocast])
-def test_blocks_in_which_modules_cannot_be_told(forward):
-    report = analyze(net(forward), (draw(2, 4, C),))
-    assert "in a no_grad or autocast block" in report.rows[0].reason
-    assert fold(net(forward), report)[1].folded == 0
+def test_a_sparse_buffer():
+    model = net(plain)
+    model.register_buffer("heads", torch.eye(3).to_sparse())
+    after, _ = folded(model, (draw(2, 4, C),), 1)
+    assert after.heads.is_sparse
 
 
 class Positions(nn.Module):
@@ -246,50 +182,3 @@ def test_a_module_that_returns_a_view_of_what_it_wrote(rows):
     assert certificate.ok, str(certificate)
     other = (draw(3, rows, C, seed=1),)
     close(run(after, other), run(model, other))
-
-
-def test_an_export_that_fails_names_the_line_and_the_module():
-    class Branches(nn.Module):
-        def forward(self, x):
-            return x if x.sum() > 0 else -x
-
-    model = net(lambda m, x: m.out(m.ln(m.branches(m.a(x)))), branches=Branches())
-    with pytest.raises(FoldError, match=r"at `return x if x.sum\(\) > 0 else -x`, in branches\)"):
-        analyze(model, (draw(2, 4, C),))
-
-
-def test_reading_a_shape_or_a_type_is_no_use():
-    def forward(m, x):
-        h = m.a(x)
-        return m.out(m.ln(h).type_as(h) + torch.zeros_like(h).expand_as(h))
-
-    folded(net(forward), (draw(2, 4, C),), 1)
-
-
-def test_a_norm_of_a_tensor_that_was_written_in_place():
-    """The exporter makes the view again in the norm's module: it is no operation of the norm."""
-
-    def forward(m, x):
-        y = m.conv(x.transpose(1, 2))
-        y += m.conv2(x.transpose(1, 2))
-        y = y.transpose(1, 2)
-        return m.out(m.ln2(y + m.a(m.ln(y))))
-
-    model = net(forward, conv=nn.Conv1d(C, C, 1), conv2=nn.Conv1d(C, C, 1))
-    folded(model, (draw(2, 4, C),), 2)
-
-
-def test_one_of_several_results_has_the_name_of_its_operation():
-    report = analyze(net(lambda m, x: m.out(m.ln(m.a(x).max(1)[0]))), (draw(2, 4, C),))
-    assert report.rows[0].reason.startswith("max does not keep a zero mean")
-
-
-@pytest.mark.parametrize("window", [(2, 1), (1, 2)])
-def test_tokens_pooled_apart_from_channels(window):
-    def forward(m, x):
-        pooled = F.avg_pool2d(m.a(x)[:, None], window)[:, 0]
-        return m.out(m.ln(pooled.repeat(1, 1, window[1])))
-
-    model = net(forward)
-    assert analyze(model, (draw(2, 4, C),)).strict == (window == (2, 1))
-    assert fold(model, analyze(model, (draw(2, 4, C),)))[1].ok

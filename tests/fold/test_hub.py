@@ -99,6 +99,17 @@ def test_what_is_written_is_the_folded_model(
     assert torch.equal(run(hub.load(tmp_path / "again"), x), run(after, x))
 
 
+def test_links_out_of_the_folder_are_not_copied(folder, tmp_path):
+    """What is written gets uploaded (tests/hf/test_export.py has more kinds of links)."""
+    source, out = folder("OPTForCausalLM", **OPT), tmp_path / "out"
+    (tmp_path / "secret").write_text("secret")
+    for name in ("tokenizer_x.json", "vocab.json"):
+        (source / name).symlink_to(tmp_path / "secret")
+    hub.save(hub.load_pretrained(source), out, source=source)
+    copied = {path.name for path in out.iterdir()}
+    assert "tokenizer.json" in copied and not copied & {"tokenizer_x.json", "vocab.json"}
+
+
 def test_a_buffer_that_is_not_saved_is_not_centred(folder, tmp_path, capsys):
     xglm = dict(
         d_model=16, num_layers=1, attention_heads=2, ffn_dim=24, max_position_embeddings=32, **WORDS
