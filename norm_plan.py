@@ -373,9 +373,7 @@ class NormPlan:
         """Return the weight of the stream in the sum of place `index`, which is P or B."""
         if self.type.first_border_is_plain and index == 2:
             return 1.0
-        if self.config.residual_weight is not None:
-            return self.config.residual_weight
-        return self.type.residual_weight(self.n_layer)
+        return self.config.residual_weight or self.type.residual_weight(self.n_layer)
 
     def point_alpha(self, index: int) -> float:
         """Return the initial alpha of a norm without a statistic."""

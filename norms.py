@@ -62,8 +62,7 @@ class Norm(nn.Module):
     Args:
         channels: C.
         eps: added to the mean square, inside the root.
-        affine: is there a gain?
-        bias: is there a bias?
+        affine, bias: is there a gain, and a bias?
         initial: the gain at the start, without depth.
         offset: 1 for gains stored as 1 + weight (Gemma, Qwen3-Next).
         depth: block number l, for LayerNorm scaling by 1 / sqrt(l).
@@ -262,9 +261,8 @@ class SharedRMSNorm(Norm):
 
     def scale(self, inv_rms: Tensor) -> Tensor:
         """Return what h is multiplied by, inv_rms / alpha (B, T, 1)."""
-        if isinstance(self.alpha, float) and self.alpha == 1:
-            return inv_rms  # no kernel for a division by 1
-        return inv_rms / self.alpha
+        is_one = isinstance(self.alpha, float) and self.alpha == 1
+        return inv_rms if is_one else inv_rms / self.alpha  # no kernel for a division by 1
 
     def folded_form(self) -> FoldedForm:
         return FoldedForm("shared", self.exact_gain / self.alpha)

@@ -283,8 +283,7 @@ class ScaleAnchor(nn.Module):
     """Loss weight * E[(s(h) - target)^2], which holds the scale of the final residual stream.
 
     s is the RMS of a token; over LayerNorm its standard deviation. The target is the bias-corrected
-    average of E[s] over the warm steps. It is frozen when the taper starts. The keys taper_* and
-    norm_eps of a NormConfig decide all of it.
+    average of E[s] over the warm steps. It is frozen when the taper starts.
     """
 
     def __init__(self, config: Any):

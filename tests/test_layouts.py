@@ -266,15 +266,6 @@ def post(g: Plain, x: Tensor) -> Tensor:
     return x
 
 
-def deepnorm(g: Plain, x: Tensor) -> Tensor:
-    """x = N(alpha x + F(x)), alpha = (2L)^(1/4) of a decoder. DeepNet, section 4.1."""
-    alpha = (2 * L) ** 0.25
-    for b in range(L):
-        x = g.N(at(2 * b + 1), alpha * x + g.A(b, x))
-        x = g.N(at(2 * b + 2), alpha * x + g.M(b, x))
-    return x
-
-
 def mixln(g: Plain, x: Tensor) -> Tensor:
     """Blocks 1 .. floor(a L) are Post-LN, the others Pre-LN, and so there is a final norm."""
     first = math.floor(g.share * L)
@@ -403,7 +394,11 @@ ALPHAS = (1.0, 1.3, 1.0, 0.8, 1.5, 1.1, 1.0, 0.7, 1.0)
 # (norm type, config keys, shapes, what the plain model is told)
 CASES = [
     *((name, {}, "gpt2 llama", {"layout": name}) for name in NEW_TYPES if name not in
-      ("olmo2", "hybrid")),
+      ("olmo2", "hybrid", "deepnorm")),
+    # alpha = (2L)^(1/4) of a decoder; DeepNet, section 4.1
+    ("deepnorm", {}, "gpt2 llama", {"layout": "post", "weight": (2 * L) ** 0.25}),
+    ("deepnorm", {"post_base": "layer"}, "gpt2 llama",
+     {"layout": "post", "weight": (2 * L) ** 0.25, "kind": "layer"}),
     ("olmo2", {}, "gpt2 llama", {"layout": "olmo2", "qk": "full"}),
     ("hybrid", {}, "gpt2 llama", {"layout": "hybrid", "qk": "head", "has_v_norm": True}),
     # Sizes and numbers of their own
@@ -415,7 +410,7 @@ CASES = [
      {"layout": "peri", "output_eps": 0.1, "eps": 1e-3}),
     # LayerNorm with its bias in the place of RMSNorm
     *((name, BASE, "gpt2 llama", {"layout": name, "kind": "layer"})
-      for name in ("post", "deepnorm", "mixln", "keel")),
+      for name in ("post", "mixln", "keel")),
     ("hybrid", BASE, "gpt2",
      {"layout": "hybrid", "kind": "layer", "qk": "head", "has_v_norm": True}),
     ("layer", {"norm_plan": "LL LL LL LL L|LL LL LL LL|L"}, "gpt2",

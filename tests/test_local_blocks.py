@@ -141,19 +141,6 @@ def test_training_copies_no_keys(monkeypatch):
     assert len(names) == 8 and not [name for name in names if "Slice" in name]
 
 
-def test_defaults_have_nothing_new():
-    """No second pair of tables where blocks turn alike, and no state that is saved."""
-    plain = replace(GEMMA, window=0, local_blocks="", local_rope_theta=0.0)
-    same = replace(OLMO, rope_scaling=(), rope_scaling_kind="llama3", local_rope_theta=50.0)
-    for config, local in ((plain, False), (same, False), (OLMO, True), (GEMMA, True)):
-        names = {name for name, _ in GPT(config).named_buffers()}
-        pair = {"local_rope_cos", "local_rope_sin"} if local else set()
-        assert names == {"rope_cos", "rope_sin"} | pair
-    assert GPT(plain).state_dict().keys() == GPT(GEMMA).state_dict().keys()
-    ropes = GPT(OLMO).ropes(0, T)
-    assert ropes[0] is ropes[1] is ropes[2] and ropes[3] is not ropes[0]
-
-
 def test_flops_count_the_window():
     """Two local blocks of 5 tokens, a global one of 16, and again a local one."""
     wide, local = (GPT(replace(GEMMA, **keys)).flops_per_token() for keys in ({"window": 16}, {}))

@@ -19,7 +19,6 @@ from functorch.compile import make_boxed_func
 from helpers import close, draw, shake
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import CheckpointError, ConfigError, UserError
 from kernels import cross_entropy as loss_file
@@ -82,16 +81,6 @@ def gpt(norm_type="layer", **keys):
 CHAPTER = GPTConfig(
     vocab_size=65, n_embd=64, n_layer=4, n_head=4, block_size=64, bias=True, attn_bias=False
 )
-
-
-@pytest.mark.parametrize(("norm_type", "parameters"), [("layer", 207_296), ("rms", 206_720)])
-def test_number_of_parameters(norm_type, parameters):
-    """Embeddings 65 C + 64 C; a block 4 C^2 + 8 C^2 + 5 C; 9 norms of 2 C (layer) or C (rms); C =
-    64.
-    """
-    model = GPT(replace(CHAPTER, norm_type=norm_type))
-    C, norm = 64, {"layer": 2, "rms": 1}[norm_type]
-    assert model.num_params() == 129 * C + 4 * (12 * C * C + 5 * C) + 9 * norm * C == parameters
 
 
 def test_norm_types_start_from_the_same_weights():
@@ -256,34 +245,6 @@ def test_chunked_loss_is_the_plain_loss(tied, chunks, ignored, monkeypatch):
         close(chunked(idx, targets)[0], loss)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that any operator returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.numel())
-        return result
-
-
-@pytest.mark.parametrize("chunks", [1, 8])
-def test_training_never_makes_all_logits_at_once(chunks, monkeypatch):
-    monkeypatch.setattr(loss_file, "LOGITS_BYTES", 4 * 384 * 512 // chunks)
-    model = GPT(replace(SHAPE, vocab_size=512, n_vocab=500, block_size=128, n_layer=1))
-    with LargestTensor() as seen:
-        loss, aux = model(tokens(3, 128), tokens(3, 128, seed=1))
-        (loss + aux).backward()
-    if chunks == 1:
-        assert seen.largest >= 384 * 500  # the instrument sees them where they are
-    else:
-        assert 48 * 500 <= seen.largest < 384 * 500 // 4
-
-
 # -------------------------------------------------------------------------------- compiled, dropout
 
 
@@ -357,12 +318,8 @@ def test_short_attention_of_a_16_bit_run_is_float32_on_a_cpu(length, head_dim, w
     with torch.autocast("cpu", torch.bfloat16):
         a = block.attn.mix(y, None, None)
     assert seen == [torch.float32 if wide else torch.bfloat16] and a.dtype == torch.bfloat16
-    a.float().sum().backward()
-    exact = block.attn.double().mix(y.detach().double(), None, None)
-    close(a.double(), exact, 2e-2)
-    assert y.grad.isfinite().all()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # so generation casts no cache
-        block.float().attn.mix(y, None, None)
+        block.attn.mix(y, None, None)
     assert seen[-1] == torch.bfloat16
 
 

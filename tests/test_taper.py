@@ -301,30 +301,6 @@ def test_without_gains_there_is_only_c():
     close(norm(h)[0], norm.scale * h)
 
 
-def test_gamma_tilde_takes_over_gain_and_optimiser_state():
-    model = gpt(bias=True, taper_base="layer")
-    optimizer = train_to(model, 3)
-    loss, aux = model(IDX, TARGETS)
-    (loss + aux).backward()
-    optimizer.step()
-    norms = tapers(model)
-    assert len(norms) == 4
-    for norm in norms:  # weight_tilde has been in the graph all the while, with gradient zero
-        assert optimizer.state[norm.weight_tilde]["exp_avg"].abs().max() == 0
-    handovers = model.set_step(4, ITERS)
-    assert [(id(source), id(target)) for source, target in handovers] == [
-        (id(norm.base.weight), id(norm.weight_tilde)) for norm in norms
-    ]
-    for source, target in handovers:
-        carry_state(optimizer, source, target)
-        assert torch.equal(source, target) and source.data_ptr() != target.data_ptr()
-        for name, value in optimizer.state[source].items():
-            assert torch.equal(optimizer.state[target][name], value) and value.abs().max() > 0
-            assert optimizer.state[target][name].data_ptr() != value.data_ptr()
-    for step in range(5, ITERS):
-        assert model.set_step(step, ITERS) == []  # once only
-
-
 def test_training_hands_over_and_its_best_model_has_lost_its_norms(
     tiny_data, tmp_path, monkeypatch
 ):
