@@ -15,7 +15,6 @@ from torch import nn
 
 from common.errors import UserError
 from hf.hub import import_transformers
-from kernels.reference import GATED
 from model import GPT, GPTConfig
 from posthoc.kl import CHUNK
 
@@ -80,20 +79,14 @@ def merge(model: GPT) -> GPT:
 
 def adapter_parameters(config: GPTConfig, rank: int, dora: bool) -> int:
     """Count the parameters that add_adapters adds."""
-    queries = config.n_head * config.head_channels
-    keys = config.kv_heads * config.head_channels
-    up = config.inner * (2 if config.activation in GATED else 1)
-    # (inputs, outputs) of qkv, proj, up and down.
-    shapes = [
-        (config.n_embd, queries + 2 * keys),
-        (queries, config.n_embd),
-        (config.n_embd, up),
-        (config.inner, config.n_embd),
-    ]
-    of_block = sum(rank * (inputs + outputs) for inputs, outputs in shapes)
-    if dora:
-        of_block += sum(outputs for _, outputs in shapes)  # magnitudes
-    return config.n_layer * of_block
+    with torch.device("meta"):
+        model = GPT(config)
+    linears = [part for name, part in model.named_modules() if name.split(".")[-1] in TARGETS]
+    # A (rank, in), B (out, rank), and DoRA's magnitudes (out,)
+    return sum(
+        rank * (linear.in_features + linear.out_features) + dora * linear.out_features
+        for linear in linears
+    )
 
 
 def memory(
@@ -109,48 +102,35 @@ def memory(
         checkpointing: blocks are computed again in backward.
     """
     width = 2 if low else 4  # bytes of an activation
+    is_full = method == "full"
+    is_dora = method == "dora"
     with torch.device("meta"):
-        parameters = GPT(config).num_params()
-    trained = parameters
-    if method != "full":
-        trained = adapter_parameters(config, rank, dora=method == "dora")
-
-    # Full fine-tuning keeps the teacher in float32 and moves a float32 copy of it.
-    weights = parameters * (4 if method == "full" else width)
-
-    # A trained parameter has 16 bytes: float32 weight, gradient and AdamW's two moments. Autocast
-    # keeps its 16-bit copy, 2 bytes more, from forward to backward.
-    optimizer = (18 if low else 16) * trained
-
+        model = GPT(config)
+    parameters = model.num_params()
+    trained = parameters if is_full else adapter_parameters(config, rank, is_dora)
+    largest = max(matrix.numel() for matrix in model.hidden_matrices())
     # What a block keeps for backward; with checkpointing, one block, and stream and branch of all.
     # Without it DoRA keeps weights too, which are not counted.
     queries = config.n_head * config.head_channels
     keys = config.kv_heads * config.head_channels
     channels = (config.n_embd, queries, keys, config.inner, rank)
     block = tokens * sum(n * kept for n, kept in zip(channels, KEPT[method], strict=True))
-    stream_width = 4 if method == "full" else width
-    stream = tokens * config.n_embd * (width + stream_width)
     activations = config.n_layer * block
     if checkpointing:
+        stream = tokens * config.n_embd * (width + (4 if is_full else width))
         activations = block + config.n_layer * stream
-
-    # W + s B A of the largest linear, its norm and gradient, in float32.
-    dora = 0
-    if method == "dora":
-        up = config.inner * (2 if config.activation in GATED else 1)
-        largest = max(up, queries + 2 * keys, config.inner)
-        dora = 4 * 4 * largest * config.n_embd
-
-    # Logits of one chunk of the vocabulary, hidden states, and the chunk's rows of both heads.
     chunk = min(CHUNK, config.vocab_size)
-    kl = tokens * (4 * 4 * chunk + 16 * config.n_embd) + 8 * chunk * config.n_embd
-
     parts = {
-        "weights": weights,
-        "trained": optimizer,
+        # Full fine-tuning keeps the teacher in float32 and moves a float32 copy of it.
+        "weights": parameters * (4 if is_full else width),
+        # A trained parameter has 16 bytes: float32 weight, gradient and AdamW's two moments.
+        # Autocast keeps its 16-bit copy, 2 bytes more, from forward to backward.
+        "trained": (18 if low else 16) * trained,
         "activations": activations,
-        "dora": dora,
-        "kl": kl,
+        # W + s B A of the largest linear, its norm and gradient, in float32
+        "dora": 4 * 4 * largest if is_dora else 0,
+        # Logits of one chunk of the vocabulary, hidden states, the chunk's rows of both heads
+        "kl": tokens * (4 * 4 * chunk + 16 * config.n_embd) + 8 * chunk * config.n_embd,
     }
     return {
         **parts,

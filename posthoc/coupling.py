@@ -17,8 +17,10 @@ and of KL: attention makes a sink of it, whose size says nothing about other tok
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from common.errors import ConfigError, FoldError
@@ -32,7 +34,7 @@ from posthoc.kl import kl_divergence
 from training.stream import token_rms
 
 BATCH = 8  # windows in one forward pass
-GRID = 0.01  # step of the search for one alpha for all positions
+GRID = 0.01  # to which one alpha for all positions matters
 
 Alpha = tuple[float, ...]  # one for each of the 2L + 1 positions
 
@@ -228,33 +230,20 @@ class Calibration:
         The mean of the ratios alone would not do: with no standard block it cost a KL of 0.064,
         where one alpha for each position cost 0.020.
 
-        The search goes downhill from the mean least-squares ratio, with steps of 8, 4, 2 and 1
-        times GRID. Then it takes the vertex of the parabola through the lowest point and its
-        neighbours.
+        The search begins around the mean least-squares ratio.
         """
         shared = [(p, source) for p, source in enumerate(sources(plan)) if p != source]
         if not shared:
             return 1.0, self.kl(plan, 1.0)
         found = [ratios(self.rms, p, source)["least_squares"] for p, source in shared]
         start = sum(found) / len(found)
-        known: dict[int, float] = {}
-
-        def cost(point: int) -> float:
-            if point not in known:
-                known[point] = self.kl(plan, point * GRID) if point > 0 else float("inf")
-            return known[point]
-
-        point = round(start / GRID)
-        for step in (8, 4, 2, 1):
-            while (best := min((point, point - step, point + step), key=cost)) != point:
-                point = best
-        below = cost(point - 1)
-        above = cost(point + 1)
-        bend = below - 2 * cost(point) + above
-        # No vertex where the three lie on a line, or where the lowest point is at the border.
-        offset = (below - above) / (2 * bend) if 0 < bend < float("inf") else 0.0
-        alpha = GRID * (point + offset)
-        return alpha, self.kl(plan, alpha)
+        best = minimize_scalar(
+            partial(self.kl, plan),
+            bounds=(start / 2, start * 2),
+            method="bounded",
+            options={"xatol": GRID / 2},
+        )
+        return float(best.x), float(best.fun)
 
     def calibrated(self, plan: str) -> "CoupledChoice":
         """Return `plan` with the alpha that has the lowest KL of three kinds.

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from common.environment import environment, faster_float32_products, find_device
 from common.errors import ConfigError, run_program
-from common.output import append_json, check_replaceable
+from common.output import append_json, check_replaceable, markdown
 from configurator import check_ranges, key, parse_args
 from load import load_model
+from norm_types import SHARED
 from posthoc.coupling import Calibration, greedy, ratios, refusal, suggest_first, text_windows
 from training.stream import token_rms
 
@@ -81,40 +82,35 @@ def summary(rms: Tensor) -> list[dict[str, Any]]:
     return rows
 
 
-def blocks_table(rms: Tensor) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return lines to print and records: sizes in every block, and how they relate.
+def blocks_table(rms: Tensor) -> tuple[str, list[dict[str, Any]]]:
+    """Return a table and records: sizes in every block, and how they relate.
 
     Args:
         rms: RMS of the stream, (2L + 1, N, T).
     """
     rows = summary(rms)
     records = []
-    sizes_header = f"{'mean     SD (5 .. 95 %)':36}"
-    lines = [
-        f"{'block':8}{'RMS before attention':36}{'before MLP':36} {'MLP / attention':27} "
-        "first token",
-        f"{'':8}{sizes_header}{sizes_header} {'means':9}{'geom.':9}{'squares':9}    RMS    ratio",
-    ]
+    lines = []
     for block in range(len(rows) // 2):
-        attention = rows[2 * block]
-        mlp = rows[2 * block + 1]
-        ratio = ratios(rms, 2 * block + 1, 2 * block)
-        sizes = ""
-        for row in (attention, mlp):
-            low, _, high = row["quantiles"]
-            sizes += f"{row['mean']:<8.4g} {row['sd']:.2g} ({low:.3g} .. {high:.3g})".ljust(36)
-        numbers = "".join(f"{ratio[how]:<9.4f}" for how in ("means", "geometric", "least_squares"))
-        first_ratio = mlp["first"] / attention["first"]
-        lines.append(f"{block:<6}  {sizes} {numbers} {attention['first']:8.4g} {first_ratio:8.4f}")
+        attention, mlp = rows[2 * block : 2 * block + 2]
         record = {
             "block": block,
             "attention": attention,
             "mlp": mlp,
-            "ratio": ratio,
-            "first_ratio": first_ratio,
+            "ratio": ratios(rms, 2 * block + 1, 2 * block),
+            "first_ratio": mlp["first"] / attention["first"],
         }
         records.append(record)
-    return lines, records
+        cells = []
+        for row in (attention, mlp):
+            low, _, high = row["quantiles"]
+            cells.append(f"{row['mean']:.4g}, {row['sd']:.2g} ({low:.3g} .. {high:.3g})")
+        numbers = [*record["ratio"].values(), record["first_ratio"]]
+        lines.append([block, *cells, *(f"{number:.4f}" for number in numbers)])
+    sizes = "mean, SD (5 .. 95 %)"
+    header = ["block", f"RMS before attention: {sizes}", f"before the MLP: {sizes}"]
+    header += ["ratio of means", "geometric mean", "least squares", "of the first token"]
+    return markdown(header, lines), records
 
 
 def print_choices(
@@ -135,13 +131,37 @@ def print_choices(
     }
 
 
+def suggest(config: StatsConfig, calibration: Calibration, judge: Calibration) -> dict[str, Any]:
+    """Print what can be coupled within the budget, and return it as a record."""
+    result: dict[str, Any] = {
+        "budget": config.budget,
+        "tokens": calibration.windows.numel(),
+        "curve": [],
+    }
+    print(
+        "\ncoupled_first: KL in nats a token here (and on the other windows); "
+        f"budget {config.budget:g}"
+    )
+    result["one_alpha"] = print_choices(calibration, judge, False, config.budget)
+    result["per_layer"] = print_choices(calibration, judge, True, config.budget)
+    print("\nstatistics saved (launches in arm B), cheapest position first, alpha per position")
+    for choice in greedy(calibration, config.budget, config.across):
+        held_out = judge.kl(choice.plan, choice.alpha)
+        record = {**asdict(choice), "saved": choice.saved, "kl_held_out": held_out}
+        result["curve"].append(record)
+        print(f"  {choice.saved:2d}  {choice.kl:.3e} ({held_out:.3e})  {choice.plan}")
+    return result
+
+
 def main(argv: list[str]) -> None:
     """Run the program with these command-line arguments."""
     config, spec = parse_args(StatsConfig, argv, __doc__, spec=True)
     if config.out:
         check_replaceable(Path(config.out), rb'{"spec": .*"blocks"')
     if config.plot:
-        from common.plotting import check_picture  # matplotlib takes a second to import
+        # matplotlib takes a second to import
+        from common.plotting import check_picture
+        from evidence.plots import plot_sizes
 
         check_picture(Path(config.plot))
     model = load_model(spec)
@@ -151,52 +171,20 @@ def main(argv: list[str]) -> None:
     model.to(device)
     if device.type == "cpu":
         faster_float32_products(model.config.n_embd, model.config.head_channels)
-
-    shares = "s" in model.plan.letters
-    why = refusal(model)
-    if shares or why:
-        # Nothing to suggest; sizes alone.
-        lines, records = blocks_table(token_rms(model, windows))
-        if shares:
-            why = "it shares statistics already"
-        lines.append(f"norm plan {model.plan}: {why}")
-        print("\n".join(lines))
-        finish(config, {"spec": spec, "blocks": records, **environment(device)})
-        return
-
-    calibration = Calibration(model, windows[0::2])
-    judge = Calibration(model, windows[1::2])
-    lines, records = blocks_table(calibration.rms)
-    print("\n".join(lines))
-    result: dict[str, Any] = {
-        "spec": spec,
-        "blocks": records,
-        "budget": config.budget,
-        "tokens": calibration.windows.numel(),
-    }
-    print(
-        "\ncoupled_first: KL in nats a token here (and on the other windows); "
-        f"budget {config.budget:g}"
-    )
-    result["one_alpha"] = print_choices(calibration, judge, False, config.budget)
-    result["per_layer"] = print_choices(calibration, judge, True, config.budget)
-
-    print("\nstatistics saved (launches in arm B), cheapest position first, alpha per position")
-    curve = []
-    for choice in greedy(calibration, config.budget, config.across):
-        held_out = judge.kl(choice.plan, choice.alpha)
-        curve.append({**asdict(choice), "saved": choice.saved, "kl_held_out": held_out})
-        print(f"  {choice.saved:2d}  {choice.kl:.3e} ({held_out:.3e})  {choice.plan}")
-    result["curve"] = curve
-    if config.plot:
-        from evidence.plots import plot_sizes  # matplotlib takes a second to import
-
-        plot_sizes(summary(calibration.rms), curve[-1]["plan"], Path(config.plot), spec)
-    finish(config, result | environment(device))
-
-
-def finish(config: StatsConfig, result: dict[str, Any]) -> None:
-    """Write the JSON line, to standard output and to the file."""
+    result: dict[str, Any] = {"spec": spec}
+    why = "it shares statistics already" if SHARED in model.plan.letters else refusal(model)
+    if why:  # nothing to suggest; sizes alone
+        shown, result["blocks"] = blocks_table(token_rms(model, windows))
+        print(f"{shown}\nnorm plan {model.plan}: {why}")
+    else:
+        calibration = Calibration(model, windows[0::2])
+        shown, result["blocks"] = blocks_table(calibration.rms)
+        print(shown)
+        result |= suggest(config, calibration, Calibration(model, windows[1::2]))
+        if config.plot:
+            plan = result["curve"][-1]["plan"]
+            plot_sizes(summary(calibration.rms), plan, Path(config.plot), spec)
+    result |= environment(device)
     if config.out:
         append_json(Path(config.out), result)
     print(json.dumps(result))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.errors import DataError
 from common.fingerprint import fingerprint
-from data.documents import Document, TextOf, checked, input_files, plain_text, read_files
+from data.documents import Document, TextOf, input_files, plain_text, read_files, read_hub
 from data.tokenizers import load_tokenizer
 from hf.hub import import_transformers
 
@@ -55,27 +55,6 @@ def load_chat_tokenizer(meta: dict) -> Any:
         "rows hold chats (messages), and the teacher's tokenizer has no chat template: give text, "
         "or a teacher that was trained on chats"
     )
-
-
-def hub_documents(dataset: str, split: str, text_of: TextOf) -> Iterator[Document]:
-    """Stream the rows of a data set of the hub. Raises DataError if it cannot be read."""
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise DataError(
-            f"{dataset}: streaming needs datasets: pip install datasets, or give --local=FILES"
-        ) from None
-    try:
-        for row in load_dataset(dataset, split=split, streaming=True):
-            yield checked(text_of(row))
-    except DataError:
-        raise
-    except Exception as error:  # its HTTP libraries raise many kinds
-        what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise DataError(
-            f"dataset={dataset}: split {split!r} cannot be read ({what}): check name and network, "
-            "or give --local=FILES"
-        ) from None
 
 
 def teacher_tokenizer(meta: dict, n_vocab: int) -> Any:
@@ -179,6 +158,6 @@ def open_stream(config: Any, meta: dict, n_vocab: int, length: int, local: str) 
     if files:
         documents = read_files(files, text_of)
     else:
-        documents = hub_documents(config.dataset, config.split, text_of)
+        documents = read_hub(config.dataset, text_of, split=config.split)
     origin = local or config.dataset
     return blocks(documents, teacher_tokenizer(meta, n_vocab), length, origin)

@@ -71,13 +71,6 @@ def test_a_run_measures_windows_from_all_of_its_evaluation_text(tiny_data, monke
     assert all(map(torch.equal, seen, blocks.batch([0, 5])))  # two of nine
 
 
-@pytest.mark.parametrize("norm_type", ["layer", "rms", "taper", "dyt"])
-def test_norms_with_their_own_statistic_have_no_drift(norm_type):
-    stats = measure(shake(GPT(replace(SHAPE, norm_type=norm_type))), IDX)
-    assert stats.rms.shape == (2 * L + 1,) and (stats.rms > 0).all()
-    assert torch.equal(stats.drift, torch.ones_like(stats.drift)) and not stats.spread.any()
-
-
 @pytest.mark.parametrize("base", ["rms", "layer"])
 def test_drift_of_a_taper_is_the_size_of_what_it_scales(base):
     """1 while the norm has a statistic of its own, then RMS(c h), h centred with LayerNorm; c for
@@ -177,7 +170,8 @@ def test_every_position_of_every_norm_type(norm_type):
     is_held = model.plan.letters[-1] in "LRPT"
     assert (abs(stats.radial_gradient) < 1e-3) == is_held
     # Only s and a taper can drift.
-    assert norm_type in ("coupled", "taper") or (stats.drift == 1).all()
+    if norm_type not in ("coupled", "taper"):
+        assert (stats.drift == 1).all() and not stats.spread.any()
 
 
 @pytest.mark.parametrize("keys", [{"norm_type": "deepnorm"}, {"norm_type": "keel"}], ids=str)
@@ -245,7 +239,7 @@ def test_a_fixed_alpha_stays():
     assert {norm.alpha for norm in shared(model)} == {1.5}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2])
 def test_calibration_in_training_resumes_exactly_and_is_logged(
     train_ok, tiny_data, tmp_path, ranks
 ):
