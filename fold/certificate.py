@@ -469,15 +469,22 @@ def other_sizes(inputs: Inputs) -> Iterator[list[Inputs]]:
             resized(axes, lambda size: size - 1 if size > 2 else size + 1),
             resized(axes, lambda size: 2 * size if size < 32 else size // 2),
         ]
-    # One axis more, of the last one's size: so norms of a fixed size take it, if it comes last.
-    more = {}
-    for i, x in tensors.items():
-        if x.dim():
-            axis = min(1, x.dim() - 1)
-            size = x.shape[-1] if x.numel() * x.shape[-1] <= LARGEST else 3
-            more[i] = x.unsqueeze(axis).repeat_interleave(size, axis)
-    yield [changed(more)]
-    yield [changed({i: tensors[i][0] for i in more})]  # one axis less
+    # Axes more, of the last one's size: so norms of a fixed size take it, if it comes last. Axes
+    # less: an example of (1, 1, T, C) may hide what happens to (T, C).
+    deeper = tensors
+    for n in (1, 2):
+        deeper = {i: _deeper(x) for i, x in deeper.items()}
+        yield [changed(deeper)]
+        yield [changed({i: x[(0,) * n] for i, x in tensors.items() if x.dim() >= n})]
+
+
+def _deeper(x: Tensor) -> Tensor:
+    """Repeat x along a new axis after the first one."""
+    if not x.dim():
+        return x
+    axis = min(1, x.dim() - 1)
+    size = x.shape[-1] if x.numel() * x.shape[-1] <= LARGEST else 3
+    return x.unsqueeze(axis).repeat_interleave(size, axis)
 
 
 # -------------------------------------------------------------------------------- comparing tensors

@@ -161,6 +161,12 @@ CASES = {
         0,
     ),
     "a cumulative sum": (front(lambda h: h.cumsum(1), nn.LayerNorm(C)), (2, 3, C), [(3, C)], 0),
+    "two axes that are not there": (
+        front(lambda h: h.cumsum(1), lambda h: h.squeeze(), nn.LayerNorm(C)),
+        (1, 1, 3, C),
+        [(3, C)],
+        0,
+    ),
 }
 
 
