@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from common.errors import ConfigError, HFError
@@ -233,8 +234,7 @@ def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
         origin: where the content is from, for messages.
 
     Raises:
-        HFError: our GPT does not compute what is asked for.
-        ConfigError: a value has the wrong type.
+        HFError: our GPT does not compute what is asked for, or a value has the wrong type.
     """
     family = architecture(hf)
     base = family.removeprefix(COUPLED)
@@ -247,19 +247,15 @@ def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
             raise ValueError(f"{layers} blocks, more than {MOST_LAYERS}")
         keys = gpt2_keys(hf) if base == "gpt2" else llama_keys(hf, base)
         if base != family:
+            keys |= {name: hf[name] for name in ("norm_plan", "coupled_alpha")}
             keys["norm_type"] = "coupled"
-            keys["norm_plan"] = hf["norm_plan"]
-            keys["coupled_alpha"] = hf["coupled_alpha"]
+        overrides = Overrides(GPTConfig)
+        for key, value in keys.items():
+            overrides.set(key, value, origin)
+        return overrides.build()
     except KeyError as error:
         raise HFError(f"{origin}: {error.args[0]} is missing: is the file complete?") from None
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise HFError(f"{origin}: {error}") from None
-    overrides = Overrides(GPTConfig)
-    for key, value in keys.items():
-        overrides.set(key, value, origin)
-    try:
-        return overrides.build()
-    except ConfigError as error:
+    except (ConfigError, ValueError, TypeError, ArithmeticError) as error:
         raise HFError(f"{origin}: {error}") from None
 
 
@@ -454,12 +450,13 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
     """
     plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
     family = family_of(config, plan)
-    refuse_unknown(config, plan, family)
     hf = gpt2_entries(config) if family == "gpt2" else llama_entries(config, family)
-    if SHARED in plan.letters or (family == "gpt2" and "R" in plan.letters):
+    is_coupled = SHARED in plan.letters or (family == "gpt2" and "R" in plan.letters)
+    if is_coupled and plan.adds_plainly and set(plan.letters) <= {"R", SHARED}:
         family = COUPLED + family
         hf["norm_plan"] = str(plan)
-        hf["coupled_alpha"] = alpha_of_positions(config, str(plan))
+        # one for each position
+        hf["coupled_alpha"] = np.broadcast_to(config.coupled_alpha, len(plan.letters)).tolist()
     [name] = [name for name, known in ARCHITECTURES.items() if known == family]
     if family.startswith(COUPLED):
         stem = name.removesuffix("LMHeadModel").removesuffix("ForCausalLM")
@@ -475,7 +472,39 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return common | hf
+    hf = common | hf
+    # What config.json cannot say is not what is read back from it.
+    theirs = computed(gpt_config(hf, "the exported config"))
+    for key, value in computed(config).items():
+        # Biases that the architecture always has can be zero.
+        if value != theirs[key] and (key != "bias" or value):
+            raise HFError(
+                f"{key}={getattr(config, key)!r} (norm_type={config.norm_type}, {plan}): no "
+                f"{family} of transformers computes that, so it cannot be exported (convert.py "
+                "--to=rms says whether it can become rms; layouts of OLMo 2 and Gemma 3 need rope "
+                "and a gated MLP)"
+            )
+    return hf
+
+
+def computed(config: GPTConfig) -> dict[str, Any]:
+    """Return what a config computes, by the key that decides it, but for sizes and gains."""
+    plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
+    return {
+        "norm_type": (plan.letters, plan.outputs, plan.embedding, plan.type.embed),
+        "qk_norm": (plan.qk_kind, plan.has_v_norm),
+        "output_eps": None if plan.adds_plainly else config.output_eps,
+        "n_kv_head": config.kv_heads,
+        "head_dim": config.head_channels,
+        "rms_fraction": config.rms_fraction,
+        "norm_groups": config.norm_groups,
+        "rms_bias": config.rms_bias and config.bias,
+        "window": [config.window_of(block) for block in range(config.n_layer)],
+        "attn_scale": config.attn_scale or config.head_channels**-0.5,
+        "embed_scale": f"{config.embed_scale:.5g}",
+        "activation": config.activation,
+        "bias": config.bias,
+    }
 
 
 def family_of(config: GPTConfig, plan: NormPlan) -> str:
@@ -489,86 +518,6 @@ def family_of(config: GPTConfig, plan: NormPlan) -> str:
     return "gemma3_text"
 
 
-def has_layout(plan: NormPlan, family: str) -> bool:
-    """Has the architecture, or its coupled one, these norms at these positions?"""
-    inputs = set(plan.letters[:-1])
-    final = plan.letters[-1]
-    outputs = set(plan.outputs)
-    if plan.type.embed is not None or plan.embedding != NONE or plan.config.has_v_norm:
-        return False
-    if family in ("olmo2", "olmo3"):
-        return (inputs, final, outputs) == ({NONE}, "R", {"R"})
-    if family == "gemma3_text":
-        return (inputs, final, outputs) == ({"R"}, "R", {"R"})
-    if family == "gpt2" and set(plan.letters) == {"L"}:
-        return plan.adds_plainly
-    return plan.adds_plainly and set(plan.letters) <= {"R", SHARED}
-
-
-def alpha_of_positions(config: GPTConfig, plan: str) -> list[float]:
-    """Return one alpha for each position of the plan."""
-    if isinstance(config.coupled_alpha, tuple):
-        alpha = list(config.coupled_alpha)
-    else:
-        alpha = [config.coupled_alpha]
-    if len(alpha) == 1:
-        alpha = alpha * len(plan.replace(" ", ""))
-    return alpha
-
-
-def refuse_unknown(config: GPTConfig, plan: NormPlan, family: str) -> None:
-    """Raise HFError for what the architecture does not compute."""
-    is_gemma = family == "gemma3_text"
-    own_scale = (0, config.head_channels**-0.5)
-    # Whether transformers' class computes it, for each key.
-    computes = {
-        "norm_type": has_layout(plan, family),
-        "qk_norm": plan.config.qk_kind == FAMILIES[family].qk_norm,
-        "output_eps": plan.adds_plainly or config.output_eps == config.norm_eps,
-        "rms_fraction": config.rms_fraction == 1,
-        "norm_groups": config.norm_groups == 1,
-        "rms_bias": not (config.rms_bias and config.bias),
-        "window": not config.window or FAMILIES[family].period > 0,
-        # query_pre_attn_scalar is a whole number.
-        "attn_scale": config.attn_scale in own_scale
-        or (is_gemma and query_scalar(config) ** -0.5 == config.attn_scale),
-        "embed_scale": math.isclose(
-            config.embed_scale, config.n_embd**0.5 if is_gemma else 1, rel_tol=1e-6
-        ),
-    }
-    if family == "gpt2":
-        computes |= {
-            "activation": config.activation in ACTIVATIONS.values(),
-            "n_kv_head": config.kv_heads == config.n_head,
-            "head_dim": config.head_channels * config.n_head == config.n_embd,
-        }
-    else:
-        computes |= {
-            "activation": config.activation == ("geglu" if is_gemma else "swiglu"),
-            "bias": family == "llama" or not config.bias,
-        }
-    # What the plan makes of a key that is None, and what the norm type stands for.
-    shown = {
-        "norm_type": f"{config.norm_type!r} ({plan})",
-        "qk_norm": repr(plan.config.qk_kind),
-    }
-    remedy = "convert.py --to=rms says whether it can become rms"
-    if family == "gpt2":
-        remedy += "; layouts of OLMo 2 and Gemma 3 need rope and a gated MLP"
-    remedies = {
-        "output_eps": f"it has one eps: train with --output_eps={config.norm_eps:g}",
-        "rms_bias": "train with --rms_bias=False; if it was a GPT-2 of transformers, convert that "
-        "one with --to=rms --transformers",
-    }
-    for name, is_computed in computes.items():
-        if not is_computed:
-            value = shown.get(name, repr(getattr(config, name)))
-            raise HFError(
-                f"{name}={value}: no {family} of transformers computes that, so "
-                f"it cannot be exported ({remedies.get(name, remedy)})"
-            )
-
-
 def query_scalar(config: GPTConfig) -> int:
     """Return Gemma's query_pre_attn_scalar: scores are divided by its root."""
     return round(config.attn_scale**-2) if config.attn_scale else config.head_channels
@@ -576,14 +525,14 @@ def query_scalar(config: GPTConfig) -> int:
 
 def gpt2_entries(config: GPTConfig) -> dict[str, Any]:
     """Return the entries of config.json that GPT-2 alone has."""
-    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
+    activations = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
     return {
         "n_positions": config.block_size,
         "n_layer": config.n_layer,
         "n_head": config.n_head,
         "n_embd": config.n_embd,
         "n_inner": config.inner,
-        "activation_function": activation,
+        "activation_function": activations.get(config.activation, config.activation),
         "layer_norm_epsilon": config.norm_eps,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,

@@ -53,18 +53,9 @@ def resolve_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # whatever the hub, the HTTP library and the disk raise
         raise HFError(
-            f"{name}: not a local folder{_neighbours(Path(name))}, and the hub did not give it "
-            f"({type(error).__name__}): check name, network and access rights, or give a folder"
+            f"{name}: not a local folder, and the hub did not give it ({type(error).__name__}): "
+            "check name, network and access rights, or give a folder"
         ) from None
-
-
-def _neighbours(path: Path) -> str:
-    """Name the folders beside a path that does not exist: the name may be mistyped; or ""."""
-    if not path.parent.is_dir():
-        return ""
-    names = sorted(folder.name for folder in path.parent.iterdir() if folder.is_dir())
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f" ({path.parent} has {shown or 'no folders'})"
 
 
 def read_config(folder: Path) -> dict[str, Any]:

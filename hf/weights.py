@@ -26,7 +26,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,8 @@ import torch
 from torch import Tensor
 
 from common.errors import DataError, HFError
-from common.output import parse_json, whole_folder, write_bytes_atomically
+from common.inputs import check_regular
+from common.output import whole_folder, write_bytes_atomically
 from data.tokenizers import END_OF_TEXT, hf_tokenizer, load_tokenizer
 from hf.config import CODE, COUPLED, architecture, gpt_config, hf_config
 from hf.hub import companions, read_config
@@ -103,14 +103,12 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
 
     Raises:
         HFError: in one line that names the key, file or tensor.
-        ConfigError: a value in config.json has the wrong type.
     """
     folder = Path(folder)
     hf = read_config(folder)
     config = gpt_config(hf, str(folder / "config.json"))
     family = architecture(hf)
     stored = open_tensors(folder)
-    check_blocks(stored, config.n_layer, NAMES[family.removeprefix(COUPLED)]["blocks"][0], folder)
     # Shapes without memory, so that nothing is initialised only to be overwritten.
     with torch.device("meta"):
         model = GPT(config)
@@ -168,8 +166,13 @@ def export_hf(model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SI
     folder = Path(folder)
     if any(folder.glob("*")):
         raise HFError(f"{folder}: there is something in it: choose a new folder")
-    if find_spec("safetensors") is None:
-        raise HFError(f"{folder}: writing it needs a package: pip install safetensors")
+    try:
+        from huggingface_hub import save_torch_state_dict
+        from safetensors import SafetensorError
+    except ImportError:
+        raise HFError(
+            f"{folder}: writing it needs packages: pip install safetensors huggingface_hub"
+        ) from None
     hf = hf_config(model.config)
     hf["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
     target = export_target(model, hf)
@@ -177,12 +180,14 @@ def export_hf(model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SI
     if (source / "config.json").exists():
         theirs = read_config(source)
         hf |= {key: theirs[key] for key in TOKENS if key in theirs}
-    from safetensors import SafetensorError
-
+    prefix = "transformer." if target.wpe is not None else "model."
+    pieces = {
+        name if name.startswith("lm_head.") else prefix + name: piece
+        for name, piece in hf_pieces(target, hf["model_type"])
+    }
     try:
         with whole_folder(folder) as partial:
-            prefix = "transformer." if target.wpe is not None else "model."
-            write_tensors(partial, hf_pieces(target, hf["model_type"]), prefix, max_shard_size)
+            save_torch_state_dict(pieces, partial, max_shard_size=max_shard_size)
             for companion in companions(source):
                 shutil.copy(companion, partial)
             is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")
@@ -261,45 +266,6 @@ def write_tokenizer(model: GPT, folder: Path) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------ tensors
 
 
-def write_tensors(
-    folder: Path, pieces: Iterator[tuple[str, Tensor]], prefix: str, max_shard_size: int
-) -> None:
-    """Write safetensors shards, and their index if there are several.
-
-    Args:
-        pieces: (name without prefix, tensor), in the order in which they are stored.
-        prefix: what the base model's names begin with; lm_head is not of the base model.
-        max_shard_size: see export_hf.
-    """
-    from safetensors.torch import save_file
-
-    shards: list[dict[str, Tensor]] = [{}]
-    filled = 0  # bytes in the last shard
-    total = 0
-    for name, piece in pieces:
-        if filled and filled + piece.nbytes > max_shard_size:
-            shards.append({})
-            filled = 0
-        full_name = name if name.startswith("lm_head.") else prefix + name
-        shards[-1][full_name] = piece
-        filled += piece.nbytes
-        total += piece.nbytes
-    count = len(shards)
-    if count == 1:
-        files = ["model.safetensors"]
-    else:
-        files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    for file, shard in zip(files, shards, strict=True):
-        contiguous = {name: piece.contiguous() for name, piece in shard.items()}
-        save_file(contiguous, folder / file, metadata={"format": "pt"})
-    if count == 1:
-        return
-    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    path = folder / "model.safetensors.index.json"
-    write_bytes_atomically(path, json.dumps(index, indent=1).encode())
-
-
 # Name without the base model's prefix -> (open safetensors file, name in it).
 Stored = dict[str, tuple[Any, str]]
 
@@ -310,8 +276,12 @@ def open_tensors(folder: Path) -> Stored:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise HFError(f"{folder}: reading it needs a package: pip install safetensors") from None
+    paths = sorted(folder.glob("model-*.safetensors"))
+    if (folder / "model.safetensors").exists():  # transformers prefers it too
+        paths = [folder / "model.safetensors"]
     stored: Stored = {}
-    for path in shard_files(folder):
+    for path in paths:
+        check_regular(path)
         try:
             file = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -320,42 +290,6 @@ def open_tensors(folder: Path) -> Stored:
         for name in names:
             stored[re.sub(r"^(model|transformer)\.", "", name)] = (file, name)
     return stored
-
-
-def check_blocks(stored: Stored, layers: int, prefix: str, folder: Path) -> None:
-    """Raise HFError if the files hold fewer blocks than config.json says, before all are built."""
-    found = {name.split(".")[1] for name in stored if name.startswith(f"{prefix}.")}
-    if len(found) < layers:
-        raise HFError(
-            f"{folder}: {prefix}.{len(found)} is missing, config.json asks for {layers} blocks: "
-            "are config.json and the weights of one model?"
-        )
-
-
-def shard_files(folder: Path) -> list[Path]:
-    """List model.safetensors, or the shards that model.safetensors.index.json names.
-
-    Raises HFError if one is missing.
-    """
-    single = folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise HFError(
-            f"{folder}: neither {single.name} nor {index.name}: save the model as safetensors"
-        )
-    try:
-        names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise HFError(f"{index}: not an index of safetensors shards: download it again") from None
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise HFError(
-            f"{folder}: shard {missing[0]} is missing ({len(missing)} of {len(names)}): "
-            "download it again"
-        )
-    return [folder / name for name in names]
 
 
 def hf_pieces(model: GPT, family: str) -> Iterator[tuple[str, Tensor]]:
@@ -407,7 +341,8 @@ def check_names(stored: Stored, wanted: list[str], folder: Path) -> None:
     for name in wanted:
         if name not in stored:
             raise HFError(
-                f"{folder}: tensor {name} is missing: are config.json and the weights of one model?"
+                f"{folder}: tensor {name} is missing: is model*.safetensors all there, and of the "
+                "same model as config.json?"
             )
     for name in sorted(stored.keys() - set(wanted)):
         if name != "lm_head.weight" and not BUFFERS.fullmatch(name):

@@ -3,7 +3,6 @@
 python -m pytest tests/hf/test_alone.py
 """
 
-import ast
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from hf_models import edit_json, needs_transformers, safetensors, tokens, transf
 from data.tokenizers import load_tokenizer
 from fold import gpt
 from hf import weights
-from hf.config import ARCHITECTURES, COUPLED
+from hf.config import ARCHITECTURES
 from hf.coupled import register
 from model import GPT, GPTConfig
 from posthoc.text import load_chat_tokenizer
@@ -50,12 +49,7 @@ SHAPES = {
     "qwen3": replace(LLAMA, qk_norm="head", head_dim=12, tie_embeddings=False),
 }
 ALPHAS = tuple(1 + 0.1 * position for position in range(7))
-CASES = [
-    f"{family}_{first}_{alpha}"
-    for family in SHAPES
-    for first in (0, 1)
-    for alpha in ("alpha", "absorbed")
-]
+CASES = [f"{family}_{how}" for family in SHAPES for how in ("0_alpha", "1_absorbed")]
 STOCK = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SMALL = 20_000  # bytes of a shard
 
@@ -188,33 +182,11 @@ def test_the_manual_serves_a_folder(folders, found):
     assert len(printed) > len(prompt)
 
 
-def test_a_folder_is_complete(folders):
-    for case in CASES:
-        folder = folders / case
-        names = {path.name for path in folder.iterdir()}
-        expected = {"config.json", "generation_config.json", "modeling_coupled.py"}
-        assert expected | {"tokenizer.json", "tokenizer_config.json"} <= names
-        # The file cannot differ from ours.
-        assert (folder / SOURCE.name).read_bytes() == SOURCE.read_bytes()
-
-
-def test_the_code_needs_nothing_of_ours():
-    """It imports torch and transformers alone, so it may be copied."""
-    imported = set()
-    for node in ast.walk(ast.parse(SOURCE.read_text())):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level
-            imported.add(node.module.partition(".")[0])
-    assert imported - sys.stdlib_module_names == {"torch", "transformers"}
-
-
 def test_our_process_runs_the_same_file(folders, tmp_path):
     """`register()` takes its classes, and a model that they save has it, without trust."""
     register()
     for family in SHAPES:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folders / f"{family}_0_absorbed")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folders / f"{family}_1_absorbed")
         source = sys.modules[type(model).__module__].__file__
         assert Path(source).samefile(SOURCE)
         assert ARCHITECTURES[type(model).__name__] == model.config.model_type
@@ -266,18 +238,3 @@ def test_stock_loaders_refuse_a_coupled_model(folders):
     for auto, stock in zip(outcomes[::2], outcomes[1::2], strict=True):
         assert auto.startswith("ValueError") and "trust_remote_code=True" in auto
         assert stock.startswith("RuntimeError") and "mismatch" in stock
-
-
-def test_norms_with_statistics_of_their_own_need_no_code(tmp_path):
-    """They are stock models: no file of ours, no question of trust."""
-    for family, shape in SHAPES.items():
-        norm_type = "layer" if family == "gpt2" else "coupled"
-        keys = {} if family == "gpt2" else {"coupled_first": 3}
-        model = shake(GPT(replace(shape, norm_type=norm_type, **keys))).float().eval()
-        folder = weights.export_hf(model, tmp_path / family)
-        assert not list(folder.glob("*.py"))
-        config = json.loads((folder / "config.json").read_text())
-        assert "auto_map" not in config and not config["model_type"].startswith(COUPLED)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        assert type(theirs).__module__.startswith("transformers.")
-        assert type(theirs).__name__ == STOCK[family]

@@ -16,14 +16,14 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from helpers import ROOT, offline_data, shake, start_code
-from hf_models import edit_json, needs_transformers, safetensors, save, tiny, tokens, transformers
+from hf_models import edit_json, needs_transformers, save, tiny, tokens, transformers
 
 import convert
 from common.errors import ConfigError, HFError, UserError
-from data.tokenizers import hf_tokenizer, load_tokenizer
+from data.tokenizers import load_tokenizer
 from fold import gpt
 from hf import weights
-from hf.config import hf_config, shape_config
+from hf.config import shape_config
 from hf.coupled import register
 from model import GPT, GPTConfig
 from training.checkpoint import save_checkpoint
@@ -56,17 +56,7 @@ def same(first, second, tolerance=1e-5):
 
 @needs_transformers
 @pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2",
-        "qwen3",
-        "llama",
-        "llama-untied-biases",
-        "qwen3-untied-bias",
-        "olmo2",
-        "olmo3",
-        "gemma3",
-    ],
+    "name", ["gpt2", "llama-untied-biases", "qwen3-untied-bias", "olmo2", "olmo3", "gemma3"]
 )
 @torch.no_grad()
 def test_stock_models_come_back_as_they_were(name, tmp_path):
@@ -86,7 +76,7 @@ def test_stock_models_come_back_as_they_were(name, tmp_path):
 
 
 @needs_transformers
-@pytest.mark.parametrize("name", ["qwen3", "llama", "llama-untied-biases", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3", "llama-untied-biases", "gpt2"])
 @torch.no_grad()
 def test_coupled_models_run_in_transformers(name, tmp_path):
     if name == "gpt2":  # RMSNorm on GPT-2's shape, which no stock class has
@@ -229,7 +219,7 @@ def test_export_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert torch.equal(weights.load_hf(tmp_path / "out")(tokens(2, 20)), model(tokens(2, 20)))
     with pytest.raises(ConfigError, match="--out=FOLDER"):
         convert.main([str(tmp_path / "run"), "--to=hf"])
-    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(HFError, match="pip install safetensors"):
         convert.main([str(tmp_path / "run"), "--to=hf", f"--out={tmp_path / 'more'}"])
     assert not (tmp_path / "more").exists()
@@ -281,46 +271,9 @@ def test_what_the_architecture_always_has_is_written_out(keys, tmp_path):
 def test_shards(tmp_path):
     model, idx = weights.load_hf(save(tiny("qwen3"), tmp_path / "stock")), tokens(2, 20)
     folder = weights.export_hf(model, tmp_path / "out", max_shard_size=20_000)
-    shards = list(folder.glob("model-*.safetensors"))
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert len(shards) > 2 and {path.name for path in shards} == set(index["weight_map"].values())
-    assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
-    for path in shards:
-        tensors = safetensors.load_file(path)
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        assert size <= 20_000 or len(tensors) == 1
-        assert {index["weight_map"][name] for name in tensors} == {path.name}
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
     assert torch.equal(auto(folder)(idx).logits, auto(tmp_path / "stock")(idx).logits)
     assert torch.equal(weights.load_hf(folder)(idx), model(idx))
-
-
-FIRST = """
-import os, sys
-from hf.coupled import register
-from hf.hub import import_transformers
-
-transformers = import_transformers()
-register()
-for name in ("OPTModel", "BertModel", "ViTModel"):
-    if child := os.fork():
-        if os.waitpid(child, 0)[1]:
-            sys.exit(1)
-    else:
-        print(getattr(transformers, name).__name__)
-        break
-"""
-
-
-@needs_transformers
-def test_any_model_class_can_be_the_first():
-    """Modules of transformers import one another half-made: registering must not come in between.
-
-    Each class is the first one of a process; these are copies of one that has imported transformers
-    and no model.
-    """
-    done = subprocess.run([sys.executable, "-c", FIRST], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-1500:]
-    assert done.stdout.split() == ["OPTModel", "BertModel", "ViTModel"]
 
 
 # On the shapes that Llama, OLMo 2 and Gemma 3 share, with gains in all their ways.
@@ -371,34 +324,6 @@ def test_gains_are_stored_as_the_architecture_does(config, architecture, tmp_pat
         assert torch.equal(stored, (gain - offset).float())
 
 
-@needs_transformers
-def test_tokenizer_files_travel(tmp_path):
-    """Those of Gemma 3, in its tokenizer's many files, from folder to folder."""
-    source = save(tiny("gemma3"), tmp_path / "source")
-    hf_tokenizer(load_tokenizer({"tokenizer": "chars", "chars": "".join(sorted(set(TEXT)))})).save(
-        str(source / "tokenizer.json")
-    )
-    edit_json(source / "config.json", eos_token_id=[1, 6], bos_token_id=2)
-    for name in (
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "generation_config.json",
-        "chat_template.jinja",
-    ):
-        (source / name).write_text("{}")
-    (source / "tokenizer.model").write_bytes(b"sentences in pieces")
-    folder = weights.export_hf(weights.load_hf(source), tmp_path / "out")
-    names = {path.name for path in source.iterdir()}
-    assert {path.name for path in folder.iterdir()} == names
-    for name in names - {"config.json", "model.safetensors"}:
-        assert (folder / name).read_bytes() == (source / name).read_bytes()
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["eos_token_id"], config["bos_token_id"]) == ([1, 6], 2)
-    again = load_tokenizer(weights.load_hf(folder).meta)
-    assert again.decode(again.encode_ordinary(TEXT)) == TEXT
-
-
 @pytest.mark.parametrize("is_cache", [False, True])
 def test_an_export_copies_only_the_models_own_files(is_cache, tmp_path):
     """Whatever links are in the folder, from the hub's cache or not: it will be uploaded."""
@@ -414,11 +339,14 @@ def test_an_export_copies_only_the_models_own_files(is_cache, tmp_path):
     (folder / "merges.txt").symlink_to("../../blobs/1" if is_cache else tmp_path / "m/blobs/1")
     (folder / "added_tokens.json").symlink_to("config.json")
     (folder / "special_tokens_map.json").write_text("{}")
+    edit_json(folder / "config.json", eos_token_id=[1, 6], bos_token_id=2)
     out = weights.export_hf(weights.load_hf(folder), tmp_path / "out")
     expected = {"config.json", "generation_config.json", "model.safetensors", "added_tokens.json"}
     expected |= {"special_tokens_map.json"} | ({"merges.txt"} if is_cache else set())
     assert {path.name for path in out.iterdir()} == expected
     assert not any(path.is_symlink() for path in out.iterdir())
+    config = json.loads((out / "config.json").read_text())
+    assert (config["eos_token_id"], config["bos_token_id"]) == ([1, 6], 2)
 
 
 @needs_transformers
@@ -439,58 +367,43 @@ def test_tokenizer_files_of_gpt2_travel(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "word"),
+    ("config", "key"),
     [
-        (replace(ROTARY, norm_type="post"), "norm_type='post'"),
-        (replace(ROTARY, norm_type="deepnorm"), "norm_type='deepnorm'"),
-        (replace(ROTARY, norm_type="keel"), "norm_type='keel'"),
-        (replace(ROTARY, norm_type="cbwc"), "norm_type='cbwc'"),
-        (replace(ROTARY, norm_type="layer"), r"norm_type='layer' \(LL"),
-        (replace(ROTARY, norm_plan="RR RR RR R | II II II | R"), "norm_type='rms'"),
-        (replace(ROTARY, qk_norm="full"), "qk_norm='full': no llama"),
-        (replace(ROTARY, norm_type="hybrid", norm_plan="RR RR RR R"), "norm_type='hybrid'"),
-        (replace(ROTARY, qk_norm="head", bias=True), "bias=True: no qwen3"),
-        (replace(ROTARY, attn_scale=0.3), "attn_scale=0.3: no llama"),
-        (replace(ROTARY, norm_type="olmo2"), "output_eps=1e-06: no olmo2"),
-        (
-            replace(ROTARY, norm_type="olmo2", output_eps=1e-5, qk_norm="head"),
-            "qk_norm='head': no olmo2",
-        ),
-        (
-            replace(ROTARY, norm_type="olmo2", output_eps=1e-5, bias=True),
-            "bias=True: no olmo2",
-        ),
-        (replace(GEMMA, norm_plan=""), r"norm_type='peri' \(RR RR RR R \| RR RR RR \| R\)"),
-        (replace(GEMMA, norm_plan="RR RR RR R | IR RR RR"), "norm_type='peri'"),
-        (replace(GEMMA, qk_norm="none"), "qk_norm='none': no gemma3_text"),
-        (replace(GEMMA, activation="swiglu"), "activation='swiglu': no gemma3_text"),
-        (replace(GEMMA, embed_scale=1.0), "embed_scale=1.0: no gemma3_text"),
-        (replace(GEMMA, attn_scale=0.3), "attn_scale=0.3: no gemma3_text"),
-        (replace(ROTARY, position="learned", norm_type="peri"), "norm_type='peri'.* no gpt2"),
+        (replace(ROTARY, norm_type="post"), "norm_type"),
+        (replace(ROTARY, norm_type="deepnorm"), "norm_type"),
+        (replace(ROTARY, norm_type="cbwc"), "norm_type"),
+        (replace(ROTARY, norm_type="layer"), "norm_type"),
+        (replace(ROTARY, norm_plan="RR RR RR R | II II II | R"), "norm_type"),
+        (replace(ROTARY, qk_norm="full"), "qk_norm"),
+        (replace(ROTARY, norm_type="hybrid", norm_plan="RR RR RR R"), "qk_norm"),
+        (replace(ROTARY, qk_norm="head", bias=True), "bias"),
+        (replace(ROTARY, attn_scale=0.3), "attn_scale"),
+        (replace(ROTARY, window=6, local_blocks="lg"), "window"),
+        (replace(ROTARY, norm_type="olmo2"), "output_eps"),
+        (replace(ROTARY, norm_type="olmo2", output_eps=1e-5, qk_norm="head"), "qk_norm"),
+        (replace(ROTARY, norm_type="olmo2", output_eps=1e-5, bias=True), "bias"),
+        (replace(GEMMA, norm_plan=""), "norm_type"),
+        (replace(GEMMA, norm_plan="RR RR RR R | IR RR RR"), "norm_type"),
+        (replace(GEMMA, qk_norm="none"), "qk_norm"),
+        (replace(GEMMA, activation="swiglu"), "activation"),
+        (replace(GEMMA, embed_scale=1.0), "embed_scale"),
+        (replace(GEMMA, attn_scale=0.3), "attn_scale"),
+        (replace(ROTARY, position="learned", norm_type="peri"), "norm_type"),
+        (replace(GPT2_SHAPE, norm_type="dyt"), "norm_type"),
+        (replace(GPT2_SHAPE, norm_type="cbwc"), "norm_type"),
+        (replace(GPT2_SHAPE, qk_norm="head"), "qk_norm"),
+        (replace(GPT2_SHAPE, norm_type="rms", norm_groups=2), "norm_groups"),
+        (replace(GPT2_SHAPE, norm_type="rms", rms_fraction=0.5), "rms_fraction"),
+        (replace(GPT2_SHAPE, activation="relu2"), "activation"),
+        (replace(GPT2_SHAPE, n_kv_head=2), "n_kv_head"),
+        (replace(GPT2_SHAPE, head_dim=4), "head_dim"),
+        (replace(GPT2_SHAPE, position="rope", norm_type="rms"), "activation"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_layouts_that_no_architecture_has_are_refused(config, word):
-    with pytest.raises(HFError, match=rf"^{word}.*cannot be exported"):
-        hf_config(config)
-
-
-@pytest.mark.parametrize(
-    ("keys", "word"),
-    [
-        ({"norm_type": "dyt"}, "norm_type"),
-        ({"norm_type": "cbwc"}, "norm_type"),
-        ({"qk_norm": "head"}, "qk_norm"),
-        ({"norm_type": "rms", "norm_groups": 2}, "norm_groups"),
-        ({"activation": "relu2"}, "activation"),
-        ({"n_kv_head": 2}, "n_kv_head"),
-        ({"position": "rope", "norm_type": "rms"}, "activation"),
-    ],
-    ids=str,
-)
-def test_what_no_architecture_computes_is_refused(keys, word, tmp_path):
-    with pytest.raises(HFError, match=rf"^{word}=.*cannot be exported") as caught:
-        weights.export_hf(GPT(replace(GPT2_SHAPE, **keys)), tmp_path / "out")
+def test_what_no_architecture_computes_is_refused(config, key, tmp_path):
+    with pytest.raises(HFError, match=rf"\b{key}") as caught:
+        weights.export_hf(GPT(config), tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
@@ -498,21 +411,11 @@ def test_what_no_architecture_computes_is_refused(keys, word, tmp_path):
 def test_damaged_folders(tmp_path):
     folder = weights.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), tmp_path / "out")
     with pytest.raises(HFError, match="something in it"):
-        weights.export_hf(GPT(replace(GPT2_SHAPE, norm_type="coupled")), folder)
+        weights.export_hf(GPT(GPT2_SHAPE), folder)
     edit_json(folder / "config.json", norm_plan="Rs R")
     for load, kind in ((auto, ValueError), (weights.load_hf, UserError)):
         with pytest.raises(kind, match="norm_plan 'Rs R'"):
             load(folder)
-    edit_json(folder / "config.json", norm_plan=...)
-    with pytest.raises(HFError, match="norm_plan is missing"):
-        weights.load_hf(folder)
-    edit_json(
-        folder / "config.json",
-        model_type="coupled_mamba",
-        architectures=["CoupledMambaForCausalLM"],
-    )
-    with pytest.raises(HFError, match=r"CoupledMambaForCausalLM.* is not supported"):
-        weights.load_hf(folder)
 
 
 def test_programs_do_not_import_transformers_before_they_need_it(tmp_path):

@@ -4,7 +4,6 @@ python -m pytest tests/hf/test_weights.py
 """
 
 import json
-import shutil
 import subprocess
 import sys
 import unittest.mock
@@ -62,17 +61,6 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
         assert torch.equal(ours.generate(prompt, 40, temperature=0, use_cache=use_cache), greedy)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3", "llama-untied-biases"])
-@torch.no_grad()
-def test_sharded_folder_is_the_same_model(name, tmp_path):
-    model = tiny(name)
-    whole = hf.load_hf(save(model, tmp_path / "whole"))
-    sharded = save(model, tmp_path / "sharded", max_shard_size="20KB")
-    assert len(list(sharded.glob("model-*.safetensors"))) > 2
-    idx = tokens(2, 20)
-    assert torch.equal(hf.load_hf(sharded)(idx), whole(idx))
-
-
 @torch.no_grad()
 def test_dtype_is_the_stored_one_unless_asked(tmp_path):
     folder, idx = save(tiny("llama").to(torch.bfloat16), tmp_path), tokens(2, 30)
@@ -86,48 +74,33 @@ def test_dtype_is_the_stored_one_unless_asked(tmp_path):
     assert (stored(idx) - expected).abs().max() <= 0.05 * expected.abs().max()
 
 
-def test_old_and_new_rope_keys_are_one_config(tmp_path):
-    folder = save(tiny("llama"), tmp_path)
-    config = hf.load_hf(folder).config
-    assert config.rope_scaling == (8.0, 1.0, 4.0, 32.0) and config.rope_theta == 100.0
-    old = {key: value for key, value in LLAMA3.items() if key not in ("rope_type", "rope_theta")}
-    for key in ("rope_type", "type"):
-        edit_json(
-            folder / "config.json",
-            rope_parameters=...,
-            rope_theta=100,
-            rope_scaling={**old, key: "llama3"},
-        )
-        assert hf.load_hf(folder).config == config
+OLD_LLAMA3 = {key: LLAMA3[key] for key in LLAMA3 if key not in ("rope_type", "rope_theta")}
+OLD_KEYS = [
+    ("llama", {"rope_theta": 100, "rope_scaling": {**OLD_LLAMA3, "rope_type": "llama3"}}),
+    ("llama", {"rope_theta": 100, "rope_scaling": {**OLD_LLAMA3, "type": "llama3"}}),
+    (
+        "gemma3",
+        {
+            "layer_types": ...,
+            "sliding_window_pattern": 2,
+            "rope_theta": 100.0,
+            "rope_local_base_freq": 10.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+    ),
+    # One base, which is 5e5 in all published files: transformers 5 reads no other one here.
+    ("olmo3", {"layer_types": ..., "rope_theta": 5e5, "rope_scaling": YARN | {"rope_theta": 5e5}}),
+]
 
 
 @needs_transformers
-@pytest.mark.parametrize(
-    "name, old",
-    [
-        (
-            "gemma3",
-            {
-                "layer_types": ...,
-                "sliding_window_pattern": 2,
-                "rope_theta": 100.0,
-                "rope_local_base_freq": 10.0,
-                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
-            },
-        ),
-        # One base, which is 5e5 in all published files: transformers 5 reads no other one here.
-        (
-            "olmo3",
-            {"layer_types": ..., "rope_theta": 5e5, "rope_scaling": YARN | {"rope_theta": 5e5}},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "old"), OLD_KEYS)
 @torch.no_grad()
-def test_old_keys_of_local_blocks(name, old, tmp_path):
+def test_old_keys_are_the_same_config(name, old, tmp_path):
     """As transformers 4 wrote them. The model is also what transformers makes of them."""
     folder = save(tiny(name), tmp_path)
     new = hf.load_hf(folder).config
-    assert new.local_blocks == {"gemma3": "lg", "olmo3": "lllg"}[name]
+    assert new.local_blocks == {"gemma3": "lg", "olmo3": "lllg", "llama": ""}[name]
     if name == "olmo3":
         new = replace(new, rope_theta=5e5, local_rope_theta=0.0)
     edit_json(folder / "config.json", rope_parameters=..., **old)
@@ -158,27 +131,6 @@ def test_cached_logits_are_those_of_transformers(name, tmp_path):
     for level in LEVELS:
         found = decoded(ours, level, idx, WINDOW + 3)
         assert distance(found, whole[:, WINDOW + 2 :]) <= 1e-5, level
-
-
-@pytest.mark.parametrize("name", ["olmo3", "gemma3"])
-@torch.no_grad()
-def test_windows_and_both_rotary_bases_count(name, tmp_path):
-    """What the comparison of logits above would not see if these keys did nothing."""
-    ours = hf.load_hf(save(tiny(name), tmp_path))
-    idx = tokens(2, 40)
-    expected = ours(idx)
-    for key, value in {
-        "window": WINDOW + 1,
-        "rope_theta": 200.0,
-        "local_rope_theta": 20.0,
-        "rope_scaling": (*ours.config.rope_scaling[:-1], 2.0),
-    }.items():
-        other = GPT(replace(ours.config, **{key: value})).eval()
-        other.load_state_dict(ours.state_dict())
-        difference = (other(idx) - expected).abs()
-        assert difference.max() > 1e-3 * expected.abs().max(), key
-        if key == "window":
-            assert difference[:, :WINDOW].max() < 1e-6 * expected.abs().max()
 
 
 @needs_transformers
@@ -321,156 +273,123 @@ def test_generating_from_a_long_context_model_allocates_little(monkeypatch):
 # ------------------------------------------------------------------------------------------- errors
 
 
-def refused(folder, *words):
-    """load_hf refuses the folder in one line that contains `words`."""
-    with pytest.raises(UserError) as caught:
+def refused(folder, named):
+    """load_hf refuses the folder in one line that names what is wrong."""
+    with pytest.raises(UserError, match=named) as caught:
         hf.load_hf(folder)
-    message = str(caught.value)
-    assert "\n" not in message and all(word in message for word in words), message
+    assert "\n" not in str(caught.value)
 
 
 def test_folder_errors(tmp_path):
     refused(tmp_path / "nowhere", "config.json")
-    refused(tmp_path, "config.json")
-    for text in ("{", "[1]", "3", "[" * 200_000):
+    for text in ("{", "[1]", "3", "[" * 200_000, "{}"):
         (tmp_path / "config.json").write_text(text)
-        refused(tmp_path, "JSON")
-    (tmp_path / "config.json").write_text("{}")
-    refused(tmp_path, "architecture", "GPT2LMHeadModel")
+        refused(tmp_path, "config.json|GPT2LMHeadModel")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA}))
     refused(tmp_path, "safetensors")
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
-    refused(tmp_path, "model.safetensors", "torn")
+    refused(tmp_path, r"model\.safetensors.*torn")
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (
-            {"architectures": ["MambaForCausalLM"]},
-            ["MambaForCausalLM", "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3For"],
-        ),
-        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
-        ({"architectures": ..., "model_type": "mistral"}, ["mistral"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
-        ({"sliding_window": 8}, ["sliding-window"]),
-        (
-            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-            ["sliding-window"],
-        ),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, ["dynamic", "llama3"]),
-        ({"rope_parameters": {**YARN, "truncate": False}}, ["truncate", "llama3"]),
-        ({"rope_parameters": ..., "rope_scaling": {**YARN, "mscale": 1.0}}, ["mscale"]),
-        ({"rope_parameters": {"full_attention": LLAMA3}}, ["rope"]),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
-            ["original_max_position_embeddings"],
-        ),
-        ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
-        ({"hidden_act": "gelu"}, ["hidden_act"]),
-        ({"is_causal": False}, ["is_causal"]),
-        ({"hidden_size": ...}, ["hidden_size"]),
-        ({"vocab_size": "many"}, ["vocab_size", "int"]),
-        ({"num_attention_heads": 0}, ["n_head=0"]),
-        ({"num_key_value_heads": 3}, ["n_kv_head"]),
-        ({"intermediate_size": 44}, ["gate_proj", "(48, 32)", "(44, 32)"]),
-        ({"num_hidden_layers": 4}, ["layers.3", "missing"]),
-        ({"num_hidden_layers": 2000}, ["layers.3", "missing"]),
-        ({"num_hidden_layers": 1 << 30}, ["1073741824 blocks"]),
-        ({"architectures": {"a": 1}}, ["architecture"]),
-        ({"num_hidden_layers": 2}, ["layers.2", "not part"]),
-        ({"tie_word_embeddings": False}, ["lm_head.weight", "missing"]),
-        ({"attention_bias": True}, ["bias", "missing"]),
-        (
-            {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8},
-            ["q_norm", "missing"],
-        ),
+UNSUPPORTED = {
+    "llama": [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": {"a": 1}}, "architecture"),
+        ({"architectures": ..., "model_type": "mistral"}, "mistral"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"sliding_window": 8}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_parameters": {**YARN, "truncate": False}}, "truncate"),
+        ({"rope_parameters": ..., "rope_scaling": {**YARN, "mscale": 1.0}}, "mscale"),
+        ({"rope_parameters": {"full_attention": LLAMA3}}, "rope"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position"),
+        ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
+        ({"hidden_size": ...}, "hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_attention_heads": 0}, "n_head=0"),
+        ({"num_key_value_heads": 3}, "n_kv_head"),
+        ({"intermediate_size": 44}, r"gate_proj.*\(48, 32\).*\(44, 32\)"),
+        ({"num_hidden_layers": 4}, r"layers\.3"),
+        ({"num_hidden_layers": 1 << 30}, "1073741824"),
+        ({"num_hidden_layers": 2}, r"layers\.2"),
+        ({"tie_word_embeddings": False}, r"lm_head\.weight"),
+        ({"attention_bias": True}, "bias"),
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8}, "q_norm"),
     ],
-)
-def test_configs_that_would_run_wrongly_are_refused(change, words, tmp_path):
-    edit_json(save(tiny("llama"), tmp_path) / "config.json", **change)
-    refused(tmp_path, *words)
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (
-            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
-            ["Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"],
-        ),
-        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping=30.0"]),
-        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
-        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
-        ({"hidden_activation": "gelu"}, ["hidden_activation='gelu'"]),
-        ({"num_key_value_heads": ...}, ["num_key_value_heads", "missing"]),
-        ({"layer_types": ["sliding_attention"]}, ["layer_types", "4 times"]),
-        ({"layer_types": ["chunked_attention"] * 4}, ["chunked_attention"]),
-        ({"sliding_window": None}, ["sliding_window=None"]),
-        ({"rope_parameters": DEFAULT_ROPE}, ["rope_parameters without full_attention"]),
-        ({"rope_parameters": {"full_attention": YARN}}, ["rope parameters of full_attention"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["beside rope_scaling"]),
+    "gemma3": [
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, "Condit"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "gelu"}, "hidden_activation"),
+        ({"num_key_value_heads": ...}, "num_key_value_heads"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"rope_parameters": DEFAULT_ROPE}, "full_attention"),
+        ({"rope_parameters": {"full_attention": YARN}}, "full_attention"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
         (
             {"rope_parameters": {"full_attention": DEFAULT_ROPE, "sliding_attention": YARN}},
-            ["rope scaling in sliding_attention"],
+            "sliding_attention",
         ),
-        ({"num_hidden_layers": 3, "layer_types": ...}, ["layers.3", "not part"]),
+        ({"num_hidden_layers": 3, "layer_types": ...}, r"layers\.3"),
     ],
-)
-def test_gemma3_variants_are_refused(change, words, tmp_path):
-    edit_json(save(tiny("gemma3"), tmp_path) / "config.json", **change)
-    refused(tmp_path, *words)
+    "gpt2": [
+        ({"activation_function": "relu"}, "activation_function"),
+        ({"scale_attn_weights": False}, "scale_attn_weights"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_configs_that_would_run_wrongly_are_refused(name, tmp_path):
+    folder = save(tiny(name), tmp_path)
+    content = (folder / "config.json").read_text()
+    for change, named in UNSUPPORTED[name]:
+        edit_json(folder / "config.json", **change)
+        refused(folder, named)
+        (folder / "config.json").write_text(content)
+
+
+NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "named"),
     [
-        {"activation_function": "relu"},
-        {"scale_attn_weights": False},
-        {"scale_attn_by_inverse_layer_idx": True},
+        (lambda w: {name: w[name] for name in w if name != NORM}, r"norm\.weight.*missing"),
+        (lambda w: w | {"model.extra.weight": torch.ones(3)}, r"extra\.weight"),
+        (lambda w: w | {QUERY: w[QUERY][:-1].clone()}, r"q_proj.*\(31, 32\).*\(32, 32\)"),
+        (lambda w: w | {QUERY: w[QUERY].to(torch.int8)}, "q_proj.*int8"),
+        (lambda w: w | {QUERY: w[QUERY].to(torch.float8_e4m3fn)}, "q_proj.*float8"),
+        (lambda w: w | {QUERY: w[QUERY] / 0}, "q_proj.*finite"),
     ],
 )
-def test_gpt2_variants_are_refused(change, tmp_path):
-    edit_json(save(tiny("gpt2"), tmp_path) / "config.json", **change)
-    refused(tmp_path, *change)
-
-
-def test_tensor_errors(tmp_path):
+def test_tensor_errors(change, named, tmp_path):
     folder = save(tiny("llama"), tmp_path / "whole")
-    norm, query = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
-    for number, (change, words) in enumerate(
-        [
-            (
-                lambda w: {name: tensor for name, tensor in w.items() if name != norm},
-                ["norm.weight", "missing"],
-            ),
-            (lambda w: w | {"model.extra.weight": torch.ones(3)}, ["extra.weight", "not part"]),
-            (
-                lambda w: w | {query: w[query][:-1].clone()},
-                ["q_proj.weight", "(31, 32)", "(32, 32)"],
-            ),
-            (lambda w: w | {query: w[query].to(torch.int8)}, ["q_proj.weight", "int8"]),
-            (lambda w: w | {query: w[query].to(torch.float8_e4m3fn)}, ["q_proj.weight", "float8"]),
-        ]
-    ):
-        broken = shutil.copytree(folder, tmp_path / str(number))
-        edit_tensors(broken, change)
-        refused(broken, *words)
+    edit_tensors(folder, change)
+    refused(folder, named)
 
 
-def test_missing_and_torn_shards(tmp_path):
-    folder = save(tiny("llama"), tmp_path, max_shard_size="20KB")
+@torch.no_grad()
+def test_shards_whole_torn_and_missing(tmp_path):
+    model, idx = tiny("llama-untied-biases"), tokens(2, 20)
+    folder = save(model, tmp_path, max_shard_size="20KB")
+    torch.testing.assert_close(hf.load_hf(folder)(idx), model(idx).logits, rtol=1e-5, atol=1e-5)
     shard = sorted(folder.glob("model-*.safetensors"))[1]
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-100])
-    refused(folder, shard.name, "torn")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    refused(folder, f"{shard.name}.*torn")
     shard.unlink()
-    refused(folder, shard.name, "missing")
-    (folder / "model.safetensors.index.json").write_text("{}")
-    refused(folder, "index")
+    refused(folder, "missing")
 
 
-def test_hub_without_package_or_network(monkeypatch, tmp_path):
+def test_hub_without_package_or_network(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(HFError, match="pip install huggingface_hub"):
         resolve_hub("Qwen/Qwen3-0.6B")
@@ -481,10 +400,6 @@ def test_hub_without_package_or_network(monkeypatch, tmp_path):
     with pytest.raises(HFError, match="ConnectionError") as caught:
         resolve_hub("Qwen/Qwen3-0.6B")
     assert "\n" not in str(caught.value)
-    (tmp_path / "out" / "rms").mkdir(parents=True)  # a mistyped run: those that are there are named
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(HFError, match=r"out/rsm: not a local folder \(out has rms\)"):
-        resolve_hub("out/rsm")
 
 
 # -------------------------------------------------------------------------- a package named kernels
