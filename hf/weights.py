@@ -114,16 +114,14 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
         model = GPT(config)
     wanted = [name for name, _ in hf_pieces(model, family)]
     check_names(stored, wanted, folder)
-    for name, piece in hf_pieces(model, family):
-        file, full_name = stored[name]
-        shape = tuple(file.get_slice(full_name).get_shape())
-        if shape != tuple(piece.shape):
-            raise HFError(f"{folder}: {name} is {shape}, config.json asks for {tuple(piece.shape)}")
     dtype = dtype or read_tensor(stored, wanted[0], folder).dtype
     check_memory(config, dtype.itemsize)
     model.to(dtype).to_empty(device="cpu")
     for name, piece in hf_pieces(model, family):
         tensor = read_tensor(stored, name, folder)
+        if tensor.shape != piece.shape:
+            shapes = f"{tuple(tensor.shape)}, config.json asks for {tuple(piece.shape)}"
+            raise HFError(f"{folder}: {name} is {shapes}")
         if not tensor.isfinite().all():
             raise HFError(f"{folder}: {name} is not finite: download it again")
         piece.copy_(tensor)
