@@ -165,8 +165,9 @@ def export_hf(model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SI
     if any(folder.glob("*")):
         raise HFError(f"{folder}: there is something in it: choose a new folder")
     try:
-        from huggingface_hub import save_torch_state_dict
+        from huggingface_hub import split_torch_state_dict_into_shards
         from safetensors import SafetensorError
+        from safetensors.torch import save_file
     except ImportError:
         raise HFError(
             f"{folder}: writing it needs packages: pip install safetensors huggingface_hub"
@@ -183,9 +184,15 @@ def export_hf(model: GPT, folder: str | Path, max_shard_size: int = MAX_SHARD_SI
         name if name.startswith("lm_head.") else prefix + name: piece
         for name, piece in hf_pieces(target, hf["model_type"])
     }
+    shards = split_torch_state_dict_into_shards(pieces, max_shard_size=max_shard_size)
     try:
         with whole_folder(folder) as partial:
-            save_torch_state_dict(pieces, partial, max_shard_size=max_shard_size)
+            for file, names in shards.filename_to_tensors.items():
+                contiguous = {name: pieces[name].contiguous() for name in names}
+                save_file(contiguous, partial / file, metadata={"format": "pt"})
+            if shards.is_sharded:
+                index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+                write_json(partial / "model.safetensors.index.json", index)
             for companion in companions(source):
                 shutil.copy(companion, partial)
             is_ours = model.meta.get("tokenizer") in ("bytes", "chars", "gpt2")

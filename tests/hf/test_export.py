@@ -388,7 +388,7 @@ def test_tokenizer_files_of_gpt2_travel(tmp_path, monkeypatch):
         (replace(GEMMA, activation="swiglu"), "activation"),
         (replace(GEMMA, embed_scale=1.0), "embed_scale"),
         (replace(GEMMA, attn_scale=0.3), "attn_scale"),
-        (replace(ROTARY, position="learned", norm_type="peri"), "norm_type"),
+        (replace(GPT2_SHAPE, norm_type="peri"), "norm_type"),
         (replace(GPT2_SHAPE, norm_type="dyt"), "norm_type"),
         (replace(GPT2_SHAPE, norm_type="cbwc"), "norm_type"),
         (replace(GPT2_SHAPE, qk_norm="head"), "qk_norm"),
