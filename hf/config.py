@@ -492,7 +492,7 @@ def computed(config: GPTConfig) -> dict[str, Any]:
     plan = NormPlan(config, config.n_layer, config.n_embd, config.bias)
     return {
         "norm_type": (plan.letters, plan.outputs, plan.embedding, plan.type.embed),
-        "qk_norm": (plan.qk_kind, plan.has_v_norm),
+        "qk_norm": (config.qk_kind, config.has_v_norm),
         "output_eps": None if plan.adds_plainly else config.output_eps,
         "n_kv_head": config.kv_heads,
         "head_dim": config.head_channels,
