@@ -4,7 +4,7 @@
         loss curve of one run or more: out/demo/loss.png
     python report.py out/small --baseline=rms
         every run folder in out/small: report.md, report.csv, seeds.csv and plots, into out/small
-    python report.py runs/ --baseline=rms --delta.val_loss=0.002 --out=results/mine
+    python report.py runs/ --baseline=rms --delta_val_loss=0.002 --out=results/mine
     python report.py results/cpu/table1/runs.tar.xz --baseline=rms --out=out/table1
         an archive of runs, as sweep.sh keeps them
     python report.py --published
@@ -12,13 +12,8 @@
 
 An arm is a norm type with its norm keys, such as "coupled --coupled_span=2". Every arm is compared
 with the baseline, seed by seed. The margins of equivalence are those that the runs declared
-(train.py's delta_* keys); a margin that is given here, --delta.METRIC=NUMBER, is labelled post hoc.
-The metrics are val_loss (its margin is that of val_loss_full too), train_loss, hellaswag_acc,
-hellaswag_acc_norm and tok_per_s (its margin is a share). Other keys:
-    --out=DIR           where everything is written, instead of into the folder of the runs
-    --pictures=False    write tables only
-    --plot=FILE         file for the loss curves of runs without a baseline; runs that differ in the
-                        seed alone are one curve, their mean
+(train.py's keys of the same names); one that is given here is labelled post hoc. Without a
+baseline, runs that differ in the seed alone are one curve, their mean.
 """
 
 import common.interrupt  # noqa: F401
@@ -28,7 +23,7 @@ import io
 import re
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +32,24 @@ from scipy.stats import gmean
 
 from common.errors import ConfigError, UserError, run_program
 from common.output import check_replaceable, markdown, write_bytes_atomically, writing
+from common.plotting import check_picture
+from configurator import key, parse_args
 from evidence import published
-from evidence.archive import SUFFIX
 from evidence.comparison import (
     BY_SEED,
-    EQUAL_TIME,
     NO_VERDICT,
+    Arms,
     Comparison,
     Pairs,
     compare,
+    diverged_arms,
     like_baseline,
     mean_exchange_rate,
     pair_by_seed,
-    usable,
 )
 from evidence.names import short_name
 from evidence.plots import (
-    Arms,
-    drifting,
     plot_differences,
-    plot_drift,
     plot_loss,
     plot_output,
     plot_stream,
@@ -73,7 +66,6 @@ from evidence.runs import (
     settings,
 )
 
-MOST_CURVES = 24
 LABEL = 70  # characters in a line of a curve's label
 
 HOW = """\
@@ -99,9 +91,9 @@ a verdict appears gives false ones. tok_per_s is compared as a ratio. val_loss_e
 loss that an arm would have after its baseline's time instead of its tokens."""
 
 ALONE = """\
-Nothing is compared, for no run has a pair. A pair differs in the norm alone: same seed, same data,
-same settings. Arms with learning rates of their own are compared by a plan that was declared before
-its runs, as repro/which_norm.sh does (docs/which_norm.md)."""
+Nothing is compared, for no arm has two pairs. A pair differs in the norm alone: same seed, same
+data, same settings. Arms with learning rates of their own are compared by a plan that was declared
+before its runs, as repro/which_norm.py does (docs/which_norm.md)."""
 
 STABILITY = """\
 Divergence is a result: an arm of which runs diverged has no verdict on the rest. Clipped steps: the
@@ -115,22 +107,19 @@ evaluation, over all runs."""
 
 def number(value: float | None, digits: int = 4) -> str:
     """Format a number for a table; "n/a" where it is missing or not finite."""
-    if value is None or not np.isfinite(value):
-        return "n/a"
-    return f"{value:.{digits}f}"
+    is_known = value is not None and np.isfinite(value)
+    return f"{value:.{digits}f}" if is_known else "n/a"
 
 
-def all_runs(arms: Arms) -> list[Run]:
+def runs_of(arms: Arms) -> list[Run]:
     """Return the runs of all arms in one list."""
     return [run for runs in arms.values() for run in runs.values()]
 
 
 def tost_cell(row: Comparison) -> str:
     """Format p of the equivalence test, with its margin and where the margin comes from."""
-    if not row.delta:
-        return "no margin"
-    margin = row.show(row.delta, sign=False)
-    return f"{row.verdict.p_tost:.3g} ({margin}, {row.delta_kind})"
+    margin = f"{row.show(row.delta, sign=False)}, {row.delta_kind}"
+    return f"{row.verdict.p_tost:.3g} ({margin})" if row.delta else "no margin"
 
 
 def text_cell(row: Comparison) -> str:
@@ -145,7 +134,7 @@ VERDICT_COLUMNS: dict[str, Callable[[Comparison], Any]] = {
     "seeds": lambda row: len(row.seeds),
     "difference": lambda row: row.show(row.estimate.mean),
     "Holm interval": lambda row: row.show_interval(row.verdict.interval),
-    "in tokens": lambda row: row.show_tokens(row.estimate.mean) if row.rate else "",
+    "in tokens": Comparison.show_tokens,
     "without one document": text_cell,
     "verdict": lambda row: f"**{row.word}**",
 }
@@ -196,8 +185,8 @@ CSV_COLUMNS: dict[str, Callable[[Comparison], Any]] = {
     "token_share": lambda row: row.tokens(row.estimate.mean),
     "low_document": lambda row: row.text and row.text.low,
     "high_document": lambda row: row.text and row.text.high,
-    "direction": lambda row: row.direction,
-    "margin_verdict": lambda row: row.margin_verdict,
+    "direction": lambda row: row.verdict.direction,
+    "margin_verdict": lambda row: row.verdict.margin,
     "verdict": lambda row: row.word,
 }
 
@@ -209,64 +198,29 @@ def table_of(rows: list[Comparison], columns: dict[str, Callable[[Comparison], A
     return markdown(filled, zip(*filled.values(), strict=True))
 
 
-def power_lines(rows: list[Comparison]) -> str:
-    """Say for each metric what its seeds can show: one line of a list each."""
-    lines = []
-    for metric, its in by_metric(rows).items():
-        detectable = [row.detectable for row in its]
-        found = " to ".join(
-            dict.fromkeys(
-                its[0].show(end, sign=False) for end in (min(detectable), max(detectable))
-            )
-        )
-        unit = "" if its[0].metric.relative else f" {its[0].metric.unit}"
-        line = f"- {metric}: a difference of {found}{unit} is found with 80 % power"
-        powers = [row.power_within for row in its if row.power_within is not None]
-        if powers:
-            margin = its[0].show(its[0].delta, sign=False)
-            power = " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(powers), max(powers))))
-            line += (
-                f'; the power to show "within" the margin of {margin} at a true difference of zero '
-                f"is {power}"
-            )
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def stability_table(arms: Arms) -> str:
     """Return the outcomes beside loss, one line an arm; "" if no run has them and none diverged."""
+    if not any(run.stability or run.diverged for run in runs_of(arms)):
+        return ""
     table = []
     for arm, runs in arms.items():
-        records = [run.stability for run in runs.values() if run.stability]
-        logits = values_of(records, "attention_logit")
+        values: dict[str, list[float]] = {"clipped": [], "spikes": [], "attention_logit": []}
+        for run in runs.values():
+            for name, found in values.items():
+                if run.stability.get(name) is not None:
+                    found.append(run.stability[name])
+        clipped, spikes, logits = values.values()
         cells = [
             f"`{arm}`",
             len(runs),
             sum(run.diverged for run in runs.values()),
-            percent(mean_of(values_of(records, "clipped"))),
-            number(mean_of(values_of(records, "spikes")), 1),
-            number(max(logits) if logits else None, 1),
+            f"{100 * np.mean(clipped):.0f} %" if clipped else "n/a",
+            number(np.mean(spikes) if spikes else None, 1),
+            number(max(logits, default=None), 1),
         ]
         table.append(cells)
-    if not any(run.stability or run.diverged for run in all_runs(arms)):
-        return ""
     header = ["arm", "runs", "diverged", "clipped steps", "spikes a run", "largest attention logit"]
     return markdown(header, table)
-
-
-def values_of(records: list[dict[str, Any]], name: str) -> list[float]:
-    """Return the finite values of one field."""
-    return [record[name] for record in records if record[name] is not None]
-
-
-def mean_of(values: list[float]) -> float | None:
-    """Return the mean; None of no values."""
-    return float(np.mean(values)) if values else None
-
-
-def percent(share: float | None) -> str:
-    """Format a share in per cent."""
-    return "n/a" if share is None else f"{100 * share:.0f} %"
 
 
 def seed_table(arms: Arms, metric: str) -> str:
@@ -274,21 +228,15 @@ def seed_table(arms: Arms, metric: str) -> str:
     digits = 0 if metric == "tok_per_s" else 4
     # The mean of speeds is geometric, because they are compared as ratios.
     mean = gmean if METRICS[metric].relative else np.mean
-    by_seed: dict[int, list[str]] = {seed: [] for runs in arms.values() for seed in runs}
-    means: list[str] = []
-    deviations: list[str] = []
+    seeds = sorted({seed for runs in arms.values() for seed in runs})
+    columns = [[*seeds, "mean", "SD"]]
     for runs in arms.values():
-        values = {seed: run.metrics.get(metric) for seed, run in runs.items()}
-        for seed, cells in by_seed.items():
-            cells.append(number(values.get(seed), digits))
-        measured = [value for value in values.values() if value is not None]
-        means.append(number(mean(measured) if measured else None, digits))
-        sd = np.std(measured, ddof=1) if len(measured) > 1 else None
-        deviations.append(number(sd, digits))
-    table: list[list[Any]] = [[seed, *by_seed[seed]] for seed in sorted(by_seed)]
-    table.append(["mean", *means])
-    table.append(["SD", *deviations])
-    return markdown(["seed", *(f"`{arm}`" for arm in arms)], table)
+        values = [runs[seed].metrics.get(metric) if seed in runs else None for seed in seeds]
+        measured = [value for value in values if value is not None]
+        values.append(mean(measured) if measured else None)
+        values.append(np.std(measured, ddof=1) if len(measured) > 1 else None)
+        columns.append([number(value, digits) for value in values])
+    return markdown(["seed", *(f"`{arm}`" for arm in arms)], zip(*columns, strict=True))
 
 
 def exchange_text(arms: Arms, baseline: str) -> str:
@@ -307,38 +255,6 @@ def exchange_text(arms: Arms, baseline: str) -> str:
     )
 
 
-def equal_time_text(rows: list[Comparison], arms: Arms, baseline: str) -> str:
-    """Say what throughput is worth: losses at equal tokens and at equal time in one table."""
-    rate = mean_exchange_rate(list(arms[baseline].values()))
-    timed = [row for row in rows if row.metric is EQUAL_TIME]
-    if rate is None or not timed:
-        return "No run has throughput and enough evaluations to compare at equal time."
-    by_key = {(row.arm, row.metric.name): row for row in rows}
-    table = []
-    for row in timed:
-        loss = by_key[row.arm, "val_loss"]
-        speed = by_key[row.arm, "tok_per_s"]
-        cells = [
-            f"`{row.name}`",
-            loss.show(loss.estimate.mean),
-            speed.show(speed.estimate.mean),
-            f"{-rate * speed.estimate.mean:+.4f}",
-            row.show(row.estimate.mean),
-        ]
-        table.append(cells)
-    header = [
-        "arm",
-        "val loss at equal tokens",
-        "throughput",
-        "worth, nats",
-        "val loss at equal time",
-    ]
-    return (
-        "Throughput is worth the tokens of the same time, at the exchange rate above, so rather "
-        "less than stands here.\n\n"
-    ) + markdown(header, table)
-
-
 def names_text(arms: Iterable[str]) -> str:
     """Return the table of short names; "" if no arm has one of its own."""
     table = [(f"`{short_name(arm)}`", f"`{arm}`") for arm in arms if short_name(arm) != arm]
@@ -352,7 +268,7 @@ def distinct(values: Iterable[Any]) -> str:
 
 def header_text(arms: Arms) -> str:
     """Say in one paragraph which runs are compared: device, versions, sizes."""
-    runs = all_runs(arms)
+    runs = runs_of(arms)
     devices = distinct(run.start["device"] for run in runs)
     torch = distinct(run.start["versions"]["torch"] for run in runs)
     # A commit is a hash of 40 digits, perhaps with "-dirty" behind it, which is kept.
@@ -366,49 +282,93 @@ def header_text(arms: Arms) -> str:
 
 
 @dataclass(frozen=True)
-class About:
-    """What a report says beside the comparisons."""
+class Report:
+    """What is compared, and what is to be said beside it.
 
-    stable: Arms  # the runs that are compared and those that diverged, by full arm
-    unjudged: list[str]  # one sentence for each arm with too few pairs to be compared
-    left_out: list[str]  # one line for each run or pair that is not compared
-    plots: list[Path]  # pictures in the same folder, in the order in which they are shown
+    Attributes:
+        baseline: full name of the arm that the others are compared with.
+        compared: the runs that have a pair. Means and curves are of these, so that they tell the
+            same story as the differences.
+        stable: these and the runs that diverged.
+        rows: every arm's comparison in every metric.
+        unjudged: one sentence for each arm with too few pairs to be compared.
+        left_out: one line for each run or pair that is not compared.
+    """
+
+    baseline: str
+    compared: Arms
+    stable: Arms
+    rows: list[Comparison]
+    unjudged: list[str]
+    left_out: list[str]
+
+    @property
+    def judged(self) -> list[Comparison]:
+        """The comparisons in metrics that are judged."""
+        return [row for row in self.rows if not row.not_judged]
+
+    @property
+    def others(self) -> list[Comparison]:
+        """Those that are not."""
+        return [row for row in self.rows if row.not_judged]
 
 
-def report_text(arms: Arms, rows: list[Comparison], baseline: str, about: About) -> str:
-    """Return the whole of report.md.
+def make_report(arms: Arms, baseline: str, deltas: dict[str, float]) -> Report:
+    """Pair and compare runs.
 
     Args:
-        arms: the runs that are compared, by the arms' short names.
-        rows: every arm's comparison in every metric.
-        baseline: short name of the arm that the others are compared with.
-        about: what else is said.
+        arms: all runs.
+        baseline: an arm.
+        deltas: metric -> margin, post hoc; 0 for none.
+
+    Raises:
+        UserError: the runs cannot be compared.
     """
-    judged = [row for row in rows if row.is_judged]
-    others = [row for row in rows if not row.is_judged]
-    parts = [f"# Norm types against `{baseline}`", header_text(arms), names_text(about.stable)]
-    parts += [f"![{plot.stem}]({plot.name})" for plot in about.plots]
+    alike = like_baseline(arms, baseline)
+    diverged = diverged_arms(alike)
+    pairs, left_out = pair_by_seed(arms, baseline)
+    rows, not_measured = compare(pairs, baseline, deltas, diverged)
+    bases = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
+    # Without any pair, all runs of the baseline stay.
+    compared = {baseline: bases or arms[baseline]}
+    compared |= {
+        arm: {pair.run.seed: pair.run for pair in its} for arm, its in pairs.items() if its
+    }
+    stable: Arms = {}
+    for arm, runs in alike.items():
+        for seed, run in runs.items():
+            if run.diverged or seed in compared.get(arm, {}):
+                stable.setdefault(arm, {})[seed] = run
+    unjudged = without_a_row(rows, pairs, diverged)
+    return Report(baseline, compared, stable, rows, unjudged, left_out + not_measured)
+
+
+def report_text(report: Report, plots: list[Path]) -> str:
+    """Return the whole of report.md, with these pictures of the same folder."""
+    arms = renamed(report.compared)
+    baseline = short_name(report.baseline)
+    parts = [f"# Norm types against `{baseline}`", header_text(arms), names_text(report.stable)]
+    parts += [f"![{plot.stem}]({plot.name})" for plot in plots]
     parts.append("## Verdicts")
-    parts += verdict_sentences(judged, about.unjudged)
-    if not rows:
+    parts += verdict_sentences(report.judged, report.unjudged)
+    if not report.rows:
         parts.append("No arm has two seeds in common with the baseline.")
-    if judged:
-        parts += [table_of(judged, VERDICT_COLUMNS), exchange_text(arms, baseline)]
-        parts += ["## Tests", table_of(judged, TEST_COLUMNS), "Power:", power_lines(judged)]
+    if report.judged:
+        parts += [table_of(report.judged, VERDICT_COLUMNS), exchange_text(arms, baseline)]
+        parts += ["## Tests", table_of(report.judged, TEST_COLUMNS)]
     parts.append(HOW)
-    if stability := stability_table(renamed(about.stable)):
+    if stability := stability_table(renamed(report.stable)):
         parts += ["## Stability", stability, STABILITY]
     parts.append("## Seed by seed")
     for name, metric in METRICS.items():
-        if any(name in run.metrics for run in all_runs(arms)):
+        if any(name in run.metrics for run in runs_of(arms)):
             parts += [f"### {name} ({metric.unit})", seed_table(arms, name)]
-    if about.left_out:
-        parts += ["## Left out", "\n".join(f"- {line}" for line in about.left_out)]
-    if others:
+    if report.left_out:
+        parts += ["## Left out", "\n".join(f"- {line}" for line in report.left_out)]
+    if report.others:
         parts.append("## Appendix: not judged")
-        parts += verdict_sentences(others)
-        parts += [table_of(others, VERDICT_COLUMNS), table_of(others, TEST_COLUMNS)]
-        parts += ["### Equal tokens, equal time", equal_time_text(rows, arms, baseline)]
+        parts += verdict_sentences(report.others)
+        parts += [table_of(report.others, VERDICT_COLUMNS), table_of(report.others, TEST_COLUMNS)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -431,129 +391,57 @@ def verdict_sentences(rows: list[Comparison], unjudged: list[str] | None = None)
     return texts
 
 
-def csv_text(header: Iterable[str], rows: list[list[Any]]) -> str:
+def csv_text(header: Iterable[str], rows: Iterable[list[Any]]) -> str:
     """Return a CSV file's content."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([list(header), *rows])
     return text.getvalue()
 
 
-def verdict_csv(rows: list[Comparison]) -> str:
-    """Return report.csv: one line for each metric and arm."""
-    return csv_text(CSV_COLUMNS, [[value(row) for value in CSV_COLUMNS.values()] for row in rows])
-
-
-def seeds_csv(arms: Arms) -> str:
-    """Return seeds.csv: one line for each run, with its metrics."""
-    rows = []
-    for arm, runs in arms.items():
-        for seed, run in sorted(runs.items()):
-            rows.append([arm, seed, *(run.metrics.get(name) for name in METRICS)])
-    return csv_text(["arm", "seed", *METRICS], rows)
-
-
 # ------------------------------------------------------------------------------------------ program
 
 
-@dataclass
-class Request:
-    """What the command line asks for."""
+@dataclass(frozen=True)
+class ReportConfig:
+    """The keys of report.py."""
 
-    folders: list[Path]  # run folders, log files, archives, or folders of these
-    baseline: str = ""  # "" for loss curves alone
-    out: Path | None = None
-    plot: Path | None = None
-    pictures: bool = True
-    deltas: dict[str, float] = field(default_factory=dict)  # metric -> margin, post hoc
-
-    def target_folder(self) -> Path:
-        """Return where the report goes: `out`, else into the folder of the runs or beside it."""
-        if self.out is not None:
-            return self.out
-        first = self.folders[0]
-        if first.is_dir():
-            return first
-        return first.parent if first.name.endswith(SUFFIX) else Path()
+    baseline: str = key("", "arm that every other one is compared with; without: loss curves alone")
+    out: str = key("", "folder that everything is written into, instead of that of the runs")
+    plot: str = key("", "file for the loss curves of runs without a baseline")
+    pictures: bool = key(True, "draw pictures beside the tables")
+    delta_val_loss: float = key(0.0, "margin of val_loss and val_loss_full, post hoc", least=0.0)
+    delta_train_loss: float = key(0.0, "margin of train_loss, post hoc", least=0.0)
+    delta_hellaswag_acc: float = key(0.0, "margin of hellaswag_acc, post hoc", least=0.0)
+    delta_hellaswag_acc_norm: float = key(0.0, "margin of hellaswag_acc_norm, post hoc", least=0.0)
+    delta_tok_per_s: float = key(0.0, "margin of tok_per_s, a share, post hoc", least=0.0)
 
 
-def parse(argv: list[str]) -> Request:
-    """Read the command line. Raises ConfigError."""
-    request = Request(folders=[])
-    for argument in argv:
-        name, _, text = argument.removeprefix("--").partition("=")
-        if not argument.startswith("-"):
-            request.folders.append(Path(argument))
-        elif name == "baseline" and text:
-            request.baseline = text
-        elif name == "out" and text:
-            request.out = Path(text)
-        elif name == "plot" and text:
-            request.plot = Path(text)
-        elif argument == "--pictures=False":
-            request.pictures = False
-        elif name.startswith("delta."):
-            metric = name.removeprefix("delta.")
-            request.deltas[metric] = parse_margin(argument, metric, text)
-        else:
-            raise ConfigError(
-                f"{argument}: report.py knows --baseline=ARM, --delta.METRIC=NUMBER, --out=DIR, "
-                "--plot=FILE, --pictures=False"
-            )
-    if request.plot is not None:
-        from common.plotting import check_picture
-
-        check_picture(request.plot)  # before anything is read
-    if not request.folders:
-        raise ConfigError("name one run folder or more (--help says more)")
-    if request.deltas and not request.baseline:
-        metric = next(iter(request.deltas))
-        raise ConfigError(f"delta.{metric}: a margin needs a comparison: give --baseline=ARM")
-    return request
-
-
-def parse_margin(argument: str, metric: str, text: str) -> float:
-    """Return the margin of --delta.METRIC=NUMBER. Raises ConfigError."""
-    try:
-        margin = float(text)
-    except ValueError:
-        margin = -1.0
-    if metric not in METRICS or not 0 < margin < np.inf:
-        raise ConfigError(f"{argument}: needs a margin above 0 for one of {', '.join(METRICS)}")
-    return margin
+def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
+    """Return where the output goes: `out`, else into the folder of the runs or beside it."""
+    if config.out:
+        return Path(config.out)
+    if len(paths) > 1 and not config.plot:
+        raise ConfigError("the runs are in several places: say where the output goes, --out=DIR")
+    return paths[0] if paths[0].is_dir() else paths[0].parent
 
 
 def draw(arms: Arms, rows: list[Comparison], baseline: str, out: Path) -> list[Path]:
     """Draw the pictures of a report into `out`, those that the runs have data for.
 
-    Losses over time are drawn only if the speed of every run is judged: Run.speed_problem.
+    `rows` are those that are judged. Losses over time are drawn only if the speed of every run is
+    judged: Run.speed_problem.
     """
-    runs = all_runs(arms)
+    runs = runs_of(arms)
     plots = [plot_loss(arms, out / "loss_tokens.png", "tokens", baseline)]
     if not any(run.speed_problem for run in runs):
         plots.append(plot_loss(arms, out / "loss_time.png", "time"))
-    if judged := [row for row in rows if row.is_judged]:
-        plots.append(plot_differences(judged, out / "differences.png"))
+    if rows:
+        plots.append(plot_differences(rows, out / "differences.png"))
     if any(run.stream for run in runs):
         plots.append(plot_stream(arms, out / "stream.png"))
     if any(run.history for run in runs):
         plots.append(plot_output(arms, out / "output.png"))
-    if moved := drifting(arms):
-        plots.append(plot_drift(moved, out / "drift.png"))
     return plots
-
-
-def compared_arms(arms: Arms, pairs: Pairs, baseline: str) -> Arms:
-    """Return only the runs that are compared.
-
-    Means and curves are of these runs, so that they tell the same story as the differences.
-    Without any pair, all runs of the baseline stay.
-    """
-    in_pairs = {pair.base.seed: pair.base for its in pairs.values() for pair in its}
-    compared = {baseline: in_pairs or arms[baseline]}
-    for arm, its in pairs.items():
-        if its:
-            compared[arm] = {pair.run.seed: pair.run for pair in its}
-    return compared
 
 
 def renamed(arms: Arms) -> Arms:
@@ -561,123 +449,81 @@ def renamed(arms: Arms) -> Arms:
     return {short_name(arm): runs for arm, runs in arms.items()}
 
 
-def with_diverged(compared: Arms, arms: Arms) -> Arms:
-    """Return the runs that are compared and all that diverged."""
-    found: Arms = {}
-    for arm, runs in arms.items():
-        chosen = compared.get(arm, {})
-        its = {seed: run for seed, run in runs.items() if run.diverged or seed in chosen}
-        if its:
-            found[arm] = its
-    return found
-
-
-def without_a_row(
-    rows: list[Comparison], pairs: Pairs, diverged: dict[str, str], baseline: str
-) -> list[str]:
+def without_a_row(rows: list[Comparison], pairs: Pairs, diverged: dict[str, str]) -> list[str]:
     """Return one sentence for each arm that has too few pairs to be compared, if it says why."""
-    lines = []
-    for arm in dict.fromkeys([*pairs, *diverged]):
-        if arm == baseline or any(row.arm == arm for row in rows):
-            continue
-        its = pairs.get(arm, [])
+    missing = {}
+    for arm, its in pairs.items():
         planned = its[0].run.config.get("planned_seeds", 0) if its else 0
-        if arm in diverged:
-            lines.append(f"{short_name(arm)}: {NO_VERDICT}: {diverged[arm]}.")
-        elif planned:
-            why = f"{len(its)} of {planned} planned seeds"
-            lines.append(f"{short_name(arm)}: {NO_VERDICT}: {why}.")
-    return lines
+        if planned:
+            missing[arm] = f"{len(its)} of {planned} planned seeds"
+    compared = {row.arm for row in rows}
+    return [
+        f"{short_name(arm)}: {NO_VERDICT}: {why}."
+        for arm, why in (missing | diverged).items()
+        if arm not in compared
+    ]
 
 
-def write_report(
-    arms: Arms, baseline: str, deltas: dict[str, float], out: Path, pictures: bool = True
-) -> str:
-    """Write report.md, report.csv, seeds.csv and pictures into `out`.
-
-    Returns:
-        The verdicts and the power as text, and a line for each run that was left out.
-
-    Raises:
-        UserError: the runs cannot be compared, or `out` cannot be written.
-    """
-    finished = usable(arms, baseline)
-    pairs, unpaired = pair_by_seed(finished.arms, baseline, tuple(finished.left_out))
-    rows, not_measured = compare(pairs, baseline, deltas, finished.diverged)
-    left_out = finished.left_out + unpaired + not_measured
-    compared = compared_arms(finished.arms, pairs, baseline)
-    stable = with_diverged(compared, like_baseline(arms, baseline))
-    unjudged = without_a_row(rows, pairs, finished.diverged, baseline)
-    short = renamed(compared)
+def write_report(report: Report, out: Path, pictures: bool) -> None:
+    """Write report.md, report.csv, seeds.csv and pictures into `out`. Raises UserError."""
     with writing(out):
-        plots = draw(short, rows, short_name(baseline), out) if pictures else []
-        about = About(stable, unjudged, left_out, plots)
-        text = report_text(short, rows, short_name(baseline), about)
+        plots = []
+        if pictures:
+            plots = draw(renamed(report.compared), report.judged, short_name(report.baseline), out)
         texts = {
-            "report.md": text,
-            "report.csv": verdict_csv(rows),
-            "seeds.csv": seeds_csv(compared),
+            "report.md": report_text(report, plots),
+            "report.csv": csv_text(
+                CSV_COLUMNS, [[value(row) for value in CSV_COLUMNS.values()] for row in report.rows]
+            ),
+            "seeds.csv": csv_text(
+                ["arm", "seed", *METRICS],
+                [
+                    [arm, seed, *map(run.metrics.get, METRICS)]
+                    for arm, runs in report.compared.items()
+                    for seed, run in sorted(runs.items())
+                ],
+            ),
         }
         for name, content in texts.items():
             check_replaceable(out / name, re.escape(content[:9].encode()))
             write_bytes_atomically(out / name, content.encode(errors="backslashreplace"))
-    return "\n\n".join(said(rows, unjudged, left_out))
 
 
-def said(rows: list[Comparison], unjudged: list[str], left_out: list[str]) -> list[str]:
-    """Return what the program prints: verdicts, power, what is not judged or left out."""
-    judged = [row for row in rows if row.is_judged]
-    parts = verdict_sentences(judged, unjudged)
-    if not rows:
+def said(report: Report) -> str:
+    """Return what the program prints: verdicts, what is not judged or left out."""
+    parts = verdict_sentences(report.judged, report.unjudged)
+    if not report.rows:
         parts.append(ALONE)
-    if judged:
-        parts.append(f"Power:\n\n{power_lines(judged)}")
-    if others := by_metric([row for row in rows if not row.is_judged]):
+    if others := by_metric(report.others):
         parts.append(f"Not judged (appendix of report.md): {', '.join(others)}")
-    return parts + [f"Left out: {line}" for line in left_out]
-
-
-def write_curves(runs: list[Run], request: Request) -> None:
-    """Draw the loss curves of runs without a baseline."""
-    if len(request.folders) > 1 and request.plot is None and request.out is None:
-        raise ConfigError(
-            "the plot of several folders needs a place: say where it goes, --plot=FILE or --out=DIR"
-        )
-    arms = label_runs(runs)
-    if len(arms) > MOST_CURVES:
-        raise ConfigError(
-            f"{len(arms)} curves, {MOST_CURVES} can be told apart in a plot: name fewer runs, or "
-            "compare all with one arm, --baseline=ARM"
-        )
-    out = request.target_folder()
-    with writing(out):
-        target = request.plot or out / "loss.png"
-    print(f"wrote {plot_loss(arms, target)}")
+    parts += [f"Left out: {line}" for line in report.left_out]
+    return "\n\n".join(parts)
 
 
 def main(argv: list[str]) -> None:
     """Run the program with these command-line arguments."""
-    if not argv or "--help" in argv or "-h" in argv:
-        print(__doc__)
+    if argv == ["--published"]:
+        published.print_verdicts()
         return
-    if argv[0].partition("=")[0] == "--published":
-        published.main(argv)
-        return
-    request = parse(argv)
-    runs = find_runs(request.folders)
+    paths = [Path(word) for word in argv if not word.startswith("-")]
+    config, _ = parse_args(ReportConfig, [word for word in argv if word.startswith("-")], __doc__)
+    if not paths:
+        raise ConfigError("name one run folder or more (--help says more)")
+    out = target_folder(config, paths)
+    if config.plot:
+        check_picture(Path(config.plot))  # before anything is read
+    runs = find_runs(paths)
     for run in runs:
         run.check()
-    if not request.baseline:
-        write_curves(runs, request)
+    if not config.baseline:
+        arms = label_runs(runs)
+        with writing(out):
+            print(f"wrote {plot_loss(arms, Path(config.plot or out / 'loss.png'))}")
         return
-    if len(request.folders) > 1 and request.out is None:
-        raise ConfigError(
-            "the report of several folders needs a place: say where it goes, --out=DIR"
-        )
-    out = request.target_folder()
-    print(write_report(by_arm(runs), request.baseline, request.deltas, out, request.pictures))
-    and_plots = " and plots" if request.pictures else ""
-    print(f"\nwrote report.md, report.csv, seeds.csv{and_plots} into {out}")
+    deltas = {name: getattr(config, f"delta_{name}", 0.0) for name in METRICS}
+    report = make_report(by_arm(runs), config.baseline, deltas)
+    write_report(report, out, config.pictures)
+    print(f"{said(report)}\n\nwrote report.md, report.csv, seeds.csv and pictures into {out}")
 
 
 def label_runs(runs: list[Run]) -> Arms:

@@ -66,8 +66,6 @@ def save(figure: plt.Figure, target: Path) -> Path:
             palette.save(target, optimize=True)
     except OSError as error:
         raise UserError(cannot_write(target, error)) from None
-    except ValueError as error:  # of a format that there is not
-        raise UserError(f"{target}: cannot be written ({error})") from None
     finally:
         plt.close(figure)
     return target

@@ -5,6 +5,7 @@ the paired t interval, Holm-corrected over arms, and from TOST. The permutation 
 bootstrap are reported as checks and decide nothing.
 """
 
+import bisect
 import functools
 import itertools
 import warnings
@@ -14,10 +15,12 @@ from time import perf_counter, process_time
 
 import numpy as np
 from scipy import stats
+from scipy.optimize import brentq
 
 ALPHA = 0.05  # of every test, after correction
 POWER = 0.8  # for the minimal detectable effect and the number of seeds
 QUANTILES = 1000  # of the observed SD, in the power of TOST
+LARGEST = 1e3  # SDs: a difference or a margin that is found with any two pairs
 
 # What a verdict says about the direction of a difference, and about the margin.
 BETTER = "better"
@@ -154,18 +157,15 @@ def sign_flip_p(differences: np.ndarray) -> float:
     All 2^n combinations of signs are tried up to n = 16, else 100,000 random ones.
     """
     n = len(differences)
-    is_exact = n <= 16
-    if is_exact:
+    if n <= 16:
         signs = np.array(list(itertools.product((1, -1), repeat=n)))
+        added = 0
     else:
         signs = np.random.RandomState(0).choice((1, -1), (100_000, n))
+        added = 1  # the observed signs count as one more combination, so that p is never 0
     sums = np.abs(signs @ differences)  # (combinations,)
-    observed = abs(differences.sum())
-    extreme = sums >= observed * (1 - 1e-12)  # ties are equal up to rounding
-    if is_exact:
-        return float(extreme.mean())
-    # The observed signs count as one more combination, so that p is never 0.
-    return float((extreme.sum() + 1) / (len(signs) + 1))
+    extreme = sums >= abs(differences.sum()) * (1 - 1e-12)  # ties are equal up to rounding
+    return float((extreme.sum() + added) / (len(signs) + added))
 
 
 def bca_interval(differences: np.ndarray) -> tuple[float, float]:
@@ -190,10 +190,15 @@ def bca_interval(differences: np.ndarray) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
-def holm(p_values: list[float]) -> list[float]:
-    """Return Holm's step-down adjusted p values, in the given order (Holm 1979)."""
-    count = len(p_values)
-    adjusted = [0.0] * count
+def holm(p_values: list[float], planned: int = 0) -> list[float]:
+    """Return Holm's step-down adjusted p values, in the given order (Holm 1979).
+
+    Args:
+        planned: number of tests that the family was declared with. Those that could not be made
+            count with p = 1.
+    """
+    count = max(planned, len(p_values))
+    adjusted = [0.0] * len(p_values)
     highest = 0.0  # adjusted values do not fall from one step to the next
     for rank, index in enumerate(np.argsort(p_values, kind="stable")):
         corrected = min(1.0, (count - rank) * p_values[index])
@@ -216,24 +221,14 @@ def power_of_t(effect: float, sd: float, n: int, alpha: float) -> float:
     return float(upper + lower)
 
 
-def smallest(reaches: Callable[[float], bool], high: float) -> float:
-    """Return the smallest number between 0 and `high` from which on `reaches` is true.
-
-    Found by bisection; `high` if it is true nowhere below.
-    """
-    low = 0.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        if reaches(middle):
-            high = middle
-        else:
-            low = middle
-    return high
-
-
 def detectable_effect(sd: float, n: int, alpha: float = ALPHA) -> float:
     """Return the smallest true difference that n pairs with this SD find with 80 % power."""
-    return smallest(lambda effect: power_of_t(effect, sd, n, alpha) >= POWER, sd * 1e4)
+
+    def above(effect: float) -> float:
+        return power_of_t(effect, 1.0, n, alpha) - POWER
+
+    # Power depends on the effect in units of the SD alone.
+    return sd * brentq(above, 0.0, LARGEST)
 
 
 def power_of_tost(mean: float, delta: float, sd: float, n: int, alpha: float) -> float:
@@ -261,11 +256,10 @@ def _observed_sds(n: int) -> np.ndarray:
 def largest_sd(delta: float, n: int, alpha: float = ALPHA) -> float:
     """Return the largest SD of n pairs for which TOST has 80 % power at a true difference of 0."""
 
-    def is_enough(margin: float) -> bool:
-        return power_of_tost(0.0, margin, 1.0, n, alpha) >= POWER
+    def above(margin: float) -> float:
+        return power_of_tost(0.0, margin, 1.0, n, alpha) - POWER
 
-    # Power depends on the margin in units of the SD alone.
-    return delta / smallest(is_enough, 1e4)
+    return delta / brentq(above, 0.0, LARGEST)
 
 
 def seeds_needed(mean: float, delta: float, sd: float, alpha: float = ALPHA) -> int | None:
@@ -274,28 +268,17 @@ def seeds_needed(mean: float, delta: float, sd: float, alpha: float = ALPHA) -> 
     A verdict is that the difference is not zero or, where delta > 0, that it lies within the
     margin. None if that takes more than 10,000 pairs.
     """
-    if sd == 0:
-        return 2
 
     def is_enough(n: int) -> bool:
         if abs(mean) < delta and power_of_tost(mean, delta, sd, n, alpha) >= POWER:
             return True
         return power_of_t(mean, sd, n, alpha) >= POWER
 
-    # Double until it is enough, then bisect between the last two.
-    high = 2
-    while not is_enough(high):
-        high *= 2
-        if high > 10_000:
-            return None
-    low = high // 2 + 1 if high > 2 else 2
-    while low < high:
-        middle = (low + high) // 2
-        if is_enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    counts = range(2, 10_001)
+    if sd == 0:
+        return counts[0]
+    place = bisect.bisect_left(counts, True, key=is_enough)
+    return counts[place] if place < len(counts) else None
 
 
 # ----------------------------------------------------------------------------------------- verdicts
@@ -321,17 +304,13 @@ class Verdict:
     @property
     def word(self) -> str:
         """Both parts, such as "worse, within the margin"."""
-        return joined(self.direction, self.margin)
+        about = {"": "", OPEN: ", margin open"}
+        return self.direction + about.get(self.margin, f", {self.margin} the margin")
 
 
-def joined(direction: str, margin: str) -> str:
-    """Return the two parts of a verdict as one phrase."""
-    if not margin:
-        return direction
-    return f"{direction}, " + ("margin open" if margin == OPEN else f"{margin} the margin")
-
-
-def decide(estimates: list[Estimate], delta: float, lower_is_better: bool) -> list[Verdict]:
+def decide(
+    estimates: list[Estimate], delta: float, lower_is_better: bool, planned: int = 0
+) -> list[Verdict]:
     """Decide about the arms of one metric.
 
     A direction is shown if the difference is significant, however small it is. Beside it stands
@@ -343,37 +322,30 @@ def decide(estimates: list[Estimate], delta: float, lower_is_better: bool) -> li
         estimates: one for each arm; Holm corrects each of the three tests for their number.
         delta: margin of equivalence, 0 if none was declared.
         lower_is_better: is a negative difference a gain?
+        planned: number of arms that were declared, if some cannot be tested.
     """
     p_values = [estimate.p_value() for estimate in estimates]
-    p_holms = holm(p_values)
-    p_tosts: list[float | None] = [None] * len(estimates)
-    p_beyonds: list[float | None] = [None] * len(estimates)
+    p_holms = holm(p_values, planned)
+    p_tosts = p_beyonds = [None] * len(estimates)
     if delta:
-        p_tosts = list(holm([estimate.tost(delta) for estimate in estimates]))
-        p_beyonds = list(holm([estimate.beyond(delta) for estimate in estimates]))
+        p_tosts = holm([estimate.tost(delta) for estimate in estimates], planned)
+        p_beyonds = holm([estimate.beyond(delta) for estimate in estimates], planned)
     verdicts = []
     for estimate, p, p_holm, p_tost, p_beyond in zip(
         estimates, p_values, p_holms, p_tosts, p_beyonds, strict=True
     ):
         # Holm multiplied p by p_holm / p, so this arm was tested at ALPHA times p / p_holm.
         alpha = ALPHA * p / p_holm if p_holm else ALPHA
-        direction = NO_DIFFERENCE
-        if p_holm < ALPHA:
-            is_lower = estimate.mean < 0
-            direction = BETTER if is_lower == lower_is_better else WORSE
-        margin = margin_word(p_tost, p_beyond)
+        is_gain = (estimate.mean < 0) == lower_is_better
+        direction = (BETTER if is_gain else WORSE) if p_holm < ALPHA else NO_DIFFERENCE
+        margin = OPEN if delta else ""
+        if delta and p_tost < ALPHA:
+            margin = WITHIN
+        elif delta and p_beyond < ALPHA:
+            margin = BEYOND
         interval = estimate.interval(alpha)
         verdicts.append(Verdict(direction, margin, p, p_holm, interval, p_tost, p_beyond))
     return verdicts
-
-
-def margin_word(p_tost: float | None, p_beyond: float | None) -> str:
-    """Say what is shown about the margin; "" where there is none."""
-    if p_tost is None or p_beyond is None:
-        return ""
-    if p_tost < ALPHA:
-        return WITHIN
-    return BEYOND if p_beyond < ALPHA else OPEN
 
 
 # ------------------------------------------------------------------------------------------- timing

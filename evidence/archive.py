@@ -4,99 +4,109 @@ python -m evidence.archive runs.tar.xz
     print the names of its runs, one a line
 python -m evidence.archive runs.tar.xz out/small/rms-8
     add a run (config, log, HellaSwag items), or replace the one of this name
-python -m evidence.archive runs.tar.xz --remove rms-8
-    take a run out
 """
 
 import common.interrupt  # noqa: F401
 
-import atexit
 import contextlib
 import fcntl
 import io
 import lzma
 import os
-import shutil
 import sys
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.errors import ConfigError, UserError, cannot_write, run_program
+from common.errors import ConfigError, UserError, run_program
 from common.inputs import check_regular
-from common.output import write_bytes_atomically
+from common.output import write_bytes_atomically, writing
 
 SUFFIX = ".tar.xz"
 FILES = ("config.json", "log.jsonl", "hellaswag.jsonl")  # the files of a run that are kept
+MOST = 1 << 30  # bytes that an archive may unpack to, and that a file of a run may have
 
 Content = dict[str, bytes]  # "run/file" -> its bytes
 
 
 def read(archive: Path) -> Content:
-    """Read an archive; empty if there is no such file. Raises UserError."""
-    check_regular(archive)
-    content: Content = {}
-    try:
-        with tarfile.open(archive, "r:xz") as file:
-            for member in file:
-                if member.isfile():
-                    content[member.name] = file.extractfile(member).read()
-        return content
-    except FileNotFoundError:
+    """Read an archive into memory; empty if there is no such file.
+
+    Raises UserError if it is damaged, or unpacks to more than MOST bytes.
+    """
+    if not archive.exists():
         return {}
-    except OSError as error:
-        raise UserError(
-            f"{archive}: cannot be read ({error.strerror or error}): check the path"
-        ) from None
-    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+    unpacker = lzma.LZMADecompressor()
+    try:
+        unpacked = unpacker.decompress(read_file(archive), MOST)
+        if not unpacker.eof:
+            raise UserError(f"{archive}: torn, or more than {MOST:,} bytes: no archive of runs")
+        with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as file:
+            members = [member for member in file if member.isfile()]
+            return {member.name: file.extractfile(member).read() for member in members}
+    except (tarfile.TarError, lzma.LZMAError) as error:
         raise UserError(
             f"{archive}: torn, or no archive of runs ({error}): fetch it again"
         ) from None
 
 
+def read_file(path: Path) -> bytes:
+    """Read a file of a run. Raises UserError for what never ends: a device, or one beyond MOST."""
+    check_regular(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): name a run folder") from None
+    if len(content) > MOST:
+        raise UserError(f"{path}: more than {MOST:,} bytes: no file of a run")
+    return content
+
+
+def files_of(run: Path) -> Content:
+    """Read the files of a run folder; of a log file alone, that."""
+    if not run.is_dir():
+        return {"log.jsonl": read_file(run)}
+    # Without a log, the error names it.
+    found = [name for name in FILES if name == "log.jsonl" or (run / name).exists()]
+    return {name: read_file(run / name) for name in found}
+
+
+def by_run(content: Content) -> dict[str, Content]:
+    """Sort an archive's content: name of a run -> its files."""
+    runs: dict[str, Content] = {}
+    for name, part in content.items():
+        run, _, file = name.partition("/")
+        runs.setdefault(run, {})[file] = part
+    return runs
+
+
 def write(archive: Path, content: Content) -> None:
-    """Write an archive atomically; the same content gives the same bytes. Raises UserError."""
+    """Write an archive atomically; the same content gives the same bytes. Raises OSError."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:xz", preset=9, format=tarfile.PAX_FORMAT) as file:
         for name in sorted(content):
             member = tarfile.TarInfo(name)
             member.size = len(content[name])
             file.addfile(member, io.BytesIO(content[name]))
-    try:
-        write_bytes_atomically(archive, packed.getvalue())
-    except OSError as error:
-        raise UserError(cannot_write(archive, error)) from None
+    write_bytes_atomically(archive, packed.getvalue())
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from changing an archive in this folder.
+    """Keep other processes from changing an archive in this folder, which is made if need be.
 
     Two sweeps may keep their runs in one archive. The lock is on the folder, because the archive
-    itself is replaced by each write.
+    itself is replaced by each write. Raises UserError if it cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(cannot_write(folder, error)) from None
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def names(content: Content) -> set[str]:
-    """Return the names of the runs in an archive's content."""
-    return {name.split("/")[0] for name in content}
-
-
-def without(content: Content, runs: set[str]) -> Content:
-    """Return the content without the runs of these names."""
-    return {name: part for name, part in content.items() if name.split("/")[0] not in runs}
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
 
 def add(archive: Path, *runs: Path) -> None:
@@ -104,74 +114,24 @@ def add(archive: Path, *runs: Path) -> None:
 
     Raises UserError, and then leaves the archive unchanged.
     """
-    added: Content = {}
-    for run in runs:
-        if not (run / "log.jsonl").is_file():
-            raise UserError(f"{run}: no log.jsonl there: name a run folder")
-        for name in FILES:
-            file = run / name
-            if file.is_file():
-                added[f"{run.name}/{name}"] = file.read_bytes()
+    added = {f"{run.name}/{name}": part for run in runs for name, part in files_of(run).items()}
+    names = {run.name for run in runs}
     with locked(archive.parent):
-        others = without(read(archive), names(added))
+        content = read(archive)
+        others = {name: part for name, part in content.items() if name.split("/")[0] not in names}
         write(archive, others | added)
 
 
-def remove(archive: Path, runs: list[str]) -> None:
-    """Take the runs of these names out.
-
-    Raises UserError if one of them is not there, and then leaves the archive unchanged.
-    """
-    with locked(archive.parent):
-        content = read(archive)
-        missing = set(runs) - names(content)
-        if missing:
-            raise UserError(
-                f"{archive}: no run {missing.pop()} in it: "
-                "the same command without --remove lists them"
-            )
-        write(archive, without(content, set(runs)))
-
-
-def unpack(archive: Path) -> Path:
-    """Unpack the runs of `archive` into a temporary folder, removed when the process ends.
-
-    Raises UserError.
-    """
-    if not archive.exists():
-        raise UserError(f"{archive}: no such archive: check the path")
-    folder = Path(tempfile.mkdtemp(prefix="runs-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name, part in read(archive).items():
-        target = (folder / name).resolve()
-        if not target.is_relative_to(folder.resolve()):
-            raise UserError(
-                f"{archive}: {name} would be written outside the folder: no archive of ours"
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(part)
-    return folder
-
-
 def main(argv: list[str]) -> None:
-    """List, add or remove runs."""
-    if not argv or argv[0] in ("--help", "-h"):
-        print(__doc__)
-        return
-    archive = Path(argv[0])
-    runs = argv[1:]
-    if not archive.name.endswith(SUFFIX):
-        raise ConfigError(f"{archive}: needs a name that ends in {SUFFIX}")
-    if runs[:1] == ["--remove"]:
-        remove(archive, runs[1:])
-        return
-    if unknown := [run for run in runs if run.startswith("-")]:
-        raise ConfigError(f"{unknown[0]}: needs run folders, or --remove and names of runs")
+    """List the runs of an archive, or add some."""
+    if not argv or not argv[0].endswith(SUFFIX):
+        raise ConfigError(f"name an archive first, which ends in {SUFFIX} (--help says more)")
+    archive, *runs = map(Path, argv)
     if runs:
-        add(archive, *map(Path, runs))
-        return
-    sys.stdout.writelines(f"{name}\n" for name in sorted(names(read(archive))))
+        add(archive, *runs)
+    else:
+        sys.stdout.writelines(f"{name}\n" for name in sorted(by_run(read(archive))))
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, __doc__)

@@ -10,7 +10,6 @@ process has the claim, else the command's.
 
 import common.interrupt  # noqa: F401
 
-import errno
 import fcntl
 import os
 import sys
@@ -21,46 +20,28 @@ from common.errors import ConfigError, UserError, cannot_write, run_program
 TAKEN = 75  # EX_TEMPFAIL of sysexits.h
 
 
-def claim(folder: Path) -> bool:
-    """Claim `folder` for this process and those that it starts; make it if there is none.
-
-    Returns:
-        Whether it is ours. True on a file system without locks, too.
-
-    Raises:
-        UserError: the folder or the file in it cannot be written.
-    """
-    path = folder / "claim"
+def main(argv: list[str]) -> None:
+    """Claim the folder argv[0], made if there is none, and become the command argv[1:]."""
+    if len(argv) < 2:
+        raise ConfigError("give a run folder and a command: see the head of evidence/claim.py")
+    path = Path(argv[0]) / "claim"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UserError(cannot_write(path, error)) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        # else no locks here; train.py says so
-    os.set_inheritable(descriptor, True)
-    return True
-
-
-def main(argv: list[str]) -> None:
-    """Claim the folder argv[0], and become the command argv[1:]."""
-    if argv[:1] in (["--help"], ["-h"]):
-        print(__doc__)
-        return
-    if len(argv) < 2:
-        raise ConfigError("give a run folder and a command: see the head of evidence/claim.py")
-    folder, *command = argv
-    if not claim(Path(folder)):
+    except (BlockingIOError, PermissionError):
         sys.exit(TAKEN)
+    except OSError:
+        pass  # a file system without locks; train.py says so
     try:
-        os.execvp(command[0], command)
+        os.set_inheritable(descriptor, True)
+        os.execvp(argv[1], argv[1:])
     except OSError as error:
-        raise UserError(f"{command[0]}: cannot be started ({error.strerror})") from None
+        raise UserError(f"{argv[1]}: cannot be started ({error.strerror})") from None
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, __doc__)

@@ -1,6 +1,6 @@
 """Arms against a baseline: pairs, estimates, verdicts, and a sentence for each verdict."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -9,9 +9,7 @@ import numpy as np
 from common.errors import ConfigError, UserError
 from common.stats import (
     ALPHA,
-    BEYOND,
     NO_DIFFERENCE,
-    OPEN,
     WITHIN,
     Estimate,
     Verdict,
@@ -47,17 +45,7 @@ class Pair(NamedTuple):
 Pairs = dict[str, list[Pair]]  # arm -> pairs, in the order of their seeds
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The runs that can be compared, and what is to be said about the others."""
-
-    arms: Arms
-    left_out: list[str]  # one line for each run that is left out
-    diverged: dict[str, str]  # arm -> sentence, where some of its seeds diverged
-
-
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """What single documents of the val split do to a mean difference."""
 
     low: float  # smallest and largest mean difference when one document is left out
@@ -75,14 +63,12 @@ class Comparison:
     metric: Metric
     arm: str
     baseline: str
-    name: str  # short names of both
-    baseline_name: str
     delta: float  # margin of equivalence, in the unit of the differences; 0 for none
     delta_kind: str  # declared, post hoc, or "" for none
     seeds: list[int]
     differences: np.ndarray  # (n,) paired by seed
     estimate: Estimate
-    verdict: Verdict  # of the tests alone
+    verdict: Verdict  # without words, where there is none
     n_arms: int  # number of arms that the tests are corrected for
     not_judged: str  # why this metric is not judged; "" if it is
     no_verdict: str  # why the arm has no verdict; "" if it has
@@ -90,23 +76,13 @@ class Comparison:
     text: Text | None  # of val_loss_full alone
 
     @property
-    def is_judged(self) -> bool:
-        """Is the metric one that is judged here?"""
-        return not self.not_judged
-
-    @property
-    def direction(self) -> str:
-        """First part of the verdict: better, worse, no difference shown; "" without a verdict."""
-        return "" if self.not_judged or self.no_verdict else self.verdict.direction
-
-    @property
-    def margin_verdict(self) -> str:
-        """Second part of it: within, beyond, open; "" without a verdict or a margin."""
-        return "" if self.not_judged or self.no_verdict else self.verdict.margin
+    def name(self) -> str:
+        """Short name of the arm."""
+        return short_name(self.arm)
 
     @property
     def word(self) -> str:
-        """Both parts in one phrase, or that there is none."""
+        """The verdict in one phrase, or that there is none."""
         if self.not_judged:
             return NOT_JUDGED
         return NO_VERDICT if self.no_verdict else self.verdict.word
@@ -138,12 +114,10 @@ class Comparison:
     def power_within(self) -> float | None:
         """Power to show "within the margin" at a true difference of zero, with the observed SD.
 
-        At the same level as `detectable`. None without a margin.
+        At the same level as `detectable`. None without a margin or a spread.
         """
-        if not self.delta:
+        if not self.delta or not self.sd_of_seed:
             return None
-        if not self.sd_of_seed:
-            return 1.0
         return power_of_tost(0.0, self.delta, self.sd_of_seed, len(self.seeds), ALPHA / self.n_arms)
 
     @cached_property
@@ -176,11 +150,11 @@ class Comparison:
         """
         return None if self.rate is None else float(np.expm1(-difference / self.rate))
 
-    def show_tokens(self, difference: float) -> str:
-        """Format the tokens that a difference is worth, in per cent; "n/a" if it is unknown."""
-        share = self.tokens(difference)
-        if share is None or not np.isfinite(difference):
-            return "n/a"
+    def show_tokens(self) -> str:
+        """Format the tokens that the mean difference is worth; "" if it is unknown."""
+        share = self.tokens(self.estimate.mean)
+        if share is None:
+            return ""
         return f"{100 * share:+.1f} %" if share < 10 else "above +1000 %"
 
     def show(self, difference: float, sign: bool = True) -> str:
@@ -202,63 +176,26 @@ class Comparison:
     def sentence(self) -> str:
         """Say in one sentence what the verdict is and why."""
         unit = "" if self.metric.relative else f" {self.metric.unit}"
-        tokens = f" (worth {self.show_tokens(self.estimate.mean)} of tokens)" if self.rate else ""
-        found = (
-            f"{self.show(self.estimate.mean)}{unit}{tokens} "
-            f"against {self.baseline_name} over {len(self.seeds)} seeds, "
-            f"Holm interval {self.show_interval(self.verdict.interval)}"
-        )
-        if self.not_judged:
-            return f"{self.name}: {self.word}: {found}; {self.not_judged}."
-        if self.no_verdict:
-            return f"{self.name}: {self.word}: {self.no_verdict}; so far {found}."
-        zero = "holds" if self.direction == NO_DIFFERENCE else "leaves out"
-        parts = [f"{self.name}: {self.word}: {found}, which {zero} zero", self.about_margin()]
-        if self.direction == NO_DIFFERENCE and self.margin_verdict != WITHIN:
-            parts.append(self.missing())
+        tokens = f" (worth {self.show_tokens()} of tokens)" if self.rate else ""
+        parts = [
+            f"{self.name}: {self.word}: {self.show(self.estimate.mean)}{unit}{tokens} "
+            f"against {short_name(self.baseline)} over {len(self.seeds)} seeds, "
+            f"Holm interval {self.show_interval(self.verdict.interval)}",
+            self.not_judged or self.no_verdict,
+        ]
+        if self.word.startswith(NO_DIFFERENCE) and self.verdict.margin != WITHIN and self.needed:
+            # A new set: who adds seeds until a verdict appears gets false ones. And at least one
+            # more, for the seeds that are there have not decided.
+            needed = max(self.needed, len(self.seeds) + 1)
+            parts.append(f"a difference like this one takes a new set of {needed} seeds")
+        if self.delta:
+            parts.append(f"the {self.delta_kind} margin is {self.show(self.delta, sign=False)}")
         if self.text is not None:
             parts.append(
                 f"conditional on this text: {self.show_interval((self.text.low, self.text.high))} "
                 f"when one of its {self.text.documents} documents is left out"
             )
         return "; ".join(part for part in parts if part) + "."
-
-    def about_margin(self) -> str:
-        """Say what is shown about the margin; "" if there is none and none is needed."""
-        if not self.delta:
-            is_shown = self.direction != NO_DIFFERENCE
-            return "" if is_shown else "no margin was declared, so nothing is said about its size"
-        margin = f"the {self.delta_kind} margin of {self.show(self.delta, sign=False)}"
-        p_tost = f"TOST p = {self.verdict.p_tost:.2g}"
-        p_beyond = f"p = {self.verdict.p_beyond:.2g}"
-        said = {
-            WITHIN: f"it lies within {margin} ({p_tost})",
-            BEYOND: f"it lies beyond {margin} ({p_beyond})",
-            OPEN: f"neither within ({p_tost}) nor beyond ({p_beyond}) {margin} is shown",
-        }
-        return said[self.verdict.margin]
-
-    def missing(self) -> str:
-        """Say what is missing for a verdict.
-
-        A new set of seeds, not more of them: who adds seeds until a verdict appears gets false
-        ones.
-        """
-        if not self.estimate.se:
-            return "all its pairs are identical"
-        if self.metric.name.startswith("hellaswag"):
-            detectable = self.show(self.detectable, sign=False)
-            return f"these seeds and items find {detectable} or more with 80 % power"
-        if self.needed is None:
-            return (
-                "a verdict on a difference like the observed one would take more than 10,000 seeds"
-            )
-        # At least one more: the seeds that are there have not decided.
-        needed = max(self.needed, len(self.seeds) + 1)
-        return (
-            f"a verdict on a difference like the observed one takes a new set of {needed} seeds "
-            "(80 % power)"
-        )
 
 
 def like_baseline(arms: Arms, baseline: str) -> Arms:
@@ -275,34 +212,6 @@ def like_baseline(arms: Arms, baseline: str) -> Arms:
     }
 
 
-def usable(arms: Arms, baseline: str = "") -> Finished:
-    """Select the runs that went to their end and can be compared.
-
-    A run that diverged takes its arm's verdict only if its settings are the baseline's.
-    """
-    alike = like_baseline(arms, baseline)
-    finished: Arms = {}
-    left_out: list[str] = []
-    diverged: dict[str, str] = {}
-    for arm, runs in arms.items():
-        bad = [run for run in alike[arm].values() if run.diverged]
-        if bad:
-            diverged[arm] = (
-                f"{len(bad)} of {len(alike[arm])} runs diverged, "
-                "and those that are left are no fair sample"
-            )
-        good = {}
-        for seed, run in runs.items():
-            problem = run.problem()
-            if problem:
-                left_out.append(f"{arm}, seed {seed}: {problem}")
-            else:
-                good[seed] = run
-        if good:
-            finished[arm] = good
-    return Finished(finished, left_out, diverged)
-
-
 def check_alike(arm: str, runs: dict[int, Run]) -> None:
     """Raise UserError if an arm's runs differ in more than the seed.
 
@@ -317,16 +226,11 @@ def check_alike(arm: str, runs: dict[int, Run]) -> None:
             )
 
 
-def pair_by_seed(
-    arms: Arms, baseline: str, unusable: tuple[str, ...] = ()
-) -> tuple[Pairs, list[str]]:
-    """Pair each run with the baseline's run of the same seed.
+def pair_by_seed(arms: Arms, baseline: str) -> tuple[Pairs, list[str]]:
+    """Pair each run that can be compared with the baseline's run of the same seed.
 
     Of an arm with more pairs than planned, the first ones are kept: else one could stop when the
     verdict pleases.
-
-    Args:
-        unusable: lines about runs that were left out, for the error message.
 
     Returns:
         The pairs of each arm, and a line about each run that has no pair.
@@ -334,19 +238,25 @@ def pair_by_seed(
     Raises:
         UserError: the baseline has no runs, or its runs differ in more than the seed.
     """
-    if baseline not in arms:
-        there = ", ".join(map(repr, arms)) or "none"
-        why = "".join(f"; {line}" for line in unusable)
-        raise ConfigError(f"baseline={baseline!r}: the arms with usable runs are {there}{why}")
-    check_alike(baseline, arms[baseline])
-    pairs: Pairs = {}
     left_out: list[str] = []
+    good: Arms = {}
     for arm, runs in arms.items():
-        if arm == baseline:
-            continue
-        pairs[arm] = []
         for seed, run in sorted(runs.items()):
-            base = arms[baseline].get(seed)
+            if problem := run.problem():
+                left_out.append(f"{arm}, seed {seed}: {problem}")
+            else:
+                good.setdefault(arm, {})[seed] = run
+    bases = good.pop(baseline, {})
+    if not bases:
+        there = ", ".join(map(repr, good)) or "none"
+        why = "".join(f"; {line}" for line in left_out)
+        raise ConfigError(f"baseline={baseline!r}: the arms with usable runs are {there}{why}")
+    check_alike(baseline, bases)
+    pairs: Pairs = {}
+    for arm, runs in good.items():
+        pairs[arm] = []
+        for seed, run in runs.items():
+            base = bases.get(seed)
             if base is None:
                 left_out.append(f"{arm}, seed {seed}: not paired: {baseline} has no such seed")
             elif difference := difference_in_settings(run, base):
@@ -358,9 +268,24 @@ def pair_by_seed(
             more = ", ".join(str(pair.run.seed) for pair in pairs[arm][planned:])
             left_out.append(f"{arm}: {planned} seeds were planned, so seed {more} is not judged")
             del pairs[arm][planned:]
-        if missing := sorted(arms[baseline].keys() - runs.keys()):
+        if missing := sorted(bases.keys() - runs.keys()):
             left_out.append(f"{arm} has no finished run of seed {', '.join(map(str, missing))}")
     return pairs, left_out
+
+
+def diverged_arms(alike: Arms) -> dict[str, str]:
+    """Return arm -> sentence, where some of its runs diverged: those that are left get no verdict.
+
+    Args:
+        alike: runs with the baseline's settings. Divergence under others is another experiment.
+    """
+    found = {}
+    for arm, runs in alike.items():
+        if bad := sum(run.diverged for run in runs.values()):
+            found[arm] = (
+                f"{bad} of {len(runs)} runs diverged, and those that are left are no fair sample"
+            )
+    return found
 
 
 def margin(metric: Metric, run: Run, post_hoc: dict[str, float]) -> tuple[float, str]:
@@ -369,20 +294,15 @@ def margin(metric: Metric, run: Run, post_hoc: dict[str, float]) -> tuple[float,
     The runs declare it, all the same one, unless `post_hoc` gives one now. The margin of a relative
     metric becomes a difference of logarithms, as the differences are. (0.0, "") for no margin.
     """
-    name = metric.name
-    if name not in post_hoc and name in ("val_loss_full", EQUAL_TIME.name):
-        name = "val_loss"
-    if name in post_hoc:
-        delta = post_hoc[name]
-        kind = "post hoc"
-    else:
-        delta = run.config.get(f"delta_{name}", 0.0)
-        kind = "declared"
+    names = [metric.name]
+    if metric.name in ("val_loss_full", EQUAL_TIME.name):
+        names.append("val_loss")
+    found = [(post_hoc[name], "post hoc") for name in names if post_hoc.get(name)]
+    found.append((run.config.get(f"delta_{names[-1]}", 0.0), "declared"))
+    delta, kind = found[0]
     if not delta:
         return 0.0, ""
-    if metric.relative:
-        delta = float(np.log1p(delta))
-    return delta, kind
+    return float(np.log1p(delta)) if metric.relative else delta, kind
 
 
 def exchange_rate(run: Run) -> float | None:
@@ -414,15 +334,11 @@ def without_a_document(pairs: list[Pair]) -> Text | None:
     Every difference is computed again without the document. None if the logs do not have the
     documents, if they differ, or if there is one alone.
     """
-    first = pairs[0].run.documents
-    if first.shape[1] < 2:
+    runs = [run.documents for pair in pairs for run in pair]
+    if any(not np.array_equal(run[0], runs[0][0]) for run in runs) or len(runs[0][0]) < 2:
         return None
-    means = []  # of the difference without each document, (documents,) a pair
-    for run, base in pairs:
-        for other in (run, base):
-            if not np.array_equal(other.documents[0], first[0]):
-                return None
-        means.append(losses_without(run.documents) - losses_without(base.documents))
+    # of the difference without each document, (documents,) a pair
+    means = [losses_without(run.documents) - losses_without(base.documents) for run, base in pairs]
     mean = np.mean(means, 0)  # (documents,)
     return Text(float(mean.min()), float(mean.max()), len(mean))
 
@@ -528,7 +444,7 @@ def compare(
     """Compare every arm with the baseline in every metric.
 
     Args:
-        post_hoc: metric -> margin of equivalence that was not declared before the runs.
+        post_hoc: metric -> margin of equivalence that was not declared before the runs; 0: none.
         diverged: arm -> sentence, for arms of which some seeds diverged. The seeds that are left
             are no fair sample, so they get no verdict.
 
@@ -564,12 +480,14 @@ def compare(
             runs = [run for pair in pairs[arm] for run in pair]
             is_loss = metric.unit == METRICS["val_loss"].unit and metric is not EQUAL_TIME
             of_metric = [pair for pair in pairs[arm] if pair.run.seed in measured.seeds]
+            not_judged = measured.caution(metric, runs)
+            no_verdict = lack_of_verdict(arm, baseline, measured, first, diverged)
+            if not_judged or no_verdict:
+                verdict = replace(verdict, direction="", margin="")
             row = Comparison(
                 metric=metric,
                 arm=arm,
                 baseline=baseline,
-                name=short_name(arm),
-                baseline_name=short_name(baseline),
                 delta=delta,
                 delta_kind=delta_kind,
                 seeds=measured.seeds,
@@ -577,8 +495,8 @@ def compare(
                 estimate=estimate,
                 verdict=verdict,
                 n_arms=len(found),
-                not_judged=measured.caution(metric, runs),
-                no_verdict=lack_of_verdict(arm, baseline, measured, first, diverged),
+                not_judged=not_judged,
+                no_verdict=no_verdict,
                 rate=rate if is_loss else None,
                 text=without_a_document(of_metric) if metric.name == "val_loss_full" else None,
             )

@@ -9,15 +9,29 @@ import numpy as np
 from common.errors import UserError
 from common.plotting import plt, save, style
 from evidence.comparison import Arms, Comparison
+from evidence.names import short_name
 from evidence.runs import Metric, Run
 
 LINE = 1.6  # width of a mean's line, points
 BAND = {"alpha": 0.18, "linewidth": 0}  # of the area around a mean
 
 
-def color_of(index: int) -> str:
-    """Return the colour of the arm with this number."""
-    return style(index)["color"]
+def draw_band(
+    axis: plt.Axes, x: np.ndarray, lines: tuple[np.ndarray, ...], index: int, label: str = ""
+) -> None:
+    """Draw a mean (n,) over x (n,) with a band, in the style of the arm with this number.
+
+    Args:
+        lines: mean, lower and upper end of the band, (n,) each.
+    """
+    mean, low, high = lines
+    axis.plot(x, mean, label=label, linewidth=LINE, **style(index))
+    axis.fill_between(x, low, high, color=style(index)["color"], **BAND)
+
+
+def over_seeds(values: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return mean, lowest and highest (n,) of the values (seeds, n)."""
+    return values.mean(0), values.min(0), values.max(0)
 
 
 def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
@@ -39,16 +53,6 @@ def tokens_per_second(runs: list[Run]) -> float:
     return 1 / np.mean(times)
 
 
-def plot_train_loss(axis: plt.Axes, run: Run, color: str) -> None:
-    """Draw a run's training loss, faint, over millions of tokens."""
-    if not run.steps:
-        return
-    steps = np.array([step["step"] for step in run.steps])
-    losses = [step["loss"] for step in run.steps]
-    tokens = steps * run.start["tokens_per_step"]
-    axis.plot(tokens / 1e6, losses, color=color, alpha=0.25, linewidth=1)
-
-
 def loss_limits(curves_of_arms: list[np.ndarray]) -> tuple[float, float]:
     """Return limits of the loss axis that leave out the steep beginning but show every end.
 
@@ -59,17 +63,10 @@ def loss_limits(curves_of_arms: list[np.ndarray]) -> tuple[float, float]:
     # The first evaluation is before the fall of the loss, so the 90 % of the others are shown.
     later = np.concatenate([losses[:, 1:].ravel() for losses in curves_of_arms])
     high = np.quantile(later, 0.9) if later.size else lowest + 1.0
-    ends = [losses[:, -1].mean() + sd_over_seeds(losses)[-1] for losses in curves_of_arms]
+    ends = [losses[:, -1].mean() + losses[:, -1].std() for losses in curves_of_arms]
     high = np.nanmax([high, *ends])
     room = 0.1 * (high - lowest) + 0.02
     return lowest - room, high + room
-
-
-def sd_over_seeds(losses: np.ndarray) -> np.ndarray:
-    """Return the standard deviation (n,) of losses (seeds, n); zeros for one seed."""
-    if len(losses) > 1:
-        return losses.std(0, ddof=1)
-    return np.zeros(losses.shape[1])
 
 
 def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = "") -> Path:
@@ -86,18 +83,17 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
         UserError: no run has an evaluation yet.
     """
     over_tokens = over == "tokens"
-    has_panel_below = False
-    if baseline and over_tokens:
-        has_panel_below = any(
-            len(arms[baseline].keys() & runs) > 1 for arm, runs in arms.items() if arm != baseline
-        )
+    has_panel_below = bool(baseline) and any(
+        len(arms[baseline].keys() & runs) > 1 for arm, runs in arms.items() if arm != baseline
+    )
+    heights = [3, 2] if has_panel_below else [3]
     figure, axes = plt.subplots(
-        2 if has_panel_below else 1,
-        figsize=(7.5, 7.5 if has_panel_below else 4.6),
+        len(heights),
+        figsize=(7.5, 1.5 * sum(heights)),
         layout="constrained",
         sharex=True,
         squeeze=False,
-        height_ratios=[3, 2] if has_panel_below else [1],
+        height_ratios=heights,
     )
     top = axes[0, 0]
     drawn: list[np.ndarray] = []  # (seeds, n) of each arm
@@ -110,16 +106,19 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
         else:
             x = tokens / tokens_per_second(list(runs.values())) / 60
         mean = losses.mean(0)
-        sd = sd_over_seeds(losses)
+        sd = losses.std(0, ddof=int(len(losses) > 1))  # zeros for one seed
         label = f"{arm}: {mean[-1]:.3f}"
         if len(losses) > 1:
             label += f" (SD {sd[-1]:.3f}, {len(losses)} seeds)"
         if diverged := sum(run.diverged for run in runs.values()):
             label += f", {diverged} diverged"
-        top.plot(x, mean, label=label, linewidth=LINE, **style(index))
-        top.fill_between(x, mean - sd, mean + sd, color=color_of(index), **BAND)
+        draw_band(top, x, (mean, mean - sd, mean + sd), index, label)
         if len(runs) == 1 and over_tokens:
-            plot_train_loss(top, next(iter(runs.values())), color_of(index))
+            [run] = runs.values()
+            steps = np.array([step["step"] for step in run.steps])
+            millions = steps * run.start["tokens_per_step"] / 1e6
+            train = [step["loss"] for step in run.steps]
+            top.plot(millions, train, color=style(index)["color"], alpha=0.25, linewidth=1)
         drawn.append(losses)
     if not drawn:
         raise UserError("no evaluation yet: nothing to draw")
@@ -147,16 +146,12 @@ def compress(axis: plt.Axes, samples: list[np.ndarray], which: str) -> None:
     spans = [np.abs(sample).max() for sample in samples if sample.size]
     usual = np.median(spans)
     if max(spans) > 5 * usual > 0:
-        set_scale = getattr(axis, f"set_{which}scale")
-        set_scale("symlog", linthresh=1.5 * usual, linscale=2)
+        getattr(axis, f"set_{which}scale")("symlog", linthresh=1.5 * usual, linscale=2)
         getattr(axis, f"{which}axis").set_major_formatter("{x:g}")
-    else:
-        axis.locator_params(axis=which, nbins=4)
-    low = min(sample.min() for sample in samples)
-    high = max(sample.max() for sample in samples)
+    ends = np.concatenate([sample.ravel() for sample in samples])
     room = 0.15 * usual or 1.0
-    set_limits = getattr(axis, f"set_{which}lim")
-    set_limits(1.2 * min(low, 0) - room, 1.2 * max(high, 0) + room)
+    limits = 1.2 * min(ends.min(), 0) - room, 1.2 * max(ends.max(), 0) + room
+    getattr(axis, f"set_{which}lim")(*limits)
 
 
 def plot_loss_differences(axis: plt.Axes, arms: Arms, baseline: str) -> None:
@@ -173,12 +168,8 @@ def plot_loss_differences(axis: plt.Axes, arms: Arms, baseline: str) -> None:
         theirs = [arms[baseline][seed] for seed in seeds]
         tokens, losses = curves(ours + theirs)  # (n,), (2 seeds, n)
         difference = losses[: len(seeds)] - losses[len(seeds) :]  # (seeds, n)
-        x = tokens / 1e6
-        axis.plot(x, difference.mean(0), linewidth=LINE, **style(index))
-        low = difference.min(0)
-        high = difference.max(0)
-        axis.fill_between(x, low, high, color=color_of(index), **BAND)
-        later.append(difference[:, len(x) // 4 :])
+        draw_band(axis, tokens / 1e6, over_seeds(difference), index)
+        later.append(difference[:, len(tokens) // 4 :])
     axis.axhline(0, color="black", linewidth=1)
     compress(axis, later, "y")
     axis.set(
@@ -229,7 +220,7 @@ def plot_metric(axis: plt.Axes, rows: list[Comparison], arms: list[str]) -> None
     unit = "per cent" if metric.relative else metric.unit
     axis.set(
         title=f"{metric.name}: better to the {sense}",
-        xlabel=f"difference to {rows[0].baseline_name} ({unit})",
+        xlabel=f"difference to {short_name(rows[0].baseline)} ({unit})",
     )
     axis.grid(axis="x", alpha=0.3)
     samples = [in_units(metric, np.append(row.differences, row.verdict.interval)) for row in rows]
@@ -312,88 +303,27 @@ def histories(runs: dict[int, Run]) -> list[dict[str, np.ndarray]]:
 
 
 def plot_output(arms: Arms, target: Path) -> Path:
-    """Draw what holds the scale at the output, over training.
-
-    Right of each panel is its later half, enlarged. The line is the mean over seeds, the band goes
-    from the lowest to the highest.
-    """
+    """Draw what holds the scale at the output, over training: mean over seeds, lowest, highest."""
     panels = {
         "rms": "RMS of the stream\nat the output",
         "logit_norm": "length of the logits\naround their mean",
         "radial_gradient": "radial gradient at the\noutput, nats",
     }
-    figure, axes = plt.subplots(3, 2, figsize=(11, 8.5), layout="constrained", sharex="col")
-    for pair, (name, label) in zip(axes, panels.items()):
+    figure, axes = plt.subplots(3, figsize=(7.5, 8.5), layout="constrained", sharex=True)
+    for axis, (name, label) in zip(axes, panels.items()):
         for index, (arm, runs) in enumerate(arms.items()):
-            found = histories(runs)
-            if not found:
-                continue
-            values = np.array([history[name] for history in found])
-            if name == "rms":
-                values = values[..., -1]  # the last norm position is the output
-            # values: (seeds, n)
-            x = found[0]["tokens"] / 1e6  # (n,)
-            for axis, first in zip(pair, (0.0, x[-1] / 2)):
-                part = x >= first
-                mean = values.mean(0)[part]
-                low = values.min(0)[part]
-                high = values.max(0)[part]
-                axis.plot(x[part], mean, label=arm, linewidth=LINE, **style(index))
-                axis.fill_between(x[part], low, high, color=color_of(index), **BAND)
-        pair[0].set_ylabel(label)
-        for axis in pair:
-            axis.grid(alpha=0.3)
-    axes[0, 0].set_title("Mean over seeds, band from lowest to highest")
-    axes[0, 1].set_title("Later half")
-    for axis in axes[-1]:
-        axis.set_xlabel("training tokens (millions)")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=2)
-    return save(figure, target)
-
-
-def drifting(arms: Arms) -> Arms:
-    """Select the arms whose norms use, at some time, a statistic that is not the stream's own."""
-    found: Arms = {}
-    for arm, runs in arms.items():
-        drifts = [run.history["drift"] for run in runs.values() if run.history]
-        if any((drift != 1).any() for drift in drifts):
-            found[arm] = runs
-    return found
-
-
-def plot_drift(arms: Arms, target: Path) -> Path:
-    """Draw how far the stream moves from the statistic that each norm position uses.
-
-    One panel an arm, one line a position, over training; geometric means over seeds.
-    """
-    figure, axes = plt.subplots(
-        len(arms),
-        figsize=(7.5, 1.2 + 1.8 * len(arms)),
-        layout="constrained",
-        sharex=True,
-        squeeze=False,
-    )
-    for axis, (arm, runs) in zip(axes.flat, arms.items()):
-        found = histories(runs)
-        log_drift = np.mean([np.log(history["drift"]) for history in found], 0)
-        drift = np.exp(log_drift)  # (n, 2L + 1)
-        x = found[0]["tokens"] / 1e6  # (n,)
-        shades = plt.get_cmap("viridis")(np.linspace(0, 0.9, drift.shape[1]))
-        for position, (line, shade) in enumerate(zip(drift.T, shades)):
-            axis.plot(x, line, color=shade, linewidth=1.4, label=f"{position / 2:g}")
-        axis.set(title=arm, ylabel="drift")
+            if found := histories(runs):
+                values = np.array([history[name] for history in found])
+                if name == "rms":
+                    values = values[..., -1]  # the last norm position is the output
+                # values: (seeds, n)
+                draw_band(axis, found[0]["tokens"] / 1e6, over_seeds(values), index, arm)
+        axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-    axes[0, 0].legend(
-        frameon=False,
-        fontsize=8,
-        ncols=2,
-        title="block",
-        loc="center left",
-        bbox_to_anchor=(1, 0.5),
-    )
-    axes[-1, 0].set_xlabel("training tokens (millions)")
-    figure.suptitle("RMS of the stream over the statistic used, at every norm position", size=10)
+    axes[0].set_title("Mean over seeds, band from lowest to highest")
+    axes[-1].set_xlabel("training tokens (millions)")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=2)
     return save(figure, target)
 
 
@@ -411,19 +341,11 @@ def plot_sizes(rows: list[dict], plan: str, target: Path, title: str) -> Path:
     for index, name in enumerate(("before attention", "before MLP")):
         mine = rows[index : len(rows) - 1 : 2]  # without the final norm
         blocks = np.arange(len(mine)) + 0.5 * index
-        mean = [row["mean"] for row in mine]
-        axis.plot(blocks, mean, label=f"mean {name}", linewidth=1.2, **style(index))
-        low = [row["quantiles"][0] for row in mine]
-        high = [row["quantiles"][2] for row in mine]
-        axis.fill_between(blocks, low, high, color=color_of(index), **BAND)
-        axis.plot(
-            blocks,
-            [row["first"] for row in mine],
-            label=f"first token, {name}",
-            linewidth=0.8,
-            linestyle=":",
-            color=color_of(index),
-        )
+        lines = ([row["mean"] for row in mine], *zip(*(row["quantiles"][::2] for row in mine)))
+        draw_band(axis, blocks, lines, index, f"mean {name}")
+        first = [row["first"] for row in mine]
+        look = {"linewidth": 0.8, "linestyle": ":", "color": style(index)["color"]}
+        axis.plot(blocks, first, label=f"first token, {name}", **look)
     for position, letter in enumerate(plan.replace(" ", "")):
         if letter == "s":
             start = position / 2 - 0.25

@@ -8,20 +8,16 @@ Seeds were paired, but the pairs are not printed, so only an unpaired test can b
 
 import csv
 import json
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, UserError
 from common.stats import (
     ALPHA,
     BEYOND,
     NO_DIFFERENCE,
     OPEN,
-    WITHIN,
     Estimate,
-    Verdict,
     decide,
     holm,
     welch,
@@ -32,160 +28,75 @@ CoupledNorm, Table 1, re-read from its printed numbers: Welch's unpaired t test,
 are not printed. Deviations are taken for standard deviations (the paper does not say). p Holm
 corrects for all metrics of the table, and decides. Margins are ours, set after the fact; the paper
 declares none, and without one nothing can be called equal. Each line reads: the paper's
-baseline -> CoupledNorm.
+baseline -> CoupledNorm. A deviation that stands in another unit there is multiplied.
 """
 TABLE = Path(__file__).resolve().parents[1] / "repro" / "coupled_table1.csv"
 
 
-@dataclass(frozen=True)
-class PublishedRow:
-    """One metric as the paper prints it, and how it is to be read."""
-
-    metric: str
-    unit: str
-    lower_is_better: bool
-    n: int  # runs of each model
-    baseline_mean: float
-    baseline_sd: float
-    coupled_mean: float
-    coupled_sd: float
-    sd_unit: float  # what a printed deviation is multiplied by to have the unit of the means
-    delta: float  # our margin of equivalence; 0 for none
-    rounding: float  # half a unit of the last printed digit of a mean
-
-    def estimate(self) -> Estimate:
-        """Estimate the difference coupled - baseline by Welch's unpaired test."""
-        return welch(
-            self.baseline_mean,
-            self.baseline_sd * self.sd_unit,
-            self.n,
-            self.coupled_mean,
-            self.coupled_sd * self.sd_unit,
-            self.n,
-        )
-
-    def description(self) -> str:
-        """Say what was read."""
-        text = f"{self.baseline_mean} -> {self.coupled_mean} {self.unit}, n = {self.n} each"
-        text += f"; both means are rounded, by up to {self.rounding:g} each"
-        if self.sd_unit != 1:
-            text += f"; deviations stand in another unit there, taken times {self.sd_unit:g}"
-        return text
-
-    def check(self) -> None:
-        """Raise ValueError for numbers that no table can print."""
-        numbers = [value for value in vars(self).values() if isinstance(value, float)]
-        if not all(map(math.isfinite, numbers)) or self.n < 2 or self.baseline_mean == 0:
-            raise ValueError
-        deviations = (self.baseline_sd, self.coupled_sd)
-        if min(deviations) < 0 or max(deviations) == 0 or self.delta < 0 or self.sd_unit <= 0:
-            raise ValueError
+Row = dict[str, str]  # a line of the CSV
 
 
-def parse_row(row: dict[str, str]) -> PublishedRow:
-    """Parse one line of the CSV.
+def read_table() -> list[Row]:
+    """Read the rows of the CSV; lines that begin with # are comments."""
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
-    Raises ValueError, KeyError, TypeError or AttributeError for a line that is no such row.
-    """
-    decimals = len(row["coupled_mean"].partition(".")[2])
-    parsed = PublishedRow(
-        metric=row["metric"],
-        unit=row["unit"],
-        lower_is_better=row["lower_is_better"] == "yes",
-        n=int(row["n"]),
-        baseline_mean=float(row["baseline_mean"]),
-        baseline_sd=float(row["baseline_sd"]),
-        coupled_mean=float(row["coupled_mean"]),
-        coupled_sd=float(row["coupled_sd"]),
-        sd_unit=float(row["sd_unit"]),
-        delta=float(row["delta"]),
-        rounding=0.5 * 10**-decimals,
+
+def estimate_of(row: Row) -> Estimate:
+    """Estimate the difference coupled - baseline by Welch's unpaired test."""
+    n = int(row["n"])
+    # what a printed deviation is multiplied by to have the unit of the means
+    unit = float(row["sd_unit"])
+    base, coupled = float(row["baseline_mean"]), float(row["coupled_mean"])
+    return welch(
+        base, float(row["baseline_sd"]) * unit, n, coupled, float(row["coupled_sd"]) * unit, n
     )
-    parsed.check()
-    return parsed
 
 
-def read_table(path: Path) -> list[PublishedRow]:
-    """Read the rows of the CSV; lines that begin with # are comments. Raises UserError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        lines = [line for line in lines if not line.startswith("#")]
-        return [parse_row(row) for row in csv.DictReader(lines)]
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(
-            f"{path}: not a table like repro/coupled_table1.csv: compare the columns"
-        ) from None
-
-
-def main(argv: list[str]) -> None:
-    """Run `report.py --published` or `--published=FILE`: print the verdicts, then one JSON line."""
-    if len(argv) > 1:
-        raise ConfigError(f"{argv[1]}: --published stands alone")
-    rows = read_table(Path(argv[0].partition("=")[2] or TABLE))
-    p_holm = holm([row.estimate().p_value() for row in rows])
+def print_verdicts() -> None:
+    """Print what each row of the table supports, then one JSON line."""
+    rows = read_table()
+    p_holm = holm([estimate_of(row).p_value() for row in rows])
     print(INTRO)
     found = {}
     for row, corrected in zip(rows, p_holm, strict=True):
-        found[row.metric] = print_verdict(row, corrected)
+        found[row["metric"]] = print_verdict(row, corrected)
     print(json.dumps(found))
 
 
-def print_verdict(row: PublishedRow, p_holm: float) -> dict[str, Any]:
+def print_verdict(row: Row, p_holm: float) -> dict[str, Any]:
     """Print what one row supports, and return it as a record.
 
     Args:
         p_holm: p, corrected for all metrics of the table.
     """
-    estimate = row.estimate()
+    estimate = estimate_of(row)
+    delta = float(row["delta"])  # our margin of equivalence; 0 for none
+    rounding = 0.5 * 10 ** -len(row["coupled_mean"].partition(".")[2])
     # `decide` corrects for arms. Here there is one arm but several metrics, so p_holm has the last
     # word about a difference, and what has no direction is not shown to lie beyond a margin.
-    [verdict] = decide([estimate], row.delta, row.lower_is_better)
+    [verdict] = decide([estimate], delta, row["lower_is_better"] == "yes")
     if p_holm >= ALPHA:
-        is_beyond = verdict.margin == BEYOND
-        margin = OPEN if is_beyond else verdict.margin
+        margin = OPEN if verdict.margin == BEYOND else verdict.margin
         verdict = replace(verdict, direction=NO_DIFFERENCE, margin=margin)
-    low, high = estimate.interval()
-    t = estimate.mean / estimate.se if estimate.se else None
-    base = row.baseline_mean
-    print(f"{row.metric}: {row.description()}")
+    t = estimate.mean / estimate.se
+    relative = [end / float(row["baseline_mean"]) for end in estimate.interval()]
+    interval = " … ".join(f"{end:+.2%}" for end in relative)
+    equal = f"; TOST within {delta:g}: p = {verdict.p_tost:.2g}" if delta else ""
     print(
-        f"  difference {estimate.mean:+.4g} ({estimate.mean / base:+.2%}), 95 % interval "
-        f"{low:+.4g} … {high:+.4g} ({low / base:+.2%} … {high / base:+.2%})"
+        f"{row['metric']}: {row['baseline_mean']} -> {row['coupled_mean']} {row['unit']}, "
+        f"n = {row['n']} each; both means are rounded, by up to {rounding:g} each; deviations "
+        f"times {row['sd_unit']}\n  difference {estimate.mean:+.4g}, 95 % interval {interval}"
+        f"\n  t = {t:.2f}, p = {verdict.p:.2g}, p Holm = {p_holm:.2g}{equal}\n  {verdict.word}\n"
     )
-    shown = "undefined" if t is None else f"{t:.2f}"
-    line = f"  t = {shown}, p = {verdict.p:.2g}, p Holm = {p_holm:.2g}"
-    if row.delta:
-        line += f"; TOST within {row.delta:g}: p = {verdict.p_tost:.2g}"
-    print(line)
-    print(f"  {verdict.word}: {reason(verdict, row.delta)}\n")
     return {
         "t": t,
         "p": verdict.p,
         "p_holm": p_holm,
-        "ci": [low, high],
-        "ci_relative": [low / base, high / base],
+        "ci": list(estimate.interval()),
+        "ci_relative": relative,
         "p_tost": verdict.p_tost,
         "direction": verdict.direction,
         "margin_verdict": verdict.margin,
         "verdict": verdict.word,
     }
-
-
-def reason(verdict: Verdict, delta: float) -> str:
-    """Say in one sentence what the printed numbers support."""
-    if verdict.direction != NO_DIFFERENCE:
-        difference = f"the printed numbers support a difference, coupled being {verdict.direction}"
-    elif verdict.p < ALPHA:
-        difference = "a difference shows only without correction for the metrics"
-    else:
-        difference = "a difference is not shown"
-    if not delta:
-        return f"{difference}; no margin is set."
-    about_margin = {
-        WITHIN: f"the numbers support equality within {delta:g}",
-        BEYOND: f"the difference is larger than {delta:g}",
-        OPEN: f"equality within {delta:g} is not shown",
-    }
-    return f"{difference}; {about_margin[verdict.margin]}."

@@ -4,8 +4,6 @@ An arm is the norm type with all its norm keys. Runs are paired by seed, and onl
 nothing else but their names.
 """
 
-import contextlib
-import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +15,7 @@ from common.errors import UserError
 from common.fingerprint import data_difference
 from common.old_keys import RETIRED, as_today, chosen_then
 from common.output import parse_json
-from evidence.archive import SUFFIX, unpack
+from evidence.archive import SUFFIX, Content, by_run, files_of, read, read_file
 
 # Norm keys and their defaults, for older logs that do not record them: those of every norm type
 # (""), and those that one norm type adds.
@@ -84,18 +82,25 @@ BEFORE_THE_KEY = {
 # What the start event tells beside the config, and what it was in older logs without it.
 PLACE = {"world_size": None, "device": None, "float32_products": "highest"}
 NUMBER = (int, float, type(None))  # None: it was not finite
+LIST = (list, type(...))  # ...: older logs do not have it
 # kind of event -> the fields that are read here, and their types
 FIELDS: dict[str, dict[str, Any]] = {
     "start": {"config": dict},
     "step": {"step": int, "loss": NUMBER, "tok_per_s": NUMBER},
     "eval": {"step": int, "val_loss": NUMBER},
-    "rms": {"step": int},
+    "rms": {"step": int, "rms": LIST, "drift": LIST, "spread": LIST},
     "val_full": {"step": int, "val_loss_full": NUMBER},
     "stability": {"step": int, "clipped": NUMBER, "spikes": NUMBER, "attention_logit": NUMBER},
-    "resume": {"step": int},
+    "resume": {"step": int, "changed": LIST},
     "end": {"reason": str},
 }
-START = {"device": str, "versions": dict, "n_params": int, "tokens_per_step": int}
+START = {
+    "device": str,
+    "versions": dict,
+    "n_params": int,
+    "tokens_per_step": int,
+    "norm_keys": (dict, type(...)),
+}
 CONFIG = {"norm_type": str, "seed": int, "max_iters": int}
 LAST_PART = 0.1  # train_loss is the mean over this share of the steps, at the end
 RULES = ("acc", "acc_norm")  # how HellaSwag's choice is made (evals/hellaswag.py)
@@ -128,14 +133,15 @@ class Run:
     """One run: its config, the events of its log, its HellaSwag items.
 
     Args:
-        path: a run folder, or a log file alone.
-        name: what messages call the run, if not by its path.
+        path: a run folder, a log file alone, or archive/run; messages call the run by it.
+        files: its files, if they are not to be read from `path`.
     """
 
-    def __init__(self, path: Path, name: str = ""):
+    def __init__(self, path: Path, files: Content | None = None):
         self.path = path
-        self.name = name or str(path)
-        self.events = read_log(path)
+        self.name = str(path)
+        self.files = files_of(path) if files is None else files
+        self.events = parse_log(self.files.get("log.jsonl", b""), self.name)
         self.start = self.events[0]
         device = self.start.get("device", "")
         self.config: dict[str, Any] = chosen_then(as_today(self.start["config"]), device)
@@ -164,21 +170,16 @@ class Run:
         """Why the run's speed is not judged; "" if it is."""
         if self.start["device"].startswith("cpu"):
             return "of runs on a CPU"
-        resumed = [
-            change for event in self.events_of("resume") for change in event.get("changed", [])
-        ]
-        if self.config.get("jobs", 1) > 1 or any(change.startswith("jobs ") for change in resumed):
+        is_shared = any(change.startswith("jobs ") for change in self._changes)
+        if is_shared or self.config.get("jobs", 1) > 1:
             return "of runs side by side on one machine"
         return ""
 
     @cached_property
     def norm_keys(self) -> dict[str, Any]:
         """The norm keys that the run's norm type reads, with the defaults of its day."""
-        if "norm_keys" in self.start:
-            keys = self.start["norm_keys"]
-        else:
-            keys = OLD_NORM_KEYS[""] | OLD_NORM_KEYS.get(self.config["norm_type"], {})
-        keys = as_today(keys)
+        old = OLD_NORM_KEYS[""] | OLD_NORM_KEYS.get(self.config["norm_type"], {})
+        keys = as_today(self.start.get("norm_keys", old))
         if "norm_recipe" in self.config:  # an older dyt run has it by translation alone
             keys.setdefault("norm_recipe", "paper")
         return keys
@@ -196,6 +197,10 @@ class Run:
     def events_of(self, kind: str) -> list[dict]:
         """The log's events of one kind, in order."""
         return [event for event in self.events if event["event"] == kind]
+
+    def last(self, kind: str) -> dict[str, Any]:
+        """The last event of a kind; empty in logs that do not have it."""
+        return next((event for event in self.events[::-1] if event["event"] == kind), {})
 
     @cached_property
     def curve(self) -> np.ndarray:
@@ -219,8 +224,7 @@ class Run:
         "rms", "drift" and "spread" at each of the 2L + 1 norm positions, (2L + 1,) each. Empty in
         logs that do not have them.
         """
-        events = self.events_of("rms")
-        last = events[-1] if events else {}
+        last = self.last("rms")
         names = [name for name in ("rms", "drift", "spread") if name in last]
         return {name: np.array(last[name], dtype=float) for name in names}
 
@@ -239,25 +243,20 @@ class Run:
         steps = np.array([event["step"] for event in events])
         return {**found, "tokens": steps * self.start["tokens_per_step"]}
 
-    @cached_property
+    @property
     def stability(self) -> dict[str, float | None]:
         """The last record of training/stability.py; empty in logs that do not have it.
 
         "clipped", the share of steps whose gradient was clipped, "spikes", and "attention_logit",
         the largest one. A value is None if it was not finite.
         """
-        events = self.events_of("stability")
-        return events[-1] if events else {}
+        return self.last("stability")
 
     @cached_property
     def whole_split(self) -> dict[str, Any]:
         """The loss over the whole val split after the last step; empty without that event."""
-        events = [
-            event
-            for event in self.events_of("val_full")
-            if event["step"] == self.config["max_iters"]
-        ]
-        return events[-1] if events else {}
+        last = self.last("val_full")
+        return last if last.get("step") == self.config["max_iters"] else {}
 
     @cached_property
     def documents(self) -> np.ndarray:
@@ -279,15 +278,16 @@ class Run:
         return found
 
     @property
+    def _changes(self) -> list[str]:
+        """What was other when the run was resumed, "key old -> new" each."""
+        resumed = self.events_of("resume")
+        return [change for event in resumed for change in event.get("changed", [])]
+
+    @property
     def changed(self) -> list[str]:
-        """What was other when the run was resumed, "key old -> new" each; what is harmless not."""
+        """The same, without what is harmless."""
         harmless = NAMES | HARMLESS_VERSIONS
-        return [
-            change
-            for event in self.events_of("resume")
-            for change in event.get("changed", [])
-            if change.split()[0] not in harmless
-        ]
+        return [change for change in self._changes if change.split()[0] not in harmless]
 
     def problem(self) -> str:
         """Why the run cannot be compared; "" if it can."""
@@ -324,11 +324,10 @@ class Run:
         For each rule, bool (m,): was the choice right? And "item" (m, 2): number and label of each
         item. Raises UserError for a damaged file.
         """
-        path = self.path / "hellaswag.jsonl"
-        if not self.path.is_dir() or not path.exists():
+        if "hellaswag.jsonl" not in self.files:
             return {}
         try:
-            rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            rows = [parse_json(line) for line in self.files["hellaswag.jsonl"].splitlines()]
             items = {"item": np.array([(row["item"], row["label"]) for row in rows])}
             for rule in RULES:
                 items[rule] = np.array([row[f"{rule}_choice"] == row["label"] for row in rows])
@@ -374,37 +373,35 @@ def _text(value: Any) -> str:
 
 
 def read_log(run: Path) -> list[dict]:
-    """Read the events of a run's log.jsonl, or of a log file.
-
-    A last line that was cut off when the process was killed is left out. Raises UserError.
-    """
+    """Read the events of a run's log.jsonl, or of a log file. Raises UserError."""
     path = run / "log.jsonl" if run.is_dir() else run
+    return parse_log(read_file(path), str(path))
+
+
+def parse_log(content: bytes, name: str) -> list[dict]:
+    """Parse the events of a log; a last line that was cut off by a kill is left out.
+
+    Raises UserError, which calls the log `name`, if it is damaged.
+    """
     events: list[dict] = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        for line in lines[:-1]:
-            events.append(parse_json(line))
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}): is {run} a run folder?"
-        ) from None
-    except ValueError:
-        where = f"{path}:{len(events) + 1}: no JSON, so no run's log, or a damaged one"
-        raise UserError(
-            f"{where}: name run folders, and move a damaged one away or train it again"
-        ) from None
-    with contextlib.suppress(ValueError, IndexError):
-        events.append(parse_json(lines[-1]))
-    if not events or not isinstance(events[0], dict) or events[0].get("event") != "start":
-        raise UserError(
-            f"{path}: does not begin with a start event: no run's log, or damaged: leave it out"
-        )
-    for number, event in enumerate(events, 1):
-        problem = damage(event)
-        if problem:
+    lines = content.splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            event = parse_json(line)
+        except ValueError:
+            if number == len(lines):
+                break
+            event = None
+        if problem := damage(event):
             raise UserError(
-                f"{path}:{number}: damaged: {problem}: leave this run out, or train it again"
+                f"{name}: line {number} of its log is damaged: {problem}: leave this run out, or "
+                "train it again"
             )
+        events.append(event)
+    if not events or events[0]["event"] != "start":
+        raise UserError(
+            f"{name}: does not begin with a start event: no run's log, or damaged: leave it out"
+        )
     return events
 
 
@@ -418,10 +415,9 @@ def damage(event: Any) -> str:
 def wrong_field(values: dict[str, Any], kinds: dict[str, Any]) -> str:
     """Name the first field that is missing or of another type than its one in `kinds`; or ""."""
     for name, kind in kinds.items():
-        if name not in values:
-            return f"it has no {name}"
-        if isinstance(values[name], bool) or not isinstance(values[name], kind):
-            return f"{name} is {str(values[name])[:40]!r}"
+        value = values.get(name, ...)
+        if isinstance(value, bool) or not isinstance(value, kind):
+            return f"{name} is {str(value)[:40]!r}" if name in values else f"it has no {name}"
     return ""
 
 
@@ -433,47 +429,25 @@ def find_runs(paths: list[Path]) -> list[Run]:
     """
     runs: list[Run] = []
     for path in paths:
+        found: list[Run] = []
         if path.name.endswith(SUFFIX):
-            runs += in_archive(path)
-        elif path.is_dir() and not (path / "log.jsonl").exists():
-            runs += in_folder(path)
+            found = in_archive(path)
+        elif not path.is_dir() or (path / "log.jsonl").exists():
+            found = [Run(path)]
         else:
-            runs.append(Run(path))
+            found = [Run(log.parent) for log in sorted(path.rglob("log.jsonl"))]
+            # Where there are run folders, archives next to them hold copies of the same runs.
+            archives = [] if found else sorted(path.rglob(f"*{SUFFIX}"))
+            found += [run for archive in archives for run in in_archive(archive)]
+        if not found:
+            raise UserError(f"{path}: no run in it: name run folders, or what holds them")
+        runs += found
     return runs
-
-
-def in_folder(path: Path) -> list[Run]:
-    """Read the runs in a folder, at any depth. Raises UserError if there are none."""
-    runs = [Run(folder) for folder in run_folders(path)]
-    # Where there are run folders, archives next to them hold copies of the same runs.
-    if not runs:
-        for archive in sorted(path.rglob(f"*{SUFFIX}")):
-            runs += in_archive(archive)
-    if not runs:
-        raise UserError(
-            f"{path}: no run folder in it: name run folders, or the folder that holds them"
-        )
-    return runs
-
-
-def run_folders(path: Path) -> list[Path]:
-    """List the run folders in a folder, at any depth."""
-    return [log.parent for log in sorted(path.rglob("log.jsonl"))]
 
 
 def in_archive(archive: Path) -> list[Run]:
-    """Read the runs in an archive. Raises UserError if there are none."""
-    folder = unpack(archive)
-    try:
-        folders = run_folders(folder)
-        if not folders:
-            raise UserError(f"{archive}: no run in it: check the path")
-        runs = [Run(path, f"{archive}: {path.name}") for path in folders]
-        for run in runs:
-            _ = run.items  # read now, because the folder goes
-        return runs
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Read the runs in an archive; none if it is not there."""
+    return [Run(archive / name, files) for name, files in sorted(by_run(read(archive)).items())]
 
 
 def by_arm(runs: list[Run]) -> dict[str, dict[int, Run]]:

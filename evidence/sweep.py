@@ -52,12 +52,12 @@ def check(parse: Callable[[list[str]], Any], argv: list[str]) -> None:
             check_settings(Path(out) / f"{name}-{seed}", wanted)
     if config is not None:
         count = config.planned_seeds or len(seeds.split())
-        for line in power(count, len(marks) - 2, config.delta_val_loss):
+        if line := power(count, len(marks) - 2, config.delta_val_loss):
             print(line)
 
 
-def power(seeds: int, arms: int, delta: float) -> list[str]:
-    """Say what a sweep can show, in lines that need no SD; none of fewer than two seeds or arms.
+def power(seeds: int, arms: int, delta: float) -> str:
+    """Say what a sweep can show, in SDs of paired differences; "" of fewer than two seeds or arms.
 
     Args:
         seeds: pairs of each arm.
@@ -65,21 +65,13 @@ def power(seeds: int, arms: int, delta: float) -> list[str]:
         delta: margin of val loss, 0 for none.
     """
     if seeds < 2 or arms < 1:
-        return []
-    alpha = ALPHA / arms
-    smallest = detectable_effect(1.0, seeds, alpha)
-    against = "1 arm" if arms == 1 else f"{arms} arms"
-    lines = [
-        f"power: {seeds} seeds, {against} against a baseline: 80 % for a difference of "
-        f"{smallest:.2f} SD (of paired differences)"
-    ]
+        return ""
+    found = detectable_effect(1.0, seeds, ALPHA / arms)
+    line = f"power: {seeds} seeds, arms against the baseline: {arms}: 80 % for {found:.2f} SD"
     if delta:
-        largest = largest_sd(delta, seeds, alpha)
-        lines.append(
-            f'power: 80 % for "within the margin" of {delta:g} at a true difference of zero, if '
-            f"that SD is at most {largest:.3g}"
-        )
-    return lines
+        largest = largest_sd(delta, seeds, ALPHA / arms)
+        line += f', and for "within the margin" of {delta:g} if an SD is at most {largest:.3g}'
+    return line
 
 
 def check_settings(run: Path, wanted: dict[str, Any]) -> None:
@@ -97,16 +89,11 @@ def check_settings(run: Path, wanted: dict[str, Any]) -> None:
     open_keys = AUTO | FROM_DATA
     for key in sorted(wanted.keys() & there.keys() - NAMES):
         is_open = key in open_keys and wanted[key] == open_keys[key]
-        if is_open or same(key, there[key], wanted[key]):
-            continue
-        raise ConfigError(
-            f"{run}: it was trained with {key}={there[key]}, and this sweep has "
-            f"{key}={wanted[key]}: choose another OUT"
-        )
-
-
-def same(key: str, there: Any, wanted: Any) -> bool:
-    """Is a setting the same? A folder may be written in several ways."""
-    if key == "data_dir":
-        return Path(there).resolve() == Path(wanted).resolve()
-    return there == wanted
+        is_same = there[key] == wanted[key]
+        if key == "data_dir":  # may be written in several ways
+            is_same = Path(there[key]).resolve() == Path(wanted[key]).resolve()
+        if not is_open and not is_same:
+            raise ConfigError(
+                f"{run}: it was trained with {key}={there[key]}, and this sweep has "
+                f"{key}={wanted[key]}: choose another OUT"
+            )

@@ -1,398 +1,556 @@
-"""One worker of the study "which norm?": repro/which_norm.sh starts it.
+"""Which norm? Archives of runs -> the card, its tables and its figures.
 
-The plan is repro/which_norm.toml. A worker asks the present stage which runs it wants, has sweep.sh
-train those that nobody has finished or claimed, waits for other workers where it must, writes what
-the stage concludes, and goes on to the next stage.
+    python -m repro.which_norm
+        results/cpu/which_norm: README.md, card.png, rates.png; and the card, between its markers,
+        in README.md and docs/which_norm.md
+    python -m repro.which_norm results/30m/which_norm/rates-W.tar.xz
+        the rate of each arm, from its curve over the learning rate
+
+Every arm has the learning rate that was chosen for it, so these pairs differ in more than the norm:
+report.py refuses them. repro/which_norm.toml and the head of repro/layer_coupled.sh declare what is
+compared. An archive that is not there yet is "not run".
 """
 
-import json
+import functools
 import math
-import os
-import subprocess
-import sys
-import time
+import tomllib
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from common.environment import environment, find_device
-from common.errors import ConfigError, UserError, run_program
+from common.errors import UserError, run_program
 from common.output import markdown, write_bytes_atomically, writing
-from configurator import parse_args
-from evidence.families import largest_deviation
-from evidence.stages import (
-    CheckStage,
-    Conclusions,
-    InitStage,
-    MarginStage,
-    MuonStage,
-    RateStage,
-    Stage,
-    TokensStage,
-    VerdictStage,
-    recommend,
-)
-from evidence.study import CHOOSING, PLACE, Plan, Results, Shape, Wanted
-from train import TrainConfig
-from training.choices import slow_bfloat16
+from common.stats import NO_DIFFERENCE, Estimate, Verdict, decide, holm, paired
+from evidence.runs import Run, find_runs
 
-PLAN = Path("repro/which_norm.toml")
-LEDGER = Path("results/cpu/bytes/ledger.jsonl")  # bytes that norms move in training
-STREAM = "float32 stream"  # the residual stream of the runs
-WAIT = 20  # seconds between two looks at what other workers do
-STAGES = (InitStage, RateStage, MarginStage, VerdictStage, CheckStage, TokensStage, MuonStage)
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results" / "cpu"
+OUT = RESULTS / "which_norm"
+PLAN = tomllib.loads((ROOT / "repro" / "which_norm.toml").read_text(encoding="utf-8"))
+SHAPES = {"W": "wide", "D": "deep"}
+MARKERS = ("<!-- card: python -m repro.which_norm -->", "<!-- end of the card -->")
+ON_CARD = ("peri", "rms-qk-norm", "coupled", "coupled-full-gradient", "layer")
+BASELINE = PLAN["baseline"]
+HALF_OCTAVE = 0.5
 
 
-class Worker:
-    """A worker of the study.
+@dataclass(frozen=True)
+class Condition:
+    """Runs of several arms that differ in norm, learning rate and seed alone.
 
-    Args:
-        plan: the plan at one scale.
-        out: folder of the run folders.
-        kept: folder of the archives and of what the stages conclude.
+    Attributes:
+        archive: below results/cpu, without its ending.
+        name: heading of its column.
+        shape: W or D.
+        family: name of the tests that are corrected together; "" for runs that nothing judges.
+        tests: number of tests that the family was declared with.
+        seeds: those that are compared.
     """
 
-    def __init__(self, plan: Plan, out: Path, kept: Path):
-        self.plan = plan
-        self.out = out
-        self.kept = kept
-        self.config, _ = parse_args(TrainConfig, [plan.config])
-        self.steps = self.config.max_iters
-        self.warmup = self.config.warmup_iters
+    archive: str
+    name: str
+    shape: str
+    family: str
+    tests: int
+    seeds: range
 
-    # Stages and what they concluded
 
-    def stages(self) -> list[type[Stage]]:
-        """Return the stages of this scale: stage 0 only where the plan has no init_std."""
-        is_known = all("init_std" in shape.keys for shape in self.plan.shapes)
-        return [kind for kind in STAGES if kind is not InitStage or not is_known]
+WIDE, DEEP = "wide, 2 M tokens", "deep, 2 M tokens"
+LONG, MUON = "wide, 8 M tokens", "wide, Muon"
+CONDITIONS = (
+    Condition("which_norm/verdict-W", WIDE, "W", "verdict", 8, range(200, 216)),
+    Condition("which_norm/verdict-D", DEEP, "D", "verdict", 8, range(200, 216)),
+    Condition("layer_coupled/W", WIDE, "W", "layer and coupled", 4, range(200, 216)),
+    Condition("layer_coupled/D", DEEP, "D", "layer and coupled", 4, range(200, 216)),
+    Condition("which_norm/tokens-W", LONG, "W", "", 0, range(400, 404)),
+    Condition("which_norm/muon-W", MUON, "W", "", 0, range(500, 504)),
+)
+NAMES = tuple(dict.fromkeys(condition.name for condition in CONDITIONS))
 
-    def stage(self, kind: type[Stage]) -> Stage:
-        """Make a stage."""
-        before = self.before()
-        found = before.get(InitStage.name, {}).get("init_std", {})
-        for shape in self.plan.shapes:
-            if kind is not InitStage and shape.name in found:
-                shape.keys["init_std"] = found[shape.name]
-        return kind(self.plan, before, self.steps, self.warmup)
 
-    def before(self) -> Conclusions:
-        """Read what the stages have concluded, and apply the rule of the recommendation."""
-        before: Conclusions = {}
-        for kind in STAGES:
-            path = self.conclusion_of(kind.name)
-            if path.exists():
-                before[kind.name] = json.loads(path.read_text())
-                if before[kind.name]["study"] not in self.plan.studies(kind.name):
-                    raise UserError(f"{path}: of another plan: bring that plan back, or move it")
-        if VerdictStage.name in before:
-            arm, why = recommend(self.plan, before, moved_bytes())
-            before["recommendation"] = {"arm": arm, "why": why}
-        return before
+# ----------------------------------------------------------------------------------- runs and pairs
 
-    def conclusion_of(self, stage: str) -> Path:
-        """Return the file with what a stage concludes."""
-        return self.kept / f"{stage}.json"
 
-    def results(self, stage: Stage) -> Results:
-        """Read all finished runs of a stage."""
-        places = {
-            shape.name: [self.archive(stage, shape), self.folder(stage, shape)]
-            for shape in self.plan.shapes
-        }
-        conditions = [
-            stage.before[kind.name]["conditions"] for kind in STAGES if kind.name in stage.before
+@functools.cache
+def read(archive: str) -> list[Run]:
+    """Return the runs of an archive below results/cpu; none if it is not there yet."""
+    path = RESULTS / f"{archive}.tar.xz"
+    return find_runs([path]) if path.exists() else []
+
+
+def arm_name(run: Run) -> str:
+    """Return the plan's short name of a run's arm; the arm itself if the plan has none."""
+    block_0 = " ".join(["Rs", *["RR"] * (run.config["n_layer"] - 1), "R"])
+    names = {words.format(block_0=block_0): name for name, words in PLAN["arms"].items()}
+    return names.get(run.arm, run.arm)
+
+
+def final_loss(run: Run) -> float:
+    """Return val_loss_full, nats per token; infinite if the run diverged.
+
+    Raises UserError if the run is not finished, or was resumed with other settings.
+    """
+    if run.diverged:
+        return math.inf
+    if problem := run.problem():
+        raise UserError(f"{run.name}: {problem}: such a run is not compared")
+    return run.whole_split["val_loss_full"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One arm against `rms` under one condition.
+
+    Attributes:
+        condition: of the runs.
+        arm: short name.
+        nats: (n,) loss minus that of `rms`, by seed; infinite, or nan, where a run diverged.
+        verdict: None without a family, before all seeds are done, and where a run diverged.
+    """
+
+    condition: Condition
+    arm: str
+    nats: np.ndarray
+    verdict: Verdict | None = None
+
+    @property
+    def diverged(self) -> int:
+        """Number of pairs of which a run diverged."""
+        return int((~np.isfinite(self.nats)).sum())
+
+    @property
+    def is_whole(self) -> bool:
+        """Are all seeds done, and did no run diverge?"""
+        return len(self.nats) == len(self.condition.seeds) and not self.diverged
+
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        """The mean difference and its error."""
+        return paired(self.nats)
+
+    def text(self) -> str:
+        """Return what the card says: mean, 95 % interval, and the verdict, if there is one."""
+        if self.diverged:
+            return f"diverged in {self.diverged} of {len(self.condition.seeds)}"
+        if not self.is_whole:
+            return f"{len(self.nats)} of {len(self.condition.seeds)} seeds"
+        low, high = self.estimate.interval()
+        words = f"{self.estimate.mean:+.4f} ({low:+.4f} to {high:+.4f})"
+        if self.verdict is None or self.verdict.direction == NO_DIFFERENCE:
+            return words
+        return f"{words}, **{self.verdict.direction}**"
+
+
+def losses_under(condition: Condition) -> dict[str, dict[int, float]]:
+    """Return arm -> seed -> final loss."""
+    losses: dict[str, dict[int, float]] = {}
+    for run in read(condition.archive):
+        if run.seed in condition.seeds:
+            losses.setdefault(arm_name(run), {})[run.seed] = final_loss(run)
+    return losses
+
+
+def differences(condition: Condition) -> list[Difference]:
+    """Pair each arm's runs with those of `rms` by seed."""
+    losses = losses_under(condition)
+    base = losses.pop(BASELINE, {})
+    return [
+        Difference(condition, arm, np.array([found[seed] - base[seed] for seed in sorted(seeds)]))
+        for arm, found in losses.items()
+        if (seeds := found.keys() & base.keys())
+    ]
+
+
+@functools.cache
+def rms_lengths(shape: str) -> dict[int, list[float]]:
+    """Return steps -> losses of the `rms` runs that measure what tokens are worth."""
+    by_length: dict[int, list[float]] = {}
+    for run in read(f"which_norm/margin-{shape}"):
+        by_length.setdefault(run.config["max_iters"], []).append(final_loss(run))
+    return by_length
+
+
+def slope(shape: str) -> float:
+    """Return the nats that e times as many tokens buy `rms`, from the shortest to the longest."""
+    by_length = rms_lengths(shape)
+    short, long = min(by_length), max(by_length)
+    fall = np.mean(by_length[short]) - np.mean(by_length[long])
+    return float(fall / math.log(long / short))
+
+
+def margin(shape: str) -> float:
+    """Return what the margin's share of tokens buys in a shape, nats."""
+    return slope(shape) * math.log1p(PLAN["margin"]["share"])
+
+
+def declared_margin() -> float:
+    """Return the plan's one margin for both shapes, the mean of theirs, nats."""
+    return float(np.mean([margin(shape) for shape in SHAPES]))
+
+
+@functools.cache
+def all_differences() -> list[Difference]:
+    """Return the differences under all conditions, each shape of a family judged by itself.
+
+    Holm over all arms and shapes of the family, two-sided; the margin of each test is that of its
+    shape. Tests that cannot be made count with p = 1.
+    """
+    found: list[Difference] = []
+    for family in dict.fromkeys(condition.family for condition in CONDITIONS):
+        its = [condition for condition in CONDITIONS if condition.family == family]
+        rows = [row for condition in its for row in differences(condition)]
+        judged = [row for row in rows if family and row.is_whole]
+        found += [row for row in rows if row not in judged]
+        # In units of each shape's margin, so that the margin of all is one.
+        units = [margin(row.condition.shape) for row in judged]
+        estimates = [
+            Estimate(row.estimate.mean / unit, row.estimate.se / unit, row.estimate.df)
+            for row, unit in zip(judged, units, strict=True)
         ]
-        return Results(self.plan, {stage.name: places}, conditions[0] if conditions else None)
+        verdicts = decide(estimates, 1.0, lower_is_better=True, planned=its[0].tests)
+        found += [replace(row, verdict=verdict) for row, verdict in zip(judged, verdicts)]
+    return found
 
-    def folder(self, stage: Stage, shape: Shape) -> Path:
-        """Return the folder of a stage's run folders."""
-        return self.out / stage.name / shape.name
 
-    def archive(self, stage: Stage, shape: Shape) -> Path:
-        """Return the archive of a stage's finished runs."""
-        return self.kept / f"{stage.name}-{shape.name}.tar.xz"
+def difference_of(arm: str, name: str) -> Difference | None:
+    """Return the difference of an arm under the conditions of a column; None if it was not run."""
+    rows = [row for row in all_differences() if (row.arm, row.condition.name) == (arm, name)]
+    return rows[0] if rows else None
 
-    # Training
 
-    def own(self, stage: Stage, runs: list[Wanted], results: Results) -> list[Wanted]:
-        """Return those of the runs that this machine may train now.
+def in_both_shapes(bound: float) -> dict[str, float]:
+    """Return arm -> p of the declared test: below `bound` in W and in D, Holm over the arms.
 
-        Runs of one seed and shape are compared, so they belong to the kind of processor that began
-        the first of them. Each call claims one seed more. Stages that choose settings are free.
+    The larger of the two one-sided p (intersection-union test, Berger 1982).
+    """
+    p_values: dict[str, float] = {}
+    for row in all_differences():
+        if row.condition.family == "verdict" and row.verdict is not None:
+            estimate = row.estimate
+            p = float(stats.t.cdf((estimate.mean - bound) / estimate.se, estimate.df))
+            p_values[row.arm] = max(p, p_values.get(row.arm, 0.0))
+    adjusted = holm(list(p_values.values()), PLAN["verdict"]["arms"])
+    return dict(zip(p_values, adjusted, strict=True))
 
-        Raises:
-            UserError: all of them belong to others.
+
+# ----------------------------------------------------------------------------------- learning rates
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses of one arm in one shape over the learning rate.
+
+    Attributes:
+        losses: learning rate -> seed -> loss, infinite where the run diverged.
+        stability: the last such event of the run at each rate with the first seed.
+    """
+
+    losses: dict[float, dict[int, float]]
+    stability: dict[float, dict[str, float]]
+
+    def at(self, rate: float) -> float:
+        """Return the loss at a rate: the mean over its seeds.
+
+        Those of the second seed less their mean difference from the first, over the rates that have
+        both.
         """
-        if stage.name in CHOOSING:
-            return runs
-        place = environment(find_device(self.config.device))
-        here = {name: place.get(name) for name in PLACE}
-        groups: dict[tuple[str, int], list[Wanted]] = {}
-        for run in runs:
-            groups.setdefault((run.shape, run.seed), []).append(run)
-        own = []
-        has_claimed = False
-        for (shape, seed), group in groups.items():
-            claim = self.out / stage.name / shape / f"seed-{seed}.json"
-            is_new = not claim.exists()
-            if results.place_of(group[0]) not in (None, here) or (is_new and has_claimed):
-                continue
-            has_claimed = has_claimed or is_new
-            if is_first(claim, json.dumps(here)):
-                own += group
-        if not own:
-            first = runs[0]
-            raise UserError(
-                f"{stage.name}, {first.shape}: seed {first.seed} was begun on another processor "
-                f"than {here['device']}: finish it there; or remove seed-{first.seed}.json and "
-                "move its runs away (of an archive: python -m evidence.archive FILE --remove RUN)"
-            )
-        return own
+        first, second = PLAN["rates"]["seeds"]
+        pairs = [found[second] - found[first] for found in self.losses.values() if second in found]
+        shift = np.mean([pair for pair in pairs if math.isfinite(pair)] or [0.0])
+        found = self.losses[rate]
+        values = [loss - shift * (seed == second) for seed, loss in found.items()]
+        return float(np.mean(values))
 
-    def do(self, stage: Stage) -> None:
-        """Train until the stage wants nothing more, and write what it concludes."""
-        while True:
-            results = self.results(stage)
-            missing = results.missing(stage.wanted(results))
-            if not missing:
-                break
-            before = len(results.found)
-            failed = self.train(stage, self.own(stage, missing, results))
-            after = len(self.results(stage).found)
-            if failed and after == before:
-                raise UserError(
-                    f"{self.out / stage.name}: runs fail and none gets done: see train.txt in "
-                    "their folders"
-                )
-            if after == before:
-                time.sleep(WAIT)  # other workers train what is left
-        self.conclude(stage, results)
-
-    def train(self, stage: Stage, runs: list[Wanted]) -> bool:
-        """Have sweep.sh train runs. Returns whether one of them failed, or diverged."""
-        if warning := slow_bfloat16(self.config, find_device(self.config.device)):
-            print(warning, file=sys.stderr, flush=True)
-        failed = False
-        for shape in self.plan.shapes[::-1]:
-            by_seed: dict[int, list[str]] = {}
-            for run in runs:
-                if run.shape == shape.name:
-                    by_seed.setdefault(run.seed, []).append(run.words)
-            for seeds, arms in together(by_seed):
-                code = self.sweep(stage, shape, arms, seeds)
-                if code == 2 or code >= 128:
-                    sys.exit(code)
-                failed = failed or code != 0
-        return failed
-
-    def sweep(self, stage: Stage, shape: Shape, arms: list[str], seeds: list[int]) -> int:
-        """Start sweep.sh. Returns its exit code."""
-        settings = {
-            "ARMS": " ".join(f'"{words}"' for words in arms),
-            "SEEDS": " ".join(map(str, seeds)),
-            "OUT": str(self.folder(stage, shape)),
-            "KEEP": str(self.archive(stage, shape)),
-            "HELLASWAG": "off",
-        }
-        keys = [f"--{name}={value}" for name, value in shape.keys.items()]
-        keys.append(f"--study={self.plan.study}")
-        command = ["./sweep.sh", self.plan.config, *keys]
-        print(
-            f"{stage.name}, {shape.name}: {len(arms)} arms, seeds {settings['SEEDS']}", flush=True
-        )
-        sweep = subprocess.Popen(command, env=os.environ | settings)
-        while True:
-            try:
-                return sweep.wait()
-            except KeyboardInterrupt:
-                pass  # sweep.sh has got it too, and says when its runs are saved
-
-    def conclude(self, stage: Stage, results: Results) -> None:
-        """Write what a stage concludes; a file that is there already must say the same."""
-        path = self.conclusion_of(stage.name)
-        old = json.loads(path.read_text()) if path.exists() else None
-        found = {
-            "study": old["study"] if old else self.plan.study,
-            "commits": results.commits(stage.name),
-            "conditions": results.conditions(),
-        }
-        text = json.dumps(found | stage.conclusion(results), indent=1) + "\n"
-        if old and not alike(old, json.loads(text)):
-            raise UserError(
-                f"{path}: the runs now give another conclusion than this file, which later stages "
-                "rest on: find out which run changed"
-            )
-        if not old:
-            with writing(self.kept):
-                write_bytes_atomically(path, text.encode())
-        print(f"{stage.name}: done; {path} has what follows: commit it")
-
-    # What lies ahead
-
-    def forecast(self, until: str = "") -> str:
-        """Return a table of the stages: runs, those that are finished, core-minutes; and power.
-
-        Args:
-            until: the last stage to list; "" for all.
-        """
-        minutes = self.minutes()
-        rows: list[list[Any]] = []
-        total = {"runs": 0, "tokens": 0.0, "minutes": 0.0, "done": 0}
-        for kind in self.stages():
-            stage = self.stage(kind)
-            done = len(self.results(stage).found)
-            total["done"] += done
-            for shape, parts in stage.planned().items():
-                count = sum(runs for runs, _ in parts)
-                length = sum(runs * length for runs, length in parts)
-                time = length * minutes.get(shape, math.nan)
-                total["runs"] += count
-                total["tokens"] += length * self.tokens
-                total["minutes"] += time
-                rows.append([stage.name, shape, *self._cost(count, length * self.tokens, time), ""])
-            rows[-1][-1] = done
-            if stage.name == until:
-                break
-        cost = self._cost(total["runs"], total["tokens"], total["minutes"])
-        rows.append(["total", "", *cost, total["done"]])
-        header = ["stage", "shape", "runs planned", "M tokens", "core-minutes"]
-        table = markdown([*header, "runs finished, all shapes"], rows)
-        return (
-            f"{table}\n\nStage rates adds runs where the best rate lies at an end of the grid, so "
-            "more may be finished than were planned. Core-minutes are by the speed of its finished "
-            f"runs.\n\n{self.power_text()}"
-        )
-
-    @staticmethod
-    def _cost(runs: int, tokens: float, minutes: float) -> list[Any]:
-        """Return runs, tokens and minutes as a row of the forecast shows them."""
-        time = "?" if math.isnan(minutes) else f"{minutes:,.0f}"
-        return [runs, f"{tokens / 1e6:,.0f}", time]
+    @functools.cached_property
+    def best(self) -> float:
+        """The rate of the lowest loss."""
+        return min(sorted(self.losses), key=self.at)
 
     @property
-    def tokens(self) -> int:
-        """Training tokens of a run of length 1."""
-        return self.steps * self.sequences * self.config.block_size
+    def chosen(self) -> float:
+        """The rate to use, to two digits: the vertex of the parabola in log2(rate).
 
-    @property
-    def sequences(self) -> int:
-        """Sequences of a step."""
-        return self.config.batch_size * self.config.gradient_accumulation_steps
+        Through the best rate and its neighbours, within half an octave of the best; the best itself
+        where a neighbour is missing or diverged.
+        """
+        rates = sorted(self.losses)
+        place = rates.index(self.best)
+        near = rates[max(0, place - 1) : place + 2]
+        losses = [self.at(rate) for rate in near]
+        if len(near) < 3 or not all(map(math.isfinite, losses)):
+            return self.best
+        bend, fall, _ = np.polyfit(np.log2(np.array(near) / self.best), losses, 2)
+        octaves = np.clip(-fall / (2 * bend), -HALF_OCTAVE, HALF_OCTAVE)
+        return float(f"{self.best * 2**octaves:.1e}")
 
-    def minutes(self) -> dict[str, float]:
-        """Return shape -> minutes that a run of length 1 trains, by those of stage 1."""
-        found: dict[str, list[float]] = {}
-        for (_, shape, _, _), result in self.results(self.stage(RateStage)).found.items():
-            run = result.run
-            if not run.diverged and "tok_per_s" in run.metrics:
-                tokens = self.steps * run.start["tokens_per_step"]
-                found.setdefault(shape, []).append(tokens / run.metrics["tok_per_s"] / 60)
-        return {shape: float(np.mean(times)) for shape, times in found.items()}
-
-    def power_text(self) -> str:
-        """Say what the verdicts can show."""
-        rules = self.plan.plan["verdict"]
-        seeds, level = len(rules["seeds"]), rules["level"]
-        margin = self.before().get(MarginStage.name)
-        if margin is None:
-            share = largest_deviation(
-                rules["power"], len(self.plan.shapes), seeds, level / rules["arms"]
-            )
-            return (
-                f"Power: with {seeds} seeds and {rules['arms']} arms an arm like "
-                f"{self.plan.baseline} is shown to be non-inferior in {len(self.plan.shapes)} "
-                f"shapes with a chance of {rules['power']:.0%} if the SD of a paired difference is "
-                f"at most {share:.2f} margins. Stage margin measures both."
-            )
-        chances = ", ".join(f"{arms} arms {chance:.3f}" for arms, chance in margin["power"].items())
-        return (
-            f"Power to show that an arm like {self.plan.baseline} is non-inferior in all shapes, "
-            f"with {seeds} seeds and a margin of {margin['margin']:.4f}: {chances}."
-        )
+    def rise(self, factor: float) -> str:
+        """Return what the loss rises by at `factor` times the best rate, nats."""
+        rate = self.best * factor
+        if rate not in self.losses:
+            return "not run"
+        return nats_or_diverged(self.at(rate) - self.at(self.best), "+.4f")
 
 
-def is_first(path: Path, text: str) -> bool:
-    """Write `text` as a file, unless there is one. Returns whether the file has this text now."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    try:
-        os.link(partial, path)  # whole at once, and refused if the name is taken
-    except FileExistsError:
-        pass
-    finally:
-        partial.unlink()
-    return path.read_text(encoding="utf-8") == text
+def curves_of(runs: list[Run]) -> dict[str, Curve]:
+    """Sort the runs of a screening: arm -> its curve."""
+    found: dict[str, Curve] = {}
+    for run in runs:
+        curve = found.setdefault(arm_name(run), Curve({}, {}))
+        rate = run.config["learning_rate"]
+        curve.losses.setdefault(rate, {})[run.seed] = final_loss(run)
+        if run.seed == PLAN["rates"]["seeds"][0]:
+            curve.stability[rate] = run.stability
+    return found
 
 
-def alike(first: Any, second: Any) -> bool:
-    """Are two conclusions the same but for rounding?"""
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(alike(first[k], second[k]) for k in first)
-    if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(alike, first, second))
-    if isinstance(first, float) and isinstance(second, float):
-        return math.isclose(first, second, rel_tol=1e-9, abs_tol=1e-15)
-    return first == second
+@functools.cache
+def curves(shape: str) -> dict[str, Curve]:
+    """Return arm -> losses over the learning rate, of the committed screening."""
+    return curves_of(read(f"which_norm/rates-{shape}"))
 
 
-def moved_bytes() -> dict[str, float]:
-    """Read the ledger of bytes: name of the norms -> bytes for each token and block."""
-    rows = [json.loads(line) for line in LEDGER.read_text().splitlines()]
-    return {row["norms"]: row["bytes_per_token"][STREAM] for row in rows}
+def nats_or_diverged(loss: float, form: str = ".4f") -> str:
+    """Format a loss for a table."""
+    return f"{loss:{form}}" if math.isfinite(loss) else "diverged"
 
 
-def together(by_seed: dict[int, list[str]]) -> list[tuple[list[int], list[str]]]:
-    """Put seeds that want the same arms into one sweep: (seeds, arms)."""
-    sweeps: list[tuple[list[int], list[str]]] = []
-    for seed, arms in by_seed.items():
-        for seeds, others in sweeps:
-            if others == arms:
-                seeds.append(seed)
-                break
-        else:
-            sweeps.append(([seed], arms))
-    return sweeps
+def rates_table(found: dict[str, Curve]) -> str:
+    """Return a table of losses over the learning rate, and what is known of the best rate."""
+    rates = sorted({rate for curve in found.values() for rate in curve.losses})
+    rows = []
+    for arm in sorted(found, key=lambda arm: found[arm].at(found[arm].best)):
+        curve = found[arm]
+        cells = [nats_or_diverged(curve.at(rate)) if rate in curve.losses else "" for rate in rates]
+        stable = curve.stability.get(curve.best) or {}
+        names = ("clipped", "spikes", "attention_logit")
+        events = [f"{stable[name]:.3g}" if name in stable else "" for name in names]
+        rows.append([f"`{arm}`", *cells, f"{curve.chosen:g}", *events])
+    header = ["arm", *(f"{rate:g}" for rate in rates), "chosen"]
+    return markdown([*header, "clipped steps", "spikes", "largest attention logit"], rows)
 
 
-def parse(argv: list[str]) -> tuple[str, bool, str]:
-    """Return scale, whether this is a dry run, and the stage to stop after ("": the last)."""
-    scale, until, is_dry = "", "", False
-    names = [stage.name for stage in STAGES]
-    for word in argv:
-        if word == "--dry-run":
-            is_dry = True
-        elif word.startswith("--until=") and word.removeprefix("--until=") in names:
-            until = word.removeprefix("--until=")
-        elif word.startswith("-") or scale:
-            raise ConfigError(
-                f"{word}: give a scale, --dry-run, --until=STAGE; stages: {', '.join(names)}"
-            )
-        else:
-            scale = word
-    if not scale:
-        raise ConfigError("give a scale: cpu, 30m or 124m")
-    return scale, is_dry, until
+# --------------------------------------------------------------------- what else a setting is worth
+
+
+def rms_losses(name: str) -> list[float]:
+    """Return the losses of `rms` under the first condition of a column."""
+    condition = next(condition for condition in CONDITIONS if condition.name == name)
+    return list(losses_under(condition)[BASELINE].values())
+
+
+def by_settings(shape: str, arm: str) -> dict[tuple[float, float], list[float]]:
+    """Return learning rate and init_std -> losses, of the stage that asks if they were right."""
+    found: dict[tuple[float, float], list[float]] = {}
+    for run in read(f"which_norm/check-{shape}"):
+        if arm_name(run) == arm:
+            settings = run.config["learning_rate"], run.config["init_std"]
+            found.setdefault(settings, []).append(final_loss(run))
+    return found
+
+
+def chosen_settings(shape: str) -> tuple[float, float]:
+    """Return learning rate and init_std of `rms`."""
+    return curves(shape)[BASELINE].chosen, PLAN["scales"]["cpu"]["shapes"][shape]["init_std"]
+
+
+def worth() -> dict[str, float]:
+    """Return what settings are worth to `rms` in the wide shape: words -> nats.
+
+    Initialisation: GPT-2's init_std against the chosen one, each at its best rate. Optimiser: the
+    verdict runs against those with Muon. Rate: half or double of it, the mean of both. Norm: the
+    largest gain of an arm.
+    """
+    chosen = chosen_settings("W")
+    by_std: dict[float, list[float]] = {}
+    for run in read("init_std/W"):
+        # val_loss of these runs is over the whole split
+        by_std.setdefault(run.config["init_std"], []).append(run.metrics["val_loss"])
+    checked = by_settings("W", BASELINE)
+    others = [
+        np.mean(checked[chosen[0] * factor, chosen[1]]) for factor in PLAN["check"]["factors"]
+    ]
+    gains = {row.arm: -row.estimate.mean for row in all_differences() if row.condition.name == WIDE}
+    best = max(gains, key=gains.get)
+    return {
+        "initialisation": min(by_std[0.02]) - min(by_std[chosen[1]]),
+        "Muon for AdamW": float(np.mean(rms_losses(WIDE)) - np.mean(rms_losses(MUON))),
+        "an octave of rate": float(np.mean(others) - np.mean(checked[chosen])),
+        f"the best norm ({best})": gains[best],
+    }
+
+
+# ----------------------------------------------------------------------------------------- the card
+
+
+def headline() -> str:
+    """Return the answer in one sentence; its numbers are from the logs."""
+    gain = difference_of("peri", WIDE).estimate.mean
+    tokens = math.expm1(-gain / slope("W"))
+    nats = worth()
+    factors = sorted(nats[name] / -gain for name in ("initialisation", "Muon for AdamW"))
+    return (
+        f"Use pre-norm RMSNorm: in {len(NAMES)} conditions no norm beat it consistently; the "
+        f"largest gain (Peri-LN, {100 * tokens:.0f} % of tokens in the wide shape) was not seen at "
+        f"four times the tokens; initialisation and optimiser are worth {factors[0]:.0f} to "
+        f"{factors[1]:.0f} times more. Measured at 0.8 M parameters."
+    )
+
+
+def notes() -> str:
+    """Say how the card's words are meant, and what is not shown."""
+    bounds = (declared_margin(), margin("W"))
+    declared, stricter = (in_both_shapes(bound)["coupled-full-gradient"] for bound in bounds)
+    better = min(in_both_shapes(0.0).values())
+    outside = [
+        loss
+        for losses in (rms_lengths("D")[1000], by_settings("D", BASELINE)[chosen_settings("D")])
+        for loss in losses
+    ]
+    usual = rms_losses(DEEP)
+    bad = sum(loss > np.mean(usual) + 0.03 for loss in outside)
+    return (
+        "Loss over the whole val split minus that of `rms`, nats a byte, paired by seed; 95 % "
+        "intervals. **Better** and **worse** are paired t tests, each shape by itself, Holm over "
+        "all arms and shapes that ran together; the other columns have four seeds and no verdicts. "
+        f"2 % of the tokens are {margin('W'):.4f} nats in the wide shape, {margin('D'):.4f} in the "
+        "deep one. The plan itself asked for less: an arm that is better in both shapes, and none "
+        f"is shown to be (smallest p {better:.2g}). That `coupled-full-gradient` loses no more "
+        f"than {bounds[0]:.4f} in either is borderline (p {declared:.3f}; {stricter:.3f} at the "
+        f"wide shape's {bounds[1]:.4f}). The deep shape has bad seeds: {bad} of {len(outside)} "
+        "`rms` runs beside those compared here end 0.03 or more above the mean of these."
+    )
+
+
+def card() -> str:
+    """Return the card as Markdown."""
+    rows = []
+    for arm in ON_CARD:
+        found = [difference_of(arm, name) for name in NAMES]
+        rows.append([f"`{arm}`", *(row.text() if row else "not run" for row in found)])
+    table = markdown(["arm", *NAMES], rows)
+    return "\n\n".join([f"**{headline()}**", table, notes()])
+
+
+# ------------------------------------------------------------------------- the page with all tables
+
+
+def too_high_table() -> str:
+    """Return what a learning rate that is too high costs: two and four times the best one tried."""
+    rows = [
+        [f"`{arm}`", *(curves(shape)[arm].rise(factor) for shape in SHAPES for factor in (2, 4))]
+        for arm in (BASELINE, *ON_CARD)
+    ]
+    return markdown(["arm", "wide, x 2", "wide, x 4", "deep, x 2", "deep, x 4"], rows)
+
+
+def difference_table() -> str:
+    """Return every difference with its tests."""
+    rows = []
+    for row in all_differences():
+        interval = row.text().partition(", ")[0]
+        cells = [row.condition.name, f"`{row.arm}`", len(row.nats), interval]
+        cells.append(f"{np.std(row.nats, ddof=1):.4f}" if row.is_whole else "")
+        tests = ["", "", "", "not judged"]
+        if verdict := row.verdict:
+            tests = [f"{p:.2g}" for p in (verdict.p, verdict.p_holm, verdict.p_tost)]
+            tests.append(verdict.word)
+        rows.append([*cells, *tests])
+    header = ["condition", "arm", "seeds", "difference (95 % interval)", "SD"]
+    return markdown([*header, "p", "p Holm", "p TOST", "verdict"], rows)
+
+
+def both_table() -> str:
+    """Return the tests that the plan declared: below its margin, and below zero, in both shapes."""
+    below, better = in_both_shapes(declared_margin()), in_both_shapes(0.0)
+    rows = [[f"`{arm}`", f"{below[arm]:.2g}", f"{better[arm]:.2g}"] for arm in below]
+    return markdown(
+        ["arm", f"p below {declared_margin():.4f}, both shapes", "p better, both"], rows
+    )
+
+
+def margin_table() -> str:
+    """Return what tokens are worth to `rms`."""
+    rows = [
+        [shape, f"{steps}", ", ".join(f"{loss:.4f}" for loss in losses), f"{np.mean(losses):.4f}"]
+        for shape in SHAPES
+        for steps, losses in sorted(rms_lengths(shape).items())
+    ]
+    return markdown(["shape", "steps", "losses", "mean"], rows)
+
+
+def check_table() -> str:
+    """Return mean losses at other learning rates and initialisations."""
+    rows = [
+        [f"`{arm}`", shape, f"{rate:g}", f"{init_std:g}", nats_or_diverged(np.mean(losses))]
+        for shape in SHAPES
+        for arm in (BASELINE, "peri")
+        for (rate, init_std), losses in sorted(by_settings(shape, arm).items())
+    ]
+    return markdown(["arm", "shape", "learning_rate", "init_std", "mean of 4 seeds"], rows)
+
+
+def page() -> str:
+    """Return README.md of the results."""
+    slopes = ", ".join(f"{slope(shape):.4f} in {shape}" for shape in SHAPES)
+    settings = [f"{words} {nats:.4f}" for words, nats in worth().items()]
+    archives = [condition.archive for condition in CONDITIONS]
+    archives += [
+        f"which_norm/{stage}-{shape}" for stage in ("rates", "margin", "check") for shape in SHAPES
+    ]
+    commits = {run.start["git"][:7] for archive in archives for run in read(archive)}
+    parts = [
+        "# Which norm?",
+        "Plan: [repro/which_norm.toml](../../../repro/which_norm.toml); `layer` and `coupled`: "
+        "[repro/layer_coupled.sh](../../../repro/layer_coupled.sh). Words are explained in "
+        "[docs/which_norm.md](../../../docs/which_norm.md). The `.json` files are what each stage "
+        "concluded when it was done.",
+        card(),
+        "![The card as a figure](card.png)",
+        f"What settings are worth to `rms` in the wide shape, nats: {'; '.join(settings)}.",
+        "## All differences",
+        difference_table(),
+        "## The declared tests\n\nThe larger p of both shapes, one-sided, Holm over four arms.",
+        both_table(),
+        "## A learning rate that is too high\n\nNats above the loss at the best rate tried.",
+        too_high_table(),
+        "## Learning rates (selection seeds; no verdicts)",
+        "val_loss_full, nats a byte: the mean over the seeds at that rate, the second seed cleared "
+        "of its mean difference from the first.\n\n![Loss over the learning rate](rates.png)",
+        *(f"{shape}:\n\n{rates_table(curves(shape))}" for shape in SHAPES),
+        f"## Margin\n\nNats for e times the tokens: {slopes}. 1,000 steps are 2 M tokens.",
+        margin_table(),
+        "## Were rate and initialisation right?",
+        check_table(),
+        f"Commits of the runs: {', '.join(sorted(commits))}.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def put(path: Path, text: str) -> None:
+    """Put the card between its markers in a page; a page without them is left alone."""
+    before, start, rest = path.read_text(encoding="utf-8").partition(MARKERS[0])
+    _, end, after = rest.partition(MARKERS[1])
+    if end:
+        write_bytes_atomically(path, f"{before}{start}\n\n{text}\n\n{end}{after}".encode())
 
 
 def main(argv: list[str]) -> None:
-    scale, is_dry, until = parse(argv)
-    out = Path(os.environ.get("OUT", f"out/which_norm/{scale}"))
-    kept = Path(os.environ.get("RESULTS", f"results/{scale}/which_norm"))
-    worker = Worker(Plan(PLAN, scale), out, kept)
-    names = [kind.name for kind in worker.stages()]
-    if until and until not in names:
-        raise ConfigError(f"--until={until}: {scale} has no such stage; its: {', '.join(names)}")
-    if is_dry:
-        print(worker.forecast(until))
+    """Write the card, its tables and figures; or print the rates of the archives in `argv`."""
+    if argv:
+        print(rates_table(curves_of(find_runs([Path(word) for word in argv]))))
         return
-    for kind in worker.stages():
-        stage = worker.stage(kind)
-        worker.do(stage)
-        if stage.name == until:
-            return
+    from repro.which_norm_figure import draw_card, draw_curves
+
+    with writing(OUT):
+        write_bytes_atomically(OUT / "README.md", page().encode())
+        rows = {arm: [difference_of(arm, name) for name in NAMES] for arm in ON_CARD}
+        draw_card(headline(), rows, NAMES, declared_margin(), worth(), OUT / "card.png")
+        draw_curves({shape: curves(shape) for shape in SHAPES}, BASELINE, OUT / "rates.png")
+    for name in ("README.md", "docs/which_norm.md"):
+        put(ROOT / name, card())
+    print(f"wrote {OUT}, and the card into README.md and docs/which_norm.md")
 
 
 if __name__ == "__main__":

@@ -55,8 +55,7 @@ python convert.py out/layer --analyze
 python convert.py out/rms --to=hf --out=out/hf
 python bench_decode.py random:qwen3-0.6b --ledger
 repro/gpu.sh
-repro/which_norm.sh cpu --dry-run
-python -m repro.which_norm_card cpu
+python -m repro.which_norm
 """,
     f"--out_dir=data/mine --shard_tokens=10000 {TOKENS}": """
 python data/fineweb_edu/prepare.py --local a.jsonl b.parquet
@@ -177,7 +176,8 @@ repro/span.sh
 repro/table1.sh cpu
 repro/taper.sh
 repro/taper_finetune.sh cpu
-repro/which_norm.sh cpu --until=rates
+repro/layer_coupled.sh CODE
+repro/which_norm.sh cpu verdict W
 """,
     "another test runs the program at toy size": """
 pip install .

@@ -16,7 +16,6 @@ import typing
 
 import pytest
 
-import report
 from common.errors import run_program
 from configurator import parse_args
 from data.fineweb_edu import prepare
@@ -27,6 +26,7 @@ CONFIGS = {
     "train": ("TrainConfig",),
     "distill": ("DistillConfig", "--teacher=run", "--out_dir=out"),
     "sample": ("SampleConfig",),
+    "report": ("ReportConfig",),
     "hellaswag": ("HellaSwagConfig",),
     "convert": ("ConvertConfig", "--to=rms", "--out=out"),
     "bench_decode": ("DecodeBenchConfig",),
@@ -118,10 +118,3 @@ def test_keys_of_fineweb_edu(monkeypatch):
         return found.pop()
 
     check_keys(main, prepare.PrepareConfig)
-
-
-def test_keys_of_report():
-    """It has no config class: folders and a few keys."""
-    for name in ("baseline", "delta.val_loss", "delta.nothing", "out", "pictures", "seed"):
-        for text in ODD:
-            outcome(report.parse, ["run", f"--{name}={text}"], [name])

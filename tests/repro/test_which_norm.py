@@ -1,377 +1,225 @@
-"""A worker of the study "which norm?" with real runs.
+"""The study "which norm?": its committed runs, tables and card, and the script that makes the runs.
 
 python -m pytest tests/repro/test_which_norm.py
 """
 
+import hashlib
 import json
-import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 import tarfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import ROOT, TINY, write_tiny_shards
-from study_rederived import Rederived, check, check_card
-from study_runs import make_plan, write
+import study_rederived as anew
+from helpers import ROOT
 
-from common.errors import ConfigError, UserError
-from evidence.stages import RateStage, VerdictStage
-from evidence.study import Plan, Wanted
 from repro import which_norm
-from repro.which_norm import PLAN, Worker, parse, together
-from repro.which_norm_card import MARKERS, MEANING, Card, put
+from repro.which_norm import CONDITIONS, MARKERS, Curve, Difference, put
 
-TOY = """
-name = "toy"
-baseline = "rms"
-[arms]
-rms = "rms"
-shared = "coupled --norm_plan='{{block_0}}'"
-[rates]
-extensions = 0
-tolerance = 0.05
-seeds = [1, 2]
-own_initialisation = []
-[scales.cpu]
-config = "{config}"
-rates = [1e-2]
-[scales.cpu.shapes.W]
-n_layer = 2
-init_std = 0.05
+KEPT = ROOT / "results/cpu/which_norm"
+PAGES = (KEPT / "README.md", ROOT / "README.md", ROOT / "docs/which_norm.md")
+# The texts of the plan that the runs were made under (repro/which_norm.toml says why)
+PLANS = {"b5f3fe1e0e4233f1", "911042c2528e5de6", "5a28a67e818937ff"}
+
+
+def tables(page: Path) -> list[list[list[str]]]:
+    """The tables of a page: the cells of each row, without the header."""
+    blocks = re.findall(r"(?:^\|.*\n)+", page.read_text(), re.M)
+    return [
+        [[cell.strip("` ") for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+        for lines in map(str.splitlines, blocks)
+    ]
+
+
+def test_the_declarations_are_those_of_the_runs():
+    for path, hashes in (("which_norm.toml", PLANS), ("layer_coupled.sh", {"a2318d73d7f6d2e1"})):
+        assert hashlib.sha256((ROOT / "repro" / path).read_bytes()).hexdigest()[:16] in hashes
+    for condition in CONDITIONS:
+        places = {}
+        for run in anew.runs(condition.archive):
+            assert run["study"].split()[-1] in PLANS | {"a2318d73d7f6d2e1"}
+            place = (run["device"], run.get("processor"), run["git"])
+            assert places.setdefault(run["seed"], place) == place  # what is compared ran alike
+
+
+def test_every_difference_is_that_of_a_second_implementation():
+    _, differences, both, *_ = tables(PAGES[0])
+    found = {(column, arm): cells for column, arm, *cells in differences}
+    for cells in found.values():
+        cells[-1] = re.sub(", (margin open|beyond the margin)", "", cells[-1])
+    assert found == anew.rows()
+    bounds = ((anew.margin("W") + anew.margin("D")) / 2, 0.0)
+    below, better = (anew.both_shapes(bound) for bound in bounds)
+    assert sorted(both) == sorted([arm, f"{below[arm]:.2g}", f"{better[arm]:.2g}"] for arm in below)
+
+
+def test_every_rate_is_that_of_a_second_implementation():
+    _, _, _, too_high, wide, deep, margins, checked = tables(PAGES[0])
+    too_high = {arm: cells for arm, *cells in too_high}
+    for shape, rows in (("W", wide), ("D", deep)):
+        table = {arm: cells for arm, *cells in rows}
+        recorded = json.loads((KEPT / "rates.json").read_text())["shapes"][shape]
+        for arm in anew.PLAN["arms"]:
+            curve = anew.curve(shape, arm)
+            losses = [float(cell) for cell in table[arm][:-4] if cell not in ("", "diverged")]
+            finite = [loss for loss in curve.values() if np.isfinite(loss)]
+            assert losses == pytest.approx(finite, abs=5.1e-5)
+            assert float(table[arm][-4]) == anew.vertex(curve) == recorded[arm]["rate"]
+            if arm in too_high:
+                best = min(curve, key=curve.get)
+                rises = [curve.get(best * factor, np.nan) - curve[best] for factor in (2, 4)]
+                cells = too_high[arm][:2] if shape == "W" else too_high[arm][2:]
+                words = ["not run" if np.isnan(rise) else f"{rise:+.4f}" for rise in rises]
+                assert cells == [word.replace("+inf", "diverged") for word in words]
+    for shape, steps, losses, mean in margins:
+        expected = anew.losses(f"which_norm/margin-{shape}", "rms", max_iters=int(steps))
+        assert sorted(losses.split(", ")) == sorted(f"{loss:.4f}" for loss in expected)
+        assert mean == f"{np.mean(expected):.4f}"
+    for arm, shape, rate, init_std, mean in checked:
+        keys = {"learning_rate": float(rate), "init_std": float(init_std)}
+        expected = anew.losses(f"which_norm/check-{shape}", arm, **keys)
+        assert len(expected) == 4 and mean == f"{np.mean(expected):.4f}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_the_card_is_that_of_a_second_implementation(page):
+    text = page.read_text()
+    rows = anew.rows()
+    table = tables(page)[0]
+    assert len(table) == 5
+    for arm, *cells in table:
+        for column, cell in zip(anew.COLUMNS, cells, strict=True):
+            _, expected, *_, verdict = rows.get((column, arm), [0, "not run", "not judged"])
+            word = re.match("better|worse|", verdict)[0]
+            assert cell == expected + (f", **{word}**" if word else "")
+    worth = anew.worth()
+    gain = worth["the best norm (peri)"]
+    tokens = np.exp(gain / anew.slope("W")) - 1
+    low, high = sorted(worth[name] / gain for name in ("initialisation", "Muon for AdamW"))
+    assert f"Peri-LN, {100 * tokens:.0f} % of tokens" in text
+    assert f"are worth {low:.0f} to {high:.0f} times more" in text
+    assert f"{anew.margin('W'):.4f} nats in the wide shape, {anew.margin('D'):.4f} in the" in text
+    mean = (anew.margin("W") + anew.margin("D")) / 2
+    p, stricter = (
+        anew.both_shapes(bound)["coupled-full-gradient"] for bound in (mean, anew.margin("W"))
+    )
+    assert f"than {mean:.4f} in either is borderline (p {p:.3f}; {stricter:.3f} at" in text
+    usual = np.mean(anew.losses("which_norm/verdict-D", "rms"))
+    beside = anew.losses("which_norm/margin-D", "rms", max_iters=1000)
+    beside += anew.losses("which_norm/check-D", "rms", learning_rate=0.0085, init_std=0.125)
+    bad = sum(loss > usual + 0.03 for loss in beside)
+    assert f"{bad} of {len(beside)} `rms` runs" in text
+    if page == PAGES[0]:
+        said = "; ".join(f"{name} {nats:.4f}" for name, nats in worth.items())
+        assert f"What settings are worth to `rms` in the wide shape, nats: {said}." in text
+
+
+def test_what_the_stages_concluded_comes_out_again():
+    """The numbers that the study's first program left behind, to the last digit but rounding."""
+    rows = {(row.condition.archive, row.arm): row for row in which_norm.all_differences()}
+    recorded = {
+        name: json.loads((KEPT / f"{name}.json").read_text())
+        for name in ("verdict", "muon", "tokens", "margin")
+    }
+    for arm, found in recorded["verdict"]["arms"].items():
+        for shape, numbers in found["shapes"].items():
+            estimate = rows[f"which_norm/verdict-{shape}", arm].estimate
+            assert (estimate.mean, estimate.se) == pytest.approx(
+                (numbers["difference"], numbers["se"])
+            )
+        p = which_norm.in_both_shapes(recorded["verdict"]["margin"])[arm]
+        assert p == pytest.approx(found["p_below_margin"], rel=1e-9)
+    for stage in ("muon", "tokens"):
+        for arm, numbers in recorded[stage]["arms"].items():
+            low, high = rows[f"which_norm/{stage}-W", arm].estimate.interval()
+            assert (low, high) == pytest.approx((numbers["low"], numbers["high"]))
+    assert which_norm.declared_margin() == pytest.approx(recorded["margin"]["margin"])
+
+
+def test_a_shape_that_is_not_whole_or_diverged_has_no_verdict():
+    condition = CONDITIONS[2]
+    assert Difference(condition, "layer", np.zeros(3)).text() == "3 of 16 seeds"
+    diverged = Difference(condition, "layer", np.array([0.0] * 14 + [np.inf, np.nan]))
+    assert diverged.text() == "diverged in 2 of 16" and not diverged.is_whole
+
+
+def test_a_rate_beside_one_that_diverged_is_not_fitted():
+    losses = {0.002: {100: 1.5}, 0.004: {100: 1.4}, 0.008: {100: np.inf}}
+    assert Curve(losses, {}).chosen == 0.004
+    losses[0.008] = {100: 1.41}
+    assert Curve(losses, {}).chosen == pytest.approx(0.004 * 2 ** (0.09 / 0.22), rel=0.02)
+    losses[0.008] = {100: 1.4, 101: 9.0}
+    losses[0.004][101] = 9.01  # the second seed, cleared of its distance, prefers the higher rate
+    assert Curve(losses, {}).best == 0.008 == Curve(losses, {}).chosen
+
+
+def test_a_card_takes_the_place_between_its_markers(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
+    put(page, "new")
+    assert page.read_text() == f"before\n{MARKERS[0]}\n\nnew\n\n{MARKERS[1]}\nafter\n"
+    page.write_text("no markers\n")
+    put(page, "new")
+    assert page.read_text() == "no markers\n"
+
+
+STUB = """#!/usr/bin/env bash
+printf '%s\\t%s\\t%s\\t%s\\n' "$KEEP" "$SEEDS" "$ARMS" "$*"
 """
 
 
 @pytest.fixture
-def worker(tmp_path, monkeypatch):
-    data = write_tiny_shards(tmp_path / "data")
-    keys = dict(word.removeprefix("--").split("=") for word in TINY) | {"max_iters": "10"}
-    lines = [
-        f"{name} = {value!r}" if name == "device" else f"{name} = {value}"
-        for name, value in keys.items()
-        if name not in ("n_layer", "learning_rate")
-    ]
-    config = tmp_path / "config.py"
-    config.write_text("\n".join([*lines, f"data_dir = {str(data)!r}", "full_val = True"]))
-    plan = tmp_path / "plan.toml"
-    plan.write_text(TOY.format(config=config))
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHON", sys.executable)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return Worker(Plan(plan, "cpu"), tmp_path / "out", tmp_path / "kept")
+def script(tmp_path):
+    """Run repro/which_norm.sh with a sweep.sh that only says what it is asked for."""
+    for name in ("repro/which_norm.sh", "repro/start.sh", "repro/which_norm.toml"):
+        target = tmp_path / name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    shutil.copytree(ROOT / "config", tmp_path / "config")
+    (tmp_path / "sweep.sh").write_text(STUB)
+    (tmp_path / "sweep.sh").chmod(0o755)
 
-
-def test_a_stage_is_trained_kept_and_concluded(worker, capfd):
-    stage = worker.stage(RateStage)
-    worker.do(stage)
-    path = worker.conclusion_of("rates")
-    found = json.loads(path.read_text())
-    assert found["study"] == worker.plan.study and len(found["commits"]) == 1
-    assert found["ranking"] == ["shared"]
-    assert set(found["shapes"]["W"]["shared"]["losses"]["0.01"]) == {"1", "2"}
-    assert "done" in capfd.readouterr().out
-    # Everything is in the archive: without the folders nothing is trained again.
-    shutil.rmtree(worker.out)
-    before = path.read_bytes()
-    worker.do(stage)
-    assert not worker.out.exists() and path.read_bytes() == before
-    # A conclusion that no longer follows from the runs is not written over.
-    path.write_text(path.read_text().replace('"rate": 0.01', '"rate": 0.02'))
-    with pytest.raises(UserError, match="the runs now give another conclusion"):
-        worker.do(stage)
-    # Nor is one of another plan read.
-    path.write_text(path.read_text().replace(worker.plan.study, "toy cpu 0"))
-    with pytest.raises(UserError, match="of another plan"):
-        worker.stage(RateStage)
-
-
-def test_a_seed_belongs_to_the_processor_that_began_it(worker, monkeypatch):
-    class Begun:
-        """Results of a stage of which a run of seed 3 was trained elsewhere."""
-
-        def place_of(self, run):
-            return {"device": "cpu (y)", "processor": "y"} if run.seed == 3 else None
-
-    stage = SimpleNamespace(name="verdict")
-    runs = [
-        Wanted("verdict", "W", arm, arm, seed) for seed in (1, 2, 3) for arm in ("rms", "layer")
-    ]
-    place = {"device": "cpu (x)", "processor": "x"}
-    monkeypatch.setattr(which_norm, "environment", lambda device: place)
-    assert worker.own(stage, runs, Begun()) == runs[:2]  # a second worker on this machine adds one
-    assert worker.own(stage, runs, Begun()) == worker.own(stage, runs, Begun()) == runs[:4]
-    place = {"device": "cpu (x)", "processor": "z"}
-    with pytest.raises(UserError, match=r"verdict, W: seed 1 was begun on another processor"):
-        worker.own(stage, runs, Begun())
-    assert worker.own(SimpleNamespace(name="rates"), runs, Begun()) == runs
-
-
-def test_the_committed_plan_says_what_lies_ahead():
-    for scale in ("cpu", "30m", "124m"):
-        command = [sys.executable, "-m", "repro.which_norm", scale, "--dry-run"]
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"OUT": "/none", "RESULTS": "/none"},
-        )
-        assert done.returncode == 0 and "| rates | W | 86 |" in done.stdout, done.stderr
-        assert "non-inferior" in done.stdout
-        assert ("initialisation" in done.stdout) == (scale != "cpu")
-        assert re.search(r"\| total \|  \| \d+ \| [\d,]+ \| \? \| 0 \|", done.stdout)
-
-
-def test_a_stage_to_stop_after_is_one_of_the_scale(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    which_norm.main(["cpu", "--dry-run", "--until=rates"])
-    out = capsys.readouterr().out
-    assert "| rates |" in out and "| verdict |" not in out
-    with pytest.raises(ConfigError, match="cpu has no such stage; its: rates, margin"):
-        which_norm.main(["cpu", "--until=initialisation"])
-
-
-def test_a_scale_may_have_rules_of_its_own():
-    needed = {scale: Plan(ROOT / PLAN, scale).plan["verdict"] for scale in ("cpu", "30m", "124m")}
-    assert {scale: rules["power"] for scale, rules in needed.items()} == {
-        "cpu": 0.0,
-        "30m": 0.8,
-        "124m": 0.8,
-    }
-    assert all(rules["level"] == 0.05 for rules in needed.values())
-
-
-def test_every_arm_of_the_plan_is_a_model():
-    import shlex
-
-    from configurator import parse_args
-    from train import TrainConfig
-
-    for scale in ("cpu", "30m", "124m"):
-        plan = Plan(ROOT / PLAN, scale)
-        assert set(MEANING) == set(plan.arms)
-        for shape in plan.shapes:
-            for arm in plan.arms:
-                norm_type, *words = shlex.split(plan.words(arm, shape))
-                keys = [f"--{name}={value}" for name, value in shape.keys.items()]
-                config, _ = parse_args(
-                    TrainConfig,
-                    [str(ROOT / plan.config), *keys, f"--norm_type={norm_type}", *words],
-                )
-                assert config.norm_type == norm_type
-
-
-def test_seeds_that_want_the_same_share_a_sweep():
-    assert together({1: ["a", "b"], 2: ["a", "b"], 3: ["a"]}) == [
-        ([1, 2], ["a", "b"]),
-        ([3], ["a"]),
-    ]
-    assert parse(["cpu", "--until=rates"]) == ("cpu", False, "rates")
-
-
-# ----------------------------------------------------------------------------------------- the card
-
-
-@pytest.fixture
-def finished(tmp_path, monkeypatch):
-    """A worker of the made-up study, all stages of which are trained and concluded."""
-    monkeypatch.chdir(ROOT)
-    worker = Worker(make_plan(tmp_path), tmp_path / "out", tmp_path / "kept")
-
-    def train(stage, runs):
-        for run in runs:
-            steps = re.search(r"max_iters=(\d+)", run.words)
-            length = int(steps[1]) / 1000 if steps else 1.0
-            write(worker.plan, worker.out / stage.name, run, loss_of(run, length))
-        return False
-
-    monkeypatch.setattr(worker, "train", train)
-    for kind in worker.stages():
-        worker.do(worker.stage(kind))
-    return worker
-
-
-def loss_of(run, length: float) -> float | None:
-    """A loss with an optimum in the rate, a value of tokens, and noise by run."""
-    rate = float(re.search(r"learning_rate=(\S+)", run.words)[1])
-    if rate > 24e-3:
-        return None
-    best = {"rms": 4e-3, "layer": 3e-3, "shared": 6e-3}[run.arm]
-    extra = {"rms": 0.0, "layer": 0.02, "shared": -0.03}[run.arm]
-    noise = 0.004 * np.random.RandomState([run.seed, len(run.shape + run.arm)]).randn()
-    return 1.4 + 0.03 * math.log2(rate / best) ** 2 + extra + noise - 0.4 * math.log(length)
-
-
-def test_a_card_says_what_the_stages_concluded(finished, tmp_path):
-    card = Card(finished)
-    assert card.missing() == []
-    text = card.text()
-    assert "**Recommendation: `shared`**, for it is better in all shapes." in text
-    tables = text.split("\n| loss minus that of ")[0]  # but for that of the later stages
-    rows = {row.split("`")[1]: row for row in tables.splitlines() if row.startswith("| `")}
-    assert "| worse in both shapes; the deficit is beyond the margin (p 1.00) |" in rows["layer"]
-    assert "| better in both shapes |" in rows["shared"] and re.search(
-        r"\+\d+\.\d % \(\+", rows["shared"]
-    )
-    assert "| the baseline |" in rows["rms"] and "43.4" in rows["rms"]
-    page = card.page()
-    for heading in ("Learning rates", "Margin", "Verdict", "Check", "Tokens", "Muon"):
-        assert f"## {heading}" in page
-    card.figure().draw(tmp_path / "card.png")
-    assert (tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
-    put_here = tmp_path / "page.md"
-    put_here.write_text(f"before\n{MARKERS[0].format('cpu')}\nold\n{MARKERS[1]}\nafter\n")
-    put(put_here, "30m", text)  # a card of another scale stays
-    assert "\nold\n" in put_here.read_text()
-    put(put_here, "cpu", text)
-    assert "old" not in put_here.read_text() and put_here.read_text().endswith("after\n")
-
-
-def test_a_card_shows_what_diverged_and_what_is_not_settled(finished):
-    path = finished.conclusion_of("check")
-    found = json.loads(path.read_text())
-    found["shapes"]["W"]["shared"]["learning_rate x 2"] = None
-    found["not_settled"] = ["shared, D: learning_rate x 0.5", "rms, W: init_std x 2"]
-    path.write_text(json.dumps(found))
-    page = Card(finished).page()
-    assert "| diverged |" in page
-    row = next(row for row in page.splitlines() if row.startswith("| `shared` |"))
-    assert "| better in both shapes; rate not settled in D |" in row
-    tokens = finished.conclusion_of("tokens")
-    found = json.loads(tokens.read_text())
-    found["arms"]["shared"] |= {"difference": 0.03, "low": 0.02, "high": 0.04}
-    found["arms"]["shared"]["contradicts"] = True
-    tokens.write_text(json.dumps(found))
-    text = Card(finished).text()
-    assert (
-        "| in W, verdict runs | in W, 4 times the tokens, the same rates (2 seeds) "
-        "| in W, Muon, the best of 3 rates (2 seeds) |"
-    ) in text
-    assert re.search(r"\| `shared` .* \(\+0\.0200 to \+0\.0400\), worse, better before \|", text)
-    assert "Better by half a margin with another `init_std`: rms, W: init_std x 2." in text
-    verdict = finished.conclusion_of("verdict")
-    found = json.loads(verdict.read_text())
-    found["arms"]["shared"]["shapes"]["W"] |= {"low": -0.1, "high": 0.1}
-    verdict.write_text(json.dumps(found))
-    assert "+0.0300 (+0.0200 to +0.0400), worse, open before |" in Card(finished).text()
-    found["diverged"]["rms"] = 1
-    found["arms"] = {}
-    verdict.write_text(json.dumps(found))
-    assert "| not judged: 1 runs of the baseline diverged" in Card(finished).table(["layer"])
-
-
-def test_a_card_says_what_is_missing(finished):
-    for name in ("verdict", "check", "tokens", "muon"):
-        finished.conclusion_of(name).unlink()
-    text = Card(finished).text()
-    assert "There is no recommendation before the verdicts." in text and "| none yet |" in text
-    assert "`verdict` (the tests; " in text and "better" not in text
-    finished.conclusion_of("margin").unlink()
-    finished.conclusion_of("rates").unlink()
-    assert "| arm |" not in Card(finished).text()
-
-
-def test_an_amended_plan_keeps_the_stages_that_it_leaves_alone(finished, monkeypatch):
-    old = finished.plan
-    text = old.path.read_text().replace("205]", "205, 206]")
-    old.path.write_text(text + f'[amends]\n"{old.hash[:16]}" = ["rates", "margin"]\n')
-    plan = Plan(old.path, "toy")
-    assert plan.study != old.study
-    assert plan.studies("rates") == [plan.study, old.study] and plan.studies("tokens") == [
-        plan.study
-    ]
-    worker = Worker(plan, finished.out, finished.kept)
-    with pytest.raises(UserError, match=r"verdict\.json: of another plan"):
-        worker.before()
-    power = json.loads(finished.conclusion_of("margin").read_text())["power"]
-    for name in ("margin", "verdict", "check", "tokens", "muon"):
-        finished.conclusion_of(name).unlink()
-    before = worker.conclusion_of("rates").read_bytes()
-    monkeypatch.setattr(worker, "train", None)  # there is nothing to train
-    for kind in worker.stages()[:2]:
-        worker.do(worker.stage(kind))
-    assert worker.conclusion_of("rates").read_bytes() == before
-    found = json.loads(worker.conclusion_of("margin").read_text())
-    assert found["power"]["1"] > power["1"] and found["study"] == plan.study
-    stage = worker.stage(VerdictStage)
-    with pytest.raises(UserError, match="the plan was changed after the run"):
-        worker.results(stage)
-
-
-def test_stages_have_the_same_data_and_versions(finished):
-    path = finished.conclusion_of("rates")
-    found = json.loads(path.read_text())
-    assert found["conditions"]["data"] == "a"
-    found["conditions"]["data"] = "b"
-    path.write_text(json.dumps(found))
-    with pytest.raises(UserError, match="data a, but an earlier stage had b"):
-        finished.results(finished.stage(VerdictStage))
-
-
-STAGES = ("rates", "margin", "verdict", "check", "tokens", "muon")
-
-
-def moved(plan) -> dict[str, float]:
-    """Read the bytes that the plan's rule compares: arm -> bytes."""
-    lines = (ROOT / "results/cpu/bytes/ledger.jsonl").read_text().splitlines()
-    rows = {
-        row["norms"]: row["bytes_per_token"]["float32 stream"] for row in map(json.loads, lines)
-    }
-    return {arm: rows[name] for arm, name in plan.plan["recommendation"]["bytes"].items()}
-
-
-def test_a_second_implementation_agrees(finished):
-    logs = {
-        (stage, shape): {
-            log.parent.name: log.read_text()
-            for log in (finished.out / stage / shape).glob("*/log.jsonl")
+    def ask(*words: str, **env: str) -> SimpleNamespace:
+        command = ["bash", str(tmp_path / "repro/which_norm.sh"), *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
+        lines = [line.split("\t") for line in done.stdout.splitlines()]
+        names = {
+            f"{'+'.join(shlex.split(arm)).replace('+--', '+').replace(' ', '_')}-{seed}"
+            for _, seeds, arms, _ in lines
+            for arm in shlex.split(arms)
+            for seed in seeds.split()
         }
-        for stage in STAGES
-        for shape in ("W", "D")
-    }
-    plan = finished.plan
-    assert check(plan.path, "toy", finished.kept, logs) > 30
-    anew = Rederived(plan.path, "toy", logs, moved(plan))
-    text = Card(finished).text()
-    # Two judged arms, the baseline, the sentences, of which four have numbers of their own
-    assert check_card(anew, text) == 2 * 5 + 2 + 9 + 4
-    # It can fail: one digit of the card, one run of the logs.
-    wrong = re.sub(
-        r"\+(\d)(\d*\.\d %)", lambda found: f"+{9 - int(found[1])}{found[2]}", text, count=1
-    )
-    assert wrong != text
-    with pytest.raises(AssertionError):
-        check_card(anew, wrong)
-    runs = logs["verdict", "W"]
-    name = next(name for name in runs if name.startswith("layer"))
-    runs[name] = runs[name].replace('"val_loss_full": 1.4', '"val_loss_full": 1.5')
-    with pytest.raises(AssertionError):
-        check_card(anew, text)
+        return SimpleNamespace(code=done.returncode, names=names, lines=lines, error=done.stderr)
+
+    return ask
 
 
-def test_a_second_implementation_agrees_on_the_committed_study():
-    kept = ROOT / "results/cpu/which_norm"
-    if not (kept / "rates.json").exists():
-        pytest.skip("the study's first stage is not finished")
-    logs = {}
-    for path in kept.glob("*.tar.xz"):
-        if not (kept / f"{path.name.split('-')[0]}.json").exists():
-            continue  # a stage that is not finished
-        with tarfile.open(path) as file:
-            logs[tuple(path.name.removesuffix(".tar.xz").split("-"))] = {
-                member.name.split("/")[0]: file.extractfile(member).read().decode()
-                for member in file.getmembers()
-                if member.name.endswith("/log.jsonl")
-            }
-    assert check(ROOT / PLAN, "cpu", kept, logs) > 30
-    if (kept / "verdict.json").exists():
-        anew = Rederived(ROOT / PLAN, "cpu", logs, moved(Plan(ROOT / PLAN, "cpu")))
-        for page in ("README.md", "docs/which_norm.md"):
-            assert check_card(anew, (ROOT / page).read_text()) > 4 * 5 + 2
-        if all((kept / f"{stage}.json").exists() for stage in STAGES):
-            for page in (kept / "README.md", ROOT / "docs/which_norm.md"):
-                assert check_card(anew, page.read_text()) > 30
+@pytest.mark.parametrize("shape", ["W", "D"])
+@pytest.mark.parametrize("stage", ["rates", "margin", "verdict", "check", "tokens", "muon"])
+def test_the_script_asks_for_the_committed_runs(script, stage, shape):
+    asked = script("cpu", stage, shape)
+    assert asked.code == 0, asked.error
+    assert all(line[0] == f"results/cpu/which_norm/{stage}-{shape}.tar.xz" for line in asked.lines)
+    archive = KEPT / f"{stage}-{shape}.tar.xz"
+    if not archive.exists():
+        return  # a stage of one shape
+    with tarfile.open(archive) as file:
+        names = {name.split("/")[0] for name in file.getnames()}
+    if stage == "rates":  # the grid; what the rule adds, people give
+        assert len(asked.names) == 13 * 4 and asked.names <= names
+    else:
+        assert asked.names == names
+
+
+def test_another_scale_needs_rates(script):
+    assert script("30m", "verdict", "W").code == 2
+    asked = script("30m", "rates", "D", "--init_std=0.05", RATES="0.1", ARMS="peri", SEEDS="7")
+    assert asked.names == {"peri+learning_rate=0.1-7"}
+    assert "--n_layer=24 --init_std=0.05" in asked.lines[0][3]
+    assert script("cpu", "rates", "Q").code == script("cpu", "other", "W").code == 2
