@@ -523,7 +523,7 @@ def main(argv: list[str]) -> None:
     deltas = {name: getattr(config, f"delta_{name}", 0.0) for name in METRICS}
     report = make_report(by_arm(runs), config.baseline, deltas)
     write_report(report, out, config.pictures)
-    print(f"{said(report)}\n\nwrote report.md, report.csv, seeds.csv and pictures into {out}")
+    print(f"{said(report)}\n\nwrote report.md, report.csv and seeds.csv into {out}")
 
 
 def label_runs(runs: list[Run]) -> Arms:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import ConfigError, UserError, run_program
-from common.inputs import check_regular
+from common.inputs import read_regular
 from common.output import write_bytes_atomically, writing
 
 SUFFIX = ".tar.xz"
@@ -52,15 +52,10 @@ def read(archive: Path) -> Content:
 
 def read_file(path: Path) -> bytes:
     """Read a file of a run. Raises UserError for what never ends: a device, or one beyond MOST."""
-    check_regular(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST + 1)
+        return read_regular(path, MOST)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): name a run folder") from None
-    if len(content) > MOST:
-        raise UserError(f"{path}: more than {MOST:,} bytes: no file of a run")
-    return content
 
 
 def files_of(run: Path) -> Content:
