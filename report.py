@@ -33,7 +33,7 @@ from scipy.stats import gmean
 from common.errors import ConfigError, UserError, run_program
 from common.output import check_replaceable, markdown, write_bytes_atomically, writing
 from common.plotting import check_picture
-from configurator import key, parse_args
+from configurator import check_ranges, key, parse_args
 from evidence import published
 from evidence.comparison import (
     BY_SEED,
@@ -414,6 +414,9 @@ class ReportConfig:
     delta_hellaswag_acc: float = key(0.0, "margin of hellaswag_acc, post hoc", least=0.0)
     delta_hellaswag_acc_norm: float = key(0.0, "margin of hellaswag_acc_norm, post hoc", least=0.0)
     delta_tok_per_s: float = key(0.0, "margin of tok_per_s, a share, post hoc", least=0.0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 def target_folder(config: ReportConfig, paths: list[Path]) -> Path:

@@ -371,7 +371,8 @@ def worth() -> dict[str, float]:
     others = [
         np.mean(checked[chosen[0] * factor, chosen[1]]) for factor in PLAN["check"]["factors"]
     ]
-    gains = {row.arm: -row.estimate.mean for row in all_differences() if row.condition.name == WIDE}
+    wide = [row for row in all_differences() if row.condition.name == WIDE and row.is_whole]
+    gains = {row.arm: -row.estimate.mean for row in wide}
     best = max(gains, key=gains.get)
     return {
         "initialisation": min(by_std[0.02]) - min(by_std[chosen[1]]),

@@ -175,7 +175,7 @@ def test_files_are_written_and_agree(sweep, tmp_path, capsys):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_stream_is_drawn_where_runs_measured_it(sweep, tmp_path):
+def test_the_stream_is_drawn_where_runs_measured_it(tmp_path):
     last = {
         "event": "rms",
         "step": 100,
@@ -186,22 +186,20 @@ def test_the_stream_is_drawn_where_runs_measured_it(sweep, tmp_path):
         "radial_gradient": -0.5,
     }
     first = {**last, "step": 0, "rms": [9.0, 9.0, 9.0], "logit_norm": 2.0}
-    report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'without'}"])
-    for seed in SEEDS:
-        with (sweep / f"coupled-{seed}" / "log.jsonl").open("a") as log:
-            log.write(f"{json.dumps(first)}\n{json.dumps(last)}\n")
-    runs = find_runs([sweep / "coupled-8", sweep / "rms-8"])
-    assert runs[0].stream["rms"].tolist() == [0.1, 0.2, 0.3] and not runs[1].stream
-    report.main([str(sweep), "--baseline=rms", f"--out={tmp_path / 'with'}"])
-    assert (
-        runs[0].history["logit_norm"].tolist() == [2.0, 7.0]
-        and runs[0].history["rms"][0, -1] == 9.0
-    )
-    assert runs[0].history["tokens"].tolist() == [0, 10000] and not runs[1].history
+    rms, coupled = (write_run(tmp_path, norm_type, 8) for norm_type in ("rms", "coupled"))
+    report.main([str(tmp_path), "--baseline=rms"])
+    assert not (tmp_path / "stream.png").exists()
+    append(coupled, **first)
+    append(coupled, **last)
+    with_events, without = find_runs([coupled, rms])
+    assert with_events.stream["rms"].tolist() == [0.1, 0.2, 0.3] and not without.stream
+    history = with_events.history
+    assert history["logit_norm"].tolist() == [2.0, 7.0] and history["rms"][0, -1] == 9.0
+    assert history["tokens"].tolist() == [0, 10000] and not without.history
+    report.main([str(tmp_path), "--baseline=rms"])
     for name in ("stream", "output"):
-        assert (tmp_path / "with" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert f"![{name}]" in (tmp_path / "with" / "report.md").read_text()
-        assert not (tmp_path / "without" / f"{name}.png").exists()
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"![{name}]" in (tmp_path / "report.md").read_text()
 
 
 def test_runs_of_before_a_key_existed_are_comparable(tmp_path):
@@ -729,9 +727,9 @@ def test_committed_archives_give_the_committed_tables(study, tmp_path):
 def test_an_archive_is_its_folders(sweep, tmp_path):
     """Added one by one, a run twice: the same report; the same bytes in any order."""
     folders = sorted(run for run in sweep.iterdir() if run.is_dir())
-    for name, order in (("a", folders), ("b", [*reversed(folders), folders[3]])):
-        for run in order:
-            archive.add(tmp_path / name / "runs.tar.xz", run)
+    for name, order in (("a", folders), ("b", folders[::-1])):
+        archive.add(tmp_path / name / "runs.tar.xz", *order)
+    archive.add(tmp_path / "b" / "runs.tar.xz", folders[3])
     first, second = (tmp_path / name / "runs.tar.xz" for name in "ab")
     assert first.read_bytes() == second.read_bytes()
     (tmp_path / "c").mkdir()

@@ -82,9 +82,9 @@ def test_bootstrap_covers_the_mean():
     """Its 95 % intervals hold the mean of a skewed distribution about as often as 20 values allow;
     without a spread, or with too few values, there is none.
     """
-    samples = np.random.RandomState(0).exponential(1.0, (300, 20))
+    samples = np.random.RandomState(0).exponential(1.0, (80, 20))
     covered = np.mean([low < 1.0 < high for low, high in map(bca_interval, samples)])
-    assert 0.86 < covered < 0.97
+    assert 0.84 < covered < 0.99
     assert all(
         math.isnan(bound) for sample in (np.ones(5), SAMPLE[:3]) for bound in bca_interval(sample)
     )
@@ -146,7 +146,7 @@ def test_seeds_for_equivalence_are_those_of_simulated_tests():
     for mean, delta, alpha in ((0.0, 1.0, 0.05), (0.4, 1.0, 0.0125), (1.5, 1.0, 0.05)):
         n = seeds_needed(mean, delta, 1.0, alpha)
         for seeds, enough in ((n, True), (max(2, n // 2), False)):
-            sets = [paired(row) for row in mean + draws(4, 4000, seeds)]
+            sets = [paired(row) for row in mean + draws(4, 2000, seeds)]
             decided = np.mean([e.p_value() < alpha or e.tost(delta) < alpha for e in sets])
             assert (decided >= 0.78) == enough, (mean, seeds, decided)
 
@@ -275,6 +275,8 @@ def test_both_parts_of_a_verdict():
         (0.0, 0.05, "no difference shown, margin open"),
     ):
         assert decide([paired(mean + spread * SAMPLE)], 0.01, True)[0].word == word
+    higher_is_better = decide([paired(0.05 + 0.001 * SAMPLE)], 0.01, lower_is_better=False)
+    assert higher_is_better[0].word == "better, beyond the margin"
 
 
 def test_beyond_is_the_one_sided_test_against_the_margin():
@@ -317,12 +319,6 @@ def test_the_parts_of_a_verdict_agree():
             assert has_direction or not is_beyond
             low, high = verdict.interval
             assert has_direction == (verdict.p_holm < ALPHA) == (low > 0 or high < 0)
-
-
-def test_higher_is_better_turns_the_words():
-    higher = [paired(0.5 + 0.01 * SAMPLE)]
-    assert decide(higher, 0.0, lower_is_better=False)[0].word == "better"
-    assert decide(higher, 0.0, lower_is_better=True)[0].word == "worse"
 
 
 def test_paired_ratio():
