@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from common.errors import UserError, run_program
 from common.output import markdown, write_bytes_atomically, writing
@@ -33,7 +33,6 @@ SHAPES = {"W": "wide", "D": "deep"}
 MARKERS = ("<!-- card: python -m repro.which_norm -->", "<!-- end of the card -->")
 ON_CARD = ("peri", "rms-qk-norm", "coupled", "coupled-full-gradient", "layer")
 BASELINE = PLAN["baseline"]
-HALF_OCTAVE = 0.5
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Difference:
         if self.diverged:
             return f"diverged in {self.diverged} of {len(self.condition.seeds)}"
         if not self.is_whole:
-            return f"{len(self.nats)} of {len(self.condition.seeds)} seeds"
+            return "begun"
         low, high = self.estimate.interval()
         words = f"{self.estimate.mean:+.4f} ({low:+.4f} to {high:+.4f})"
         if self.verdict is None or self.verdict.direction == NO_DIFFERENCE:
@@ -229,7 +228,7 @@ def in_both_shapes(bound: float) -> dict[str, float]:
     for row in all_differences():
         if row.condition.family == "verdict" and row.verdict is not None:
             estimate = row.estimate
-            p = float(stats.t.cdf((estimate.mean - bound) / estimate.se, estimate.df))
+            p = float(special.stdtr(estimate.df, (estimate.mean - bound) / estimate.se))
             p_values[row.arm] = max(p, p_values.get(row.arm, 0.0))
     adjusted = holm(list(p_values.values()), PLAN["verdict"]["arms"])
     return dict(zip(p_values, adjusted, strict=True))
@@ -282,7 +281,7 @@ class Curve:
         if len(near) < 3 or not all(map(math.isfinite, losses)):
             return self.best
         bend, fall, _ = np.polyfit(np.log2(np.array(near) / self.best), losses, 2)
-        octaves = np.clip(-fall / (2 * bend), -HALF_OCTAVE, HALF_OCTAVE)
+        octaves = np.clip(-fall / (2 * bend), -0.5, 0.5)
         return float(f"{self.best * 2**octaves:.1e}")
 
     def rise(self, factor: float) -> str:
@@ -371,8 +370,11 @@ def worth() -> dict[str, float]:
     others = [
         np.mean(checked[chosen[0] * factor, chosen[1]]) for factor in PLAN["check"]["factors"]
     ]
-    wide = [row for row in all_differences() if row.condition.name == WIDE and row.is_whole]
-    gains = {row.arm: -row.estimate.mean for row in wide}
+    gains = {
+        row.arm: -row.estimate.mean
+        for row in all_differences()
+        if row.condition.name == WIDE and row.is_whole
+    }
     best = max(gains, key=gains.get)
     return {
         "initialisation": min(by_std[0.02]) - min(by_std[chosen[1]]),
@@ -416,7 +418,7 @@ def notes() -> str:
         "intervals. **Better** and **worse** are paired t tests, each shape by itself, Holm over "
         "all arms and shapes that ran together; the other columns have four seeds and no verdicts. "
         f"2 % of the tokens are {margin('W'):.4f} nats in the wide shape, {margin('D'):.4f} in the "
-        "deep one. The plan itself asked for less: an arm that is better in both shapes, and none "
+        "deep one. The plan itself asked for an arm that is better in both shapes, and none "
         f"is shown to be (smallest p {better:.2g}). That `coupled-full-gradient` loses no more "
         f"than {bounds[0]:.4f} in either is borderline (p {declared:.3f}; {stricter:.3f} at the "
         f"wide shape's {bounds[1]:.4f}). The deep shape has bad seeds: {bad} of {len(outside)} "
@@ -447,12 +449,12 @@ def too_high_table() -> str:
 
 
 def difference_table() -> str:
-    """Return every difference with its tests."""
+    """Return every difference whose seeds are done, with its tests."""
     rows = []
-    for row in all_differences():
+    for row in [row for row in all_differences() if row.is_whole]:
         interval = row.text().partition(", ")[0]
         cells = [row.condition.name, f"`{row.arm}`", len(row.nats), interval]
-        cells.append(f"{np.std(row.nats, ddof=1):.4f}" if row.is_whole else "")
+        cells.append(f"{np.std(row.nats, ddof=1):.4f}")
         tests = ["", "", "", "not judged"]
         if verdict := row.verdict:
             tests = [f"{p:.2g}" for p in (verdict.p, verdict.p_holm, verdict.p_tost)]

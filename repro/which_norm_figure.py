@@ -51,7 +51,7 @@ def draw_card(
     forest.set_yticks(range(len(rows)), rows)
     forest.set_ylim(len(rows) - 0.5, -0.5)
     forest.set_xlabel("loss minus that of rms, nats (left: better); mean and 95 % interval")
-    forest.legend(fontsize=8, loc="upper right")
+    forest.legend(fontsize=8, loc="lower right")
     bars.barh(range(len(worth)), worth.values(), color="0.5")
     bars.set_yticks(range(len(worth)), worth)
     bars.invert_yaxis()
@@ -75,21 +75,26 @@ def draw_curves(curves: dict[str, dict[str, Any]], baseline: str, target: Path) 
     for axis, arm in zip(axes.flat, shown, strict=False):
         for index, (shape, found) in enumerate(curves.items()):
             zero = found[baseline].at(found[baseline].best)
-            looks = {baseline: {"color": "0.7"}, arm: style(index)}
+            looks = {
+                baseline: {"color": "0.7", "label": f"{baseline}, {shape}"},
+                arm: style(index) | {"label": f"the arm, {shape}"},
+            }
             for name, look in looks.items():
                 rates = sorted(found[name].losses)
                 above = [found[name].at(rate) - zero for rate in rates]
                 finite = np.where(np.isfinite(above), above, np.nan)  # a run that diverged has none
-                axis.plot(rates, finite, linestyle="--" if index else "-", label=shape, **look)
+                axis.plot(rates, finite, linestyle="--" if index else "-", **look)
             axis.axvline(found[arm].chosen, color=COLORS[index], linewidth=0.8, linestyle=":")
         axis.set_title(arm, fontsize=9)
         axis.set_xscale("log", base=2)
         axis.set_ylim(-0.1, HIGHEST)
-    axes[0, 0].legend(
-        [f"{shape}{words}" for shape in curves for words in (f", {baseline}", "")], fontsize=7
+    rates = sorted(
+        {rate for found in curves.values() for arm in shown for rate in found[arm].losses}
     )
+    axes[0, 0].set_xticks(rates, [f"{1000 * rate:g}" for rate in rates])
+    axes[0, 0].legend(fontsize=7)
     figure.suptitle(
-        f"Loss over the learning rate, nats above the best of {baseline}; dotted: the chosen rate",
+        f"Loss over the learning rate / 0.001, nats above the best of {baseline}; dotted: chosen",
         fontsize=10,
     )
     save(figure, target)

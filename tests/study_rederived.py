@@ -110,7 +110,7 @@ def rows() -> dict[tuple[str, str], list[str]]:
                 values = paired(archive, arm, seeds)
                 if arm == "rms" or not len(values):
                     continue
-                cells = [str(len(values)), f"{len(values)} of {len(seeds)} seeds", ""]
+                cells = [str(len(values)), "begun", ""]
                 if len(values) == len(seeds):
                     described = DescrStatsW(values)
                     low, high = described.tconfint_mean(0.05)

@@ -53,7 +53,7 @@ def test_every_difference_is_that_of_a_second_implementation():
     found = {(column, arm): cells for column, arm, *cells in differences}
     for cells in found.values():
         cells[-1] = re.sub(", (margin open|beyond the margin)", "", cells[-1])
-    assert found == anew.rows()
+    assert found == {key: row for key, row in anew.rows().items() if row[1] != "begun"}
     bounds = ((anew.margin("W") + anew.margin("D")) / 2, 0.0)
     below, better = (anew.both_shapes(bound) for bound in bounds)
     assert sorted(both) == sorted([arm, f"{below[arm]:.2g}", f"{better[arm]:.2g}"] for arm in below)
@@ -144,7 +144,7 @@ def test_what_the_stages_concluded_comes_out_again():
 
 def test_a_shape_that_is_not_whole_or_diverged_has_no_verdict():
     condition = CONDITIONS[2]
-    assert Difference(condition, "layer", np.zeros(3)).text() == "3 of 16 seeds"
+    assert Difference(condition, "layer", np.zeros(3)).text() == "begun"
     diverged = Difference(condition, "layer", np.array([0.0] * 14 + [np.inf, np.nan]))
     assert diverged.text() == "diverged in 2 of 16" and not diverged.is_whole
 
