@@ -56,7 +56,6 @@ from configurator import (
     key,
     parse_args,
 )
-from decode import gpt_fast as decode_gpt_fast
 from decode import peers as decode_peers
 from decode import report
 from decode.arms import AUTO, DecodeArm, arms_of, check_arm, find_arms, packed_arm
@@ -345,7 +344,7 @@ def measure(
     if config.peers:
         calls |= decode_peers.arms(spec, model, idx, config.tokens, config.compiled, missing)
     if config.gpt_fast:
-        found, rows_found = decode_gpt_fast.arms(
+        found, rows_found = decode_peers.gpt_fast_arms(
             config.gpt_fast, model, idx, config.tokens, config.compiled, missing
         )
         calls |= found
@@ -446,7 +445,7 @@ def speed_ups(
         ("layer_fused", "layer"),
         ("own_fused", "own"),
     ]
-    pairs += [(arm, peer) for arm in arms for peer in (*decode_peers.NAMES, decode_gpt_fast.NAME)]
+    pairs += [(arm, peer) for arm in arms for peer in (*decode_peers.NAMES, decode_peers.GPT_FAST)]
     ratios = {}
     for x, y in pairs:
         x_variant = faster.get(x, x)
@@ -534,7 +533,7 @@ def main(argv: list[str]) -> None:
         print(json.dumps(bench_last_token(config, device, place)))
         return
     if config.gpt_fast:
-        decode_gpt_fast.load(config.gpt_fast)  # refuses a wrong folder before minutes of compiling
+        decode_peers.load(config.gpt_fast)  # refuses a wrong folder before minutes of compiling
     model = load(config, spec, device)
     if config.trace:
         print(json.dumps(run_trace(config, spec, model, device)))

@@ -232,7 +232,7 @@ class SharedRMSNorm(Norm):
         detach: no gradient flows into the statistic (section 4.3: "a scalar constant"), so that
             backward needs no reduction over channels for x. The tensor inv_rms that is handed on
             stays attached to the graph: each function that uses it returns no gradient for it
-            (kernels/reference.py, SharedRMSScale; kernels/binding.py, _shared_gradient).
+            (kernels/reference.py, SharedRMSScale; kernels/row_norm.py, backward_kernel).
         calibrated: alpha is a buffer, which `calibrate` sets to the measured drift.
     """
 

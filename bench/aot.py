@@ -48,7 +48,8 @@ from common.errors import ConfigError, UserError, run_program
 from common.output import check_replaceable, markdown, write_bytes_atomically
 from configurator import key, parse_args
 from hf.config import SHAPES
-from kernels import activation, binding, row_norm, sandwich, shared_rms, taper
+from kernels import activation, binding, row_norm
+from kernels.binding import Inputs
 from kernels.decode.overlap import overlapping
 from kernels.reference import GATED, KINDS
 
@@ -114,56 +115,64 @@ def named_triton() -> str:
     return wanted[1] if wanted else NAMED.get(minor, "not known")
 
 
+def forward(x: torch.Tensor, **inputs) -> Callable:
+    """The launch of a norm's forward pass."""
+    given = Inputs(x, eps=1e-5, counted=x.shape[-1], **inputs)
+    return lambda: row_norm.forward(*given)
+
+
+def backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    kind: str = "rms",
+    dh: torch.Tensor | None = None,
+    ds: torch.Tensor | None = None,
+    gains: bool = True,
+    has_output_norm: bool = False,
+    **inputs,
+) -> Callable:
+    """The launch of a norm's backward pass."""
+    given = Inputs(x, **inputs)
+    s = meta(ROWS, 1)
+    vectors = (given.w, given.b, given.w_out, given.w_tilde, given.gate_c)
+    statistics = (s if kind == "layer" else None, s, s if has_output_norm else None)
+    return lambda: row_norm.backward(
+        dy, dh, ds, x, given.a, *vectors, *statistics, x.shape[-1], kind, gains
+    )
+
+
 def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable]]:
-    """(name, launch) of every operator at C channels.
+    """(name, launch) of every norm and activation at C channels.
 
     Activations in `dtype` and float32 gains, as in training.
     """
     C = channels
-    eps = 1e-5
     x = meta(ROWS, C, dtype=dtype)
     x2 = meta(ROWS, 2 * C, dtype=dtype)  # a gated MLP's two halves
     w = meta(C)
     w2 = meta(2 * C)
     s = meta(ROWS, 1)  # a statistic of each row
-    gate_c = meta(2)
-    yield "rms_norm", lambda: row_norm.rms_norm(x, w, None, eps, 1, C)
-    yield (
-        "rms_norm_backward",
-        lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, True),
-    )
-    yield "add_rms_norm", lambda: row_norm.add_rms_norm(x, x, w, None, eps, 1, C)
-    yield (
-        "add_rms_norm_backward",
-        lambda: row_norm.rms_norm_backward(x, x, None, x, w, None, s, C, True),
-    )
-    yield "add_normed", lambda: sandwich.add_normed(x, x, w, eps)
-    yield "norm_add_norm", lambda: sandwich.norm_add_norm(x, x, w, w, eps, eps)
-    yield (
-        "norm_add_norm_backward",
-        lambda: sandwich.norm_add_norm_backward(x, x, None, x, x, w, w, s, s, True),
-    )
-    yield "layer_norm", lambda: row_norm.layer_norm(x, w, w, eps)
-    yield "layer_norm_backward", lambda: row_norm.layer_norm_backward(x, x, w, w, s, s, True)
-    yield "shared_rms_scale", lambda: shared_rms.shared_rms_scale(x, s, w)
-    yield (
-        "shared_rms_scale_backward",
-        lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, True),
-    )
-    yield "add_shared_rms_scale", lambda: shared_rms.add_shared_rms_scale(x, x, s, w)
-    yield (
-        "add_shared_rms_scale_backward",
-        lambda: shared_rms.shared_rms_scale_backward(x, x, x, s, w, True),
-    )
-    yield "taper_norm", lambda: taper.taper_norm(x, w, w, gate_c, eps)
-    yield "taper_norm_backward", lambda: taper.taper_norm_backward(x, x, w, w, gate_c, s, True)
+    taper = {"w": w, "w_tilde": w, "gate_c": meta(2), "kind": "taper"}
+    both = {"a": x, "w": w, "w_out": w}
+    yield "rms_norm", forward(x, w=w, kind="rms")
+    yield "rms_norm_backward", backward(x, x, w=w)
+    yield "add_rms_norm", forward(x, a=x, w=w, kind="rms")
+    yield "add_rms_norm_backward", backward(x, x, dh=x, w=w)
+    yield "add_normed", forward(x, a=x, w_out=w, eps_out=1e-5)
+    yield "norm_add_norm", forward(x, **both, eps_out=1e-5, kind="rms")
+    yield "norm_add_norm_backward", backward(x, x, dh=x, **both, has_output_norm=True)
+    yield "layer_norm", forward(x, w=w, b=w, kind="layer")
+    yield "layer_norm_backward", backward(x, x, "layer", w=w, b=w)
+    yield "shared_rms_scale", forward(x, given=s, w=w, kind="shared")
+    yield "shared_rms_scale_backward", backward(x, x, "shared", w=w)
+    yield "add_shared_rms_scale", forward(x, a=x, given=s, w=w, kind="shared")
+    yield "add_shared_rms_scale_backward", backward(x, x, "shared", dh=x, w=w)
+    yield "taper_norm", forward(x, **taper)
+    yield "taper_norm_backward", backward(x, x, **taper)
     for kind in KINDS:
         given = (x2, s, w2, kind) if kind in GATED else (x, s, w, kind)
-        yield f"{kind}", lambda given=given: activation.scaled_activation(*given)
-        yield (
-            f"{kind}_backward",
-            lambda given=given: activation.scaled_activation_backward(x, *given, True),
-        )
+        yield f"{kind}", lambda given=given: activation.forward(*given)
+        yield f"{kind}_backward", lambda given=given: activation.backward(x, *given, True)
 
 
 def variants(channels: int) -> Iterator[tuple[str, Callable]]:
@@ -175,64 +184,34 @@ def variants(channels: int) -> Iterator[tuple[str, Callable]]:
     for name, launch in cases(channels, torch.float32):
         yield f"{name}, float32", launch
     C = channels
-    eps = 1e-5
     x = meta(ROWS, C, dtype=torch.bfloat16)
     w = meta(C)
     s = meta(ROWS, 1)
-    yield "rms_norm, bias", lambda: row_norm.rms_norm(x, w, w, eps, 1, C)
-    yield (
-        "rms_norm_backward, bias",
-        lambda: row_norm.rms_norm_backward(x, None, None, x, w, w, s, C, True),
-    )
-    yield (
-        "rms_norm_backward, ds",
-        lambda: row_norm.rms_norm_backward(x, None, s, x, w, None, s, C, True),
-    )
-    yield (
-        "add_rms_norm_backward, bias, ds",
-        lambda: row_norm.rms_norm_backward(x, x, s, x, w, w, s, C, True),
-    )
-    yield "rms_norm, no gain", lambda: row_norm.rms_norm(x, None, None, eps, 1, C)
-    yield (
-        "rms_norm_backward, no gain",
-        lambda: row_norm.rms_norm_backward(x, None, None, x, None, None, s, C, True),
-    )
-    yield (
-        "rms_norm_backward, frozen",
-        lambda: row_norm.rms_norm_backward(x, None, None, x, w, None, s, C, False),
-    )
-    yield (
-        "layer_norm_backward, no gain",
-        lambda: row_norm.layer_norm_backward(x, x, None, None, s, s, True),
-    )
-    yield "shared_rms_scale, no gain", lambda: shared_rms.shared_rms_scale(x, s, None)
-    yield (
-        "shared_rms_scale_backward, no gain",
-        lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, None, True),
-    )
-    yield (
-        "shared_rms_scale_backward, frozen",
-        lambda: shared_rms.shared_rms_scale_backward(x, None, x, s, w, False),
-    )
+    both = {"a": x, "w": w, "w_out": w}
+    yield "rms_norm, bias", forward(x, w=w, b=w, kind="rms")
+    yield "rms_norm_backward, bias", backward(x, x, w=w, b=w)
+    yield "rms_norm_backward, ds", backward(x, x, ds=s, w=w)
+    yield "add_rms_norm_backward, bias, ds", backward(x, x, dh=x, ds=s, w=w, b=w)
+    yield "rms_norm, no gain", forward(x, kind="rms")
+    yield "rms_norm_backward, no gain", backward(x, x)
+    yield "rms_norm_backward, frozen", backward(x, x, w=w, gains=False)
+    yield "layer_norm_backward, no gain", backward(x, x, "layer")
+    yield "shared_rms_scale, no gain", forward(x, given=s, kind="shared")
+    yield "shared_rms_scale_backward, no gain", backward(x, x, "shared")
+    yield "shared_rms_scale_backward, frozen", backward(x, x, "shared", w=w, gains=False)
     # a bfloat16 product on a float32 stream (train.py's autocast)
     h = meta(ROWS, C)
-    yield "norm_add_norm, autocast", lambda: sandwich.norm_add_norm(h, x, w, w, eps, eps)
+    yield "norm_add_norm, autocast", forward(h, **both, eps_out=1e-5, kind="rms")
     yield (
         "norm_add_norm_backward, autocast",
-        lambda: sandwich.norm_add_norm_backward(h, h, None, h, x, w, w, s, s, True),
+        backward(h, h, dh=h, **both, has_output_norm=True),
     )
-    yield (
-        "norm_add_norm_backward, ds",
-        lambda: sandwich.norm_add_norm_backward(x, x, s, x, x, w, w, s, s, True),
-    )
+    yield "norm_add_norm_backward, ds", backward(x, x, dh=x, ds=s, **both, has_output_norm=True)
     yield (
         "norm_add_norm_backward, no gain",
-        lambda: sandwich.norm_add_norm_backward(x, x, None, x, x, None, None, s, s, True),
+        backward(x, x, dh=x, a=x, has_output_norm=True),
     )
-    yield (
-        "taper_norm_backward, no gain",
-        lambda: taper.taper_norm_backward(x, x, None, None, meta(2), s, True),
-    )
+    yield "taper_norm_backward, no gain", backward(x, x, "taper", gate_c=meta(2))
 
 
 class Launch(NamedTuple):

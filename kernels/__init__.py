@@ -1,18 +1,15 @@
 """Norms and activations of a GPT as fused kernels, forward and backward, and their dispatch.
 
-A call goes from a function of this file to the Triton kernel in three steps: the function here
-checks its arguments and chooses the implementation; binding.py has it as a PyTorch operator with a
-gradient; row_norm.py and its like start the kernel.
+A call goes from a norm to its Triton kernel in three steps: a function of this file checks its
+arguments and chooses the implementation; binding.py gives it a gradient; row_norm.py, which is its
+forward pass, starts the kernel.
 
-    reference.py   what each function computes, in plain PyTorch, forward and backward; it runs in
-                   float64, on CPUs and under torch.compile
-    row_norm.py    Triton: RMSNorm, add + RMSNorm, LayerNorm
-    sandwich.py    Triton: output norm + add, and output norm + add + input norm
-    shared_rms.py  CoupledNorm's shared position
-    taper.py       Triton: TaperNorm's blend
-    activation.py  activations, the norm's scale inside
+    reference.py   what each function computes, in plain PyTorch; it runs in float64, on CPUs, under
+                   torch.compile and torch.func, and has the second derivatives
+    row_norm.py    Triton: all norms, with residual add, output norm, shared statistic and taper
+    activation.py  Triton: activations, the norm's scale inside
     rows.py        what the Triton kernels share
-    binding.py     Triton kernels as PyTorch operators
+    binding.py     the Triton kernels as one PyTorch operator with a gradient
     decode/        the launches of a decoding step
 
 x is (..., C) in float16, bfloat16, float32 or float64; gains and biases are (C,) of any of these
@@ -52,32 +49,37 @@ except ModuleNotFoundError as error:  # Triton has no wheels for macOS and Windo
 MODES = ("auto", "torch", "triton")
 
 
-def implementation(x: Tensor, mode: str = "auto"):
-    """Return the module whose functions run on x: binding (Triton) or reference (PyTorch).
+def kernel_for(x: Tensor, mode: str = "auto", activates: bool = False) -> Callable | None:
+    """Return what computes binding.Inputs of x with a Triton kernel; None where PyTorch shall run.
 
     Raises:
         UserError: `mode` is unknown, or asks for Triton where it cannot run.
     """
     # The kernels compute in float32, which would not be enough here.
     if mode == "torch" or x.dtype == torch.float64:
-        return reference
+        return None
+    is_compiling = torch.compiler.is_compiling()
     if mode == "auto":
         # Inductor fuses the plain formula with its neighbours, and cannot look into an operator.
         # Whether it is then faster under torch.compile has not been measured yet.
-        is_eager = not torch.compiler.is_compiling()
-        return binding if x.is_cuda and binding is not None and is_eager else reference
-    if mode != "triton":
+        if binding is None or is_compiling or not x.is_cuda:
+            return None
+    elif mode != "triton":
         raise UserError(f"kernels={mode!r}: it is one of {', '.join(MODES)}")
-    if binding is None:
+    elif binding is None:
         raise UserError(
             "kernels=triton, but Triton is not installed: pip install triton, or kernels=auto"
         )
-    if not x.is_cuda and not binding.INTERPRETED:
+    elif not x.is_cuda and not binding.INTERPRETED:
         raise UserError(
             f"kernels=triton on {x.device.type}: Triton needs a GPU (or TRITON_INTERPRET=1); "
             "kernels=auto"
         )
-    return binding
+    if is_compiling:
+        return binding.compiled
+    if torch._C._are_functorch_transforms_active():  # torch.func.grad, vmap: of plain PyTorch
+        return None
+    return binding.Activation.apply if activates else binding.Fused.apply
 
 
 # ----------------------------------------------------------------------------- checks of arguments
@@ -213,7 +215,13 @@ def rms_norm(
         y (..., C) in the type of x; inv_rms (..., groups) in float32, float64 for float64.
     """
     fits(x, w, b)
-    return implementation(x, mode).rms_norm(x, w, b, eps, groups, count(x, groups, counted))
+    counted = count(x, groups, counted)
+    kernel = kernel_for(x, mode)
+    if kernel is None:
+        return reference.rms_norm(x, w, b, eps, groups, counted)
+    norm = {"eps": eps, "groups": groups, "counted": counted, "kind": "rms"}
+    y, _, _, inv_rms, _ = kernel(*binding.Inputs(x, w=w, b=b, **norm))
+    return y, inv_rms
 
 
 def add_rms_norm(
@@ -231,13 +239,13 @@ def add_rms_norm(
     a is (..., C) like x, in any dtype; the rest as in rms_norm.
     """
     fits(x, w, b, add=a)
-    compute = implementation(x, mode).add_rms_norm
     counted = count(x, groups, counted)
-    if not adds_in_rows(x, a):
-        return compute(x, a, w, b, eps, groups, counted)
-    # (B, T, C) -> (B T, C), and back below
-    y, h, inv_rms = compute(x.flatten(0, -2), a.flatten(0, -2), w, b, eps, groups, counted)
-    return y.view(x.shape), h.view(x.shape), inv_rms.view(*x.shape[:-1], groups)
+    kernel = kernel_for(x, mode)
+    if kernel is None:
+        return add_then(lambda h, _: reference.rms_norm(h, w, b, eps, groups, counted), x, a, None)
+    norm = {"eps": eps, "groups": groups, "counted": counted, "kind": "rms"}
+    y, h, _, inv_rms, _ = kernel(*binding.Inputs(x, a, w=w, b=b, **norm))
+    return y, h, inv_rms
 
 
 def norm_add_norm(
@@ -269,7 +277,11 @@ def norm_add_norm(
     fits(x, w_out, w_in, add=a)
     # No adds_in_rows: the gradient of a comes from a reduction over each row, so inductor makes the
     # same kernels of (B, T, C) and of (B T, C).
-    y, h, inv_rms, _ = implementation(x, mode).norm_add_norm(x, a, w_out, w_in, eps_out, eps)
+    kernel = kernel_for(x, mode)
+    if kernel is None:
+        return reference.norm_add_norm(x, a, w_out, w_in, eps_out, eps)[:3]
+    norm = {"eps": eps, "eps_out": eps_out, "counted": x.shape[-1], "kind": "rms"}
+    y, h, _, inv_rms, _ = kernel(*binding.Inputs(x, a, w=w_in, w_out=w_out, **norm))
     return y, h, inv_rms
 
 
@@ -281,7 +293,10 @@ def add_normed(
     a is (..., C) like x, in any dtype. h has the type of x, and N(a) is not rounded before.
     """
     fits(x, w_out, add=a)
-    return implementation(x, mode).add_normed(x, a, w_out, eps)[0]
+    kernel = kernel_for(x, mode)
+    if kernel is None:
+        return reference.add_normed(x, a, w_out, eps)[0]
+    return kernel(*binding.Inputs(x, a, w_out=w_out, eps_out=eps))[1]
 
 
 def layer_norm(
@@ -293,7 +308,12 @@ def layer_norm(
     carry no gradient.
     """
     fits(x, w, b)
-    return implementation(x, mode).layer_norm(x, w, b, eps)
+    kernel = kernel_for(x, mode)
+    if kernel is None:
+        return reference.layer_norm(x, w, b, eps)
+    norm = {"eps": eps, "counted": x.shape[-1], "kind": "layer"}
+    y, _, mean, inv_std, _ = kernel(*binding.Inputs(x, w=w, b=b, **norm))
+    return y, mean, inv_std
 
 
 def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto") -> Tensor:
@@ -302,7 +322,10 @@ def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "
     Loretz & Hochreiter 2026, equation 6.
     """
     fits(h, w, statistic=inv_rms)
-    return implementation(h, mode).shared_rms_scale(h, inv_rms, w)
+    kernel = kernel_for(h, mode)
+    if kernel is None:
+        return reference.shared_rms_scale(h, inv_rms, w)
+    return kernel(*binding.Inputs(h, None, inv_rms, w, counted=h.shape[-1], kind="shared"))[0]
 
 
 def add_shared_rms_scale(
@@ -310,12 +333,10 @@ def add_shared_rms_scale(
 ) -> tuple[Tensor, Tensor]:
     """Return (y, h): h = x + a, y = h * inv_rms * w; inv_rms (..., 1) is a constant."""
     fits(x, w, add=a, statistic=inv_rms)
-    compute = implementation(x, mode).add_shared_rms_scale
-    if not adds_in_rows(x, a):
-        return compute(x, a, inv_rms, w)
-    # (B, T, C) -> (B T, C), and back below
-    y, h = compute(x.flatten(0, -2), a.flatten(0, -2), inv_rms.flatten(0, -2), w)
-    return y.view(x.shape), h.view(x.shape)
+    kernel = kernel_for(x, mode)
+    if kernel is None:
+        return add_then(lambda h, s: (reference.shared_rms_scale(h, s, w), None), x, a, inv_rms)[:2]
+    return kernel(*binding.Inputs(x, a, inv_rms, w, counted=x.shape[-1], kind="shared"))[:2]
 
 
 def scaled_activation(
@@ -341,9 +362,10 @@ def scaled_activation(
         raise UserError(
             f"{kind} of {z.shape[-1]} channels: give an even number, gate and up side by side"
         )
-    module = implementation(z, mode)
-    is_low = z.dtype != inv_rms.dtype
-    if module is reference and torch.compiler.is_compiling() and is_low:
+    kernel = kernel_for(z, mode, activates=True)
+    if kernel is not None:
+        return kernel(*binding.Inputs(z, given=inv_rms, b=b, kind=kind))[0]
+    if torch.compiler.is_compiling() and z.dtype != inv_rms.dtype:
         # Without the checkpoint, inductor may keep the slope for backward in the type of inv_rms:
         # twice the bytes of z, more than sharing a statistic saves.
         wide = checkpoint(
@@ -356,7 +378,7 @@ def scaled_activation(
             preserve_rng_state=False,
         )
         return wide.to(z.dtype)
-    return module.scaled_activation(z, inv_rms, b, kind)
+    return reference.scaled_activation(z, inv_rms, b, kind)
 
 
 def taper_norm(
@@ -375,4 +397,9 @@ def taper_norm(
     fits(h, w, w_tilde)
     if gate_c.shape != (2,):
         raise UserError(f"gate_c of shape {tuple(gate_c.shape)}: give two numbers, the gate and c")
-    return implementation(h, mode).taper_norm(h, w, w_tilde, gate_c, eps)
+    kernel = kernel_for(h, mode)
+    if kernel is None:
+        return reference.taper_norm(h, w, w_tilde, gate_c, eps)
+    norm = {"eps": eps, "counted": h.shape[-1], "kind": "taper"}
+    y, _, _, inv_rms, _ = kernel(*binding.Inputs(h, w=w, w_tilde=w_tilde, gate_c=gate_c, **norm))
+    return y, inv_rms

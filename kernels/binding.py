@@ -1,349 +1,313 @@
-"""Make the Triton kernels PyTorch operators, nanonorm::<name>, with gradients.
+"""Bind the Triton kernels to PyTorch: one operator with a gradient for all norms and activations.
 
-An operator takes the arguments of the function of its name in kernels/reference.py, and writes into
-none of them. Where there is no kernel (float64, or a CPU without Triton's interpreter) it computes
-the reference instead, gradient included, so its binding can be checked anywhere. torch.compile
-keeps an operator as one step of its graph, and fuses nothing into it.
-
-Each operator has two functions here, which PyTorch calls as it calls those of a
-torch.autograd.Function:
-
-    _<name>_setup(ctx, inputs, output)    after forward: saves what backward needs
-    _<name>_gradient(ctx, *gradients)     backward: one gradient for each input, None for constants
+In eager mode it is a torch.autograd.Function, `Fused`. torch.compile cannot look into one that
+starts kernels, so there it is an operator, nanonorm::fused, which stays one step of the graph.
+Both save and compute the same.
 
 Backward computes what it can again, so what is saved is what is in memory anyway (the norm's input,
-which is the residual stream; gains and biases) and the statistic, one number for each row. The
-normalised tensor is not saved: it is the input times the statistic.
-
-Backward is an operator as well, and has no gradient. So a second derivative raises an error here;
-kernels=torch has one.
+which is the residual stream; gains and biases) and the statistics, some numbers for each row. The
+normalised tensor is not saved: it is the input times the statistic. Second derivatives are those of
+kernels/reference.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from . import activation, reference, row_norm, sandwich, shared_rms, taper
+from . import activation, reference, row_norm, rows
+from .reference import KINDS
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # that have kernels
 # Was TRITON_INTERPRET=1 when Triton was imported? Then kernels run on a CPU, in its interpreter.
 INTERPRETED = not isinstance(row_norm.forward_kernel, triton.JITFunction)
 
 
-def _contiguous(outputs: Tensor | Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    """Give the reference's outputs the layout that the kernels write.
+class Inputs(NamedTuple):
+    """The arguments of the operator. What a norm does not have is None."""
 
-    torch.compile takes strides from the fake implementation, and the kernel must keep to them.
+    x: Tensor  # residual stream (..., C), or what an activation is applied to
+    a: Tensor | None = None  # what is added to it (..., C)
+    given: Tensor | None = None  # the statistic (..., 1) of a shared position or an activation
+    w: Tensor | None = None  # gain (C,)
+    b: Tensor | None = None  # bias (C,)
+    w_out: Tensor | None = None  # gain of the output norm (C,)
+    w_tilde: Tensor | None = None  # gain of TaperNorm's fixed map (C,)
+    gate_c: Tensor | None = None  # TaperNorm's gate and scale (2,)
+    eps: float = 0.0
+    eps_out: float | None = None  # of the output norm, an RMSNorm of a before it is added
+    groups: int = 1
+    counted: int = 1  # channels of each group that the mean square is over
+    kind: str = ""  # rms, layer, shared, taper, an activation, or "" to add only
+
+
+class Outputs(NamedTuple):
+    """What the operator returns; None for what there is not."""
+
+    y: Tensor | None  # (..., C)
+    h: Tensor | None  # the sum x + a (..., C)
+    mean: Tensor | None  # (..., 1)
+    inv: Tensor | None  # the statistic (..., G), where it is not given
+    inv_out: Tensor | None  # the statistic of a (..., 1)
+
+
+class Gradients(NamedTuple):
+    """Gradients of inputs; None for what there is not, or where none is wanted."""
+
+    x: Tensor | None
+    a: Tensor | None = None
+    w: Tensor | None = None
+    b: Tensor | None = None
+    w_out: Tensor | None = None
+    w_tilde: Tensor | None = None
+
+
+def _save(ctx, inputs: tuple, outputs: Sequence[Tensor | None]) -> None:
+    """Save what backward needs: h, and not x and a, where they are added.
+
+    The gradient of an output that nothing has used stays None, and the kernel skips it.
     """
-    return (
-        outputs.contiguous()
-        if isinstance(outputs, Tensor)
-        else tuple(output.contiguous() for output in outputs)
-    )
-
-
-def operator(
-    compute: Callable,
-    kernel: Callable,
-    setup: Callable | None = None,
-    gradient: Callable | None = None,
-):
-    """Register the operator nanonorm::<name of compute>.
-
-    Args:
-        compute: the reference. What it returns for fake tensors, which have no data, describes the
-            outputs.
-        kernel: what runs on a GPU; it has the signature of `compute`.
-        setup: (ctx, inputs, output), saves what `gradient` needs.
-        gradient: (ctx, *gradients of the outputs) -> gradients of the inputs; None: no gradient.
-    """
-
-    def plain(*inputs):
-        return _contiguous(compute(*inputs))
-
-    def run(*inputs):
-        has_kernel = inputs[0].dtype in DTYPES and (inputs[0].is_cuda or INTERPRETED)
-        return (kernel if has_kernel else plain)(*inputs)
-
-    # From the reference, whose parameters have type annotations; `run` has none.
-    schema = torch.library.infer_schema(compute, mutates_args=())
-    op = torch.library.custom_op(
-        f"nanonorm::{compute.__name__}", run, mutates_args=(), schema=schema
-    )
-    op.register_fake(plain)
-    if gradient is not None:
-        op.register_autograd(gradient, setup_context=setup)
-    return op
-
-
-def _save(ctx, *tensors: Tensor | None) -> None:
-    """Save tensors for the backward pass of an operator with several outputs.
-
-    The gradient of an output that nothing has used is then None, where PyTorch would make a tensor
-    of zeros. The kernel skips it.
-    """
+    given = Inputs(*inputs)
+    _, h, mean, inv, inv_out = outputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
-
-
-def _gains(ctx, *places: int) -> bool:
-    """Return whether an input at these places, which are gains and biases, needs a gradient.
-
-    If all of them are frozen, backward does not compute their sums over rows.
-    """
-    return any(ctx.needs_input_grad[place] for place in places)
-
-
-def _wanted(gradient: Tensor) -> Tensor | None:
-    """Return a gradient for autograd: None for a tensor without elements.
-
-    An operator cannot return None, so it stands for a gradient that was not computed.
-    """
-    return gradient if gradient.numel() else None
-
-
-def _of_the_summands(ctx, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x and of a, given that of h = x + a.
-
-    They are the same tensor, in the type of each: under autocast x is float32 and a bfloat16.
-    """
-    return tuple(None if dh is None else dh.to(dtype) for dtype in ctx.dtypes)
-
-
-# Backward operators; without a gradient of their own.
-rms_norm_backward = operator(reference.rms_norm_backward, row_norm.rms_norm_backward)
-norm_add_norm_backward = operator(reference.norm_add_norm_backward, sandwich.norm_add_norm_backward)
-layer_norm_backward = operator(reference.layer_norm_backward, row_norm.layer_norm_backward)
-shared_rms_scale_backward = operator(
-    reference.shared_rms_scale_backward, shared_rms.shared_rms_scale_backward
-)
-scaled_activation_backward = operator(
-    reference.scaled_activation_backward, activation.scaled_activation_backward
-)
-taper_norm_backward = operator(reference.taper_norm_backward, taper.taper_norm_backward)
-
-
-# ------------------------------------------------------------------------------------------ RMSNorm
-
-
-def _rms_setup(ctx, inputs, output):
-    """Save x, w, b and inv_rms.
-
-    b is not needed for its values: its gradient has its type.
-    """
-    x, w, b, _, _, ctx.counted = inputs
-    _save(ctx, x, w, b, output[1])
-
-
-def _rms_gradients(ctx, dy, dh, ds, gains):
-    """Compute the gradients of RMSNorm's inputs; any gradient that comes in may be None.
-
-    Args:
-        dy: gradient of y (..., C).
-        dh: gradient of the residual stream itself (..., C), which add_rms_norm returns too.
-        ds: gradient of inv_rms (..., G), from positions that share it (coupled_grad=full).
-        gains: compute dw and db.
-
-    Returns:
-        (dx, dw, db)
-    """
-    x, w, b, inv_rms = ctx.saved_tensors
-    if dy is not None:
-        dx, dw, db = rms_norm_backward(dy, dh, ds, x, w, b, inv_rms, ctx.counted, gains)
-        return dx, _wanted(dw), _wanted(db)
-    # y was not used: the kernel is not launched. With zeros for dy it would cost a pass more, and
-    # give NaN in rows with an infinite number.
-    if ds is not None:
-        through = reference.inverse_rms_backward(ds, x, inv_rms, ctx.counted)
-        dh = through if dh is None else dh + through
-    return dh, None, None
-
-
-def _rms_gradient(ctx, dy, ds):
-    """Compute the gradients of (x, w, b, eps, groups, counted)."""
-    return *_rms_gradients(ctx, dy, None, ds, _gains(ctx, 1, 2)), None, None, None
-
-
-def _add_rms_setup(ctx, inputs, output):
-    """Save h, not x and a: the norm reads h, and h is kept anyway, as the residual stream."""
-    x, a, w, b, _, _, ctx.counted = inputs
-    ctx.dtypes = x.dtype, a.dtype
-    _save(ctx, output[1], w, b, output[2])
-
-
-def _add_rms_gradient(ctx, dy, dh, ds):
-    """Compute the gradients of (x, a, w, b, eps, groups, counted).
-
-    The kernel adds dh, so the two gradients of the stream take one pass.
-    """
-    dh, dw, db = _rms_gradients(ctx, dy, dh, ds, _gains(ctx, 2, 3))
-    return *_of_the_summands(ctx, dh), dw, db, None, None, None
-
-
-rms_norm = operator(reference.rms_norm, row_norm.rms_norm, _rms_setup, _rms_gradient)
-add_rms_norm = operator(
-    reference.add_rms_norm, row_norm.add_rms_norm, _add_rms_setup, _add_rms_gradient
-)
-
-
-# ---------------------------------------------------------------------- output norm + add + norm
-
-
-def _normed_gradients(ctx, dh, a, w_out, inv_out):
-    """Compute the gradients of (x, a, w_out) in h = x + N_out(a), given that of h, or None."""
-    if dh is None:
-        return None, None, None
-    # RMSNorm's own kernel: dh is the gradient of x as it is.
-    counted = a.shape[-1]
-    da, dw_out, _ = rms_norm_backward(
-        dh, None, None, a, w_out, None, inv_out, counted, _gains(ctx, 2)
+    # No position shares these. LayerNorm's and TaperNorm's inv are not shared either.
+    own = inv if given.kind in ("layer", "taper") else None
+    ctx.mark_non_differentiable(*[tensor for tensor in (mean, own, inv_out) if tensor is not None])
+    ctx.constants = given._replace(**dict.fromkeys(TENSORS))
+    ctx.dtypes = given.x.dtype, None if given.a is None else given.a.dtype
+    ctx.save_for_backward(
+        given.x if h is None else h,
+        None if given.eps_out is None else given.a,
+        given.given if inv is None else inv,
+        *(given.w, given.b, given.w_out, given.w_tilde, given.gate_c, mean, inv_out),
     )
-    return dh, da, _wanted(dw_out)
 
 
-def _add_normed_setup(ctx, inputs, output):
-    """Save a, w_out and inv_out; neither x nor h is needed."""
-    _, a, w_out, _ = inputs
-    ctx.mark_non_differentiable(output[1])
-    _save(ctx, a, w_out, output[1])
+TENSORS = Inputs._fields[:8]
 
 
-def _add_normed_gradient(ctx, dh, _inv_out):
-    """Compute the gradients of (x, a, w_out, eps)."""
-    return *_normed_gradients(ctx, dh, *ctx.saved_tensors), None
+def _gradients(
+    ctx, dy, dh, _mean, ds, _inv_out, launch: Callable | None = None
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of Inputs; any gradient that comes in may be None.
 
-
-def _norm_add_norm_setup(ctx, inputs, output):
-    """Save h, a, both gains and both statistics; h is kept anyway, as the residual stream."""
-    _, a, w_out, w_in, _, _ = inputs
-    _, h, inv_rms, inv_out = output
-    ctx.mark_non_differentiable(inv_out)
-    _save(ctx, h, a, w_out, w_in, inv_rms, inv_out)
-
-
-def _norm_add_norm_gradient(ctx, dy, dh, ds, _inv_out):
-    """Compute the gradients of (x, a, w_out, w_in, eps_out, eps); the kernel adds dh."""
-    h, a, w_out, w_in, inv_rms, inv_out = ctx.saved_tensors
-    if dy is not None:
-        dx, da, dw_out, dw_in = norm_add_norm_backward(
-            dy, dh, ds, h, a, w_out, w_in, inv_rms, inv_out, _gains(ctx, 2, 3)
+    `launch` starts a backward kernel: None for _launch_backward.
+    """
+    launch = launch or _launch_backward
+    x, a, inv, w, b, w_out, w_tilde, gate_c, mean, inv_out = ctx.saved_tensors
+    constants = ctx.constants
+    gains = any(ctx.needs_input_grad[3:7])
+    found = Gradients(dh)
+    # Where y was not used no kernel is launched: with zeros for dy it would cost a pass more, and
+    # give NaN in rows with an infinite number.
+    by_reference = torch.is_grad_enabled() or (dy is None and ds is not None)
+    if by_reference:
+        inputs = constants._replace(
+            x=x, a=a, given=inv, w=w, b=b, w_out=w_out, w_tilde=w_tilde, gate_c=gate_c
         )
-        return dx, da, _wanted(dw_out), _wanted(dw_in), None, None
-    # y was not used: only the output norm is left.
-    if ds is not None:
-        through = reference.inverse_rms_backward(ds, h, inv_rms, h.shape[-1])
-        dh = through if dh is None else dh + through
-    return *_normed_gradients(ctx, dh, a, w_out, inv_out), None, None, None
+        found = _by_reference(inputs, dy, dh, ds)
+    elif dy is not None:
+        norm = (constants.counted, constants.kind, gains)
+        found = Gradients(
+            *launch(dy, dh, ds, x, a, w, b, w_out, w_tilde, gate_c, mean, inv, inv_out, *norm)
+        )
+    dx = found.x
+    if a is not None and found.a is None and dx is not None and not by_reference:
+        # The output norm by itself: dx is the gradient of a row's N_out(a).
+        nothing = (None,) * 5
+        da, _, dw_out, *_ = launch(
+            *(dx, None, None, a, None, w_out, *nothing, inv_out, None, a.shape[-1], "rms", gains)
+        )
+        found = found._replace(a=da, w_out=dw_out)
+    # x and a have the gradient of their sum, in the type of each: under autocast x is float32 and a
+    # bfloat16.
+    of_x, of_a = (None if dtype is None or dx is None else dx.to(dtype) for dtype in ctx.dtypes)
+    da = of_a if a is None else found.a
+    return of_x, da, None, found.w, found.b, found.w_out, found.w_tilde, *[None] * 6
 
 
-add_normed = operator(
-    reference.add_normed, sandwich.add_normed, _add_normed_setup, _add_normed_gradient
-)
-norm_add_norm = operator(
-    reference.norm_add_norm, sandwich.norm_add_norm, _norm_add_norm_setup, _norm_add_norm_gradient
-)
+def _launch_backward(*arguments) -> tuple[Tensor | None, ...]:
+    """Launch the backward kernel of a norm or an activation."""
+    dy, _, _, x, _, _, b, *_, inv, _, _, kind, gains = arguments
+    if kind not in KINDS:
+        return row_norm.backward(*arguments)
+    dz, db = activation.backward(dy, x, inv, b, kind, gains)
+    return dz, None, None, db, None, None
 
 
-# ---------------------------------------------------------------------------------------- LayerNorm
+def _by_reference(
+    inputs: Inputs, dy: Tensor | None, dh: Tensor | None, ds: Tensor | None
+) -> Gradients:
+    """Compute the gradients by autograd of the reference.
+
+    They have gradients themselves where backward is differentiated. inputs.x is the norm's input.
+    """
+    if not torch.is_grad_enabled():
+        leaves = [_leaf(tensor) for tensor in inputs[:7]]
+        inputs = Inputs(*leaves, *inputs[7:])
+    with torch.enable_grad():
+        y, inv = reference.normalize(*inputs[:1], *inputs[2:5], *inputs[6:9], *inputs[10:])
+        dx, dw, db, dw_tilde = _autograd(
+            (y, inv), (dy, ds), (inputs.x, inputs.w, inputs.b, inputs.w_tilde)
+        )
+        if dh is not None:
+            dx = dh if dx is None else dx + dh
+        if inputs.a is None:
+            return Gradients(dx, None, dw, db, None, dw_tilde)
+        a = inputs.a.to(reference.statistics_dtype(inputs.a))
+        normed, _ = reference.rms_norm(a, inputs.w_out, None, inputs.eps_out, 1, a.shape[-1])
+        da, dw_out = _autograd((normed,), (dx,), (inputs.a, inputs.w_out))
+    return Gradients(dx, da, dw, db, dw_out, dw_tilde)
 
 
-def _layer_setup(ctx, inputs, output):
-    """Save x, w, b, mean and inv_std. The statistics are not shared, so they have no gradient."""
-    x, w, b, _ = inputs
-    ctx.mark_non_differentiable(output[1], output[2])
-    ctx.save_for_backward(x, w, b, output[1], output[2])
+def _leaf(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().requires_grad_()
 
 
-def _layer_gradient(ctx, dy, _mean, _inv_std):
-    """Compute the gradients of (x, w, b, eps)."""
-    x, w, b, mean, inv_std = ctx.saved_tensors
-    dx, dw, db = layer_norm_backward(dy, x, w, b, mean, inv_std, _gains(ctx, 1, 2))
-    return dx, _wanted(dw), _wanted(db), None
+def _autograd(
+    outputs: tuple[Tensor | None, ...],
+    gradients: tuple[Tensor | None, ...],
+    inputs: tuple[Tensor | None, ...],
+) -> list[Tensor | None]:
+    """Return the gradients of the inputs that have one."""
+    pairs = [pair for pair in zip(outputs, gradients) if pair[1] is not None]
+    has_gradient = [tensor is not None and tensor.requires_grad for tensor in inputs]
+    wanted = [tensor for tensor, has in zip(inputs, has_gradient) if has]
+    if not pairs or not wanted:
+        return [None] * len(inputs)
+    roots = [root for root, _ in pairs]
+    given = [gradient.to(root.dtype) for root, gradient in pairs]
+    found = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
+    return _complete(found, has_gradient)
 
 
-layer_norm = operator(reference.layer_norm, row_norm.layer_norm, _layer_setup, _layer_gradient)
+def _complete(tensors: Iterable[Tensor], present: Iterable[bool]) -> list[Tensor | None]:
+    """Put the tensors at the places that are present, and None at the others."""
+    tensors = iter(tensors)
+    return [next(tensors) if there else None for there in present]
 
 
-# ---------------------------------------------------------------------- CoupledNorm, the activation
+class Fused(torch.autograd.Function):
+    """A norm by its kernel: Fused.apply(*Inputs) -> Outputs."""
+
+    forward = staticmethod(row_norm.forward)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_gradients)
 
 
-def _shared_setup(ctx, inputs, output):
-    """Save h, inv_rms and w. h is needed for dw alone."""
-    h, inv_rms, w = inputs
-    ctx.save_for_backward(h, inv_rms, w)
+class Activation(Fused):
+    """An activation by its kernel: Activation.apply(*Inputs) -> Outputs, y alone."""
+
+    @staticmethod
+    def forward(z, _a, given, _w, b, *others):
+        return activation.forward(z, given, b, others[-1]), None, None, None, None
 
 
-def _shared_gradient(ctx, dy):
-    """Compute the gradients of (h, inv_rms, w); inv_rms is a constant."""
-    h, inv_rms, w = ctx.saved_tensors
-    dh, dw = shared_rms_scale_backward(dy, None, h, inv_rms, w, _gains(ctx, 2))
-    return dh, None, _wanted(dw)
+# ------------------------------------------------------------------ operators for torch.compile
+# They return the tensors that there are: an operator cannot return None.
 
 
-def _add_shared_setup(ctx, inputs, output):
-    """Save h, not x and a, as in _add_rms_setup; inv_rms and w."""
-    x, a, inv_rms, w = inputs
-    ctx.dtypes = x.dtype, a.dtype
-    _save(ctx, output[1], inv_rms, w)
+def _has_outputs(inputs: Inputs) -> list[bool]:
+    """Return which Outputs there are."""
+    return [
+        bool(inputs.kind),
+        inputs.a is not None,
+        inputs.kind == "layer",
+        bool(inputs.kind) and inputs.given is None,
+        inputs.eps_out is not None,
+    ]
 
 
-def _add_shared_gradient(ctx, dy, dh):
-    """Compute the gradients of (x, a, inv_rms, w); the kernel adds dh."""
-    h, inv_rms, w = ctx.saved_tensors
-    # y was not used: the gradient of the stream passes through.
-    if dy is None:
-        return *_of_the_summands(ctx, dh), None, None
-    dh, dw = shared_rms_scale_backward(dy, dh, h, inv_rms, w, _gains(ctx, 3))
-    return *_of_the_summands(ctx, dh), None, _wanted(dw)
+@torch.library.custom_op("nanonorm::fused", mutates_args=())
+def fused(
+    x: Tensor,
+    a: Tensor | None,
+    given: Tensor | None,
+    w: Tensor | None,
+    b: Tensor | None,
+    w_out: Tensor | None,
+    w_tilde: Tensor | None,
+    gate_c: Tensor | None,
+    eps: float,
+    eps_out: float | None,
+    groups: int,
+    counted: int,
+    kind: str,
+) -> list[Tensor]:
+    function = Activation if kind in KINDS else Fused
+    outputs = function.forward(
+        x, a, given, w, b, w_out, w_tilde, gate_c, eps, eps_out, groups, counted, kind
+    )
+    return [tensor for tensor in outputs if tensor is not None]
 
 
-def _activation_setup(ctx, inputs, output):
-    """Save z, inv_rms and b. Backward computes z * inv_rms + b again, in float32."""
-    z, inv_rms, b, ctx.kind = inputs
-    ctx.save_for_backward(z, inv_rms, b)
+@fused.register_fake
+def _(x, a, given, w, b, w_out, w_tilde, gate_c, eps, eps_out, groups, counted, kind):
+    if kind in KINDS:
+        return [activation.allocate(x, kind)]
+    outputs = row_norm.allocate(x, a, given, eps_out, groups, kind)
+    return [tensor for tensor in outputs if tensor is not None]
 
 
-def _activation_gradient(ctx, dy):
-    """Compute the gradients of (z, inv_rms, b, kind); inv_rms is a constant."""
-    z, inv_rms, b = ctx.saved_tensors
-    dz, db = scaled_activation_backward(dy, z, inv_rms, b, ctx.kind, _gains(ctx, 2))
-    return dz, None, _wanted(db), None
+def _setup_operator(ctx, inputs, output):
+    ctx.present = _has_outputs(Inputs(*inputs))
+    _save(ctx, inputs, _complete(output, ctx.present))
 
 
-shared_rms_scale = operator(
-    reference.shared_rms_scale, shared_rms.shared_rms_scale, _shared_setup, _shared_gradient
-)
-add_shared_rms_scale = operator(
-    reference.add_shared_rms_scale,
-    shared_rms.add_shared_rms_scale,
-    _add_shared_setup,
-    _add_shared_gradient,
-)
-scaled_activation = operator(
-    reference.scaled_activation,
-    activation.scaled_activation,
-    _activation_setup,
-    _activation_gradient,
-)
+def _operator_gradients(ctx, gradients):
+    return _gradients(ctx, *_complete(gradients, ctx.present), launch=_compiled_backward)
 
 
-# ---------------------------------------------------------------------------------------- TaperNorm
+fused.register_autograd(_operator_gradients, setup_context=_setup_operator)
 
 
-def _taper_setup(ctx, inputs, output):
-    """Save h, both gains, (g, c) and inv_rms, which has no gradient."""
-    h, w, w_tilde, gate_c, _ = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(h, w, w_tilde, gate_c, output[1])
+@torch.library.custom_op("nanonorm::fused_backward", mutates_args=())
+def fused_backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    ds: Tensor | None,
+    x: Tensor,
+    a: Tensor | None,
+    w: Tensor | None,
+    b: Tensor | None,
+    w_out: Tensor | None,
+    w_tilde: Tensor | None,
+    gate_c: Tensor | None,
+    mean: Tensor | None,
+    inv: Tensor,
+    inv_out: Tensor | None,
+    counted: int,
+    kind: str,
+    gains: bool,
+) -> list[Tensor]:
+    found = _launch_backward(
+        *(dy, dh, ds, x, a, w, b, w_out, w_tilde, gate_c, mean, inv, inv_out, counted, kind, gains)
+    )
+    return [tensor for tensor in found if tensor is not None]
 
 
-def _taper_gradient(ctx, dy, _inv_rms):
-    """Compute the gradients of (h, w, w_tilde, gate_c, eps); g and c are constants."""
-    h, w, w_tilde, gate_c, inv_rms = ctx.saved_tensors
-    dh, dw, dw_tilde = taper_norm_backward(dy, h, w, w_tilde, gate_c, inv_rms, _gains(ctx, 1, 2))
-    return dh, _wanted(dw), _wanted(dw_tilde), None, None
+@fused_backward.register_fake
+def _(dy, dh, ds, x, a, w, b, w_out, w_tilde, gate_c, mean, inv, inv_out, counted, kind, gains):
+    like = (x, a, w, b, w_out, w_tilde)
+    present = _has_gradients(*like, gains)
+    return [
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t, has in zip(like, present) if has
+    ]
 
 
-taper_norm = operator(reference.taper_norm, taper.taper_norm, _taper_setup, _taper_gradient)
+def _has_gradients(x, a, w, b, w_out, w_tilde, gains) -> list[bool]:
+    """Return which Gradients the backward operator returns."""
+    joint = a is not None and x.shape[-1] <= rows.WHOLE
+    parameters = (w, b, w_out if joint else None, w_tilde)
+    return [True, joint, *[gains and parameter is not None for parameter in parameters]]
+
+
+def _compiled_backward(*arguments) -> list[Tensor | None]:
+    _, _, _, x, a, w, b, w_out, w_tilde, *_, gains = arguments
+    return _complete(fused_backward(*arguments), _has_gradients(x, a, w, b, w_out, w_tilde, gains))
+
+
+def compiled(*inputs) -> Outputs:
+    """Call the operator as Fused.apply is called."""
+    return Outputs(*_complete(fused(*inputs), _has_outputs(Inputs(*inputs))))

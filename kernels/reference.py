@@ -1,20 +1,15 @@
 """Compute in plain PyTorch what every kernel computes.
 
 These functions define the meaning of kernels/, and run where Triton does not. Autograd
-differentiates the forward functions, and inductor fuses them. The backward functions write the same
-gradients out, term by term as the Triton kernels compute them: tests compare the kernels with them,
-and the operators of binding.py call them where no kernel runs (float64, CPU). In plain PyTorch only
-the shared position and norm_add_norm use their backward functions.
+differentiates them, and inductor fuses them. Only the shared position and the output norms have
+backward functions of their own, for what they save.
 
 Shapes: x is (..., C), gains and biases are (C,) or None, statistics are (..., 1), or (..., G) with
 G channel groups. Statistics and all arithmetic are in float32, or in float64 where x is float64. A
 result is rounded once, to the type of x.
 
-Backward functions compute the gradients of gains and biases only if `gains` is set. A gradient that
-is not computed comes back as a tensor without elements, because an operator cannot return None.
+Backward functions compute the gradients of gains only if `gains` is set.
 """
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -62,13 +57,13 @@ def affine(y: Tensor, w: Tensor | None, b: Tensor | None, dtype: torch.dtype) ->
     return y.to(dtype)
 
 
-def _sum_rows(terms: Tensor, parameter: Tensor | None, wanted: bool) -> Tensor:
+def _sum_rows(terms: Tensor, parameter: Tensor | None, wanted: bool) -> Tensor | None:
     """Sum the terms (..., C) of a parameter's gradient over rows: (C,), in the parameter's type.
 
-    Returns a tensor without elements where there is no parameter or no gradient is wanted.
+    Returns None where there is no parameter or no gradient is wanted.
     """
     if parameter is None or not wanted:
-        return terms.new_empty(0)
+        return None
     return terms.flatten(0, -2).sum(0).to(parameter.dtype)
 
 
@@ -90,84 +85,6 @@ def rms_norm(
     return affine(scale_groups(x, inv_rms), w, b, x.dtype), inv_rms
 
 
-def add_rms_norm(
-    x: Tensor, a: Tensor, w: Tensor | None, b: Tensor | None, eps: float, groups: int, counted: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute h = x + a and RMSNorm of h.
-
-    The statistics are those of h after rounding, because backward reads the rounded h.
-
-    Returns:
-        (y, h, inv_rms)
-    """
-    h = x + a
-    y, inv_rms = rms_norm(h, w, b, eps, groups, counted)
-    return y, h, inv_rms
-
-
-def rms_norm_backward(
-    dy: Tensor,
-    dh: Tensor | None,
-    ds: Tensor | None,
-    x: Tensor,
-    w: Tensor | None,
-    b: Tensor | None,
-    inv_rms: Tensor,
-    counted: int,
-    gains: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of RMSNorm.
-
-    With s = inv_rms, v = x s, u = dy w and n = counted, in each group:
-
-        dx = s (u - v (<u, v> + s ds) / n) + dh,    dw = sum of dy v,    db = sum of dy
-
-    The part with v reaches only the counted channels; the sums are over rows.
-
-    Args:
-        dy: gradient of y.
-        dh: gradient of the residual stream x itself, or None.
-        ds: gradient of inv_rms, or None.
-        x: the norm's input, rounded (h of add_rms_norm).
-        w: gain.
-        b: bias.
-        inv_rms: from the forward pass.
-        counted: channels of each group that the mean is over.
-        gains: compute dw and db.
-
-    Returns:
-        (dx, dw, db)
-    """
-    dy = dy.to(inv_rms.dtype)
-    groups = inv_rms.shape[-1]
-    v = scale_groups(x, inv_rms)
-    u = dy if w is None else dy * w
-    dot = (u * v).unflatten(-1, (groups, -1)).sum(-1)  # <u, v>: (..., C) -> (..., G)
-    if ds is not None:
-        dot = dot + inv_rms * ds
-    through = scale_groups(v, dot / counted)  # what flows back through the statistic
-    through = _zero_beyond(through, groups, counted)
-    dx = scale_groups(u - through, inv_rms)
-    if dh is not None:
-        dx = dx + dh
-    return dx.to(x.dtype), _sum_rows(dy * v, w, gains), _sum_rows(dy, b, gains)
-
-
-def _zero_beyond(x: Tensor, groups: int, counted: int) -> Tensor:
-    """Set x (..., C) to 0 beyond the counted channels of each group."""
-    x = x.unflatten(-1, (groups, -1))  # (..., C) -> (..., G, C / G)
-    return F.pad(x[..., :counted], (0, x.shape[-1] - counted)).flatten(-2)
-
-
-def inverse_rms_backward(ds: Tensor, x: Tensor, inv_rms: Tensor, counted: int) -> Tensor:
-    """Compute dx for the gradient ds (..., G) of inv_rms alone.
-
-    It is -x s^3 ds / n in the n = counted channels of each group, with s = inv_rms, and else 0.
-    """
-    dx = scale_groups(x, -ds * inv_rms**3 / counted)
-    return _zero_beyond(dx, inv_rms.shape[-1], counted).to(x.dtype)
-
-
 def layer_norm(
     x: Tensor, w: Tensor | None, b: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,31 +100,6 @@ def layer_norm(
     b = None if b is None else b.to(wide)
     y, mean, inv_std = torch.native_layer_norm(x.to(wide), x.shape[-1:], w, b, eps)
     return y.to(x.dtype), mean.detach(), inv_std.detach()
-
-
-def layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor | None,
-    b: Tensor | None,
-    mean: Tensor,
-    inv_std: Tensor,
-    gains: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of LayerNorm.
-
-    With v = (x - mean) inv_std and u = dy w:
-
-        dx = inv_std (u - mean(u) - v mean(u v)),    dw = sum of dy v,    db = sum of dy
-
-    Returns:
-        (dx, dw, db)
-    """
-    dy = dy.to(inv_std.dtype)
-    v = (x.to(inv_std.dtype) - mean) * inv_std
-    u = dy if w is None else dy * w
-    dx = inv_std * (u - u.mean(-1, keepdim=True) - v * (u * v).mean(-1, keepdim=True))
-    return dx.to(x.dtype), _sum_rows(dy * v, w, gains), _sum_rows(dy, b, gains)
 
 
 # ---------------------------------------------------------------------- output norm + add + norm
@@ -257,9 +149,7 @@ class AddNormed(torch.autograd.Function):
     def backward(ctx, dh: Tensor, _) -> tuple[Tensor | None, ...]:
         a, w_out, inv_out = ctx.saved_tensors
         inv_out = _unless_second(inv_out, a, ctx.eps)
-        gains = ctx.needs_input_grad[2]
-        da, dw_out = _output_norm_backward(dh, a, w_out, inv_out, gains)
-        return dh, da, dw_out if gains else None, None
+        return dh, *_output_norm_backward(dh, a, w_out, inv_out, ctx.needs_input_grad[2]), None
 
 
 def _unless_second(inv_out: Tensor, a: Tensor, eps: float) -> Tensor:
@@ -334,11 +224,9 @@ class NormAddNorm(torch.autograd.Function):
     def backward(ctx, dy: Tensor, dh: Tensor, ds: Tensor, _) -> tuple[Tensor | None, ...]:
         h, a, w_out, w_in, inv_rms, inv_out = ctx.saved_tensors
         inv_out = _unless_second(inv_out, a, ctx.eps_out)
-        gains = ctx.needs_input_grad[2:4]
-        dx, da, dw_out, dw_in = norm_add_norm_backward(
-            dy, dh, ds, h, a, w_out, w_in, inv_rms, inv_out, any(gains)
-        )
-        return dx, da, dw_out if gains[0] else None, dw_in if gains[1] else None, None, None
+        gains = any(ctx.needs_input_grad[2:4])
+        gradients = norm_add_norm_backward(dy, dh, ds, h, a, w_out, w_in, inv_rms, inv_out, gains)
+        return *gradients, None, None
 
 
 def norm_add_norm(
@@ -455,45 +343,16 @@ class SharedRMSScale(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, Tensor | None]:
         h, inv_rms, w = ctx.saved_tensors
-        gains = ctx.needs_input_grad[2]
         # This is differentiable too, and in a second derivative the statistic is again a constant.
-        dh, dw = shared_rms_scale_backward(dy, None, h, inv_rms.detach(), w, gains)
-        return dh, None, dw if gains else None  # None: here the shared statistic is detached
+        q = dy * inv_rms.detach()
+        dh = q if w is None else q * w
+        dw = _sum_rows(q * h.to(q.dtype), w, ctx.needs_input_grad[2])
+        return dh.to(h.dtype), None, dw  # None: here the shared statistic is detached
 
 
 def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None) -> Tensor:
     """Compute y = h * inv_rms * w, differentiable in h and w alone."""
     return SharedRMSScale.apply(h, inv_rms, w).to(h.dtype)
-
-
-def add_shared_rms_scale(
-    x: Tensor, a: Tensor, inv_rms: Tensor, w: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Compute h = x + a, rounded, and y = h * inv_rms * w.
-
-    Returns:
-        (y, h)
-    """
-    h = x + a
-    return shared_rms_scale(h, inv_rms, w), h
-
-
-def shared_rms_scale_backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, inv_rms: Tensor, w: Tensor | None, gains: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of shared_rms_scale, without a reduction over C.
-
-    With q = dy inv_rms: dh = q w, plus the gradient `dh` of the residual stream h itself, and
-    dw = sum of q h over rows.
-
-    Returns:
-        (dh, dw)
-    """
-    q = dy.to(inv_rms.dtype) * inv_rms
-    total_dh = q if w is None else q * w
-    if dh is not None:
-        total_dh = total_dh + dh
-    return total_dh.to(h.dtype), _sum_rows(q * h.to(q.dtype), w, gains)
 
 
 # -------------------------------------------------------------------------------- scaled activation
@@ -536,52 +395,6 @@ def wide_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str) -> 
     return activate(u, kind)
 
 
-def scaled_activation_backward(
-    dy: Tensor, z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str, gains: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of scaled_activation.
-
-    With u = z inv_rms + b, computed again from z: dz = dy act'(u) inv_rms, and db = sum of
-    dy act'(u) over rows.
-
-    Returns:
-        (dz, db)
-    """
-    dy = dy.to(inv_rms.dtype)
-    u = z.to(inv_rms.dtype) * inv_rms
-    if b is not None:
-        u = u + b
-    if kind == "swiglu":
-        gate, up = u.chunk(2, dim=-1)
-        sigma = gate.sigmoid()
-        # silu(g) = g sigma(g), silu'(g) = sigma(g) (1 + g (1 - sigma(g)))
-        d_gate = dy * up * sigma * (1 + gate * (1 - sigma))
-        d_up = dy * gate * sigma
-        du = torch.cat([d_gate, d_up], -1)
-    elif kind == "geglu":
-        gate, up = u.chunk(2, dim=-1)
-        d_gate = dy * up * activation_slope(gate, "gelu_tanh")
-        d_up = dy * activate(gate, "gelu_tanh")
-        du = torch.cat([d_gate, d_up], -1)
-    else:
-        du = dy * activation_slope(u, kind)
-    return (du * inv_rms).to(z.dtype), _sum_rows(du, b, gains)
-
-
-def activation_slope(u: Tensor, kind: str) -> Tensor:
-    """Compute the derivative of gelu, gelu_tanh or relu2 at u."""
-    if kind == "relu2":
-        return 2 * F.relu(u)
-    if kind == "gelu_tanh":
-        # gelu_tanh(u) = u sigma(2 t), t = sqrt(2 / pi) (u + 0.044715 u^3)
-        root = math.sqrt(2 / math.pi)
-        sigma = (2 * root * (u + 0.044715 * u**3)).sigmoid()
-        return sigma + 2 * u * sigma * (1 - sigma) * root * (1 + 3 * 0.044715 * u * u)
-    # gelu(u) = u cdf(u), gelu'(u) = cdf(u) + u pdf(u), of the standard normal
-    cdf = 0.5 * (1 + torch.erf(u * math.sqrt(0.5)))
-    return cdf + u * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
-
-
 # ---------------------------------------------------------------------------------------- TaperNorm
 
 
@@ -611,30 +424,35 @@ def taper_norm(
     return y.to(h.dtype), inv_rms.detach()
 
 
-def taper_norm_backward(
-    dy: Tensor,
+# ---------------------------------------------------------------------------------- all of them
+
+
+def normalize(
     h: Tensor,
+    given: Tensor | None,
     w: Tensor | None,
+    b: Tensor | None,
     w_tilde: Tensor | None,
-    gate_c: Tensor,
-    inv_rms: Tensor,
-    gains: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of TaperNorm.
+    gate_c: Tensor | None,
+    eps: float,
+    groups: int,
+    counted: int,
+    kind: str,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute y, and a statistic that has a gradient or None, of the norm or activation `kind`.
 
-    They are RMSNorm's gradient times g, and the fixed scaling's times (1 - g) c.
-
-    Returns:
-        (dh, dw, dw_tilde)
+    The arguments are those of binding.Inputs, where nothing is added.
     """
-    gate = gate_c[0]
-    rest = (1 - gate_c[0]) * gate_c[1]  # (1 - g) c
-    dy = dy.to(inv_rms.dtype)
-    v = h.to(inv_rms.dtype) * inv_rms
-    u = dy if w is None else dy * w
-    fixed = dy if w_tilde is None else dy * w_tilde
-    normed = inv_rms * (u - v * (u * v).mean(-1, keepdim=True))
-    dh = gate * normed + rest * fixed
-    dw = _sum_rows(gate * (dy * v), w, gains)
-    dw_tilde = _sum_rows(rest * (dy * h.to(dy.dtype)), w_tilde, gains)
-    return dh.to(h.dtype), dw, dw_tilde
+    if kind == "rms":
+        return rms_norm(h, w, b, eps, groups, counted)
+    if kind == "layer":
+        y, _, _ = layer_norm(h, w, b, eps)
+    elif kind == "taper":
+        y, _ = taper_norm(h, w, w_tilde, gate_c, eps)
+    elif kind == "shared":
+        y = shared_rms_scale(h, given, w)
+    elif kind in KINDS:
+        y = scaled_activation(h, given, b, kind)
+    else:
+        y = None
+    return y, None

@@ -1,18 +1,23 @@
-"""Triton kernels of RMSNorm, add + RMSNorm and LayerNorm: one forward and one backward kernel.
+"""Triton kernels of all norms over a row: one forward and one backward kernel, with flags.
 
-LayerNorm differs only in that it centres as well. The functions have the signatures of
-reference.py, which says what they compute.
+    RMSNorm, LayerNorm           y = v w + b,  v = (h - mean) inv
+    CoupledNorm's shared place   the same, with inv given: no sum over the row, in neither direction
+    TaperNorm                    y = g (v w) + (1 - g) c h w_tilde
+    with a residual add          h = x + a
+    with an output norm          h = x + N_out(a), an RMSNorm
 
-A row of at most WHOLE channels is held in registers. A longer row is read tile by tile. The forward
-program then reads its row once more for each statistic (from cache). The backward kernel needs
-<u, v> and sum(u) of the whole row, which a kernel before it computes. Each channel group has
-programs of its own, so that norms without groups cost nothing more.
+What is not asked for is None, and costs nothing: Triton compiles a kernel for each case.
 
-Names: X input, A summand, H = X + A, W gain, B bias, Y output, INV the statistic (1 / rms or
-1 / std). DX is the gradient of X, and so on.
+A row of at most WHOLE channels is held in registers: each loop of the forward kernel is then one
+round, and the compiler keeps what it has loaded. A longer row is read again, from cache, in each
+loop. The backward kernel needs <u, v> and sum(u) of the whole row; of a longer row a kernel before
+it computes them. Each channel group has programs of its own, so that norms without groups cost
+nothing more.
+
+Names: X input, A summand, H = X + A, W gain, B bias, WT w_tilde, GATE_C (g, c), Y output, INV the
+statistic (1 / rms or 1 / std). W_OUT and INV_OUT belong to N_out. DX is the gradient of X, and so
+on.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -20,102 +25,126 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rows
-from .rows import load, load_sum, load_vector, store, store_partial
+from .rows import load, load_vector, store, store_partial
+
+
+@triton.jit
+def load_stream(
+    X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C: tl.constexpr
+):
+    """Load a tile of x; of h = x + a or x + a inv_out w_out, rounded to the type of H. float32."""
+    mask = valid[:, None] & (col < C)[None, :]
+    h = load(X, row, first + col, x_stride, mask)
+    if A is not None:
+        a = load(A, row, first + col, a_stride, mask)
+        if inv_out is not None:
+            a = a * inv_out[:, None]
+            if W_OUT is not None:
+                a = a * load_vector(W_OUT, col, C)
+        h = (h + a).to(H.dtype.element_ty).to(tl.float32)
+    return h
+
+
+@triton.jit
+def inverse_root(square, eps, COUNTED: tl.constexpr):
+    """Compute 1 / sqrt(mean square + eps) of each row: equation 4 of Zhang & Sennrich 2019."""
+    return tl.rsqrt(tl.sum(square, 1) / COUNTED + tl.cast(eps, tl.float32))
 
 
 @triton.jit
 def forward_kernel(
     X,
     A,
+    GIVEN,
     W,
     B,
+    W_OUT,
+    WT,
+    GATE_C,
     Y,
     H,
     MEAN,
     INV,
+    INV_OUT,
     n_rows,
     x_stride,
     a_stride,
     eps,
+    eps_out,
     C: tl.constexpr,
     COUNTED: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Normalise a tile of rows of one group, for y = v w + b with v = (h - mean) inv.
+    """Normalise a tile of rows of one group.
 
-    C is the number of channels of each group. A and H are None without the residual add, MEAN is
-    None for RMSNorm (its mean is not subtracted).
+    C is the number of channels of each group. GIVEN is the statistic of a shared position. INV is
+    None with it, MEAN for all but LayerNorm, INV_OUT without an output norm, Y and INV without a
+    norm of h. All stores come after all loads but those of the last loop.
     """
     group = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
+    valid = row < n_rows
     first = group * C  # the first channel of this group
-    if COLUMNS >= C:  # one tile holds whole rows
-        col = tl.arange(0, COLUMNS)  # (COLUMNS,), a power of two, so some may be beyond C
-        mask = (row < n_rows)[:, None] & (col < C)[None, :]
-        h = load_sum(X, A, H, row, first + col, x_stride, a_stride, mask)  # (ROWS, COLUMNS)
-        v = h
-        if MEAN is not None:
-            mean = tl.sum(h, 1) / C  # (ROWS,)
-            # 0 beyond the row, where h - mean is not
-            v = tl.where((col < C)[None, :], h - mean[:, None], 0.0)
-        # 1 / sqrt(mean square + eps), (ROWS,): equation 4 of Zhang & Sennrich 2019
-        inv = tl.rsqrt(
-            tl.sum(counted_square(v, col, C, COUNTED), 1) / COUNTED + tl.cast(eps, tl.float32)
-        )
-        write(Y, H, W, B, h, v * inv[:, None], row, col, first, mask, C, GROUPS)
-    else:  # one pass over the row for the mean, one for the square, one for the result
-        # Two passes for the variance: E[x^2] - E[x]^2 in one would cancel where the mean is large.
-        if MEAN is not None:
-            # A sum for each column of the tile; one reduction over columns at the end.
-            total = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for start in range(0, C, COLUMNS):
-                col = start + tl.arange(0, COLUMNS)
-                mask = (row < n_rows)[:, None] & (col < C)[None, :]
-                total += load_sum(X, A, H, row, first + col, x_stride, a_stride, mask)
-            mean = tl.sum(total, 1) / C
+    inv_out = None
+    if INV_OUT is not None:
+        # A sum for each column of the tile; one reduction over columns at the end.
         square = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, C, COLUMNS):
             col = start + tl.arange(0, COLUMNS)
-            mask = (row < n_rows)[:, None] & (col < C)[None, :]
-            v = load_sum(X, A, H, row, first + col, x_stride, a_stride, mask)
-            if MEAN is not None:
-                v = tl.where((col < C)[None, :], v - mean[:, None], 0.0)
-            square += counted_square(v, col, C, COUNTED)
-        inv = tl.rsqrt(tl.sum(square, 1) / COUNTED + tl.cast(eps, tl.float32))
+            a = load(A, row, col, a_stride, valid[:, None] & (col < C)[None, :])
+            square += a * a
+        inv_out = inverse_root(square, eps_out, C)
+    if MEAN is not None:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, C, COLUMNS):
             col = start + tl.arange(0, COLUMNS)
-            mask = (row < n_rows)[:, None] & (col < C)[None, :]
-            h = load_sum(X, A, H, row, first + col, x_stride, a_stride, mask)
+            total += load_stream(
+                X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C
+            )
+        mean = tl.sum(total, 1) / C
+    if INV is not None:
+        # A pass of its own after the mean: E[x^2] - E[x]^2 would cancel where the mean is large.
+        square = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, C, COLUMNS):
+            col = start + tl.arange(0, COLUMNS)
+            v = load_stream(X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C)
+            if MEAN is not None:  # 0 beyond the row, where h - mean is not
+                v = tl.where((col < C)[None, :], v - mean[:, None], 0.0)
+            if COUNTED < C:  # partial RMSNorm
+                v = tl.where((col < COUNTED)[None, :], v, 0.0)
+            square += v * v
+        inv = inverse_root(square, eps, COUNTED)
+    if GIVEN is not None:
+        inv = tl.load(GIVEN + row, mask=valid, other=0.0)
+    for start in range(0, C, COLUMNS):
+        col = start + tl.arange(0, COLUMNS)
+        mask = valid[:, None] & (col < C)[None, :]
+        h = load_stream(X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C)
+        if H is not None:
+            store(H, row, first + col, C * GROUPS, h, mask)
+        if Y is not None:
             v = h
             if MEAN is not None:
                 v = h - mean[:, None]
-            write(Y, H, W, B, h, v * inv[:, None], row, col, first, mask, C, GROUPS)
+            y = v * inv[:, None]
+            if W is not None:
+                y = y * load_vector(W + first, col, C)
+            if B is not None:
+                y = y + load_vector(B + first, col, C)
+            if GATE_C is not None:
+                gate = tl.load(GATE_C)
+                if WT is not None:
+                    h = h * load_vector(WT, col, C)
+                y = gate * y + (1.0 - gate) * tl.load(GATE_C + 1) * h
+            store(Y, row, first + col, C * GROUPS, y, mask)
     if MEAN is not None:
-        tl.store(MEAN + row, mean, mask=row < n_rows)
-    # INV is (rows, GROUPS); 64 bits as in rows.offsets.
-    tl.store(INV + row.to(tl.int64) * GROUPS + group, inv, mask=row < n_rows)
-
-
-@triton.jit
-def counted_square(v, col, C: tl.constexpr, COUNTED: tl.constexpr):
-    """Compute v^2, with 0 beyond the counted channels (partial RMSNorm)."""
-    if COUNTED < C:
-        v = tl.where((col < COUNTED)[None, :], v, 0.0)
-    return v * v
-
-
-@triton.jit
-def write(Y, H, W, B, h, v, row, col, first, mask, C: tl.constexpr, GROUPS: tl.constexpr):
-    """Store h, where there was a residual add, and y = v w + b."""
-    if H is not None:
-        store(H, row, first + col, C * GROUPS, h, mask)
-    if W is not None:
-        v = v * load_vector(W + first, col, C)
-    if B is not None:
-        v = v + load_vector(B + first, col, C)
-    store(Y, row, first + col, C * GROUPS, v, mask)
+        tl.store(MEAN + row, mean, mask=valid)
+    if INV is not None:  # (rows, GROUPS); 64 bits as in rows.offsets
+        tl.store(INV + row.to(tl.int64) * GROUPS + group, inv, mask=valid)
+    if INV_OUT is not None:
+        tl.store(INV_OUT + row, inv_out, mask=valid)
 
 
 @triton.jit
@@ -168,253 +197,288 @@ def backward_kernel(
     DH,
     DS,
     X,
+    A,
     W,
+    W_OUT,
+    WT,
+    GATE_C,
     MEAN,
     INV,
+    INV_OUT,
     DOT,
     SUM,
     DX,
+    DA,
     DW,
     DB,
+    DW_OUT,
+    DWT,
     n_rows,
     chunk,
     dy_stride,
     dh_stride,
     x_stride,
+    a_stride,
     C: tl.constexpr,
     COUNTED: tl.constexpr,
     GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Compute the gradients for one chunk of rows, one group and one tile of columns.
 
-    The formulas are in reference.rms_norm_backward and layer_norm_backward. DH (gradient of the
-    residual stream), DS (gradient of INV), MEAN, W, DW and DB may be None. DOT and SUM are given
+    With s = inv, v = x s (or (x - mean) s), u = dy w and n = COUNTED:
+
+        dx = s (u - v (<u, v> + s ds) / n - mean(u)) + dh,    dw = sum of dy v,    db = sum of dy
+
+    mean(u) is LayerNorm's alone. The part with v reaches only the counted channels. At a SHARED
+    position inv is a constant, and dx = s u + dh. TaperNorm weights this by g, and adds
+    (1 - g) c dy w_tilde. An output norm h = x + a p w_out, with p = inv_out and r = dx w_out, has
+
+        da = p (r - (a p) <r, a p> / n),    dw_out = sum of dx a p
+
+    X is the norm's input, rounded: h where the forward kernel added. DH (gradient of the residual
+    stream), DS (gradient of INV) and what a norm does not have are None. DOT and SUM are given
     where a row has several tiles, else None.
     """
     group = tl.program_id(1)
     first = group * C  # the first channel of this group
     col = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    if W is not None:
+    # A gain stays in registers, but where another map of the row leaves too few of them.
+    stays: tl.constexpr = DA is None and GATE_C is None
+    if W is not None and stays:
         w = load_vector(W + first, col, C)
-    # dw and db are sums over rows. They stay in registers while the program goes through its rows.
+    if GATE_C is not None:
+        gate = tl.load(GATE_C)
+        rest = (1.0 - gate) * tl.load(GATE_C + 1)
+    # Sums over rows. They stay in registers while the program goes through its rows.
     dw = tl.zeros((ROWS, COLUMNS), tl.float32)
     db = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dw_out = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dwt = tl.zeros((ROWS, COLUMNS), tl.float32)
     begin = tl.program_id(0) * chunk
     for start in range(begin, tl.minimum(begin + chunk, n_rows), ROWS):
         row = start + tl.arange(0, ROWS)
         valid = row < n_rows
         mask = valid[:, None] & (col < C)[None, :]
         statistic = row.to(tl.int64) * GROUPS + group
-        inv = tl.load(INV + statistic, mask=valid, other=0.0)
-        v = load(X, row, first + col, x_stride, mask)
-        if MEAN is not None:
-            v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
-        v = v * inv[:, None]  # the normalised input, computed again
+        # The order of loads decides how many registers there are room for: at a shared position the
+        # long loads come first, or some spill with a float32 stream on sm_90.
+        if not SHARED:
+            inv = tl.load(INV + statistic, mask=valid, other=0.0)
+        if not SHARED or DW is not None:
+            v = load(X, row, first + col, x_stride, mask)
         u = load(DY, row, first + col, dy_stride, mask)
+        if SHARED:
+            inv = tl.load(INV + statistic, mask=valid, other=0.0)
         if DB is not None:
             db += u
+        if GATE_C is not None:
+            fixed = u
+            if DWT is not None:
+                dwt += u * v
+            if WT is not None:
+                fixed = u * load_vector(WT, col, C)
+        if MEAN is not None:
+            v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
+        if not SHARED or DW is not None:
+            v = v * inv[:, None]  # the normalised input, computed again
         if DW is not None:
             dw += u * v
-        if W is not None:
+        if W is not None and stays:
             u = u * w
-        # <u, v> of the whole row, (ROWS,)
-        if DOT is not None:
-            dot = tl.load(DOT + statistic, mask=valid, other=0.0)
-        else:
-            dot = tl.sum(u * v, 1)
-        if DS is not None:
-            # inv depends on x too: d inv / dx = -inv^2 v / n, so <u, v> and inv ds go the same way.
-            dot += inv * tl.load(DS + statistic, mask=valid, other=0.0)
-        # what the statistics take away from u: v (<u, v> + inv ds) / n, and sum(u) / C for the mean
-        through = v * (dot / COUNTED)[:, None]
-        if COUNTED < C:  # channels that are not counted do not change inv
-            through = tl.where((col < COUNTED)[None, :], through, 0.0)
-        if MEAN is not None:
-            total = tl.load(SUM + row, mask=valid, other=0.0) if SUM is not None else tl.sum(u, 1)
-            through += (total / C)[:, None]
-        dx = (u - through) * inv[:, None]
+        if W is not None and not stays:
+            u = u * load_vector(W + first, col, C)
+        if not SHARED:
+            # <u, v> of the whole row, (ROWS,)
+            if DOT is not None:
+                dot = tl.load(DOT + statistic, mask=valid, other=0.0)
+            else:
+                dot = tl.sum(u * v, 1)
+            if DS is not None:
+                # d inv / dx = -inv^2 v / n, so <u, v> and inv ds go the same way.
+                dot += inv * tl.load(DS + statistic, mask=valid, other=0.0)
+            through = v * (dot / COUNTED)[:, None]  # what the statistics take away from u
+            if COUNTED < C:  # channels that are not counted do not change inv
+                through = tl.where((col < COUNTED)[None, :], through, 0.0)
+            if MEAN is not None:
+                if SUM is not None:
+                    total = tl.load(SUM + row, mask=valid, other=0.0)
+                else:
+                    total = tl.sum(u, 1)
+                through += (total / C)[:, None]
+            u = u - through
+        dx = u * inv[:, None]
+        if GATE_C is not None:
+            dx = gate * dx + rest * fixed
         if DH is not None:  # h goes on as the residual stream as well
             dx += load(DH, row, first + col, dh_stride, mask)
+        dx = dx.to(DX.dtype.element_ty).to(tl.float32)
         store(DX, row, first + col, C * GROUPS, dx, mask)
-    if DW is not None:
-        # One row of partial sums for each program; no atomic additions, so the bits are always the
-        # same.
-        store_partial(DW + first, tl.program_id(0), col, C, C * GROUPS, dw)
-    if DB is not None:
-        store_partial(DB + first, tl.program_id(0), col, C, C * GROUPS, db)
+        if DA is not None:
+            # a is read only here: before the store of dx it would take registers that at 8192
+            # columns are not there.
+            inv_out = tl.load(INV_OUT + row, mask=valid, other=0.0)
+            d = load(A, row, col, a_stride, mask) * inv_out[:, None]
+            if DW_OUT is not None:
+                dw_out += dx * d
+            if W_OUT is not None:
+                dx = dx * load_vector(W_OUT, col, C)
+            da = dx - d * (tl.sum(dx * d, 1) / C)[:, None]
+            store(DA, row, col, C, da * inv_out[:, None], mask)
+    if GATE_C is not None:
+        dw = gate * dw
+        dwt = rest * dwt
+    # One row of partial sums for each program
+    store_partial(DW if DW is None else DW + first, tl.program_id(0), col, C, C * GROUPS, dw)
+    store_partial(DB if DB is None else DB + first, tl.program_id(0), col, C, C * GROUPS, db)
+    store_partial(DW_OUT, tl.program_id(0), col, C, C, dw_out)
+    store_partial(DWT, tl.program_id(0), col, C, C, dwt)
 
 
 # ---------------------------------------------------------------------------------------- launchers
 
 
-class _Forward(NamedTuple):
-    """The outputs of the forward kernel."""
-
-    y: Tensor  # (..., C)
-    h: Tensor | None  # (..., C); None without the residual add
-    mean: Tensor | None  # (..., 1) float32; None for RMSNorm
-    inv: Tensor  # (..., G) float32
-
-
-def _forward(
+def allocate(
     x: Tensor,
     a: Tensor | None,
+    given: Tensor | None,
+    eps_out: float | None,
+    groups: int,
+    kind: str,
+) -> tuple[Tensor | None, ...]:
+    """Allocate the outputs of `forward`."""
+    row = (*x.shape[:-1], 1)  # of a statistic, which is float32 for 16-bit x too
+    dtype = x.dtype if a is None or eps_out is not None else torch.promote_types(x.dtype, a.dtype)
+    y = rows.empty(x.shape, dtype, x.device) if kind else None
+    h = None if a is None else rows.empty(x.shape, dtype, x.device)
+    mean = rows.empty(row, torch.float32, x.device) if kind == "layer" else None
+    inv = None
+    if kind and given is None:
+        inv = rows.empty((*x.shape[:-1], groups), torch.float32, x.device)
+    inv_out = None if eps_out is None else rows.empty(row, torch.float32, x.device)
+    return y, h, mean, inv, inv_out
+
+
+def forward(
+    x: Tensor,
+    a: Tensor | None,
+    given: Tensor | None,
     w: Tensor | None,
     b: Tensor | None,
+    w_out: Tensor | None,
+    w_tilde: Tensor | None,
+    gate_c: Tensor | None,
     eps: float,
+    eps_out: float | None,
     groups: int,
     counted: int,
-    center: bool,
-) -> _Forward:
-    """Launch the forward kernel. With `center` it is LayerNorm, else RMSNorm."""
+    kind: str,
+) -> tuple[Tensor | None, ...]:
+    """Launch the forward kernel. binding.Inputs says what the arguments are.
+
+    Returns:
+        (y, h, mean, inv, inv_out): y and h are (..., C), the statistics float32 (..., 1), inv
+        (..., groups). What a norm does not have is None.
+    """
+    outputs = allocate(x, a, given, eps_out, groups, kind)
     channels = x.shape[-1] // groups
-    y, h = rows.outputs(x, a)
-    # Also for 16-bit x: a statistic is one number for a whole row.
-    inv = rows.empty((*x.shape[:-1], groups), torch.float32, x.device)
-    mean = rows.empty((*x.shape[:-1], 1), torch.float32, x.device) if center else None
     x = rows.as_rows(x)
     a = rows.as_rows(a)
-    work = rows.split(x, channels, rows.FORWARD)
+    work = rows.split(x, channels, rows.FORWARD, rows.WHOLE if given is None else rows.NARROW)
     with rows.on_device(x):
         forward_kernel[(work.row_tiles, groups)](
             x,
             a,
-            rows.vector(w),
-            rows.vector(b),
-            y,
-            h,
-            mean,
-            inv,
+            *rows.adjacent(given, w, b, w_out, w_tilde),
+            None if gate_c is None else gate_c.float().contiguous(),
+            *outputs,
             x.shape[0],
             rows.stride(x),
             rows.stride(a),
             eps,
+            eps_out or 0.0,
             C=channels,
             COUNTED=counted,
             GROUPS=groups,
             **work.meta,
         )
-    return _Forward(y, h, mean, inv)
+    return outputs
 
 
-def row_sums(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor | None,
-    mean: Tensor | None,
-    inv: Tensor,
-    channels: int,
-    work: rows.Work,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute <u, v> and, with a mean, sum(u) of rows that are too long for one tile.
-
-    Returns (None, None) for shorter rows, where the backward kernel computes them itself.
-    """
-    if work.column_tiles == 1:
-        return None, None
-    groups = inv.shape[-1]
-    dot = rows.empty(inv.shape, torch.float32, x.device)
-    total = None if mean is None else rows.empty(mean.shape, torch.float32, x.device)
-    dots_kernel[(work.row_tiles, groups)](
-        dy,
-        x,
-        w,
-        mean,
-        inv,
-        dot,
-        total,
-        x.shape[0],
-        rows.stride(dy),
-        rows.stride(x),
-        C=channels,
-        GROUPS=groups,
-        **work.meta,
-    )
-    return dot, total
-
-
-def _backward(
+def backward(
     dy: Tensor,
     dh: Tensor | None,
     ds: Tensor | None,
     x: Tensor,
+    a: Tensor | None,
     w: Tensor | None,
     b: Tensor | None,
+    w_out: Tensor | None,
+    w_tilde: Tensor | None,
+    gate_c: Tensor | None,
     mean: Tensor | None,
     inv: Tensor,
+    inv_out: Tensor | None,
     counted: int,
+    kind: str,
     gains: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the backward kernel. With a mean it is LayerNorm's, else RMSNorm's.
+) -> tuple[Tensor | None, ...]:
+    """Launch the backward kernel. x is the norm's input: h, if the forward kernel added.
 
     Returns:
-        (dx, dw, db)
+        (dx, da, dw, db, dw_out, dw_tilde); without `gains` the last four are None. da and dw_out
+        are also None for rows of more than WHOLE channels: the caller then takes them from dx.
     """
+    device = x.device
     groups = inv.shape[-1]
     channels = x.shape[-1] // groups
-    dx = rows.empty(x.shape, x.dtype, x.device)
-    dy = rows.as_rows(dy)
-    dh = rows.as_rows(dh)
-    ds = None if ds is None else ds.contiguous()
-    x = rows.as_rows(x)
-    w = rows.vector(w)
-    work = rows.split(x, channels, rows.BACKWARD, groups=groups)
-    # (programs, C), summed over programs at the end
-    dw = rows.partial_sums(work.programs, w, gains)
-    db = rows.partial_sums(work.programs, b, gains)
+    is_shared = kind == "shared"
+    dx = rows.empty(x.shape, x.dtype, device)
+    da = None
+    if a is not None and channels <= rows.WHOLE:
+        da = rows.empty(a.shape, a.dtype, device)
+    dy, dh, x, a = (rows.as_rows(tensor) for tensor in (dy, dh, x, a))
+    ds, w, b, w_out, w_tilde, inv = rows.adjacent(ds, w, b, w_out, w_tilde, inv)
+    gate_c = None if gate_c is None else gate_c.float().contiguous()
+    work = rows.split(x, channels, rows.BACKWARD, rows.NARROW if is_shared else rows.WHOLE)
+    dot = None
+    total = None
     with rows.on_device(x):
-        dot, total = row_sums(dy, x, w, mean, inv, channels, work)
-        backward_kernel[(work.programs, groups, work.column_tiles)](
-            dy,
-            dh,
-            ds,
-            x,
-            w,
-            mean,
-            inv,
-            dot,
-            total,
-            dx,
-            dw,
-            db,
+        if work.column_tiles > 1 and not is_shared:
+            dot = rows.empty(inv.shape, torch.float32, device)
+            total = None if mean is None else rows.empty(mean.shape, torch.float32, device)
+            dots_kernel[(work.row_tiles, groups)](
+                dy,
+                x,
+                w,
+                mean,
+                inv,
+                dot,
+                total,
+                x.shape[0],
+                rows.stride(dy),
+                rows.stride(x),
+                C=channels,
+                GROUPS=groups,
+                **work.meta,
+            )
+        sums = rows.launch_backward(
+            backward_kernel,
+            (
+                *(dy, dh, ds, x, None if da is None else a, w, w_out, w_tilde, gate_c),
+                *(mean, inv, inv_out, dot, total, dx, da),
+            ),
+            (w, b, None if da is None else w_out, w_tilde),
+            gains,
             x.shape[0],
-            work.chunk,
-            rows.stride(dy),
-            rows.stride(dh),
-            rows.stride(x),
+            (rows.stride(dy), rows.stride(dh), rows.stride(x), rows.stride(a)),
+            work,
+            groups,
             C=channels,
             COUNTED=counted,
             GROUPS=groups,
-            **work.meta,
+            SHARED=is_shared,
         )
-    return dx, rows.sum_partials(dw, w, x), rows.sum_partials(db, b, x)
-
-
-def rms_norm(x, w, b, eps, groups, counted):
-    """Compute reference.rms_norm."""
-    out = _forward(x, None, w, b, eps, groups, counted, center=False)
-    return out.y, out.inv
-
-
-def add_rms_norm(x, a, w, b, eps, groups, counted):
-    """Compute reference.add_rms_norm."""
-    out = _forward(x, a, w, b, eps, groups, counted, center=False)
-    return out.y, out.h, out.inv
-
-
-def rms_norm_backward(dy, dh, ds, x, w, b, inv_rms, counted, gains):
-    """Compute reference.rms_norm_backward."""
-    return _backward(dy, dh, ds, x, w, b, None, inv_rms, counted, gains)
-
-
-def layer_norm(x, w, b, eps):
-    """Compute reference.layer_norm."""
-    out = _forward(x, None, w, b, eps, groups=1, counted=x.shape[-1], center=True)
-    return out.y, out.mean, out.inv
-
-
-def layer_norm_backward(dy, x, w, b, mean, inv_std, gains):
-    """Compute reference.layer_norm_backward."""
-    return _backward(dy, None, None, x, w, b, mean, inv_std, x.shape[-1], gains)
+    return dx, da, *sums

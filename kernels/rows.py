@@ -1,14 +1,13 @@
 """What all Triton kernels share: how a tensor is split into tiles and programs, loads and stores.
 
-A kernel works on tiles of (ROWS, COLUMNS) elements. A program of a forward kernel takes one tile,
-or one row of tiles. A program of a backward kernel goes through a chunk of rows, and leaves its
-part of the gradients of gain and bias as one row of float32 partial sums: (programs, C). One more
-pass sums these in a fixed order. There are no atomic additions, so the result has the same bits
-every time.
+A kernel works on tiles of (ROWS, COLUMNS) elements. A program of a forward kernel takes one row of
+tiles. A program of a backward kernel goes through a chunk of rows, and leaves its part of the
+gradients of gain and bias as one row of float32 partial sums: (programs, C). One more pass sums
+these in a fixed order. There are no atomic additions, so the result has the same bits every time.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,113 +18,142 @@ from torch import Tensor
 # this width a kernel before it takes the sums over a row, so x and dy are read twice: 5 passes over
 # (rows, C) instead of 3.
 WHOLE = 8192
+NARROW = 1024  # most columns of a tile without a reduction: wider ones gain nothing
 THREADS = 128  # of a program; more where a row is long
 # Elements of a tile for each thread: one or two 128-bit loads of bfloat16. Backward kernels hold
 # more tiles at a time, so theirs are smaller: at C = 768 on sm_90, 8 elements take 32 to 72
 # registers a thread, and 16 took 80 to 127, some of which Triton 3.6 spilled.
 FORWARD = 16
 BACKWARD = 8
-# Warps of a backward kernel on each multiprocessor, in all its programs. With 64 registers a thread
-# all of them are resident (with 84, 24 of them).
+# Most warps of a backward kernel on each multiprocessor, in all its programs. With 64 registers a
+# thread all of them are resident; of a kernel with more registers fewer are launched (`resident`).
 WARPS_PER_SM = 32
 # The fewest rows of a backward program. It leaves one row of float32 partial sums, which is as many
 # bytes as two rows of bfloat16.
 LEAST = 4
 
 
-class Tile(NamedTuple):
-    """The shape of a tile (powers of two), and the warps that work on it."""
-
-    rows: int
-    columns: int
-    warps: int
-
-
-class Chunks(NamedTuple):
-    """How the rows are split among the programs of a backward kernel."""
-
-    programs: int
-    rows: int  # of each program
-
-
 class Work(NamedTuple):
-    """How a kernel's work is split.
-
-    A forward kernel has row_tiles times column_tiles programs. A backward kernel has `programs`
-    times column_tiles, each for `chunk` rows.
-    """
+    """How a kernel's work is split: row_tiles times column_tiles tiles."""
 
     row_tiles: int
     column_tiles: int
-    programs: int
-    chunk: int
-    meta: dict[str, int]  # arguments of every launch: the tile's shape and warps
+    meta: dict[str, int]  # arguments of every launch: the tile's shape (powers of two) and warps
 
 
-def tile(columns: int, each: int, widest: int = WHOLE) -> Tile:
-    """Choose the tile for rows of `columns` elements.
+def split(x: Tensor, channels: int, each: int, widest: int = WHOLE) -> Work:
+    """Split the work on x (rows, ...) into tiles.
 
     Args:
-        columns: elements of a row.
-        each: elements for each thread.
+        x: input.
+        channels: elements that the tiles have to cover in each row and group.
+        each: elements for each thread, FORWARD or BACKWARD.
         widest: most columns of a tile.
     """
-    width = min(triton.next_power_of_2(columns), widest)
+    width = min(triton.next_power_of_2(channels), widest)
     height = max(1, THREADS * each // width)
-    elements_per_warp = 32 * each
-    warps = min(16, max(1, height * width // elements_per_warp))
-    return Tile(height, width, warps)
+    warps = min(16, max(1, height * width // (32 * each)))
+    return Work(
+        row_tiles=triton.cdiv(x.shape[0], height),
+        column_tiles=triton.cdiv(channels, width),
+        meta={"ROWS": height, "COLUMNS": width, "num_warps": warps},
+    )
+
+
+# ------------------------------------------------------------------------------- backward kernels
+
+
+def resident(registers: int, warps: int, registers_per_sm: int) -> int:
+    """Return how many programs of a backward kernel are launched for each multiprocessor.
+
+    No more than it holds at a time: the rest would be a second, sparse wave. Their shared memory,
+    some bytes for each warp, is no limit.
+
+    Args:
+        registers: of a thread.
+        warps: of a program.
+        registers_per_sm: of a multiprocessor, whose four parts have a quarter each.
+    """
+    of_a_warp = 32 * 8 * triton.cdiv(registers, 8)  # registers are given out by eights
+    held = 4 * (registers_per_sm // 4 // of_a_warp)
+    return max(1, min(held, WARPS_PER_SM) // warps)
 
 
 @functools.cache
-def programs(device: torch.device, warps: int) -> int:
-    """Return the number of programs, of `warps` warps each, that a backward kernel aims at."""
+def programs(
+    kernel: Any, signature: tuple, constants: tuple[tuple[str, Any], ...], device: torch.device
+) -> int:
+    """Return the number of programs of a backward kernel, compiled for `signature`, on `device`."""
     if device.type != "cuda":
         return 4  # for Triton's interpreter
-    n_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, WARPS_PER_SM // warps) * n_multiprocessors
+    compiled = kernel.warmup(*signature, grid=(1,), **dict(constants))
+    compiled._init_handles()  # loads it, and only then its registers are known
+    properties = torch.cuda.get_device_properties(device)
+    each = resident(
+        compiled.n_regs, dict(constants)["num_warps"], properties.regs_per_multiprocessor
+    )
+    return each * properties.multi_processor_count
 
 
-def chunks(n_rows: int, shape: Tile, sharing: int, device: torch.device) -> Chunks:
-    """Split n_rows among the programs of a backward kernel.
+def launch_backward(
+    kernel: Any,
+    tensors: tuple[Tensor | None, ...],
+    parameters: tuple[Tensor | None, ...],
+    gains: bool,
+    n_rows: int,
+    strides: tuple[int, ...],
+    work: Work,
+    groups: int = 1,
+    **constants: Any,
+) -> list[Tensor | None]:
+    """Launch kernel(*tensors, *partial sums, n_rows, chunk, *strides) over chunks of rows.
 
     A program gets at least LEAST rows, so that short inputs leave few partial sums, also on a large
     device.
 
     Args:
+        kernel: a backward kernel; its grid is (programs, groups, column tiles).
+        tensors: its first arguments.
+        parameters: gains and biases (C,), or None; the kernel sums their gradients over rows.
+        gains: are these gradients wanted?
         n_rows: rows of the input.
-        shape: the tile.
-        sharing: programs that share each chunk of rows, for other groups or columns.
-        device: that the kernel runs on.
-    """
-    n_tiles = triton.cdiv(n_rows, shape.rows)
-    n_chunks = max(1, programs(device, shape.warps) // sharing)
-    least_tiles = triton.cdiv(LEAST, shape.rows)
-    tiles_each = max(least_tiles, triton.cdiv(n_tiles, n_chunks))
-    return Chunks(triton.cdiv(n_tiles, tiles_each), tiles_each * shape.rows)
-
-
-def split(x: Tensor, channels: int, each: int, widest: int = WHOLE, groups: int = 1) -> Work:
-    """Split the work on x into tiles and programs.
-
-    Args:
-        x: input (rows, ...).
-        channels: elements that the tiles have to cover in each row and group.
-        each: elements for each thread, FORWARD or BACKWARD.
-        widest: most columns of a tile.
+        strides: its last arguments.
+        work: what `split` returned.
         groups: channel groups, each with programs of its own.
+        constants: its compile-time arguments, but for the tile's shape.
+
+    Returns:
+        The gradients of the parameters (C,), in their types; None where none is wanted.
     """
-    n_rows = x.shape[0]
-    shape = tile(channels, each, widest)
-    column_tiles = triton.cdiv(channels, shape.columns)
-    chunk = chunks(n_rows, shape, groups * column_tiles, x.device)
-    return Work(
-        row_tiles=triton.cdiv(n_rows, shape.rows),
-        column_tiles=column_tiles,
-        programs=chunk.programs,
-        chunk=chunk.rows,
-        meta={"ROWS": shape.rows, "COLUMNS": shape.columns, "num_warps": shape.warps},
+    device = tensors[0].device
+    constants = constants | work.meta
+    wanted = [parameter is not None and gains for parameter in parameters]
+    # The types of the arguments, for a large aligned input: so the grid, which decides the order of
+    # the sums, does not depend on the input that happens to come first.
+    signature = (
+        *[None if tensor is None else tensor.dtype for tensor in tensors],
+        *[torch.float32 if summed else None for summed in wanted],
+        *[16] * (2 + len(strides)),
     )
+    at_most = programs(kernel, signature, tuple(constants.items()), device)
+    at_most = max(1, at_most // (groups * work.column_tiles))
+    height = work.meta["ROWS"]
+    tiles_each = max(triton.cdiv(LEAST, height), triton.cdiv(work.row_tiles, at_most))
+    n_programs = triton.cdiv(work.row_tiles, tiles_each)
+    sums = [
+        empty((n_programs, len(parameter)), torch.float32, device) if summed else None
+        for parameter, summed in zip(parameters, wanted)
+    ]
+    kernel[(n_programs, groups, work.column_tiles)](
+        *tensors, *sums, n_rows, tiles_each * height, *strides, **constants
+    )
+    return [
+        None if partial is None else partial.sum(0).to(parameter.dtype)
+        for partial, parameter in zip(sums, parameters)
+    ]
+
+
+# ---------------------------------------------------------------------------------------- tensors
 
 
 def as_rows(x: Tensor | None) -> Tensor | None:
@@ -139,6 +167,11 @@ def as_rows(x: Tensor | None) -> Tensor | None:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
+def adjacent(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return gains, biases and statistics with their elements adjacent in memory."""
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
 def empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate memory for a kernel to fill.
 
@@ -150,41 +183,6 @@ def empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch
 def stride(x: Tensor | None) -> int:
     """Return the number of elements from one row of x (rows, C) to the next; 0 for None."""
     return 0 if x is None else x.stride(0)
-
-
-def outputs(x: Tensor, a: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Allocate y and h = x + a, in the type of h; h is None where a is."""
-    if a is None:
-        return empty(x.shape, x.dtype, x.device), None
-    dtype = torch.promote_types(x.dtype, a.dtype)
-    y = empty(x.shape, dtype, x.device)
-    h = empty(x.shape, dtype, x.device)
-    return y, h
-
-
-def partial_sums(n_programs: int, parameter: Tensor | None, wanted: bool) -> Tensor | None:
-    """Allocate float32 partial sums (programs, C) for the gradient of a parameter (C,).
-
-    Returns None where there is no parameter or no gradient is wanted.
-    """
-    if parameter is None or not wanted:
-        return None
-    return empty((n_programs, parameter.shape[0]), torch.float32, parameter.device)
-
-
-def sum_partials(partials: Tensor | None, parameter: Tensor | None, x: Tensor) -> Tensor:
-    """Sum partial sums (programs, C) -> (C,), in the parameter's type.
-
-    Returns a tensor without elements for None, as reference.py does.
-    """
-    if partials is None:
-        return x.new_empty(0, dtype=torch.float32)
-    return partials.sum(0).to(parameter.dtype)
-
-
-def vector(parameter: Tensor | None) -> Tensor | None:
-    """Return a gain or bias (C,) with its elements adjacent in memory."""
-    return None if parameter is None else parameter.contiguous()
 
 
 # `with on_device(x)` sends launches to the GPU that holds x; on a CPU it does nothing.
@@ -204,15 +202,6 @@ def load(X, row, col, stride, mask):
 
 
 @triton.jit
-def load_sum(X, A, H, row, col, x_stride, a_stride, mask):
-    """Load a tile of x, or of h = x + a rounded to the type of h, in float32."""
-    h = load(X, row, col, x_stride, mask)
-    if A is not None:
-        h = (h + load(A, row, col, a_stride, mask)).to(H.dtype.element_ty).to(tl.float32)
-    return h
-
-
-@triton.jit
 def store(Y, row, col, stride, value, mask):
     """Store a tile, rounded to the type of Y."""
     tl.store(Y + offsets(row, col, stride), value.to(Y.dtype.element_ty), mask=mask)
@@ -227,4 +216,5 @@ def load_vector(W, col, size):
 @triton.jit
 def store_partial(P, program, col, size, width, value):
     """Store the sum over rows of a (ROWS, COLUMNS) tile in row `program` of P (programs, width)."""
-    tl.store(P + program.to(tl.int64) * width + col, tl.sum(value, 0), mask=col < size)
+    if P is not None:
+        tl.store(P + program.to(tl.int64) * width + col, tl.sum(value, 0), mask=col < size)

@@ -118,19 +118,31 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, cache: Cache, pos: Tensor, scale: float = 0.0, window: int = 0) -> Tensor:
     """Return the attention (B, T, H D) of q (B, H, T, D) to the cache up to its position.
 
+    Several tokens (T > 1) are a prompt, which begins at position 0.
+
     Args:
         scale: of the scores; 0: 1 / sqrt(D).
         window: keys that a query sees, the one of its own position included; 0: all before it.
     """
     k, v = cache  # (B, H_kv, S, D)
-    key = torch.arange(k.shape[2], device=pos.device)
-    mask = key <= pos[:, None]  # (T, S)
-    if window:
-        mask = mask & (key > pos[:, None] - window)
-    is_grouped = k.shape[1] != q.shape[1]
-    a = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale or None, enable_gqa=is_grouped
-    )
+    tokens = q.shape[2]
+    groups = q.shape[1] // k.shape[1]  # query heads of a key and value head
+    if tokens > 1:
+        k = k[:, :, :tokens]
+        v = v[:, :, :tokens]
+    if tokens > 1 and (not window or window >= tokens):
+        a = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale or None, enable_gqa=groups > 1
+        )
+    else:
+        key = torch.arange(k.shape[2], device=pos.device)
+        mask = key <= pos[:, None]  # (T, S)
+        if window:
+            mask = mask & (key > pos[:, None] - window)
+        if groups > 1:  # a mask with enable_gqa is left to a kernel that stores all scores, on CUDA
+            k = k.repeat_interleave(groups, 1)
+            v = v.repeat_interleave(groups, 1)
+        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale or None)
     return a.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H D)
 
 

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from decode_models import NORMS, SHAPES, decoded, definition, distance, make, prompt
 
 from decode.ledger import launches
@@ -49,6 +50,31 @@ def test_packed_decoding_is_the_definition(shape, norm):
         for level in LEVELS:
             far = distance(decoded(model, level, idx, 7), expected)
             assert far <= (1e-13 if dtype == torch.float64 else 2e-6), (dtype, level)
+
+
+@pytest.mark.parametrize("shape", ["qwen3", "gemma3"])
+def test_no_mask_meets_grouped_queries(shape, monkeypatch):
+    """Such a call stores all scores on CUDA: a prompt is causal without a mask, but for windows
+    that it exceeds; and where a mask must be, keys and values are expanded.
+    """
+    calls, attention = [], F.scaled_dot_product_attention
+
+    def spy(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+        calls.append((q.shape[2], is_causal, enable_gqa, k.shape[1:3]))
+        assert attn_mask is None or (not enable_gqa and k.shape[1] == q.shape[1])
+        return attention(
+            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    decoder = Decoder(pack(make(shape, "rms"), "plain"), 2, 12)
+    decoder.prefill(prompt(2, 7))
+    kv_heads = {"qwen3": 2, "gemma3": 1}[shape]
+    causal, windowed = (7, True, True, (kv_heads, 7)), (7, False, False, (4, 7))
+    expected = [windowed if shape == "gemma3" and i != 2 else causal for i in range(4)]
+    assert calls == expected
+    decoder.step()
+    assert calls[4:] == [(1, False, False, (4, 12))] * 4
 
 
 def test_attention_in_parts_is_attention(monkeypatch):

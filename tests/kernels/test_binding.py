@@ -7,10 +7,12 @@ Correctness of the kernels themselves is in kernels/test_kernels.py.
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, close, draw
+from helpers import ROOT, draw
+from kernel_cases import OPERATORS, inputs_of, leaves, leaves_of, plain_case
 
 import kernels
 from common.errors import ConfigError, UserError
@@ -23,81 +25,64 @@ EPS_OUT = 0.02  # of output norms
 DEVICE = "cpu" if binding.INTERPRETED else "cuda"
 
 
-def arguments(dtype=torch.float64, n=3, C=10, grad=True):
-    """{operator: its arguments} for every operator with a gradient."""
-    x, a, z = (draw(n, width, seed=i, dtype=dtype) for i, width in enumerate((C, C, 2 * C)))
-    w, b, wt, b2 = (
-        draw(width, seed=5 + i, dtype=dtype) for i, width in enumerate((C, C, C, 2 * C))
+def derivatives(name, dtype):
+    """Second derivatives, and those of function transforms, of an operator's outputs.
+
+    In float64 they are those of plain PyTorch.
+    """
+    t = inputs_of(name, plain_case(10, 3, dtype=dtype))
+    fields = leaves_of(t)
+    tensors = [getattr(t, field).detach().requires_grad_() for field in fields]
+
+    def loss(s, *values):
+        given = SimpleNamespace(**vars(t) | dict(zip(fields, values)) | {"s": s})
+        return sum(output.sin().sum() for output in OPERATORS[name][1](given))
+
+    first = torch.autograd.grad(loss(t.s, *tensors), tensors, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), tensors, allow_unused=True)
+    plain = [tensor.detach() for tensor in tensors]
+    places = tuple(range(1, 1 + len(plain)))
+    whole = torch.func.grad(loss, places)(t.s, *plain)
+    of_rows = [0 if tensor.dim() > 1 else None for tensor in plain]
+    each = torch.func.vmap(torch.func.grad(loss, places), (0, *of_rows))(
+        t.s[:, None], *[v[:, None] if axis == 0 else v for v, axis in zip(plain, of_rows)]
     )
-    for tensor in (x, a, z, w, b, wt, b2):
-        tensor.requires_grad_(grad)
-    wide = reference.statistics_dtype(x)
-    s, gate_c = draw(n, 1, seed=9, dtype=wide).abs(), torch.tensor([0.3, 1.7], dtype=wide)
-    both = {
-        "rms_norm": (x, w, b, EPS, 2, 3),
-        "add_rms_norm": (x, a, w, b, EPS, 1, C),
-        "add_normed": (x, a, w, EPS_OUT),
-        "norm_add_norm": (x, a, w, b, EPS_OUT, EPS),
-        "layer_norm": (x, w, b, EPS),
-        "shared_rms_scale": (x, s, w),
-        "add_shared_rms_scale": (x, a, s, w),
-        "taper_norm": (x, w, wt, gate_c, EPS),
-    }
-    kinds = {f"scaled_activation {kind}": (z, s, b2, kind) for kind in reference.KINDS}
-    return both | kinds
+    for mine, theirs in zip(first, whole, strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+    return [*second, *whole, *each]
 
 
-OPERATORS = list(arguments())
-
-
-def operator(name):
-    return getattr(binding, name.split()[0])
-
-
-def constant_outputs(name):
-    """Outputs that are declared to carry no gradient."""
-    places = {"add_normed": (1,), "norm_add_norm": (3,), "layer_norm": (1, 2), "taper_norm": (1,)}
-    return places.get(name, ())
-
-
-def only_differentiable(name, outputs):
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return tuple(
-        output for place, output in enumerate(outputs) if place not in constant_outputs(name)
-    )
-
-
-@pytest.mark.parametrize("without", ["nothing", "parameters", "their gradients"])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_written_out_gradients_are_those_of_the_function(name, without):
-    """In float64 an operator is the reference with its written-out backward."""
-    given = arguments()[name]
-    if without != "nothing":
-        instead = {"parameters": lambda parameter: None, "their gradients": torch.Tensor.detach}[
-            without
-        ]
-        given = tuple(
-            instead(v) if isinstance(v, torch.Tensor) and v.dim() == 1 and len(v) > 2 else v
-            for v in given
-        )
-    places = [
-        place
-        for place, value in enumerate(given)
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
+def test_second_derivatives_and_function_transforms_go_through_the_reference(name):
+    """On a GPU, or in the interpreter, as on a CPU."""
+    found = (derivatives(name, dtype) for dtype in (torch.float32, torch.float64))
+    for mine, exact in zip(*found, strict=True):
+        assert (mine is None) == (exact is None)
+        assert exact is None or relative_error(mine, exact) <= 2e-5
 
-    def function(*tensors):
-        values = list(given)
-        for place, tensor in zip(places, tensors, strict=True):
-            values[place] = tensor
-        return only_differentiable(name, operator(name)(*values))
 
-    torch.autograd.gradcheck(function, [given[place] for place in places])
-    plain = getattr(reference, name.split()[0])(*given)
-    for mine, theirs in zip(
-        only_differentiable(name, operator(name)(*given)), only_differentiable(name, plain)
-    ):
-        close(mine, theirs)
+@pytest.mark.parametrize("name", ("rms", "add_rms", "norm_add_norm", "layer", "taper", "swiglu"))
+def test_opcheck(name, monkeypatch):
+    """Schema, fake implementation, autograd registration and AOT dispatch, static and dynamic
+    shapes, of the operators that torch.compile sees.
+    """
+    seen, launch = [], binding._launch_backward
+    run = binding.Activation.apply if name in reference.KINDS else binding.Fused.apply
+    monkeypatch.setattr(
+        kernels, "kernel_for", lambda *_, **__: lambda *given: seen.append(given) or run(*given)
+    )
+    monkeypatch.setattr(
+        binding, "_launch_backward", lambda *given: seen.append(given) or launch(*given)
+    )
+    t = inputs_of(name, plain_case(10, 3))
+    outputs = OPERATORS[name][1](t)
+    torch.autograd.grad(sum(output.sin().sum() for output in outputs), leaves(t))
+    monkeypatch.setattr(binding, "_launch_backward", launch)
+    torch.library.opcheck(binding.fused, seen[0])
+    for given in seen[1:]:
+        plain = [v.detach() if isinstance(v, torch.Tensor) else v for v in given]
+        torch.library.opcheck(binding.fused_backward, tuple(plain))
+        torch.library.opcheck(binding.fused_backward, (*plain[:-1], False))
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -111,54 +96,6 @@ def test_frozen_gains_are_not_summed_in_plain_pytorch(wanted, monkeypatch):
     h, w = draw(3, 10).requires_grad_(), draw(10, seed=1).requires_grad_(wanted)
     kernels.shared_rms_scale(h, draw(3, 1, seed=2), w, mode="torch").sum().backward()
     assert seen == [wanted] and h.grad is not None and (w.grad is not None) == wanted
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_opcheck(name):
-    """Schema, fake implementation, autograd registration and AOT dispatch, static and dynamic
-    shapes.
-    """
-    given = arguments(torch.float32)[name]
-    torch.library.opcheck(
-        operator(name),
-        tuple(
-            v.detach().to(DEVICE).requires_grad_(v.requires_grad)
-            if isinstance(v, torch.Tensor)
-            else v
-            for v in given
-        ),
-    )
-
-
-def backward_arguments(dtype=torch.float32):
-    x, dy, dh, w, b = (
-        draw(*shape, seed=i, dtype=dtype).to(DEVICE)
-        for i, shape in enumerate([(3, 10)] * 3 + [(10,)] * 2)
-    )
-    s, gate_c = (
-        draw(3, 1, seed=9, dtype=torch.float32).abs().to(DEVICE),
-        torch.tensor([0.3, 1.7], device=DEVICE),
-    )
-    return {
-        "rms_norm_backward": (dy, dh, s, x, w, b, s, 7, True),
-        "layer_norm_backward": (dy, x, w, None, s.neg(), s, True),
-        "shared_rms_scale_backward": (dy, dh, x, s, w, True),
-        "taper_norm_backward": (dy, x, w, None, gate_c, s, True),
-        "scaled_activation_backward": (dy, x, s, b, "gelu", True),
-        "norm_add_norm_backward": (dy, dh, s, x, dh, w, b, s, s, True),
-    }
-
-
-@pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize("name", backward_arguments())
-def test_opcheck_of_the_backward(name, turn):
-    """With gains in one dtype and frozen in the other; the next operator has them the other way
-    round.
-    """
-    gains = turn == 0
-    dtype = (torch.float32, torch.float16)[(turn + list(backward_arguments()).index(name)) % 2]
-    *given, _ = backward_arguments(dtype)[name]
-    torch.library.opcheck(operator(name), (*given, gains))
 
 
 # --------------------------------------------------------------------------------- the coupled path
@@ -206,30 +143,11 @@ def test_the_statistic_is_a_constant_in_second_derivatives_too(gain):
     detached, full = second(lambda h, s, w: plain(h, s.detach(), w)), second(plain)
     for scale in (
         reference.shared_rms_scale,
-        lambda h, s, w: reference.add_shared_rms_scale(h, 0 * h, s, w)[0],
+        lambda h, s, w: kernels.add_shared_rms_scale(h, 0 * h, s, w)[0],
     ):
         for mine, exact in zip(second(scale), detached, strict=True):
             assert (mine - exact).norm() <= 1e-12 * exact.norm()
     assert (detached[0] - full[0]).norm() > 1e-2 * full[0].norm()
-
-
-def test_the_shared_scale_in_function_transforms():
-    h, s, w = draw(5, 24), draw(5, 1, seed=1).abs(), draw(24, seed=2)
-
-    def loss(scale):
-        return lambda h, s, w: scale(h, s, w).square().sum()
-
-    mine, plain = loss(reference.shared_rms_scale), loss(lambda h, s, w: h * s * w)
-    for actual, exact in zip(
-        torch.func.grad(mine, (0, 2))(h, s, w), torch.func.grad(plain, (0, 2))(h, s, w)
-    ):
-        close(actual, exact)
-    each = [
-        torch.func.vmap(torch.func.grad(f, (0, 2)), (0, 0, None))(h[:, None], s[:, None], w)
-        for f in (mine, plain)
-    ]
-    for actual, exact in zip(*each):
-        close(actual, exact)
 
 
 def test_the_gradient_through_inv_rms_is_there_for_those_who_do_not_detach():
@@ -340,25 +258,6 @@ def test_the_boundary_compiles_to_one_graph_with_the_same_gradients(stream, kind
         assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
 
 
-def test_the_boundary_in_function_transforms():
-    given = [tensor.detach() for tensor in boundary_inputs(shape=(5, 9))]
-
-    def gradients(function):
-        def loss(*v):
-            y, h, s = function(*v)
-            return y.sin().sum() + h.cos().sum() + s.sum()
-
-        whole = torch.func.grad(loss, (0, 1, 2, 3))(*given)
-        rows = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)), (0, 0, None, None))
-        return *whole, *rows(given[0][:, None], given[1][:, None], *given[2:])
-
-    pairs = zip(
-        gradients(lambda *v: kernels.norm_add_norm(*v, EPS_OUT, EPS)), gradients(plain_boundary)
-    )
-    for mine, theirs in pairs:
-        assert relative_error(mine, theirs) <= 1e-12
-
-
 @pytest.mark.parametrize("chosen", [[0], [1], [2], [1, 2]])
 def test_a_kernel_gets_gradients_of_any_outputs(chosen):
     """Of inv_rms alone too; where y is not used only the output norm's kernel runs."""
@@ -386,12 +285,12 @@ def test_a_kernel_gets_gradients_of_any_outputs(chosen):
 
 def test_auto_is_plain_pytorch_on_a_cpu_and_float64_always():
     x = draw(3, 8, dtype=torch.float32)
-    assert kernels.implementation(x) is kernels.implementation(x, "torch") is reference
-    assert kernels.implementation(x.double(), "triton") is reference
+    assert kernels.kernel_for(x) is kernels.kernel_for(x, "torch") is None
+    assert kernels.kernel_for(x.double(), "triton") is None
     if binding.INTERPRETED:
-        assert kernels.implementation(x, "triton") is binding
+        assert kernels.kernel_for(x, "triton").__self__ is binding.Fused
     with pytest.raises(UserError, match="auto, torch, triton"):
-        kernels.implementation(x, "cuda")
+        kernels.kernel_for(x, "cuda")
     with pytest.raises(ConfigError, match="kernels"):
         parse_args(GPTConfig, ["--kernels=cuda"])
 
