@@ -136,7 +136,7 @@ def test_arms_differ_in_what_they_say_alone():
         (["--arms=rms, coupled"], "'rms, coupled': .* semicolon"),
         (["--arms=rms n_embd=64"], "n_embd"),
         (["--arms=layer; rms; layer"], "twice"),
-        (["--arms=coupled norm_plan=Rs"], "norm_plan 'Rs' has 2 letters"),
+        (["--arms=coupled norm_plan=Rs"], "norm_plan 'Rs'"),
         (["--arms=taper-no-mlp-gamma"], "left out of layer, rms, coupled, cbwc"),
         (["--arms= ; "], "name one or more"),
         (["--arms=nanogpt"], "needs --nanogpt=FOLDER"),
