@@ -438,7 +438,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, plan: NormPlan, index: int):
         super().__init__()
-        self.norm1, norm2 = plan.place(2 * index), plan.place(2 * index + 1)
+        self.norm1, norm2 = (plan.place(2 * index + part) for part in range(2))
         self.attn = Attention(config, plan, index)
         self.norm2 = norm2
         self.mlp = MLP(config, plan)
