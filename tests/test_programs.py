@@ -80,7 +80,7 @@ def test_report_draws_a_png(run, tmp_path):
         log.write('{"event": "st')  # torn by a kill
     assert len(read_log(run)) == len(records(run))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no run folder in it"):
+    with pytest.raises(UserError, match="no run in it"):
         report.main([str(tmp_path / "empty")])
     with pytest.raises(ConfigError, match="plot"):
         report.main([str(run), "--plt=x"])
