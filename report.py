@@ -66,8 +66,6 @@ from evidence.runs import (
     settings,
 )
 
-LABEL = 70  # characters in a line of a curve's label
-
 HOW = """\
 Mean (of tok_per_s the geometric one) and SD are over seeds; SD is the standard deviation, never the
 standard error. train_loss is the mean over the logged steps of the last tenth of a run. A
@@ -409,6 +407,7 @@ class ReportConfig:
     out: str = key("", "folder that everything is written into, instead of that of the runs")
     plot: str = key("", "file for the loss curves of runs without a baseline")
     pictures: bool = key(True, "draw pictures beside the tables")
+    published: bool = key(False, "judge CoupledNorm's Table 1, and nothing else")
     delta_val_loss: float = key(0.0, "margin of val_loss and val_loss_full, post hoc", least=0.0)
     delta_train_loss: float = key(0.0, "margin of train_loss, post hoc", least=0.0)
     delta_hellaswag_acc: float = key(0.0, "margin of hellaswag_acc, post hoc", least=0.0)
@@ -505,11 +504,11 @@ def said(report: Report) -> str:
 
 def main(argv: list[str]) -> None:
     """Run the program with these command-line arguments."""
-    if argv == ["--published"]:
-        published.print_verdicts()
-        return
     paths = [Path(word) for word in argv if not word.startswith("-")]
     config, _ = parse_args(ReportConfig, [word for word in argv if word.startswith("-")], __doc__)
+    if config.published:
+        published.print_verdicts()
+        return
     if not paths:
         raise ConfigError("name one run folder or more (--help says more)")
     out = target_folder(config, paths)
@@ -557,7 +556,7 @@ def label_runs(runs: list[Run]) -> Arms:
     for run in firsts:
         values = settings(run)
         words = [f"{name}={values.get(name)}" for name in sorted(differing)]
-        labels.append(textwrap.fill(", ".join([short_name(run.arm), *words]), LABEL))
+        labels.append(textwrap.fill(", ".join([short_name(run.arm), *words]), 70))
     return {
         label if labels.count(label) == 1 else f"{label} ({run.name})": curve
         for label, run, curve in zip(labels, firsts, curves, strict=True)
