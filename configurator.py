@@ -212,6 +212,8 @@ def _from_text(text: str, annotation: Any) -> Any:
     parts = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
     if str in parts:
         return text
+    if tuple[str, ...] in parts:
+        return tuple(part for part in text.split(",") if part)
     if bool in parts and text.lower() in ("true", "false"):
         return text.lower() == "true"
     is_tuple = any(typing.get_origin(part) is tuple for part in parts)

@@ -518,3 +518,12 @@ def test_bounds_and_their_help():
     shown = help_text(Bounded, "")
     assert "(float, 0 or at least 1e-06, at most 100)" in shown
     assert "(int, at least 1, at most 1048576)" in shown
+
+
+@pytest.mark.parametrize(("text", "names"), [("a,b-1", ("a", "b-1")), ("a", ("a",)), ("", ())])
+def test_names_with_commas_between(text, names):
+    @dataclasses.dataclass(frozen=True)
+    class Named:
+        names: tuple[str, ...] = key((), "several names")
+
+    assert parse_args(Named, [f"--names={text}"])[0].names == names
