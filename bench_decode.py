@@ -31,8 +31,6 @@ with one thread the process's own time is measured, which other programs disturb
 measurement and keeps the rounds so far, if there are six or more. The last line is JSON.
 """
 
-import common.interrupt  # noqa: F401
-
 import dataclasses
 import gc
 import json

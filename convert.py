@@ -45,8 +45,6 @@ stays and why.
 The last line of output is JSON.
 """
 
-import common.interrupt  # noqa: F401
-
 import contextlib
 import json
 import re

@@ -19,8 +19,6 @@ the student, adapters merged and alpha absorbed: ckpt_best.pt, and hf/ if the te
 Hugging Face. The last line of output is JSON.
 """
 
-import common.interrupt  # noqa: F401
-
 import contextlib
 import dataclasses
 import json

@@ -10,8 +10,6 @@ the best checkpoint is scored, whereas training scores its last weights. GPT-2 1
 0.286, acc_norm 0.296.
 """
 
-import common.interrupt  # noqa: F401
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -16,8 +16,6 @@ with the baseline, seed by seed. The margins of equivalence are those that the r
 baseline, runs that differ in the seed alone are one curve, their mean.
 """
 
-import common.interrupt  # noqa: F401
-
 import csv
 import io
 import re

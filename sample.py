@@ -7,8 +7,6 @@ The first argument is the model: a run folder (its best checkpoint), a checkpoin
 Face folder or hub name, or `random:` and a published shape.
 """
 
-import common.interrupt  # noqa: F401
-
 from dataclasses import dataclass
 from pathlib import Path
 

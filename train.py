@@ -20,8 +20,6 @@ The keys are those of TrainConfig. `train` sets up a run, in order; training/loo
 which train NextToken.
 """
 
-import common.interrupt  # noqa: F401
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

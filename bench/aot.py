@@ -21,8 +21,6 @@ on kernels are those of overlapping launches; the JSON line has how many loads e
 waits. The last line of output is JSON. Exit code 1 if a kernel spills or computes in float64.
 """
 
-import common.interrupt  # noqa: F401
-
 import bisect
 import importlib.metadata
 import itertools

@@ -29,8 +29,6 @@ which all have. Not counted: what matrix products and attention's core move othe
 core is opaque, as on a GPU. Gains are float32. It is a count of bytes, not a time.
 """
 
-import common.interrupt  # noqa: F401
-
 import ast
 import contextlib
 import dataclasses

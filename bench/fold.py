@@ -14,8 +14,6 @@ all norms fold (hf:bert, 1 of 25), one more arm has them all swapped, as the pap
 another function, for its time alone. The last line is JSON.
 """
 
-import common.interrupt  # noqa: F401
-
 import copy
 import functools
 import json

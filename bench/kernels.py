@@ -18,8 +18,6 @@ a CPU the Triton kernels cannot run: there the PyTorch references are timed agai
 functions. The last line is JSON.
 """
 
-import common.interrupt  # noqa: F401
-
 import contextlib
 import functools
 import json

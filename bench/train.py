@@ -23,8 +23,6 @@ their number; above 1 the arm is faster. Ctrl-C ends the measurement and keeps t
 The last line is JSON.
 """
 
-import common.interrupt  # noqa: F401
-
 import dataclasses
 import json
 import sys

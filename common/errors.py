@@ -3,10 +3,8 @@
 import errno
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable
-from types import FrameType
 
 INTERRUPTED = "error: interrupted\n"
 LONGEST_LINE = 1000  # characters of a message
@@ -111,12 +109,6 @@ def lost_ranks(error: Exception) -> bool:
     return is_one_of_many and re.search(signs, str(error)) is not None
 
 
-def end_interrupted(number: int, frame: FrameType | None) -> None:
-    """End the process at once, as a handler of SIGINT: one line, and 128 + SIGINT as of shells."""
-    os.write(2, INTERRUPTED.encode())
-    os._exit(130)
-
-
 def one_line(text: str) -> str:
     """Return `text` as it fits into one line of a terminal or a log.
 
@@ -141,9 +133,6 @@ def run_program(main: Callable[[list[str]], int | None], help_text: str | None =
     if sys.stdout is not None and sys.stdout.errors == "strict":
         # A terminal that knows ASCII only shows other characters as \\u00e9.
         sys.stdout.reconfigure(errors="backslashreplace")
-    if signal.getsignal(signal.SIGINT) is end_interrupted:
-        # The imports are over (common/interrupt.py); from now on files may have to be closed.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if help_text is not None and sys.argv[1:2] in (["--help"], ["-h"]):
             print(help_text)

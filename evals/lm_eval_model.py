@@ -17,8 +17,6 @@ items as independent draws from questions of this kind, and the models as fixed.
 about other training seeds or other prompts, and its width is zero where all items agree.
 """
 
-import common.interrupt  # noqa: F401
-
 import functools
 import json
 import logging

@@ -6,8 +6,6 @@ python -m evidence.archive runs.tar.xz out/small/rms-8
     add a run (config, log, HellaSwag items), or replace the one of this name
 """
 
-import common.interrupt  # noqa: F401
-
 import contextlib
 import fcntl
 import io

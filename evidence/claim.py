@@ -8,8 +8,6 @@ command, however that ends: a worker that is killed leaves nothing behind. Exit 
 process has the claim, else the command's.
 """
 
-import common.interrupt  # noqa: F401
-
 import fcntl
 import os
 import sys

@@ -11,8 +11,6 @@ windows are measured and calibrate alpha; the other half judge. It suggests coup
 for a budget of KL (posthoc/coupling.py). The last line of output is JSON.
 """
 
-import common.interrupt  # noqa: F401
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path

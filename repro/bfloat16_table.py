@@ -11,8 +11,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupt  # noqa: F401
-
 import numpy as np
 
 from common.errors import run_program

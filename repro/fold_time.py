@@ -21,8 +21,6 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupt  # noqa: F401
-
 import torch
 from torch import nn
 

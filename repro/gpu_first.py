@@ -22,8 +22,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupt  # noqa: F401
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -11,8 +11,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupt  # noqa: F401
-
 from common.errors import run_program
 from common.output import markdown, write_bytes_atomically
 from evidence.runs import read_log

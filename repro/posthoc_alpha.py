@@ -14,8 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.interrupt  # noqa: F401
-
 import torch
 
 from common.environment import environment, faster_float32_products

@@ -38,8 +38,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import common.interrupt  # noqa: F401
-
 import numpy as np
 from tqdm import tqdm
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import common.interrupt  # noqa: F401
-
 import numpy as np
 
 from common.errors import DataError, run_program

@@ -6,7 +6,6 @@ lost.
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 
@@ -238,34 +237,6 @@ def test_an_error_of_ours_keeps_its_traceback(error):
         run_program(fail)
 
 
-INTERRUPTED = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
-import common.interrupt
-class Slow:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            try:
-                os.kill(os.getpid(), signal.SIGINT)  # numpy loses the exception in this way
-            except KeyboardInterrupt:
-                raise ImportError("lost")
-sys.meta_path.insert(0, Slow())
-import torch
-"""
-
-
-def test_ctrl_c_during_imports():
-    code = INTERRUPTED.format(root=str(ROOT))
-
-    def listen() -> None:
-        """In the background of a shell the tests themselves ignore Ctrl-C."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    words = [sys.executable, "-c", code]
-    job = subprocess.run(words, capture_output=True, text=True, preexec_fn=listen)
-    assert (job.returncode, job.stderr) == (130, "error: interrupted\n")
-
-
 def test_ctrl_c_later(capsys):
     def interrupted(argv):
         raise KeyboardInterrupt
@@ -273,16 +244,6 @@ def test_ctrl_c_later(capsys):
     with pytest.raises(SystemExit, match="130"):
         run_program(interrupted)
     assert capsys.readouterr().err == "error: interrupted\n"
-
-
-def test_tests_keep_their_own_ctrl_c():
-    """The handler is that of programs alone, not of what imports them."""
-    import common.interrupt
-
-    from common.errors import end_interrupted
-
-    assert common.interrupt.end_interrupted is end_interrupted
-    assert signal.getsignal(signal.SIGINT) is not end_interrupted
 
 
 def test_a_terminal_of_ascii_only():
