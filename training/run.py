@@ -188,6 +188,8 @@ class RunFolder:
                 f"{self.path} holds a run that has finished with other settings "
                 f"({', '.join(changed)}): choose another out_dir"
             )
+        if found.problem:
+            self.log.say(f"not usable: {found.problem}; taken: {found.path}")
         self.log.say(
             f"finished already: step {found.state['step']} of max_iters={config.max_iters}"
         )

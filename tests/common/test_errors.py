@@ -57,7 +57,6 @@ def complaint(launch, tiny_data, tmp_path):
         (["--batch_size=1048576", "--n_inner=65536"], ["batch_size=1048576", "GB of memory"]),
         (["--norm_eps=1e30"], ["norm_eps=1e+30", "at most 1"]),
         (["--grad_clip=1e-45"], ["grad_clip", "0 or at least 1e-06"]),
-        (["--initial_gain=0"], ["initial_gain=0.0"]),
         (["--init_std=0"], ["init_std=0.0", "at least 1e-06"]),
         (["--init_std=1e30"], ["init_std=1e+30", "at most 100"]),
         (["--adam_eps=1e-45"], ["adam_eps", "at least 1e-30"]),
@@ -93,7 +92,7 @@ def damage(folder, change) -> None:
     ("change", "part"),
     [
         (lambda raw: raw[:-100], "truncated"),
-        (lambda raw: b"\0\0\0\1" + raw[4:], "magic"),
+        (lambda raw: b"\0\0\0\1" + raw[4:], "another kind of file"),
         (
             lambda raw: (
                 raw[: HEADER_BYTES + 10000] + np.uint16(61).tobytes() + raw[HEADER_BYTES + 10002 :]
@@ -137,9 +136,10 @@ def test_checkpoint_of_another_shape_and_never_overwriting(
     complaint, train_ok, tiny_data, tmp_path
 ):
     train_ok(*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
-    line = complaint("--n_embd=64", code=1)
+    assert "n_embd 32 -> 64" in complaint("--n_embd=64", code=2)
+    line = complaint("--n_embd=64", "--max_iters=60", code=1)
     assert "n_embd=32" in line and "64" in line
-    assert "norm_type='layer'" in complaint("--norm_type=rms", code=1)
+    assert "norm_type='layer'" in complaint("--norm_type=rms", "--max_iters=60", code=1)
     assert "holds a run" in complaint("--resume=never", code=1)
     assert "no such checkpoint" in complaint("--resume=nowhere.pt", code=1, out="other")
 
