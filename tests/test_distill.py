@@ -215,7 +215,7 @@ def test_a_second_distillation_waits_and_sees_what_the_first_one_leaves(
     words, tmp_path, launch, ranks
 ):
     out = tmp_path / "out"
-    slow = ("slow_distilling", {"seconds": 1.0})
+    slow = ("slow_distilling", {"seconds": 4.0})
     words = [*words, "--max_iters=2", "--eval_interval=1"]
     first = launch(*words, ranks=ranks, program="distill", patch=slow)
     first.signal_at(out, 1, signal.SIGCONT)
