@@ -176,8 +176,9 @@ class Progress:
             found = parse_json(self.path.read_text(encoding="utf-8"))
             self.notes = found["shards"]
             # In older folders it does not name the tokenizer gpt2, nor a commit.
-            self.settings = {"tokenizer": "gpt2"} | found["settings"]
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            self.settings = found["settings"]
+            self.settings.setdefault("tokenizer", "gpt2")
+        except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
             raise DataError(
                 f"{folder} holds shards, and no good {self.path.name} of this script: {remedy}"
             ) from None
