@@ -210,7 +210,8 @@ class KVCache:
     def __init__(self, config: GPTConfig, batch: int, length: int, like: Tensor):
         length = min(length, config.block_size)
         shape = (config.n_layer, 2, batch, config.kv_heads, length, config.head_channels)
-        self.blocks = like.new_zeros(shape)
+        # Not like.new_zeros: under FSDP `like` is sharded, and the cache is not.
+        self.blocks = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.filled = 0
 
     def extend(self, block: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

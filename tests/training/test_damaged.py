@@ -104,7 +104,7 @@ def test_a_damaged_entry_is_named(state, tmp_path, place, value, part):
         (("config", "n_embd"), 1 << 19, "its config asks for"),
         (("config", "vocab_size"), 1 << 24, "its config asks for"),
         (("config", "norm_type"), ["rms"], "its config is damaged"),
-        (("config", "norm_plan"), "R" * 100_000, "100000 letters"),
+        (("config", "norm_plan"), "R" * 100_000, "need 5 letters"),
         (("config", "norm_eps"), math.nan, "norm_eps must be float"),
         (("config",), {}, "its config asks for"),
         (("model", WEIGHT), MISSING, f"{WEIGHT} is missing"),
