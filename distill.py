@@ -52,8 +52,7 @@ from common.errors import (
     run_program,
 )
 from common.fingerprint import fingerprint
-from common.old_keys import chosen_then
-from common.output import RUN_CONFIG, check_apart, check_replaceable, write_bytes_atomically
+from common.output import RUN_CONFIG, check_apart, check_replaceable
 from configurator import check_ranges, key, parse_args
 from data.documents import input_files
 from hf import weights
@@ -66,8 +65,8 @@ from posthoc.text import open_stream, shuffled, text_fingerprint
 from training.checkpoint import BEST, DISTILLING, FoundCheckpoint, save_checkpoint
 from training.loop import Loop
 from training.optim import check_optimizer_keys, make_optimizer
-from training.provenance import saved_provenance
-from training.run import LoopKeys, RunFolder
+from training.provenance import config_then
+from training.run import LoopKeys, RunFolder, write_config
 
 # Calibration takes every 16th of the first blocks of the text, if there are that many, so that its
 # blocks are of many documents.
@@ -469,8 +468,7 @@ def check_resumable(found: FoundCheckpoint, config: DistillConfig) -> None:
         raise CheckpointError(
             f"{path}: not a checkpoint of distill.py, or damaged: choose another out_dir"
         )
-    device = saved_provenance(state, path).get("device", "cpu")
-    saved = chosen_then(state["config"], device)
+    saved = config_then(state, path, "cpu")
     now = dataclasses.asdict(config)
     # An older run lacks some keys: it had their defaults.
     for name in sorted((now.keys() & saved.keys()) - FREE_KEYS):
@@ -535,11 +533,7 @@ def choose(config: DistillConfig, teacher: GPT, text: Text) -> tuple[str, tuple[
 def write_student(student: GPT, folder: Path, step: int) -> None:
     """Write config.json and ckpt_best.pt."""
     config = dataclasses.asdict(student.config)
-    path = folder / "config.json"
-    try:
-        write_bytes_atomically(path, f"{json.dumps(config, indent=1)}\n".encode())
-    except OSError as error:
-        raise UserError(cannot_write(path, error, "the run is saved")) from None
+    write_config(folder / "config.json", config, "the run is saved")
     state = {"step": step, "config": config, "meta": student.meta, "model": student.state_dict()}
     save_checkpoint(folder / BEST, state)
 

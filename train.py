@@ -287,7 +287,7 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
     with RunFolder(config, ranks) as run:
         found = run.find(config.resume, (LAST, BEST))
         config, choice = resolve(config, found, ranks)
-        if found is not None and run.end_of(found, config.max_iters) is not None:
+        if run.end_of(found, config.max_iters) is not None:
             run.repeat(found, config)
             return
         if takes_gpt2:
@@ -315,7 +315,9 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
             loop.restore(found)
         objective.start(loop)
         start = describe(config, model, objective.tokens_per_step)
-        run.notes = [choice, *notes(config, model, start, run), *run.notes]
+        run.notes = [*notes(config, model, start, run), *run.notes]
+        if choice:
+            run.notes.insert(0, choice)
         # Last: if anything before fails, the log in out_dir is untouched.
         run.open_log(config, found, start, "config.json")
         loop.run()

@@ -14,7 +14,7 @@ from common.distributed import Ranks
 from common.environment import environment, is_same_code
 from common.errors import CheckpointError
 from common.fingerprint import data_difference
-from common.old_keys import as_today
+from common.old_keys import as_today, chosen_then
 
 # Entries that are compared, and their types; versions are compared too, one by one. An older one
 # may lack some.
@@ -63,6 +63,18 @@ def saved_provenance(state: dict[str, Any], path: Path) -> dict[str, Any]:
     # A checkpoint may come from elsewhere, so each entry's type is checked.
     kinds = {"data": str, "versions": dict, **COMPARED}
     return {name: found[name] for name, kind in kinds.items() if type(found.get(name)) is kind}
+
+
+def config_then(state: dict[str, Any], path: Path, device: str) -> dict[str, Any]:
+    """Return the config of a checkpoint's run, with what that run took for keys that are at auto.
+
+    Args:
+        state: the checkpoint.
+        path: its file.
+        device: where the run was, if the checkpoint does not say.
+    """
+    place = saved_provenance(state, path).get("device", device)
+    return chosen_then(state["config"], place)
 
 
 def check_same_data(then: dict[str, Any], now: dict[str, Any], path: Path, remedy: str) -> None:

@@ -14,7 +14,6 @@ from common.distributed import Ranks, StopSignal
 from common.environment import DTYPES
 from common.errors import ConfigError, UserError, cannot_write
 from common.lock import FolderLock
-from common.old_keys import chosen_then
 from common.output import RUN_CONFIG, check_replaceable, write_bytes_atomically
 from configurator import key
 from training.checkpoint import FoundCheckpoint, find_checkpoint
@@ -24,6 +23,7 @@ from training.provenance import (
     changed_keys,
     changes,
     check_same_data,
+    config_then,
     find_provenance,
     saved_provenance,
 )
@@ -180,9 +180,9 @@ class RunFolder:
         Raises ConfigError if it had other settings than `config`.
         """
         then = saved_provenance(found.state, found.path)
-        before = chosen_then(found.state["config"], then.get("device", self.ranks.device.type))
-        names = [name for name in before if name not in FREE_AT_THE_END]
-        changed = changed_keys({name: before[name] for name in names}, _plain(config), then)
+        before = config_then(found.state, found.path, self.ranks.device.type)
+        asked = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE_AT_THE_END}
+        changed = changed_keys(before, asked, then)
         if changed:
             raise ConfigError(
                 f"{self.path} holds a run that has finished with other settings "
@@ -214,8 +214,8 @@ class RunFolder:
             return
         then = self.ranks.together(lambda: saved_provenance(found.state, found.path))
         self.ranks.together(lambda: check_same_data(then, self.provenance, found.path, remedy))
-        before = chosen_then(found.state["config"], then.get("device", self.ranks.device.type))
-        keys = changed_keys(before, _plain(config), then)
+        before = config_then(found.state, found.path, self.ranks.device.type)
+        keys = changed_keys(before, dataclasses.asdict(config), then)
         self.changed = keys + changes(then, self.provenance)
         if found.problem:
             self.notes.append(f"not usable: {found.problem}")
@@ -259,17 +259,17 @@ class RunFolder:
                 interval = config.log_interval
                 logged_until = max(min(1, resume_step), resume_step // interval * interval)
         path = self.path / config_file
+        keys = dataclasses.asdict(config)
         if config_file:
             check_replaceable(path, RUN_CONFIG)
-        self.log.open(
-            _plain(config), resume_step, start | self.provenance, self.changed, logged_until
-        )
+        self.log.open(keys, resume_step, start | self.provenance, self.changed, logged_until)
         if config_file:
-            try:
-                write_bytes_atomically(path, f"{json.dumps(_plain(config), indent=1)}\n".encode())
-            except OSError as error:
-                raise UserError(cannot_write(path, error)) from None
+            write_config(path, keys)
 
 
-def _plain(config: RunKeys) -> dict[str, Any]:
-    return dataclasses.asdict(config)
+def write_config(path: Path, keys: dict[str, Any], kept: str = "") -> None:
+    """Write a config.json. Raises UserError, which says what is `kept`."""
+    try:
+        write_bytes_atomically(path, f"{json.dumps(keys, indent=1)}\n".encode())
+    except OSError as error:
+        raise UserError(cannot_write(path, error, kept)) from None

@@ -3,8 +3,6 @@
 python -m pytest tests/training/test_ddp.py
 """
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,10 +14,7 @@ from model import GPT, GPTConfig
 @pytest.fixture
 def one_rank():
     """A process group of this process alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
     torch._dynamo.reset()
