@@ -1,21 +1,27 @@
 """Build small models with random weights, to count and fold their LayerNorms.
 
-They are the seven of the paper's Table 3 with their full number of layers, and many others.
-
     build(name) -> (model in float64 and eval mode, every gain, bias and mean moved away from its
                     initial value; inputs)
+
+TABLE3 and MODELS are those of the paper's Table 3, with their full number of layers, and many
+others of transformers. ZOO names models of timm, torchvision and transformers, LIBRARY/MODEL.
+Nothing is downloaded.
 """
 
+import importlib
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from fold.certificate import randomize
+from fold.certificate import Inputs, randomize
 from hf.hub import import_transformers
 
 hf = import_transformers()
+
+BATCH = 2
 
 # Table 3 of "Enjoy Your Layer Normalization": LayerNorms, foldable, foldable in practice.
 TABLE3 = {
@@ -128,7 +134,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         **VOCAB,
     ),
     "fnet": entry(
-        "FNetModel", "fnet", num_hidden_layers=2, hidden_size=32, intermediate_size=64, **VOCAB
+        "FNetModel", "tokens", num_hidden_layers=2, hidden_size=32, intermediate_size=64, **VOCAB
     ),
     "rwkv": entry(
         "RwkvModel",
@@ -225,49 +231,360 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "timesformer": entry("TimesformerModel", "video", **SIZE, **IMAGE, num_frames=2),
 }
 
+# Keys of configurations; each class takes those that it knows.
+SMALL = dict(
+    vocab_size=50,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=2,
+    hidden_size=32,
+    num_hidden_layers=2,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_ffn_dim=64,
+    decoder_ffn_dim=64,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    ffn_dim=64,
+    n_layer=2,
+    n_embd=32,
+    n_head=4,
+    num_layers=2,
+    num_heads=4,
+    n_layers=2,
+    n_heads=4,
+    dim=32,
+    hidden_dim=64,
+    emb_dim=32,
+    d_ff=64,
+    d_kv=8,
+    embedding_size=32,
+    max_position_embeddings=64,
+    n_positions=64,
+    image_size=16,
+    patch_size=8,
+    num_channels=3,
+    conv_dim=(16, 16),
+    conv_stride=(4, 4),
+    conv_kernel=(8, 4),
+    num_conv_pos_embeddings=4,
+    num_conv_pos_embedding_groups=2,
+    num_feat_extract_layers=2,
+    num_experts=4,
+    num_local_experts=4,
+    type_vocab_size=2,
+    num_mel_bins=8,
+    projection_dim=16,
+    decoder_hidden_size=16,
+    use_cache=False,
+)
+
+# Four stages of growing width
+FOUR_STAGES = dict(
+    image_size=64,
+    hidden_sizes=[8, 16, 16, 32],
+    depths=[1, 1, 1, 1],
+    num_attention_heads=[1, 2, 2, 4],
+)
+
+# class -> (kind of input, keys besides SMALL); MODELS has others
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BertGenerationEncoder": ("tokens", {}),
+    "BigBirdModel": ("tokens", dict(attention_type="original_full")),
+    "BigBirdPegasusModel": ("seq2seq", dict(attention_type="original_full")),
+    "BioGptModel": ("tokens", {}),
+    "BlenderbotModel": ("seq2seq", {}),
+    "BlenderbotSmallModel": ("seq2seq", {}),
+    "CamembertModel": ("tokens", {}),
+    "CanineModel": ("tokens", {}),
+    "ChineseCLIPVisionModel": ("image", {}),
+    "CLIPTextModel": ("tokens", {}),
+    "CLIPVisionModel": ("image", {}),
+    "CodeGenModel": ("tokens", dict(rotary_dim=4)),
+    "CohereModel": ("tokens", {}),
+    "Cohere2Model": ("tokens", {}),
+    "ConditionalDetrModel": ("image", {}),
+    "ConvBertModel": ("tokens", {}),
+    "ConvNextV2Model": ("image", dict(hidden_sizes=[16, 32], depths=[2, 2], num_stages=2)),
+    "CpmAntModel": ("tokens", {}),
+    "CTRLModel": ("tokens", {}),
+    "Data2VecAudioModel": ("wave", {}),
+    "Data2VecTextModel": ("tokens", {}),
+    "Data2VecVisionModel": ("image", {}),
+    "DebertaModel": ("tokens", dict(relative_attention=True, pos_att_type=["p2c", "c2p"])),
+    "DeiTModel": ("image", {}),
+    "Dinov2WithRegistersModel": ("image", dict(mlp_ratio=2)),
+    "DINOv3ViTModel": ("image", {}),
+    "DINOv3ConvNextModel": ("picture", dict(hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1])),
+    "DistilBertModel": ("tokens", {}),
+    "DPTModel": ("image", dict(backbone_out_indices=[0, 1, 1, 1], neck_hidden_sizes=[8] * 4)),
+    "ElectraModel": ("tokens", {}),
+    "ErnieModel": ("tokens", {}),
+    "EsmModel": ("tokens", dict(position_embedding_type="rotary", mask_token_id=3)),
+    "FlaubertModel": ("tokens", {}),
+    "FocalNetModel": ("picture", dict(embed_dim=16, depths=[1, 1, 1, 1], patch_size=4)),
+    "FunnelModel": ("tokens", dict(block_sizes=[1, 1], d_head=8, d_inner=64, n_head=4)),
+    "GPTBigCodeModel": ("tokens", {}),
+    "GPTNeoModel": (
+        "tokens",
+        dict(attention_types=[[["global", "local"], 1]], window_size=4),
+    ),
+    "GPTNeoXJapaneseModel": ("tokens", {}),
+    "HieraModel": (
+        "picture",
+        dict(
+            embed_dim=16,
+            image_size=[64, 64],
+            patch_size=[7, 7],
+            depths=[1, 1, 1, 1],
+            num_heads=[1, 2, 4, 8],
+        ),
+    ),
+    "IBertModel": ("tokens", {}),
+    "IJepaModel": ("image", {}),
+    "ImageGPTModel": ("tokens", dict(vocab_size=50)),
+    "LayoutLMModel": ("tokens", {}),
+    "LEDModel": ("seq2seq", dict(attention_window=4)),
+    "LiltModel": ("tokens", dict(hidden_size=48, channel_shrink_ratio=2)),
+    "LongformerModel": ("tokens", dict(attention_window=4)),
+    "LukeModel": ("tokens", dict(entity_vocab_size=10, entity_emb_size=16)),
+    "M2M100Model": ("seq2seq", {}),
+    "MarianModel": ("seq2seq", {}),
+    "MarkupLMModel": ("tokens", {}),
+    "MegatronBertModel": ("tokens", {}),
+    "MobileViTModel": ("picture", dict(hidden_sizes=[16, 16, 32], image_size=64, patch_size=2)),
+    "ModernBertModel": ("tokens", dict(global_attn_every_n_layers=2, local_attention=4)),
+    "MPNetModel": ("tokens", {}),
+    "MraModel": ("tokens", {}),
+    "MvpModel": ("seq2seq", {}),
+    "NllbMoeModel": ("seq2seq", {}),
+    "NomicBertModel": ("tokens", {}),
+    "NystromformerModel": ("tokens", dict(num_landmarks=7, segment_means_seq_len=7)),
+    "OpenAIGPTModel": ("tokens", {}),
+    "PatchTSTModel": ("series", dict(context_length=32, patch_length=8, norm_type="layernorm")),
+    "PegasusModel": ("seq2seq", {}),
+    "PegasusXModel": ("seq2seq", dict(block_size=4, num_global_tokens=2)),
+    "PersimmonModel": ("tokens", {}),
+    "PhimoeModel": ("tokens", {}),
+    "PLBartModel": ("seq2seq", {}),
+    "PvtModel": ("picture", FOUR_STAGES),
+    "PvtV2Model": ("picture", FOUR_STAGES),
+    "ReformerModel": (
+        "tokens",
+        dict(
+            attn_layers=["local", "local"],
+            axial_pos_embds=False,
+            attention_head_size=8,
+            feed_forward_size=64,
+            local_attn_chunk_length=7,
+            is_decoder=False,
+        ),
+    ),
+    "RemBertModel": ("tokens", dict(input_embedding_size=16)),
+    "RobertaModel": ("tokens", {}),
+    "RobertaPreLayerNormModel": ("tokens", {}),
+    "RoCBertModel": ("tokens", dict(enable_pronunciation=False, enable_shape=False)),
+    "RoFormerModel": ("tokens", {}),
+    "SEWModel": ("wave", dict(squeeze_factor=2)),
+    "SplinterModel": ("tokens", {}),
+    "SqueezeBertModel": (
+        "tokens",
+        dict(q_groups=2, k_groups=2, v_groups=2, post_attention_groups=1),
+    ),
+    "Starcoder2Model": ("tokens", {}),
+    "UniSpeechModel": ("wave", {}),
+    "UniSpeechSatModel": ("wave", {}),
+    "VideoMAEModel": ("video", dict(num_frames=2)),
+    "VisualBertModel": ("tokens", {}),
+    "ViTMSNModel": ("image", {}),
+    "VitDetModel": ("image", {}),
+    "ViTForImageClassification": ("image", {}),
+    "VivitModel": ("video", dict(num_frames=2, tubelet_size=[1, 8, 8])),
+    "WavLMModel": ("wave", {}),
+    "XLMModel": ("tokens", {}),
+    "XLMRobertaModel": ("tokens", {}),
+    "XLMRobertaXLModel": ("tokens", {}),
+    "XLNetModel": ("tokens", dict(d_inner=64)),
+    "XmodModel": ("tokens", dict(languages=["en"], default_language="en")),
+    "YolosModel": ("image", dict(image_size=[16, 16], num_detection_tokens=3)),
+    "YosoModel": ("tokens", dict(use_expectation=True)),
+}
+
+# One small variant of each architecture, or several that differ in their norms.
+TIMM = """
+    beit_base_patch16_224 beitv2_base_patch16_224 cait_xxs24_224 coat_tiny coat_lite_tiny
+    convit_tiny convnext_atto convnext_atto_ols convnextv2_atto convnext_nano_ols crossvit_tiny_240
+    crossvit_9_dagger_240 csatv2 davit_tiny deit_tiny_patch16_224 deit_tiny_distilled_patch16_224
+    deit3_small_patch16_224 edgenext_xx_small edgenext_small_rw efficientformer_l1
+    efficientformerv2_s0 eva02_tiny_patch14_224 eva02_base_patch16_clip_224
+    vit_small_patch16_dinov3 vit_small_patch16_rope_224 fastvit_mci0 focalnet_tiny_srf
+    gcvit_xxtiny hiera_tiny_224 hieradet_small sam2_hiera_tiny inception_next_atto
+    mambaout_femto coatnet_nano_rw_224 coatnet_0_224 maxvit_tiny_rw_224 maxvit_tiny_tf_224
+    maxxvit_rmlp_nano_rw_256 coatnext_nano_rw_224 caformer_s18 convformer_s18 poolformer_s12
+    poolformerv2_s12 gmixer_12_224 gmlp_ti16_224 mixer_s32_224 resmlp_12_224 mobilevit_xxs
+    mobilevitv2_050 mvitv2_tiny mvitv2_small_cls naflexvit_base_patch16_gap
+    naflexvit_base_patch16_map nest_tiny nest_tiny_jx nextvit_small pit_ti_224 pit_ti_distilled_224
+    pvt_v2_b0 pvt_v2_b2_li rdnet_tiny sequencer2d_s swiftformer_xs swin_tiny_patch4_window7_224
+    swin_s3_tiny_224 swinv2_tiny_window8_256 swinv2_cr_tiny_224 swinv2_cr_tiny_ns_224
+    tiny_vit_5m_224 tnt_s_patch16_224 tnt_s_legacy_patch16_224 twins_pcpvt_small twins_svt_small
+    visformer_tiny vit_tiny_patch16_224 vit_small_patch16_18x2_224 vit_base_patch32_clip_224
+    vit_base_patch16_siglip_224 vit_base_patch16_rpn_224 vit_xsmall_patch16_clip_224
+    vit_tiny_r_s16_p8_224 vit_relpos_small_patch16_224 vit_relpos_small_patch16_rpn_224
+    vit_srelpos_small_patch16_224 samvit_base_patch16_224 vit_small_plus_patch16_dinov3
+    vit_base_patch16_xp_224 vit_intern300m_patch14_448 vitamin_small_224 volo_d1_224
+    xcit_nano_12_p16_224 xcit_tiny_12_p16_224 levit_128s resnetv2_50d_gn
+    test_vit_relpos qwen3_vit_88m shvit_s1 iformer_t efficientvim_m1 lowformer_b0
+"""
+
+TORCHVISION = """
+    convnext_tiny maxvit_t swin_t swin_v2_t swin3d_t vit_b_32
+"""
+
+ZOO = [
+    *(f"transformers/{name}" for name in (*TRANSFORMERS, *MODELS)),
+    *(f"timm/{name}" for name in TIMM.split()),
+    *(f"torchvision/{name}" for name in TORCHVISION.split()),
+]
+
+# Few blocks and small pictures, as far as an architecture takes the arguments
+SMALLER = (
+    dict(img_size=64, depth=3),
+    dict(img_size=64, depths=(1, 1, 2, 1)),
+    dict(img_size=64),
+    dict(depth=3),
+    {},
+)
+
+
+def build(name: str) -> tuple[nn.Module, Inputs]:
+    """Return (model, inputs) of one of TABLE3, MODELS or ZOO."""
+    library, _, model_name = name.rpartition("/")
+    torch.manual_seed(0)
+    if name == "vmamba":
+        model, inputs = VMamba(), (torch.randn(BATCH, 3, 32, 32, dtype=torch.float64),)
+    elif library in ("timm", "torchvision"):
+        model, size = (timm_model if library == "timm" else torchvision_model)(model_name)
+        inputs = (torch.randn(BATCH, 3, *size, dtype=torch.float64),)
+    else:
+        model, inputs = transformers_model(model_name)
+    model = model.double().eval()
+    if library:
+        enlarge(model)
+    randomize(model)
+    return model, inputs
+
+
+def transformers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Build a model of transformers, of MODELS or TRANSFORMERS; return it and its inputs."""
+    hf.logging.set_verbosity_error()
+    if name in MODELS:
+        class_name, config, kind = MODELS[name]
+    else:
+        class_name, (kind, config) = name, TRANSFORMERS[name]
+    model_class = getattr(hf, class_name)
+    if name in TRANSFORMERS:
+        known = model_class.config_class.__dataclass_fields__.keys()
+        known |= model_class.config_class.attribute_map.keys()
+        config = {name: value for name, value in SMALL.items() if name in known} | config
+    if isinstance(config.get("backbone_config"), dict):
+        backbone = hf.AutoConfig.for_model(**config["backbone_config"])
+        config = {**config, "backbone_config": backbone}
+    return model_class(model_class.config_class(**config)), inputs_of(kind)
+
+
+@torch.no_grad()
+def enlarge(model: nn.Module) -> None:
+    """Draw weights anew that are almost zero at the start, as some heads are.
+
+    Behind such a head no error would show.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and parameter.is_floating_point() and parameter.std() < 0.01:
+            parameter.normal_(0, 0.05)
+
+
+def timm_model(name: str) -> tuple[nn.Module, tuple[int, int]]:
+    """Build a model of timm, as small as it lets itself be made; return it and its picture size."""
+    timm = importlib.import_module("timm")
+    for smaller in SMALLER:
+        try:
+            model = timm.create_model(name, pretrained=False, num_classes=10, **smaller).eval()
+            size = smaller.get("img_size") or model.pretrained_cfg["input_size"][-1]
+            with torch.no_grad():
+                model(torch.zeros(BATCH, 3, size, size))
+        except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            if not smaller:
+                raise
+            continue
+        return model, (size, size)
+    raise AssertionError("the last attempt has no arguments: it raises or returns")
+
+
+def torchvision_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """Build a model of torchvision; return it and the size of its input behind the channels."""
+    size = 224 if name == "maxvit_t" else 64  # its windows fit this size alone
+    more = {"image_size": size} if name.startswith("vit") else {}
+    models = importlib.import_module("torchvision.models")
+    model = models.get_model(name, weights=None, num_classes=10, **more)
+    return model, (4, 32, 32) if name == "swin3d_t" else (size, size)
+
 
 def inputs_of(kind: str) -> dict[str, Any]:
     """Random inputs, two examples; float64 where they are floats."""
     torch.manual_seed(1)
-    ids = torch.randint(3, 50, (2, 7))
-    image = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    ids = torch.randint(3, 50, (BATCH, 7))
+    image = torch.randn(BATCH, 3, 16, 16, dtype=torch.float64)
     mask = torch.ones_like(ids)
     mask[:, -1] = 0  # the last token is padding
     return {
         "ids": dict(input_ids=ids, use_cache=False),
         "both": dict(input_ids=ids, attention_mask=mask),
-        "fnet": dict(input_ids=ids),
+        "tokens": dict(input_ids=ids),
         "image": dict(pixel_values=image),
+        "picture": dict(pixel_values=torch.randn(BATCH, 3, 64, 64, dtype=torch.float64)),
         "video": dict(pixel_values=torch.stack([image, image.flip(0)], 1)),
         "pair": dict(input_ids=ids, pixel_values=image),
         "seq2seq": dict(input_ids=ids, decoder_input_ids=ids[:, :5], use_cache=False),
         "speech": dict(
-            input_features=torch.randn(2, 8, 20).double(), decoder_input_ids=ids, use_cache=False
+            input_features=torch.randn(BATCH, 8, 20).double(),
+            decoder_input_ids=ids,
+            use_cache=False,
         ),
-        "wave": dict(input_values=torch.randn(2, 400, dtype=torch.float64)),
+        "wave": dict(input_values=torch.randn(BATCH, 400, dtype=torch.float64)),
         "spectrum": dict(input_values=image[:, 0, :, :8]),
+        "series": dict(past_values=torch.randn(BATCH, 32, 1, dtype=torch.float64)),
     }[kind]
 
 
-def build(name: str) -> tuple[nn.Module, dict[str, Any] | tuple]:
-    """Return (model, inputs) of one of MODELS, or `vmamba`."""
-    if name == "vmamba":
-        torch.manual_seed(0)
-        model = VMamba()
-        inputs = (torch.randn(2, 3, 32, 32, dtype=torch.float64),)
-    else:
-        hf.logging.set_verbosity_error()
-        kind, config, given = MODELS[name]
-        torch.manual_seed(0)
-        if isinstance(config.get("backbone_config"), dict):
-            backbone = hf.AutoConfig.for_model(**config["backbone_config"])
-            config = {**config, "backbone_config": backbone}
-        model_class = getattr(hf, kind)
-        model = model_class(model_class.config_class(**config))
-        inputs = inputs_of(given)
-    model = model.double().eval()
-    randomize(model)
-    return model, inputs
+def other_batch(inputs: Inputs, examples: int = 1) -> Inputs:
+    """Draw fresh inputs with more examples.
+
+    Floats are drawn anew, and token ids from those of the example inputs' range. Masks repeat
+    their first rows.
+
+    Args:
+        inputs: of two examples.
+        examples: how many more.
+    """
+    generator = torch.Generator().manual_seed(77)
+
+    def fresh(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != BATCH:
+            return x
+        size = (BATCH + examples, *x.shape[1:])
+        if x.is_floating_point():
+            return torch.randn(size, generator=generator, dtype=x.dtype)
+        if len(x.unique()) <= 2:  # a mask
+            return torch.cat([x, x[:examples]])
+        return torch.randint(3, 50, size, generator=generator)
+
+    return tree_map(fresh, inputs)
 
 
 # --------------------------------------------------------------------------------- a selective scan

@@ -36,14 +36,14 @@ from common.output import markdown, read_json, write_bytes_atomically, writing
 from configurator import key, parse_args
 from fold import analyze, fold
 from fold.certificate import TOLERANCE, Inputs, run
-from repro import fold_models, fold_zoo
+from repro import fold_models
 from repro.fold_models import TABLE3
 
 COUNTS = ("total", "strict", "untied", "practical", "inserted")
 # Study -> its models, and the files of its results
 STUDIES = {
     "table3": (list(dict.fromkeys([*TABLE3, *fold_models.MODELS])), "models.jsonl", "README.md"),
-    "zoo": (fold_zoo.MODELS, "table.jsonl", "table.md"),
+    "zoo": (fold_models.ZOO, "table.jsonl", "table.md"),
 }
 VMAMBA = """
 VMamba's row is not reproduced. The paper prints 0 strict and 36 practical. Its model is not
@@ -76,7 +76,7 @@ def measure(name: str) -> dict[str, Any]:
     """Analyse, fold and check one model, of either study."""
     torch.set_num_threads(1)  # a forked process cannot use the threads of its parent
     torch.manual_seed(0)
-    model, inputs = (fold_zoo if "/" in name else fold_models).build(name)
+    model, inputs = fold_models.build(name)
     record: dict[str, Any] = {"class": type(model).__name__}
     run(model, inputs)  # what fails here is no fault of a fold
     try:
@@ -109,13 +109,13 @@ def compare(model: nn.Module, folded: list[nn.Module], inputs: Inputs) -> dict[s
 
     This comparison is independent of the certificate's: other inputs, and code of its own.
     """
-    fresh = fold_zoo.other_batch(inputs)
+    fresh = fold_models.other_batch(inputs)
     batch = "other"
     try:
         expected = run(model, fresh)
     except Exception as error:  # a model that is written for one batch size may raise anything
         batch = f"same ({error})"[:200]
-        fresh = fold_zoo.other_batch(inputs, examples=0)
+        fresh = fold_models.other_batch(inputs, examples=0)
         expected = run(model, fresh)
     worst = max(difference(expected, run(after, fresh)) for after in folded)
     return {"other_batch_rel": worst, "batch": batch}

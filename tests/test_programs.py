@@ -1,4 +1,4 @@
-"""sample.py, report.py, the configs and the README's claims about them.
+"""sample.py, the configs and the README's claims about them.
 
 python -m pytest tests/test_programs.py
 """
@@ -7,7 +7,6 @@ import ast
 import contextlib
 import dataclasses
 import importlib
-import json
 import math
 import re
 from pathlib import Path
@@ -16,13 +15,11 @@ import numpy as np
 import pytest
 from helpers import ROOT, TINY, records, val_losses
 
-import report
 import sample
 from common.errors import ConfigError, UserError, run_program
 from configurator import parse_args, read_config_file
 from data.tokenizers import CharTokenizer, byte_tokenizer, token_bytes
 from distill import DistillConfig
-from evidence.runs import read_log
 from model import GPT
 from train import TrainConfig
 
@@ -71,19 +68,6 @@ def test_sample_refuses_what_it_cannot_do(run, tmp_path):
         sample.main([str(tmp_path / "nowhere")])
     with pytest.raises(ConfigError, match="name a model"):
         sample.main([])
-
-
-def test_report_draws_a_png(run, tmp_path):
-    report.main([str(run), f"--plot={tmp_path / 'loss.png'}"])
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    with open(run / "log.jsonl", "a") as log:
-        log.write('{"event": "st')  # torn by a kill
-    assert len(read_log(run)) == len(records(run))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no run in it"):
-        report.main([str(tmp_path / "empty")])
-    with pytest.raises(ConfigError, match="plot"):
-        report.main([str(run), "--plt=x"])
 
 
 def test_bits_per_byte(run):
@@ -195,12 +179,3 @@ def test_help_of_a_program_without_keys(word, capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         run_program(main, "python table.py FOLDER")
     assert end.value.code == 2
-
-
-def test_results_come_from_measurements():
-    """Committed tables lie beside the logs that they were made from."""
-    for name in ("torch-layer", "torch-rms", "gpt2-layer", "gpt2-rms"):
-        log = (ROOT / "results" / "cpu" / "mygpt" / f"{name}.jsonl").read_text().splitlines()
-        start, end = json.loads(log[0]), [json.loads(line) for line in log if '"step"' in line][-1]
-        assert start["git"] and start["versions"]["torch"] and end["step"] == 2000
-        assert start["n_params"] == (207_296 if name.endswith("layer") else 206_720)

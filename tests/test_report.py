@@ -191,6 +191,8 @@ def test_the_stream_is_drawn_where_runs_measured_it(tmp_path):
     assert not (tmp_path / "stream.png").exists()
     append(coupled, **first)
     append(coupled, **last)
+    with open(coupled / "log.jsonl", "a") as log:
+        log.write('{"event": "st')  # cut off by a kill
     with_events, without = find_runs([coupled, rms])
     assert with_events.stream["rms"].tolist() == [0.1, 0.2, 0.3] and not without.stream
     history = with_events.history

@@ -28,8 +28,8 @@ from model import GPT
 from repro import (
     bfloat16_table,
     cbwc,
+    fold_models,
     fold_table,
-    fold_zoo,
     mygpt_table,
     posthoc_rate,
     posthoc_table,
@@ -97,7 +97,7 @@ def a_net():
 
 
 def test_one_model_in_a_process_of_its_own(monkeypatch):
-    monkeypatch.setattr(fold_table.fold_models, "build", lambda name: (a_net(), (draw(2, 4, C),)))
+    monkeypatch.setattr(fold_models, "build", lambda name: (a_net(), (draw(2, 4, C),)))
     record = fold_table.measure_in_child("net", fold_table.TableConfig())
     assert fold_table.verdict(record) == "some", record
     assert (record["total"], record["folded"]) == (2, 1) and json.dumps(record)
@@ -107,10 +107,10 @@ def test_one_model_in_a_process_of_its_own(monkeypatch):
 
 def test_limits_end_a_model(monkeypatch):
     config = fold_table.TableConfig(seconds=1)
-    monkeypatch.setattr(fold_table.fold_models, "build", lambda name: time.sleep(60))
+    monkeypatch.setattr(fold_models, "build", lambda name: time.sleep(60))
     record = fold_table.measure_in_child("net", config)
     assert fold_table.verdict(record) == "limit" and "1 seconds" in record["limit"]
-    monkeypatch.setattr(fold_table.fold_models, "build", lambda name: 1 / 0)
+    monkeypatch.setattr(fold_models, "build", lambda name: 1 / 0)
     record = fold_table.measure_in_child("net", config)
     assert fold_table.verdict(record) == "failed" and "ZeroDivisionError" in record["failed"]
 
@@ -141,7 +141,7 @@ def test_difference_of_outputs():
 def test_another_batch():
     ids = torch.arange(3, 17).view(2, 7)
     mask = torch.tensor([[1, 1], [1, 0]])
-    fresh = fold_zoo.other_batch({"ids": ids, "mask": mask, "x": draw(2, 4), "use_cache": False})
+    fresh = fold_models.other_batch({"ids": ids, "mask": mask, "x": draw(2, 4), "use_cache": False})
     assert fresh["ids"].shape == (3, 7) and not torch.equal(fresh["ids"][:2], ids)
     assert torch.equal(fresh["mask"], mask[[0, 1, 0]]) and fresh["x"].shape == (3, 4)
 
