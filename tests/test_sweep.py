@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, TINY, records, write_items, write_tiny_shards
+from quick_python import write_python
 
 import report
 from common.errors import ConfigError
@@ -32,7 +33,9 @@ WORDS = (*TINY, "--checkpoint_interval=10")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    folder = write_tiny_shards(tmp_path_factory.mktemp("sweep") / "data", vocab=200)
+    place = tmp_path_factory.mktemp("sweep")
+    write_python(place)
+    folder = write_tiny_shards(place / "data", vocab=200)
     (folder / "meta.json").write_text(json.dumps({"tokenizer": "bytes", "vocab_size": 257}))
     write_items(folder / "items.jsonl", 12)
     return folder
@@ -44,7 +47,7 @@ def start(data: Path, out: Path, *words: str, **env: str) -> subprocess.Popen:
         "SEEDS": "1 2",
         "OUT": str(out),
         "HELLASWAG": str(data / "items.jsonl"),
-        "PYTHON": sys.executable,
+        "PYTHON": str(data.parent / "python"),
         "OMP_NUM_THREADS": "1",
         **env,
     }
