@@ -21,7 +21,8 @@ WHOLE = 1 << 29  # bytes; data up to this size are read whole, in some tenths of
 CHUNK = 1 << 22  # bytes that are read at once
 PAGE = 1 << 13  # bytes of a page of the sample
 PAGES = 1 << 12  # pages of the sample, over all arrays
-SUMS = re.compile(r":(\d+:[0-9a-f]{8}(?::[0-9a-f]{8})?)$")  # how a part ends
+# A part: its name, in which blanks may be, and its sums
+PART = re.compile(r"(\S.*?):(\d+:[0-9a-f]{8}(?::[0-9a-f]{8})?)(?: |$)")
 
 
 def fingerprint(name: str, arrays: Sequence[np.ndarray]) -> str:
@@ -61,9 +62,8 @@ def data_difference(then: str, now: str) -> str:
     Returns:
         "" if the two name the same data.
     """
-    old = _parts(then)
-    new = _parts(now)
-    if old is None or new is None or len(old) != len(new):
+    old, new = PART.findall(then), PART.findall(now)
+    if not old or len(old) != len(new):
         return "" if then == now else f"{then} there, {now} here"
     for (old_name, old_sums), (new_name, new_sums) in zip(old, new, strict=True):
         shorter, longer = sorted([old_sums, new_sums], key=len)
@@ -71,18 +71,3 @@ def data_difference(then: str, now: str) -> str:
         if not f"{longer}:".startswith(f"{shorter}:"):
             return f"{old_name}:{old_sums} there, {new_name}:{new_sums} here"
     return ""
-
-
-def _parts(text: str) -> list[tuple[str, str]] | None:
-    """Split a fingerprint into (name, sums) of its parts; None if it is none. Names have blanks."""
-    parts = []
-    name: list[str] = []
-    for word in text.split(" "):
-        end = SUMS.search(word)
-        if end is None:
-            name.append(word)
-            continue
-        name.append(word[: end.start()])
-        parts.append((" ".join(name), end[1]))
-        name = []
-    return None if name else parts
