@@ -1,8 +1,8 @@
 """Which norm? Archives of runs -> the card, its tables and its figures.
 
     python -m repro.which_norm
-        results/cpu/which_norm: README.md, card.png, rates.png; and the card, between its markers,
-        in README.md and docs/which_norm.md
+        results/cpu/which_norm: README.md, card.png, rates.png; and, between markers, the card in
+        docs/which_norm.md, its picture and first sentence in README.md
     python -m repro.which_norm results/30m/which_norm/rates-W.tar.xz
         the rate of each arm, from its curve over the learning rate
 
@@ -551,9 +551,10 @@ def main(argv: list[str]) -> None:
         rows = {arm: [difference_of(arm, name) for name in NAMES] for arm in ON_CARD}
         draw_card(headline(), rows, NAMES, declared_margin(), worth(), OUT / "card.png")
         draw_curves({shape: curves(shape) for shape in SHAPES}, BASELINE, OUT / "rates.png")
-    for name in ("README.md", "docs/which_norm.md"):
-        put(ROOT / name, card())
-    print(f"wrote {OUT}, and the card into README.md and docs/which_norm.md")
+    put(ROOT / "docs/which_norm.md", card())
+    picture = "![Losses of norms minus that of rms, and what other settings are worth]"
+    put(ROOT / "README.md", f"{picture}(results/cpu/which_norm/card.png)\n\n**{headline()}**")
+    print(f"wrote {OUT}, the card in docs/which_norm.md, and its first sentence in README.md")
 
 
 if __name__ == "__main__":
