@@ -31,6 +31,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -47,8 +48,6 @@ from common.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    UserError,
-    cannot_write,
     run_program,
 )
 from common.fingerprint import fingerprint
@@ -62,10 +61,9 @@ from posthoc import adapters
 from posthoc.coupling import Calibration, first_plan, own_statistics, spell, suggest_first, view
 from posthoc.student import Pair, bytes_of, finished, make_student, teacher_config
 from posthoc.text import open_stream, shuffled, text_fingerprint
-from training.checkpoint import BEST, DISTILLING, FoundCheckpoint, save_checkpoint
-from training.loop import Loop
+from training.checkpoint import BEST, DISTILLING, save_checkpoint
+from training.loop import Loop, Objective
 from training.optim import check_optimizer_keys, make_optimizer
-from training.provenance import config_then
 from training.run import LoopKeys, RunFolder, write_config
 
 # Calibration takes every 16th of the first blocks of the text, if there are that many, so that its
@@ -157,7 +155,7 @@ class DistillConfig(LoopKeys, TextKeys, StudentKeys):
     max_iters: int = key(1000, "optimiser steps", least=1)
     # AdamW's steps are of this size, however small the gradient is. Near the teacher it is small,
     # and a higher rate leaves noise (docs/log.md).
-    learning_rate: float = key(1e-4, "highest learning rate", most=1000.0)
+    learning_rate: float = key(1e-4, "highest learning rate", least=1e-30, most=1000.0)
     min_lr: float = key(
         0.0, "lowest learning rate, at the end of the schedule", least=0, most=1000.0
     )
@@ -182,7 +180,7 @@ class DistillConfig(LoopKeys, TextKeys, StudentKeys):
             )
 
 
-class Distillation:
+class Distillation(Objective):
     """Train a student to predict what its teacher predicts: the objective of a Loop.
 
     Args:
@@ -195,7 +193,6 @@ class Distillation:
     """
 
     checkpoint = DISTILLING
-    flops_per_token = 0.0  # not counted
 
     def __init__(
         self,
@@ -207,21 +204,15 @@ class Distillation:
         ranks: Ranks,
         precision: Precision,
     ):
-        self.config = config
+        super().__init__(config, ranks, pair.student, text.length)
         self.text = text
         self.pair = pair
         self.plan = plan
         self.alpha = alpha
-        self.ranks = ranks
         self.precision = precision
         self.calibrated_kl = 0.0  # held-out KL before training
         self.summary: dict[str, Any] = {}  # what the program prints at its end
-        student = pair.student
-        self.parameters = {name: p for name, p in student.named_parameters() if p.requires_grad}
-        micro_batches = config.gradient_accumulation_steps
-        self.passes = micro_batches // ranks.world_size
-        self.tokens_per_step = config.batch_size * micro_batches * text.length
-        self.forward: nn.Module = pair
+        self.forward = pair
 
     def batches(self, first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's micro-batches (B, T) from `first_step` on, for ever, twice each."""
@@ -256,9 +247,6 @@ class Distillation:
                 parameter.copy_(state["model"][name])
         self.calibrated_kl = state["calibrated_kl"]
 
-    def prepare(self, loop: Loop) -> None:
-        """Nothing of the student depends on the step."""
-
     def evaluate(self, loop: Loop) -> None:
         """Measure the student on the held-out blocks, and log it."""
         kl = self.measure(loop, self.pair, "eval")["kl"]
@@ -275,25 +263,21 @@ class Distillation:
             token.
         """
         teacher = pair.frozen[0]
-        kl = kl_first = loss = teacher_loss = 0.0
-        # Sums in float64, of tokens and not of batches: the last batch may be smaller.
+        sums = np.zeros(4)  # of tokens and not of batches: the last batch may be smaller
         for ids in self.text.val.split(self.config.batch_size):
             ids = ids.to(self.ranks.device)  # (B, T)
             with self.precision.autocast():
                 x, taught = pair.hidden(ids)  # (B, T, C) each
                 token_kl = pair.token_kl(x, taught).double().cpu()  # (B, T)
-                kl += float(token_kl[:, 1:].sum())
-                kl_first += float(token_kl[:, 0].sum())
-                loss += total_loss(pair.student, x, ids)
-                teacher_loss += total_loss(teacher, taught, ids)
+                student_loss, teacher_loss = (
+                    total_loss(gpt, y, ids) for gpt, y in ((pair.student, x), (teacher, taught))
+                )
+            later, first = float(token_kl[:, 1:].sum()), float(token_kl[:, 0].sum())
+            sums += later, first, student_loss, teacher_loss
         blocks = len(self.text.val)
         tokens = blocks * (self.text.length - 1)
-        found = {
-            "kl": kl / tokens,
-            "kl_first": kl_first / blocks,
-            "val_loss": loss / tokens,
-            "teacher_val_loss": teacher_loss / tokens,
-        }
+        means = (sums / (tokens, blocks, tokens, tokens)).tolist()
+        found = dict(zip(("kl", "kl_first", "val_loss", "teacher_val_loss"), means, strict=True))
         loop.log.event(event, step=loop.step, **found)
         merged = ", merged as it will be saved" if event == "merged" else ""
         loop.log.say(
@@ -398,27 +382,27 @@ def distil(config: DistillConfig, ranks: Ranks) -> dict[str, Any]:
     config = dataclasses.replace(config, dtype=str(dtype).removeprefix("torch."))
     with RunFolder(config, ranks) as run:
         found = run.find(config.resume, (DISTILLING,))
-        end = run.end_of(found, config.max_iters)
+        end = run.end_of(config.max_iters)
         if end and ranks.of_main(is_complete(run.path, end, config.export)):
-            run.repeat(found, config)
+            run.repeat(config)
             return end["summary"]
-        loop = set_up(config, run, found)
+        if found is not None:
+            check_resumable(run, config)
+        loop = set_up(config, run)
         loop.run()
         return loop.objective.summary
 
 
-def set_up(config: DistillConfig, run: RunFolder, found: FoundCheckpoint | None) -> Loop:
+def set_up(config: DistillConfig, run: RunFolder) -> Loop:
     """Load the teacher, make the student, and open the log."""
-    ranks = run.ranks
+    ranks, found = run.ranks, run.found
     precision = Precision(config.dtype, ranks.device)
-    if found is not None:
-        check_resumable(found, config)
     check_replaceable(run.path / "config.json", RUN_CONFIG)
     name_of_teacher, teacher = load_teacher(config, ranks, precision)
     text = Text(config, teacher)
     # Before the plan is chosen, which takes long: another teacher or text is refused.
     remedy = "give teacher, local, val and dataset what they were, or choose another out_dir"
-    run.compare(config, f"{name_of_teacher} {text.fingerprint()}", found, remedy)
+    run.compare(config, f"{name_of_teacher} {text.fingerprint()}", remedy)
     if found is not None:
         plan, alpha = found.state["plan"], found.state["alpha"]
     else:
@@ -434,9 +418,7 @@ def set_up(config: DistillConfig, run: RunFolder, found: FoundCheckpoint | None)
         config.weight_decay,
     )
     loop = Loop(objective, config, run, optimizer, precision)
-    if found is not None:
-        loop.restore(found)
-    # After `restore`, because DDP copies the weights of rank 0.
+    # Now, because DDP copies the weights of rank 0, which may be those of a checkpoint.
     objective.forward = replicate(pair)
     trained = sum(parameter.numel() for parameter in objective.parameters.values())
     saved = plan.count("s")
@@ -444,39 +426,25 @@ def set_up(config: DistillConfig, run: RunFolder, found: FoundCheckpoint | None)
     run.notes.insert(0, line)
     start = {"norm_plan": plan, "alpha": list(alpha), "trained_parameters": trained}
     # Last: if anything before fails, the log in out_dir is untouched.
-    run.open_log(config, found, start)
+    run.open_log(config, start)
     if ranks.on_cuda:
         torch.cuda.reset_peak_memory_stats()
     return loop
 
 
-def check_resumable(found: FoundCheckpoint, config: DistillConfig) -> None:
-    """Check that a checkpoint is one of distill.py, of a run with these keys.
+def check_resumable(run: RunFolder, config: DistillConfig) -> None:
+    """Check that the run goes on with a checkpoint of distill.py, and with its settings.
 
     Raises CheckpointError.
     """
-    state, path = found.state, found.path
-    alpha = state.get("alpha")
-    is_sound = (
-        isinstance(state.get("plan"), str)
-        and isinstance(alpha, tuple | list)
-        and all(type(value) is float and 0 < value < math.inf for value in alpha)
-        and type(state.get("calibrated_kl")) is float
-        and {"optimizer", "scaler", "model"} <= state.keys()
-    )
-    if not is_sound:
+    state, path = run.found.state, run.found.path
+    if not {"plan", "alpha", "calibrated_kl"} <= state.keys():
+        raise CheckpointError(f"{path}: not a checkpoint of distill.py: choose another out_dir")
+    if changed := run.changed_keys(config, FREE_KEYS):
         raise CheckpointError(
-            f"{path}: not a checkpoint of distill.py, or damaged: choose another out_dir"
+            f"{path} was made with other settings ({', '.join(changed)}): use its settings, or "
+            "another out_dir"
         )
-    saved = config_then(state, path, "cpu")
-    now = dataclasses.asdict(config)
-    # An older run lacks some keys: it had their defaults.
-    for name in sorted((now.keys() & saved.keys()) - FREE_KEYS):
-        if saved[name] != now[name]:
-            raise CheckpointError(
-                f"{path} was made with {name}={saved[name]!r}, now it is {now[name]!r}: use its "
-                "settings, or another out_dir"
-            )
 
 
 def is_complete(folder: Path, end: dict[str, Any], export: bool | None) -> bool:
@@ -539,21 +507,10 @@ def write_student(student: GPT, folder: Path, step: int) -> None:
 
 
 def export(student: GPT, folder: Path) -> None:
-    """Write hf/. It is whole whenever it exists, and replaces that of an earlier end."""
-    target, new, old = (folder / name for name in ("hf", "hf.new", "hf.old"))
-    for left in (new, old):  # of a run that was killed below
-        shutil.rmtree(left, ignore_errors=True)
-    weights.export_hf(student, new)
-    try:
-        if target.exists():
-            target.rename(old)
-        new.rename(target)
-    except OSError as error:
-        if old.exists():
-            old.rename(target)
-        shutil.rmtree(new, ignore_errors=True)
-        raise UserError(cannot_write(target, error, "the run is saved")) from None
-    shutil.rmtree(old, ignore_errors=True)
+    """Write hf/, in place of that of an earlier end. It is whole whenever it exists."""
+    target = folder / "hf"
+    shutil.rmtree(target, ignore_errors=True)
+    weights.export_hf(student, target)
 
 
 def total_loss(gpt: GPT, x: Tensor, ids: Tensor) -> float:

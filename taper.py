@@ -273,12 +273,6 @@ def is_tapered(model: nn.Module) -> bool:
     return bool(found) and all(norm.phase == "fixed" for norm in found)
 
 
-def taper_gate(model: nn.Module) -> float | None:
-    """Return the gate of the tapers of `model`; None if it has none."""
-    found = tapers(model)
-    return float(found[0].gate) if found else None
-
-
 class ScaleAnchor(nn.Module):
     """Loss weight * E[(s(h) - target)^2], which holds the scale of the final residual stream.
 

@@ -37,14 +37,14 @@ from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, check_memory
 from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, tapers
 from training.checkpoint import BEST, LAST, restore
-from training.choices import check_fits, resolve, slow_bfloat16, with_vocabulary
+from training.choices import native_bfloat16, resolve, with_vocabulary
 from training.dataloader import Blocks, DataKeys, TrainLoader
 from training.evaluation import EvalKeys, Evaluator
-from training.loop import Loop
+from training.loop import Loop, Objective
 from training.optim import OptimKeys, carry_state, check_optimizer_keys, optimizer_of
 from training.run import ComparisonKeys, LoopKeys, RunFolder
 from training.stream import calibrate
@@ -101,23 +101,11 @@ class TrainConfig(ComparisonKeys, EvalKeys, StartKeys, OptimKeys, LoopKeys, Data
                 "optimizer=muon needs whole matrices, which parallel=fsdp divides among ranks: use "
                 "parallel=ddp or optimizer=adamw"
             )
-        at_once = self.merge_micro_batches
-        if at_once and self.gradient_accumulation_steps % at_once:
-            raise ConfigError(
-                f"merge_micro_batches={at_once} does not divide "
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: change one of "
-                "them, or leave it at 0"
-            )
-        if self.coupled_impl != "scale" and self.dtype == "float16":
-            raise ConfigError(
-                f"coupled_impl={self.coupled_impl} multiplies the stream before it is normalised, "
-                "which can overflow float16: use coupled_impl=scale, or dtype=bfloat16"
-            )
         # Raises if a taper would end before its warm-up does. Other norm types have its defaults.
         TaperSchedule.of(self).steps(self.max_iters)
 
 
-class NextToken:
+class NextToken(Objective):
     """Train a GPT to predict the next token: the objective of a Loop.
 
     One model in three forms: `model` is the plain GPT (weights, norms), `compiled` is model under
@@ -143,21 +131,15 @@ class NextToken:
         ranks: Ranks,
         score: HellaSwag | None,
     ):
-        self.config = config
+        super().__init__(config, ranks, model, config.block_size)
         self.loader = loader
         self.model = model
         self.evaluator = evaluator
-        self.ranks = ranks
         self.score = score
         self.best = math.inf  # lowest val loss so far
-        self.parameters = dict(model.named_parameters())
-        # micro_batches counts over all ranks, so this does too.
-        micro_batches = config.gradient_accumulation_steps
-        self.tokens_per_step = config.batch_size * micro_batches * config.block_size
         self.flops_per_token = model.flops_per_token()
-        own = micro_batches // ranks.world_size
-        self.at_once = math.gcd(own, config.merge_micro_batches)
-        self.passes = own // self.at_once
+        self.at_once = math.gcd(self.passes, config.merge_micro_batches)
+        self.passes //= self.at_once
         self.compiled = model
         if config.compile:
             # Training and evaluation are compiled apart, and again in each phase of a taper.
@@ -267,7 +249,7 @@ class NextToken:
         if speed:
             done += f", {speed / 1000:.1f} k tokens/s"
         loop.log.say(done)
-        return {}
+        return super().finish(loop)
 
 
 # ------------------------------------------------------------------------------------ setting it up
@@ -283,12 +265,13 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
     blocks, val = (
         Blocks(config.data_dir, split, config.block_size, n_vocab) for split in ("train", "val")
     )
-    ranks.together(lambda: check_fits(config, ranks.device))
+    # To save an FSDP run, rank 0 gathers weights and both moments, 4 bytes each.
+    ranks.together(lambda: check_memory(config, 12 if config.parallel == "fsdp" else 4))
     with RunFolder(config, ranks) as run:
         found = run.find(config.resume, (LAST, BEST))
         config, choice = resolve(config, found, ranks)
-        if run.end_of(found, config.max_iters) is not None:
-            run.repeat(found, config)
+        if run.end_of(config.max_iters) is not None:
+            run.repeat(config)
             return
         if takes_gpt2:
             run.notes.append(
@@ -304,22 +287,20 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
             f"give data_dir={config.data_dir} the data that it had, or choose another out_dir and "
             "--init_from=CHECKPOINT, which trains its weights on any data"
         )
-        run.compare(config, f"{blocks.fingerprint()} {val.fingerprint()}", found, remedy)
+        run.compare(config, f"{blocks.fingerprint()} {val.fingerprint()}", remedy)
         model = build_model(config, precision, ranks, run, is_new=found is None)
         micro_batches = config.gradient_accumulation_steps
         loader = TrainLoader(blocks, config.batch_size, micro_batches, config.seed)
         objective = NextToken(config, loader, model, evaluator, ranks, score)
         # FSDP has replaced the parameters, so the optimiser is made after it.
         loop = Loop(objective, config, run, optimizer_of(config, model), precision)
-        if found is not None:
-            loop.restore(found)
         objective.start(loop)
         start = describe(config, model, objective.tokens_per_step)
         run.notes = [*notes(config, model, start, run), *run.notes]
         if choice:
             run.notes.insert(0, choice)
         # Last: if anything before fails, the log in out_dir is untouched.
-        run.open_log(config, found, start, "config.json")
+        run.open_log(config, start, "config.json")
         loop.run()
 
 
@@ -401,8 +382,12 @@ def notes(config: TrainConfig, model: GPT, start: dict[str, Any], run: RunFolder
             f"warning: the taper ends at step {end}, after max_iters={config.max_iters}: "
             "norms remain"
         )
-    if warning := slow_bfloat16(config, run.ranks.device):
-        found.append(warning)
+    uses_bfloat16 = config.dtype == "bfloat16" or config.optimizer == "muon"
+    if uses_bfloat16 and run.ranks.device.type == "cpu" and not native_bfloat16():
+        found.append(
+            "warning: no fast bfloat16 products are known of this processor: a step can take many "
+            "times as long as with dtype=float32 and optimizer=adamw"
+        )
     return found
 
 

@@ -112,7 +112,7 @@ def parse_arm(name: str, config: TrainConfig) -> TrainArm:
 def settle(arm: TrainArm, device: torch.device) -> TrainArm:
     """Return the arm with a value for each key that it leaves to `auto`."""
     if not arm.is_nanogpt:
-        chosen, _ = choose(arm.config, device)
+        chosen = choose(arm.config, device)
     else:
         # Its README has `--compile=False` for CPUs, where its train.py ignores `dtype`.
         usual = by_device(device.type)

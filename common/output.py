@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from common.errors import ConfigError, UserError, cannot_write
 
@@ -114,31 +114,40 @@ def check_apart(source: str, folder: Path) -> None:
         )
 
 
-def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
-    """Write chunks to a file, one after the other.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file to write, which takes the name `path` when the block ends.
 
     After a crash at any moment `path` holds the old content or the new, never a part: the new one
-    is written next to it, forced to the disk, and renamed.
+    is written next to it, forced to the disk, and renamed. If the block raises, it is removed.
 
     Raises:
         UserError: of check_replaceable.
-        OSError: the file cannot be written; it names `path`, and the new content is removed.
+        OSError: the file cannot be written; it names `path`.
     """
     check_replaceable(path)
+    # In the same folder, since a rename is atomic within one file system only.
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:
+    except Exception as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        error.filename = str(path)
-        error.filename2 = None
+        if isinstance(error, OSError):
+            error.filename = str(path)
+            error.filename2 = None
         raise
+
+
+def write_bytes_atomically(path: Path, *chunks: bytes) -> None:
+    """Write chunks to a file, one after the other, as `replacing`, which raises."""
+    with replacing(path) as file:
+        for chunk in chunks:
+            file.write(chunk)
 
 
 def refused(error: Exception) -> OSError | None:

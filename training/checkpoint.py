@@ -15,9 +15,7 @@ The random streams and the data position of a run are functions of (seed, step, 
 restores them.
 """
 
-import contextlib
 import itertools
-import math
 import os
 import pickle
 import re
@@ -34,7 +32,7 @@ from common.distributed import Ranks, cut, gathered, whole
 from common.errors import CheckpointError, ConfigError, UserError, cannot_write
 from common.inputs import check_regular
 from common.old_keys import RETIRED, as_today
-from common.output import check_replaceable, refused
+from common.output import refused, replacing
 from configurator import Overrides
 from model import GPT, GPTConfig
 from norm_plan import foreign_keys
@@ -72,24 +70,15 @@ def save_checkpoint(path: Path, state: dict[str, Any], ranks: Ranks | None = Non
     state = gathered(state, keep=is_main)
     if not is_main:
         return
-    # In the same folder, since a rename is atomic within one file system only.
-    check_replaceable(path)
-    partial = path.with_name(path.name + ".tmp")
-    kept = "the previous checkpoint is untouched"
     try:
-        with open(partial, "wb") as file:
+        with replacing(path) as file:
             torch.save({"format": FORMAT, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())  # the content is on the disk before it gets its name
-        os.replace(partial, path)
-        kept = "this checkpoint or the previous one is there"
         sync_folder(path.parent)  # the rename itself must reach the disk too
     except (OSError, RuntimeError) as error:
         problem = refused(error)
         if problem is None:
             raise
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+        kept = "this checkpoint or the previous one is there"
         raise CheckpointError(cannot_write(path, problem, kept)) from None
 
 
@@ -174,22 +163,30 @@ def _false_entry(archive: zipfile.ZipFile) -> str | None:
 
 # ------------------------------------------------------------------------------- what is in a file
 
-# A foreign file may hold anything, so every entry is checked before it is used.
-
 
 def check_entries(path: Path, state: Any) -> None:
     """Check that what a file holds has the form of a checkpoint.
 
+    Whatever decides what is built or trained is checked here; a wrong value of another entry fails
+    where it is used.
+
     Raises:
-        CheckpointError: names the entry that is damaged.
+        CheckpointError: it has not.
     """
     foreign = f"{path}: a PyTorch file, but not a nanonorm checkpoint"
-    if not isinstance(state, dict):
+    if not isinstance(state, dict) or not {"config", "step"} <= state.keys():
         raise CheckpointError(foreign)
-    if not ({"config", "step"} <= state.keys() and state.keys() & {"model", "shards"}):
-        raise CheckpointError(foreign)
-    for name, is_sound in ENTRIES.items():
-        if name in state and not is_sound(state[name]):
+    is_sound = {
+        "config": _is_dict(state["config"]),
+        # True is an int to isinstance, and ranks compare the step as int64.
+        "step": type(state["step"]) is int and 0 <= state["step"] < 1 << 62,
+        "model": "shards" in state or _are_tensors(state.get("model")),
+        "optimizer": _is_dict(state.get("optimizer", {})),
+        "meta": _is_dict(state.get("meta", {})),
+        "provenance": _is_dict(state.get("provenance", {})),
+    }
+    for name, sound in is_sound.items():
+        if not sound:
             raise CheckpointError(
                 f"{foreign}: its entry `{name}` is damaged: use another checkpoint"
             )
@@ -199,65 +196,17 @@ def _is_dict(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
-def _is_config(value: Any) -> bool:
-    return _is_dict(value) and all(map(_is_plain, value.values()))
-
-
-def _is_meta(value: Any) -> bool:
-    return _is_dict(value) and isinstance(value.get("path", ""), str)
-
-
-def _is_plain(value: Any) -> bool:
-    """Is it a value that a key can have?"""
-    if isinstance(value, list | tuple):
-        return all(isinstance(part, int | float | str) for part in value)
-    return value is None or isinstance(value, int | float | str)
-
-
-def _is_step(value: Any) -> bool:
-    # True is an int to isinstance, and ranks compare the step as int64.
-    return type(value) is int and 0 <= value < 1 << 62
-
-
-def _is_loss(value: Any) -> bool:
-    return type(value) is float and not math.isnan(value)
-
-
-def _is_tensor(value: Any) -> bool:
-    """Is it an ordinary tensor, whose numbers are all in the file?
+def _are_tensors(value: Any) -> bool:
+    """Is it a dict of ordinary tensors, whose numbers are all in the file?
 
     A view can repeat one number 2^40 times.
     """
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
-        return False
-    if value.device.type != "cpu" or value.is_complex():
-        return False
-    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
-
-
-def _are_tensors(value: Any) -> bool:
-    return _is_dict(value) and all(map(_is_tensor, value.values()))
-
-
-def _is_stability(value: Any) -> bool:
-    """Is it what Stability.state returns?"""
-    if not _is_dict(value) or not isinstance(value.get("recent", []), list):
-        return False
-    counts = [part for name, part in value.items() if name != "recent"]
-    return all(isinstance(part, int | float) for part in [*counts, *value.get("recent", [])])
-
-
-# The form of each entry that a checkpoint may have
-ENTRIES = {
-    "config": _is_config,
-    "step": _is_step,
-    "meta": _is_meta,
-    "model": _are_tensors,
-    "optimizer": _is_dict,
-    "scaler": _is_dict,
-    "best_val_loss": _is_loss,
-    "stability": _is_stability,
-}
+    return _is_dict(value) and all(
+        isinstance(part, torch.Tensor)
+        and part.layout == torch.strided
+        and part.numel() * part.element_size() <= part.untyped_storage().nbytes()
+        for part in value.values()
+    )
 
 
 def check_finite(path: Path, state: dict[str, Any]) -> None:
@@ -368,17 +317,6 @@ def restore(path: Path, saved: dict[str, Any], config: GPTConfig, model: nn.Modu
     load_weights(model, saved["model"], path)
 
 
-def load_scaler(path: Path, scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:
-    """Load the loss scale of the checkpoint `path`, if the run had one. Raises CheckpointError."""
-    own = scaler.state_dict()
-    if not state or not own:
-        return
-    is_sound = all(type(state.get(name)) is type(value) for name, value in own.items())
-    if not is_sound or not all(0 <= state[name] < math.inf for name in own):
-        raise CheckpointError(f"{path}: its loss scale is damaged: use another checkpoint")
-    scaler.load_state_dict(state)
-
-
 def moments_of(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> Moments:
     """Return the moments of an optimiser by the names of their parameters."""
     state = optimizer.state
@@ -469,21 +407,11 @@ def saved_model(path: Path, state: dict[str, Any]) -> GPT:
     Raises:
         CheckpointError: weights and config do not fit together, or make no model.
     """
-    config = model_config(state["config"], path)
-    weights = state["model"]
-    # Before anything is built: a damaged config may ask for more than this machine has.
-    blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
-    stored = sum(tensor.numel() for tensor in weights.values())
-    if len(blocks) < config.n_layer or 2 * stored < config.n_weights:
-        raise CheckpointError(
-            f"{path}: it holds {len(blocks)} blocks and {stored:,} numbers, its config asks for "
-            f"{config.n_layer} and {config.n_weights:,}: use another checkpoint"
-        )
     try:
-        model = GPT(config)
+        model = GPT(model_config(state["config"], path))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    load_weights(model, weights, path)
+    load_weights(model, state["model"], path)
     return model
 
 
@@ -576,11 +504,6 @@ def load_weights(
         if name in own and own[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here"
-            )
-        if name in own and own[name].is_floating_point() != tensor.is_floating_point():
-            raise CheckpointError(
-                f"{path}: {name} is {tensor.dtype} there, {own[name].dtype} here: "
-                "use another checkpoint"
             )
     missing, unexpected = model.load_state_dict(weights, strict=False)
     for name in sorted({*missing, *unexpected}):

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from common.distributed import Ranks
-from common.errors import DataError, UserError, cannot_write
-from common.output import write_bytes_atomically
+from common.errors import DataError
 from configurator import key
 from data.tokenizers import decode, load_tokenizer, token_bytes
 from model import GPT
-from taper import taper_gate
+from taper import tapers
 from training.dataloader import Blocks, bytes_per_token, eval_batches
 from training.log import RunLog
+from training.run import write_text
 from training.stability import Stability, largest_attention_logit
-from training.stream import RMSStats, measure
-from training.whole_split import Windows, split_loss
+from training.stream import measure
+from training.whole_split import Windows, split_loss, split_record
 
 PROMPT = 32  # tokens of the val shards that a text sample continues
 TEMPERATURE = 0.8
@@ -130,10 +130,9 @@ class Evaluator:
             bits = loss / (math.log(2) * self.bytes_per_token)
             record["bits_per_byte"] = bits
             line += f" nats per token, {bits:.4f} bits per byte"
-        gate = taper_gate(model)
-        if gate is not None:
-            record["gate"] = gate
-            line += f", taper gate {gate:.3g}"
+        for norm in tapers(model)[:1]:  # all of them have the same gate
+            record["gate"] = float(norm.gate)
+            line += f", taper gate {norm.gate:.3g}"
         log.event("eval", step=step, **record)
         log.say(line)
         return loss
@@ -144,34 +143,26 @@ class Evaluator:
         Args:
             model: not compiled: a compiled one ignores hooks that are registered later.
         """
-        log.event("rms", step=step, **self.rms_stats(model).record())
-        logit = self.attention_logit(model)
+        x, y = self.spread_windows()
+        with self.autocast():
+            stats = measure(model, x, y)
+            logit = largest_attention_logit(model, x)
+        log.event("rms", step=step, **stats.record())
         log.event("stability", step=step, attention_logit=logit, **stability.record())
 
     def log_split_loss(self, model: GPT, log: RunLog, step: int) -> None:
         """Measure the loss over the whole val split, document by document, and log it."""
         # Without a tokenizer nothing says where documents begin.
         windows = Windows(self.blocks, getattr(self.tokenizer, "eot_token", None))
-        found = split_loss(model, windows, self.config.batch_size, self.ranks, self.autocast)
-        log.event("val_full", step=step, **found.record())
+        tokens, nats = split_loss(model, windows, self.config.batch_size, self.ranks, self.autocast)
+        record = split_record(tokens, nats)
+        log.event("val_full", step=step, **record)
         log.say(
-            f"step {step}  val loss over the whole split {found.mean:.4f} nats per token, "
-            f"{found.tokens.sum():,} tokens, {len(found.tokens)} documents"
+            f"step {step}  val loss over the whole split {record['val_loss_full']:.4f} nats per "
+            f"token, {record['tokens']:,} tokens, {len(tokens)} documents"
         )
 
-    def rms_stats(self, model: GPT) -> RMSStats:
-        """Measure the residual stream at every norm position, and the output."""
-        x, y = self._spread_windows()
-        with self.autocast():
-            return measure(model, x, y)
-
-    def attention_logit(self, model: GPT) -> float:
-        """Measure the largest attention logit on the windows of `rms_stats`."""
-        x, _ = self._spread_windows()
-        with self.autocast():
-            return largest_attention_logit(model, x)
-
-    def _spread_windows(self) -> tuple[Tensor, Tensor]:
+    def spread_windows(self) -> tuple[Tensor, Tensor]:
         """Return one batch of windows and their targets (B, T), spread evenly over the text.
 
         Neighbouring windows are of one document, and would only tell how well the model predicts
@@ -203,9 +194,5 @@ class Evaluator:
         model.eval()
         tokens = model.generate(prompt, self.config.sample_tokens, TEMPERATURE, TOP_K, generator)
         if self.ranks.is_main:
-            text = decode(self.tokenizer, tokens[0].tolist())
-            try:
-                write_bytes_atomically(path, f"{text}\n".encode())
-            except OSError as error:
-                raise UserError(cannot_write(path, error, "the run is saved")) from None
+            write_text(path, decode(self.tokenizer, tokens[0].tolist()), "the run is saved")
         return f"a sample of its text is in {path}"

@@ -14,7 +14,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from common.errors import UserError, cannot_write
-from common.output import check_replaceable, parse_json, write_bytes_atomically
+from common.output import check_replaceable, parse_json, read_json, write_bytes_atomically
 from training.tracker import start_tracker
 
 
@@ -127,7 +127,7 @@ class RunLog:
 
     def event(self, event: str, **values: Any) -> None:
         """Write one line of log.jsonl. Floats keep all digits; infinite and NaN become null."""
-        if not self.active or self.file is None:
+        if self.file is None:
             return
         # JSON has neither infinity nor NaN.
         clean = {name: _finite(value) for name, value in values.items()}
@@ -149,8 +149,6 @@ class RunLog:
     def step(self, **values: Any) -> None:
         """Log one training step, for programs and for people."""
         self.event("step", **values)
-        if not self.active:
-            return
         facts = _facts(values)
         if self.bar is None:
             self.say(f"step {values['step']}/{self.max_iters}  {facts}")
@@ -190,12 +188,8 @@ def _show(write: Callable[..., Any], *values: Any) -> None:
 
 
 def last_event(path: Path) -> dict[str, Any]:
-    """Read the last event of a log.jsonl; {} if there is no log, or its last line is torn."""
-    try:
-        record = parse_json(path.read_text(encoding="utf-8").splitlines()[-1])
-    except (OSError, ValueError, IndexError):
-        return {}
-    return record if isinstance(record, dict) else {}
+    """Read the last event of a log.jsonl; {} if there is none. A line that is torn is none."""
+    return (read_json(path) or [{}])[-1]
 
 
 def _finite(value: Any) -> Any:

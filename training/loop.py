@@ -8,19 +8,18 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.distributed import accumulate
+from common.distributed import Ranks, accumulate
 from common.environment import Precision, peak_flops
 from common.errors import CheckpointError, UserError
 from training.checkpoint import (
     FoundCheckpoint,
     first_not_finite,
     load_moments,
-    load_scaler,
     moments_of,
     save_checkpoint,
 )
@@ -41,42 +40,48 @@ class NonFiniteError(UserError):
     on_every_rank = True
 
 
-class Objective(Protocol):
+class Objective:
     """What a Loop trains: NextToken of train.py, Distillation of distill.py.
 
-    Attributes:
-        forward: x, y (B, T) -> loss and auxiliary loss; DDP's module on several ranks.
-        parameters: those that the optimiser updates, by name.
-        passes: batches of this rank in a step.
-        tokens_per_step: over all ranks.
-        flops_per_token: of a step, for the log's MFU; 0: not known.
-        checkpoint: the name of its file.
+    Args:
+        config: every key of the run.
+        ranks: this process and the others.
+        model: its parameters that are not frozen are trained.
+        length: tokens of a sequence.
     """
 
-    forward: nn.Module
-    parameters: dict[str, nn.Parameter]
-    passes: int
-    tokens_per_step: int
-    flops_per_token: float
-    checkpoint: str
+    checkpoint: str  # the name of its file
+    forward: nn.Module  # x, y (B, T) -> loss and auxiliary loss; DDP's module on several ranks
+    flops_per_token = 0.0  # of a step, for the log's MFU; 0: not known
+
+    def __init__(self, config: Any, ranks: Ranks, model: nn.Module, length: int):
+        self.config = config
+        self.ranks = ranks
+        # what the optimiser updates
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # micro_batches counts over all ranks, and so does tokens_per_step.
+        micro_batches = config.gradient_accumulation_steps
+        self.passes = micro_batches // ranks.world_size  # batches of this rank in a step
+        self.tokens_per_step = config.batch_size * micro_batches * length
 
     def batches(self, first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's batches x, y (B, T) from `first_step` on, for ever."""
 
-    def restore(self, state: dict[str, Any], path: Path) -> None:
-        """Take what `state` returned from a checkpoint."""
+    def state(self) -> dict[str, Any]:
+        """Return its entries in a checkpoint; "model" is one."""
 
-    def prepare(self, loop: "Loop") -> None:
-        """Move the model on to the step after loop.step."""
+    def restore(self, state: dict[str, Any], path: Path) -> None:
+        """Take what `state` returned from a checkpoint. Raises CheckpointError."""
 
     def evaluate(self, loop: "Loop") -> None:
         """Measure the model, and log it."""
 
-    def state(self) -> dict[str, Any]:
-        """Return its entries in a checkpoint; "model" is one."""
+    def prepare(self, loop: "Loop") -> None:
+        """Move the model on to the step after loop.step."""
 
     def finish(self, loop: "Loop") -> dict[str, Any]:
         """Do what comes after the last step. Returns values for the `end` event."""
+        return {}
 
 
 class Loop:
@@ -85,9 +90,12 @@ class Loop:
     Args:
         objective: what is trained.
         config: every key of the run.
-        run: its folder.
+        run: its folder, with the checkpoint to go on from if one was found.
         optimizer: of the objective's parameters.
         precision: autocast and loss scale.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
     """
 
     def __init__(
@@ -111,9 +119,11 @@ class Loop:
         self.clock = Throughput(objective.tokens_per_step)
         # MFU is a share of the peak in low precision.
         self.peak_flops = peak_flops(self.ranks.device) if precision.is_low else None
+        if run.found is not None:
+            self._restore(run.found)
 
-    def restore(self, found: FoundCheckpoint) -> None:
-        """Go on from a checkpoint. Raises CheckpointError if it is of another model."""
+    def _restore(self, found: FoundCheckpoint) -> None:
+        """Go on from a checkpoint."""
         state, path = found.state, found.path
         if not {"optimizer", "scaler"} <= state.keys():
             raise CheckpointError(
@@ -121,8 +131,10 @@ class Loop:
             )
         self.objective.restore(state, path)
         load_moments(path, state, self.objective.parameters, self.optimizer)
-        load_scaler(path, self.precision.scaler, state["scaler"])
-        self.stability.restore(state.get("stability", {}))
+        if state["scaler"]:  # {} where the loss was not scaled
+            self.precision.scaler.load_state_dict(state["scaler"])
+        # Older checkpoints have none.
+        self.stability = Stability(self.config.grad_clip, **state.get("stability", {}))
         self.step = state["step"]
 
     # ------------------------------------------------------------------------------------- the loop

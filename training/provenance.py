@@ -45,35 +45,25 @@ def find_provenance(data: str, ranks: Ranks) -> dict[str, Any]:
     return {"data": data, "world_size": ranks.world_size, **environment(ranks.device)}
 
 
-def saved_provenance(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Find where the run of a checkpoint trained.
+def saved_provenance(state: dict[str, Any]) -> dict[str, Any]:
+    """Return where the run of a checkpoint trained, without entries of a wrong type.
 
-    Returns:
-        The provenance, {} if the checkpoint has none; without entries of a wrong type.
-
-    Raises:
-        CheckpointError: the entry is not a dict.
+    {} if the checkpoint does not say.
     """
     found = state.get("provenance", {})
-    if not isinstance(found, dict):
-        raise CheckpointError(
-            f"{path}: a PyTorch file, but not a nanonorm checkpoint: "
-            "its entry `provenance` is damaged"
-        )
     # A checkpoint may come from elsewhere, so each entry's type is checked.
     kinds = {"data": str, "versions": dict, **COMPARED}
     return {name: found[name] for name, kind in kinds.items() if type(found.get(name)) is kind}
 
 
-def config_then(state: dict[str, Any], path: Path, device: str) -> dict[str, Any]:
+def config_then(state: dict[str, Any], device: str) -> dict[str, Any]:
     """Return the config of a checkpoint's run, with what that run took for keys that are at auto.
 
     Args:
         state: the checkpoint.
-        path: its file.
         device: where the run was, if the checkpoint does not say.
     """
-    place = saved_provenance(state, path).get("device", device)
+    place = saved_provenance(state).get("device", device)
     return chosen_then(state["config"], place)
 
 

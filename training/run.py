@@ -4,9 +4,9 @@ train.py leaves config.json, log.jsonl, ckpt_last.pt, ckpt_best.pt and samples.t
 log.jsonl, distill_last.pt, and at its end a model.
 """
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ class RunFolder:
     """A run's folder, from its lock to its end. Of several ranks the main one locks and writes.
 
     Args:
-        config: every key of the run.
+        config: every key of the run; nothing need be chosen for `auto` yet.
         ranks: this process and the others.
 
     Raises:
@@ -127,12 +127,13 @@ class RunFolder:
         self.path = Path(config.out_dir)
         self.ranks = ranks
         self.stop_signal = StopSignal()
+        self.found: FoundCheckpoint | None = None  # what the run goes on from
         self.notes: list[str] = []  # lines for people, shown once the log is open
         self.provenance: dict[str, Any] = {}  # data, machine and code: training/provenance.py
         self.changed: list[str] = []  # what differs from the run that is resumed
         is_main = ranks.is_main
         self.log = RunLog(self.path, config.max_iters, is_main)
-        ranks.together(lambda: check_tracker(vars(config), active=is_main))
+        ranks.together(lambda: check_tracker(config.tracker if is_main else "off"))
         # No other process may be in the folder when we look for a checkpoint there.
         self.lock = ranks.together(
             lambda: FolderLock(self.path, lambda: self.stop_signal.name, active=is_main)
@@ -151,19 +152,20 @@ class RunFolder:
             resume: auto, never, or a checkpoint's path.
             names: of checkpoints in this folder, the latest first.
         """
-        found = self.ranks.together(lambda: find_checkpoint(self.path, resume, names))
+        self.found = self.ranks.together(lambda: find_checkpoint(self.path, resume, names))
         # -1 for no checkpoint: on that, too, the ranks must agree.
-        step = -1 if found is None else found.state["step"]
+        step = -1 if self.found is None else self.found.state["step"]
         self.ranks.check_same(
             step, f"ranks found different checkpoints in {self.path}: it must be a shared folder"
         )
-        return found
+        return self.found
 
-    def end_of(self, found: FoundCheckpoint | None, max_iters: int) -> dict[str, Any] | None:
+    def end_of(self, max_iters: int) -> dict[str, Any] | None:
         """Return the `end` event of a run that has finished, {} if its log is elsewhere.
 
         None: something is left to do, if only what comes after the last step.
         """
+        found = self.found
         if found is None or found.state["step"] < max_iters:
             return None
         log = self.path / "log.jsonl"
@@ -174,35 +176,35 @@ class RunFolder:
         # As the main rank sees it: others may not have the folder.
         return self.ranks.of_main(end)
 
-    def repeat(self, found: FoundCheckpoint, config: RunKeys) -> None:
+    def repeat(self, config: RunKeys) -> None:
         """Say that the run has finished. Nothing in its folder is touched.
 
         Raises ConfigError if it had other settings than `config`.
         """
-        then = saved_provenance(found.state, found.path)
-        before = config_then(found.state, found.path, self.ranks.device.type)
-        asked = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE_AT_THE_END}
-        changed = changed_keys(before, asked, then)
-        if changed:
+        if changed := self.changed_keys(config, FREE_AT_THE_END):
             raise ConfigError(
                 f"{self.path} holds a run that has finished with other settings "
                 f"({', '.join(changed)}): choose another out_dir"
             )
-        if found.problem:
-            self.log.say(f"not usable: {found.problem}; taken: {found.path}")
+        if self.found.problem:
+            self.log.say(f"not usable: {self.found.problem}; taken: {self.found.path}")
         self.log.say(
-            f"finished already: step {found.state['step']} of max_iters={config.max_iters}"
+            f"finished already: step {self.found.state['step']} of max_iters={config.max_iters}"
         )
 
-    def compare(
-        self, config: RunKeys, data: str, found: FoundCheckpoint | None, remedy: str
-    ) -> None:
-        """Describe where this run trains, and list what has changed since the checkpoint `found`.
+    def changed_keys(self, config: RunKeys, free: Set[str] = frozenset()) -> list[str]:
+        """List how the keys of `config`, but for `free` ones, differ from the run before."""
+        state = self.found.state
+        asked = {name: value for name, value in asdict(config).items() if name not in free}
+        before = config_then(state, self.ranks.device.type)
+        return changed_keys(before, asked, saved_provenance(state))
+
+    def compare(self, config: RunKeys, data: str, remedy: str) -> None:
+        """Describe where this run trains, and list what has changed since the checkpoint found.
 
         Args:
             config: every key of the run.
             data: the fingerprint of its data.
-            found: None for a new run.
             remedy: what to do about other data.
 
         Raises:
@@ -210,56 +212,42 @@ class RunFolder:
             CheckpointError: the run has seen other data than these.
         """
         self.provenance = find_provenance(data, self.ranks)
+        found = self.found
         if found is None:
             return
-        then = self.ranks.together(lambda: saved_provenance(found.state, found.path))
+        then = saved_provenance(found.state)
         self.ranks.together(lambda: check_same_data(then, self.provenance, found.path, remedy))
-        before = config_then(found.state, found.path, self.ranks.device.type)
-        keys = changed_keys(before, dataclasses.asdict(config), then)
-        self.changed = keys + changes(then, self.provenance)
+        self.changed = self.changed_keys(config) + changes(then, self.provenance)
         if found.problem:
             self.notes.append(f"not usable: {found.problem}")
         self.notes.append(f"resuming from {found.path}, after step {found.state['step']}")
         if self.changed:
             self.notes.append(f"changed since then: {', '.join(self.changed)}")
 
-    def open_log(
-        self,
-        config: RunKeys,
-        found: FoundCheckpoint | None,
-        start: dict[str, Any],
-        config_file: str = "",
-    ) -> None:
+    def open_log(self, config: RunKeys, start: dict[str, Any], config_file: str = "") -> None:
         """Open log.jsonl, and show the notes. What fails before this leaves the folder untouched.
 
         Args:
             config: every key of the run.
-            found: the checkpoint that is resumed.
             start: values of the `start` event, besides config and provenance.
             config_file: name of the file that gets the keys; "" for none.
         """
-        self.ranks.together(lambda: self._open_log(config, found, start, config_file))
+        self.ranks.together(lambda: self._open_log(config, start, config_file))
         for note in self.notes:
             self.log.say(note)
 
-    def _open_log(
-        self,
-        config: RunKeys,
-        found: FoundCheckpoint | None,
-        start: dict[str, Any],
-        config_file: str,
-    ) -> None:
+    def _open_log(self, config: RunKeys, start: dict[str, Any], config_file: str) -> None:
         if not self.ranks.is_main:
             return
         resume_step = None
         logged_until = 0  # the last step that the log of a resumed run must have
-        if found is not None:
-            resume_step = found.state["step"]
-            if found.path.parent == self.path:
+        if self.found is not None:
+            resume_step = self.found.state["step"]
+            if self.found.path.parent == self.path:
                 interval = config.log_interval
                 logged_until = max(min(1, resume_step), resume_step // interval * interval)
         path = self.path / config_file
-        keys = dataclasses.asdict(config)
+        keys = asdict(config)
         if config_file:
             check_replaceable(path, RUN_CONFIG)
         self.log.open(keys, resume_step, start | self.provenance, self.changed, logged_until)
@@ -269,7 +257,12 @@ class RunFolder:
 
 def write_config(path: Path, keys: dict[str, Any], kept: str = "") -> None:
     """Write a config.json. Raises UserError, which says what is `kept`."""
+    write_text(path, json.dumps(keys, indent=1), kept)
+
+
+def write_text(path: Path, text: str, kept: str = "") -> None:
+    """Write `text` and a newline atomically. Raises UserError, which says what is `kept`."""
     try:
-        write_bytes_atomically(path, f"{json.dumps(keys, indent=1)}\n".encode())
+        write_bytes_atomically(path, f"{text}\n".encode())
     except OSError as error:
         raise UserError(cannot_write(path, error, kept)) from None

@@ -3,33 +3,31 @@
 Too large a learning rate shows here before it diverges (Wortsman et al. 2023, arXiv 2309.14322).
 """
 
-from collections import deque
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from model import GPT, Attention
+from training.stream import evaluating
 
 WINDOW = 50  # steps whose losses a step is compared with
 SPIKE = 0.5  # nats per token above their median
 QUERIES = 1024  # whose attention logits are computed at once
 
 
+@dataclass
 class Stability:
-    """Counts over the steps of a run.
+    """Counts over the steps of a run."""
 
-    Args:
-        grad_clip: largest global gradient norm, 0 if gradients are not clipped.
-    """
-
-    def __init__(self, grad_clip: float):
-        self.grad_clip = grad_clip
-        self.steps = 0
-        self.clipped = 0
-        self.spikes = 0
-        self.recent: deque[float] = deque(maxlen=WINDOW)  # losses of the last steps
+    grad_clip: float  # largest global gradient norm, 0 if gradients are not clipped
+    steps: int = 0
+    clipped: int = 0
+    spikes: int = 0
+    recent: list[float] = field(default_factory=list)  # losses of the last WINDOW steps
 
     def add(self, loss: float, grad_norm: float) -> None:
         """Count a step with this loss and this gradient norm before clipping.
@@ -41,7 +39,7 @@ class Stability:
         self.clipped += 0 < self.grad_clip < grad_norm
         if len(self.recent) == WINDOW:
             self.spikes += loss > median(self.recent) + SPIKE
-        self.recent.append(loss)
+        self.recent = [*self.recent, loss][-WINDOW:]
 
     def record(self) -> dict[str, float]:
         """Return the counts for the log: steps counted, share of them clipped, spikes."""
@@ -52,23 +50,10 @@ class Stability:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        return {
-            "steps": self.steps,
-            "clipped": self.clipped,
-            "spikes": self.spikes,
-            "recent": list(self.recent),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; from zero if it is empty, as that of an older checkpoint is."""
-        self.steps = state.get("steps", 0)
-        self.clipped = state.get("clipped", 0)
-        self.spikes = state.get("spikes", 0)
-        self.recent = deque(state.get("recent", []), maxlen=WINDOW)
+        """Return what Stability takes besides grad_clip, for a checkpoint."""
+        return {name: value for name, value in vars(self).items() if name != "grad_clip"}
 
 
-@torch.no_grad()
 def largest_attention_logit(model: GPT, idx: Tensor) -> float:
     """Return the largest logit of attention on token ids idx (B, T), over all blocks and heads.
 
@@ -76,27 +61,15 @@ def largest_attention_logit(model: GPT, idx: Tensor) -> float:
     call it.
     """
     found: list[Tensor] = []
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    attend = Attention.attend
 
-    def watch(layer: Attention) -> None:
-        attend = layer.attend
+    def watched(layer: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        found.append(largest_logit(q, k, mask, layer.scale))
+        return attend(layer, q, k, v, mask)
 
-        def watched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            found.append(largest_logit(q, k, mask, layer.scale))
-            return attend(q, k, v, mask)
-
-        layer.attend = watched
-
-    was_training = model.training
-    try:
-        for layer in layers:
-            watch(layer)
+    with evaluating(model), mock.patch.object(Attention, "attend", watched):
         # with targets, as in training: FSDP's hooks run, and no whole logits are made
-        model.eval()(idx, idx)
-    finally:
-        model.train(was_training)
-        for layer in layers:
-            vars(layer).pop("attend", None)  # what stood before the method of the class
+        model(idx, idx)
     return float(torch.stack(found).max())
 
 
@@ -121,14 +94,9 @@ def largest_logit(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None
             for start in range(0, T, QUERIES):
                 end = min(start + QUERIES, T)
                 logits = scale * queries[start:end].float() @ keys[head, :end].float().T
-                largest.append(
-                    logits.masked_fill(~seen(mask, start, end, q.device), -torch.inf).max()
-                )
+                if mask is None:  # query i sees the keys up to i
+                    is_seen = torch.ones_like(logits, dtype=torch.bool).tril(start)
+                else:
+                    is_seen = mask[start:end, :end]
+                largest.append(logits.masked_fill(~is_seen, -torch.inf).max())
     return torch.stack(largest).max()
-
-
-def seen(mask: Tensor | None, start: int, end: int, device: torch.device) -> Tensor:
-    """Return which of the first `end` keys queries `start` to `end` - 1 may see."""
-    if mask is not None:
-        return mask[start:end, :end]
-    return torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)

@@ -57,23 +57,6 @@ def count_bad(packed: Tensor) -> Tensor:
     return packed[HEAD:].sum()
 
 
-def unpack(step: int, lr: float, values: list[float], n_ranks: int) -> StepReport:
-    """Make the report of the vector at the head of this file."""
-    loss, aux_loss, stops = values[:HEAD]
-    is_bad = values[HEAD : HEAD + n_ranks]
-    grad_norm, *gradient_norms = values[HEAD + n_ranks :]
-    return StepReport(
-        step=step,
-        lr=lr,
-        loss=loss,
-        aux_loss=aux_loss,
-        stops=bool(stops),
-        bad_ranks=[rank for rank, bad in enumerate(is_bad) if bad],
-        grad_norm=grad_norm,
-        gradient_norms=gradient_norms,
-    )
-
-
 class PendingReport:
     """The report of a step on its way from the device to the host; the device does not wait."""
 
@@ -97,4 +80,16 @@ class PendingReport:
         """Wait for the copy and unpack it."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        return unpack(self.step, self.lr, self.values.tolist(), self.n_ranks)
+        values = self.values.tolist()
+        loss, aux_loss, stops = values[:HEAD]
+        end = HEAD + self.n_ranks
+        return StepReport(
+            step=self.step,
+            lr=self.lr,
+            loss=loss,
+            aux_loss=aux_loss,
+            stops=bool(stops),
+            bad_ranks=[rank for rank, bad in enumerate(values[HEAD:end]) if bad],
+            grad_norm=values[end],
+            gradient_norms=values[end + 1 :],
+        )

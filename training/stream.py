@@ -18,11 +18,12 @@ windows to tell: those of one document all err to one side. With P or B at the f
 the sum that is normalised there, not the stream that replaces it: that one has no free scale.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.cross_entropy import cross_entropy
 from kernels.reference import inverse_rms, statistics_dtype
@@ -47,16 +48,25 @@ class RMSStats:
 
     def record(self) -> dict[str, list[float] | float]:
         """For a log."""
-        columns = {
-            "rms": self.rms.tolist(),
-            "drift": self.drift.tolist(),
-            "spread": self.spread.tolist(),
+        return {
+            name: value.tolist() if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+            if value is not None
         }
-        output = {"logit_norm": self.logit_norm, "radial_gradient": self.radial_gradient}
-        return columns | {name: value for name, value in output.items() if value is not None}
 
 
-@torch.no_grad()
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Keep `model` in eval mode, without gradients, while a block runs."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
 def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
     """Statistics on tokens idx (B, T), dropout off; of the output too, if there are targets (B, T).
     Under FSDP all ranks must call it.
@@ -78,15 +88,12 @@ def measure(model: GPT, idx: Tensor, targets: Tensor | None = None) -> RMSStats:
             stream = place.sum(x, delta) if place.replaces else h
             output.extend(output_statistics(model, stream, used, targets))
 
-    handles = [place.register_forward_hook(note) for place in model.places()]
-    was_training = model.training
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        for place in model.places():
+            stack.enter_context(place.register_forward_hook(note))
         # with targets, as in training: FSDP's hooks run, and no whole logits are made
-        model.eval()(idx, idx)
-    finally:
-        model.train(was_training)
-        for handle in handles:
-            handle.remove()
+        model(idx, idx)
     return RMSStats(*(torch.stack(column).cpu() for column in zip(*rows, strict=True)), *output)
 
 
@@ -120,24 +127,20 @@ def token_rms(model: GPT, windows: Tensor, batch: int = 8) -> Tensor:
     """sqrt(mean square + eps) of the residual stream of every token at every norm position: float64
     (2L + 1, N, T) on the CPU, for a GPT in eval mode and token ids (N, T), `batch` windows at once.
     """
-    rows: list[list[Tensor]] = [[] for _ in model.places()]
+    rows: list[Tensor] = []  # of each position in its turn, (batch, T)
+    found = []
 
-    def note(
-        place: Place, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None], row: int
-    ) -> None:
-        rows[row].append(1 / inverse_rms(outputs[1], place.norm.eps).double().squeeze(-1).cpu())
+    def note(place: Place, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        rows.append(1 / inverse_rms(outputs[1], place.norm.eps).double().squeeze(-1).cpu())
 
-    handles = [
-        place.register_forward_hook(partial(note, row=row))
-        for row, place in enumerate(model.places())
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for place in model.places():
+            stack.enter_context(place.register_forward_hook(note))
         for part in windows.split(batch):
+            rows.clear()
             model.hidden(part.to(model.wte.weight.device))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return torch.stack([torch.cat(parts) for parts in rows])  # (2L + 1, N, T)
+            found.append(torch.stack(rows))  # (2L + 1, batch, T)
+    return torch.cat(found, 1)  # (2L + 1, N, T)
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ Each is a package of its own, imported only where it is asked for.
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,9 @@ PACKAGES = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "tensorboard"
 TRACKERS = ("off", *PACKAGES)
 
 
-def check_tracker(config: dict[str, Any], active: bool = True) -> None:
-    """Check that the run's tracker is installed. Raises UserError.
-
-    Args:
-        active: whether this process logs; if not, this does nothing.
-    """
-    tracker = config.get("tracker", "off")
-    if tracker == "off" or not active:
+def check_tracker(tracker: str) -> None:
+    """Check that the run's tracker is installed. Raises UserError."""
+    if tracker == "off":
         return
     package = importlib.util.find_spec(PACKAGES[tracker])
     # A folder wandb/, which Weights & Biases leaves behind, is found as a package without a file.
@@ -60,7 +54,7 @@ class _Trackio:
         import trackio
 
         self.trackio = trackio
-        with _stdout_to_stderr():
+        with contextlib.redirect_stdout(sys.stderr):
             self.run = trackio.init(
                 project=config["tracker_project"],
                 name=name.lstrip("-"),  # `trackio get --run` takes it
@@ -76,15 +70,9 @@ class _Trackio:
         self.run.log(values, step=step)
 
     def finish(self) -> None:
-        with _stdout_to_stderr():
+        with contextlib.redirect_stdout(sys.stderr):
             # Not run.finish(), after which Trackio finishes it, and prints, when Python ends.
             self.trackio.finish()
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
 
 
 def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
@@ -95,12 +83,11 @@ def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
         resume_step: step of the checkpoint that the run goes on from; None: a new run.
 
     Raises:
-        UserError: it is not installed, or cannot start.
+        UserError: it cannot start.
     """
-    tracker = config.get("tracker", "off")
+    tracker = config["tracker"]
     if tracker == "off":
         return None
-    check_tracker(config)
     out_dir = Path(config["out_dir"])
     # A resumed run has the same name, so it goes on with the same curves.
     name = out_dir.as_posix().replace("/", "-")

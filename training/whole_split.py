@@ -5,7 +5,6 @@ said about a text should rest on all of it, and show what a single document does
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,35 +15,22 @@ from torch import Tensor
 from common.distributed import Ranks
 from model import GPT
 from training.dataloader import Blocks
+from training.stream import evaluating
 
 LOGITS_BYTES = 1 << 29  # the most that the float32 logits of one batch may take
 MAX_DOCUMENTS = 1000  # of a split with more, the sums of single documents are not recorded
 
 
-@dataclass(frozen=True)
-class SplitLoss:
-    """The loss over a split.
-
-    Attributes:
-        tokens: targets of each document, (n,) int64.
-        sums: sum of the losses of these targets, in nats, (n,) float64.
-    """
-
-    tokens: np.ndarray
-    sums: np.ndarray
-
-    @property
-    def mean(self) -> float:
-        """Mean over all tokens, in nats per token."""
-        return float(self.sums.sum() / self.tokens.sum())
-
-    def record(self) -> dict[str, Any]:
-        """Return the values for the log."""
-        found: dict[str, Any] = {"val_loss_full": self.mean, "tokens": int(self.tokens.sum())}
-        if len(self.tokens) <= MAX_DOCUMENTS:
-            found["document_tokens"] = self.tokens.tolist()
-            found["document_nats"] = self.sums.tolist()
-        return found
+def split_record(tokens: np.ndarray, nats: np.ndarray) -> dict[str, Any]:
+    """Return for the log what split_loss has found."""
+    found: dict[str, Any] = {
+        "val_loss_full": float(nats.sum() / tokens.sum()),  # nats per token
+        "tokens": int(tokens.sum()),
+    }
+    if len(tokens) <= MAX_DOCUMENTS:
+        found["document_tokens"] = tokens.tolist()
+        found["document_nats"] = nats.tolist()
+    return found
 
 
 class Windows:
@@ -97,15 +83,10 @@ class Windows:
             documents[row, :count] = self.before[number] + begun
         return torch.from_numpy(x), torch.from_numpy(y), documents
 
-    def count_documents(self) -> int:
-        """Return the number of different values of `documents`, at most."""
-        return int(self.before[-1]) + 1
 
-
-@torch.no_grad()
 def split_loss(
     model: GPT, windows: Windows, batch_size: int, ranks: Ranks, autocast: Callable
-) -> SplitLoss:
+) -> tuple[np.ndarray, np.ndarray]:
     """Compute the loss of every target of a split once, with the context of its own window.
 
     The ranks share the windows. All of them must call it.
@@ -118,18 +99,17 @@ def split_loss(
         autocast: Precision.autocast.
 
     Returns:
-        One entry for each document that has a target.
+        One entry for each document that has a target: the number of its targets, int64, and the sum
+        of their losses in nats, float64.
     """
-    count = windows.count_documents()
     fitting = LOGITS_BYTES // (4 * windows.blocks.block_size * model.n_vocab)
     rows = max(1, min(batch_size, fitting))
     starts = range(0, len(windows), rows)
-    totals = torch.zeros(2, count, dtype=torch.float64)  # tokens, nats
-    was_training = model.training
-    model.eval()
+    # Tokens and nats; the text before the first document is number 0.
+    totals = torch.zeros(2, int(windows.before[-1]) + 1, dtype=torch.float64)
     for start, counts in ranks.deal(starts):
         x, y, documents = windows.batch(range(start, min(start + rows, len(windows))))
-        with autocast():
+        with evaluating(model), autocast():
             logits = model(x.to(ranks.device))  # (B, T, n_vocab)
         losses = token_losses(logits, y.to(ranks.device))  # (B T,)
         if counts:
@@ -138,13 +118,12 @@ def split_loss(
             nats = losses.cpu().double()[valid]
             totals[0].index_add_(0, index, torch.ones_like(nats))
             totals[1].index_add_(0, index, nats)
-    model.train(was_training)
     # MPS has no float64; it has one rank, which needs no sum.
     if ranks.world_size > 1:
         totals = ranks.sum(totals.to(ranks.device)).cpu()
     tokens, nats = totals.numpy()
     is_there = tokens > 0
-    return SplitLoss(tokens[is_there].astype(np.int64), nats[is_there])
+    return tokens[is_there].astype(np.int64), nats[is_there]
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
