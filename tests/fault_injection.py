@@ -32,15 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
 from common.errors import UserError
 from data.shards import write_meta
 from training.checkpoint import read_checkpoint
 
 sys.path.append(str(Path(__file__).parent))  # as pytest has it
-from helpers import TINY, Job, write_items, write_tiny_shards
+from helpers import TINY, Job, same, write_items, write_tiny_shards
 
 KILLS = ("kill", "torn")
 MODES = (*KILLS, "ENOSPC", "EIO", "EACCES", "full")
@@ -50,7 +47,6 @@ TIMEOUT = 300.0  # seconds until a run counts as hanging
 CLOCK = {"tok_per_s", "mfu", "peak_bytes", "git"}
 # A log without a checkpoint is put aside on purpose when its run begins again.
 PUT_ASIDE = "log.jsonl.old"
-OWN = {"git"}  # of a checkpoint: the code that wrote it
 
 
 class Fault(NamedTuple):
@@ -203,9 +199,11 @@ def content_of(path: Path) -> Any:
     """Read one file."""
     if path.suffix == ".pt":
         try:
-            return comparable(read_checkpoint(path))
+            state = read_checkpoint(path)
         except UserError as error:
             return f"not readable: {error}"
+        state["provenance"].pop("git", None)  # the code that wrote it
+        return state
     if path.name == "log.jsonl":
         return events(path.read_text(errors="replace"))
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -228,24 +226,12 @@ def without_clock(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in CLOCK}
 
 
-def comparable(value: Any) -> Any:
-    """Replace tensors by their bits."""
-    if isinstance(value, torch.Tensor):
-        bits = np.ascontiguousarray(value.detach().cpu().numpy()).tobytes()
-        return str(value.dtype), tuple(value.shape), hashlib.sha256(bits).hexdigest()
-    if isinstance(value, dict):
-        return {name: comparable(part) for name, part in value.items() if name not in OWN}
-    if isinstance(value, list | tuple):
-        return [comparable(part) for part in value]
-    return value
-
-
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
     """Name the files in which two states differ; "" if they do not."""
     names = [
         name
         for name in sorted(found.keys() | expected.keys())
-        if name not in found or name not in expected or found[name] != expected[name]
+        if not same(found.get(name, "absent"), expected.get(name, "absent"))
     ]
     return f"not as in the unbroken run: {', '.join(names)}" if names else ""
 

@@ -11,6 +11,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import random
 import re
 import socket
 import sys
@@ -96,8 +97,6 @@ TINY = (
 )
 
 
-# The norm types that the studies compare; norm_plan.NORM_TYPES has all.
-COMPARED_TYPES = ("layer", "rms", "coupled", "cbwc", "taper")
 TAPER_KEYS = ("--taper_warmup=10", "--taper_end=30", "--taper_final=True", "--taper_anchor=0.1")
 
 
@@ -304,11 +303,19 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return torch.load(path / "ckpt_last.pt", weights_only=True)["model"]
 
 
+def same(a: object, b: object) -> bool:
+    """Equal nested dicts, lists and plain values; tensors are equal bit for bit, and in type."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(part, b[name]) for name, part in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
 def same_weights(a: Path, b: Path) -> bool:
-    left, right = weights(a), weights(b)
-    return left.keys() == right.keys() and all(
-        torch.equal(left[name], right[name]) for name in left
-    )
+    return same(weights(a), weights(b))
 
 
 def losses(out_dir: Path) -> dict[int, float]:
@@ -346,3 +353,27 @@ def shake(module: torch.nn.Module) -> torch.nn.Module:
             seed = zlib.crc32(role.encode())
             parameter += 0.3 * draw(*parameter.shape, seed=seed)
     return module
+
+
+def random_sections(
+    draw: random.Random, norm_type: str, n_layer: int, unwanted: str = ""
+) -> tuple[str, str, str]:
+    """Letters of inputs, outputs and embedding that a plan of this type may have, but one."""
+    from norm_types import NORM_TYPES
+
+    row = NORM_TYPES[norm_type]
+    inputs = ""
+    for _ in range(2 * n_layer + 1):
+        shares = inputs.rstrip("s").endswith("R")  # s needs a statistic
+        letters = [x for x in row.allowed_letters if x != unwanted and (x != "s" or shares)]
+        inputs += draw.choice(letters)
+    outputs, embeddings = (
+        [x for x in letters + "I" if x != unwanted] for letters in (row.outputs, row.embeddings)
+    )
+    if draw.random() < 0.3:
+        outputs = "I"
+    return (
+        inputs,
+        "".join(draw.choice(outputs) for _ in range(2 * n_layer)),
+        draw.choice(embeddings),
+    )

@@ -51,7 +51,7 @@ def write_run(model: GPT, folder: Path) -> Path:
     }
     save_checkpoint(
         folder / BEST,
-        {"step": 0, "config": asdict(SHAPE), "meta": meta, "model": model.state_dict()},
+        {"step": 0, "config": asdict(model.config), "meta": meta, "model": model.state_dict()},
     )
     text = "".join(meta["chars"][i] for i in sequences(200, 7).flatten())
     (folder / "text.txt").write_text(text)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers import close, shake
+from helpers import close, random_sections, shake
 from torch import Tensor
 
 from common.errors import ConfigError
@@ -485,21 +485,12 @@ def test_a_random_plan_is_its_letters(seed):
     """Any mixture of letters that a type allows."""
     draw = random.Random(seed)
     norm_type = ("keel", "mixln", "post", "hybrid", "peri", "olmo2", "coupled", "rms")[seed % 8]
-    row = NORM_TYPES[norm_type]
-    kind = draw.choice(["rms", "layer"]) if "L" in row.allowed_letters else "rms"
+    letters = NORM_TYPES[norm_type].allowed_letters
+    kind = draw.choice(["rms", "layer"]) if "L" in letters else "rms"
     unwanted = "R" if kind == "layer" else "L"
-    inputs = ""
-    for _ in range(2 * L + 1):
-        allowed = [x for x in row.allowed_letters if x != unwanted]
-        if not inputs.rstrip("s").endswith("R"):
-            allowed = [x for x in allowed if x != "s"]
-        inputs += draw.choice(allowed)
-    outputs = "".join(
-        draw.choice([x for x in row.outputs + "I" if x != unwanted]) for _ in range(2 * L)
-    )
-    embedding = draw.choice([x for x in row.embeddings + "I" if x != unwanted])
+    inputs, outputs, embedding = random_sections(draw, norm_type, L, unwanted)
     keys = {"norm_plan": f"{inputs}|{outputs}|{embedding}", "qk_norm": "none"}
-    if "P" in row.allowed_letters:
+    if "P" in letters:
         keys |= {"residual_weight": 1.5, "post_base": kind}
     told = {"kind": kind, "weight": 1.5, "sections": (inputs, outputs, embedding)}
     if norm_type == "keel":
@@ -595,22 +586,6 @@ def test_draws_are_those_of_rms_but_for_the_declared_factor(norm_type, shape):
         assert torch.equal(plain[name], common[name])
     assert {name for name in ours if "norm" not in name} == {
         name for name in common if "norm" not in name
-    }
-
-
-@pytest.mark.parametrize(("depth", "alpha", "beta"), [(12, 2.2134, 0.3195), (24, 2.632, 0.2686)])
-def test_deepnorms_numbers(depth, alpha, beta):
-    """DeepNet, figure 2: alpha = (2M)^(1/4) and beta = (8M)^(-1/4) of a decoder of M blocks."""
-    deepnorm = plan("deepnorm", depth)
-    weights = [deepnorm.place(position).residual_weight for position in range(1, 2 * depth + 1)]
-    assert weights == pytest.approx([alpha] * 2 * depth, rel=2e-4)
-    factors = deepnorm.config.recipe.init_factors(depth)
-    undone = math.sqrt(2 * depth)
-    assert factors == {
-        "attn.v": pytest.approx(beta, rel=2e-4),
-        "mlp.up": pytest.approx(beta, rel=2e-4),
-        "attn.proj": pytest.approx(beta * undone, rel=2e-4),
-        "mlp.down": pytest.approx(beta * undone, rel=2e-4),
     }
 
 

@@ -5,7 +5,7 @@ and OLMo 3 have them, against an independent model in float64 and against transf
 """
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 
 import pytest
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from helpers import close, draw, shake
 
 import model as model_file
-from common.errors import ConfigError, HFError
+from common.errors import CheckpointError, ConfigError, HFError
 from fold.gpt import to_folded
 from hf.config import hf_config
 from hf.hub import import_transformers
@@ -48,34 +48,6 @@ GEMMA = GPTConfig(
     embed_scale=4.0,
     init_std=0.2,
 )
-OLMO = replace(
-    GEMMA,
-    n_kv_head=0,
-    activation="swiglu",
-    rope_theta=50.0,
-    # the pairs turn 16, 4.3 and 1.2 times: kept, mixed and stretched
-    rope_scaling=(8.0, 3.0, 0.5, 16.0, 1.2),
-    rope_scaling_kind="yarn",
-    window=3,
-    local_blocks="lllg",
-    local_rope_theta=0.0,
-    attn_scale=0.0,
-    embed_scale=1.0,
-    tie_embeddings=False,
-)
-LEARNED = GPTConfig(
-    vocab_size=40,
-    block_size=T,
-    n_layer=2,
-    n_head=2,
-    n_embd=16,
-    norm_type="rms",
-    window=4,
-    local_blocks="l",
-    embed_scale=3.0,
-    init_std=0.2,
-)
-SHAPES = {"gemma": GEMMA, "olmo": OLMO, "learned": LEARNED}
 
 
 def gpt(config):
@@ -84,9 +56,6 @@ def gpt(config):
 
 def tokens(*shape, seed=0):
     return torch.randint(40, shape, generator=torch.Generator().manual_seed(seed))
-
-
-# ----------------------------------------------------------------------------------- the definition
 
 
 # --------------------------------------------------------------------------- the cache, plain paths
@@ -221,7 +190,7 @@ def test_the_window_and_the_scaled_embedding_are_those_of_transformers():
 
     weight, idx = draw(40, 16), tokens(2, T)
     for dtype in (torch.float32, torch.bfloat16):
-        model = GPT(replace(LEARNED, embed_scale=1152**0.5)).to(dtype)
+        model = GPT(replace(GEMMA, embed_scale=1152**0.5)).to(dtype)
         model.wte.weight.data.copy_(weight)
         theirs = Gemma3TextScaledWordEmbedding(40, 16, None, 1152**0.5).to(dtype)
         theirs.weight.data.copy_(weight)
@@ -269,10 +238,6 @@ def test_export_refuses_what_no_supported_architecture_computes(name):
 
 @pytest.mark.parametrize("name", ["window", "attn_scale", "embed_scale", "local_rope_theta"])
 def test_a_start_from_another_function_is_refused(name, tmp_path):
-    from dataclasses import asdict
-
-    from common.errors import CheckpointError
-
     other = replace(GEMMA, **{name: 2 * getattr(GEMMA, name)})
     check_same_model(asdict(GEMMA), GEMMA, tmp_path, SAME_FUNCTION)
     with pytest.raises(CheckpointError, match=name):

@@ -3,24 +3,21 @@
 python -m pytest tests/test_plan_grammar.py
 """
 
-import ast
-import inspect
 import json
 import random
-import textwrap
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import close
+from helpers import close, random_sections
 
 from common.errors import CheckpointError, ConfigError, run_program
 from configurator import parse_args
 from evidence.runs import by_arm, difference_in_settings, find_runs
 from load import init_from, load_model
-from model import GPT, Block, GPTConfig
+from model import GPT, GPTConfig
 from norm_plan import NormConfig, NormPlan, foreign_keys, keys_of
 from norm_types import NORM_TYPES
 from norms import Norm
@@ -38,19 +35,6 @@ def plan(norm_type: str, n_layer: int, norm_plan: str = "", **keys) -> NormPlan:
 
 
 # ----------------------------------------------------------------------------- parsing and printing
-
-
-def random_sections(draw: random.Random, norm_type: str, n_layer: int) -> tuple[str, str, str]:
-    """Letters of inputs, outputs and embedding that a plan of this type may have."""
-    row = NORM_TYPES[norm_type]
-    inputs = ""
-    for _ in range(2 * n_layer + 1):
-        shares = inputs.rstrip("s").endswith("R")  # s needs a statistic
-        inputs += draw.choice([x for x in row.allowed_letters if x != "s" or shares])
-    outputs = "".join(draw.choice(row.outputs + "I") for _ in range(2 * n_layer))
-    if draw.random() < 0.3:
-        outputs = "I" * 2 * n_layer
-    return inputs, outputs, draw.choice(row.embeddings + "I")
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
@@ -177,19 +161,26 @@ SIZES = {"vocab_size": 32, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd":
 
 
 @pytest.mark.parametrize(
-    ("norm_type", "value", "kind"),
+    ("old", "today"),
     [
-        ("layer", True, "head"),
-        ("layer", False, "none"),
+        ({"qk_norm": True}, {"qk_kind": "head"}),
+        # What is none anyway is the default: the run has no other name, and goes on.
+        ({"qk_norm": False}, {"qk_kind": "none", "qk_norm": None}),
+        ({"norm_affine": True}, {"norm_gain": "plain"}),
+        ({"norm_affine": False}, {"norm_gain": "none"}),
+        # convert.py wrote v_norm out, also where the type had it anyway.
+        ({"v_norm": False}, {"has_v_norm": False}),
+        ({"v_norm": True, "norm_type": "hybrid", "qk_norm": None}, {"has_v_norm": True}),
     ],
+    ids=str,
 )
-def test_a_saved_boolean_qk_norm(norm_type, value, kind, tmp_path):
-    saved = OLDER | SIZES | {"norm_type": norm_type, "qk_norm": value}
+def test_a_saved_key_of_before(old, today, tmp_path):
+    saved = OLDER | SIZES | {"norm_type": "rms"} | old
     config = model_config(saved, tmp_path)
-    assert config.qk_kind == kind
-    assert (GPT(config).blocks[0].attn.q_norm is None) == (kind == "none")
-    # What is none anyway is the default: the run has no other name, and goes on.
-    assert value or config.qk_norm is None
+    assert {name: getattr(config, name) for name in today} == today
+    if "v_norm" in old:
+        with pytest.raises(CheckpointError, match="v_norm"):
+            model_config(saved | {"v_norm": not old["v_norm"]}, tmp_path)
 
 
 # (a retired key, its old default, another value, is a run with that one loaded?)
@@ -234,26 +225,6 @@ def test_a_key_that_is_gone(name, default, other, loads, tmp_path, capsys, monke
             "wandb_project": "tracker_project ours -> nanonorm",
         }
         assert changed == ([told[name]] if value == other and name in told else [])
-
-
-def test_a_retired_key_that_says_what_the_type_does(tmp_path):
-    """convert.py wrote v_norm out, also where the type had it anyway."""
-    for norm_type, value in (("rms", False), ("hybrid", True)):
-        saved = vars(GPTConfig(**SIZES, norm_type=norm_type)) | {"v_norm": value}
-        assert model_config(saved, tmp_path).norm_type == norm_type
-        with pytest.raises(CheckpointError, match="v_norm"):
-            model_config(saved | {"v_norm": not value}, tmp_path)
-
-
-def test_saved_norm_affine_is_norm_gain(tmp_path):
-    for affine, gain in ((True, "plain"), (False, "none")):
-        saved = OLDER | SIZES | {"norm_type": "rms", "norm_affine": affine}
-        config = model_config(saved, tmp_path)
-        assert config.norm_gain == gain
-        names = GPT(config).state_dict()
-        assert any("norm" in name for name in names) == affine
-    with pytest.raises(ConfigError, match="unknown key 'norm_affine'"):
-        parse_args(TrainConfig, ["--norm_affine=False"])
 
 
 def test_an_older_dyt_checkpoint_computes_the_same(tmp_path):
@@ -350,23 +321,40 @@ def test_arms_of_older_logs(norm_type, keys, arm, now, records_keys, tmp_path):
     assert difference_in_settings(*runs, but=("seed",)) == ""
 
 
+def write_model(folder: Path, **keys) -> tuple[GPT, str]:
+    """A model whose gains are not those at the start, and its checkpoint."""
+    model = GPT(replace(SHAPE, **{"norm_type": "rms", **keys}))
+    with torch.no_grad():
+        for norm in model.modules():
+            if isinstance(norm, Norm) and norm.weight is not None:
+                norm.weight.add_(0.3 * torch.randn(norm.channels))
+    state = {"step": 1, "config": vars(model.config), "model": model.state_dict()}
+    save_checkpoint(folder / "source.pt", state)
+    return model, str(folder / "source.pt")
+
+
 @pytest.mark.parametrize(
     ("source", "keys", "words"),
     [
         ({"qk_norm": "head"}, {}, "qk_norm=head, and this run none"),
         ({"qk_norm": "head"}, {"qk_norm": "full"}, "qk_norm=head, and this run full"),
+        ({"norm_type": "dyt"}, {}, "multiplies its embeddings by a learned number"),
+        ({}, {"norm_type": "derf"}, "would multiply the embeddings"),
+        (
+            {"norm_type": "peri", "output_eps": 1e-4},
+            {"norm_type": "peri"},
+            "output_eps=0.0001 there, 1e-06 here",
+        ),
     ],
     ids=str,
 )
-def test_init_from_refuses_gains_and_norms_of_another_kind(source, keys, words, tmp_path):
-    """Their tensors have the same names, or none, and another meaning."""
-    model = GPT(replace(SHAPE, norm_type="rms", **source))
-    state = {"step": 1, "config": vars(model.config), "model": model.state_dict()}
-    save_checkpoint(tmp_path / "source.pt", state)
+def test_init_from_refuses_another_function(source, keys, words, tmp_path):
+    """Its tensors have the same names, or none, and another meaning."""
+    model, path = write_model(tmp_path, **source)
     with pytest.raises(CheckpointError, match=words):
-        init_from(GPT(replace(SHAPE, norm_type="rms", **keys)), str(tmp_path / "source.pt"))
-    same = GPT(replace(SHAPE, norm_type="rms", **source), seed=1)
-    init_from(same, str(tmp_path / "source.pt"))
+        init_from(GPT(replace(SHAPE, **{"norm_type": "rms", **keys})), path)
+    same = GPT(replace(SHAPE, **{"norm_type": "rms", **source}), seed=1)
+    init_from(same, path)
     idx = torch.arange(8)[None]
     assert torch.equal(same(idx), model(idx))
 
@@ -381,62 +369,17 @@ def test_init_from_refuses_gains_and_norms_of_another_kind(source, keys, words, 
         ({}, {"norm_type": "lns"}),
         ({"norm_type": "lns"}, {"norm_type": "taper"}),
         ({"norm_type": "lns"}, {"norm_type": "rms", "norm_plan": "RR RR R | RR RR"}),
-        ({"norm_type": "peri", "norm_gain": "one_plus"}, {}),
+        ({"norm_type": "peri", "norm_gain": "one_plus", "output_eps": 1e-4}, {}),
         ({"qk_norm": "head", "norm_gain": "one_plus"}, {"qk_norm": "head"}),
     ],
     ids=str,
 )
 def test_init_from_keeps_gains_however_they_are_stored(source, target, tmp_path):
-    model = GPT(replace(SHAPE, **{"norm_type": "rms", **source}))
-    with torch.no_grad():
-        for norm in model.modules():
-            if isinstance(norm, Norm) and norm.weight is not None:
-                norm.weight.add_(0.3 * torch.randn(norm.channels))
-    state = {"step": 1, "config": vars(model.config), "model": model.state_dict()}
-    save_checkpoint(tmp_path / "source.pt", state)
+    model, path = write_model(tmp_path, **source)
     new = GPT(replace(SHAPE, **{"norm_type": "rms", **target}))
-    init_from(new, str(tmp_path / "source.pt"))
+    init_from(new, path)
     for old, place in zip(model.places(), new.places(), strict=True):
         torch.testing.assert_close(place.core.exact_gain, old.core.exact_gain, rtol=1e-6, atol=1e-7)
     if "qk_norm" in source:
         pair = (gpt.blocks[0].attn.q_norm.exact_gain for gpt in (new, model))
         torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-7)
-
-
-def test_init_from_refuses_to_lose_the_learned_scale(tmp_path):
-    model = GPT(replace(SHAPE, norm_type="dyt"))
-    state = {"step": 1, "config": vars(model.config), "model": model.state_dict()}
-    save_checkpoint(tmp_path / "source.pt", state)
-    with pytest.raises(CheckpointError, match="multiplies its embeddings by a learned number"):
-        init_from(GPT(replace(SHAPE, norm_type="rms")), str(tmp_path / "source.pt"))
-    init_from(GPT(replace(SHAPE, norm_type="dyt"), seed=1), str(tmp_path / "source.pt"))
-    with pytest.raises(CheckpointError, match="would multiply the embeddings"):
-        derf = GPT(replace(SHAPE, norm_type="derf"))
-        save_checkpoint(
-            tmp_path / "rms.pt", state | {"config": vars(SHAPE), "model": GPT(SHAPE).state_dict()}
-        )
-        init_from(derf, str(tmp_path / "rms.pt"))
-
-
-def test_init_from_compares_output_eps_where_both_have_output_norms(tmp_path):
-    model = GPT(replace(SHAPE, norm_type="peri", output_eps=1e-4))
-    state = {"step": 1, "config": vars(model.config), "model": model.state_dict()}
-    save_checkpoint(tmp_path / "source.pt", state)
-    with pytest.raises(CheckpointError, match=r"output_eps=0\.0001 there, 1e-06 here"):
-        init_from(GPT(replace(SHAPE, norm_type="peri")), str(tmp_path / "source.pt"))
-    init_from(GPT(replace(SHAPE, norm_type="rms")), str(tmp_path / "source.pt"))
-
-
-# -------------------------------------------------------------------------------- layouts of before
-
-
-# Commit ae00747, one block: classes of norm1, norm2, norm_f and of the linears that write into the
-# stream; tensors of the norms without biases, and those that biases add.
-
-
-def test_block_forward_has_four_statements():
-    """It knows nothing of norm types: two norms that add, two sublayers."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(Block.forward)))
-    docstring, *statements, returned = tree.body[0].body
-    assert isinstance(docstring, ast.Expr) and isinstance(returned, ast.Return)
-    assert len(statements) == 4 and all(isinstance(line, ast.Assign) for line in statements)

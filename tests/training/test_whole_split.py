@@ -15,8 +15,9 @@ from helpers import TINY, records, shake
 from common.distributed import Ranks
 from data.shards import write_shard
 from model import GPT, GPTConfig
+from training import whole_split
 from training.dataloader import Blocks
-from training.whole_split import MAX_DOCUMENTS, SplitLoss, Windows, split_loss
+from training.whole_split import Windows, split_loss, split_record
 
 END = 10
 SHAPE = GPTConfig(vocab_size=16, n_vocab=11, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -51,29 +52,23 @@ def by_loop(model, tokens):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
-def test_every_token_counts_once(shards, batch_size):
+def test_every_token_counts_once(shards, batch_size, monkeypatch):
     folder, tokens = shards
     model = shake(GPT(SHAPE).double())
     windows = Windows(Blocks(folder, "val", 8, 11), END)
     ranks = Ranks.start("cpu", 1)
-    found = split_loss(model, windows, batch_size, ranks, contextlib.nullcontext)
+    tokens_of, nats = split_loss(model, windows, batch_size, ranks, contextlib.nullcontext)
     expected = by_loop(model.eval(), tokens)
-    assert found.tokens.tolist() == [count for count, _ in expected.values()]
-    assert found.sums == pytest.approx([nats for _, nats in expected.values()], abs=1e-12)
-    assert found.tokens.sum() == 44 + 18
-    whole = split_loss(
-        model, Windows(windows.blocks, None), batch_size, ranks, contextlib.nullcontext
-    )
-    assert whole.tokens.tolist() == [62]
-    assert whole.mean == pytest.approx(found.mean, abs=1e-12)
-
-
-def test_a_split_of_many_documents_records_the_mean_alone():
-    count = MAX_DOCUMENTS + 1
-    many = SplitLoss(np.ones(count, np.int64), np.full(count, 2.0))
-    assert many.record() == {"val_loss_full": 2.0, "tokens": count}
-    few = SplitLoss(np.array([1, 3]), np.array([2.0, 2.0]))
-    assert few.record()["document_nats"] == [2.0, 2.0] and few.mean == 1.0
+    assert tokens_of.tolist() == [count for count, _ in expected.values()]
+    assert nats == pytest.approx([nats for _, nats in expected.values()], abs=1e-12)
+    assert tokens_of.sum() == 44 + 18
+    record = split_record(tokens_of, nats)
+    assert record["document_nats"] == nats.tolist() and record["tokens"] == 62
+    # Without documents it is one, and of too many the record has the mean alone.
+    windows = Windows(windows.blocks, None)
+    whole = split_loss(model, windows, batch_size, ranks, contextlib.nullcontext)
+    monkeypatch.setattr(whole_split, "MAX_DOCUMENTS", 0)
+    assert split_record(*whole) == {"tokens": 62, "val_loss_full": pytest.approx(nats.sum() / 62)}
 
 
 def test_a_run_measures_it_at_the_end_on_any_number_of_ranks(train_ok, tiny_data, tmp_path):

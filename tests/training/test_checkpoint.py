@@ -1,0 +1,355 @@
+"""Checkpoints: what is saved is read, crashes, files that are damaged or made by hand.
+
+    python -m pytest tests/training/test_checkpoint.py
+
+A damaged file ends in one line that names the entry.
+"""
+
+import copy
+import math
+import os
+import pickle
+import zipfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import TINY, contents, same, write_items
+
+import hellaswag
+import sample
+import train
+from common.errors import CheckpointError, UserError
+from load import load_model
+from model import GPTConfig
+from training.checkpoint import (
+    BEST,
+    LAST,
+    check_same_model,
+    find_checkpoint,
+    load_moments,
+    model_config,
+    moments_of,
+    read_checkpoint,
+    save_checkpoint,
+)
+from training.optim import make_optimizer
+
+WEIGHT = "blocks.0.attn.qkv.weight"
+MISSING = object()
+WORDS = (*TINY, "--max_iters=2", "--norm_type=coupled", "--coupled_span=2", "--bias=True")
+
+
+@pytest.fixture(scope="module")
+def state(tiny_data, tmp_path_factory):
+    """What a run of two steps saves."""
+    out = tmp_path_factory.mktemp("saved") / "run"
+    train.main([*WORDS, f"--data_dir={tiny_data}", f"--out_dir={out}"])
+    return torch.load(out / LAST, weights_only=True)
+
+
+def damaged(state: dict, place: tuple, value: object) -> dict:
+    """A copy of `state` with another value at `place`; a function makes it of the old one."""
+    state = copy.deepcopy(state)
+    inner = state
+    for name in place[:-1]:
+        inner = inner[name]
+    if value is MISSING:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = value(inner[place[-1]]) if callable(value) else value
+    return state
+
+
+def test_round_trip(state, tmp_path):
+    save_checkpoint(tmp_path / LAST, state)
+    back = read_checkpoint(tmp_path / LAST)
+    assert same(back, {"format": 2, **state})
+    assert [path.name for path in tmp_path.iterdir()] == [LAST]
+    model = load_model(str(tmp_path / LAST))
+    assert model.config == model_config(state["config"], tmp_path)
+    assert model.meta == state["meta"] and not model.training
+    assert same(dict(model.state_dict()), state["model"])
+    optimizer = make_optimizer(model, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    parameters = dict(model.named_parameters())
+    load_moments(tmp_path / LAST, back, parameters, optimizer)
+    assert same(moments_of(parameters, optimizer), state["optimizer"])
+
+
+@pytest.mark.parametrize("moment", ["write", "replace"])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("boom"), KeyboardInterrupt()]
+)
+def test_a_crash_while_saving_leaves_the_old_file(state, tmp_path, monkeypatch, moment, error):
+    path = tmp_path / LAST
+    save_checkpoint(path, state)
+    old, save = path.read_bytes(), torch.save
+
+    def fail(*words):
+        if moment == "write":
+            save(*words)
+            words[1].truncate(len(old) // 2)
+        raise error
+
+    place, name = (torch, "save") if moment == "write" else (os, "replace")
+    is_refused = isinstance(error, OSError)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, fail)
+        with pytest.raises(CheckpointError if is_refused else type(error)) as caught:
+            save_checkpoint(path, state | {"step": 8})
+    if is_refused:
+        assert str(path) in str(caught.value) and "No space left" in str(caught.value)
+        assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == old
+    save_checkpoint(path, state | {"step": 9})  # and what is left of it is not in the way
+    assert read_checkpoint(path)["step"] == 9 and list(tmp_path.iterdir()) == [path]
+
+
+def test_truncated_or_with_a_flipped_byte(state, tmp_path):
+    """Refused in words, or harmless (in padding): never another state, never another exception."""
+    path, refused = tmp_path / LAST, 0
+    save_checkpoint(path, state)
+    whole = path.read_bytes()
+    for length in {0, 1, 4, *range(0, len(whole), len(whole) // 50), len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=LAST):
+            read_checkpoint(path)
+    # every byte of an entry in the archive's directory, and others elsewhere
+    entry = whole.find(b"PK\x01\x02")
+    tensor = whole.find(b"PK\x01\x02", whole.find(b"/data/0", entry))
+    places = [first + place for first in (entry, tensor) for place in range(60)]
+    places += range(0, len(whole), len(whole) // 100)
+    for place in places:
+        torn = bytearray(whole)
+        torn[place] ^= 0xFF
+        path.write_bytes(torn)
+        try:
+            assert same(read_checkpoint(path), {"format": 2, **state}), place
+        except CheckpointError:
+            refused += 1
+    assert refused > len(places) // 2
+
+
+class Malice:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_foreign_pickle_is_never_executed(state, tmp_path):
+    mark, path = tmp_path / "executed", tmp_path / LAST
+    malicious = {**state, "meta": Malice(mark)}
+    torch.save(malicious, path)
+    with pytest.raises(CheckpointError, match="more than tensors and plain values"):
+        read_checkpoint(path)
+    torch.save(malicious, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=LAST):
+        read_checkpoint(path)
+    path.write_bytes(pickle.dumps(Malice(mark)))
+    with pytest.raises(CheckpointError, match=LAST):
+        load_model(str(path))
+    assert not mark.exists()
+    pickle.loads(path.read_bytes())
+    assert mark.exists()  # so it was malicious
+
+
+def nonsense(content: bytes, path: Path) -> None:
+    """An archive whose checksums are right, and whose unpickler fails in ways of its own."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, part in (("data.pkl", content), ("version", b"3\n"), ("byteorder", b"little")):
+            archive.writestr(f"archive/{name}", part)
+
+
+@pytest.mark.parametrize(
+    ("write", "content"),
+    [
+        *((lambda content, path: path.write_bytes(content), text) for text in
+          (b"", b"hello\n" * 100, b"PK\x05\x06" + 18 * b"\0")),
+        *((nonsense, text) for text in
+          (b"", b".", b"0.", b"h\x05.", b"}s.", b"\x80\x02\x8c\xff", b"X\xff\xff")),
+        *((torch.save, state) for state in
+          ([1, 2], {"wte.weight": torch.ones(2)}, {"model": {}, "config": {}})),
+    ],
+)  # fmt: skip
+def test_not_a_checkpoint_at_all(write, content, tmp_path):
+    write(content, tmp_path / LAST)
+    with pytest.raises(CheckpointError, match=r"not a.* checkpoint"):
+        read_checkpoint(tmp_path / LAST)
+
+
+def test_a_compressed_entry_is_refused(state, tmp_path):
+    """torch.save compresses nothing: 1 MB of zeros here could be any number."""
+    torch.save(state, tmp_path / LAST)
+    with zipfile.ZipFile(tmp_path / LAST, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/99", bytes(1 << 20))
+    with pytest.raises(CheckpointError, match="archive/data/99"):
+        read_checkpoint(tmp_path / LAST)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"format": 3}, "format 3, this program reads 2"), ({"shards": {}}, "commit d806d57")],
+)
+def test_what_this_program_does_not_read_is_refused(change, word, state, tmp_path):
+    """It is the latest checkpoint all the same: a run does not go on from an earlier one."""
+    torch.save({**state, **change}, tmp_path / LAST)
+    save_checkpoint(tmp_path / BEST, state)
+    with pytest.raises(UserError, match=word):
+        read_checkpoint(tmp_path / LAST)
+    with pytest.raises(UserError, match=word):
+        find_checkpoint(tmp_path, "auto")
+
+
+def entry(name: str) -> str:
+    return f"its entry `{name}` is damaged"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "part"),
+    [
+        (("config",), [1], entry("config")),
+        (("step",), -3, entry("step")),
+        (("model",), [1], entry("model")),
+        (("model", WEIGHT), "x", entry("model")),
+        (("model", WEIGHT), lambda weight: weight.to_sparse(), entry("model")),
+        (("model", WEIGHT), lambda weight: torch.zeros(1).expand(1 << 40), entry("model")),
+        (("optimizer",), [], entry("optimizer")),
+        (("meta",), [1], entry("meta")),
+        (("provenance",), ["no place"], entry("provenance")),
+        (("model", WEIGHT), lambda weight: weight * math.nan, f"{WEIGHT} is not finite"),
+        (
+            ("optimizer", WEIGHT, "exp_avg"),
+            lambda moment: moment / 0,
+            f"optimizer.{WEIGHT}.exp_avg is not finite",
+        ),
+    ],
+)
+def test_a_damaged_entry_is_named(state, tmp_path, place, value, part):
+    """By whoever reads the file. A run that is resumed takes its other checkpoint."""
+    path = tmp_path / LAST
+    torch.save(damaged(state, place, value), path)
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(path)
+    assert str(path) in str(caught.value) and part in str(caught.value)
+    torch.save(state, tmp_path / BEST)
+    found = find_checkpoint(tmp_path, "auto")
+    assert found.path.name == BEST and part in found.problem
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "part"),
+    [
+        (("config", "n_layer"), 1 << 30, "n_layer"),
+        (("config", "n_layer"), 3, "blocks.2.attn.proj.bias is missing"),
+        (("config", "n_layer"), "2", "n_layer must be int"),
+        # A table of positions that this machine cannot hold
+        (("config",), lambda config: config | {"position": "rope", "block_size": 1 << 34}, "GB"),
+        (("config", "norm_type"), ["rms"], "its config is damaged"),
+        (("config", "norm_plan"), "R" * 100_000, "need 5 letters"),
+        (("config", "norm_eps"), math.nan, "norm_eps must be float"),
+        (("model", WEIGHT), MISSING, f"{WEIGHT} is missing"),
+        (("model", WEIGHT), lambda weight: weight[:3], f"{WEIGHT} is (3, 32) there, (96, 32)"),
+        (("model", "extra"), torch.ones(3), "extra is not part of this model"),
+    ],
+)
+def test_config_and_weights_that_do_not_fit(state, tmp_path, place, value, part):
+    path = tmp_path / LAST
+    torch.save(damaged(state, place, value), path)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(str(path))
+    assert str(path) in str(caught.value) and part in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "part"),
+    [
+        (("optimizer", WEIGHT), [1], "the state of its optimizer"),
+        (("optimizer", "foreign"), {}, "the state of its optimizer"),
+        (("optimizer", WEIGHT, "exp_avg"), torch.ones(1), "the state of its optimizer"),
+        (("optimizer", WEIGHT, "exp_avg"), MISSING, "the state of its optimizer"),
+        (("format",), 1, "the state of its optimizer"),
+        (("scaler",), MISSING, "holds weights only"),
+        (("config", "dtype"), [1], "its config is damaged"),
+    ],
+)
+def test_nothing_is_lost_in_a_resume(state, tmp_path, tiny_data, place, value, part):
+    run = tmp_path / "run"
+    run.mkdir()
+    torch.save(damaged(state, place, value), run / LAST)
+    (run / "lock").touch()
+    before = contents(run)
+    with pytest.raises(CheckpointError, match=part):
+        train.main([*WORDS, "--max_iters=4", f"--data_dir={tiny_data}", f"--out_dir={run}"])
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("program", [sample, hellaswag])
+def test_a_tokenizer_of_another_model(state, tmp_path, program):
+    path = tmp_path / LAST
+    torch.save(damaged(state, ("meta",), {"tokenizer": "bytes"}), path)
+    items = write_items(tmp_path / "items.jsonl", 2)
+    words = [f"--data={items}"] if program is hellaswag else ["--prompt=a"]
+    with pytest.raises(UserError, match="the model has 60 tokens, its tokenizer 257"):
+        program.main([str(path), *words, "--device=cpu"])
+
+
+def test_weights_that_became_infinite_are_not_saved(launch, tiny_data, tmp_path):
+    """Losses and gradients of the step are finite; its update is not."""
+    words = (*TINY, "--max_iters=3", f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'run'}")
+    patch = ("infinite_weight", {"step": 3})
+    job = launch(*words, "--checkpoint_interval=2", patch=patch)
+    assert job.wait() == [1] and "Traceback" not in job.text()
+    assert "wte.weight is not finite; it was not saved, the last checkpoint" in job.text()
+    assert read_checkpoint(tmp_path / "run" / LAST)["step"] == 2
+
+
+def test_a_config_without_norm_type_is_layer(tmp_path):
+    """Checkpoints from before there were norm types: only the keys of the shape."""
+    shape = {"vocab_size": 40, "block_size": 12, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    config = model_config(shape, tmp_path)
+    assert config.norm_type == "layer" and config == GPTConfig(**shape)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("n_layer", 3), ("n_embd", 64), ("coupled_span", 1), ("bias", False)]
+)
+def test_another_model_names_the_key(key, value, state):
+    path = Path("run") / LAST
+    config = model_config(state["config"], path)
+    # These decide no tensor.
+    check_same_model(asdict(config), replace(config, dropout=0.1, init="torch"), path)
+    with pytest.raises(CheckpointError) as error:
+        check_same_model(asdict(config), replace(config, **{key: value}), path)
+    told = f"{path} is of another model: {key}={getattr(config, key)} there, {value} here"
+    assert told in str(error.value)
+
+
+def test_find_checkpoint(state, tmp_path):
+    last, best = tmp_path / LAST, tmp_path / BEST
+    assert find_checkpoint(tmp_path, "auto") is None and find_checkpoint(tmp_path, "never") is None
+    save_checkpoint(last, state)
+    save_checkpoint(best, state | {"step": 5})
+    for resume, step, path in (("auto", 2, last), (str(best), 5, best)):
+        found = find_checkpoint(tmp_path, resume)
+        assert (found.state["step"], found.path, found.problem) == (step, path, "")
+    # torn: the best one, and it says so
+    last.write_bytes(last.read_bytes()[:1000])
+    found = find_checkpoint(tmp_path, "auto")
+    assert (found.state["step"], found.path) == (5, best)
+    assert LAST in found.problem and "torn" in found.problem
+    best.write_bytes(b"")
+    # Both torn: it does not start afresh over them.
+    for resume, words in (
+        ("never", "resume=auto"),
+        (str(last), "torn"),
+        ("auto", f"{LAST}.*{BEST}"),
+        (str(tmp_path / "nowhere.pt"), "no such checkpoint"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            find_checkpoint(tmp_path, resume)
