@@ -7,7 +7,7 @@
 #   ARMS       norm types, each with any norm keys after it    (layer rms coupled cbwc taper)
 #   SEEDS      (8 9 10 11 12 13 14 15)
 #   OUT        folder of the run folders                       (out/, first config file's name)
-#   HELLASWAG  off, auto (downloads the items) or their file   (auto)
+#   HELLASWAG  off, auto (downloads the items) or their file   (off)
 #   KEEP       archive (a name in .tar.xz) for each finished run's config, log and HellaSwag items;
 #              runs in it are skipped
 #   NPROC      processes a run, started by torchrun            (1)
@@ -80,18 +80,29 @@ name_of() {
 }
 
 check=()
+names=()  # of all runs
 for arm in "${arms[@]}"; do
   split "$arm"
   check+=("::" "$(name_of)" --norm_type="${keys[0]}" "${keys[@]:1}")
+  for seed in "${seeds[@]}"; do names+=("$(name_of)-$seed"); done
 done
 "$PYTHON" -c '
 from common.errors import run_program
 from configurator import parse_args
+from evals.hellaswag import load_items
 from evidence.sweep import check
 from train import TrainConfig
 
-run_program(lambda argv: check(lambda words: parse_args(TrainConfig, words)[0], argv))
-' "$OUT" "${seeds[*]}" "${common[@]}" "${check[@]}" || exit 2
+
+def main(argv):
+    hellaswag, *words = argv
+    check(lambda words: parse_args(TrainConfig, words)[0], words)
+    if hellaswag != "off":  # downloaded, or refused, before the first run
+        load_items("" if hellaswag == "auto" else hellaswag)
+
+
+run_program(main)
+' "${HELLASWAG:-off}" "$OUT" "${seeds[*]}" "${common[@]}" "${check[@]}" || exit 2
 
 kept=$'\n'
 [ -z "$KEEP" ] || kept+=$("$PYTHON" -m evidence.archive "$KEEP")$'\n' || exit 1
@@ -201,7 +212,7 @@ work() {
       else
         status=0
         train "$1" "$name" "$label" "${common[@]}" --norm_type="${keys[0]}" "${keys[@]:1}" \
-          --seed="$seed" --out_dir="$OUT/$name" --hellaswag="${HELLASWAG:-auto}" || status=$?
+          --seed="$seed" --out_dir="$OUT/$name" --hellaswag="${HELLASWAG:-off}" || status=$?
         [ $status != 75 ] || { : >"$state/elsewhere/$name"; continue; }
         [ $status = 0 ] || failed=1
       fi
@@ -244,6 +255,12 @@ finish() {
   done
   rm -rf "$state"
   [ -z "$left" ] || echo "others are training:$left; run it again when they have ended"
+  local over=0
+  for name in "${names[@]}"; do
+    if [[ $kept == *$'\n'"$name"$'\n'* ]] || is_over "$name"; then over=$((over + 1)); fi
+  done
+  [ "$over" = "$total" ] && printf '%s of %s runs done; next: python report.py %q --baseline=%q\n' \
+    "$over" "$total" "${KEEP:-$OUT}" "${arms[0]}" || echo "$over of $total runs done"
   [ "$1" != 130 ] || echo "stopped; run it again to go on"
   exit "$1"
 }

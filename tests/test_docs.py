@@ -183,7 +183,7 @@ repro/which_norm.sh cpu verdict W
 pip install .
 torchrun --standalone --nproc_per_node=2 train.py config/demo.py
 torchrun --standalone --nproc_per_node=8 hellaswag.py out/small/rms-8
-ARMS="rms coupled" SEEDS="8 9 10 11" HELLASWAG=off ./sweep.sh config/table1_cpu.py --init_std=0.08
+ARMS="rms coupled" SEEDS="8 9 10 11" ./sweep.sh config/table1_cpu.py --init_std=0.08
 ARMS="rms coupled 'coupled --coupled_span=2'" SEEDS="8 9 10 11 12 13 14 15" \
   ./sweep.sh config/small.py
 python -m bench.aot --sm=90 --channels=768

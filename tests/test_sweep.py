@@ -124,7 +124,8 @@ def test_a_killed_sweep_ends_with_the_same_table(train_ok, data, tmp_path):
         name: part for name, part in archive.read(keep).items() if name.startswith("rms-1/")
     }
     archive.write(keep, one_left)  # the other is done, so kept again
-    plan, *rest = finish(start(data, broken, KEEP=str(keep)))
+    plan, *rest, last = finish(start(data, broken, KEEP=str(keep)))
+    assert last == f"4 of 4 runs done; next: python report.py {keep} --baseline=rms"
     assert plan.startswith("power: 2 seeds, ")
     assert [line.split(":")[0] for line in rest] == [
         "[1/4] rms-1",
@@ -151,7 +152,7 @@ def test_a_failed_run_does_not_stop_the_others(data, tmp_path):
     [failed] = [line for line in lines if "rms-1" in line]
     assert "rms-1: FAILED with exit code 1: error:" in failed and "torn" in failed
     [done] = [line for line in lines if "layer-1" in line]
-    assert "layer-1: done: best val loss" in done and len(lines) == 2
+    assert "layer-1: done: best val loss" in done and lines[2:] == ["1 of 2 runs done"]
 
 
 @pytest.mark.xdist_group("sweep")
@@ -187,6 +188,7 @@ def test_a_wrong_setting_stops_at_once(data, tmp_path):
         ("SEEDS", "1 1", "is named twice"),
         ("SEEDS", "8 08", "08"),
         ("JOBS", "two", "JOBS=two: needs a number"),
+        ("HELLASWAG", "nowhere.jsonl", "nowhere.jsonl"),
     )
     for name, value, error in wrong:
         assert any(
@@ -242,7 +244,7 @@ def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(data, tmp_p
             f'{{"event": "{kind}", "step": 40, "{name}": {loss}}}\n'
             '{"event": "end", "reason": "done"}\n'
         )
-    bad, good = finish(start(data, tmp_path, ARMS="rms layer", SEEDS="1"), 1)
+    bad, good, _ = finish(start(data, tmp_path, ARMS="rms layer", SEEDS="1"), 1)
     assert "rms-1: diverged" in bad and good.endswith("layer-1: done already")
 
 
