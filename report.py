@@ -489,9 +489,37 @@ def write_report(report: Report, out: Path, pictures: bool) -> None:
             write_bytes_atomically(out / name, content.encode(errors="backslashreplace"))
 
 
+def terminal_table(report: Report) -> str:
+    """Return the arms in the loss to decide by, at most 80 characters a line; "" without one."""
+    rows = [row for row in report.judged if row.metric is report.judged[0].metric]
+    if not rows:
+        return ""
+    metric = rows[0].metric
+    found = {row.arm: row for row in rows}
+    lines = [["arm", "seeds", "mean", "SD", "differs", "95 % (Holm)", "verdict"]]
+    for arm, runs in report.compared.items():
+        values = [run.metrics[metric.name] for run in runs.values() if metric.name in run.metrics]
+        spread = np.std(values, ddof=1) if len(values) > 1 else None
+        line = [short_name(arm)[:19], str(len(values)), number(np.mean(values)), number(spread)]
+        row = found.get(arm)
+        tests = ["", "", ""]
+        if row is not None:
+            tests = [row.show(row.estimate.mean), row.show_interval(row.verdict.interval)]
+            tests.append(row.two_words)
+        lines.append(line + tests)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = [f"{metric.name}, {metric.unit}"]
+    for arm, *numbers, verdict in lines:
+        cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:])]
+        table.append(" ".join([arm.ljust(widths[0]), *cells, "", verdict]).rstrip())
+    return "\n".join(table)
+
+
 def said(report: Report) -> str:
-    """Return what the program prints: verdicts, what is not judged or left out."""
-    parts = verdict_sentences(report.judged, report.unjudged)
+    """Return what the program prints: a table, verdicts, what is not judged or left out."""
+    table = terminal_table(report)
+    parts = [table] if table else []
+    parts += verdict_sentences(report.judged, report.unjudged)
     if not report.rows:
         parts.append(ALONE)
     if others := by_metric(report.others):

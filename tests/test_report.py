@@ -154,7 +154,14 @@ def test_verdicts_and_sentences(sweep):
 def test_files_are_written_and_agree(sweep, tmp_path, capsys):
     out = tmp_path / "report"
     report.main([str(sweep), "--baseline=rms", f"--out={out}"])
-    assert "taper: better" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "taper: better" in printed
+    table = {line.split()[0]: line for line in printed.split("\n\n")[0].splitlines()[2:]}
+    assert max(map(len, table.values())) <= 80 and table["rms"].split()[1] == "8"
+    ends = {"layer": "worse, beyond", "coupled": "within margin", "taper": "better, beyond"}
+    for arm, words in ends.items():
+        row = rows_of(sweep)["val_loss", arm]
+        assert table[arm].endswith(words) and f" {row.estimate.mean:+.4f} " in table[arm]
     text, appendix = (out / "report.md").read_text().split("## Appendix: not judged")
     for heading in ("## Verdicts", "## Tests", "### val_loss (nats per token)", "| SD |"):
         assert heading in text
