@@ -45,13 +45,11 @@ stays and why.
 The last line of output is JSON.
 """
 
-import contextlib
 import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -62,7 +60,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import fold
-from common.errors import ConfigError, FoldError, UserError, cannot_write, run_program
+from common.errors import ConfigError, FoldError, UserError, run_program
 from common.output import whole_folder, write_bytes_atomically
 from configurator import key, parse_args
 from decode.pack import pack
@@ -134,14 +132,11 @@ class ConvertConfig:
             raise ConfigError(
                 "say what to do: --to=rms, folded, weightless, coupled, decode or hf; or --analyze"
             )
-        if self.to == "decode" and self.out:
-            raise ConfigError(
-                f"out={self.out}: decode/step.py packs a model as it loads it, there is no file: "
-                "remove it"
-            )
         if self.to == "hf" and not self.out:
             raise ConfigError("to=hf: say where to: --out=FOLDER")
         readers = {
+            "out": ("rms", "folded", "weightless", "coupled", "hf"),
+            "rules": ("",),
             "norm_plan": ("coupled",),
             "text": ("coupled",),
             "insert": ("rms",),
@@ -149,13 +144,11 @@ class ConvertConfig:
             "transformers": ("rms", ""),
             "inputs": ("rms", "weightless", ""),
         }
+        default = {field.name: field.default for field in fields(self)}
         for name, conversions in readers.items():
-            default = name == "untie"
-            if self.to not in conversions and bool(getattr(self, name)) != default:
+            if self.to not in conversions and getattr(self, name) != default[name]:
                 known = ", ".join(f"--to={to}" if to else "--analyze" for to in conversions)
                 raise ConfigError(f"{name} is a key of {known}: remove it")
-        if self.to and self.rules != "exact":
-            raise ConfigError(f"rules={self.rules} is for counting, with --analyze: remove it")
         if self.out and any(Path(self.out).glob("*")):
             raise ConfigError(f"out={self.out}: there is something in it: choose a new folder")
 
@@ -207,7 +200,8 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
         exact = not config.inexact
         rewrite = partial(gpt.to_folded, exact=exact)
     elif config.to == "weightless":
-        rewrite = partial(gpt.to_weightless, untie=config.untie)
+        folds, left = gpt.gain_folds(model, config.untie)
+        rewrite = partial(gpt.to_weightless, folds=folds, untie=config.untie)
     elif config.to == "decode":
         rewrite = DecodeForm
     elif SHARED in model.plan.letters:
@@ -230,7 +224,6 @@ def convert(model: GPT, config: ConvertConfig) -> tuple[GPT | DecodeForm, Certif
             f"{what} is not exact ({certificate.reason}): --inexact writes it nevertheless"
         )
     if config.to == "weightless":
-        folds, left = gpt.gain_folds(model, config.untie)
         return after, replace(certificate, folded=len(folds), refusals=left)
     return after, replace(certificate, folded=count_folded(model, after, config.to))
 
@@ -280,10 +273,6 @@ def is_foreign(spec: str, config: ConvertConfig) -> bool:
     folder = resolve_hub(spec) if is_hub_name else Path(spec)
     is_run = (folder / BEST).exists() or (folder / LAST).exists()
     if not (folder / "config.json").exists() or is_run:
-        if config.transformers:
-            raise ConfigError(
-                f"transformers=True: {spec} is no Hugging Face folder or hub name: leave it out"
-            )
         return False
     if config.to == "weightless":
         return True
@@ -350,9 +339,9 @@ def write_foreign(
     """Save a folded model under a temporary name, load it, compare, and only then rename.
 
     Raises:
-        UserError: it cannot be written, or what is loaded is another model.
+        UserError: what is loaded is another model.
     """
-    with writing_new(Path(out)) as folder:
+    with whole_folder(Path(out)) as folder:
         save(model, folder, certificate, spec)
         again = load(folder) if (folder / RECIPE).exists() else load_pretrained(folder)
         outputs = [tree_leaves(run(one, inputs, widen=False)) for one in (model, again)]
@@ -408,16 +397,6 @@ def analyze(spec: str, config: ConvertConfig) -> Report:
 # ------------------------------------------------------------------------------------------ program
 
 
-@contextlib.contextmanager
-def writing_new(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `out` when it is whole. Raises UserError."""
-    try:
-        with whole_folder(out) as folder:
-            yield folder
-    except OSError as error:
-        raise UserError(cannot_write(f"out={out}", error)) from None
-
-
 def write(out: Path, model: GPT, certificate: Certificate) -> None:
     """Write a run folder without a run: weights, config.json and certificate.json.
 
@@ -426,7 +405,7 @@ def write(out: Path, model: GPT, certificate: Certificate) -> None:
     config = asdict(model.config)
     state = {"step": 0, "config": config, "meta": model.meta, "model": model.state_dict()}
     settings = json.dumps(config, indent=1) + "\n"
-    with writing_new(out) as folder:
+    with whole_folder(out) as folder:
         write_bytes_atomically(folder / "config.json", settings.encode())
         write_bytes_atomically(folder / "certificate.json", (certificate.to_json() + "\n").encode())
         save_checkpoint(folder / BEST, state)

@@ -61,12 +61,16 @@ def cannot_write(what: object, error: OSError, kept: str = "") -> str:
 
 
 def missing_on_this_machine(error: Exception) -> str | None:
-    """Return the remedy for an error of the machine: memory, a file's name, no compiler.
+    """Return the remedy for an error of the machine: memory, a file, a package, no compiler.
 
     None for any other error.
     """
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{str(error.filename)[:60]}...: too long for the name of a file: shorten it"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"this needs a package: pip install {error.name}"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}: put that right, and repeat the command"
     text = f"{type(error).__name__}: {error}"
     # PyTorch's allocator, Python's and NumPy's; sizes whose product has more than 63 bits
     too_large = (

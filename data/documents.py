@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError, DataError
+from common.inputs import check_regular
 from common.output import parse_json
 
 FORMATS = (".jsonl", ".jsonl.xz", ".parquet", ".txt")
@@ -69,18 +70,22 @@ def parse_line(line: bytes, text_of: TextOf = plain_text) -> Document:
     return document if document.problem else Document(document.text, whole.problem)
 
 
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, perhaps compressed (.xz). Raises DataError."""
+    check_regular(path)
+    try:
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
+            yield from lines
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"{path}: cannot be read ({error}): fetch it again") from None
+
+
 def read_jsonl(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]:
     """Yield the documents of a file of JSON lines, perhaps compressed. Raises DataError."""
-    with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
-        try:
-            for line in lines:
-                line = line.removeprefix(BYTE_ORDER_MARK)
-                if not line.isspace():
-                    yield parse_line(line, text_of)
-        except (EOFError, lzma.LZMAError) as error:
-            raise DataError(
-                f"{path}: truncated or damaged .xz file ({error}): fetch it again"
-            ) from None
+    for line in read_lines(path):
+        line = line.removeprefix(BYTE_ORDER_MARK)
+        if not line.isspace():
+            yield parse_line(line, text_of)
 
 
 def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]:
@@ -88,16 +93,12 @@ def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]
 
     If there is no such column, `text_of` turns a row into text. Raises DataError.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{path}: parquet files need pyarrow: pip install pyarrow") from None
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if "text" not in names and text_of is plain_text:
-                raise DataError(f"{path}: no column 'text', only {', '.join(names)}")
             if "text" not in names:
                 for batch in file.iter_batches(batch_size=256):
                     yield from (checked(text_of(row)) for row in batch.to_pylist())
@@ -118,12 +119,8 @@ def asking_hub(name: str) -> Iterator[None]:
     """Turn what a block raises that asks the Hugging Face hub for data into a DataError."""
     try:
         yield
-    except DataError:
+    except (DataError, ImportError):
         raise
-    except ImportError:
-        raise DataError(
-            f"dataset={name}: streaming needs datasets: pip install datasets, or give --local=FILES"
-        ) from None
     except Exception as error:  # its HTTP libraries raise many kinds
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise DataError(

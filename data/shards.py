@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import DataError, cannot_write
+from common.errors import DataError
 from common.lock import FolderLock
 from common.output import parse_json, write_bytes_atomically
 
@@ -39,7 +39,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
         raise DataError(f"{path}: token ids must lie in 0..65535 to be stored as uint16")
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
-    _write(path, header.tobytes(), tokens.astype("<u2").tobytes())
+    write_bytes_atomically(path, header.tobytes(), tokens.astype("<u2").tobytes())
 
 
 def open_shard(path: Path) -> np.ndarray:
@@ -94,11 +94,8 @@ def find_shards(data_dir: str | Path, split: str) -> list[Path]:
 
 
 def write_meta(folder: Path, meta: dict) -> None:
-    """Write meta.json: {"tokenizer": "gpt2" | "bytes" | "chars", "vocab_size": int, ...}.
-
-    Raises DataError.
-    """
-    _write(folder / "meta.json", json.dumps(meta, ensure_ascii=False).encode())
+    """Write meta.json: {"tokenizer": "gpt2" | "bytes" | "chars", "vocab_size": int, ...}."""
+    write_bytes_atomically(folder / "meta.json", json.dumps(meta, ensure_ascii=False).encode())
 
 
 def write_data_set(folder: Path, name: str, splits: dict[str, np.ndarray], meta: dict) -> None:
@@ -108,14 +105,6 @@ def write_data_set(folder: Path, name: str, splits: dict[str, np.ndarray], meta:
             write_shard(folder / f"{name}_{split}_000000.bin", tokens)
             print(f"{split}: {len(tokens):,} tokens")
         write_meta(folder, meta)
-
-
-def _write(path: Path, *chunks: bytes) -> None:
-    """Write a file atomically. Raises DataError."""
-    try:
-        write_bytes_atomically(path, *chunks)
-    except OSError as error:
-        raise DataError(cannot_write(path, error)) from None
 
 
 def read_meta(data_dir: str | Path) -> dict:

@@ -66,10 +66,6 @@ class HFTokenizer:
                 path = Path(folder, name)
                 if path.exists():
                     named |= parse_json(read_regular(path, MOST_BYTES))
-        except ImportError:
-            raise DataError(
-                f"the tokenizer of {folder} needs a package: pip install tokenizers"
-            ) from None
         except Exception as error:  # the library raises plain Exceptions
             raise DataError(
                 f"the tokenizer of {folder} cannot be read ({error}): put the model's "
@@ -133,13 +129,10 @@ def hf_tokenizer(tokenizer: tiktoken.Encoding | CharTokenizer) -> Any:
     Both libraries merge the pair whose joint token has the lowest rank, and take a word that is a
     token whole. ByteLevel cuts text into the same words as GPT-2's pattern; for single bytes it
     makes no difference where words end. Like all of Hugging Face's tokenizers, it reads
-    "<|endoftext|>" in a text as that token, where encode_ordinary sees plain text. Raises DataError
-    if the package is missing.
+    "<|endoftext|>" in a text as that token, where encode_ordinary sees plain text.
     """
-    try:
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    except ImportError:
-        raise DataError("writing a tokenizer needs a package: pip install tokenizers") from None
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
     if isinstance(tokenizer, CharTokenizer):
         made = Tokenizer(models.WordLevel(tokenizer.ids))
         made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

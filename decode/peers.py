@@ -54,7 +54,7 @@ def arms(
         peer = hf_model(spec, model)
         with torch.no_grad():
             check_same_logits(model(idx[:1]), peer(idx[:1]).logits[..., : model.n_vocab])
-    except UserError as error:
+    except (UserError, ImportError) as error:
         missing.append(f"Hugging Face: {error}")
         return calls
     for name, static in (("hf_eager", False), ("hf_static", True)):
@@ -84,7 +84,7 @@ def hf_model(spec: str, model: GPT) -> torch.nn.Module:
     """Return the model of transformers with the same weights, type and device.
 
     Raises:
-        HFError: transformers is not installed, or has no such model.
+        HFError: transformers has no such model.
     """
     transformers = import_transformers()
     register()  # an exported folder may use our coupled class

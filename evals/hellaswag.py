@@ -15,7 +15,6 @@ model's context loses its beginning; the share of such texts is reported.
 
 import http.client
 import json
-import lzma
 import math
 import urllib.request
 import zlib
@@ -27,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from common.distributed import Ranks, gather_root
-from common.errors import DataError, UserError, cannot_write
-from common.inputs import check_regular
+from common.errors import DataError
 from common.output import parse_json, write_bytes_atomically
+from data.documents import read_lines
 from evals.likelihood import encode_pairs, log_likelihoods
 from model import GPT
 
@@ -51,27 +50,21 @@ def load_items(path: str = "", count: int = 0) -> list[dict[str, Any]]:
         DataError: names file and line.
     """
     source = Path(path) if path else download()
-    check_regular(source)
     items = []
-    try:
-        with lzma.open(source) if source.suffix == ".xz" else source.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                item = parse_json(line)
-                label = int(item["label"])
-                texts = [item["ctx"], *item["endings"]]
-                if len(texts) != 5 or label not in range(4) or not "".join(texts):
-                    raise ValueError
-                index = item.get("ind", number - 1)
-                items.append({"item": index, "ctx": texts[0], "endings": texts[1:], "label": label})
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise DataError(
-            f"{source}: cannot be read ({error}): it should be a file of HellaSwag items"
-        ) from None
-    except (ValueError, KeyError, TypeError, OverflowError):
-        raise DataError(
-            f"{source}:{number}: no HellaSwag item; "
-            "needs JSON with ctx, four endings and a label from 0 to 3"
-        ) from None
+    for number, line in enumerate(read_lines(source), 1):
+        try:
+            item = parse_json(line)
+            label = int(item["label"])
+            texts = [item["ctx"], *item["endings"]]
+            if len(texts) != 5 or label not in range(4) or not "".join(texts):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, OverflowError):
+            raise DataError(
+                f"{source}:{number}: no HellaSwag item; "
+                "needs JSON with ctx, four endings and a label from 0 to 3"
+            ) from None
+        index = item.get("ind", number - 1)
+        items.append({"item": index, "ctx": texts[0], "endings": texts[1:], "label": label})
     if not 0 < max(1, count) <= len(items):
         raise DataError(
             f"{source}: holds {len(items)} items, {count or 'some'} were wanted: check the file"
@@ -128,12 +121,9 @@ class Scores:
         return found | {"items_id": self.items_id}
 
     def write(self, path: Path) -> None:
-        """Write one JSON line an item. Raises UserError."""
+        """Write one JSON line an item."""
         lines = "".join(json.dumps(item) + "\n" for item in self.items)
-        try:
-            write_bytes_atomically(path, lines.encode())
-        except OSError as error:
-            raise UserError(cannot_write(path, error)) from None
+        write_bytes_atomically(path, lines.encode())
 
 
 class HellaSwag:

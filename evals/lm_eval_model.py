@@ -20,7 +20,6 @@ about other training seeds or other prompts, and its width is zero where all ite
 import functools
 import json
 import logging
-import lzma
 from collections import defaultdict
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,10 +29,11 @@ from typing import Any
 import numpy as np
 
 from common.environment import environment, find_device
-from common.errors import ConfigError, DataError, UserError, run_program
-from common.output import check_replaceable, markdown, write_bytes_atomically, writing
+from common.errors import ConfigError, UserError, run_program
+from common.output import check_replaceable, markdown, write_bytes_atomically
 from common.stats import paired
 from configurator import check_ranges, key, parse_args
+from data.documents import read_lines
 from load import load_model
 
 # (task, item) -> model -> 1.0 where it was correct, else 0.0
@@ -81,23 +81,15 @@ def local_mmlu(files: str) -> list[dict[str, Any]]:
         files: a file of dev rows and a file of test rows, with a comma between.
 
     Raises:
-        DataError: a file cannot be read, or has other rows.
+        DataError: a file cannot be read.
     """
     from datasets import Dataset  # which the harness needs too
 
     rows: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {"dev": [], "test": []})
     for split, name in zip(("dev", "test"), files.split(","), strict=True):
-        opened = lzma.open if name.endswith(".xz") else open
-        try:
-            with opened(name, "rt", encoding="utf-8") as lines:
-                for line in lines:
-                    row = json.loads(line)
-                    rows[row["subject"]][split].append(row)
-        except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{name}: cannot be read as MMLU rows, JSON with subject, question, four choices "
-                f"and answer 0 to 3 ({error!r:.200})"
-            ) from None
+        for line in read_lines(Path(name)):
+            row = json.loads(line)
+            rows[row["subject"]][split].append(row)
     tasks = []
     for subject, found in sorted(rows.items()):
         about = subject.replace("_", " ")
@@ -254,8 +246,7 @@ def write_items(path: Path, marks: Marks, group_of: dict[str, str]) -> None:
     for (task, item), correct in marks.items():
         record = {"group": group_of[task], "task": task, "item": item, "correct": correct}
         lines.append(json.dumps(record) + "\n")
-    with writing(path.parent):
-        write_bytes_atomically(path, "".join(lines).encode())
+    write_bytes_atomically(path, "".join(lines).encode())
 
 
 def main(argv: list[str]) -> None:

@@ -38,8 +38,8 @@ What is refused
         - it averages over several axes, or its mean is used elsewhere,
         - it is called as a function, or together with other operations: there is no module to swap.
     LayerNorms that are written out by hand, from means and square roots, are found where they are
-    LayerNorms to the letter. FoldError is raised for a model that cannot be exported
-    or copied, and for a report of another model.
+    LayerNorms to the letter. FoldError is raised for a model that cannot be exported,
+    and for a report of another model.
 
 Three counts of the norms that fold
     strict      nothing is added to the model
@@ -59,12 +59,13 @@ checks it. gains.py folds gains on the same graph. In the repository there are a
 models of transformers, and gpt.py, for its own model.
 """
 
+import copy
 import json
 from dataclasses import asdict, dataclass, field, replace
 
 from torch import nn
 
-from .certificate import TOLERANCE, Certificate, Check, Inputs, certify, copied
+from .certificate import TOLERANCE, Certificate, Check, Inputs, certify
 from .choice import Analysis, Finding
 from .gains import fold_gains
 from .graph import Graph
@@ -243,7 +244,7 @@ def fold(
 
     Raises:
         FoldError: the report is of another model or by the paper's rules, or the model cannot be
-            copied or run in float64.
+            run in float64.
     """
     _require_report_of(model, report)
     plan, norms = report.analysis.plan(untie, insert)
@@ -251,7 +252,7 @@ def fold(
     refusals = {row.name: row.reason for row in report.rows if row.name not in folded}
 
     def convert(old: nn.Module) -> nn.Module:
-        new = copied(old)
+        new = copy.deepcopy(old)
         carry_out(plan, new)
         return new
 
@@ -292,11 +293,10 @@ def parametrize_cbwc(model: nn.Module, report: Report, insert: bool = False) -> 
         insert: insert centrings where they fold more norms than they are.
 
     Raises:
-        FoldError: the report is of another model or by the paper's rules, or the model cannot be
-            copied.
+        FoldError: the report is of another model or by the paper's rules.
     """
     _require_report_of(model, report)
-    new = copied(model)
+    new = copy.deepcopy(model)
     plan, _ = report.analysis.plan(untie=True, insert=insert, trained=True)
     reparametrize(plan, new)
     return new

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -182,13 +183,13 @@ def certify(
         (convert(model), its certificate)
 
     Raises:
-        FoldError: a model cannot be copied or run in float64, or its outputs cannot be compared.
+        FoldError: a model cannot be run in float64, or its outputs cannot be compared.
     """
     after = convert(model)
     compare = partial(_check, logits=logits or _logits)
     kinds = ("given", "random") if random_weights else ("given",)
     checks, exact_output = _checks_in_float64(model, convert, inputs, kinds, keep, compare, sizes)
-    worst = max(checks, key=_size)
+    worst = max(checks, key=attrgetter("max_rel"))
     limits = {worst: tolerance}
     own_tolerance = None
     own_types = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float64}
@@ -240,7 +241,7 @@ def _checks_in_float64(
     """
     checks = []
     outputs = []
-    wide = widened(copied(model))
+    wide = widened(copy.deepcopy(model))
     inputs = _double(inputs)
     for kind in kinds:
         if kind == "random":
@@ -248,8 +249,7 @@ def _checks_in_float64(
         converted = convert(wide)
         for source, x in (("given", inputs), ("fresh", fresh_inputs(inputs))):
             outputs.append(_run_wide(wide, x))
-            after = _run_wide(converted, x, converted=True)
-            checks.append(compare(kind, source, outputs[-1], after))
+            checks.append(compare(kind, source, outputs[-1], run(converted, x)))
     resized = []
     for alternatives in other_sizes(inputs) if sizes else ():
         for x in alternatives:
@@ -261,11 +261,7 @@ def _checks_in_float64(
             if all(y.isfinite().all() for y in _floats(expected)):
                 resized.append(compare("random", "resized", expected, found))
             break
-    return checks + sorted(resized, key=_size)[-1:], outputs[0]
-
-
-def _size(check: Check) -> float:
-    return check.max_rel
+    return checks + sorted(resized, key=attrgetter("max_rel"))[-1:], outputs[0]
 
 
 # ------------------------------------------------------------------------------- running in float64
@@ -288,22 +284,6 @@ class _Widen(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy.
-
-    Raises:
-        FoldError: the model holds what cannot be copied, such as a result with gradients that its
-            forward kept as an attribute.
-    """
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:  # the model's attributes may raise anything
-        raise FoldError(
-            f"{type(model).__name__} cannot be copied ({first_line(error)}): remove tensors that "
-            "its forward left in it, or run it without gradients"
-        ) from error
-
-
 def widened(model: nn.Module) -> nn.Module:
     """Convert the model to float64, in place.
 
@@ -316,19 +296,13 @@ def widened(model: nn.Module) -> nn.Module:
     return model
 
 
-def _run_wide(model: nn.Module, inputs: Inputs, converted: bool = False) -> Any:
+def _run_wide(model: nn.Module, inputs: Inputs) -> Any:
     """Run a model in float64; raise FoldError if it cannot be."""
     try:
         return run(model, inputs)
     except Exception as error:  # the model's forward may raise anything
-        name = type(model).__name__
-        if converted:  # the model itself has run
-            raise FoldError(
-                f"the converted {name} cannot be run ({first_line(error)}): this is a fault of "
-                "the conversion, not of the model"
-            ) from error
         raise FoldError(
-            f"{name} cannot be run in float64, as its check is "
+            f"{type(model).__name__} cannot be run in float64, as its check is "
             f"({first_line(error)}{code_line(error)}): keep its tensors in parameters or "
             "buffers, and no module of its own in a function, which would use that one in a copy"
         ) from error

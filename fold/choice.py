@@ -216,7 +216,7 @@ class Analysis:
                         onwards[feeding].add(line)
                 obstacles |= {at for at in norm.obstacles if not (untie and at in norm.untie)}
                 ends[norm.line] += 1
-            may_cut = self._may_cut(norms, hooks) if insert else _never
+            may_cut = self._may_cut(norms, insert, hooks)
             cut, kept = cheapest_cut(onwards, obstacles, ends, may_cut, at_no_loss)
             remaining = [
                 norm
@@ -233,17 +233,19 @@ class Analysis:
         incomplete = {norm.key for norm in self.norms if norm.node not in chosen}
         return [norm for norm in norms if norm.key not in incomplete]
 
-    def _may_cut(self, norms: Collection[NormCall], hooks: bool) -> Callable[[Line], bool]:
+    def _may_cut(
+        self, norms: Collection[NormCall], insert: bool, hooks: bool
+    ) -> Callable[[Line], bool]:
         """Return a function that tells whether a centring may be inserted on a line.
 
-        It may not be where it would change something else. Nor may it be just before one norm
-        alone: there it would be the norm's own mean under another name.
+        It may not be without `insert`, nor where it would change something else. Nor may it be just
+        before one norm alone: there it would be the norm's own mean under another name.
         """
         nodes = set().union(*(norm.nodes() for norm in norms))
         before_one_norm = set() if self.paper else _lines_before_one_norm(norms)
 
         def may_cut(line: Line) -> bool:
-            if line.node in self.graph.names or line in before_one_norm:
+            if not insert or line.node in self.graph.names or line in before_one_norm:
                 return False
             if self.paper:
                 return True
@@ -358,10 +360,6 @@ class Analysis:
             return norm.norm.refused
         other_call = "another call of the same module cannot be folded"
         return next(iter(norm.obstacles.values()), other_call)
-
-
-def _never(line: Line) -> bool:
-    return False
 
 
 def _lines_before_one_norm(norms: Collection[NormCall]) -> set[Line]:

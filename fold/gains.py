@@ -11,10 +11,13 @@ norm is left with a gain of 1 and a bias of 0: it is weightless. All modules sta
 so do the names and shapes of the parameters. What loads the model loads the weightless one.
 
 A gain is found in the exported graph, not by names: a vector that multiplies channel by channel,
-also as 1 + weight. It stays where anything but linears reads the product. A bias stays where such
+also as 1 + weight. It stays where anything but linears reads the product, be it through attention,
+which is linear in the values. A bias stays where such
 a linear has no bias of its own; it is divided by the gain then, so that W diag(g) (b / g) = W b.
 """
 
+import copy
+import operator
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .certificate import TOLERANCE, Certificate, Inputs, certify, copied
+from .certificate import TOLERANCE, Certificate, Inputs, certify
 from .graph import Graph
 from .lines import argument, describe, input_axes, is_tensor, shape
 from .modules import merged, tensor_of, untie
@@ -43,6 +46,7 @@ MOVES = (
     "aten.unsqueeze",
     "aten.squeeze",
     "aten.expand",
+    "aten.repeat",
     "aten.slice.",
     "aten.select.",
     "aten.narrow",
@@ -53,8 +57,7 @@ MOVES = (
     "aten.unbind",
     "aten.roll",
 )
-NORMS = ("aten.layer_norm.", "aten.rms_norm.")
-Weights = dict[str, Tensor]
+NORMS = ("aten.layer_norm.", "aten.native_layer_norm.", "aten.rms_norm.")
 
 
 @dataclass(frozen=True)
@@ -77,30 +80,15 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class Read:
-    """A linear operation that reads the channels of a norm.
+class Target:
+    """A weight that takes over a gain, by name.
 
     Attributes:
-        node: the operation.
-        weight: the parameter.
+        weight: name of the parameter.
         axis: of the weight, along the channels that it reads.
         channels: of the norm, in the order in which it reads them.
-        entry: the operation that reads the parameter: `node`, or a transposition before it.
-        bias: the parameter that it adds, if there is one.
-    """
-
-    node: Node
-    weight: Node
-    axis: int
-    channels: tuple[int, ...]
-    entry: Node
-    bias: Node | None
-
-
-@dataclass(frozen=True)
-class Target:
-    """A weight that takes over a gain, by name: its axis and what it reads (as of a Read), its
-    bias, the names of a copy.
+        bias: the parameter that is added after it, if there is one.
+        copied_to: the names of a copy that takes the gain over, of a weight with other readers.
     """
 
     weight: str
@@ -110,16 +98,20 @@ class Target:
     copied_to: tuple[str, ...] = ()
 
 
+# A weight that reads the channels of a norm, the linear operation that does it, and the one that
+# reads the parameter: the same, or a transposition before it
+Read = tuple[Target, Node, Node]
+
+
 @dataclass(frozen=True)
 class Fold:
-    """A gain, (offset + parameter) * factor, with its bias and the linears that take both over."""
+    """A gain, offset + parameter, with its bias and the linears that take both over."""
 
     gain: str
     offset: float
     bias: str | None
     bias_stays: bool
     targets: tuple[Target, ...]
-    factor: float = 1.0
 
 
 def fold_gains(
@@ -139,7 +131,7 @@ def fold_gains(
         check fails (certificate.ok is False), the model itself is returned instead of a copy.
 
     Raises:
-        FoldError: no gain folds, or the model cannot be exported, copied or run in float64.
+        FoldError: no gain folds, or the model cannot be exported or run in float64.
     """
     name = type(model).__name__
     folds, left = plan_folds(Graph(model, inputs), untie)
@@ -150,7 +142,7 @@ def fold_gains(
         )
 
     def convert(old: nn.Module) -> nn.Module:
-        new = copied(old)
+        new = copy.deepcopy(old)
         for fold in folds:
             carry_out(fold, new)
         return new
@@ -198,39 +190,30 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
 
 @torch.no_grad()
 def carry_out(fold: Fold, model: nn.Module) -> None:
-    """Carry out a fold in place, in float64 and rounded once."""
-    names = {fold.gain, fold.bias}.union(*((to.weight, to.bias) for to in fold.targets)) - {None}
-    weights = {name: tensor_of(model, name).double() for name in names}
-    take_over(fold, weights)
-    copies = {to.weight: to.copied_to for to in fold.targets if to.copied_to}
-    for name in names:
-        old = tensor_of(model, name)
-        if name in copies:
-            untie(model, copies[name], weights[name].to(old.dtype))
-        else:
-            old.copy_(weights[name])
-
-
-def take_over(fold: Fold, weights: Weights) -> None:
-    """Let the weights of linears take over gain and bias, in place; all are in float64.
-
-    A linear without a bias gets one, if its target names one.
-    """
-    parameter = weights[fold.gain]
-    gain = (fold.offset + parameter.flatten()) * fold.factor
-    bias = weights.get(fold.bias)
+    """Let the weights of linears take over gain and bias, in place; in float64, rounded once."""
+    parameter = tensor_of(model, fold.gain)
+    gain = fold.offset + parameter.double().flatten()
+    bias = None if fold.bias is None else tensor_of(model, fold.bias)
     for target in fold.targets:
-        weight = weights[target.weight]
+        old = tensor_of(model, target.weight)
+        weight = old.double()
         channels = list(target.channels)
         if bias is not None and not fold.bias_stays:
-            added = weight.movedim(target.axis, -1) @ bias.flatten()[channels]
-            weights[target.bias] = added + weights.get(target.bias, 0.0)
-        weights[target.weight] = merged(weight, gain[channels], target.axis)
-    weights[fold.gain] = torch.full_like(parameter, 1 - fold.offset)
-    if bias is not None:
+            added = weight.movedim(target.axis, -1) @ bias.double().flatten()[channels]
+            into = tensor_of(model, target.bias)
+            into.copy_(into.double() + added)
+        weight = merged(weight, gain[channels], target.axis)
+        if target.copied_to:
+            untie(model, target.copied_to, weight.to(old.dtype))
+        else:
+            old.copy_(weight)
+    parameter.fill_(1 - fold.offset)
+    if bias is not None and fold.bias_stays:
         # Where both are 0 so is the quotient; a gain of 0 alone is refused (_plan).
         divisor = torch.where(gain == 0, 1.0, gain).reshape(bias.shape)
-        weights[fold.bias] = bias / divisor if fold.bias_stays else 0.0 * bias
+        bias.copy_(bias.double() / divisor)
+    elif bias is not None:
+        bias.zero_()
 
 
 # ------------------------------------------------------------------------------------- finding them
@@ -246,7 +229,10 @@ def _affine(graph: Graph, node: Node) -> Affine | None:
             return None
         if bias is not None and not _is_parameter(graph, bias):
             return None
-        return Affine(node, node, graph.names[gain], 0.0, bias and graph.names[bias])
+        # native_layer_norm returns (y, mean, inv_std)
+        pieces = [user for user in node.users if user.target is operator.getitem]
+        last = next((piece for piece in pieces if piece.args[1] == 0), node)
+        return Affine(node, last, graph.names[gain], 0.0, bias and graph.names[bias])
     if name != "aten.mul.Tensor":
         return None
     for x, factor in (node.args, node.args[::-1]):
@@ -327,9 +313,10 @@ def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
     first = affines[0]
     if len({(affine.offset, affine.bias) for affine in affines}) > 1:
         return "it is used with several biases"
-    other = _other_use(graph, first.gain, {affine.first for affine in affines})
+    known = {node for affine in affines for node in (affine.first, affine.last)}
+    other = _other_use(graph, first.gain, known)
     if other is None and first.bias is not None:
-        other = _other_use(graph, first.bias, {affine.last for affine in affines})
+        other = _other_use(graph, first.bias, known)
     if other is not None:
         return f"{describe(other)} reads it too"
     reads: list[Read] = []
@@ -353,8 +340,7 @@ def _plan(graph: Graph, affines: list[Affine], untie: bool) -> Fold | str:
 
 def _other_use(graph: Graph, name: str, known: Collection[Node]) -> Node | None:
     """Return an operation that reads a vector, apart from those that are known; None without."""
-    [placeholder] = [node for node, own in graph.names.items() if own == name]
-    todo = [placeholder]
+    todo = [_node_of(graph, name)]
     while todo:
         node = todo.pop()
         for user in node.users:
@@ -393,8 +379,19 @@ def _readers(graph: Graph, out: Node) -> list[Read] | str:
 
 
 def _moved(user: Node, node: Node, channels: Tensor) -> list[tuple[Node, Tensor]] | None:
-    """Return the results of an operation that only moves a node's numbers, with their channels."""
+    """Return the results of an operation that only moves a node's numbers, with their channels.
+
+    Attention counts as one for its values: it mixes tokens, whose channels are all alike.
+    """
     name = str(user.target)
+    if name.startswith("aten.scaled_dot_product_attention"):
+        is_value = user.args[2] is node and node not in user.args[:2]
+        heads = shape(user)[-3] // channels.shape[-3]  # that share a value
+        is_even = bool((channels == channels[..., :1, :]).all())
+        if not is_value or not is_even or argument(user, 4, 0.0, "dropout_p"):
+            return None
+        mixed = channels[..., :1, :].repeat_interleave(heads, -3)
+        return [(user, mixed.expand(shape(user)))]
     others = (user.args[1:], user.kwargs)
     is_off = name.startswith("aten.dropout") and not (user.args[2] and user.args[1])
     if user.args[0] is not node or node in tree_leaves(others):
@@ -444,42 +441,39 @@ def _read(graph: Graph, user: Node, x: Node, channels: Tensor) -> Read | None:
         weight = weight.args[0]
     if not _is_parameter(graph, weight):
         return None
-    bias = bias if _is_parameter(graph, bias) else None
-    return Read(user, weight, axis, tuple(rows[0].tolist()), entry, bias)
+    bias = graph.names[bias] if _is_parameter(graph, bias) else None
+    return Target(graph.names[weight], axis, tuple(rows[0].tolist()), bias), user, entry
 
 
 def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...] | str:
     """Return the weights that these operations read, or say which cannot take over a gain."""
-    entries: dict[Node, list[Read]] = defaultdict(list)
-    for read in reads:
-        entries[read.weight].append(read)
     targets = []
-    for weight, own in entries.items():
-        first = own[0]
-        if len({(read.axis, read.channels) for read in own}) > 1:
-            return f"{describe(first.node)} reads it in another way than {describe(own[-1].node)}"
-        users = {read.entry for read in own}
+    for target in dict.fromkeys(target for target, _, _ in reads):
+        weight = _node_of(graph, target.weight)
+        users = {entry for own, _, entry in reads if own == target}
         others = [user for user in weight.users if user not in users]
-        copied_to: tuple[str, ...] = ()
         if others:
             names = graph.owners(weight, users)
             if names & graph.owners(weight, others):
-                return f"{describe(others[0])} reads {graph.names[weight]} too"
+                return f"{describe(others[0])} reads {target.weight} too"
             if not untie:
                 return f"{describe(others[0])} reads {min(names)} too, which is tied"
-            copied_to = tuple(sorted(names))
-        bias = first.bias and graph.names[first.bias]
-        targets.append(Target(graph.names[weight], first.axis, first.channels, bias, copied_to))
+            target = replace(target, copied_to=tuple(sorted(names)))
+        targets.append(target)
     return tuple(targets)
 
 
 def _can_take_bias(graph: Graph, reads: list[Read]) -> bool:
     """Tell whether each of these operations adds a bias that nothing else reads."""
-    nodes = {read.node for read in reads}
-    pairs = {(read.weight, read.bias) for read in reads}
-    for read in reads:
-        if read.bias is None or set(read.bias.users) - nodes:
-            return False
-    # A bias that two weights share would have to take over two sums, and the other way round.
-    weights, biases = zip(*pairs, strict=True)
-    return len(set(weights)) == len(set(biases)) == len(pairs)
+    nodes = {node for _, node, _ in reads}
+    biases = {target.weight: target.bias for target, _, _ in reads}
+    if None in biases.values():
+        return False
+    # A bias that two weights share would have to take over two sums.
+    alone = len(set(biases.values())) == len(biases)
+    return alone and all(nodes.issuperset(_node_of(graph, b).users) for b in biases.values())
+
+
+def _node_of(graph: Graph, name: str) -> Node:
+    """Return the node of a parameter."""
+    return next(node for node, own in graph.names.items() if own == name)

@@ -16,24 +16,27 @@ Shapes: C channels of the residual stream, V rows of the vocabulary, H heads of 
 and value heads. A linear's weight is (out, in).
 """
 
+import copy
 import re
 from dataclasses import fields, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import FoldError
 from load import NORM_NAMES
 from model import GPT, GPTConfig
 from norm_plan import NormPlan
 from norm_types import NORM_TYPES, SHARED
-from norms import CenteredLinear, FoldedForm, Norm, SharedRMSNorm, center, fold_affine
+from norms import CenteredLinear, FoldedForm, Norm, center, fold_affine
 from taper import TaperNorm
 
-from .gains import Fold, Target, Weights, take_over
+from .gains import Fold, carry_out, plan_folds
+from .graph import Graph
 
-POSITION = re.compile(r"(?:norm_f|(blocks\.\d+)\.norm([12]))\.?(.*)")
-HEAD = "lm_head"
+Weights = dict[str, Tensor]
+# Keys with which a model computes the same in the plainest way
+PLAIN = {"coupled_impl": "scale", "recompute": False}
 
 
 def to_rms(model: GPT) -> GPT:
@@ -144,8 +147,7 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
     final = tapers.pop(2 * config.n_layer, None)
     weights = wide_state(model) if final is None else untied(model)
     for position, norm in tapers.items():
-        linear = "mlp.up" if position % 2 else "attn.qkv"
-        fold_form(norm.form_at_gate_zero(), weights, f"blocks.{position // 2}.{linear}")
+        fold_form(norm.form_at_gate_zero(), weights, linear_after(position))
     keys = add_biases(model, weights)
     if final is not None:
         keys["tie_embeddings"] = False
@@ -154,47 +156,11 @@ def to_folded(model: GPT, exact: bool = True) -> GPT:
     return rebuild(model, retype(config, "none", norm_plan=plan, **keys), weights)
 
 
-def to_weightless(model: GPT, untie: bool = True) -> GPT:
-    """Move the gains and biases of norms into the linears that alone read them.
-
-        W (n gain + bias) + b = W diag(gain) n + (b + W bias)
-
-    A linear of the blocks without a bias gets one where it has to. The head has none: the bias of
-    the final norm stays, divided by the gain. A head that is the embedding gets weights of its own.
-    The gains of values go into the projection, because attention mixes tokens and not channels. A
-    model without any gain left has norm_gain=none, another one gains of 1.
+def gain_folds(model: GPT, untie: bool = True) -> tuple[list[Fold], dict[str, str]]:
+    """Find out which gains `to_weightless` moves, and where to (gains.py).
 
     Args:
         untie: may the head get weights of its own? Else the final norm keeps its gain.
-
-    Raises:
-        FoldError: no gain is read by linears alone, or a norm is being tapered.
-    """
-    folds, left = gain_folds(model, untie)
-    reads_head = any(fold.targets[0].weight == f"{HEAD}.weight" for fold in folds)
-    weights = untied(model) if reads_head else wide_state(model)
-    norms = norms_with_gains(model)
-    for fold in folds:
-        take_over(fold, weights)
-        # Both are in the gain that was folded. (DynamicTanh has an alpha that stays.)
-        name = fold.gain.removesuffix(".weight")
-        weights.pop(f"{name}.depth", None)
-        if isinstance(norms[name], SharedRMSNorm):
-            weights.pop(f"{name}.alpha", None)
-    keys = add_biases(model, weights)
-    if reads_head:
-        keys["tie_embeddings"] = False
-    if not left:
-        keys |= {"norm_gain": "none", "initial_gain": 1.0}
-    if SHARED in model.plan.letters:
-        keys |= {"coupled_alpha": 1.0, "coupled_calibrate": 0}
-    if model.plan.type.scales_by_depth:
-        return rebuild(model, retype(model.config, "rms", **keys), weights)
-    return rebuild(model, replace(model.config, **keys), weights)
-
-
-def gain_folds(model: GPT, untie: bool = True) -> tuple[list[Fold], dict[str, str]]:
-    """Find out which gains `to_weightless` moves, and where to.
 
     Returns:
         The folds, and {parameter that stays: why}.
@@ -207,31 +173,66 @@ def gain_folds(model: GPT, untie: bool = True) -> tuple[list[Fold], dict[str, st
         raise FoldError(
             f"{what}: a taper has two gains: train to its end, and fold it (--to=folded) first"
         )
-    folds = []
-    left = {}
-    for name, norm in norms_with_gains(model).items():
-        linear, why = reader(model, name)
-        bias = None if norm.bias is None else f"{name}.bias"
-        bias_stays = linear == HEAD and bias is not None
-        if bias_stays:
-            left[bias] = "the head has no bias that could take it over"
-            if norm.bias[norm.exact_gain == 0].any():
-                why = "the bias has to stay, and the gain is 0 where the bias is not"
-        if linear == HEAD and model.lm_head is None and not untie:
-            why = "the head is the embedding: untie gives it weights of its own"
-        if why:
-            left |= dict.fromkeys([f"{name}.weight", *filter(None, [bias])], why)
-            continue
-        factor = 1.0 if norm.depth is None else float(norm.depth) ** -0.5
-        if isinstance(norm, SharedRMSNorm):
-            factor /= float(norm.alpha)
-        target = Target(f"{linear}.weight", 1, channels_read(model, name), f"{linear}.bias")
-        gain = f"{name}.weight"
-        folds.append(Fold(gain, norm.gain_offset, bias, bias_stays, (target,), factor))
+    tokens = torch.arange(min(model.config.block_size, 8)) % model.n_vocab
+    folds, left = plan_folds(Graph(with_room(model, untie), (tokens[None],)), untie)
     if not folds:
         reasons = "".join(f"; {name} stays: {why}" for name, why in list(left.items())[:1])
-        raise FoldError(f"{what}: none of its norms has a gain that linears alone read{reasons}")
+        raise FoldError(
+            f"{what}: none of its norms has a gain but 1 that linears alone read{reasons}"
+        )
     return folds, left
+
+
+def to_weightless(model: GPT, folds: list[Fold], untie: bool = True) -> GPT:
+    """Move the gains and biases of norms into the linears that alone read them.
+
+        W (n gain + bias) + b = W diag(gain) n + (b + W bias)
+
+    A linear of the blocks without a bias gets one where a norm has one. The head has none: the bias
+    of the final norm stays, divided by the gain. A head that is the embedding gets weights of its
+    own. A model without any gain left has norm_gain=none, another one gains of 1.
+
+    Args:
+        folds: of `gain_folds`.
+        untie: as it had.
+    """
+    new = with_room(model, untie)
+    for fold in folds:
+        carry_out(fold, new)
+    whole = {fold.gain for fold in folds if not fold.bias_stays}
+    keys = {name: getattr(model.config, name) for name in PLAIN}
+    if whole == {f"{name}.weight" for name in norms_with_gains(new)}:
+        keys |= {"norm_gain": "none", "initial_gain": 1.0}
+    return rebuild(model, replace(new.config, **keys), new.state_dict())
+
+
+def with_room(model: GPT, untie: bool) -> GPT:
+    """Return the same function in float64, with room for all gains and biases of norms.
+
+    Alpha and block numbers are in the gains. Linears that read a norm with a bias have one. With
+    `untie` the head that reads a gain has weights of its own.
+    """
+    new = copy.deepcopy(model).double()
+    if SHARED in model.plan.letters and model.config.norm_gain != "none":
+        new = absorb_alpha(new)
+    reads_gain = model.norm_f.core.weight is not None
+    weights = untied(new) if untie and reads_gain else wide_state(new)
+    for position, place in enumerate(new.places()):
+        if place.core.bias is not None and position < 2 * model.config.n_layer:
+            linear = linear_after(position)
+            zeros = weights[f"{linear}.weight"].new_zeros(len(weights[f"{linear}.weight"]))
+            weights.setdefault(f"{linear}.bias", zeros)
+    keys = PLAIN | add_biases(model, weights)
+    if "lm_head.weight" in weights:
+        keys["tie_embeddings"] = False
+    if not model.plan.type.scales_by_depth:
+        return rebuild(new, replace(new.config, **keys), weights)
+    for name, norm in norms_with_gains(new).items():
+        weights[f"{name}.weight"] = norm.exact_gain
+        weights.pop(f"{name}.depth", None)
+    if model.config.norm_gain == "one_plus":
+        keys["norm_gain"] = "plain"
+    return rebuild(new, retype(new.config, "rms", **keys), weights)
 
 
 def absorb_alpha(model: GPT) -> GPT:
@@ -284,41 +285,9 @@ def norms_with_gains(model: GPT) -> dict[str, Norm]:
     }
 
 
-def reader(model: GPT, name: str) -> tuple[str, str]:
-    """Return the linear that alone reads the norm `name` of a model, or why there is none.
-
-    Returns:
-        (name of the linear, ""), or ("", why).
-    """
-    if name.endswith(".v_norm"):
-        return name.replace("v_norm", "proj"), ""
-    if ".attn." in name:
-        return "", "queries and keys are rotated or multiplied, and no linear reads them"
-    found = POSITION.fullmatch(name)
-    if found is None:
-        return "", "the norm of the embeddings gives the residual stream itself"
-    block, number, part = found.groups()
-    if part == "output":
-        return "", "what an output norm gives is added to the residual stream"
-    place = model.get_submodule(name.removesuffix(f".{part}"))
-    if part == "norm" and place.replaces and (block or place.reader):
-        return "", "what it gives is the residual stream itself"
-    if not block:
-        return HEAD, ""
-    return f"{block}.{'attn.qkv' if number == '1' else 'mlp.up'}", ""
-
-
-def channels_read(model: GPT, name: str) -> tuple[int, ...]:
-    """Return the channels of a norm in the order in which the linear after it reads them.
-
-    The projection (C, H D) reads values, (D,) or (H_kv D,), of each head.
-    """
-    config = model.config
-    channels = torch.arange(model.get_submodule(name).channels)
-    if name.endswith(".v_norm"):
-        of_heads = channels.view(-1, config.head_channels).expand(config.kv_heads, -1)
-        channels = of_heads.repeat_interleave(config.n_head // config.kv_heads, 0).flatten()
-    return tuple(channels.tolist())
+def linear_after(position: int) -> str:
+    """Return the name of the linear that reads this position of a plan, one of the blocks."""
+    return f"blocks.{position // 2}.{('attn.qkv', 'mlp.up')[position % 2]}"
 
 
 def center_stream(weights: Weights) -> None:

@@ -142,8 +142,6 @@ class Graph:
         # path of a module -> the shapes that it takes, if it takes one tensor and returns one like
         # it; None for other calls
         self.taken: dict[str, set[tuple[int, ...] | None]] = defaultdict(set)
-        # whether its forward has autocast blocks, which hide the modules inside
-        self.blocks = False
         # whether it writes into tensors: then the exporter makes their views again behind modules
         self.writes = False
         program = self._export(inputs)
@@ -199,7 +197,6 @@ class Graph:
                 with patch.object(torch._C, "_set_grad_enabled", lambda mode: None):
                     program = torch.export.export(model, args, kwargs, strict=False)
                 targets = [str(node.target) for node in program.graph.nodes]
-                self.blocks = any("wrap_with" in target for target in targets)
                 self.writes = any(re.match(r"aten\.\w+_\.", target) for target in targets)
                 return program.run_decompositions(_decompositions())
         except Exception as error:  # a model's forward and the exporter may raise anything

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import CheckpointError, ConfigError, UserError, cannot_write
+from common.errors import CheckpointError, ConfigError
 from common.inputs import check_regular
 from common.output import parse_json
 from hf.hub import companions, import_transformers, read_config, resolve_hub
@@ -62,14 +62,11 @@ def load_pretrained(spec: str | Path) -> nn.Module:
     transformers = import_transformers()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    names = config.get("architectures") or ["AutoModel"]
-    if not isinstance(names, list) or not isinstance(names[0], str):
-        raise ConfigError(f"{spec}: architectures={names!r} in config.json is not a list of names")
     for key, value in config.items():
         # n_layer, num_hidden_layers and the like: transformers would build them all first
         if "layer" in key and type(value) is int and value > MOST_LAYERS:
             raise ConfigError(f"{spec}: {key}={value} in config.json is more than {MOST_LAYERS}")
-    name = names[0]
+    name = str((config.get("architectures") or ["AutoModel"])[0])
     if not hasattr(transformers, name):
         raise ConfigError(
             f"{spec}: transformers has no {name}: is it a newer model, or one with code of its own?"
@@ -105,9 +102,6 @@ def save(
             its SHA-256 as `weightless_norms`.
         source: folder or hub name of the model before the fold; its tokenizer and other small files
             are copied.
-
-    Raises:
-        UserError: a file cannot be written.
     """
     folder = Path(folder)
     told = "" if certificate is None else certificate.to_json() + "\n"
@@ -121,23 +115,15 @@ def save(
     is_changed = bool(swaps or recipe["insertions"])
     if told and not is_changed:  # the weights say everything, but nobody would see that
         model.config.weightless_norms = hashlib.sha256(told.encode()).hexdigest()
-    try:
-        model.save_pretrained(folder)
-        if source:
-            _copy_side_files(hub_folder(source), folder)
-        if is_changed:
-            (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
-        if told:
-            (folder / "certificate.json").write_text(told, encoding="utf-8")
-    except OSError as error:
-        raise UserError(cannot_write(folder, error)) from None
-
-
-def _copy_side_files(source: Path, folder: Path) -> None:
-    """Copy a tokenizer and the like, where save_pretrained has not written the file itself."""
-    for path in companions(source):
+    model.save_pretrained(folder)
+    # A tokenizer and the like, where save_pretrained has not written the file itself
+    for path in companions(hub_folder(source)) if source else ():
         if not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
+    if is_changed:
+        (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+    if told:
+        (folder / "certificate.json").write_text(told, encoding="utf-8")
 
 
 def load(spec: str | Path) -> nn.Module:
@@ -147,7 +133,7 @@ def load(spec: str | Path) -> nn.Module:
         spec: a folder or a hub name.
 
     Raises:
-        CheckpointError: fold.json is missing or damaged, or belongs to another model.
+        CheckpointError: fold.json is missing or damaged.
         ConfigError: transformers cannot load the folder.
     """
     path = hub_folder(spec) / RECIPE
@@ -155,25 +141,16 @@ def load(spec: str | Path) -> nn.Module:
         recipe = parse_json(path.read_text(encoding="utf-8"))
         swaps = [Swap(**swap) for swap in recipe["swaps"]]
         insertions = [_insertion(found) for found in recipe["insertions"]]
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: not there, so not a folded model: load it with transformers"
-        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: damaged, or not of this program ({error}): convert the model again"
+            f"{path}: not there, damaged, or not of this program ({error}): convert the model again"
         ) from None
     if recipe.get("format") != FORMAT:
         raise CheckpointError(
             f"{path}: format {recipe.get('format')}, this program reads {FORMAT}: update it"
         )
     model = load_pretrained(spec)
-    try:
-        swap_and_insert(Plan(swaps=swaps, insertions=insertions), model)
-    except AttributeError as error:  # no such module
-        raise CheckpointError(
-            f"{path}: of another model than the weights in its folder ({error})"
-        ) from None
+    swap_and_insert(Plan(swaps=swaps, insertions=insertions), model)
     return model
 
 
@@ -256,18 +233,8 @@ def no_cache(model: nn.Module) -> dict[str, bool]:
 
 
 def read_inputs(path: str, model: nn.Module) -> dict[str, Any]:
-    """Read inputs from a safetensors file; its tensors are named as the model's arguments.
+    """Read inputs from a safetensors file; its tensors are named as the model's arguments."""
+    from safetensors.torch import load_file
 
-    Raises:
-        ConfigError: the file cannot be read.
-    """
     check_regular(Path(path))
-    try:
-        from safetensors.torch import load_file
-
-        found = load_file(path)
-    except Exception as error:  # no package, no file, or another kind of file
-        raise ConfigError(
-            f"inputs={path}: cannot be read as safetensors ({error}): write it with save_file"
-        ) from None
-    return found | no_cache(model)
+    return load_file(path) | no_cache(model)

@@ -6,6 +6,7 @@ its keys. Its values are right for the unfolded model, too, because a LayerNorm 
 rows of zero mean as an RMSNorm.
 """
 
+import copy
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import permutations, product
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .certificate import copied, randomize, run, widened
+from .certificate import randomize, run, widened
 from .graph import Graph, Source
 from .lines import Norm
 from .siblings import FoldError, rms_norm
@@ -81,13 +82,8 @@ class FoldedNorm(nn.Module):
         self.__dict__.update(found)
         # in the order of the old norm, which optimisers go by
         self._parameters = {**old._parameters}
-        for name in ("weight", "bias"):
-            self._parameters.setdefault(name, None)
         self.swap = swap
         self.check = False
-        # as a LayerNorm has them
-        self.eps = swap.eps
-        self.normalized_shape = (swap.channels,)
 
     # Callers may use the name that the old norm has for its argument; LayerNorm's is `input`.
     def forward(self, input: Tensor | None = None, **named: Tensor | None) -> Tensor:
@@ -107,7 +103,7 @@ class FoldedNorm(nn.Module):
         x = x.movedim(swap.axis, -1)
         if self.check:
             self.require_centred(x)
-        y, _ = rms_norm(x, gain, self.eps, bias, swap.groups)
+        y, _ = rms_norm(x, gain, swap.eps, bias, swap.groups)
         return y.movedim(-1, swap.axis)
 
     def require_centred(self, x: Tensor) -> None:
@@ -122,7 +118,7 @@ class FoldedNorm(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        return f"{self.swap.channels}, eps={self.eps}, groups={self.swap.groups}"
+        return f"{self.swap.channels}, eps={self.swap.eps}, groups={self.swap.groups}"
 
 
 class Center:
@@ -331,10 +327,9 @@ def find_swap(graph: Graph, path: str, norm: Norm) -> Swap | str:
     compute what the RMSNorm does that would take its place.
     """
     if not path:
-        block = ", or in an autocast block, which hides its module" if graph.blocks else ""
         return (
-            f"the norm is called by the model itself, as a function{block}: "
-            "there is no module to swap"
+            "the norm is called by the model itself, as a function, or in an autocast block, which "
+            "hides its module: there is no module to swap"
         )
     module = graph.model.get_submodule(path)
     parameters = [name for name, _ in module.named_parameters(recurse=False)]
@@ -343,7 +338,7 @@ def find_swap(graph: Graph, path: str, norm: Norm) -> Swap | str:
     is_simple = shapes and None not in shapes and not list(module.children())
     if not is_simple or len(parameters) > 2:
         return more
-    alone = widened(copied(module)).cpu()
+    alone = widened(copy.deepcopy(module)).cpu()
     randomize(alone)
     # The last axis in tensors of any rank, or an axis of tensors of one rank
     places = [(-1, None), *((axis, len(size)) for size in shapes for axis in range(len(size)))]

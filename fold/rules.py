@@ -431,21 +431,15 @@ def _matmul(line: Line) -> Feeds | None:
     return _through(factor, len(shape(factor)) - 1 - from_last, line)
 
 
-@rule("scaled_dot_product_attention.default")
-def _attention(line: Line) -> Feeds | None:
-    """Attention is linear in the values (appendix D.3)."""
-    value = line.node.args[2]
+@rule("scaled_dot_product_attention.default", "embedding.default")
+def _mix_rows(line: Line) -> Feeds | None:
+    """Along the channels, the values of attention, which is linear in them (appendix D.3), or the
+    weight of an embedding (rows, channels).
+    """
+    rows = line.node.args[0 if "embedding" in str(line.node.target) else 2]
     if line.axis != len(shape(line.node)) - 1:
         return None
-    return _through(value, len(shape(value)) - 1, line)
-
-
-@rule("embedding.default")
-def _embedding(line: Line) -> Feeds | None:
-    """Along the channels, the weight (rows, channels)."""
-    if line.axis != len(shape(line.node)) - 1:
-        return None
-    return _through(line.node.args[0], 1, line)
+    return _through(rows, len(shape(rows)) - 1, line)
 
 
 @rule(

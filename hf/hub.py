@@ -39,15 +39,11 @@ COMPANIONS = (
 def resolve_hub(name: str) -> Path:
     """Return the folder of the hub repository `name`, e.g. "Qwen/Qwen3-0.6B".
 
-    It is downloaded into Hugging Face's cache if it is not there. Raises HFError where
-    huggingface_hub is not installed or the repository cannot be downloaded.
+    It is downloaded into Hugging Face's cache if it is not there. Raises HFError where it cannot
+    be.
     """
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise HFError(
-            f"{name}: hub names need a package: pip install huggingface_hub, or give a folder"
-        ) from None
+    from huggingface_hub import snapshot_download
+
     try:
         patterns = ["*.json", "*.jinja", "model*.safetensors", "tokenizer*", "*.txt"]
         return Path(snapshot_download(name, allow_patterns=patterns))
@@ -92,7 +88,7 @@ def import_transformers() -> ModuleType:
 
     It must not take our folder kernels/ for Hugging Face's package of that name. transformers looks
     once for a module `kernels` and remembers the answer, so the name is hidden while it looks, and
-    it always runs its own plain PyTorch code. Raises HFError if transformers is not installed.
+    it always runs its own plain PyTorch code.
     """
     hidden = sys.modules.get("kernels")
     # None makes find_spec and import report that there is no such module.
@@ -101,10 +97,6 @@ def import_transformers() -> ModuleType:
         transformers = importlib.import_module("transformers")
         importlib.import_module("transformers.integrations.hub_kernels")  # where it looks
         return transformers
-    except ModuleNotFoundError as error:
-        raise HFError(
-            f"this needs a package ({error.name} is missing): pip install transformers"
-        ) from None
     finally:
         del sys.modules["kernels"]
         if hidden is not None:

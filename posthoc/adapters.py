@@ -13,7 +13,6 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from common.errors import UserError
 from hf.hub import import_transformers
 from model import GPT, GPTConfig
 from posthoc.kl import CHUNK
@@ -29,17 +28,13 @@ KEPT = {"full": (16, 18, 18, 8, 0), "lora": (14, 16, 14, 8, 8), "dora": (22, 20,
 def add_adapters(model: GPT, rank: int, alpha: float, dora: bool) -> None:
     """Freeze `model` and put float32 adapters on its linears, in place.
 
-    They change nothing until they are trained. Raises UserError if peft is not installed.
+    They change nothing until they are trained.
     """
     # peft imports transformers, which must not take our kernels/ for the package of that name.
     if find_spec("transformers"):
         import_transformers()
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise UserError(
-            "adapters need a package: pip install peft, or distil with --method=full"
-        ) from None
+    from peft import LoraConfig, inject_adapter_in_model
+
     model.requires_grad_(False)
     options = LoraConfig(r=rank, lora_alpha=alpha, use_dora=dora, target_modules=list(TARGETS))
     with warnings.catch_warnings():

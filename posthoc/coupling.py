@@ -28,7 +28,6 @@ from data.documents import input_files, read_files
 from data.tokenizers import load_tokenizer
 from fold.gpt import rebuild, retype
 from model import GPT
-from norm_plan import NormPlan
 from norm_types import SHARED
 from posthoc.kl import kl_divergence
 from training.stream import token_rms
@@ -90,16 +89,7 @@ def view(model: GPT, plan: str, alpha: Alpha | float = 1.0) -> GPT:
     if why:
         raise FoldError(why)
     coupled = retype(model.config, "coupled", norm_plan=plan, coupled_alpha=alpha)
-    weights = model.state_dict()
-    names = {module: name for name, module in model.named_modules()}
-    letters = NormPlan(coupled, coupled.n_layer, coupled.n_embd, coupled.bias).letters
-    for position, (place, letter) in enumerate(zip(model.places(), letters, strict=True)):
-        if letter == "R" and f"{names[place]}.norm.alpha" in weights:
-            raise FoldError(
-                f"norm position {position} shares with a calibrated alpha, and norm_plan {plan} "
-                "gives it a statistic of its own: start from the RMSNorm model that it was made of"
-            )
-    return rebuild(model, coupled, weights)
+    return rebuild(model, coupled, model.state_dict())
 
 
 def refusal(model: GPT) -> str:

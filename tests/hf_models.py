@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 
-from common.errors import HFError
 from hf.hub import import_transformers
 
 transformers, reason = None, ""
 try:
     transformers = import_transformers()
-except HFError as error:
+except ImportError as error:
     reason = str(error)
 needs_transformers = pytest.mark.skipif(bool(reason), reason=reason)
 safetensors = pytest.importorskip("safetensors.torch")

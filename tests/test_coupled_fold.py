@@ -135,20 +135,7 @@ def test_the_stream_in_autocasts_precision(impl):
     assert found["float32"] != found["autocast"]
 
 
-def test_float16_is_refused():
-    with pytest.raises(ConfigError, match="coupled_impl=fold multiplies the stream before"):
-        TrainConfig(norm_type="coupled", coupled_impl="fold", dtype="float16")
-
-
-def test_fold_has_no_gradient_through_the_statistic():
-    with pytest.raises(ConfigError, match="coupled_impl=fold needs coupled_grad=detach"):
-        NormConfig(norm_type="coupled", coupled_impl="fold", coupled_grad="full")
-
-
-@pytest.mark.parametrize(("ranks", "steps", "bias"), [(1, 100, False), (2, 40, True)])
-def test_training_is_the_same_and_checkpoints_are_interchangeable(
-    train_ok, tiny_data, tmp_path, ranks, steps, bias
-):
+def test_training_is_the_same_and_checkpoints_are_interchangeable(train_ok, tiny_data, tmp_path):
     """float64 steps through train.py with accumulation; half of them in one form, the rest in the
     other.
     """
@@ -158,21 +145,29 @@ def test_training_is_the_same_and_checkpoints_are_interchangeable(
             *TINY,
             f"--max_iters={steps}",
             "--dtype=float64",
-            f"--bias={bias}",
+            "--bias=True",
             "--norm_type=coupled",
             "--lr_schedule=constant",
             f"--coupled_impl={impl}",
             f"--data_dir={tiny_data}",
             f"--out_dir={tmp_path / name}",
-            ranks=ranks,
+            ranks=2,
         )
 
-    run("scale", "scale", steps)
-    run("both", "scale", steps // 2)
-    run("both", "fold", steps)
-    run("fold", "fold", steps)
+    run("scale", "scale", 40)
+    run("both", "scale", 20)
+    run("both", "fold", 40)
+    run("fold", "fold", 40)
     scale, fold, both = (losses(tmp_path / name) for name in ("scale", "fold", "both"))
-    assert len(scale) == steps and scale[steps] < 0.95 * scale[1]
+    assert len(scale) == 40 and scale[40] < 0.95 * scale[1]
     assert scale.keys() == fold.keys() == both.keys()
     assert max(abs(scale[step] - fold[step]) for step in scale) <= 1e-10
     assert max(abs(scale[step] - both[step]) for step in scale) <= 1e-10
+
+
+def test_what_it_cannot_compute_is_refused():
+    """float16, as it multiplies the stream before it is normalised; a gradient of the statistic."""
+    with pytest.raises(ConfigError, match="coupled_impl=fold"):
+        TrainConfig(norm_type="coupled", coupled_impl="fold", dtype="float16")
+    with pytest.raises(ConfigError, match="coupled_grad=detach"):
+        NormConfig(norm_type="coupled", coupled_impl="fold", coupled_grad="full")

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from tqdm import tqdm
 
-from common.errors import ConfigError, DataError, cannot_write, run_program
+from common.errors import ConfigError, DataError, run_program
 from common.lock import FolderLock
 from common.output import parse_json, write_bytes_atomically
 from configurator import check_ranges, key, parse_args
@@ -208,10 +208,7 @@ class Progress:
         """Note a shard, then write it."""
         self.notes[name] = {"tokens": len(tokens), **note}
         content = {"settings": self.settings, "shards": self.notes}
-        try:
-            write_bytes_atomically(self.path, json.dumps(content, indent=1).encode())
-        except OSError as error:
-            raise DataError(cannot_write(self.path, error)) from None
+        write_bytes_atomically(self.path, json.dumps(content, indent=1).encode())
         # Always: one that is there may be of shards that were deleted to begin again.
         tokenizer = self.settings["tokenizer"]
         meta = {"tokenizer": tokenizer, "vocab_size": VOCABULARIES[tokenizer]}
@@ -401,15 +398,8 @@ def prepare(config: PrepareConfig) -> None:
 def main(argv: list[str]) -> None:
     """Run the program with these command-line arguments."""
     config, _ = parse_args(PrepareConfig, join_paths(argv), __doc__)
-    try:
-        with FolderLock(Path(config.out_dir)):
-            prepare(config)
-    except OSError as error:  # a full disk, an unreadable file
-        raise DataError(
-            f"{error}: put that right, and run the same command again to go on"
-        ) from None
-    except KeyboardInterrupt:
-        raise DataError("interrupted: run the same command again to go on") from None
+    with FolderLock(Path(config.out_dir)):
+        prepare(config)
 
 
 if __name__ == "__main__":

@@ -209,6 +209,8 @@ def test_a_machine_without_a_compiler(tmp_path):
         (MemoryError(), "this machine's memory is too small"),
         (RuntimeError("Storage size calculation overflowed with sizes=[9]"), "this machine's mem"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300), "xxx"),
+        (OSError(errno.ENOSPC, "No space left", "out/x"), "out/x: No space left: "),
+        (ModuleNotFoundError(name="peft"), "this needs a package: pip install peft"),
     ],
 )
 def test_what_the_machine_lacks(error, start, capsys):

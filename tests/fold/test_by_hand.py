@@ -88,7 +88,7 @@ def test_a_module_by_hand_folds(normalise, bias, forward):
     norm = Hand(normalise, bias, first=forward is channels_first)
     model = net(forward, norm=norm)
     after, certificate = folded(model, (draw(2, 4, C),), 1)
-    assert after.norm.eps == 1e-6 and after.state_dict().keys() == model.state_dict().keys()
+    assert after.norm.swap.eps == 1e-6 and after.state_dict().keys() == model.state_dict().keys()
     assert after.norm.swap.axis == (1 if forward is channels_first else -1)
     assert certificate.checks[-1].inputs == "resized"
     report = analyze(model, (draw(2, 4, C),))

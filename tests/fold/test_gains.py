@@ -197,7 +197,6 @@ OUTPUTS = {f"{L}post_attention_layernorm.weight", f"{L}post_feedforward_layernor
 LEFT = {
     "gpt2": {"transformer.ln_f.bias"},
     "qwen3": QK,
-    "olmo2": QK | OUTPUTS,
     "gemma3": QK | OUTPUTS,
 }
 

@@ -149,16 +149,10 @@ def test_refusals(folder, tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(FoldError, match="none of 0 LayerNorms"):
         convert.main([str(folder("LlamaModel", vocab_size=50, **SIZE)), "--to=rms"])
-    with pytest.raises(CheckpointError, match="not a folded model"):
+    with pytest.raises(CheckpointError, match="not there"):
         hub.load(opt)
     (opt / "fold.json").write_text('{"swaps": []}')
     with pytest.raises(CheckpointError, match="damaged"):
-        hub.load(opt)
-    swap = dict(
-        path="model.norm", axis=2, channels=16, groups=1, eps=1e-5, gain="weight", bias="bias"
-    )
-    (opt / "fold.json").write_text(json.dumps({"format": 1, "swaps": [swap], "insertions": []}))
-    with pytest.raises(CheckpointError, match="another model than the weights"):
         hub.load(opt)
 
 
@@ -188,8 +182,6 @@ def test_inputs_of_a_file(folder, tmp_path, capsys):
     # so the embedding is not in it
     convert.main([str(path), "--analyze", f"--inputs={tmp_path / 'x.safetensors'}"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["strict"] == 0
-    with pytest.raises(ConfigError, match="cannot be read as safetensors"):
-        convert.main([str(path), "--analyze", f"--inputs={tmp_path / 'none'}"])
 
 
 def test_paper_rules_from_the_command_line(folder, capsys):

@@ -11,22 +11,20 @@ import pickle
 import subprocess
 import sys
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import ROOT, offline_data, shake, start_code
 from hf_models import edit_json, needs_transformers, save, tiny, tokens, transformers
 
-import convert
-from common.errors import ConfigError, HFError, UserError
+from common.errors import HFError, UserError
 from data.tokenizers import load_tokenizer
 from fold import gpt
 from hf import weights
 from hf.config import shape_config
 from hf.coupled import register
 from model import GPT, GPTConfig
-from training.checkpoint import save_checkpoint
 
 if transformers:
     register()
@@ -196,36 +194,6 @@ def test_tokenizers_of_our_own_data_go_along(meta, tmp_path, monkeypatch):
 
 
 @needs_transformers
-def test_export_from_the_command_line(tmp_path, capsys, monkeypatch):
-    model = (
-        shake(GPT(replace(GPT2_SHAPE, norm_type="coupled", vocab_size=320, n_vocab=257)))
-        .float()
-        .eval()
-    )
-    (tmp_path / "run").mkdir()
-    save_checkpoint(
-        tmp_path / "run" / "ckpt_best.pt",
-        {
-            "step": 0,
-            "config": asdict(model.config),
-            "meta": {"tokenizer": "bytes", "vocab_size": 257},
-            "model": model.state_dict(),
-        },
-    )
-    convert.main([str(tmp_path / "run"), "--to=hf", f"--out={tmp_path / 'out'}"])
-    shown = capsys.readouterr().out
-    assert "(CoupledGPT2LMHeadModel); import" in shown and "trust_remote_code=True)" in shown
-    assert json.loads(shown.splitlines()[-1])["architecture"] == "CoupledGPT2LMHeadModel"
-    assert torch.equal(weights.load_hf(tmp_path / "out")(tokens(2, 20)), model(tokens(2, 20)))
-    with pytest.raises(ConfigError, match="--out=FOLDER"):
-        convert.main([str(tmp_path / "run"), "--to=hf"])
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(HFError, match="pip install safetensors"):
-        convert.main([str(tmp_path / "run"), "--to=hf", f"--out={tmp_path / 'more'}"])
-    assert not (tmp_path / "more").exists()
-
-
-@needs_transformers
 def test_an_export_goes_on_without_the_tokenizer(tmp_path, monkeypatch):
     """GPT-2's is downloaded at first use: weights are not lost for want of a network."""
     monkeypatch.setattr(
@@ -264,16 +232,6 @@ def test_what_the_architecture_always_has_is_written_out(keys, tmp_path):
     theirs = auto(weights.export_hf(ours, tmp_path / "out"))
     same(theirs(idx).logits, ours(idx))  # n_vocab columns each
     same(weights.load_hf(tmp_path / "out")(idx), ours(idx))
-
-
-@needs_transformers
-@torch.no_grad()
-def test_shards(tmp_path):
-    model, idx = weights.load_hf(save(tiny("qwen3"), tmp_path / "stock")), tokens(2, 20)
-    folder = weights.export_hf(model, tmp_path / "out", max_shard_size=20_000)
-    assert len(list(folder.glob("model-*.safetensors"))) > 2
-    assert torch.equal(auto(folder)(idx).logits, auto(tmp_path / "stock")(idx).logits)
-    assert torch.equal(weights.load_hf(folder)(idx), model(idx))
 
 
 # On the shapes that Llama, OLMo 2 and Gemma 3 share, with gains in all their ways.
@@ -347,23 +305,6 @@ def test_an_export_copies_only_the_models_own_files(is_cache, tmp_path):
     assert not any(path.is_symlink() for path in out.iterdir())
     config = json.loads((out / "config.json").read_text())
     assert (config["eos_token_id"], config["bos_token_id"]) == ([1, 6], 2)
-
-
-@needs_transformers
-def test_tokenizer_files_of_gpt2_travel(tmp_path, monkeypatch):
-    """Nothing is downloaded where the folder that was loaded has them."""
-    monkeypatch.setattr(
-        "tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network"))
-    )
-    gpt2 = GPT(replace(GPT2_SHAPE, n_layer=1, n_embd=4, n_inner=4, vocab_size=50257))
-    source = weights.export_hf(gpt2.eval(), tmp_path / "source")
-    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
-        (source / name).write_text("{}")
-    model = weights.load_hf(source)
-    assert model.meta["tokenizer"] == "hf"  # its own, which need not be GPT-2's
-    folder = weights.export_hf(model, tmp_path / "out")
-    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
-        assert (folder / name).read_bytes() == (source / name).read_bytes()
 
 
 @pytest.mark.parametrize(

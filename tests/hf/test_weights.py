@@ -368,7 +368,6 @@ NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
         (lambda w: w | {QUERY: w[QUERY][:-1].clone()}, r"q_proj.*\(31, 32\).*\(32, 32\)"),
         (lambda w: w | {QUERY: w[QUERY].to(torch.int8)}, "q_proj.*int8"),
         (lambda w: w | {QUERY: w[QUERY].to(torch.float8_e4m3fn)}, "q_proj.*float8"),
-        (lambda w: w | {QUERY: w[QUERY] / 0}, "q_proj.*finite"),
     ],
 )
 def test_tensor_errors(change, named, tmp_path):
@@ -389,11 +388,7 @@ def test_shards_whole_torn_and_missing(tmp_path):
     refused(folder, "missing")
 
 
-def test_hub_without_package_or_network(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(HFError, match="pip install huggingface_hub"):
-        resolve_hub("Qwen/Qwen3-0.6B")
-    monkeypatch.undo()
+def test_hub_without_network(monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
     no_network = unittest.mock.Mock(side_effect=ConnectionError("several\nlines"))
     monkeypatch.setattr(hub, "snapshot_download", no_network)
