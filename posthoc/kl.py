@@ -1,13 +1,13 @@
 """Compute KL(teacher || student) of next-token distributions, never with all logits at once.
 
-The vocabulary is processed in chunks, with running log-sum-exps (Milakov & Gimelshein 2018). The
-backward pass computes each chunk's logits again, so only two numbers a token are kept, whatever the
-size of the vocabulary.
+The vocabulary is processed in chunks, whose logits are computed again in backward. So only three
+numbers a token and chunk are kept, whatever the chunk's size.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 CHUNK = 16384  # rows of the output head at once: 64 kB of float32 logits a token, on each side
 
@@ -32,60 +32,36 @@ def kl_divergence(
         n_vocab: rows of the heads beyond it are padding.
         chunk: rows of the heads at once.
     """
-    return _ChunkedKL.apply(x, head, x_teacher.detach(), head_teacher.detach(), n_vocab, chunk)
+    own = head[:n_vocab].split(chunk)
+    theirs = head_teacher.detach()[:n_vocab].split(chunk)
+    taught = x_teacher.detach()
+    parts = [
+        checkpoint(_chunk, x, part, taught, part_teacher, use_reentrant=False)
+        for part, part_teacher in zip(own, theirs, strict=True)
+    ]
+    log_s, log_t, gaps = (torch.stack(terms) for terms in zip(*parts, strict=True))  # (chunks, N)
+    # KL = sum_v p_t (t - s) - (log Z_t - log Z_s), with logits s, t and p_t = exp(t) / Z_t
+    sum_t = log_t.logsumexp(0)
+    gap = ((log_t - sum_t).exp() * gaps).sum(0)
+    return gap - (sum_t - log_s.logsumexp(0))
 
 
-def _logits(x: Tensor, head: Tensor, start: int, stop: int) -> Tensor:
-    """Return logits of some tokens of the vocabulary, (N, stop - start), float32 at least.
+def _chunk(
+    x: Tensor, head: Tensor, x_teacher: Tensor, head_teacher: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log Z_s, log Z_t and the mean of t - s under p_t, of a chunk alone, (N,) each."""
+    s = _logits(x, head)  # (N, chunk)
+    t = _logits(x_teacher, head_teacher)  # (N, chunk)
+    log_t = t.logsumexp(-1)
+    gap = ((t - log_t[:, None]).exp() * (t - s)).sum(-1)
+    return s.logsumexp(-1), log_t, gap
+
+
+def _logits(x: Tensor, head: Tensor) -> Tensor:
+    """Return logits of some tokens of the vocabulary, (N, rows of head), float32 at least.
 
     Also for bfloat16 weights: rounding the logits alone would make a KL of some 1e-3 nats.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(wide), head[start:stop].to(wide))
-
-
-class _ChunkedKL(torch.autograd.Function):
-    """KL = sum_v p_t (t - s) - (log Z_t - log Z_s), with logits s, t and p_t = exp(t) / Z_t."""
-
-    @staticmethod
-    def forward(ctx, x, head, x_teacher, head_teacher, n_vocab: int, chunk: int) -> Tensor:
-        bounds = [(start, min(start + chunk, n_vocab)) for start in range(0, n_vocab, chunk)]
-        # Of the chunks so far, (N,) each: log Z_s, log Z_t, and `gap`, the mean of t - s under p_t.
-        sum_s = sum_t = gap = None
-        for start, stop in bounds:
-            s = _logits(x, head, start, stop)  # (N, chunk)
-            t = _logits(x_teacher, head_teacher, start, stop)  # (N, chunk)
-            new_s = s.logsumexp(-1)
-            new_t = t.logsumexp(-1)
-            if gap is not None:
-                new_s = sum_s.logaddexp(new_s)
-                new_t = sum_t.logaddexp(new_t)
-            mean = ((t - new_t[:, None]).exp() * (t - s)).sum(-1)
-            # Earlier chunks had a smaller Z_t, so their part of the mean shrinks.
-            gap = mean if gap is None else gap * (sum_t - new_t).exp() + mean
-            sum_s = new_s
-            sum_t = new_t
-        ctx.save_for_backward(x, head, x_teacher, head_teacher, sum_s, sum_t)
-        ctx.bounds = bounds
-        return gap - (sum_t - sum_s)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        x, head, x_teacher, head_teacher, sum_s, sum_t = ctx.saved_tensors
-        needs_x, needs_head = ctx.needs_input_grad[:2]
-        grad_x = torch.zeros_like(x, dtype=grad.dtype) if needs_x else None
-        grad_head = torch.zeros_like(head, dtype=grad.dtype) if needs_head else None
-        for start, stop in ctx.bounds:
-            p_s = (_logits(x, head, start, stop) - sum_s[:, None]).exp()
-            p_t = (_logits(x_teacher, head_teacher, start, stop) - sum_t[:, None]).exp()
-            d = (p_s - p_t) * grad[:, None]  # (N, chunk), gradient of the student's logits
-            if needs_x:
-                grad_x += d @ head[start:stop].to(d.dtype)
-            if needs_head:
-                grad_head[start:stop] = d.T @ x.to(d.dtype)
-        if needs_x:
-            grad_x = grad_x.to(x.dtype)
-        if needs_head:
-            grad_head = grad_head.to(head.dtype)
-        return grad_x, grad_head, None, None, None, None
+        return F.linear(x.to(wide), head.to(wide))

@@ -27,12 +27,12 @@ import json
 import os
 import re
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +137,10 @@ def tokenise(
     The tokenizer computes without Python's lock, so threads are enough.
     """
     with ThreadPoolExecutor(threads) as pool:
-        pending: deque = deque()
-        for document in documents:
-            pending.append((document, pool.submit(encode, document.text, tokenizer)))
-            # Bounded, so that reading does not get far ahead of tokenising.
-            if len(pending) > AHEAD * threads:
-                document, encoded = pending.popleft()
-                yield document, encoded.result()
-        for document, encoded in pending:
-            yield document, encoded.result()
+        # Bounded, so that reading does not get far ahead of tokenising.
+        while batch := list(islice(documents, AHEAD * threads)):
+            texts = [document.text for document in batch]
+            yield from zip(batch, pool.map(encode, texts, repeat(tokenizer)), strict=True)
 
 
 # ------------------------------------------------------------------------------------------ writing

@@ -119,9 +119,10 @@ for case in cases:
         tokenizer.save_pretrained(f"{case}_again")
         cases.append(f"{case}_again")
     model.double()
-    found[f"{case}/greedy"] = model.generate(
-        given["prompt"], max_new_tokens=64, do_sample=False, pad_token_id=0
-    )
+    words = dict(max_new_tokens=64, do_sample=False, pad_token_id=0)
+    found[f"{case}/greedy"] = model.generate(given["prompt"], **words)
+    words |= dict(cache_implementation="static", disable_compile=True)
+    assert torch.equal(model.generate(given["prompt"], **words), found[f"{case}/greedy"])
 save_file({name: tensor.contiguous() for name, tensor in found.items()}, "found.safetensors")
 exec(open("served.py").read())
 """
