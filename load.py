@@ -165,16 +165,14 @@ def _other_sums(source: GPT, model: GPT, weights: dict[str, Tensor]) -> list[str
 
 def _check_learned_scale(source: GPT, model: GPT, spec: str) -> None:
     """Raise CheckpointError if only one of the two scales its embeddings by a learned number."""
-    own, theirs = (gpt.norm_e and gpt.norm_e.norm for gpt in (model, source))
-    if isinstance(own, LearnedScale) and not isinstance(theirs, LearnedScale):
+    own, theirs = (
+        isinstance(gpt.norm_e and gpt.norm_e.norm, LearnedScale) for gpt in (model, source)
+    )
+    if own != theirs:
+        one, other = ("this run", spec) if own else (spec, "this run")
         raise CheckpointError(
-            f"this run would multiply the embeddings of {spec} by {own.scale.item():.4g}: "
-            "add --norm_recipe=common"
-        )
-    if isinstance(theirs, LearnedScale) and not isinstance(own, LearnedScale):
-        raise CheckpointError(
-            f"{spec} multiplies its embeddings by a learned number, which this run has not: start "
-            "from a model of --norm_recipe=common"
+            f"{one} multiplies its embeddings by a learned number, and {other} does not: make both "
+            "with --norm_recipe=common"
         )
 
 

@@ -157,7 +157,6 @@ class Graph:
         # nodes of those parameters and buffers that a fold may change, or rely on -> names
         self.names: dict[Node, str] = {}
         self._name_placeholders(program)
-        self._mark_zeros(program)
         user_inputs = program.graph_signature.user_inputs
         self.inputs = {
             node for node in self.nodes if node.op == "placeholder" and node.name in user_inputs
@@ -260,9 +259,12 @@ class Graph:
                 continue
             name = targets.get(node.name)
             if name is None and node.name in constants:
-                node.meta["kind"] = (
-                    f"{constants[node.name]}, a tensor that is neither parameter nor buffer,"
-                )
+                name = constants[node.name]
+                node.meta["kind"] = f"{name}, a tensor that is neither parameter nor buffer,"
+                # the number 0, as in h[:, 0] = 0
+                value = program.constants.get(name)
+                is_number = isinstance(value, Tensor) and value.dim() == 0
+                node.meta["zero"] = is_number and not value.any()
             elif name is None:
                 node.meta["kind"] = f"{node.name}, an input of the model,"
             elif name in mutated:
@@ -273,14 +275,6 @@ class Graph:
                 node.meta["kind"] = f"{name}, which no state dict holds,"
             else:
                 self.names[node] = name
-
-    def _mark_zeros(self, program: torch.export.ExportedProgram) -> None:
-        """Mark constants that are the number 0, as in h[:, 0] = 0."""
-        constants = program.graph_signature.inputs_to_lifted_tensor_constants
-        for node in self.nodes:
-            constant = program.constants.get(constants.get(node.name))
-            is_number = isinstance(constant, Tensor) and constant.dim() == 0
-            node.meta["zero"] = is_number and not constant.any()
 
     # ------------------------------------------------------------------------------------ backwards
 

@@ -255,7 +255,7 @@ def gpt_config(hf: dict[str, Any], origin: str) -> GPTConfig:
         return overrides.build()
     except KeyError as error:
         raise HFError(f"{origin}: {error.args[0]} is missing: is the file complete?") from None
-    except (ConfigError, ValueError, TypeError, ArithmeticError) as error:
+    except (ConfigError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise HFError(f"{origin}: {error}") from None
 
 
@@ -378,8 +378,6 @@ def rope_keys(hf: dict[str, Any], family: str, has_local: bool) -> dict[str, Any
     """
     defaults = FAMILIES[family]
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope {rope!r} is not supported")
     is_nested = any(isinstance(value, dict) for value in rope.values())
     if is_nested and (not defaults.period or set(rope) != {GLOBAL, LOCAL}):
         raise ValueError(f"rope parameters of {', '.join(rope)} are not supported in {family}")
