@@ -70,7 +70,7 @@ from fold.certificate import Certificate, Inputs, certify, run, touched
 from fold.choice import LEFT
 from fold.hub import RECIPE, example_inputs, load, load_pretrained, read_inputs, save
 from hf.config import gpt_config
-from hf.hub import HUB_NAME, read_config, resolve_hub
+from hf.hub import model_folder, read_config
 from hf.weights import export_hf
 from kernels.decode import reference as decode_reference
 from load import load_model
@@ -269,8 +269,7 @@ def is_foreign(spec: str, config: ConvertConfig) -> bool:
     That is a Hugging Face model that our GPT does not load, or any with --transformers and for
     --to=weightless, which leaves it what it is.
     """
-    is_hub_name = not Path(spec).exists() and HUB_NAME.fullmatch(spec)
-    folder = resolve_hub(spec) if is_hub_name else Path(spec)
+    folder = model_folder(spec)
     is_run = (folder / BEST).exists() or (folder / LAST).exists()
     if not (folder / "config.json").exists() or is_run:
         return False

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import CheckpointError
 from hf.config import random_model
-from hf.hub import HUB_NAME, resolve_hub
+from hf.hub import model_folder
 from hf.weights import load_hf
 from model import GPT
 from norms import LearnedScale, Norm, Place, RMSNorm, SharedRMSNorm
@@ -59,9 +59,7 @@ def load_model(spec: str) -> GPT:
     """
     if spec.startswith("random:"):
         return random_model(spec.removeprefix("random:"))
-    path = Path(spec)
-    if not path.exists() and HUB_NAME.fullmatch(spec):
-        return load_hf(resolve_hub(spec))
+    path = model_folder(spec)
     if path.is_dir():
         names = [name for name in (BEST, LAST) if (path / name).exists()]
         if not names and any(path.glob("*.safetensors*")):

@@ -61,11 +61,12 @@ models of transformers, and gpt.py, for its own model.
 
 import copy
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from torch import nn
 
-from .certificate import TOLERANCE, Certificate, Check, Inputs, certify
+from .certificate import TOLERANCE, Certificate, Check, Inputs, changed
 from .choice import Analysis, Finding
 from .gains import fold_gains
 from .graph import Graph
@@ -251,32 +252,25 @@ def fold(
     folded = {norm.name for norm in norms}
     refusals = {row.name: row.reason for row in report.rows if row.name not in folded}
 
-    def convert(old: nn.Module) -> nn.Module:
-        new = copy.deepcopy(old)
-        carry_out(plan, new)
-        return new
-
     what = f"{report.model}: {len(norms)} of {report.total} LayerNorm calls folded"
     if more := report.more(untie, insert):
         options = ", ".join(f"{name}=True: {count}" for name, count in more.items())
         what += f" ({options})"
-    new, certificate = certify(
+    new, certificate = changed(
         model,
-        convert,
+        partial(carry_out, plan),
         report.inputs,
         what=what,
         keep=plan.keep,
         tolerance=tolerance,
-        sizes=True,
+        folded=len(norms),
+        inserted=len(plan.insertions),
+        refusals=refusals,
     )
-    if certificate.ok:
-        for module in new.modules():
-            if isinstance(module, FoldedNorm):
-                module.check = check
-        counts = {"folded": len(norms), "inserted": len(plan.insertions)}
-        return new, replace(certificate, refusals=refusals, **counts)
-    what = f"{report.model}: fold rolled back"
-    return model, replace(certificate, what=what)
+    for module in new.modules():
+        if isinstance(module, FoldedNorm):
+            module.check = check
+    return new, certificate
 
 
 def parametrize_cbwc(model: nn.Module, report: Report, insert: bool = False) -> nn.Module:

@@ -225,6 +225,41 @@ def certify(
     return after, certificate
 
 
+def changed(
+    model: nn.Module,
+    change: Callable[[nn.Module], None],
+    inputs: Inputs,
+    *,
+    what: str,
+    keep: Collection[str] = (),
+    tolerance: float = TOLERANCE,
+    **told: Any,
+) -> tuple[nn.Module, Certificate]:
+    """Change a copy of a model, if that leaves its function as it was.
+
+    Args:
+        change: changes a model in place.
+        told: further fields of the certificate.
+
+    The others are those of `certify`, which checks it on other sizes, too.
+
+    Returns:
+        (copy, certificate); if its check fails, (model, certificate).
+    """
+
+    def convert(old: nn.Module) -> nn.Module:
+        new = copy.deepcopy(old)
+        change(new)
+        return new
+
+    new, certificate = certify(
+        model, convert, inputs, what=what, keep=keep, tolerance=tolerance, sizes=True
+    )
+    if certificate.ok:
+        return new, replace(certificate, **told)
+    return model, replace(certificate, what=f"{type(model).__name__}: rolled back")
+
+
 def _checks_in_float64(
     model: nn.Module,
     convert: Callable[[nn.Module], nn.Module],

@@ -16,18 +16,18 @@ which is linear in the values. A bias stays where such
 a linear has no bias of its own; it is divided by the gain then, so that W diag(g) (b / g) = W b.
 """
 
-import copy
 import operator
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .certificate import TOLERANCE, Certificate, Inputs, certify
+from .certificate import TOLERANCE, Certificate, Inputs, changed
 from .graph import Graph
 from .lines import argument, describe, input_axes, is_tensor, shape
 from .modules import merged, tensor_of, untie
@@ -141,23 +141,15 @@ def fold_gains(
             f"{name}: none of its gains is read by linear layers alone and is not 1 already{first}"
         )
 
-    def convert(old: nn.Module) -> nn.Module:
-        new = copy.deepcopy(old)
-        for fold in folds:
-            carry_out(fold, new)
-        return new
-
-    new, certificate = certify(
+    return changed(
         model,
-        convert,
+        partial(carry_out, folds),
         inputs,
         what=f"{name}: {len(folds)} gains folded into linears",
         tolerance=tolerance,
-        sizes=True,
+        folded=len(folds),
+        refusals=left,
     )
-    if certificate.ok:
-        return new, replace(certificate, folded=len(folds), refusals=left)
-    return model, replace(certificate, what=f"{name}: fold of gains rolled back")
 
 
 def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
@@ -189,31 +181,32 @@ def plan_folds(graph: Graph, untie: bool) -> tuple[list[Fold], dict[str, str]]:
 
 
 @torch.no_grad()
-def carry_out(fold: Fold, model: nn.Module) -> None:
-    """Let the weights of linears take over gain and bias, in place; in float64, rounded once."""
-    parameter = tensor_of(model, fold.gain)
-    gain = fold.offset + parameter.double().flatten()
-    bias = None if fold.bias is None else tensor_of(model, fold.bias)
-    for target in fold.targets:
-        old = tensor_of(model, target.weight)
-        weight = old.double()
-        channels = list(target.channels)
-        if bias is not None and not fold.bias_stays:
-            added = weight.movedim(target.axis, -1) @ bias.double().flatten()[channels]
-            into = tensor_of(model, target.bias)
-            into.copy_(into.double() + added)
-        weight = merged(weight, gain[channels], target.axis)
-        if target.copied_to:
-            untie(model, target.copied_to, weight.to(old.dtype))
-        else:
-            old.copy_(weight)
-    parameter.fill_(1 - fold.offset)
-    if bias is not None and fold.bias_stays:
-        # Where both are 0 so is the quotient; a gain of 0 alone is refused (_plan).
-        divisor = torch.where(gain == 0, 1.0, gain).reshape(bias.shape)
-        bias.copy_(bias.double() / divisor)
-    elif bias is not None:
-        bias.zero_()
+def carry_out(folds: list[Fold], model: nn.Module) -> None:
+    """Let the weights of linears take over gains and biases, in place; in float64, rounded once."""
+    for fold in folds:
+        parameter = tensor_of(model, fold.gain)
+        gain = fold.offset + parameter.double().flatten()
+        bias = None if fold.bias is None else tensor_of(model, fold.bias)
+        for target in fold.targets:
+            old = tensor_of(model, target.weight)
+            weight = old.double()
+            channels = list(target.channels)
+            if bias is not None and not fold.bias_stays:
+                added = weight.movedim(target.axis, -1) @ bias.double().flatten()[channels]
+                into = tensor_of(model, target.bias)
+                into.copy_(into.double() + added)
+            weight = merged(weight, gain[channels], target.axis)
+            if target.copied_to:
+                untie(model, target.copied_to, weight.to(old.dtype))
+            else:
+                old.copy_(weight)
+        parameter.fill_(1 - fold.offset)
+        if bias is not None and fold.bias_stays:
+            # Where both are 0 so is the quotient; a gain of 0 alone is refused (_plan).
+            divisor = torch.where(gain == 0, 1.0, gain).reshape(bias.shape)
+            bias.copy_(bias.double() / divisor)
+        elif bias is not None:
+            bias.zero_()
 
 
 # ------------------------------------------------------------------------------------- finding them

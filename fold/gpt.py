@@ -197,8 +197,7 @@ def to_weightless(model: GPT, folds: list[Fold], untie: bool = True) -> GPT:
         untie: as it had.
     """
     new = with_room(model, untie)
-    for fold in folds:
-        carry_out(fold, new)
+    carry_out(folds, new)
     whole = {fold.gain for fold in folds if not fold.bias_stays}
     keys = {name: getattr(model.config, name) for name in PLAIN}
     if whole == {f"{name}.weight" for name in norms_with_gains(new)}:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from common.errors import CheckpointError, ConfigError
 from common.inputs import check_regular
 from common.output import parse_json
-from hf.hub import companions, import_transformers, read_config, resolve_hub
+from hf.hub import companions, import_transformers, model_folder, read_config
 
 from .certificate import Certificate
 from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
@@ -33,15 +33,6 @@ from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
 FORMAT = 1
 MOST_LAYERS = 2048
 RECIPE = "fold.json"
-
-
-def hub_folder(spec: str | Path) -> Path:
-    """Return the folder that a path or a hub name (owner/name) stands for.
-
-    Raises:
-        HFError: the hub name cannot be resolved.
-    """
-    return Path(spec) if Path(spec).exists() else resolve_hub(str(spec))
 
 
 def load_pretrained(spec: str | Path) -> nn.Module:
@@ -57,7 +48,7 @@ def load_pretrained(spec: str | Path) -> nn.Module:
         ConfigError: transformers has no such class or cannot load the folder, or weights are
             missing, which transformers would fill with random numbers.
     """
-    folder = hub_folder(spec)
+    folder = model_folder(spec)
     config = read_config(folder)
     transformers = import_transformers()
     transformers.logging.set_verbosity_error()
@@ -117,7 +108,7 @@ def save(
         model.config.weightless_norms = hashlib.sha256(told.encode()).hexdigest()
     model.save_pretrained(folder)
     # A tokenizer and the like, where save_pretrained has not written the file itself
-    for path in companions(hub_folder(source)) if source else ():
+    for path in companions(model_folder(source)) if source else ():
         if not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
     if is_changed:
@@ -136,7 +127,7 @@ def load(spec: str | Path) -> nn.Module:
         CheckpointError: fold.json is missing or damaged.
         ConfigError: transformers cannot load the folder.
     """
-    path = hub_folder(spec) / RECIPE
+    path = model_folder(spec) / RECIPE
     try:
         recipe = parse_json(path.read_text(encoding="utf-8"))
         swaps = [Swap(**swap) for swap in recipe["swaps"]]

@@ -7,6 +7,7 @@ rows of zero mean as an RMSNorm.
 """
 
 import copy
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import permutations, product
@@ -84,6 +85,9 @@ class FoldedNorm(nn.Module):
         self._parameters = {**old._parameters}
         self.swap = swap
         self.check = False
+        # torch's encoder layers take a fast path, which does not call the norm modules and computes
+        # LayerNorms, only where the eps of both norms are equal: this one is equal to none.
+        self.eps = math.nan
 
     # Callers may use the name that the old norm has for its argument; LayerNorm's is `input`.
     def forward(self, input: Tensor | None = None, **named: Tensor | None) -> Tensor:
@@ -276,27 +280,15 @@ def swap_and_insert(plan: Plan, model: nn.Module) -> None:
             for name, child in list(parent.named_children()):
                 if child is old:
                     setattr(parent, name, new)
-    _disable_fast_path(model)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # nested tensors need the fast path of its layers
     for insertion in plan.insertions:
         module = model.get_submodule(insertion.path)
         if insertion.argument is None:
             module.register_forward_hook(Center(insertion))
         else:
             module.register_forward_pre_hook(Center(insertion), with_kwargs=True)
-
-
-def _disable_fast_path(model: nn.Module) -> None:
-    """Disable the fast path of torch's encoders that hold a folded norm.
-
-    It is taken without gradients, does not call the norm modules and computes LayerNorms.
-    """
-    for module in model.modules():
-        if not any(isinstance(part, FoldedNorm) for part in module.modules()):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # "neither", for which there is no fast path
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # nested tensors need the fast path
 
 
 def _centered_once(weight: Tensor, gain: Tensor | None, axis: int, block: int) -> Tensor:

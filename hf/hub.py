@@ -54,6 +54,12 @@ def resolve_hub(name: str) -> Path:
         ) from None
 
 
+def model_folder(spec: str | Path) -> Path:
+    """Return the path of a model, or the folder that a hub name stands for. Raises HFError."""
+    path = Path(spec)
+    return resolve_hub(str(spec)) if not path.exists() and HUB_NAME.fullmatch(str(spec)) else path
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a folder. Raises HFError."""
     path = folder / "config.json"

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from common.environment import environment, faster_float32_products, find_device
@@ -29,7 +29,6 @@ from posthoc.coupling import Calibration, greedy, ratios, refusal, suggest_first
 from training.stream import token_rms
 
 QUANTILES = (0.05, 0.5, 0.95)
-QUANTILE_SAMPLE = 1_000_000  # tokens, about; torch.quantile takes no more than 16 million
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,14 @@ def summary(rms: Tensor) -> list[dict[str, Any]]:
     Args:
         rms: RMS of the stream, (2L + 1, N, T), float64.
     """
-    quantiles = torch.tensor(QUANTILES).double()
     rows = []
     for position, sizes in enumerate(rms):
         later = sizes[:, 1:].flatten()  # (N (T - 1),)
-        every = len(later) // QUANTILE_SAMPLE + 1
         row = {
             "position": position,
             "mean": float(later.mean()),
             "sd": float(later.std()),
-            "quantiles": torch.quantile(later[::every], quantiles).tolist(),
+            "quantiles": np.quantile(later.numpy(), QUANTILES).tolist(),
             "first": float(sizes[:, 0].mean()),
         }
         rows.append(row)

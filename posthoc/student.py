@@ -4,7 +4,6 @@ The student is a view of the teacher: the same tensors under another norm plan.
 """
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from common.fingerprint import END
 from fold.gpt import absorb_alpha
 from hf.config import gpt_config, shape_config
-from hf.hub import HUB_NAME, read_config, resolve_hub
+from hf.hub import model_folder, read_config
 from load import load_model
 from model import GPT, GPTConfig
 from posthoc import adapters
@@ -111,9 +110,7 @@ def teacher_config(spec: str) -> GPTConfig:
     """Return the config of a teacher, without loading its weights where that is possible."""
     if spec.startswith("random:"):
         return shape_config(spec.removeprefix("random:"))
-    path = Path(spec)
-    if not path.exists() and HUB_NAME.fullmatch(spec):
-        path = resolve_hub(spec)
+    path = model_folder(spec)
     if (path / "config.json").is_file() and any(path.glob("*.safetensors*")):
         return gpt_config(read_config(path), spec)
     return load_model(spec).config
