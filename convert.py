@@ -313,13 +313,12 @@ def convert_foreign(spec: str, config: ConvertConfig) -> tuple[Certificate, list
     else:
         report = fold.analyze(model, inputs)
         after, certificate = fold.fold(model, report, untie=config.untie, insert=config.insert)
-        more = report.more(config.untie, config.insert)
-        options = ", ".join(f"--{name} {count}" for name, count in more.items())
-        others = f" ({options} would fold)" if options else ""
-        lines = [f"folded {certificate.folded} of {report.total} LayerNorms{others}"]
+        counts = f"of {report.total} LayerNorms ({report.untied} fold untied, "
+        counts += f"{report.practical} with centrings inserted)"
+        lines = [f"folded {certificate.folded} {counts}"]
         if certificate.ok and not certificate.folded:
             first = next((row.reason for row in report.rows), "it has none")
-            raise FoldError(f"{spec}: none of {report.total} LayerNorms folds{others}: {first}")
+            raise FoldError(f"{spec}: none {counts} folds: {first}")
         how = (
             f"read it with `from fold import hub; hub.load({config.out!r})`, or, with LayerNorms, "
             "transformers"

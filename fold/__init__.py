@@ -145,18 +145,6 @@ class Report:
         meanings = [f"{name}: {text}" for name, text in MEANINGS.items() if name in found]
         return "\n".join([*table, "", summary, *meanings])
 
-    def more(self, untie: bool, insert: bool) -> dict[str, int]:
-        """Return which option that is not used would fold more, and how many calls then."""
-        folded = len(self.analysis.plan(untie, insert)[1])
-        more = {}
-        for name, given, options in (
-            ("untie", untie, (True, insert)),
-            ("insert", insert, (untie, True)),
-        ):
-            if not given and (count := len(self.analysis.plan(*options)[1])) > folded:
-                more[name] = count
-        return more
-
     def by(self, rules: str) -> "Report":
         """Return the report on the same graph by other rules: "exact" or "paper"."""
         return _report(self.analysis.graph, self.inputs, rules)
@@ -253,9 +241,6 @@ def fold(
     refusals = {row.name: row.reason for row in report.rows if row.name not in folded}
 
     what = f"{report.model}: {len(norms)} of {report.total} LayerNorm calls folded"
-    if more := report.more(untie, insert):
-        options = ", ".join(f"{name}=True: {count}" for name, count in more.items())
-        what += f" ({options})"
     new, certificate = changed(
         model,
         partial(carry_out, plan),

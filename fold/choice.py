@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from .cut import cheapest_cut
 from .graph import Demand, Graph, Source
-from .lines import Line, Norm, describe, norm_of, shape
+from .lines import Line, Norm, norm_of, shape
 from .modules import Insertion, Plan, Swap, find_swap
 
 # A norm could be folded, but `fold` cannot write that into the modules, because ...
@@ -33,14 +33,12 @@ class Finding:
             "inserted": it folds if centrings are inserted, fewer than the norms that they fold;
             "no gain": likewise, but that takes as many centrings as it folds norms;
             "refused": it does not fold.
-        sources: what is centred, and after which operations a centring is inserted.
         reason: of the verdict, for people.
         by_hand: the norm is written out, from means and square roots.
     """
 
     name: str
     verdict: str
-    sources: tuple[str, ...]
     reason: str
     by_hand: bool = False
 
@@ -327,18 +325,9 @@ class Analysis:
         by_hand = norm.norm.by_hand
         verdict = next((name for name, way in self.ways.items() if norm in way.norms), "refused")
         if verdict == "refused":
-            return Finding(norm.name, verdict, (), self._obstacle(norm), by_hand)
-        choice = self.ways[verdict]
-        leaves, centrings = choice.ends(norm)
-        sources = []
-        for at in leaves:
-            if at in norm.demand.sources:
-                names = norm.untie.get(at, (str(norm.demand.sources[at]),))
-                sources.append(" and ".join(names))
-        sources += [f"a centring after {describe(at.node)}" for at in centrings]
+            return Finding(norm.name, verdict, self._obstacle(norm), by_hand)
         if verdict == "strict":
-            n_parameters = len(sources)
-            reason = f"all that is added up in its input can be centred ({n_parameters} parameters)"
+            reason = "all that is added up in its input can be centred"
         elif verdict == "untied":
             reason = f"{self._obstacle(norm)}, unless it gets a centred copy of its own"
         elif verdict == "inserted":
@@ -352,7 +341,7 @@ class Analysis:
             reason += LEFT + norm.swap
         elif verdict == "inserted" and norm not in self.choose(insert=True, hooks=True).norms:
             reason += f"{LEFT}no module returns or takes what would have to be centred"
-        return Finding(norm.name, verdict, tuple(sources), reason, by_hand)
+        return Finding(norm.name, verdict, reason, by_hand)
 
     def _obstacle(self, norm: NormCall) -> str:
         """Say why a norm does not fold as it stands."""

@@ -89,6 +89,8 @@ def is_zero(x: Any) -> bool:
 
 
 @rule(
+    "expand.default",
+    "repeat.default",
     "clone.default",
     "alias.default",
     "detach.default",
@@ -102,7 +104,9 @@ def is_zero(x: Any) -> bool:
     "lift_fresh_copy.default",
 )
 def _same(line: Line) -> Feeds | None:
-    return _through(line.node.args[0], line.axis, line)
+    """The same numbers, perhaps repeated along other axes."""
+    at = aligned(line.node.args[0], line)
+    return None if at is None else Feeds((at,))
 
 
 @rule("dropout.default", "feature_dropout.default", "alpha_dropout.default")
@@ -216,12 +220,6 @@ def _view(line: Line) -> Feeds | None:
 @rule("permute.default", "transpose.int", "t.default", "numpy_T.default")
 def _move(line: Line) -> Feeds | None:
     return _through(line.node.args[0], input_axes(line.node)[line.axis], line)
-
-
-@rule("expand.default", "repeat.default")
-def _expand(line: Line) -> Feeds | None:
-    at = aligned(line.node.args[0], line)
-    return None if at is None else Feeds((at,))
 
 
 @rule(

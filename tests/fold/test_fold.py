@@ -423,12 +423,9 @@ def test_tied_head():
     )
     centred, certificate = folded(model, (ids,), 2, insert=True)
     assert certificate.inserted == 1 and centred.wte.weight is centred.head.weight
-    assert report.more(False, False) == {"untie": 2, "insert": 2}
-    assert report.more(True, False) == report.more(False, True) == report.more(True, True) == {}
     assert "\nuntied: folds if a tied parameter" in str(report)
     assert "\ninserted: " not in str(report)
-    left = fold(model, report)[1]
-    assert left.folded == 0 and left.what.endswith("calls folded (untie=True: 2, insert=True: 2)")
+    assert fold(model, report)[1].folded == 0
 
 
 @pytest.mark.parametrize("first", ["wte", "head"])

@@ -143,7 +143,7 @@ def test_refusals(folder, tmp_path):
     opt = folder("OPTForCausalLM", **OPT)
     with pytest.raises(
         FoldError,
-        match=r"none of 3 .* folds \(--untie 3, --insert 3 would fold\): .* unless it gets",
+        match=r"none of 3 .*\(3 fold untied, 3 with centrings inserted\) folds: .* unless it gets",
     ):
         convert.main([str(opt), "--to=rms", "--untie=False", f"--out={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()
