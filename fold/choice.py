@@ -68,7 +68,7 @@ class NormCall:
 
     def nodes(self) -> set[Node]:
         """Return all nodes that must keep zero mean for this norm, and the norm itself."""
-        return {line.node for line in self.demand.lines} | {self.node}
+        return {line.node for line in self.demand.below} | {self.node}
 
 
 @dataclass
@@ -355,7 +355,7 @@ def _lines_before_one_norm(norms: Collection[NormCall]) -> set[Line]:
     """Find the lines just before each norm that no other norm depends on."""
     n_norms = defaultdict(int)  # line -> how many norms depend on it
     for norm in norms:
-        for line in norm.demand.lines:
+        for line in norm.demand.below:
             n_norms[line] += 1
     found = set()
     for norm in norms:

@@ -65,19 +65,6 @@ class Demand:
     # parameters whose present values it relies on, by name
     keep: set[str] = field(default_factory=set)
 
-    @property
-    def lines(self) -> Collection[Line]:
-        return self.below.keys()
-
-
-@dataclass(frozen=True)
-class TensorArgument:
-    """A tensor that a module's forward takes."""
-
-    position: int  # in the forward's signature
-    name: str
-    shape: tuple[int, ...]
-
 
 def _is_norm_output(line: Line) -> bool:
     """Tell whether a line lies in the output of a norm.
@@ -137,8 +124,8 @@ class Graph:
         self.trained = trained
         # path of a module that returns one tensor -> its shape
         self.returned: dict[str, tuple[int, ...]] = {}
-        # path of a module -> the tensors that it takes
-        self.arguments: dict[str, list[TensorArgument]] = {}
+        # path of a module -> the tensors that it takes: ((position, name) in its signature, shape)
+        self.arguments: dict[str, list[tuple[tuple[int, str], tuple[int, ...]]]] = {}
         # path of a module -> the shapes that it takes, if it takes one tensor and returns one like
         # it; None for other calls
         self.taken: dict[str, set[tuple[int, ...] | None]] = defaultdict(set)
@@ -229,7 +216,7 @@ class Graph:
         names = list(inspect.signature(module.forward).parameters)
         given = [*zip(names, args), *kwargs.items()]
         self.arguments[path] = [
-            TensorArgument(names.index(name), name, tuple(value.shape))
+            ((names.index(name), name), tuple(value.shape))
             for name, value in given
             if name in names and isinstance(value, Tensor)
         ]
@@ -289,7 +276,7 @@ class Graph:
         todo: list[tuple[Line, Node | None]] = [(start, None)]
         while todo:
             line, user = todo.pop()
-            if line in demand.lines:
+            if line in demand.below:
                 continue
             demand.below[line] = ()
             if line.node in self.names:
@@ -351,11 +338,11 @@ class Graph:
             weights = {leaf: s for leaf, s in demand.sources.items() if not s.scale}
             leaves = {part for part, fed in demand.below.items() if not fed}
             only_weights = bool(weights) and leaves == weights.keys()
-            if not only_weights or any(_is_norm_output(part) for part in demand.lines):
+            if not only_weights or any(_is_norm_output(part) for part in demand.below):
                 continue
             if all(
                 len(part.node.users) == 1 and shape(part.node)[part.axis] == line.block
-                for part in demand.lines
+                for part in demand.below
             ):
                 merged = tuple(source.parameters[0] for source in weights.values())
                 return Source(merged, line.block, self.names[gain_at.node])
@@ -490,11 +477,11 @@ class Graph:
                 continue  # the tensor is made inside
             if not path and node not in self.inputs:
                 continue
-            fitting = [x for x in self.arguments.get(path, ()) if x.shape == shape(node)]
+            fitting = [at for at, size in self.arguments.get(path, ()) if size == shape(node)]
             # With two tensors of this shape, the graph does not tell which is meant.
             if len(fitting) != 1 or len(self.calls[path]) != 1:
                 return None
-            return path, (fitting[0].position, fitting[0].name)
+            return path, fitting[0]
         return None
 
 

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from common.errors import CheckpointError, ConfigError
 from common.inputs import check_regular
 from common.output import parse_json
+from hf.config import MOST_LAYERS
 from hf.hub import companions, import_transformers, model_folder, read_config
 
-from .certificate import Certificate
+from .certificate import Certificate, first_line
 from .modules import Center, FoldedNorm, Insertion, Plan, Swap, swap_and_insert
 
 FORMAT = 1
-MOST_LAYERS = 2048
 RECIPE = "fold.json"
 
 
@@ -67,9 +67,8 @@ def load_pretrained(spec: str | Path) -> nn.Module:
             folder, dtype="auto", output_loading_info=True
         )
     except Exception as error:  # the class, safetensors, a quantiser and the disk raise anything
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"{spec}: transformers cannot load it ({first}): check the folder"
+            f"{spec}: transformers cannot load it ({first_line(error)}): check the folder"
         ) from None
     # from_pretrained itself only warns.
     missing = sorted(info["missing_keys"])

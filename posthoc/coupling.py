@@ -14,6 +14,7 @@ teacher: another norm plan on the same tensors. The first position of a window i
 and of KL: attention makes a sink of it, whose size says nothing about other tokens.
 """
 
+import copy
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -214,6 +215,10 @@ class Calibration:
         """Return the mean KL over all but the first position of the windows."""
         return float(self.token_kl(plan, alpha)[:, 1:].double().mean())
 
+    def choice(self, plan: str, alpha: Alpha | float) -> "CoupledChoice":
+        """Return a plan and its alpha with their KL."""
+        return CoupledChoice(plan, alpha, self.kl(plan, alpha))
+
     def best_alpha(self, plan: str) -> tuple[float, float]:
         """Find the one alpha for all shared positions with the lowest KL; return it and the KL.
 
@@ -243,15 +248,14 @@ class Calibration:
         highest KL of the three in one teacher and the lowest in two (results/cpu/posthoc).
         """
         ones = (1.0,) * self.positions
-        layers = self.alpha(plan)
         one, kl_of_one = self.best_alpha(plan)
         uniform = tuple(
             1.0 if position == source else one for position, source in enumerate(sources(plan))
         )
         choices = (
-            CoupledChoice(plan, ones, self.kl(plan, ones)),
+            self.choice(plan, ones),
             CoupledChoice(plan, uniform, kl_of_one),
-            CoupledChoice(plan, layers, self.kl(plan, layers)),
+            self.choice(plan, self.alpha(plan)),
         )
         return min(choices, key=lambda choice: choice.kl)
 
@@ -295,9 +299,7 @@ def to_coupled(model: GPT, plan: str, idx: Tensor) -> GPT:
     blocks = model.config.n_layer
     plan = str(view(model, plan or first_plan(blocks, min(1, blocks - 1))).plan)
     alpha = Calibration(model, idx).calibrated(plan).alpha
-    config = retype(model.config, "coupled", norm_plan=plan, coupled_alpha=alpha)
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    return rebuild(model, config, weights)
+    return copy.deepcopy(view(model, plan, alpha))
 
 
 def suggest_first(
@@ -316,11 +318,9 @@ def suggest_first(
     for k in range(n_layer + 1):
         plan = first_plan(n_layer, k)
         if per_layer:
-            alpha = calibration.alpha(plan)
-            kl = calibration.kl(plan, alpha)
+            choices.append(calibration.choice(plan, calibration.alpha(plan)))
         else:
-            alpha, kl = calibration.best_alpha(plan)
-        choices.append(CoupledChoice(plan, alpha, kl))
+            choices.append(CoupledChoice(plan, *calibration.best_alpha(plan)))
     # At k = n_layer nothing is shared, and KL is zero up to rounding, whatever the budget.
     within = [k for k, choice in enumerate(choices) if choice.kl <= budget]
     first = within[0] if within else n_layer
@@ -344,11 +344,10 @@ def greedy(calibration: Calibration, budget: float, across: bool = False) -> lis
 
     def with_shared(position: int) -> CoupledChoice:
         plan = spell([*letters[:position], "s", *letters[position + 1 :]])
-        alpha = calibration.alpha(plan)
-        return CoupledChoice(plan, alpha, calibration.kl(plan, alpha))
+        return calibration.choice(plan, calibration.alpha(plan))
 
     plan = spell(letters)
-    steps = [CoupledChoice(plan, calibration.alpha(plan), calibration.kl(plan, 1.0))]
+    steps = [calibration.choice(plan, calibration.alpha(plan))]
     candidates = range(1, calibration.positions - 1, 1 if across else 2)
     queue = [(with_shared(position).kl, position) for position in candidates]
     heapq.heapify(queue)

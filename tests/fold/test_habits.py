@@ -175,7 +175,7 @@ def test_a_module_that_returns_a_view_of_what_it_wrote(rows):
 
     model = net(forward, positions=Positions())
     report = analyze(model, (draw(2, rows, C),))
-    for line in report.analysis.norms[0].demand.lines:
+    for line in report.analysis.norms[0].demand.below:
         insertion = report.analysis.insertion(line)
         assert insertion is None or insertion.path != "positions" or insertion.axis == 2
     after, certificate = fold(model, report, insert=True)

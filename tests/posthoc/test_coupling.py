@@ -169,6 +169,8 @@ def test_greedy_measures_again_what_a_position_costs():
     class Scripted:
         positions = 7
 
+        choice = Calibration.choice
+
         def alpha(self, plan):
             return ()
 
