@@ -11,9 +11,9 @@ norm is left with a gain of 1 and a bias of 0: it is weightless. All modules sta
 so do the names and shapes of the parameters. What loads the model loads the weightless one.
 
 A gain is found in the exported graph, not by names: a vector that multiplies channel by channel,
-also as 1 + weight. It stays where anything but linears reads the product, be it through attention,
-which is linear in the values. A bias stays where such
-a linear has no bias of its own; it is divided by the gain then, so that W diag(g) (b / g) = W b.
+also as 1 + weight. It stays where anything but linears reads the product; attention may be between
+them and the values, in which it is linear. A bias stays where such a linear has no bias of its own;
+it is divided by the gain then, so that W diag(g) (b / g) = W b.
 """
 
 import operator

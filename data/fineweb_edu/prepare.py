@@ -323,11 +323,11 @@ def join_paths(argv: list[str]) -> list[str]:
 
 def identity(paths: list[Path]) -> list[list]:
     """Return what tells versions of files apart: path, bytes, time of the last change."""
-    found = []
-    for path in paths:
-        status = path.stat()
-        found.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
-    return found
+    statuses = [path.stat() for path in paths]
+    return [
+        [str(path.resolve()), status.st_size, status.st_mtime_ns]
+        for path, status in zip(paths, statuses, strict=True)
+    ]
 
 
 def read_sample(progress: Progress, skip: int) -> Iterator[Document]:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from common.errors import ConfigError, DataError, run_program
+from common.errors import ConfigError, run_program
 from data.shards import write_data_set
 from data.tokenizers import byte_tokenizer
 
@@ -52,11 +52,6 @@ def main(argv: list[str]) -> None:
     tokenizer = byte_tokenizer()
     splits = {}
     for split, texts in documents(root).items():
-        if not texts:
-            raise DataError(
-                f"no Python sources in {root}: "
-                "is this Python's standard library packed into an archive?"
-            )
         parts = []
         for text in texts:
             parts.append(np.array([tokenizer.eot_token], np.uint16))
