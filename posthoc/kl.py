@@ -35,8 +35,9 @@ def kl_divergence(
     own = head[:n_vocab].split(chunk)
     theirs = head_teacher.detach()[:n_vocab].split(chunk)
     taught = x_teacher.detach()
+    options = {"use_reentrant": False, "preserve_rng_state": False}
     parts = [
-        checkpoint(_chunk, x, part, taught, part_teacher, use_reentrant=False)
+        checkpoint(_chunk, x, part, taught, part_teacher, **options)
         for part, part_teacher in zip(own, theirs, strict=True)
     ]
     log_s, log_t, gaps = (torch.stack(terms) for terms in zip(*parts, strict=True))  # (chunks, N)
