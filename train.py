@@ -37,11 +37,11 @@ from configurator import key, parse_args
 from data.shards import read_meta
 from evals.hellaswag import ITEMS_FILE, HellaSwag
 from load import init_from
-from model import GPT, GPTConfig, check_memory
+from model import GPT, GPTConfig
 from norm_plan import foreign_keys, keys_of
 from taper import TaperSchedule, is_tapered, tapers
 from training.checkpoint import BEST, LAST, restore
-from training.choices import native_bfloat16, resolve, with_vocabulary
+from training.choices import check_fits, native_bfloat16, resolve, with_vocabulary
 from training.dataloader import Blocks, DataKeys, TrainLoader
 from training.evaluation import EvalKeys, Evaluator
 from training.loop import Loop, Objective
@@ -265,8 +265,7 @@ def train(config: TrainConfig, ranks: Ranks) -> None:
     blocks, val = (
         Blocks(config.data_dir, split, config.block_size, n_vocab) for split in ("train", "val")
     )
-    # To save an FSDP run, rank 0 gathers weights and both moments, 4 bytes each.
-    ranks.together(lambda: check_memory(config, 12 if config.parallel == "fsdp" else 4))
+    ranks.together(lambda: check_fits(config, ranks.device))
     with RunFolder(config, ranks) as run:
         found = run.find(config.resume, (LAST, BEST))
         config, choice = resolve(config, found, ranks)

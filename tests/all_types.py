@@ -1,8 +1,8 @@
 """A program for tests: a short run of every norm type, one after the other in one process.
 
-all_types.py whole DATA FOLDER    24 steps; a copy of the checkpoint after step 12 is kept
-all_types.py rest DATA FOLDER     steps 13 to 24 again, from that copy, without evaluations
-all_types.py ranks DATA FOLDER    the first 6 steps, for several ranks
+all_types.py whole DATA FOLDER    40 steps; a copy of the checkpoint after step 20 is kept
+all_types.py rest DATA FOLDER     steps 21 to 40 again, from that copy, without evaluations
+all_types.py ranks DATA FOLDER    the first 12 steps, for several ranks
 """
 
 import shutil
@@ -24,21 +24,20 @@ COMMON = (
     "--lr_schedule=constant",
     "--gradient_accumulation_steps=2",
     "--eval_tokens=64",
-    "--max_iters=24",
 )
 PHASES = {
-    "whole": ("--eval_interval=4",),
+    "whole": ("--eval_interval=5",),
     "rest": ("--eval_interval=1000",),
-    "ranks": ("--eval_interval=1000", "--max_iters=6"),
+    "ranks": ("--eval_interval=1000", "--max_iters=12"),
 }
 
 
 def save_two(self: Loop, name: str, save=Loop.save) -> None:
-    """Save after steps 12 and 24 only, and keep a copy of the first checkpoint."""
-    if name != LAST or self.step not in (12, 24):
+    """Save after steps 20 and 40 only, and keep a copy of the first checkpoint."""
+    if name != LAST or self.step not in (20, 40):
         return
     save(self, name)
-    if self.step == 12:
+    if self.step == 20:
         shutil.copy(self.folder.path / LAST, self.folder.path / KEPT)
 
 

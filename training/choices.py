@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from common.distributed import Ranks
-from common.environment import DTYPES, cpuinfo
-from common.errors import CheckpointError
+from common.environment import DTYPES, cpuinfo, machine_memory
+from common.errors import CheckpointError, ConfigError
 from common.old_keys import AUTO, by_device, chosen_then, device_kind
+from model import check_memory
 from training.checkpoint import FoundCheckpoint
 from training.provenance import saved_provenance
 
@@ -60,12 +61,40 @@ def resolve(config: Any, found: FoundCheckpoint | None, ranks: Ranks) -> tuple[A
 
 
 def with_vocabulary(config: Any, n_tokens: int) -> Any:
-    """Complete a TrainConfig with the vocabulary of its data: `n_tokens`, 0 if they do not say."""
+    """Complete a TrainConfig with the vocabulary of its data: `n_tokens`, 0 if they do not say.
+
+    Raises ConfigError.
+    """
+    if 0 < config.n_vocab < n_tokens:
+        raise ConfigError(
+            f"n_vocab={config.n_vocab}: the data's vocabulary has {n_tokens} tokens: leave it at 0"
+        )
     # Up to a multiple of 64, where the head's product uses the GPU's matrix units best. Rows beyond
     # n_vocab take no part in the loss.
     rows = config.vocab_size or math.ceil(n_tokens / 64) * 64
     rows = rows or 50304  # shards without meta.json are nanoGPT's, of GPT-2 tokens
     return dataclasses.replace(config, vocab_size=rows, n_vocab=config.n_vocab or n_tokens)
+
+
+def check_fits(config: Any, device: torch.device) -> None:
+    """Raise ConfigError for a model or a micro-batch that the memory of this machine cannot hold.
+
+    Of a micro-batch it counts less than a step needs: tokens and targets, and on a CPU in 16 bits
+    what backward reads of each block's stream and MLP.
+    """
+    # To save an FSDP run, rank 0 gathers weights and both moments, 4 bytes each.
+    check_memory(config, 12 if config.parallel == "fsdp" else 4)
+    of_token = 16
+    if device.type == "cpu":
+        of_token += 2 * config.n_layer * (config.n_embd + config.inner)
+    needed = of_token * config.batch_size * config.block_size
+    if needed > machine_memory():
+        raise ConfigError(
+            f"batch_size={config.batch_size} and block_size={config.block_size}: a micro-batch "
+            f"takes more than {needed / 1e9:,.0f} GB, and this machine has "
+            f"{machine_memory() / 1e9:,.0f} GB of memory: lower batch_size, with as many times "
+            "more gradient_accumulation_steps"
+        )
 
 
 def choose(config: Any, device: torch.device) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def start_tracker(config: dict[str, Any], resume_step: int | None) -> Any:
     Raises:
         UserError: it cannot start.
     """
-    tracker = config["tracker"]
+    tracker = config.get("tracker", "off")
     if tracker == "off":
         return None
     out_dir = Path(config["out_dir"])
