@@ -80,8 +80,6 @@ def test_every_norm_type_starts_from_rms_and_leads_back(norm_type, saved):
             {"norm_type": "taper"},
             "add --taper_base=layer",
         ),
-        ({"norm_type": "dyt"}, {"norm_type": "rms"}, "source.pt multiplies its embeddings"),
-        ({"norm_type": "rms"}, {"norm_type": "derf"}, "this run multiplies its embeddings"),
     ],
 )
 def test_what_would_be_another_function_is_refused(theirs, ours, remedy, saved):

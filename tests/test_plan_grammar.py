@@ -339,7 +339,7 @@ def write_model(folder: Path, **keys) -> tuple[GPT, str]:
         ({"qk_norm": "head"}, {}, "qk_norm=head, and this run none"),
         ({"qk_norm": "head"}, {"qk_norm": "full"}, "qk_norm=head, and this run full"),
         ({"norm_type": "dyt"}, {}, "multiplies its embeddings by a learned number"),
-        ({}, {"norm_type": "derf"}, "would multiply the embeddings"),
+        ({}, {"norm_type": "derf"}, "this run multiplies its embeddings"),
         (
             {"norm_type": "peri", "output_eps": 1e-4},
             {"norm_type": "peri"},
