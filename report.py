@@ -3,7 +3,8 @@
     python report.py out/demo
         loss curve of one run or more: out/demo/loss.png
     python report.py out/small --baseline=rms
-        every run folder in out/small: report.md, report.csv, seeds.csv and plots, into out/small
+        every run folder in out/small: report.html and report.md with pictures, report.csv,
+        seeds.csv, into out/small
     python report.py runs/ --baseline=rms --delta_val_loss=0.002 --out=results/mine
     python report.py results/cpu/table1/runs.tar.xz --baseline=rms --out=out/table1
         an archive of runs, as sweep.sh keeps them
@@ -32,7 +33,7 @@ from common.errors import ConfigError, UserError, run_program
 from common.output import check_replaceable, markdown, write_bytes_atomically, writing
 from common.plotting import check_picture
 from configurator import check_ranges, key, parse_args
-from evidence import published
+from evidence import page, published
 from evidence.comparison import (
     BY_SEED,
     NO_VERDICT,
@@ -46,12 +47,7 @@ from evidence.comparison import (
     pair_by_seed,
 )
 from evidence.names import short_name
-from evidence.plots import (
-    plot_differences,
-    plot_loss,
-    plot_output,
-    plot_stream,
-)
+from evidence.plots import plot_differences, plot_loss
 from evidence.runs import (
     METRICS,
     Run,
@@ -127,12 +123,12 @@ def text_cell(row: Comparison) -> str:
 VERDICT_COLUMNS: dict[str, Callable[[Comparison], Any]] = {
     "metric": lambda row: row.metric.name,
     "arm": lambda row: f"`{row.name}`",
+    "verdict": lambda row: f"**{row.word}**",
     "seeds": lambda row: len(row.seeds),
     "difference": lambda row: row.show(row.estimate.mean),
     "Holm interval": lambda row: row.show_interval(row.verdict.interval),
     "in tokens": Comparison.show_tokens,
     "without one document": text_cell,
-    "verdict": lambda row: f"**{row.word}**",
 }
 
 # The same, of the table of tests below it.
@@ -187,17 +183,28 @@ CSV_COLUMNS: dict[str, Callable[[Comparison], Any]] = {
 }
 
 
-def table_of(rows: list[Comparison], columns: dict[str, Callable[[Comparison], Any]]) -> str:
-    """Return a Markdown table of comparisons, without columns that are empty in all of them."""
+def cells_of(
+    rows: list[Comparison], columns: dict[str, Callable[[Comparison], Any]]
+) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Return header and lines of a table, without columns that are empty in all lines."""
     cells = {heading: [cell(row) for row in rows] for heading, cell in columns.items()}
     filled = {heading: column for heading, column in cells.items() if any(column)}
-    return markdown(filled, zip(*filled.values(), strict=True))
+    return list(filled), list(zip(*filled.values(), strict=True))
 
 
-def stability_table(arms: Arms) -> str:
-    """Return the outcomes beside loss, one line an arm; "" if no run has them and none diverged."""
+def table_of(rows: list[Comparison], columns: dict[str, Callable[[Comparison], Any]]) -> str:
+    """Return a Markdown table of comparisons."""
+    return markdown(*cells_of(rows, columns))
+
+
+STABILITY_HEADER = ("arm", "runs", "diverged", "clipped steps", "spikes a run")
+STABILITY_HEADER += ("largest attention logit",)
+
+
+def stability_rows(arms: Arms) -> list[list[Any]]:
+    """Return the outcomes beside loss, a row for each arm; [] if no run has any."""
     if not any(run.stability or run.diverged for run in runs_of(arms)):
-        return ""
+        return []
     table = []
     for arm, runs in arms.items():
         values: dict[str, list[float]] = {"clipped": [], "spikes": [], "attention_logit": []}
@@ -207,7 +214,7 @@ def stability_table(arms: Arms) -> str:
                     found.append(run.stability[name])
         clipped, spikes, logits = values.values()
         cells = [
-            f"`{arm}`",
+            f"`{short_name(arm)}`",
             len(runs),
             sum(run.diverged for run in runs.values()),
             f"{100 * np.mean(clipped):.0f} %" if clipped else "n/a",
@@ -215,8 +222,7 @@ def stability_table(arms: Arms) -> str:
             number(max(logits, default=None), 1),
         ]
         table.append(cells)
-    header = ["arm", "runs", "diverged", "clipped steps", "spikes a run", "largest attention logit"]
-    return markdown(header, table)
+    return table
 
 
 def seed_table(arms: Arms, metric: str) -> str:
@@ -353,8 +359,8 @@ def report_text(report: Report, plots: list[Path]) -> str:
         parts += [table_of(report.judged, VERDICT_COLUMNS), exchange_text(arms, baseline)]
         parts += ["## Tests", table_of(report.judged, TEST_COLUMNS)]
     parts.append(HOW)
-    if stability := stability_table(renamed(report.stable)):
-        parts += ["## Stability", stability, STABILITY]
+    if stability := stability_rows(report.stable):
+        parts += ["## Stability", markdown(STABILITY_HEADER, stability), STABILITY]
     parts.append("## Seed by seed")
     for name, metric in METRICS.items():
         if any(name in run.metrics for run in runs_of(arms)):
@@ -404,7 +410,7 @@ class ReportConfig:
     baseline: str = key("", "arm that every other one is compared with; without: loss curves alone")
     out: str = key("", "folder that everything is written into, instead of that of the runs")
     plot: str = key("", "file for the loss curves of runs without a baseline")
-    pictures: bool = key(True, "draw pictures beside the tables")
+    pictures: bool = key(True, "make report.html, and pictures beside the tables")
     published: bool = key(False, "judge CoupledNorm's Table 1, and nothing else")
     delta_val_loss: float = key(0.0, "margin of val_loss and val_loss_full, post hoc", least=0.0)
     delta_train_loss: float = key(0.0, "margin of train_loss, post hoc", least=0.0)
@@ -426,21 +432,10 @@ def target_folder(config: ReportConfig, paths: list[Path]) -> Path:
 
 
 def draw(arms: Arms, rows: list[Comparison], baseline: str, out: Path) -> list[Path]:
-    """Draw the pictures of a report into `out`, those that the runs have data for.
-
-    `rows` are those that are judged. Losses over time are drawn only if the speed of every run is
-    judged: Run.speed_problem.
-    """
-    runs = runs_of(arms)
-    plots = [plot_loss(arms, out / "loss_tokens.png", "tokens", baseline)]
-    if not any(run.speed_problem for run in runs):
-        plots.append(plot_loss(arms, out / "loss_time.png", "time"))
+    """Draw the pictures of report.md into `out`; `rows` are those that are judged."""
+    plots = [plot_loss(arms, out / "loss_tokens.png", baseline)]
     if rows:
         plots.append(plot_differences(rows, out / "differences.png"))
-    if any(run.stream for run in runs):
-        plots.append(plot_stream(arms, out / "stream.png"))
-    if any(run.history for run in runs):
-        plots.append(plot_output(arms, out / "output.png"))
     return plots
 
 
@@ -464,8 +459,41 @@ def without_a_row(rows: list[Comparison], pairs: Pairs, diverged: dict[str, str]
     ]
 
 
+def arms_text(arms: Arms) -> str:
+    """Return an HTML table of the norm keys of all arms: each has those that it reads."""
+    runs = [next(iter(its.values())) for its in arms.values()]
+    keys = sorted({key for run in runs for key in run.norm_keys if key in run.config})
+    rows = [
+        [short_name(run.arm), *(run.config[key] if key in run.norm_keys else "" for key in keys)]
+        for run in runs
+    ]
+    return page.table(["arm", *keys], rows, arms)
+
+
+def page_of(report: Report) -> bytes:
+    """Return report.html: what report.md says, with pictures that answer the pointer."""
+    arms, rows = report.compared, report.judged
+    verdicts = page.table(*cells_of(rows, VERDICT_COLUMNS), [row.arm for row in rows])
+    sections = {"Verdicts": verdicts if rows else f"<p>{ALONE}</p>"}
+    for name, its in by_metric(rows).items():
+        sections[f"Differences: {name}"] = page.forest(its, arms)
+    sections |= {
+        "Validation loss": page.losses(arms),
+        "Residual stream after training": page.stream(arms),
+        "Scale at the output": page.output(arms),
+    }
+    stability = stability_rows(report.stable)
+    if stability:
+        sections["Stability"] = page.table(STABILITY_HEADER, stability, report.stable)
+    sections["Norm keys"] = arms_text(arms)
+    if report.left_out:
+        sections["Left out"] = page.table(["run"], [[line] for line in report.left_out])
+    title = f"Norm types against {short_name(report.baseline)}"
+    return page.write_page(title, header_text(arms), arms, sections)
+
+
 def write_report(report: Report, out: Path, pictures: bool) -> None:
-    """Write report.md, report.csv, seeds.csv and pictures into `out`. Raises UserError."""
+    """Write report.md, report.html, report.csv, seeds.csv and pictures. Raises UserError."""
     with writing(out):
         plots = []
         if pictures:
@@ -487,6 +515,9 @@ def write_report(report: Report, out: Path, pictures: bool) -> None:
         for name, content in texts.items():
             check_replaceable(out / name, re.escape(content[:9].encode()))
             write_bytes_atomically(out / name, content.encode(errors="backslashreplace"))
+        if pictures:
+            check_replaceable(out / "report.html", b"<!doctype html>")
+            write_bytes_atomically(out / "report.html", page_of(report))
 
 
 def terminal_table(report: Report) -> str:
@@ -551,7 +582,8 @@ def main(argv: list[str]) -> None:
     deltas = {name: getattr(config, f"delta_{name}", 0.0) for name in METRICS}
     report = make_report(by_arm(runs), config.baseline, deltas)
     write_report(report, out, config.pictures)
-    print(f"{said(report)}\n\nwrote report.md, report.csv and seeds.csv into {out}")
+    first = out / ("report.html" if config.pictures else "report.md")
+    print(f"{said(report)}\n\nwrote {first}, and beside it tables and CSV files")
 
 
 def label_runs(runs: list[Run]) -> Arms:

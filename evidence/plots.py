@@ -1,5 +1,5 @@
-"""Draw runs: loss curves with bands over seeds, paired differences with their intervals, the
-residual stream at every norm position.
+"""Draw runs: loss curves with bands over seeds, paired differences with their intervals, sizes of
+the residual stream.
 """
 
 from pathlib import Path
@@ -47,12 +47,6 @@ def loss_unit(arms: Arms) -> str:
     return "nats per token, a token is a byte" if sizes == {257} else "nats per token"
 
 
-def tokens_per_second(runs: list[Run]) -> float:
-    """Return the speed that belongs to the runs' mean time; nan where a run has no speed."""
-    times = [1 / run.metrics.get("tok_per_s", np.nan) for run in runs]
-    return 1 / np.mean(times)
-
-
 def loss_limits(curves_of_arms: list[np.ndarray]) -> tuple[float, float]:
     """Return limits of the loss axis that leave out the steep beginning but show every end.
 
@@ -69,20 +63,18 @@ def loss_limits(curves_of_arms: list[np.ndarray]) -> tuple[float, float]:
     return lowest - room, high + room
 
 
-def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = "") -> Path:
+def plot_loss(arms: Arms, target: Path, baseline: str = "") -> Path:
     """Draw the val loss of every arm: mean over seeds with a band of one SD.
 
     Where an arm has one seed, its training loss is drawn too, faint. With a baseline, a panel below
     shows each arm's paired difference to it, which the bands above would hide.
 
     Args:
-        over: "tokens" or "time", the x axis.
         baseline: the arm of the differences; "" for no such panel.
 
     Raises:
         UserError: no run has an evaluation yet.
     """
-    over_tokens = over == "tokens"
     has_panel_below = bool(baseline) and any(
         len(arms[baseline].keys() & runs) > 1 for arm, runs in arms.items() if arm != baseline
     )
@@ -101,10 +93,7 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
         tokens, losses = curves(list(runs.values()))
         if not losses.size:
             continue
-        if over_tokens:
-            x = tokens / 1e6
-        else:
-            x = tokens / tokens_per_second(list(runs.values())) / 60
+        x = tokens / 1e6
         mean = losses.mean(0)
         sd = losses.std(0, ddof=int(len(losses) > 1))  # zeros for one seed
         label = f"{arm}: {mean[-1]:.3f}"
@@ -113,7 +102,7 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
         if diverged := sum(run.diverged for run in runs.values()):
             label += f", {diverged} diverged"
         draw_band(top, x, (mean, mean - sd, mean + sd), index, label)
-        if len(runs) == 1 and over_tokens:
+        if len(runs) == 1:
             [run] = runs.values()
             steps = np.array([step["step"] for step in run.steps])
             millions = steps * run.start["tokens_per_step"] / 1e6
@@ -130,8 +119,7 @@ def plot_loss(arms: Arms, target: Path, over: str = "tokens", baseline: str = ""
     top.legend(frameon=False, fontsize=9, title="arm: last value")
     if has_panel_below:
         plot_loss_differences(axes[1, 0], arms, baseline)
-    x_label = "training tokens (millions)" if over_tokens else "training time (minutes)"
-    axes[-1, 0].set_xlabel(x_label)
+    axes[-1, 0].set_xlabel("training tokens (millions)")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     return save(figure, target)
@@ -258,72 +246,6 @@ def plot_differences(rows: list[Comparison], target: Path) -> Path:
         labels = arms if number % columns == 0 else [""] * len(arms)
         axis.set_yticks([-place for place in range(len(arms))], labels)
         axis.set_ylim(-len(arms) + 0.4, 0.6)
-    return save(figure, target)
-
-
-def plot_stream(arms: Arms, target: Path) -> Path:
-    """Draw the residual stream at every norm position after training.
-
-    Its size, its drift from the statistic that the position uses, and that drift's spread over
-    tokens, which no scalar can compensate. Geometric means over seeds.
-    """
-    panels = {
-        "rms": "RMS of the stream",
-        "drift": "drift: RMS / statistic used",
-        "spread": "SD of log drift",
-    }
-    figure, axes = plt.subplots(3, figsize=(7.5, 8.5), layout="constrained", sharex=True)
-    for index, (arm, runs) in enumerate(arms.items()):
-        streams = [run.stream for run in runs.values() if run.stream]
-        if not streams:
-            continue
-        for axis, name in zip(axes, panels):
-            values = np.array([stream[name] for stream in streams])  # (seeds, 2L + 1)
-            # Without shared positions there is no drift: 1 everywhere, and spread 0.
-            if name != "rms" and not values.std():
-                continue
-            # A spread is a deviation of logarithms already, and may be 0.
-            mean = values.mean(0) if name == "spread" else np.exp(np.log(values).mean(0))
-            blocks = np.arange(values.shape[1]) / 2
-            axis.plot(blocks, mean, label=arm, linewidth=LINE, **style(index))
-    for axis, (name, label) in zip(axes, panels.items()):
-        axis.set(ylabel=label, yscale="log" if name == "rms" else "linear")
-        axis.grid(alpha=0.3)
-    axes[0].set_title("Residual stream at every norm position, last evaluation")
-    axes[0].legend(frameon=False, fontsize=9)
-    axes[-1].set_xlabel("block (whole: before attention, half: before the MLP, last: final norm)")
-    return save(figure, target)
-
-
-def histories(runs: dict[int, Run]) -> list[dict[str, np.ndarray]]:
-    """Return the histories of the runs that have one, cut to the evaluations that all have."""
-    found = [run.history for run in runs.values() if run.history]
-    shortest = min((len(history["tokens"]) for history in found), default=0)
-    return [{name: values[:shortest] for name, values in history.items()} for history in found]
-
-
-def plot_output(arms: Arms, target: Path) -> Path:
-    """Draw what holds the scale at the output, over training: mean over seeds, lowest, highest."""
-    panels = {
-        "rms": "RMS of the stream\nat the output",
-        "logit_norm": "length of the logits\naround their mean",
-        "radial_gradient": "radial gradient at the\noutput, nats",
-    }
-    figure, axes = plt.subplots(3, figsize=(7.5, 8.5), layout="constrained", sharex=True)
-    for axis, (name, label) in zip(axes, panels.items()):
-        for index, (arm, runs) in enumerate(arms.items()):
-            if found := histories(runs):
-                values = np.array([history[name] for history in found])
-                if name == "rms":
-                    values = values[..., -1]  # the last norm position is the output
-                # values: (seeds, n)
-                draw_band(axis, found[0]["tokens"] / 1e6, over_seeds(values), index, arm)
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-    axes[0].set_title("Mean over seeds, band from lowest to highest")
-    axes[-1].set_xlabel("training tokens (millions)")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=2)
     return save(figure, target)
 
 

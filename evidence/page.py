@@ -1,0 +1,224 @@
+"""A report as one page: verdicts, every seed's points, curves and the residual stream.
+
+The page is one HTML file, with plotly's script inside, so that it needs no network. Arms and seeds
+can be switched on and off: a line of a picture has the names that it belongs to in `meta`.
+"""
+
+import html
+import string
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+
+from common.plotting import COLORS
+from evidence.comparison import Arms, Comparison
+from evidence.names import short_name
+from evidence.runs import Run
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+GRID = "rgba(128, 128, 128, 0.25)"
+CLEAR = "rgba(0, 0, 0, 0)"
+TOKENS = "training tokens (millions)"
+
+Values = Callable[[Run], tuple[np.ndarray, np.ndarray]]  # x (n,) and y (n,) of a run
+
+
+def seed_name(run: Run) -> str:
+    """Return what the switch of a run's seed is called."""
+    return f"seed {run.seed}"
+
+
+def color(arms: Arms, arm: str) -> str:
+    """Return an arm's colour, the same in all pictures."""
+    return COLORS[list(arms).index(arm) % len(COLORS)]
+
+
+def styled(figure: go.Figure, height: int) -> str:
+    """Return a figure as HTML, without plotly's script."""
+    figure.update_layout(
+        height=height,
+        margin={"l": 60, "r": 10, "t": 30, "b": 45},
+        paper_bgcolor=CLEAR,
+        plot_bgcolor=CLEAR,
+        hovermode="closest",
+        legend={"orientation": "h", "y": -0.2},
+    )
+    figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID)
+    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID)
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True})
+
+
+def forest(rows: list[Comparison], arms: Arms) -> str:
+    """Draw one metric: every seed's difference, the mean with its Holm interval, the margin."""
+    figure = go.Figure()
+    metric = rows[0].metric
+    for row in rows:
+        values = in_units(row, row.differences)
+        mean = float(in_units(row, row.estimate.mean))
+        low, high = in_units(row, np.array(row.verdict.interval))
+        look = {"color": color(arms, row.arm)}
+        figure.add_scatter(
+            x=values,
+            y=[row.name] * len(values),
+            customdata=row.seeds,
+            mode="markers",
+            marker=look | {"size": 7, "opacity": 0.4},
+            hovertemplate="seed %{customdata}: %{x:+.4f}<extra></extra>",
+            showlegend=False,
+            meta=[row.arm],
+        )
+        figure.add_scatter(
+            x=[mean],
+            y=[row.name],
+            mode="markers",
+            marker=look | {"size": 11, "symbol": "line-ns-open", "line": {"width": 3}},
+            error_x={
+                "type": "data",
+                "symmetric": False,
+                "array": [high - mean],
+                "arrayminus": [mean - low],
+                "thickness": 3,
+                "width": 0,
+            },
+            hovertemplate=f"{row.name}: {row.word}, %{{x:+.4f}}<extra></extra>",
+            showlegend=False,
+            meta=[row.arm],
+        )
+    if rows[0].delta:
+        low, high = in_units(rows[0], np.array([-1.0, 1.0]) * rows[0].delta)
+        figure.add_vrect(low, high, fillcolor="gray", opacity=0.15, line_width=0)
+    figure.add_vline(0, line_width=1, line_color="gray")
+    unit = "per cent" if metric.relative else metric.unit
+    better = "left" if metric.lower_is_better else "right"
+    title = f"difference to {short_name(rows[0].baseline)}, {unit}; better to the {better}"
+    figure.update_xaxes(title=title)
+    figure.update_yaxes(autorange="reversed")
+    return styled(figure, 120 + 45 * len(rows))
+
+
+def in_units(row: Comparison, differences: np.ndarray | float) -> np.ndarray:
+    """Return differences as they are shown: per cent for a relative metric."""
+    return 100 * np.expm1(differences) if row.metric.relative else np.asarray(differences)
+
+
+def lines(arms: Arms, panels: dict[str, Values], x_title: str, log: str = "") -> str:
+    """Draw a line for each run, in panels one below the other; "" without runs.
+
+    Args:
+        arms: the runs.
+        panels: y label -> what is drawn of a run.
+        x_title: of the common x axis.
+        log: y label of a panel with a logarithmic axis.
+    """
+    if not any(arms.values()):
+        return ""
+    figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.05)
+    for place, (label, values_of) in enumerate(panels.items(), 1):
+        for arm, runs in arms.items():
+            for run in runs.values():
+                x, y = values_of(run)
+                name = f"{short_name(arm)}, {seed_name(run)}"
+                figure.add_scatter(
+                    x=x,
+                    y=y,
+                    mode="lines",
+                    line={"color": color(arms, arm), "width": 1.3},
+                    hovertemplate=f"{name}: %{{y:.4f}}<extra></extra>",
+                    showlegend=False,
+                    meta=[arm, seed_name(run)],
+                    row=place,
+                    col=1,
+                )
+        kind = "log" if label == log else "linear"
+        figure.update_yaxes(title=label, type=kind, row=place, col=1)
+    figure.update_xaxes(title=x_title, row=len(panels), col=1)
+    return styled(figure, 120 + 240 * len(panels))
+
+
+def losses(arms: Arms) -> str:
+    """Draw the val loss of every run over its tokens, from the second evaluation on."""
+    panels = {"val loss": lambda run: (run.curve[1:, 0] / 1e6, run.curve[1:, 1])}
+    return lines(arms, panels, TOKENS)
+
+
+def stream(arms: Arms) -> str:
+    """Draw the residual stream at every norm position, at the last evaluation; "" without it."""
+
+    def at_positions(name: str) -> Values:
+        return lambda run: (np.arange(len(run.stream[name])) / 2, run.stream[name])
+
+    panels = {
+        "RMS of the stream": at_positions("rms"),
+        "RMS / statistic used": at_positions("drift"),
+        "SD of its logarithm": at_positions("spread"),
+    }
+    x_title = "block (whole: before attention, half: before the MLP, last: final norm)"
+    return lines(having(arms, "stream"), panels, x_title, log="RMS of the stream")
+
+
+def output(arms: Arms) -> str:
+    """Draw what holds the scale at the output, over training; "" without it."""
+
+    def over_tokens(name: str) -> Values:
+        return lambda run: (run.history["tokens"] / 1e6, run.history[name])
+
+    panels = {
+        # the last norm position
+        "RMS at the output": lambda run: (run.history["tokens"] / 1e6, run.history["rms"][:, -1]),
+        "length of the logits": over_tokens("logit_norm"),
+        "radial gradient, nats": over_tokens("radial_gradient"),
+    }
+    return lines(having(arms, "history"), panels, TOKENS)
+
+
+def having(arms: Arms, what: str) -> Arms:
+    """Return the runs whose logs have this."""
+    return {
+        arm: {seed: run for seed, run in runs.items() if getattr(run, what)}
+        for arm, runs in arms.items()
+    }
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[Any]], arms: Iterable[str] = ()) -> str:
+    """Return an HTML table; with `arms`, one for each row, a row goes with its arm's switch."""
+    marks = [f' data-arm="{html.escape(arm)}"' for arm in arms]
+    head = "".join(f"<th>{html.escape(cell)}" for cell in header)
+    body = []
+    for place, row in enumerate(rows):
+        cells = "".join(f"<td>{html.escape(str(cell).strip('*`'))}" for cell in row)
+        body.append(f"<tr{marks[place] if marks else ''}>{cells}")
+    return f'<div class="wide"><table><tr>{head}{"".join(body)}</table></div>'
+
+
+def switches(arms: Arms) -> str:
+    """Return a box for each arm, in its colour, and for each seed."""
+    seeds = sorted({seed for runs in arms.values() for seed in runs})
+    boxes = [
+        f'<label style="color: {color(arms, arm)}"><input type="checkbox" checked '
+        f'value="{html.escape(arm)}"> {html.escape(short_name(arm))}</label>'
+        for arm in arms
+    ]
+    boxes += [
+        f'<label><input type="checkbox" checked value="seed {seed}"> seed {seed}</label>'
+        for seed in seeds
+    ]
+    return "\n".join(boxes)
+
+
+def write_page(title: str, about: str, arms: Arms, sections: dict[str, str]) -> bytes:
+    """Return the page: sections are headings and HTML, those without content are left out."""
+    script = f"<script>{get_plotlyjs()}</script>"
+    body = "".join(f"<h2>{html.escape(name)}</h2>{part}" for name, part in sections.items() if part)
+    template = string.Template(TEMPLATE.read_text(encoding="utf-8"))
+    filled = template.substitute(
+        title=html.escape(title),
+        about=html.escape(about),
+        switches=switches(arms),
+        body=script + body,
+    )
+    return filled.encode()
