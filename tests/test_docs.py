@@ -426,6 +426,49 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
 
 
+def numbered(kind: str, last: int) -> list[str]:
+    """Kind 1, kind 2, ... as a paper numbers them."""
+    return [f"{kind} {number}" for number in range(1, last + 1)]
+
+
+# Heading of docs/seeds.md -> the items of that source that must have a row each
+SOURCES = {
+    "CoupledNorm": numbered("Table", 2) + numbered("Figure", 4),
+    "RMSNorm, the article": [
+        *("Partial RMSNorm", "Gated RMSNorm", "Group RMSNorm", "QK normalisation"),
+        *("Formulation", "Overview", "Motivation", "Relation", "Placement", "Empirical"),
+    ],
+    "Chapter 24": numbered("Section 24.11,", 4) + numbered("Section 24.12,", 4),
+    "Enjoy Your Layer Normalization": [
+        *numbered("Table", 25),
+        *numbered("Figure", 21),
+        "Algorithm 1",
+    ],
+    "TaperNorm": ['Table "Complexity"', 'Table "Throughput"', "Proposition 4.1", "Proposition 4.2"],
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_item_of_a_source_has_a_row(source):
+    """With a state; a page where it is shown, and a test that is there where it only works."""
+    page = (ROOT / "docs/seeds.md").read_text()
+    section = re.search(rf"^## {source}$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"][2:]
+    missing = [
+        item
+        for item in SOURCES[source]
+        if not any(re.match(rf"{item}\b|{item}$", row[0]) for row in rows)
+    ]
+    assert not missing
+    for item, _, state, where in rows:
+        assert state in ("shown", "stand-in", "works", "not done"), item
+        assert state not in ("shown", "stand-in") or "](" in where, item
+        named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", where)
+        assert state != "works" or named, item
+        for file, name in named:
+            assert f"def {name}" in (ROOT / file).read_text(), f"{item}: {file} {name}"
+
+
 def test_each_norm_type_and_letter_is_described():
     readme = (ROOT / "README.md").read_text()
     norms = (ROOT / "docs/norms.md").read_text()
