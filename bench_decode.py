@@ -24,43 +24,36 @@ can compute.
 Decoding is greedy: `tokens` tokens after the prompt, and an end token does not stop it. Before
 timing, every arm's logits are compared with float64, and its tokens with those of its own unfused
 definition. An arm that fails is not timed. Then every arm decodes once a round, in random order. A
-second copy of the first arm (A/A), in its faster variant, shows what the method measures where
-there is no difference. Ratios are medians of the rounds' ratios with a 95 % interval; above 1, the
-first arm is faster. Prefill is timed separately, in eager mode and unfused in every arm. On a CPU
-with one thread the process's own time is measured, which other programs disturb less. Ctrl-C ends a
-measurement and keeps the rounds so far, if there are six or more. The last line is JSON.
+second copy of the first arm (A/A) shows what the method measures where there is no difference.
+Ratios are medians of the rounds' ratios with a 95 % interval; above 1, the first arm is faster.
+Prefill is not timed. On a CPU with one thread the process's own time is measured, which other
+programs disturb less. Ctrl-C ends a measurement and keeps the rounds so far, if there are six or
+more. The last line is JSON.
 """
 
 import dataclasses
 import gc
 import json
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from common.environment import find_device, find_dtype, timing_environment
 from common.errors import ConfigError, UserError, run_program
-from common.stats import cpu_seconds, median_ratio, paired_times, seconds
-from configurator import (
-    check_ranges,
-    key,
-    parse_args,
-)
-from decode import peers as decode_peers
-from decode import report
+from common.stats import median_ratio
+from configurator import check_ranges, key, parse_args
+from decode import peers, report
 from decode.arms import AUTO, DecodeArm, arms_of, check_arm, find_arms, packed_arm
 from decode.last_token import bench_last_token
-from decode.ledger import floor_bytes, launches, ledger_table, make_ledger, per_block, shape_on_meta
+from decode.ledger import floor_bytes, launches, make_ledger, per_block, shape_on_meta
 from decode.pack import LIBRARY_FROM
 from decode.step import Decoder, can_overlap
+from decode.timing import time_arms
 from decode.trace import trace_arms
 from load import load_model
 from model import GPT
@@ -208,20 +201,11 @@ def prompt_ids(config: DecodeBenchConfig, model: GPT, device: torch.device) -> t
 # ------------------------------------------------------------------------------------------- timing
 
 
-def decode_tokens(
-    decoder: Decoder, filled: int, steps: int, synchronize: Callable[[], None]
-) -> None:
+def decode_tokens(decoder: Decoder, filled: int, steps: int) -> None:
     """Decode `steps` tokens after a prompt of `filled` that is in the cache already."""
     decoder.rewind(filled)
     for _ in range(steps):
         decoder.step()
-    synchronize()
-
-
-def read_prompt(decoder: Decoder, idx: Tensor, synchronize: Callable[[], None]) -> None:
-    """Read prompts idx (B, T) into the cache."""
-    decoder.prefill(idx)
-    synchronize()
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -230,56 +214,32 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 1 << (32 if device.type == "cuda" else 27)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.ones(size, dtype=torch.uint8, device=device)
-    sync = synchronizer(device)
-
-    def copy() -> None:
-        target.copy_(source)
-        sync()
-
-    times = paired_times({"copy": copy}, 20, measure=clock_of(device))["copy"]
+    times = time_arms({"copy": partial(target.copy_, source)}, 20, device)["copy"]
     return 2 * size / min(times[2:])  # without the warm-up
-
-
-def clock_of(device: torch.device) -> Callable[[Callable[[], None]], float]:
-    """Return the clock for calls on this device."""
-    if device.type == "cpu" and torch.get_num_threads() == 1:
-        return cpu_seconds
-    return seconds
-
-
-def synchronizer(device: torch.device) -> Callable[[], None]:
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-
-class Prepared(NamedTuple):
-    """The arms of one batch size, checked and compiled."""
-
-    decoders: dict[str, Decoder]  # by name of the variant; CONTROL is the last one
-    rows: dict[str, dict[str, Any]]  # by name: what the check and the ledger found
-    floor: int  # bytes that a step must read
-    copied: str  # name of the variant that CONTROL is a copy of
 
 
 def prepare(
     config: DecodeBenchConfig, model: GPT, prompt: Tensor, batch: int, missing: list[str]
-) -> Prepared:
-    """Pack, check and warm up each arm, and add CONTROL.
+) -> tuple[dict[str, Decoder], dict[str, dict[str, Any]], int]:
+    """Pack, check and warm up each arm; CONTROL is a copy of the first one.
 
     Args:
         prompt: token ids (1, T).
         missing: the reason is appended for each arm that computes something else; it is left out.
+
+    Returns:
+        (decoders by name of the variant, what check and ledger found by name, bytes that a step
+        must read)
 
     Raises:
         UserError: no arm passed its check.
     """
     device = model.wte.weight.device
     idx = prompt.expand(batch, -1).contiguous()  # (B, T)
-    sync = synchronizer(device)
     filled = idx.shape[1]
     length = filled + config.tokens - 1
     decoders: dict[str, Decoder] = {}
     rows: dict[str, dict[str, Any]] = {}
-    first: dict[str, Decoder] = {}  # the variants of the first arm
     floor = 0
     for arm in arms_of(config.arms, model):
         changed, packed = packed_arm(
@@ -295,24 +255,12 @@ def prepare(
                 missing.append(f"{name}: {error}")
                 continue
             decoders[name] = decoder
-            rows[name]["memory_mb"] = 1e-6 * (sum(decoder.storages().values()) + decoder.peak_bytes)
-            if all(name.removesuffix(TUNED) == arm.name for name in decoders):
-                first[name] = decoder
     if not decoders:
         raise UserError(f"batch {batch}: no arm passed its check: {'; '.join(missing)}")
-
-    # ratios are of the faster variant, so CONTROL is a copy of that one
-    calls = {
-        name: partial(decode_tokens, decoder, filled, config.tokens - 1, sync)
-        for name, decoder in first.items()
-    }
-    times = paired_times(calls, 3, measure=clock_of(device))
-    copied = min(times, key=lambda name: median(times[name]))
-    old = first[copied]
-    control = Decoder(old.packed, batch, length, compiled=old.compiled, tuned=old.tuned)
+    first = next(iter(decoders.values()))
+    control = Decoder(first.packed, batch, length, compiled=first.compiled, tuned=first.tuned)
     control.generate(idx, config.tokens)  # compiles it
-    decoders[CONTROL] = control
-    return Prepared(decoders, rows, floor, copied)
+    return decoders | {CONTROL: control}, rows, floor
 
 
 def measure(
@@ -331,60 +279,36 @@ def measure(
     idx = prompt.expand(batch, -1).contiguous()  # (B, T)
     filled = idx.shape[1]
     steps = config.tokens - 1
-    sync = synchronizer(device)
 
     # 1. what is timed: our arms, then the peers
-    decoders, rows, floor, copied = prepare(config, model, prompt, batch, missing)
+    decoders, rows, floor = prepare(config, model, prompt, batch, missing)
     calls = {
-        name: partial(decode_tokens, decoder, filled, steps, sync)
-        for name, decoder in decoders.items()
+        name: partial(decode_tokens, decoder, filled, steps) for name, decoder in decoders.items()
     }
-    if config.peers:
-        calls |= decode_peers.arms(spec, model, idx, config.tokens, config.compiled, missing)
-    if config.gpt_fast:
-        found, rows_found = decode_peers.gpt_fast_arms(
-            config.gpt_fast, model, idx, config.tokens, config.compiled, missing
-        )
-        calls |= found
-        rows |= rows_found
+    of_peers, rows_of_peers = peers.calls_of(config, spec, model, idx, missing)
+    calls |= of_peers
+    rows |= rows_of_peers
 
-    # 2. decoding, then prefill, in paired rounds
+    # 2. decoding, in paired rounds
     for call in calls.values():  # warm-up: memory, clocks
         call()
-    clock = clock_of(device)
-    with tqdm(
-        total=config.rounds, unit="round", desc=f"batch {batch}", disable=not sys.stderr.isatty()
-    ) as bar:
-        times = paired_times(calls, config.rounds, after_round=bar.update, measure=clock, least=6)
+    times = time_arms(calls, config.rounds, device, least=6)
     rounds = len(times[CONTROL])
     if rounds < config.rounds:
         missing.append(f"rounds {rounds + 1} to {config.rounds}: interrupted")
-    for name in decode_peers.NAMES:
-        if name in times:
-            # generate reads the prompt too: it is subtracted, round by round
-            whole = times[name]
-            prefill = times.pop(f"{name} prefill")
-            times[name] = [max(a - b, 1e-9) for a, b in zip(whole, prefill)]
-            rows[name] = {}
-    reading = {
-        name: partial(read_prompt, decoder, idx, sync)
-        for name, decoder in decoders.items()
-        if name in rows
-    }
-    prefills = paired_times(reading, rounds, measure=clock)
+    for name in times.keys() & {*peers.NAMES}:
+        # generate reads the prompt too: it is subtracted, round by round
+        prefill = times.pop(f"{name} prefill")
+        times[name] = [max(a - b, 1e-9) for a, b in zip(times[name], prefill)]
 
     # 3. the record
-    rows[CONTROL] = {}
-    for name, row in rows.items():
-        seconds_per_token = median(times[name]) / steps
+    for name in times:
+        row = rows.setdefault(name, {})
         row["ms_per_token"] = 1e3 * median(times[name]) / steps
         row["tokens_per_s"] = batch * 1e3 / row["ms_per_token"]
-        row["share_of_floor"] = floor / bandwidth / seconds_per_token
-        if name in prefills:
-            row["prefill_ms"] = 1e3 * median(prefills[name])
+        row["share_of_floor"] = 1e3 * floor / bandwidth / row["ms_per_token"]
     arms = [arm.name for arm in arms_of(config.arms, model)]
     faster = faster_variants(times, arms)
-    is_captured = any(decoder.graph for decoder in decoders.values())
     return {
         "model": spec,
         "batch": batch,
@@ -393,7 +317,6 @@ def measure(
         "prompt_ids": origin,
         "tokens": config.tokens,
         "rounds": rounds,
-        "clock": clock.__name__,
         "dtype": str(model.wte.weight.dtype).removeprefix("torch."),
         "norm_type": model.config.norm_type,
         "random_weights": spec.startswith("random:"),
@@ -402,9 +325,8 @@ def measure(
         "floor_ms_per_token": 1e3 * floor / bandwidth,
         "tuning": config.tuning,
         "faster": faster,
-        "memory": "peak" if is_captured else "weights and cache",
         "arms": rows,
-        "speed_ups": speed_ups(times, arms, faster, copied),
+        "speed_ups": speed_ups(times, arms, faster, next(iter(decoders))),
         "missing": missing,
         "seconds": times,
     }
@@ -443,7 +365,7 @@ def speed_ups(
         ("layer_fused", "layer"),
         ("own_fused", "own"),
     ]
-    pairs += [(arm, peer) for arm in arms for peer in (*decode_peers.NAMES, decode_peers.GPT_FAST)]
+    pairs += [(arm, peer) for arm in arms for peer in (*peers.NAMES, peers.GPT_FAST)]
     ratios = {}
     for x, y in pairs:
         x_variant = faster.get(x, x)
@@ -462,59 +384,20 @@ def speed_ups(
 # -------------------------------------------------------------------------------------- the program
 
 
-def run_ledger(config: DecodeBenchConfig, spec: str) -> dict[str, Any]:
-    """Print the ledger of each batch size.
-
-    Returns:
-        That of the first; if there are several, with all of them as "batches".
-    """
+def run_ledger(config: DecodeBenchConfig, spec: str) -> list[dict[str, Any]]:
+    """Print the ledger of each batch size, and return them."""
     dtype = find_dtype(config.dtype, torch.device("cuda"))
     model = shape_on_meta(spec, dtype) or load_model(spec).to(dtype=dtype)
-    ledgers = []
     if config.context > model.config.block_size:
         raise ConfigError(
             f"context={config.context}: {spec} reads {model.config.block_size} tokens at most: "
             "lower it"
         )
-    for batch in config.batches:
-        ledger = make_ledger(
-            model,
-            spec,
-            arms_of(config.arms, model),
-            batch,
-            config.context,
-            config.bandwidth or 4.3e12,
-            config.launch_us,
-            config.norm_keys,
-            config.library_from,
-        )
-        floor = ledger["floor_ms_per_token"]
-        speed = ledger["bandwidth"] / 1e12
-        print(
-            f"{spec}, batch {batch}: floor {floor:.3f} ms/token at {speed:g} TB/s, "
-            f"{config.launch_us:g} us a launch. A prediction, not a measurement. "
-            f"{report.ENDS}\n\n{ledger_table(ledger)}\n"
-        )
-        if config.out:
-            report.write_ledger(Path(config.out), ledger)
-        ledgers.append(ledger)
-    return with_batches(ledgers)
-
-
-def run_trace(
-    config: DecodeBenchConfig, spec: str, model: GPT, device: torch.device
-) -> dict[str, Any]:
-    """Trace each batch size; return the results as run_ledger does."""
-    prompt, _ = prompt_ids(config, model, device)
-    traces = [trace_arms(config, spec, model, prompt, batch) for batch in config.batches]
-    return with_batches(traces)
-
-
-def with_batches(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first result; if there are several, with all of them as "batches"."""
-    if len(results) == 1:
-        return results[0]
-    return results[0] | {"batches": results}
+    found = [make_ledger(config, spec, model, batch) for batch in config.batches]
+    print(report.ledgers(found))
+    if config.out:
+        report.write_ledgers(Path(config.out), found)
+    return found
 
 
 def main(argv: list[str]) -> None:
@@ -522,7 +405,7 @@ def main(argv: list[str]) -> None:
     has_own = any(arg.lower() in ("--last_token", "--last_token=true") for arg in argv)
     config, spec = parse_args(DecodeBenchConfig, argv, __doc__, spec=not has_own)
     if config.ledger and not config.last_token:
-        print(json.dumps(run_ledger(config, spec)))
+        print(json.dumps({"batches": run_ledger(config, spec)}))
         return
     torch.manual_seed(0)
     device = find_device(config.device)
@@ -531,10 +414,12 @@ def main(argv: list[str]) -> None:
         print(json.dumps(bench_last_token(config, device, place)))
         return
     if config.gpt_fast:
-        decode_peers.load(config.gpt_fast)  # refuses a wrong folder before minutes of compiling
+        peers.load(config.gpt_fast)  # refuses a wrong folder before minutes of compiling
     model = load(config, spec, device)
     if config.trace:
-        print(json.dumps(run_trace(config, spec, model, device)))
+        prompt, _ = prompt_ids(config, model, device)
+        traces = [trace_arms(config, spec, model, prompt, batch) for batch in config.batches]
+        print(json.dumps({"batches": traces}))
         return
     bandwidth = config.bandwidth or copy_bandwidth(device)
     records = []

@@ -33,23 +33,26 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench import aot_decode
-from bench.stand_in import meta, replaced
 from common.errors import ConfigError, UserError, run_program
 from common.output import check_replaceable, markdown, write_bytes_atomically
 from configurator import key, parse_args
+from decode.arms import is_plain_pre_norm, with_norms
+from decode.ledger import shape_on_meta
+from decode.pack import LEVELS, pack
+from decode.step import Decoder
 from hf.config import SHAPES
-from kernels import activation, binding, row_norm
-from kernels.binding import Inputs
+from kernels import binding
 from kernels.decode.overlap import overlapping
-from kernels.reference import GATED, KINDS
+from kernels.decode.triton_launches import FUSED
+from kernels.reference import GATED, KINDS, Inputs
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -73,6 +76,9 @@ COLUMNS = (
     "spill",
     "FP64",
 )
+EARLY = ("vector_kernel", "attend_kernel")  # of decoding: these begin to load before they wait
+# compile-time arguments that tell launches of decoding apart
+NAMED_FACTS = ("N", "KIND", "OWN", "HEADS", "WINDOW", "PARTS", "Q_NORM")
 TABLE = rb"triton \d"  # how the file of a table begins
 # The triton of a CUDA build of torch; the metadata of a CPU build names none.
 NAMED = {"2.11": "3.6.0", "2.13": "3.7.1"}
@@ -113,103 +119,87 @@ def named_triton() -> str:
     return wanted[1] if wanted else NAMED.get(minor, "not known")
 
 
-def forward(x: torch.Tensor, **inputs) -> Callable:
-    """The launch of a norm's forward pass."""
-    given = Inputs(x, eps=1e-5, counted=x.shape[-1], **inputs)
-    return lambda: row_norm.forward(*given)
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    kind: str = "rms",
-    dh: torch.Tensor | None = None,
-    ds: torch.Tensor | None = None,
-    gains: bool = True,
-    has_output_norm: bool = False,
-    **inputs,
-) -> Callable:
-    """The launch of a norm's backward pass."""
-    given = Inputs(x, **inputs)
-    s = meta(ROWS, 1)
-    vectors = (given.w, given.b, given.w_out, given.w_tilde, given.gate_c)
-    statistics = (s if kind == "layer" else None, s, s if has_output_norm else None)
-    return lambda: row_norm.backward(
-        dy, dh, ds, x, given.a, *vectors, *statistics, x.shape[-1], kind, gains
-    )
-
-
-def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable]]:
-    """(name, launch) of every norm and activation at C channels.
+def cases(channels: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Inputs]:
+    """Return the inputs of every norm and activation at C channels, by name.
 
     Activations in `dtype` and float32 gains, as in training.
     """
-    C = channels
-    x = meta(ROWS, C, dtype=dtype)
-    x2 = meta(ROWS, 2 * C, dtype=dtype)  # a gated MLP's two halves
-    w = meta(C)
-    w2 = meta(2 * C)
+    x = meta(ROWS, channels, dtype=dtype)
+    wide = meta(ROWS, 2 * channels, dtype=dtype)  # a gated MLP's two halves
+    w = meta(channels)
     s = meta(ROWS, 1)  # a statistic of each row
-    taper = {"w": w, "w_tilde": w, "gate_c": meta(2), "kind": "taper"}
-    both = {"a": x, "w": w, "w_out": w}
-    yield "rms_norm", forward(x, w=w, kind="rms")
-    yield "rms_norm_backward", backward(x, x, w=w)
-    yield "add_rms_norm", forward(x, a=x, w=w, kind="rms")
-    yield "add_rms_norm_backward", backward(x, x, dh=x, w=w)
-    yield "add_normed", forward(x, a=x, w_out=w, eps_out=1e-5)
-    yield "norm_add_norm", forward(x, **both, eps_out=1e-5, kind="rms")
-    yield "norm_add_norm_backward", backward(x, x, dh=x, **both, has_output_norm=True)
-    yield "layer_norm", forward(x, w=w, b=w, kind="layer")
-    yield "layer_norm_backward", backward(x, x, "layer", w=w, b=w)
-    yield "shared_rms_scale", forward(x, given=s, w=w, kind="shared")
-    yield "shared_rms_scale_backward", backward(x, x, "shared", w=w)
-    yield "add_shared_rms_scale", forward(x, a=x, given=s, w=w, kind="shared")
-    yield "add_shared_rms_scale_backward", backward(x, x, "shared", dh=x, w=w)
-    yield "taper_norm", forward(x, **taper)
-    yield "taper_norm_backward", backward(x, x, **taper)
-    for kind in KINDS:
-        given = (x2, s, w2, kind) if kind in GATED else (x, s, w, kind)
-        yield f"{kind}", lambda given=given: activation.forward(*given)
-        yield f"{kind}_backward", lambda given=given: activation.backward(x, *given, True)
+    activations = {kind: Inputs(x, given=s, b=w, kind=kind) for kind in KINDS}
+    for kind in GATED:
+        activations[kind] = Inputs(wide, given=s, b=meta(2 * channels), kind=kind)
+    return activations | {
+        "rms_norm": Inputs(x, w=w, kind="rms"),
+        "add_rms_norm": Inputs(x, x, w=w, kind="rms"),
+        "add_normed": Inputs(x, x, w_out=w, eps_out=1e-5),
+        "norm_add_norm": Inputs(x, x, w=w, w_out=w, eps_out=1e-5, kind="rms"),
+        "layer_norm": Inputs(x, w=w, b=w, kind="layer"),
+        "shared_rms_scale": Inputs(x, given=s, w=w, kind="shared"),
+        "add_shared_rms_scale": Inputs(x, x, s, w, kind="shared"),
+        "taper_norm": Inputs(x, w=w, w_tilde=w, gate_c=meta(2), kind="taper"),
+    }
 
 
-def variants(channels: int) -> Iterator[tuple[str, Callable]]:
-    """(name, launch) of what training needs more rarely.
+def both_passes(given: Inputs, statistic: bool = False, frozen: bool = False) -> Callable:
+    """Return the call of an operator's forward and backward pass.
+
+    Args:
+        given: its inputs.
+        statistic: has the statistic a gradient too?
+        frozen: are gains and biases without one?
+    """
+
+    def call() -> None:
+        leaves = given._asdict()
+        for name in ("x", "a") if frozen else ("x", "a", "w", "b", "w_out", "w_tilde"):
+            if leaves[name] is not None:
+                leaves[name] = leaves[name].detach().requires_grad_()
+        function = binding.Activation if given.kind in KINDS else binding.Fused
+        y, h, _, inv, _ = function.apply(*leaves.values())
+        outputs = [y, h, inv if statistic else None]
+        outputs = [output for output in outputs if output is not None]
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+
+    return call
+
+
+def operators(channels: int, all_variants: bool) -> Iterator[tuple[str, str, Callable]]:
+    """Yield (name, variant, call) of the operators, and of what training needs more rarely.
 
     A float32 stream (train.py's autocast), a bias, a gradient of the statistic, no gains, frozen
     gains.
     """
-    for name, launch in cases(channels, torch.float32):
-        yield f"{name}, float32", launch
-    C = channels
-    x = meta(ROWS, C, dtype=torch.bfloat16)
-    w = meta(C)
-    s = meta(ROWS, 1)
-    both = {"a": x, "w": w, "w_out": w}
-    yield "rms_norm, bias", forward(x, w=w, b=w, kind="rms")
-    yield "rms_norm_backward, bias", backward(x, x, w=w, b=w)
-    yield "rms_norm_backward, ds", backward(x, x, ds=s, w=w)
-    yield "add_rms_norm_backward, bias, ds", backward(x, x, dh=x, ds=s, w=w, b=w)
-    yield "rms_norm, no gain", forward(x, kind="rms")
-    yield "rms_norm_backward, no gain", backward(x, x)
-    yield "rms_norm_backward, frozen", backward(x, x, w=w, gains=False)
-    yield "layer_norm_backward, no gain", backward(x, x, "layer")
-    yield "shared_rms_scale, no gain", forward(x, given=s, kind="shared")
-    yield "shared_rms_scale_backward, no gain", backward(x, x, "shared")
-    yield "shared_rms_scale_backward, frozen", backward(x, x, "shared", w=w, gains=False)
+    common = cases(channels)
+    for name, given in common.items():
+        yield name, "", both_passes(given)
+    if not all_variants:
+        return
+    for name, given in cases(channels, torch.float32).items():
+        yield name, ", float32", both_passes(given)
+    bias = {"b": meta(channels)}
+    no_gain = dict.fromkeys(("w", "b", "w_out", "w_tilde"))
     # a bfloat16 product on a float32 stream (train.py's autocast)
-    h = meta(ROWS, C)
-    yield "norm_add_norm, autocast", forward(h, **both, eps_out=1e-5, kind="rms")
-    yield (
-        "norm_add_norm_backward, autocast",
-        backward(h, h, dh=h, **both, has_output_norm=True),
+    autocast = {"x": meta(ROWS, channels)}
+    rare = (
+        ("rms_norm", ", bias", bias, {}),
+        ("rms_norm", ", ds", {}, {"statistic": True}),
+        ("add_rms_norm", ", bias, ds", bias, {"statistic": True}),
+        ("norm_add_norm", ", ds", {}, {"statistic": True}),
+        ("norm_add_norm", ", autocast", autocast, {}),
+        ("rms_norm", ", frozen", {}, {"frozen": True}),
+        ("shared_rms_scale", ", frozen", {}, {"frozen": True}),
+        *((name, ", no gain", no_gain, {}) for name in common if name not in KINDS),
     )
-    yield "norm_add_norm_backward, ds", backward(x, x, dh=x, ds=s, **both, has_output_norm=True)
-    yield (
-        "norm_add_norm_backward, no gain",
-        backward(x, x, dh=x, a=x, has_output_norm=True),
-    )
-    yield "taper_norm_backward, no gain", backward(x, x, "taper", gate_c=meta(2))
+    for name, variant, changes, options in rare:
+        yield name, variant, both_passes(common[name]._replace(**changes), **options)
 
 
 class Launch(NamedTuple):
@@ -227,7 +217,7 @@ def launches(call: Callable) -> list[Launch]:
     def record(kernel, *arguments, grid, warmup, **keywords):
         made.append(Launch(kernel, arguments, keywords))
 
-    with replaced(triton.JITFunction, run=record):
+    with mock.patch.object(triton.JITFunction, "run", record):
         call()
     return made
 
@@ -374,32 +364,65 @@ def measure(binary: Binary, assembly: str) -> dict[str, int | None]:
 
 
 def training(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
-    """(what a row says, launch) of the kernels of training, all architectures."""
+    """Yield (what a row says, launch) of the kernels of training, all architectures."""
     for sm, channels in itertools.product(config.sm, config.channels):
-        operators = list(cases(channels))
-        if channels == config.channels[0]:
-            operators += variants(channels)
-        for name, call in operators:
+        for name, variant, call in operators(channels, channels == config.channels[0]):
             for launch in launches(call):
-                yield {"operator": name, "C": channels, "sm": sm}, launch
+                is_backward = launch.kernel.__name__ in ("backward_kernel", "dots_kernel")
+                suffix = "_backward" if is_backward else ""
+                yield {"operator": f"{name}{suffix}{variant}", "C": channels, "sm": sm}, launch
+
+
+def steps(name: str, batch: int) -> list[Launch]:
+    """Return the different launches of decoding steps of a published shape, with a few blocks.
+
+    With its own norms, and with CoupledNorm where that may take their place; at every level of
+    fusion, and with a short and a long cache.
+    """
+    model = shape_on_meta(f"random:{name}", torch.bfloat16)
+    models = [model]
+    if is_plain_pre_norm(model):
+        models.append(with_norms(model, "coupled"))
+    found: dict[str, Launch] = {}
+    for one, level, length in itertools.product(models, LEVELS, (256, 4096)):
+        length = min(length, model.config.block_size)
+        packed = pack(one, level)
+        packed.blocks = packed.blocks[:6]  # local and global ones
+        decoder = Decoder(packed, batch, length, ops=FUSED, graph=False)
+        for launch in launches(decoder.step):
+            types = [getattr(value, "dtype", value) for value in launch.arguments]
+            found[str((launch.kernel, types, launch.keywords))] = launch
+    return list(found.values())
 
 
 def decoding(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
-    """(what a row says, launch) of the kernels of decoding, with overlap where the GPU has it.
+    """Yield (what a row says, launch) of the kernels of decoding, overlapping where the GPU can.
 
     Those that begin to load before they wait, which may cost registers, are there without it too.
     """
     for sm, name, batch in itertools.product(config.sm, config.shapes, config.batch):
-        for operator, size, call in aot_decode.cases(name, batch):
-            row = {"operator": f"{name} {operator}, batch {batch}", "C": size, "sm": sm}
-            for overlaps in (False, True) if sm >= 90 else (False,):
-                with overlapping() if overlaps else nullcontext():
-                    made = launches(call)
-                for launch in made:
-                    kernel = launch.kernel.__name__
-                    if overlaps or sm < 90 or kernel in aot_decode.EARLY:
-                        facts = {"PDL": launch.keywords.get("PDL")}
-                        yield row | facts | aot_decode.first_tile(kernel, launch.keywords), launch
+        for overlaps in (False, True) if sm >= 90 else (False,):
+            with overlapping() if overlaps else nullcontext():
+                made = steps(name, batch)
+            for launch in made:
+                kernel, words = launch.kernel.__name__, launch.keywords
+                if overlaps or sm < 90 or kernel in EARLY:
+                    size = next(words[key] for key in ("K", "D", "C", "PARTS", "F") if key in words)
+                    facts = [f"{key}={words[key]}" for key in NAMED_FACTS if words.get(key)]
+                    row = {"operator": f"{name}, batch {batch}, {' '.join(facts)}", "C": size}
+                    row |= {"sm": sm, "PDL": words.get("PDL")}
+                    # attention that makes its query, key and value
+                    row["joint"] = kernel == "attend_kernel" and launch.arguments[0] is None
+                    yield row | first_tile(kernel, words), launch
+
+
+def first_tile(kernel: str, keywords: dict[str, Any]) -> dict[str, int]:
+    """{"tile": how often a thread of `vector_kernel` loads for the weights of a first tile}."""
+    if kernel != "vector_kernel":
+        return {}
+    weights = keywords["OUT"] * keywords["IN"] * (2 if keywords["KIND"] in GATED else 1)
+    # weights of 16 bits, in loads of 128 by every thread of the warps
+    return {"tile": weights * 16 // (32 * keywords["num_warps"] * 128)}
 
 
 def measured(config: AotConfig) -> list[dict]:

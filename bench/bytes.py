@@ -34,16 +34,16 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from bench.cuda_codegen import cuda_code
-from bench.stand_in import replaced
 from common.environment import environment, installed
 from common.errors import ConfigError, UserError, run_program
 from common.output import made_with, markdown, write_results
@@ -95,136 +95,92 @@ def launches(code: str, batch: int, tokens: int) -> list[Launch]:
 
     The module is for `batch` sequences of `tokens` tokens. With a GPU its source can also come from
     torch._inductor.utils.run_and_get_code.
+
+    Raises:
+        UserError: bytes that cannot be counted.
     """
-    reader = _NameReader(batch, tokens)
-    reader.visit(ast.parse(code))
-    return reader.launches
+    kernels: dict[str, list[int]] = {}  # name -> bytes an element of each argument that is a tensor
+    shapes: dict[str, tuple[int, ...]] = {}  # of buffers, as the code goes on
+    found = []
 
+    def note(name: str, moved: list[tuple[ast.expr, int]]) -> None:
+        """Record a launch that moves so many bytes of each element of these tensors."""
+        touched = [(_shape(value, shapes), each) for value, each in moved if each]
+        wide = [rows_of(shape, batch, tokens) for shape, _ in touched]
+        sizes = [math.prod(shape) for shape, _ in touched]
+        bytes_moved = sum(size * each for size, (_, each) in zip(sizes, touched))
+        widths = tuple(size // rows for size, rows in zip(sizes, wide) if rows)
+        others = tuple(size for size, rows in zip(sizes, wide) if not rows)
+        found.append(Launch(name, bytes_moved, widths, others))
 
-class _Pointer(NamedTuple):
-    """How a kernel uses one of its tensors."""
-
-    element_size: int  # bytes
-    crossings: int  # of the memory bus: loaded + stored
-
-
-class _Touched(NamedTuple):
-    """A tensor that a launch loads or stores."""
-
-    shape: tuple[int, ...]
-    pointer: _Pointer
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bytes_moved(self) -> int:
-        return self.elements * self.pointer.element_size * self.pointer.crossings
-
-
-class _NameReader(ast.NodeVisitor):
-    """Follow the shapes of buffers through a generated module; note what each launch touches."""
-
-    def __init__(self, batch: int, tokens: int):
-        self.batch = batch
-        self.tokens = tokens
-        self.kernels: dict[str, list[_Pointer | None]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.launches: list[Launch] = []
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        if isinstance(name := node.targets[0], ast.Name):
-            if _called(node.value) == "async_compile.triton":
-                self.kernels[name.id] = _pointers(node.value.args[1].value)
-            elif (shape := self.shape(node.value)) is not None:
-                self.shapes[name.id] = shape
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Assign | ast.Call)]
+    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
         called = _called(node)
         kernel = called.removesuffix(".run")
-        if called == "assert_size_stride" and isinstance(node.args[0], ast.Name):
-            self.shapes[node.args[0].id] = ast.literal_eval(node.args[1])
+        if isinstance(node, ast.Assign):
+            name = ast.unparse(node.targets[0])
+            if _called(node.value) == "async_compile.triton":
+                kernels[name] = _bytes_of_elements(node.value.args[1].value)
+            elif (shape := _shape(node.value, shapes, needed=False)) is not None:
+                shapes[name] = shape
+        elif called == "assert_size_stride":
+            shapes[ast.unparse(node.args[0])] = ast.literal_eval(node.args[1])
         elif called.startswith(OPAQUE) and not called.startswith(UNCOUNTED):
             raise UserError(
                 f"{called} is opaque to inductor: the bytes that it moves cannot be counted"
             )
         elif kernel != called:
-            if kernel not in self.kernels:
+            if kernel not in kernels:
                 raise UserError(
                     f"{kernel} is no Triton kernel of the generated code: "
                     "its bytes cannot be counted"
                 )
-            touched = [
-                _Touched(self.shape(value, needed=True), pointer)
-                for value, pointer in zip(node.args, self.kernels[kernel])
-                if pointer
-            ]
-            self.note(kernel, touched)
-        elif called == "extern_kernels.addmm":
-            shape = self.shape(node.args[0], needed=True)
-            # a one-dimensional operand would be a bias
-            if len(shape) > 1:
-                residual = _Pointer(element_size=2, crossings=1)
-                self.note("addmm", [_Touched(shape, residual)])
-        self.generic_visit(node)
-
-    def note(self, name: str, touched: list[_Touched]) -> None:
-        """Record one launch that touches these tensors."""
-        rows = self.batch * self.tokens
-        widths = []
-        others = []
-        for tensor in touched:
-            if rows in tensor.shape or {self.batch, self.tokens} <= set(tensor.shape):
-                widths.append(tensor.elements // rows)
-            else:
-                others.append(tensor.elements)
-        bytes_moved = sum(tensor.bytes_moved for tensor in touched)
-        self.launches.append(Launch(name, bytes_moved, tuple(widths), tuple(others)))
-
-    def shape(self, node: ast.expr, needed: bool = False) -> tuple[int, ...] | None:
-        """Return the shape of the tensor that an expression stands for.
-
-        Raises UserError if it is needed and not known.
-        """
-        called = _called(node)
-        found = None
-        if isinstance(node, ast.Name):
-            found = self.shapes.get(node.id)
-        elif called.startswith("empty_strided"):
-            found = ast.literal_eval(node.args[0])
-        elif called == "reinterpret_tensor":
-            found = ast.literal_eval(node.args[1])
-        if needed and found is None:
-            raise UserError(
-                f"generated code not understood at {ast.unparse(node)!r}: it is another torch's"
-            )
-        return found
+            note(kernel, list(zip(node.args, kernels[kernel])))
+        # a one-dimensional operand would be a bias
+        elif called == "extern_kernels.addmm" and len(_shape(node.args[0], shapes)) > 1:
+            note("addmm", [(node.args[0], 2)])
+    return found
 
 
-def _called(node: ast.expr) -> str:
+def rows_of(shape: tuple[int, ...], batch: int, tokens: int) -> int:
+    """Return batch x tokens for a tensor with a row for each token, else 0."""
+    has_rows = batch * tokens in shape or {batch, tokens} <= set(shape)
+    return batch * tokens if has_rows else 0
+
+
+def _shape(
+    node: ast.expr, shapes: dict[str, tuple[int, ...]], needed: bool = True
+) -> tuple[int, ...] | None:
+    """Return the shape of the tensor that an expression stands for; None if it is not known.
+
+    Raises UserError if it is needed and not known.
+    """
+    called = _called(node)
+    if called.startswith("empty_strided"):
+        return ast.literal_eval(node.args[0])
+    if called == "reinterpret_tensor":
+        return ast.literal_eval(node.args[1])
+    if needed and ast.unparse(node) not in shapes:
+        raise UserError(
+            f"generated code not understood at {ast.unparse(node)!r}: it is another torch's"
+        )
+    return shapes.get(ast.unparse(node))
+
+
+def _called(node: ast.AST) -> str:
     """Return the dotted name of what a call calls; empty for other expressions."""
     return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
 
 
-def _signature(function: ast.FunctionDef) -> dict[str, str]:
-    """Return the types of a kernel's arguments by name, from its decorators."""
-    found = {}
-    for node in ast.walk(function):
-        if isinstance(node, ast.Dict):
-            found |= {ast.unparse(name): value for name, value in zip(node.keys, node.values)}
-    return ast.literal_eval(found["'signature'"])
-
-
-def _pointers(source: str) -> list[_Pointer | None]:
-    """Return how a Triton kernel uses each of its arguments; None for numbers.
+def _bytes_of_elements(source: str) -> list[int]:
+    """Return the bytes that a Triton kernel moves of an element of each argument; 0 for numbers.
 
     Raises UserError for a pointer that is used in another way than by tl.load and tl.store, and so
     would count nothing.
     """
     function = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
-    signature = _signature(function)
+    # the types of the arguments, among the decorators' keywords
+    signature = ast.literal_eval(re.search(r"'signature':\s*(\{.*?\})", source, re.DOTALL)[1])
     crossings = {name: set() for name in signature}
     for node in ast.walk(function):
         if _called(node) not in ("tl.load", "tl.store"):
@@ -232,21 +188,18 @@ def _pointers(source: str) -> list[_Pointer | None]:
         for part in ast.walk(node.args[0]):
             if isinstance(part, ast.Name) and part.id in crossings:
                 crossings[part.id].add(_called(node))
-    if "ws_ptr" in crossings:
-        # partial sums over tokens: a torch sum after the launch reads them again
-        crossings["ws_ptr"].add("sum")
-    for name, ways in crossings.items():
-        if signature[name].startswith("*") and not ways - {"sum"}:
+    found = []
+    for name in (argument.arg for argument in function.args.args):
+        is_tensor = signature[name].startswith("*")
+        if is_tensor and not crossings[name]:
             raise UserError(
                 f"{function.name} neither loads nor stores {name} plainly: "
                 "its bytes cannot be counted"
             )
-    return [
-        _Pointer(SIZES[signature[name].removeprefix("*")], len(crossings[name]))
-        if signature[name].startswith("*")
-        else None
-        for name in (argument.arg for argument in function.args.args)
-    ]
+        # partial sums over tokens: a torch sum after the launch reads them again
+        times = len(crossings[name]) + (name == "ws_ptr")
+        found.append(SIZES[signature[name].removeprefix("*")] * times if is_tensor else 0)
+    return found
 
 
 # ------------------------------------------------------------------------- the graphs to be counted
@@ -319,7 +272,7 @@ def step_launches(model: nn.Module, inputs: list[Tensor]) -> list[Launch]:
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, Attention):
-                stack.enter_context(replaced(module, attend=attend))
+                stack.enter_context(mock.patch.object(module, "attend", attend))
         forward, backward = cuda_code(model, inputs)
     batch, tokens = inputs[0].shape[:2]
     return launches(forward, batch, tokens) + launches(backward, batch, tokens)
@@ -350,7 +303,6 @@ def bytes_of_one_more_block(
     config: GPTConfig,
     tokens: int,
     figures: Iterable[tuple[int, bool]],
-    alter: Callable[[nn.ModuleList], None] = lambda blocks: None,
 ) -> list[float]:
     """Return the bytes per token that a third block adds to train.py's model of two.
 
@@ -360,13 +312,11 @@ def bytes_of_one_more_block(
         config: of the model, but for the number of blocks and the vocabulary.
         tokens: of a micro-batch.
         figures: for each, (crossings that an addmm counts for, whole or norms).
-        alter: may change the blocks.
     """
     idx = torch.zeros(tokens // config.block_size, config.block_size, dtype=torch.int64)  # (B, T)
     found = []
     for blocks in (3, 2):
         model = GPT(dataclasses.replace(config, n_layer=blocks, vocab_size=64, n_vocab=0))
-        alter(model.blocks)
         for table in filter(None, (model.wte, model.wpe)):
             # gradients of embeddings are atomic adds, whose bytes cannot be counted
             table.requires_grad_(False)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
 
-from bench.stand_in import replaced
 from common.errors import UserError
 
 TORCH = ("2.11", "2.13")
@@ -262,16 +262,15 @@ def _pretend_h200() -> Iterator[None]:
         torch._inductor.scheduler: {"has_triton": True},
     }
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            replaced(type(triton.runtime.driver), active=property(lambda _: driver))
-        )
-        stack.enter_context(replaced(torch.version, cuda="13.0"))
+        active = property(lambda _: driver)
+        stack.enter_context(mock.patch.object(type(triton.runtime.driver), "active", active))
+        stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
         for target, values in answers.items():
             for name, value in values.items():
                 call = _constant(value)
                 # in a class a plain function would become a method
                 patch = staticmethod(call) if isinstance(target, type) else call
-                stack.enter_context(replaced(target, **{name: patch}))
+                stack.enter_context(mock.patch.object(target, name, patch))
         if not interface._device_initialized:
             interface.init_device_reg()
         yield

@@ -16,6 +16,7 @@ another function, for its time alone. The last line is JSON.
 
 import copy
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,12 +29,12 @@ import torch
 from torch import nn
 
 import fold
-from bench.timing import captured, time_arms
 from common.environment import environment, find_device, find_dtype
 from common.errors import ConfigError, UserError, run_program
 from common.output import append_json, check_replaceable, span
-from common.stats import median_ratio, paired_ratio
+from common.stats import paired_ratio
 from configurator import check_ranges, key, parse_args
+from decode.timing import captured, time_arms
 from fold import gpt
 from fold.certificate import randomize
 from fold.modules import Plan, Swap, swap_and_insert
@@ -115,14 +116,6 @@ def make_arms(spec: str, config: FoldBenchConfig) -> tuple[dict[str, nn.Module],
     return arms, certificate.folded
 
 
-def sequence_lengths(model: nn.Module, config: FoldBenchConfig) -> tuple[int, ...]:
-    """Return the lengths of --lengths; for images their own, patches and the class token."""
-    if getattr(model, "main_input_name", "") != "pixel_values":
-        return config.lengths
-    patches = (model.config.image_size // model.config.patch_size) ** 2
-    return (patches + 1,)
-
-
 def inputs(model: nn.Module, batch: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return random inputs of the kind that the model takes.
 
@@ -132,11 +125,15 @@ def inputs(model: nn.Module, batch: int, length: int, dtype: torch.dtype) -> dic
     device = next(model.parameters()).device
     settings = model.config
     name = getattr(model, "main_input_name", "idx")  # idx: a model of ours
-    if name == "pixel_values":
+    if is_of_images(model):
         shape = (batch, settings.num_channels, settings.image_size, settings.image_size)
         return {name: torch.randn(shape, generator=generator).to(device, dtype)}
     ids = torch.randint(settings.vocab_size, (batch, length), generator=generator).to(device)
     return {name: ids} | ({"use_cache": False} if hasattr(settings, "use_cache") else {})
+
+
+def is_of_images(model: nn.Module) -> bool:
+    return getattr(model, "main_input_name", "") == "pixel_values"
 
 
 def passes(model: nn.Module, x: dict[str, Any], mode: str) -> Callable[[], Any]:
@@ -150,21 +147,16 @@ def passes(model: nn.Module, x: dict[str, Any], mode: str) -> Callable[[], Any]:
     return call
 
 
-def sequential(arms: dict[str, Callable[[], Any]], device: torch.device, count: int) -> dict:
-    """Return the mean seconds of `count` passes of each arm, one arm after the other.
-
-    Each is warmed up with as many passes.
-    """
-
-    def run(arm: Callable[[], Any]) -> float:
+def sequential(arm: Callable[[], Any], device: torch.device, count: int) -> float:
+    """Return the mean seconds of `count` passes of an arm, warmed up with as many."""
+    start = 0.0
+    for _ in range(2):
         start = perf_counter()
         for _ in range(count):
             arm()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return (perf_counter() - start) / count
-
-    return {name: [run(arm), run(arm)][1] for name, arm in arms.items()}
+    return (perf_counter() - start) / count
 
 
 def measure(
@@ -192,13 +184,9 @@ def measure(
         "tok_per_s": {name: config.batch * length / middle for name, middle in medians.items()},
     }
     for name in (*list(arms)[1:], "before again"):
-        pair = (times["before"], times[name])
-        record[f"before / {name}"] = {
-            "mean": asdict(paired_ratio(*pair)),
-            "median": median_ratio(*pair),
-        }
+        record[f"before / {name}"] = asdict(paired_ratio(times["before"], times[name]))
     if config.sequential and mode == "eager":
-        means = sequential(arms, device, config.sequential)
+        means = {name: sequential(arm, device, config.sequential) for name, arm in arms.items()}
         saved = {name: 1 - mean / means["before"] for name, mean in means.items()}
         record["sequential"] = {"seconds": means, "saved": saved}
     return record
@@ -207,13 +195,10 @@ def measure(
 def show(record: dict[str, Any]) -> str:
     """Return one readable line about a record."""
     parts = [f"{record['ms']['before']:.2f} ms before, {record['ms']['after']:.2f} ms after"]
-    for name in record["ms"]:
-        if name != "before":
-            ratio = record[f"before / {name}"]
-            parts.append(f"before / {name} {span(ratio['mean'])}, median {span(ratio['median'])}")
+    for name in list(record["ms"])[1:]:
+        parts.append(f"before / {name} {span(record[f'before / {name}'])}")
     for name, saved in record.get("sequential", {}).get("saved", {}).items():
-        if name != "before":
-            parts.append(f"one after the other, {name} {saved:+.1%} saved")
+        parts.append(f"one after the other, {name} {saved:+.1%} saved")
     return f"{record['mode']}, length {record['length']}: {'; '.join(parts)}"
 
 
@@ -238,22 +223,24 @@ def main(argv: list[str]) -> None:
         f"{spec}: {folded} norms folded, {about['dtype']}, batch {config.batch}, {about['device']}"
     )
     summary = []
-    for length in sequence_lengths(models["before"], config):
-        for mode in config.modes:
-            try:
-                record = measure(models, config, mode, length, dtype)
-            except RuntimeError as error:  # torch's OutOfMemoryError too
-                # Some of transformers' models (bloom) make a tensor on the host in each pass, which
-                # no graph can hold.
-                if mode != "graph" and not isinstance(error, torch.OutOfMemoryError):
-                    raise
-                print(f"{mode}, length {length}: {error}".splitlines()[0])
-                continue
-            print(show(record), flush=True)
-            ratio = record["before / after"]["mean"]
-            summary.append({"mode": mode, "length": record["length"], **ratio})
-            if config.out:
-                append_json(Path(config.out), about | record)
+    lengths = config.lengths
+    if is_of_images(models["before"]):  # patches and the class token
+        shape = models["before"].config
+        lengths = ((shape.image_size // shape.patch_size) ** 2 + 1,)
+    for length, mode in itertools.product(lengths, config.modes):
+        try:
+            record = measure(models, config, mode, length, dtype)
+        except RuntimeError as error:  # torch's OutOfMemoryError too
+            # Some of transformers' models (bloom) make a tensor on the host in each pass, which no
+            # graph can hold.
+            if mode != "graph" and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            print(f"{mode}, length {length}: {error}".splitlines()[0])
+            continue
+        print(show(record), flush=True)
+        summary.append({"mode": mode, "length": length, **record["before / after"]})
+        if config.out:
+            append_json(Path(config.out), about | record)
     print(json.dumps({"spec": spec, "folded": folded, "ratios": summary}))
 
 

@@ -43,12 +43,12 @@ from bench.kernel_arms import (
     make_inputs,
     torch_runs_quack,
 )
-from bench.timing import QUEUEING, captured, time_arms
 from common.environment import DTYPES, find_device, installed, timing_environment
 from common.errors import ConfigError, UserError, run_program
 from common.output import card, made_with, markdown, span, write_results
 from common.stats import median_ratio
 from configurator import check_ranges, key, parse_args
+from decode.timing import QUEUEING, captured, time_arms
 
 TRAFFIC = 1 << 30  # bytes that one timing moves at least, by using several sets of inputs in turn
 MAX_SETS = 16
@@ -339,9 +339,10 @@ def report(config: KernelBenchConfig, records: list[dict[str, Any]]) -> str:
     for name in row["copy_bytes_per_s"]:
         speed = median(row["copy_bytes_per_s"][name] for row in records) / 1e9
         speeds.append(f"{name.removeprefix('copy: ')} {speed:,.0f} GB/s")
-    where = "Triton kernels cannot run here: `reference` is ours"
-    if row["ours"] == "triton":
-        where = "CUDA graphs, cold L2 cache"
+    on_gpu = row["ours"] == "triton"
+    where = (
+        "CUDA graphs, cold L2 cache" if on_gpu else "no Triton kernels here: `reference` is ours"
+    )
     quack = "quack's kernels" if row["torch_runs_quack"] else "its own kernels"
     lines = [
         "# Kernels beside PyTorch's own and other people's",

@@ -34,8 +34,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.bytes import bytes_of_one_more_block
-from bench.timing import time_arms
 from bench.train_arms import NANOGPT, Batch, TrainArm, build_step, parse_arms, settle
 from bench.train_profile import by_class, profile_step, profile_table
 from common.distributed import Ranks
@@ -45,6 +43,7 @@ from common.old_keys import AUTO
 from common.output import card, markdown, span, write_results
 from common.stats import paired_ratio
 from configurator import key, parse_args
+from decode.timing import time_arms
 from model import GPT
 from train import TrainConfig
 
@@ -68,9 +67,6 @@ class TrainBenchConfig(TrainConfig):
     nanogpt: str = key("", "folder with upstream nanoGPT, for the arm of that name")
     rounds: int = key(20, "rounds; in each, all arms take turns", least=2)
     steps: int = key(1, "optimiser steps of an arm's turn, timed together", least=1)
-    ledger: bool = key(
-        True, "count the bytes that an arm's norms would move on an H200 (bench/bytes.py)"
-    )
     profile: bool = key(
         False, "afterwards, where each arm's time goes, kernels by kind (bench/train_profile.py)"
     )
@@ -121,41 +117,22 @@ def make_batches(config: TrainConfig, device: torch.device) -> list[Batch]:
     return batches
 
 
-def count_bytes(arm: TrainArm) -> tuple[float | None, str]:
-    """Count the bytes that norms and residual adds of a block move for a token in training.
-
-    Returns:
-        The bytes, or None and the reason.
-    """
-    tokens = max(2, arm.config.batch_size) * arm.config.block_size
-    figures = [(3, False)]  # an addmm copies its operand (ATen)
-    try:
-        return bytes_of_one_more_block(arm.config, tokens, figures, arm.strip)[0], ""
-    except Exception as error:
-        # This torch has other private interfaces of inductor, or inductor cannot see into the norm.
-        return None, f"bytes of {arm.name}: {error}".splitlines()[0]
-
-
-def measure(config: TrainBenchConfig, device: torch.device) -> tuple[list[Record], list[str]]:
-    """Prepare, count and time all arms.
+def measure(config: TrainBenchConfig, device: torch.device) -> list[Record]:
+    """Prepare and time all arms; return a record for each.
 
     Each is built, compiled and warmed up in turn. Other arms keep their weights in memory; they do
     not count for its peak.
-
-    Returns:
-        A record for each arm, and remarks for the report.
     """
     torch._dynamo.config.recompile_limit = 64  # all arms' models share the code of one forward
     on_cuda = device.type == "cuda"
     batches = make_batches(config, device)
     steps = {}
     records: list[Record] = []
-    remarks = []
     listed = [settle(arm, device) for arm in all_arms(config)]
     for arm in tqdm(listed, desc="compiling", unit="arm", disable=not sys.stderr.isatty()):
         before = torch.cuda.memory_allocated(device) if on_cuda else 0
         step = steps[arm.name] = build_step(arm, batches, device, config.nanogpt)
-        record: Record = {"arm": arm.name, "peak_memory": None, "norm_bytes_per_token": None}
+        record: Record = {"arm": arm.name, "peak_memory": None}
         record |= {name: getattr(arm.config, name) for name in AUTO}
         record["first_loss"] = step().item()
         for _ in range(WARM_UP):
@@ -164,10 +141,6 @@ def measure(config: TrainBenchConfig, device: torch.device) -> tuple[list[Record
             torch.cuda.reset_peak_memory_stats(device)
             step()
             record["peak_memory"] = torch.cuda.max_memory_allocated(device) - before
-        # Before the rounds, so that an interrupted measurement can show it too.
-        if config.ledger and arm.config.compile and arm is not listed[-1] and not arm.is_nanogpt:
-            record["norm_bytes_per_token"], remark = count_bytes(arm)
-            remarks += [remark] if remark else []
         records.append(record)
     times = time_arms(steps, config.rounds, device, steps=config.steps)
     with torch.device("meta"):
@@ -190,7 +163,7 @@ def measure(config: TrainBenchConfig, device: torch.device) -> tuple[list[Record
         }
         if config.profile:
             record["kernels"] = profile_step(steps[record["arm"]], device)
-    return records, remarks
+    return records
 
 
 def tokens_per_step(config: TrainConfig) -> int:
@@ -203,11 +176,6 @@ def tokens_per_step(config: TrainConfig) -> int:
 
 def table(records: list[Record]) -> str:
     """Return a Markdown table, one row an arm, without columns that are empty for all arms."""
-    forms = {
-        "MFU": ("mfu", "{:.1%}", 1),
-        "peak memory": ("peak_memory", "{:.1f} GB", 1e9),
-        "norms' bytes": ("norm_bytes_per_token", "{:.1f} kB", 1e3),
-    }
     rows = []
     for row in records:
         how = [row["dtype"], "compiled" if row["compile"] else "eager"]
@@ -215,9 +183,10 @@ def table(records: list[Record]) -> str:
             how.append(f"{row['merge_micro_batches']} micro-batches at once")
         cells = {"arm": row["arm"], "runs in": ", ".join(how)}
         cells["tokens/s"] = f"{row['tokens_per_s']:,.0f}"
-        for head, (name, form, unit) in forms.items():
-            if row[name] is not None:
-                cells[head] = form.format(row[name] / unit)
+        if row["mfu"] is not None:
+            cells["MFU"] = f"{row['mfu']:.1%}"
+        if row["peak_memory"] is not None:
+            cells["peak memory"] = f"{row['peak_memory'] / 1e9:.1f} GB"
         for base, ratio in row["speed_over"].items():
             cells[f"speed over {base}"] = span(ratio)
         rows.append(cells)
@@ -225,9 +194,7 @@ def table(records: list[Record]) -> str:
     return markdown(heads, ([cells.get(head, "") for head in heads] for cells in rows))
 
 
-def report(
-    config: TrainBenchConfig, place: Record, records: list[Record], remarks: list[str]
-) -> str:
+def report(config: TrainBenchConfig, place: Record, records: list[Record]) -> str:
     """Return the results folder's README.md."""
     n = len(records[0]["seconds"])
     cut = f" (interrupted, {config.rounds} were wanted)" if n < config.rounds else ""
@@ -242,8 +209,7 @@ def report(
         "",
         "Speed over another arm: geometric mean of the rounds' ratios with its 95 % t interval, "
         f"not corrected for how many there are; above 1 the arm is faster.{AGAIN}: a second copy "
-        "of the first arm. tokens/s: median. norms' bytes: what norms and residual adds of a "
-        "block move for a token under autocast on an H200, counted, not measured.",
+        "of the first arm. tokens/s: median.",
         "",
         table(records),
         "",
@@ -253,7 +219,7 @@ def report(
             row["arm"]: by_class(row["kernels"], 1e6 * median(row["seconds"])) for row in records
         }
         lines += [profile_table(profiles), ""]
-    return "\n".join([*lines, *(f"- {remark}" for remark in remarks)]).rstrip() + "\n"
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def main(argv: list[str]) -> None:
@@ -266,15 +232,15 @@ def main(argv: list[str]) -> None:
     if ranks.device.type == "cpu":
         faster_float32_products(config.n_embd, config.head_channels)
     place = timing_environment(ranks.device)
-    records, remarks = measure(config, ranks.device)
-    text = report(config, place, records, remarks)
+    records = measure(config, ranks.device)
+    text = report(config, place, records)
     print(text)
     if config.out:
         settings = dataclasses.asdict(config)
         del settings["nanogpt"], settings["out"]  # paths of this machine
         lines = [row | {"config": settings, **place} for row in records]
         write_results(Path(config.out), "steps", lines, "README.md", text)
-    shown = ("tokens_per_s", "mfu", "peak_memory", "norm_bytes_per_token", "speed_over")
+    shown = ("tokens_per_s", "mfu", "peak_memory", "speed_over")
     print(json.dumps([{name: row[name] for name in ("arm", *AUTO, *shown)} for row in records]))
 
 

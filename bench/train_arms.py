@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.environment import Precision
 from common.errors import ConfigError
@@ -39,6 +39,9 @@ NO_MLP_GAMMA = "-no-mlp-gamma"
 STRIPPABLE = ("layer", "rms", "coupled", "cbwc")
 NANOGPT = "nanogpt"
 NANOGPT_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
+# Keys of models and optimisers that nanoGPT cannot build, but for their defaults.
+NOT_NANOGPTS = {field.name for field in dataclasses.fields(GPTConfig)} | {"optimizer"}
+NOT_NANOGPTS -= {*NANOGPT_SHAPE, "init", "init_std", "kernels"}
 # Not coupled_calibrate: train.py calibrates between steps, which would not be timed.
 MAY_DIFFER = {field.name for field in dataclasses.fields(NormConfig)} - {
     "norm_type",
@@ -59,12 +62,6 @@ class TrainArm:
     config: TrainConfig  # what its step runs with
     is_nanogpt: bool = False
     mlp_gamma: bool = True  # whether the norms before MLPs have a gain
-
-    def strip(self, blocks: nn.ModuleList) -> None:
-        """Remove the MLP norms' gains from new blocks, if the arm has none."""
-        if not self.mlp_gamma:
-            for block in blocks:
-                block.norm2.core.weight = None
 
 
 # ----------------------------------------------------------------------------- how they are written
@@ -104,8 +101,9 @@ def parse_arm(name: str, config: TrainConfig) -> TrainArm:
             raise ConfigError(f"{key} cannot differ here, set it once for all: --{key}={value}")
     config = dataclasses.replace(config, norm_type=norm_type, **overrides.values)
     NormPlan(config, config.n_layer, config.n_embd, config.bias)
-    if is_nanogpt:
-        check_is_nanogpts(config)
+    for name in NOT_NANOGPTS if is_nanogpt else ():
+        if getattr(config, name) != getattr(TrainConfig, name):
+            raise ConfigError(f"nanoGPT has no {name}={getattr(config, name)}")
     return TrainArm(name, config, is_nanogpt, not kind.endswith(NO_MLP_GAMMA))
 
 
@@ -119,15 +117,6 @@ def settle(arm: TrainArm, device: torch.device) -> TrainArm:
         chosen = {key: usual[key] for key in AUTO if getattr(arm.config, key) == AUTO[key]}
         chosen["merge_micro_batches"] = 1  # it cannot merge
     return dataclasses.replace(arm, config=dataclasses.replace(arm.config, **chosen))
-
-
-def check_is_nanogpts(config: TrainConfig) -> None:
-    """Raise ConfigError for a model or an optimiser that nanoGPT cannot build."""
-    may_differ = (*NANOGPT_SHAPE, "init", "init_std", "kernels")
-    names = [field.name for field in dataclasses.fields(GPTConfig) if field.name not in may_differ]
-    for name in (*names, "optimizer"):
-        if getattr(config, name) != getattr(TrainConfig, name):
-            raise ConfigError(f"nanoGPT has no {name}={getattr(config, name)}")
 
 
 # -------------------------------------------------------------------------------------- their steps
@@ -151,7 +140,9 @@ def our_step(arm: TrainArm, batches: list[Batch], device: torch.device) -> Step:
     config = arm.config
     precision = Precision(config.dtype, device)
     model = GPT(config, config.seed)
-    arm.strip(model.blocks)
+    if not arm.mlp_gamma:
+        for block in model.blocks:
+            block.norm2.core.weight = None
     model.to(device, precision.weights).train()
     parameters = list(model.parameters())
     optimizer = optimizer_of(config, model)

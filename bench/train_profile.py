@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from common.output import markdown
+from decode.trace import profiled
 
 STEPS = 3  # under the profiler
 ELEMENTWISE = "norms and elementwise"
@@ -63,18 +63,12 @@ def profile_step(step: Callable[[], Tensor], device: torch.device) -> list[dict[
     first; none where the profiler sees nothing.
     """
     cuda = device.type == "cuda"
-    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities) as profiler:
-        for _ in range(STEPS):
-            step()
-        if cuda:
-            torch.cuda.synchronize(device)
+    _, events = profiled(lambda: [step() for _ in range(STEPS)], cuda)
     launches, spent = Counter(), Counter()
-    for event in profiler.events():
+    for event in events:
         # A GPU's events hold annotations too (optimiser step, compiled region). They span kernels
         # that count themselves, and AdamW would be there twice.
-        if event.device_type == wanted and not event.is_user_annotation:
+        if not event.is_user_annotation:
             launches[event.name] += 1
             us = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
             spent[event.name] += us

@@ -27,11 +27,12 @@ from torch import Tensor
 from common.environment import find_dtype
 from common.errors import UserError
 from common.output import card, markdown, span, write_results
-from common.stats import median_ratio, paired_times
+from common.stats import median_ratio
 from decode.arms import with_norms
 from decode.ledger import LaunchLedger
 from decode.pack import pack
 from decode.step import Decoder, compiled_alone
+from decode.timing import captured, time_arms
 from fold.gpt import to_folded
 from kernels.decode import reference as decode_reference
 from model import GPT, GPTConfig
@@ -66,26 +67,35 @@ PAIRS = (
 )
 
 
-def forward_call(model: GPT, idx: Tensor, mode: str) -> Callable[[], None]:
-    """Return a call that computes the logits of each sequence's last token; idx is (B, T)."""
+def make_call(model: GPT, idx: Tensor, mode: str) -> Callable[[], None]:
+    """Return a call in one of the modes, for tokens idx (B, T).
+
+    It computes the logits of each sequence's last token; cached, it decodes STEPS tokens after idx
+    by the eager pass's operations.
+    """
+    batch, T = idx.shape
+    decoder = Decoder(
+        pack(model, "plain"), batch, T + STEPS, decode_reference, graph="graph" in mode
+    )
+
+    def decode() -> None:
+        decoder.rewind(T)
+        for _ in range(STEPS):
+            decoder.step()
 
     def compute() -> Tensor:
         return last_logits(model, idx)
 
-    if mode == "eager":
-        return waiting(compute, idx)
-    if not idx.is_cuda:
-        return waiting(compiled_alone(compute), idx)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # the libraries' own memory comes before the capture
-            compute()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        graph.output = compute()  # its memory lives as long as the graph
-    return waiting(graph.replay, idx)
+    call = compute
+    if "cached" in mode:
+        decoder.prefill(idx)
+        call = decode
+    elif mode == "CUDA graph":
+        call = captured(lambda: compute)
+    elif mode == "compiled":
+        call = compiled_alone(compute)
+
+    return torch.no_grad()(call)
 
 
 def last_logits(model: GPT, idx: Tensor) -> Tensor:
@@ -101,32 +111,6 @@ def eager_launches(model: GPT, idx: Tensor) -> Counter:
     with LaunchLedger() as ledger:
         last_logits(model, idx)
     return Counter(ledger.launches)
-
-
-def decode_call(model: GPT, idx: Tensor, graph: bool) -> Callable[[], None]:
-    """Return a call that decodes STEPS tokens after idx (B, T), by the eager pass's operations."""
-    batch, T = idx.shape
-    decoder = Decoder(pack(model, "plain"), batch, T + STEPS, decode_reference, graph=graph)
-    decoder.prefill(idx)
-
-    def steps() -> None:
-        decoder.rewind(T)
-        for _ in range(STEPS):
-            decoder.step()
-
-    return waiting(steps, idx)
-
-
-def waiting(call: Callable[[], Any], like: Tensor) -> Callable[[], None]:
-    """Return `call`, which then waits for the GPU, if `like` is on one."""
-
-    @torch.no_grad()
-    def run() -> None:
-        call()
-        if like.is_cuda:
-            torch.cuda.synchronize()
-
-    return run
 
 
 def make_models(dtype: torch.dtype, device: torch.device, calibration: Tensor) -> dict[str, GPT]:
@@ -177,18 +161,12 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
         idx = calibration.repeat(1, 4)[:batch, :context].contiguous()
         for mode in modes:
             torch._dynamo.reset()
-            if "cached" in mode:
-                tokens = batch * STEPS
-                calls = {
-                    name: decode_call(model, idx, "graph" in mode) for name, model in models.items()
-                }
-            else:
-                tokens = batch * context
-                calls = {name: forward_call(model, idx, mode) for name, model in models.items()}
+            tokens = batch * (STEPS if "cached" in mode else context)
+            calls = {name: make_call(model, idx, mode) for name, model in models.items()}
             for _ in range(3):  # warm-up: compilation, memory, clocks
                 for call in calls.values():
                     call()
-            times = paired_times(calls, config.rounds)
+            times = time_arms(calls, config.rounds, device)
             row = {
                 "batch": batch,
                 "context": context,
@@ -204,10 +182,7 @@ def bench_last_token(config: Any, device: torch.device, place: dict[str, Any]) -
             }
             records.append(place | row)
     write(config.out, "last_token", records, last_token_table(records))
-    rows = []
-    for record in records:
-        rows.append({name: value for name, value in record.items() if name != "seconds"})
-    return {"rows": rows}
+    return {"rows": [row | {"seconds": None} for row in records]}
 
 
 def write(out: str, name: str, records: list[dict[str, Any]], text: str) -> None:
@@ -220,9 +195,7 @@ def write(out: str, name: str, records: list[dict[str, Any]], text: str) -> None
 def launches_table(record: dict[str, Any]) -> str:
     """Return Markdown: a row for each arm, a column for each operation."""
     launches = record["launches"]
-    names: list[str] = []  # of operations, each once
-    for counts in launches.values():
-        names += [name for name, _ in counts.most_common() if name not in names]
+    names = list(sum(launches.values(), Counter()))  # of operations
     lines = [
         "# Launches of an eager forward pass: TaperNorm's protocol",
         "",
@@ -232,10 +205,11 @@ def launches_table(record: dict[str, Any]) -> str:
         "that computes is a launch on a GPU.",
         "",
     ]
-    rows = []
-    for arm, counts in launches.items():
-        fewer = launches["rms"].total() - counts.total()
-        rows.append([arm, counts.total(), fewer, *(counts[name] for name in names)])
+    most = launches["rms"].total()
+    rows = [
+        [arm, counts.total(), most - counts.total(), *(counts[name] for name in names)]
+        for arm, counts in launches.items()
+    ]
     return "\n".join([*lines, markdown(["arm", "all", "fewer", *names], rows)])
 
 

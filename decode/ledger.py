@@ -33,8 +33,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.output import markdown
-from decode.arms import DecodeArm, packed_arm
+from decode.arms import arms_of, packed_arm
 from decode.pack import PackedGPT
 from decode.step import Decoder, decode_block, decode_logits
 from hf.config import shape_config
@@ -42,24 +41,8 @@ from kernels.decode import reference as decode_reference
 from model import GPT
 
 LAUNCHES = (
-    "embed",
-    "norm",
-    "heads",
-    "attend",
-    "attend_parts",
-    "heads_attend",
-    "heads_attend_parts",
-    "combine",
-    "best",
-    "take",
-    "matmul",
-    "matmul_add",
-    "activation",
-    "scale",
-    "norm_activation",
-    "project",
-    "norm_project",
-    "shared_project",
+    *("embed", "norm", "heads", "attend", "heads_attend", "combine", "best", "take"),
+    *("matmul", "matmul_add", "activation", "project"),
 )
 PRODUCTS = {"mm", "addmm", "bmm"}  # operations of ATen
 # (model, batch) -> ms/token that others have published of a step in bfloat16
@@ -149,18 +132,11 @@ def total(counters: list[Counter]) -> Counter:
 
 
 def per_block(blocks: list[Counter]) -> dict[str, Any]:
-    """Summarise the launches of the blocks.
-
-    Returns:
-        launches_per_block, norm_launches_per_block: means.
-        blocks: the different kinds of block, and how many there are of each.
-    """
-    kinds = Counter(tuple(sorted(block.items())) for block in blocks)
+    """Return the means over blocks, launches_per_block and norm_launches_per_block."""
     every = total(blocks)
     return {
         "launches_per_block": mean(every.total(), len(blocks)),
         "norm_launches_per_block": mean(every["norm"], len(blocks)),
-        "blocks": [{"count": count, "launches": dict(kind)} for kind, count in kinds.items()],
     }
 
 
@@ -196,75 +172,36 @@ def shape_on_meta(spec: str, dtype: torch.dtype) -> GPT | None:
         return GPT(shape_config(spec.removeprefix("random:"))).to(dtype).eval()
 
 
-def make_ledger(
-    model: GPT,
-    name: str,
-    arms: list[DecodeArm],
-    batch: int,
-    context: int,
-    bandwidth: float,
-    launch_us: float,
-    keys: dict[str, Any],
-    library_from: int,
-) -> dict[str, Any]:
-    """Return the ledger of `arms`, as a dict for JSON. A step gives each sequence one token.
+def make_ledger(config: Any, spec: str, model: GPT, batch: int) -> dict[str, Any]:
+    """Return the ledger of the arms of a config, as a dict for JSON.
+
+    A step gives each of `batch` sequences one token.
 
     Args:
-        bandwidth: bytes/s.
-        launch_us: microseconds of a launch.
-        keys, library_from: see decode.arms.packed_arm.
+        config: a DecodeBenchConfig.
+        spec: the model's name.
+        model: the model, perhaps without memory.
+        batch: sequences.
     """
     idx = torch.zeros(1, 8, dtype=torch.int64, device=model.wte.weight.device)
+    bandwidth = config.bandwidth or 4.3e12
     rows = {}
     floor_ms = 0.0
-    for arm in arms:
-        _, packed = packed_arm(model, arm, batch, idx, keys, library_from)
-        counts = launches(packed, batch, context)
+    for arm in arms_of(config.arms, model):
+        _, packed = packed_arm(model, arm, batch, idx, config.norm_keys, config.library_from)
+        counts = launches(packed, batch, config.context)
         of_step = total(counts).total()
-        floor_ms = 1e3 * floor_bytes(packed, batch, context) / bandwidth
+        floor_ms = 1e3 * floor_bytes(packed, batch, config.context) / bandwidth
         rows[arm.name] = per_block(counts[1:]) | {
             "launches_per_step": of_step,
-            "predicted_ms_per_token": floor_ms + 1e-3 * launch_us * of_step,
+            "predicted_ms_per_token": floor_ms + 1e-3 * config.launch_us * of_step,
         }
     return {
-        "model": name,
+        "model": spec,
         "batch": batch,
-        "context": context,
+        "context": config.context,
         "bandwidth": bandwidth,
-        "launch_us": launch_us,
+        "launch_us": config.launch_us,
         "arms": rows,
         "floor_ms_per_token": floor_ms,
     }
-
-
-def ledger_table(ledger: dict[str, Any]) -> str:
-    """Return a ledger as a Markdown table, a row for each arm."""
-    heads = [
-        "arm",
-        "launches per block",
-        "of norms",
-        "launches per step",
-        "predicted ms/token",
-        "share of floor",
-    ]
-    rows = []
-    for name, row in ledger["arms"].items():
-        predicted = row["predicted_ms_per_token"]
-        cells = [
-            name,
-            row["launches_per_block"],
-            row["norm_launches_per_block"],
-            row["launches_per_step"],
-            f"{predicted:.3f}",
-            f"{ledger['floor_ms_per_token'] / predicted:.0%}",
-        ]
-        rows.append(cells)
-    lines = [markdown(heads, rows)]
-    found = MEASURED.get((ledger["model"], ledger["batch"]), {})
-    if found:
-        figures = ", ".join(f"{name} {ms:.3f}" for name, ms in found.items())
-        lines += [
-            "",
-            f"Measured by others, ms/token: {figures}. Predictions have no ramp-up and drain.",
-        ]
-    return "\n".join(lines)

@@ -129,18 +129,13 @@ class PackedGPT:
     @property
     def entries(self) -> list[Entry]:
         """Those of the 2 L + 1 norm positions, in order."""
-        found = []
-        for block in self.blocks:
-            found += [block.qkv, block.up]
-        return [*found, self.head]
+        of_blocks = [entry for block in self.blocks for entry in (block.qkv, block.up)]
+        return [*of_blocks, self.head]
 
     @property
     def exits(self) -> list[Exit]:
         """Those of the 2 L sublayers, in order."""
-        found = []
-        for block in self.blocks:
-            found += [block.proj, block.down]
-        return found
+        return [part for block in self.blocks for part in (block.proj, block.down)]
 
 
 # ------------------------------------------------------------------------------------ packing
@@ -155,15 +150,21 @@ def pack(model: GPT, level: str) -> PackedGPT:
     # rows that pad the vocabulary would cost time and give no logits
     head_weight = model.head_weight().detach()[: model.n_vocab]  # (n_vocab, C)
     scale = None if model.config.embed_scale == 1 else model.token_scale()
+    norm_e = model.norm_e
+    learned = None
+    form = None if norm_e is None else norm_e.folded_form()
+    if form is not None and form.statistic == "none":  # no more than a factor (LearnedScale)
+        learned = form.gain
+        norm_e = None
     # The norm that adds what a block's MLP gives is in the next block, or the final one.
     following = [*(block.norm1 for block in model.blocks[1:]), model.norm_f]
     parts = zip(model.blocks, following, rope_of_blocks(model), strict=True)
     return PackedGPT(
         config=model.config,
         level=level,
-        wte=embedding(model, model.wte.weight.detach(), scale),
-        wpe=None if model.wpe is None else embedding(model, model.wpe.weight.detach()),
-        norm_e=embedding_norm(model),
+        wte=embedding(model, model.wte.weight.detach(), scale, learned),
+        wpe=None if model.wpe is None else embedding(model, model.wpe.weight.detach(), learned),
+        norm_e=None if norm_e is None else with_plain_gains(norm_e),
         blocks=[pack_block(block, norm, rope, level) for block, norm, rope in parts],
         # The final norm folds into the head as any other into the linear after it.
         head=enter(model.norm_f, head_weight, None, level),
@@ -194,20 +195,7 @@ def pack_block(block: Block, following: Place, rope: Rope, level: str) -> Packed
     )
 
 
-def scales_embeddings(model: GPT) -> bool:
-    """Return whether the norm of the embeddings is no more than a factor (LearnedScale)."""
-    form = None if model.norm_e is None else model.norm_e.folded_form()
-    return form is not None and form.statistic == "none"
-
-
-def embedding_norm(model: GPT) -> Place | None:
-    """Return the norm of the embeddings that a step computes, or None."""
-    if model.norm_e is None or scales_embeddings(model):
-        return None
-    return with_plain_gains(model.norm_e)
-
-
-def embedding(model: GPT, table: Tensor, scale: Tensor | None = None) -> Tensor:
+def embedding(model: GPT, table: Tensor, *factors: Tensor | None) -> Tensor:
     """Return the rows (n, C) that a table of embeddings adds to the stream.
 
     cbwc centres the sum of the embeddings, dyt and derf multiply it by a learned number. Both are
@@ -216,15 +204,14 @@ def embedding(model: GPT, table: Tensor, scale: Tensor | None = None) -> Tensor:
     Args:
         model: the model.
         table: the weights (n, C).
-        scale: a factor () of this table alone, or None.
+        factors: of this table, () each, or None.
     """
-    learned = model.norm_e.folded_form().gain if scales_embeddings(model) else None
-    factors = [factor for factor in (scale, learned) if factor is not None]
-    if model.plan.type.embed is None and not factors:
+    known = [factor for factor in factors if factor is not None]
+    if model.plan.type.embed is None and not known:
         return table
     # in float64, and rounded once, as all that is packed
     rows = table.double()
-    for factor in factors:
+    for factor in known:
         rows = rows * factor.double()
     return model.plan.embed(rows).to(table.dtype)
 

@@ -37,29 +37,58 @@ GPT_FAST = "gpt_fast"
 SAME_MODEL = 0.05  # a peer whose logits differ by more than this, relatively, is another model
 
 
-def arms(
-    spec: str, model: GPT, idx: Tensor, tokens: int, compiled: bool, missing: list[str]
-) -> dict[str, Callable[[], None]]:
-    """Make the calls that are timed.
+Calls = dict[str, Callable[[], None]]
 
-    generate reads the prompt too, so there are two calls a peer: NAME generates `tokens` tokens
-    after idx (B, T), `NAME prefill` a single one. The difference of their times is decoding.
+
+def calls_of(
+    config: Any, spec: str, model: GPT, idx: Tensor, missing: list[str]
+) -> tuple[Calls, dict[str, dict[str, Any]]]:
+    """Make the calls that are timed, of the peers that a config asks for.
 
     Args:
-        compiled: also the static cache.
+        config: a DecodeBenchConfig.
+        spec: the model's name.
+        idx: prompts (B, T).
         missing: the reason is appended for each peer that cannot run; it has no call.
+
+    Returns:
+        (calls, rows of the record). generate reads the prompt too, so Hugging Face has two calls a
+        peer: NAME generates `tokens` tokens, `NAME prefill` a single one. The difference of their
+        times is decoding. gpt-fast's decodes tokens - 1 tokens, its prefill is done.
+
+    Raises:
+        UserError: `gpt_fast` is no checkout of gpt-fast.
     """
-    calls: dict[str, Callable[[], None]] = {}
-    try:
-        peer = hf_model(spec, model)
-        with torch.no_grad():
-            check_same_logits(model(idx[:1]), peer(idx[:1]).logits[..., : model.n_vocab])
-    except (UserError, ImportError) as error:
-        missing.append(f"Hugging Face: {error}")
-        return calls
-    for name, static in (("hf_eager", False), ("hf_static", True)):
-        if static and not compiled:
-            continue
+    calls: Calls = {}
+    rows = {}
+    if config.peers:
+        try:
+            peer = hf_model(spec, model)
+            with torch.no_grad():
+                check_same_logits(model(idx[:1]), peer(idx[:1]).logits[..., : model.n_vocab])
+            calls = generate_calls(peer, idx, config.tokens, config.compiled, missing)
+        except (UserError, ImportError) as error:
+            missing.append(f"Hugging Face: {error}")
+    if config.gpt_fast:
+        files = load(config.gpt_fast)
+        try:
+            with options():
+                call, out = prepared(files, model, idx, config.tokens, config.compiled)
+            ours = model.generate(idx, config.tokens, temperature=0)[:, idx.shape[1] :]
+            rows[GPT_FAST] = {"same_tokens": tokens_in_common(ours, out)}
+            calls[GPT_FAST] = call
+        except Exception as failure:  # another program's limits are no failure of this one
+            missing.append(f"gpt-fast: {one_line(failure)}")
+    return calls, rows
+
+
+def generate_calls(
+    peer: torch.nn.Module, idx: Tensor, tokens: int, compiled: bool, missing: list[str]
+) -> Calls:
+    """Return the calls of transformers' generate; with a static cache too, if `compiled`."""
+    calls: Calls = {}
+    for name in NAMES if compiled else NAMES[:1]:
+        static = name == "hf_static"
         found = {
             name: functools.partial(generate, peer, idx, tokens, static, tokens),
             f"{name} prefill": functools.partial(generate, peer, idx, 1, static, tokens),
@@ -100,15 +129,11 @@ def hf_model(spec: str, model: GPT) -> torch.nn.Module:
     config = transformers.AutoConfig.for_model(**SHAPES[name])
     with torch.device(weight.device):
         peer = transformers.AutoModelForCausalLM.from_config(config, dtype=weight.dtype).eval()
-    theirs = {}
-    for key, value in peer.named_parameters():
-        theirs[key.removeprefix("model.").removeprefix("transformer.")] = value
-    with torch.no_grad():
-        for key, piece in weights.hf_pieces(model, architecture(SHAPES[name])):
-            theirs.pop(key).copy_(piece)
-    left = [key for key in theirs if key != "lm_head.weight"]  # the head may be the embedding
-    if left:
-        raise HFError(f"{left[0]} has no counterpart in our model")
+    pieces = dict(weights.hf_pieces(model, architecture(SHAPES[name])))
+    head = pieces.pop("lm_head.weight", None)  # None: it is the embedding
+    peer.base_model.load_state_dict(pieces)
+    if head is not None:
+        peer.lm_head.load_state_dict({"weight": head})
     return peer
 
 
@@ -139,89 +164,43 @@ def generate(peer: torch.nn.Module, idx: Tensor, count: int, static: bool, longe
         eos_token_id=None,
         **cache,
     )
-    if idx.is_cuda:
-        torch.cuda.synchronize()
 
 
 # ----------------------------------------------------------------------------------- gpt-fast
-
-
-def gpt_fast_arms(
-    folder: str, model: GPT, idx: Tensor, tokens: int, compiled: bool, missing: list[str]
-) -> tuple[dict[str, Callable[[], None]], dict[str, dict[str, Any]]]:
-    """Make the call that is timed.
-
-    Args:
-        missing: the reason is appended if its model cannot compute this one.
-
-    Returns:
-        ({GPT_FAST: call}, {GPT_FAST: {"same_tokens": tokens as model.generate's}}). The call
-        decodes tokens - 1 tokens after idx (B, T), whose prefill is done. Both are empty if it
-        cannot.
-
-    Raises:
-        UserError: the folder is not a checkout of gpt-fast.
-    """
-    files = load(folder)
-    try:
-        with options():
-            call, out = prepared(files, model, idx, tokens, compiled)
-    except Exception as failure:  # another program's limits are no failure of this one
-        missing.append(f"gpt-fast: {one_line(failure)}")
-        return {}, {}
-    ours = model.generate(idx, tokens, temperature=0)[:, idx.shape[1] :]
-    return {GPT_FAST: call}, {GPT_FAST: {"same_tokens": tokens_in_common(ours, out)}}
 
 
 def load(folder: str) -> SimpleNamespace:
     """Load its model.py and generate.py; return them as `model` and `generate`.
 
     Raises:
-        UserError: one of them is missing, or does not load.
+        UserError: the folder is no checkout.
     """
-    for name in ("model.py", "generate.py"):
-        if not (Path(folder) / name).is_file():
-            raise UserError(
-                f"gpt_fast={folder}: there is no {name}: give the folder of a gpt-fast checkout"
-            )
+    if not (Path(folder) / "generate.py").is_file():
+        raise UserError(
+            f"gpt_fast={folder}: there is no generate.py: give the folder of a gpt-fast checkout"
+        )
+    ours = sys.modules["model"]
+    path = list(sys.path)
     model = module(folder, "model")
     # generate.py imports `model`, which here is a module of ours, and `tokenizer`, which needs
     # packages that decoding does not. It also sets options of torch for the whole process.
-    tokenizer = ModuleType("tokenizer")
-    tokenizer.get_tokenizer = None
-    with options(), named({"model": model, "tokenizer": tokenizer}):
-        return SimpleNamespace(model=model, generate=module(folder, "generate"))
+    sys.modules |= {"model": model, "tokenizer": SimpleNamespace(get_tokenizer=None)}
+    try:
+        with options():
+            return SimpleNamespace(model=model, generate=module(folder, "generate"))
+    finally:
+        sys.modules["model"] = ours
+        del sys.modules["tokenizer"]
+        sys.path[:] = path  # generate.py appends to it
 
 
 def module(folder: str, name: str) -> ModuleType:
-    """Load NAME.py of the folder as the module gpt_fast_NAME. Raises UserError."""
+    """Load NAME.py of the folder as the module gpt_fast_NAME."""
     spec = importlib.util.spec_from_file_location(f"gpt_fast_{name}", Path(folder) / f"{name}.py")
     loaded = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    try:
-        with named({spec.name: loaded}):  # a dataclass looks up the module that defines it
-            spec.loader.exec_module(loaded)
-    except Exception as failure:
-        raise UserError(
-            f"gpt_fast={folder}: {name}.py does not load: {type(failure).__name__}: {failure}"
-        ) from None
-    finally:
-        sys.path[:] = path  # generate.py appends to it
+    sys.modules[spec.name] = loaded  # a dataclass looks up the module that defines it
+    spec.loader.exec_module(loaded)
     return loaded
-
-
-@contextlib.contextmanager
-def named(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """Let `import NAME` give these modules, within."""
-    before = {name: sys.modules.get(name) for name in modules}
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name, old in before.items():
-            del sys.modules[name]
-            if old is not None:
-                sys.modules[name] = old
 
 
 @contextlib.contextmanager
@@ -238,15 +217,9 @@ def transformer(files: SimpleNamespace, model: GPT, length: int) -> torch.nn.Mod
     It holds our own tensors, but for queries and keys, whose channels are in another order.
     """
     config = model.config
-    keys = {}
-    if config.rope_scaling:
-        names = (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        )
-        keys["rope_scaling"] = dict(zip(names, config.rope_scaling, strict=True))
+    # Llama's: factor, low and high frequency, original context
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    keys = {"rope_scaling": dict(zip(names, config.rope_scaling))} if config.rope_scaling else {}
     with torch.device("meta"):
         peer = files.model.Transformer(
             files.model.ModelArgs(
@@ -335,6 +308,4 @@ def decode(
     """Decode the tokens (B, 1) that follow `first` (B, 1), which is at position T."""
     pos = torch.tensor([T], device=first.device, dtype=torch.int)
     found, _ = generate.decode_n_tokens(peer, first.view(len(first), -1), pos, steps)
-    if first.is_cuda:
-        torch.cuda.synchronize()
     return found

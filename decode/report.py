@@ -1,12 +1,11 @@
 """What bench_decode.py shows: a card, a table, and a picture like the paper's Figure 2."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from common import output
 from common.output import markdown
-from decode.arms import AIM
+from decode.ledger import MEASURED
 
 ALONE = "D/A mixes fusion with the shared statistic; what the statistic alone is worth is D/C."
 ENDS = (
@@ -26,7 +25,8 @@ def card(record: dict[str, Any]) -> str:
     weights = "its own weights"
     if record["random_weights"]:
         weights = "random weights (not trained, not zeros)"
-    clock = ", process time" if record["clock"] == "cpu_seconds" else ""
+    is_process_time = record["device"].startswith("cpu") and record["threads"] == 1
+    clock = ", process time" if is_process_time else ""
     lines = [
         f"{record['model']}: {weights}, stored as {record['norm_type']}, {record['dtype']}; "
         f"{record['prompt_tokens']} prompt tokens ({record['prompt_ids']}), {record['tokens']} "
@@ -43,18 +43,9 @@ def card(record: dict[str, Any]) -> str:
 
 def table(record: dict[str, Any]) -> str:
     """Return a record as Markdown: a table of the arms, then one of the speed-ups."""
-    heads = [
-        "arm",
-        "ms/token",
-        "tok/s",
-        "share of floor",
-        "prefill ms (eager, unfused)",
-        "launches (norms) per block",
-        f"{record['memory']}, MB",
-        "error (unfused)",
-        "tokens as unfused",
-    ]
-    rows = [arm_cells(name, row, record["tokens"]) for name, row in record["arms"].items()]
+    cells = {name: arm_cells(row, record) for name, row in record["arms"].items()}
+    heads = list(dict.fromkeys(head for row in cells.values() for head in row))
+    rows = [[name, *(row.get(head, "") for head in heads)] for name, row in cells.items()]
     ratios = [
         [name, f"{ratio['median']:.4f}", f"{ratio['low']:.4f} .. {ratio['high']:.4f}"]
         for name, ratio in record["speed_ups"].items()
@@ -62,44 +53,36 @@ def table(record: dict[str, Any]) -> str:
     lines = [
         f"batch {record['batch']}",
         "",
-        markdown(heads, rows),
+        markdown(["arm", *heads], rows),
         "",
         markdown(["speed-up", "median", "95 % interval"], ratios),
     ]
     if record["faster"]:
         faster = ", ".join(record["faster"].values())
         lines += ["", f"Each in two variants; these ratios are of the faster: {faster}."]
-    if "hf_static" in record["arms"] and record["device"].startswith("cpu"):
-        note = "on a CPU transformers runs its static cache in eager mode."
-        lines += ["", f"hf_static is not compiled here: {note}"]
     lines += [f"- not timed: {reason}" for reason in record["missing"]]
     return "\n".join(lines)
 
 
-def arm_cells(name: str, row: dict[str, Any], tokens: int) -> list[str]:
-    """Return an arm's cells in the table of the arms; those that it lacks are empty."""
-    prefill = launches = memory = error = same = ""
-    if "prefill_ms" in row:  # one of ours, and not the second copy
-        prefill = f"{row['prefill_ms']:.2f}"
-        launches = f"{row['launches_per_block']} ({row['norm_launches_per_block']})"
-        memory = f"{row['memory_mb']:,.0f}"
-        error = f"{row['error']:.2g} ({row['error_unfused']:.2g})"
-    if "within_aim" in row:
-        verdict = "within" if row["within_aim"] else "above"
-        error += f", {row['error'] / row['error_unfused']:.2f}x: {verdict} {AIM}"
+def arm_cells(row: dict[str, Any], record: dict[str, Any]) -> dict[str, str]:
+    """Return an arm's cells in the table of the arms, by head."""
+    cells = {
+        "ms/token": f"{row['ms_per_token']:.3f}",
+        "tok/s": f"{row['tokens_per_s']:,.0f}",
+        "share of floor": f"{row['share_of_floor']:.0%}",
+    }
+    if "error" in row:  # one of ours, and not the second copy
+        ratio = row["error"] / row["error_unfused"]
+        cells["launches (norms) per block"] = launches(row)
+        cells["error (over unfused)"] = f"{row['error']:.2g} ({ratio:.2f})"
     if "same_tokens" in row:
-        same = f"{row['same_tokens']} of {tokens}"
-    return [
-        name,
-        f"{row['ms_per_token']:.3f}",
-        f"{row['tokens_per_s']:,.0f}",
-        f"{row['share_of_floor']:.0%}",
-        prefill,
-        launches,
-        memory,
-        error,
-        same,
-    ]
+        cells["tokens as unfused"] = f"{row['same_tokens']} of {record['tokens']}"
+    return cells
+
+
+def launches(row: dict[str, Any]) -> str:
+    """Return an arm's launches per block, and of norms in brackets."""
+    return f"{row['launches_per_block']} ({row['norm_launches_per_block']})"
 
 
 def panels_of(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -116,24 +99,19 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
     panels = panels_of(records)
     devices = list(dict.fromkeys(record["device"] for record in records))
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.6 * len(panels), 3.8), layout="constrained", squeeze=False
-    )
-    for axis, (name, title) in zip(axes[0], panels):
+    width = 4.6 * len(panels)
+    figure, axes = plt.subplots(1, len(panels), figsize=(width, 3.8), layout="constrained")
+    axes = [axes] if len(panels) == 1 else axes
+    for axis, (name, title) in zip(axes, panels):
         for line, (color, marker) in zip(dict.fromkeys(map(one_line, records)), STYLES * 9):
-            rows = sorted(
-                (r for r in records if one_line(r) == line and name in r["speed_ups"]),
-                key=lambda r: r["batch"],
-            )
-            if not rows:
-                continue
+            its = [r for r in records if one_line(r) == line and name in r["speed_ups"]]
+            rows = sorted(its, key=lambda r: r["batch"])
             ratios = [row["speed_ups"][name] for row in rows]
-            medians = [ratio["median"] for ratio in ratios]
             below = [abs(ratio["low"] - ratio["median"]) for ratio in ratios]
             above = [abs(ratio["high"] - ratio["median"]) for ratio in ratios]
             axis.errorbar(
                 [row["batch"] for row in rows],
-                medians,
+                [ratio["median"] for ratio in ratios],
                 [below, above],
                 color=color,
                 marker=marker,
@@ -146,8 +124,8 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.set(title=title, xlabel="batch size")
         axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("speed-up")
-    axes[0, 0].legend(frameon=False, fontsize=9)
+    axes[0].set_ylabel("speed-up")
+    axes[0].legend(frameon=False, fontsize=9)
     figure.suptitle(", ".join(devices), fontsize=10)
     save(figure, path)
 
@@ -167,16 +145,16 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
         "",
         f"Speed-ups are medians over paired rounds. {ALONE}",
     ]
-    for run in dict.fromkeys(map(one_run, every)):
-        its = [record for record in every if one_run(record) == run]
+    for record in every:
         text += [
             "",
-            f"## {its[0]['model']}, {its[0]['dtype']}",
+            f"## {record['model']}, {record['dtype']}, batch {record['batch']}",
             "",
-            *(f"- {line}" for line in card(its[0]).splitlines()),
-            f"- made by `{its[0]['command']}`",
+            *(f"- {line}" for line in card(record).splitlines()),
+            f"- made by `{record['command']}`",
+            "",
+            table(record),
         ]
-        text += [part for record in its for part in ("", table(record))]
     has_picture = bool(panels_of(every))
     if has_picture:
         text += ["", "![Speed-up over batch size](decode.png)"]
@@ -186,14 +164,14 @@ def write(folder: Path, records: list[dict[str, Any]], config: Any) -> None:
         plot(every, folder / "decode.png")
 
 
-def write_ledger(folder: Path, ledger: dict[str, Any]) -> None:
-    """Add a ledger to a folder: ledger.jsonl, and README.md with one table for all models.
+def write_ledgers(folder: Path, found: list[dict[str, Any]]) -> None:
+    """Add ledgers to a folder: ledger.jsonl, and README.md with one table for all models.
 
-    It replaces the old one of the same model and batch size.
+    They replace the old ones of the same model and batch size.
     """
+    places = {(one["model"], one["batch"]) for one in found}
     old = output.read_json(folder / "ledger.jsonl")
-    its_place = ledger["model"], ledger["batch"]
-    every = [one for one in old if (one["model"], one["batch"]) != its_place] + [ledger]
+    every = [one for one in old if (one["model"], one["batch"]) not in places] + found
     output.write_results(folder, "ledger", every, "README.md", ledgers(every))
 
 
@@ -211,23 +189,28 @@ def ledgers(every: list[dict[str, Any]]) -> str:
         f"block (of norms), then floor + launches x {every[0]['launch_us']:g} us in ms/token, and "
         f"the floor's share of it. The floor: every matrix once and {every[0]['context']} tokens' "
         f"keys and values, at {every[0]['bandwidth'] / 1e12:g} TB/s. "
-        f"Predictions, not measurements. {ENDS}",
+        "Predictions, not measurements, without the ramp-up and drain of kernels. "
+        f"{ENDS}",
         "",
     ]
-    rows = []
-    for name in names:
-        cells = []
-        for one in every:
-            row = one["arms"].get(name)
-            if row is None:
-                cells.append("")
-                continue
-            predicted = row["predicted_ms_per_token"]
-            share = one["floor_ms_per_token"] / predicted
-            launches = f"{row['launches_per_block']} ({row['norm_launches_per_block']})"
-            cells.append(f"{launches}: {predicted:.3f}, {share:.0%}")
-        rows.append([name, *cells])
-    return "\n".join([*lines, markdown(["arm", *heads], rows)]) + "\n"
+    rows = [[name, *(ledger_cell(one, name) for one in every)] for name in names]
+    lines.append(markdown(["arm", *heads], rows))
+    for one in every:
+        found = MEASURED.get((one["model"], one["batch"]), {})
+        figures = ", ".join(f"{name} {ms:.3f}" for name, ms in found.items())
+        if found:
+            lines += ["", f"Measured by others, {one['model']}, ms/token: {figures}."]
+    return "\n".join(lines) + "\n"
+
+
+def ledger_cell(ledger: dict[str, Any], name: str) -> str:
+    """Return the cell of an arm; empty where the ledger lacks it."""
+    row = ledger["arms"].get(name)
+    if row is None:
+        return ""
+    predicted = row["predicted_ms_per_token"]
+    share = ledger["floor_ms_per_token"] / predicted
+    return f"{launches(row)}: {predicted:.3f}, {share:.0%}"
 
 
 def place(record: dict[str, Any]) -> tuple:
@@ -238,20 +221,3 @@ def place(record: dict[str, Any]) -> tuple:
 def one_line(record: dict[str, Any]) -> tuple[str, ...]:
     """Return what the points of one line of the plot have in common."""
     return record["model"].removeprefix("random:"), record["dtype"], record["device"]
-
-
-def one_run(record: dict[str, Any]) -> str:
-    """Return what records under one card have in common: all but the batch size and its floor."""
-    names = (
-        "model",
-        "dtype",
-        "device",
-        "versions",
-        "git",
-        "command",
-        "clocks",
-        "threads",
-        "load_average",
-        "prompt_ids",
-    )
-    return json.dumps([record.get(name) for name in names])

@@ -10,21 +10,21 @@ one level in FUSIONS, then the Decoder around them. Launches of a block of a cou
 
                         plain        paper        library          fused
     norm                norm         norm         norm             -
-    qkv                 matmul       matmul       matmul           norm_project
+    qkv                 matmul       matmul       matmul           project
     QK-norm, rotary,    heads        heads        heads_attend     heads_attend
       cache
     attention           attend       attend       -                -
     proj                matmul       matmul_add   matmul_add       project
     shared norm         norm         -            -                -
-    up                  matmul       matmul       matmul           shared_project
+    up                  matmul       matmul       matmul           project
     activation          activation   activation   activation       -
     down                matmul       matmul_add   matmul_add       project
     launches            9            8            7                5
 
-RMSNorm at the second position is a norm again in `paper` (9), norm_activation for activation in
-`library` and norm_project in `fused`. An output norm, or a norm that replaces the stream, is a norm
-at every level: it adds, and the product before it does not. QK-norm, rotary positions and biases
-cost no launch. A long cache is split over more programs and takes a launch more (combine). Before
+RMSNorm at the second position is a norm again in `paper` (9); in `library` the activation takes its
+statistic, in `fused` the product. An output norm, or a norm that replaces the stream, is a norm at
+every level: it adds, and the product before it does not. QK-norm, rotary positions and biases cost
+no launch. A long cache is split over more programs and takes a launch more (combine). Before
 the first block come embed and the embeddings' norm, if there is one; after the last block the head,
 which is like qkv, then best and take for the next token.
 
@@ -37,8 +37,8 @@ Why a launch is one launch:
     heads_attend  each query head makes query, key and value of its group from qkv's output by
                   itself, so no program waits for another one to write the cache; a norm over all
                   heads is taken by every program anew
-    norm_project  the product reads all of x anyway, so its loop sums the squares along the way:
-                  the gain is in the weight, and the statistic scales the result
+    project       the product reads all of x anyway, so its loop sums the squares along the way: the
+                  gain is in the weight, and the statistic scales the result
     best, take    the largest logit of each part of the vocabulary, then of all parts: two launches,
                   because the second needs all programs of the first
 
@@ -55,7 +55,8 @@ from torch import Tensor
 
 from decode.pack import Entry, Exit, PackedBlock, PackedGPT
 from kernels.decode import reference as decode_reference
-from kernels.decode.reference import Cache, Epilogue
+from kernels.decode.reference import Cache
+from model import GPTConfig
 
 Ops = ModuleType | SimpleNamespace  # the launch functions
 # gpt-fast sets these for its compiled step. Inductor then writes products of one row itself, and
@@ -86,25 +87,10 @@ class Projected(NamedTuple):
     """What a projection makes of the stream that it reads."""
 
     z: Tensor  # (B, T, N), in the type of the weights
-    epilogue: Epilogue | None  # scale and bias that z still lacks; None: z is complete
     stream: Stream  # x with delta added, and the statistic taken here
-
-
-class HeadOptions(NamedTuple):
-    """How heads are made of z: parameters of the launch functions, in their order."""
-
-    rope: tuple[Tensor, Tensor] | None  # cos and sin (block_size, D)
-    q_gain: Tensor | None  # (D,) or (H D,)
-    k_gain: Tensor | None  # (D,) or (H_kv D,)
-    v_gain: Tensor | None  # (D,) or (H_kv D,)
-    eps: float  # of these norms
-
-
-class Reach(NamedTuple):
-    """How queries see keys: the last parameters of the launch functions, in their order."""
-
-    scale: float  # of the scores; 0: 1 / sqrt(D)
-    window: int  # tokens that a query sees, itself included; 0: all before it
+    # what z still lacks: a scale (B, T, 1) and a bias (N,); None: z is complete
+    inv_rms: Tensor | None = None
+    bias: Tensor | None = None
 
 
 def decode_block(
@@ -112,13 +98,9 @@ def decode_block(
 ) -> Stream:
     """Run one block on the stream of tokens at positions pos (T,); extend its cache."""
     fusion = FUSIONS[packed.level]
-    gains = (block.q_gain, block.k_gain, block.v_gain)
-    options = HeadOptions(block.rope, *gains, packed.config.norm_eps)
-    reach = Reach(packed.config.attn_scale, block.window)
-
     # The second norm may use the statistic of the first: it travels in `stream`.
     qkv = fusion.read(ops, block.qkv, stream)  # z (B, T, (H + 2 H_kv) D)
-    a = fusion.attend(ops, qkv, cache, pos, options, reach)  # (B, T, H D)
+    a = attention(ops, fusion.joins_heads, packed.config, block, qkv, cache, pos)  # (B, T, H D)
     stream = fusion.write(ops, block.proj, a, qkv.stream)  # x (B, T, C)
 
     up = fusion.read(ops, block.up, stream)  # z (B, T, F)
@@ -150,19 +132,14 @@ def decode_logits(
     for block, cache in zip(packed.blocks, caches, strict=True):
         stream = run_block(ops, packed, block, cache, pos, stream)
     if last:
-        # Of a prompt, only the last token's logits are read.
-        stream = last_token(stream)  # x (B, 1, C)
+        # Of a prompt, only the last token's logits are read: x (B, 1, C).
+        stream = Stream(*(None if part is None else part[:, -1:] for part in stream))
 
     head = FUSIONS[packed.level].read(ops, packed.head, stream)  # z (B, T, n_vocab)
-    if head.epilogue is None:
+    if head.inv_rms is None:
         return head.z
     # a final norm that shares its statistic: there is no activation to take the scale along
-    return ops.scale(head.z, head.epilogue)
-
-
-def last_token(stream: Stream) -> Stream:
-    """Return the stream of the last token alone: (B, T, ...) -> (B, 1, ...)."""
-    return Stream(*(None if part is None else part[:, -1:] for part in stream))
+    return ops.activation(head.z, head.inv_rms, head.bias, "")[0]
 
 
 # ---------------------------------------------- reading the stream: norm, product, activation
@@ -176,91 +153,68 @@ def read_by_library(ops: Ops, entry: Entry, stream: Stream) -> Projected:
     """
     if entry.norm is not None:
         y, x, inv_rms = ops.norm(entry.norm, *stream)  # y (B, T, C)
-        z = ops.matmul(y, entry.weight, entry.bias)  # (B, T, N)
-        return activated(ops, entry, z, None, Stream(x, None, inv_rms))
+        found = Projected(ops.matmul(y, entry.weight, entry.bias), Stream(x, None, inv_rms))
+    # delta is None from here on: in front of a norm that folds, the projection adds to the stream
+    elif entry.statistic == "none":  # s = 1: (2) is an ordinary linear
+        found = Projected(ops.matmul(stream.x, entry.weight, entry.bias), stream)
+    else:  # z = W' x, (B, T, N)
+        z = ops.matmul(stream.x, entry.weight, None)
+        found = Projected(z, stream, stream.inv_rms, entry.bias)
 
-    # delta is None here: in front of a norm that folds, the projection adds to the stream itself
-    x = stream.x
-    if entry.statistic == "none":  # s = 1: (2) is an ordinary linear
-        z = ops.matmul(x, entry.weight, entry.bias)
-        return activated(ops, entry, z, None, stream)
-
-    z = ops.matmul(x, entry.weight, None)  # W' x, (B, T, N)
-    if entry.statistic == "shared":
-        return activated(ops, entry, z, Epilogue(stream.inv_rms, entry.bias), stream)
-    # its own statistic, taken by the launch of the activation; pack folds it nowhere else
-    z, inv_rms = ops.norm_activation(z, x, entry.bias, entry.eps, entry.kind)
-    return Projected(z, None, Stream(x, None, inv_rms))
-
-
-def activated(
-    ops: Ops, entry: Entry, z: Tensor, epilogue: Epilogue | None, stream: Stream
-) -> Projected:
-    """Apply the activation after z, and the epilogue with it. Without one, change nothing."""
     if not entry.kind:
-        return Projected(z, epilogue, stream)
-    z = ops.activation(z, epilogue, entry.kind)  # (B, T, N), of a gated MLP (B, T, N / 2)
-    return Projected(z, None, stream)
+        return found
+    owed = (found.inv_rms, found.bias, entry.kind)
+    if entry.statistic != "own":
+        (z,) = ops.activation(found.z, *owed)  # (B, T, N), of a gated MLP (B, T, N / 2)
+        return Projected(z, found.stream)
+    # its own statistic, taken by the launch of the activation; pack folds it nowhere else
+    z, inv_rms = ops.activation(found.z, *owed, stream.x, entry.eps)
+    return Projected(z, Stream(stream.x, None, inv_rms))
 
 
 def read_fused(ops: Ops, entry: Entry, stream: Stream) -> Projected:
     """Norm, product, bias and activation in one launch; two where the norm cannot fold."""
-    x = stream.x
-    if entry.statistic == "own":
-        z, inv_rms = ops.norm_project(x, entry.weight, entry.bias, entry.eps, entry.kind)
-        return Projected(z, None, Stream(x, None, inv_rms))
-    if entry.statistic == "shared":
-        z = ops.shared_project(x, stream.inv_rms, entry.weight, entry.bias, entry.kind)
-        return Projected(z, None, stream)
-
-    y = x
+    y = stream.x
     if entry.norm is not None:
         y, x, inv_rms = ops.norm(entry.norm, *stream)  # y (B, T, C)
         stream = Stream(x, None, inv_rms)
-    z = ops.project(y, entry.weight, entry.bias, None, entry.kind)
-    return Projected(z, None, stream)
+    inv_rms = stream.inv_rms if entry.statistic == "shared" else None
+    eps = entry.eps if entry.statistic == "own" else None
+    z, *taken = ops.project(y, entry.weight, entry.bias, None, inv_rms, eps, entry.kind)
+    return Projected(z, stream._replace(inv_rms=taken[0]) if taken else stream)
 
 
 # --------------------------------------------------------------- attention to the cache
 
 
-def attend_separately(
-    ops: Ops, qkv: Projected, cache: Cache, pos: Tensor, options: HeadOptions, reach: Reach
+def attention(
+    ops: Ops,
+    joins_heads: bool,
+    config: GPTConfig,
+    block: PackedBlock,
+    qkv: Projected,
+    cache: Cache,
+    pos: Tensor,
 ) -> Tensor:
-    """Compute attention (B, T, H D) in two launches: heads into the cache, then attention to it.
+    """Compute attention (B, T, H D): heads into the cache, then attention to it; or both in one.
 
     A long cache is attended to in parts, and one launch more combines them.
     """
-    q = ops.heads(qkv.z, qkv.epilogue, cache, pos, *options)  # (B, H, T, D)
-    parts = cache_parts(cache, n_heads=q.shape[1], tokens=q.shape[2], window=reach.window)
-    if parts == 1:
-        return ops.attend(q, cache, pos, *reach)
-    sums, largest, totals = ops.attend_parts(q, cache, pos, parts, *reach)
-    return ops.combine(sums, largest, totals, q.dtype)
-
-
-def attend_fused(
-    ops: Ops, qkv: Projected, cache: Cache, pos: Tensor, options: HeadOptions, reach: Reach
-) -> Tensor:
-    """Compute attention (B, T, H D), heads included, in one launch; in two if the cache is long."""
-    _, kv_heads, _, channels = cache[0].shape
-    n_heads = qkv.z.shape[2] // channels - 2 * kv_heads  # H of z (B, T, (H + 2 H_kv) D)
-    # Known before the launch, from shapes alone, so a captured graph holds for every position.
-    parts = cache_parts(cache, n_heads, tokens=qkv.z.shape[1], window=reach.window)
-    if parts == 1:
-        return ops.heads_attend(qkv.z, qkv.epilogue, cache, pos, *options, *reach)
-    sums, largest, totals = ops.heads_attend_parts(
-        qkv.z, qkv.epilogue, cache, pos, *options, parts, *reach
-    )
-    return ops.combine(sums, largest, totals, qkv.z.dtype)
-
-
-def cache_parts(cache: Cache, n_heads: int, tokens: int, window: int) -> int:
-    """Return the number of parts of the cache, or of a window, that are attended to separately."""
-    if tokens > 1:  # a prompt has programs enough
-        return 1
+    made = (qkv.z, qkv.inv_rms, qkv.bias, *(block.rope or (None, None)))
+    made += (block.q_gain, block.k_gain, block.v_gain, config.norm_eps, *cache, pos)
     batch, _, length, _ = cache[0].shape
-    return decode_reference.attention_parts(batch, n_heads, min(length, window or length))
+    # Known before the launch, from shapes alone, so a captured graph holds for every position.
+    parts = 1
+    if qkv.z.shape[1] == 1:  # a prompt has programs enough
+        seen = min(length, block.window or length)
+        parts = decode_reference.attention_parts(batch, config.n_head, seen)
+    reach = (parts, config.attn_scale, block.window)
+    if joins_heads:
+        found = ops.heads_attend(*made, *reach)
+    else:
+        q = ops.heads(*made)  # (B, H, T, D)
+        found = ops.attend(q, *cache, pos, *reach)
+    return found[0] if parts == 1 else ops.combine(*found, qkv.z.dtype)
 
 
 # ------------------------------------------------ writing into the stream: product, residual add
@@ -268,8 +222,7 @@ def cache_parts(cache: Cache, n_heads: int, tokens: int, window: int) -> int:
 
 def write_plain(ops: Ops, part: Exit, a: Tensor, stream: Stream) -> Stream:
     """Leave the residual add to the next norm, as in training."""
-    delta = ops.matmul(a, part.weight, part.bias)  # (B, T, C)
-    return Stream(stream.x, delta, stream.inv_rms)
+    return stream._replace(delta=ops.matmul(a, part.weight, part.bias))  # (B, T, C)
 
 
 def write_by_library(ops: Ops, part: Exit, a: Tensor, stream: Stream) -> Stream:
@@ -283,8 +236,7 @@ def write_by_library(ops: Ops, part: Exit, a: Tensor, stream: Stream) -> Stream:
         return write_plain(ops, part, a, stream)
     if part.bias is not None:
         return write_fused(ops, part, a, stream)
-    x = ops.matmul_add(a, part.weight, stream.x)  # (B, T, C)
-    return Stream(x, None, stream.inv_rms)
+    return stream._replace(x=ops.matmul_add(a, part.weight, stream.x))  # (B, T, C)
 
 
 def write_fused(ops: Ops, part: Exit, a: Tensor, stream: Stream) -> Stream:
@@ -292,26 +244,23 @@ def write_fused(ops: Ops, part: Exit, a: Tensor, stream: Stream) -> Stream:
 
     The stream only where the next norm does not add itself.
     """
-    if not part.adds:
-        delta = ops.project(a, part.weight, part.bias, None)  # (B, T, C)
-        return Stream(stream.x, delta, stream.inv_rms)
-    x = ops.project(a, part.weight, part.bias, stream.x)  # (B, T, C)
-    return Stream(x, None, stream.inv_rms)
+    (x,) = ops.project(a, part.weight, part.bias, stream.x if part.adds else None)  # (B, T, C)
+    return stream._replace(x=x) if part.adds else stream._replace(delta=x)
 
 
 class Fusion(NamedTuple):
     """How a level of decode/pack.py runs the three kinds of work of a block."""
 
     read: Callable[..., Projected]  # norm, product, activation
-    attend: Callable[..., Tensor]  # heads, cache, attention
+    joins_heads: bool  # are heads made and attended to in one launch?
     write: Callable[..., Stream]  # product, residual add
 
 
 FUSIONS = {
-    "plain": Fusion(read_by_library, attend_separately, write_plain),
-    "paper": Fusion(read_by_library, attend_separately, write_by_library),
-    "library": Fusion(read_by_library, attend_fused, write_by_library),
-    "fused": Fusion(read_fused, attend_fused, write_fused),
+    "plain": Fusion(read_by_library, False, write_plain),
+    "paper": Fusion(read_by_library, False, write_by_library),
+    "library": Fusion(read_by_library, True, write_by_library),
+    "fused": Fusion(read_fused, True, write_fused),
 }
 
 
@@ -375,7 +324,6 @@ class Decoder:
         self.logits = torch.empty(0, device=device)  # (B, 1, n_vocab) of the last step
 
         self.filled = 0  # tokens in the cache; the host's copy of pos
-        self.peak_bytes = 0  # what a captured step takes besides storages()
         self._run: Callable[[], Tensor] | None = None  # the step as built by the first call
         self._compute: Callable | None = None  # kept alive for _run
 
@@ -436,22 +384,6 @@ class Decoder:
             self.step()
         return self.out[:, : idx.shape[1] + new_tokens].clone()
 
-    def storages(self) -> dict[int, int]:
-        """Return {address: bytes} of the memory that a step keeps: packed weights and cache.
-
-        Decoders of one model may share weights, so a sum over several goes by address.
-        """
-        packed = self.packed
-        tensors = [packed.wte, packed.wpe]
-        for block in packed.blocks:
-            tensors += block.rope or ()
-        for part in (*packed.entries, *packed.exits):
-            tensors += [part.weight, part.bias]
-        for keys, values in self.caches:
-            tensors += [keys, values]
-        storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-        return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
     def _choose(self, ops: Ops, logits: Tensor, token: Tensor, pos: Tensor) -> None:
         """Write the largest logit's token into `token` and into `out`, and move pos by one."""
         # The same kernels at all levels. Inductor does not split an argmax: one program would
@@ -494,13 +426,9 @@ class Decoder:
                 compute(self.token, self.pos)
                 self.rewind(filled)
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             logits = compute(self.token, self.pos)  # every replay writes its logits here
-        # A graph has memory of its own, which the capture allocates.
-        self.peak_bytes = torch.cuda.max_memory_allocated() - before
         self.rewind(filled)
 
         def replay() -> Tensor:

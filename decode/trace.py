@@ -6,8 +6,9 @@ with what the launch ledger counts for the same blocks.
 """
 
 import dataclasses
-import math
+import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ CLASSES = (
     ("copy", ("memcpy", "memset")),
     ("other", ("argmax",)),
     ("attention", ("attend", "combine", "attention", "flash", "fmha", "softmax")),
-    ("activation", ("silu", "gelu", "activation", "epilogue", "sigmoid", "relu", "tanh")),
+    ("activation", ("silu", "gelu", "activation", "sigmoid", "relu", "tanh")),
     ("norm", ("norm", "rsqrt", "_red_", "_per_", "mean_pow", "forward_kernel")),
     (
         "product",
@@ -54,18 +55,9 @@ CLASSES = (
 LAUNCHES = {
     "norm": "norm",
     "heads": "heads",
-    "attend": "attention",
-    "attend_parts": "attention",
-    "heads_attend": "attention",
-    "heads_attend_parts": "attention",
-    "combine": "attention",
     "activation": "activation",
-    "norm_activation": "activation",
-    "matmul": "product",
-    "matmul_add": "product",
-    "project": "product",
-    "norm_project": "product",
-    "shared_project": "product",
+    **dict.fromkeys(("attend", "heads_attend", "combine"), "attention"),
+    **dict.fromkeys(("matmul", "matmul_add", "project"), "product"),
 }
 WINDOW = 40  # kernels in the picture
 COLOURS = {
@@ -88,8 +80,19 @@ def kind(name: str) -> str:
     return next(group for group, parts in CLASSES if any(part in name for part in parts))
 
 
-def traced(decoder: Decoder, filled: int, path: Path | None) -> list[dict[str, Any]]:
-    """Trace one step after `filled` tokens; write the trace to `path`, if there is one.
+def profiled(call: Callable[[], Any], cuda: bool) -> tuple[profile, list]:
+    """Return (profiler, its events on the GPU, or on the CPU) of a call."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities) as profiler:
+        call()
+        if cuda:
+            torch.cuda.synchronize()
+    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    return profiler, [event for event in profiler.events() if event.device_type == wanted]
+
+
+def traced(decoder: Decoder, idx: Tensor, path: Path | None) -> list[dict[str, Any]]:
+    """Trace one step after the prompts idx (B, T); write the trace to `path`, if there is one.
 
     Returns:
         {name, start, us} of each kernel and device copy, in the order of their starts. Kernels of a
@@ -98,26 +101,14 @@ def traced(decoder: Decoder, filled: int, path: Path | None) -> list[dict[str, A
     Raises:
         UserError: the profiler saw no kernel.
     """
-    cuda = decoder.token.is_cuda
     for _ in range(3):
-        decoder.rewind(filled)
+        decoder.prefill(idx)
         decoder.step()
-    decoder.rewind(filled)
-    activities = [ProfilerActivity.CPU]
-    if cuda:
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        decoder.step()
-        if cuda:
-            torch.cuda.synchronize()
+    decoder.rewind(idx.shape[1])
+    profiler, events = profiled(decoder.step, idx.is_cuda)
     if path is not None:
         profiler.export_chrome_trace(str(path))
-    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    events = [
-        event
-        for event in profiler.events()
-        if event.device_type == wanted and event.cpu_parent is None
-    ]
+    events = [event for event in events if event.cpu_parent is None]
     events = [event for event in events if not event.name.lower().startswith("torch-compiled")]
     if not events:
         raise UserError(
@@ -136,28 +127,22 @@ def compare(kernels: Counter, ledger: Counter, blocks: int) -> dict[str, Any]:
     Returns:
         kernels_per_block, ledger_per_block, equal, per_block_by_class, and a line for people.
     """
-    traced_kinds = Counter()
-    counted = Counter()
-    for name, count in kernels.items():
-        traced_kinds[kind(name)] += count
-    for name, count in ledger.items():
-        counted[LAUNCHES.get(name, "other")] += count
+    traced_kinds = Counter(kind(name) for name in kernels.elements())
+    counted = Counter(LAUNCHES.get(name, "other") for name in ledger.elements())
     found = mean(kernels.total(), blocks)
     expected = mean(ledger.total(), blocks)
-    verdict = "equal"
     # A copy always differs: no launch of the ledger is one.
-    if kernels.total() != ledger.total() or traced_kinds["copy"]:
-        differing = []
-        for group in sorted(traced_kinds | counted):
-            more = traced_kinds[group] - counted[group]
-            if more:
-                names = ", ".join(name for name in kernels if kind(name) == group) or "none"
-                differing.append(f"{group} {more / blocks:+g} ({names})")
-        verdict = f"differs: {'; '.join(differing)}"
+    is_equal = kernels.total() == ledger.total() and not traced_kinds["copy"]
+    differing = []
+    for group in sorted(traced_kinds | counted):
+        names = ", ".join(name for name in kernels if kind(name) == group) or "none"
+        more = (traced_kinds[group] - counted[group]) / blocks
+        differing += [f"{group} {more:+g} ({names})"] if more else []
+    verdict = "equal" if is_equal else f"differs: {'; '.join(differing)}"
     return {
         "kernels_per_block": found,
         "ledger_per_block": expected,
-        "equal": verdict == "equal",
+        "equal": is_equal,
         "per_block_by_class": {group: mean(n, blocks) for group, n in traced_kinds.items() if n},
         "line": f"{found} kernels per block, the ledger's {expected}: {verdict}",
     }
@@ -167,7 +152,7 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
     """Trace every arm into config.out.
 
     Returns:
-        {"arms": {name: what `compare` returns, kernels_per_step, us}}.
+        {"arms": {name: what `compare` returns, kernels_per_step}}.
 
     Raises:
         UserError: the model has one block, or the folder cannot be written.
@@ -177,8 +162,8 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
             "trace: kernels per block are a difference, so it takes a model of two blocks or more"
         )
     folder = Path(config.out)
-    with writing(folder):  # a folder that cannot be written is refused now, not after the traces
-        pass
+    with writing(folder):
+        pass  # a folder that cannot be written is refused now, not after the traces
     idx = prompt.expand(batch, -1).contiguous()
     filled = idx.shape[1]
     rows = {}
@@ -187,19 +172,17 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
         _, packed = packed_arm(model, arm, batch, prompt, config.norm_keys, config.library_from)
         shorter = dataclasses.replace(packed, blocks=packed.blocks[:1])
         for name, compiled, tuned in config.variants(arm, packed.level, idx.device):
-            names = []
+            events = []
             for part, path in ((packed, folder / f"{name}-{batch}.json"), (shorter, None)):
                 decoder = Decoder(part, batch, filled + 8, compiled=compiled, tuned=tuned)
-                decoder.prefill(idx)
-                events = traced(decoder, filled, path)
-                names.append(Counter(event["name"] for event in events))
-                if path is not None:
-                    pictures[name] = events
+                events.append(traced(decoder, idx, path))
                 torch._dynamo.reset()
+            names = [Counter(event["name"] for event in its) for its in events]
             ledger = total(launches(packed, batch, filled + 8)[2:])
             rows[name] = compare(difference(*names), ledger, len(packed.blocks) - 1)
-            rows[name] |= {"kernels_per_step": names[0].total(), "us": busy(pictures[name])}
-            print(f"{name}: {names[0].total()} kernels in a step, {rows[name]['line']}")
+            rows[name]["kernels_per_step"] = len(events[0])
+            pictures[name] = events[0]
+            print(f"{name}: {len(events[0])} kernels in a step, {rows[name]['line']}")
     draw(
         pictures,
         folder / f"trace-{batch}.png",
@@ -208,37 +191,14 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
     return {"model": spec, "batch": batch, "arms": rows}
 
 
-def busy(events: list[dict[str, Any]]) -> float:
-    """Return the microseconds in which one kernel or more was on the GPU.
-
-    Not the sum of their times: of two kernels that overlap, one waits for the other.
-    """
-    spent = 0.0
-    end = -math.inf  # of all kernels so far
-    for event in events:  # in the order of their starts
-        event_end = event["start"] + event["us"]
-        spent += max(0.0, event_end - max(event["start"], end))
-        end = max(end, event_end)
-    return spent
-
-
 def difference(more: Counter, fewer: Counter) -> Counter:
-    """Return the names of the kernels that more blocks add.
+    """Return the names of the kernels that more blocks add, without inductor's numbers.
 
-    Two compilations number their kernels differently. A kernel that only the shorter step has
-    stands for one of its class in the longer step, and that one is removed.
+    Two compilations number their kernels differently.
     """
-    left = Counter(more)
-    for name, count in fewer.items():
-        same = min(left[name], count)
-        left[name] -= same
-        for _ in range(count - same):
-            alike = [other for other in left if kind(other) == kind(name)]
-            most = max(alike, key=left.__getitem__, default=None)
-            if most is None or not left[most]:  # no kernel of the class is left
-                most = max(left, key=left.__getitem__)
-            left[most] -= 1
-    return +left
+    left = Counter(re.sub(r"_\d+$", "", name) for name in more.elements())
+    left.subtract(re.sub(r"_\d+$", "", name) for name in fewer.elements())
+    return left
 
 
 def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
@@ -258,20 +218,18 @@ def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str) -> N
     for axis, (name, events) in zip(axes[:, 0], pictures.items()):
         middle = max(0, len(events) // 2 - WINDOW // 2)
         shown = events[middle : middle + WINDOW]
-        done = 0.0  # when the kernels drawn so far have ended
+        done = shown[0]["start"]  # when the kernels drawn so far have ended
         for event in shown:
             what = kind(event["name"])
-            begin = event["start"] - shown[0]["start"]
             # a kernel that overlaps the one before is drawn from the end of that one
-            start = max(begin, done)
-            done = max(done, begin + event["us"])
-            axis.barh(
-                0, done - start, left=start, color=COLOURS[what], edgecolor="black", linewidth=0.3
-            )
+            begin = max(event["start"], done)
+            done = max(done, event["start"] + event["us"])
+            left = begin - shown[0]["start"]
+            look = {"color": COLOURS[what], "edgecolor": "black", "linewidth": 0.3}
+            axis.barh(0, done - begin, left=left, **look)
             if what == "norm":
-                axis.annotate(
-                    "▼", ((start + done) / 2, 0.45), ha="center", color=COLOURS["norm"], fontsize=9
-                )
+                at = (left + (done - begin) / 2, 0.45)
+                axis.annotate("▼", at, ha="center", color=COLOURS["norm"], fontsize=9)
         axis.set_yticks([0], [name])
         axis.set_ylim(-0.5, 0.8)
     axes[-1, 0].set_xlabel("microseconds")

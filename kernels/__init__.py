@@ -1,6 +1,6 @@
 """Norms and activations of a GPT as fused kernels, forward and backward, and their dispatch.
 
-A call goes from a norm to its Triton kernel in three steps: a function of this file checks its
+A call goes from a norm to its Triton kernel in three steps: a function of this file names the
 arguments and chooses the implementation; binding.py gives it a gradient; row_norm.py, which is its
 forward pass, starts the kernel.
 
@@ -30,9 +30,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from . import reference
+from .reference import KINDS, Inputs, Outputs
 
 if __package__ == "kernels":  # a clone
     from common.errors import UserError
@@ -49,21 +49,24 @@ except ModuleNotFoundError as error:  # Triton has no wheels for macOS and Windo
 MODES = ("auto", "torch", "triton")
 
 
-def kernel_for(x: Tensor, mode: str = "auto", activates: bool = False) -> Callable | None:
-    """Return what computes binding.Inputs of x with a Triton kernel; None where PyTorch shall run.
+def implementation(given: Inputs, mode: str = "auto") -> Callable[..., tuple]:
+    """Return what computes Outputs of these Inputs: a Triton kernel with its gradient, or `plain`.
 
     Raises:
-        UserError: `mode` is unknown, or asks for Triton where it cannot run.
+        UserError: the inputs do not fit, or `mode` is unknown or asks for Triton where it cannot
+            run.
     """
+    check(given)
+    x = given.x
     # The kernels compute in float32, which would not be enough here.
     if mode == "torch" or x.dtype == torch.float64:
-        return None
+        return plain
     is_compiling = torch.compiler.is_compiling()
     if mode == "auto":
         # Inductor fuses the plain formula with its neighbours, and cannot look into an operator.
         # Whether it is then faster under torch.compile has not been measured yet.
         if binding is None or is_compiling or not x.is_cuda:
-            return None
+            return plain
     elif mode != "triton":
         raise UserError(f"kernels={mode!r}: it is one of {', '.join(MODES)}")
     elif binding is None:
@@ -78,73 +81,42 @@ def kernel_for(x: Tensor, mode: str = "auto", activates: bool = False) -> Callab
     if is_compiling:
         return binding.compiled
     if torch._C._are_functorch_transforms_active():  # torch.func.grad, vmap: of plain PyTorch
-        return None
-    return binding.Activation.apply if activates else binding.Fused.apply
+        return plain
+    return binding.Activation.apply if given.kind in KINDS else binding.Fused.apply
 
 
-# ----------------------------------------------------------------------------- checks of arguments
-
-
-def fits(
-    x: Tensor, *vectors: Tensor | None, add: Tensor | None = None, statistic: Tensor | None = None
-) -> None:
-    """Check the arguments of a kernel, which would read beyond the end of anything smaller.
-
-    Args:
-        x: (..., C).
-        vectors: gains and biases (C,), or None.
-        add: a tensor like x, or None.
-        statistic: one number for each row (..., 1), or None.
+def check(given: Inputs) -> None:
+    """Check arguments: a kernel would read beyond the end of anything that is smaller.
 
     Raises:
-        UserError: a shape or a dtype does not fit.
+        UserError: a shape, a type, the groups or the kind do not fit.
     """
-    for vector in vectors:
-        if vector is not None and vector.shape != x.shape[-1:]:
+    x = given.x
+    channels = x.shape[-1:]
+    row = (*x.shape[:-1], 1)  # of a statistic
+    shapes = (x.shape, x.shape, row, *[channels] * 4, (2,))
+    for name, tensor, shape in zip(Inputs._fields, given, shapes):
+        if tensor is not None and tensor.shape != shape:
             raise UserError(
-                f"a gain or bias of shape {tuple(vector.shape)} for {x.shape[-1]} channels: "
-                "give one each"
+                f"{name} of shape {tuple(tensor.shape)} beside x of {tuple(x.shape)}: "
+                f"give it in {tuple(shape)}"
             )
-    if add is not None and add.shape != x.shape:
-        raise UserError(
-            f"{tuple(add.shape)} cannot be added to {tuple(x.shape)} here: expand it first"
-        )
+    wide = reference.statistics_dtype(x)
     # h = x + a would be float64, while the statistics are in the type that x asks for.
-    if add is not None and add.dtype == torch.float64 != x.dtype:
+    if given.a is not None and given.a.dtype == torch.float64 != wide:
+        raise UserError(f"a of float64 beside x of {x.dtype}: convert one of them first")
+    if given.given is not None and given.given.dtype != wide:
+        raise UserError(f"a statistic of {given.given.dtype} beside x of {x.dtype}: give {wide}")
+    if given.groups < 1 or channels[0] % given.groups:
         raise UserError(
-            f"a float64 tensor cannot be added to {x.dtype} here: convert one of them first"
+            f"groups={given.groups} for {channels[0]} channels: give a number that divides them"
         )
-    if statistic is not None and statistic.shape != (*x.shape[:-1], 1):
+    in_group = channels[0] // given.groups  # C / G
+    if given.counted is not None and not 1 <= given.counted <= in_group:
         raise UserError(
-            f"a statistic of shape {tuple(statistic.shape)} for {tuple(x.shape)}: "
-            "give one number a row"
-        )
-    if statistic is not None and statistic.dtype != reference.statistics_dtype(x):
-        raise UserError(
-            f"a {statistic.dtype} statistic for {x.dtype}: give it in "
-            f"{reference.statistics_dtype(x)}"
-        )
-
-
-def count(x: Tensor, groups: int, counted: int | None) -> int:
-    """Return how many channels of each group the mean is over.
-
-    Raises:
-        UserError: the groups do not divide C, or a group has fewer channels than `counted`.
-    """
-    if groups < 1 or x.shape[-1] % groups:
-        raise UserError(
-            f"groups={groups} for {x.shape[-1]} channels: give a number that divides them"
-        )
-    in_group = x.shape[-1] // groups  # C / G
-    if counted is None:
-        return in_group
-    if not 1 <= counted <= in_group:
-        raise UserError(
-            f"counted={counted} for groups of {in_group} channels: "
+            f"counted={given.counted} for groups of {in_group} channels: "
             f"give a number from 1 to {in_group}, or None for all"
         )
-    return counted
 
 
 def adds_in_rows(x: Tensor, a: Tensor) -> bool:
@@ -189,6 +161,31 @@ def add_then(
     return y.view(x.shape), h.view(x.shape), statistic
 
 
+def plain(*arguments) -> Outputs:
+    """Compute Outputs of Inputs in plain PyTorch."""
+    given = Inputs(*arguments)
+    x, a = given.x, given.a
+    if a is None:
+        return reference.normalize(x, given)
+    if given.eps_out is None:
+
+        def normalize(h: Tensor, statistic: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            found = reference.normalize(h, given._replace(given=statistic))
+            return found.y, found.inv
+
+        y, h, inv = add_then(normalize, x, a, given.given)
+        return Outputs(y, h, inv=inv)
+    # No adds_in_rows: the gradient of a comes from a reduction over each row, so inductor makes the
+    # same kernels of (B, T, C) and of (B T, C).
+    if not given.kind:
+        h, inv_out = reference.add_normed(x, a, given.w_out, given.eps_out)
+        return Outputs(None, h, inv_out=inv_out)
+    y, h, inv, inv_out = reference.norm_add_norm(
+        x, a, given.w_out, given.w, given.eps_out, given.eps
+    )
+    return Outputs(y, h, None, inv, inv_out)
+
+
 def rms_norm(
     x: Tensor,
     w: Tensor | None,
@@ -214,13 +211,8 @@ def rms_norm(
     Returns:
         y (..., C) in the type of x; inv_rms (..., groups) in float32, float64 for float64.
     """
-    fits(x, w, b)
-    counted = count(x, groups, counted)
-    kernel = kernel_for(x, mode)
-    if kernel is None:
-        return reference.rms_norm(x, w, b, eps, groups, counted)
-    norm = {"eps": eps, "groups": groups, "counted": counted, "kind": "rms"}
-    y, _, _, inv_rms, _ = kernel(*binding.Inputs(x, w=w, b=b, **norm))
+    given = Inputs(x, w=w, b=b, eps=eps, groups=groups, counted=counted, kind="rms")
+    y, _, _, inv_rms, _ = implementation(given, mode)(*given)
     return y, inv_rms
 
 
@@ -238,13 +230,8 @@ def add_rms_norm(
 
     a is (..., C) like x, in any dtype; the rest as in rms_norm.
     """
-    fits(x, w, b, add=a)
-    counted = count(x, groups, counted)
-    kernel = kernel_for(x, mode)
-    if kernel is None:
-        return add_then(lambda h, _: reference.rms_norm(h, w, b, eps, groups, counted), x, a, None)
-    norm = {"eps": eps, "groups": groups, "counted": counted, "kind": "rms"}
-    y, h, _, inv_rms, _ = kernel(*binding.Inputs(x, a, w=w, b=b, **norm))
+    given = Inputs(x, a, w=w, b=b, eps=eps, groups=groups, counted=counted, kind="rms")
+    y, h, _, inv_rms, _ = implementation(given, mode)(*given)
     return y, h, inv_rms
 
 
@@ -274,14 +261,8 @@ def norm_add_norm(
     Returns:
         y and h (..., C) in the type of x; inv_rms (..., 1), the statistic of h.
     """
-    fits(x, w_out, w_in, add=a)
-    # No adds_in_rows: the gradient of a comes from a reduction over each row, so inductor makes the
-    # same kernels of (B, T, C) and of (B T, C).
-    kernel = kernel_for(x, mode)
-    if kernel is None:
-        return reference.norm_add_norm(x, a, w_out, w_in, eps_out, eps)[:3]
-    norm = {"eps": eps, "eps_out": eps_out, "counted": x.shape[-1], "kind": "rms"}
-    y, h, _, inv_rms, _ = kernel(*binding.Inputs(x, a, w=w_in, w_out=w_out, **norm))
+    given = Inputs(x, a, w=w_in, w_out=w_out, eps=eps, eps_out=eps_out, kind="rms")
+    y, h, _, inv_rms, _ = implementation(given, mode)(*given)
     return y, h, inv_rms
 
 
@@ -292,11 +273,8 @@ def add_normed(
 
     a is (..., C) like x, in any dtype. h has the type of x, and N(a) is not rounded before.
     """
-    fits(x, w_out, add=a)
-    kernel = kernel_for(x, mode)
-    if kernel is None:
-        return reference.add_normed(x, a, w_out, eps)[0]
-    return kernel(*binding.Inputs(x, a, w_out=w_out, eps_out=eps))[1]
+    given = Inputs(x, a, w_out=w_out, eps_out=eps)
+    return implementation(given, mode)(*given)[1]
 
 
 def layer_norm(
@@ -307,12 +285,8 @@ def layer_norm(
     Ba et al. 2016, with the biased variance and eps inside the root. mean and inv_std (..., 1)
     carry no gradient.
     """
-    fits(x, w, b)
-    kernel = kernel_for(x, mode)
-    if kernel is None:
-        return reference.layer_norm(x, w, b, eps)
-    norm = {"eps": eps, "counted": x.shape[-1], "kind": "layer"}
-    y, _, mean, inv_std, _ = kernel(*binding.Inputs(x, w=w, b=b, **norm))
+    given = Inputs(x, w=w, b=b, eps=eps, kind="layer")
+    y, _, mean, inv_std, _ = implementation(given, mode)(*given)
     return y, mean, inv_std
 
 
@@ -321,22 +295,16 @@ def shared_rms_scale(h: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "
 
     Loretz & Hochreiter 2026, equation 6.
     """
-    fits(h, w, statistic=inv_rms)
-    kernel = kernel_for(h, mode)
-    if kernel is None:
-        return reference.shared_rms_scale(h, inv_rms, w)
-    return kernel(*binding.Inputs(h, None, inv_rms, w, counted=h.shape[-1], kind="shared"))[0]
+    given = Inputs(h, given=inv_rms, w=w, kind="shared")
+    return implementation(given, mode)(*given)[0]
 
 
 def add_shared_rms_scale(
     x: Tensor, a: Tensor, inv_rms: Tensor, w: Tensor | None, mode: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Return (y, h): h = x + a, y = h * inv_rms * w; inv_rms (..., 1) is a constant."""
-    fits(x, w, add=a, statistic=inv_rms)
-    kernel = kernel_for(x, mode)
-    if kernel is None:
-        return add_then(lambda h, s: (reference.shared_rms_scale(h, s, w), None), x, a, inv_rms)[:2]
-    return kernel(*binding.Inputs(x, a, inv_rms, w, counted=x.shape[-1], kind="shared"))[:2]
+    given = Inputs(x, a, inv_rms, w, kind="shared")
+    return implementation(given, mode)(*given)[:2]
 
 
 def scaled_activation(
@@ -355,30 +323,10 @@ def scaled_activation(
     Returns:
         (..., F) in the type of z.
     """
-    fits(z, b, statistic=inv_rms)
-    if kind not in reference.KINDS:
-        raise UserError(f"activation {kind!r}: it is one of {', '.join(reference.KINDS)}")
-    if kind in reference.GATED and z.shape[-1] % 2:
-        raise UserError(
-            f"{kind} of {z.shape[-1]} channels: give an even number, gate and up side by side"
-        )
-    kernel = kernel_for(z, mode, activates=True)
-    if kernel is not None:
-        return kernel(*binding.Inputs(z, given=inv_rms, b=b, kind=kind))[0]
-    if torch.compiler.is_compiling() and z.dtype != inv_rms.dtype:
-        # Without the checkpoint, inductor may keep the slope for backward in the type of inv_rms:
-        # twice the bytes of z, more than sharing a statistic saves.
-        wide = checkpoint(
-            reference.wide_activation,
-            z,
-            inv_rms,
-            b,
-            kind,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        return wide.to(z.dtype)
-    return reference.scaled_activation(z, inv_rms, b, kind)
+    if kind not in KINDS:
+        raise UserError(f"activation {kind!r}: it is one of {', '.join(KINDS)}")
+    given = Inputs(z, given=inv_rms, b=b, kind=kind)
+    return implementation(given, mode)(*given)[0]
 
 
 def taper_norm(
@@ -394,12 +342,6 @@ def taper_norm(
     Kanavalau, Amo Alonso & Lall 2026. gate_c (2,) is (g, c), on the device of h. gate_c and inv_rms
     (..., 1) carry no gradient.
     """
-    fits(h, w, w_tilde)
-    if gate_c.shape != (2,):
-        raise UserError(f"gate_c of shape {tuple(gate_c.shape)}: give two numbers, the gate and c")
-    kernel = kernel_for(h, mode)
-    if kernel is None:
-        return reference.taper_norm(h, w, w_tilde, gate_c, eps)
-    norm = {"eps": eps, "counted": h.shape[-1], "kind": "taper"}
-    y, _, _, inv_rms, _ = kernel(*binding.Inputs(h, w=w, w_tilde=w_tilde, gate_c=gate_c, **norm))
+    given = Inputs(h, w=w, w_tilde=w_tilde, gate_c=gate_c, eps=eps, kind="taper")
+    y, _, _, inv_rms, _ = implementation(given, mode)(*given)
     return y, inv_rms

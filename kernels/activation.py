@@ -1,18 +1,22 @@
 """Triton kernels of the MLP's activation with the norm's statistic inside: act(z inv + b).
 
-They serve a norm whose gain is folded into the projection before the activation. There is no
-reduction over channels; only the gradient of the bias is a sum, over rows.
+They serve a norm whose gain is folded into the projection before the activation. In training there
+is no reduction over channels; only the gradient of the bias is a sum, over rows. In decoding
+RMSNorm's statistic may be taken here as well.
 
 KIND is gelu, gelu_tanh, relu2, swiglu or geglu. For the last two z is (..., 2 F), first the gate,
 then the up projection.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import rows
-from .reference import GATED
+from .reference import GATED, Outputs
 from .rows import load, load_vector, store, store_partial
 
 
@@ -91,25 +95,46 @@ def slope(u, KIND: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def activation_kernel(
     Z,
+    X,
     INV,
     B,
     Y,
+    INV_OUT,
     n_rows,
     z_stride,
+    eps,
     F: tl.constexpr,
+    C: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute one tile of y (..., F)."""
+    """Compute one tile of y (..., F); KIND may be "" for no activation.
+
+    The statistic is taken from X (rows, C), by every program of a row: X is small compared with Z.
+    Where X is None it is INV, and without INV it is 1.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     valid = row < n_rows
     mask = valid[:, None] & (col < F)[None, :]
-    inv = tl.load(INV + row, mask=valid, other=0.0)
-    y = value(argument(Z, B, row, col, 0, inv, z_stride, mask, F), KIND)
+    inv = tl.full((ROWS,), 1.0, tl.float32)
+    if X is not None:
+        squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, C, COLUMNS):
+            lane = start + tl.arange(0, COLUMNS)
+            x = load(X, row, lane, C, valid[:, None] & (lane < C)[None, :])
+            squares += x * x
+        inv = tl.rsqrt(tl.sum(squares, 1) / C + tl.cast(eps, tl.float32))
+        if tl.program_id(1) == 0:
+            tl.store(INV_OUT + row, inv, mask=valid)
+    elif INV is not None:
+        inv = tl.load(INV + row, mask=valid, other=0.0)
+    y = argument(Z, B, row, col, 0, inv, z_stride, mask, F)
+    if KIND != "":
+        y = value(y, KIND)
     if is_gated(KIND):
         y = y * argument(Z, B, row, col, F, inv, z_stride, mask, F)
     store(Y, row, col, F, y, mask)
@@ -162,30 +187,44 @@ def backward_kernel(
             store_partial(DB + F, tl.program_id(0), col, F, width, db_up)
 
 
-def allocate(z: Tensor, kind: str) -> Tensor:
-    """Allocate y (..., F)."""
+def activation(
+    z: Tensor,
+    inv_rms: Tensor | None,
+    b: Tensor | None,
+    kind: str,
+    x: Tensor | None = None,
+    eps: float = 0.0,
+) -> list[Tensor]:
+    """Compute the function of this name of decode/reference.py: a launch of a decoding step."""
     channels = z.shape[-1] // (2 if kind in GATED else 1)
-    return rows.empty((*z.shape[:-1], channels), z.dtype, z.device)
-
-
-def forward(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str) -> Tensor:
-    """Compute reference.scaled_activation."""
-    y = allocate(z, kind)
-    channels = y.shape[-1]
+    y = rows.empty((*z.shape[:-1], channels), z.dtype, z.device)
+    taken = [] if x is None else [rows.empty((*z.shape[:-1], 1), torch.float32, z.device)]
     z = rows.as_rows(z)
     work = rows.split(z, channels, rows.FORWARD, rows.NARROW)
-    with rows.on_device(z):
-        forward_kernel[(work.row_tiles, work.column_tiles)](
-            z,
-            *rows.adjacent(inv_rms, b),
-            y,
-            z.shape[0],
-            rows.stride(z),
-            F=channels,
-            KIND=kind,
-            **work.meta,
-        )
-    return y
+    rows.launch(
+        activation_kernel,
+        (work.row_tiles, work.column_tiles),
+        z,
+        *(z, *rows.adjacent(x, inv_rms, b), y, *(taken or [None])),
+        *(z.shape[0], rows.stride(z), eps),
+        F=channels,
+        C=1 if x is None else x.shape[-1],
+        KIND=kind,
+        **work.meta,
+    )
+    return [y, *taken]
+
+
+def forward(
+    z: Tensor,
+    _a: None,
+    inv_rms: Tensor,
+    _w: None,
+    b: Tensor | None,
+    *others: Any,
+) -> Outputs:
+    """Compute reference.scaled_activation for these reference.Inputs: y alone."""
+    return Outputs(activation(z, inv_rms, b, others[-1])[0])
 
 
 def backward(
@@ -198,16 +237,15 @@ def backward(
     z = rows.as_rows(z)
     inv_rms, b = rows.adjacent(inv_rms, b)
     work = rows.split(z, channels, rows.BACKWARD, rows.NARROW)
-    with rows.on_device(z):
-        (db,) = rows.launch_backward(
-            backward_kernel,
-            (dy, z, inv_rms, b, dz),
-            (b,),
-            gains,
-            z.shape[0],
-            (rows.stride(dy), rows.stride(z)),
-            work,
-            F=channels,
-            KIND=kind,
-        )
+    (db,) = rows.launch_backward(
+        backward_kernel,
+        (dy, z, inv_rms, b, dz),
+        (b,),
+        gains,
+        z.shape[0],
+        (rows.stride(dy), rows.stride(z)),
+        work,
+        F=channels,
+        KIND=kind,
+    )
     return dz, db

@@ -18,38 +18,10 @@ import triton
 from torch import Tensor
 
 from . import activation, reference, row_norm, rows
-from .reference import KINDS
+from .reference import KINDS, Inputs, Outputs
 
 # Was TRITON_INTERPRET=1 when Triton was imported? Then kernels run on a CPU, in its interpreter.
 INTERPRETED = not isinstance(row_norm.forward_kernel, triton.JITFunction)
-
-
-class Inputs(NamedTuple):
-    """The arguments of the operator. What a norm does not have is None."""
-
-    x: Tensor  # residual stream (..., C), or what an activation is applied to
-    a: Tensor | None = None  # what is added to it (..., C)
-    given: Tensor | None = None  # the statistic (..., 1) of a shared position or an activation
-    w: Tensor | None = None  # gain (C,)
-    b: Tensor | None = None  # bias (C,)
-    w_out: Tensor | None = None  # gain of the output norm (C,)
-    w_tilde: Tensor | None = None  # gain of TaperNorm's fixed map (C,)
-    gate_c: Tensor | None = None  # TaperNorm's gate and scale (2,)
-    eps: float = 0.0
-    eps_out: float | None = None  # of the output norm, an RMSNorm of a before it is added
-    groups: int = 1
-    counted: int = 1  # channels of each group that the mean square is over
-    kind: str = ""  # rms, layer, shared, taper, an activation, or "" to add only
-
-
-class Outputs(NamedTuple):
-    """What the operator returns; None for what there is not."""
-
-    y: Tensor | None  # (..., C)
-    h: Tensor | None  # the sum x + a (..., C)
-    mean: Tensor | None  # (..., 1)
-    inv: Tensor | None  # the statistic (..., G), where it is not given
-    inv_out: Tensor | None  # the statistic of a (..., 1)
 
 
 class Gradients(NamedTuple):
@@ -117,7 +89,7 @@ def _gradients(
         # The output norm by itself: dx is the gradient of a row's N_out(a).
         nothing = (None,) * 5
         da, _, dw_out, *_ = launch(
-            *(dx, None, None, a, None, w_out, *nothing, inv_out, None, a.shape[-1], "rms", gains)
+            *(dx, None, None, a, None, w_out, *nothing, inv_out, None, None, "rms", gains)
         )
         found = found._replace(a=da, w_out=dw_out)
     # x and a have the gradient of their sum, in the type of each: under autocast x is float32 and a
@@ -147,7 +119,7 @@ def _by_reference(
         leaves = [_leaf(tensor) for tensor in inputs[:7]]
         inputs = Inputs(*leaves, *inputs[7:])
     with torch.enable_grad():
-        y, inv = reference.normalize(*inputs[:1], *inputs[2:5], *inputs[6:9], *inputs[10:])
+        y, _, _, inv, _ = reference.normalize(inputs.x, inputs)
         dx, dw, db, dw_tilde = _autograd(
             (y, inv), (dy, ds), (inputs.x, inputs.w, inputs.b, inputs.w_tilde)
         )
@@ -156,7 +128,7 @@ def _by_reference(
         if inputs.a is None:
             return Gradients(dx, None, dw, db, None, dw_tilde)
         a = inputs.a.to(reference.statistics_dtype(inputs.a))
-        normed, _ = reference.rms_norm(a, inputs.w_out, None, inputs.eps_out, 1, a.shape[-1])
+        normed, _ = reference.rms_norm(a, inputs.w_out, None, inputs.eps_out)
         da, dw_out = _autograd((normed,), (dx,), (inputs.a, inputs.w_out))
     return Gradients(dx, da, dw, db, dw_out, dw_tilde)
 
@@ -199,9 +171,7 @@ class Fused(torch.autograd.Function):
 class Activation(Fused):
     """An activation by its kernel: Activation.apply(*Inputs) -> Outputs, y alone."""
 
-    @staticmethod
-    def forward(z, _a, given, _w, b, *others):
-        return activation.forward(z, given, b, others[-1]), None, None, None, None
+    forward = staticmethod(activation.forward)
 
 
 # ------------------------------------------------------------------ operators for torch.compile
@@ -219,7 +189,7 @@ def _has_outputs(inputs: Inputs) -> list[bool]:
     ]
 
 
-@torch.library.custom_op("nanonorm::fused", mutates_args=())
+@rows.operator
 def fused(
     x: Tensor,
     a: Tensor | None,
@@ -232,21 +202,13 @@ def fused(
     eps: float,
     eps_out: float | None,
     groups: int,
-    counted: int,
+    counted: int | None,
     kind: str,
 ) -> list[Tensor]:
     function = Activation if kind in KINDS else Fused
     outputs = function.forward(
         x, a, given, w, b, w_out, w_tilde, gate_c, eps, eps_out, groups, counted, kind
     )
-    return [tensor for tensor in outputs if tensor is not None]
-
-
-@fused.register_fake
-def _(x, a, given, w, b, w_out, w_tilde, gate_c, eps, eps_out, groups, counted, kind):
-    if kind in KINDS:
-        return [activation.allocate(x, kind)]
-    outputs = row_norm.allocate(x, a, given, eps_out, groups, kind)
     return [tensor for tensor in outputs if tensor is not None]
 
 
@@ -262,7 +224,7 @@ def _operator_gradients(ctx, gradients):
 fused.register_autograd(_operator_gradients, setup_context=_setup_operator)
 
 
-@torch.library.custom_op("nanonorm::fused_backward", mutates_args=())
+@rows.operator
 def fused_backward(
     dy: Tensor,
     dh: Tensor | None,
@@ -277,7 +239,7 @@ def fused_backward(
     mean: Tensor | None,
     inv: Tensor,
     inv_out: Tensor | None,
-    counted: int,
+    counted: int | None,
     kind: str,
     gains: bool,
 ) -> list[Tensor]:
@@ -285,15 +247,6 @@ def fused_backward(
         *(dy, dh, ds, x, a, w, b, w_out, w_tilde, gate_c, mean, inv, inv_out, counted, kind, gains)
     )
     return [tensor for tensor in found if tensor is not None]
-
-
-@fused_backward.register_fake
-def _(dy, dh, ds, x, a, w, b, w_out, w_tilde, gate_c, mean, inv, inv_out, counted, kind, gains):
-    like = (x, a, w, b, w_out, w_tilde)
-    present = _has_gradients(*like, gains)
-    return [
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t, has in zip(like, present) if has
-    ]
 
 
 def _has_gradients(x, a, w, b, w_out, w_tilde, gains) -> list[bool]:

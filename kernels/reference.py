@@ -11,9 +11,41 @@ result is rounded once, to the type of x.
 Backward functions compute the gradients of gains only if `gains` is set.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+class Inputs(NamedTuple):
+    """The arguments of every operator of kernels/. What a norm does not have is None."""
+
+    x: Tensor  # residual stream (..., C), or what an activation is applied to
+    a: Tensor | None = None  # what is added to it (..., C)
+    given: Tensor | None = None  # the statistic (..., 1) of a shared position or an activation
+    w: Tensor | None = None  # gain (C,)
+    b: Tensor | None = None  # bias (C,)
+    w_out: Tensor | None = None  # gain of the output norm (C,)
+    w_tilde: Tensor | None = None  # gain of TaperNorm's fixed map (C,)
+    gate_c: Tensor | None = None  # TaperNorm's gate and scale (2,)
+    eps: float = 0.0
+    eps_out: float | None = None  # of the output norm, an RMSNorm of a before it is added
+    groups: int = 1
+    counted: int | None = None  # channels of each group that the mean square is over; None: all
+    kind: str = ""  # rms, layer, shared, taper, an activation, or "" to add only
+
+
+class Outputs(NamedTuple):
+    """What an operator returns; None for what there is not."""
+
+    y: Tensor | None  # (..., C)
+    h: Tensor | None = None  # the sum x + a (..., C)
+    mean: Tensor | None = None  # (..., 1)
+    inv: Tensor | None = None  # the statistic (..., G), where it is not given
+    inv_out: Tensor | None = None  # the statistic of a (..., 1)
+
 
 # ------------------------------------------------------------------------------- shared arithmetic
 
@@ -71,7 +103,12 @@ def _sum_rows(terms: Tensor, parameter: Tensor | None, wanted: bool) -> Tensor |
 
 
 def rms_norm(
-    x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, groups: int, counted: int
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    eps: float,
+    groups: int = 1,
+    counted: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute RMSNorm, y = x * inv_rms * w + b.
 
@@ -381,14 +418,16 @@ def scaled_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str) -
 
     z is (..., F), or (..., 2 F) for one of GATED; the result is (..., F).
     """
-    return wide_activation(z, inv_rms, b, kind).to(z.dtype)
+    if not torch.compiler.is_compiling() or z.dtype == inv_rms.dtype:
+        return _wide_activation(z, inv_rms, b, kind).to(z.dtype)
+    # Without the checkpoint, inductor may keep the slope for backward in the type of inv_rms: twice
+    # the bytes of z, more than sharing a statistic saves.
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(_wide_activation, z, inv_rms, b, kind, **options).to(z.dtype)
 
 
-def wide_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str) -> Tensor:
-    """Compute scaled_activation in the type of inv_rms, before it is rounded.
-
-    A function of its own, because kernels/__init__.py checkpoints it under torch.compile.
-    """
+def _wide_activation(z: Tensor, inv_rms: Tensor, b: Tensor | None, kind: str) -> Tensor:
+    """Compute scaled_activation in the type of inv_rms, before it is rounded."""
     u = z.to(inv_rms.dtype) * inv_rms.detach()
     if b is not None:
         u = u + b
@@ -427,32 +466,22 @@ def taper_norm(
 # ---------------------------------------------------------------------------------- all of them
 
 
-def normalize(
-    h: Tensor,
-    given: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    w_tilde: Tensor | None,
-    gate_c: Tensor | None,
-    eps: float,
-    groups: int,
-    counted: int,
-    kind: str,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute y, and a statistic that has a gradient or None, of the norm or activation `kind`.
+def normalize(h: Tensor, given: Inputs) -> Outputs:
+    """Compute y and the statistics of the norm or activation `given.kind` of h; nothing is added.
 
-    The arguments are those of binding.Inputs, where nothing is added.
+    mean, and inv of LayerNorm and TaperNorm, carry no gradient.
     """
-    if kind == "rms":
-        return rms_norm(h, w, b, eps, groups, counted)
-    if kind == "layer":
-        y, _, _ = layer_norm(h, w, b, eps)
-    elif kind == "taper":
-        y, _ = taper_norm(h, w, w_tilde, gate_c, eps)
-    elif kind == "shared":
-        y = shared_rms_scale(h, given, w)
-    elif kind in KINDS:
-        y = scaled_activation(h, given, b, kind)
-    else:
-        y = None
-    return y, None
+    if given.kind == "rms":
+        y, inv = rms_norm(h, given.w, given.b, given.eps, given.groups, given.counted)
+        return Outputs(y, inv=inv)
+    if given.kind == "layer":
+        y, mean, inv = layer_norm(h, given.w, given.b, given.eps)
+        return Outputs(y, mean=mean, inv=inv)
+    if given.kind == "taper":
+        y, inv = taper_norm(h, given.w, given.w_tilde, given.gate_c, given.eps)
+        return Outputs(y, inv=inv)
+    if given.kind == "shared":
+        return Outputs(shared_rms_scale(h, given.given, given.w))
+    if given.kind:
+        return Outputs(scaled_activation(h, given.given, given.b, given.kind))
+    return Outputs(None)

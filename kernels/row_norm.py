@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rows
+from .reference import Outputs
 from .rows import load, load_vector, store, store_partial
 
 
@@ -340,27 +341,6 @@ def backward_kernel(
 # ---------------------------------------------------------------------------------------- launchers
 
 
-def allocate(
-    x: Tensor,
-    a: Tensor | None,
-    given: Tensor | None,
-    eps_out: float | None,
-    groups: int,
-    kind: str,
-) -> tuple[Tensor | None, ...]:
-    """Allocate the outputs of `forward`."""
-    row = (*x.shape[:-1], 1)  # of a statistic, which is float32 for 16-bit x too
-    dtype = x.dtype if a is None or eps_out is not None else torch.promote_types(x.dtype, a.dtype)
-    y = rows.empty(x.shape, dtype, x.device) if kind else None
-    h = None if a is None else rows.empty(x.shape, dtype, x.device)
-    mean = rows.empty(row, torch.float32, x.device) if kind == "layer" else None
-    inv = None
-    if kind and given is None:
-        inv = rows.empty((*x.shape[:-1], groups), torch.float32, x.device)
-    inv_out = None if eps_out is None else rows.empty(row, torch.float32, x.device)
-    return y, h, mean, inv, inv_out
-
-
 def forward(
     x: Tensor,
     a: Tensor | None,
@@ -373,37 +353,37 @@ def forward(
     eps: float,
     eps_out: float | None,
     groups: int,
-    counted: int,
+    counted: int | None,
     kind: str,
-) -> tuple[Tensor | None, ...]:
-    """Launch the forward kernel. binding.Inputs says what the arguments are.
-
-    Returns:
-        (y, h, mean, inv, inv_out): y and h are (..., C), the statistics float32 (..., 1), inv
-        (..., groups). What a norm does not have is None.
-    """
-    outputs = allocate(x, a, given, eps_out, groups, kind)
+) -> Outputs:
+    """Launch the forward kernel for these reference.Inputs; the statistics are float32."""
+    row = (*x.shape[:-1], 1)
+    dtype = x.dtype if a is None or eps_out is not None else torch.promote_types(x.dtype, a.dtype)
+    has_statistic = kind and given is None
+    outputs = Outputs(
+        y=rows.empty(x.shape, dtype, x.device) if kind else None,
+        h=None if a is None else rows.empty(x.shape, dtype, x.device),
+        mean=rows.empty(row, torch.float32, x.device) if kind == "layer" else None,
+        inv=rows.empty((*row[:-1], groups), torch.float32, x.device) if has_statistic else None,
+        inv_out=None if eps_out is None else rows.empty(row, torch.float32, x.device),
+    )
     channels = x.shape[-1] // groups
     x = rows.as_rows(x)
     a = rows.as_rows(a)
     work = rows.split(x, channels, rows.FORWARD, rows.WHOLE if given is None else rows.NARROW)
-    with rows.on_device(x):
-        forward_kernel[(work.row_tiles, groups)](
-            x,
-            a,
-            *rows.adjacent(given, w, b, w_out, w_tilde),
-            None if gate_c is None else gate_c.float().contiguous(),
-            *outputs,
-            x.shape[0],
-            rows.stride(x),
-            rows.stride(a),
-            eps,
-            eps_out or 0.0,
-            C=channels,
-            COUNTED=counted,
-            GROUPS=groups,
-            **work.meta,
-        )
+    rows.launch(
+        forward_kernel,
+        (work.row_tiles, groups),
+        x,
+        *(x, a, *rows.adjacent(given, w, b, w_out, w_tilde)),
+        None if gate_c is None else gate_c.float().contiguous(),
+        *outputs,
+        *(x.shape[0], rows.stride(x), rows.stride(a), eps, eps_out or 0.0),
+        C=channels,
+        COUNTED=counted or channels,
+        GROUPS=groups,
+        **work.meta,
+    )
     return outputs
 
 
@@ -421,7 +401,7 @@ def backward(
     mean: Tensor | None,
     inv: Tensor,
     inv_out: Tensor | None,
-    counted: int,
+    counted: int | None,
     kind: str,
     gains: bool,
 ) -> tuple[Tensor | None, ...]:
@@ -445,40 +425,34 @@ def backward(
     work = rows.split(x, channels, rows.BACKWARD, rows.NARROW if is_shared else rows.WHOLE)
     dot = None
     total = None
-    with rows.on_device(x):
-        if work.column_tiles > 1 and not is_shared:
-            dot = rows.empty(inv.shape, torch.float32, device)
-            total = None if mean is None else rows.empty(mean.shape, torch.float32, device)
-            dots_kernel[(work.row_tiles, groups)](
-                dy,
-                x,
-                w,
-                mean,
-                inv,
-                dot,
-                total,
-                x.shape[0],
-                rows.stride(dy),
-                rows.stride(x),
-                C=channels,
-                GROUPS=groups,
-                **work.meta,
-            )
-        sums = rows.launch_backward(
-            backward_kernel,
-            (
-                *(dy, dh, ds, x, None if da is None else a, w, w_out, w_tilde, gate_c),
-                *(mean, inv, inv_out, dot, total, dx, da),
-            ),
-            (w, b, None if da is None else w_out, w_tilde),
-            gains,
-            x.shape[0],
-            (rows.stride(dy), rows.stride(dh), rows.stride(x), rows.stride(a)),
-            work,
-            groups,
+    if work.column_tiles > 1 and not is_shared:
+        dot = rows.empty(inv.shape, torch.float32, device)
+        total = None if mean is None else rows.empty(mean.shape, torch.float32, device)
+        rows.launch(
+            dots_kernel,
+            (work.row_tiles, groups),
+            x,
+            *(dy, x, w, mean, inv, dot, total),
+            *(x.shape[0], rows.stride(dy), rows.stride(x)),
             C=channels,
-            COUNTED=counted,
             GROUPS=groups,
-            SHARED=is_shared,
+            **work.meta,
         )
+    sums = rows.launch_backward(
+        backward_kernel,
+        (
+            *(dy, dh, ds, x, None if da is None else a, w, w_out, w_tilde, gate_c),
+            *(mean, inv, inv_out, dot, total, dx, da),
+        ),
+        (w, b, None if da is None else w_out, w_tilde),
+        gains,
+        x.shape[0],
+        (rows.stride(dy), rows.stride(dh), rows.stride(x), rows.stride(a)),
+        work,
+        groups,
+        C=channels,
+        COUNTED=counted or channels,
+        GROUPS=groups,
+        SHARED=is_shared,
+    )
     return dx, da, *sums

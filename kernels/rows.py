@@ -7,12 +7,15 @@ these in a fixed order. There are no atomic additions, so the result has the sam
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import CustomOpDef
 
 # The widest row that one tile holds. A backward kernel that held 16384 columns would spill. Beyond
 # this width a kernel before it takes the sums over a row, so x and dy are read twice: 5 passes over
@@ -135,7 +138,9 @@ def launch_backward(
         *[torch.float32 if summed else None for summed in wanted],
         *[16] * (2 + len(strides)),
     )
-    at_most = programs(kernel, signature, tuple(constants.items()), device)
+    at_most = 1  # without a launch, of a fake tensor
+    if not isinstance(tensors[0], FakeTensor):
+        at_most = programs(kernel, signature, tuple(constants.items()), device)
     at_most = max(1, at_most // (groups * work.column_tiles))
     height = work.meta["ROWS"]
     tiles_each = max(triton.cdiv(LEAST, height), triton.cdiv(work.row_tiles, at_most))
@@ -144,9 +149,9 @@ def launch_backward(
         empty((n_programs, len(parameter)), torch.float32, device) if summed else None
         for parameter, summed in zip(parameters, wanted)
     ]
-    kernel[(n_programs, groups, work.column_tiles)](
-        *tensors, *sums, n_rows, tiles_each * height, *strides, **constants
-    )
+    grid = (n_programs, groups, work.column_tiles)
+    arguments = (*tensors, *sums, n_rows, tiles_each * height, *strides)
+    launch(kernel, grid, tensors[0], *arguments, **constants)
     return [
         None if partial is None else partial.sum(0).to(parameter.dtype)
         for partial, parameter in zip(sums, parameters)
@@ -185,8 +190,24 @@ def stride(x: Tensor | None) -> int:
     return 0 if x is None else x.stride(0)
 
 
-# `with on_device(x)` sends launches to the GPU that holds x; on a CPU it does nothing.
-on_device = torch.cuda.device_of
+def operator(function: Callable, mutates: tuple[str, ...] = ()) -> CustomOpDef:
+    """Make a launch function an operator, nanonorm::NAME: torch.compile does not look into it."""
+    made = torch.library.custom_op(f"nanonorm::{function.__name__}", function, mutates_args=mutates)
+    made.register_fake(function)  # see `launch`
+    return made
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **options: Any
+) -> None:
+    """Launch a kernel on the GPU that holds `like`; options are its compile-time arguments.
+
+    Where torch.compile only asks for the results' shapes (a fake `like`) nothing is launched. So a
+    launch function is its own fake implementation.
+    """
+    if not isinstance(like, FakeTensor):
+        with torch.cuda.device_of(like):  # on a CPU it does nothing
+            kernel[grid](*arguments, **options)
 
 
 @triton.jit

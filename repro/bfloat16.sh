@@ -19,7 +19,7 @@ done
 bench() { # $1 name, further arguments of bench.train
   local name=$1
   shift
-  "$PYTHON" -m bench.train "$@" --device=cpu --controls=False --ledger=False --out="$out/$name"
+  "$PYTHON" -m bench.train "$@" --device=cpu --controls=False --out="$out/$name"
   cp "$out/$name/steps.jsonl" "$results/$name.jsonl"
 }
 

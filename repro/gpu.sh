@@ -56,7 +56,7 @@ first_sync() {  # where does a step wait for the GPU?
 }
 first_steps() {  # NAME SETTING...
   stage "$1" "$PYTHON" "${@:2}" config/rms.py --batch_size=60 --gradient_accumulation_steps=2 \
-    "--arms=rms; rms residual=autocast" --controls=False --ledger=False --profile --rounds=8 \
+    "--arms=rms; rms residual=autocast" --controls=False --profile --rounds=8 \
     "--out=$out/$1"
 }
 first_minutes() {
@@ -97,7 +97,7 @@ first_ddp() {  # RESIDUAL OPTIMIZE: before any study on eight GPUs
 
 train_speed() {  # NAME ARMS WORDS...
   stage "$1" "$PYTHON" -m bench.train config/rms.py --batch_size=60 \
-    --gradient_accumulation_steps=2 --rounds=40 --ledger=False --profile "--arms=$2" \
+    --gradient_accumulation_steps=2 --rounds=40 --profile "--arms=$2" \
     "--out=$out/$1" "${@:3}"
 }
 decode() {  # BATCH

@@ -4,7 +4,6 @@ protocol.
     python -m pytest tests/test_bench_decode.py
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -12,7 +11,6 @@ import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,7 +78,7 @@ def test_every_arm_is_checked_timed_and_written(run, tmp_path, capsys):
         )
         for name in names:
             row = record["arms"][name]
-            assert row["same_tokens"] == 4 and row["error"] < 1e-5 and row["prefill_ms"] > 0
+            assert row["same_tokens"] == 4 and row["error"] < 1e-5
             assert row["tokens_per_s"] == pytest.approx(record["batch"] * 1e3 / row["ms_per_token"])
         for ratio in record["speed_ups"].values():
             assert ratio["low"] <= ratio["median"] <= ratio["high"]
@@ -110,7 +108,7 @@ def test_other_layouts_keep_their_norms(norm, tmp_path, capsys):
         assert row["norm_launches_per_block"] > 0
     assert record["norm_type"] == norm and (tmp_path / "out" / "decode.png").exists()
     bench_decode.main([spec, "--ledger", "--context=16"])
-    ledger = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (ledger,) = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"]
     assert set(ledger["arms"]) == {"own", "own_fused"}
     for words in ((), ("--ledger", "--context=16"), ("--trace", f"--out={tmp_path}")):
         with pytest.raises(UserError, match=f"A rms puts other norms .*norm_type={norm}"):
@@ -134,16 +132,16 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
     def double(x):
         return 2 * x
 
-    def peers(spec, model, idx, tokens, compiled, missing):
+    def calls_of(config, spec, model, idx, missing):
         torch.compile(double, backend=lambda graph, inputs: sizes.append(inputs) or graph.forward)(
             torch.ones(len(idx))
         )
         if len(idx) == 4:
             raise UserError("no more memory")
-        return {}
+        return {}, {}
 
     monkeypatch.setattr(arms, "pack", wrong)
-    monkeypatch.setattr(bench_decode.decode_peers, "arms", peers)
+    monkeypatch.setattr(peers, "calls_of", calls_of)
     monkeypatch.setattr(
         bench_decode.DecodeBenchConfig, "variants", lambda *words: [(words[1].name, False, False)]
     )
@@ -175,7 +173,7 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
         )
         assert set(record["speed_ups"]) == {"coupled_fused/rms", "A/A/rms"}
     printed = capsys.readouterr().out
-    assert "x: within 1.05 |" in printed and "- not timed: coupled: logits are" in printed
+    assert "- not timed: coupled: logits are" in printed
     monkeypatch.setattr(
         bench_decode, "check_arm", lambda *words: (_ for _ in ()).throw(UserError("it is off"))
     )
@@ -186,10 +184,10 @@ def test_a_wrong_arm_costs_itself_alone_and_a_failed_batch_only_later_ones(
 def test_a_compiled_step_decodes_the_same(run, capsys):
     """torch.compile and the cache that it writes in place: the program's own checks pass."""
     bench_decode.main(
-        [str(run), "--arms=B,D", "--peers=false", "--tokens=4", "--rounds=6", "--device=cpu"]
+        [str(run), "--arms=D", "--peers=false", "--tokens=4", "--rounds=6", "--device=cpu"]
     )
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"][0]["arms"]
-    assert rows["coupled"]["same_tokens"] == rows["coupled_fused"]["same_tokens"] == 4
+    assert rows["coupled_fused"]["same_tokens"] == 4
 
 
 def test_an_interrupt_keeps_the_rounds_so_far(run, tmp_path, monkeypatch):
@@ -198,8 +196,7 @@ def test_an_interrupt_keeps_the_rounds_so_far(run, tmp_path, monkeypatch):
 
     def interrupted(*words):
         turns.append(words)
-        # three to find the faster, two to warm up, seven rounds
-        if len(turns) == 3 + 2 + 2 * 7 + 1:
+        if len(turns) == 2 + 2 * 7 + 1:  # two to warm up, seven rounds
             raise KeyboardInterrupt
         decode_tokens(*words)
 
@@ -240,16 +237,8 @@ def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
 
 
 def test_a_folder_without_gpt_fast_is_refused(run, tmp_path):
-    with pytest.raises(
-        UserError, match=r"there is no model\.py: give the folder of a gpt-fast checkout"
-    ):
+    with pytest.raises(UserError, match=r"there is no generate\.py"):
         bench_decode.main([str(run), "--arms=A", "--peers=false", f"--gpt_fast={tmp_path}", *FAST])
-    for name in ("model.py", "generate.py"):
-        (tmp_path / name).write_text("raise ImportError('no torch.nn.attention')")
-    with pytest.raises(
-        UserError, match=r"model\.py does not load: ImportError: no torch\.nn\.attention"
-    ):
-        peers.load(str(tmp_path))
 
 
 def test_gpt_fasts_model_takes_part(monkeypatch, run, capsys):
@@ -285,7 +274,8 @@ def test_gpt_fasts_model_takes_part(monkeypatch, run, capsys):
 
 def test_traces(run, tmp_path, capsys):
     bench_decode.main([str(run), "--arms=A,C", "--trace", f"--out={tmp_path / 'trace'}", *FAST])
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["arms"]
+    (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"]
+    rows = found["arms"]
     assert (
         rows["rms"]["kernels_per_step"]
         > 2 * rows["rms"]["kernels_per_block"]
@@ -303,7 +293,7 @@ def test_traces(run, tmp_path, capsys):
         "heads_kernel": "heads",
         "take_kernel": "other",
         "Memset (Device)": "copy",
-        "epilogue_kernel": "activation",
+        "activation_kernel": "activation",
         "combine_kernel": "attention",
         "forward_kernel": "norm",
         "triton_poi_fused_addmm_gelu_0": "activation",
@@ -320,8 +310,7 @@ def test_traces(run, tmp_path, capsys):
 
 def test_a_trace_without_kernels_is_refused(monkeypatch):
     """A profiler that sees nothing would count none in every arm, all equal."""
-    blind = contextlib.nullcontext(SimpleNamespace(events=list))
-    monkeypatch.setattr(trace, "profile", lambda activities: blind)
+    monkeypatch.setattr(trace, "profiled", lambda call, cuda: (None, []))
     decoder = Decoder(pack(make("gpt2", "rms"), "plain"), 1, 8)
     decoder.prefill(prompt(1, 3))
     with pytest.raises(UserError, match="the profiler saw no kernels"):
@@ -367,13 +356,10 @@ def test_a_trace_is_compared_with_the_ledger():
             "line"
         ]
     )
-    # Two compilations: the shorter one's names are not all among the longer one's.
+    # Two compilations: the shorter one has other numbers.
     whole = kernels + Counter({"embed_kernel": 1, "triton_red_fused_mean_9": 1})
     shorter = Counter({"embed_kernel": 1, "triton_red_fused_mean_5": 1})
-    assert trace.difference(whole, shorter).total() == kernels.total()
-    assert trace.difference(whole, Counter({"embed_kernel": 1})) == whole - Counter(
-        {"embed_kernel": 1}
-    )
+    assert trace.compare(trace.difference(whole, shorter), ledger, 2)["equal"]
 
 
 def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
@@ -416,14 +402,12 @@ def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
 
 
 def test_last_token_protocol(monkeypatch, tmp_path, capsys):
-    """Of the compiled arms the tapers, folded and not, go through inductor; the others stop in
-    front of it.
-    """
+    """Of the compiled arms the folded taper alone goes through inductor."""
     compiled, inductor = [], last_token.compiled_alone
 
     def compiled_alone(function):
         compiled.append(function)
-        if len(compiled) in (2, 4):  # in the order of last_token.ARMS
+        if len(compiled) == 4:  # in the order of last_token.ARMS
             return inductor(function)
         return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
 

@@ -89,7 +89,7 @@ python report.py results/cpu/table1/runs.tar.xz --baseline=rms --out=out/table1
     "--data=items.jsonl --device=cpu": """
 python hellaswag.py out/small/rms-8
 """,
-    f"{SHAPE} --ledger=False --controls=False": """
+    f"{SHAPE} --controls=False": """
 python -m bench.train config/demo.py --arms="rms; coupled" --rounds=6 --compile=False
 """,
     "--ops=rms_norm --channels=32 --rows=64 --rounds=6 --dtype=float32": """

@@ -1,12 +1,11 @@
 """Triton: what a decoding step does between its products, for one new token of every sequence.
 
-    heads                       norms of queries, keys, values; rotary positions; the write into
-                                the cache
-    attend                      attention to the cache, up to the position
-    attend_parts, combine       the same for a long cache, over more programs
-    heads_attend                heads and attend in one launch
-    heads_attend_parts          heads and attend_parts in one launch
-    embed, best, take           the ends of a step
+    heads                norms of queries, keys, values; rotary positions; the write into the cache
+    attend               attention to the cache, up to the position; of a long cache in parts, over
+                         more programs
+    combine              the parts together
+    heads_attend         heads and attend in one launch
+    embed, best, take    the ends of a step
 
 Pointers of the kernels, for B rows (sequences), H query heads and H_kv key and value heads of D
 channels, and a cache with room for S tokens:
@@ -30,7 +29,6 @@ from torch import Tensor
 
 from .. import rows
 from . import overlap
-from .reference import Cache, Epilogue
 
 # Keys that an attention program holds at a time. 16 to 32 programs on 132 multiprocessors are bound
 # by latency, so a tile is on its way while the one before is used. A single tile of 128 keys would
@@ -386,98 +384,75 @@ def take_kernel(
 
 def heads(
     z: Tensor,
-    epilogue: Epilogue | None,
-    cache: Cache,
-    pos: Tensor,
-    rope: tuple[Tensor, Tensor] | None,
+    inv_rms: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
     v_gain: Tensor | None,
     eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pos: Tensor,
 ) -> Tensor:
-    k_cache, v_cache = cache
     batch, kv_heads, length, channels = k_cache.shape
     n_heads = z.shape[-1] // channels - 2 * kv_heads
     q = rows.empty((batch, n_heads, 1, channels), k_cache.dtype, z.device)
-    with rows.on_device(z):
-        heads_kernel[(batch, n_heads + 2 * kv_heads)](
-            z,
-            *(epilogue or (None, None)),
-            *(rope or (None, None)),
-            q_gain,
-            k_gain,
-            v_gain,
-            eps,
-            q,
-            k_cache,
-            v_cache,
-            pos,
-            length,
-            HEADS=n_heads,
-            KV_HEADS=kv_heads,
-            D=channels,
-            WIDE=triton.next_power_of_2(channels),
-            **norm_channels(q_gain, k_gain, channels),
-            num_warps=1,
-            **overlap.launch_options(),
-        )
+    rows.launch(
+        heads_kernel,
+        (batch, n_heads + 2 * kv_heads),
+        z,
+        # inductor may hand over any strides, and the kernel takes elements that are adjacent
+        *rows.adjacent(z, inv_rms),
+        *(bias, cos, sin, q_gain, k_gain, v_gain, eps, q, k_cache, v_cache, pos, length),
+        HEADS=n_heads,
+        KV_HEADS=kv_heads,
+        D=channels,
+        WIDE=triton.next_power_of_2(channels),
+        **norm_channels(q_gain, k_gain, channels),
+        num_warps=1,
+        **overlap.launch_options(),
+    )
     return q
 
 
-def attend(q: Tensor, cache: Cache, pos: Tensor, scale: float = 0.0, window: int = 0) -> Tensor:
-    a, _, _ = attend_parts(q, cache, pos, 1, scale, window)
-    return a
-
-
-def attend_parts(
-    q: Tensor, cache: Cache, pos: Tensor, parts: int, scale: float = 0.0, window: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    # Q to eps: nothing is left to make
-    made = (q, None, None, None, None, None, None, None, None, 0.0)
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pos: Tensor,
+    parts: int = 1,
+    scale: float = 0.0,
+    window: int = 0,
+) -> list[Tensor]:
+    made = (q, *[None] * 8, 0.0)  # Q to eps: nothing is left to make
     norm = norm_channels(None, None, q.shape[-1])
-    return _attend(made, q.shape[1], cache, pos, parts, norm, scale, window)
+    return _attend(made, q.shape[1], k_cache, v_cache, pos, parts, norm, scale, window)
 
 
 def heads_attend(
     z: Tensor,
-    epilogue: Epilogue | None,
-    cache: Cache,
-    pos: Tensor,
-    rope: tuple[Tensor, Tensor] | None,
+    inv_rms: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
     v_gain: Tensor | None,
     eps: float,
-    scale: float = 0.0,
-    window: int = 0,
-) -> Tensor:
-    a, _, _ = heads_attend_parts(
-        z, epilogue, cache, pos, rope, q_gain, k_gain, v_gain, eps, 1, scale, window
-    )
-    return a
-
-
-def heads_attend_parts(
-    z: Tensor,
-    epilogue: Epilogue | None,
-    cache: Cache,
+    k_cache: Tensor,
+    v_cache: Tensor,
     pos: Tensor,
-    rope: tuple[Tensor, Tensor] | None,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
-    v_gain: Tensor | None,
-    eps: float,
-    parts: int,
+    parts: int = 1,
     scale: float = 0.0,
     window: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _, kv_heads, _, channels = cache[0].shape
+) -> list[Tensor]:
+    _, kv_heads, _, channels = k_cache.shape
     n_heads = z.shape[-1] // channels - 2 * kv_heads
-    inv_rms, bias = epilogue or (None, None)
-    cos, sin = rope or (None, None)
     raw = (None, z, inv_rms, bias, cos, sin, q_gain, k_gain, v_gain, eps)  # Q to eps
     norm = norm_channels(q_gain, k_gain, channels)
-    return _attend(raw, n_heads, cache, pos, parts, norm, scale, window)
+    return _attend(raw, n_heads, k_cache, v_cache, pos, parts, norm, scale, window)
 
 
 def norm_channels(q_gain: Tensor | None, k_gain: Tensor | None, channels: int) -> dict[str, int]:
@@ -492,75 +467,65 @@ def norm_channels(q_gain: Tensor | None, k_gain: Tensor | None, channels: int) -
 def _attend(
     query: tuple,
     n_heads: int,
-    cache: Cache,
+    k_cache: Tensor,
+    v_cache: Tensor,
     pos: Tensor,
     parts: int,
     norm: dict[str, int],
     scale: float,
     window: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> list[Tensor]:
     """Launch attend_kernel.
 
     Args:
         query: the kernel's arguments from Q to eps: a query, or what makes one.
         norm: what norm_channels returns.
-
-    Returns:
-        (sums, largest, totals) as reference.attend_parts; for one part (a, None, None), a finished.
     """
-    batch, kv_heads, length, channels = cache[0].shape
+    batch, kv_heads, length, channels = k_cache.shape
     if window >= length:  # it cuts nothing off
         window = 0
     if parts == 1:
-        a = rows.empty((batch, 1, n_heads * channels), cache[0].dtype, pos.device)
-        largest = None
-        totals = None
-    else:
+        found = [rows.empty((batch, 1, n_heads * channels), k_cache.dtype, pos.device)]
+    else:  # sums, largest, totals
         shape = (batch, n_heads, parts)
-        a = rows.empty((*shape, channels), torch.float32, pos.device)
-        largest = rows.empty(shape, torch.float32, pos.device)
-        totals = rows.empty(shape, torch.float32, pos.device)
-    with rows.on_device(pos):
-        attend_kernel[(batch, n_heads, parts)](
-            *query,
-            *cache,
-            pos,
-            a,
-            largest,
-            totals,
-            scale or channels**-0.5,
-            length,
-            triton.cdiv(window or length, parts),
-            HEADS=n_heads,
-            KV_HEADS=kv_heads,
-            D=channels,
-            WIDE=triton.next_power_of_2(channels),
-            KEYS=KEYS,
-            PARTS=parts,
-            WINDOW=window,
-            **norm,
-            num_warps=WARPS,
-            **overlap.launch_options(),
-        )
-    return a, largest, totals
+        found = [rows.empty((*shape, channels), torch.float32, pos.device)]
+        found += [rows.empty(shape, torch.float32, pos.device) for _ in range(2)]
+    rows.launch(
+        attend_kernel,
+        (batch, n_heads, parts),
+        pos,
+        *(*query, k_cache, v_cache, pos),
+        *(found if parts > 1 else (*found, None, None)),
+        *(scale or channels**-0.5, length, triton.cdiv(window or length, parts)),
+        HEADS=n_heads,
+        KV_HEADS=kv_heads,
+        D=channels,
+        WIDE=triton.next_power_of_2(channels),
+        KEYS=KEYS,
+        PARTS=parts,
+        WINDOW=window,
+        **norm,
+        num_warps=WARPS,
+        **overlap.launch_options(),
+    )
+    return found
 
 
 def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -> Tensor:
     batch, n_heads, parts, channels = sums.shape
     a = rows.empty((batch, 1, n_heads * channels), dtype, sums.device)
-    with rows.on_device(sums):
-        combine_kernel[(batch * n_heads,)](
-            sums,
-            largest,
-            totals,
-            a,
-            D=channels,
-            WIDE=triton.next_power_of_2(channels),
-            PARTS=parts,
-            MANY=triton.next_power_of_2(parts),
-            num_warps=4,
-            **overlap.launch_options(),
-        )
+    rows.launch(
+        combine_kernel,
+        (batch * n_heads,),
+        sums,
+        *(sums, largest, totals, a),
+        D=channels,
+        WIDE=triton.next_power_of_2(channels),
+        PARTS=parts,
+        MANY=triton.next_power_of_2(parts),
+        num_warps=4,
+        **overlap.launch_options(),
+    )
     return a
 
 
@@ -568,10 +533,9 @@ def embed(token: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor
     batch = token.shape[0]
     channels = wte.shape[1]
     x = rows.empty((batch, 1, channels), wte.dtype, wte.device)
-    with rows.on_device(wte):
-        embed_kernel[(batch, triton.cdiv(channels, 1024))](
-            token, pos, wte, wpe, x, C=channels, WIDE=1024, num_warps=4
-        )
+    grid = (batch, triton.cdiv(channels, 1024))
+    given = (token, pos, wte, wpe, x)
+    rows.launch(embed_kernel, grid, wte, *given, C=channels, WIDE=1024, num_warps=4)
     return x
 
 
@@ -580,33 +544,27 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     size = logits.shape[-1]
     values = rows.empty((batch, PARTS), torch.float32, logits.device)
     tokens = rows.empty((batch, PARTS), torch.int64, logits.device)
-    with rows.on_device(logits):
-        best_kernel[(batch, PARTS)](
-            logits,
-            values,
-            tokens,
-            size,
-            triton.cdiv(size, PARTS),
-            PARTS=PARTS,
-            WIDE=1024,
-            num_warps=4,
-            **overlap.launch_options(),
-        )
+    rows.launch(
+        best_kernel,
+        (batch, PARTS),
+        logits,
+        *(logits.contiguous(), values, tokens, size, triton.cdiv(size, PARTS)),
+        PARTS=PARTS,
+        WIDE=1024,
+        num_warps=4,
+        **overlap.launch_options(),
+    )
     return values, tokens
 
 
 def take(values: Tensor, tokens: Tensor, token: Tensor, pos: Tensor, out: Tensor) -> None:
-    with rows.on_device(values):
-        take_kernel[(1,)](
-            values,
-            tokens,
-            token,
-            pos,
-            out,
-            len(token),
-            out.shape[1],
-            PARTS=PARTS,
-            ROWS=triton.next_power_of_2(len(token)),
-            num_warps=4,
-            **overlap.launch_options(),
-        )
+    rows.launch(
+        take_kernel,
+        (1,),
+        values,
+        *(values, tokens, token, pos, out, len(token), out.shape[1]),
+        PARTS=PARTS,
+        ROWS=triton.next_power_of_2(len(token)),
+        num_warps=4,
+        **overlap.launch_options(),
+    )

@@ -30,6 +30,23 @@ def load_weight(W, out, col, N: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def finish(z, z_up, B, R, Y, row, out, valid, N: tl.constexpr, KIND: tl.constexpr):
+    """Store act(z + b) + residual, (ROWS, OUT); of a gated KIND z_up is the other half."""
+    if B is not None:
+        z += rows.load_vector(B, out, N)
+        if is_gated(KIND):
+            z_up += rows.load_vector(B + N, out, N)
+    if KIND != "":
+        z = value(z, KIND)
+    if is_gated(KIND):
+        z = z * z_up
+    mask = valid[:, None] & (out < N)[None, :]
+    if R is not None:
+        z += rows.load(R, row, out, N, mask)
+    rows.store(Y, row, out, N, z, mask)
+
+
+@triton.jit
 def vector_kernel(
     X,
     W,
@@ -70,30 +87,17 @@ def vector_kernel(
             acc_up += load_weight(W + N * K, out, col, N, K).to(tl.float32) * x[None, :]
         if OWN:
             squares += x * x
-    z = tl.sum(acc, 1)  # (OUT,)
-    z_up = tl.sum(acc_up, 1)
+    inv = 1.0
     if OWN:
         inv = tl.rsqrt(tl.sum(squares, 0) / K + tl.cast(eps, tl.float32))
         if tl.program_id(0) == 0:
             tl.store(INV_OUT, inv)
     elif INV is not None:
         inv = tl.load(INV)
-    else:
-        inv = 1.0
-    z = z * inv
-    z_up = z_up * inv
-    valid = out < N
-    if B is not None:
-        z += tl.load(B + out, mask=valid, other=0.0).to(tl.float32)
-        if is_gated(KIND):
-            z_up += tl.load(B + N + out, mask=valid, other=0.0).to(tl.float32)
-    if KIND != "":
-        z = value(z, KIND)
-    if is_gated(KIND):
-        z = z * z_up
-    if R is not None:
-        z += tl.load(R + out, mask=valid, other=0.0).to(tl.float32)
-    tl.store(Y + out, z.to(Y.dtype.element_ty), mask=valid)
+    z = (tl.sum(acc, 1) * inv)[None, :]  # (1, OUT)
+    z_up = (tl.sum(acc_up, 1) * inv)[None, :]
+    row = tl.arange(0, 1)
+    finish(z, z_up, B, R, Y, row, out, row < 1, N, KIND)
 
 
 @triton.jit
@@ -142,24 +146,12 @@ def matrix_kernel(
         inv = tl.rsqrt(squares / K + tl.cast(eps, tl.float32))
         if tl.program_id(0) == 0:
             tl.store(INV_OUT + row, inv, mask=valid)
-        acc = acc * inv[:, None]
-        acc_up = acc_up * inv[:, None]
-    elif INV is not None:
+    if INV is not None:
         inv = tl.load(INV + row, mask=valid, other=0.0)
+    if OWN or INV is not None:
         acc = acc * inv[:, None]
         acc_up = acc_up * inv[:, None]
-    if B is not None:
-        acc += rows.load_vector(B, out, N)
-        if is_gated(KIND):
-            acc_up += rows.load_vector(B + N, out, N)
-    if KIND != "":
-        acc = value(acc, KIND)
-    if is_gated(KIND):
-        acc = acc * acc_up
-    mask = valid[:, None] & (out < N)[None, :]
-    if R is not None:
-        acc += rows.load(R, row, out, N, mask)
-    rows.store(Y, row, out, N, acc, mask)
+    finish(acc, acc_up, B, R, Y, row, out, valid, N, KIND)
 
 
 def vector_tile(N: int, K: int, kind: str) -> tuple[int, int]:
@@ -176,76 +168,34 @@ def vector_tile(N: int, K: int, kind: str) -> tuple[int, int]:
     return min(outputs, max(1, elements // inputs)), inputs
 
 
-def _launch(
+def project(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    residual: Tensor | None,
-    inv_rms: Tensor | None,
-    eps: float | None,
-    kind: str,
-) -> tuple[Tensor, Tensor | None]:
-    """Return (y, the statistic of x); the latter is taken if there is an eps, else it is None."""
-    x_rows = x.reshape(-1, x.shape[-1])
-    x_rows = x_rows if x_rows.is_contiguous() else x_rows.contiguous()
+    residual: Tensor | None = None,
+    inv_rms: Tensor | None = None,
+    eps: float | None = None,
+    kind: str = "",
+) -> list[Tensor]:
+    # inductor may hand over any strides
+    x_rows = x.reshape(-1, x.shape[-1]).contiguous()
     n_rows, K = x_rows.shape
     N = weight.shape[0] // (2 if kind in GATED else 1)
     y = rows.empty((*x.shape[:-1], N), x.dtype, x.device)
     own = eps is not None
-    taken = rows.empty((*x.shape[:-1], 1), torch.float32, x.device) if own else None
-    tensors = (x_rows, weight, bias, residual, inv_rms, y, taken)  # X to INV_OUT of both kernels
-    with rows.on_device(x):
-        if n_rows == 1:
-            outputs, inputs = vector_tile(N, K, kind)
-            vector_kernel[(triton.cdiv(N, outputs),)](
-                *tensors,
-                eps if own else 0.0,
-                N=N,
-                K=K,
-                OWN=own,
-                KIND=kind,
-                OUT=outputs,
-                IN=inputs,
-                STAGES=3,
-                num_warps=4,
-                **overlap.launch_options(),
-            )
-        else:
-            tall = min(128, max(16, triton.next_power_of_2(n_rows)))  # rows of a tile
-            inputs = 128 if tall <= 32 else 64  # four stages of x and W fit into shared memory
-            matrix_kernel[(triton.cdiv(N, 16), triton.cdiv(n_rows, tall))](
-                *tensors,
-                eps if own else 0.0,
-                n_rows,
-                N=N,
-                K=K,
-                OWN=own,
-                KIND=kind,
-                ROWS=tall,
-                OUT=16,
-                IN=inputs,
-                STAGES=4,
-                num_warps=4,
-                **overlap.launch_options(),
-            )
-    return y, taken
-
-
-def project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str = ""
-) -> Tensor:
-    y, _ = _launch(x, weight, bias, residual, None, None, kind)
-    return y
-
-
-def norm_project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str = ""
-) -> tuple[Tensor, Tensor]:
-    return _launch(x, weight, bias, None, None, eps, kind)
-
-
-def shared_project(
-    x: Tensor, inv_rms: Tensor, weight: Tensor, bias: Tensor | None, kind: str = ""
-) -> Tensor:
-    y, _ = _launch(x, weight, bias, None, inv_rms, None, kind)
-    return y
+    taken = [rows.empty((*x.shape[:-1], 1), torch.float32, x.device)] if own else []
+    # X to eps of both kernels
+    arguments = [x_rows, weight, bias, *rows.adjacent(residual), inv_rms, y]
+    arguments += [*(taken or [None]), eps or 0.0]
+    options = {"N": N, "K": K, "OWN": own, "KIND": kind, "num_warps": 4, **overlap.launch_options()}
+    if n_rows == 1:
+        outputs, inputs = vector_tile(N, K, kind)
+        grid = (triton.cdiv(N, outputs),)
+        rows.launch(vector_kernel, grid, x, *arguments, OUT=outputs, IN=inputs, STAGES=3, **options)
+        return [y, *taken]
+    tall = min(128, max(16, triton.next_power_of_2(n_rows)))  # rows of a tile
+    options |= {"ROWS": tall, "OUT": 16, "STAGES": 4}
+    options["IN"] = 128 if tall <= 32 else 64  # four stages of x and W fit into shared memory
+    grid = (triton.cdiv(N, 16), triton.cdiv(n_rows, tall))
+    rows.launch(matrix_kernel, grid, x, *arguments, n_rows, **options)
+    return [y, *taken]

@@ -8,8 +8,6 @@ accumulators of a kernel are.
 kernels/decode/triton_launches.py has the same functions for a GPU.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,22 +18,15 @@ from ..reference import activate, inverse_rms, statistics_dtype
 Cache = tuple[Tensor, Tensor]
 
 
-class Epilogue(NamedTuple):
-    """What a raw product z (B, T, N) still lacks: z * inv_rms + bias."""
+def finished(z: Tensor, inv_rms: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return z * inv_rms + bias, as far as they are given, in the precision of the statistics.
 
-    inv_rms: Tensor  # (B, T, 1), float32 or float64
-    bias: Tensor | None  # (N,)
-
-
-def apply_epilogue(z: Tensor, epilogue: Epilogue | None) -> Tensor:
-    """Return z (B, T, N) with its epilogue applied, in the precision of the statistics."""
+    z (B, T, N) is a product, inv_rms (B, T, 1), bias (N,).
+    """
     z = z.to(statistics_dtype(z))
-    if epilogue is None:
-        return z
-    z = z * epilogue.inv_rms
-    if epilogue.bias is None:
-        return z
-    return z + epilogue.bias
+    if inv_rms is not None:
+        z = z * inv_rms
+    return z if bias is None else z + bias
 
 
 # ------------------------------------------------------------------- launches of every level
@@ -58,37 +49,42 @@ def norm(
 
 def heads(
     z: Tensor,
-    epilogue: Epilogue | None,
-    cache: Cache,
-    pos: Tensor,
-    rope: tuple[Tensor, Tensor] | None,
+    inv_rms: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
     v_gain: Tensor | None,
     eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pos: Tensor,
 ) -> Tensor:
-    """Make queries from z (B, T, (H + 2 H_kv) D), and write keys and values into the cache at pos.
+    """Make queries of z (B, T, (H + 2 H_kv) D), and write keys and values into the cache at pos.
 
     Args:
-        rope: cos and sin (positions, D) of rotary positions, or None.
+        z: the product.
+        inv_rms, bias: what it still lacks (`finished`), or None.
+        cos, sin: of rotary positions (positions, D), or None.
         q_gain, k_gain, v_gain: of the RMSNorms of queries, keys and values, or None for no norm. A
             gain (D,) is of a norm over each head, a gain (heads D,) of a norm over all heads.
         eps: of these norms.
+        k_cache, v_cache: (B, H_kv, S, D).
+        pos: (T,).
 
     Returns:
         Queries (B, H, T, D), in the type of the cache.
     """
-    k_cache, v_cache = cache
     _, kv_heads, _, channels = k_cache.shape
-    z = apply_epilogue(z, epilogue).unflatten(-1, (-1, channels))  # (B, T, H + 2 H_kv, D)
+    z = finished(z, inv_rms, bias).unflatten(-1, (-1, channels))  # (B, T, H + 2 H_kv, D)
     z = z.transpose(1, 2)  # (B, H + 2 H_kv, T, D)
     n_heads = z.shape[1] - 2 * kv_heads
     q, k, v = z.split([n_heads, kv_heads, kv_heads], dim=1)
     q = normalized_heads(q, q_gain, eps)
     k = normalized_heads(k, k_gain, eps)
     v = normalized_heads(v, v_gain, eps)
-    if rope is not None:
-        cos, sin = rope
+    if cos is not None:
         q = turn(q, cos[pos], sin[pos])
         k = turn(k, cos[pos], sin[pos])
     k_cache.index_copy_(2, pos, k.to(k_cache.dtype))
@@ -115,16 +111,30 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-def attend(q: Tensor, cache: Cache, pos: Tensor, scale: float = 0.0, window: int = 0) -> Tensor:
-    """Return the attention (B, T, H D) of q (B, H, T, D) to the cache up to its position.
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    parts: int = 1,
+    scale: float = 0.0,
+    window: int = 0,
+) -> list[Tensor]:
+    """Attend with q (B, H, T, D) to the cache, (B, H_kv, S, D) each, up to its position.
 
     Several tokens (T > 1) are a prompt, which begins at position 0.
 
     Args:
+        parts: number of equal parts of the cache, or of the window, that one token attends to
+            separately.
         scale: of the scores; 0: 1 / sqrt(D).
         window: keys that a query sees, the one of its own position included; 0: all before it.
+
+    Returns:
+        [attention (B, T, H D)], or what attend_parts returns, for `combine`.
     """
-    k, v = cache  # (B, H_kv, S, D)
+    if parts > 1:
+        return attend_parts(q, k, v, pos, parts, scale, window)
     tokens = q.shape[2]
     groups = q.shape[1] // k.shape[1]  # query heads of a key and value head
     if tokens > 1:
@@ -143,7 +153,7 @@ def attend(q: Tensor, cache: Cache, pos: Tensor, scale: float = 0.0, window: int
             k = k.repeat_interleave(groups, 1)
             v = v.repeat_interleave(groups, 1)
         a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale or None)
-    return a.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H D)
+    return [a.transpose(1, 2).flatten(2)]  # (B, H, T, D) -> (B, T, H D)
 
 
 # A long cache is split into parts, so that more programs work on it than there are heads ("flash
@@ -161,8 +171,8 @@ def attention_parts(batch: int, n_heads: int, length: int) -> int:
 
 
 def attend_parts(
-    q: Tensor, cache: Cache, pos: Tensor, parts: int, scale: float = 0.0, window: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, parts: int, scale: float, window: int
+) -> list[Tensor]:
     """Attend with one token q (B, H, 1, D) to each of equal parts of the cache separately.
 
     With a window, to parts of the keys that are in it. `scale` and `window` are as in attend.
@@ -173,7 +183,6 @@ def attend_parts(
         All in the precision of the statistics.
     """
     dtype = statistics_dtype(q)
-    k, v = cache  # (B, H_kv, S, D)
     key = torch.arange(k.shape[2], device=pos.device)
     if 0 < window < len(key):
         # Near the start of the cache some of these are still to come; they are masked below.
@@ -196,7 +205,7 @@ def attend_parts(
     finite = largest.clamp(min=torch.finfo(dtype).min)
     weight = (score - finite[..., None]).exp()
     sums = (weight.unsqueeze(-2) @ v).squeeze(-2)  # (B, H, parts, D)
-    return sums, largest, weight.sum(-1)
+    return [sums, largest, weight.sum(-1)]
 
 
 def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -> Tensor:
@@ -210,39 +219,25 @@ def combine(sums: Tensor, largest: Tensor, totals: Tensor, dtype: torch.dtype) -
 
 def heads_attend(
     z: Tensor,
-    epilogue: Epilogue | None,
-    cache: Cache,
-    pos: Tensor,
-    rope: tuple[Tensor, Tensor] | None,
+    inv_rms: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_gain: Tensor | None,
     k_gain: Tensor | None,
     v_gain: Tensor | None,
     eps: float,
-    scale: float = 0.0,
-    window: int = 0,
-) -> Tensor:
-    """heads and attend in one launch: (B, T, H D). It rounds where these two round."""
-    q = heads(z, epilogue, cache, pos, rope, q_gain, k_gain, v_gain, eps)
-    return attend(q, cache, pos, scale, window)
-
-
-def heads_attend_parts(
-    z: Tensor,
-    epilogue: Epilogue | None,
-    cache: Cache,
+    k_cache: Tensor,
+    v_cache: Tensor,
     pos: Tensor,
-    rope: tuple[Tensor, Tensor] | None,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
-    v_gain: Tensor | None,
-    eps: float,
-    parts: int,
+    parts: int = 1,
     scale: float = 0.0,
     window: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """heads and attend_parts in one launch."""
-    q = heads(z, epilogue, cache, pos, rope, q_gain, k_gain, v_gain, eps)
-    return attend_parts(q, cache, pos, parts, scale, window)
+) -> list[Tensor]:
+    """heads and attend in one launch. It rounds where these two round."""
+    made = (z, inv_rms, bias, cos, sin, q_gain, k_gain, v_gain, eps)
+    q = heads(*made, k_cache, v_cache, pos)
+    return attend(q, k_cache, v_cache, pos, parts, scale, window)
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,55 +274,49 @@ def matmul_add(a: Tensor, weight: Tensor, x: Tensor) -> Tensor:
     return torch.addmm(x.flatten(0, 1), a.flatten(0, 1), weight.T).view_as(x)
 
 
-def activation(z: Tensor, epilogue: Epilogue | None, kind: str) -> Tensor:
-    """Return act(z), or act(inv_rms * z + bias) for a raw product z with an epilogue.
+def activation(
+    z: Tensor,
+    inv_rms: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    x: Tensor | None = None,
+    eps: float = 0.0,
+) -> list[Tensor]:
+    """Return [act(z)], or [act(inv_rms * z + bias)] for a raw product z; act is 1 for kind "".
 
-    The latter is how the paper applies 1 / sigma (Loretz & Hochreiter 2026, section 4.3).
+    The latter is how the paper applies 1 / sigma (Loretz & Hochreiter 2026, section 4.3). With x
+    the statistic is that of x, and is returned too.
     """
-    y = z if epilogue is None else apply_epilogue(z, epilogue)
-    return activate(y, kind).to(z.dtype)
-
-
-def norm_activation(
-    z: Tensor, x: Tensor, bias: Tensor | None, eps: float, kind: str
-) -> tuple[Tensor, Tensor]:
-    """Return (act(inv_rms * z + bias), inv_rms) for a raw product z of x; the statistic is x's."""
-    inv_rms = inverse_rms(x, eps)
-    return activation(z, Epilogue(inv_rms, bias), kind), inv_rms
-
-
-def scale(z: Tensor, epilogue: Epilogue) -> Tensor:
-    """Return a raw product z, the logits, with its epilogue applied."""
-    return apply_epilogue(z, epilogue).to(z.dtype)
+    taken = [] if x is None else [inverse_rms(x, eps)]
+    inv_rms = taken[0] if taken else inv_rms
+    y = z if inv_rms is None else finished(z, inv_rms, bias)
+    return [(activate(y, kind) if kind else y).to(z.dtype), *taken]
 
 
 # ------------------------------------------------------------------------- our own, fused products
 
 
 def project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str = ""
-) -> Tensor:
-    """Return act(x weight^T + bias) + residual (B, T, N), all in the product's epilogue."""
-    return _epilogue(_product(x, weight), None, bias, residual, kind, x.dtype)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    inv_rms: Tensor | None = None,
+    eps: float | None = None,
+    kind: str = "",
+) -> list[Tensor]:
+    """Return [act(inv_rms * x weight^T + bias) + residual] (B, T, N), in one launch.
 
-
-def norm_project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str = ""
-) -> tuple[Tensor, Tensor]:
-    """Return (act(inv_rms * x weight^T + bias), inv_rms), with x's own statistic.
-
-    The kernel sums the squares in the product's own loop over x.
+    With eps the statistic is x's own, and is returned too: the kernel sums the squares in the
+    product's own loop over x.
     """
-    inv_rms = inverse_rms(x, eps)
-    y = _epilogue(_product(x, weight), inv_rms, bias, None, kind, x.dtype)
-    return y, inv_rms
-
-
-def shared_project(
-    x: Tensor, inv_rms: Tensor, weight: Tensor, bias: Tensor | None, kind: str = ""
-) -> Tensor:
-    """Return act(inv_rms * x weight^T + bias), with a shared statistic (B, T, 1)."""
-    return _epilogue(_product(x, weight), inv_rms, bias, None, kind, x.dtype)
+    taken = [] if eps is None else [inverse_rms(x, eps)]
+    z = finished(_product(x, weight), taken[0] if taken else inv_rms, bias)
+    if kind:
+        z = activate(z, kind)
+    if residual is not None:
+        z = residual + z
+    return [z.to(x.dtype), *taken]
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
@@ -338,23 +327,3 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
         z = torch.mm(x.flatten(0, -2), weight.T, out_dtype=wide)
         return z.unflatten(0, x.shape[:-1])
     return F.linear(x.to(wide), weight.to(wide))
-
-
-def _epilogue(
-    z: Tensor,
-    inv_rms: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    kind: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return act(inv_rms * z + bias) + residual, rounded once to `dtype`."""
-    if inv_rms is not None:
-        z = z * inv_rms
-    if bias is not None:
-        z = z + bias
-    if kind:
-        z = activate(z, kind)
-    if residual is not None:
-        z = residual + z
-    return z.to(dtype)

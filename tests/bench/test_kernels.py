@@ -1,4 +1,4 @@
-"""bench/kernels.py and bench/timing.py: what they time, what they refuse to time, and what they
+"""bench/kernels.py and decode/timing.py: what they time, what they refuse to time, and what they
 write. Nothing here asserts a time.
 
     python -m pytest tests/bench/test_kernels.py
@@ -14,11 +14,12 @@ import weakref
 import pytest
 import torch
 
-from bench import kernel_arms, kernels, timing
+from bench import kernel_arms, kernels
 from bench.copy_kernel import copy
 from bench.kernel_arms import IN_PARTS, OPERATORS, UNFUSED, UNSCALED, arms_of
 from bench.kernels import Case, KernelBenchConfig
 from common.errors import ConfigError, UserError
+from decode import timing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = ["--rows=8,6", "--channels=16", "--rounds=6", "--dtype=float32", "--device=cpu"]
@@ -46,7 +47,7 @@ def test_a_run_on_a_cpu_writes_table_and_records(tmp_path, capsys):
         assert set(row["time_over_ours"]) == arms - {"reference"} and row["missing"] == []
         assert row["versions"]["torch"] == torch.__version__ and row["torch_runs_quack"] is False
     readme = (folder / "README.md").read_text()
-    assert readme.count("\n| rms_norm |") == 4 and "Triton kernels cannot run here" in readme
+    assert readme.count("\n| rms_norm |") == 4 and "no Triton kernels here" in readme
 
 
 @pytest.mark.parametrize(
@@ -191,11 +192,6 @@ def test_other_libraries_take_part_where_they_are_installed(monkeypatch):
     assert "quack" not in arms_of("rms_norm", CPU)[0]  # they need a GPU
 
 
-def test_a_norm_that_is_a_module_alone_gets_our_gains():
-    case = Case("rms_norm", 8, 16, torch.float32, CPU)
-    assert case.error(lambda x, w: kernel_arms.with_gains(torch.nn.RMSNorm, x, weight=w)) < 1e-6
-
-
 def test_whether_torchs_norm_is_quacks_is_recorded(monkeypatch):
     operations = {"cutedsl": ["_fused_rms_norm", "_fused_rms_norm_backward"]}
     registry = types.SimpleNamespace(get_dsl_operations=operations.get)
@@ -286,33 +282,6 @@ def test_the_gpus_path_up_to_the_gpu(monkeypatch):
     calls = {"forward": forward["arm"], "backward": backward["arm"]}
     times = timing.time_arms(calls, 3, CUDA, steps=2, cycles=9)
     assert times == {"forward": [1.0] * 3, "backward": [1.0] * 3}
-
-
-def test_every_arm_runs_once_a_round_in_a_random_order():
-    calls = []
-    steps = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    times = timing.time_arms(steps, 30, CPU, steps=2)
-    assert {name: len(values) for name, values in times.items()} == dict.fromkeys("abc", 30)
-    turns = [tuple(calls[at : at + 6 : 2]) for at in range(0, len(calls), 6)]
-    assert calls[::2] == calls[1::2] and len(calls) == 180
-    assert all(sorted(turn) == list("abc") for turn in turns) and len(set(turns)) == 6
-
-
-@pytest.mark.parametrize(("last", "whole"), [(8, 3), (3, None)])
-def test_ctrl_c_keeps_the_rounds_that_are_complete(last, whole):
-    calls = []
-
-    def step():
-        calls.append(0)
-        if len(calls) == last:  # in the second half of a round
-            raise KeyboardInterrupt
-
-    arms = {"a": step, "b": step}
-    if whole:
-        assert [len(times) for times in timing.time_arms(arms, 9, CPU).values()] == [whole] * 2
-    else:
-        with pytest.raises(UserError, match="second round"):
-            timing.time_arms(arms, 9, CPU)
 
 
 @pytest.mark.parametrize("word", ["--ops=rmsnorm", "--rounds=5", "--channels=0", "--dtype=int8"])

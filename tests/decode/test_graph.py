@@ -71,9 +71,6 @@ def test_a_captured_step_serves_a_second_prompt(level, tuned, monkeypatch):
         "synchronize": lambda: None,
         "CUDAGraph": Recorder,
         "graph": lambda graph, stream: graph,
-        "reset_peak_memory_stats": lambda: None,
-        "memory_allocated": lambda: 0,
-        "max_memory_allocated": lambda: 0,
     }
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import json
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from bench_decode import DecodeBenchConfig, main, run_ledger
 from common.errors import ConfigError, UserError
 from decode.arms import ARMS, OWN, arms_of, check_arm, exact_logits, find_arms, with_norms
 from decode.ledger import LaunchLedger, floor_bytes, launches, per_block, total
-from decode.pack import LEVELS, level_at, pack
+from decode.pack import level_at, pack
 from decode.step import TUNED, Decoder, decode_logits
 from hf.config import shape_config
 from kernels.decode import reference as decode_reference
@@ -72,11 +71,9 @@ def test_launches_per_block(name):
             assert (found["launches_per_block"], found["norm_launches_per_block"]) == expected[
                 arm.name
             ], (arm, found)
-            head = {"norm_project"} if packed.level == "fused" else {"norm", "matmul"}
+            head = {"project"} if packed.level == "fused" else {"norm", "matmul"}
             assert set(ends) == {"embed", "best", "take"} | head
-            assert len(blocks) == 3 and found["blocks"] == [
-                {"count": 3, "launches": dict(blocks[0])}
-            ]
+            assert blocks == blocks[:1] * 3
 
 
 def test_blocks_that_keep_or_share_more():
@@ -88,7 +85,6 @@ def test_blocks_that_keep_or_share_more():
     assert [(block.total(), block["norm"]) for block in blocks] == [(9, 2), (8, 1), (7, 0)]
     found = per_block(blocks)
     assert (found["launches_per_block"], found["norm_launches_per_block"]) == (8, 1)
-    assert [kind["count"] for kind in found["blocks"]] == [1, 1, 1]
     assert per_block(blocks[1:])["launches_per_block"] == 7.5
 
 
@@ -135,11 +131,8 @@ CALLS = re.compile(
 @pytest.mark.parametrize(
     ("shape", "norm", "tuned"),
     [
-        ("gpt2-bias", "rms", False),
-        ("gpt2-bias", "coupled", False),
         ("gpt2-bias", "layer", False),
-        ("qwen3", "rms", False),
-        ("qwen3", "coupled", False),
+        ("gpt2-bias", "coupled", False),
         ("qwen3", "rms", True),
         ("qwen3", "coupled", True),
     ],
@@ -173,27 +166,14 @@ def test_inductor_launches_what_the_ledger_counts(shape, norm, tuned):
             )
         calls = CALLS.findall(code)
         assert calls[-2:] == [
-            "torch.ops.nanonorm.decode_best.default",
-            "torch.ops.nanonorm.decode_take.default",
+            "torch.ops.nanonorm.best.default",
+            "torch.ops.nanonorm.take.default",
         ]
         counts.append(len(calls))
         ledger.append(total(launches(part, 1, 16)).total())
     assert launches(packed, 1, 16)[-1].total() == PER_BLOCK[norm][0]
     assert counts[1] - counts[0] == PER_BLOCK[norm][0] - tuned
     assert counts == [ledger[0] - 1 - tuned, ledger[1] - 1 - 2 * tuned]
-
-
-@pytest.mark.parametrize("norm", ("rms", "coupled"))
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_ledger_counts_the_step_that_runs(level, norm):
-    packed = pack(make("llama", norm), level)
-    decoder, ledger = Decoder(packed, 1, 16), LaunchLedger()
-    with torch.no_grad(), ledger:
-        logits = decode_logits(
-            ledger.ops, decoder.packed, decoder.caches, decoder.token, decoder.pos
-        )
-        ledger.ops.take(*ledger.ops.best(logits), decoder.token, decoder.pos, decoder.out)
-    assert total(launches(packed, 1, 16)) == Counter(ledger.launches)
 
 
 @pytest.mark.parametrize("norm", NORM_TYPES)
@@ -285,17 +265,17 @@ def test_a_launch_cannot_hold_two_products_and_loose_work_is_counted():
         ledger.ops.norm(Place(NoNorm(4, affine=False)), x, None, None)  # and no launch
     assert ledger.launches == ["matmul", "mul"]
     two = decode_reference.activation
-    decode_reference.activation = lambda z, epilogue, kind: z @ weight @ weight
+    decode_reference.activation = lambda z, inv_rms, bias, kind: z @ weight @ weight
     try:
         with pytest.raises(RuntimeError, match="2 matrix products"), LaunchLedger() as faulty:
-            faulty.ops.activation(x[0], None, "")
+            faulty.ops.activation(x[0], None, None, "")
     finally:
         decode_reference.activation = two
 
 
 def test_ledger_of_the_program(capsys):
     config = DecodeBenchConfig(arms="A,B,C,D", ledger=True, dtype="bfloat16")
-    ledger = run_ledger(config, "random:gpt2")
+    (ledger,) = run_ledger(config, "random:gpt2")
     assert ledger["model"] == "random:gpt2" and ledger["floor_ms_per_token"] == pytest.approx(
         0.0581, rel=0.01
     )
@@ -310,11 +290,11 @@ def test_ledger_of_the_program(capsys):
     assert rows["coupled"]["launches_per_step"] == rows["rms"]["launches_per_step"] - 12
     assert (
         json.loads(json.dumps(ledger)) == ledger
-        and "| coupled | 8 | 1 |" in capsys.readouterr().out
+        and "| coupled | 8 (1): 0." in capsys.readouterr().out
     )
     several = run_ledger(dataclasses.replace(config, batch=(2.0, 64.0)), "random:gpt2")
-    assert several["batch"] == 2 and [one["batch"] for one in several["batches"]] == [2, 64]
-    assert [one["arms"]["rms_fused"]["launches_per_block"] for one in several["batches"]] == [5, 7]
+    assert [one["batch"] for one in several] == [2, 64]
+    assert [one["arms"]["rms_fused"]["launches_per_block"] for one in several] == [5, 7]
 
 
 def test_wrong_settings_are_refused():
@@ -381,11 +361,10 @@ def test_exact_logits_and_the_check_before_timing():
         UserError, match=r"times as far as the unfused model's; 1\.5 times is allowed"
     ):
         check_arm(model, Decoder(wrong, 1, 20), idx, 6)
-    assert "within_aim" not in found  # in float32 the order of sums makes the errors
     model = make("llama", "coupled", init_std=0.3).bfloat16()
     half, slightly = pack(model, "fused"), pack(model, "fused")
     found = check_arm(model, Decoder(half, 1, 20), idx, 6)
-    assert found["within_aim"] is (found["error"] <= 1.05 * found["error_unfused"]) is True
+    assert found["error"] <= 1.05 * found["error_unfused"]
     for block in slightly.blocks:
         block.up.weight = block.up.weight * 1.1
     with pytest.raises(UserError, match=r"; 1\.5 times is allowed"):

@@ -115,9 +115,7 @@ def test_attention_in_parts_of_a_window(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "norm", ("rms", "coupled", "coupled-first", "coupled-span", "layer", "cbwc", "taper")
-)
+@pytest.mark.parametrize("norm", ("rms", "coupled-span", "layer", "taper"))
 def test_greedy_tokens_are_generates(shape, norm):
     """At every level; of the two batch sizes one at each, the other one in the next case."""
     model, idx = make(shape, norm, init_std=0.3), prompt(3)
@@ -131,13 +129,8 @@ def test_greedy_tokens_are_generates(shape, norm):
         ), level
 
 
-# Norms take turns on the two shapes of each family.
-ROUNDED = [
-    (shape, norm)
-    for i, norm in enumerate(("rms", "coupled", "coupled-first", "coupled-span", "cbwc", "taper"))
-    for shape in (("gpt2", "qwen3"), ("gpt2-bias", "llama"))[i % 2]
-]
-ROUNDED += [("gpt2-bias", "peri"), ("llama", "olmo2")]
+ROUNDED = [("qwen3", "rms"), ("gpt2", "coupled"), ("llama", "coupled-span"), ("gpt2-bias", "cbwc")]
+ROUNDED += [("gpt2", "taper"), ("gpt2-bias", "peri"), ("llama", "olmo2")]
 
 
 @pytest.mark.parametrize(("shape", "norm"), ROUNDED)

@@ -15,14 +15,12 @@ pytest.importorskip("triton", reason="Triton has no wheels for this platform")
 
 from decode.pack import pack
 from decode.step import Decoder, overlapped
-from kernels import binding, rows
+from kernels import activation, binding, rows
 from kernels.decode import attention as decode_attention
-from kernels.decode import epilogue as decode_epilogue
 from kernels.decode import overlap
 from kernels.decode import project as decode_project
 from kernels.decode import reference as decode_reference
 from kernels.decode import triton_launches as decode_triton
-from kernels.decode.reference import Epilogue
 from kernels.reference import GATED, KINDS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,6 +40,11 @@ def near(actual, expected):
     assert ((actual.double() - expected.double()).abs().max() / scale).item() <= TOLERANCE.get(
         expected.dtype, 0
     )
+
+
+def near_all(found, expected):
+    for ours, plain in zip(found, expected, strict=True):
+        near(ours, plain)
 
 
 @pytest.fixture(autouse=True)
@@ -79,51 +82,30 @@ def test_products(n_rows, sizes, kind):
     x, weight = tensor(n_rows, 1, K, dtype=dtype), tensor(wide, K, seed=1, dtype=dtype) / K**0.5
     bias, residual = tensor(wide, seed=2, dtype=dtype), tensor(n_rows, 1, N, seed=3, dtype=dtype)
     inv_rms = tensor(n_rows, 1, 1, seed=4).abs() + 0.5
-    for b, r in ((bias, residual), (None, None)):
-        near(
-            decode_project.project(x, weight, b, r, kind),
-            decode_reference.project(x, weight, b, r, kind),
-        )
-    for b in (bias, None):
-        near(
-            decode_project.shared_project(x, inv_rms, weight, b, kind),
-            decode_reference.shared_project(x, inv_rms, weight, b, kind),
-        )
-        ours, plain = (
-            of.norm_project(x, weight, b, 1e-2, kind) for of in (decode_project, decode_reference)
-        )
-        near(ours[0], plain[0])
-        near(ours[1], plain[1])
+    uses = [(b, r, None, None) for b, r in ((bias, residual), (None, None))]
+    uses += [(b, None, inv_rms, None) for b in (bias, None)]
+    uses += [(b, None, None, 1e-2) for b in (bias, None)]
+    for use in uses:
+        near_all(*(of.project(x, weight, *use, kind) for of in (decode_project, decode_reference)))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("kind", ("", *KINDS))
 def test_epilogues_of_library_products(kind, dtype):
     """Wider than a program's columns, and a row of x longer than it sums at a time."""
-    F, C = decode_epilogue.WIDE + 30, decode_epilogue.WIDE + 70
+    F, C = rows.NARROW + 30, rows.NARROW + 70
     wide = 2 * F if kind in GATED else F
     z, x = tensor(3, 1, wide, dtype=dtype), tensor(3, 1, C, seed=1, dtype=dtype)
-    bias = tensor(wide, seed=2, dtype=dtype)
-    epilogue = Epilogue(tensor(3, 1, 1, seed=3).abs() + 0.5, bias)
-    for b in (bias, None):
-        ours, plain = (
-            of.norm_activation(z, x, b, 1e-2, kind or "gelu")
-            for of in (decode_epilogue, decode_reference)
-        )
-        near(ours[0], plain[0])
-        near(ours[1], plain[1])
-    for owed in (epilogue, Epilogue(epilogue.inv_rms, None), None) if kind else ():
-        near(decode_epilogue.activation(z, owed, kind), decode_reference.activation(z, owed, kind))
-    near(decode_epilogue.scale(z, epilogue), decode_reference.scale(z, epilogue))
+    bias, inv_rms = tensor(wide, seed=2, dtype=dtype), tensor(3, 1, 1, seed=3).abs() + 0.5
+    uses = [(inv_rms, bias, kind), (inv_rms, None, kind), (None, None, kind)]
+    uses += [(None, b, kind, x, 1e-2) for b in (bias, None)]
+    for use in uses:
+        near_all(*(of.activation(z, *use) for of in (activation, decode_reference)))
 
 
 def test_more_rows_than_a_tile():
-    x, weight = tensor(130, 1, 32), tensor(20, 32, seed=1)
-    ours, plain = (
-        of.norm_project(x, weight, None, 1e-5) for of in (decode_project, decode_reference)
-    )
-    near(ours[0], plain[0])
-    near(ours[1], plain[1])
+    given = tensor(130, 1, 32), tensor(20, 32, seed=1), None, None, None, 1e-5
+    near_all(*(of.project(*given) for of in (decode_project, decode_reference)))
 
 
 def gains_of(case, H, G, channels, dtype=torch.float32, scale=1.0):
@@ -140,197 +122,81 @@ def gains_of(case, H, G, channels, dtype=torch.float32, scale=1.0):
     ]
 
 
-CASES = (
-    "plain",
-    "rope",
-    "norm",
-    "rope norm epilogue",
-    "epilogue bias",
-    "norm values",
-    "full rope",
-    "full rope values epilogue bias",
-)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_heads_and_attention(case):
-    B, H, G, channels, length, at = 2, 4, 2, 12, 9, 5
-    z = tensor(B, 1, (H + 2 * G) * channels)
-    rope = (
-        (tensor(length, channels, seed=1).cos(), tensor(length, channels, seed=1).sin())
-        if "rope" in case
-        else None
-    )
-    gains = gains_of(case, H, G, channels)
-    epilogue = None
-    if "epilogue" in case:
-        bias = tensor(z.shape[-1], seed=5) if "bias" in case else None
-        epilogue = Epilogue(tensor(B, 1, 1, seed=6).abs() + 0.5, bias)
-    pos, found = torch.tensor([at], device=DEVICE), []
-    for of in (decode_attention, decode_reference):
-        cache = tensor(B, G, length, channels, seed=7), tensor(B, G, length, channels, seed=8)
-        q = of.heads(z, epilogue, cache, pos, rope, *gains, 1e-6)
-        found.append((q, *cache, of.attend(q, cache, pos)))
-    for ours, plain in zip(*found, strict=True):
-        near(ours, plain)
-    untouched = torch.arange(length, device=DEVICE) != at
-    assert torch.equal(
-        found[0][1][:, :, untouched], tensor(B, G, length, channels, seed=7)[:, :, untouched]
-    )
-
-
-# Of four query heads and 2 KEYS + 41 = 169 places, in three parts of 57. Positions: around a tile
-# of keys, and in every part, alone in it as well.
-AT_ONCE = [
-    (1, 4, 64, "", torch.float32, 0, 1),
-    (3, 2, 12, "rope", torch.float32, 1, 1),
-    (1, 1, 128, "norm rope epilogue", torch.bfloat16, 63, 1),
-    (1, 2, 80, "norm epilogue bias", torch.float32, 64, 1),
-    (3, 1, 80, "norm rope epilogue bias", torch.bfloat16, 65, 1),
-    (1, 2, 64, "norm rope", torch.bfloat16, 0, 3),
-    (1, 4, 12, "epilogue bias", torch.float32, 57, 3),
-    (1, 1, 80, "norm rope epilogue", torch.float32, 100, 3),
-    (1, 2, 128, "rope", torch.bfloat16, 168, 3),
+# Sequences, key heads, channels, what is done to them, position, parts, window. Of four query heads
+# and 2 KEYS + 41 = 169 places, in three parts of 57. Positions: around a tile of keys, and in every
+# part, alone in it as well. Windows of one key, of one tile, of a tile and one key, of the whole
+# cache and beyond; positions at which it is not full yet, is just full, and has moved on.
+ATTENTION = [
+    (1, 4, 64, "", torch.float32, 0, 1, 0),
+    (3, 2, 12, "rope", torch.float32, 1, 1, 0),
+    (1, 1, 128, "norm rope epilogue", torch.bfloat16, 63, 1, 0),
+    (1, 2, 80, "norm epilogue bias", torch.float32, 64, 1, 0),
+    (3, 1, 80, "norm rope epilogue bias", torch.bfloat16, 65, 1, 0),
+    (2, 2, 8, "norm", torch.float32, 135, 1, 0),
+    (1, 2, 64, "norm rope", torch.bfloat16, 0, 3, 0),
+    (1, 4, 12, "epilogue bias", torch.float32, 57, 3, 0),
+    (1, 1, 80, "norm rope epilogue", torch.float32, 100, 3, 0),
+    (1, 2, 128, "rope", torch.bfloat16, 168, 3, 0),
     # 4 x 160 query channels are more than a program squares at a time
-    (2, 2, 160, "full rope values", torch.float32, 65, 1),
-    (1, 1, 80, "full rope epilogue bias", torch.bfloat16, 3, 1),
-    (1, 2, 12, "norm values rope", torch.float32, 60, 3),
-    (1, 2, 160, "full values", torch.bfloat16, 110, 3),
+    (2, 2, 160, "full rope values", torch.float32, 65, 1, 0),
+    (1, 1, 80, "full rope epilogue bias", torch.bfloat16, 3, 1, 0),
+    (1, 2, 12, "norm values rope", torch.float32, 60, 3, 0),
+    (1, 2, 160, "full values", torch.bfloat16, 110, 3, 0),
+    (2, 2, 12, "rope", torch.float32, 0, 1, 1),
+    (2, 2, 12, "rope", torch.float32, 100, 1, 1),
+    (2, 2, 12, "rope", torch.float32, 63, 1, 64),
+    (2, 2, 12, "rope", torch.float32, 64, 1, 64),
+    (2, 2, 12, "rope", torch.bfloat16, 168, 1, 65),
+    (2, 2, 12, "rope", torch.float32, 120, 3, 100),
+    (2, 2, 12, "rope", torch.float32, 40, 3, 100),
+    (2, 2, 12, "rope", torch.float32, 168, 3, 65),
+    (2, 2, 12, "rope", torch.float32, 168, 3, 169),
+    (2, 2, 12, "rope", torch.float32, 168, 1, 500),
 ]
 
 
-@pytest.mark.parametrize(("B", "G", "channels", "case", "dtype", "at", "parts"), AT_ONCE, ids=str)
-def test_heads_and_attention_at_once(B, G, channels, case, dtype, at, parts):
-    """Against float64 attention of what heads rounds; nothing is read at the position or behind it,
-    where NaN is.
+@pytest.mark.parametrize(("B", "G", "D", "words", "dtype", "at", "parts", "window"), ATTENTION)
+def test_heads_and_attention(B, G, D, words, dtype, at, parts, window):
+    """One after the other and at once, against a softmax in float64 over the keys that are seen.
+
+    Nothing else is read, for NaN is there, and nothing is written but the new key and value.
     """
     assert decode_attention.KEYS == 64, "positions are chosen for tiles of 64 keys"
-    H, length = 4, 169
-    z = tensor(B, 1, (H + 2 * G) * channels, dtype=dtype)
-    rope = (
-        (tensor(length, channels, seed=1).cos(), tensor(length, channels, seed=1).sin())
-        if "rope" in case
-        else None
-    )
-    gains = gains_of(case, H, G, channels, dtype, 3)
-    bias = tensor(z.shape[-1], seed=5, dtype=dtype) if "bias" in case else None
-    epilogue = Epilogue(tensor(B, 1, 1, seed=6).abs() + 0.5, bias) if "epilogue" in case else None
-    pos = torch.tensor([at], device=DEVICE)
-    full, cache = (
-        [tensor(B, G, length, channels, seed=seed, dtype=dtype) for seed in (7, 8)]
-        for _ in range(2)
-    )
-    for part in cache:
-        part[:, :, at:] = float("nan")
-    given = epilogue, cache, pos, rope, *gains, 1e-6
-    q = decode_reference.heads(z, epilogue, full, *given[2:]).double()
-    exact = [part.double() for part in full]
-    whole = decode_reference.attend(q, exact, pos).to(dtype)
-    if parts == 1:
-        near(decode_attention.heads_attend(z, *given), whole)
-    else:
-        ours = decode_attention.heads_attend_parts(z, *given, parts)
-        near(decode_attention.combine(*ours, dtype), whole)
-        for a, b in zip(ours, decode_reference.attend_parts(q, exact, pos, parts), strict=True):
-            assert torch.equal(a.isfinite(), b.isfinite())
-            near(a.where(a.isfinite(), 0), b.where(b.isfinite(), 0).float())
-    for ours, plain in zip(cache, full, strict=True):
-        near(ours[:, :, at], plain[:, :, at])
-        assert torch.equal(ours[:, :, :at], plain[:, :, :at]) and ours[:, :, at + 1 :].isnan().all()
-
-
-def test_attention_over_several_tiles_of_keys():
-    B, H, D, length = 1, 2, 8, 2 * decode_attention.KEYS + 40
-    q, cache = (
-        3 * tensor(B, H, 1, D),
-        (tensor(B, H, length, D, seed=1), tensor(B, H, length, D, seed=2)),
-    )
-    for at in (0, decode_attention.KEYS - 1, decode_attention.KEYS, 2 * decode_attention.KEYS + 7):
-        pos = torch.tensor([at], device=DEVICE)
-        near(decode_attention.attend(q, cache, pos), decode_reference.attend(q, cache, pos))
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_attention_in_parts(dtype):
-    """Parts that end in the middle of a tile of keys, parts with one key, and parts that have none
-    yet.
-    """
-    B, H, G, D, length, parts = 2, 4, 2, 12, 2 * decode_attention.KEYS + 41, 3
-    q = 3 * tensor(B, H, 1, D, dtype=dtype)
-    cache = (
-        tensor(B, G, length, D, seed=1, dtype=dtype),
-        tensor(B, G, length, D, seed=2, dtype=dtype),
-    )
-    for at in (0, length // parts + 1, length - 1):
-        pos = torch.tensor([at], device=DEVICE)
-        ours, plain = (
-            of.attend_parts(q, cache, pos, parts) for of in (decode_attention, decode_reference)
-        )
-        whole = decode_reference.attend(q, cache, pos)
-        near(decode_attention.combine(*ours, dtype), whole)
-        near(decode_reference.combine(*plain, dtype), whole)
-        for a, b in zip(ours, plain, strict=True):
-            assert torch.equal(a.isfinite(), b.isfinite())
-            near(a.where(a.isfinite(), 0), b.where(b.isfinite(), 0))
-
-
-# (window, position, parts): a window of one key, of one tile, of a tile and one key, of the whole
-# cache and beyond; positions at which it is not full yet, is just full, and has moved on.
-WINDOWS = [
-    (1, 0, 1),
-    (1, 100, 1),
-    (64, 63, 1),
-    (64, 64, 1),
-    (65, 168, 1),
-    (100, 120, 3),
-    (100, 40, 3),
-    (65, 168, 3),
-    (169, 168, 3),
-    (500, 168, 1),
-]
-
-
-@pytest.mark.parametrize(("window", "at", "parts"), WINDOWS, ids=str)
-def test_attention_within_a_window(window, at, parts):
-    """With a scale of its own. Nothing is read outside of the window, where NaN is: by attention
-    alone, and by heads and attention at once, which makes the last key itself.
-    """
-    B, H, G, D, length, scale = 2, 4, 2, 12, 169, 0.5
-    z, pos = tensor(B, 1, (H + 2 * G) * D), torch.tensor([at], device=DEVICE)
-    rope = (tensor(length, D, seed=1).cos(), tensor(length, D, seed=1).sin())
-    full = [tensor(B, G, length, D, seed=seed) for seed in (7, 8)]
-    made = (rope, None, None, None, 1e-6)
-    q = decode_reference.heads(z, None, full, pos, *made)
-    # written out: the softmax over the keys of the window
-    seen = slice(max(0, at + 1 - window), at + 1)
-    k, v = (part[:, :, seen].double().repeat_interleave(2, 1) for part in full)
-    exact = ((q.double() * scale) @ k.mT).softmax(-1) @ v  # (B, H, 1, D)
-    exact = exact.transpose(1, 2).flatten(2).float()
-    poisoned = [part.clone() for part in full]
+    H, length, scale = 4, 169, 0.5 if window else 0.0
+    z, pos = tensor(B, 1, (H + 2 * G) * D, dtype=dtype), torch.tensor([at], device=DEVICE)
+    angle = tensor(length, D, seed=1)
+    rope = (angle.cos(), angle.sin()) if "rope" in words else (None, None)
+    inv_rms = tensor(B, 1, 1, seed=6).abs() + 0.5 if "epilogue" in words else None
+    bias = tensor(z.shape[-1], seed=5, dtype=dtype) if "bias" in words else None
+    made = (z, inv_rms, bias, *rope, *gains_of(words, H, G, D, dtype, 3), 1e-6)
+    before = [tensor(B, G, length, D, seed=seed, dtype=dtype) for seed in (7, 8)]
+    full = [part.clone() for part in before]
+    q = decode_reference.heads(*made, *full, pos)
+    seen = slice(max(0, at + 1 - (window or length)), at + 1)
+    k, v = (part[:, :, seen].double().repeat_interleave(H // G, 1) for part in full)
+    exact = ((q.double() * (scale or D**-0.5)) @ k.mT).softmax(-1) @ v  # (B, H, 1, D)
+    exact = exact.transpose(1, 2).flatten(2).to(dtype)
+    poisoned = [part.clone() for part in before]
     for part in poisoned:
-        part[:, :, : seen.start] = float("nan")
-        part[:, :, at + 1 :] = float("nan")
-    for of, cache in ((decode_attention, poisoned), (decode_reference, full)):
-        if parts == 1:
-            near(of.attend(q, cache, pos, scale, window), exact)
-        found = of.attend_parts(q, cache, pos, parts, scale, window)
-        if parts > 1:
-            near(of.combine(*found, torch.float32), exact)
-            # the same parts, whoever computes them
-            for ours, plain in zip(
-                found,
-                decode_reference.attend_parts(q, full, pos, parts, scale, window),
-                strict=True,
-            ):
-                assert torch.equal(ours.isfinite(), plain.isfinite())
-                near(ours.where(ours.isfinite(), 0), plain.where(plain.isfinite(), 0))
-        for part in cache:
-            part[:, :, at] = float("nan") if of is decode_attention else 0.0
-        if parts == 1:
-            near(of.heads_attend(z, None, cache, pos, *made, scale, window), exact)
-        else:
-            found = of.heads_attend_parts(z, None, cache, pos, *made, parts, scale, window)
-            near(of.combine(*found, torch.float32), exact)
+        part[:, :, : seen.start] = part[:, :, at:] = float("nan")
+    for of, old in ((decode_attention, poisoned), (decode_reference, before)):
+        for at_once in (False, True):
+            cache = [part.clone() for part in old]
+            if at_once:
+                found = of.heads_attend(*made, *cache, pos, parts, scale, window)
+            else:
+                near(of.heads(*made, *cache, pos), q)
+                found = of.attend(q, *cache, pos, parts, scale, window)
+            near(found[0] if parts == 1 else of.combine(*found, dtype), exact)
+            if parts > 1:  # the same parts, whoever computes them
+                plain = decode_reference.attend(q, *full, pos, parts, scale, window)
+                for a, b in zip(found, plain, strict=True):
+                    assert torch.equal(a.isfinite(), b.isfinite())
+                    near(a.where(a.isfinite(), 0), b.where(b.isfinite(), 0))
+            for part, written, rest in zip(cache, full, old, strict=True):
+                near(part[:, :, at], written[:, :, at])
+                part[:, :, at] = rest[:, :, at]
+                assert torch.equal(part.nan_to_num(9), rest.nan_to_num(9))
 
 
 @pytest.mark.parametrize("size", (61, 3000))
@@ -398,32 +264,23 @@ def test_operators_for_compiled_steps():
         decoder.rewind(i)
         near(decoder.step(), expected[:, i - 6 : i - 5])
     z, cache = tensor(1, 1, 8 * 16), (tensor(1, 2, 9, 16), tensor(1, 2, 9, 16))
-    tests = ("test_schema", "test_faketensor")
-    for gains in ((None, None, None), gains_of("full values", 4, 2, 16)):
-        words = (z, None, None, *cache, decoder.pos - 1, None, None, *gains, 1e-6)
-        torch.library.opcheck(decode_triton.heads_operator, words, test_utils=tests)
-    x, weight = tensor(2, 1, 16), tensor(24, 16, seed=1)
-    # all four uses of a step: with and without bias, stream and activation
-    for bias, residual, kind in (
-        (tensor(24, seed=2), tensor(2, 1, 24, seed=3), ""),
-        (None, tensor(2, 1, 24, seed=3), ""),
-        (None, None, ""),
-        (tensor(24, seed=2), None, "swiglu"),
-    ):
-        words = (x, weight, bias, residual, kind)
-        torch.library.opcheck(decode_triton.project_operator, words, test_utils=tests)
-        near(decode_triton.project(*words), decode_reference.project(*words))
-    words = (tensor(1, 4, 1, 16), *cache, decoder.pos - 1, 2, 0.3, 5)
-    torch.library.opcheck(decode_triton.attend_parts_operator, words, test_utils=tests)
-    logits, places = tensor(2, 1, 61), torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
-    torch.library.opcheck(decode_triton.best_operator, (logits,), test_utils=tests)
-    words = (
-        *decode_triton.best(logits),
-        places,
-        places[0].clone(),
-        places.expand(2, 9).contiguous(),
-    )
-    torch.library.opcheck(decode_triton.take_operator, words, test_utils=tests)
+    ops, at = decode_triton.COMPILED, decoder.pos - 1
+    logits, token = tensor(2, 1, 61), torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+    out = token.expand(2, 9).contiguous()
+    checked = [
+        (ops.heads, (z, None, None, None, None, *gains, 1e-6, *cache, at))
+        for gains in ((None, None, None), gains_of("full values", 4, 2, 16))
+    ]
+    checked += [(ops.attend, (tensor(1, 4, 1, 16), *cache, at, parts, 0.3, 5)) for parts in (1, 2)]
+    checked += [(ops.best, (logits,)), (ops.take, (*ops.best(logits), token, token[0], out))]
+    # all uses of a step: with and without bias, stream and activation
+    bias, stream = tensor(24, seed=2), tensor(2, 1, 24, seed=3)
+    for b, residual, kind in ((bias, stream, ""), (None, stream, ""), (None, None, "gelu")):
+        given = (tensor(2, 1, 16), tensor(24, 16, seed=1), b, residual, None, None, kind)
+        near_all(ops.project(*given), decode_reference.project(*given))
+        checked.append((ops.project, given))
+    for operator, given in checked:
+        torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_launches_overlap_only_where_they_are_told_to():

@@ -4,13 +4,13 @@
 
     NANONORM_FULL=1/100 python -m pytest tests/kernels/test_kernels.py   # on a GPU
 
-Without a GPU the kernels run in Triton's interpreter (helpers.py). The axes below are combined
-pairwise: any two values of any two axes meet, for each operator. NANONORM_FULL adds a share of the
-full product, always the same one.
+Without a GPU the kernels run in Triton's interpreter (helpers.py). NANONORM_FULL adds a share of
+all combinations of the axes, always the same one.
 """
 
 import itertools
 import os
+import random
 import zlib
 from fractions import Fraction
 from types import SimpleNamespace
@@ -22,7 +22,6 @@ from helpers import draw
 from kernel_cases import (
     AXES,
     DEVICE,
-    EPS,
     ON_GPU,
     OPERATORS,
     gradients_of,
@@ -47,68 +46,37 @@ TOLERANCE = {
 THREADS = rows.THREADS
 GUARD = 64  # elements on either side of every output, which must stay as they are
 
-IMPOSSIBLE = (("rows", 1), ("content", "inf"))  # inf rows have others beside them
+
+def cases():
+    """Every number of channels in every layout; all other axes in even shares, at random."""
+    pairs = list(itertools.product(AXES["C"], AXES["layout"]))
+    others = {axis: values for axis, values in AXES.items() if axis not in ("C", "layout")}
+    columns = {}
+    for axis, values in others.items():
+        columns[axis] = [values[i % len(values)] for i in range(len(pairs))]
+        random.Random(axis).shuffle(columns[axis])
+    for i, (C, layout) in enumerate(pairs):
+        yield {"C": C, "layout": layout} | {axis: column[i] for axis, column in columns.items()}
 
 
-def pairwise(axes):
-    """Few combinations of the axes' values in which every pair of values of two axes occurs.
-    Greedy, deterministic; where it makes no difference an axis takes its first value.
-    """
-    missing = {
-        ((first, a), (second, b))
-        for first, second in itertools.combinations(axes, 2)
-        for a in axes[first]
-        for b in axes[second]
-    } - {IMPOSSIBLE}
-    order = {pair: place for place, pair in enumerate(sorted(missing, key=str))}
-    while missing:
-        case = dict(min(missing, key=order.__getitem__))
-        for name in axes:
-            if name not in case:
-                counts = [
-                    sum(
-                        bool({((name, value), met), (met, (name, value))} & missing)
-                        for met in case.items()
-                    )
-                    for value in axes[name]
-                ]  # of pairs not met before, with each value
-                allowed = [
-                    not {*IMPOSSIBLE} <= {*case.items(), (name, value)} for value in axes[name]
-                ]
-                case[name] = max(zip(allowed, counts, axes[name]), key=lambda choice: choice[:2])[2]
-        case = {name: case[name] for name in axes}
-        missing -= set(itertools.combinations(case.items(), 2))
-        yield SimpleNamespace(**case)
-
-
-def full_product(axes, share):
+def full_product(share):
     """The given share of all combinations, spread evenly by a checksum."""
-    for values in itertools.product(*axes.values()):
-        case = dict(zip(axes, values))
-        if zlib.crc32(repr(values).encode()) < share * 2**32 and not {*IMPOSSIBLE} <= {
-            *case.items()
-        }:
-            yield SimpleNamespace(**case)
+    for values in itertools.product(*AXES.values()):
+        if zlib.crc32(repr(values).encode()) < share * 2**32:
+            yield dict(zip(AXES, values))
 
 
 SHARE = Fraction(os.environ.get("NANONORM_FULL", "0"))
-CASES = [*pairwise(AXES), *(full_product(AXES, SHARE) if SHARE else ())]
+CASES = [
+    SimpleNamespace(**case)
+    for case in (*cases(), *(full_product(SHARE) if SHARE else ()))
+    if case["rows"] > 1 or case["content"] != "inf"  # inf rows have others beside them
+]
 
 
-def test_the_cases_cover_all_pairs():
-    cases = list(pairwise(AXES))
-    for first, second in itertools.combinations(AXES, 2):
-        met = {((first, getattr(case, first)), (second, getattr(case, second))) for case in cases}
-        assert met == {((first, a), (second, b)) for a in AXES[first] for b in AXES[second]} - {
-            IMPOSSIBLE
-        }
-    assert len(cases) < 80
-
-
-def check(actual, expected, what, floor=0.0, tolerance=0.0):
-    """Same NaN and inf; elsewhere the relative L2 error that the type allows, or absolutely
-    `floor`. The type allows TOLERANCE, or `tolerance` if that is more, and never less than the
-    exact result rounded to it has.
+def check(actual, expected, what, tolerance=0.0):
+    """Same NaN and inf; elsewhere the relative L2 error that the type allows. That is TOLERANCE, or
+    `tolerance` if that is more, and never less than the exact result rounded to it has.
     """
     assert actual.shape == expected.shape, what
     wide = actual.double()
@@ -120,14 +88,9 @@ def check(actual, expected, what, floor=0.0, tolerance=0.0):
     error, size = (wide - expected)[finite], expected[finite]
     # few numbers of a short type cannot be nearer than this
     nearest = (size.to(actual.dtype).double() - size).norm()
-    if floor:
-        rounding = 0.0 if actual.dtype == torch.float32 else torch.finfo(actual.dtype).eps
-        over = (error.abs() - rounding * size.abs()).max() if error.numel() else 0.0
-        assert over <= floor, f"{what}: absolute error {over:.2e}, allowed {floor:.2e}"
-    else:
-        relative = max(TOLERANCE[actual.dtype], tolerance)
-        allowed = torch.maximum(relative * size.norm(), 1.001 * nearest)
-        assert error.norm() <= allowed, f"{what}: {error.norm() / size.norm():.2e}"
+    relative = max(TOLERANCE[actual.dtype], tolerance)
+    allowed = torch.maximum(relative * size.norm(), 1.001 * nearest)
+    assert error.norm() <= allowed, f"{what}: {error.norm() / size.norm():.2e}"
 
 
 MADE = []  # outputs of kernels, guards included, not checked yet
@@ -185,7 +148,6 @@ def check_case(name, case):
     wide = gradients_of(
         expected, [None if grad is None else grad.double() for grad in grads], roots
     )
-    floors = allowed_at_one_channel(name, t, outputs, grads) if case.C == 1 else {}
     for i, (actual, exact) in enumerate(zip(outputs, expected, strict=True)):
         exact = twin.total if i == place else exact.detach()
         check(actual.detach(), exact, f"{case}: output {i}")
@@ -196,8 +158,7 @@ def check_case(name, case):
             # dx is rounded before the gradients of the output norm are computed from it
             rounded = name == "norm_add_norm" and field in ("a", "w") and case.given != "other"
             tolerance = 1.5 * TOLERANCE[case.dtype] if rounded else 0.0
-            floor = floors.get(field, 0.0)
-            check(actual, exact, f"{case}: gradient of {field}", floor, tolerance)
+            check(actual, exact, f"{case}: gradient of {field}", tolerance)
     for tensor, old in [*zip(given, before), *zip(grads, kept)]:
         assert tensor is old or torch.equal(tensor, old), f"{case}: an input was written to"
     check_guards()
@@ -224,47 +185,6 @@ def test_results_are_rounded_to_the_nearest(dtype):
     assert h[0, :6].tolist() == [1, 1 + step, 1 + 2 * step, 1 + step, -1, torch.inf]
 
 
-WITH_STATISTIC = ("rms", "partial", "group", "add_rms", "layer", "taper")
-
-
-def allowed_at_one_channel(name, t, outputs, grads):
-    """With C = 1, y is x's sign, and x's gradient a small difference of large terms, so that a
-    relative error says nothing; one sum over rows that cancel stands for a whole gain. Allowed is
-    1e-6 of the largest term, beside the rounding of a 16-bit result.
-    """
-    if name in ("add_normed", "norm_add_norm"):
-        return allowed_with_an_output_norm(t, outputs, grads)
-    if name not in WITH_STATISTIC or grads[0] is None:
-        return {}
-    largest = grads[0] * t.s if t.w is None else grads[0] * t.s * t.w
-    if len(grads) > 1 and grads[-1] is not None:  # the gradient of inv_rms has its own term
-        largest = largest.abs() + grads[-1].abs() * t.s**2
-    of_x, of_w = (1e-6 * float(terms.detach().abs().max()) for terms in (largest, grads[0]))
-    return {"x": of_x, "a": of_x, "w": of_w}
-
-
-def allowed_with_an_output_norm(t, outputs, grads):
-    """The same for each norm in turn. The second one takes the rounded gradient of the first."""
-    dy, dh, ds = (None, *grads, None) if len(outputs) == 1 else grads
-    h = outputs[0 if len(outputs) == 1 else 1].detach().double()
-    terms = torch.zeros_like(h)
-    if dy is not None:
-        s = (h.square() + EPS).rsqrt()
-        terms += (dy * s if t.wt is None else dy * s * t.wt.detach()).abs()
-        terms += 0.0 if ds is None else ds.abs() * s**2
-    terms += 0.0 if dh is None else dh.abs()
-    p = (t.a.detach().double().square() + EPS).rsqrt()
-    through = terms * p if t.w is None else terms * p * t.w.detach().abs()
-    terms, through = (values[values.isfinite()] for values in (terms, through))  # others are NaN
-    step = 1e-6 if t.x.dtype == torch.float32 else torch.finfo(t.x.dtype).eps
-    allowed = {
-        "x": 1e-6 * float(terms.max()),
-        "a": step * float(through.max()),
-        "w": step * float(terms.sum()),
-    }
-    return allowed if dy is None else allowed | {"wt": 1e-6 * float(dy.abs().max())}
-
-
 @pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_against_float64(name, dtype):
@@ -281,7 +201,7 @@ def test_plain_pytorch_in_float64(name):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_no_rows(name):
-    for layout, dims in itertools.product(AXES["layout"], AXES["dims"]):
+    for layout, dims in (("contiguous", 3), ("strided", 2)):
         case = plain_case(96, 0, layout=layout, grad_layout=layout, dims=dims, given="all")
         outputs, gradients = check_case(name, case)
         assert all(output.numel() == 0 for output in outputs)
@@ -314,7 +234,7 @@ def test_frozen_gains_and_biases_are_not_summed(name, monkeypatch):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_tiles_of_the_size_a_gpu_gets(name, monkeypatch):
     monkeypatch.setattr(rows, "THREADS", THREADS)
-    for C in (96, 768, 4097):
+    for C in (96, 4097):
         check_case(name, plain_case(C, 33))
 
 

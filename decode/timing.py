@@ -1,7 +1,8 @@
-"""The timer of bench/kernels.py, bench/fold.py and bench/train.py: arms take turns in one process.
+"""The timer of every bench: arms take turns in one process.
 
 In every round each arm runs once, in a new random order (common/stats.py). On a GPU the time is
-that between two events around the call, elsewhere that of a clock.
+that between two events around the call. On a CPU with one thread it is the process's own, which
+other programs disturb less; with more threads a clock's.
 """
 
 import functools
@@ -12,8 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from common.errors import UserError
-from common.stats import paired_times, seconds
+from common.stats import cpu_seconds, paired_times, seconds
 
 QUEUEING = 1_000_000  # cycles: half a millisecond, to queue two events and a graph in
 
@@ -43,7 +43,7 @@ def captured(make_work: Callable[[], Callable[[], Any]], pool: Any = None) -> Ca
     return graph.replay
 
 
-def gpu_seconds(call: Callable[[], None], cycles: int = 0) -> float:
+def gpu_seconds(call: Callable[[], Any], cycles: int = 0) -> float:
     """Return the seconds between two events on the GPU, before and after a call.
 
     Args:
@@ -67,6 +67,7 @@ def time_arms(
     device: torch.device,
     steps: int = 1,
     cycles: int = 0,
+    least: int = 2,
 ) -> dict[str, list[float]]:
     """Return arm -> seconds of one call in each round.
 
@@ -75,9 +76,7 @@ def time_arms(
     Args:
         steps: calls of an arm's turn, timed together.
         cycles: as gpu_seconds takes them.
-
-    Raises:
-        UserError: fewer than two rounds were over when it was interrupted.
+        least: rounds without which an interrupted measurement is none (KeyboardInterrupt).
     """
 
     def turn(call: Callable[[], Any]) -> None:
@@ -85,15 +84,10 @@ def time_arms(
             call()
 
     turns = {name: functools.partial(turn, call) for name, call in arms.items()}
-    measure = seconds
+    measure = cpu_seconds if torch.get_num_threads() == 1 else seconds
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         measure = functools.partial(gpu_seconds, cycles=cycles)
     with tqdm(total=rounds, unit="round", disable=not sys.stderr.isatty()) as bar:
-        try:
-            times = paired_times(turns, rounds, after_round=bar.update, measure=measure, least=2)
-        except KeyboardInterrupt:
-            raise UserError(
-                "interrupted before the second round was over: there is nothing to compare"
-            ) from None
+        times = paired_times(turns, rounds, after_round=bar.update, measure=measure, least=least)
     return {name: [value / steps for value in values] for name, values in times.items()}
