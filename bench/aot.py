@@ -91,9 +91,7 @@ class AotConfig:
     sm: tuple[int, ...] = key(
         (80, 90, 100), f"compute capabilities times ten: {', '.join(map(str, ARCHITECTURES))}"
     )
-    channels: tuple[int, ...] = key(
-        (768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first"
-    )
+    channels: tuple[int, ...] = key((768, 1024, 2048, 4096, 8192), "C; variants at the first")
     batch: tuple[int, ...] = key((), "kernels of decoding: sequences decoded at once")
     shapes: tuple[str, ...] = key(tuple(SHAPES), "of decoding: shapes, separated by commas")
     named: bool = key(False, "only print the version of triton that torch names")
@@ -368,8 +366,7 @@ def training(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
     for sm, channels in itertools.product(config.sm, config.channels):
         for name, variant, call in operators(channels, channels == config.channels[0]):
             for launch in launches(call):
-                is_backward = launch.kernel.__name__ in ("backward_kernel", "dots_kernel")
-                suffix = "_backward" if is_backward else ""
+                suffix = "_backward" if launch.kernel.__name__ == "backward_kernel" else ""
                 yield {"operator": f"{name}{suffix}{variant}", "C": channels, "sm": sm}, launch
 
 

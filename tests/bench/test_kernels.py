@@ -145,31 +145,18 @@ def test_what_is_wrong_or_fails_is_not_timed(monkeypatch):
     def without_gain(x, w):
         return plain(x, torch.ones_like(w)) + 0 * w
 
-    def poisoned(x, w):
-        return plain(x, w) * torch.where(w > 0, 1, torch.nan)
-
     def broken(x, w):
         raise RuntimeError("no kernel image\nand much more")
 
-    calls = []
-
-    def once(x, w):
-        calls.append(x)
-        if len(calls) > 1:  # right, but cannot be captured in a graph
-            raise RuntimeError("stream is capturing")
-        return plain(x, w)
-
     arms = {"reference": OPERATORS["rms_norm"].ours("torch"), "torch": plain}
-    arms |= {"Liger": without_gain, "quack": broken, "flash-attn": poisoned, "compiled": once}
+    arms |= {"Liger": without_gain, "quack": broken}
     monkeypatch.setattr(kernels, "arms_of", lambda *_: (dict(arms), []))
     config = KernelBenchConfig(rounds=6, dtype="float32")
     for row in kernels.measure(config, "rms_norm", 8, 16, CPU):
         assert set(row["share"]) == {"reference", "torch"}
-        wrong, failed, nan, late = row["missing"]
+        wrong, failed = row["missing"]
         assert wrong.startswith("Liger: ValueError: wrong, relative error")
         assert failed == "quack: RuntimeError: no kernel image"
-        assert nan == "flash-attn: ValueError: wrong, relative error inf"
-        assert late == "compiled: RuntimeError: stream is capturing"
     arms["reference"] = without_gain
     with pytest.raises(UserError, match="rms_norm at C = 16: our own reference is wrong"):
         kernels.measure(config, "rms_norm", 8, 16, CPU)
