@@ -312,9 +312,8 @@ def test_a_trace_without_kernels_is_refused(monkeypatch):
     """A profiler that sees nothing would count none in every arm, all equal."""
     monkeypatch.setattr(trace, "profiled", lambda call, cuda: (None, []))
     decoder = Decoder(pack(make("gpt2", "rms"), "plain"), 1, 8)
-    decoder.prefill(prompt(1, 3))
     with pytest.raises(UserError, match="the profiler saw no kernels"):
-        trace.traced(decoder, 3, None)
+        trace.traced(decoder, prompt(1, 3), None)
 
 
 def test_a_trace_is_compared_with_the_ledger():
