@@ -133,6 +133,7 @@ def inputs(model: nn.Module, batch: int, length: int, dtype: torch.dtype) -> dic
 
 
 def is_of_images(model: nn.Module) -> bool:
+    """Return whether the model takes images in place of token ids."""
     return getattr(model, "main_input_name", "") == "pixel_values"
 
 
@@ -197,7 +198,7 @@ def show(record: dict[str, Any]) -> str:
     parts = [f"{record['ms']['before']:.2f} ms before, {record['ms']['after']:.2f} ms after"]
     for name in list(record["ms"])[1:]:
         parts.append(f"before / {name} {span(record[f'before / {name}'])}")
-    for name, saved in record.get("sequential", {}).get("saved", {}).items():
+    for name, saved in list(record.get("sequential", {}).get("saved", {}).items())[1:]:
         parts.append(f"one after the other, {name} {saved:+.1%} saved")
     return f"{record['mode']}, length {record['length']}: {'; '.join(parts)}"
 
