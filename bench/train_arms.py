@@ -101,9 +101,9 @@ def parse_arm(name: str, config: TrainConfig) -> TrainArm:
             raise ConfigError(f"{key} cannot differ here, set it once for all: --{key}={value}")
     config = dataclasses.replace(config, norm_type=norm_type, **overrides.values)
     NormPlan(config, config.n_layer, config.n_embd, config.bias)
-    for name in NOT_NANOGPTS if is_nanogpt else ():
-        if getattr(config, name) != getattr(TrainConfig, name):
-            raise ConfigError(f"nanoGPT has no {name}={getattr(config, name)}")
+    for field in NOT_NANOGPTS if is_nanogpt else ():
+        if getattr(config, field) != getattr(TrainConfig, field):
+            raise ConfigError(f"nanoGPT has no {field}={getattr(config, field)}")
     return TrainArm(name, config, is_nanogpt, not kind.endswith(NO_MLP_GAMMA))
 
 
