@@ -14,7 +14,6 @@ from common.errors import ConfigError
 from model import GPT, FoldedBlock
 from norm_plan import NormConfig
 from norms import Place, SharedRMSNorm
-from train import TrainConfig
 
 LLAMA = {"position": "rope", "activation": "swiglu", "n_kv_head": 1, "tie_embeddings": False}
 CASES = [
@@ -165,9 +164,6 @@ def test_training_is_the_same_and_checkpoints_are_interchangeable(train_ok, tiny
     assert max(abs(scale[step] - both[step]) for step in scale) <= 1e-10
 
 
-def test_what_it_cannot_compute_is_refused():
-    """float16, as it multiplies the stream before it is normalised; a gradient of the statistic."""
-    with pytest.raises(ConfigError, match="coupled_impl=fold"):
-        TrainConfig(norm_type="coupled", coupled_impl="fold", dtype="float16")
+def test_fold_has_no_gradient_through_the_statistic():
     with pytest.raises(ConfigError, match="coupled_grad=detach"):
         NormConfig(norm_type="coupled", coupled_impl="fold", coupled_grad="full")
