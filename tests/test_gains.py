@@ -81,7 +81,7 @@ def weightless(model, **options):
     return after, left
 
 
-@pytest.mark.parametrize(("keys", "expected"), CASES, ids=str)
+@pytest.mark.parametrize(("keys", "expected"), CASES)
 def test_no_gain_is_left_that_linears_alone_read(keys, expected):
     model = gpt(**keys, n_layer=2)
     for index, (name, buffer) in enumerate(model.named_buffers()):
