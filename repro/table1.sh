@@ -26,26 +26,26 @@ scale=${1:-} status=0
 case $scale in
   full)
     KEEP=${KEEP:-results/$(gpu_name)/table1/runs.tar.xz}
-    export KEEP NPROC=${NPROC:-8} OUT=${OUT:-out/table1}
+    export KEEP NPROC=${NPROC:-8} OUT=${OUT:-out/table1} HELLASWAG=${HELLASWAG:-auto}
     ./sweep.sh config/layer.py --delta_val_loss=0.001 --delta_train_loss=0.001 \
       --delta_hellaswag_acc=0.005 --delta_hellaswag_acc_norm=0.005 --delta_tok_per_s=0.005 "$@" \
       || status=$?
     ;;
   cpu)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OUT=${OUT:-out/table1_cpu} \
-      KEEP=${KEEP:-results/cpu/table1/runs.tar.xz}
+      KEEP=${KEEP:-results/cpu/table1/runs.tar.xz} HELLASWAG=${HELLASWAG:-auto}
     [ -f data/stdlib/meta.json ] || "$PYTHON" data/stdlib/prepare.py
     ./sweep.sh config/table1_cpu.py "$@" || status=$?
     ;;
   small)
-    export SEEDS=${SEEDS:-8 9 10 11 12 13} HELLASWAG=${HELLASWAG:-off}
+    export SEEDS=${SEEDS:-8 9 10 11 12 13}
     KEEP=${KEEP:-results/$(gpu_name)/table1_small/runs.tar.xz}
     export KEEP OUT=${OUT:-out/table1_small}
     ./sweep.sh config/small.py --gradient_accumulation_steps=2 --max_iters=730 --warmup_iters=70 \
       --eval_interval=73 --eval_tokens=851968 --delta_val_loss=0.01 "$@" || status=$?
     ;;
   pair)
-    export ARMS=${ARMS:-rms coupled} SEEDS=${SEEDS:-8} HELLASWAG=${HELLASWAG:-off}
+    export ARMS=${ARMS:-rms coupled} SEEDS=${SEEDS:-8}
     KEEP=${KEEP:-results/$(gpu_name)/pair_124m/runs.tar.xz}
     export KEEP OUT=${OUT:-out/pair_124m}
     ./sweep.sh config/layer.py --batch_size=48 --gradient_accumulation_steps=2 --max_iters=1000 \
@@ -60,6 +60,6 @@ case $scale in
 esac
 [ -f "$KEEP" ] || exit $status  # stopped before any run had ended
 "$PYTHON" report.py "$KEEP" --baseline=rms --out="$(dirname "$KEEP")"
-[ "$scale" = pair ] || "$PYTHON" report.py "$KEEP" --baseline=layer --pictures=False \
+[[ " ${ARMS:-layer} " != *" layer "* ]] || "$PYTHON" report.py "$KEEP" --baseline=layer --pictures=False \
   --out="$(dirname "$KEEP")/against_layer"
 exit $status
