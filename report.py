@@ -18,6 +18,7 @@ baseline, runs that differ in the seed alone are one curve, their mean.
 """
 
 import csv
+import html
 import io
 import re
 import textwrap
@@ -86,6 +87,8 @@ ALONE = """\
 Nothing is compared, for no arm has two pairs. A pair differs in the norm alone: same seed, same
 data, same settings. Arms with learning rates of their own are compared by a plan that was declared
 before its runs, as repro/which_norm.py does (docs/which_norm.md)."""
+
+LONGEST_NAME = 19  # characters of an arm in the terminal's table of 80
 
 STABILITY = """\
 Divergence is a result: an arm of which runs diverged has no verdict on the rest. Clipped steps: the
@@ -462,11 +465,8 @@ def without_a_row(rows: list[Comparison], pairs: Pairs, diverged: dict[str, str]
 def arms_text(arms: Arms) -> str:
     """Return an HTML table of the norm keys of all arms: each has those that it reads."""
     runs = [next(iter(its.values())) for its in arms.values()]
-    keys = sorted({key for run in runs for key in run.norm_keys if key in run.config})
-    rows = [
-        [short_name(run.arm), *(run.config[key] if key in run.norm_keys else "" for key in keys)]
-        for run in runs
-    ]
+    keys = sorted({key for run in runs for key in run.norm_keys})
+    rows = [[short_name(run.arm), *(run.norm_value(key) for key in keys)] for run in runs]
     return page.table(["arm", *keys], rows, arms)
 
 
@@ -475,6 +475,7 @@ def page_of(report: Report) -> bytes:
     arms, rows = report.compared, report.judged
     verdicts = page.table(*cells_of(rows, VERDICT_COLUMNS), [row.arm for row in rows])
     sections = {"Verdicts": verdicts if rows else f"<p>{ALONE}</p>"}
+    sections["Verdicts"] += "".join(f"<p>{html.escape(line)}</p>" for line in report.unjudged)
     for name, its in by_metric(rows).items():
         sections[f"Differences: {name}"] = page.forest(its, arms)
     sections |= {
@@ -528,10 +529,14 @@ def terminal_table(report: Report) -> str:
     metric = rows[0].metric
     found = {row.arm: row for row in rows}
     lines = [["arm", "seeds", "mean", "SD", "differs", "95 % (Holm)", "verdict"]]
-    for arm, runs in report.compared.items():
+    for place, (arm, runs) in enumerate(report.compared.items()):
         values = [run.metrics[metric.name] for run in runs.values() if metric.name in run.metrics]
+        mean = np.mean(values) if values else None
         spread = np.std(values, ddof=1) if len(values) > 1 else None
-        line = [short_name(arm)[:19], str(len(values)), number(np.mean(values)), number(spread)]
+        name = short_name(arm)
+        if len(name) > LONGEST_NAME:  # two names may be alike up to where they are cut
+            name = f"{name[: LONGEST_NAME - 4]} #{place}"
+        line = [name, str(len(values)), number(mean), number(spread)]
         row = found.get(arm)
         tests = ["", "", ""]
         if row is not None:

@@ -15,12 +15,14 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
-from common.plotting import COLORS
+from common.plotting import COLORS as ON_WHITE
 from evidence.comparison import Arms, Comparison
 from evidence.names import short_name
 from evidence.runs import Run
 
 TEMPLATE = Path(__file__).with_suffix(".html")
+COLORS = [*ON_WHITE[:-1], "#888888"]  # black would not show on a dark page
+DASHES = ("solid", "dash", "dot")
 GRID = "rgba(128, 128, 128, 0.25)"
 CLEAR = "rgba(0, 0, 0, 0)"
 TOKENS = "training tokens (millions)"
@@ -119,7 +121,8 @@ def lines(arms: Arms, panels: dict[str, Values], x_title: str, log: str = "") ->
         return ""
     figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.05)
     for place, (label, values_of) in enumerate(panels.items(), 1):
-        for arm, runs in arms.items():
+        for number, (arm, runs) in enumerate(arms.items()):
+            dash = DASHES[number // len(COLORS) % len(DASHES)]
             for run in runs.values():
                 x, y = values_of(run)
                 name = f"{short_name(arm)}, {seed_name(run)}"
@@ -127,7 +130,7 @@ def lines(arms: Arms, panels: dict[str, Values], x_title: str, log: str = "") ->
                     x=x,
                     y=y,
                     mode="lines",
-                    line={"color": color(arms, arm), "width": 1.3},
+                    line={"color": color(arms, arm), "width": 1.3, "dash": dash},
                     hovertemplate=f"{name}: %{{y:.4f}}<extra></extra>",
                     showlegend=False,
                     meta=[arm, seed_name(run)],

@@ -189,10 +189,14 @@ class Run:
         """The norm type and every norm key that is not at its default, as sweep.sh takes it."""
         parts = [self.config["norm_type"]]
         for name, default in self.norm_keys.items():
-            value = self.config.get(name, default)
+            value = self.norm_value(name)
             if _plain(value) != _plain(default):
                 parts.append(f"--{name}={_text(value)}")
         return " ".join(parts)
+
+    def norm_value(self, key: str) -> Any:
+        """The value of a norm key; "" for one that the run's norm type does not read."""
+        return self.config.get(key, self.norm_keys[key]) if key in self.norm_keys else ""
 
     def events_of(self, kind: str) -> list[dict]:
         """The log's events of one kind, in order."""

@@ -210,6 +210,29 @@ def test_the_stream_is_drawn_where_runs_measured_it(tmp_path):
     assert "<h2>Residual stream after training</h2>" in page and "length of the logits" in page
 
 
+def test_the_page_has_old_runs_and_arms_without_a_verdict(sweep, undrawn):
+    """Runs of before a norm key; of an arm whose runs all diverged, the sentence."""
+    logs = [run / "log.jsonl" for run in sweep.glob("rms-*")]
+    for log in logs:
+        log.write_text(log.read_text().replace('"rms_bias": false, ', "", 1))
+    for seed in SEEDS:
+        append(sweep / f"taper-{seed}", event="end", reason="step 9: the loss is not finite")
+    report.main([str(sweep), "--baseline=rms"])
+    page = (sweep / "report.html").read_text()
+    assert "<th>rms_bias" in page and "<p>taper: no verdict: 8 of 8 runs diverged" in page
+
+
+def test_long_names_in_the_terminal_stay_apart(tmp_path, capsys, undrawn):
+    for seed in (8, 9):
+        write_run(tmp_path, "rms", seed)
+        for anchor in (0.1, 0.01):
+            write_run(tmp_path, "taper", seed, taper_final=True, taper_anchor=anchor)
+    report.main([str(tmp_path), "--baseline=rms", "--pictures=False"])
+    lines = capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]
+    names = {line.partition("  ")[0] for line in lines}
+    assert len(names) == 3 and all(len(line) <= 80 for line in lines)
+
+
 def test_runs_of_before_a_key_existed_are_comparable(tmp_path):
     old = committed("table1", "rms-8")
     new = write_run(tmp_path, "rms", 8)
