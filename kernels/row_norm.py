@@ -210,8 +210,6 @@ def backward_kernel(
             fixed = u
             if DWT is not None:
                 dwt += u * v
-            if WT is not None:
-                fixed = u * load_vector(WT, col, C)
         if MEAN is not None:
             v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
         if not SHARED or DW is not None:
@@ -235,6 +233,8 @@ def backward_kernel(
             u = u - through
         dx = u * inv[:, None]
         if GATE_C is not None:
+            if WT is not None:
+                fixed = fixed * load_vector(WT, col, C)
             dx = gate * dx + rest * fixed
         if DH is not None:  # h goes on as the residual stream as well
             dx += load(DH, row, first + col, dh_stride, mask)
