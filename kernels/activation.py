@@ -194,13 +194,17 @@ def activation(
     kind: str,
     x: Tensor | None = None,
     eps: float = 0.0,
+    each: int = rows.BACKWARD,
 ) -> list[Tensor]:
-    """Compute the function of this name of decode/reference.py: a launch of a decoding step."""
+    """Compute the function of this name of decode/reference.py: a launch of a decoding step.
+
+    `each`: elements for each thread. A step has few rows, so few tiles: they are small ones.
+    """
     channels = z.shape[-1] // (2 if kind in GATED else 1)
     y = rows.empty((*z.shape[:-1], channels), z.dtype, z.device)
     taken = [] if x is None else [rows.empty((*z.shape[:-1], 1), torch.float32, z.device)]
     z = rows.as_rows(z)
-    work = rows.split(z, channels, rows.FORWARD, rows.NARROW)
+    work = rows.split(z, channels, each, rows.NARROW)
     rows.launch(
         activation_kernel,
         (work.row_tiles, work.column_tiles),
@@ -224,7 +228,7 @@ def forward(
     *others: Any,
 ) -> Outputs:
     """Compute reference.scaled_activation for these reference.Inputs: y alone."""
-    return Outputs(activation(z, inv_rms, b, others[-1])[0])
+    return Outputs(activation(z, inv_rms, b, others[-1], each=rows.FORWARD)[0])
 
 
 def backward(

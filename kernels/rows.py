@@ -138,7 +138,8 @@ def launch_backward(
     )
     at_most = 1  # without a launch, of a fake tensor
     if not isinstance(tensors[0], FakeTensor):
-        at_most = programs(kernel, signature, tuple(constants.items()), device)
+        with torch.cuda.device_of(tensors[0]):  # it compiles and loads for the current one
+            at_most = programs(kernel, signature, tuple(constants.items()), device)
     at_most = max(1, at_most // (groups * work.column_tiles))
     height = work.meta["ROWS"]
     tiles_each = max(triton.cdiv(LEAST, height), triton.cdiv(work.row_tiles, at_most))

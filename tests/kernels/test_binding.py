@@ -260,6 +260,11 @@ def test_auto_is_plain_pytorch_on_a_cpu_and_float64_always():
     assert kernels.implementation(wide, "triton") is kernels.plain
     if binding.INTERPRETED:
         assert kernels.implementation(given, "triton").__self__ is binding.Fused
+        far = kernels.Inputs(torch.ones(2, 8193), kind="rms")
+        shared = far._replace(kind="shared", given=torch.ones(2, 1))
+        assert kernels.implementation(far, "triton") is kernels.plain
+        for fits in (far._replace(groups=3), shared):  # 2,731 a group; no sum over the row
+            assert kernels.implementation(fits, "triton").__self__ is binding.Fused
     with pytest.raises(UserError, match="auto, torch, triton"):
         kernels.implementation(given, "cuda")
     with pytest.raises(ConfigError, match="kernels"):
@@ -309,6 +314,10 @@ def test_without_triton_or_gpu_auto_works_and_triton_says_what_to_do(prelude, me
         (lambda x, w: kernels.taper_norm(x, w, w[:3], w[:2], EPS), "w_tilde of shape .3,"),
         (lambda x, w: kernels.taper_norm(x, w, w, w[:2, None], EPS), "gate_c of shape .2, 1"),
         (lambda x, w: kernels.scaled_activation(x, x[:, :1], w, "tanh"), "tanh"),
+        (
+            lambda x, w: kernels.scaled_activation(x[:, :7], x[:, :1], None, "swiglu"),
+            "swiglu of 7",
+        ),
         (lambda x, w: kernels.rms_norm(x, w, EPS, groups=3), "groups=3 for 8"),
         (lambda x, w: kernels.add_rms_norm(x, x, w, EPS, groups=0), "groups=0"),
         (lambda x, w: kernels.add_rms_norm(x, x, w, EPS, groups=2, counted=5), "counted=5"),
