@@ -49,10 +49,11 @@ from decode.ledger import shape_on_meta
 from decode.pack import LEVELS, pack
 from decode.step import Decoder
 from hf.config import SHAPES
-from kernels import binding
+from kernels import binding, rows
 from kernels.decode.overlap import overlapping
 from kernels.decode.triton_launches import FUSED
 from kernels.reference import GATED, KINDS, Inputs
+from norm_types import SHARED
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -79,6 +80,7 @@ COLUMNS = (
 EARLY = ("vector_kernel", "attend_kernel")  # of decoding: these begin to load before they wait
 # compile-time arguments that tell launches of decoding apart
 NAMED_FACTS = ("N", "KIND", "OWN", "HEADS", "WINDOW", "PARTS", "Q_NORM")
+GIVEN = ("INV", "BIAS", "V_GAIN")  # tensors that do so too: a launch has them or not
 TABLE = rb"triton \d"  # how the file of a table begins
 # The triton of a CUDA build of torch; the metadata of a CPU build names none.
 NAMED = {"2.11": "3.6.0", "2.13": "3.7.1"}
@@ -106,6 +108,8 @@ class AotConfig:
             raise ConfigError(f"shapes: give some of {', '.join(SHAPES)}, separated by commas")
         if min(*self.channels, *self.batch, 1) < 1:
             raise ConfigError("channels and batch are whole numbers from 1 on")
+        if max(self.channels, default=0) > rows.WHOLE:
+            raise ConfigError(f"channels: norms have kernels for {rows.WHOLE} at most")
 
 
 def named_triton() -> str:
@@ -373,18 +377,22 @@ def training(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
 def steps(name: str, batch: int) -> list[Launch]:
     """Return the different launches of decoding steps of a published shape, with a few blocks.
 
-    With its own norms, and with CoupledNorm where that may take their place; at every level of
-    fusion, and with a short and a long cache.
+    With its own norms, and where CoupledNorm may take their place with that, also with one
+    statistic for the whole model; at every level of fusion, and with a short and a long cache. One
+    block normalises its values too, if it does so with its keys.
     """
     model = shape_on_meta(f"random:{name}", torch.bfloat16)
     models = [model]
     if is_plain_pre_norm(model):
         models.append(with_norms(model, "coupled"))
+        plan = "R" + SHARED * 2 * model.config.n_layer
+        models.append(with_norms(model, "coupled", norm_plan=plan))
     found: dict[str, Launch] = {}
     for one, level, length in itertools.product(models, LEVELS, (256, 4096)):
         length = min(length, model.config.block_size)
         packed = pack(one, level)
         packed.blocks = packed.blocks[:6]  # local and global ones
+        packed.blocks[1].v_gain = packed.blocks[1].k_gain
         decoder = Decoder(packed, batch, length, ops=FUSED, graph=False)
         for launch in launches(decoder.step):
             types = [getattr(value, "dtype", value) for value in launch.arguments]
@@ -404,8 +412,10 @@ def decoding(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
             for launch in made:
                 kernel, words = launch.kernel.__name__, launch.keywords
                 if overlaps or sm < 90 or kernel in EARLY:
-                    size = next(words[key] for key in ("K", "D", "C", "PARTS", "F") if key in words)
+                    size = next(words[key] for key in ("K", "D", "PARTS", "F", "C") if key in words)
                     facts = [f"{key}={words[key]}" for key in NAMED_FACTS if words.get(key)]
+                    given = dict(zip(launch.kernel.arg_names, launch.arguments))
+                    facts += [name for name in GIVEN if given.get(name) is not None]
                     row = {"operator": f"{name}, batch {batch}, {' '.join(facts)}", "C": size}
                     row |= {"sm": sm, "PDL": words.get("PDL")}
                     # attention that makes its query, key and value

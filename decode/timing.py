@@ -84,7 +84,8 @@ def time_arms(
             call()
 
     turns = {name: functools.partial(turn, call) for name, call in arms.items()}
-    measure = cpu_seconds if torch.get_num_threads() == 1 else seconds
+    is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    measure = cpu_seconds if is_one_thread else seconds
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         measure = functools.partial(gpu_seconds, cycles=cycles)

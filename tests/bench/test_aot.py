@@ -79,6 +79,19 @@ def test_kernels_of_a_decoding_step_do_not_spill():
         "take",
     ]
     assert {record["kernel"] for record in told["kernels"]} == {f"{kind}_kernel" for kind in kinds}
+    facts = [(record["kernel"], {*record["operator"].split()}) for record in told["kernels"]]
+    for kernel, its in (
+        ("heads_kernel", {"INV", "V_GAIN"}),
+        ("attend_kernel", {"INV", "V_GAIN"}),
+        ("vector_kernel", {"INV", "N=4096"}),  # queries, keys and values
+        ("matrix_kernel", {"INV", "N=4096"}),
+        ("activation_kernel", {"INV"}),
+    ):
+        assert any(kernel == name and its <= given for name, given in facts), (kernel, its)
+    # of logits, which lack the statistic that a final norm shares
+    assert any(name == "activation_kernel" and "KIND=swiglu" not in given for name, given in facts)
+    assert {record["C"] for record in told["kernels"]} >= {1024, 2048, 3072, 128}
+    assert min(record["C"] for record in told["kernels"]) > 1
     for record in told["kernels"]:
         # of attention that makes heads: 64 keys and values of 128 channels by 8 warps; the position
         wanted = 9 if record["joint"] else record.get("tile", 0)
@@ -135,7 +148,9 @@ run_program(aot.main)
 """
 
 
-@pytest.mark.parametrize("word", ["--sm=91", "--sm=", "--channels=0", "--batch=0", "--shapes=x"])
+@pytest.mark.parametrize(
+    "word", ["--sm=91", "--sm=", "--channels=0", "--channels=8193", "--batch=0", "--shapes=x"]
+)
 def test_wrong_settings_are_refused(word):
     with pytest.raises(ConfigError, match=word[2:4]):
         aot.main([word])

@@ -148,15 +148,28 @@ def test_what_is_wrong_or_fails_is_not_timed(monkeypatch):
     def broken(x, w):
         raise RuntimeError("no kernel image\nand much more")
 
+    def poisoned(x, w):
+        return plain(x, w) * torch.nan
+
+    calls = []
+
+    def once(x, w):
+        calls.append(x)
+        if len(calls) > 1:  # right, but cannot be captured in a graph
+            raise RuntimeError("stream is capturing")
+        return plain(x, w)
+
     arms = {"reference": OPERATORS["rms_norm"].ours("torch"), "torch": plain}
-    arms |= {"Liger": without_gain, "quack": broken}
+    arms |= {"Liger": without_gain, "quack": broken, "flash-attn": poisoned, "compiled": once}
     monkeypatch.setattr(kernels, "arms_of", lambda *_: (dict(arms), []))
     config = KernelBenchConfig(rounds=6, dtype="float32")
     for row in kernels.measure(config, "rms_norm", 8, 16, CPU):
         assert set(row["share"]) == {"reference", "torch"}
-        wrong, failed = row["missing"]
+        wrong, failed, nan, late = row["missing"]
         assert wrong.startswith("Liger: ValueError: wrong, relative error")
         assert failed == "quack: RuntimeError: no kernel image"
+        assert nan == "flash-attn: ValueError: wrong, relative error inf"
+        assert late == "compiled: RuntimeError: stream is capturing"
     arms["reference"] = without_gain
     with pytest.raises(UserError, match="rms_norm at C = 16: our own reference is wrong"):
         kernels.measure(config, "rms_norm", 8, 16, CPU)
@@ -271,7 +284,19 @@ def test_the_gpus_path_up_to_the_gpu(monkeypatch):
     assert times == {"forward": [1.0] * 3, "backward": [1.0] * 3}
 
 
-@pytest.mark.parametrize("word", ["--ops=rmsnorm", "--rounds=5", "--channels=0", "--dtype=int8"])
+@pytest.mark.parametrize(
+    ("device", "threads", "clock"), [("cpu", 1, 1.0), ("cpu", 2, 2.0), ("mps", 1, 2.0)]
+)
+def test_the_process_s_time_is_taken_on_one_cpu_thread_alone(device, threads, clock, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(timing, "cpu_seconds", lambda call: 1.0)
+    monkeypatch.setattr(timing, "seconds", lambda call: 2.0)
+    assert timing.time_arms({"arm": int}, 3, torch.device(device)) == {"arm": [clock] * 3}
+
+
+@pytest.mark.parametrize(
+    "word", ["--ops=rmsnorm", "--rounds=5", "--channels=0", "--channels=768,8193", "--dtype=int8"]
+)
 def test_refused(word):
     with pytest.raises(ConfigError, match=word[2:5]):
         kernels.main([word])
