@@ -67,8 +67,8 @@ def calls_of(
             with torch.no_grad():
                 check_same_logits(model(idx[:1]), peer(idx[:1]).logits[..., : model.n_vocab])
             calls = generate_calls(peer, idx, config.tokens, config.compiled, missing)
-        except (UserError, ImportError) as error:
-            missing.append(f"Hugging Face: {error}")
+        except (UserError, ImportError, RuntimeError) as error:  # of load_state_dict too
+            missing.append(f"Hugging Face: {one_line(error)}")
     if config.gpt_fast:
         files = load(config.gpt_fast)
         try:

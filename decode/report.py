@@ -60,6 +60,9 @@ def table(record: dict[str, Any]) -> str:
     if record["faster"]:
         faster = ", ".join(record["faster"].values())
         lines += ["", f"Each in two variants; these ratios are of the faster: {faster}."]
+    if "hf_static" in record["arms"] and record["device"].startswith("cpu"):
+        note = "on a CPU transformers runs its static cache in eager mode."
+        lines += ["", f"hf_static is not compiled here: {note}"]
     lines += [f"- not timed: {reason}" for reason in record["missing"]]
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from helpers import ROOT
 
 import bench_decode
 from common.errors import ConfigError, UserError
-from decode import arms, last_token, peers, trace
+from decode import arms, last_token, peers, report, trace
 from decode.pack import pack
 from decode.step import Decoder
 from hf.config import SHAPES
@@ -234,6 +234,20 @@ def test_hugging_faces_generate_takes_part(monkeypatch, capsys):
     )
     assert "arbitrary ids" in record["prompt_ids"] and record["prompt"] == "Who was Alan Turing?"
     assert record["random_weights"] and record["missing"] == []
+    assert "not compiled" not in report.table(record)
+    record["arms"]["hf_static"] = record["arms"]["hf_eager"]
+    assert "hf_static is not compiled here" in report.table(record)
+
+
+def test_a_model_that_transformers_cannot_load_is_not_timed(monkeypatch):
+    def refused(spec, model):
+        raise RuntimeError("Error(s) in loading state_dict\n\tMissing key(s)")
+
+    monkeypatch.setattr(peers, "hf_model", refused)
+    missing = []
+    config = bench_decode.DecodeBenchConfig()
+    assert peers.calls_of(config, "random:gpt2", None, None, missing) == ({}, {})
+    assert missing == ["Hugging Face: RuntimeError: Error(s) in loading state_dict"]
 
 
 def test_a_folder_without_gpt_fast_is_refused(run, tmp_path):
@@ -355,10 +369,15 @@ def test_a_trace_is_compared_with_the_ledger():
             "line"
         ]
     )
-    # Two compilations: the shorter one has other numbers.
+    # Two compilations: the shorter one has other numbers, and a kernel that the longer one lacks.
     whole = kernels + Counter({"embed_kernel": 1, "triton_red_fused_mean_9": 1})
-    shorter = Counter({"embed_kernel": 1, "triton_red_fused_mean_5": 1})
-    assert trace.compare(trace.difference(whole, shorter), ledger, 2)["equal"]
+    whole["triton_poi_fused_silu_3"] += 1
+    shorter = Counter({"embed_kernel": 1, "triton_red_fused_mean_5": 1, "triton_poi_fused_gelu": 1})
+    again = trace.compare(trace.difference(whole, shorter), ledger, 2)
+    assert again == trace.compare(kernels, ledger, 2)
+    shorter["argmax_kernel"] = 2
+    again = trace.compare(trace.difference(whole, shorter), ledger, 2)
+    assert not again["equal"] and "other -1 (argmax_kernel)" in again["line"]
 
 
 def test_both_variants_are_arms_and_ratios_are_of_the_faster(monkeypatch):
