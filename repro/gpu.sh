@@ -141,8 +141,7 @@ every_stage() {
   local words=() shape batch
   [ ! -f "$nanogpt/model.py" ] || words=("--nanogpt=$nanogpt")
   first_minutes
-  stage tests-step "${pytest[@]}" -s tests/bench/test_bytes.py tests/bench/test_train.py \
-    -k "real_step or clear_line"
+  stage tests-step "${pytest[@]}" -s tests/bench/test_bytes.py -k real_step
   stage tests-kernels env NANONORM_FULL=1/500 "${pytest[@]}" -n "$jobs" \
     tests/kernels/test_kernels.py tests/kernels/test_binding.py tests/bench/test_kernels.py \
     tests/kernels/test_decode.py
