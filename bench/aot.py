@@ -49,7 +49,7 @@ from decode.ledger import shape_on_meta
 from decode.pack import LEVELS, pack
 from decode.step import Decoder
 from hf.config import SHAPES
-from kernels import binding, rows
+from kernels import binding
 from kernels.decode.overlap import overlapping
 from kernels.decode.triton_launches import FUSED
 from kernels.reference import GATED, KINDS, Inputs
@@ -93,7 +93,9 @@ class AotConfig:
     sm: tuple[int, ...] = key(
         (80, 90, 100), f"compute capabilities times ten: {', '.join(map(str, ARCHITECTURES))}"
     )
-    channels: tuple[int, ...] = key((768, 1024, 2048, 4096, 8192), "C; variants at the first")
+    channels: tuple[int, ...] = key(
+        (768, 1024, 2048, 4096, 8192, 16384), "C; variants at the first"
+    )
     batch: tuple[int, ...] = key((), "kernels of decoding: sequences decoded at once")
     shapes: tuple[str, ...] = key(tuple(SHAPES), "of decoding: shapes, separated by commas")
     named: bool = key(False, "only print the version of triton that torch names")
@@ -108,8 +110,6 @@ class AotConfig:
             raise ConfigError(f"shapes: give some of {', '.join(SHAPES)}, separated by commas")
         if min(*self.channels, *self.batch, 1) < 1:
             raise ConfigError("channels and batch are whole numbers from 1 on")
-        if max(self.channels, default=0) > rows.WHOLE:
-            raise ConfigError(f"channels: norms have kernels for {rows.WHOLE} at most")
 
 
 def named_triton() -> str:
@@ -370,7 +370,8 @@ def training(config: AotConfig) -> Iterator[tuple[dict, Launch]]:
     for sm, channels in itertools.product(config.sm, config.channels):
         for name, variant, call in operators(channels, channels == config.channels[0]):
             for launch in launches(call):
-                suffix = "_backward" if launch.kernel.__name__ == "backward_kernel" else ""
+                is_backward = launch.kernel.__name__ in ("backward_kernel", "dots_kernel")
+                suffix = "_backward" if is_backward else ""
                 yield {"operator": f"{name}{suffix}{variant}", "C": channels, "sm": sm}, launch
 
 

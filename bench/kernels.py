@@ -49,7 +49,6 @@ from common.output import card, made_with, markdown, span, write_results
 from common.stats import median_ratio
 from configurator import check_ranges, key, parse_args
 from decode.timing import QUEUEING, captured, time_arms
-from kernels import binding
 
 TRAFFIC = 1 << 30  # bytes that one timing moves at least, by using several sets of inputs in turn
 MAX_SETS = 16
@@ -78,9 +77,6 @@ class KernelBenchConfig:
         check_ranges(self)
         if unknown := {*self.ops} - {*OPERATORS}:
             raise ConfigError(f"ops: {min(unknown)!r} is none of {', '.join(OPERATORS)}")
-        # of wider rows `triton` would be plain PyTorch under our name
-        if binding is not None and max(self.channels) > binding.rows.WHOLE:
-            raise ConfigError(f"channels: our norms have kernels for {binding.rows.WHOLE} at most")
 
 
 class Case:

@@ -18,8 +18,8 @@ x. Nothing is written in place. `mode` says which implementation runs:
 
     auto     Triton for CUDA tensors in eager mode, plain PyTorch elsewhere and under torch.compile
     torch    plain PyTorch
-    triton   Triton; an error without Triton or a GPU. float64, and statistics over more than 8,192
-             channels, have no kernels and always run in PyTorch
+    triton   Triton; an error without Triton or a GPU. float64 has no kernels and always runs in
+             PyTorch
 
 A mode is about these functions alone. Norms that have no function here are plain PyTorch in every
 mode: DynamicTanh, a shared position with coupled_grad=full, a taper's fixed phase, and the blending
@@ -78,9 +78,6 @@ def implementation(given: Inputs, mode: str = "auto") -> Callable[..., tuple]:
             f"kernels=triton on {x.device.type}: Triton needs a GPU (or TRITON_INTERPRET=1); "
             "kernels=auto"
         )
-    # A row that is longer than a tile, with sums over it
-    if x.shape[-1] // given.groups > binding.rows.WHOLE and given.kind not in ("shared", *KINDS):
-        return plain
     if is_compiling:
         return binding.compiled
     if torch._C._are_functorch_transforms_active():  # torch.func.grad, vmap: of plain PyTorch

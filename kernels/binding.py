@@ -251,8 +251,9 @@ def fused_backward(
 
 def _has_gradients(x, a, w, b, w_out, w_tilde, gains) -> list[bool]:
     """Return which Gradients the backward operator returns."""
-    parameters = (w, b, w_out, w_tilde)
-    return [True, a is not None, *[gains and parameter is not None for parameter in parameters]]
+    joint = a is not None and x.shape[-1] <= rows.WHOLE
+    parameters = (w, b, w_out if joint else None, w_tilde)
+    return [True, joint, *[gains and parameter is not None for parameter in parameters]]
 
 
 def _compiled_backward(*arguments) -> list[Tensor | None]:

@@ -8,9 +8,11 @@
 
 What is not asked for is None, and costs nothing: Triton compiles a kernel for each case.
 
-A tile holds whole rows, in registers, for all but a shared place, which has no sum over a row. So a
-norm has at most WHOLE channels, or channels of a group; of more it is plain PyTorch. Each channel
-group has programs of its own, so that norms without groups cost nothing more.
+A row of at most WHOLE channels is held in registers: each loop of the forward kernel is then one
+round, and the compiler keeps what it has loaded. A longer row is read again, from cache, in each
+loop. The backward kernel needs <u, v> and sum(u) of the whole row; of a longer row a kernel before
+it computes them. Each channel group has programs of its own, so that norms without groups cost
+nothing more.
 
 Names: X input, A summand, H = X + A, W gain, B bias, WT w_tilde, GATE_C (g, c), Y output, INV the
 statistic (1 / rms or 1 / std). W_OUT and INV_OUT belong to N_out. DX is the gradient of X, and so
@@ -80,50 +82,114 @@ def forward_kernel(
 
     C is the number of channels of each group. GIVEN is the statistic of a shared position. INV is
     None with it, MEAN for all but LayerNorm, INV_OUT without an output norm, Y and INV without a
-    norm of h.
+    norm of h. All stores come after all loads but those of the last loop.
     """
     group = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
-    col = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)  # (COLUMNS,)
     valid = row < n_rows
-    mask = valid[:, None] & (col < C)[None, :]
     first = group * C  # the first channel of this group
     inv_out = None
     if INV_OUT is not None:
-        a = load(A, row, col, a_stride, mask)
-        inv_out = inverse_root(a * a, eps_out, C)
-    h = load_stream(X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C)
-    v = h
+        # A sum for each column of the tile; one reduction over columns at the end.
+        square = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, C, COLUMNS):
+            col = start + tl.arange(0, COLUMNS)
+            a = load(A, row, col, a_stride, valid[:, None] & (col < C)[None, :])
+            square += a * a
+        inv_out = inverse_root(square, eps_out, C)
     if MEAN is not None:
-        mean = tl.sum(h, 1) / C
-        v = h - mean[:, None]
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, C, COLUMNS):
+            col = start + tl.arange(0, COLUMNS)
+            total += load_stream(
+                X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C
+            )
+        mean = tl.sum(total, 1) / C
     if INV is not None:
-        # After the mean: E[x^2] - E[x]^2 would cancel where the mean is large. Beyond the row, and
-        # of partial RMSNorm beyond what is counted, 0.
-        counted = tl.where((col < COUNTED)[None, :], v, 0.0)
-        inv = inverse_root(counted * counted, eps, COUNTED)
+        # A pass of its own after the mean: E[x^2] - E[x]^2 would cancel where the mean is large.
+        square = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, C, COLUMNS):
+            col = start + tl.arange(0, COLUMNS)
+            v = load_stream(X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C)
+            if MEAN is not None:  # 0 beyond the row, where h - mean is not
+                v = tl.where((col < C)[None, :], v - mean[:, None], 0.0)
+            if COUNTED < C:  # partial RMSNorm
+                v = tl.where((col < COUNTED)[None, :], v, 0.0)
+            square += v * v
+        inv = inverse_root(square, eps, COUNTED)
     if GIVEN is not None:
         inv = tl.load(GIVEN + row, mask=valid, other=0.0)
-    if H is not None:
-        store(H, row, first + col, C * GROUPS, h, mask)
-    if Y is not None:
-        y = v * inv[:, None]
-        if W is not None:
-            y = y * load_vector(W + first, col, C)
-        if B is not None:
-            y = y + load_vector(B + first, col, C)
-        if GATE_C is not None:
-            gate = tl.load(GATE_C)
-            if WT is not None:
-                h = h * load_vector(WT, col, C)
-            y = gate * y + (1.0 - gate) * tl.load(GATE_C + 1) * h
-        store(Y, row, first + col, C * GROUPS, y, mask)
+    for start in range(0, C, COLUMNS):
+        col = start + tl.arange(0, COLUMNS)
+        mask = valid[:, None] & (col < C)[None, :]
+        h = load_stream(X, A, W_OUT, H, inv_out, row, valid, first, col, x_stride, a_stride, C)
+        if H is not None:
+            store(H, row, first + col, C * GROUPS, h, mask)
+        if Y is not None:
+            v = h
+            if MEAN is not None:
+                v = h - mean[:, None]
+            y = v * inv[:, None]
+            if W is not None:
+                y = y * load_vector(W + first, col, C)
+            if B is not None:
+                y = y + load_vector(B + first, col, C)
+            if GATE_C is not None:
+                gate = tl.load(GATE_C)
+                if WT is not None:
+                    h = h * load_vector(WT, col, C)
+                y = gate * y + (1.0 - gate) * tl.load(GATE_C + 1) * h
+            store(Y, row, first + col, C * GROUPS, y, mask)
     if MEAN is not None:
         tl.store(MEAN + row, mean, mask=valid)
     if INV is not None:  # (rows, GROUPS); 64 bits as in rows.offsets
         tl.store(INV + row.to(tl.int64) * GROUPS + group, inv, mask=valid)
     if INV_OUT is not None:
         tl.store(INV_OUT + row, inv_out, mask=valid)
+
+
+@triton.jit
+def dots_kernel(
+    DY,
+    X,
+    W,
+    MEAN,
+    INV,
+    DOT,
+    SUM,
+    n_rows,
+    dy_stride,
+    x_stride,
+    C: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute DOT = <u, v> and, for LayerNorm, SUM = sum(u), with u = dy w.
+
+    For rows that are too long for one tile.
+    """
+    group = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = row < n_rows
+    first = group * C
+    inv = tl.load(INV + row.to(tl.int64) * GROUPS + group, mask=valid, other=0.0)
+    dot = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, C, COLUMNS):
+        col = start + tl.arange(0, COLUMNS)
+        mask = valid[:, None] & (col < C)[None, :]
+        u = load(DY, row, first + col, dy_stride, mask)
+        v = load(X, row, first + col, x_stride, mask)
+        if W is not None:
+            u = u * load_vector(W + first, col, C)
+        if MEAN is not None:
+            v = v - tl.load(MEAN + row, mask=valid, other=0.0)[:, None]
+            total += u
+        dot += u * (v * inv[:, None])  # v is only x, or x - mean, until here
+    tl.store(DOT + row.to(tl.int64) * GROUPS + group, tl.sum(dot, 1), mask=valid)
+    if MEAN is not None:
+        tl.store(SUM + row, tl.sum(total, 1), mask=valid)
 
 
 @triton.jit
@@ -140,6 +206,8 @@ def backward_kernel(
     MEAN,
     INV,
     INV_OUT,
+    DOT,
+    SUM,
     DX,
     DA,
     DW,
@@ -172,7 +240,8 @@ def backward_kernel(
         da = p (r - (a p) <r, a p> / n),    dw_out = sum of dx a p
 
     X is the norm's input, rounded: h where the forward kernel added. DH (gradient of the residual
-    stream), DS (gradient of INV) and what a norm does not have are None.
+    stream), DS (gradient of INV) and what a norm does not have are None. DOT and SUM are given
+    where a row has several tiles, else None.
     """
     group = tl.program_id(1)
     first = group * C  # the first channel of this group
@@ -221,7 +290,11 @@ def backward_kernel(
         if W is not None and not stays:
             u = u * load_vector(W + first, col, C)
         if not SHARED:
-            dot = tl.sum(u * v, 1)  # <u, v> of the whole row, (ROWS,)
+            # <u, v> of the whole row, (ROWS,)
+            if DOT is not None:
+                dot = tl.load(DOT + statistic, mask=valid, other=0.0)
+            else:
+                dot = tl.sum(u * v, 1)
             if DS is not None:
                 # d inv / dx = -inv^2 v / n, so <u, v> and inv ds go the same way.
                 dot += inv * tl.load(DS + statistic, mask=valid, other=0.0)
@@ -229,7 +302,11 @@ def backward_kernel(
             if COUNTED < C:  # channels that are not counted do not change inv
                 through = tl.where((col < COUNTED)[None, :], through, 0.0)
             if MEAN is not None:
-                through += (tl.sum(u, 1) / C)[:, None]
+                if SUM is not None:
+                    total = tl.load(SUM + row, mask=valid, other=0.0)
+                else:
+                    total = tl.sum(u, 1)
+                through += (total / C)[:, None]
             u = u - through
         dx = u * inv[:, None]
         if GATE_C is not None:
@@ -296,7 +373,7 @@ def forward(
     work = rows.split(x, channels, rows.FORWARD, rows.WHOLE if given is None else rows.NARROW)
     rows.launch(
         forward_kernel,
-        (work.row_tiles, groups, work.column_tiles),
+        (work.row_tiles, groups),
         x,
         *(x, a, *rows.adjacent(given, w, b, w_out, w_tilde)),
         None if gate_c is None else gate_c.float().contiguous(),
@@ -331,25 +408,43 @@ def backward(
     """Launch the backward kernel. x is the norm's input: h, if the forward kernel added.
 
     Returns:
-        (dx, da, dw, db, dw_out, dw_tilde); without `gains` the last four are None.
+        (dx, da, dw, db, dw_out, dw_tilde); without `gains` the last four are None. da and dw_out
+        are also None for rows of more than WHOLE channels: the caller then takes them from dx.
     """
     device = x.device
     groups = inv.shape[-1]
     channels = x.shape[-1] // groups
     is_shared = kind == "shared"
     dx = rows.empty(x.shape, x.dtype, device)
-    da = None if a is None else rows.empty(a.shape, a.dtype, device)
+    da = None
+    if a is not None and channels <= rows.WHOLE:
+        da = rows.empty(a.shape, a.dtype, device)
     dy, dh, x, a = (rows.as_rows(tensor) for tensor in (dy, dh, x, a))
     ds, w, b, w_out, w_tilde, inv = rows.adjacent(ds, w, b, w_out, w_tilde, inv)
     gate_c = None if gate_c is None else gate_c.float().contiguous()
     work = rows.split(x, channels, rows.BACKWARD, rows.NARROW if is_shared else rows.WHOLE)
+    dot = None
+    total = None
+    if work.column_tiles > 1 and not is_shared:
+        dot = rows.empty(inv.shape, torch.float32, device)
+        total = None if mean is None else rows.empty(mean.shape, torch.float32, device)
+        rows.launch(
+            dots_kernel,
+            (work.row_tiles, groups),
+            x,
+            *(dy, x, w, mean, inv, dot, total),
+            *(x.shape[0], rows.stride(dy), rows.stride(x)),
+            C=channels,
+            GROUPS=groups,
+            **work.meta,
+        )
     sums = rows.launch_backward(
         backward_kernel,
         (
-            *(dy, dh, ds, x, a, w, w_out, w_tilde, gate_c),
-            *(mean, inv, inv_out, dx, da),
+            *(dy, dh, ds, x, None if da is None else a, w, w_out, w_tilde, gate_c),
+            *(mean, inv, inv_out, dot, total, dx, da),
         ),
-        (w, b, w_out, w_tilde),
+        (w, b, None if da is None else w_out, w_tilde),
         gains,
         x.shape[0],
         (rows.stride(dy), rows.stride(dh), rows.stride(x), rows.stride(a)),

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import CustomOpDef
 
-# The widest row that one tile holds. A backward kernel that held 16384 columns would spill.
+# The widest row that one tile holds. A backward kernel that held 16384 columns would spill. Beyond
+# this width a kernel before it takes the sums over a row, so x and dy are read twice: 5 passes over
+# (rows, C) instead of 3.
 WHOLE = 8192
 NARROW = 1024  # most columns of a tile without a reduction: wider ones gain nothing
 THREADS = 128  # of a program; more where a row is long

@@ -16,7 +16,7 @@ EPS = 1e-5
 EPS_OUT = 0.02  # of output norms
 
 AXES = {
-    "C": (17, 96, 499, 1023, 1600, 8192),
+    "C": (17, 96, 499, 1023, 1600, 8193),
     "rows": (7, 64, 1),
     "dtype": (torch.float32, torch.float16, torch.bfloat16),
     "dims": (2, 3),

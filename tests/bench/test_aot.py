@@ -17,8 +17,7 @@ from common.errors import ConfigError
 if not all((aot.TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdisasm")):
     pytest.skip("Triton came without NVIDIA's tools", allow_module_level=True)
 
-# Architecture -> C; the program's default has more of them.
-CHANNELS = {80: (768, 8192), 90: (768, 2048, 8192), 100: (768, 8192)}
+SM, CHANNELS = 90, (768, 2048, 16384)  # .ci/run compiles for three architectures
 
 
 def run_python(*words: str) -> dict:
@@ -30,33 +29,34 @@ def run_python(*words: str) -> dict:
     return {"rc": done.returncode, "stderr": done.stderr} | (json.loads(lines[-1]) or {})
 
 
-@pytest.mark.parametrize("sm", CHANNELS)  # one test each: two workers share them
-def test_no_spills_wide_loads_no_shuffles_where_nothing_is_reduced(sm, tmp_path):
-    channels = CHANNELS[sm]
-    words = ",".join(map(str, channels))
+def test_no_spills_wide_loads_no_shuffles_where_nothing_is_reduced(tmp_path):
+    words = ",".join(map(str, CHANNELS))
     page = tmp_path / "aot.md"
-    told = run_python("-m", "bench.aot", f"--sm={sm}", f"--channels={words}", f"--out={page}")
+    told = run_python("-m", "bench.aot", f"--sm={SM}", f"--channels={words}", f"--out={page}")
     assert told["rc"] == 0, told
-    found = {(record["operator"], record["C"]): record for record in told["kernels"]}
-    assert {C for _, C in found} == set(channels)
-    assert {record["sm"] for record in found.values()} == {sm}
-    assert page.read_text().count("\n| rms_norm |") == len(channels)
+    found = {
+        (record["operator"], record["kernel"], record["C"]): record for record in told["kernels"]
+    }
+    assert {C for _, _, C in found} == set(CHANNELS)
+    assert {record["sm"] for record in found.values()} == {SM}
+    assert page.read_text().count("\n| rms_norm |") == len(CHANNELS)
     assert page.read_text().startswith(told["compiler"]) and "names 3." in told["compiler"]
-    assert {"rms_norm_backward, float32", "rms_norm, bias"} <= {name for name, _ in found}
-    for (operator, C), record in found.items():
+    assert {"rms_norm_backward, float32", "rms_norm, bias"} <= {name for name, _, _ in found}
+    for (operator, kernel, C), record in found.items():
         assert record["stack"] == record["spill"] == record["FP64"] == 0, record
         assert record["load bits"] == 128, record
         # A stream read in pieces would be at least four loads a thread. Without a gain some loops
         # are unrolled by four.
         assert C > 768 or record["narrow loads"] <= (8 if "no gain" in operator else 3), record
-        assert record["store bits"] == 128, record
+        assert record["store bits"] == 128 or kernel == "dots_kernel", record
         coupled = operator.startswith(("shared", "add_shared"))
         if coupled or operator.startswith(("gelu", "relu2", "swiglu", "geglu")):
             assert record["SHFL"] == 0, record
-        else:
+        # else the sums come from a kernel of their own
+        elif "backward" not in operator or C <= 8192:
             assert record["SHFL"] > 0, record
         if coupled and "backward" in operator:
-            rival = found[(operator.replace("shared_rms_scale", "rms_norm"), C)]
+            rival = found[(operator.replace("shared_rms_scale", "rms_norm"), "backward_kernel", C)]
             assert record["registers"] <= rival["registers"], (record, rival)
 
 
@@ -148,9 +148,7 @@ run_program(aot.main)
 """
 
 
-@pytest.mark.parametrize(
-    "word", ["--sm=91", "--sm=", "--channels=0", "--channels=8193", "--batch=0", "--shapes=x"]
-)
+@pytest.mark.parametrize("word", ["--sm=91", "--sm=", "--channels=0", "--batch=0", "--shapes=x"])
 def test_wrong_settings_are_refused(word):
     with pytest.raises(ConfigError, match=word[2:4]):
         aot.main([word])

@@ -260,11 +260,6 @@ def test_auto_is_plain_pytorch_on_a_cpu_and_float64_always():
     assert kernels.implementation(wide, "triton") is kernels.plain
     if binding.INTERPRETED:
         assert kernels.implementation(given, "triton").__self__ is binding.Fused
-        far = kernels.Inputs(torch.ones(2, 8193), kind="rms")
-        shared = far._replace(kind="shared", given=torch.ones(2, 1))
-        assert kernels.implementation(far, "triton") is kernels.plain
-        for fits in (far._replace(groups=3), shared):  # 2,731 a group; no sum over the row
-            assert kernels.implementation(fits, "triton").__self__ is binding.Fused
     with pytest.raises(UserError, match="auto, torch, triton"):
         kernels.implementation(given, "cuda")
     with pytest.raises(ConfigError, match="kernels"):
