@@ -507,10 +507,20 @@ def write_student(student: GPT, folder: Path, step: int) -> None:
 
 
 def export(student: GPT, folder: Path) -> None:
-    """Write hf/, in place of that of an earlier end. It is whole whenever it exists."""
-    target = folder / "hf"
-    shutil.rmtree(target, ignore_errors=True)
-    weights.export_hf(student, target)
+    """Write hf/. It is whole whenever it exists, and replaces that of an earlier end."""
+    target, new, old = (folder / name for name in ("hf", "hf.new", "hf.old"))
+    shutil.rmtree(new, ignore_errors=True)  # of a run that was killed below
+    weights.export_hf(student, new)
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def total_loss(gpt: GPT, x: Tensor, ids: Tensor) -> float:

@@ -255,8 +255,9 @@ def main(argv: list[str]) -> None:
     config, _ = parse_args(EvalConfig, [arg for arg in argv if arg not in specs], __doc__)
     if not specs or len(set(specs)) < len(specs):
         raise ConfigError("name one or more models, run folders or checkpoints, each of them once")
-    if config.out:
-        check_replaceable(Path(config.out), rb'{"group": .*"correct"')  # now, not after hours
+    if config.out:  # now, not after hours
+        check_replaceable(Path(config.out), rb'{"group": .*"correct"')
+        Path(config.out).parent.mkdir(parents=True, exist_ok=True)
     import evals.lm_eval  # noqa: F401  the harness, with our models
 
     # It warns of every task whose num_fewshot we set.
@@ -265,8 +266,6 @@ def main(argv: list[str]) -> None:
     marks, record = ask(specs, tasks, manager, config)
     if not marks:
         raise UserError(f"tasks={config.tasks[:80]}: no item with an accuracy")
-    if config.out:
-        write_items(Path(config.out), marks, group_of)
     records = summarise(marks, group_of, specs)
     rows = []
     for each in records:
@@ -277,6 +276,8 @@ def main(argv: list[str]) -> None:
     lost = f"requests that lost their beginning (context {record['context']:,})"
     header = ["group", "items", "model", "accuracy (95 %)", "difference (95 %)", lost]
     print(markdown(header, rows))
+    if config.out:
+        write_items(Path(config.out), marks, group_of)
     place = environment(find_device(config.device))
     place["versions"]["lm_eval"] = version("lm_eval")
     print(json.dumps({"models": specs, **record, "groups": records, **place}))

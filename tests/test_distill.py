@@ -4,6 +4,7 @@ python -m pytest tests/test_distill.py
 """
 
 import dataclasses
+import errno
 import json
 import lzma
 import os
@@ -295,14 +296,38 @@ def test_a_shape_with_random_weights_and_tokens(words, monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "tiny", tiny)
     words = [*words, "--teacher=random:tiny", "--dataset=random", "--local=", "--export=True"]
     found, idx = [], sequences(2, 1)[:, :16]
-    for steps in (2, 2, 4):  # a finished run: repeated (nothing trains), and continued
+    # A finished run is repeated (nothing trains), and continued.
+    for steps, measured in ((2, [0, 2]), (2, [0, 2]), (4, [0, 2, 3, 4])):
         distill.main([*words, f"--max_iters={steps}"])
-        assert [event["step"] for event in evals(tmp_path / "out")][1:] in ([2], [2, 3, 4], [3, 4])
+        assert [event["step"] for event in evals(tmp_path / "out")] == measured
         exported = distill.weights.load_hf(tmp_path / "out" / "hf")
         with torch.no_grad():
             found.append(exported(idx))
             assert torch.equal(found[-1], load_model(str(tmp_path / "out"))(idx))
     assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+
+
+def test_an_export_that_gets_no_name_leaves_the_one_before(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    rename = type(tmp_path).rename
+
+    def full(path, target):
+        if path.name == "hf.new":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return rename(path, target)
+
+    for before in (False, True):
+        if before:
+            (tmp_path / "hf").mkdir()
+            (tmp_path / "hf" / "old").touch()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(tmp_path), "rename", full)
+            with pytest.raises(OSError, match=r"hf\.new"):
+                distill.export(GPT(SHAPE), tmp_path)
+        assert [path.name for path in tmp_path.glob("hf/*")] == ["old"] * before
+    distill.export(GPT(SHAPE), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert (tmp_path / "hf" / "config.json").exists() and not (tmp_path / "hf" / "old").exists()
 
 
 # --------------------------------------------------------------------------------------------- text

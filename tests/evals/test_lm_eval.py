@@ -183,7 +183,7 @@ def test_the_harness_itself_gives_our_marks(tmp_path, capsys, monkeypatch, our_t
     samples = [json.loads(line) for line in path.read_text().splitlines()]
 
     words = ["--tasks=our_task", f"--include={tmp_path}", "--num_fewshot=3", "--dtype=float32"]
-    out = tmp_path / "items.jsonl"
+    out = tmp_path / "a new folder" / "items.jsonl"
     found = marks_of(capsys, spec, *words, f"--limit={ITEMS - 2}", f"--out={out}")
     [ours] = found["groups"]
     assert theirs["results"]["our_task"]["acc,none"] == ours["acc"]["mean"]
