@@ -35,6 +35,8 @@ def kl_divergence(
     own = head[:n_vocab].split(chunk)
     theirs = head_teacher.detach()[:n_vocab].split(chunk)
     taught = x_teacher.detach()
+    # Once, not in each chunk: the gradient would be rounded as often.
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     options = {"use_reentrant": False, "preserve_rng_state": False}
     parts = [
         checkpoint(_chunk, x, part, taught, part_teacher, **options)

@@ -62,6 +62,17 @@ def test_chunked_kl_is_kl(chunk):
     assert not kl_divergence(x, head, x, head, 20, chunk).any()  # exactly 0
 
 
+def test_the_gradient_of_chunked_kl_is_rounded_once():
+    x, x_teacher = (draw(5, 8, seed=seed).bfloat16() for seed in (1, 3))
+    head = draw(20, 8, seed=2).bfloat16()
+    x.requires_grad_()
+    in_chunks, at_once = (
+        torch.autograd.grad(kl_divergence(x, head, x_teacher, head, 20, chunk).sum(), x)[0]
+        for chunk in (2, 20)
+    )
+    assert at_once.dtype == torch.bfloat16 and torch.equal(in_chunks, at_once)
+
+
 # ------------------------------------------------------------------------------------ views, ratios
 
 
