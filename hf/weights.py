@@ -122,6 +122,8 @@ def load_hf(folder: str | Path, dtype: torch.dtype | None = None) -> GPT:
         if tensor.shape != piece.shape:
             shapes = f"{tuple(tensor.shape)}, config.json asks for {tuple(piece.shape)}"
             raise HFError(f"{folder}: {name} is {shapes}")
+        if not tensor.isfinite().all():
+            raise HFError(f"{folder}: {name} is not finite: download it again")
         piece.copy_(tensor)
     # A tied head may be stored a second time. It must then be the embedding.
     if "lm_head.weight" in stored and "lm_head.weight" not in wanted:

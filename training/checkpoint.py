@@ -16,6 +16,7 @@ restores them.
 """
 
 import itertools
+import math
 import os
 import pickle
 import re
@@ -176,12 +177,15 @@ def check_entries(path: Path, state: Any) -> None:
     foreign = f"{path}: a PyTorch file, but not a nanonorm checkpoint"
     if not isinstance(state, dict) or not {"config", "step"} <= state.keys():
         raise CheckpointError(foreign)
+    best = state.get("best_val_loss", math.inf)
     is_sound = {
         "config": _is_dict(state["config"]),
         # True is an int to isinstance, and ranks compare the step as int64.
         "step": type(state["step"]) is int and 0 <= state["step"] < 1 << 62,
         "model": "shards" in state or _are_tensors(state.get("model")),
         "optimizer": _is_dict(state.get("optimizer", {})),
+        # No loss is lower than NaN: the best checkpoint would never be written again.
+        "best_val_loss": isinstance(best, float) and not math.isnan(best),
         "meta": _is_dict(state.get("meta", {})),
         "provenance": _is_dict(state.get("provenance", {})),
     }
@@ -204,6 +208,8 @@ def _are_tensors(value: Any) -> bool:
     return _is_dict(value) and all(
         isinstance(part, torch.Tensor)
         and part.layout == torch.strided
+        and part.device.type == "cpu"
+        and not part.is_quantized
         and part.numel() * part.element_size() <= part.untyped_storage().nbytes()
         for part in value.values()
     )
@@ -407,11 +413,21 @@ def saved_model(path: Path, state: dict[str, Any]) -> GPT:
     Raises:
         CheckpointError: weights and config do not fit together, or make no model.
     """
+    config = model_config(state["config"], path)
+    weights = state["model"]
+    # Before anything is built: a damaged config may ask for more than this machine has.
+    blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    stored = sum(tensor.numel() for tensor in weights.values())
+    if len(blocks) < config.n_layer or 2 * stored < config.n_weights:
+        raise CheckpointError(
+            f"{path}: it holds {len(blocks)} blocks and {stored:,} numbers, its config asks for "
+            f"{config.n_layer} and {config.n_weights:,}: use another checkpoint"
+        )
     try:
-        model = GPT(model_config(state["config"], path))
+        model = GPT(config)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    load_weights(model, state["model"], path)
+    load_weights(model, weights, path)
     return model
 
 
@@ -504,6 +520,11 @@ def load_weights(
         if name in own and own[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{path}: {name} is {tuple(tensor.shape)} there, {tuple(own[name].shape)} here"
+            )
+        if name in own and own[name].is_floating_point() != tensor.is_floating_point():
+            raise CheckpointError(
+                f"{path}: {name} is {tensor.dtype} there, {own[name].dtype} here: "
+                "use another checkpoint"
             )
     missing, unexpected = model.load_state_dict(weights, strict=False)
     for name in sorted({*missing, *unexpected}):

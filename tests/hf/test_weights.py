@@ -368,6 +368,7 @@ NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
         (lambda w: w | {QUERY: w[QUERY][:-1].clone()}, r"q_proj.*\(31, 32\).*\(32, 32\)"),
         (lambda w: w | {QUERY: w[QUERY].to(torch.int8)}, "q_proj.*int8"),
         (lambda w: w | {QUERY: w[QUERY].to(torch.float8_e4m3fn)}, "q_proj.*float8"),
+        (lambda w: w | {QUERY: w[QUERY] / 0}, "q_proj.*finite"),
     ],
 )
 def test_tensor_errors(change, named, tmp_path):

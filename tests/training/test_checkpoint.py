@@ -218,7 +218,14 @@ def entry(name: str) -> str:
         (("model", WEIGHT), "x", entry("model")),
         (("model", WEIGHT), lambda weight: weight.to_sparse(), entry("model")),
         (("model", WEIGHT), lambda weight: torch.zeros(1).expand(1 << 40), entry("model")),
+        (
+            ("model", WEIGHT),
+            lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
+            entry("model"),
+        ),
+        (("model", WEIGHT), lambda weight: weight.to("meta"), entry("model")),
         (("optimizer",), [], entry("optimizer")),
+        (("best_val_loss",), math.nan, entry("best_val_loss")),
         (("meta",), [1], entry("meta")),
         (("provenance",), ["no place"], entry("provenance")),
         (("model", WEIGHT), lambda weight: weight * math.nan, f"{WEIGHT} is not finite"),
@@ -244,8 +251,11 @@ def test_a_damaged_entry_is_named(state, tmp_path, place, value, part):
 @pytest.mark.parametrize(
     ("place", "value", "part"),
     [
-        (("config", "n_layer"), 1 << 30, "n_layer"),
-        (("config", "n_layer"), 3, "blocks.2.attn.proj.bias is missing"),
+        (("config", "n_layer"), 1 << 30, "its config asks for 1073741824"),
+        (("config", "n_layer"), 2000, "it holds 2 blocks"),
+        (("config", "n_embd"), 1 << 19, "its config asks for"),
+        (("config", "vocab_size"), 1 << 24, "its config asks for"),
+        (("config",), {}, "its config asks for"),
         (("config", "n_layer"), "2", "n_layer must be int"),
         # A table of positions that this machine cannot hold
         (("config",), lambda config: config | {"position": "rope", "block_size": 1 << 34}, "GB"),
@@ -254,6 +264,8 @@ def test_a_damaged_entry_is_named(state, tmp_path, place, value, part):
         (("config", "norm_eps"), math.nan, "norm_eps must be float"),
         (("model", WEIGHT), MISSING, f"{WEIGHT} is missing"),
         (("model", WEIGHT), lambda weight: weight[:3], f"{WEIGHT} is (3, 32) there, (96, 32)"),
+        (("model", WEIGHT), lambda weight: weight.long(), f"{WEIGHT} is torch.int64"),
+        (("model", WEIGHT), lambda weight: weight + 0j, f"{WEIGHT} is torch.complex64"),
         (("model", "extra"), torch.ones(3), "extra is not part of this model"),
     ],
 )
