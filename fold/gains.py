@@ -188,7 +188,8 @@ def carry_out(folds: list[Fold], model: nn.Module) -> None:
         gain = fold.offset + parameter.double().flatten()
         bias = None if fold.bias is None else tensor_of(model, fold.bias)
         for target in fold.targets:
-            old = tensor_of(model, target.weight)
+            # A copy of a tied weight, which a fold before may have taken the first name of.
+            old = tensor_of(model, (*target.copied_to, target.weight)[0])
             weight = old.double()
             channels = list(target.channels)
             if bias is not None and not fold.bias_stays:
@@ -440,15 +441,22 @@ def _read(graph: Graph, user: Node, x: Node, channels: Tensor) -> Read | None:
 
 def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...] | str:
     """Return the weights that these operations read, or say which cannot take over a gain."""
+    by_weight: dict[str, list[Read]] = defaultdict(list)
+    for read in reads:
+        by_weight[read[0].weight].append(read)
     targets = []
-    for target in dict.fromkeys(target for target, _, _ in reads):
-        weight = _node_of(graph, target.weight)
-        users = {entry for own, _, entry in reads if own == target}
+    for name, own in by_weight.items():
+        target = own[0][0]
+        # Tied linears may have different biases (_can_take_bias).
+        if any(replace(other, bias=target.bias) != target for other, _, _ in own):
+            return f"linears read channels of {name} in several ways"
+        weight = _node_of(graph, name)
+        users = {entry for _, _, entry in own}
         others = [user for user in weight.users if user not in users]
         if others:
             names = graph.owners(weight, users)
             if names & graph.owners(weight, others):
-                return f"{describe(others[0])} reads {target.weight} too"
+                return f"{describe(others[0])} reads {name} too"
             if not untie:
                 return f"{describe(others[0])} reads {min(names)} too, which is tied"
             target = replace(target, copied_to=tuple(sorted(names)))
@@ -459,12 +467,13 @@ def _targets(graph: Graph, reads: list[Read], untie: bool) -> tuple[Target, ...]
 def _can_take_bias(graph: Graph, reads: list[Read]) -> bool:
     """Tell whether each of these operations adds a bias that nothing else reads."""
     nodes = {node for _, node, _ in reads}
-    biases = {target.weight: target.bias for target, _, _ in reads}
-    if None in biases.values():
+    pairs = {(target.weight, target.bias) for target, _, _ in reads}
+    if any(bias is None for _, bias in pairs):
         return False
-    # A bias that two weights share would have to take over two sums.
-    alone = len(set(biases.values())) == len(biases)
-    return alone and all(nodes.issuperset(_node_of(graph, b).users) for b in biases.values())
+    # A bias that two weights share would have to take over two sums, and the other way round.
+    weights, biases = zip(*pairs, strict=True)
+    alone = len(set(weights)) == len(set(biases)) == len(pairs)
+    return alone and all(nodes.issuperset(_node_of(graph, bias).users) for bias in biases)
 
 
 def _node_of(graph: Graph, name: str) -> Node:

@@ -128,6 +128,34 @@ def test_other_ways_to_read(name):
     assert (after.norm.weight == (0 if isinstance(after.norm, OnePlus) else 1)).all()
 
 
+def tied(read, bias=True):
+    """A model with two linears of one weight, the second perhaps without a bias."""
+    model = net(read, norm=nn.LayerNorm(8), a=nn.Linear(8, 5), b=nn.Linear(8, 5, bias=bias))
+    model.b.weight = model.a.weight
+    return model
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_tied_linears_take_a_gain_over_once(bias):
+    """The norm's bias stays: no one sum is to be added to both of them."""
+    after, certificate = folded(tied(lambda m, x: m.a(m.norm(x)).tanh() + m.b(m.norm(x)), bias))
+    assert certificate.folded == 1 and list(certificate.refusals) == ["norm.bias"]
+    assert (after.norm.weight == 1).all() and after.b.weight is after.a.weight
+
+
+def test_tied_linears_that_read_other_channels_keep_the_gain():
+    model = tied(lambda m, x: m.a(m.norm(x)) + m.b(m.norm(x).roll(1, -1)))
+    with pytest.raises(FoldError, match=r"norm.weight stays, .*several ways"):
+        fold_gains(model, (X,))
+
+
+def test_tied_linears_of_two_norms_get_a_weight_each():
+    model = tied(lambda m, x: m.a(m.norm(x)) + m.b(m.ln(x)))
+    after, certificate = fold_gains(model, (X,))
+    assert certificate.ok and certificate.folded == 2 and certificate.max_rel < 1e-13
+    assert not torch.equal(after.a.weight, after.b.weight)
+
+
 STAYS = {
     "residual": (lambda m, x: m.a(m.norm(x)) + m.norm(x)[..., :5].sum(), "sum"),
     "output": (lambda m, x: m.norm(x), "the model's output"),
