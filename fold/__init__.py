@@ -253,7 +253,8 @@ def fold(
         refusals=refusals,
     )
     for module in new.modules():
-        if isinstance(module, FoldedNorm):
+        # Of the copy alone: what is rolled back is the user's own model.
+        if certificate.ok and isinstance(module, FoldedNorm):
             module.check = check
     return new, certificate
 

@@ -281,7 +281,8 @@ def swap_and_insert(plan: Plan, model: nn.Module) -> None:
                 if child is old:
                     setattr(parent, name, new)
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
+        has_folded = any(isinstance(part, FoldedNorm) for part in module.modules())
+        if isinstance(module, nn.TransformerEncoder) and has_folded:
             module.use_nested_tensor = False  # nested tensors need the fast path of its layers
     for insertion in plan.insertions:
         module = model.get_submodule(insertion.path)

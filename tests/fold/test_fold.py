@@ -343,6 +343,13 @@ def stack(final: bool = True, **layer) -> nn.Module:
     return model
 
 
+def test_an_encoder_without_a_folded_norm_keeps_nested_tensors():
+    layer = nn.TransformerEncoderLayer(C, 2, 16, batch_first=True)
+    model = net(lambda m, x: m.out(m.ln(m.a(x))), encoder=nn.TransformerEncoder(layer, 1))
+    after, _ = folded(model, (draw(2, 4, C),), 1)
+    assert model.encoder.use_nested_tensor and after.encoder.use_nested_tensor
+
+
 def test_pre_norm_encoder():
     model, x = stack(norm_first=True), draw(2, 4, C)
     report = analyze(model, (x,))
@@ -463,12 +470,14 @@ def test_a_folded_norm_that_checks():
 
 def test_a_wrong_fold_is_rolled_back():
     model, x = net(in_place), (draw(2, 4, C),)
+    model.before = folded(net(lambda m, x: m.out(m.ln(m.a(x)))), x, 1, check=True)[0]
     report = analyze(model, x)
     norm = report.analysis.norms[0]
     # forget to centre one of the weights
     norm.demand.sources = dict(list(norm.demand.sources.items())[1:])
     after, certificate = fold(model, report)
     assert after is model and not certificate.ok and certificate.folded == 0
+    assert model.before.ln.check  # which a fold before has set
     assert "rolled back" in certificate.what and "off by" in certificate.reason
 
 
