@@ -272,6 +272,10 @@ def is_foreign(spec: str, config: ConvertConfig) -> bool:
     folder = model_folder(spec)
     is_run = (folder / BEST).exists() or (folder / LAST).exists()
     if not (folder / "config.json").exists() or is_run:
+        if config.transformers:
+            raise ConfigError(
+                f"transformers=True: {spec} is no Hugging Face folder or hub name: leave it out"
+            )
         return False
     if config.to == "weightless":
         return True

@@ -101,6 +101,12 @@ class TrainConfig(ComparisonKeys, EvalKeys, StartKeys, OptimKeys, LoopKeys, Data
                 "optimizer=muon needs whole matrices, which parallel=fsdp divides among ranks: use "
                 "parallel=ddp or optimizer=adamw"
             )
+        if self.merge_micro_batches and self.gradient_accumulation_steps % self.merge_micro_batches:
+            raise ConfigError(
+                f"merge_micro_batches={self.merge_micro_batches} does not divide "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: change one of "
+                "them, or leave it at 0"
+            )
         # Raises if a taper would end before its warm-up does. Other norm types have its defaults.
         TaperSchedule.of(self).steps(self.max_iters)
 

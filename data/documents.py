@@ -99,6 +99,8 @@ def read_parquet(path: Path, text_of: TextOf = plain_text) -> Iterator[Document]
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
+            if "text" not in names and text_of is plain_text:
+                raise DataError(f"{path}: no column 'text', only {', '.join(names)}")
             if "text" not in names:
                 for batch in file.iter_batches(batch_size=256):
                     yield from (checked(text_of(row)) for row in batch.to_pylist())

@@ -55,11 +55,11 @@ class HFTokenizer:
     """The tokenizer.json of a Hugging Face folder. The files next to it name BOS and EOS."""
 
     def __init__(self, folder: str, n_model: int):
+        from tokenizers import Tokenizer
+
         named: dict[str, Any] = {"eos_token": END_OF_TEXT}  # transformers' default for GPT-2, Qwen
         self.n_model = n_model  # ids that the model has
         try:
-            from tokenizers import Tokenizer
-
             content = read_regular(Path(folder, "tokenizer.json"), MOST_BYTES)
             self.tokenizer = Tokenizer.from_buffer(content)
             for name in ("special_tokens_map.json", "tokenizer_config.json"):

@@ -263,6 +263,27 @@ def test_calibrated_alpha_brings_coupled_nearer_to_rms(plan):
     assert certificate.checks[0].kl < 0.9 * without.checks[0].kl
 
 
+@pytest.mark.parametrize(
+    ("rewrite", "accepted"),
+    [
+        (fold.to_rms, {"layer", "cbwc", "lns"}),
+        (fold.to_folded, set()),
+        (fold.absorb_alpha, {"coupled"}),
+        # mixln of three blocks has the plan of rms
+        (lambda model: to_coupled(model, "", tokens(2, 12)), {"rms", "mixln"}),
+    ],
+    ids=["rms", "folded", "alpha", "coupled"],
+)
+def test_what_does_not_fit_is_refused(rewrite, accepted):
+    for norm_type in NORM_TYPES.keys() - {"taper"}:  # tapers: below and above
+        model = gpt(norm_type=norm_type)
+        if norm_type in accepted:
+            rewrite(model)
+        else:
+            with pytest.raises(fold.FoldError, match=f"norm_type={norm_type}"):
+                rewrite(model)
+
+
 # ----------------------------------------------------------------------------------------- programs
 
 

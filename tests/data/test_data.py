@@ -197,6 +197,12 @@ def test_unusable_tokenizer(meta):
         load_tokenizer(meta)
 
 
+def test_a_missing_package_is_not_a_damaged_tokenizer(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ModuleNotFoundError, match="tokenizers"):
+        load_tokenizer({"tokenizer": "hf", "path": str(tmp_path)})
+
+
 # ------------------------------------------------------------------------------------------ batches
 
 

@@ -277,14 +277,15 @@ def test_hostile_parquet(tmp_path, gpt2, capsys):
         assert documents_of(tokens_of(tmp_path / kind), gpt2) == ["good " * 600, "caf\ufffd"]
         last = '2 documents; skipped: 1 empty, 1 no "text"; 1 with invalid UTF-8, replaced\n'
         assert capsys.readouterr().out.endswith(last)
+    parquet.write_table(pa.table({"body": ["x"]}), tmp_path / "body.parquet")
     parquet.write_table(pa.table({"text": [[1]]}), tmp_path / "list.parquet")
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "string.parquet").read_bytes()[:-20])
     parquet.write_table(pa.table({"text": ["good " * 600]}), tmp_path / "page.parquet")
     flipped = bytearray((tmp_path / "page.parquet").read_bytes())
     flipped[4:24] = bytes(20)  # the header of its first page
     (tmp_path / "page.parquet").write_bytes(flipped)
-    for name in ("list", "torn", "page"):
-        with pytest.raises(DataError, match=rf"{name}\.parquet"):
+    for name, told in (("body", "'text', only body"), ("list", ""), ("torn", ""), ("page", "")):
+        with pytest.raises(DataError, match=rf"{name}\.parquet: .*{told}"):
             run(tmp_path / name, "--local", tmp_path / f"{name}.parquet")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import ROOT, TINY, losses, records, same_weights
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, ConfigError
 from common.old_keys import AUTO
 from configurator import parse_args
 from norm_types import NORM_TYPES
@@ -92,6 +92,12 @@ def test_a_damaged_config_in_a_checkpoint_is_named(key, value):
     then = dataclasses.asdict(config()) | {key: value}
     with pytest.raises(CheckpointError, match=r"there\.pt: .*damaged"):
         choices.keep(config(), then, "cpu", Path("there.pt"))
+
+
+def test_what_is_merged_divides_the_micro_batches_of_a_step():
+    assert config(merge_micro_batches=3, **{MERGED: 6}).merge_micro_batches == 3
+    with pytest.raises(ConfigError, match="merge_micro_batches=4 does not divide"):
+        config(merge_micro_batches=4, **{MERGED: 6})
 
 
 def words(tiny_data, out, *more: str) -> list[str]:
