@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from common.errors import failure_line
 
 EPS = 1e-5
 
@@ -249,7 +250,7 @@ def arms_of(name: str, device: torch.device) -> tuple[dict[str, Function], list[
             try:
                 arms[peer] = calls[name](importlib.import_module(module))
             except Exception as error:  # not installed, or not for this GPU or torch
-                missing.append(f"{peer}: {type(error).__name__}: {error}".splitlines()[0])
+                missing.append(f"{peer}: {failure_line(error)}")
     return arms, missing
 
 

@@ -44,7 +44,7 @@ from bench.kernel_arms import (
     torch_runs_quack,
 )
 from common.environment import DTYPES, find_device, installed, timing_environment
-from common.errors import ConfigError, UserError, run_program
+from common.errors import ConfigError, UserError, failure_line, run_program
 from common.output import card, made_with, markdown, span, write_results
 from common.stats import median_ratio
 from configurator import check_ranges, key, parse_args
@@ -222,7 +222,7 @@ def others_may_fail(arm: str, arms: dict[str, Function], missing: list[str]) -> 
         # What another library cannot do is no failure of this program.
         if arm == next(iter(arms)):
             raise
-        missing.append(f"{arm}: {type(failure).__name__}: {failure}".splitlines()[0])
+        missing.append(f"{arm}: {failure_line(failure)}")
         del arms[arm]
 
 

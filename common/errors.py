@@ -127,6 +127,11 @@ def one_line(text: str) -> str:
     )
 
 
+def failure_line(error: Exception) -> str:
+    """Return the type of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def run_program(main: Callable[[list[str]], int | None], help_text: str | None = None) -> None:
     """Run `main(argv)` as a program: user errors become one line on stderr and an exit code.
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, failure_line
 from common.inputs import check_regular
 from common.output import parse_json
 
@@ -124,10 +124,9 @@ def asking_hub(name: str) -> Iterator[None]:
     except (DataError, ImportError):
         raise
     except Exception as error:  # its HTTP libraries raise many kinds
-        what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise DataError(
-            f"dataset={name}: reading from the hub failed ({what}): check name and network, and "
-            "run the same command again, or give --local=FILES"
+            f"dataset={name}: reading from the hub failed ({failure_line(error)}): check name and "
+            "network, and run the same command again, or give --local=FILES"
         ) from None
 
 

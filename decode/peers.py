@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import HFError, UserError
+from common.errors import HFError, UserError, failure_line
 from decode.arms import tokens_in_common
 from decode.step import TUNED
 from hf import weights
@@ -68,7 +68,7 @@ def calls_of(
                 check_same_logits(model(idx[:1]), peer(idx[:1]).logits[..., : model.n_vocab])
             calls = generate_calls(peer, idx, config.tokens, config.compiled, missing)
         except (UserError, ImportError, RuntimeError) as error:  # of load_state_dict too
-            missing.append(f"Hugging Face: {one_line(error)}")
+            missing.append(f"Hugging Face: {failure_line(error)}")
     if config.gpt_fast:
         files = load(config.gpt_fast)
         try:
@@ -78,7 +78,7 @@ def calls_of(
             rows[GPT_FAST] = {"same_tokens": tokens_in_common(ours, out)}
             calls[GPT_FAST] = call
         except Exception as failure:  # another program's limits are no failure of this one
-            missing.append(f"gpt-fast: {one_line(failure)}")
+            missing.append(f"gpt-fast: {failure_line(failure)}")
     return calls, rows
 
 
@@ -97,16 +97,10 @@ def generate_calls(
             for call in found.values():
                 call()
         except Exception as failure:  # another library's limits are no failure of this program
-            missing.append(f"{name}: {one_line(failure)}")
+            missing.append(f"{name}: {failure_line(failure)}")
             continue
         calls |= found
     return calls
-
-
-def one_line(failure: Exception) -> str:
-    """Return the type of an exception and the first line of its message."""
-    lines = str(failure).splitlines() or [""]
-    return f"{type(failure).__name__}: {lines[0]}"
 
 
 def hf_model(spec: str, model: GPT) -> torch.nn.Module:

@@ -15,6 +15,7 @@ from common.distributed import Ranks
 from common.errors import DataError
 from data.tokenizers import first_token
 from model import GPT
+from training.stream import evaluating
 
 
 class Text(NamedTuple):
@@ -66,7 +67,6 @@ def encode_pairs(tokenizer: Any, pairs: list[tuple[str, str]], context_size: int
     return texts
 
 
-@torch.no_grad()
 def log_likelihoods(
     model: GPT, texts: list[Text], ranks: Ranks, batch_size: int, autocast: Callable
 ) -> tuple[Tensor, Tensor]:
@@ -83,8 +83,6 @@ def log_likelihoods(
     Returns:
         Nats, float64 (n,), and bool (n,); on every rank the same.
     """
-    was_training = model.training
-    model.eval()
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, text in enumerate(texts):
         groups[text.ids[:-1]].append(number)
@@ -94,33 +92,49 @@ def log_likelihoods(
     wide = torch.float32 if ranks.device.type == "mps" else torch.float64
     found = torch.zeros(2, len(texts), dtype=wide, device=ranks.device)
     shown = ranks.is_main and sys.stderr.isatty()
-    for batch, counts in tqdm(
-        list(ranks.deal(batches)), unit="batch", leave=False, disable=not shown
-    ):
-        longest = max(map(len, batch))  # T
-        # Padding comes after the text, where a causal model cannot see it.
-        padded = [[*row] + [0] * (longest - len(row)) for row in batch]
-        with autocast():
-            hidden = model.hidden(torch.tensor(padded, device=ranks.device))  # (B, T, C)
-        if not counts:  # a batch that only fills up this rank's share
-            continue
-        # How many positions of each row are needed, and their states: N in all rows.
-        most = [max(texts[number].count for number in groups[row]) for row in batch]
-        last = [
-            states[len(row) - count : len(row)]
-            for row, count, states in zip(batch, most, hidden, strict=True)
-        ]
-        head = model.head_weight()[: model.n_vocab].float()  # (V, C); of float32 weights no copy
-        log_p = F.linear(torch.cat(last).float(), head).log_softmax(-1)  # (N, V)
-        for row, log_p_row in zip(batch, log_p.split(most), strict=True):
-            for number in groups[row]:
-                count = texts[number].count
-                targets = torch.tensor(texts[number].ids[-count:], device=ranks.device)
-                own = log_p_row[-count:]  # (count, V)
-                found[0, number] = own.gather(1, targets[:, None]).sum()
-                found[1, number] = (own.argmax(1) == targets).all()
-    model.train(was_training)
+    with evaluating(model):
+        for batch, counts in tqdm(
+            list(ranks.deal(batches)), unit="batch", leave=False, disable=not shown
+        ):
+            longest = max(map(len, batch))  # T
+            # Padding comes after the text, where a causal model cannot see it.
+            padded = [[*row] + [0] * (longest - len(row)) for row in batch]
+            with autocast():
+                hidden = model.hidden(torch.tensor(padded, device=ranks.device))  # (B, T, C)
+            if not counts:  # a batch that only fills up this rank's share
+                continue
+            most = [max(texts[number].count for number in groups[row]) for row in batch]
+            log_p = last_log_p(model, hidden, [len(row) for row in batch], most)
+            for row, log_p_row in zip(batch, log_p, strict=True):
+                for number in groups[row]:
+                    count = texts[number].count
+                    targets = torch.tensor(texts[number].ids[-count:], device=ranks.device)
+                    own = log_p_row[-count:]  # (count, V)
+                    found[0, number] = own.gather(1, targets[:, None]).sum()
+                    found[1, number] = (own.argmax(1) == targets).all()
     # Each text was scored by one rank and the others add zero, so the sum is the same on any number
     # of ranks.
     likelihoods, is_greedy = ranks.sum(found).cpu()
     return likelihoods.double(), is_greedy.bool()
+
+
+def last_log_p(
+    model: GPT, hidden: Tensor, lengths: list[int], counts: list[int]
+) -> tuple[Tensor, ...]:
+    """Return the log-probabilities of all tokens at the last `counts` positions of each row.
+
+    Args:
+        model: gives the head.
+        hidden: of padded rows, (B, T, C).
+        lengths: of the rows without padding, (B,).
+        counts: how many positions of each row are needed, (B,).
+
+    Returns:
+        float32 (count, V) for each row.
+    """
+    last = [
+        states[length - count : length]
+        for states, length, count in zip(hidden, lengths, counts, strict=True)
+    ]
+    head = model.head_weight()[: model.n_vocab].float()  # (V, C); of float32 weights no copy
+    return F.linear(torch.cat(last).float(), head).log_softmax(-1).split(counts)

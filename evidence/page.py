@@ -18,6 +18,7 @@ from plotly.subplots import make_subplots
 from common.plotting import COLORS as ON_WHITE
 from evidence.comparison import Arms, Comparison
 from evidence.names import short_name
+from evidence.plots import in_units
 from evidence.runs import Run
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -48,7 +49,6 @@ def styled(figure: go.Figure, height: int) -> str:
         paper_bgcolor=CLEAR,
         plot_bgcolor=CLEAR,
         hovermode="closest",
-        legend={"orientation": "h", "y": -0.2},
     )
     figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID)
     figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID)
@@ -60,9 +60,9 @@ def forest(rows: list[Comparison], arms: Arms) -> str:
     figure = go.Figure()
     metric = rows[0].metric
     for row in rows:
-        values = in_units(row, row.differences)
-        mean = float(in_units(row, row.estimate.mean))
-        low, high = in_units(row, np.array(row.verdict.interval))
+        values = in_units(metric, row.differences)
+        mean = float(in_units(metric, row.estimate.mean))
+        low, high = in_units(metric, np.array(row.verdict.interval))
         look = {"color": color(arms, row.arm)}
         figure.add_scatter(
             x=values,
@@ -92,7 +92,7 @@ def forest(rows: list[Comparison], arms: Arms) -> str:
             meta=[row.arm],
         )
     if rows[0].delta:
-        low, high = in_units(rows[0], np.array([-1.0, 1.0]) * rows[0].delta)
+        low, high = in_units(metric, np.array([-1.0, 1.0]) * rows[0].delta)
         figure.add_vrect(low, high, fillcolor="gray", opacity=0.15, line_width=0)
     figure.add_vline(0, line_width=1, line_color="gray")
     unit = "per cent" if metric.relative else metric.unit
@@ -101,11 +101,6 @@ def forest(rows: list[Comparison], arms: Arms) -> str:
     figure.update_xaxes(title=title)
     figure.update_yaxes(autorange="reversed")
     return styled(figure, 120 + 45 * len(rows))
-
-
-def in_units(row: Comparison, differences: np.ndarray | float) -> np.ndarray:
-    """Return differences as they are shown: per cent for a relative metric."""
-    return 100 * np.expm1(differences) if row.metric.relative else np.asarray(differences)
 
 
 def lines(arms: Arms, panels: dict[str, Values], x_title: str, log: str = "") -> str:

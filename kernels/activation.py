@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import rows
 from .reference import GATED, Outputs
-from .rows import load, load_vector, store, store_partial
+from .rows import inverse_root, load, load_vector, store, store_partial
 
 
 @triton.constexpr_function
@@ -127,7 +127,7 @@ def activation_kernel(
             lane = start + tl.arange(0, COLUMNS)
             x = load(X, row, lane, C, valid[:, None] & (lane < C)[None, :])
             squares += x * x
-        inv = tl.rsqrt(tl.sum(squares, 1) / C + tl.cast(eps, tl.float32))
+        inv = inverse_root(squares, eps, C)
         if tl.program_id(1) == 0:
             tl.store(INV_OUT + row, inv, mask=valid)
     elif INV is not None:

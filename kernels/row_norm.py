@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import rows
 from .reference import Outputs
-from .rows import load, load_vector, store, store_partial
+from .rows import inverse_root, load, load_vector, store, store_partial
 
 
 @triton.jit
@@ -44,12 +44,6 @@ def load_stream(
                 a = a * load_vector(W_OUT, col, C)
         h = (h + a).to(H.dtype.element_ty).to(tl.float32)
     return h
-
-
-@triton.jit
-def inverse_root(square, eps, COUNTED: tl.constexpr):
-    """Compute 1 / sqrt(mean square + eps) of each row: equation 4 of Zhang & Sennrich 2019."""
-    return tl.rsqrt(tl.sum(square, 1) / COUNTED + tl.cast(eps, tl.float32))
 
 
 @triton.jit

@@ -236,6 +236,12 @@ def load_vector(W, col, size):
 
 
 @triton.jit
+def inverse_root(square, eps, COUNTED: tl.constexpr):
+    """Compute 1 / sqrt(mean square + eps) of each row: equation 4 of Zhang & Sennrich 2019."""
+    return tl.rsqrt(tl.sum(square, 1) / COUNTED + tl.cast(eps, tl.float32))
+
+
+@triton.jit
 def store_partial(P, program, col, size, width, value):
     """Store the sum over rows of a (ROWS, COLUMNS) tile in row `program` of P (programs, width)."""
     if P is not None:

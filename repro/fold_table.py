@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from common.environment import environment, installed
-from common.errors import ConfigError, FoldError, run_program
+from common.errors import ConfigError, FoldError, failure_line, run_program
 from common.output import markdown, read_json, write_bytes_atomically, writing
 from configurator import key, parse_args
 from fold import analyze, fold
@@ -152,7 +152,7 @@ def measure_in_child(name: str, config: TableConfig) -> dict[str, Any]:
             return {"limit": f"it took more than {config.seconds} seconds"}
         except Exception as error:  # models, and what they import, may raise anything
             kind = "limit" if "memory" in f"{type(error).__name__} {error}".lower() else "failed"
-            return {kind: f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            return {kind: failure_line(error)[:200]}
 
 
 # ---------------------------------------------------------------------------------------- the pages

@@ -23,7 +23,7 @@ from training.dataloader import Blocks, bytes_per_token, eval_batches
 from training.log import RunLog
 from training.run import write_text
 from training.stability import Stability, largest_attention_logit
-from training.stream import measure
+from training.stream import evaluating, measure
 from training.whole_split import Windows, split_loss, split_record
 
 PROMPT = 32  # tokens of the val shards that a text sample continues
@@ -90,14 +90,12 @@ class Evaluator:
         except DataError as error:
             self.no_tokenizer = str(error)
 
-    @torch.no_grad()
     def val_loss(self, model: nn.Module) -> float:
         """Compute the mean loss over the evaluation batches, nats per token.
 
         The batches are divided among the ranks. The loss of each is kept apart and all are summed
         in one order, so the value does not depend on the number of ranks.
         """
-        model.eval()
         device = self.ranks.device
         # The last batch is padded to the size of the others: another shape would be compiled as
         # well, and would make the graph of training dynamic.
@@ -105,12 +103,12 @@ class Evaluator:
         # MPS has no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         losses = torch.zeros(len(self.batches), dtype=dtype, device=device)
-        for number, counts in self.ranks.deal(range(len(self.batches))):
-            x, y = self.blocks.batch(self.batches[number], rows=rows)  # (B, T) each
-            with self.autocast():
-                # counts is False, so 0, for a batch that was only done to keep the ranks together.
-                losses[number] = model(x.to(device), y.to(device))[0] * counts
-        model.train()
+        with evaluating(model):
+            for number, counts in self.ranks.deal(range(len(self.batches))):
+                x, y = self.blocks.batch(self.batches[number], rows=rows)  # (B, T) each
+                with self.autocast():
+                    # counts is False, so 0, for a batch that only keeps the ranks together.
+                    losses[number] = model(x.to(device), y.to(device))[0] * counts
         losses = self.ranks.sum(losses).cpu().double()
         # The last batch may have fewer blocks.
         weights = torch.tensor([len(batch) for batch in self.batches], dtype=torch.float64)

@@ -35,7 +35,9 @@ class AdamKeys:
     lr_schedule: str = key(
         "cosine", "wsd: constant, then linear decay", ("cosine", "wsd", "constant")
     )
-    wsd_decay: float = key(0.2, "wsd: share of max_iters that the decay takes", least=0, most=1.0)
+    wsd_decay: float = key(
+        0.2, "wsd: share of max_iters that the decay takes", least=0, most=0.999999
+    )
     weight_decay: float = key(
         0.1,
         "on tensors of two dimensions or more; each step multiplies it by its lr",

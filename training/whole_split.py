@@ -107,17 +107,18 @@ def split_loss(
     starts = range(0, len(windows), rows)
     # Tokens and nats; the text before the first document is number 0.
     totals = torch.zeros(2, int(windows.before[-1]) + 1, dtype=torch.float64)
-    for start, counts in ranks.deal(starts):
-        x, y, documents = windows.batch(range(start, min(start + rows, len(windows))))
-        with evaluating(model), autocast():
-            logits = model(x.to(ranks.device))  # (B, T, n_vocab)
-        losses = token_losses(logits, y.to(ranks.device))  # (B T,)
-        if counts:
-            valid = (y != -1).flatten()
-            index = torch.from_numpy(documents).flatten()[valid]
-            nats = losses.cpu().double()[valid]
-            totals[0].index_add_(0, index, torch.ones_like(nats))
-            totals[1].index_add_(0, index, nats)
+    with evaluating(model):
+        for start, counts in ranks.deal(starts):
+            x, y, documents = windows.batch(range(start, min(start + rows, len(windows))))
+            with autocast():
+                logits = model(x.to(ranks.device))  # (B, T, n_vocab)
+            losses = token_losses(logits, y.to(ranks.device))  # (B T,)
+            if counts:
+                valid = (y != -1).flatten()
+                index = torch.from_numpy(documents).flatten()[valid]
+                nats = losses.cpu().double()[valid]
+                totals[0].index_add_(0, index, torch.ones_like(nats))
+                totals[1].index_add_(0, index, nats)
     # MPS has no float64; it has one rank, which needs no sum.
     if ranks.world_size > 1:
         totals = ranks.sum(totals.to(ranks.device)).cpu()
