@@ -1,6 +1,6 @@
-"""One decoding step in the profiler: a Chrome trace per arm, kernels per block, and a picture.
+"""One decoding step in the profiler: a Chrome trace per arm, and kernels per block.
 
-The picture is like Figure 4 of Loretz & Hochreiter 2026. Kernels and device copies of a block are
+A trace is what Figure 4 of Loretz & Hochreiter 2026 shows. Kernels and device copies of a block are
 the difference of a step with all blocks and a step with the first block alone. They are compared
 with what the launch ledger counts for the same blocks.
 """
@@ -59,16 +59,6 @@ LAUNCHES = {
     **dict.fromkeys(("attend", "heads_attend", "combine"), "attention"),
     **dict.fromkeys(("matmul", "matmul_add", "project"), "product"),
 }
-WINDOW = 40  # kernels in the picture
-COLOURS = {
-    "norm": "#0072B2",
-    "product": "#D55E00",
-    "activation": "#F0E442",
-    "attention": "#009E73",
-    "heads": "#CC79A7",
-    "copy": "#56B4E9",
-    "other": "#999999",
-}
 
 
 def kind(name: str) -> str:
@@ -91,12 +81,12 @@ def profiled(call: Callable[[], Any], cuda: bool) -> tuple[profile, list]:
     return profiler, [event for event in profiler.events() if event.device_type == wanted]
 
 
-def traced(decoder: Decoder, idx: Tensor, path: Path | None) -> list[dict[str, Any]]:
+def traced(decoder: Decoder, idx: Tensor, path: Path | None) -> list[str]:
     """Trace one step after the prompts idx (B, T); write the trace to `path`, if there is one.
 
     Returns:
-        {name, start, us} of each kernel and device copy, in the order of their starts. Kernels of a
-        CUDA graph appear one by one. On a CPU these are the operators that no other one called.
+        The name of each kernel and device copy. Kernels of a CUDA graph appear one by one. On a CPU
+        these are the operators that no other one called.
 
     Raises:
         UserError: the profiler saw no kernel.
@@ -108,17 +98,14 @@ def traced(decoder: Decoder, idx: Tensor, path: Path | None) -> list[dict[str, A
     profiler, events = profiled(decoder.step, idx.is_cuda)
     if path is not None:
         profiler.export_chrome_trace(str(path))
-    events = [event for event in events if event.cpu_parent is None]
-    events = [event for event in events if not event.name.lower().startswith("torch-compiled")]
-    if not events:
+    names = [event.name for event in events if event.cpu_parent is None]
+    names = [name for name in names if not name.lower().startswith("torch-compiled")]
+    if not names:
         raise UserError(
             "trace: the profiler saw no kernels: end other profilers; "
             "is torch built for this driver?"
         )
-    return [
-        {"name": event.name, "start": event.time_range.start, "us": event.time_range.elapsed_us()}
-        for event in sorted(events, key=lambda event: event.time_range.start)
-    ]
+    return names
 
 
 def compare(kernels: Counter, ledger: Counter, blocks: int) -> dict[str, Any]:
@@ -170,27 +157,19 @@ def trace_arms(config: Any, spec: str, model: GPT, prompt: Tensor, batch: int) -
     idx = prompt.expand(batch, -1).contiguous()
     filled = idx.shape[1]
     rows = {}
-    pictures = {}
     for arm in arms_of(config.arms, model):
         _, packed = packed_arm(model, arm, batch, prompt, config.norm_keys, config.library_from)
         shorter = dataclasses.replace(packed, blocks=packed.blocks[:1])
         for name, compiled, tuned in config.variants(arm, packed.level, idx.device):
-            events = []
+            names = []
             for part, path in ((packed, folder / f"{name}-{batch}.json"), (shorter, None)):
                 decoder = Decoder(part, batch, filled + 8, compiled=compiled, tuned=tuned)
-                events.append(traced(decoder, idx, path))
+                names.append(traced(decoder, idx, path))
                 torch._dynamo.reset()
-            names = [Counter(event["name"] for event in its) for its in events]
             ledger = total(launches(packed, batch, filled + 8)[2:])
-            rows[name] = compare(difference(*names), ledger, len(packed.blocks) - 1)
-            rows[name]["kernels_per_step"] = len(events[0])
-            pictures[name] = events[0]
-            print(f"{name}: {len(events[0])} kernels in a step, {rows[name]['line']}")
-    draw(
-        pictures,
-        folder / f"trace-{batch}.png",
-        f"{spec}, batch {batch}: {WINDOW} kernels from the middle of a step",
-    )
+            rows[name] = compare(difference(*map(Counter, names)), ledger, len(packed.blocks) - 1)
+            rows[name]["kernels_per_step"] = len(names[0])
+            print(f"{name}: {len(names[0])} kernels in a step, {rows[name]['line']}")
     return {"model": spec, "batch": batch, "arms": rows}
 
 
@@ -202,45 +181,3 @@ def difference(more: Counter, fewer: Counter) -> Counter:
     left = Counter(re.sub(r"_\d+$", "", name) for name in more.elements())
     left.subtract(re.sub(r"_\d+$", "", name) for name in fewer.elements())
     return left
-
-
-def draw(pictures: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
-    """Draw a row for each arm: the kernels of its middle blocks over time, norms marked."""
-    from matplotlib.patches import Patch
-
-    from common.plotting import plt, save  # matplotlib takes a second to import
-
-    figure, axes = plt.subplots(
-        len(pictures),
-        1,
-        figsize=(12, 1 + 1.1 * len(pictures)),
-        layout="constrained",
-        squeeze=False,
-        sharex=True,
-    )
-    for axis, (name, events) in zip(axes[:, 0], pictures.items()):
-        middle = max(0, len(events) // 2 - WINDOW // 2)
-        shown = events[middle : middle + WINDOW]
-        done = shown[0]["start"]  # when the kernels drawn so far have ended
-        for event in shown:
-            what = kind(event["name"])
-            # a kernel that overlaps the one before is drawn from the end of that one
-            begin = max(event["start"], done)
-            done = max(done, event["start"] + event["us"])
-            left = begin - shown[0]["start"]
-            look = {"color": COLOURS[what], "edgecolor": "black", "linewidth": 0.3}
-            axis.barh(0, done - begin, left=left, **look)
-            if what == "norm":
-                at = (left + (done - begin) / 2, 0.45)
-                axis.annotate("▼", at, ha="center", color=COLOURS["norm"], fontsize=9)
-        axis.set_yticks([0], [name])
-        axis.set_ylim(-0.5, 0.8)
-    axes[-1, 0].set_xlabel("microseconds")
-    figure.legend(
-        handles=[Patch(color=color, label=name) for name, color in COLOURS.items()],
-        loc="outside lower center",
-        ncols=len(COLOURS),
-        fontsize=9,
-    )
-    figure.suptitle(title, fontsize=10)
-    save(figure, path)

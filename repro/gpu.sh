@@ -61,7 +61,6 @@ first_steps() {  # NAME SETTING...
 }
 first_minutes() {
   local warps residual whole
-  stage first-attention "$PYTHON" repro/gpu_first.py attention
   stage first-tests env OMP_NUM_THREADS=1 "$PYTHON" -m pytest -p no:cacheprovider -x \
     tests/kernels/test_binding.py tests/decode/test_graph.py
   stage first-sync first_sync

@@ -13,28 +13,25 @@
 # 3. the control: the teacher trained on, on the same text, for as many tokens, with the same
 #    settings
 #
-# Before 2, with the teacher of seed 1 alone:
-# a. sizes of its residual stream, alpha, which blocks to couple, KL against statistics saved
-# b. the students' learning rate, with a seed of its own, by KL on blocks of the other documents that
-#    distill.py holds out; the text that judges the models is not looked at
-# c. two more small models, to see whether the suggested alpha is near the best there is in all
-#    three
+# Before 2, with the teacher of seed 1 alone: sizes of its residual stream, alpha, which blocks to
+# couple, KL against statistics saved.
 #
 # At the end KL and val loss of all models on all held-out documents, paired by window. The table is
 # over all seeds that windows.jsonl.xz holds, also those of earlier calls.
 #
-#   SEEDS="2 3" RATE=1e-4 repro/posthoc.sh FOLDER   only these seeds; a to c were done, and gave RATE
+#   SEEDS="2 3"    only these seeds, and nothing of what comes before 2
+#   RATE=2e-4      the students' learning rate (1e-4, the best of four on distillation's own text, and
+#                  not at the end of the grid)
 #   JOBS=2         runs side by side, one CPU core each; a teacher, and what judges a seed, take all
 #                  of these cores (1)
 #   DTYPE=float32  on a CPU that has no units for bfloat16 (bfloat16)
 #
-# A seed takes one to two hours of a free core, a to c as much again. Steps that are done already are
-# skipped.
+# A seed takes one to two hours of a free core. Steps that are done already are skipped.
 set -euo pipefail
 . "$(dirname "$0")/start.sh"
 [ $# -gt 0 ] || { usage; exit 2; }
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-source=$1 seeds=${SEEDS:-1 2 3} rate=${RATE:-} jobs=${JOBS:-1} dtype=${DTYPE:-bfloat16}
+source=$1 seeds=${SEEDS:-1 2 3} rate=${RATE:-1e-4} jobs=${JOBS:-1} dtype=${DTYPE:-bfloat16}
 out=${OUT:-out/posthoc} results=${RESULTS:-results/cpu/posthoc}
 die() { echo "error: $1" >&2; exit 2; }
 for part in train val; do
@@ -44,7 +41,7 @@ done
 for seed in $seeds; do
   [[ $seed =~ ^[0-9]+$ ]] || die "SEEDS: $seed is no seed: give numbers, separated by blanks"
 done
-[[ -z $rate || $rate =~ ^[0-9]*\.?[0-9]+(e-?[0-9]+)?$ ]] || die "RATE=$rate: give a learning rate"
+[[ $rate =~ ^[0-9]*\.?[0-9]+(e-?[0-9]+)?$ ]] || die "RATE=$rate: give a learning rate"
 [[ $jobs =~ ^[1-9][0-9]*$ ]] || die "JOBS=$jobs: give the number of runs side by side"
 [[ $dtype =~ ^(bfloat16|float16|float32)$ ]] || die "DTYPE=$dtype: give bfloat16 or float32"
 mkdir -p "$out" "$results"
@@ -96,27 +93,12 @@ side_by_side() {  # reads commands, one a line; xargs starts no more of them aft
   xargs -d '\n' -P "$jobs" -n 1 bash -euo pipefail -c 'trap "[ \$? = 0 ] || exit 255" EXIT; eval "$0"'
 }
 
-if [ -z "$rate" ]; then
+if [ -z "${SEEDS:-}" ]; then
   teacher 1
   [ -f "$out/sizes.jsonl" ] ||
     "$PYTHON" -m posthoc.rms_stats "$out/teacher-1" --text="$out/b.jsonl" --windows=32 --across \
       --budget=0.05 --plot="$out/fig3.png" --out="$out/sizes.jsonl"
-  # 64 blocks would be of two documents; 256 are of eight.
-  for rate in 5e-5 1e-4 2e-4 4e-4; do
-    echo "distil 1 \"\$out/rates/$rate\" 0 $rate 100 --eval_blocks=256"
-  done | side_by_side
-  rate=$("$PYTHON" repro/posthoc_rate.py "$out/rates")
-  train "$out/small-gpt2" config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=8 \
-    --data_dir="$out/text_a"
-  train "$out/small-llama" config/table1_cpu.py --norm_type=rms --max_iters=300 --seed=9 \
-    --n_layer=6 --position=rope --activation=swiglu --data_dir="$out/text_a"
-  if [ ! -f "$out/alpha.jsonl" ]; then  # it grows line by line: whole when it has its name
-    "$PYTHON" repro/posthoc_alpha.py "$out/alpha.part" "$out/b.jsonl" "$out/small-gpt2" \
-      "$out/small-llama" "$out/teacher-1"
-    mv "$out/alpha.part" "$out/alpha.jsonl"
-  fi
-  cp "$out/sizes.jsonl" "$out/fig3.png" "$out/alpha.jsonl" "$results/"
-  "$PYTHON" -m evidence.archive "$results/runs.tar.xz" "$out"/rates/*
+  cp "$out/sizes.jsonl" "$out/fig3.png" "$results/"
 fi
 for seed in $seeds; do
   teacher "$seed"

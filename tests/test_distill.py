@@ -523,7 +523,6 @@ STUB = """#!/usr/bin/env bash
 [ "$1" != -m ] || shift
 echo "$1" >> calls
 echo "$(printf '%q ' "$@")" >> words  # one write: two runs may end at the same time
-[ "$1" != repro/posthoc_rate.py ] || echo 1e-4
 for word; do case $word in
   --out_dir=*/text_?) ;;
   --out_dir=*)
@@ -534,7 +533,6 @@ for word; do case $word in
 esac; case $word in
   --out_dir=*text_?) mkdir -p "${word#*=}" && touch "${word#*=}/meta.json";;
   --out=*|--plot=*) echo new > "${word#*=}";;
-  *.part) echo new > "$word";;
 esac; done
 """
 
@@ -550,7 +548,7 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
         (tmp_path / f"openstax_ccby_{part}.jsonl.xz").write_bytes(lzma.compress(b"{}\n{}\n"))
     results, out = tmp_path / "results", tmp_path / "out of it"
     results.mkdir()
-    written = [results / name for name in ("sizes.jsonl", "alpha.jsonl", "fig3.png")]
+    written = [results / name for name in ("sizes.jsonl", "fig3.png")]
     for path in written:
         path.write_text("old\n")
     keys = {"PYTHON": str(tmp_path / "python"), "OUT": str(out), "RESULTS": str(results)}
@@ -577,8 +575,8 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
     for _ in range(2):
         assert call().returncode == 0
     calls = (tmp_path / "calls").read_text().split()
-    steps = ("posthoc.rms_stats", "repro/posthoc_alpha.py", "repro/posthoc_table.py")
-    assert [calls.count(step) for step in steps] == [1, 1, 2 * 3]
+    steps = ("posthoc.rms_stats", "repro/posthoc_table.py")
+    assert [calls.count(step) for step in steps] == [1, 2 * 3]
     found = {}  # (program, name of its run folder) -> config
     for line in (tmp_path / "words").read_text().splitlines():
         program, *words = shlex.split(line.replace("config/", f"{ROOT}/config/"))
@@ -586,7 +584,7 @@ def test_the_script_skips_what_its_own_folder_has_and_no_more(tmp_path):
             kind = distill.DistillConfig if program == "distill.py" else TrainConfig
             config, _ = parse_args(kind, words)
             found[program, Path(config.out_dir).name] = config
-    assert len(found) == 4 + 3 * 4 + 2
+    assert len(found) == 3 * 4
     for seed in (1, 2, 3):
         assert found["train.py", f"teacher-{seed}"].seed == seed
         control = found["train.py", f"teacher-longer-{seed}"]

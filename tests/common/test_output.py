@@ -26,7 +26,6 @@ from evals import lm_eval_model
 from hf.weights import export_hf
 from model import GPT, GPTConfig
 from posthoc import rms_stats
-from repro import posthoc_alpha
 from training.checkpoint import save_checkpoint
 from training.log import RunLog
 
@@ -81,11 +80,6 @@ WRITERS = {
     ),
     "bench/fold": (bench_fold.main, ["nowhere", "--out="], '{"spec": "x", "folded": 1}'),
     "bench/aot": (aot.main, ["--sm=90", "--out="], "triton 3.9.0"),
-    "posthoc_alpha": (
-        lambda words: posthoc_alpha.main([words[0], "nowhere", "nowhere"]),
-        [""],
-        '{"model": "x", "coupled_first": 1}',
-    ),
     "report": (report.main, [str(ROOT / RUN), "--plot="], "\x89PNG"),
 }
 

@@ -22,36 +22,18 @@ from torch.nn.functional import cross_entropy, kl_div
 pytest.importorskip("transformers")
 
 from common.errors import ConfigError
-from common.output import read_json
 from common.stats import clustered, crossed
 from model import GPT
 from repro import (
-    bfloat16_table,
     cbwc,
     fold_models,
     fold_table,
-    mygpt_table,
-    posthoc_rate,
     posthoc_table,
-    taper_output,
 )
 
 RESULTS = ROOT / "results"
 
 # ------------------------------------------------------------------------------- committed records
-
-
-def mygpt(folder):
-    for log in folder.glob("*.jsonl"):
-        run = folder / "runs" / log.stem
-        run.mkdir(parents=True)
-        log.rename(run / "log.jsonl")
-    mygpt_table.main([str(folder / "runs"), str(folder)])
-
-
-def taper(folder):
-    page = taper_output.page(read_json(folder / "output_end.jsonl"))
-    (folder / "output_end.md").write_text(page + "\n")
 
 
 def fold(study):
@@ -67,9 +49,6 @@ def cbwc_table(study):
     [
         ("cpu/posthoc", "table.md", lambda folder: posthoc_table.main([str(folder)])),
         ("cpu/posthoc", "models.jsonl", lambda folder: posthoc_table.main([str(folder)])),
-        ("cpu/mygpt", "README.md", mygpt),
-        ("cpu/bfloat16", "README.md", lambda folder: bfloat16_table.main([str(folder)])),
-        ("cpu/taper", "output_end.md", taper),
         ("fold", "README.md", fold("table3")),
         ("fold", "table.md", fold("zoo")),
         ("cpu/cbwc_training", "README.md", cbwc_table("training")),
@@ -233,20 +212,3 @@ def test_a_seed_is_judged_beside_the_others(tmp_path):
     with pytest.raises(ConfigError, match=r"longer-1: has learning_rate=0\.0002"):
         posthoc_table.main([str(runs), "1", text, str(results)])
     assert (results / "table.md").read_text() == table
-
-
-def test_the_rate_with_the_lowest_kl_is_taken(tmp_path, capsys):
-    for rate, kl in (("5e-5", 2e-3), ("1e-4", 1e-3), ("2e-4", 3e-3)):
-        (tmp_path / rate).mkdir()
-        end = {"event": "end", "reason": "done", "summary": {"kl": kl}}
-        (tmp_path / rate / "log.jsonl").write_text(json.dumps(end) + "\n")
-    posthoc_rate.main([str(tmp_path)])
-    printed = capsys.readouterr()
-    assert printed.out == "1e-4\n" and "warning" not in printed.err
-    shutil.rmtree(tmp_path / "5e-5")
-    posthoc_rate.main([str(tmp_path)])
-    printed = capsys.readouterr()
-    assert printed.out == "1e-4\n" and "1e-4 is at the end of the grid" in printed.err
-    (tmp_path / "2e-4" / "log.jsonl").write_text('{"event": "step"}\n')
-    with pytest.raises(ConfigError, match="2e-4: not finished"):
-        posthoc_rate.main([str(tmp_path)])
