@@ -23,7 +23,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from bench.kernel_arms import (
     OPERATORS,
+    PEERS,
     UNSCALED,
     Function,
     arms_of,
@@ -161,6 +162,49 @@ def sets_of(fewest: int) -> int:
 def _several(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return an operator's output or outputs as a tuple."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of these tensors, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def kept_bytes(case: Case, arm: Function) -> int:
+    """Return the bytes that forward leaves for backward: outputs and saved tensors of one set."""
+    inputs = {value.untyped_storage().data_ptr() for value in case.sets[0]}
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = _several(arm(*case.sets[0]))
+    kept = [*outputs, *saved]
+    return nbytes(tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in inputs)
+
+
+def peak_bytes(case: Case, count: int) -> int:
+    """Return the bytes that a GPU would need at most for a case with `count` sets.
+
+    All sets have inputs, gradients of outputs, and two buffers to copy. Forward's graphs share
+    their memory, so that one arm's counts; backward's share theirs too, but forward's outputs and
+    saved tensors of all arms are there, for their graphs read them. Arms that need a GPU count as
+    the reference does (compiled), or as outputs and one more tensor that is as large.
+
+    Args:
+        case: on a CPU, with one set.
+    """
+    arms, _ = arms_of(case.name, torch.device("cpu"))
+    kept = [kept_bytes(case, arm) for arm in arms.values()]
+    kept += [kept[0], *[2 * nbytes(case.gradients[0])] * (1 + len(PEERS))]
+    gradients = sum(value.nbytes for value in case.sets[0] if value.requires_grad)
+    shared = nbytes([*case.sets[0], *case.gradients[0], *case.copies])
+    return count * (shared + max(max(kept), sum(kept) + gradients))
 
 
 # --------------------------------------------------------------------------------------- measuring

@@ -79,10 +79,29 @@ def test_fewest_bytes_and_the_plain_formula(name, forward, backward):
             assert case.error(arm) <= 4 * torch.finfo(dtype).eps
 
 
-def test_large_tensors_have_fewer_rows():
-    """So that rivals do not run out of memory on a GPU of 80 GB."""
+@pytest.mark.parametrize("rows", KernelBenchConfig.rows)
+@pytest.mark.parametrize("channels", KernelBenchConfig.channels)
+def test_every_default_case_fits_on_80_gb(rows, channels):
+    for name in OPERATORS:
+        case = Case(name, 64, channels, torch.bfloat16, CPU)
+        scale = min(rows, kernels.LARGEST // (2 * channels)) / 64
+        count = kernels.sets_of(int(min(case.bytes) * scale))
+        assert kernels.peak_bytes(case, count) * scale < 0.85 * 80e9, name
+    # the model sees what would not fit: all rows at the widest, as it was
+    case = Case("norm_add_norm", 64, 8192, torch.bfloat16, CPU)
+    assert kernels.peak_bytes(case, 2) * 1024 > 117e9
     largest = Case("rms_norm", 65536, 1 << 20, torch.bfloat16, torch.device("meta"))
     assert largest.rows == 256
+
+
+def test_what_forward_leaves_is_counted_once():
+    """An output that is saved as well is one tensor; inputs do not count."""
+    case = Case("rms_norm", 64, 48, torch.float32, CPU)
+    stream = 64 * 48 * 4
+    assert kernels.kept_bytes(case, lambda x, w: x.exp()) == stream
+    assert kernels.kept_bytes(case, lambda x, w: (x * w.sum()).sin()) == pytest.approx(
+        2 * stream, abs=8
+    )
 
 
 def test_a_copy_moves_as_many_bytes_as_the_operator_must():
