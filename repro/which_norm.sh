@@ -27,7 +27,7 @@ steps=$(sed -n 's/^max_iters = //p' "$config") warmup=$(sed -n 's/^warmup_iters 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HELLASWAG=off
 export OUT=${OUT:-out/which_norm/$scale}/$stage/$shape
 export KEEP=${RESULTS:-results/$scale/which_norm}/$stage-$shape.tar.xz
-study="which_norm $scale $(sha256sum repro/which_norm.toml | cut -c1-16)"
+study="${STUDY:-which_norm} $scale $(sha256sum repro/which_norm.toml | cut -c1-16)"
 
 chosen=
 case $scale-$shape in
