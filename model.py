@@ -603,9 +603,10 @@ class GPT(nn.Module):
                 continue
             is_uniform = config.init == "torch" and isinstance(module, nn.Linear)
             for part, tensor in module.named_parameters():
-                stream = torch.Generator(tensor.device)
-                stream.manual_seed(zlib.crc32(f"{seed} {name}.{part}".encode()))
-                if is_uniform:
+                stream = named_stream(seed, f"{name}.{part}", tensor.device)
+                if name.endswith(".gate_up"):
+                    tensor.zero_()  # GatedNorm: all gates are sigmoid(0)
+                elif is_uniform:
                     bound = 1 / math.sqrt(module.in_features)
                     tensor.uniform_(-bound, bound, generator=stream)
                 elif part == "bias":
@@ -615,6 +616,26 @@ class GPT(nn.Module):
                     std = residual_std if writes else config.init_std
                     tensor.normal_(0.0, 1.0 if config.init == "torch" else std, generator=stream)
             self.apply_init_factors(name, module.weight)
+        self.pair_gains(seed)
+
+    def pair_gains(self, seed: int) -> None:
+        """Move the gains of each block by -a s before attention and by a s before the MLP.
+
+        a is config.paired_gains, s (C,) random signs, as many of either kind (modded-nanogpt #300).
+        A norm without a gain is left alone.
+        """
+        size = self.config.paired_gains
+        if not size or self.wte.weight.is_meta:
+            return
+        for index, block in enumerate(self.blocks):
+            stream = named_stream(seed, f"blocks.{index}.signs", "cpu")
+            order = torch.randperm(self.config.n_embd, generator=stream)
+            move = size * (2 * (order % 2) - 1)  # (C,)
+            move = move.to(self.wte.weight.device)
+            if block.norm1.core.weight is not None:
+                block.norm1.core.weight -= move
+            if block.norm2.core.weight is not None:
+                block.norm2.core.weight += move
 
     def apply_init_factors(self, name: str, weight: Tensor) -> None:
         """Multiply the initial weight (out, in) of module `name` as the norm type's recipe says.
@@ -637,7 +658,7 @@ class GPT(nn.Module):
         yield self.norm_f
 
     def hidden_matrices(self) -> dict[nn.Parameter, list[int]]:
-        """Return the weight of each linear in the blocks, and the rows of each matrix in it.
+        """Return the weight of each linear in blocks and norms, and the rows of each matrix in it.
 
         One weight holds q, k and v, and in a gated MLP another one gate and up.
         """
@@ -649,11 +670,23 @@ class GPT(nn.Module):
             rows[block.attn.proj.weight] = [block.attn.proj.out_features]
             rows[up.weight] = [up.out_features // parts] * parts
             rows[down.weight] = [down.out_features]
+        for place in self.places():
+            for part in place.modules():
+                if isinstance(part, nn.Linear):  # of GatedNorm
+                    rows[part.weight] = [part.out_features]
         return rows
 
     def set_step(self, step: int, max_iters: int) -> list[Handover]:
         """Prepare every norm for training step `step`; return the parameters that changed roles."""
-        return [pair for place in self.places() for pair in place.set_step(step, max_iters)]
+        tokens = self.config.block_size
+        interval = min(1000, max(1, max_iters // 50))  # as in BHyT's code
+        if (step - 1) % interval == 0:
+            for block in self.blocks:
+                block.norm1.norm.expect(block.attn, tokens)
+        moved = []
+        for place in self.places():
+            moved += place.set_step(step, max_iters)
+        return moved
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
@@ -780,6 +813,12 @@ class GPT(nn.Module):
         seen = sum(min(config.window_of(i) or T, T) for i in range(config.n_layer))
         attention = config.n_head * config.head_channels * seen
         return 6 * weights + 12 * attention
+
+
+def named_stream(seed: int, name: str, device: torch.device | str) -> torch.Generator:
+    """Return the random stream of (seed, name)."""
+    stream = torch.Generator(device)
+    return stream.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
 def sample_token(

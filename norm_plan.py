@@ -12,7 +12,9 @@ Each position has one letter. Sections at the end that are all I are left out.
     s  RMSNorm with the statistic of the last R         D  Dynamic Tanh
     L  LayerNorm                                        E  Derf, dynamic erf
     P  the stream is replaced by the normalised sum     I  no norm
-    B  replaced so, then read through a second norm
+    B  replaced so, then read through a second norm     G  GatedNorm
+    H  bounded tanh, which computes a statistic         V  SeeDNorm, whose gain varies
+    h  bounded tanh with the statistic of the last H
 
     coupled, 4 blocks, coupled_first=1    RR Rs Rs Rs R
     coupled, 4 blocks, coupled_span=2     Rs ss Rs ss R
@@ -21,6 +23,7 @@ Each position has one letter. Sections at the end that are all I are left out.
     HybridNorm, 2 blocks                  IP IP R
     OLMo 2, 2 blocks                      II II R | RR RR
     Peri-LN, 2 blocks                     RR RR R | RR RR | R
+    BHyT, 2 blocks                        Hh Hh R
 
 So CoupledNorm is not a special block: it is a plan in which some positions share. Numbers, such as
 a residual weight, and norms within attention are keys: `NormPlan.notes` prints them beside it.
@@ -46,19 +49,24 @@ from norm_types import (
     NORM_TYPES,
     REPLACING,
     SHARED,
+    SOURCES,
     NormType,
     Recipe,
     base_letter,
 )
 from norms import (
+    BoundedTanh,
     DynamicErf,
     DynamicTanh,
+    GatedNorm,
     LayerNorm,
     LearnedScale,
     NoNorm,
     Norm,
     Place,
     RMSNorm,
+    SeeDNorm,
+    SharedBoundedTanh,
     SharedRMSNorm,
 )
 from taper import ScaleAnchor, TaperNorm, TaperSchedule
@@ -86,6 +94,13 @@ class NormConfig:
     )
     initial_gain: float | tuple[float, ...] = key(
         1.0, "gains at the start: one number, 2L+1 (input norms) or 4L+2 (all)", least=0, most=1e6
+    )
+    paired_gains: float = key(
+        0.0,
+        "a: a block's gains start at 1 - a s before attention and 1 + a s before the MLP, with "
+        "random signs s, as many of either kind",
+        least=0,
+        most=1.0,
     )
     norm_recipe: str = key(
         "paper",
@@ -116,10 +131,15 @@ class NormConfig:
     mixln_share: float = key(0.25, "mixln: share of Post-LN blocks, the first", least=0, most=1.0)
     point_alpha: float | tuple[float, ...] | None = key(
         None,
-        "dyt, derf: alpha at the start, one number or that of attention, MLP and final norm "
+        "dyt, derf, bhyt: alpha at the start, one number or that of attention, MLP and final norm "
         "(auto: as norm_recipe)",
         least=1e-6,
         most=1e6,
+    )
+    gate_start: str = key(
+        "half",
+        "gatednorm: gates are sigmoids and start at 1/2; identity: twice sigmoids, at 1",
+        ("half", "identity"),
     )
     coupled_first: int = key(0, "coupled: blocks at the start with own statistics", least=0)
     coupled_span: int = key(
@@ -277,10 +297,12 @@ class NormPlan:
                     f"{config.norm_type} need {count} letters{what}, each one of {allowed}"
                 )
         for index, letter in enumerate(self.letters):
-            # The letter before, all s left out, must be R: that norm has computed a statistic.
-            if letter == SHARED and self.letters[:index].rstrip(SHARED)[-1:] != "R":
+            source = SOURCES.get(letter)
+            # The letter before, all s (or h) left out, must be R (or H): it computes a statistic.
+            if source and self.letters[:index].rstrip(letter)[-1:] != source:
                 raise ConfigError(
-                    f"norm_plan {self}: position {index} shares a statistic that no R computed"
+                    f"norm_plan {self}: position {index} shares a statistic that no {source} "
+                    "computed"
                 )
         if config.coupled_impl != "scale" and not self.adds_plainly:
             raise ConfigError(
@@ -411,7 +433,7 @@ class NormPlan:
         places = [index for index, letter in enumerate(self.letters) if letter in REPLACING]
         weights = dict.fromkeys(self.residual_weight(index) for index in places)
         is_pre = "mixln_share" in self.type.keys and not places
-        has_alpha = at_start and not set("DE").isdisjoint(self.letters)
+        has_alpha = at_start and not set("DEHh").isdisjoint(self.letters)
         alphas = [self.point_alpha(i) for i in (0, 1, 2 * self.n_layer)]
         normed = "queries, keys and values" if config.has_v_norm else "queries and keys"
         gains = "" if config.has_gain else ", no gain"
@@ -421,9 +443,11 @@ class NormPlan:
             (is_pre, "no block is Post-LN: give a larger mixln_share or more blocks"),
             (has_alpha, f"alpha {_listed(alphas)} in attention, MLP and final norm"),
             (config.qk_kind != "none", f"norms of {normed} ({config.qk_kind}{gains})"),
+            ("G" in self.letters, f"gates that start at {config.gate_start}"),
             (self.type.scales_by_depth, "gains of block l divided by sqrt(l)"),
             (config.norm_gain != "plain", f"gains {config.norm_gain}"),
             (at_start and config.initial_gain != 1, f"initial gains {config.initial_gain}"),
+            (at_start and config.paired_gains, f"gains in pairs, 1 -+ {config.paired_gains:g}"),
             (recipe.has_bias and not self.bias, "biases in norms"),
             (set(self.outputs) > {NONE}, f"eps {config.output_eps:g} in output norms"),
             (config.decays_gains, "weight decay on gains"),
@@ -480,18 +504,26 @@ def build_taper(plan: NormPlan, number: int) -> Norm:
     return TaperNorm(base, TaperSchedule.of(config), fit_channels=config.taper_fit == "channel")
 
 
-def build_tanh(plan: NormPlan, number: int) -> Norm:
-    return DynamicTanh(bias=plan.has_bias, alpha=plan.point_alpha(number), **plan.common(number))
+def build_point(plan: NormPlan, number: int) -> Norm:
+    kind = POINT_NORMS[plan.letters[number]]
+    return kind(bias=plan.has_bias, alpha=plan.point_alpha(number), **plan.common(number))
 
 
-def build_erf(plan: NormPlan, number: int) -> Norm:
-    return DynamicErf(bias=plan.has_bias, alpha=plan.point_alpha(number), **plan.common(number))
+def build_gated(plan: NormPlan, number: int) -> Norm:
+    factor = 2.0 if plan.config.gate_start == "identity" else 1.0
+    return GatedNorm(factor=factor, **plan.common(number))
+
+
+def build_varying(plan: NormPlan, number: int) -> Norm:
+    return SeeDNorm(**plan.common(number))
 
 
 def build_none(plan: NormPlan, number: int) -> Norm:
     return NoNorm(plan.channels, affine=False)
 
 
+# Norms that act on each channel by itself, some after a statistic, and have an alpha
+POINT_NORMS = {"D": DynamicTanh, "E": DynamicErf, "H": BoundedTanh, "h": SharedBoundedTanh}
 # letter -> (plan, number of the letter) -> its norm
 NORMS: dict[str, Callable[[NormPlan, int], Norm]] = {
     "L": build_layer,
@@ -500,7 +532,11 @@ NORMS: dict[str, Callable[[NormPlan, int], Norm]] = {
     "T": build_taper,
     "P": build_base,
     "B": build_base,
-    "D": build_tanh,
-    "E": build_erf,
+    "D": build_point,
+    "E": build_point,
+    "H": build_point,
+    "h": build_point,
+    "G": build_gated,
+    "V": build_varying,
     NONE: build_none,
 }

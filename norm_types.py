@@ -16,6 +16,8 @@ from norms import CenteredLinear, center
 Config = Any  # norm_plan.NormConfig
 
 SHARED = "s"
+# letter that takes a statistic -> letter that computes it
+SOURCES = {SHARED: "R", "h": "H"}
 NONE = "I"
 REPLACING = "PB"  # the normalised sum is the stream from here on; at B a second norm reads it
 
@@ -27,8 +29,8 @@ class Recipe:
     Attributes:
         init_factors: n_layer -> {part of a block: factor on its initial weights}; the parts are
             attn.qk, attn.v, attn.proj, mlp.up and mlp.down.
-        point_alpha: channels -> initial alpha of DynamicTanh and DynamicErf, at attention, MLP and
-            final norm.
+        point_alpha: channels -> initial alpha of DynamicTanh, DynamicErf and BoundedTanh, at
+            attention, MLP and final norm.
         learned_scale: are the embeddings multiplied by a learned number, sqrt(channels) at first?
         decay_gains: does weight decay act on gains?
         has_bias: do norms have biases even where the model has none?
@@ -136,6 +138,11 @@ def olmo2_letters(config: Config, n_layer: int) -> str:
     return f"{NONE * 2 * n_layer}R|{'R' * 2 * n_layer}"
 
 
+def bhyt_letters(config: Config, n_layer: int) -> str:
+    """Return Hh for each block. The final norm is R."""
+    return "Hh" * n_layer + "R"
+
+
 def base_letter(base: str) -> str:
     """Return the letter of a norm that a key names: rms or layer."""
     return "L" if base == "layer" else "R"
@@ -183,6 +190,11 @@ DERF = Recipe(
     learned_scale=True,
     has_bias=True,
 )
+
+# The authors' code, based on Llama; alpha is that of the model of 1 B parameters there
+BHYT = Recipe(same_std, point_alpha=lambda channels: (2.0, 1.0, 1.0))
+# The paper: on alpha and beta (SeeDNorm.gains)
+SEEDNORM = Recipe(decay_gains=True)
 
 RMS_KEYS = ("rms_fraction", "norm_groups", "rms_bias")
 COUPLED_KEYS = (
@@ -247,6 +259,12 @@ NORM_TYPES: dict[str, NormType] = {
     "dyt": NormType(uniform("D"), "D", keys=("point_alpha",), recipe=DYT),
     # Derf, arXiv 2512.10938
     "derf": NormType(uniform("E"), "E", keys=("point_alpha",), recipe=DERF),
+    # Bounded hyperbolic tanh, arXiv 2601.09719, third version
+    "bhyt": NormType(bhyt_letters, "HhR", keys=("point_alpha",), recipe=BHYT),
+    # GatedNorm, arXiv 2601.22966
+    "gatednorm": NormType(uniform("G"), "G", keys=("gate_start",)),
+    # SeeDNorm, arXiv 2510.22777
+    "seednorm": NormType(uniform("V"), "V", gain_kinds=("plain", "one_plus"), recipe=SEEDNORM),
     # What a finished taper folds into; R and L as above
     "none": NormType(uniform(NONE), "IRL"),
 }

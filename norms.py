@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.distributed import whole
 from kernels import (
     add_normed,
     add_residual,
@@ -35,6 +36,9 @@ from kernels import (
     shared_rms_scale,
 )
 from kernels.reference import affine, inverse_rms, statistics_dtype
+
+# BHyT bounds all channels but 1 % of any distribution by 10 times its RMS (Chebyshev).
+KAPPA = 10.0
 
 # (from, to): the parameter `to` takes over the role of `from`, so the optimiser copies its state.
 Handover = tuple[nn.Parameter, nn.Parameter]
@@ -149,6 +153,12 @@ class Norm(nn.Module):
         Returns the parameters that have changed their roles.
         """
         return []
+
+    def expect(self, attention: nn.Module, tokens: int) -> None:
+        """Prepare for what `attention`, which reads this norm, adds to the stream in training.
+
+        On every rank; `tokens` are those of a sequence.
+        """
 
     # What conversions and measurements ask of a norm
 
@@ -309,6 +319,102 @@ class DynamicErf(DynamicTanh):
 
     def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, None]:
         return self.affine(torch.erf(self.alpha * h + self.shift), h.dtype), None
+
+
+class SharedBoundedTanh(DynamicTanh):
+    """tanh(alpha h / (KAPPA RMS(h))) * gain + bias with an inv_rms that comes in.
+
+    BHyT, arXiv 2601.09719, after attention; its lambda is alpha.
+    """
+
+    log_drift = SharedRMSNorm.log_drift
+
+    def forward(self, h: Tensor, inv_rms: Tensor) -> tuple[Tensor, Tensor]:
+        y, _ = super().forward(h * (inv_rms / KAPPA))
+        return y.to(h.dtype), inv_rms
+
+
+class BoundedTanh(SharedBoundedTanh):
+    """The same with a statistic of its own. It hands on the one for the norm after attention.
+
+    That is its mean square plus what attention adds if it takes the mean of T independent tokens:
+
+        drift = |W_V W_O|^2 / (T C) * (alpha / KAPPA)^2
+
+    As in the authors' code, drift is a constant in backward, the mean square is not, and the gain
+    does not count. The buffer `attention` () is the first factor.
+    """
+
+    log_drift = Norm.log_drift
+
+    def __init__(self, *args: Any, **keys: Any):
+        super().__init__(*args, **keys)
+        self.register_buffer("attention", torch.zeros(()))
+
+    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        inv_rms = inverse_rms(h, self.eps)  # (B, T, 1)
+        y, _ = super().forward(h, inv_rms)
+        slope = self.alpha.detach() / KAPPA  # (1,)
+        drift = self.attention * slope.square()
+        return y, (inv_rms.pow(-2) + drift).rsqrt()
+
+    @torch.no_grad()
+    def expect(self, attention: nn.Module, tokens: int) -> None:
+        value = whole(attention.qkv.weight)[-attention.widths[2] :]  # (H_kv D, C)
+        value = value.unflatten(0, (attention.kv_heads, -1))  # (H_kv, D, C)
+        readers = attention.heads // attention.kv_heads
+        value = value.repeat_interleave(readers, 0).flatten(0, 1)  # (H D, C)
+        product = whole(attention.proj.weight) @ value  # (C, C)
+        square = product.square().sum()
+        self.attention.copy_(square / (tokens * self.channels))
+
+
+class GatedNorm(Norm):
+    """y sigmoid(W_up silu(W_down y)), y = RMSNorm(h): arXiv 2601.22966, section 3.4.
+
+    W_down is (16, C). W_up (C, 16) starts at 0 (model.py), and so the gate at 1/2.
+
+    Args:
+        factor: of the gate; with 2 the norm starts as RMSNorm.
+    """
+
+    RANK = 16
+
+    def __init__(self, channels: int, *args: Any, factor: float = 1.0, **keys: Any):
+        super().__init__(channels, *args, **keys)
+        self.factor = factor
+        self.gate_down = nn.Linear(channels, self.RANK, bias=False)
+        self.gate_up = nn.Linear(self.RANK, channels, bias=False)
+
+    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, None]:
+        y, _ = rms_norm(h, self.gain, self.eps, mode=self.kernels)
+        hidden = F.silu(self.gate_down(y))  # (B, T, 16)
+        gate = torch.sigmoid(self.gate_up(hidden))  # (B, T, C)
+        y = y * gate * self.factor
+        return y.to(h.dtype), None
+
+
+class SeeDNorm(Norm):
+    """[tanh(h . beta) alpha + gain] h / RMS(h): the token moves the gain; arXiv 2510.22777.
+
+    beta (C,) starts at 0, and so this as RMSNorm. Weight decay acts on alpha (C,) and beta.
+    """
+
+    def __init__(self, channels: int, *args: Any, **keys: Any):
+        super().__init__(channels, *args, **keys)
+        self.alpha = nn.Parameter(torch.ones(channels))
+        self.beta = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, h: Tensor, inv_rms: Tensor | None = None) -> tuple[Tensor, None]:
+        wide = h.to(statistics_dtype(h))
+        product = (wide * self.beta).sum(-1, keepdim=True)  # (B, T, 1)
+        gain = self.gain + torch.tanh(product) * self.alpha  # (B, T, C)
+        y = wide * inverse_rms(h, self.eps)
+        y = y * gain
+        return y.to(h.dtype), None
+
+    def gains(self) -> list[nn.Parameter]:
+        return [self.alpha, self.beta]
 
 
 class LearnedScale(Norm):

@@ -16,7 +16,8 @@ P own_fused       the model's own norms, everything fused that can be
 
 The arms A to M put another norm at every position of a pre-norm layout. Other layouts (output
 norms, norms that replace the stream, a norm of the embeddings, DyT and Derf with their learned
-scale) have the arms O and P alone: with A's norms they would be other models.
+scale, BHyT, GatedNorm, SeeDNorm) have the arms O and P alone: with A's norms they would be other
+models.
 """
 
 import copy

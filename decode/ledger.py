@@ -6,6 +6,8 @@ tensors without memory, under a TorchDispatchMode, which sees every operation of
 - The operations inside one launch function are one launch; none, if nothing is computed there, as
   in a norm position without a norm. Two matrix products in a launch function are refused, because
   no launch could do that.
+- A norm with matrix products (GatedNorm) is a launch for each of them, and one for what it computes
+  before, between and after them.
 - Any other operation that computes is a launch of its own.
 
 Blocks may differ (coupled_first, coupled_span), so each is counted by itself, and launches per
@@ -13,15 +15,15 @@ block are a mean over all of them.
 
     predicted time of a step = bytes that must be read / bandwidth + launches * time of a launch
 
-The bytes are the same for all arms and norms: every matrix once, and the keys and values up to the
-context. This is a model, not a measurement: its first term is a lower bound, and it has neither the
-ramp-up of each kernel's loads nor the drain at its end. So figures that others have measured stand
-beside it (MEASURED), where there are any.
+The bytes are the same for all arms and norms but GatedNorm, which has matrices of its own: every
+matrix once, and the keys and values up to the context. This is a model, not a measurement: its
+first term is a lower bound, and it has neither the ramp-up of each kernel's loads nor the drain at
+its end. So figures that others have measured stand beside it (MEASURED), where there are any.
 
 A norm counts as one launch, because it works on rows: in a compiled step it is one, and our kernels
 for RMSNorm and LayerNorm are. Where the norms of a fused step are called directly, on a GPU,
-PyTorch runs several kernels for DynamicTanh, DynamicErf, and P or B with a residual weight or a
-reader; `bench_decode.py --trace` shows them.
+PyTorch runs several kernels for DynamicTanh, DynamicErf, BoundedTanh, SeeDNorm, GatedNorm, and P or
+B with a residual weight or a reader; `bench_decode.py --trace` shows them.
 """
 
 import functools
@@ -90,8 +92,15 @@ class LaunchLedger(TorchDispatchMode):
         computes = not operation.is_view and name not in FREE
         if computes and not self.inside:
             self.launches.append(name)
-        self.computed = self.computed or computes
-        self.products += name in PRODUCTS
+        is_product = name in PRODUCTS
+        if is_product and self.inside == "norm":
+            if self.computed:
+                self.launches.append("norm")
+            self.launches.append(name)
+            self.computed = False
+        else:
+            self.computed = self.computed or computes
+            self.products += is_product
         # attention is a launch with two products: scores, and the sum of the values
         if self.inside and self.products > 1 and "attend" not in self.inside:
             raise RuntimeError(
@@ -154,6 +163,9 @@ def floor_bytes(packed: PackedGPT, batch: int, context: int) -> int:
     """
     config = packed.config
     matrices = [part.weight for part in (*packed.entries, *packed.exits)]
+    for entry in packed.entries:
+        if entry.norm is not None:  # GatedNorm has matrices
+            matrices += [weight for weight in entry.norm.parameters() if weight.dim() == 2]
     matrix_bytes = sum(matrix.numel() * matrix.element_size() for matrix in matrices)
     seen = sum(min(block.window or context, context) for block in packed.blocks)  # tokens
     elements_per_token = 2 * config.kv_heads * config.head_channels  # of a block

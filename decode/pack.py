@@ -26,7 +26,10 @@ The fusion level decides which norms fold:
 Folding is done in float64 and rounded once, to the type of the weights. Centred linears (cbwc) are
 stored centred, and a learned scale of the embeddings is part of their tables. These norms cannot
 fold and stay modules, a launch each: LayerNorm (its cbwc form folds), partial and group RMSNorm,
-DynamicTanh and DynamicErf, a taper that has not finished, and the norm of the embeddings.
+DynamicTanh, DynamicErf and BoundedTanh (tanh stands between norm and linear: only its gain would
+fold, which saves no launch), SeeDNorm (its gain depends on the token), a taper that has not
+finished, and the norm of the embeddings. GatedNorm, whose gate reads what its gain gave, is five
+launches.
 
 At some positions the stream is not x + delta, and the product before may not add:
 

@@ -201,7 +201,7 @@ def to_weightless(model: GPT, folds: list[Fold], untie: bool = True) -> GPT:
     whole = {fold.gain for fold in folds if not fold.bias_stays}
     keys = {name: getattr(model.config, name) for name in PLAIN}
     if whole == {f"{name}.weight" for name in norms_with_gains(new)}:
-        keys |= {"norm_gain": "none", "initial_gain": 1.0}
+        keys |= {"norm_gain": "none", "initial_gain": 1.0, "paired_gains": 0.0}
     return rebuild(model, replace(new.config, **keys), new.state_dict())
 
 

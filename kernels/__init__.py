@@ -22,8 +22,9 @@ x. Nothing is written in place. `mode` says which implementation runs:
              PyTorch
 
 A mode is about these functions alone. Norms that have no function here are plain PyTorch in every
-mode: DynamicTanh, a shared position with coupled_grad=full, a taper's fixed phase, and the blending
-itself of a taper over LayerNorm or with a bias.
+mode: DynamicTanh, BoundedTanh, SeeDNorm, the gate of GatedNorm, a shared position with
+coupled_grad=full, a taper's fixed phase, and the blending itself of a taper over LayerNorm or with
+a bias.
 """
 
 from collections.abc import Callable

@@ -343,12 +343,12 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12
 
 @torch.no_grad()
 def shake(module: torch.nn.Module) -> torch.nn.Module:
-    """float64, and gains and biases away from 1 and 0: the same way for the same role (a taper's
-    base or a norm).
+    """float64, and gains, biases and zero matrices away from 1 and 0: the same way for the same
+    role (a taper's base or a norm).
     """
     module.double()
     for name, parameter in module.named_parameters():
-        if parameter.dim() <= 1:
+        if parameter.dim() <= 1 or not parameter.any():
             role = re.sub(r"(norm[12ef_]+\.)norm\.", r"\1", name.replace("base.", ""))
             seed = zlib.crc32(role.encode())
             parameter += 0.3 * draw(*parameter.shape, seed=seed)
@@ -364,8 +364,9 @@ def random_sections(
     row = NORM_TYPES[norm_type]
     inputs = ""
     for _ in range(2 * n_layer + 1):
-        shares = inputs.rstrip("s").endswith("R")  # s needs a statistic
-        letters = [x for x in row.allowed_letters if x != unwanted and (x != "s" or shares)]
+        # s and h need a statistic
+        sharing = {"s": inputs.rstrip("s").endswith("R"), "h": inputs.rstrip("h").endswith("H")}
+        letters = [x for x in row.allowed_letters if x != unwanted and sharing.get(x, True)]
         inputs += draw.choice(letters)
     outputs, embeddings = (
         [x for x in letters + "I" if x != unwanted] for letters in (row.outputs, row.embeddings)

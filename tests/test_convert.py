@@ -146,6 +146,7 @@ def test_other_layouts_become_rms_norm(keys, type_after):
         ({"norm_type": "peri", "norm_plan": "LRLLLLL"}, "where R reads it"),
         ({"norm_type": "peri", "norm_plan": f"{'R' * 7}|{'L' * 6}", "bias": True}, "biases"),
         ({"norm_type": "dyt"}, "for LayerNorm and RMSNorm"),
+        ({"norm_type": "gatednorm"}, "for LayerNorm and RMSNorm"),
     ],
     ids=str,
 )

@@ -39,6 +39,7 @@ CASES = [
     ),
     # its norms have biases where the model has none
     ({"norm_type": "derf"}, {"norm.bias"}),
+    ({"norm_type": "bhyt", "paired_gains": 0.125}, set()),
     ({"norm_type": "peri", **ONE_PLUS}, {"norm.weight", "output.weight"}),
     ({"norm_type": "olmo2", **LLAMA, "qk_norm": "full"}, {"output.weight", *HEADS}),
     ({"norm_type": "post", "bias": True}, {"norm.weight"}),
@@ -100,6 +101,8 @@ def test_no_gain_is_left_that_linears_alone_read(keys, expected):
     [
         ({"norm_type": "rms", "norm_gain": "none"}, "none of its norms has a gain but 1"),
         ({"norm_type": "taper", "steps": 7}, "--to=folded"),  # first
+        ({"norm_type": "gatednorm"}, "norm1.norm.weight stays"),
+        ({"norm_type": "seednorm"}, "none of its norms has a gain but 1"),
     ],
 )
 def test_without_such_a_gain_it_is_refused(keys, why):

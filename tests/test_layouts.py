@@ -88,6 +88,9 @@ NEW_TYPES = (
     "lns",
     "dyt",
     "derf",
+    "bhyt",
+    "gatednorm",
+    "seednorm",
 )
 
 
@@ -125,6 +128,7 @@ class Plain:
     sections: tuple[str, ...] = ()  # of by_letters
     alpha: float | tuple[float, ...] = 1.0  # of the positions that share
     detach: bool = True
+    gate: float = 1.0  # factor of the gates
 
     def gain(self, name: str, y: Tensor) -> Tensor:
         """Multiply by the gain `name` and add its bias, where the model has them."""
@@ -350,6 +354,53 @@ def derf(g: Plain, x: Tensor) -> Tensor:
     return pointwise(g, x, E)
 
 
+def bhyt(g: Plain, x: Tensor) -> Tensor:
+    """gain tanh(lambda x / (10 s)), once a block s^2 = mean(x^2) and once that plus what attention
+    should add, |W_V W_O|_F^2 / (T d) (lambda / 10)^2; a final RMSNorm. Byun et al. 2026.
+    """
+
+    def H(name: str, x: Tensor, square: Tensor) -> Tensor:
+        z = g.p[f"{name}.alpha"] * x / (10 * (square + g.eps).sqrt())
+        return g.gain(name, (z.exp() - (-z).exp()) / (z.exp() + (-z).exp()))
+
+    heads, d = g.shape.n_head, g.shape.head_channels
+    for b in range(L):
+        square = x.pow(2).mean(-1, keepdim=True)
+        delta = g.A(b, H(at(2 * b), x, square))
+        out, qkv = (g.p[f"blocks.{b}.attn.{part}.weight"].detach() for part in ("proj", "qkv"))
+        kv_heads = g.shape.n_kv_head or heads
+        total = 0.0
+        for head in range(heads):  # W_O W_V is a sum over heads
+            value = len(qkv) - (kv_heads - head * kv_heads // heads) * d
+            total = total + out[:, head * d : (head + 1) * d] @ qkv[value : value + d]
+        spread = (total**2).sum() / (g.shape.block_size * x.shape[-1])
+        square = square + spread * (g.p[f"{at(2 * b)}.alpha"].detach() / 10) ** 2
+        x = x + delta
+        x = x + g.M(b, H(at(2 * b + 1), x, square))
+    return g.N(at(2 * L), x)
+
+
+def gatednorm(g: Plain, x: Tensor) -> Tensor:
+    """y sigma(W_up silu(W_down y)) with y = N(x); Qiu et al. 2026, section 3.4."""
+
+    def G(name: str, x: Tensor) -> Tensor:
+        y = g.N(name, x)
+        z = g.linear(f"{name}.gate_down", y)
+        return g.gate * y / (1 + (-g.linear(f"{name}.gate_up", z / (1 + (-z).exp()))).exp())
+
+    return pointwise(g, x, G)
+
+
+def seednorm(g: Plain, x: Tensor) -> Tensor:
+    """[tanh(x . beta) alpha + gamma] x / RMS(x); Cai et al. 2025."""
+
+    def V(name: str, x: Tensor) -> Tensor:
+        moved = torch.tanh(x @ g.p[f"{name}.beta"])[..., None] * g.p[f"{name}.alpha"]
+        return g.N(name, x) + moved * rms_norm(x, g.eps)
+
+    return pointwise(g, x, V)
+
+
 def pointwise(g: Plain, x: Tensor, D) -> Tensor:
     x = x * g.p.get("norm_e.norm.scale", 1.0)
     for b in range(L):
@@ -428,8 +479,12 @@ CASES = [
           ("hybrid", "hybrid", {"qk": "head", "has_v_norm": True}),
           ("dyt", "dyt", {}),
           ("derf", "derf", {}),
+          ("bhyt", "bhyt", {}),
+          ("gatednorm", "gatednorm", {}),
       )),
-    ("lns", {"norm_gain": "one_plus"}, "gpt2", {"layout": "lns", "one_plus": True}),
+    *((name, {"norm_gain": "one_plus"}, "gpt2", {"layout": name, "one_plus": True})
+      for name in ("lns", "seednorm")),
+    ("gatednorm", {"gate_start": "identity"}, "llama", {"layout": "gatednorm", "gate": 2.0}),
     # Norms within attention
     *((name, {"qk_norm": qk}, "gpt2 llama", {"layout": layout, "qk": qk, "kind": kind})
       for name, layout, kind in (("rms", "pre", "rms"), ("layer", "pre", "layer"))
@@ -502,6 +557,7 @@ def test_a_random_plan_is_its_letters(seed):
 def compare(norm_type: str, keys: dict, shape: GPTConfig, told: dict) -> None:
     """Hold a shaken model against the plain one."""
     model = shake(GPT(replace(shape, norm_type=norm_type, **keys)))
+    model.set_step(1, 1)
     use_exact_angles(model)
     if "sections" in told:
         assert (model.plan.letters, model.plan.outputs, model.plan.embedding) == told["sections"]
@@ -562,6 +618,9 @@ STANDARD_DEVIATIONS = {
     "lns": (1, 1, 1, 1),  # scaled initialisation takes the gain of LayerNorm scaling away
     "dyt": (1, 1, 1, 1),
     "derf": (1, 1, 1, DEPTH),
+    "bhyt": (1, 1, 1, 1),
+    "gatednorm": (1, 1, 1, DEPTH),
+    "seednorm": (1, 1, 1, DEPTH),
 }
 
 
@@ -643,7 +702,7 @@ def test_other_values_at_the_start():
 
 def test_weight_decay_on_gains_is_that_of_the_authors():
     decaying = {name for name in NORM_TYPES if NormConfig(norm_type=name).decays_gains}
-    assert decaying == {"olmo2", "hybrid", "dyt"}
+    assert decaying == {"olmo2", "hybrid", "dyt", "seednorm"}
     for keys in ({"norm_recipe": "common"}, {"norm_gain": "none"}):
         assert not NormConfig(norm_type="olmo2", **keys).decays_gains
 
@@ -671,6 +730,60 @@ def test_initial_gains(kind):
         lns.place(7).norm.gain.unique().item() == 0.25
         and lns.place(8).norm.gain.unique().item() == 0.5
     )
+
+
+def test_paired_gains():
+    """modded-nanogpt #300: in each block 1 - a s and 1 + a s, sum of s 0. All else stays."""
+    plain, paired = start("rms"), start("rms", paired_gains=0.125)
+    signs = [8 * (1 - paired[f"{at(2 * b)}.weight"]) for b in range(L)]
+    for b, s in enumerate(signs):
+        assert set(s.tolist()) == {-1, 1} and s.sum() == 0
+        assert torch.equal(8 * (paired[f"{at(2 * b + 1)}.weight"] - 1), s)
+        assert b == 0 or not torch.equal(s, signs[b - 1])
+    assert paired.keys() == plain.keys()
+    others = [
+        name for name in plain if not name.endswith(("norm1.norm.weight", "norm2.norm.weight"))
+    ]
+    assert all(torch.equal(plain[name], paired[name]) for name in others)
+    assert start("none", paired_gains=0.125).keys() == start("none").keys()
+    said = plan("rms", paired_gains=0.125)
+    assert said.notes() == ["gains in pairs, 1 -+ 0.125"] and not said.notes(at_start=False)
+
+
+def test_what_attention_should_add_is_measured_as_often_as_by_bhyts_authors():
+    """Every max_iters / 50 steps, and at least every 1,000."""
+    model = GPT(replace(LLAMA, norm_type="bhyt"))
+    for max_iters, steps in ((40, [1, 2, 3, 4]), (100, [1, 3]), (10**6, [1, 1001])):
+        found = []
+        for step in (1, 2, 3, 4, 1000, 1001):
+            model.blocks[1].norm1.norm.attention.zero_()
+            model.set_step(step, max_iters)
+            if model.blocks[1].norm1.norm.attention != 0:
+                found.append(step)
+        assert found[: len(steps)] == steps
+
+
+def test_gates_start_at_a_half_or_as_rms_norm_and_train_as_matrices():
+    """W_down has draws of its own; Muon takes both matrices of each norm."""
+    models = {
+        name: GPT(replace(LLAMA, **keys), seed=3)
+        for name, keys in {
+            "rms": {"norm_type": "rms"},
+            "half": {"norm_type": "gatednorm", "initial_gain": 2.0},
+            "identity": {"norm_type": "gatednorm", "gate_start": "identity"},
+        }.items()
+    }
+    for name in ("half", "identity"):
+        assert torch.equal(models[name](IDX), models["rms"](IDX))
+    state = models["half"].state_dict()
+    downs = [state[f"{at(p)}.gate_down.weight"] for p in range(2 * L + 1)]
+    assert all(down.shape == (16, 16) and 0.1 < down.std() < 0.3 for down in downs)
+    assert not torch.equal(downs[0], downs[1])
+    matrices = models["half"].hidden_matrices()
+    assert len(matrices) == 4 * L + 2 * (2 * L + 1)
+    assert {p.dim() for p in matrices} == {2} and models[
+        "half"
+    ].norm_f.norm.gate_up.weight in matrices
 
 
 def test_blocks_of_lns_share_their_graphs():

@@ -215,7 +215,7 @@ def test_chunked_loss_is_the_plain_loss(tied, chunks, ignored, monkeypatch):
 
 
 # What differs in the code that is compiled
-GRAPHS = ("layer", "rms", "coupled", "cbwc", "keel", "lns", "derf")
+GRAPHS = ("layer", "rms", "coupled", "cbwc", "keel", "lns", "derf", "bhyt", "gatednorm")
 
 
 @pytest.mark.parametrize(

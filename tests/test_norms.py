@@ -218,6 +218,7 @@ NOT_THE_DEFAULT = {
     "residual_weight": 2.0,
     "mixln_share": 0.5,
     "point_alpha": 0.3,
+    "gate_start": "identity",
 }
 FOREIGN_KEYS = [
     (norm_type, owner, name)
@@ -247,6 +248,7 @@ def test_norm_gain_none_has_no_norm_parameters(norm_type):
     names = [name.rpartition(".")[2] for name, _ in model.named_parameters() if "norm" in name]
     # Parameters that are no gains: alpha and shift shape the function, scale is the embeddings'.
     others = {"dyt": {"alpha", "scale"}, "derf": {"alpha", "shift", "scale"}}
+    others |= {"bhyt": {"alpha"}, "gatednorm": {"weight"}}  # of the gate's matrices
     assert set(names) == others.get(norm_type, set())
     with_gains = gpt(norm_type, bias=True, qk_norm="head")
     assert sum("norm" in name for name, _ in with_gains.named_parameters()) > len(names)

@@ -97,6 +97,9 @@ def test_a_middle_section_may_be_empty():
         ("lns", "RR RR R"),
         ("dyt", "DD DD D"),
         ("derf", "EE EE E"),
+        ("bhyt", "Hh Hh R"),
+        ("gatednorm", "GG GG G"),
+        ("seednorm", "VV VV V"),
     ],
 )
 def test_plans_of_two_blocks(norm_type, printed):
@@ -126,6 +129,8 @@ def test_plans_of_two_blocks(norm_type, printed):
         ("cupled", "", {}, "did you mean coupled?"),
         # s without an R before it
         ("coupled", "sR Rs R", {}, "position 0"),
+        ("bhyt", "Rh Hh R", {}, "position 1 shares a statistic that no H computed"),
+        ("seednorm", "", {"norm_gain": "none"}, "norm_gain=none"),
         ("coupled", "", {"coupled_first": 5}, "need 5 letters"),
         ("coupled", "Rs Rs R | RR RR", {"coupled_impl": "fold"}, "coupled_impl=fold"),
         ("coupled", "", {"coupled_alpha": (1.0, 1.1)}, "coupled_alpha needs one number or 5"),

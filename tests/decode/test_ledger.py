@@ -250,6 +250,9 @@ def test_only_pre_norm_layouts_take_other_arms():
         "keel",
         "dyt",
         "derf",
+        "bhyt",
+        "gatednorm",
+        "seednorm",
     }
     assert not others & {"rms-full", "partial", "taper-layer", "coupled-end"}
     assert {"dyt-common", "peri-layer", "coupled-outputs"} <= others

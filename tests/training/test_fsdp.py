@@ -60,6 +60,8 @@ def write_items(path: Path) -> Path:
         # Output norms and that of the embeddings; one number as scale, alpha and shift
         ("--norm_type=peri",),
         ("--norm_type=derf",),
+        # What reads the weights of attention between steps
+        ("--norm_type=bhyt",),
     ],
     ids=str,
 )
