@@ -164,10 +164,10 @@ def test_every_position_of_every_norm_type(norm_type):
     for position, (place, h) in enumerate(zip(model.places(), sizes, strict=True)):
         close(windows[position], (h.square().mean(-1) + place.norm.eps).sqrt())
     # A norm at the end holds the scale of the stream, whether it replaces the stream or not.
-    is_held = model.plan.letters[-1] in "LRPT"
+    is_held = model.plan.letters[-1] in "LRPTG"
     assert (abs(stats.radial_gradient) < 1e-3) == is_held
-    # Only s and a taper can drift.
-    if norm_type not in ("coupled", "taper"):
+    # Only s, h and a taper can drift.
+    if norm_type not in ("coupled", "bhyt", "taper"):
         assert (stats.drift == 1).all() and not stats.spread.any()
 
 

@@ -233,8 +233,12 @@ def test_matrices_decay_and_gains_if_they_are_told_to(norm_type, kind):
         }
         assert decay.keys() == set(names.values())
         for name in decay:
-            is_weight = name.split(".")[-1].startswith("weight")  # of a taper, weight_tilde too
-            decays = is_weight and ("norm" not in name or decay_gains)
+            # of a taper, weight_tilde too
+            gains = ("alpha", "beta") if norm_type == "seednorm" else "weight"
+            part = name.split(".")[-1]
+            decays = part == "weight"
+            if "norm" in name and "gate" not in name:  # but matrices of gates
+                decays = decay_gains and part.startswith(gains)
             assert decay[name] == DECAY * decays, name
 
 
