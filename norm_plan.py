@@ -443,7 +443,7 @@ class NormPlan:
             (is_pre, "no block is Post-LN: give a larger mixln_share or more blocks"),
             (has_alpha, f"alpha {_listed(alphas)} in attention, MLP and final norm"),
             (config.qk_kind != "none", f"norms of {normed} ({config.qk_kind}{gains})"),
-            ("G" in self.letters, f"gates that start at {config.gate_start}"),
+            ("G" in self.letters, f"gates of rank 16 (start: {config.gate_start})"),
             (self.type.scales_by_depth, "gains of block l divided by sqrt(l)"),
             (config.norm_gain != "plain", f"gains {config.norm_gain}"),
             (at_start and config.initial_gain != 1, f"initial gains {config.initial_gain}"),
